@@ -1,0 +1,1 @@
+"""Thin typer commands, one file a command; each exposes register(app)."""

@@ -1,0 +1,274 @@
+"""ViTConfig, the shape of a Vision Transformer, checked when it is made; and DataConfig, how its images are prepared."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+GlobalPool = Literal["token", "avg", "map", ""]
+PosEmbed = Literal["learn", "sincos1d", "sincos2d"]
+Activation = Literal["gelu", "gelu_tanh", "relu", "quick_gelu", "silu"]
+Interpolation = Literal["bicubic", "bilinear", "nearest", "lanczos"]
+CropMode = Literal["center", "squash"]
+
+Size = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """How an RGB image becomes a model's input, in timm's terms.
+
+    Attributes:
+        mean: Per-channel mean that is subtracted, of pixel values in [0, 1].
+        std: Per-channel standard deviation that is divided by.
+        interpolation: Filter of the resize.
+        crop_pct: The centre crop's share of the resized image's shorter side, in (0, 1].
+        crop_mode: "center" keeps the aspect ratio and crops; "squash" resizes both sides.
+    """
+
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    interpolation: Interpolation = "bicubic"
+    crop_pct: float = 0.9
+    crop_mode: CropMode = "center"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mean", tuple(float(v) for v in self.mean))
+        object.__setattr__(self, "std", tuple(float(v) for v in self.std))
+        if len(self.mean) != len(self.std):
+            raise ValueError(f"mean and std differ in length: {len(self.mean)} and {len(self.std)}")
+        if any(not (v > 0 and math.isfinite(v)) for v in self.std):
+            raise ValueError(f"std={self.std}: accepted are positive numbers")
+        if not 0 < self.crop_pct <= 1:
+            raise ValueError(f"crop_pct={self.crop_pct}: accepted is a share in (0, 1]")
+        _check_choice("interpolation", self.interpolation, get_args(Interpolation))
+        _check_choice("crop_mode", self.crop_mode, get_args(CropMode))
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> DataConfig:
+        return cls(**_known_fields(cls, fields))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViTConfig:
+    """The shape of a Vision Transformer; timm's names.
+
+    Attributes:
+        img_size: Input height and width, in pixels; one number means a square.
+        patch_size: Patch height and width: in pixels, or in feature-map cells behind a convolutional stem.
+        in_chans: Channels of the input image.
+        num_classes: Outputs of the linear head; 0 means no head.
+        embed_dim: Width C of a token.
+        depth: Encoder blocks.
+        num_heads: Attention heads H; embed_dim must divide by it.
+        mlp_ratio: Hidden width of the MLP over embed_dim.
+        qkv_bias: Whether the qkv linear has a bias.
+        init_values: Initial LayerScale; None means no LayerScale.
+        class_token: Whether a learned class token is put before the patches.
+        distilled: Whether DeiT's distillation token and second head exist (needs class_token).
+        reg_tokens: Register tokens behind the class token ("Vision Transformers Need Registers", arXiv 2309.16588).
+        pos_embed: "learn"ed, or fixed: "sincos1d" (arXiv 1706.03762, over the patch index) or "sincos2d" (MAE, arXiv 2111.06377).
+        no_embed_class: Whether the position embedding covers the patches only.
+        pre_norm: LayerNorm before the blocks and a patch embedding without bias (CLIP).
+        global_pool: "token" (class token), "avg" (mean of the patches), "map" (SigLIP's attention pooling), "" (none).
+        fc_norm: Whether the final LayerNorm comes after pooling; None means only when global_pool is "avg".
+        act_layer: Activation of the MLP: "gelu" is exact; "gelu_tanh", "quick_gelu", "relu", "silu".
+        norm_eps: epsilon of every LayerNorm.
+        dynamic_img_size: Accept other image sizes than img_size by interpolating the position embedding.
+        stem_channels: Output channels of the hybrid's convolutional stem, each layer halving the image; () means no stem.
+        drop_rate: Dropout before the head.
+        pos_drop_rate: Dropout behind the position embedding.
+        proj_drop_rate: Dropout behind the attention projection and both MLP linears.
+        attn_drop_rate: Dropout on the attention weights.
+        drop_path_rate: Stochastic depth of the last block; grows linearly from 0.
+
+    Raises:
+        ValueError: A field is not acceptable; names the field, the value and what is.
+    """
+
+    img_size: int | Size = 224
+    patch_size: int | Size = 16
+    in_chans: int = 3
+    num_classes: int = 1000
+    embed_dim: int = 768
+    depth: int = 12
+    num_heads: int = 12
+    mlp_ratio: float = 4.0
+    qkv_bias: bool = True
+    init_values: float | None = None
+    class_token: bool = True
+    distilled: bool = False
+    reg_tokens: int = 0
+    pos_embed: PosEmbed = "learn"
+    no_embed_class: bool = False
+    pre_norm: bool = False
+    global_pool: GlobalPool = "token"
+    fc_norm: bool | None = None
+    act_layer: Activation = "gelu"
+    norm_eps: float = 1e-6
+    dynamic_img_size: bool = False
+    stem_channels: tuple[int, ...] = ()
+    drop_rate: float = 0.0
+    pos_drop_rate: float = 0.0
+    proj_drop_rate: float = 0.0
+    attn_drop_rate: float = 0.0
+    drop_path_rate: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "img_size", _pair("img_size", self.img_size))
+        object.__setattr__(self, "patch_size", _pair("patch_size", self.patch_size))
+        object.__setattr__(self, "stem_channels", tuple(self.stem_channels))
+        for name in ("in_chans", "embed_dim", "depth", "num_heads"):
+            _check_int(name, getattr(self, name), minimum=1)
+        for name in ("num_classes", "reg_tokens"):
+            _check_int(name, getattr(self, name), minimum=0)
+        for channels in self.stem_channels:
+            _check_int("stem_channels", channels, minimum=1)
+        for name in ("drop_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: accepted is a probability in [0, 1)")
+        _check_choice("global_pool", self.global_pool, get_args(GlobalPool))
+        _check_choice("pos_embed", self.pos_embed, get_args(PosEmbed))
+        _check_choice("act_layer", self.act_layer, get_args(Activation))
+        if self.norm_eps <= 0:
+            raise ValueError(f"norm_eps={self.norm_eps}: accepted is a positive number")
+        if self.mlp_ratio <= 0 or self.hidden_dim < 1:
+            raise ValueError(f"mlp_ratio={self.mlp_ratio}: accepted is a positive ratio with at least one hidden unit")
+        if self.embed_dim % self.num_heads:
+            raise ValueError(
+                f"embed_dim={self.embed_dim} with num_heads={self.num_heads}: embed_dim must divide by num_heads"
+            )
+        for axis, pixels, cell in zip(("height", "width"), self.image_hw, self.patch_pixels, strict=True):
+            if pixels % cell:
+                raise ValueError(
+                    f"img_size={self.img_size}: the {axis} {pixels} must divide by the patch's {cell} pixels "
+                    f"(patch_size={self.patch_size}, stem stride {self.stem_stride})"
+                )
+        if self.global_pool == "token" and not self.class_token:
+            raise ValueError("global_pool='token' with class_token=False: accepted without a class token: 'avg', 'map', ''")
+        if self.distilled and not (self.class_token and self.global_pool == "token"):
+            raise ValueError("distilled=True: accepted only with class_token=True and global_pool='token'")
+        if self.distilled and self.reg_tokens:
+            raise ValueError(f"distilled=True with reg_tokens={self.reg_tokens}: accepted is reg_tokens=0")
+        if self.pos_embed == "sincos2d" and self.embed_dim % 4:
+            raise ValueError(f"embed_dim={self.embed_dim}: pos_embed='sincos2d' accepts a multiple of 4")
+        if self.pos_embed == "sincos1d" and self.embed_dim % 2:
+            raise ValueError(f"embed_dim={self.embed_dim}: pos_embed='sincos1d' accepts a multiple of 2")
+
+    @property
+    def image_hw(self) -> Size:
+        return _pair("img_size", self.img_size)
+
+    @property
+    def patch_hw(self) -> Size:
+        return _pair("patch_size", self.patch_size)
+
+    @property
+    def stem_stride(self) -> int:
+        """Pixels of the image per cell of the stem's feature map; 1 without a stem."""
+        return int(2 ** len(self.stem_channels))
+
+    @property
+    def patch_pixels(self) -> Size:
+        """Height and width of the image region behind one token."""
+        return self.patch_hw[0] * self.stem_stride, self.patch_hw[1] * self.stem_stride
+
+    @property
+    def grid_size(self) -> Size:
+        """Patches along height and width."""
+        return self.image_hw[0] // self.patch_pixels[0], self.image_hw[1] // self.patch_pixels[1]
+
+    @property
+    def num_patches(self) -> int:
+        return self.grid_size[0] * self.grid_size[1]
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """Tokens before the patches: class, distillation, registers."""
+        return int(self.class_token) + int(self.distilled) + self.reg_tokens
+
+    @property
+    def seqlen(self) -> int:
+        """Tokens N that the blocks see."""
+        return self.num_prefix_tokens + self.num_patches
+
+    @property
+    def head_dim(self) -> int:
+        return self.embed_dim // self.num_heads
+
+    @property
+    def hidden_dim(self) -> int:
+        """Hidden width F of the MLP."""
+        return int(self.embed_dim * self.mlp_ratio)
+
+    @property
+    def norm_after_pool(self) -> bool:
+        return self.global_pool == "avg" if self.fc_norm is None else self.fc_norm
+
+    def replace(self, **overrides: Any) -> ViTConfig:
+        """A copy with these fields changed and checked; an unknown field is a ValueError that lists the known ones."""
+        known = {field.name for field in dataclasses.fields(self)}
+        if unknown := sorted(set(overrides) - known):
+            raise ValueError(f"unknown config field {', '.join(unknown)}: accepted are {', '.join(sorted(known))}")
+        return dataclasses.replace(self, **overrides)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> ViTConfig:
+        """From to_dict's mapping, also after a trip through JSON; unknown names raise ValueError."""
+        return cls(**_known_fields(cls, fields))
+
+    def flops_per_image(self) -> int:
+        """Floating-point operations of one image's forward pass through the matrix products, 2 per multiply-add."""
+        C, F, N = self.embed_dim, self.hidden_dim, self.seqlen
+        block = 2 * N * (4 * C * C + 2 * C * F) + 4 * N * N * C
+        return self._embed_flops() + self.depth * block + self._head_flops()
+
+    def _embed_flops(self) -> int:
+        flops, channels, (height, width) = 0, self.in_chans, self.image_hw
+        for out_channels in self.stem_channels:
+            height, width = height // 2, width // 2
+            flops += 2 * height * width * 9 * channels * out_channels
+            channels = out_channels
+        return flops + 2 * self.num_patches * channels * self.patch_hw[0] * self.patch_hw[1] * self.embed_dim
+
+    def _head_flops(self) -> int:
+        C, F, P = self.embed_dim, self.hidden_dim, self.num_patches
+        pooled_rows = {"token": 1 + int(self.distilled), "avg": 1, "map": 1, "": self.seqlen}[self.global_pool]
+        flops = 2 * pooled_rows * C * self.num_classes
+        if self.global_pool == "map":
+            # q of one latent, k and v of every patch, scores and mixing, proj, and the pool's own MLP
+            flops += 2 * C * C + 4 * P * C * C + 4 * P * C + 2 * C * C + 4 * C * F
+        return flops
+
+
+def _pair(name: str, value: int | Size) -> Size:
+    pair = (value, value) if isinstance(value, int) else tuple(value)
+    if len(pair) != 2 or not all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in pair):
+        raise ValueError(f"{name}={value!r}: accepted is a positive integer or a (height, width) pair of them")
+    return pair[0], pair[1]
+
+
+def _check_int(name: str, value: object, minimum: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise ValueError(f"{name}={value!r}: accepted is an integer >= {minimum}")
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r}: accepted are {', '.join(map(repr, choices))}")
+
+
+def _known_fields(cls: type[ViTConfig] | type[DataConfig], fields: Mapping[str, Any]) -> dict[str, Any]:
+    known = {field.name for field in dataclasses.fields(cls)}
+    if unknown := sorted(set(fields) - known):
+        raise ValueError(f"unknown {cls.__name__} field {', '.join(unknown)}: accepted are {', '.join(sorted(known))}")
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}

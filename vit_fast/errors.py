@@ -1,0 +1,26 @@
+"""Exceptions of this package."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class VitFastError(Exception):
+    """Base of the exceptions that only this package raises."""
+
+
+class UnsupportedInputError(VitFastError, ValueError):
+    """A backend was asked by name for something that it cannot do.
+
+    Attributes:
+        what: What was asked for.
+        reasons: Every reason, not only the first.
+    """
+
+    def __init__(self, what: str, reasons: Sequence[str]) -> None:
+        self.what = what
+        self.reasons = tuple(reasons)
+        super().__init__(what + ":" + "".join(f"\n  - {reason}" for reason in self.reasons))
+
+    def __reduce__(self) -> tuple[type[UnsupportedInputError], tuple[str, tuple[str, ...]]]:
+        return type(self), (self.what, self.reasons)

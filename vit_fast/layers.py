@@ -1,0 +1,176 @@
+"""The small parts of the model that the paper's equations take for granted: patches, positions, scaling, pooling."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .config import Size, ViTConfig
+from .ops import attention as attention_op
+from .ops import layer_norm_mlp
+from .ops.reference import ACTIVATIONS
+
+
+class PatchEmbed(nn.Module):
+    """Cuts an image into patches and projects each to a token; a strided convolution.
+
+    With `stem_channels`, the patches are cut from the feature map of a small convolutional stem: the hybrid of section 3.1.
+    """
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.stem = conv_stem(config.in_chans, config.stem_channels) if config.stem_channels else nn.Identity()
+        channels = config.stem_channels[-1] if config.stem_channels else config.in_chans
+        self.proj = nn.Conv2d(
+            channels, config.embed_dim, kernel_size=config.patch_hw, stride=config.patch_hw, bias=not config.pre_norm
+        )
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Size]:
+        """images [B, in_chans, height, width] -> tokens [B, patches, C] and the patch grid (rows, columns)."""
+        self._check(images)
+        feature_map = self.proj(self.stem(images))
+        return feature_map.flatten(2).transpose(1, 2), (feature_map.shape[2], feature_map.shape[3])
+
+    def _check(self, images: Tensor) -> None:
+        config = self.config
+        if images.dim() != 4 or images.shape[1] != config.in_chans:
+            raise ValueError(f"images have shape {tuple(images.shape)}: accepted is [B, {config.in_chans}, height, width]")
+        if not images.is_floating_point():
+            raise ValueError(f"images are {images.dtype}: accepted is a floating dtype (scale and normalise them first)")
+        height, width = images.shape[2], images.shape[3]
+        if not config.dynamic_img_size:
+            if (height, width) != config.image_hw:
+                raise ValueError(
+                    f"images are {height}x{width}, the model was made for {config.image_hw[0]}x{config.image_hw[1]}: "
+                    "make it with dynamic_img_size=True, or with this img_size"
+                )
+        elif height % config.patch_pixels[0] or width % config.patch_pixels[1]:
+            raise ValueError(
+                f"images are {height}x{width}: height and width must divide by the patch's "
+                f"{config.patch_pixels[0]}x{config.patch_pixels[1]} pixels"
+            )
+
+
+def conv_stem(in_chans: int, channels: tuple[int, ...]) -> nn.Sequential:
+    """3x3 convolutions of stride 2, each with GroupNorm (as in the paper's ResNets) and ReLU."""
+    layers: list[nn.Module] = []
+    for out_chans in channels:
+        layers += [
+            nn.Conv2d(in_chans, out_chans, kernel_size=3, stride=2, padding=1, bias=False),
+            nn.GroupNorm(math.gcd(32, out_chans), out_chans),
+            nn.ReLU(),
+        ]
+        in_chans = out_chans
+    return nn.Sequential(*layers)
+
+
+def sincos_1d(positions: Tensor, dim: int) -> Tensor:
+    """Sines and cosines of positions [P] at dim/2 geometric frequencies: [P, dim]; arXiv 1706.03762, section 3.5."""
+    frequencies = 10000.0 ** (-torch.arange(dim // 2, dtype=positions.dtype, device=positions.device) / (dim // 2))
+    angles = positions[:, None] * frequencies
+    return torch.cat([angles.sin(), angles.cos()], dim=1)
+
+
+def fixed_pos_embed(kind: str, grid: Size, dim: int, device: torch.device | None = None) -> Tensor:
+    """The unlearned position embedding of a patch grid, [1, rows * columns, dim] in fp32.
+
+    "sincos1d" numbers the patches in reading order; "sincos2d" gives half the width to the row and half to the column.
+    """
+    rows, columns = (torch.arange(n, dtype=torch.float64, device=device) for n in grid)
+    if kind == "sincos1d":
+        embedding = sincos_1d(torch.arange(grid[0] * grid[1], dtype=torch.float64, device=device), dim)
+    else:
+        per_row, per_column = sincos_1d(rows, dim // 2), sincos_1d(columns, dim // 2)
+        embedding = torch.cat(
+            [per_column.repeat(grid[0], 1), per_row.repeat_interleave(grid[1], dim=0)], dim=1
+        )
+    return embedding[None].float()
+
+
+def resample_pos_embed(pos_embed: Tensor, old_grid: Size, new_grid: Size, num_prefix_tokens: int) -> Tensor:
+    """A learned position embedding [1, prefix + old patches, C] for another patch grid: bicubic, antialiased, in fp32.
+
+    The first num_prefix_tokens rows are kept as they are. The same grid gives the same tensor back.
+    """
+    if old_grid == new_grid and not torch.compiler.is_exporting():
+        return pos_embed
+    prefix, patches = pos_embed[:, :num_prefix_tokens], pos_embed[:, num_prefix_tokens:]
+    plane = patches.float().reshape(1, old_grid[0], old_grid[1], -1).permute(0, 3, 1, 2)
+    plane = F.interpolate(plane, size=new_grid, mode="bicubic", antialias=True, align_corners=False)
+    patches = plane.permute(0, 2, 3, 1).flatten(1, 2).to(pos_embed.dtype)
+    return torch.cat([prefix, patches], dim=1)
+
+
+class LayerScale(nn.Module):
+    """Multiplies the branch by a learned vector; CaiT, arXiv 2103.17239."""
+
+    def __init__(self, dim: int, init_values: float) -> None:
+        super().__init__()
+        self.init_values = init_values
+        self.gamma = nn.Parameter(torch.full((dim,), init_values))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
+
+class DropPath(nn.Module):
+    """Drops the whole branch of an image with probability drop_prob, and scales the rest up; arXiv 1603.09382."""
+
+    def __init__(self, drop_prob: float) -> None:
+        super().__init__()
+        self.drop_prob = drop_prob
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.drop_prob == 0:
+            return x
+        keep_prob = 1 - self.drop_prob
+        mask = x.new_empty((x.shape[0],) + (1,) * (x.dim() - 1)).bernoulli_(keep_prob)
+        return x * (mask / keep_prob)
+
+
+class Mlp(nn.Module):
+    """The parameters of a two-layer MLP; `layer_norm_mlp` computes with them."""
+
+    def __init__(self, dim: int, hidden_dim: int, activation: str, drop: float = 0.0) -> None:
+        super().__init__()
+        self.activation = activation
+        self.fc1 = nn.Linear(dim, hidden_dim)
+        self.fc2 = nn.Linear(hidden_dim, dim)
+        self.drop = nn.Dropout(drop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.fc2(self.drop(ACTIVATIONS[self.activation](self.fc1(x)))))
+
+
+class AttentionPool(nn.Module):
+    """SigLIP's head: one learned query attends to every patch, then an MLP with a residual; arXiv 2303.15343."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        C = config.embed_dim
+        self.num_heads, self.eps = config.num_heads, config.norm_eps
+        self.backend = "sdpa"
+        self.latent = nn.Parameter(torch.empty(1, 1, C))
+        self.q = nn.Linear(C, C)
+        self.kv = nn.Linear(C, 2 * C)
+        self.proj = nn.Linear(C, C)
+        self.norm = nn.LayerNorm(C, eps=config.norm_eps)
+        self.mlp = Mlp(C, config.hidden_dim, config.act_layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Patches [B, N, C] -> [B, C]."""
+        B, N, C = x.shape
+        heads = (self.num_heads, C // self.num_heads)
+        q = self.q(self.latent.expand(B, -1, -1)).reshape(B, 1, *heads).transpose(1, 2)
+        k, v = self.kv(x).reshape(B, N, 2, *heads).permute(2, 0, 3, 1, 4).unbind(0)
+        pooled = attention_op(q, k, v, backend=self.backend).transpose(1, 2).reshape(B, 1, C)
+        pooled = self.proj(pooled)
+        norm, mlp = self.norm, self.mlp
+        return layer_norm_mlp(
+            pooled, norm.weight, norm.bias, mlp.fc1.weight, mlp.fc1.bias, mlp.fc2.weight, mlp.fc2.bias,
+            eps=self.eps, activation=mlp.activation, backend=self.backend,
+        )[:, 0]  # fmt: skip

@@ -1,0 +1,130 @@
+"""The named variants, under timm's names: the paper's Table 1 and the models that followed it."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from dataclasses import dataclass
+from typing import Any
+
+from .config import DataConfig, ViTConfig
+
+TINY = {"embed_dim": 192, "depth": 12, "num_heads": 3}
+SMALL = {"embed_dim": 384, "depth": 12, "num_heads": 6}
+MEDIUM = {"embed_dim": 512, "depth": 12, "num_heads": 8}
+BASE = {"embed_dim": 768, "depth": 12, "num_heads": 12}
+LARGE = {"embed_dim": 1024, "depth": 24, "num_heads": 16}
+HUGE = {"embed_dim": 1280, "depth": 32, "num_heads": 16}
+SO400M = {"embed_dim": 1152, "depth": 27, "num_heads": 16, "mlp_ratio": 3.7362}
+
+DEIT3 = {"no_embed_class": True, "init_values": 1e-6}
+DINOV2 = {"img_size": 518, "patch_size": 14, "init_values": 1e-5, "num_classes": 0}
+DINOV2_REG4 = {**DINOV2, "reg_tokens": 4, "no_embed_class": True}
+CLIP = {"pre_norm": True, "norm_eps": 1e-5}
+SIGLIP = {"class_token": False, "global_pool": "map", "num_classes": 0}
+
+INCEPTION = DataConfig()
+INCEPTION_FULL = DataConfig(crop_pct=1.0)
+IMAGENET = DataConfig(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+IMAGENET_FULL = DataConfig(mean=IMAGENET.mean, std=IMAGENET.std, crop_pct=1.0)
+OPENAI = DataConfig(mean=(0.48145466, 0.4578275, 0.40821073), std=(0.26862954, 0.26130258, 0.27577711))
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A named model: its shape and how its images are prepared."""
+
+    config: ViTConfig
+    data: DataConfig
+
+
+_VARIANTS: dict[str, Variant] = {}
+
+
+def _add(name: str, data: DataConfig, *shapes: dict[str, Any], **fields: Any) -> None:
+    merged: dict[str, Any] = {}
+    for shape in shapes:
+        merged |= shape
+    _VARIANTS[name] = Variant(ViTConfig(**(merged | fields)), data)
+
+
+for _size, _shape, _patches in (
+    ("tiny", TINY, (16,)),
+    ("small", SMALL, (32, 16)),
+    ("base", BASE, (32, 16)),
+    ("large", LARGE, (32, 16)),
+):
+    for _patch in _patches:
+        _add(f"vit_{_size}_patch{_patch}_224", INCEPTION, _shape, patch_size=_patch)
+        _add(f"vit_{_size}_patch{_patch}_384", INCEPTION_FULL, _shape, patch_size=_patch, img_size=384)
+_add("vit_small_patch8_224", IMAGENET, SMALL, patch_size=8, num_classes=0)
+_add("vit_base_patch8_224", INCEPTION, BASE, patch_size=8)
+_add("vit_large_patch14_224", INCEPTION, LARGE, patch_size=14)
+_add("vit_huge_patch14_224", INCEPTION, HUGE, patch_size=14, num_classes=0)
+
+for _size, _shape in (("tiny", TINY), ("small", SMALL), ("base", BASE)):
+    _add(f"deit_{_size}_patch16_224", IMAGENET, _shape)
+    _add(f"deit_{_size}_distilled_patch16_224", IMAGENET, _shape, distilled=True)
+_add("deit_base_patch16_384", IMAGENET_FULL, BASE, img_size=384)
+_add("deit_base_distilled_patch16_384", IMAGENET_FULL, BASE, img_size=384, distilled=True)
+
+for _size, _shape in (("small", SMALL), ("medium", MEDIUM), ("base", BASE), ("large", LARGE)):
+    _add(f"deit3_{_size}_patch16_224", IMAGENET, _shape, DEIT3)
+    if _size != "medium":
+        _add(f"deit3_{_size}_patch16_384", IMAGENET_FULL, _shape, DEIT3, img_size=384)
+_add("deit3_huge_patch14_224", IMAGENET, HUGE, DEIT3, patch_size=14)
+
+for _size, _shape in (("small", SMALL), ("base", BASE), ("large", LARGE)):
+    _add(f"vit_{_size}_patch14_dinov2", IMAGENET_FULL, _shape, DINOV2)
+    _add(f"vit_{_size}_patch14_reg4_dinov2", IMAGENET_FULL, _shape, DINOV2_REG4)
+
+for _size, _shape, _patch, _projection in (
+    ("base", BASE, 32, 512),
+    ("base", BASE, 16, 512),
+    ("large", LARGE, 14, 768),
+    ("huge", HUGE, 14, 1024),
+):
+    _stem = f"vit_{_size}_patch{_patch}_clip"
+    _add(f"{_stem}_224", OPENAI, _shape, CLIP, patch_size=_patch, num_classes=_projection)
+    _add(
+        f"{_stem}_quickgelu_224", OPENAI, _shape, CLIP, patch_size=_patch, num_classes=_projection, act_layer="quick_gelu"
+    )
+
+for _img in (224, 256, 384, 512):
+    _add(f"vit_base_patch16_siglip_{_img}", INCEPTION, BASE, SIGLIP, img_size=_img)
+for _img in (256, 384):
+    _add(f"vit_large_patch16_siglip_{_img}", INCEPTION, LARGE, SIGLIP, img_size=_img)
+for _img in (224, 378):
+    _add(f"vit_so400m_patch14_siglip_{_img}", INCEPTION, SO400M, SIGLIP, patch_size=14, img_size=_img)
+for _img in (256, 384, 512):
+    _add(
+        f"vit_so400m_patch16_siglip_{_img}", INCEPTION, SO400M, SIGLIP, patch_size=16, img_size=_img, act_layer="gelu_tanh"
+    )
+
+# Section 3.1's hybrid: 16-pixel tokens made of a stride-16 feature map (patch 1) or of a stride-4 one (patch 4).
+_add("vit_small_hybrid_patch1_224", INCEPTION, SMALL, patch_size=1, stem_channels=(48, 96, 192, 384))
+_add("vit_base_hybrid_patch4_224", INCEPTION, BASE, patch_size=4, stem_channels=(64, 128))
+
+# Small enough to test with: every code path of a real model in well under a millisecond of GPU time.
+_add("vit_test", INCEPTION, embed_dim=64, depth=2, num_heads=2, img_size=32, patch_size=8, num_classes=10)
+
+
+def list_models(pattern: str = "*") -> list[str]:
+    """Names of the variants that match a shell-style pattern (`*`, `?`, `[...]`), sorted.
+
+    `list_models("vit_base_*_224")`
+    """
+    return sorted(fnmatch.filter(_VARIANTS, pattern))
+
+
+def get_variant(name: str) -> Variant:
+    """The variant of this name.
+
+    Raises:
+        ValueError: There is none; names the nearest.
+    """
+    if name not in _VARIANTS:
+        nearest = difflib.get_close_matches(name, _VARIANTS, n=3, cutoff=0.4)
+        hint = f"nearest are {', '.join(nearest)}" if nearest else "list_models() lists them"
+        raise ValueError(f"unknown model {name!r}: {hint}")
+    return _VARIANTS[name]
