@@ -48,7 +48,9 @@ class _BeforeTorchvision(importlib.abc.MetaPathFinder):
 
 def install_import_hook() -> None:
     """Calls define_schemas just before the first `import torchvision`."""
-    if "torchvision" not in sys.modules and not any(type(f).__name__ == "_BeforeTorchvision" for f in sys.meta_path):
+    if "torchvision" not in sys.modules and not any(
+        type(f).__name__ == "_BeforeTorchvision" for f in sys.meta_path
+    ):
         sys.meta_path.insert(0, _BeforeTorchvision())
 
 
@@ -60,7 +62,9 @@ def install_into_environment() -> None:
 
     site_packages = Path(sysconfig.get_path("purelib"))
     shutil.copyfile(__file__, site_packages / "_torchvision_cpu.py")
-    (site_packages / "_torchvision_cpu.pth").write_text("import _torchvision_cpu; _torchvision_cpu.install_import_hook()\n")
+    (site_packages / "_torchvision_cpu.pth").write_text(
+        "import _torchvision_cpu; _torchvision_cpu.install_import_hook()\n"
+    )
 
 
 if __name__ == "__main__":

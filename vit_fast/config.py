@@ -139,7 +139,9 @@ class ViTConfig:
         if self.norm_eps <= 0:
             raise ValueError(f"norm_eps={self.norm_eps}: accepted is a positive number")
         if self.mlp_ratio <= 0 or self.hidden_dim < 1:
-            raise ValueError(f"mlp_ratio={self.mlp_ratio}: accepted is a positive ratio with at least one hidden unit")
+            raise ValueError(
+                f"mlp_ratio={self.mlp_ratio}: accepted is a positive ratio with at least one hidden unit"
+            )
         if self.embed_dim % self.num_heads:
             raise ValueError(
                 f"embed_dim={self.embed_dim} with num_heads={self.num_heads}: embed_dim must divide by num_heads"
@@ -151,7 +153,9 @@ class ViTConfig:
                     f"(patch_size={self.patch_size}, stem stride {self.stem_stride})"
                 )
         if self.global_pool == "token" and not self.class_token:
-            raise ValueError("global_pool='token' with class_token=False: accepted without a class token: 'avg', 'map', ''")
+            raise ValueError(
+                "global_pool='token' with class_token=False: accepted without a class token: 'avg', 'map', ''"
+            )
         if self.distilled and not (self.class_token and self.global_pool == "token"):
             raise ValueError("distilled=True: accepted only with class_token=True and global_pool='token'")
         if self.distilled and self.reg_tokens:
@@ -215,7 +219,9 @@ class ViTConfig:
         """A copy with these fields changed and checked; an unknown field is a ValueError that lists the known ones."""
         known = {field.name for field in dataclasses.fields(self)}
         if unknown := sorted(set(overrides) - known):
-            raise ValueError(f"unknown config field {', '.join(unknown)}: accepted are {', '.join(sorted(known))}")
+            raise ValueError(
+                f"unknown config field {', '.join(unknown)}: accepted are {', '.join(sorted(known))}"
+            )
         return dataclasses.replace(self, **overrides)
 
     def to_dict(self) -> dict[str, Any]:
@@ -242,7 +248,9 @@ class ViTConfig:
 
     def _head_flops(self) -> int:
         C, F, P = self.embed_dim, self.hidden_dim, self.num_patches
-        pooled_rows = {"token": 1 + int(self.distilled), "avg": 1, "map": 1, "": self.seqlen}[self.global_pool]
+        pooled_rows = {"token": 1 + int(self.distilled), "avg": 1, "map": 1, "": self.seqlen}[
+            self.global_pool
+        ]
         flops = 2 * pooled_rows * C * self.num_classes
         if self.global_pool == "map":
             # q of one latent, k and v of every patch, scores and mixing, proj, and the pool's own MLP
@@ -253,7 +261,9 @@ class ViTConfig:
 def _pair(name: str, value: int | Size) -> Size:
     pair = (value, value) if isinstance(value, int) else tuple(value)
     if len(pair) != 2 or not all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in pair):
-        raise ValueError(f"{name}={value!r}: accepted is a positive integer or a (height, width) pair of them")
+        raise ValueError(
+            f"{name}={value!r}: accepted is a positive integer or a (height, width) pair of them"
+        )
     return pair[0], pair[1]
 
 
@@ -270,5 +280,7 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 def _known_fields(cls: type[ViTConfig] | type[DataConfig], fields: Mapping[str, Any]) -> dict[str, Any]:
     known = {field.name for field in dataclasses.fields(cls)}
     if unknown := sorted(set(fields) - known):
-        raise ValueError(f"unknown {cls.__name__} field {', '.join(unknown)}: accepted are {', '.join(sorted(known))}")
+        raise ValueError(
+            f"unknown {cls.__name__} field {', '.join(unknown)}: accepted are {', '.join(sorted(known))}"
+        )
     return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}

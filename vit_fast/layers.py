@@ -23,10 +23,16 @@ class PatchEmbed(nn.Module):
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.config = config
-        self.stem = conv_stem(config.in_chans, config.stem_channels) if config.stem_channels else nn.Identity()
+        self.stem = (
+            conv_stem(config.in_chans, config.stem_channels) if config.stem_channels else nn.Identity()
+        )
         channels = config.stem_channels[-1] if config.stem_channels else config.in_chans
         self.proj = nn.Conv2d(
-            channels, config.embed_dim, kernel_size=config.patch_hw, stride=config.patch_hw, bias=not config.pre_norm
+            channels,
+            config.embed_dim,
+            kernel_size=config.patch_hw,
+            stride=config.patch_hw,
+            bias=not config.pre_norm,
         )
 
     def forward(self, images: Tensor) -> tuple[Tensor, Size]:
@@ -38,9 +44,13 @@ class PatchEmbed(nn.Module):
     def _check(self, images: Tensor) -> None:
         config = self.config
         if images.dim() != 4 or images.shape[1] != config.in_chans:
-            raise ValueError(f"images have shape {tuple(images.shape)}: accepted is [B, {config.in_chans}, height, width]")
+            raise ValueError(
+                f"images have shape {tuple(images.shape)}: accepted is [B, {config.in_chans}, height, width]"
+            )
         if not images.is_floating_point():
-            raise ValueError(f"images are {images.dtype}: accepted is a floating dtype (scale and normalise them first)")
+            raise ValueError(
+                f"images are {images.dtype}: accepted is a floating dtype (scale and normalise them first)"
+            )
         height, width = images.shape[2], images.shape[3]
         if not config.dynamic_img_size:
             if (height, width) != config.image_hw:
@@ -70,7 +80,9 @@ def conv_stem(in_chans: int, channels: tuple[int, ...]) -> nn.Sequential:
 
 def sincos_1d(positions: Tensor, dim: int) -> Tensor:
     """Sines and cosines of positions [P] at dim/2 geometric frequencies: [P, dim]; arXiv 1706.03762, section 3.5."""
-    frequencies = 10000.0 ** (-torch.arange(dim // 2, dtype=positions.dtype, device=positions.device) / (dim // 2))
+    frequencies = 10000.0 ** (
+        -torch.arange(dim // 2, dtype=positions.dtype, device=positions.device) / (dim // 2)
+    )
     angles = positions[:, None] * frequencies
     return torch.cat([angles.sin(), angles.cos()], dim=1)
 

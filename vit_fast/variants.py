@@ -87,7 +87,13 @@ for _size, _shape, _patch, _projection in (
     _stem = f"vit_{_size}_patch{_patch}_clip"
     _add(f"{_stem}_224", OPENAI, _shape, CLIP, patch_size=_patch, num_classes=_projection)
     _add(
-        f"{_stem}_quickgelu_224", OPENAI, _shape, CLIP, patch_size=_patch, num_classes=_projection, act_layer="quick_gelu"
+        f"{_stem}_quickgelu_224",
+        OPENAI,
+        _shape,
+        CLIP,
+        patch_size=_patch,
+        num_classes=_projection,
+        act_layer="quick_gelu",
     )
 
 for _img in (224, 256, 384, 512):
@@ -98,7 +104,13 @@ for _img in (224, 378):
     _add(f"vit_so400m_patch14_siglip_{_img}", INCEPTION, SO400M, SIGLIP, patch_size=14, img_size=_img)
 for _img in (256, 384, 512):
     _add(
-        f"vit_so400m_patch16_siglip_{_img}", INCEPTION, SO400M, SIGLIP, patch_size=16, img_size=_img, act_layer="gelu_tanh"
+        f"vit_so400m_patch16_siglip_{_img}",
+        INCEPTION,
+        SO400M,
+        SIGLIP,
+        patch_size=16,
+        img_size=_img,
+        act_layer="gelu_tanh",
     )
 
 # Section 3.1's hybrid: 16-pixel tokens made of a stride-16 feature map (patch 1) or of a stride-4 one (patch 4).

@@ -12,7 +12,9 @@ from .backends import resolve_backend
 DTYPES = ("torch.float32", "torch.float16", "torch.bfloat16", "torch.float64")
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, backend: str = "auto") -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, backend: str = "auto"
+) -> Tensor:
     """Softmax attention, softmax(scale * q k^T) v, not causal.
 
     Args:
@@ -34,7 +36,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, ba
         return reference.attention(q, k, v, scale=scale)
     if backend == "sdpa":
         return F.scaled_dot_product_attention(q, k, v, scale=scale)
-    raise UnsupportedInputError("attention with backend='triton'", ["the Triton kernel is not part of this version"])
+    raise UnsupportedInputError(
+        "attention with backend='triton'", ["the Triton kernel is not part of this version"]
+    )
 
 
 def attention_qkvpacked(qkv: Tensor, *, scale: float | None = None, backend: str = "auto") -> Tensor:
@@ -82,7 +86,9 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
         if str(tensor.dtype) not in DTYPES:
             raise ValueError(f"{name} is {tensor.dtype}: accepted are {', '.join(DTYPES)}")
         if tensor.dtype != q.dtype or tensor.device != q.device:
-            raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}, q is {q.dtype} on {q.device}: they must agree")
+            raise ValueError(
+                f"{name} is {tensor.dtype} on {tensor.device}, q is {q.dtype} on {q.device}: they must agree"
+            )
     if k.shape != v.shape:
         raise ValueError(f"k has shape {tuple(k.shape)}, v has {tuple(v.shape)}: they must be equal")
     if (q.shape[0], q.shape[1], q.shape[3]) != (k.shape[0], k.shape[1], k.shape[3]):

@@ -50,7 +50,9 @@ def triton_unavailable_reasons(device: torch.device) -> tuple[str, ...]:
             )
     elif device.type == "cpu":
         if not interpreter_is_active():
-            reasons.append("the tensors are on the CPU: accepted are CUDA tensors (or TRITON_INTERPRET=1, for tests)")
+            reasons.append(
+                "the tensors are on the CPU: accepted are CUDA tensors (or TRITON_INTERPRET=1, for tests)"
+            )
     else:
         reasons.append(f"the tensors are on {device.type}: accepted are CUDA tensors")
     return tuple(reasons)

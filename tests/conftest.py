@@ -1,0 +1,49 @@
+"""What every test shares: Triton's interpreter where there is no GPU, markers, one thread per worker, seeds."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torchvision_cpu
+
+torchvision_cpu.install_import_hook()
+
+HAS_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+if not HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported: before any kernel is decorated
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest  # noqa: E402  # the environment above must be set before anything imports triton
+from hypothesis import HealthCheck, settings  # noqa: E402  # as above
+
+settings.register_profile(
+    "quick", max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+)
+settings.register_profile(
+    "full", max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    no_gpu = pytest.mark.skip(reason="needs a CUDA device of capability 8.0 or newer")
+    too_slow = pytest.mark.skip(reason="slow: give --slow")
+    for item in items:
+        if "gpu" in item.keywords and not HAS_GPU:
+            item.add_marker(no_gpu)
+        if "slow" in item.keywords and not config.getoption("--slow"):
+            item.add_marker(too_slow)
+
+
+@pytest.fixture(autouse=True)
+def _reproducible() -> None:
+    torch.manual_seed(0)
+
+
+if os.environ.get("PYTEST_XDIST_WORKER"):
+    torch.set_num_threads(1)

@@ -1,0 +1,55 @@
+"""vit-fast: a Vision Transformer with fused Triton kernels, swappable for eager PyTorch.
+
+    model = vit_fast.create_model("vit_base_patch16_224")
+    logits = model(images)
+
+Everything public is listed in __all__; heavy parts are imported when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from . import ops
+from .config import DataConfig, ViTConfig
+from .errors import UnsupportedInputError, VitFastError
+from .factory import create_model
+from .model import VisionTransformer, set_backend
+from .variants import list_models
+
+if TYPE_CHECKING:
+    from .weights import load, load_weights, save
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "load": ".weights",
+    "load_weights": ".weights",
+    "save": ".weights",
+}
+
+__all__ = [
+    "DataConfig",
+    "UnsupportedInputError",
+    "ViTConfig",
+    "VisionTransformer",
+    "VitFastError",
+    "create_model",
+    "list_models",
+    "load",
+    "load_weights",
+    "ops",
+    "save",
+    "set_backend",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name], __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

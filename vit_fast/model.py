@@ -1,0 +1,334 @@
+"""The Vision Transformer of "An Image is Worth 16x16 Words" (arXiv 2010.11929), section 3.1.
+
+    z_0  = [x_class; x_p^1 E; ...; x_p^N E] + E_pos            (1)
+    z'_l = MSA(LN(z_{l-1})) + z_{l-1}                          (2)
+    z_l  = MLP(LN(z'_l)) + z'_l                                (3)
+    y    = LN(z_L^0)                                           (4)
+
+Parameter names are timm's, so a timm state dict loads as it is. Axes: B images, N tokens, C = embed_dim, H heads, D = C / H.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from .config import DataConfig, Size, ViTConfig
+from .errors import UnsupportedInputError
+from .layers import AttentionPool, DropPath, LayerScale, Mlp, PatchEmbed, fixed_pos_embed, resample_pos_embed
+from .ops import attention_qkvpacked, layer_norm_mlp, reference, scaled_dot_product_attention
+from .ops.backends import resolve_backend
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention, MSA of equation 2: one qkv linear, softmax attention per head, one output linear."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.attn_drop_rate = config.attn_drop_rate
+        self.backend = "sdpa"
+        self.qkv = nn.Linear(config.embed_dim, 3 * config.embed_dim, bias=config.qkv_bias)
+        self.proj = nn.Linear(config.embed_dim, config.embed_dim)
+        self.proj_drop = nn.Dropout(config.proj_drop_rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, N, C] -> [B, N, C]."""
+        qkv = self._project(x)  # [B, N, 3, H, D]
+        if self.training and self.attn_drop_rate:
+            mixed = self._attention_with_dropout(qkv)
+        else:
+            mixed = attention_qkvpacked(qkv, backend=self.backend)
+        return self.proj_drop(self.proj(mixed.flatten(2)))
+
+    def attention_map(self, x: Tensor) -> Tensor:
+        """softmax(q k^T / sqrt(D)) of tokens [B, N, C]: [B, H, N, N], rows sum to one."""
+        q, k, _ = self._project(x).transpose(1, 3).unbind(2)
+        return reference.attention_weights(q, k)
+
+    def _project(self, x: Tensor) -> Tensor:
+        return self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
+
+    def _attention_with_dropout(self, qkv: Tensor) -> Tensor:
+        if self.backend == "triton":
+            raise UnsupportedInputError(
+                "attention with backend='triton'", [f"dropout {self.attn_drop_rate} in training"]
+            )
+        q, k, v = qkv.transpose(1, 3).unbind(2)
+        if self.backend == "eager":
+            return reference.attention(q, k, v, dropout_p=self.attn_drop_rate).transpose(1, 2)
+        return scaled_dot_product_attention(q, k, v, dropout_p=self.attn_drop_rate).transpose(1, 2)
+
+
+class Block(nn.Module):
+    """A pre-norm encoder block: equations 2 and 3, each branch with optional LayerScale and drop path."""
+
+    def __init__(self, config: ViTConfig, drop_path: float) -> None:
+        super().__init__()
+        C = config.embed_dim
+        self.backend = "sdpa"
+        self.norm1 = nn.LayerNorm(C, eps=config.norm_eps)
+        self.attn = Attention(config)
+        self.ls1 = _layer_scale(config)
+        self.drop_path1 = DropPath(drop_path)
+        self.norm2 = nn.LayerNorm(C, eps=config.norm_eps)
+        self.mlp = Mlp(C, config.hidden_dim, config.act_layer, config.proj_drop_rate)
+        self.ls2 = _layer_scale(config)
+        self.drop_path2 = DropPath(drop_path)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, N, C] -> [B, N, C]."""
+        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x))))
+        return self._mlp(x)
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        """Equation 3, as one operator where nothing random stands between its parts."""
+        norm, mlp = self.norm2, self.mlp
+        if self.training and mlp.drop.p:
+            if self.backend == "triton":
+                raise UnsupportedInputError(
+                    "layer_norm_mlp with backend='triton'",
+                    [f"dropout {mlp.drop.p} inside the MLP in training"],
+                )
+            return x + self.drop_path2(self.ls2(mlp(norm(x))))
+        dropping = self.training and self.drop_path2.drop_prob > 0
+        branch_or_sum = layer_norm_mlp(
+            x, norm.weight, norm.bias, mlp.fc1.weight, mlp.fc1.bias, mlp.fc2.weight, mlp.fc2.bias,
+            eps=norm.eps, activation=mlp.activation, layer_scale=getattr(self.ls2, "gamma", None),
+            residual=not dropping, backend=self.backend,
+        )  # fmt: skip
+        return x + self.drop_path2(branch_or_sum) if dropping else branch_or_sum
+
+
+class VisionTransformer(nn.Module):
+    """Image -> patch and position embedding -> blocks -> pooling -> linear head.
+
+    Args:
+        config: The shape; see ViTConfig.
+        data_config: How images are prepared for these weights; None means DataConfig's defaults.
+        class_names: Names of the num_classes outputs, where they are known.
+        backend: See set_backend.
+    Raises:
+        ValueError: the backend is unknown.
+    """
+
+    def __init__(
+        self,
+        config: ViTConfig,
+        *,
+        data_config: DataConfig | None = None,
+        class_names: Iterable[str] | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.data_config = data_config or DataConfig()
+        self.class_names = None if class_names is None else tuple(class_names)
+        self.num_classes, self.embed_dim, self.num_features = (
+            config.num_classes,
+            config.embed_dim,
+            config.embed_dim,
+        )
+        self.num_prefix_tokens = config.num_prefix_tokens
+        self.distilled_training = False
+        self.grad_checkpointing = False
+
+        C = config.embed_dim
+        self.patch_embed = PatchEmbed(config)
+        self.cls_token = nn.Parameter(torch.empty(1, 1, C)) if config.class_token else None
+        self.dist_token = nn.Parameter(torch.empty(1, 1, C)) if config.distilled else None
+        self.reg_token = nn.Parameter(torch.empty(1, config.reg_tokens, C)) if config.reg_tokens else None
+        self.pos_embed = self._make_pos_embed()
+        self.pos_drop = nn.Dropout(config.pos_drop_rate)
+        self.norm_pre = _norm(config, config.pre_norm)
+        drop_paths = [config.drop_path_rate * i / max(config.depth - 1, 1) for i in range(config.depth)]
+        self.blocks = nn.Sequential(*(Block(config, drop_path) for drop_path in drop_paths))
+        self.norm = _norm(config, not config.norm_after_pool)
+        self.attn_pool = AttentionPool(config) if config.global_pool == "map" else None
+        self.fc_norm = _norm(config, config.norm_after_pool)
+        self.head_drop = nn.Dropout(config.drop_rate)
+        self.head = _head(config)
+        self.head_dist = _head(config) if config.distilled else None
+        self.init_weights()
+        set_backend(self, backend)
+
+    def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """Images [B, in_chans, height, width] -> logits [B, num_classes], or pooled features [B, C] without a head.
+
+        With global_pool="" the head is applied to every token. In `distilled_training`, the two heads' logits as a pair.
+        """
+        return self.forward_head(self.forward_features(images))
+
+    def forward_features(self, images: Tensor) -> Tensor:
+        """Images -> normalised tokens [B, N, C] (normalised after pooling instead where the config says so)."""
+        z = self.embed(images)
+        if self.grad_checkpointing and self.training and not torch.jit.is_tracing():
+            for block in self.blocks:
+                z = checkpoint(block, z, use_reentrant=False)
+        else:
+            z = self.blocks(z)
+        return self.norm(z)
+
+    def embed(self, images: Tensor) -> Tensor:
+        """Equation 1: images -> tokens [B, N, C], prefix tokens first."""
+        patches, grid = self.patch_embed(images)
+        pos_embed = self._pos_embed_for(grid, patches.device).to(patches.dtype)
+        prefix = [token.expand(patches.shape[0], -1, -1) for token in self._prefix_tokens()]
+        if self._pos_embed_covers_prefix:
+            z = torch.cat([*prefix, patches], dim=1) + pos_embed
+        else:
+            z = torch.cat([*prefix, patches + pos_embed], dim=1)
+        return self.norm_pre(self.pos_drop(z))
+
+    def pool(self, tokens: Tensor) -> Tensor:
+        """[B, N, C] -> [B, C] by config.global_pool; "" gives the tokens back."""
+        pooling = self.config.global_pool
+        if pooling == "token":
+            return tokens[:, 0]
+        patches = tokens[:, self.num_prefix_tokens :]
+        if pooling == "avg":
+            return patches.mean(dim=1)
+        return tokens if self.attn_pool is None else self.attn_pool(patches)
+
+    def forward_head(self, tokens: Tensor, pre_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """Equation 4 and the linear head: tokens [B, N, C] -> logits, or what the head would see if pre_logits."""
+        if self.head_dist is not None:
+            return self._forward_head_distilled(tokens, pre_logits)
+        features = self.head_drop(self.fc_norm(self.pool(tokens)))
+        return features if pre_logits else self.head(features)
+
+    def attention_maps(self, images: Tensor, blocks: Iterable[int] | None = None) -> dict[int, Tensor]:
+        """The attention weights of chosen blocks.
+
+        Args:
+            images: [B, in_chans, height, width].
+            blocks: Block indices, negative ones counted from the end; None means all.
+        Returns:
+            For each block index its weights [B, H, N, N]; row i says where token i looks, and sums to one.
+        Raises:
+            ValueError: a block does not exist.
+        """
+        depth = self.config.depth
+        wanted = set(range(depth)) if blocks is None else set()
+        for index in blocks or ():
+            if not -depth <= index < depth:
+                raise ValueError(f"blocks has {index}: accepted is {-depth} to {depth - 1}")
+            wanted.add(index % depth)
+        maps: dict[int, Tensor] = {}
+        z = self.embed(images)
+        for index, block in enumerate(self.blocks):
+            if index in wanted:
+                maps[index] = block.attn.attention_map(block.norm1(z))
+            if len(maps) == len(wanted):
+                break
+            z = block(z)
+        return maps
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Whether training recomputes each block in the backward pass instead of keeping its activations."""
+        self.grad_checkpointing = enable
+
+    def set_distilled_training(self, enable: bool = True) -> None:
+        """Whether training mode returns the class and distillation logits apart (DeiT) instead of their mean."""
+        self.distilled_training = enable
+
+    def no_weight_decay(self) -> set[str]:
+        """Parameters that timm's optimizer factory leaves without weight decay."""
+        return {"pos_embed", "cls_token", "dist_token", "reg_token"}
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """timm's initialisation: truncated normal of std 0.02, zero biases, LayerNorm and LayerScale at their constants."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        for token in (self.cls_token, self.reg_token):
+            if token is not None:
+                nn.init.normal_(token, std=1e-6)
+        for token in (self.dist_token, self.pos_embed if isinstance(self.pos_embed, nn.Parameter) else None):
+            if token is not None:
+                nn.init.trunc_normal_(token, std=0.02)
+        if self.attn_pool is not None:
+            nn.init.trunc_normal_(self.attn_pool.latent, std=self.embed_dim**-0.5)
+
+    @property
+    def _pos_embed_covers_prefix(self) -> bool:
+        return self.config.pos_embed == "learn" and not self.config.no_embed_class
+
+    def _make_pos_embed(self) -> nn.Parameter | None:
+        """Learned positions are a parameter; fixed ones are computed from the grid."""
+        config = self.config
+        if config.pos_embed != "learn":
+            return None
+        prefix = config.num_prefix_tokens if self._pos_embed_covers_prefix else 0
+        return nn.Parameter(torch.empty(1, prefix + config.num_patches, config.embed_dim))
+
+    def _pos_embed_for(self, grid: Size, device: torch.device) -> Tensor:
+        config = self.config
+        if self.pos_embed is None:
+            return fixed_pos_embed(config.pos_embed, grid, config.embed_dim, device=device)
+        if not config.dynamic_img_size:
+            return self.pos_embed
+        prefix = config.num_prefix_tokens if self._pos_embed_covers_prefix else 0
+        return resample_pos_embed(self.pos_embed, config.grid_size, grid, prefix)
+
+    def _prefix_tokens(self) -> list[Tensor]:
+        return [token for token in (self.cls_token, self.dist_token, self.reg_token) if token is not None]
+
+    def _forward_head_distilled(self, tokens: Tensor, pre_logits: bool) -> Tensor | tuple[Tensor, Tensor]:
+        x, x_dist = (self.head_drop(self.fc_norm(tokens[:, i])) for i in range(2))
+        if pre_logits:
+            return (x + x_dist) / 2
+        logits, logits_dist = self.head(x), self.head_dist(x_dist)  # type: ignore[misc]  # the caller checked head_dist
+        if self.training and self.distilled_training:
+            return logits, logits_dist
+        return (logits + logits_dist) / 2
+
+    def _apply(self, fn: Any, recurse: bool = True) -> VisionTransformer:
+        """Runs on .to(), .cuda() and the like: "auto" is resolved again, since it depends on the device."""
+        super()._apply(fn, recurse)
+        set_backend(self, self.requested_backend)
+        return self
+
+
+def set_backend(model: nn.Module, backend: str) -> None:
+    """Chooses what computes attention and MLP in every block of a VisionTransformer.
+
+    Args:
+        model: A VisionTransformer, or a module that contains some.
+        backend: "eager" (the formulas), "sdpa" (torch's fused attention), "triton" (our kernels), or "auto": triton on a
+            CUDA device of capability 8.0 or newer, else sdpa. "auto" is resolved here, and again when the model is moved to
+            another device; never inside forward.
+    Raises:
+        ValueError: the backend is unknown, or there is nothing in the model to set it on.
+    """
+    owners = [m for m in model.modules() if isinstance(m, Attention | Block | AttentionPool)]
+    if not owners:
+        raise ValueError(
+            f"model is a {type(model).__name__} without parts of ours: use vit_fast.fuse for other libraries"
+        )
+    parameter = next(model.parameters(), None)
+    resolved = resolve_backend(backend, torch.device("cpu") if parameter is None else parameter.device)
+    for owner in owners:
+        owner.backend = resolved
+    for part in model.modules():
+        if isinstance(part, VisionTransformer):
+            part.requested_backend = backend
+
+
+def _layer_scale(config: ViTConfig) -> nn.Module:
+    return nn.Identity() if config.init_values is None else LayerScale(config.embed_dim, config.init_values)
+
+
+def _norm(config: ViTConfig, present: bool) -> nn.Module:
+    return nn.LayerNorm(config.embed_dim, eps=config.norm_eps) if present else nn.Identity()
+
+
+def _head(config: ViTConfig) -> nn.Module:
+    return nn.Linear(config.embed_dim, config.num_classes) if config.num_classes else nn.Identity()
