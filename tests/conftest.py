@@ -20,9 +20,7 @@ from hypothesis import HealthCheck, settings  # noqa: E402  # as above
 settings.register_profile(
     "quick", max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
 )
-settings.register_profile(
-    "full", max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+settings.register_profile("full", max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 

@@ -4,7 +4,7 @@ PyPI has no CPU build of torchvision. The CUDA wheel's C++ extension cannot load
 fails where it registers fake kernels for operators that do not exist. Its models and transforms need none of them:
 declaring the two schemas is enough. Where torchvision loads by itself, nothing here has an effect.
 
-`python tests/torchvision_cpu.py --install` (called by the Makefile) makes this automatic in the running virtual environment.
+`python tests/torchvision_cpu.py --install` (called by the Makefile) makes this automatic in a virtual environment.
 """
 
 from __future__ import annotations
@@ -48,9 +48,7 @@ class _BeforeTorchvision(importlib.abc.MetaPathFinder):
 
 def install_import_hook() -> None:
     """Calls define_schemas just before the first `import torchvision`."""
-    if "torchvision" not in sys.modules and not any(
-        type(f).__name__ == "_BeforeTorchvision" for f in sys.meta_path
-    ):
+    if "torchvision" not in sys.modules and not any(type(f).__name__ == "_BeforeTorchvision" for f in sys.meta_path):
         sys.meta_path.insert(0, _BeforeTorchvision())
 
 

@@ -1,4 +1,4 @@
-"""ViTConfig, the shape of a Vision Transformer, checked when it is made; and DataConfig, how its images are prepared."""
+"""ViTConfig, the shape of a Vision Transformer, checked when made; DataConfig, how its images are prepared."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class ViTConfig:
         class_token: Whether a learned class token is put before the patches.
         distilled: Whether DeiT's distillation token and second head exist (needs class_token).
         reg_tokens: Register tokens behind the class token ("Vision Transformers Need Registers", arXiv 2309.16588).
-        pos_embed: "learn"ed, or fixed: "sincos1d" (arXiv 1706.03762, over the patch index) or "sincos2d" (MAE, arXiv 2111.06377).
+        pos_embed: "learn"ed, or fixed: "sincos1d" (arXiv 1706.03762, patches in reading order), "sincos2d".
         no_embed_class: Whether the position embedding covers the patches only.
         pre_norm: LayerNorm before the blocks and a patch embedding without bias (CLIP).
         global_pool: "token" (class token), "avg" (mean of the patches), "map" (SigLIP's attention pooling), "" (none).
@@ -81,7 +81,7 @@ class ViTConfig:
         act_layer: Activation of the MLP: "gelu" is exact; "gelu_tanh", "quick_gelu", "relu", "silu".
         norm_eps: epsilon of every LayerNorm.
         dynamic_img_size: Accept other image sizes than img_size by interpolating the position embedding.
-        stem_channels: Output channels of the hybrid's convolutional stem, each layer halving the image; () means no stem.
+        stem_channels: Output channels of the hybrid's convolutional stem, each layer halving the image; () is none.
         drop_rate: Dropout before the head.
         pos_drop_rate: Dropout behind the position embedding.
         proj_drop_rate: Dropout behind the attention projection and both MLP linears.
@@ -139,9 +139,7 @@ class ViTConfig:
         if self.norm_eps <= 0:
             raise ValueError(f"norm_eps={self.norm_eps}: accepted is a positive number")
         if self.mlp_ratio <= 0 or self.hidden_dim < 1:
-            raise ValueError(
-                f"mlp_ratio={self.mlp_ratio}: accepted is a positive ratio with at least one hidden unit"
-            )
+            raise ValueError(f"mlp_ratio={self.mlp_ratio}: accepted is a positive ratio with at least one hidden unit")
         if self.embed_dim % self.num_heads:
             raise ValueError(
                 f"embed_dim={self.embed_dim} with num_heads={self.num_heads}: embed_dim must divide by num_heads"
@@ -219,9 +217,7 @@ class ViTConfig:
         """A copy with these fields changed and checked; an unknown field is a ValueError that lists the known ones."""
         known = {field.name for field in dataclasses.fields(self)}
         if unknown := sorted(set(overrides) - known):
-            raise ValueError(
-                f"unknown config field {', '.join(unknown)}: accepted are {', '.join(sorted(known))}"
-            )
+            raise ValueError(f"unknown config field {', '.join(unknown)}: accepted are {', '.join(sorted(known))}")
         return dataclasses.replace(self, **overrides)
 
     def to_dict(self) -> dict[str, Any]:
@@ -248,9 +244,7 @@ class ViTConfig:
 
     def _head_flops(self) -> int:
         C, F, P = self.embed_dim, self.hidden_dim, self.num_patches
-        pooled_rows = {"token": 1 + int(self.distilled), "avg": 1, "map": 1, "": self.seqlen}[
-            self.global_pool
-        ]
+        pooled_rows = {"token": 1 + int(self.distilled), "avg": 1, "map": 1, "": self.seqlen}[self.global_pool]
         flops = 2 * pooled_rows * C * self.num_classes
         if self.global_pool == "map":
             # q of one latent, k and v of every patch, scores and mixing, proj, and the pool's own MLP
@@ -261,9 +255,7 @@ class ViTConfig:
 def _pair(name: str, value: int | Size) -> Size:
     pair = (value, value) if isinstance(value, int) else tuple(value)
     if len(pair) != 2 or not all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in pair):
-        raise ValueError(
-            f"{name}={value!r}: accepted is a positive integer or a (height, width) pair of them"
-        )
+        raise ValueError(f"{name}={value!r}: accepted is a positive integer or a (height, width) pair of them")
     return pair[0], pair[1]
 
 
@@ -280,7 +272,5 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 def _known_fields(cls: type[ViTConfig] | type[DataConfig], fields: Mapping[str, Any]) -> dict[str, Any]:
     known = {field.name for field in dataclasses.fields(cls)}
     if unknown := sorted(set(fields) - known):
-        raise ValueError(
-            f"unknown {cls.__name__} field {', '.join(unknown)}: accepted are {', '.join(sorted(known))}"
-        )
+        raise ValueError(f"unknown {cls.__name__} field {', '.join(unknown)}: accepted are {', '.join(sorted(known))}")
     return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}

@@ -17,15 +17,13 @@ from .ops.reference import ACTIVATIONS
 class PatchEmbed(nn.Module):
     """Cuts an image into patches and projects each to a token; a strided convolution.
 
-    With `stem_channels`, the patches are cut from the feature map of a small convolutional stem: the hybrid of section 3.1.
+    With `stem_channels` they are cut from a small convolutional stem's feature map: the hybrid of section 3.1.
     """
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.config = config
-        self.stem = (
-            conv_stem(config.in_chans, config.stem_channels) if config.stem_channels else nn.Identity()
-        )
+        self.stem = conv_stem(config.in_chans, config.stem_channels) if config.stem_channels else nn.Identity()
         channels = config.stem_channels[-1] if config.stem_channels else config.in_chans
         self.proj = nn.Conv2d(
             channels,
@@ -80,9 +78,7 @@ def conv_stem(in_chans: int, channels: tuple[int, ...]) -> nn.Sequential:
 
 def sincos_1d(positions: Tensor, dim: int) -> Tensor:
     """Sines and cosines of positions [P] at dim/2 geometric frequencies: [P, dim]; arXiv 1706.03762, section 3.5."""
-    frequencies = 10000.0 ** (
-        -torch.arange(dim // 2, dtype=positions.dtype, device=positions.device) / (dim // 2)
-    )
+    frequencies = 10000.0 ** (-torch.arange(dim // 2, dtype=positions.dtype, device=positions.device) / (dim // 2))
     angles = positions[:, None] * frequencies
     return torch.cat([angles.sin(), angles.cos()], dim=1)
 
@@ -97,9 +93,7 @@ def fixed_pos_embed(kind: str, grid: Size, dim: int, device: torch.device | None
         embedding = sincos_1d(torch.arange(grid[0] * grid[1], dtype=torch.float64, device=device), dim)
     else:
         per_row, per_column = sincos_1d(rows, dim // 2), sincos_1d(columns, dim // 2)
-        embedding = torch.cat(
-            [per_column.repeat(grid[0], 1), per_row.repeat_interleave(grid[1], dim=0)], dim=1
-        )
+        embedding = torch.cat([per_column.repeat(grid[0], 1), per_row.repeat_interleave(grid[1], dim=0)], dim=1)
     return embedding[None].float()
 
 

@@ -5,7 +5,8 @@
     z_l  = MLP(LN(z'_l)) + z'_l                                (3)
     y    = LN(z_L^0)                                           (4)
 
-Parameter names are timm's, so a timm state dict loads as it is. Axes: B images, N tokens, C = embed_dim, H heads, D = C / H.
+Parameter names are timm's, so a timm state dict loads as it is.
+Axes: B images, N tokens, C = embed_dim, H heads, D = C / H.
 """
 
 from __future__ import annotations
@@ -85,6 +86,10 @@ class Block(nn.Module):
         x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x))))
         return self._mlp(x)
 
+    def attention_map(self, x: Tensor) -> Tensor:
+        """The attention weights [B, H, N, N] of this block's input [B, N, C]."""
+        return self.attn.attention_map(self.norm1(x))
+
     def _mlp(self, x: Tensor) -> Tensor:
         """Equation 3, as one operator where nothing random stands between its parts."""
         norm, mlp = self.norm2, self.mlp
@@ -115,6 +120,8 @@ class VisionTransformer(nn.Module):
     Raises:
         ValueError: the backend is unknown.
     """
+
+    requested_backend: str
 
     def __init__(
         self,
@@ -159,14 +166,14 @@ class VisionTransformer(nn.Module):
     def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Images [B, in_chans, height, width] -> logits [B, num_classes], or pooled features [B, C] without a head.
 
-        With global_pool="" the head is applied to every token. In `distilled_training`, the two heads' logits as a pair.
+        With global_pool="" the head is applied to every token. In `distilled_training`, both heads' logits.
         """
         return self.forward_head(self.forward_features(images))
 
     def forward_features(self, images: Tensor) -> Tensor:
         """Images -> normalised tokens [B, N, C] (normalised after pooling instead where the config says so)."""
         z = self.embed(images)
-        if self.grad_checkpointing and self.training and not torch.jit.is_tracing():
+        if self.grad_checkpointing and self.training:
             for block in self.blocks:
                 z = checkpoint(block, z, use_reentrant=False)
         else:
@@ -221,8 +228,8 @@ class VisionTransformer(nn.Module):
         maps: dict[int, Tensor] = {}
         z = self.embed(images)
         for index, block in enumerate(self.blocks):
-            if index in wanted:
-                maps[index] = block.attn.attention_map(block.norm1(z))
+            if index in wanted and isinstance(block, Block):
+                maps[index] = block.attention_map(z)
             if len(maps) == len(wanted):
                 break
             z = block(z)
@@ -242,7 +249,7 @@ class VisionTransformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """timm's initialisation: truncated normal of std 0.02, zero biases, LayerNorm and LayerScale at their constants."""
+        """timm's initialisation: truncated normal of std 0.02, zero biases, LayerNorm and LayerScale as made."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=0.02)
@@ -292,7 +299,7 @@ class VisionTransformer(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> VisionTransformer:
         """Runs on .to(), .cuda() and the like: "auto" is resolved again, since it depends on the device."""
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves _apply untyped
         set_backend(self, self.requested_backend)
         return self
 
@@ -302,9 +309,9 @@ def set_backend(model: nn.Module, backend: str) -> None:
 
     Args:
         model: A VisionTransformer, or a module that contains some.
-        backend: "eager" (the formulas), "sdpa" (torch's fused attention), "triton" (our kernels), or "auto": triton on a
-            CUDA device of capability 8.0 or newer, else sdpa. "auto" is resolved here, and again when the model is moved to
-            another device; never inside forward.
+        backend: "eager" (the formulas), "sdpa" (torch's fused attention), "triton" (our kernels), or "auto":
+            triton on a CUDA device of capability 8.0 or newer, else sdpa. "auto" is resolved here, and again when the
+            model is moved to another device; never inside forward.
     Raises:
         ValueError: the backend is unknown, or there is nothing in the model to set it on.
     """

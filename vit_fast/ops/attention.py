@@ -12,9 +12,7 @@ from .backends import resolve_backend
 DTYPES = ("torch.float32", "torch.float16", "torch.bfloat16", "torch.float64")
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, backend: str = "auto"
-) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, backend: str = "auto") -> Tensor:
     """Softmax attention, softmax(scale * q k^T) v, not causal.
 
     Args:
@@ -36,9 +34,7 @@ def attention(
         return reference.attention(q, k, v, scale=scale)
     if backend == "sdpa":
         return F.scaled_dot_product_attention(q, k, v, scale=scale)
-    raise UnsupportedInputError(
-        "attention with backend='triton'", ["the Triton kernel is not part of this version"]
-    )
+    raise UnsupportedInputError("attention with backend='triton'", ["the Triton kernel is not part of this version"])
 
 
 def attention_qkvpacked(qkv: Tensor, *, scale: float | None = None, backend: str = "auto") -> Tensor:

@@ -19,8 +19,8 @@ def resolve_backend(backend: str, device: torch.device) -> Backend:
     """The backend that a name stands for on a device.
 
     Args:
-        backend: "eager", "sdpa", "triton", or "auto": triton on a CUDA device of capability 8.0 or newer where triton is
-            installed, sdpa everywhere else.
+        backend: "eager", "sdpa", "triton", or "auto": triton on a CUDA device of capability 8.0 or newer where
+            triton is installed, sdpa everywhere else.
         device: Where the tensors are.
     Raises:
         ValueError: The name is unknown.
@@ -50,9 +50,7 @@ def triton_unavailable_reasons(device: torch.device) -> tuple[str, ...]:
             )
     elif device.type == "cpu":
         if not interpreter_is_active():
-            reasons.append(
-                "the tensors are on the CPU: accepted are CUDA tensors (or TRITON_INTERPRET=1, for tests)"
-            )
+            reasons.append("the tensors are on the CPU: accepted are CUDA tensors (or TRITON_INTERPRET=1, for tests)")
     else:
         reasons.append(f"the tensors are on {device.type}: accepted are CUDA tensors")
     return tuple(reasons)

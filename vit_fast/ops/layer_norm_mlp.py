@@ -45,9 +45,7 @@ def layer_norm_mlp(
         ValueError: shapes disagree or the activation is unknown.
         UnsupportedInputError: this backend cannot run this input; lists all reasons.
     """
-    _check_inputs(
-        x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, activation
-    )
+    _check_inputs(x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, activation)
     backend = resolve_backend(backend, x.device)
     if backend == "triton":
         raise UnsupportedInputError(
@@ -71,9 +69,7 @@ def _check_inputs(
     activation: str,
 ) -> None:
     if activation not in reference.ACTIVATIONS:
-        raise ValueError(
-            f"activation={activation!r}: accepted are {', '.join(map(repr, reference.ACTIVATIONS))}"
-        )
+        raise ValueError(f"activation={activation!r}: accepted are {', '.join(map(repr, reference.ACTIVATIONS))}")
     if x.dim() < 1 or fc1_weight.dim() != 2:
         raise ValueError(
             f"x has shape {tuple(x.shape)}, fc1_weight {tuple(fc1_weight.shape)}: accepted are [..., C], [F, C]"
@@ -90,6 +86,4 @@ def _check_inputs(
     )
     for name, tensor, shape in expected:
         if tensor is not None and tuple(tensor.shape) != shape:
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}: accepted is {shape} for x of width {C}"
-            )
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}: accepted is {shape} for x of width {C}")

@@ -9,9 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, dropout_p: float = 0.0
-) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, dropout_p: float = 0.0) -> Tensor:
     """softmax(scale * q k^T) v for q [B, H, N_q, D] and k, v [B, H, N_kv, D]; scale None means D**-0.5."""
     weights = attention_weights(q, k, scale=scale)
     return F.dropout(weights, dropout_p) @ v if dropout_p else weights @ v

@@ -1,0 +1,47 @@
+"""The `vit-fast` command: one module of vit_fast.commands a command, and one clear line for every bad input."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import typer
+
+from .errors import VitFastError
+
+COMMANDS = ("info", "models")
+
+USER_ERRORS = (VitFastError, ValueError, TypeError, OSError)
+
+
+def make_app() -> typer.Typer:
+    """The typer application with every command registered."""
+    app = typer.Typer(
+        name="vit-fast",
+        help="Measure, export and speed up Vision Transformers.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    for name in COMMANDS:
+        importlib.import_module(f".commands.{name}", __package__).register(app)
+    return app
+
+
+def main(args: list[str] | None = None) -> None:
+    """Runs the command line; bad input ends in one line and status 2 (`--traceback` first: in a traceback)."""
+    args = list(sys.argv[1:] if args is None else args)
+    traceback_wanted = args[:1] == ["--traceback"]
+    if traceback_wanted:
+        del args[0]
+    try:
+        make_app()(args=args, prog_name="vit-fast")
+    except USER_ERRORS as error:
+        if traceback_wanted:
+            raise
+        sys.stderr.write(f"vit-fast: error: {_one_line(error)}\n")
+        sys.exit(2)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,122 @@
+"""`vit-fast info`: versions, devices, what can run here and why the rest cannot."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import platform
+from typing import Annotated, Any
+
+import typer
+
+PACKAGES = (
+    "torch",
+    "triton",
+    "timm",
+    "transformers",
+    "torchvision",
+    "onnx",
+    "onnxscript",
+    "onnxruntime-gpu",
+    "onnxruntime",
+    "safetensors",
+    "huggingface-hub",
+    "numpy",
+)
+
+
+def register(app: typer.Typer) -> None:
+    app.command(name="info")(info)
+
+
+def info(as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False) -> None:
+    """Shows versions, devices, and which backends can run here."""
+    facts = collect()
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+        return
+
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    console.print(f"vit-fast {facts['vit_fast']} | Python {facts['python']} | {facts['platform']}")
+    packages = Table("package", "version", title="packages")
+    for name, version in facts["packages"].items():
+        packages.add_row(name, version or "[dim]not installed[/dim]")
+    devices = Table("device", "what it is", title="devices")
+    for device in facts["devices"]:
+        devices.add_row(device["device"], device["description"])
+    backends = Table("backend", "device", "can run", "because", title="backends")
+    for row in facts["backends"]:
+        backends.add_row(row["backend"], row["device"], "yes" if row["available"] else "no", "; ".join(row["reasons"]))
+    for table in (packages, devices, backends):
+        console.print(table)
+
+
+def collect() -> dict[str, Any]:
+    """Everything that `vit-fast info` prints, as plain data."""
+    import torch
+
+    from .. import __version__
+
+    return {
+        "vit_fast": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "devices": [{"device": str(device), "description": describe_device(device)} for device in _devices(torch)],
+        "backends": [row for device in _devices(torch) for row in _backend_rows(device)],
+    }
+
+
+def describe_device(device: Any) -> str:
+    """A device in words: name, capability, memory, driver; or the processor and its threads."""
+    import torch
+
+    if device.type != "cuda":
+        return f"{_processor_name()}, {torch.get_num_threads()} threads"
+    properties = torch.cuda.get_device_properties(device)
+    return (
+        f"{properties.name}, capability {properties.major}.{properties.minor}, "
+        f"{properties.multi_processor_count} SMs, {properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
+    )
+
+
+def _devices(torch: Any) -> list[Any]:
+    return [torch.device("cpu")] + [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+
+
+def _backend_rows(device: Any) -> list[dict[str, Any]]:
+    from ..ops.backends import interpreter_is_active, resolve_backend, triton_unavailable_reasons
+
+    automatic = resolve_backend("auto", device)
+    rows = []
+    for backend in ("eager", "sdpa", "triton"):
+        reasons = list(triton_unavailable_reasons(device)) if backend == "triton" else []
+        row = {"backend": backend, "device": str(device), "available": not reasons, "reasons": reasons}
+        if backend == automatic:
+            row["reasons"] = ["what 'auto' means here"]
+        elif backend == "triton" and not reasons and device.type == "cpu" and interpreter_is_active():
+            row["reasons"] = ["in Triton's interpreter: right, and very slow"]
+        rows.append(row)
+    return rows
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _processor_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:  # noqa: PTH123  # a kernel interface, not a file of ours
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

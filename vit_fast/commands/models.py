@@ -1,0 +1,79 @@
+"""`vit-fast models`: the named variants with their size and cost."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    app.command(name="models")(models)
+
+
+def models(
+    pattern: Annotated[str, typer.Argument(help="Shell-style pattern, e.g. 'vit_base_*'.")] = "*",
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+) -> None:
+    """Lists the models: parameters, GFLOP an image (2 per multiply-add), tokens, input size."""
+    rows = model_rows(pattern)
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{len(rows)} models")
+    table.add_column("model", no_wrap=True)
+    for column in ("Mparams", "GFLOP", "tokens", "width", "depth", "heads", "input"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            row["model"],
+            f"{row['parameters'] / 1e6:.1f}",
+            f"{row['gflop_per_image']:.1f}",
+            str(row["tokens"]),
+            str(row["embed_dim"]),
+            str(row["depth"]),
+            str(row["num_heads"]),
+            "x".join(map(str, row["img_size"])),
+        )
+    Console().print(table)
+
+
+def model_rows(pattern: str) -> list[dict[str, Any]]:
+    """One dictionary a model that matches; parameters are counted on the meta device, nothing is allocated.
+
+    Raises:
+        ValueError: no model matches; names the nearest.
+    """
+    from ..model import VisionTransformer
+    from ..variants import get_variant, list_models
+
+    names = list_models(pattern) or [pattern] * (get_variant(pattern) is not None)
+    rows = []
+    for name in names:
+        config = get_variant(name).config
+        model = _on_meta(VisionTransformer, config)
+        rows.append(
+            {
+                "model": name,
+                "parameters": sum(p.numel() for p in model.parameters()),
+                "gflop_per_image": config.flops_per_image() / 1e9,
+                "tokens": config.seqlen,
+                "embed_dim": config.embed_dim,
+                "depth": config.depth,
+                "num_heads": config.num_heads,
+                "img_size": list(config.image_hw),
+            }
+        )
+    return rows
+
+
+def _on_meta(make: Any, config: Any) -> Any:
+    import torch
+
+    with torch.device("meta"):
+        return make(config)
