@@ -1,0 +1,62 @@
+# Every target sets up what it needs: a virtual environment with the versions of constraints.txt.
+#   make bench       the main job: throughput of a ViT on a real photograph, table and plot
+#   make test        all tests (the ones that need a GPU are skipped without one)
+#   make gpu-check   everything worth measuring on a CUDA machine, offline; OUT=folder for the records
+
+PYTHON  ?= python3
+VENV    ?= .venv
+BIN     := $(VENV)/bin
+JOBS    ?= auto
+PIP     := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt $(PIP_ARGS)
+SOURCES := vit_fast kernels export benchmarks tests
+READY   := $(VENV)/.ready
+
+.PHONY: bench test test-full lint format typecheck kernels verify gpu-check benchmark-suite wheel clean
+
+bench: $(READY)
+	$(BIN)/vit-fast bench $(ARGS)
+
+test: $(READY)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+test-full: $(READY)
+	HYPOTHESIS_PROFILE=full $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --slow $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+
+format: $(READY)
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+typecheck: $(READY)
+	$(BIN)/mypy -p vit_fast
+
+kernels: $(READY)
+	$(BIN)/vit-fast kernels $(ARGS)
+
+verify: $(READY)
+	$(BIN)/vit-fast verify $(ARGS)
+
+# Runs on the machine's own python, with what is installed there; nothing is fetched. OUT is where the records go.
+OUT ?= benchmarks/results/local/gpu-check
+gpu-check:
+	$(PYTHON) -m vit_fast.benchmarks.gpu_check --out $(OUT) $(ARGS)
+
+benchmark-suite: $(READY)
+	$(BIN)/python -m pytest benchmarks -o python_files='suite_*.py' -o addopts=--import-mode=importlib $(ARGS)
+
+wheel: $(READY)
+	$(BIN)/python -m build --wheel --sdist --no-isolation
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# torch first: the packages that depend on it then find it there instead of choosing another build.
+$(READY): pyproject.toml constraints.txt tests/torchvision_cpu.py
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch setuptools wheel
+	$(PIP) --no-build-isolation -e '.[export,interop,dev]'
+	$(BIN)/python tests/torchvision_cpu.py --install
+	touch $@
