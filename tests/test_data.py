@@ -1,0 +1,154 @@
+"""Finding, reading and preparing images: held against timm's evaluation transform, and against damaged files."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vit_fast.config import DataConfig
+from vit_fast.data import ImageError, default_photograph, find_images, load_images, make_transform, read_image
+from vit_fast.factory import create_model
+
+
+def _noise(height: int, width: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear", "nearest", "lanczos"])
+@pytest.mark.parametrize(
+    ("image_hw", "crop_pct", "crop_mode"),
+    [((224, 224), 0.9, "center"), ((96, 160), 0.875, "center"), ((64, 48), 1.0, "squash"), ((98, 98), 0.95, "squash")],
+)
+def test_transform_equals_timms(image_hw: tuple[int, int], crop_pct: float, crop_mode: str, interpolation: str) -> None:
+    import timm.data
+
+    config = DataConfig(
+        mean=(0.48, 0.45, 0.40), std=(0.26, 0.27, 0.28),
+        crop_pct=crop_pct, crop_mode=crop_mode, interpolation=interpolation,
+    )  # fmt: skip
+    theirs = timm.data.create_transform((3, *image_hw), **config.to_dict())
+    ours = make_transform(config, image_hw)
+    for image in (_noise(301, 200), _noise(97, 333), read_image(default_photograph())):
+        assert (ours(image) - theirs(image)).abs().max() <= 1e-6
+
+
+def test_transform_of_grey_input_averages_the_channel_statistics() -> None:
+    config = DataConfig(mean=(0.4, 0.5, 0.6), std=(0.1, 0.2, 0.3), crop_pct=1.0)
+    x = make_transform(config, (8, 8), in_chans=1)(Image.new("L", (8, 8), 255))
+    assert x.shape == (1, 8, 8)
+    torch.testing.assert_close(x, torch.full((1, 8, 8), 2.5))
+
+
+def test_transform_refuses_other_channels_and_absurd_aspect_ratios() -> None:
+    with pytest.raises(ValueError, match="in_chans=4"):
+        make_transform(DataConfig(), (8, 8), in_chans=4)
+    with pytest.raises(ValueError, match="4 means"):
+        make_transform(DataConfig(mean=(0.5,) * 4, std=(0.5,) * 4), (8, 8))
+    with pytest.raises(ImageError, match="narrow"):
+        make_transform(DataConfig(), (512, 512))(Image.new("RGB", (1, 2000)))
+
+
+def _save(image: Image.Image, path: Path, **options: object) -> Path:
+    image.save(path, **options)
+    return path
+
+
+def test_read_image_makes_rgb_of_every_kind(tmp_path: Path) -> None:
+    grey = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    expected = np.repeat(grey[..., None], 3, axis=2)
+    opaque = Image.fromarray(grey)
+    files = [
+        _save(opaque, tmp_path / "grey.png"),
+        _save(Image.merge("LA", (opaque, Image.new("L", (16, 16), 7))), tmp_path / "grey_alpha.png"),
+        _save(Image.merge("RGBA", (opaque,) * 3 + (Image.new("L", (16, 16), 7),)), tmp_path / "alpha.png"),
+        _save(opaque.convert("P"), tmp_path / "palette.png"),
+        _save(Image.fromarray(grey.astype(np.uint16) * 256 + 255), tmp_path / "sixteen.png"),
+        _save(Image.fromarray(grey.astype(np.uint16) * 256 + 255), tmp_path / "sixteen.tif"),
+    ]
+    for file in files:
+        image = read_image(file)
+        assert image.mode == "RGB"
+        np.testing.assert_array_equal(np.asarray(image), expected, err_msg=file.name)
+    cmyk = read_image(_save(Image.new("CMYK", (4, 4), (0, 255, 255, 0)), tmp_path / "cmyk.tif"))
+    assert cmyk.mode == "RGB" and cmyk.getpixel((0, 0)) == (255, 0, 0)
+
+
+def test_read_image_applies_the_exif_orientation(tmp_path: Path) -> None:
+    image = Image.new("RGB", (6, 4), "black")
+    image.putpixel((0, 0), (255, 0, 0))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was held a quarter turn clockwise
+    turned = read_image(_save(image, tmp_path / "turned.png", exif=exif))
+    assert turned.size == (4, 6)
+    assert turned.getpixel((3, 0)) == (255, 0, 0)
+
+
+def _png_header(width: int, height: int) -> bytes:
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 64)) + chunk(b"IEND", b"")
+    )
+
+
+def test_read_image_says_in_one_error_what_is_wrong(tmp_path: Path) -> None:
+    whole = default_photograph().read_bytes()
+    cases = {
+        "text.png": (b"not an image", "not an image"),
+        "empty.jpg": (b"", "not an image"),
+        "truncated.jpg": (whole[: len(whole) // 2], "truncated"),
+        "bomb.png": (_png_header(10_000, 10_000), "decompression bomb"),  # Pillow only warns of this one
+        "larger_bomb.png": (_png_header(60_000, 60_000), "decompression bomb"),
+        "broken.png": (_png_header(40, 40), "cannot be read"),
+    }
+    for name, (content, message) in cases.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ImageError, match=message):
+            read_image(tmp_path / name)
+    Image.new("F", (4, 4)).save(tmp_path / "float.tif")
+    for path, message in (
+        (tmp_path / "float.tif", "floating-point"),
+        (tmp_path, "is a folder"),
+        (tmp_path / "absent.png", "no such file"),
+    ):
+        with pytest.raises(ImageError, match=message):
+            read_image(path)
+
+
+def test_find_images_searches_folders_and_names_every_missing_path(tmp_path: Path) -> None:
+    (tmp_path / "b" / "deep").mkdir(parents=True)
+    (tmp_path / "bare").mkdir()
+    for name in ("b/deep/2.PNG", "b/1.jpg", "b/notes.txt", "single.dat"):
+        (tmp_path / name).touch()
+    found = find_images([tmp_path / "single.dat", tmp_path / "b"])
+    assert found == [tmp_path / name for name in ("single.dat", "b/1.jpg", "b/deep/2.PNG")]
+    with pytest.raises(ImageError, match=r"(?s)bare: no image in this folder.*absent: no such file"):
+        find_images([tmp_path / "bare", tmp_path / "b", tmp_path / "absent"])
+
+
+def test_load_images_takes_the_images_in_turn(tmp_path: Path) -> None:
+    model = create_model("vit_test")
+    for i, colour in enumerate(("red", "green", "blue")):
+        Image.new("RGB", (40, 50), colour).save(tmp_path / f"{i}.png")
+    three = load_images([tmp_path], model)
+    assert three.shape == (3, 3, 32, 32) and three.dtype == torch.float32
+    assert torch.equal(load_images([tmp_path], model, batch_size=5), three[[0, 1, 2, 0, 1]])
+    assert torch.equal(load_images([tmp_path], model, batch_size=2), three[:2])
+    with pytest.raises(ValueError, match="batch_size=0"):
+        load_images([tmp_path], model, batch_size=0)
+    with pytest.raises(ValueError, match="paths is empty"):
+        load_images([], model)
+
+
+def test_default_photograph_is_a_photograph() -> None:
+    pixels = np.asarray(read_image(default_photograph()))
+    assert min(pixels.shape[:2]) > 224
+    assert pixels.std() > 20
