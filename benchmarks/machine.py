@@ -1,0 +1,156 @@
+"""The machine a record was made on: what it is, and the two ceilings that it reached in that very run."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .timing import Protocol, time_interleaved
+
+PACKAGES = ("torch", "triton", "timm", "transformers", "torchvision", "onnxruntime", "onnxruntime-gpu", "numpy")
+
+COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}
+MATMUL_SIZE = {"cuda": 8192, "cpu": 1024}
+CEILING_PROTOCOL = Protocol(repeats=50, seconds=0.25, least_repeats=5, warmup_repeats=3)
+
+
+def describe(device: torch.device | str) -> dict[str, Any]:
+    """Everything a record says of where, when and with what it was made; plain data for JSON."""
+    device = torch.device(device)
+    return {
+        "device": _device_name(device),
+        "device_type": device.type,
+        "gpu": _describe_gpu(device) if device.type == "cuda" else None,
+        "cpu": cpu_name(),
+        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load_average": round(os.getloadavg()[0], 2),
+        "memory_GiB": _memory_gib(),
+        "os": platform.platform(),
+        "python": platform.python_version(),
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def measure_ceilings(device: torch.device | str, dtypes: Sequence[torch.dtype]) -> dict[str, Any]:
+    """What this device reaches at best, now: a large copy in GB/s, a square matmul in TFLOP/s for each dtype.
+
+    Copying counts what is read and what is written. The sizes are part of the answer: 8192 on a GPU, smaller on a CPU.
+    """
+    device = torch.device(device)
+    size, nbytes = MATMUL_SIZE[device.type], COPY_BYTES[device.type]
+    matmul = {}
+    for dtype in dict.fromkeys(dtypes):
+        left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        timing = time_interleaved({"matmul": lambda _, a=left, b=right: a @ b}, device, CEILING_PROTOCOL)["matmul"]
+        matmul[short_name(dtype)] = 2 * size**3 / (timing.ms * 1e9)
+    source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    timing = time_interleaved({"copy": lambda _: target.copy_(source)}, device, CEILING_PROTOCOL)["copy"]
+    return {
+        "copy_GB_per_s": 2 * nbytes / (timing.ms * 1e6),
+        "copy_bytes": nbytes,
+        "matmul_TFLOP_per_s": matmul,
+        "matmul_size": size,
+    }
+
+
+def short_name(dtype: torch.dtype) -> str:
+    """fp32, fp16, bf16, fp64."""
+    return {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}[dtype]
+
+
+def cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def slug(machine: dict[str, Any]) -> str:
+    """The device's name as part of a folder's name."""
+    return re.sub(r"[^a-z0-9]+", "-", machine["device"].lower()).strip("-")
+
+
+def checkout() -> Path | None:
+    """The repository this file lies in, or None when the package is installed."""
+    root = Path(__file__).resolve().parent.parent
+    return root if (root / ".git").exists() and (root / "pyproject.toml").exists() else None
+
+
+def commit() -> str | None:
+    """The checkout's commit, with "-dirty" when tracked files differ from it; None outside a checkout."""
+    root = checkout()
+    if root is None:
+        return None
+    head = _output(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"])
+    if head is None:
+        return None
+    changes = _output(["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"])
+    return f"{head}-dirty" if changes else head
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{cpu_name()} ({torch.get_num_threads()} threads)"
+
+
+def _describe_gpu(device: torch.device) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(device)
+    query = ["nvidia-smi", f"--id={_bus_id(properties)}", "--format=csv,noheader"]
+    reported = _output([*query, "--query-gpu=driver_version,power.limit,clocks.max.sm"])
+    driver, power_limit, max_clock = (reported or "").split(", ") if (reported or "").count(", ") == 2 else (None,) * 3
+    return {
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_GiB": round(properties.total_memory / 2**30, 1),
+        "L2_MiB": round(properties.L2_cache_size / 2**20, 1),
+        "driver": driver,
+        "power_limit": power_limit,
+        "max_clock": max_clock,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+    }
+
+
+def _bus_id(properties: Any) -> str:
+    return f"{properties.pci_domain_id:08x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+
+
+def _memory_gib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (ValueError, OSError):
+        return None
+
+
+def _output(command: list[str]) -> str | None:
+    """What a command prints, without its last newline; None when there is no such command or it fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

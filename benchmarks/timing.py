@@ -1,0 +1,244 @@
+"""How a duration is measured here: several subjects in turns, warmed up, on inputs that the last-level cache has lost.
+
+    timings = time_interleaved({"eager": call_eager, "sdpa": call_sdpa}, device)
+    timings["sdpa"].ms, timings["sdpa"].ms_p20, timings["sdpa"].ms_p80
+
+On CUDA the clock is a pair of device events around each call; on a CPU it is the host's monotonic clock. The subjects
+take turns call by call, so that a clock that drifts, a machine that heats or a neighbour that wakes hits all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Call = Callable[[int], object]
+
+# Larger than any processor's last level of cache that a rotation is meant to empty.
+CPU_CACHE_BYTES = 64 * 2**20
+MIN_FLUSH_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """When a measurement is long enough, and what it counts.
+
+    A subject is done after `repeats` timed calls, or after `seconds` of them and no fewer than `least_repeats`; the
+    defaults therefore always reach the rule of 50 repeats or 200 ms.
+
+    Attributes:
+        repeats: Timed calls that suffice.
+        seconds: Timed seconds that suffice, once there are least_repeats.
+        least_repeats: Timed calls below which no percentile is given.
+        warmup_repeats: Untimed calls before, at most.
+        warmup_seconds: Untimed seconds before, at most; one call is always made.
+        launch: On CUDA, "counted": the device waits for the call, as in a latency-bound program, so what the host
+            needs to launch it counts; "hidden": the call is queued behind other work, so only device time counts.
+    """
+
+    repeats: int = 50
+    seconds: float = 0.5
+    least_repeats: int = 7
+    warmup_repeats: int = 5
+    warmup_seconds: float = 0.5
+    launch: Literal["counted", "hidden"] = "counted"
+
+    def __post_init__(self) -> None:
+        for name in ("repeats", "least_repeats", "warmup_repeats"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: accepted is an integer >= 1")
+        for name in ("seconds", "warmup_seconds"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)}: accepted is a number of seconds >= 0")
+
+    def is_satisfied_by(self, samples_ms: Sequence[float]) -> bool:
+        if len(samples_ms) >= self.repeats:
+            return True
+        return len(samples_ms) >= min(self.least_repeats, self.repeats) and sum(samples_ms) >= self.seconds * 1e3
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What was measured of one subject, in milliseconds a call."""
+
+    ms: float
+    ms_p20: float
+    ms_p80: float
+    repeats: int
+
+    @classmethod
+    def from_samples(cls, samples_ms: Sequence[float]) -> Timing:
+        """Median, 20th and 80th percentile of at least one sample."""
+        if not samples_ms:
+            raise ValueError("samples_ms is empty: accepted is at least one sample")
+        p20, median, p80 = (percentile(samples_ms, share) for share in (0.2, 0.5, 0.8))
+        return cls(ms=median, ms_p20=p20, ms_p80=p80, repeats=len(samples_ms))
+
+
+def percentile(samples: Sequence[float], share: float) -> float:
+    """The value below which this share of the samples lies, interpolated linearly between neighbours."""
+    ordered = sorted(samples)
+    position = share * (len(ordered) - 1)
+    low = math.floor(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (position - low) * (ordered[high] - ordered[low])
+
+
+def time_interleaved(
+    calls: Mapping[str, Call],
+    device: torch.device | str,
+    protocol: Protocol | None = None,
+    *,
+    on_round: Callable[[int, Mapping[str, Sequence[float]]], bool] | None = None,
+) -> dict[str, Timing]:
+    """Times several calls in turns until each satisfies the protocol.
+
+    Args:
+        calls: By name; each is called with the round's number, by which it chooses its rotated inputs.
+        device: Where they compute.
+        protocol: None means Protocol().
+        on_round: Called after every round with its number and the samples so far, in ms; returning False ends the
+            measurement early.
+    Returns:
+        A Timing for each call that was timed at all.
+    Raises:
+        Whatever a call raises; nothing is swallowed.
+    """
+    device = torch.device(device)
+    protocol = Protocol() if protocol is None else protocol
+    for call in calls.values():
+        warm_up(call, device, protocol)
+    clock = _make_clock(device, protocol)
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    names = list(calls)
+    number = 0
+    while names and not all(protocol.is_satisfied_by(taken) for taken in samples.values()):
+        # The turn starts elsewhere each round, so that nobody always follows the same neighbour.
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            samples[name].append(clock(calls[name], number))
+        number += 1
+        if on_round is not None and not on_round(number, samples):
+            break
+    return {name: Timing.from_samples(taken) for name, taken in samples.items() if taken}
+
+
+def time_call(call: Call, device: torch.device | str, protocol: Protocol | None = None) -> Timing:
+    """Times one call alone; see time_interleaved."""
+    return time_interleaved({"call": call}, device, protocol)["call"]
+
+
+def warm_up(call: Call, device: torch.device | str, protocol: Protocol) -> None:
+    """Calls until the protocol's warm-up is over, and waits for the device."""
+    device = torch.device(device)
+    end = time.perf_counter() + protocol.warmup_seconds
+    for number in range(protocol.warmup_repeats):
+        call(number)
+        synchronise(device)
+        if time.perf_counter() >= end:
+            break
+
+
+def synchronise(device: torch.device) -> None:
+    """Waits until the device has done all that was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def cold_copies(nbytes: int, device: torch.device | str) -> int:
+    """How many copies of inputs of this size to rotate, so that a copy has left the last-level cache when it is next.
+
+    At least two; together they are at least twice as large as the cache.
+    """
+    return max(2, math.ceil(2 * cache_bytes(torch.device(device)) / max(nbytes, 1)))
+
+
+def cold_rotation(tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+    """Copies of a call's inputs, strides kept, enough that those of round i, `copies[i % len(copies)]`, are cold."""
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    copies = cold_copies(nbytes, tensors[0].device)
+    return [tuple(tensors), *(tuple(_copy(tensor) for tensor in tensors) for _ in range(copies - 1))]
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Size of the cache before memory, in bytes: the L2 of a GPU, a generous stand-in for that of a CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    return CPU_CACHE_BYTES
+
+
+def peak_memory_of_call(call: Callable[[], object], device: torch.device) -> int:
+    """Bytes that one call allocates at its highest beyond what is allocated before it.
+
+    On CUDA by the caching allocator's own peak; on a CPU by the profiler's record of torch's allocator, which does not
+    see what a library allocates by itself. Not to be called while timing.
+    """
+    if device.type == "cuda":
+        synchronise(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        synchronise(device)
+        return int(torch.cuda.max_memory_allocated(device) - before)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        call()
+    return _peak_of_profile(profiler)
+
+
+def _peak_of_profile(profiler: Any) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    changes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]")
+    allocated = peak = 0
+    for _, change in changes:
+        allocated += change
+        peak = max(peak, allocated)
+    return peak
+
+
+def _make_clock(device: torch.device, protocol: Protocol) -> Callable[[Call, int], float]:
+    """What runs one call and returns its duration in ms."""
+    if device.type != "cuda":
+        return _host_clock
+    if protocol.launch == "counted":
+        return lambda call, number: _event_clock(call, number, device, None)
+    flush = torch.empty(max(2 * cache_bytes(device), MIN_FLUSH_BYTES), dtype=torch.int8, device=device)
+    return lambda call, number: _event_clock(call, number, device, flush)
+
+
+def _host_clock(call: Call, number: int) -> float:
+    start = time.perf_counter_ns()
+    call(number)
+    return (time.perf_counter_ns() - start) / 1e6
+
+
+def _event_clock(call: Call, number: int, device: torch.device, flush: Tensor | None) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    synchronise(device)
+    with torch.cuda.device(device):
+        if flush is not None:
+            # Writing this takes the device longer than the host needs to queue the call behind it.
+            for _ in range(4):
+                flush.zero_()
+        start.record()
+        call(number)
+        end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy with the same strides, also where they leave gaps or repeat."""
+    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor) if 0 not in tensor.stride() else tensor.clone()
