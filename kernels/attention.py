@@ -1,0 +1,80 @@
+"""Fused softmax attention, forward and backward: the entry points that the operators call.
+
+Tensors are views [B, H, N, D] of any strides whose last is 1, so the qkv linear's output is read as it lies and the
+gradients are written into one packed tensor. Nothing of size N x N exists at any time.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .attention_backward import dkdv_launch, dq_launch
+from .attention_forward import forward_launch
+from .attention_launch import fp32_precision, tma_allows
+from .attention_policy import Problem, dkdv_config, dq_config, forward_config
+from .launch import arch_of, sm_count_of
+
+MIN_HEAD_DIM = 16
+MAX_HEAD_DIM = 128
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def problem_of(q: torch.Tensor, k: torch.Tensor, *others: torch.Tensor) -> Problem:
+    """What the launch policy needs to know about a call: the device, the shape, and whether TMA can be used."""
+    batch, heads, n_q, head_dim = q.shape
+    return Problem(
+        arch=arch_of(q.device),
+        sm_count=sm_count_of(q.device),
+        element="half" if q.dtype != torch.float32 else fp32_precision(),
+        head_dim=head_dim,
+        n_q=n_q,
+        n_kv=k.shape[2],
+        batch_heads=batch * heads,
+        tma=tma_allows(q, k, *others),
+    )
+
+
+def attention_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, scale: float
+) -> None:
+    """Write o = softmax(scale q k^T) v and its log-sum-exp.
+
+    Args:
+        q: Queries [B, H, N_q, D], D from 16 to 128; fp32, fp16 or bf16; last stride 1.
+        k: Keys [B, H, N_kv, D], N_kv at least 1.
+        v: Values [B, H, N_kv, D].
+        o: Written: [B, H, N_q, D] of q's dtype, last stride 1.
+        lse: Written: fp32 [B, H, N_q], contiguous, base 2.
+        scale: Multiplier of q k^T; positive and finite.
+    """
+    forward_launch(q, k, v, o, lse, scale, forward_config(problem_of(q, k, v, o))).run()
+
+
+def attention_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    do: torch.Tensor,
+    lse: torch.Tensor,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    scale: float,
+) -> None:
+    """Write dq, dk and dv for the gradient `do` of o.
+
+    Args:
+        q: As given to `attention_forward`; so are k and v.
+        o: What `attention_forward` wrote; so is lse.
+        do: Gradient of o [B, H, N_q, D] of q's dtype, last stride 1.
+        dq: Written: [B, H, N_q, D] of q's dtype, last stride 1; dk and dv [B, H, N_kv, D] likewise.
+        scale: As given to `attention_forward`.
+    """
+    delta = torch.empty_like(lse)
+    dq_launch(
+        q, k, v, o, do, lse, dq, delta, scale, dq_config(problem_of(q, k, v, o, do, dq))
+    ).run()
+    dkdv_launch(
+        q, k, v, do, lse, delta, dk, dv, scale, dkdv_config(problem_of(q, k, v, do, dk, dv))
+    ).run()

@@ -1,0 +1,253 @@
+"""Attention backward: dq, dk and dv from q, k, v, o, lse and do, without any [N, N] matrix.
+
+With p = 2^(scale log2(e) q k^T - lse) recomputed tile by tile:
+
+    delta = sum_D do * o            ds = p * (do v^T - delta)
+    dq = scale ds k                 dk = scale ds^T q                 dv = p^T do
+
+Two kernels, so that every gradient element is summed by one program in one order (no atomics, the same bits each
+run): one program for each query tile computes delta and dq and runs first; one for each key tile computes dk and dv.
+Both stream the other side in full unmasked tiles and one smaller power-of-two tile for the rest. Rows past the end
+are read as 0, lse as +inf there, so that their p is 0. Source: FlashAttention-2, arXiv 2307.08691.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .attention_launch import LOG2_E, layout_constants, stride_arguments, tile_arguments, tma_allows
+from .attention_policy import BackwardConfig, cover
+from .attention_tiles import dot_add, dot_transposed, load_tile, store_tile, zero_tile
+from .launch import Launch
+
+
+@triton.jit
+def _dq_step(
+    k, k_hi, v, v_hi, b, h, k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n,
+    start, n_kv, qk_scale, qt, qt_hi, dot, dot_hi, lse, delta, dq, dq_hi,
+    KEYS: tl.constexpr, D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Add what keys start .. start + KEYS contribute to dq (without scale) of a query tile."""
+    kt, kt_hi = load_tile(k, k_hi, b, h, k_stride_b, k_stride_h, k_stride_n, start, n_kv, KEYS, D, LO, HI, TMA, WIDE, MASKED)
+    vt, vt_hi = load_tile(v, v_hi, b, h, v_stride_b, v_stride_h, v_stride_n, start, n_kv, KEYS, D, LO, HI, TMA, WIDE, MASKED)
+    scores = dot_transposed(qt, qt_hi, kt, kt_hi, HI, PRECISION)  # [BLOCK_M, KEYS]
+    p = tl.math.exp2(scores * qk_scale - lse[:, None])
+    if MASKED:
+        # a key that is not there has score 0, which may overflow p where every real score is far below
+        p = tl.where((start + tl.arange(0, KEYS))[None, :] < n_kv, p, 0.0)
+    dp = dot_transposed(dot, dot_hi, vt, vt_hi, HI, PRECISION)
+    ds = p * (dp - delta[:, None])
+    return dot_add(ds, kt, kt_hi, dq, dq_hi, HI, PRECISION)
+
+
+@triton.jit(do_not_specialize=["n_heads", "n_q", "n_kv"])
+def _attention_bwd_dq_kernel(
+    q, q_hi, do, do_hi, o, o_hi, dq, dq_hi, k_a, k_a_hi, k_b, k_b_hi, v_a, v_a_hi, v_b, v_b_hi,
+    lse_ptr,  # fp32 [B, H, N_q], contiguous
+    delta_ptr,  # written: fp32 [B, H, N_q], contiguous
+    q_stride_b, q_stride_h, q_stride_n, k_stride_b, k_stride_h, k_stride_n,
+    v_stride_b, v_stride_h, v_stride_n, o_stride_b, o_stride_h, o_stride_n,
+    do_stride_b, do_stride_h, do_stride_n, dq_stride_b, dq_stride_h, dq_stride_n,
+    n_heads, n_q, n_kv, qk_scale, scale,
+    D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(n_q, BLOCK_M)
+    bh = tl.program_id(0) // tiles
+    start = (tl.program_id(0) % tiles) * BLOCK_M
+    b = bh // n_heads
+    h = bh % n_heads
+    n_full = n_kv // BLOCK_N * BLOCK_N
+
+    qt, qt_hi = load_tile(q, q_hi, b, h, q_stride_b, q_stride_h, q_stride_n, start, n_q, BLOCK_M, D, LO, HI, TMA, WIDE, True)
+    dot, dot_hi = load_tile(do, do_hi, b, h, do_stride_b, do_stride_h, do_stride_n, start, n_q, BLOCK_M, D, LO, HI, TMA, WIDE, True)
+    ot, ot_hi = load_tile(o, o_hi, b, h, o_stride_b, o_stride_h, o_stride_n, start, n_q, BLOCK_M, D, LO, HI, TMA, WIDE, True)
+    delta = tl.sum(dot.to(tl.float32) * ot.to(tl.float32), 1)
+    if HI > 0:
+        delta += tl.sum(dot_hi.to(tl.float32) * ot_hi.to(tl.float32), 1)
+    rows = start + tl.arange(0, BLOCK_M)
+    row_offset = bh.to(tl.int64) * n_q + rows
+    tl.store(delta_ptr + row_offset, delta, mask=rows < n_q)
+    lse = tl.load(lse_ptr + row_offset, mask=rows < n_q, other=float("inf"))
+
+    acc, acc_hi = zero_tile(BLOCK_M, LO, HI)
+    for n in tl.range(0, n_full, BLOCK_N, num_stages=STAGES):
+        acc, acc_hi = _dq_step(
+            k_a, k_a_hi, v_a, v_a_hi, b, h, k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n,
+            n, n_kv, qk_scale, qt, qt_hi, dot, dot_hi, lse, delta, acc, acc_hi,
+            BLOCK_N, D, LO, HI, PRECISION, TMA, WIDE, False,
+        )  # fmt: skip
+    if TAIL > 0:
+        acc, acc_hi = _dq_step(
+            k_b, k_b_hi, v_b, v_b_hi, b, h, k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n,
+            n_full, n_kv, qk_scale, qt, qt_hi, dot, dot_hi, lse, delta, acc, acc_hi,
+            TAIL, D, LO, HI, PRECISION, TMA, WIDE, MASKED,
+        )  # fmt: skip
+    store_tile(dq, dq_hi, acc * scale, acc_hi * scale, b, h, dq_stride_b, dq_stride_h, dq_stride_n, start, n_q, BLOCK_M, D, LO, HI, TMA, WIDE)
+
+
+@triton.jit
+def _dkdv_step(
+    q, q_hi, do, do_hi, b, h, q_stride_b, q_stride_h, q_stride_n, do_stride_b, do_stride_h, do_stride_n,
+    lse_ptr, delta_ptr, row_offset, start, n_q, qk_scale, kt, kt_hi, vt, vt_hi, dk, dk_hi, dv, dv_hi,
+    QUERIES: tl.constexpr, D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Add what queries start .. start + QUERIES contribute to dk (without scale) and dv of a key tile."""
+    qt, qt_hi = load_tile(q, q_hi, b, h, q_stride_b, q_stride_h, q_stride_n, start, n_q, QUERIES, D, LO, HI, TMA, WIDE, MASKED)
+    dot, dot_hi = load_tile(do, do_hi, b, h, do_stride_b, do_stride_h, do_stride_n, start, n_q, QUERIES, D, LO, HI, TMA, WIDE, MASKED)
+    rows = start + tl.arange(0, QUERIES)
+    if MASKED:
+        lse = tl.load(lse_ptr + row_offset + rows, mask=rows < n_q, other=float("inf"))
+        delta = tl.load(delta_ptr + row_offset + rows, mask=rows < n_q, other=0.0)
+    else:
+        lse = tl.load(lse_ptr + row_offset + rows)
+        delta = tl.load(delta_ptr + row_offset + rows)
+    scores = dot_transposed(kt, kt_hi, qt, qt_hi, HI, PRECISION)  # [BLOCK_N, QUERIES], transposed
+    p = tl.math.exp2(scores * qk_scale - lse[None, :])
+    dv, dv_hi = dot_add(p, dot, dot_hi, dv, dv_hi, HI, PRECISION)
+    dp = dot_transposed(vt, vt_hi, dot, dot_hi, HI, PRECISION)
+    ds = p * (dp - delta[None, :])
+    dk, dk_hi = dot_add(ds, qt, qt_hi, dk, dk_hi, HI, PRECISION)
+    return dk, dk_hi, dv, dv_hi
+
+
+@triton.jit(do_not_specialize=["n_heads", "n_q", "n_kv"])
+def _attention_bwd_dkdv_kernel(
+    q_a, q_a_hi, do_a, do_a_hi, q_b, q_b_hi, do_b, do_b_hi, k, k_hi, v, v_hi, dk, dk_hi, dv, dv_hi,
+    lse_ptr,  # fp32 [B, H, N_q], contiguous
+    delta_ptr,  # fp32 [B, H, N_q], contiguous
+    q_stride_b, q_stride_h, q_stride_n, k_stride_b, k_stride_h, k_stride_n,
+    v_stride_b, v_stride_h, v_stride_n, do_stride_b, do_stride_h, do_stride_n,
+    dk_stride_b, dk_stride_h, dk_stride_n, dv_stride_b, dv_stride_h, dv_stride_n,
+    n_heads, n_q, n_kv, qk_scale, scale,
+    D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(n_kv, BLOCK_N)
+    bh = tl.program_id(0) // tiles
+    start = (tl.program_id(0) % tiles) * BLOCK_N
+    b = bh // n_heads
+    h = bh % n_heads
+    n_full = n_q // BLOCK_M * BLOCK_M
+    row_offset = bh.to(tl.int64) * n_q
+
+    kt, kt_hi = load_tile(k, k_hi, b, h, k_stride_b, k_stride_h, k_stride_n, start, n_kv, BLOCK_N, D, LO, HI, TMA, WIDE, True)
+    vt, vt_hi = load_tile(v, v_hi, b, h, v_stride_b, v_stride_h, v_stride_n, start, n_kv, BLOCK_N, D, LO, HI, TMA, WIDE, True)
+    dkt, dkt_hi = zero_tile(BLOCK_N, LO, HI)
+    dvt, dvt_hi = zero_tile(BLOCK_N, LO, HI)
+    for m in tl.range(0, n_full, BLOCK_M, num_stages=STAGES):
+        dkt, dkt_hi, dvt, dvt_hi = _dkdv_step(
+            q_a, q_a_hi, do_a, do_a_hi, b, h, q_stride_b, q_stride_h, q_stride_n, do_stride_b, do_stride_h, do_stride_n,
+            lse_ptr, delta_ptr, row_offset, m, n_q, qk_scale, kt, kt_hi, vt, vt_hi, dkt, dkt_hi, dvt, dvt_hi,
+            BLOCK_M, D, LO, HI, PRECISION, TMA, WIDE, False,
+        )  # fmt: skip
+    if TAIL > 0:
+        dkt, dkt_hi, dvt, dvt_hi = _dkdv_step(
+            q_b, q_b_hi, do_b, do_b_hi, b, h, q_stride_b, q_stride_h, q_stride_n, do_stride_b, do_stride_h, do_stride_n,
+            lse_ptr, delta_ptr, row_offset, n_full, n_q, qk_scale, kt, kt_hi, vt, vt_hi, dkt, dkt_hi, dvt, dvt_hi,
+            TAIL, D, LO, HI, PRECISION, TMA, WIDE, MASKED,
+        )  # fmt: skip
+    store_tile(dk, dk_hi, dkt * scale, dkt_hi * scale, b, h, dk_stride_b, dk_stride_h, dk_stride_n, start, n_kv, BLOCK_N, D, LO, HI, TMA, WIDE)
+    store_tile(dv, dv_hi, dvt, dvt_hi, b, h, dv_stride_b, dv_stride_h, dv_stride_n, start, n_kv, BLOCK_N, D, LO, HI, TMA, WIDE)
+
+
+def dq_launch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    do: torch.Tensor,
+    lse: torch.Tensor,
+    dq: torch.Tensor,
+    delta: torch.Tensor,
+    scale: float,
+    config: BackwardConfig,
+) -> Launch:
+    """The call that writes dq [B, H, N_q, D] and delta (fp32 [B, H, N_q]); layouts as for the forward."""
+    batch, heads, n_q, _ = q.shape
+    n_kv = k.shape[2]
+    tma = config.tma and tma_allows(q, k, v, o, do, dq)
+    rest = n_kv % config.block_n
+    tail = (*cover(rest, config.block_n, 1), 0)[0]
+    args = {}
+    for name, tensor in (("q", q), ("do", do), ("o", o), ("dq", dq)):
+        args |= tile_arguments(name, tensor, config.block_m, tma) | stride_arguments(name, tensor)
+    for name, tensor in (("k", k), ("v", v)):
+        args |= tile_arguments(f"{name}_a", tensor, config.block_n, tma) | stride_arguments(name, tensor)
+        args |= tile_arguments(f"{name}_b", tensor, tail, tma)
+    return Launch(
+        kernel=_attention_bwd_dq_kernel,
+        grid=(batch * heads * -(-n_q // config.block_m),),
+        args=args | _common_arguments(q, k, lse, delta, scale),
+        constants=layout_constants(q, k, v, o, do, dq, tma=tma) | _tile_constants(config, tail, tail != rest),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        maxnreg=config.maxnreg,
+        device=q.device,
+    )
+
+
+def dkdv_launch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    scale: float,
+    config: BackwardConfig,
+) -> Launch:
+    """The call that writes dk and dv [B, H, N_kv, D]; needs the delta that `dq_launch` writes."""
+    batch, heads, n_q, _ = q.shape
+    n_kv = k.shape[2]
+    tma = config.tma and tma_allows(q, k, v, do, dk, dv)
+    rest = n_q % config.block_m
+    tail = (*cover(rest, config.block_m, 1), 0)[0]
+    args = {}
+    for name, tensor in (("k", k), ("v", v), ("dk", dk), ("dv", dv)):
+        args |= tile_arguments(name, tensor, config.block_n, tma) | stride_arguments(name, tensor)
+    for name, tensor in (("q", q), ("do", do)):
+        args |= tile_arguments(f"{name}_a", tensor, config.block_m, tma) | stride_arguments(name, tensor)
+        args |= tile_arguments(f"{name}_b", tensor, tail, tma)
+    return Launch(
+        kernel=_attention_bwd_dkdv_kernel,
+        grid=(batch * heads * -(-n_kv // config.block_n),),
+        args=args | _common_arguments(q, k, lse, delta, scale),
+        constants=layout_constants(q, k, v, do, dk, dv, tma=tma) | _tile_constants(config, tail, tail != rest),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        maxnreg=config.maxnreg,
+        device=q.device,
+    )
+
+
+def _common_arguments(
+    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, scale: float
+) -> dict[str, object]:
+    return {
+        "lse_ptr": lse,
+        "delta_ptr": delta,
+        "n_heads": q.shape[1],
+        "n_q": q.shape[2],
+        "n_kv": k.shape[2],
+        "qk_scale": scale * LOG2_E,
+        "scale": scale,
+    }
+
+
+def _tile_constants(config: BackwardConfig, tail: int, masked: bool) -> dict[str, object]:
+    return {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "TAIL": tail,
+        "MASKED": masked,
+        "STAGES": config.num_stages,
+    }

@@ -1,0 +1,220 @@
+"""Which configuration an attention kernel runs with: decided by arithmetic and a table, never by timing at a call."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+TABLE_PATH = Path(__file__).with_name("attention_table.json")
+MAX_ROW_KEYS = 256
+MIN_BLOCK = 16
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """How the forward kernel cuts its work.
+
+    Args:
+        scheme: "row" (all keys on chip, at most 256) or "looped".
+        block_m: Query rows a tile.
+        block_n: Keys a tile of the looped scheme; the largest chunk of the row scheme.
+        tiles: Query tiles a program of the row scheme takes at most.
+        tma: Read and write through TMA descriptors where the layout allows.
+    """
+
+    scheme: str
+    block_m: int
+    block_n: int
+    tiles: int = 1
+    num_warps: int = 4
+    num_stages: int = 2
+    tma: bool = False
+    maxnreg: int | None = None
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """How one backward kernel cuts its work: tiles of block_m queries by block_n keys."""
+
+    block_m: int
+    block_n: int
+    num_warps: int = 4
+    num_stages: int = 2
+    tma: bool = False
+    maxnreg: int | None = None
+
+
+def split_head_dim(head_dim: int) -> tuple[int, int]:
+    """The two power-of-two blocks that hold head_dim columns; the second is 0 where one is enough.
+
+    48 -> (32, 16), 72 and 80 -> (64, 16), 96 -> (64, 32), 112 -> (128, 0), 16 at least.
+    """
+    whole = max(MIN_BLOCK, 1 << (head_dim - 1).bit_length())
+    lo = whole // 2
+    rest = head_dim - lo
+    hi = max(MIN_BLOCK, 1 << (rest - 1).bit_length()) if rest > 0 else 0
+    return (whole, 0) if lo < MIN_BLOCK or lo + hi >= whole else (lo, hi)
+
+
+def cover(length: int, largest: int, pieces: int) -> tuple[int, ...]:
+    """At most `pieces` falling powers of two from 16 to `largest` that cover `length` with the least excess.
+
+    Only the last piece passes the end: 197 -> (128, 64, 16). Ties go to fewer pieces.
+    """
+    if length <= 0:
+        return ()
+    best: tuple[int, ...] | None = None
+    size = largest
+    while size >= MIN_BLOCK:
+        if size >= length:
+            candidate: tuple[int, ...] | None = (size,)
+        elif pieces > 1:
+            rest = cover(length - size, size, pieces - 1)
+            candidate = (size, *rest) if rest else None
+        else:
+            candidate = None
+        if candidate is not None and (
+            best is None or (sum(candidate), len(candidate)) < (sum(best), len(best))
+        ):
+            best = candidate
+        size //= 2
+    return best or ()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What decides a configuration.
+
+    Args:
+        arch: Architecture, e.g. "sm_90".
+        sm_count: Streaming multiprocessors of the device.
+        element: "half" (fp16 and bf16), "tf32" or "ieee" (fp32 and how its products are computed).
+        batch_heads: Batch times heads.
+        tma: Whether the layout of every tensor allows TMA descriptors.
+    """
+
+    arch: str
+    sm_count: int
+    element: str
+    head_dim: int
+    n_q: int
+    n_kv: int
+    batch_heads: int
+    tma: bool
+
+    @property
+    def width(self) -> int:
+        """Columns a tile really holds."""
+        return sum(split_head_dim(self.head_dim))
+
+    @property
+    def generation(self) -> str:
+        """Whose tiles to use: "ampere" (mma.sync: sm_80, 86, 89, and 120), "hopper" or "blackwell" (sm_100, 103)."""
+        number = int(self.arch.removeprefix("sm_"))
+        return "hopper" if number == 90 else "blackwell" if 100 <= number < 120 else "ampere"
+
+    @property
+    def uses_tma(self) -> bool:
+        """Whether descriptors are used: where layout and device allow."""
+        return self.tma and self.generation != "ampere"
+
+    @property
+    def shape_class(self) -> str:
+        """The key of the measured table: element, width, length and access."""
+        length = "short" if self.n_kv <= MAX_ROW_KEYS else "long"
+        return f"{self.element}/{self.width}/{length}/{'tma' if self.uses_tma else 'pointer'}"
+
+
+# The most columns for which the row scheme keeps all of K and V on chip without spilling, by (generation, tma).
+_ROW_WIDTH = {
+    ("hopper", True): 80,
+    ("hopper", False): 64,
+    ("blackwell", True): 80,
+    ("blackwell", False): 64,
+    ("ampere", False): 64,
+}
+
+
+def forward_config(problem: Problem) -> ForwardConfig:
+    """The forward configuration of a problem: measured on this architecture where the table has it, else by rule."""
+    measured = _measured(problem, "forward")
+    config = ForwardConfig(**measured) if measured else _forward_rule(problem)
+    if config.scheme == "row":
+        config = replace(config, tiles=_fill(problem, config))
+    return config
+
+
+def dq_config(problem: Problem) -> BackwardConfig:
+    """The configuration of the dq kernel."""
+    measured = _measured(problem, "dq")
+    return BackwardConfig(**measured) if measured else _dq_rule(problem)
+
+
+def dkdv_config(problem: Problem) -> BackwardConfig:
+    """The configuration of the dk, dv kernel."""
+    measured = _measured(problem, "dkdv")
+    return BackwardConfig(**measured) if measured else _dkdv_rule(problem)
+
+
+def _fill(problem: Problem, config: ForwardConfig) -> int:
+    """Query tiles a program: as many as the configuration allows while programs still fill the chip four times."""
+    tiles = -(-problem.n_q // config.block_m)
+    per_program = config.tiles
+    while per_program > 1 and problem.batch_heads * -(-tiles // per_program) < 4 * problem.sm_count:
+        per_program //= 2
+    return per_program
+
+
+def _forward_rule(problem: Problem) -> ForwardConfig:
+    tma = problem.uses_tma
+    generation = problem.generation
+    if problem.element != "half":
+        return _fp32_rule(problem)
+    if problem.n_kv <= MAX_ROW_KEYS and problem.width <= _ROW_WIDTH[generation, tma]:
+        # one query tile a program on blackwell: two would take all of its tensor memory
+        tiles = 1 if generation == "blackwell" else 4
+        return ForwardConfig("row", 64, 128, tiles, num_warps=4, num_stages=1, tma=tma)
+    if generation == "hopper" and tma:
+        return ForwardConfig("looped", 64, 128 if problem.width < 128 else 64, num_warps=4, num_stages=2, tma=True)
+    if generation == "blackwell":
+        return ForwardConfig("looped", 128, 64 if tma else 128, num_warps=4 if tma else 8, num_stages=2, tma=tma)
+    return ForwardConfig("looped", 128, 64, num_warps=8, num_stages=2)
+
+
+def _fp32_rule(problem: Problem) -> ForwardConfig:
+    if problem.element == "ieee":
+        return ForwardConfig("looped", 32, 64, num_warps=8, num_stages=1)
+    if problem.generation != "ampere" and problem.uses_tma:
+        return ForwardConfig("looped", 64, 32, num_warps=4, num_stages=2, tma=True)
+    return ForwardConfig("looped", 32, 64, num_warps=8, num_stages=2)
+
+
+def _dq_rule(problem: Problem) -> BackwardConfig:
+    if problem.element != "half":
+        return BackwardConfig(32, 32, num_warps=8, num_stages=1)
+    if problem.generation == "ampere":
+        return BackwardConfig(64, 32, num_warps=4, num_stages=2)
+    return BackwardConfig(64, 64, num_warps=4, num_stages=2, tma=problem.uses_tma)
+
+
+def _dkdv_rule(problem: Problem) -> BackwardConfig:
+    if problem.element != "half":
+        return BackwardConfig(32, 32, num_warps=8, num_stages=1)
+    if problem.generation == "ampere":
+        return BackwardConfig(32, 64, num_warps=4, num_stages=2)
+    return BackwardConfig(64, 64, num_warps=4, num_stages=2, tma=problem.uses_tma)
+
+
+@cache
+def _table() -> dict[str, dict[str, dict[str, Any]]]:
+    """The measured table beside this file: architecture -> shape class -> kernel -> configuration."""
+    table: dict[str, dict[str, dict[str, Any]]] = json.loads(TABLE_PATH.read_text())["architectures"]
+    return table
+
+
+def _measured(problem: Problem, kernel: str) -> dict[str, Any] | None:
+    config: dict[str, Any] | None = _table().get(problem.arch, {}).get(problem.shape_class, {}).get(kernel)
+    return config
