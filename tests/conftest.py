@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import torch
+
 import torchvision_cpu
 
 torchvision_cpu.install_import_hook()

@@ -247,8 +247,8 @@ class ViTConfig:
         pooled_rows = {"token": 1 + int(self.distilled), "avg": 1, "map": 1, "": self.seqlen}[self.global_pool]
         flops = 2 * pooled_rows * C * self.num_classes
         if self.global_pool == "map":
-            # q of one latent, k and v of every patch, scores and mixing, proj, and the pool's own MLP
-            flops += 2 * C * C + 4 * P * C * C + 4 * P * C + 2 * C * C + 4 * C * F
+            # k and v of every patch, scores and mixing, proj, and the pool's own MLP; q is computed once a batch
+            flops += 4 * P * C * C + 4 * P * C + 2 * C * C + 4 * C * F
         return flops
 
 

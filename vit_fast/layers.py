@@ -171,7 +171,7 @@ class AttentionPool(nn.Module):
         """Patches [B, N, C] -> [B, C]."""
         B, N, C = x.shape
         heads = (self.num_heads, C // self.num_heads)
-        q = self.q(self.latent.expand(B, -1, -1)).reshape(B, 1, *heads).transpose(1, 2)
+        q = self.q(self.latent).reshape(1, 1, *heads).transpose(1, 2).expand(B, -1, -1, -1)
         k, v = self.kv(x).reshape(B, N, 2, *heads).permute(2, 0, 3, 1, 4).unbind(0)
         pooled = attention_op(q, k, v, backend=self.backend).transpose(1, 2).reshape(B, 1, C)
         pooled = self.proj(pooled)

@@ -1,0 +1,151 @@
+"""ViTConfig checks itself, and the named variants are the published ones."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from torch.utils.flop_counter import FlopCounterMode
+
+import vit_fast
+from vit_fast.commands.models import model_rows
+from vit_fast.config import DataConfig, ViTConfig
+from vit_fast.variants import get_variant
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"embed_dim": 100, "num_heads": 3}, ["embed_dim=100", "num_heads=3", "divide"]),
+        ({"img_size": 225}, ["img_size", "225", "16"]),
+        ({"img_size": (224, 230), "patch_size": (16, 14)}, ["img_size", "width", "230", "14"]),
+        ({"img_size": 0}, ["img_size=0", "positive"]),
+        ({"img_size": (1, 2, 3)}, ["img_size=(1, 2, 3)", "(height, width)"]),
+        ({"patch_size": -1}, ["patch_size=-1", "positive"]),
+        ({"in_chans": 0}, ["in_chans=0", ">= 1"]),
+        ({"num_classes": -1}, ["num_classes=-1", ">= 0"]),
+        ({"depth": 0}, ["depth=0"]),
+        ({"depth": True}, ["depth=True", "integer"]),
+        ({"mlp_ratio": 0.0}, ["mlp_ratio=0.0"]),
+        ({"norm_eps": 0.0}, ["norm_eps=0.0"]),
+        ({"drop_rate": 1.0}, ["drop_rate=1.0", "[0, 1)"]),
+        ({"drop_path_rate": -0.1}, ["drop_path_rate=-0.1"]),
+        ({"global_pool": "max"}, ["global_pool='max'", "'token'", "'avg'", "'map'"]),
+        ({"pos_embed": "rope"}, ["pos_embed='rope'", "'learn'", "'sincos1d'", "'sincos2d'"]),
+        ({"act_layer": "mish"}, ["act_layer='mish'", "'gelu'", "'quick_gelu'"]),
+        ({"class_token": False}, ["class_token=False", "global_pool='token'"]),
+        ({"distilled": True, "global_pool": "avg"}, ["distilled=True", "global_pool='token'"]),
+        ({"distilled": True, "reg_tokens": 4}, ["distilled=True", "reg_tokens=4"]),
+        ({"embed_dim": 6, "num_heads": 1, "pos_embed": "sincos2d"}, ["embed_dim=6", "multiple of 4"]),
+        ({"stem_channels": (64, 64), "img_size": 224}, ["img_size", "64 pixels", "stem stride 4"]),
+        ({"stem_channels": (0,)}, ["stem_channels=0"]),
+    ],
+)
+def test_a_bad_field_is_named_with_its_value_and_what_is_accepted(fields, words):
+    with pytest.raises(ValueError) as error:
+        ViTConfig(**fields)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_config_is_frozen_and_survives_json():
+    config = ViTConfig(img_size=(64, 96), patch_size=(8, 16), stem_channels=(8,), init_values=1e-5)
+    with pytest.raises(AttributeError):
+        config.depth = 3
+    assert ViTConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    data = DataConfig(mean=(0.1, 0.2, 0.3), std=(1.0, 2.0, 3.0), crop_pct=0.5)
+    assert DataConfig.from_dict(json.loads(json.dumps(data.to_dict()))) == data
+
+
+def test_unknown_fields_are_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"unknown config field widht.*embed_dim"):
+        ViTConfig().replace(widht=3)
+    with pytest.raises(ValueError, match=r"unknown ViTConfig field widht"):
+        ViTConfig.from_dict({"widht": 3})
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"std": (1, 0, 1)}, "std"),
+        ({"mean": (1,)}, "mean and std"),
+        ({"crop_pct": 0}, "crop_pct=0"),
+        ({"interpolation": "area"}, "interpolation='area'"),
+        ({"crop_mode": "border"}, "crop_mode='border'"),
+    ],
+)
+def test_data_config_checks_itself(fields, word):
+    with pytest.raises(ValueError, match=word):
+        DataConfig(**fields)
+
+
+def test_derived_sizes_of_a_rectangular_image():
+    config = ViTConfig(img_size=(32, 96), patch_size=(8, 16), reg_tokens=4, embed_dim=64, num_heads=4, mlp_ratio=3.0)
+    assert config.grid_size == (4, 6)
+    assert config.seqlen == 1 + 4 + 24
+    assert (config.head_dim, config.hidden_dim) == (16, 192)
+
+
+def test_paper_table_1():
+    """Table 1 of arXiv 2010.11929: layers, hidden size, MLP size, heads, parameters."""
+    rows = {
+        "vit_base_patch16_224": (12, 768, 3072, 12, 86e6),
+        "vit_large_patch16_224": (24, 1024, 4096, 16, 307e6),
+        "vit_huge_patch14_224": (32, 1280, 5120, 16, 632e6),
+    }
+    for name, (layers, width, mlp, heads, parameters) in rows.items():
+        config = get_variant(name).config
+        assert (config.depth, config.embed_dim, config.hidden_dim, config.num_heads) == (layers, width, mlp, heads)
+        counted = model_rows(name)[0]["parameters"]
+        assert abs(counted / parameters - 1) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("name", "gflop"),
+    [
+        ("vit_small_patch16_224", 9.2),
+        ("vit_base_patch16_224", 35.1),
+        ("vit_large_patch16_224", 123.1),
+        ("vit_huge_patch14_224", 334.6),
+    ],
+)
+def test_flops_are_the_published_ones(name, gflop):
+    assert round(get_variant(name).config.flops_per_image() / 1e9, 1) == gflop
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"stem_channels": (8, 16), "patch_size": 2},
+        {"global_pool": "map", "class_token": False},
+        {"distilled": True},
+    ],
+    ids=["plain", "hybrid", "map", "distilled"],
+)
+def test_flops_agree_with_torch_counter(overrides):
+    import torch
+
+    model = vit_fast.create_model("vit_test", backend="eager", **overrides).requires_grad_(False)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.randn(3, 3, 32, 32))
+    C = model.config.embed_dim
+    once_a_batch = 2 * C * C if model.attn_pool is not None else 0  # the pooling query's projection
+    assert counter.get_total_flops() == 3 * model.config.flops_per_image() + once_a_batch
+
+
+def test_unknown_model_names_the_nearest():
+    with pytest.raises(ValueError, match="vit_base_patch16_224"):
+        vit_fast.create_model("vit_bas_patch16_224")
+
+
+def test_list_models_takes_wildcards():
+    assert vit_fast.list_models("vit_*_patch14_reg4_dinov2") == [
+        f"vit_{size}_patch14_reg4_dinov2" for size in ("base", "large", "small")
+    ]
+    assert "vit_test" in vit_fast.list_models()
+    assert vit_fast.list_models("nothing*") == []
+    for required in ("vit_tiny_patch16_224", "vit_large_patch32_384", "deit_small_distilled_patch16_224"):
+        assert required in vit_fast.list_models()
+    for family in ("deit3_*", "vit_*_clip_224", "vit_*_siglip_*", "vit_so400m_*", "vit_*_hybrid_*"):
+        assert vit_fast.list_models(family), family

@@ -1,0 +1,282 @@
+"""The model's own behaviour: sizes, positions, pooling, randomness, attention maps, backends, compile, errors."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import vit_fast
+from vit_fast.config import ViTConfig
+from vit_fast.layers import DropPath, fixed_pos_embed, resample_pos_embed
+from vit_fast.model import VisionTransformer
+
+
+def make(backend: str = "sdpa", **overrides) -> VisionTransformer:
+    return vit_fast.create_model("vit_test", backend=backend, **overrides)
+
+
+def images(*shape: int) -> torch.Tensor:
+    return torch.randn(shape or (2, 3, 32, 32), generator=torch.Generator().manual_seed(3))
+
+
+def test_other_image_size_names_both_sizes():
+    with pytest.raises(ValueError, match=r"64x48.*32x32.*dynamic_img_size"):
+        make()(images(1, 3, 64, 48))
+    with pytest.raises(ValueError, match=r"36x32.*8x8"):
+        make(dynamic_img_size=True)(images(1, 3, 36, 32))
+
+
+@pytest.mark.parametrize("bad", [(3, 32, 32), (1, 4, 32, 32), (1, 3, 32)])
+def test_wrong_image_shape_is_named(bad):
+    with pytest.raises(ValueError, match=r"accepted is \[B, 3, height, width\]"):
+        make()(images(*bad))
+
+
+def test_integer_images_are_refused():
+    with pytest.raises(ValueError, match=r"torch\.uint8.*floating"):
+        make()(torch.zeros(1, 3, 32, 32, dtype=torch.uint8))
+
+
+def test_empty_batch():
+    assert make()(images(0, 3, 32, 32)).shape == (0, 10)
+
+
+def test_interpolation_leaves_prefix_tokens_alone():
+    pos_embed = torch.randn(1, 5 + 16, 8)
+    resampled = resample_pos_embed(pos_embed, (4, 4), (6, 3), num_prefix_tokens=5)
+    assert resampled.shape == (1, 5 + 18, 8)
+    assert torch.equal(resampled[:, :5], pos_embed[:, :5])
+    assert resample_pos_embed(pos_embed, (4, 4), (4, 4), 5) is pos_embed
+
+
+@pytest.mark.parametrize("kind", ["sincos1d", "sincos2d"])
+def test_fixed_positions_follow_the_formula(kind):
+    rows, columns, dim = 3, 5, 16
+    embedding = fixed_pos_embed(kind, (rows, columns), dim)[0]
+    assert embedding.shape == (rows * columns, dim)
+
+    def encode(position: int, width: int) -> torch.Tensor:
+        angles = position / 10000 ** (torch.arange(width // 2, dtype=torch.float64) / (width // 2))
+        return torch.cat([angles.sin(), angles.cos()]).float()
+
+    for row in range(rows):
+        for column in range(columns):
+            expected = (
+                encode(row * columns + column, dim)
+                if kind == "sincos1d"
+                else torch.cat([encode(column, dim // 2), encode(row, dim // 2)])
+            )
+            assert torch.allclose(embedding[row * columns + column], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["sincos1d", "sincos2d"])
+def test_fixed_positions_are_no_parameters_and_reach_the_tokens(kind):
+    model = make(pos_embed=kind, dynamic_img_size=True)
+    assert "pos_embed" not in model.state_dict()
+    patches, grid = model.patch_embed(images())
+    expected = patches + fixed_pos_embed(kind, grid, 64)
+    assert torch.allclose(model.embed(images())[:, 1:], expected, atol=1e-6)
+    assert model(images(1, 3, 64, 16)).shape == (1, 10)
+
+
+def test_permuting_patches_changes_the_answer_only_through_positions():
+    model = make(global_pool="avg", class_token=False)
+    flipped = images().unflatten(3, (4, 8)).flip(3).flatten(3)  # reverses the columns of patches
+    assert (model(images()) - model(flipped)).abs().max() > 1e-4
+    nn.init.zeros_(model.pos_embed)
+    assert (model(images()) - model(flipped)).abs().max() < 1e-5
+
+
+def test_attention_maps():
+    model = make(depth=3)
+    maps = model.attention_maps(images(), blocks=[0, -1])
+    assert sorted(maps) == [0, 2]
+    for weights in maps.values():
+        assert weights.shape == (2, 2, 17, 17)
+        assert torch.allclose(weights.sum(-1), torch.ones(2, 2, 17), atol=1e-5)
+    assert sorted(model.attention_maps(images())) == [0, 1, 2]
+    assert model.attention_maps(images(), blocks=[]) == {}
+    with pytest.raises(ValueError, match=r"blocks has 3: accepted is -3 to 2"):
+        model.attention_maps(images(), blocks=[3])
+
+
+def test_attention_map_is_the_one_that_the_block_uses():
+    """Mixing v by the map and projecting gives the block's attention branch."""
+    model = make()
+    block, z = model.blocks[0], model.embed(images())
+    weights = model.attention_maps(images(), blocks=[0])[0]
+    v = block.attn.qkv(block.norm1(z)).unflatten(-1, (3, 2, 32))[:, :, 2].transpose(1, 2)
+    mixed = block.attn.proj((weights @ v).transpose(1, 2).flatten(2))
+    assert torch.allclose(mixed, block.attn(block.norm1(z)), atol=1e-5)
+
+
+def test_drop_path_drops_whole_images_and_keeps_the_mean():
+    layer = DropPath(0.25).train()
+    out = layer(torch.ones(4000, 3, 2))
+    per_image = out.flatten(1)
+    assert ((per_image == 0).all(1) | (per_image == 1 / 0.75).all(1)).all()
+    assert abs(out.mean() - 1) < 0.05
+    assert torch.equal(layer.eval()(torch.ones(2, 2)), torch.ones(2, 2))
+
+
+def test_drop_path_rate_grows_linearly():
+    rates = [block.drop_path1.drop_prob for block in make(depth=5, drop_path_rate=0.4).blocks]
+    assert rates == pytest.approx([0, 0.1, 0.2, 0.3, 0.4])
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("rate", ["drop_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate"])
+def test_every_dropout_acts_in_training_only(rate, backend):
+    model = make(backend, **{rate: 0.5})
+    plain = make(backend)
+    model.load_state_dict(plain.state_dict())
+    assert torch.equal(model(images()), plain(images()))
+    model.train()
+    outputs = [model(images()) for _ in range(2)]
+    assert not torch.equal(*outputs)
+    outputs[0].sum().backward()
+
+
+def test_dropout_keeps_the_mean_of_the_branch():
+    model = make("eager", attn_drop_rate=0.3)
+    attention = model.blocks[0].attn
+    z = torch.randn(1, 17, 64).expand(3000, -1, -1)
+    expected = attention.eval()(z[:1])
+    averaged = attention.train()(z).mean(0, keepdim=True)
+    assert (averaged - expected).abs().max() < 0.1 * expected.abs().max() + 0.01
+
+
+@pytest.mark.parametrize("rate", ["attn_drop_rate", "proj_drop_rate"])
+def test_triton_refuses_dropout_inside_its_kernels(rate):
+    model = make("triton", **{rate: 0.5}).train()
+    with pytest.raises(vit_fast.UnsupportedInputError, match=r"dropout 0\.5"):
+        model(images())
+
+
+def test_gradient_checkpointing_gives_the_same_gradients():
+    model = make(drop_path_rate=0.3).train()
+    other = copy.deepcopy(model)
+    other.set_grad_checkpointing()
+    for m in (model, other):
+        torch.manual_seed(7)
+        m(images()).square().sum().backward()
+    for (name, a), b in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.allclose(a.grad, b.grad, atol=1e-6), name
+
+
+def test_set_backend_and_auto():
+    model = make("auto")
+    assert {block.backend for block in model.blocks} == {"sdpa"}  # on a CPU
+    vit_fast.set_backend(model, "eager")
+    assert {block.attn.backend for block in model.blocks} == {"eager"}
+    with pytest.raises(ValueError, match=r"backend='fast': accepted are 'auto', 'eager', 'sdpa', 'triton'"):
+        vit_fast.set_backend(model, "fast")
+    with pytest.raises(ValueError, match="Linear"):
+        vit_fast.set_backend(nn.Linear(2, 2), "eager")
+
+
+def test_auto_is_resolved_again_when_the_model_moves():
+    model = make("auto")
+    model.blocks[0].backend = "stale"
+    assert model.to(torch.float64).blocks[0].backend == "sdpa"
+    chosen = make("eager").to("meta")
+    assert chosen.blocks[0].backend == "eager"
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_into_one_graph(backend, dynamic):
+    torch._dynamo.reset()
+    model = make(backend, reg_tokens=2, init_values=0.1)
+    compiled = torch.compile(model, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    batches = (2, 5, 9)
+    for batch in batches if dynamic else batches[:1]:
+        x = images(batch, 3, 32, 32)
+        assert torch.allclose(compiled(x), model(x), atol=1e-5)
+        with torch.compiler.set_stance("fail_on_recompile" if dynamic else "default"):
+            compiled(x)
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_compiled_by_inductor_agrees(backend):
+    torch._dynamo.reset()
+    model = make(backend)
+    compiled = torch.compile(model, fullgraph=True)
+    with torch.no_grad():
+        assert torch.allclose(compiled(images()), model(images()), atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_bf16_and_autocast_stay_near_fp32(backend):
+    model = make(backend)
+    with torch.no_grad():
+        expected = model(images())
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            autocast = model(images())
+        low = copy.deepcopy(model).bfloat16()(images().bfloat16())
+    assert low.dtype == torch.bfloat16
+    for out in (autocast, low):
+        assert (out.float() - expected).abs().max() < 0.03 * expected.abs().max()
+
+
+def test_layouts_of_the_input_do_not_matter():
+    model = make()
+    x = images(4, 3, 32, 32)
+    expected = model(x)
+    for other in (
+        x.to(memory_format=torch.channels_last),
+        x.flip(0).flip(0),
+        x.transpose(2, 3).contiguous().transpose(2, 3),
+    ):
+        assert torch.allclose(model(other), expected, atol=1e-5)
+    assert torch.allclose(model(x[::2]), expected[::2], atol=1e-5)
+
+
+def test_nan_stays_in_its_image():
+    x = images(3, 3, 32, 32)
+    x[1, 0, 5, 5] = float("nan")
+    out = make()(x)
+    assert out[1].isnan().all()
+    assert out[[0, 2]].isfinite().all()
+
+
+def test_deepcopy_pickle_and_meta():
+    model = make(global_pool="map", class_token=False)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(images()), model(images()))
+    with torch.device("meta"):
+        assert VisionTransformer(ViTConfig())(torch.empty(2, 3, 224, 224)).shape == (2, 1000)
+
+
+def test_create_model_overrides_any_field():
+    model = vit_fast.create_model(
+        "vit_tiny_patch16_224", depth=2, img_size=(32, 48), num_classes=7, dtype=torch.float64, device="cpu"
+    )
+    assert not model.training
+    assert model(images(1, 3, 32, 48).double()).shape == (1, 7)
+    with pytest.raises(ValueError, match="unknown config field dept"):
+        vit_fast.create_model("vit_test", dept=2)
+
+
+def test_fp64_gradients_of_the_eager_definitions():
+    from vit_fast.ops import reference
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+    q, k, v = random(1, 2, 3, 4), random(1, 2, 5, 4), random(1, 2, 5, 4)
+    assert torch.autograd.gradcheck(reference.attention, (q, k, v))
+    arguments = (random(2, 3, 4), random(4), random(4), random(6, 4), random(6), random(4, 6), random(4))
+    for activation in reference.ACTIVATIONS:
+        for residual in (True, False):
+
+            def mlp(*args, activation=activation, residual=residual):
+                return reference.layer_norm_mlp(
+                    *args[:-1], layer_scale=args[-1], activation=activation, residual=residual
+                )
+
+            assert torch.autograd.gradcheck(mlp, (*arguments, random(4)))

@@ -1,0 +1,142 @@
+"""Every variant has timm's parameters under timm's names, and every choice gives timm's outputs."""
+
+from __future__ import annotations
+
+import pytest
+import timm
+import torch
+from timm.models.vision_transformer import VisionTransformer as TimmViT
+from torch import nn
+
+import vit_fast
+from vit_fast.config import ViTConfig
+
+NOT_IN_TIMM = {"vit_test", *vit_fast.list_models("vit_*_hybrid_*")}
+SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 3, "num_heads": 4, "num_classes": 10}
+TIMM_ACTIVATIONS = {"GELU": "gelu", "GELUTanh": "gelu_tanh", "QuickGELU": "quick_gelu", "ReLU": "relu", "SiLU": "silu"}
+
+
+def randomise(model: nn.Module) -> nn.Module:
+    """Gives every parameter a value that shows: biases, tokens and scales start at zero or one."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * 0.1)
+    return model.eval()
+
+
+def assert_same_outputs(ours: nn.Module, theirs: nn.Module, images: torch.Tensor) -> None:
+    """Logits and features within 1e-5 in fp32, and both near the fp64 result."""
+    with torch.no_grad():
+        assert (ours(images) - theirs(images)).abs().max() < 1e-5
+        assert (ours.forward_features(images) - theirs.forward_features(images)).abs().max() < 2e-5
+        expected = theirs.double()(images.double())
+        assert (ours.double()(images.double()) - expected).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("name", sorted(set(vit_fast.list_models()) - NOT_IN_TIMM))
+def test_variant_has_timms_parameters(name):
+    with torch.device("meta"):
+        ours = vit_fast.VisionTransformer(vit_fast.variants.get_variant(name).config)
+        theirs = timm.create_model(name, num_classes=ours.num_classes)
+    assert {k: tuple(v.shape) for k, v in ours.state_dict().items()} == {
+        k: tuple(v.shape) for k, v in theirs.state_dict().items()
+    }
+    config, block = ours.config, theirs.blocks[0]
+    assert config.num_heads == block.attn.num_heads
+    assert config.norm_eps == block.norm1.eps
+    assert config.act_layer == TIMM_ACTIVATIONS[type(block.mlp.act).__name__]
+    assert config.no_embed_class == theirs.no_embed_class
+    if config.global_pool == "map":
+        assert config.norm_eps == theirs.attn_pool.norm.eps
+        assert config.num_heads == theirs.attn_pool.num_heads
+
+
+CHOICES = {
+    "plain": ({}, {}),
+    "rectangular": ({"img_size": (32, 48), "patch_size": (8, 16)}, {}),
+    "one channel": ({"in_chans": 1}, {}),
+    "no qkv bias": ({"qkv_bias": False}, {}),
+    "layer scale": ({"init_values": 0.3}, {}),
+    "registers": ({"reg_tokens": 4}, {}),
+    "registers, patches-only positions": ({"reg_tokens": 4, "no_embed_class": True}, {}),
+    "average pooling": ({"global_pool": "avg"}, {}),
+    "average pooling, norm before": ({"global_pool": "avg", "fc_norm": False, "class_token": False}, {}),
+    "token pooling, norm after": ({"fc_norm": True}, {}),
+    "attention pooling": ({"global_pool": "map", "class_token": False}, {}),
+    "no pooling": ({"global_pool": ""}, {}),
+    "no head": ({"num_classes": 0}, {}),
+    "pre-norm": ({"pre_norm": True, "norm_eps": 1e-5}, {"norm_layer": lambda d, **kw: nn.LayerNorm(d, eps=1e-5, **kw)}),
+    "odd mlp ratio": ({"mlp_ratio": 3.7362}, {}),
+    "head_dim 72": ({"embed_dim": 144, "num_heads": 2}, {}),
+    **{f"activation {name}": ({"act_layer": name}, {}) for name in ("gelu_tanh", "relu", "quick_gelu", "silu")},
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("choice", CHOICES)
+def test_choice_gives_timms_outputs(choice, backend):
+    fields, timm_only = CHOICES[choice]
+    fields = SMALL | fields
+    timm_fields = {k: v for k, v in fields.items() if k != "norm_eps"} | timm_only
+    theirs = randomise(TimmViT(**timm_fields))
+    ours = vit_fast.VisionTransformer(ViTConfig(**fields), backend=backend).eval()
+    ours.load_state_dict(theirs.state_dict())
+    images = torch.randn(2, ours.config.in_chans, *ours.config.image_hw)
+    assert_same_outputs(ours, theirs, images)
+    with torch.no_grad():
+        features = ours.forward_features(images.double())
+        reference = theirs.forward_head(features, pre_logits=True)
+        assert (ours.forward_head(features, pre_logits=True) - reference).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("distilled_training", [False, True])
+def test_distilled_model_gives_timms_outputs(distilled_training):
+    theirs = randomise(timm.create_model("deit_tiny_distilled_patch16_224", img_size=64, depth=2))
+    ours = vit_fast.create_model("deit_tiny_distilled_patch16_224", img_size=64, depth=2)
+    ours.load_state_dict(theirs.state_dict())
+    images = torch.randn(2, 3, 64, 64)
+    assert_same_outputs(ours, theirs, images)
+    if distilled_training:
+        for model in (ours, theirs):
+            model.set_distilled_training(True)
+            model.train()
+        for mine, other in zip(ours(images.double()), theirs(images.double()), strict=True):
+            assert (mine - other).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("no_embed_class", [False, True])
+@pytest.mark.parametrize("size", [(32, 32), (64, 64), (48, 16), (40, 88)])
+def test_dynamic_image_size_interpolates_as_timm(size, no_embed_class):
+    fields = SMALL | {"dynamic_img_size": True, "no_embed_class": no_embed_class, "reg_tokens": 2}
+    theirs = randomise(TimmViT(**fields))
+    ours = vit_fast.VisionTransformer(ViTConfig(**fields)).eval()
+    ours.load_state_dict(theirs.state_dict())
+    images = torch.randn(2, 3, *size)
+    with torch.no_grad():
+        assert (ours(images) - theirs(images)).abs().max() < 1e-5
+
+
+def test_hybrid_is_a_plain_model_on_the_feature_map():
+    """Section 3.1: the patch embedding applied to a CNN's feature map; timm's plain ViT on that map agrees."""
+    fields = SMALL | {"img_size": 64, "patch_size": 2, "stem_channels": (8, 16)}
+    ours = randomise(vit_fast.VisionTransformer(ViTConfig(**fields)))
+    theirs = TimmViT(**(SMALL | {"img_size": 16, "patch_size": 2, "in_chans": 16})).eval()
+    theirs.load_state_dict({k: v for k, v in ours.state_dict().items() if ".stem." not in k})
+    images = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        feature_map = ours.patch_embed.stem(images)
+        assert feature_map.shape == (2, 16, 16, 16)
+        assert (ours(images) - theirs(feature_map)).abs().max() < 1e-5
+
+
+def test_gradients_are_timms():
+    theirs = randomise(TimmViT(**SMALL, init_values=0.5)).double()
+    ours = vit_fast.VisionTransformer(ViTConfig(**SMALL, init_values=0.5)).double()
+    ours.load_state_dict(theirs.state_dict())
+    images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    for model in (ours, theirs):
+        model(images).square().sum().backward()
+    others = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        assert (parameter.grad - others[name].grad).abs().max() < 1e-9, name

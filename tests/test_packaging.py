@@ -1,0 +1,154 @@
+"""Importing costs little and needs little, the layout collides with nobody, and the wheel works on its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+OPTIONAL = ("triton", "timm", "transformers", "torchvision", "onnx", "onnxscript", "onnxruntime", "matplotlib", "typer")
+
+
+def run_python(code: str, cwd: Path = ROOT, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, env=os.environ | environment, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_works_without_any_optional_package():
+    run_python(
+        f"""
+import sys
+for name in {OPTIONAL}:
+    sys.modules[name] = None  # import of it now raises ImportError
+import torch, vit_fast
+model = vit_fast.create_model("vit_test")
+assert model(torch.randn(1, 3, 32, 32)).shape == (1, 10)
+try:
+    vit_fast.ops.attention(*torch.randn(3, 1, 2, 4, 16), backend="triton")
+except vit_fast.UnsupportedInputError as error:
+    assert "triton" in str(error)
+else:
+    raise SystemExit("backend='triton' ran without triton")
+"""
+    )
+
+
+def test_import_loads_nothing_heavy_and_costs_under_a_second():
+    """Counted in modules as well: time alone would depend on how busy the machine is."""
+    out = run_python(
+        f"""
+import sys, time, torch
+before, start = set(sys.modules), time.process_time()
+import vit_fast
+cost = time.process_time() - start
+new = {{name.split(".")[0] for name in set(sys.modules) - before}}
+import json
+print(json.dumps([cost, sorted(new & set({OPTIONAL}))]))
+"""
+    )
+    cost, heavy = json.loads(out)
+    assert heavy == []
+    assert cost < 1.0
+
+
+def test_every_public_name_is_there():
+    import vit_fast
+
+    for name in vit_fast.__all__:
+        assert getattr(vit_fast, name) is not None
+        assert name in dir(vit_fast)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        vit_fast.nothing  # noqa: B018  # the access is the test
+
+
+def test_transformers_imports_from_the_repository_root():
+    """A regular top-level package `kernels` here would be taken for Hugging Face's."""
+    assert "ViTModel" in run_python("from transformers import ViTModel; print(ViTModel)")
+    for folder in ("kernels", "export", "benchmarks", "tests"):
+        if folder != "export":
+            assert not (ROOT / folder / "__init__.py").exists()
+
+
+def test_links_reach_the_top_level_folders():
+    for folder in ("kernels", "export", "benchmarks"):
+        link = ROOT / "vit_fast" / folder
+        assert link.is_symlink()
+        assert link.readlink() == Path(f"../{folder}")
+
+
+def test_pyproject_lists_every_package():
+    import tomllib
+
+    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    found = {"vit_fast"}
+    for path in (ROOT / "vit_fast").rglob("*.py"):
+        found.add(".".join(path.relative_to(ROOT).parent.parts))
+    for folder in ("kernels", "export", "benchmarks"):
+        for path in (ROOT / folder).rglob("*.py"):
+            found.add(".".join(("vit_fast", *path.relative_to(ROOT).parent.parts)))
+    assert listed == found
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    source = tmp_path_factory.mktemp("source") / "checkout"
+    files = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.splitlines()
+    assert files, "not a git checkout"
+    for name in files:
+        target = source / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_symlink():
+            target.symlink_to((ROOT / name).readlink())
+        elif (ROOT / name).is_file():
+            target.write_bytes((ROOT / name).read_bytes())
+    done = subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(source)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return next(out.glob("*.whl"))
+
+
+def test_wheel_holds_real_files(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {"vit_fast/model.py", "vit_fast/py.typed", "vit_fast/ops/attention.py"} <= names
+    for folder in ("kernels", "export", "benchmarks"):
+        sources = {f"vit_fast/{folder}/{path.name}" for path in (ROOT / folder).glob("*.py")}
+        assert sources <= names
+    assert not any(name.startswith(("tests/", "kernels/", "benchmarks/", "export/")) for name in names)
+
+
+def test_wheel_works_in_an_empty_environment(wheel, tmp_path):
+    """Installed alone, outside the repository; dependencies come from the environment of these tests."""
+    environment = tmp_path / "venv"
+    venv.create(environment, with_pip=False, symlinks=True)
+    python = environment / "bin" / "python"
+    site = next((environment / "lib").glob("python*/site-packages"))
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(wheel)], check=True
+    )
+    dependencies = next(path for path in sys.path if path.endswith("site-packages"))
+    (site / "dependencies.pth").write_text(dependencies + "\n")
+    done = subprocess.run(
+        [python, "-c", "import vit_fast, vit_fast.cli; print(vit_fast.__file__); vit_fast.cli.main(['info'])"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert str(site) in done.stdout
+    assert "vit-fast 0.1.0" in done.stdout
