@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import UnsupportedInputError
 from . import reference
+from .attention_op import attention_op, attention_qkvpacked_op, unsupported_reasons
 from .backends import resolve_backend
 
 DTYPES = ("torch.float32", "torch.float16", "torch.bfloat16", "torch.float64")
@@ -16,25 +17,29 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, ba
     """Softmax attention, softmax(scale * q k^T) v, not causal.
 
     Args:
-        q: Queries [B, H, N_q, D]; fp32, fp16 or bf16 (fp64 too with eager and sdpa).
+        q: Queries [B, H, N_q, D]; fp32, fp16 or bf16 (fp64 too with eager and sdpa). With triton D is 16 to 128 and
+            contiguous; other strides are free.
         k: Keys [B, H, N_kv, D], q's dtype and device.
         v: Values, shaped as k.
         scale: Multiplier of q k^T, dimensionless. None means D**-0.5.
         backend: "eager", "sdpa", "triton" or "auto" (by q's device).
     Returns:
-        [B, H, N_q, D] in q.dtype.
+        [B, H, N_q, D] in q.dtype (under autocast, with sdpa and triton, in autocast's), accumulated in fp32.
     Raises:
         ValueError: shapes, dtypes or devices disagree.
         UnsupportedInputError: this backend cannot run this input; lists all reasons.
-    Source: "Attention Is All You Need", arXiv 1706.03762, equation 1.
+    Source: "Attention Is All You Need", arXiv 1706.03762, equation 1; FlashAttention-2, arXiv 2307.08691.
     """
-    _check_inputs(q, k, v)
     backend = resolve_backend(backend, q.device)
+    if backend == "triton":
+        q, k, v = _autocast(q, k, v)
+    _check_inputs(q, k, v)
     if backend == "eager":
         return reference.attention(q, k, v, scale=scale)
-    if backend == "sdpa":
+    if backend == "sdpa" or _is_exporting():
         return F.scaled_dot_product_attention(q, k, v, scale=scale)
-    raise UnsupportedInputError("attention with backend='triton'", ["the Triton kernel is not part of this version"])
+    out: Tensor = attention_op(q, k, v, _scale_of(q, scale))[0]
+    return out
 
 
 def attention_qkvpacked(qkv: Tensor, *, scale: float | None = None, backend: str = "auto") -> Tensor:
@@ -52,6 +57,12 @@ def attention_qkvpacked(qkv: Tensor, *, scale: float | None = None, backend: str
     """
     if qkv.dim() != 5 or qkv.shape[2] != 3:
         raise ValueError(f"qkv has shape {tuple(qkv.shape)}: accepted is [B, N, 3, H, D]")
+    backend = resolve_backend(backend, qkv.device)
+    if backend == "triton" and not _is_exporting():
+        (qkv,) = _autocast(qkv)
+        _check_dtype("qkv", qkv)
+        out: Tensor = attention_qkvpacked_op(qkv, _scale_of(qkv, scale))[0]
+        return out
     q, k, v = qkv.transpose(1, 3).unbind(2)  # each [B, H, N, D], views
     return attention(q, k, v, scale=scale, backend=backend).transpose(1, 2)
 
@@ -70,17 +81,44 @@ def scaled_dot_product_attention(
 
     A mask, dropout, causality, grouped queries, and whatever else the kernel does not do go to torch's own function.
     """
+    plain = attn_mask is None and dropout_p == 0.0 and not is_causal and not enable_gqa
+    if plain and query.dim() == 4 and resolve_backend("auto", query.device) == "triton" and not _is_exporting():
+        q, k, v = _autocast(query, key, value)
+        if not unsupported_reasons(q, k, v, _scale_of(q, scale)):
+            return attention(q, k, v, scale=scale, backend="triton")
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
+
+
+def _scale_of(tensor: Tensor, scale: float | None) -> float:
+    return float(tensor.shape[-1] ** -0.5) if scale is None else float(scale)
+
+
+def _is_exporting() -> bool:
+    """Whether the program is being written down for another runtime, which knows SDPA and not our operator."""
+    return torch.compiler.is_exporting() or torch.jit.is_tracing()
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in autocast's dtype where autocast is on, as torch does for its own attention."""
+    device_type = tensors[0].device.type
+    if not torch.is_autocast_enabled(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)
+
+
+def _check_dtype(name: str, tensor: Tensor) -> None:
+    if str(tensor.dtype) not in DTYPES:
+        raise ValueError(f"{name} is {tensor.dtype}: accepted are {', '.join(DTYPES)}")
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}: accepted is [B, H, N, D]")
-        if str(tensor.dtype) not in DTYPES:
-            raise ValueError(f"{name} is {tensor.dtype}: accepted are {', '.join(DTYPES)}")
+        _check_dtype(name, tensor)
         if tensor.dtype != q.dtype or tensor.device != q.device:
             raise ValueError(
                 f"{name} is {tensor.dtype} on {tensor.device}, q is {q.dtype} on {q.device}: they must agree"

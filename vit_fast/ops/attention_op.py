@@ -1,0 +1,238 @@
+"""The attention kernel as torch operators: schema, checks, fake implementations, autograd, FLOP formulas.
+
+Two operators, each with its backward as an operator of its own:
+
+- `vit_fast::attention(q, k, v, scale) -> (out, lse)` and `vit_fast::attention_backward`;
+- `vit_fast::attention_qkvpacked(qkv, scale) -> (out, lse)` and `vit_fast::attention_qkvpacked_backward`.
+
+Only torch is needed to register and trace them; Triton and the kernels are imported when one first runs.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from ..errors import UnsupportedInputError
+from .backends import triton_unavailable_reasons
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MIN_HEAD_DIM = 16
+MAX_HEAD_DIM = 128
+_MAX_GRID = 2**31 - 1
+_SMALLEST_TILE = 32
+
+
+def unsupported_reasons(q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[str]:
+    """Every reason why the kernel cannot compute attention of q, k, v [B, H, N, D]; empty when it can."""
+    reasons = list(triton_unavailable_reasons(q.device))
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4:
+            reasons.append(f"{name} has shape {tuple(tensor.shape)}: accepted is [B, H, N, D]")
+            continue
+        if tensor.dtype not in DTYPES:
+            reasons.append(f"{name} is {tensor.dtype}: accepted are float32, float16, bfloat16")
+        if tensor.dtype != q.dtype or tensor.device != q.device:
+            reasons.append(
+                f"{name} is {tensor.dtype} on {tensor.device}, q is {q.dtype} on {q.device}: they must agree"
+            )
+        if tensor.stride(-1) != 1:
+            reasons.append(f"{name} has stride {tensor.stride(-1)} along D: accepted is 1 (.contiguous() makes it so)")
+        if tensor.shape[2] == 0:
+            reasons.append(f"{name} has no tokens, N = 0: accepted is N >= 1")
+    if q.dim() == k.dim() == v.dim() == 4:
+        if k.shape != v.shape or (q.shape[0], q.shape[1], q.shape[3]) != (k.shape[0], k.shape[1], k.shape[3]):
+            reasons.append(
+                f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit: "
+                "accepted are [B, H, N_q, D], [B, H, N_kv, D], [B, H, N_kv, D]"
+            )
+        if not MIN_HEAD_DIM <= q.shape[3] <= MAX_HEAD_DIM:
+            reasons.append(f"head_dim is {q.shape[3]}: accepted is {MIN_HEAD_DIM} to {MAX_HEAD_DIM}")
+        longest = max(q.shape[2], k.shape[2])
+        if q.shape[0] * q.shape[1] * -(-longest // _SMALLEST_TILE) > _MAX_GRID:
+            reasons.append(f"B * H * N / {_SMALLEST_TILE} passes {_MAX_GRID}: split the batch")
+    if not (scale > 0 and math.isfinite(scale)):
+        reasons.append(f"scale is {scale}: accepted is a positive finite number")
+    return reasons
+
+
+def _require_supported(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
+    reasons = unsupported_reasons(q, k, v, scale)
+    if reasons:
+        raise UnsupportedInputError("attention with backend='triton'", reasons)
+
+
+def _heads_first(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v [B, H, N, D] as views of [B, N, 3, H, D]."""
+    q, k, v = packed.transpose(1, 3).unbind(2)
+    return q, k, v
+
+
+def _new_output(q: Tensor) -> Tensor:
+    """[B, H, N, D] that lies in memory as [B, N, H, D], so that joining the heads copies nothing."""
+    batch, heads, tokens, head_dim = q.shape
+    return q.new_empty((batch, tokens, heads, head_dim)).transpose(1, 2)
+
+
+def _new_lse(q: Tensor) -> Tensor:
+    return q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _last_stride_one(grad: Tensor) -> Tensor:
+    """Autograd hands over gradients of any layout, such as the expanded scalar of `sum`; the kernel needs rows."""
+    return grad if grad.stride(-1) == 1 else grad.contiguous()
+
+
+@torch.library.custom_op("vit_fast::attention", mutates_args=())
+def attention_op(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """softmax(scale q k^T) v as [B, H, N_q, D], and its log-sum-exp [B, H, N_q], fp32, base 2."""
+    _require_supported(q, k, v, scale)
+    from ..kernels.attention import attention_forward
+
+    out, lse = _new_output(q), _new_lse(q)
+    attention_forward(q, k, v, out, lse, scale)
+    return out, lse
+
+
+@attention_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    return _new_output(q), _new_lse(q)
+
+
+@torch.library.custom_op("vit_fast::attention_backward", mutates_args=())
+def attention_backward_op(
+    grad_output: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of `attention_op`, contiguous."""
+    from ..kernels.attention import attention_backward
+
+    dq, dk, dv = _new_gradients(q, k, v)
+    attention_backward(q, k, v, out, _last_stride_one(grad_output), lse, dq, dk, dv, scale)
+    return dq, dk, dv
+
+
+def _new_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (tensor.new_empty(tensor.shape) for tensor in (q, k, v))
+    return dq, dk, dv
+
+
+@attention_backward_op.register_fake
+def _(
+    grad_output: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _new_gradients(q, k, v)
+
+
+@torch.library.custom_op("vit_fast::attention_qkvpacked", mutates_args=())
+def attention_qkvpacked_op(qkv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """softmax(scale q k^T) v of qkv [B, N, 3, H, D] as [B, N, H, D], and its log-sum-exp [B, H, N], fp32, base 2."""
+    q, k, v = _heads_first(qkv)
+    _require_supported(q, k, v, scale)
+    from ..kernels.attention import attention_forward
+
+    out, lse = _new_output(q), _new_lse(q)
+    attention_forward(q, k, v, out, lse, scale)
+    return out.transpose(1, 2), lse
+
+
+@attention_qkvpacked_op.register_fake
+def _(qkv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    q, _, _ = _heads_first(qkv)
+    return _new_output(q).transpose(1, 2), _new_lse(q)
+
+
+@torch.library.custom_op("vit_fast::attention_qkvpacked_backward", mutates_args=())
+def attention_qkvpacked_backward_op(grad_output: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, scale: float) -> Tensor:
+    """d qkv [B, N, 3, H, D] of `attention_qkvpacked_op`, contiguous: the three gradients written in place in one."""
+    from ..kernels.attention import attention_backward
+
+    q, k, v = _heads_first(qkv)
+    grad = qkv.new_empty(qkv.shape)
+    dq, dk, dv = _heads_first(grad)
+    do = _last_stride_one(grad_output).transpose(1, 2)
+    attention_backward(q, k, v, out.transpose(1, 2), do, lse, dq, dk, dv, scale)
+    return grad
+
+
+@attention_qkvpacked_backward_op.register_fake
+def _(grad_output: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, scale: float) -> Tensor:
+    return qkv.new_empty(qkv.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _attention_backward(ctx: Any, grad_output: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad_output is None:
+        return None, None, None, None
+    return *attention_backward_op(grad_output, *ctx.saved_tensors, ctx.scale), None
+
+
+def _qkvpacked_backward(ctx: Any, grad_output: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad_output is None:
+        return None, None
+    return attention_qkvpacked_backward_op(grad_output, *ctx.saved_tensors, ctx.scale), None
+
+
+attention_op.register_autograd(_attention_backward, setup_context=_save)
+attention_qkvpacked_op.register_autograd(_qkvpacked_backward, setup_context=_save)
+
+
+def _refuse_double_backward(ctx: Any, *grads: Tensor) -> NoReturn:
+    raise UnsupportedInputError(
+        "the second derivative of attention with backend='triton'",
+        ["the backward kernel has no derivative of its own: use backend='eager'"],
+    )
+
+
+attention_backward_op.register_autograd(_refuse_double_backward)
+attention_qkvpacked_backward_op.register_autograd(_refuse_double_backward)
+
+
+def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> NoReturn:
+    raise UnsupportedInputError(
+        "torch.vmap of attention with backend='triton'",
+        ["the kernel takes its batch as B: fold the mapped dimension into B, or use backend='sdpa'"],
+    )
+
+
+for _operator in (
+    attention_op,
+    attention_backward_op,
+    attention_qkvpacked_op,
+    attention_qkvpacked_backward_op,
+):
+    _operator.register_vmap(_refuse_vmap)
+
+
+def attention_flop(batch: int, heads: int, n_q: int, n_kv: int, head_dim: int) -> int:
+    """FLOP of a forward, 2 a multiply-add: two products. A backward has five, 2.5 times as many."""
+    return 4 * batch * heads * n_q * n_kv * head_dim
+
+
+@register_flop_formula(torch.ops.vit_fast.attention)
+def _(q: Any, k: Any, *args: Any, **kwargs: Any) -> int:
+    return attention_flop(q[0], q[1], q[2], k[2], q[3])
+
+
+@register_flop_formula(torch.ops.vit_fast.attention_backward)
+def _(grad_output: Any, q: Any, k: Any, *args: Any, **kwargs: Any) -> int:
+    return attention_flop(q[0], q[1], q[2], k[2], q[3]) * 5 // 2
+
+
+@register_flop_formula(torch.ops.vit_fast.attention_qkvpacked)
+def _(qkv: Any, *args: Any, **kwargs: Any) -> int:
+    return attention_flop(qkv[0], qkv[3], qkv[1], qkv[1], qkv[4])
+
+
+@register_flop_formula(torch.ops.vit_fast.attention_qkvpacked_backward)
+def _(grad_output: Any, qkv: Any, *args: Any, **kwargs: Any) -> int:
+    return attention_flop(qkv[0], qkv[3], qkv[1], qkv[1], qkv[4]) * 5 // 2
