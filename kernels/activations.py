@@ -1,0 +1,96 @@
+"""Activations of the MLP and their slopes, in fp32 registers.
+
+Exact GELU is x * Phi(x) with Phi the normal distribution function. Where the result is rounded to fp16 or bf16, Phi is
+taken from its logit, Phi(x) = 1 / (1 + exp(-x P(|x|))), P a polynomial of degree 5 fitted to log(Phi(x) / Phi(-x)) / x on
+|x| <= 5.6 for the relative error of both tails: one EX2 and one RCP, a third of the instructions of erf, and an error
+below one rounding of fp16 and bf16. The logit, not erf, is what keeps the negative tail right: there Phi(x) is tiny and
+1 + erf cancels. fp32 takes erf itself.
+
+Tanh GELU is the same expression with the paper's cubic (Hendrycks and Gimpel, arXiv 1606.08415):
+0.5 (1 + tanh u) = 1 / (1 + exp(-2 u)).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .launch import is_interpreted
+
+ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "relu", "silu")
+_INTERPRETED = tl.constexpr(is_interpreted())
+
+
+@triton.jit
+def _reciprocal(x):
+    if _INTERPRETED:
+        return 1.0 / x
+    else:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _logistic(u):
+    """1 / (1 + 2^u) for u [...]: 0 where u is large, 1 where it is very negative, NaN where it is NaN."""
+    return _reciprocal(1.0 + tl.math.exp2(u))
+
+
+@triton.jit
+def _normal_cdf(x, EXACT: tl.constexpr):
+    """Phi(x): by erf where EXACT, else by the fitted logit (coefficients times -log2 e)."""
+    if EXACT:
+        return 0.5 + 0.5 * tl.math.erf(x * 0.7071067811865476)
+    else:
+        a = tl.abs(x)
+        p = a * (a * (a * (a * (a * -1.84459644e-4 + 2.14581418e-3) + 7.93352273e-4) - 0.120539328) + 0.0229874214)
+        return _logistic(x * (p - 2.3113057))
+
+
+@triton.jit
+def _gate(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
+    """The factor g(x) of activations of the form x * g(x)."""
+    if ACTIVATION == "gelu":
+        return _normal_cdf(x, EXACT)
+    elif ACTIVATION == "gelu_tanh":
+        # -2 log2(e) sqrt(2/pi) (x + 0.044715 x^3)
+        return _logistic(x * (-2.302208198 - 0.1029432396 * (x * x)))
+    elif ACTIVATION == "quick_gelu":
+        return _logistic(x * -2.455466959)  # -1.702 log2(e)
+    else:
+        tl.static_assert(ACTIVATION == "silu", "unknown activation")
+        return _logistic(x * -1.4426950408889634)
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
+    """act(x) for fp32 x [...]; EXACT where the result stays fp32."""
+    if ACTIVATION == "identity":
+        return x
+    elif ACTIVATION == "relu":
+        return tl.where(x < 0.0, 0.0, x)  # a comparison, so that NaN stays NaN
+    else:
+        return x * _gate(x, ACTIVATION, EXACT)
+
+
+@triton.jit
+def activate_with_slope(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
+    """(act(x), act'(x)) for fp32 x [...]."""
+    if ACTIVATION == "identity":
+        return x, tl.full(x.shape, 1.0, tl.float32)
+    elif ACTIVATION == "relu":
+        return tl.where(x < 0.0, 0.0, x), tl.where(x > 0.0, 1.0, 0.0)
+    else:
+        gate = _gate(x, ACTIVATION, EXACT)
+        value = x * gate
+        if ACTIVATION == "gelu":
+            density = 0.3989422804014327 * tl.math.exp2(x * x * -0.7213475204444817)
+            slope = gate + x * density
+        elif ACTIVATION == "gelu_tanh":
+            slope = gate + value * (1.0 - gate) * (1.5957691216057308 + 0.2140644488 * (x * x))
+        elif ACTIVATION == "quick_gelu":
+            slope = gate + value * (1.0 - gate) * 1.702
+        else:
+            slope = gate + value * (1.0 - gate)
+        return value, slope

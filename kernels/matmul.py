@@ -1,0 +1,307 @@
+"""One matmul, out = epilogue(A B), with the pointwise work around it done while the product is still in registers.
+
+A program walks over output tiles (persistent), each accumulated in fp32 over K. A and B come through TMA descriptors, or
+by pointers where the device or the layout has no TMA. Either operand may lie transposed: A as [K, M] for weight
+gradients, B as [N, K], the layout of torch's Linear.
+
+The epilogues, with acc = A B of row m and column n:
+
+- "layer_norm":      out = act(z), z = rstd (acc - mean weight_sum) + bias; LayerNorm folded into a linear layer.
+- "residual":        out = [residual +] [scale] (acc + bias), optionally with partial row statistics of out.
+- "activation_grad": h = act(z), out = rstd acc act'(z), with partial sums for the gradients of LayerNorm and biases.
+- "layer_norm_grad": out = [residual +] acc - (x - mean) coefficient; the LayerNorm backward of a row.
+- "partial":         out[split] = acc over one of SPLIT_K parts of K, fp32, summed later in a fixed order.
+
+An absent argument is None. Wide tiles are cut into SUB_TILES pieces along N before the epilogue, which keeps its
+registers small. Every sum has a fixed order: no atomics, the same bits each run.
+
+Source of the folding: vit-fast's own derivation, stated in `layer_norm.py`; of the tile walk: triton's matmul tutorial.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .activations import activate, activate_with_slope
+from .launch import is_interpreted
+
+_INTERPRETED = tl.constexpr(is_interpreted())
+
+
+@triton.jit
+def _tile_position(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """Row and column of the `tile`-th tile; GROUP_M rows of tiles share the columns that are in L2."""
+    group = tile // (GROUP_M * tiles_n)
+    first = group * GROUP_M
+    rows = min(tiles_m - first, GROUP_M)
+    inside = tile - group * (GROUP_M * tiles_n)
+    return first + inside % rows, inside // rows
+
+
+@triton.jit
+def _offsets(row, col, columns, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Element offsets of a tile of a row-major [*, columns] tensor: int64 up to the tile, int32 inside it."""
+    base = tl.cast(row, tl.int64) * columns + col
+    return base + (tl.arange(0, ROWS)[:, None] * columns + tl.arange(0, COLS)[None, :])
+
+
+@triton.jit
+def _inside(row, col, rows, columns, ROWS: tl.constexpr, COLS: tl.constexpr):
+    return ((row + tl.arange(0, ROWS)) < rows)[:, None] & ((col + tl.arange(0, COLS)) < columns)[None, :]
+
+
+@triton.jit
+def _load_tile(source, row, col, rows, columns, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
+    """[ROWS, COLS] from a row-major [rows, columns] tensor; zeros outside (TMA fills them itself)."""
+    if TMA:
+        return source.load([row, col])
+    else:
+        pointers = source + _offsets(row, col, columns, ROWS, COLS)
+        return tl.load(pointers, mask=_inside(row, col, rows, columns, ROWS, COLS), other=0.0)
+
+
+@triton.jit
+def _store_tile(target, values, row, col, rows, columns, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
+    """Write [ROWS, COLS] of a row-major [rows, columns] tensor; what lies outside is dropped."""
+    if TMA:
+        target.store([row, col], values)
+    else:
+        pointers = target + _offsets(row, col, columns, ROWS, COLS)
+        tl.store(pointers, values, mask=_inside(row, col, rows, columns, ROWS, COLS))
+
+
+@triton.jit
+def _accumulate(
+    a, b, row, col, k_start, k_stop, M, N, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    A_IS_KM: tl.constexpr, B_IS_NK: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """acc [BLOCK_M, BLOCK_N] in fp32 over k_start .. k_stop, which lies on multiples of BLOCK_K or ends at K."""
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in tl.range(k_start, k_stop, BLOCK_K):
+        if A_IS_KM:
+            a_tile = _load_tile(a, k, row, K, M, BLOCK_K, BLOCK_M, TMA).T
+        else:
+            a_tile = _load_tile(a, row, k, M, K, BLOCK_M, BLOCK_K, TMA)
+        if B_IS_NK:
+            b_tile = _load_tile(b, col, k, N, K, BLOCK_N, BLOCK_K, TMA).T
+        else:
+            b_tile = _load_tile(b, k, col, K, N, BLOCK_K, BLOCK_N, TMA)
+        acc = tl.dot(a_tile, b_tile, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def _halves(tile, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The left and the right half of a tile [ROWS, COLS]."""
+    return tl.split(tile.reshape(ROWS, 2, COLS // 2).permute(0, 2, 1))
+
+
+@triton.jit
+def _pieces(tile, ROWS: tl.constexpr, COLS: tl.constexpr, PIECES: tl.constexpr):
+    """A tile [ROWS, COLS] cut along its columns into a tuple of 1, 2 or 4 pieces, from left to right."""
+    if PIECES == 1:
+        return (tile,)
+    elif PIECES == 2:
+        return _halves(tile, ROWS, COLS)
+    else:
+        tl.static_assert(PIECES == 4, "a tile is cut into 1, 2 or 4 pieces")
+        left, right = _halves(tile, ROWS, COLS)
+        first, second = _halves(left, ROWS, COLS // 2)
+        third, fourth = _halves(right, ROWS, COLS // 2)
+        return first, second, third, fourth
+
+
+@triton.jit
+def _layer_norm_epilogue(
+    acc, out, z, weight_sum_ptr, bias_ptr, row_scale, row_shift, row, col, M, N,
+    ROWS: tl.constexpr, COLS: tl.constexpr, ACTIVATION: tl.constexpr, TMA: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    cols = col + tl.arange(0, COLS)
+    weight_sum = tl.load(weight_sum_ptr + cols, mask=cols < N, other=0.0)
+    bias = tl.load(bias_ptr + cols, mask=cols < N, other=0.0)
+    value = acc * row_scale[:, None] + (row_shift[:, None] * weight_sum[None, :] + bias[None, :])
+    if z is not None:
+        _store_tile(z, value.to(DTYPE), row, col, M, N, ROWS, COLS, TMA)
+        # the activation of what the backward will read, so that both see the same hidden layer
+        value = value.to(DTYPE).to(tl.float32)
+    value = activate(value, ACTIVATION, DTYPE == tl.float32)
+    _store_tile(out, value.to(DTYPE), row, col, M, N, ROWS, COLS, TMA)
+
+
+@triton.jit
+def _residual_epilogue(
+    acc, out, residual, bias_ptr, scale_ptr, row_part_ptr, row, col, M, N,
+    ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    cols = col + tl.arange(0, COLS)
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+    if scale_ptr is not None:
+        acc *= tl.load(scale_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+    if residual is not None:
+        acc += _load_tile(residual, row, col, M, N, ROWS, COLS, TMA).to(tl.float32)
+    value = acc.to(DTYPE)
+    _store_tile(out, value, row, col, M, N, ROWS, COLS, TMA)
+    if row_part_ptr is not None:
+        # mean and sum of squared deviations of the values as stored, to be combined over the row's pieces
+        valid = (cols < N)[None, :]
+        count = tl.maximum(tl.minimum(N - col, COLS), 1).to(tl.float32)
+        stored = tl.where(valid, value.to(tl.float32), 0.0)
+        mean = tl.sum(stored, 1) / count
+        deviation = tl.where(valid, stored - mean[:, None], 0.0)
+        squares = tl.sum(deviation * deviation, 1)
+        rows = row + tl.arange(0, ROWS)
+        part = row_part_ptr + tl.cast(col // COLS, tl.int64) * (2 * M) + rows
+        tl.store(part, mean, mask=rows < M)
+        tl.store(part + M, squares, mask=rows < M)
+
+
+@triton.jit
+def _in_layout_of(tile, anchor):
+    """The same tile, tied to the registers that hold `anchor`.
+
+    Without it the compiler computes the activation twice, once where the product lies and once where the store of h
+    wants it. The move costs nothing: the assembler removes it.
+    """
+    if _INTERPRETED:
+        return tile
+    else:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=f,f,f", [tile, anchor], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _activation_grad_epilogue(
+    acc, out, z, h, bias_ptr, row_part_ptr, column_part_ptr, rstd, mean, row, col, M, N,
+    ROWS: tl.constexpr, COLS: tl.constexpr, ACTIVATION: tl.constexpr, TMA: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    cols = col + tl.arange(0, COLS)
+    rows = row + tl.arange(0, ROWS)
+    pre = _in_layout_of(_load_tile(z, row, col, M, N, ROWS, COLS, TMA).to(tl.float32), acc)
+    value, slope = activate_with_slope(pre, ACTIVATION, DTYPE == tl.float32)
+    if h is not None:
+        _store_tile(h, value.to(DTYPE), row, col, M, N, ROWS, COLS, TMA)
+    grad = acc * slope
+    bias = tl.load(bias_ptr + cols, mask=cols < N, other=0.0)
+    # rows past M have a zero gradient; columns past N have one as well, so the bias loaded there is of no account
+    along_row = tl.sum(grad * (pre - bias[None, :]), 1)
+    part = row_part_ptr + tl.cast(col // COLS, tl.int64) * M + rows
+    tl.store(part, along_row, mask=rows < M)
+    scaled = (grad * rstd[:, None]).to(DTYPE)
+    _store_tile(out, scaled, row, col, M, N, ROWS, COLS, TMA)
+    # of the rounded values: the weight gradient subtracts mean times exactly what its matmul summed
+    along_column = tl.sum(grad, 0)
+    shifted = tl.sum(scaled.to(tl.float32) * mean[:, None], 0)
+    parts = column_part_ptr + tl.cast(row // ROWS, tl.int64) * (2 * N) + cols
+    tl.store(parts, along_column, mask=cols < N)
+    tl.store(parts + N, shifted, mask=cols < N)
+
+
+@triton.jit
+def _layer_norm_grad_epilogue(
+    acc, out, x, residual, coefficient, mean, row, col, M, N,
+    ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    value = _load_tile(x, row, col, M, N, ROWS, COLS, TMA).to(tl.float32)
+    acc -= (value - mean[:, None]) * coefficient[:, None]
+    if residual is not None:
+        acc += _load_tile(residual, row, col, M, N, ROWS, COLS, TMA).to(tl.float32)
+    _store_tile(out, acc.to(DTYPE), row, col, M, N, ROWS, COLS, TMA)
+
+
+@triton.jit
+def _load_rows(pointer, row, M, ROWS: tl.constexpr):
+    """[ROWS] of a per-row fp32 vector [M], zeros past its end."""
+    rows = row + tl.arange(0, ROWS)
+    return tl.load(pointer + rows, mask=rows < M, other=0.0)
+
+
+@triton.jit
+def _matmul_kernel(
+    a,  # [M, K], or [K, M] where A_IS_KM
+    b,  # [K, N], or [N, K] where B_IS_NK
+    out,  # [M, N]; "partial": fp32 [SPLIT_K, M, N]
+    z,  # [M, N] pre-activation: stored by "layer_norm" unless None, read by "activation_grad"
+    h,  # [M, N] activation, stored by "activation_grad" unless None
+    x,  # [M, N] input of the LayerNorm, read by "layer_norm_grad"
+    residual,  # [M, N] added to the result unless None
+    mean_ptr,  # fp32 [M]; None: the rows were centred beforehand
+    rstd_ptr,  # fp32 [M], negative for a constant row (see layer_norm.py)
+    coefficient_ptr,  # fp32 [M]
+    bias_ptr,  # [N]
+    weight_sum_ptr,  # fp32 [N]
+    scale_ptr,  # [N]
+    row_part_ptr,  # fp32: "residual" [N / piece, 2, M], "activation_grad" [N / piece, M]
+    column_part_ptr,  # fp32 [M / BLOCK_M, 2, N]
+    M, N, K,
+    EPILOGUE: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    A_IS_KM: tl.constexpr, B_IS_NK: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SUB_TILES: tl.constexpr, GROUP_M: tl.constexpr, SPLIT_K: tl.constexpr,
+):  # fmt: skip
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tiles = tiles_m * tiles_n
+    k_steps = tl.cdiv(K, BLOCK_K)
+    COLS: tl.constexpr = BLOCK_N // SUB_TILES
+    for tile in tl.range(tl.program_id(0), tiles * SPLIT_K, tl.num_programs(0)):
+        tile_m, tile_n = _tile_position(tile % tiles, tiles_m, tiles_n, GROUP_M)
+        row = tile_m * BLOCK_M
+        col = tile_n * BLOCK_N
+        k_start = 0
+        k_stop = K
+        if SPLIT_K > 1:
+            steps = tl.cdiv(k_steps, SPLIT_K) * BLOCK_K
+            k_start = tile // tiles * steps
+            k_stop = min(K, k_start + steps)
+        acc = _accumulate(
+            a, b, row, col, k_start, k_stop, M, N, K,
+            BLOCK_M, BLOCK_N, BLOCK_K, A_IS_KM, B_IS_NK, TMA, PRECISION,
+        )  # fmt: skip
+
+        if EPILOGUE == "partial":
+            base = out + tl.cast(tile // tiles, tl.int64) * M * N
+            _store_tile(base, acc, row, col, M, N, BLOCK_M, BLOCK_N, False)
+        if EPILOGUE == "layer_norm":
+            row_scale = tl.maximum(_load_rows(rstd_ptr, row, M, BLOCK_M), 0.0)
+            row_shift = row_scale * 0.0
+            if mean_ptr is not None:
+                row_shift = -row_scale * _load_rows(mean_ptr, row, M, BLOCK_M)
+        if EPILOGUE == "activation_grad":
+            rstd = tl.abs(_load_rows(rstd_ptr, row, M, BLOCK_M))
+        if EPILOGUE == "layer_norm_grad":
+            coefficient = _load_rows(coefficient_ptr, row, M, BLOCK_M)
+        if EPILOGUE == "activation_grad" or EPILOGUE == "layer_norm_grad":
+            mean = tl.zeros((BLOCK_M,), tl.float32)
+            if mean_ptr is not None:
+                mean = _load_rows(mean_ptr, row, M, BLOCK_M)
+
+        if EPILOGUE != "partial":
+            pieces = _pieces(acc, BLOCK_M, BLOCK_N, SUB_TILES)
+            for i in tl.static_range(SUB_TILES):
+                if EPILOGUE == "layer_norm":
+                    _layer_norm_epilogue(
+                        pieces[i], out, z, weight_sum_ptr, bias_ptr, row_scale, row_shift, row, col + i * COLS, M, N,
+                        BLOCK_M, COLS, ACTIVATION, TMA, DTYPE,
+                    )  # fmt: skip
+                elif EPILOGUE == "residual":
+                    _residual_epilogue(
+                        pieces[i], out, residual, bias_ptr, scale_ptr, row_part_ptr, row, col + i * COLS, M, N,
+                        BLOCK_M, COLS, TMA, DTYPE,
+                    )  # fmt: skip
+                elif EPILOGUE == "activation_grad":
+                    _activation_grad_epilogue(
+                        pieces[i], out, z, h, bias_ptr, row_part_ptr, column_part_ptr, rstd, mean,
+                        row, col + i * COLS, M, N, BLOCK_M, COLS, ACTIVATION, TMA, DTYPE,
+                    )  # fmt: skip
+                else:
+                    tl.static_assert(EPILOGUE == "layer_norm_grad", "unknown epilogue")
+                    _layer_norm_grad_epilogue(
+                        pieces[i], out, x, residual, coefficient, mean, row, col + i * COLS, M, N,
+                        BLOCK_M, COLS, TMA, DTYPE,
+                    )  # fmt: skip

@@ -1,0 +1,169 @@
+"""Which tiles a matmul runs with, and the call itself as a `Launch`.
+
+`matmul_config` chooses from a table by architecture, precision, epilogue and size; nothing is searched at the first
+call. `matmul_launch` puts operands, descriptors and configuration together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .launch import Launch, arch_of, sm_count_of
+from .matmul import _matmul_kernel
+
+EPILOGUES = ("layer_norm", "residual", "activation_grad", "layer_norm_grad", "partial")
+TL_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+@dataclass(frozen=True)
+class MatmulConfig:
+    """Tiles of one matmul.
+
+    Args:
+        block_m, block_n, block_k: Tile sizes, powers of two.
+        sub_tiles: Pieces along N that the epilogue works on one after another: 1, 2 or 4.
+        num_warps: Warps a program.
+        num_stages: Tiles of A and B in flight.
+        tma: Operands and results through tensor descriptors.
+        ctas_per_sm: Programs a multiprocessor holds: the persistent grid is that many times the multiprocessors.
+        group_m: Rows of tiles that are walked over together.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    sub_tiles: int = 1
+    num_warps: int = 4
+    num_stages: int = 3
+    tma: bool = False
+    ctas_per_sm: int = 1
+    group_m: int = 8
+
+    @property
+    def piece(self) -> int:
+        """Columns the epilogue works on at a time."""
+        return self.block_n // self.sub_tiles
+
+    def tiles(self, M: int, N: int) -> int:
+        """Output tiles of an [M, N] result."""
+        return triton.cdiv(M, self.block_m) * triton.cdiv(N, self.block_n)
+
+    def row_parts(self, N: int) -> int:
+        """Pieces that cover a row of N columns: the leading size of `row_part`."""
+        return triton.cdiv(N, self.block_n) * self.sub_tiles
+
+    def column_parts(self, M: int) -> int:
+        """Tiles that cover a column of M rows: the leading size of `column_part`."""
+        return triton.cdiv(M, self.block_m)
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Everything a matmul reads and writes, named as in the kernel; `matmul.py` says which epilogue takes what.
+
+    Args:
+        a: [M, K], or [K, M] where `a_is_km`.
+        b: [K, N], or [N, K] where `b_is_nk`.
+        out: [M, N]; of the "partial" epilogue fp32 [split_k, M, N].
+    """
+
+    a: Tensor
+    b: Tensor
+    out: Tensor
+    a_is_km: bool = False
+    b_is_nk: bool = False
+    z: Tensor | None = None
+    h: Tensor | None = None
+    x: Tensor | None = None
+    residual: Tensor | None = None
+    mean: Tensor | None = None
+    rstd: Tensor | None = None
+    coefficient: Tensor | None = None
+    bias: Tensor | None = None
+    weight_sum: Tensor | None = None
+    scale: Tensor | None = None
+    row_part: Tensor | None = None
+    column_part: Tensor | None = None
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """M, N, K."""
+        M, K = reversed(self.a.shape) if self.a_is_km else self.a.shape
+        return M, self.b.shape[0] if self.b_is_nk else self.b.shape[1], K
+
+    def tiled(self) -> list[Tensor]:
+        """The tensors that are read or written by tiles, through descriptors where the configuration says so."""
+        tiled = (self.a, self.b, self.out, self.z, self.h, self.x, self.residual)
+        return [tensor for tensor in tiled if tensor is not None]
+
+
+def fits_tma(operands: Operands) -> bool:
+    """Whether tensor descriptors can be made of all operands: rows and addresses on 16 bytes, nothing empty."""
+    return all(
+        t.numel() > 0 and t.shape[-1] * t.element_size() % 16 == 0 and _address(t) % 16 == 0 for t in operands.tiled()
+    )
+
+
+def _address(tensor: Tensor) -> int:
+    # a meta tensor has no storage; what stands for it starts aligned
+    return tensor.storage_offset() * tensor.element_size() if tensor.is_meta else tensor.data_ptr()
+
+
+def matmul_precision(dtype: torch.dtype) -> str:
+    """How products of this dtype are formed: "tf32" or "ieee", for fp32 by torch's own setting."""
+    if dtype != torch.float32:
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+def matmul_launch(
+    operands: Operands, *, epilogue: str, config: MatmulConfig, activation: str = "identity", split_k: int = 1
+) -> Launch:
+    """The call that computes `operands.out`.
+
+    Args:
+        operands: Contiguous tensors.
+        epilogue: One of `EPILOGUES`.
+        config: Tiles; `config.tma` asks for operands that `fits_tma`.
+        activation: Of the "layer_norm" and "activation_grad" epilogues: "identity" or one of `ACTIVATIONS`.
+        split_k: Parts of K in the "partial" epilogue.
+    """
+    o = operands
+    M, N, K = o.sizes
+    rows, cols, depth = config.block_m, config.block_n, config.block_k
+
+    def tiled(tensor: Tensor | None, block_rows: int, block_cols: int) -> Any:
+        if tensor is None or not config.tma:
+            return tensor
+        return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [block_rows, block_cols])
+
+    def piece(tensor: Tensor | None) -> Any:
+        return tiled(tensor, rows, config.piece)
+
+    args = {
+        "a": tiled(o.a, depth, rows) if o.a_is_km else tiled(o.a, rows, depth),
+        "b": tiled(o.b, cols, depth) if o.b_is_nk else tiled(o.b, depth, cols),
+        "out": o.out if epilogue == "partial" else piece(o.out),
+        "z": piece(o.z), "h": piece(o.h), "x": piece(o.x), "residual": piece(o.residual),
+        "mean_ptr": o.mean, "rstd_ptr": o.rstd, "coefficient_ptr": o.coefficient,
+        "bias_ptr": o.bias, "weight_sum_ptr": o.weight_sum, "scale_ptr": o.scale,
+        "row_part_ptr": o.row_part, "column_part_ptr": o.column_part, "M": M, "N": N, "K": K,
+    }  # fmt: skip
+    constants = {
+        "EPILOGUE": epilogue, "ACTIVATION": activation, "DTYPE": TL_DTYPES[o.a.dtype],
+        "PRECISION": matmul_precision(o.a.dtype), "A_IS_KM": o.a_is_km, "B_IS_NK": o.b_is_nk, "TMA": config.tma,
+        "BLOCK_M": rows, "BLOCK_N": cols, "BLOCK_K": depth,
+        "SUB_TILES": config.sub_tiles, "GROUP_M": config.group_m, "SPLIT_K": split_k,
+    }  # fmt: skip
+    programs = min(config.tiles(M, N) * split_k, sm_count_of(o.a.device) * config.ctas_per_sm)
+    return Launch(
+        _matmul_kernel, (programs,), args, constants,
+        num_warps=config.num_warps, num_stages=config.num_stages, device=o.a.device,
+    )  # fmt: skip

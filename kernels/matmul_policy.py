@@ -1,0 +1,103 @@
+"""Which tiles a matmul runs with: a table by architecture, product precision and size, no search at the first call.
+
+Every row compiles without spills for its architecture (`vit-fast kernels`). The sizes at which a row takes over are
+estimates from tile counts, not measurements.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from .launch import arch_of, sm_count_of
+from .matmul_launch import MatmulConfig, Operands, fits_tma, matmul_precision
+
+# Epilogues that hold more of a tile in registers than the others.
+_HEAVY = ("activation_grad", "partial")
+_MAX_SPLITS = 16
+
+
+def precision_kind(dtype: torch.dtype) -> str:
+    """The column of the table: "half" for fp16 and bf16, else "tf32" or "ieee" by torch's setting."""
+    return "half" if dtype.itemsize == 2 else matmul_precision(dtype)
+
+
+def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[MatmulConfig, ...]:
+    """Configurations from the widest tile to the smallest.
+
+    Args:
+        arch: e.g. "sm_90"; an unknown one takes the row of the newest known one before it.
+        kind: "half", "tf32" or "ieee".
+        epilogue: One of `EPILOGUES`.
+        tma: Whether the operands can go through tensor descriptors.
+    """
+    number = int(arch.removeprefix("sm_"))
+    if kind == "ieee":  # on the CUDA cores: the product, not the epilogue, fills the registers
+        return (MatmulConfig(64, 64, 16, num_warps=8, num_stages=3, ctas_per_sm=2),)
+    hopper, blackwell = 90 <= number < 100, 100 <= number < 120
+    if not tma or not (hopper or blackwell):
+        return _pointer_table(kind, hopper)
+    if kind == "tf32":
+        return _TF32_BLACKWELL if blackwell else _TF32_HOPPER
+    if hopper:
+        return _HALF_HOPPER
+    return _HALF_BLACKWELL_HEAVY if epilogue in _HEAVY else _HALF_BLACKWELL
+
+
+_HALF_HOPPER = (
+    MatmulConfig(128, 256, 64, sub_tiles=4, num_warps=8, num_stages=3, tma=True),
+    MatmulConfig(64, 128, 64, sub_tiles=2, num_warps=4, num_stages=4, tma=True, ctas_per_sm=2),
+    MatmulConfig(64, 64, 64, num_warps=4, num_stages=4, tma=True, ctas_per_sm=2),
+)
+_HALF_BLACKWELL = (
+    MatmulConfig(128, 256, 64, sub_tiles=4, num_warps=8, num_stages=3, tma=True),
+    MatmulConfig(128, 128, 64, sub_tiles=4, num_warps=4, num_stages=3, tma=True, ctas_per_sm=2),
+    MatmulConfig(64, 64, 64, num_warps=4, num_stages=4, tma=True, ctas_per_sm=2),
+)
+_HALF_BLACKWELL_HEAVY = (
+    MatmulConfig(128, 128, 64, sub_tiles=2, num_warps=8, num_stages=3, tma=True),
+    MatmulConfig(64, 64, 64, num_warps=4, num_stages=4, tma=True, ctas_per_sm=2),
+)
+_TF32_HOPPER = (
+    MatmulConfig(128, 128, 32, sub_tiles=2, num_warps=8, num_stages=3, tma=True),
+    MatmulConfig(64, 64, 32, num_warps=4, num_stages=3, tma=True, ctas_per_sm=2),
+)
+_TF32_BLACKWELL = (MatmulConfig(64, 64, 32, num_warps=4, num_stages=3, tma=True, ctas_per_sm=2),)
+
+
+def _pointer_table(kind: str, hopper: bool) -> tuple[MatmulConfig, ...]:
+    """Tiles loaded by pointers: sm_80, sm_89, sm_120, and layouts that tensor descriptors cannot describe."""
+    depth = 64 if kind == "half" and hopper else 32
+    small = 64 if kind == "half" else 32
+    return (
+        MatmulConfig(128, 128, depth, sub_tiles=2, num_warps=8, num_stages=3),
+        MatmulConfig(64, 64, small, num_warps=4, num_stages=3, ctas_per_sm=2),
+    )
+
+
+def matmul_config(operands: Operands, epilogue: str) -> MatmulConfig:
+    """The configuration for these operands: the widest tile that gives every multiprocessor one, else the smallest."""
+    device = operands.a.device
+    table = config_table(arch_of(device), precision_kind(operands.a.dtype), epilogue, fits_tma(operands))
+    M, N, _ = operands.sizes
+    for config in table[:-1]:
+        if config.tiles(M, N) >= sm_count_of(device) or epilogue == "partial":
+            return config
+    return table[-1]
+
+
+def split_count(operands: Operands, config: MatmulConfig) -> int:
+    """Parts of K for a weight gradient: the fewest that keep the multiprocessors at least 90 % as busy as the best.
+
+    Each part has at least four steps of K, and at most 16 parts are written.
+    """
+    M, N, K = operands.sizes
+    programs = sm_count_of(operands.a.device) * config.ctas_per_sm
+    most = max(1, min(_MAX_SPLITS, triton.cdiv(K, config.block_k) // 4))
+
+    def busy(splits: int) -> float:
+        units = config.tiles(M, N) * splits
+        return units / (triton.cdiv(units, programs) * programs)
+
+    best = max(busy(splits) for splits in range(1, most + 1))
+    return next(splits for splits in range(1, most + 1) if busy(splits) >= 0.9 * best)
