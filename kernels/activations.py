@@ -1,10 +1,10 @@
 """Activations of the MLP and their slopes, in fp32 registers.
 
-Exact GELU is x * Phi(x) with Phi the normal distribution function. Where the result is rounded to fp16 or bf16, Phi is
-taken from its logit, Phi(x) = 1 / (1 + exp(-x P(|x|))), P a polynomial of degree 5 fitted to log(Phi(x) / Phi(-x)) / x on
-|x| <= 5.6 for the relative error of both tails: one EX2 and one RCP, a third of the instructions of erf, and an error
-below one rounding of fp16 and bf16. The logit, not erf, is what keeps the negative tail right: there Phi(x) is tiny and
-1 + erf cancels. fp32 takes erf itself.
+Exact GELU is x * Phi(x) with Phi the normal distribution function. Where the result is rounded to fp16 or bf16,
+Phi is taken from its logit, Phi(x) = 1 / (1 + exp(-x P(|x|))), P a polynomial of degree 5 fitted to
+log(Phi(x) / Phi(-x)) / x on |x| <= 5.6 for the relative error of both tails: one EX2 and one RCP, a third of the
+instructions of erf, and an error below one rounding of fp16 and bf16. The logit, not erf, is what keeps the negative
+tail right: there Phi(x) is tiny and 1 + erf cancels. fp32 takes erf itself.
 
 Tanh GELU is the same expression with the paper's cubic (Hendrycks and Gimpel, arXiv 1606.08415):
 0.5 (1 + tanh u) = 1 / (1 + exp(-2 u)).

@@ -1,6 +1,6 @@
 """The pointwise and reducing ends of the backward: what the matmuls' partial products become.
 
-With z = LayerNorm(x) W^T + b folded as in `layer_norm.py`, dz the gradient of z, dz~ = rstd dz, and U = dz~^T (x - mean):
+With z = LayerNorm(x) W^T + b folded as in `layer_norm.py`, dz the gradient of z, dz~ = rstd dz, U = dz~^T (x - mean):
 
     dW     = U gamma + (sum_m dz) beta^T
     dgamma = sum_f U W

@@ -112,7 +112,7 @@ def activation_gradient(
 def linear_gradient(grad: Tensor, z: Tensor, rows: RowStatistics, folded: FoldedLinear) -> FoldedGradient:
     """As `activation_gradient` where no activation and no second linear follow: grad is dz [M, F] itself."""
     out = torch.empty_like(z)
-    row_part, column_part = scale_gradient_parts(*z.shape, z.device)
+    row_part, column_part = scale_gradient_parts(z.shape[0], z.shape[1], z.device)
     scale_gradient_launch(grad, z, out, rows.mean, rows.rstd, folded.shift, row_part, column_part).run()
     return _folded_gradient(out, row_part, column_part, rows)
 

@@ -1,7 +1,7 @@
 """One matmul, out = epilogue(A B), with the pointwise work around it done while the product is still in registers.
 
-A program walks over output tiles (persistent), each accumulated in fp32 over K. A and B come through TMA descriptors, or
-by pointers where the device or the layout has no TMA. Either operand may lie transposed: A as [K, M] for weight
+A program walks over output tiles (persistent), each accumulated in fp32 over K. A and B come through TMA descriptors,
+or by pointers where the device or the layout has no TMA. Either operand may lie transposed: A as [K, M] for weight
 gradients, B as [N, K], the layout of torch's Linear.
 
 The epilogues, with acc = A B of row m and column n:

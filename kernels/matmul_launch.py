@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .launch import Launch, arch_of, sm_count_of
+from .launch import Launch, sm_count_of
 from .matmul import _matmul_kernel
 
 EPILOGUES = ("layer_norm", "residual", "activation_grad", "layer_norm_grad", "partial")
@@ -113,7 +113,7 @@ def fits_tma(operands: Operands) -> bool:
 
 def _address(tensor: Tensor) -> int:
     # a meta tensor has no storage; what stands for it starts aligned
-    return tensor.storage_offset() * tensor.element_size() if tensor.is_meta else tensor.data_ptr()
+    return int(tensor.storage_offset()) * tensor.element_size() if tensor.is_meta else tensor.data_ptr()
 
 
 def matmul_precision(dtype: torch.dtype) -> str:
