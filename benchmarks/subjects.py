@@ -1,0 +1,226 @@
+"""What can be measured: the registry of subjects, and how their names are written.
+
+A subject is one way to compute a Vision Transformer, with the same weights as all others: ours on one backend, a
+peer's implementation, an exported file. Its name may carry a compile mode: `timm+compile`, `timm+compile:max-autotune`.
+Subjects of one library live in a module of their own, listed in PROVIDERS, which registers them when first asked for.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..config import DataConfig, ViTConfig
+
+PROVIDERS = ("subjects_ours", "subjects_peers", "subjects_fused", "subjects_onnx")
+
+# How `--compile-modes` and the part behind "+compile:" are written; "none" is the subject as it is.
+COMPILE_MODES = ("none", "default", "reduce-overhead", "max-autotune")
+
+DEFAULT_LABELS = {
+    "cpu": (
+        "eager",
+        "sdpa",
+        "timm",
+        "transformers",
+        "torchvision",
+        "sdpa+compile",
+        "eager+compile",
+        "timm+compile",
+    ),
+    "cuda": (
+        "eager",
+        "sdpa",
+        "sdpa-flash",
+        "sdpa-cudnn",
+        "sdpa-efficient",
+        "triton",
+        "timm",
+        "transformers",
+        "torchvision",
+        "eager+compile",
+        "sdpa+compile",
+        "sdpa+compile:max-autotune",
+        "triton+compile",
+        "triton+compile:reduce-overhead",
+        "triton+compile:max-autotune",
+        "timm+compile",
+        "timm+compile:max-autotune",
+        "transformers+compile",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every subject of a group is asked to compute.
+
+    Attributes:
+        model: The variant's name.
+        config: Its shape.
+        data_config: Its preprocessing.
+        weights: Parameters under our (timm's) names, on the CPU, in dtype.
+        dtype: Of parameters, images and logits.
+        device: Where it runs.
+        batch_size: Images a call.
+    """
+
+    model: str
+    config: ViTConfig
+    data_config: DataConfig
+    weights: Mapping[str, Tensor]
+    dtype: torch.dtype
+    device: torch.device
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One way to compute a Vision Transformer.
+
+    Attributes:
+        name: As it is written in tables and on the command line.
+        summary: What it is, in a line.
+        build: Makes a callable of images [B, in_chans, height, width] in task.dtype on task.device that gives logits
+            (features, for a model without head) [B, outputs]. An nn.Module where it can be compiled. Raises
+            UnsupportedInputError with all reasons when it cannot do the task.
+        packages: What must be installed beside torch.
+        peer: Whether it is another project's work, which ratios are taken to.
+        compilable: Whether torch.compile applies to what build gives.
+        fullgraph: Whether compiling must find one graph, or fail.
+        context: Entered around every call.
+        budget: Largest acceptable error by eager's own error in that dtype and the largest output; None means the
+            rule of correctness.allowed_error. For subjects that compute in fewer bits than task.dtype.
+    """
+
+    name: str
+    summary: str
+    build: Callable[[Task], Callable[[Tensor], Tensor]]
+    packages: tuple[str, ...] = ()
+    peer: bool = False
+    compilable: bool = True
+    fullgraph: bool = False
+    context: Callable[[], AbstractContextManager[object]] = nullcontext
+    budget: Callable[[float, float], float] | None = None
+
+    def missing_packages(self) -> list[str]:
+        return [package for package in self.packages if importlib.util.find_spec(package) is None]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A subject in one compile mode."""
+
+    subject: Subject
+    mode: str = "none"
+
+    @property
+    def label(self) -> str:
+        suffix = {"none": "", "default": "+compile"}.get(self.mode, f"+compile:{self.mode}")
+        return self.subject.name + suffix
+
+
+_SUBJECTS: dict[str, Subject] = {}
+
+
+def register(subject: Subject) -> Subject:
+    """Adds a subject; a second one of the same name is an error."""
+    if subject.name in _SUBJECTS:
+        raise ValueError(f"subject {subject.name!r} is registered twice")
+    _SUBJECTS[subject.name] = subject
+    return subject
+
+
+@functools.cache
+def _load_providers() -> None:
+    for provider in PROVIDERS:
+        if importlib.util.find_spec(f"{__package__}.{provider}") is None:
+            continue
+        importlib.import_module(f".{provider}", __package__)
+
+
+def all_subjects() -> dict[str, Subject]:
+    """Every subject by name, in order of registration."""
+    _load_providers()
+    return dict(_SUBJECTS)
+
+
+def get_subject(name: str) -> Subject:
+    """The subject of this name.
+
+    Raises:
+        ValueError: there is none; names the nearest and all that are known.
+    """
+    subjects = all_subjects()
+    if name not in subjects:
+        nearest = difflib.get_close_matches(name, subjects, n=1, cutoff=0.6)
+        hint = f"did you mean {nearest[0]}? " if nearest else ""
+        raise ValueError(f"unknown subject {name!r}: {hint}known are {', '.join(subjects)}")
+    return subjects[name]
+
+
+def parse_label(label: str) -> Selection:
+    """`timm+compile:max-autotune` -> the subject timm in mode max-autotune.
+
+    Raises:
+        ValueError: unknown subject or mode, or a subject that cannot be compiled.
+    """
+    name, separator, mode = label.strip().partition("+compile")
+    if not separator:
+        return select(name, "none")
+    if mode and not mode.startswith(":"):
+        raise ValueError(f"subject {label!r}: accepted behind +compile is nothing or :MODE")
+    return select(name, mode[1:] if mode else "default")
+
+
+def select(name: str, mode: str) -> Selection:
+    """A subject in a compile mode, checked; see parse_label."""
+    subject = get_subject(name)
+    if mode not in COMPILE_MODES:
+        raise ValueError(f"unknown compile mode {mode!r}: accepted are {', '.join(COMPILE_MODES)}")
+    if mode != "none" and not subject.compilable:
+        raise ValueError(f"subject {name!r} cannot be compiled by torch.compile: accepted is {name!r} alone")
+    return Selection(subject, mode)
+
+
+def choose(labels: Sequence[str] | None, modes: Sequence[str] | None, device: torch.device) -> list[Selection]:
+    """The selections of a run.
+
+    Args:
+        labels: Subjects, with or without a compile mode; None means those worth measuring on this device.
+        modes: Compile modes for the subjects that name none. None means as they are.
+        device: Where it runs.
+    Raises:
+        ValueError: see parse_label.
+    """
+    if labels is None and modes is None:
+        return [parse_label(label) for label in DEFAULT_LABELS[device.type]]
+    if labels is None:
+        labels = list(dict.fromkeys(label.partition("+compile")[0] for label in DEFAULT_LABELS[device.type]))
+    chosen: list[Selection] = []
+    for label in labels:
+        parsed = parse_label(label)
+        if "+compile" in label or modes is None or not parsed.subject.compilable:
+            chosen.append(parsed)
+        else:
+            chosen += [select(parsed.subject.name, mode) for mode in modes]
+    return _without_repeats(chosen)
+
+
+def compile_selection(selection: Selection, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The function in the selection's compile mode; each shape is compiled for itself."""
+    if selection.mode == "none":
+        return function
+    return torch.compile(function, mode=selection.mode, fullgraph=selection.subject.fullgraph, dynamic=False)
+
+
+def _without_repeats(selections: Iterable[Selection]) -> list[Selection]:
+    return list({selection.label: selection for selection in selections}.values())
