@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .config import DataConfig, ViTConfig
 from .model import VisionTransformer, set_backend
 from .variants import get_variant
+
+if TYPE_CHECKING:
+    from .sources import Source
 
 
 def create_model(
@@ -23,9 +27,11 @@ def create_model(
     """A Vision Transformer by timm's name.
 
     Args:
-        name: One of list_models().
+        name: One of list_models(), or a Hugging Face Hub id (or a folder of that form) whose shape and weights to take.
         backend: "auto", "eager", "sdpa" or "triton"; see set_backend.
-        weights: A file (.safetensors, .pth, .bin, .npz) or a Hugging Face Hub id; None means random weights.
+        weights: A file (.safetensors, .pth, .bin, .npz), a folder or a Hugging Face Hub id; None means random weights.
+            Where it says, it also settles head size, activation and epsilon, unless config_overrides do. A head of
+            another num_classes, asked for here, stays random.
         device: Where to make it; None means torch's default device.
         dtype: Parameter dtype; None means torch's default dtype.
         **config_overrides: Fields of ViTConfig, e.g. depth=2, img_size=(320, 240), num_classes=7.
@@ -34,15 +40,37 @@ def create_model(
     Raises:
         ValueError: unknown name (with the nearest), unknown or unacceptable field, or weights that do not fit.
     """
-    variant = get_variant(name)
-    config = variant.config.replace(**config_overrides)
+    if "/" in name and weights is not None:
+        raise ValueError(f"name={name!r} has weights of its own: accepted is a variant's name, or no weights beside it")
+    head_is_asked_for = "num_classes" in config_overrides
+    source = None
+    if weights is not None or "/" in name:
+        from .sources import open_source
+
+        source = open_source(name if weights is None else weights)
+    config, data_config = _shape(name, source)
+    if source is not None:
+        from .weights import overrides_from
+
+        config_overrides = overrides_from(source) | config_overrides
+    config = config.replace(**config_overrides)
     with torch.device(device if device is not None else torch.get_default_device()):
-        model = VisionTransformer(config, data_config=variant.data, backend=backend)
+        model = VisionTransformer(config, data_config=data_config, backend=backend)
     if dtype is not None:
         model = model.to(dtype)
-    if weights is not None:
+    if source is not None:
         from .weights import load_weights
 
-        load_weights(model, weights)
+        load_weights(model, source, replace_head=head_is_asked_for)
     set_backend(model, backend)
     return model.eval()
+
+
+def _shape(name: str, source: Source | None) -> tuple[ViTConfig, DataConfig | None]:
+    """Of the variant, or of the repository where the name is one."""
+    if "/" not in name:
+        variant = get_variant(name)
+        return variant.config, variant.data
+    if source is None or source.config is None:
+        raise ValueError(f"{name} does not say what shape its model has: name a variant, and give it as weights")
+    return source.config, source.data_config

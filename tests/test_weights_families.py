@@ -1,0 +1,365 @@
+"""One model of each family: loading a peer's weights gives the peer's outputs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from weights_peers import SMALL, assert_same_outputs, randomise
+
+from vit_fast import VisionTransformer, ViTConfig, create_model, load_weights
+from vit_fast.hub_configs import vit_fields
+
+TIMM_FAMILIES = {
+    "plain_vit": ("vit_base_patch16_224", {}),
+    "vit_384": ("vit_base_patch32_384", {}),
+    "deit": ("deit_tiny_patch16_224", {}),
+    "deit_distilled": ("deit_tiny_distilled_patch16_224", {}),
+    "deit3": ("deit3_small_patch16_224", {}),
+    "dinov2": ("vit_small_patch14_dinov2", {"img_size": 98}),
+    "dinov2_registers": ("vit_small_patch14_reg4_dinov2", {"img_size": 98}),
+    "clip": ("vit_base_patch32_clip_224", {"num_classes": 512}),
+    "clip_quickgelu": ("vit_base_patch32_clip_quickgelu_224", {}),
+    "siglip": ("vit_base_patch16_siglip_224", {}),
+    "so400m_head_dim_72": ("vit_so400m_patch14_siglip_224", {"embed_dim": 144, "num_heads": 2}),
+    "so400m_siglip2_tanh": ("vit_so400m_patch16_siglip_256", {"embed_dim": 144, "num_heads": 2}),
+}
+
+
+def _timm_model(name: str, **options: Any) -> nn.Module:
+    import timm
+
+    return randomise(timm.create_model(name, **{**SMALL, **options}))
+
+
+@pytest.mark.parametrize("family", TIMM_FAMILIES)
+def test_timm(family: str) -> None:
+    name, options = TIMM_FAMILIES[family]
+    theirs = _timm_model(name, **options)
+    ours = create_model(name, backend="sdpa", **{**SMALL, **options})
+    report = load_weights(ours, theirs.state_dict())
+    assert report.layout == "timm"
+    assert (report.loaded, report.renamed, report.ignored) == (len(ours.state_dict()), [], [])
+    assert_same_outputs(ours, theirs, lambda model, images: model(images))
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("vit_base_patch16_224", 224, 384),
+        ("deit_tiny_distilled_patch16_224", 224, 160),
+        ("deit3_small_patch16_224", 224, (192, 320)),
+        ("vit_small_patch14_reg4_dinov2", 98, 140),
+        ("vit_base_patch16_siglip_224", 224, 256),
+    ],
+)
+def test_timm_at_another_size_agrees_with_timms_interpolation(name: str, old: int, new: int | tuple[int, int]) -> None:
+    from timm.models.vision_transformer import checkpoint_filter_fn
+
+    state = _timm_model(name, img_size=old).state_dict()
+    theirs = _timm_model(name, img_size=new)
+    theirs.load_state_dict(checkpoint_filter_fn(dict(state), theirs))
+    ours = create_model(name, backend="sdpa", img_size=new, **SMALL)
+    report = load_weights(ours, state)
+    assert len(report.interpolated) == 1
+    assert (ours.pos_embed - theirs.pos_embed).abs().max() < 1e-6
+    assert_same_outputs(ours, theirs, lambda model, images: model(images))
+
+
+def test_timm_hybrid_counterpart_without_its_stem() -> None:
+    """Behind its stem, the hybrid is a plain ViT on a feature map: the same peer with as many input channels."""
+    import timm
+
+    stem = (16, 24)
+    theirs = randomise(timm.create_model("vit_base_patch16_224", img_size=16, patch_size=4, in_chans=stem[-1], **SMALL))
+    ours = create_model("vit_base_hybrid_patch4_224", backend="sdpa", img_size=64, stem_channels=stem, **SMALL)
+    randomise(ours)
+    state = dict(theirs.state_dict())
+    state |= {name: tensor for name, tensor in ours.state_dict().items() if ".stem." in name}
+    load_weights(ours, state)
+    stem_module = ours.patch_embed.stem
+
+    def through_stem(model: nn.Module, images: Tensor) -> Tensor:
+        return model(stem_module.to(images.dtype)(images))
+
+    images = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        assert (ours(images) - through_stem(theirs, images)).abs().max() < 1e-5
+
+
+HF_TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 64, "patch_size": 16}
+
+
+def _transformers_model(family: str) -> tuple[nn.Module, Any]:
+    """The peer, and how to get the output that ours corresponds to."""
+    import transformers as tf
+
+    mlp = {"intermediate_size": 150}
+    if family == "vit":
+        config = tf.ViTConfig(**HF_TINY, **mlp, num_labels=7)
+        return tf.ViTForImageClassification(config), lambda model, x: model(pixel_values=x).logits
+    if family == "vit_features":
+        return tf.ViTModel(tf.ViTConfig(**HF_TINY, **mlp, qkv_bias=False)), _class_token
+    if family == "deit_distilled":
+        config = tf.DeiTConfig(**HF_TINY, **mlp, num_labels=7)
+        return tf.DeiTForImageClassificationWithTeacher(config), lambda model, x: model(pixel_values=x).logits
+    if family == "dinov2":
+        return tf.Dinov2Model(tf.Dinov2Config(**HF_TINY, mlp_ratio=3)), _class_token
+    if family == "dinov2_registers":
+        config = tf.Dinov2WithRegistersConfig(**HF_TINY, mlp_ratio=3, num_register_tokens=3)
+        return tf.Dinov2WithRegistersModel(config), _class_token
+    if family == "clip":
+        config = tf.CLIPVisionConfig(**HF_TINY, **mlp, projection_dim=24)
+        return tf.CLIPVisionModelWithProjection(config), lambda model, x: model(pixel_values=x).image_embeds
+    if family == "clip_tower":
+        config = tf.CLIPVisionConfig(**HF_TINY, **mlp, hidden_act="gelu")
+        return tf.CLIPVisionModel(config), lambda model, x: model(pixel_values=x).pooler_output
+    if family == "siglip":
+        return tf.SiglipVisionModel(tf.SiglipVisionConfig(**HF_TINY, **mlp)), _pooled
+    if family == "siglip_classifier":
+        config = tf.SiglipConfig(vision_config={**HF_TINY, **mlp}, text_config=_TINY_TEXT, num_labels=5)
+        return tf.SiglipForImageClassification(config), lambda model, x: model(pixel_values=x).logits
+    full = {"vision_config": {**HF_TINY, **mlp}, "text_config": _TINY_TEXT}
+    if family == "clip_with_text":
+        model = tf.CLIPModel(tf.CLIPConfig(**full, projection_dim=24))
+    else:
+        model = tf.SiglipModel(tf.SiglipConfig(**full))
+    return model, lambda model, x: _image_features(model, x)
+
+
+_TINY_TEXT = {
+    "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 50,
+    "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+
+HF_FAMILIES = {
+    "vit": "transformers ViT/DeiT/DINOv2",
+    "vit_features": "transformers ViT/DeiT/DINOv2",
+    "deit_distilled": "transformers ViT/DeiT/DINOv2",
+    "dinov2": "transformers ViT/DeiT/DINOv2",
+    "dinov2_registers": "transformers ViT/DeiT/DINOv2",
+    "clip": "transformers CLIP",
+    "clip_tower": "transformers CLIP",
+    "clip_with_text": "transformers CLIP",
+    "siglip": "transformers SigLIP",
+    "siglip_classifier": "transformers SigLIP",
+    "siglip_with_text": "transformers SigLIP",
+}
+
+
+def _class_token(model: nn.Module, images: Tensor) -> Tensor:
+    return model(pixel_values=images).last_hidden_state[:, 0]
+
+
+def _pooled(model: nn.Module, images: Tensor) -> Tensor:
+    return model(pixel_values=images).pooler_output
+
+
+def _image_features(model: nn.Module, images: Tensor) -> Tensor:
+    features = model.get_image_features(pixel_values=images)
+    return features if isinstance(features, Tensor) else features.pooler_output  # transformers 4 and 5
+
+
+@pytest.mark.parametrize("family", HF_FAMILIES)
+def test_transformers(family: str, tmp_path: Path) -> None:
+    theirs, run_theirs = _transformers_model(family)
+    randomise(theirs)
+    theirs.save_pretrained(tmp_path)  # written under transformers 4's names, with config.json
+    ours = create_model(str(tmp_path), backend="sdpa")
+    # with registers the class token's position is added to the token when loading, which rounds to fp32
+    tolerance = 1e-6 if family == "dinov2_registers" else 1e-10
+    assert_same_outputs(ours, theirs, run_theirs, fp64_tolerance=tolerance)
+
+    fresh = VisionTransformer(ours.config, backend="sdpa")
+    report = load_weights(fresh, theirs.state_dict())  # the names in memory: transformers 5's
+    assert report.layout == HF_FAMILIES[family]
+    assert report.loaded == len(ours.state_dict())
+    for name, tensor in ours.state_dict().items():
+        assert torch.equal(fresh.state_dict()[name], tensor), name
+    if "with_text" in family:
+        assert {"logit_scale", "text_model.embeddings.token_embedding.weight"} <= set(report.ignored)
+    if family == "vit_features":
+        assert "pooler.dense.weight" in report.ignored
+    if family == "siglip_classifier":
+        assert "vision_model.head.probe" in report.ignored
+
+
+def test_transformers_5_names_in_memory_differ_from_those_in_files(tmp_path: Path) -> None:
+    """Else test_transformers would read one and the same names twice."""
+    from safetensors.torch import load_file
+
+    theirs, _ = _transformers_model("vit")
+    theirs.save_pretrained(tmp_path)
+    on_disk = set(load_file(tmp_path / "model.safetensors"))
+    renamed = {name for name in theirs.state_dict() if "q_proj" in name}
+    if renamed:  # transformers 5
+        assert any("attention.attention.query" in name for name in on_disk)
+        assert not renamed & on_disk
+
+
+@pytest.mark.parametrize("family", ["clip_classifier", "dinov2_classifier"])
+def test_transformers_heads_that_would_mean_something_else_are_refused(family: str) -> None:
+    import transformers as tf
+
+    if family == "clip_classifier":
+        config = tf.CLIPConfig(
+            vision_config={**HF_TINY, "intermediate_size": 128}, text_config=_TINY_TEXT, num_labels=3
+        )
+        theirs: nn.Module = tf.CLIPForImageClassification(config)
+        fields = vit_fields({**config.to_dict(), "architectures": ["CLIPForImageClassification"]})
+    else:
+        config = tf.Dinov2Config(**HF_TINY, num_labels=3)
+        theirs = tf.Dinov2ForImageClassification(config)
+        fields = vit_fields({**config.to_dict(), "architectures": ["Dinov2ForImageClassification"]})
+    state = theirs.state_dict()
+    assert "classifier.weight" in load_weights(VisionTransformer(ViTConfig(**fields)), state).ignored
+    with_head = VisionTransformer(ViTConfig(**{**fields, "num_classes": 3}))
+    with pytest.raises(ValueError, match="classifier reads"):
+        load_weights(with_head, state)
+    before = with_head.head.weight.clone()
+    report = load_weights(with_head, state, replace_head=True)
+    assert len(report.replaced) == 2 and torch.equal(with_head.head.weight, before)
+
+
+@pytest.mark.parametrize("old_mlp_names", [False, True])
+def test_torchvision(old_mlp_names: bool) -> None:
+    from torchvision.models import VisionTransformer as TorchvisionViT
+
+    theirs = randomise(TorchvisionViT(64, 16, 2, 2, 64, 128, num_classes=7))
+    ours = create_model("vit_base_patch16_224", backend="sdpa", img_size=64, mlp_ratio=2.0, num_classes=7, **SMALL)
+    state = theirs.state_dict()
+    if old_mlp_names:
+        state = {n.replace("mlp.0.", "mlp.linear_1.").replace("mlp.3.", "mlp.linear_2."): t for n, t in state.items()}
+    report = load_weights(ours, state)
+    assert report.layout == "torchvision"
+    assert ("conv_proj.weight", "patch_embed.proj.weight") in report.renamed
+    assert_same_outputs(ours, theirs, lambda model, images: model(images))
+
+
+def _to_jax(model: nn.Module, *, big_vision: bool, scanned: bool) -> dict[str, np.ndarray]:
+    """timm's parameters as Google's code stores them: kernels [in, out], heads apart."""
+    state = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    H = model.blocks[0].attn.num_heads
+    C = model.embed_dim
+    attention, norm2, mlp = ("0", "1", "0") if big_vision else ("1", "2", "3")
+    out: dict[str, np.ndarray] = {
+        "embedding/kernel": state["patch_embed.proj.weight"].transpose(2, 3, 1, 0),
+        "embedding/bias": state["patch_embed.proj.bias"],
+        ("pos_embedding" if big_vision else "Transformer/posembed_input/pos_embedding"): state["pos_embed"],
+    }
+    if "cls_token" in state:
+        out["cls"] = state["cls_token"]
+    for theirs, ours in (("Transformer/encoder_norm", "norm"), ("head", "head")):
+        if f"{ours}.weight" in state:
+            out[f"{theirs}/{'kernel' if ours == 'head' else 'scale'}"] = state[f"{ours}.weight"].T
+            out[f"{theirs}/bias"] = state[f"{ours}.bias"]
+
+    def norm(theirs: str, ours: str) -> None:
+        out[f"{theirs}/scale"], out[f"{theirs}/bias"] = state[f"{ours}.weight"], state[f"{ours}.bias"]
+
+    def mlp_block(theirs: str, ours: str) -> None:
+        for i in range(2):
+            out[f"{theirs}/Dense_{i}/kernel"] = state[f"{ours}.fc{i + 1}.weight"].T
+            out[f"{theirs}/Dense_{i}/bias"] = state[f"{ours}.fc{i + 1}.bias"]
+
+    def heads(theirs: str, names: tuple[str, ...], weight: np.ndarray, bias: np.ndarray) -> None:
+        for name, w, b in zip(names, np.split(weight, len(names)), np.split(bias, len(names)), strict=True):
+            out[f"{theirs}/{name}/kernel"] = w.T.reshape(C, H, C // H)
+            out[f"{theirs}/{name}/bias"] = b.reshape(H, C // H)
+
+    for i in range(len(model.blocks)):
+        theirs, ours = f"Transformer/encoderblock_{i}", f"blocks.{i}"
+        norm(f"{theirs}/LayerNorm_0", f"{ours}.norm1")
+        norm(f"{theirs}/LayerNorm_{norm2}", f"{ours}.norm2")
+        mha = f"{theirs}/MultiHeadDotProductAttention_{attention}"
+        heads(mha, ("query", "key", "value"), state[f"{ours}.attn.qkv.weight"], state[f"{ours}.attn.qkv.bias"])
+        out[f"{mha}/out/kernel"] = state[f"{ours}.attn.proj.weight"].T.reshape(H, C // H, C)
+        out[f"{mha}/out/bias"] = state[f"{ours}.attn.proj.bias"]
+        mlp_block(f"{theirs}/MlpBlock_{mlp}", f"{ours}.mlp")
+    if "attn_pool.latent" in state:
+        mha = "MAPHead_0/MultiHeadDotProductAttention_0"
+        out["MAPHead_0/probe"] = state["attn_pool.latent"]
+        heads(mha, ("query",), state["attn_pool.q.weight"], state["attn_pool.q.bias"])
+        heads(mha, ("key", "value"), state["attn_pool.kv.weight"], state["attn_pool.kv.bias"])
+        out[f"{mha}/out/kernel"] = state["attn_pool.proj.weight"].T.reshape(H, C // H, C)
+        out[f"{mha}/out/bias"] = state["attn_pool.proj.bias"]
+        norm("MAPHead_0/LayerNorm_0", "attn_pool.norm")
+        mlp_block("MAPHead_0/MlpBlock_0", "attn_pool.mlp")
+    if scanned:
+        blocks = sorted(name for name in out if "encoderblock_0/" in name)
+        for name in blocks:
+            layers = [out.pop(name.replace("encoderblock_0/", f"encoderblock_{i}/")) for i in range(len(model.blocks))]
+            out[name.replace("encoderblock_0/", "encoderblock/")] = np.stack(layers)
+    if big_vision:
+        prefix = "params/img/" if "attn_pool.latent" in state else "params/"
+        out = {prefix + name: array for name, array in out.items()}
+        if prefix == "params/img/":
+            out |= {"params/txt/Embed_0/embedding": np.zeros((3, 4), np.float32), "params/t": np.zeros(1, np.float32)}
+    return {name: np.ascontiguousarray(array) for name, array in out.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "big_vision", "scanned"),
+    [
+        ("vit_base_patch16_224", False, False),
+        ("vit_base_patch16_224", True, False),
+        ("vit_base_patch16_224", True, True),
+        ("vit_base_patch16_siglip_224", True, True),
+    ],
+)
+def test_google_npz(name: str, big_vision: bool, scanned: bool, tmp_path: Path) -> None:
+    arrays = _to_jax(_timm_model(name, img_size=64), big_vision=big_vision, scanned=scanned)
+    np.savez(tmp_path / "jax.npz", **arrays)
+    theirs = _timm_model(name, img_size=64)
+    theirs.load_pretrained(str(tmp_path / "jax.npz"))  # timm's own reading of the format is the judge
+    ours = create_model(name, weights=tmp_path / "jax.npz", backend="sdpa", img_size=64, **SMALL)
+    report = load_weights(ours, tmp_path / "jax.npz")
+    assert report.layout == "Google JAX"
+    assert report.ignored == [n for n in sorted(arrays) if n in ("params/t", "params/txt/Embed_0/embedding")]
+    assert_same_outputs(ours, theirs, lambda model, images: model(images))
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_openai_clip_layout_agrees_with_timms_reading(prefix: str) -> None:
+    from timm.models.vision_transformer import checkpoint_filter_fn
+
+    name = "vit_base_patch32_clip_quickgelu_224"
+    swaps = (
+        ("patch_embed.proj", "conv1"), ("norm_pre", "ln_pre"), ("norm.", "ln_post."), ("norm1", "ln_1"), ("norm2", "ln_2"),
+        ("blocks.", "transformer.resblocks."), ("attn.qkv.", "attn.in_proj_"), ("attn.proj", "attn.out_proj"),
+        ("fc1", "c_fc"), ("fc2", "c_proj"), ("cls_token", "class_embedding"), ("pos_embed", "positional_embedding"),
+    )  # fmt: skip
+    state: dict[str, Tensor] = {}
+    for key, tensor in _timm_model(name).state_dict().items():
+        if key == "head.weight":
+            state[f"{prefix}visual.proj"] = tensor.T
+        elif key != "head.bias":
+            for ours_part, theirs_part in swaps:
+                key = key.replace(ours_part, theirs_part)
+            squeezed = tensor.reshape(-1) if "class_emb" in key else tensor[0] if "positional" in key else tensor
+            state[f"{prefix}visual.{key}"] = squeezed
+    state[f"{prefix}logit_scale"] = torch.ones(())
+    theirs = _timm_model(name)
+    theirs.load_state_dict(checkpoint_filter_fn(dict(state), theirs))
+    ours = create_model(name, backend="sdpa", **SMALL)
+    assert load_weights(ours, state).layout == "OpenAI CLIP"
+    assert_same_outputs(ours, theirs, lambda model, images: model(images))
+
+
+def test_original_dinov2_registers_file_agrees_with_timms_reading() -> None:
+    from timm.models.vision_transformer import checkpoint_filter_fn
+
+    name = "vit_small_patch14_reg4_dinov2"
+    state = dict(_timm_model(name, img_size=98).state_dict())
+    state["register_tokens"] = state.pop("reg_token")
+    state["pos_embed"] = torch.cat([torch.randn(1, 1, 64), state["pos_embed"]], dim=1)
+    state["mask_token"] = torch.zeros(1, 64)
+    theirs = _timm_model(name, img_size=98)
+    theirs.load_state_dict(checkpoint_filter_fn(dict(state), theirs))
+    ours = create_model(name, backend="sdpa", img_size=98, **SMALL)
+    assert load_weights(ours, state).ignored == ["mask_token"]
+    assert_same_outputs(ours, theirs, lambda model, images: model(images))

@@ -1,0 +1,161 @@
+"""Model repositories, on the Hugging Face Hub or in a folder: weights, shape, preprocessing and class names.
+
+The local cache comes first: what is in it is used without asking the network.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .hub_configs import data_config_from_processor, describe_timm, describe_transformers
+from .sources import Source, WeightsError, read_file
+
+WEIGHT_FILES = (
+    "model.safetensors",
+    "pytorch_model.bin",
+    "open_clip_model.safetensors",
+    "open_clip_pytorch_model.bin",
+)
+
+_Fetch = Callable[[str], Path | None]
+
+
+def open_folder(folder: Path) -> Source:
+    """A folder that holds what a Hub repository does.
+
+    Raises:
+        WeightsError: no weights in it, or one of its files cannot be read.
+    """
+
+    def fetch(filename: str) -> Path | None:
+        return folder / filename if (folder / filename).is_file() else None
+
+    return _open(str(folder), fetch)
+
+
+def open_repository(repository: str) -> Source:
+    """A repository of the Hugging Face Hub, from the local cache or downloaded into it.
+
+    Args:
+        repository: `owner/name`, or `owner/name@revision`.
+    Raises:
+        WeightsError: no such repository, no access, no network and not in the cache, or no weights in it.
+    """
+    repo_id, _, revision = repository.partition("@")
+    return _open(repository, lambda filename: _download(repo_id, revision or "main", filename))
+
+
+def _download(repo_id: str, revision: str, filename: str) -> Path | None:
+    """The file's local path; None where the repository has none of this name."""
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    where = f"{repo_id}@{revision}"
+    try:
+        cached = try_to_load_from_cache(repo_id, filename, revision=revision)
+        if cached is not None:  # a path, or the mark that the repository was seen to lack this file
+            return Path(cached) if isinstance(cached, str) else None
+        return Path(hf_hub_download(repo_id, filename, revision=revision))
+    except LocalEntryNotFoundError:
+        raise _Unreachable(
+            f"{where}: {filename} is not in the local cache, and huggingface.co cannot be reached (no network, or "
+            "HF_HUB_OFFLINE is set)"
+        ) from None
+    except EntryNotFoundError:
+        return None
+    except GatedRepoError:
+        raise WeightsError(f"{where}: access needs its licence accepted on huggingface.co and a login") from None
+    except RevisionNotFoundError:
+        raise WeightsError(f"{where}: the repository has no such revision") from None
+    except RepositoryNotFoundError:
+        raise WeightsError(f"{where}: no such repository on huggingface.co, or it is private") from None
+    except HFValidationError as error:
+        raise WeightsError(f"{where}: not a repository id: {error}") from None
+    except OSError as error:  # connection errors of every HTTP library derive from it or are wrapped above
+        raise _Unreachable(f"{where}: {filename} cannot be downloaded: {error}") from None
+
+
+class _Unreachable(WeightsError):
+    """A file that may exist, but not here."""
+
+
+def _open(name: str, fetch: _Fetch) -> Source:
+    config_file = fetch("config.json")
+    weights_file = _find_weights(name, fetch)
+    source = read_file(weights_file) if weights_file.suffix != ".json" else _read_shards(weights_file, fetch)
+    if source.config is not None and config_file is None:
+        source.name = name
+        return source  # one of our own files: it describes itself
+    found = Source(name, source.tensors)
+    if config_file is None:
+        found.notes.append("no config.json: head size, preprocessing and class names are the model's own")
+        return found
+    config = _read_json(config_file)
+    if "pretrained_cfg" in config or "architecture" in config:
+        describe_timm(found, config)
+    elif "model_type" in config:
+        describe_transformers(found, config)
+        _read_preprocessor(found, fetch)
+    else:
+        found.notes.append("config.json is of no known library: not used")
+    return found
+
+
+def _find_weights(name: str, fetch: _Fetch) -> Path:
+    unreachable: _Unreachable | None = None
+    for filename in (WEIGHT_FILES[0], "model.safetensors.index.json", *WEIGHT_FILES[1:]):
+        try:
+            path = fetch(filename)
+        except _Unreachable as error:
+            unreachable = unreachable or error  # another of the names may be in the cache
+            continue
+        if path is not None:
+            return path
+    if unreachable is not None:
+        raise unreachable
+    raise WeightsError(f"{name}: none of {', '.join(WEIGHT_FILES)} in it")
+
+
+def _read_shards(index_file: Path, fetch: _Fetch) -> Source:
+    source = Source(str(index_file), {})
+    for filename in sorted(set(_read_json(index_file).get("weight_map", {}).values())):
+        path = fetch(filename)
+        if path is None:
+            raise WeightsError(f"{index_file}: names {filename}, which is not there")
+        source.tensors |= read_file(path).tensors
+    return source
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{path}: cannot be read as JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise WeightsError(f"{path}: holds a {type(content).__name__}, accepted is an object")
+    return content
+
+
+def _read_preprocessor(source: Source, fetch: _Fetch) -> None:
+    try:
+        preprocessor_file = fetch("preprocessor_config.json")
+    except _Unreachable as error:
+        source.notes.append(f"preprocessing is the model's own: {error}")
+        return
+    if preprocessor_file is None:
+        source.notes.append("no preprocessor_config.json: preprocessing is the model's own")
+        return
+    try:
+        source.data_config = data_config_from_processor(_read_json(preprocessor_file))
+    except (ValueError, KeyError, TypeError) as error:
+        source.notes.append(f"preprocessor_config.json not used: {error}")

@@ -1,0 +1,187 @@
+"""What repositories say about their model: timm's config.json, transformers' config and preprocessor_config."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from .config import DataConfig, ViTConfig
+from .sources import Source, WeightsError
+from .variants import get_variant
+
+_ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+# What transformers' configuration classes fill in where config.json is silent.
+_COMMON = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "image_size": 224, "num_channels": 3}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "vit": {"patch_size": 16, "hidden_act": "gelu", "layer_norm_eps": 1e-12, "intermediate_size": 3072},
+    "deit": {"patch_size": 16, "hidden_act": "gelu", "layer_norm_eps": 1e-12, "intermediate_size": 3072},
+    "dinov2": {"patch_size": 14, "hidden_act": "gelu", "layer_norm_eps": 1e-6, "mlp_ratio": 4},
+    "dinov2_with_registers": {
+        "patch_size": 14,
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-6,
+        "mlp_ratio": 4,
+        "num_register_tokens": 4,
+    },
+    "clip": {"patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5, "intermediate_size": 3072},
+    "siglip": {"patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6, "intermediate_size": 3072},
+}
+_PIL_FILTERS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
+
+
+def describe_timm(source: Source, config: Mapping[str, Any]) -> None:
+    """timm's config.json: a variant's name, and pretrained_cfg with size, preprocessing and perhaps labels."""
+    pretrained = config.get("pretrained_cfg", config)
+    num_classes = config.get("num_classes", pretrained.get("num_classes"))
+    input_size = pretrained.get("input_size")
+    try:
+        variant = get_variant(str(config.get("architecture", "")))
+    except ValueError as error:
+        source.notes.append(f"config.json: {error}")
+    else:
+        fields: dict[str, Any] = dict(config.get("model_args") or {})
+        if num_classes is not None:
+            fields["num_classes"] = num_classes
+        if input_size is not None:
+            fields |= {"in_chans": input_size[0], "img_size": tuple(input_size[1:])}
+        try:
+            source.config = variant.config.replace(**fields)
+        except ValueError as error:
+            raise WeightsError(f"{source.name}: its config.json asks for what no config here does: {error}") from None
+    keys = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
+    known = {key: pretrained[key] for key in keys if pretrained.get(key) is not None}
+    if {"mean", "std"} <= set(known):
+        try:
+            source.data_config = DataConfig.from_dict(known)
+        except ValueError as error:
+            source.notes.append(f"preprocessing not used: {error}")
+    source.class_names = _timm_class_names(config)
+
+
+def _timm_class_names(config: Mapping[str, Any]) -> tuple[str, ...] | None:
+    pretrained = config.get("pretrained_cfg", {})
+    names = config.get("label_names") or pretrained.get("label_names")
+    if not names:
+        return None
+    descriptions = config.get("label_descriptions") or pretrained.get("label_descriptions") or {}
+    return tuple(str(descriptions.get(name, name)) if isinstance(descriptions, dict) else str(name) for name in names)
+
+
+def describe_transformers(source: Source, config: Mapping[str, Any]) -> None:
+    """transformers' config.json: shape, head and class names."""
+    try:
+        source.config = ViTConfig(**vit_fields(config))
+    except (ValueError, KeyError) as error:
+        raise WeightsError(f"{source.name}: its config.json describes no model that fits here: {error}") from None
+    labels = config.get("id2label")
+    if labels and source.config.num_classes == len(labels):
+        source.class_names = tuple(str(labels[key]) for key in sorted(labels, key=int))
+
+
+def vit_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """ViTConfig's fields from a transformers config.json of ViT, DeiT, DINOv2, CLIP or SigLIP.
+
+    Raises:
+        ValueError: another model, or one with an activation or MLP that ViTConfig lacks.
+    """
+    family = str(config.get("model_type", "")).removesuffix("_vision_model")
+    if family not in _DEFAULTS:
+        raise ValueError(f"model_type={config.get('model_type')!r}: accepted are {', '.join(_DEFAULTS)}")
+    vision = {**_COMMON, **_DEFAULTS[family], **(config.get("vision_config") or config)}
+    if vision["hidden_act"] not in _ACTIVATIONS:
+        raise ValueError(f"hidden_act={vision['hidden_act']!r}: accepted are {', '.join(_ACTIVATIONS)}")
+    if vision.get("use_swiglu_ffn"):
+        raise ValueError("use_swiglu_ffn=True: accepted is a two-layer MLP")
+    C = vision["hidden_size"]
+    hidden = vision["intermediate_size"] if "intermediate_size" in vision and "mlp_ratio" not in vision else None
+    mlp_ratio = vision["mlp_ratio"] if hidden is None else hidden / C
+    if hidden is not None and int(C * mlp_ratio) != hidden:
+        mlp_ratio = (hidden + 0.5) / C  # the quotient's rounding must not cost a hidden unit
+    image_size, patch_size = vision["image_size"], vision["patch_size"]
+    fields = {
+        "img_size": tuple(image_size) if isinstance(image_size, list) else image_size,
+        "patch_size": tuple(patch_size) if isinstance(patch_size, list) else patch_size,
+        "in_chans": vision["num_channels"],
+        "embed_dim": C,
+        "depth": vision["num_hidden_layers"],
+        "num_heads": vision["num_attention_heads"],
+        "mlp_ratio": mlp_ratio,
+        "qkv_bias": vision.get("qkv_bias", True),
+        "act_layer": _ACTIVATIONS[vision["hidden_act"]],
+        "norm_eps": vision["layer_norm_eps"],
+        "num_classes": _num_classes(family, config),
+    }
+    return fields | _family_fields(family, config, vision)
+
+
+def _family_fields(family: str, config: Mapping[str, Any], vision: Mapping[str, Any]) -> dict[str, Any]:
+    if family == "deit":
+        return {"distilled": True}
+    if family.startswith("dinov2"):
+        registers = vision["num_register_tokens"] if family == "dinov2_with_registers" else 0
+        layer_scale = {"init_values": vision.get("layerscale_value", 1.0)}
+        return layer_scale | ({"reg_tokens": registers, "no_embed_class": True} if registers else {})
+    if family == "clip":
+        return {"pre_norm": True}
+    if family == "siglip":
+        classifies = _classifies(config)
+        return {"class_token": False, "global_pool": "avg" if classifies else "map", "fc_norm": False}
+    return {}
+
+
+def _num_classes(family: str, config: Mapping[str, Any]) -> int:
+    architectures = config.get("architectures") or []
+    if family == "clip" and any(a in ("CLIPModel", "CLIPVisionModelWithProjection") for a in architectures):
+        return int(config.get("projection_dim", 512))
+    if family.startswith("dinov2") or family == "clip" or not _classifies(config):
+        return 0  # DINOv2's and CLIP's classifiers read what no head here does
+    return len(config.get("id2label") or ()) or 2  # transformers leaves its default of two labels out
+
+
+def _classifies(config: Mapping[str, Any]) -> bool:
+    return any("ForImageClassification" in a for a in config.get("architectures") or ())
+
+
+def data_config_from_processor(processor: Mapping[str, Any]) -> DataConfig:
+    """DataConfig of a transformers preprocessor_config.json.
+
+    Raises:
+        ValueError: it prepares images in a way that DataConfig cannot say.
+    """
+    if not processor.get("do_rescale", True) or not math.isclose(processor.get("rescale_factor", 1 / 255), 1 / 255):
+        raise ValueError("it does not scale pixels to [0, 1]")
+    normalises = processor.get("do_normalize", True)
+    size = processor.get("size", 224)
+    crop = processor.get("crop_size", size)
+    if isinstance(crop, Mapping):
+        crop = crop.get("height", crop.get("shortest_edge"))
+    crops = bool(processor.get("do_center_crop", False))
+    if isinstance(size, Mapping):
+        squashes = "height" in size
+        resized = size["height"] if squashes else size["shortest_edge"]
+        if squashes and size["height"] != size["width"]:
+            raise ValueError(f"it resizes to {size['height']}x{size['width']}, not a square")
+    else:
+        resized, squashes = size, not crops  # the old format: one number, an edge where a crop follows
+    if not crops and not squashes:
+        raise ValueError("it keeps the aspect ratio without a crop")
+    crop_pct = crop / resized if crops else 1.0
+    if math.floor(crop / crop_pct) != resized and crops:
+        crop_pct = math.nextafter(crop_pct, 0)
+    return DataConfig(
+        mean=tuple(processor.get("image_mean", (0.5, 0.5, 0.5))) if normalises else (0.0, 0.0, 0.0),
+        std=tuple(processor.get("image_std", (0.5, 0.5, 0.5))) if normalises else (1.0, 1.0, 1.0),
+        interpolation=_PIL_FILTERS[processor.get("resample", 2)],  # type: ignore[arg-type]  # DataConfig checks it
+        crop_pct=crop_pct,
+        crop_mode="squash" if squashes else "center",
+    )

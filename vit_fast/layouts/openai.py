@@ -1,0 +1,43 @@
+"""The names of OpenAI's CLIP and of OpenCLIP's own image tower."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from ..config import ViTConfig
+from .rename import Converted, Rule, rename
+
+NAME = "OpenAI CLIP"
+SIGNATURE = r"^visual\.conv1\.weight$"
+
+_BLOCK = r"visual\.transformer\.resblocks\.(\d+)\."
+
+RULES: tuple[Rule, ...] = (
+    (r"visual\.class_embedding", "cls_token"),
+    (r"visual\.positional_embedding", "pos_embed"),
+    (r"visual\.proj", "head.weight"),
+    (r"visual\.conv1\.weight", "patch_embed.proj.weight"),
+    (r"visual\.ln_pre\.(weight|bias)", r"norm_pre.\1"),
+    (r"visual\.ln_post\.(weight|bias)", r"norm.\1"),
+    (_BLOCK + r"ln_([12])\.(weight|bias)", r"blocks.\1.norm\2.\3"),
+    (_BLOCK + r"attn\.in_proj_(weight|bias)", r"blocks.\1.attn.qkv.\2"),
+    (_BLOCK + r"attn\.out_proj\.(weight|bias)", r"blocks.\1.attn.proj.\2"),
+    (_BLOCK + r"mlp\.c_fc\.(weight|bias)", r"blocks.\1.mlp.fc1.\2"),
+    (_BLOCK + r"mlp\.c_proj\.(weight|bias)", r"blocks.\1.mlp.fc2.\2"),
+    (r"(?!visual\.).+", None),  # the text tower has no prefix of its own
+)
+
+
+def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
+    """The projection is stored transposed and without a bias; class token and positions without a batch axis."""
+    converted = rename(state, NAME, RULES)
+    for name, tensor in list(converted.tensors.items()):
+        if name in ("cls_token", "pos_embed"):
+            converted.tensors[name] = tensor.reshape(1, -1, tensor.shape[-1])
+        elif name == "head.weight":
+            converted.tensors[name] = tensor.t().contiguous()
+            converted.tensors["head.bias"] = tensor.new_zeros(tensor.shape[1])
+            converted.origins["head.bias"] = ("zeros: the projection has no bias",)
+    return converted

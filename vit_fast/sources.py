@@ -1,0 +1,180 @@
+"""Where weights come from: a state dict, a file, a folder or a Hugging Face Hub repository, all as one Source."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .config import DataConfig, ViTConfig
+from .errors import VitFastError
+
+SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".npz")
+METADATA_KEY = "vit_fast"
+
+_HUB_PREFIXES = ("hf-hub:", "hf_hub:", "hf://")
+_HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(@[\w./-]+)?")
+_WRAPPERS = ("model", "state_dict", "model_state_dict")
+
+
+class WeightsError(VitFastError, ValueError):
+    """Weights that cannot be read, or do not fit the model; lists everything that is wrong."""
+
+
+@dataclass
+class Source:
+    """Parameters under their library's names, and what came with them.
+
+    Attributes:
+        name: A path or a repository, for messages.
+        tensors: The state dict.
+        config: The model that the weights were made for, where the source says.
+        data_config: How its images are prepared, where the source says.
+        class_names: Names of the head's outputs, where the source says.
+        notes: What a reader of the report should know.
+    """
+
+    name: str
+    tensors: dict[str, Tensor]
+    config: ViTConfig | None = None
+    data_config: DataConfig | None = None
+    class_names: tuple[str, ...] | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def open_source(source: str | Path | Mapping[str, Any] | Source) -> Source:
+    """Reads weights from wherever they are.
+
+    Args:
+        source: A state dict; a .safetensors, .pth, .pt, .bin (read with `weights_only=True`) or .npz file; a folder
+            with config.json and weights, as the Hub's repositories are; or a Hub id such as
+            "google/vit-base-patch16-224", with `@revision` behind it if wanted.
+    Raises:
+        WeightsError: it cannot be read; one line says why.
+        TypeError: source is something else.
+    """
+    if isinstance(source, Source):
+        return source
+    if isinstance(source, Mapping):
+        return Source("a state dict", _tensors_of(source, "a state dict"))
+    if not isinstance(source, str | Path):
+        raise TypeError(f"weights are a {type(source).__name__}: accepted are a path, a Hub id or a state dict")
+    path = Path(source)
+    if path.is_file():
+        return read_file(path)
+    if path.is_dir():
+        from .hub import open_folder
+
+        return open_folder(path)
+    if (repository := hub_id(source)) is not None:
+        from .hub import open_repository
+
+        return open_repository(repository)
+    raise WeightsError(
+        f"{source}: no such file. Accepted are files ({', '.join(SUFFIXES)}), folders with config.json, and Hugging "
+        "Face Hub ids like google/vit-base-patch16-224"
+    )
+
+
+def hub_id(source: str | Path) -> str | None:
+    """`owner/name[@revision]` where source is written like a Hub id, also behind hf-hub:; else None."""
+    text = str(source)
+    for prefix in _HUB_PREFIXES:
+        text = text.removeprefix(prefix)
+    is_id = isinstance(source, str) and _HUB_ID.fullmatch(text) and not text.lower().endswith(SUFFIXES)
+    return text if is_id else None
+
+
+def read_file(path: Path) -> Source:
+    """One weights file of any accepted format; the suffix decides.
+
+    Raises:
+        WeightsError: missing, damaged, of another format, or one that would run code when read.
+    """
+    suffix = path.suffix.lower()
+    if suffix not in SUFFIXES:
+        raise WeightsError(f"{path}: accepted are files that end in {', '.join(SUFFIXES)}")
+    if not path.is_file():
+        raise WeightsError(f"{path}: no such file")
+    try:
+        if suffix == ".safetensors":
+            return _read_safetensors(path)
+        tensors = _read_npz(path) if suffix == ".npz" else _read_torch(path)
+    except (OSError, EOFError, RuntimeError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        if isinstance(error, VitFastError):
+            raise
+        raise WeightsError(f"{path}: cannot be read as {suffix}: {_first_line(error)}") from None
+    return Source(str(path), _tensors_of(tensors, str(path)))
+
+
+def _read_safetensors(path: Path) -> Source:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
+    except SafetensorError as error:
+        raise WeightsError(f"{path}: cannot be read as .safetensors: {_first_line(error)}") from None
+    source = Source(str(path), tensors)
+    if METADATA_KEY in metadata:
+        try:
+            saved = json.loads(metadata[METADATA_KEY])
+            source.config = ViTConfig.from_dict(saved["config"])
+            source.data_config = DataConfig.from_dict(saved["data_config"])
+            source.class_names = None if saved["class_names"] is None else tuple(saved["class_names"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise WeightsError(f"{path}: its vit-fast metadata cannot be read: {_first_line(error)}") from None
+    return source
+
+
+def _read_torch(path: Path) -> Mapping[str, Any]:
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise WeightsError(
+            f"{path}: holds more than tensors, reading it would run code from the file: refused "
+            f"({_first_line(error)}); save its state dict alone, best as .safetensors"
+        ) from None
+    if not isinstance(content, Mapping):
+        raise WeightsError(f"{path}: holds a {type(content).__name__}: accepted is a state dict")
+    return content
+
+
+def _read_npz(path: Path) -> dict[str, Tensor]:
+    with np.load(path, allow_pickle=False) as arrays:
+        if not isinstance(arrays, np.lib.npyio.NpzFile):
+            raise WeightsError(f"{path}: is a single array, accepted is an .npz archive")
+        return {name: _from_numpy(arrays[name]) for name in arrays.files}
+
+
+def _from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
+    if array.dtype.kind == "V" and array.dtype.itemsize == 2:  # how numpy stores JAX's bfloat16
+        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(np.array(array))
+
+
+def _tensors_of(content: Mapping[str, Any], name: str) -> dict[str, Tensor]:
+    """The state dict inside a checkpoint: itself, or under one of the usual keys."""
+    for key in _WRAPPERS:
+        inner = content.get(key)
+        if isinstance(inner, Mapping):
+            return _tensors_of(inner, name)
+    tensors = {str(key): value.detach() for key, value in content.items() if isinstance(value, Tensor)}
+    if not tensors:
+        raise WeightsError(f"{name}: no tensor in it")
+    return tensors
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -1,0 +1,302 @@
+"""Loading weights of timm, transformers, torchvision and Google's JAX code into a VisionTransformer, and saving them.
+
+Nothing is loaded unless everything fits: a refusal lists all that is missing, unexpected or of the wrong shape, and
+leaves the model as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import layouts
+from .config import Size
+from .layers import resample_pos_embed
+from .layouts.rename import Converted
+from .model import VisionTransformer, set_backend
+from .sources import METADATA_KEY, Source, WeightsError, open_source, read_file
+
+__all__ = ["WeightsError", "WeightsReport", "load", "load_weights", "save"]
+
+_HEADS = ("head.", "head_dist.")
+_LISTED = 12  # names of one kind in a message, before "and N more"
+
+
+@dataclass
+class WeightsReport:
+    """What load_weights read, and what it did with it.
+
+    Attributes:
+        source: Path, repository, or "a state dict".
+        layout: The library whose names were recognised.
+        loaded: How many of the model's tensors were set.
+        renamed: (theirs, ours) where names differ; one of ours may come from several of theirs.
+        interpolated: Position embeddings that were resampled, with both grids.
+        replaced: Head tensors that were asked to be left as they are in the model, and why.
+        ignored: Tensors of the file that this model has no use for.
+        notes: Anything else worth knowing.
+    """
+
+    source: str
+    layout: str
+    loaded: int = 0
+    renamed: list[tuple[str, str]] = field(default_factory=list)
+    interpolated: list[str] = field(default_factory=list)
+    replaced: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [f"{self.source}: {self.layout} layout, {self.loaded} tensors loaded, {len(self.renamed)} renamed"]
+        lines += [f"interpolated {entry}" for entry in self.interpolated]
+        lines += [f"replaced {entry}" for entry in self.replaced]
+        if self.ignored:
+            lines.append(f"ignored {_listed(self.ignored)}")
+        return "\n  ".join(lines + self.notes)
+
+
+def load_weights(
+    model: VisionTransformer,
+    source: str | Path | Mapping[str, Any] | Source,
+    *,
+    replace_head: bool = False,
+) -> WeightsReport:
+    """Sets a model's parameters from another library's weights; all of them, or none.
+
+    Args:
+        model: Made for these weights; another image size is fine: the position embedding is interpolated once
+            (bicubic, antialiased). Parameters keep their dtype and device.
+        source: A state dict, a file (.safetensors, .pth, .pt, .bin, .npz), a folder, or a Hub id; see open_source.
+            Where it says so, the model also gets its preprocessing and class names.
+        replace_head: Whether a head that the source lacks or has in another size stays as it is in the model.
+    Returns:
+        What was recognised, renamed, interpolated, replaced and ignored.
+    Raises:
+        WeightsError: it cannot be read, or does not fit; lists all that is missing, unexpected or of the wrong shape.
+        TypeError: model is not a VisionTransformer.
+    """
+    if not isinstance(model, VisionTransformer):
+        raise TypeError(f"model is a {type(model).__name__}: accepted is a VisionTransformer")
+    opened = open_source(source)
+    fit = _Fit(model, opened, replace_head)
+    state = model.state_dict()
+    with torch.no_grad():
+        for name, tensor in fit.fitted.items():
+            state[name].copy_(tensor)
+    if opened.data_config is not None:
+        model.data_config = opened.data_config
+    if not fit.report.replaced and opened.class_names and len(opened.class_names) == model.config.num_classes:
+        model.class_names = opened.class_names
+    return fit.report
+
+
+def save(model: VisionTransformer, path: str | Path) -> Path:
+    """Writes a model to one .safetensors file, with config, preprocessing and class names in its metadata.
+
+    The file appears whole or not at all. `load` rebuilds the model from it.
+
+    Args:
+        model: Its parameters are stored in their dtype.
+        path: Must end in .safetensors; an existing file is replaced.
+    Returns:
+        path.
+    Raises:
+        ValueError: path ends otherwise.
+        TypeError: model is not a VisionTransformer.
+        OSError: it cannot be written.
+    """
+    from safetensors.torch import save_file
+
+    from . import __version__
+
+    path = Path(path)
+    if not isinstance(model, VisionTransformer):
+        raise TypeError(f"model is a {type(model).__name__}: accepted is a VisionTransformer")
+    if path.suffix != ".safetensors":
+        raise ValueError(f"path={str(path)!r}: accepted is a name that ends in .safetensors")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path.parent}: no such folder")
+    description = {
+        "version": __version__,
+        "config": model.config.to_dict(),
+        "data_config": model.data_config.to_dict(),
+        "class_names": model.class_names,
+    }
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        save_file(tensors, beside, metadata={"format": "pt", METADATA_KEY: json.dumps(description)})
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+    return path
+
+
+def load(path: str | Path, *, backend: str = "auto", device: torch.device | str | None = None) -> VisionTransformer:
+    """A model as `save` wrote it: shape, parameters in their dtype, preprocessing, class names.
+
+    Args:
+        path: A file that `save` wrote.
+        backend: See set_backend.
+        device: Where to put it; None means the CPU.
+    Returns:
+        The model, in evaluation mode.
+    Raises:
+        WeightsError: not such a file, or damaged.
+    """
+    source = read_file(Path(path))
+    if source.config is None:
+        raise WeightsError(
+            f"{path}: was not written by vit_fast.save, so its shape is not known: use "
+            f"create_model(name, weights={str(path)!r})"
+        )
+    with torch.device("meta"):
+        model = VisionTransformer(
+            source.config, data_config=source.data_config, class_names=source.class_names, backend="sdpa"
+        )
+    fit = _Fit(model, source, replace_head=False)
+    model.load_state_dict(fit.fitted, assign=True)
+    model = model.to(device or "cpu")
+    set_backend(model, backend)
+    return model.eval()
+
+
+class _Fit:
+    """A source held against a model: `fitted` holds exactly the model's tensors to set, or the refusal is raised."""
+
+    def __init__(self, model: VisionTransformer, source: Source, replace_head: bool) -> None:
+        self.config = model.config
+        self.source = source
+        self.wanted = model.state_dict()
+        converted = layouts.convert(source.tensors, model.config)
+        if converted is None:
+            raise WeightsError(
+                f"{source.name}: names of no known layout ({layouts.known_layouts()}); it holds "
+                f"{_listed(sorted(source.tensors))}"
+            )
+        layout = "vit-fast" if source.name.endswith(".safetensors") and source.config else converted.layout
+        self.report = WeightsReport(source.name, layout, notes=list(source.notes))
+        self.problems: list[str] = []
+        self.fitted = dict(converted.tensors)
+        self._drop_what_the_model_lacks(converted)
+        self._interpolate_positions()
+        self._compare_facts()
+        if replace_head:
+            self._leave_other_heads(converted)
+        self._check(converted)
+        if self.problems:
+            raise WeightsError(
+                f"{source.name} ({converted.layout} layout) does not fit:\n  - " + "\n  - ".join(self.problems)
+            )
+        self.report.loaded = len(self.fitted)
+        self.report.renamed = [
+            (theirs, ours) for ours in self.fitted for theirs in converted.origins[ours] if theirs != ours
+        ]
+
+    def _drop_what_the_model_lacks(self, converted: Converted) -> None:
+        """A model without classes has no head, and one that pools otherwise no attention pooling."""
+        useless: list[str] = []
+        if self.config.num_classes == 0:
+            useless += _HEADS
+        if self.config.global_pool != "map":
+            useless.append("attn_pool.")
+        self.report.ignored = list(converted.ignored)
+        for ours in [name for name in self.fitted if name.startswith(tuple(useless))]:
+            del self.fitted[ours]
+            self.report.ignored += [name for name in converted.origins[ours] if name in self.source.tensors]
+
+    def _interpolate_positions(self) -> None:
+        positions, wanted = self.fitted.get("pos_embed"), self.wanted.get("pos_embed")
+        if positions is None or wanted is None or positions.dim() != 3 or positions.shape[-1] != wanted.shape[-1]:
+            return
+        prefix = wanted.shape[1] - self.config.num_patches
+        old_grid = self._grid_of_source(positions.shape[1] - prefix)
+        if old_grid is None or old_grid == self.config.grid_size:
+            return
+        self.fitted["pos_embed"] = resample_pos_embed(positions, old_grid, self.config.grid_size, prefix)
+        new_grid = self.config.grid_size
+        self.report.interpolated.append(
+            f"pos_embed: {old_grid[0]}x{old_grid[1]} -> {new_grid[0]}x{new_grid[1]} patches"
+        )
+
+    def _grid_of_source(self, patches: int) -> Size | None:
+        """Rows and columns of the source's positions; a square unless the source says otherwise, None if unclear."""
+        config = self.source.config
+        if config is not None and config.num_patches == patches:
+            return config.grid_size
+        if patches == self.config.num_patches:
+            return self.config.grid_size
+        side = math.isqrt(max(patches, 0))
+        return (side, side) if side and side * side == patches else None
+
+    def _compare_facts(self) -> None:
+        """What no shape shows: the number of heads, the activation, epsilon."""
+        theirs = self.source.config
+        if theirs is None:
+            return
+        if theirs.embed_dim == self.config.embed_dim and theirs.num_heads != self.config.num_heads:
+            self.problems.append(f"num_heads: the source has {theirs.num_heads}, the model {self.config.num_heads}")
+        for name in ("act_layer", "norm_eps"):
+            if getattr(theirs, name) != getattr(self.config, name):
+                self.report.notes.append(
+                    f"{name}: the source was made with {getattr(theirs, name)!r}, the model has "
+                    f"{getattr(self.config, name)!r}"
+                )
+
+    def _leave_other_heads(self, converted: Converted) -> None:
+        reason = converted.head_problem(self.config)
+        for name in [name for name in self.wanted if name.startswith(_HEADS)]:
+            there = self.fitted.get(name)
+            if reason is not None or there is None or there.shape != self.wanted[name].shape:
+                was = "is not in the source" if there is None else f"is {_shape(there)} in the source"
+                self.report.replaced.append(f"{name}: {was}, the model's {_shape(self.wanted[name])} is kept")
+                self.fitted.pop(name, None)
+                del self.wanted[name]
+
+    def _check(self, converted: Converted) -> None:
+        missing = [name for name in self.wanted if name not in self.fitted]
+        unexpected = [name for name in self.fitted if name not in self.wanted]
+        if missing:
+            self.problems.append(f"missing: {', '.join(missing)}")
+        if unexpected:
+            theirs = [origin for name in unexpected for origin in converted.origins[name]]
+            self.problems.append(f"unexpected: {', '.join(theirs)}")
+        for name in self.wanted:
+            tensor = self.fitted.get(name)
+            if tensor is None:
+                continue
+            if tensor.shape != self.wanted[name].shape:
+                self.problems.append(
+                    f"shape of {name}: {_shape(tensor)} in the source, {_shape(self.wanted[name])} here"
+                )
+            elif not tensor.is_floating_point():
+                self.problems.append(f"dtype of {name}: {tensor.dtype}, accepted is a floating dtype")
+        has_head = any(name.startswith(_HEADS) for name in self.fitted)
+        if has_head and (reason := converted.head_problem(self.config)):
+            self.problems.append(f"head: {reason}")
+        if any(name.startswith(_HEADS) for name in missing) or any("shape of head" in p for p in self.problems):
+            self.problems.append("replace_head=True would keep the model's own head")
+
+
+def overrides_from(source: Source) -> dict[str, Any]:
+    """The config fields that a source settles for a model made by name: head size, activation, epsilon."""
+    if source.config is None:
+        return {}
+    return {name: getattr(source.config, name) for name in ("num_classes", "act_layer", "norm_eps")}
+
+
+def _shape(tensor: Tensor) -> str:
+    return "x".join(map(str, tensor.shape)) or "scalar"
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:_LISTED])
+    return shown if len(names) <= _LISTED else f"{shown} and {len(names) - _LISTED} more"
