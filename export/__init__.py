@@ -1,0 +1,49 @@
+"""ONNX: export, verification, optimisation, quantisation, and a runner for ONNX Runtime.
+
+    report = vit_fast.export.export_onnx(model, "model.onnx", target="ort-cpu")
+    logits = vit_fast.export.OnnxRunner("model.onnx")(images)
+
+Names are imported when first used, so that this package can be imported where onnx is not installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .deployment import write_triton_repository
+    from .exporter import export_onnx
+    from .files import ModelFileError
+    from .metadata import inspect_onnx
+    from .report import ExportReport
+    from .runner import OnnxRunner, ProviderError
+    from .verify import VerificationError
+
+_LAZY = {
+    "ExportReport": ".report",
+    "ModelFileError": ".files",
+    "OnnxRunner": ".runner",
+    "ProviderError": ".runner",
+    "VerificationError": ".verify",
+    "export_onnx": ".exporter",
+    "inspect_onnx": ".metadata",
+    "write_triton_repository": ".deployment",
+}
+
+__all__ = [
+    "ExportReport",
+    "ModelFileError",
+    "OnnxRunner",
+    "ProviderError",
+    "VerificationError",
+    "export_onnx",
+    "inspect_onnx",
+    "write_triton_repository",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name], __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,199 @@
+"""A model as an ONNX graph: torch.export, then torch's ONNX exporter, with attention kept whole and failures named."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import re
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import onnx_ir as ir
+import onnx_ir.passes.common as common_passes
+import torch
+from torch import Tensor, nn
+
+from ..errors import UnsupportedInputError
+from . import attention
+from .options import ExportOptions
+from .subjects import Output, Subject, prepared
+
+INPUT, BATCH = "images", "batch"
+
+
+class _Exported(nn.Module):
+    """What the file computes between preprocessing and output: fp32 in, fp32 out, the model's own dtype inside."""
+
+    def __init__(self, subject: Subject, output: Output, dtype: torch.dtype, dynamic_size: bool) -> None:
+        super().__init__()
+        self.model = subject.model
+        self._subject, self._output, self._dtype, self._dynamic_size = subject, output, dtype, dynamic_size
+
+    def forward(self, images: Tensor) -> Tensor:
+        output: Output = "logits" if self._output == "probabilities" else self._output
+        result = self._subject.forward(images.to(self._dtype), output, self._dynamic_size).float()
+        return result.softmax(-1) if self._output == "probabilities" else result
+
+
+def capture(subject: Subject, options: ExportOptions) -> ir.Model:
+    """The model as an ONNX graph in which every attention is one placeholder node (see attention.py).
+
+    Args:
+        subject: The model. For fp16 and bf16 a copy in that dtype is made for the time of the capture.
+        options: Opset, precision, dynamic dimensions, output.
+    Returns:
+        A graph with one input, "images" [batch, in_chans, height, width] fp32, and one output named after its meaning.
+    Raises:
+        UnsupportedInputError: something in the model cannot be exported; names the module.
+    """
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(options.precision, torch.float32)
+    if dtype != torch.float32:
+        subject = subject.copy_in(dtype)
+    example = torch.randn(2, subject.in_chans, *_example_size(subject, options))
+    module = _Exported(subject, options.output, dtype, options.dynamic_size).eval()
+    with prepared(subject, "sdpa", options.dynamic_size), _quiet(), torch.no_grad():
+        exported = _torch_export(module, example, subject, options)
+        model = _to_onnx(exported, options)
+    _rename_symbols(model)
+    common_passes.ClearMetadataAndDocStringPass()(model)
+    return model
+
+
+def _example_size(subject: Subject, options: ExportOptions) -> tuple[int, int]:
+    """Height and width to trace with: with dynamic_size unequal and not the model's own, or torch takes them for fixed."""
+    (height, width), (patch_h, patch_w) = subject.image_hw, subject.patch_hw
+    return (height + patch_h, width + 2 * patch_w) if options.dynamic_size else (height, width)
+
+
+def _torch_export(module: nn.Module, example: Tensor, subject: Subject, options: ExportOptions) -> Any:
+    dimensions: dict[int, Any] = {}
+    if options.dynamic_batch:
+        dimensions[0] = torch.export.Dim(BATCH)
+    else:
+        example = example[:1]
+    if options.dynamic_size:
+        for axis, name in ((2, "rows"), (3, "columns")):
+            dimensions[axis] = subject.patch_hw[axis - 2] * torch.export.Dim(name)
+    try:
+        return torch.export.export(module, (example,), dynamic_shapes=(dimensions,), strict=False)
+    except Exception as error:
+        where = _failing_module(module, example)
+        raise UnsupportedInputError(
+            f"export of {subject.name}",
+            [f"{where} cannot be exported by torch.export: {_first_line(error)}"],
+        ) from error
+
+
+def _to_onnx(exported: Any, options: ExportOptions) -> ir.Model:
+    # The converter knows no way down from the newest opsets to older ones, so the graph is written for the wanted one.
+    try:
+        program = torch.onnx.export(
+            exported,
+            dynamo=True,
+            opset_version=options.opset,
+            input_names=[INPUT],
+            output_names=["features" if options.output == "features" else options.output],
+            custom_translation_table=attention.translation_table(),
+            verbose=False,
+        )
+    except Exception as error:
+        raise UnsupportedInputError("export to ONNX", _untranslatable(exported, error)) from error
+    assert program is not None  # noqa: S101  # None only without dynamo=True
+    model: ir.Model = program.model
+    written = model.opset_imports.get("")
+    if written != options.opset:
+        raise UnsupportedInputError(f"opset {options.opset}", [f"torch wrote opset {written} instead"])
+    return model
+
+
+def _untranslatable(exported: Any, error: BaseException) -> list[str]:
+    """The module and operator in the chain of exceptions that torch's exporter raises, in words."""
+    causes: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        causes.append(cause)
+        cause = cause.__cause__
+    text = "\n".join(map(str, causes))
+    match = re.search(r"target=([\w.:]+)", text)
+    operator = match.group(1) if match else None
+    reasons = []
+    for node in exported.graph.nodes:
+        if node.op == "call_function" and operator and operator.removeprefix("torch.ops.") == str(node.target):
+            stack = list((node.meta.get("nn_module_stack") or {}).values())
+            path = stack[-1][0].split("model.", 1)[-1] if stack else "the model itself"
+            reasons.append(f"module {path!r}: the operator {node.target} has no ONNX form ({_first_line(causes[-1])})")
+            break
+    return reasons or [_first_line(causes[-1])]
+
+
+def _failing_module(module: nn.Module, example: Tensor) -> str:
+    """Runs the model under torch.export once more, keeping track of which module's forward was the last to be entered."""
+    names = {id(m): name.removeprefix("model.") or "the model itself" for name, m in module.named_modules()}
+    entered: list[str] = []
+
+    def enter(m: nn.Module, args: Any) -> None:
+        entered.append(names.get(id(m), type(m).__name__))
+
+    def leave(m: nn.Module, args: Any, result: Any) -> None:
+        entered.pop()
+
+    handles = [nn.modules.module.register_module_forward_pre_hook(enter)]
+    handles.append(nn.modules.module.register_module_forward_hook(leave))
+    try:
+        torch.export.export(module, (example,), strict=False)
+    except Exception:  # the same failure again; only where it happens is wanted
+        return f"module {entered[-1]!r}" if entered else "the model"
+    finally:
+        for handle in handles:
+            handle.remove()
+    return "the model, with these dynamic dimensions,"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+def _rename_symbols(model: ir.Model) -> None:
+    """torch's s34 becomes "batch"; the others, found in height and width, "rows" and "columns" (of patches)."""
+    names: dict[str, str] = {}
+    shape = model.graph.inputs[0].shape
+    for axis, name in ((0, BATCH), (2, "rows"), (3, "columns")):
+        dim = shape[axis] if shape is not None else None
+        if isinstance(dim, ir.SymbolicDim) and dim.value:
+            for symbol in re.findall(r"[A-Za-z_]\w*", dim.value):
+                names[symbol] = name
+    if not names:
+        return
+    pattern = re.compile(r"\b(" + "|".join(map(re.escape, names)) + r")\b")
+    values = [*model.graph.inputs, *(v for node in model.graph for v in node.outputs)]
+    for value in values:
+        if value.shape is None:
+            continue
+        value.shape = ir.Shape(
+            [
+                pattern.sub(lambda m: names[m.group()], d.value) if isinstance(d, ir.SymbolicDim) and d.value else d
+                for d in value.shape
+            ]
+        )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Progress messages and deprecation warnings of torch's exporter are not the caller's business; errors are raised."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels):
+            logger.setLevel(level)
+
+
+__all__ = ["BATCH", "INPUT", "capture"]

@@ -1,0 +1,88 @@
+"""What can be asked of an export, and which combinations cannot be had: all reasons at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from ..errors import UnsupportedInputError
+from .subjects import Output
+
+Target = Literal["generic", "ort-cpu", "ort-cuda", "tensorrt"]
+Precision = Literal["fp32", "fp16", "bf16", "int8", "int8-dynamic"]
+
+MIN_OPSET, DEFAULT_OPSET, ATTENTION_OPSET, BF16_OPSET = 18, 20, 23, 22
+TRT_PRECISIONS = ("fp32", "fp16", "bf16", "int8")
+
+# Largest |file - eager| / max(1, largest |eager|) that passes. int8 is judged by the error's root mean square against the
+# logits' standard deviation instead: its error is spread over everything, and one bad element says little.
+BUDGETS: dict[str, float] = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 5e-2, "int8": 0.35, "int8-dynamic": 0.35}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """The arguments of export_onnx that describe the file; checked when made.
+
+    Raises:
+        ValueError: a value is not one of those accepted.
+        UnsupportedInputError: the values exclude one another; lists every conflict.
+    """
+
+    opset: int
+    dynamic_batch: bool
+    dynamic_size: bool
+    precision: Precision
+    preprocess: bool
+    target: Target
+    output: Output
+    external_data: bool | None
+
+    def __post_init__(self) -> None:
+        _check_choice("target", self.target, get_args(Target))
+        _check_choice("precision", self.precision, get_args(Precision))
+        _check_choice("output", self.output, get_args(Output))
+        newest = newest_opset()
+        if not isinstance(self.opset, int) or isinstance(self.opset, bool) or not MIN_OPSET <= self.opset <= newest:
+            raise ValueError(f"opset={self.opset!r}: accepted are {MIN_OPSET} to {newest}, or None")
+        if conflicts := self._conflicts():
+            raise UnsupportedInputError(
+                f"export with opset {self.opset}, precision {self.precision!r}, target {self.target!r}", conflicts
+            )
+
+    def _conflicts(self) -> list[str]:
+        conflicts = []
+        if self.target == "tensorrt" and self.precision not in TRT_PRECISIONS:
+            conflicts.append(f"TensorRT takes no {self.precision}: accepted are {', '.join(TRT_PRECISIONS)}")
+        if self.target == "tensorrt" and self.preprocess:
+            conflicts.append("TensorRT's parser takes no antialiased Resize: preprocess outside, or target='ort-cuda'")
+        if self.precision == "bf16" and self.target == "ort-cpu":
+            conflicts.append("ONNX Runtime's CPU provider has no bf16 Conv, MatMul or LayerNormalization")
+        if self.precision == "bf16" and self.opset < BF16_OPSET:
+            conflicts.append(f"bf16 Conv came with opset {BF16_OPSET}")
+        if self.dynamic_size and self.preprocess:
+            conflicts.append("preprocess=True resizes every image to one size, dynamic_size=True leaves it open")
+        return conflicts
+
+    @property
+    def is_int8(self) -> bool:
+        return self.precision in ("int8", "int8-dynamic")
+
+    @property
+    def targets_ort(self) -> bool:
+        return self.target in ("ort-cpu", "ort-cuda")
+
+    @property
+    def budget(self) -> float:
+        return BUDGETS[self.precision]
+
+
+def newest_opset() -> int:
+    """The newest opset that the installed torch and onnxscript write."""
+    from onnxscript.version_converter import _version_converter
+
+    return int(getattr(_version_converter, "SUPPORTED_MAX_ONNX_OPSET", ATTENTION_OPSET))
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r}: accepted are {', '.join(map(repr, choices))}")
