@@ -329,8 +329,9 @@ def test_openai_clip_layout_agrees_with_timms_reading(prefix: str) -> None:
 
     name = "vit_base_patch32_clip_quickgelu_224"
     swaps = (
-        ("patch_embed.proj", "conv1"), ("norm_pre", "ln_pre"), ("norm.", "ln_post."), ("norm1", "ln_1"), ("norm2", "ln_2"),
-        ("blocks.", "transformer.resblocks."), ("attn.qkv.", "attn.in_proj_"), ("attn.proj", "attn.out_proj"),
+        ("patch_embed.proj", "conv1"), ("norm_pre", "ln_pre"), ("norm.", "ln_post."), ("norm1", "ln_1"),
+        ("norm2", "ln_2"), ("blocks.", "transformer.resblocks."), ("attn.qkv.", "attn.in_proj_"),
+        ("attn.proj", "attn.out_proj"),
         ("fc1", "c_fc"), ("fc2", "c_proj"), ("cls_token", "class_embedding"), ("pos_embed", "positional_embedding"),
     )  # fmt: skip
     state: dict[str, Tensor] = {}

@@ -1,0 +1,257 @@
+"""Weights files: formats, refusals that list everything and change nothing, replaced heads, saving and loading."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import vit_fast
+from vit_fast import DataConfig, create_model, load, load_weights, save
+from vit_fast.weights import WeightsError
+
+
+def _state() -> dict[str, Tensor]:
+    return {name: torch.randn_like(tensor) for name, tensor in create_model("vit_test").state_dict().items()}
+
+
+WRITERS: dict[str, Callable[[dict[str, Tensor], Path], None]] = {
+    ".safetensors": save_file,
+    ".pth": torch.save,
+    ".pt": lambda state, path: torch.save({"model": state, "epoch": 3, "args": None}, path),
+    ".bin": lambda state, path: torch.save({"state_dict": {f"module.{k}": v for k, v in state.items()}}, path),
+    ".npz": lambda state, path: np.savez(path, **{name: tensor.numpy() for name, tensor in state.items()}),
+}
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_every_format_gives_the_same_weights(suffix: str, tmp_path: Path) -> None:
+    state, path = _state(), tmp_path / f"weights{suffix}"
+    WRITERS[suffix](state, path)
+    model = create_model("vit_test", weights=path)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, state[name]), name
+
+
+def test_weights_keep_the_models_dtype() -> None:
+    state = {name: tensor.half() for name, tensor in _state().items()}
+    model = create_model("vit_test")
+    load_weights(model, state)
+    assert model.head.weight.dtype == torch.float32
+    assert torch.equal(model.head.weight, state["head.weight"].float())
+
+
+class _Payload:
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, ("touch executed",)
+
+
+def test_files_that_would_run_code_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"model": _state(), "payload": _Payload()}, "weights.pth")
+    Path("plain.bin").write_bytes(pickle.dumps(_Payload(), protocol=2))
+    np.savez("weights.npz", payload=np.array([_Payload()], dtype=object))
+    model = create_model("vit_test")
+    for name, message in (
+        ("weights.pth", "run code"),
+        ("plain.bin", "run code|cannot be read"),
+        ("weights.npz", "pickle"),
+    ):
+        with pytest.raises(WeightsError, match=message):
+            load_weights(model, name)
+    assert not Path("executed").exists()
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_damaged_files_give_one_clear_error(suffix: str, tmp_path: Path) -> None:
+    whole = tmp_path / f"whole{suffix}"
+    WRITERS[suffix](_state(), whole)
+    content = whole.read_bytes()
+    for name, damaged in (("half", content[: len(content) // 2]), ("empty", b""), ("text", b"not weights at all")):
+        path = tmp_path / f"{name}{suffix}"
+        path.write_bytes(damaged)
+        with pytest.raises(WeightsError) as caught:
+            create_model("vit_test", weights=path)
+        assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_is_no_source_says_what_is_accepted(tmp_path: Path) -> None:
+    model = create_model("vit_test")
+    (tmp_path / "weights.h5").touch()
+    torch.save([torch.zeros(1)], tmp_path / "list.pth")
+    torch.save({"epoch": 1}, tmp_path / "empty.pth")
+    for source, message in (
+        (tmp_path / "absent.safetensors", "no such file"),
+        ("absent.pth", "no such file"),
+        (tmp_path / "weights.h5", "files that end in"),
+        (tmp_path / "list.pth", "holds a list"),
+        (tmp_path / "empty.pth", "no tensor"),
+        (tmp_path, "none of model.safetensors"),
+        ({"layer1.weight": torch.zeros(1)}, "no known layout .*layer1.weight"),
+    ):
+        with pytest.raises(WeightsError, match=message):
+            load_weights(model, source)
+    with pytest.raises(TypeError, match="weights are a int"):
+        load_weights(model, 7)  # type: ignore[arg-type]  # the point of the test
+    with pytest.raises(TypeError, match="model is a Linear"):
+        load_weights(torch.nn.Linear(1, 1), {})  # type: ignore[arg-type]  # the point of the test
+
+
+def test_a_refusal_lists_everything_and_leaves_the_model_untouched() -> None:
+    model = create_model("vit_test")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = _state()
+    del state["norm.bias"], state["blocks.1.attn.qkv.weight"]
+    state["blocks.0.mlp.fc1.weight"] = torch.zeros(3, 64)
+    state["pos_embed"] = torch.zeros(1, 15, 64)  # no square of patches behind the class token
+    state["cls_token"] = torch.zeros(1, 1, 64, dtype=torch.int64)
+    state["blocks.2.norm1.weight"] = state["surprise"] = torch.zeros(64)
+    with pytest.raises(WeightsError) as caught:
+        load_weights(model, state)
+    for part in (
+        "missing: blocks.1.attn.qkv.weight, norm.bias",
+        "unexpected: blocks.2.norm1.weight, surprise",
+        "shape of blocks.0.mlp.fc1.weight: 3x64 in the source, 256x64 here",
+        "shape of pos_embed: 1x15x64 in the source, 1x17x64 here",
+        "dtype of cls_token: torch.int64",
+    ):
+        assert part in str(caught.value)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_a_head_of_another_size_is_replaced_only_when_asked() -> None:
+    model = create_model("vit_test", num_classes=4)
+    state, head = _state(), model.head.weight.clone()
+    with pytest.raises(WeightsError, match=r"(?s)shape of head.weight: 10x64 .* 4x64.*replace_head=True"):
+        load_weights(model, state)
+    report = load_weights(model, state, replace_head=True)
+    assert torch.equal(model.head.weight, head) and torch.equal(model.norm.weight, state["norm.weight"])
+    assert report.replaced == [
+        "head.weight: is 10x64 in the source, the model's 4x64 is kept",
+        "head.bias: is 10 in the source, the model's 4 is kept",
+    ]
+    fitting = create_model("vit_test")
+    assert load_weights(fitting, state, replace_head=True).replaced == []
+    assert torch.equal(fitting.head.weight, state["head.weight"])
+
+
+def test_asking_create_model_for_a_number_of_classes_asks_for_a_new_head(tmp_path: Path) -> None:
+    path = save(create_model("vit_test"), tmp_path / "ten.safetensors")
+    assert create_model("vit_test", weights=path, num_classes=4).head.weight.shape == (4, 64)
+    (tmp_path / "plain.pth").touch()
+    torch.save(_state(), tmp_path / "plain.pth")
+    assert create_model("vit_test", weights=tmp_path / "plain.pth", num_classes=4).head.weight.shape == (4, 64)
+
+
+def test_a_model_without_classes_ignores_the_head_and_says_so() -> None:
+    model = create_model("vit_test", num_classes=0)
+    report = load_weights(model, _state())
+    assert report.ignored == ["head.weight", "head.bias"]
+    assert "ignored head.weight, head.bias" in str(report)
+
+
+def test_a_missing_distillation_head_is_refused() -> None:
+    import transformers
+
+    config = transformers.DeiTConfig(
+        hidden_size=64, num_hidden_layers=1, num_attention_heads=2, intermediate_size=256, image_size=32, patch_size=16
+    )
+    model = create_model("vit_test", distilled=True, depth=1, patch_size=16, num_classes=2)
+    with pytest.raises(WeightsError, match=r"missing: head_dist.weight, head_dist.bias"):
+        load_weights(model, transformers.DeiTForImageClassification(config).state_dict())
+
+
+def test_positions_of_a_rectangular_grid_survive_a_file(tmp_path: Path) -> None:
+    """16 patches as 2x8 also make a 4x4 square: the file's own config must win over the guess."""
+    wide = create_model("vit_test", img_size=(16, 64))
+    path = save(wide, tmp_path / "wide.safetensors")
+    assert torch.equal(load(path).pos_embed, wide.pos_embed)
+    assert load_weights(create_model("vit_test", img_size=(16, 64)), path).interpolated == []
+    square = create_model("vit_test")
+    report = load_weights(square, path)
+    assert report.interpolated == ["pos_embed: 2x8 -> 4x4 patches"]
+    expected = vit_fast.layers.resample_pos_embed(wide.pos_embed, (2, 8), (4, 4), 1)
+    assert torch.equal(square.pos_embed, expected)
+
+
+def test_save_and_load_give_back_the_whole_model(tmp_path: Path) -> None:
+    model = create_model(
+        "vit_test", reg_tokens=3, init_values=0.1, act_layer="gelu_tanh", img_size=(32, 40), drop_path_rate=0.1
+    )
+    model.data_config = DataConfig(mean=(0.1, 0.2, 0.3), std=(1.0, 2.0, 3.0), crop_pct=0.95, crop_mode="squash")
+    model.class_names = tuple(f"name {i} é" for i in range(10))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    again = load(save(model.bfloat16(), tmp_path / "model.safetensors"), backend="eager")
+    assert again.config == model.config
+    assert again.data_config == model.data_config
+    assert again.class_names == model.class_names
+    assert again.requested_backend == "eager" and not again.training
+    assert all(parameter.requires_grad for parameter in again.parameters())
+    for name, tensor in again.state_dict().items():
+        assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, model.state_dict()[name]), name
+    images = torch.randn(2, 3, 32, 40).bfloat16()
+    vit_fast.set_backend(model, "eager")
+    assert torch.equal(again(images), model(images))
+
+
+def test_a_saved_file_says_what_made_it(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    with safe_open(save(create_model("vit_test"), tmp_path / "m.safetensors"), framework="pt") as file:
+        description = json.loads(file.metadata()["vit_fast"])
+    assert description["version"] == vit_fast.__version__
+    assert description["config"]["embed_dim"] == 64
+    report = load_weights(create_model("vit_test"), tmp_path / "m.safetensors")
+    assert (report.layout, report.renamed) == ("vit-fast", [])
+
+
+def test_saving_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(create_model("vit_test"), tmp_path / "m.safetensors")
+    before = path.read_bytes()
+
+    def fail_in_the_middle(tensors: object, filename: Path, metadata: object) -> None:
+        Path(filename).write_bytes(b"half")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", fail_in_the_middle)
+    with pytest.raises(OSError, match="no space"):
+        save(create_model("vit_test"), path)
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["m.safetensors"]
+
+
+def test_save_and_load_refuse_what_they_cannot_do(tmp_path: Path) -> None:
+    model = create_model("vit_test")
+    with pytest.raises(ValueError, match=r"ends in \.safetensors"):
+        save(model, tmp_path / "model.pth")
+    with pytest.raises(FileNotFoundError, match="no such folder"):
+        save(model, tmp_path / "absent" / "model.safetensors")
+    save_file(_state(), tmp_path / "foreign.safetensors")
+    with pytest.raises(WeightsError, match="was not written by"):
+        load(tmp_path / "foreign.safetensors")
+    save_file(_state(), tmp_path / "broken.safetensors", metadata={"vit_fast": "{"})
+    with pytest.raises(WeightsError, match="metadata"):
+        load(tmp_path / "broken.safetensors")
+
+
+def test_another_number_of_heads_is_refused_though_every_shape_fits(tmp_path: Path) -> None:
+    path = save(create_model("vit_test"), tmp_path / "two_heads.safetensors")
+    with pytest.raises(WeightsError, match="num_heads: the source has 2, the model 4"):
+        create_model("vit_test", weights=path, num_heads=4)
+
+
+def test_another_activation_is_noted(tmp_path: Path) -> None:
+    path = save(create_model("vit_test", act_layer="relu"), tmp_path / "relu.safetensors")
+    assert create_model("vit_test", weights=path).config.act_layer == "relu"
+    report = load_weights(create_model("vit_test"), path)
+    assert report.notes == ["act_layer: the source was made with 'relu', the model has 'gelu'"]

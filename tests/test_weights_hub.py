@@ -1,0 +1,247 @@
+"""Hub repositories, out of a cache that the tests make: head size, preprocessing, class names, and no network."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vit_fast import DataConfig, create_model, load_weights
+from vit_fast.hub_configs import data_config_from_processor
+from vit_fast.sources import hub_id, open_source
+from vit_fast.weights import WeightsError
+
+SMALL = {"embed_dim": 64, "depth": 2, "num_heads": 2}
+MEAN = [0.5, 0.4, 0.3]
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+TIMM_CONFIG = {
+    "architecture": "vit_tiny_patch16_224",
+    "num_classes": 5,
+    "model_args": SMALL,
+    "label_names": ["n1", "n2", "n3", "n4", "n5"],
+    "label_descriptions": {"n1": "tench, Tinca tinca"},
+    "pretrained_cfg": {
+        "input_size": [3, 64, 64], "crop_pct": 0.95, "crop_mode": "center", "interpolation": "bilinear",
+        "mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6], "num_classes": 5, "pool_size": None,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, and no network; huggingface_hub has read its environment long before."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return tmp_path
+
+
+def _publish(cache: Path, repo_id: str, files: dict[str, Any], revision: str = "main") -> None:
+    """Lays files out as huggingface_hub's cache does."""
+    folder = cache / f"models--{repo_id.replace('/', '--')}"
+    snapshot = folder / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / revision).write_text(COMMIT)
+    for name, content in files.items():
+        if name.endswith(".json"):
+            (snapshot / name).write_text(json.dumps(content))
+        else:
+            save_file(content, snapshot / name)
+
+
+def _timm_state() -> dict[str, Tensor]:
+    model = create_model("vit_tiny_patch16_224", img_size=64, num_classes=5, **SMALL)
+    return {name: torch.randn_like(tensor) for name, tensor in model.state_dict().items()}
+
+
+def test_a_timm_repository_settles_head_preprocessing_and_class_names(cache: Path) -> None:
+    state = _timm_state()
+    _publish(cache, "timm/vit_tiny.test", {"config.json": TIMM_CONFIG, "model.safetensors": state})
+    model = create_model("vit_tiny_patch16_224", weights="timm/vit_tiny.test", img_size=64, **SMALL)
+    assert model.config.num_classes == 5
+    assert torch.equal(model.head.weight, state["head.weight"])
+    assert model.data_config == DataConfig(
+        mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6), interpolation="bilinear", crop_pct=0.95, crop_mode="center"
+    )
+    assert model.class_names == ("tench, Tinca tinca", "n2", "n3", "n4", "n5")
+
+
+def test_a_repository_alone_makes_the_model(cache: Path) -> None:
+    _publish(cache, "timm/vit_tiny.test", {"config.json": TIMM_CONFIG, "model.safetensors": _timm_state()})
+    for name in ("timm/vit_tiny.test", "hf-hub:timm/vit_tiny.test", "timm/vit_tiny.test@main"):
+        model = create_model(name)
+        assert model.config.image_hw == (64, 64) and model.config.embed_dim == 64
+    with pytest.raises(ValueError, match="weights of its own"):
+        create_model("timm/vit_tiny.test", weights="timm/vit_tiny.test")
+
+
+def test_num_classes_given_by_the_caller_wins(cache: Path) -> None:
+    _publish(cache, "timm/vit_tiny.test", {"config.json": TIMM_CONFIG, "model.safetensors": _timm_state()})
+    model = create_model("timm/vit_tiny.test", num_classes=3)
+    assert model.head.weight.shape == (3, 64)
+    assert model.class_names is None
+    assert create_model("timm/vit_tiny.test", num_classes=0).config.num_classes == 0
+
+
+def test_a_transformers_repository_settles_head_preprocessing_and_class_names(cache: Path) -> None:
+    import transformers
+
+    config = transformers.ViTConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=256, image_size=64, patch_size=16,
+        id2label={i: f"class {i}" for i in range(12)},
+    )  # fmt: skip
+    theirs = transformers.ViTForImageClassification(config).eval()
+    _publish(
+        cache,
+        "org/vit",
+        {
+            "config.json": {**config.to_dict(), "architectures": ["ViTForImageClassification"]},
+            "preprocessor_config.json": {
+                "size": {"height": 64, "width": 64},
+                "resample": 3,
+                "image_mean": [0.5, 0.4, 0.3],
+            },
+            "model.safetensors": theirs.state_dict(),
+        },
+        revision="v2",
+    )
+    model = create_model("vit_tiny_patch16_224", weights="org/vit@v2", img_size=64, **SMALL)
+    assert model.class_names == tuple(f"class {i}" for i in range(12))  # in number order, not "10" before "2"
+    assert model.config.norm_eps == 1e-12
+    assert model.data_config == DataConfig(mean=tuple(MEAN), crop_pct=1.0, crop_mode="squash")
+    images = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        assert (model(images) - theirs(images).logits).abs().max() < 1e-5
+
+
+def test_weights_in_shards_are_put_together(cache: Path) -> None:
+    state = _timm_state()
+    names = sorted(state)
+    shards = {"a.safetensors": names[:7], "b.safetensors": names[7:]}
+    index = {"weight_map": {name: file for file, inside in shards.items() for name in inside}}
+    files = {file: {name: state[name] for name in inside} for file, inside in shards.items()}
+    _publish(cache, "org/sharded", {"config.json": TIMM_CONFIG, "model.safetensors.index.json": index, **files})
+    assert torch.equal(create_model("org/sharded").pos_embed, state["pos_embed"])
+
+
+def test_what_is_not_in_the_cache_is_one_clear_line_without_network(cache: Path) -> None:
+    with pytest.raises(WeightsError, match="not in the local cache") as caught:
+        create_model("vit_tiny_patch16_224", weights="google/vit-base-patch16-224")
+    assert "google/vit-base-patch16-224" in str(caught.value) and "\n" not in str(caught.value)
+    _publish(cache, "org/config_only", {"config.json": TIMM_CONFIG})
+    with pytest.raises(WeightsError, match=r"model.safetensors is not in the local cache"):
+        create_model("org/config_only")
+
+
+def test_an_unreachable_preprocessor_is_noted_not_guessed(cache: Path) -> None:
+    import transformers
+
+    config = transformers.ViTConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
+    _publish(cache, "org/vit", {"config.json": config.to_dict(), "model.safetensors": {"x": torch.zeros(1)}})
+    source = open_source("org/vit")
+    assert source.data_config is None
+    assert any("preprocessing is the model's own" in note for note in source.notes)
+
+
+def test_broken_repositories_are_refused_in_one_line(tmp_path: Path) -> None:
+    save_file(_timm_state(), tmp_path / "model.safetensors")
+    model = create_model("vit_tiny_patch16_224", img_size=64, num_classes=5, **SMALL)
+    assert "no config.json" in load_weights(model, tmp_path).notes[0]
+    for content, message in (
+        ("{", "cannot be read as JSON"),
+        ("[]", "holds a list"),
+        ('{"model_type": "swin"}', "model_type='swin'"),
+        ('{"model_type": "vit", "hidden_act": "mish"}', "hidden_act='mish'"),
+        ('{"model_type": "dinov2", "use_swiglu_ffn": true}', "use_swiglu_ffn"),
+        ('{"architecture": "vit_tiny_patch16_224", "model_args": {"scale_attn_norm": true}}', "scale_attn_norm"),
+    ):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(WeightsError, match=message) as caught:
+            load_weights(model, tmp_path)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("processor", "expected"),
+    [
+        (  # google/vit-base-patch16-224, the old format
+            {"do_resize": True, "do_normalize": True, "resample": 2, "size": 224},
+            {"interpolation": "bilinear", "crop_pct": 1.0, "crop_mode": "squash"},
+        ),
+        (  # openai/clip, the old format
+            {"do_center_crop": True, "crop_size": 224, "size": 224, "resample": 3},
+            {"crop_pct": 1.0, "crop_mode": "center"},
+        ),
+        (  # facebook/dinov2
+            {
+                "do_center_crop": True, "crop_size": {"height": 224, "width": 224}, "size": {"shortest_edge": 256},
+                "resample": 3, "image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225],
+            },
+            {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225), "crop_pct": 0.875, "crop_mode": "center"},
+        ),
+        (  # facebook/deit
+            {"do_center_crop": True, "crop_size": {"height": 224, "width": 224}, "size": {"height": 256, "width": 256}},
+            {"crop_pct": 0.875, "crop_mode": "squash", "interpolation": "bilinear"},
+        ),
+        (
+            {"do_normalize": False, "size": {"height": 384, "width": 384}, "resample": 1},
+            {"mean": (0.0,) * 3, "std": (1.0,) * 3, "crop_pct": 1.0, "crop_mode": "squash", "interpolation": "lanczos"},
+        ),
+    ],
+)  # fmt: skip
+def test_preprocessor_configs(processor: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert data_config_from_processor(processor) == DataConfig(**expected)
+
+
+def test_preprocessing_equals_transformers_own() -> None:
+    import transformers
+    from PIL import Image
+
+    from vit_fast.data import default_photograph, make_transform, read_image
+
+    processor = transformers.BitImageProcessorPil(
+        size={"shortest_edge": 256}, crop_size={"height": 224, "width": 224}, resample=3, do_center_crop=True
+    )
+    image = read_image(default_photograph())
+    expected = processor(images=image, return_tensors="pt")["pixel_values"][0]
+    assert isinstance(image, Image.Image)
+    actual = make_transform(data_config_from_processor(processor.to_dict()), (224, 224))(image)
+    assert (actual - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [
+        {"do_rescale": False},
+        {"rescale_factor": 1 / 127.5},
+        {"size": {"height": 224, "width": 448}},
+        {"size": {"shortest_edge": 224}},
+    ],
+)
+def test_preprocessing_that_cannot_be_said_is_refused(processor: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="it "):
+        data_config_from_processor(processor)
+
+
+def test_what_a_hub_id_looks_like() -> None:
+    assert hub_id("timm/vit_base_patch16_224.augreg_in21k_ft_in1k") == "timm/vit_base_patch16_224.augreg_in21k_ft_in1k"
+    assert hub_id("hf-hub:org/name@refs/pr/1") == "org/name@refs/pr/1"
+    for other in ("folder/file.safetensors", "a/b/c", "name", "../up", "org/", Path("org/name")):
+        assert hub_id(other) is None
+
+
+def test_the_cache_named_by_the_environment_is_used(tmp_path: Path) -> None:
+    _publish(tmp_path, "timm/vit_tiny.test", {"config.json": TIMM_CONFIG, "model.safetensors": _timm_state()})
+    code = "import vit_fast; print(vit_fast.create_model('timm/vit_tiny.test').class_names)"
+    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "tench" in done.stdout
