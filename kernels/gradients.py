@@ -188,6 +188,7 @@ def folded_weight_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dW in the dtype of `weight`, dgamma and dbeta in fp32."""
     F, C = weight.shape
+    gamma, beta = (vector if vector is None else vector.contiguous() for vector in (gamma, beta))
     out = torch.empty_like(weight)
     gamma_part, beta_part = torch.empty(2, triton.cdiv(F, _ROWS), C, dtype=torch.float32, device=weight.device)
     folded_weight_grad_launch(part, grad_sum, shifted_sum, weight, gamma, beta, out, gamma_part, beta_part).run()
@@ -200,6 +201,7 @@ def residual_weight_gradients(part: Tensor, weight: Tensor, scale: Tensor | None
     out = torch.empty_like(weight)
     scale_part = None
     if scale is not None:
+        scale = scale.contiguous()
         scale_part = torch.empty(triton.cdiv(F, _COLS), C, dtype=torch.float32, device=weight.device)
     residual_weight_grad_launch(part, weight, scale, out, scale_part).run()
     return out, None if scale_part is None else scale_part.sum(0)

@@ -167,6 +167,10 @@ class RowStatistics:
     mean: Tensor | None
     rstd: Tensor
 
+    def as_tensor(self) -> Tensor:
+        """(mean, rstd) as fp32 [2, M], to hand on; of centred rows, whose mean nobody reads, the mean is 0."""
+        return torch.stack((torch.zeros_like(self.rstd) if self.mean is None else self.mean, self.rstd))
+
 
 @dataclass(frozen=True)
 class FoldedLinear:
@@ -263,6 +267,8 @@ def fold_linear(
     weight: Tensor, gamma: Tensor | None, beta: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> FoldedLinear:
     """Prepare a linear layer, weight [F, C], for inputs of a dtype."""
+    weight = weight.contiguous()
+    gamma, beta, bias = (vector if vector is None else vector.contiguous() for vector in (gamma, beta, bias))
     sums, shift = (torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device) for _ in range(2))
     folded = FoldedLinear(torch.empty_like(weight, dtype=dtype), sums, shift)
     prepare_weight_launch(weight, gamma, beta, bias, folded).run()

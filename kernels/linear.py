@@ -1,6 +1,7 @@
 """Linear layers with what surrounds them in a block, forward and backward, as sequences of launches.
 
-Forward: `layer_norm_linear` (LayerNorm, linear, activation) and `linear_residual` (linear, LayerScale, residual).
+Forward: `layer_norm_linear` (LayerNorm, linear, activation; `_keeping` for training) and `linear_residual` (linear,
+LayerScale, residual).
 Backward: `activation_gradient`, `input_gradient`, `folded_gradients` and `residual_gradients`, which the operators
 compose. All tensors are contiguous, rows [M, *].
 """
@@ -40,20 +41,27 @@ class FoldedGradient:
     shifted_sum: Tensor
 
 
-def layer_norm_linear(
-    rows: RowStatistics, folded: FoldedLinear, activation: str = "identity", keep_z: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """act(LayerNorm(x) W^T + b) [M, F], and its argument z [M, F] if it is to be kept."""
+def layer_norm_linear(rows: RowStatistics, folded: FoldedLinear, activation: str = "identity") -> Tensor:
+    """act(LayerNorm(x) W^T + b) [M, F]."""
+    return _layer_norm_linear(rows, folded, activation, None)
+
+
+def layer_norm_linear_keeping(rows: RowStatistics, folded: FoldedLinear, activation: str) -> tuple[Tensor, Tensor]:
+    """As `layer_norm_linear`, and the argument z [M, F] of the activation, for the backward."""
+    z = rows.source.new_empty((rows.source.shape[0], folded.weight.shape[0]))
+    return _layer_norm_linear(rows, folded, activation, z), z
+
+
+def _layer_norm_linear(rows: RowStatistics, folded: FoldedLinear, activation: str, z: Tensor | None) -> Tensor:
     x = rows.source
-    out = torch.empty(x.shape[0], folded.weight.shape[0], dtype=x.dtype, device=x.device)
-    z = torch.empty_like(out) if keep_z else None
+    out = x.new_empty((x.shape[0], folded.weight.shape[0]))
     operands = Operands(
         x, folded.weight, out, b_is_nk=True, z=z, mean=rows.mean, rstd=rows.rstd,
         bias=folded.shift, weight_sum=folded.weight_sum,
     )  # fmt: skip
     config = matmul_config(operands, "layer_norm")
     matmul_launch(operands, epilogue="layer_norm", config=config, activation=activation).run()
-    return out, z
+    return out
 
 
 def linear_residual(
@@ -62,6 +70,7 @@ def linear_residual(
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
     """[residual +] scale (h W^T + b) [M, C]; with `statistics_eps` also (mean, rstd) of its rows, fp32 [M] each."""
     M, C = h.shape[0], weight.shape[0]
+    bias, scale = (vector if vector is None else vector.contiguous() for vector in (bias, scale))
     out = torch.empty(M, C, dtype=h.dtype, device=h.device)
     operands = Operands(h, weight, out, b_is_nk=True, residual=residual, bias=bias, scale=scale)
     config = matmul_config(operands, "residual")

@@ -124,7 +124,13 @@ def matmul_precision(dtype: torch.dtype) -> str:
 
 
 def matmul_launch(
-    operands: Operands, *, epilogue: str, config: MatmulConfig, activation: str = "identity", split_k: int = 1
+    operands: Operands,
+    *,
+    epilogue: str,
+    config: MatmulConfig,
+    activation: str = "identity",
+    split_k: int = 1,
+    precision: str | None = None,
 ) -> Launch:
     """The call that computes `operands.out`.
 
@@ -134,6 +140,7 @@ def matmul_launch(
         config: Tiles; `config.tma` asks for operands that `fits_tma`.
         activation: Of the "layer_norm" and "activation_grad" epilogues: "identity" or one of `ACTIVATIONS`.
         split_k: Parts of K in the "partial" epilogue.
+        precision: "tf32" or "ieee"; None takes `matmul_precision`.
     """
     o = operands
     M, N, K = o.sizes
@@ -158,7 +165,8 @@ def matmul_launch(
     }  # fmt: skip
     constants = {
         "EPILOGUE": epilogue, "ACTIVATION": activation, "DTYPE": TL_DTYPES[o.a.dtype],
-        "PRECISION": matmul_precision(o.a.dtype), "A_IS_KM": o.a_is_km, "B_IS_NK": o.b_is_nk, "TMA": config.tma,
+        "PRECISION": precision or matmul_precision(o.a.dtype),
+        "A_IS_KM": o.a_is_km, "B_IS_NK": o.b_is_nk, "TMA": config.tma,
         "BLOCK_M": rows, "BLOCK_N": cols, "BLOCK_K": depth,
         "SUB_TILES": config.sub_tiles, "GROUP_M": config.group_m, "SPLIT_K": split_k,
     }  # fmt: skip

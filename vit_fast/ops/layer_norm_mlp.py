@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from ..errors import UnsupportedInputError
 from . import reference
+from .attention import _autocast, _is_exporting
 from .backends import resolve_backend
+from .layer_norm_mlp_op import layer_norm_mlp_op, layer_norm_mlp_training_op
 
 
 def layer_norm_mlp(
@@ -38,23 +40,66 @@ def layer_norm_mlp(
         activation: "gelu" (exact), "gelu_tanh", "quick_gelu", "relu" or "silu".
         layer_scale: Per-channel multiplier of the branch [C]; None means ones.
         residual: Whether x is added to the branch.
-        backend: "eager", "sdpa", "triton" or "auto" (by x's device). eager and sdpa are the same formula here.
+        backend: "eager", "sdpa", "triton" or "auto" (by x's device). eager and sdpa are the same formula here. triton
+            accumulates in fp32 and also takes fp32 parameters with fp16 or bf16 x.
     Returns:
-        [..., C] in x.dtype.
+        [..., C] in x.dtype (with triton under autocast, in autocast's).
     Raises:
         ValueError: shapes disagree or the activation is unknown.
         UnsupportedInputError: this backend cannot run this input; lists all reasons.
+    Source: section 3.1 of arXiv 2010.11929; how triton folds LayerNorm into the matmul, `kernels/layer_norm.py`.
     """
     _check_inputs(x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, activation)
     backend = resolve_backend(backend, x.device)
-    if backend == "triton":
-        raise UnsupportedInputError(
-            "layer_norm_mlp with backend='triton'", ["the Triton kernel is not part of this version"]
-        )
+    if backend == "triton" and not _is_exporting():
+        y, _ = fused_layer_norm_mlp(
+            x, None, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias,
+            eps=eps, activation=activation, layer_scale=layer_scale, residual=residual,
+        )  # fmt: skip
+        return y
     return reference.layer_norm_mlp(
         x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias,
         eps=eps, activation=activation, layer_scale=layer_scale, residual=residual,
     )  # fmt: skip
+
+
+def fused_layer_norm_mlp(
+    x: Tensor,
+    statistics: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor | None,
+    fc2_weight: Tensor,
+    fc2_bias: Tensor | None,
+    *,
+    eps: float,
+    activation: str,
+    layer_scale: Tensor | None,
+    residual: bool,
+    next_eps: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`layer_norm_mlp` by the Triton kernels, with row statistics handed in and out.
+
+    Args:
+        statistics: (mean, rstd) of the rows of x, fp32 [2, M], as the operator before gave them; None computes them.
+        next_eps: Epsilon of the LayerNorm that follows: its statistics are then returned as well.
+    Returns:
+        [..., C] in x.dtype (in autocast's, where autocast is on), and the statistics of its rows fp32 [2, M], or an
+        empty tensor.
+    """
+    (x,) = _autocast(x)
+    tensors = (norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale)
+    if needs_gradient(x, *tensors):
+        y, emitted, _, _ = layer_norm_mlp_training_op(x, statistics, *tensors, eps, activation, residual, next_eps)
+        return y, emitted
+    y, emitted = layer_norm_mlp_op(x, statistics, *tensors, eps, activation, residual, next_eps)
+    return y, emitted
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Whether autograd will come back through an operator on these tensors."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def _check_inputs(

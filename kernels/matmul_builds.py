@@ -1,0 +1,167 @@
+"""Every shipped configuration of the matmul and of the kernels around it, as data for the offline compiler.
+
+The shapes are ViT-B/16's at batch 256: 50,432 rows, C = 768, F = 3072.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .activations import ACTIVATIONS
+from .gradients import (
+    folded_weight_grad_launch,
+    residual_weight_grad_launch,
+    scale_gradient_launch,
+    scale_gradient_parts,
+)
+from .launch import Launch
+from .layer_norm import (
+    FoldedLinear,
+    combine_statistics_launch,
+    prepare_weight_launch,
+    row_statistics_launch,
+)
+from .matmul_launch import EPILOGUES, MatmulConfig, Operands, matmul_launch
+from .matmul_policy import config_table
+from .offline import Build
+
+_M, _C, _F = 50_432, 768, 3072
+_KINDS = {"half": torch.bfloat16, "tf32": torch.float32, "ieee": torch.float32}
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, device="meta", dtype=dtype)
+
+
+def _layer_norm(dtype: torch.dtype, keep_z: bool) -> Operands:
+    half = dtype.itemsize == 2
+    return Operands(
+        _meta(_M, _C, dtype=dtype), _meta(_F, _C, dtype=dtype), _meta(_M, _F, dtype=dtype), b_is_nk=True,
+        z=_meta(_M, _F, dtype=dtype) if keep_z else None, mean=_meta(_M) if half else None, rstd=_meta(_M),
+        bias=_meta(_F), weight_sum=_meta(_F),
+    )  # fmt: skip
+
+
+def _residual(dtype: torch.dtype, config: MatmulConfig) -> Operands:
+    return Operands(
+        _meta(_M, _F, dtype=dtype), _meta(_C, _F, dtype=dtype), _meta(_M, _C, dtype=dtype), b_is_nk=True,
+        residual=_meta(_M, _C, dtype=dtype), bias=_meta(_C, dtype=dtype), scale=_meta(_C, dtype=dtype),
+        row_part=_meta(config.row_parts(_C), 2, _M),
+    )  # fmt: skip
+
+
+def _product(dtype: torch.dtype) -> Operands:
+    return Operands(_meta(_M, _C, dtype=dtype), _meta(_C, _C, dtype=dtype), _meta(_M, _C, dtype=dtype))
+
+
+def _activation_grad(dtype: torch.dtype, config: MatmulConfig) -> Operands:
+    hidden = _meta(_M, _F, dtype=dtype)
+    return Operands(
+        _meta(_M, _C, dtype=dtype), _meta(_C, _F, dtype=dtype), hidden, z=hidden, h=hidden,
+        mean=_meta(_M) if dtype.itemsize == 2 else None, rstd=_meta(_M), bias=_meta(_F),
+        row_part=_meta(config.row_parts(_F), _M), column_part=_meta(config.column_parts(_M), 2, _F),
+    )  # fmt: skip
+
+
+def _layer_norm_grad(dtype: torch.dtype) -> Operands:
+    narrow = _meta(_M, _C, dtype=dtype)
+    return Operands(
+        _meta(_M, _F, dtype=dtype), _meta(_F, _C, dtype=dtype), narrow, x=narrow, residual=narrow,
+        mean=_meta(_M) if dtype.itemsize == 2 else None, coefficient=_meta(_M),
+    )  # fmt: skip
+
+
+def _matmul_cases(
+    epilogue: str, dtype: torch.dtype, config: MatmulConfig, widest: bool
+) -> Iterator[tuple[str, Operands, str, int]]:
+    """(what, operands, activation, parts of K) of everything an epilogue is launched with."""
+    if epilogue == "layer_norm":
+        yield "gelu", _layer_norm(dtype, False), "gelu", 1
+        yield "gelu keeping z", _layer_norm(dtype, True), "gelu", 1
+        yield "no activation", _layer_norm(dtype, False), "identity", 1
+        for activation in ACTIVATIONS[1:] if widest else ():
+            yield f"{activation} keeping z", _layer_norm(dtype, True), activation, 1
+    elif epilogue == "residual":
+        yield "bias, LayerScale, residual, statistics", _residual(dtype, config), "identity", 1
+        yield "product alone", _product(dtype), "identity", 1
+    elif epilogue == "activation_grad":
+        for activation in ACTIVATIONS if widest else ACTIVATIONS[:1]:
+            yield activation, _activation_grad(dtype, config), activation, 1
+    elif epilogue == "layer_norm_grad":
+        yield "residual", _layer_norm_grad(dtype), "identity", 1
+    else:
+        a, b = _meta(_M, _F, dtype=dtype), _meta(_M, _C, dtype=dtype)
+        yield "5 parts", Operands(a, b, _meta(5, _F, _C), a_is_km=True), "identity", 5
+
+
+# What the static test compiles on every run, of the widest half-precision configuration.
+_CORE = {
+    "sm_80": ("gelu",),
+    "sm_89": (),
+    "sm_90": ("gelu", "gelu keeping z", "bias, LayerScale, residual, statistics", "residual", "5 parts"),
+    "sm_100": ("gelu",),
+}
+
+
+def _instructions(arch: str, kind: str, tma: bool) -> tuple[str, ...]:
+    if kind == "ieee":
+        return ()
+    transfers = ("UTMALDG",) if tma else ()
+    if arch == "sm_90":
+        return ("HGMMA", *transfers)
+    return ("TCGEN05", *transfers) if arch == "sm_100" else ("HMMA",)
+
+
+def _matmul_builds(arch: str) -> Iterator[Build]:
+    for kind, dtype in _KINDS.items():
+        for epilogue in EPILOGUES:
+            tables = [config_table(arch, kind, epilogue, tma) for tma in (True, False)]
+            configs = list(dict.fromkeys(config for table in tables for config in table))
+            for index, config in enumerate(configs):
+                for what, operands, activation, parts in _matmul_cases(epilogue, dtype, config, index == 0):
+                    launch = matmul_launch(
+                        operands, epilogue=epilogue, config=config, activation=activation, split_k=parts,
+                        precision="ieee" if kind == "half" else kind,
+                    )  # fmt: skip
+                    tile = f"{config.block_m}x{config.block_n}x{config.block_k}"
+                    paths = "TMA" if config.tma else "pointers"
+                    yield Build(
+                        f"matmul_{epilogue}",
+                        f"{kind} {tile} {paths} {what}",
+                        launch,
+                        core=kind == "half" and index == 0 and what in _CORE.get(arch, ()),
+                        needs=_instructions(arch, kind, config.tma),
+                    )
+
+
+def _small_launches(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
+    x, z = _meta(_M, _C, dtype=dtype), _meta(_M, 3 * _C, dtype=dtype)
+    row, weight, vector = _meta(_M), _meta(_F, _C, dtype=dtype), _meta(_C, dtype=dtype)
+    centred = x if dtype == torch.float32 else None
+    folded = FoldedLinear(weight, _meta(_F), _meta(_F))
+    yield "row_statistics", row_statistics_launch(x, 1e-6, row, row, centred)
+    yield "combine_statistics", combine_statistics_launch(_meta(12, 2, _M), 64, _C, 1e-6, row, row, dtype)
+    yield "prepare_weight", prepare_weight_launch(weight, vector, vector, _meta(_F, dtype=dtype), folded)
+    row_part, column_part = scale_gradient_parts(_M, 3 * _C, torch.device("meta"))
+    yield "scale_gradient", scale_gradient_launch(z, z, z, row, row, _meta(3 * _C), row_part, column_part)
+    parts = _meta(_F // 32, _C)
+    yield (
+        "folded_weight_grad",
+        folded_weight_grad_launch(_meta(5, _F, _C), _meta(_F), _meta(_F), weight, vector, vector, weight, parts, parts),
+    )
+    wide = _meta(_C, _F, dtype=dtype)
+    yield (
+        "residual_weight_grad",
+        residual_weight_grad_launch(_meta(5, _C, _F), wide, vector, wide, _meta(_F // 128, _C)),
+    )
+
+
+def offline_builds(arch: str) -> Iterator[Build]:
+    """The shipped builds of the matmul and of the kernels around it for one architecture."""
+    yield from _matmul_builds(arch)
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
+        for kernel, launch in _small_launches(dtype):
+            yield Build(kernel, name, launch)

@@ -1,0 +1,98 @@
+"""What the Triton operators of LayerNorm, linear layers and MLP have in common: checks, refusals, small conversions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedInputError
+from .backends import triton_unavailable_reasons
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Row numbers are 32-bit in the kernels, up to the end of the last tile; offsets of elements are 64-bit.
+MAX_ROWS = 2**31 - 256
+
+
+def unsupported_reasons(x: Tensor, parameters: Mapping[str, Tensor | None]) -> list[str]:
+    """Every reason why the kernels cannot run on x [..., C] with these parameters; empty when they can."""
+    reasons = list(triton_unavailable_reasons(x.device))
+    if x.dtype not in DTYPES:
+        reasons.append(f"x is {x.dtype}: accepted are float32, float16, bfloat16")
+    if x.numel() // max(x.shape[-1], 1) > MAX_ROWS:
+        reasons.append(f"x has {x.numel() // x.shape[-1]} rows: accepted are at most {MAX_ROWS}")
+    for name, tensor in parameters.items():
+        if tensor is None:
+            continue
+        if tensor.device != x.device:
+            reasons.append(f"{name} is on {tensor.device}, x is on {x.device}: they must agree")
+        if tensor.dtype not in (x.dtype, torch.float32):
+            reasons.append(f"{name} is {tensor.dtype}, x is {x.dtype}: accepted are x's dtype and float32")
+    return reasons
+
+
+def require_supported(what: str, x: Tensor, parameters: Mapping[str, Tensor | None]) -> None:
+    """Raises UnsupportedInputError with every reason why `what` cannot run."""
+    reasons = unsupported_reasons(x, parameters)
+    if reasons:
+        raise UnsupportedInputError(f"{what} with backend='triton'", reasons)
+
+
+def contiguous_rows(tensor: Tensor) -> Tensor:
+    """[..., C] as contiguous rows [M, C]; a copy only where the layout asks for one."""
+    return tensor.reshape(-1, tensor.shape[-1]).contiguous()
+
+
+def statistics_pair(statistics: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """(mean, rstd) of statistics [2, M]."""
+    return None if statistics is None else (statistics[0], statistics[1])
+
+
+def no_tensor(like: Tensor) -> Tensor:
+    """Stands for an absent result: operators return tensors only."""
+    return like.new_empty(0, dtype=torch.float32)
+
+
+def new_statistics(x: Tensor, present: bool) -> Tensor:
+    """Room for the statistics [2, M] of rows [..., C]; no tensor where they are not asked for."""
+    return x.new_empty((2, x.numel() // x.shape[-1]), dtype=torch.float32) if present else no_tensor(x)
+
+
+def like_parameter(gradient: Tensor | None, parameter: Tensor | None) -> Tensor:
+    """A gradient in its parameter's dtype; no tensor where there is no parameter."""
+    if gradient is None or parameter is None:
+        return torch.empty(0) if gradient is None else no_tensor(gradient)
+    # a copy even where the dtype is right: results of an operator may not share memory
+    return gradient.to(parameter.dtype, copy=True)
+
+
+def rows_of(shape: Sequence[int]) -> int:
+    """Rows of a tensor of this shape: all sizes but the last, multiplied."""
+    return math.prod(int(size) for size in shape[:-1])
+
+
+def refuse_double_backward(what: str) -> Callable[..., NoReturn]:
+    """The derivative of a backward operator: an error that says so."""
+
+    def refuse(ctx: Any, *grads: Tensor) -> NoReturn:
+        raise UnsupportedInputError(
+            f"the second derivative of {what} with backend='triton'",
+            ["the backward kernels have no derivative of their own: use backend='eager'"],
+        )
+
+    return refuse
+
+
+def refuse_vmap(what: str) -> Callable[..., NoReturn]:
+    """The vmap rule of an operator: an error that says what to do instead."""
+
+    def refuse(info: Any, in_dims: Any, *args: Any) -> NoReturn:
+        raise UnsupportedInputError(
+            f"torch.vmap of {what} with backend='triton'",
+            ["the kernels take any number of rows: fold the mapped dimension into them, or use backend='sdpa'"],
+        )
+
+    return refuse

@@ -1,0 +1,221 @@
+"""The other linear layers of a block by the same matmul: LayerNorm + qkv, and proj + LayerScale + residual.
+
+- `vit_fast::layer_norm_linear` for inference, `..._training`, and `..._backward`;
+- `vit_fast::linear_residual` and `vit_fast::linear_residual_backward`.
+
+Statistics are as in `layer_norm_mlp_op.py`. Only torch is needed to register and trace these operators.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from .checks import (
+    contiguous_rows,
+    like_parameter,
+    new_statistics,
+    no_tensor,
+    refuse_double_backward,
+    refuse_vmap,
+    require_supported,
+    rows_of,
+    statistics_pair,
+)
+from .prepared import prepared, prepared_in_dtype
+
+
+@torch.library.custom_op("vit_fast::layer_norm_linear", mutates_args=())
+def layer_norm_linear_op(
+    x: Tensor, statistics: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
+    weight: Tensor, bias: Tensor | None, eps: float,
+) -> Tensor:  # fmt: skip
+    """LN(x) W^T + b: x [..., C], W [F, C] -> [..., F]."""
+    parameters = {"norm_weight": norm_weight, "norm_bias": norm_bias, "weight": weight, "bias": bias}
+    require_supported("layer_norm_linear", x, parameters)
+    from ..kernels import layer_norm, linear
+
+    folded = prepared(
+        ("folded", x.dtype), weight, (norm_weight, norm_bias, bias),
+        lambda: layer_norm.fold_linear(weight, norm_weight, norm_bias, bias, x.dtype),
+    )  # fmt: skip
+    known = layer_norm.row_statistics(contiguous_rows(x), eps, statistics_pair(statistics))
+    return linear.layer_norm_linear(known, folded).view(*x.shape[:-1], weight.shape[0])
+
+
+@layer_norm_linear_op.register_fake
+def _(
+    x: Tensor, statistics: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
+    weight: Tensor, bias: Tensor | None, eps: float,
+) -> Tensor:  # fmt: skip
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+@torch.library.custom_op("vit_fast::layer_norm_linear_training", mutates_args=())
+def layer_norm_linear_training_op(
+    x: Tensor, statistics: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
+    weight: Tensor, bias: Tensor | None, eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As `layer_norm_linear`, and the statistics of x, which the backward needs."""
+    parameters = {"norm_weight": norm_weight, "norm_bias": norm_bias, "weight": weight, "bias": bias}
+    require_supported("layer_norm_linear", x, parameters)
+    from ..kernels import layer_norm, linear
+
+    folded = layer_norm.fold_linear(weight, norm_weight, norm_bias, bias, x.dtype)
+    known = layer_norm.row_statistics(contiguous_rows(x), eps, statistics_pair(statistics))
+    out = linear.layer_norm_linear(known, folded).view(*x.shape[:-1], weight.shape[0])
+    return out, known.as_tensor()
+
+
+@layer_norm_linear_training_op.register_fake
+def _(
+    x: Tensor, statistics: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
+    weight: Tensor, bias: Tensor | None, eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return x.new_empty((*x.shape[:-1], weight.shape[0])), new_statistics(x, True)
+
+
+@torch.library.custom_op("vit_fast::layer_norm_linear_backward", mutates_args=())
+def layer_norm_linear_backward_op(
+    grad_output: Tensor, x: Tensor, out: Tensor, statistics: Tensor,
+    norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of x, norm_weight, norm_bias, weight, bias; of an absent one an empty tensor."""
+    from ..kernels import layer_norm, linear
+
+    folded = layer_norm.fold_linear(weight, norm_weight, norm_bias, bias, x.dtype)
+    known = layer_norm.row_statistics(contiguous_rows(x), eps, statistics_pair(statistics))
+    gradient = linear.linear_gradient(contiguous_rows(grad_output), contiguous_rows(out), known, folded)
+    dx = linear.input_gradient(gradient, known, folded, None)
+    d_weight, d_gamma, d_beta, d_bias = linear.folded_gradients(
+        gradient, known, weight.contiguous(), norm_weight, norm_bias
+    )
+    return (
+        dx.view(x.shape), like_parameter(d_gamma, norm_weight), like_parameter(d_beta, norm_bias), d_weight,
+        like_parameter(d_bias, bias),
+    )  # fmt: skip
+
+
+@layer_norm_linear_backward_op.register_fake
+def _(
+    grad_output: Tensor, x: Tensor, out: Tensor, statistics: Tensor,
+    norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    gradients = (no_tensor(x) if p is None else p.new_empty(p.shape) for p in (norm_weight, norm_bias, weight, bias))
+    return (x.new_empty(x.shape), *gradients)  # type: ignore[return-value]  # four parameters, four gradients
+
+
+@torch.library.custom_op("vit_fast::linear_residual", mutates_args=())
+def linear_residual_op(
+    h: Tensor, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None, residual: Tensor | None,
+    next_eps: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """[residual +] ls (h W^T + b): h [..., F], W [C, F] -> [..., C], and with `next_eps` the statistics of its rows."""
+    parameters = {"weight": weight, "bias": bias, "layer_scale": layer_scale, "residual": residual}
+    require_supported("linear_residual", h, parameters)
+    from ..kernels import linear
+
+    second = prepared_in_dtype(weight, h.dtype)
+    base = None if residual is None else contiguous_rows(residual).to(h.dtype)
+    y, emitted = linear.linear_residual(contiguous_rows(h), second, bias, layer_scale, base, next_eps)
+    return y.view(*h.shape[:-1], weight.shape[0]), no_tensor(h) if emitted is None else torch.stack(emitted)
+
+
+@linear_residual_op.register_fake
+def _(
+    h: Tensor, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None, residual: Tensor | None,
+    next_eps: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return h.new_empty((*h.shape[:-1], weight.shape[0])), new_statistics(h, next_eps is not None)
+
+
+@torch.library.custom_op("vit_fast::linear_residual_backward", mutates_args=())
+def linear_residual_backward_op(
+    grad_output: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of h, weight, bias, layer_scale; of an absent one an empty tensor."""
+    from ..kernels import linear
+
+    dy, contiguous = contiguous_rows(grad_output), weight.contiguous()
+    dh = linear.product_gradient(dy, linear.scaled_weight(contiguous, layer_scale, h.dtype))
+    d_weight, d_bias, d_scale = linear.residual_gradients(dy, contiguous_rows(h), contiguous, bias, layer_scale)
+    return dh.view(h.shape), d_weight, like_parameter(d_bias, bias), like_parameter(d_scale, layer_scale)
+
+
+@linear_residual_backward_op.register_fake
+def _(
+    grad_output: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    d_bias, d_scale = (no_tensor(h) if p is None else p.new_empty(p.shape) for p in (bias, layer_scale))
+    return h.new_empty(h.shape), weight.new_empty(weight.shape), d_bias, d_scale
+
+
+def _save_layer_norm_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, _, *parameters, ctx.eps = inputs
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(x, *output, *parameters)
+
+
+def _layer_norm_linear_backward(ctx: Any, grad_output: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad_output is None:
+        return (None,) * 7
+    dx, *gradients = layer_norm_linear_backward_op(grad_output, *ctx.saved_tensors, ctx.eps)
+    present = [None if p is None else gradient for p, gradient in zip(ctx.saved_tensors[3:], gradients)]
+    return (dx, None, *present, None)
+
+
+def _save_linear_residual(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    h, weight, bias, layer_scale, residual, _ = inputs
+    ctx.residual_dtype = None if residual is None else residual.dtype
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(h, weight, bias, layer_scale)
+
+
+def _linear_residual_backward(ctx: Any, grad_output: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad_output is None:
+        return (None,) * 6
+    h, weight, bias, layer_scale = ctx.saved_tensors
+    dh, d_weight, d_bias, d_scale = linear_residual_backward_op(grad_output, h, weight, bias, layer_scale)
+    d_residual = None if ctx.residual_dtype is None else grad_output.to(ctx.residual_dtype)
+    return (
+        dh, d_weight, None if bias is None else d_bias, None if layer_scale is None else d_scale, d_residual, None,
+    )  # fmt: skip
+
+
+layer_norm_linear_training_op.register_autograd(_layer_norm_linear_backward, setup_context=_save_layer_norm_linear)
+linear_residual_op.register_autograd(_linear_residual_backward, setup_context=_save_linear_residual)
+layer_norm_linear_backward_op.register_autograd(refuse_double_backward("layer_norm_linear"))
+linear_residual_backward_op.register_autograd(refuse_double_backward("linear_residual"))
+for _operator in (
+    layer_norm_linear_op,
+    layer_norm_linear_training_op,
+    layer_norm_linear_backward_op,
+    linear_residual_op,
+    linear_residual_backward_op,
+):
+    _operator.register_vmap(refuse_vmap("a fused linear layer"))
+
+
+@register_flop_formula([torch.ops.vit_fast.layer_norm_linear, torch.ops.vit_fast.layer_norm_linear_training])
+def _(x: Any, statistics: Any, norm_weight: Any, norm_bias: Any, weight: Any, *args: Any, **kwargs: Any) -> int:
+    return 2 * rows_of(x) * int(x[-1]) * int(weight[0])
+
+
+@register_flop_formula(torch.ops.vit_fast.layer_norm_linear_backward)
+def _(grad_output: Any, x: Any, *args: Any, **kwargs: Any) -> int:
+    return 4 * rows_of(x) * int(x[-1]) * int(grad_output[-1])
+
+
+@register_flop_formula(torch.ops.vit_fast.linear_residual)
+def _(h: Any, weight: Any, *args: Any, **kwargs: Any) -> int:
+    return 2 * rows_of(h) * int(h[-1]) * int(weight[0])
+
+
+@register_flop_formula(torch.ops.vit_fast.linear_residual_backward)
+def _(grad_output: Any, h: Any, *args: Any, **kwargs: Any) -> int:
+    return 4 * rows_of(h) * int(h[-1]) * int(grad_output[-1])

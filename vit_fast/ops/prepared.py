@@ -1,0 +1,90 @@
+"""Weights prepared for the Triton kernels, kept for inference and prepared again whenever a parameter has changed.
+
+A kept value is used only if every tensor it was made from is the same storage at the same place, of the same version,
+shape and dtype, on the same stream. torch counts a version for every in-place change it can see: optimizer steps,
+load_state_dict, copy_, init functions. It cannot see a write through `.data` or through memory shared with numpy or
+DLPack: after one of those call `clear_prepared_weights()`. Nothing is kept
+
+- in training, which prepares anew each step;
+- while a CUDA graph is captured: the preparation is part of the graph, so that a replay follows its parameters;
+- for tensors made in inference mode, which have no version.
+
+A value lives as long as the weight that it was made from, and holds no other tensor alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakTensorKeyDictionary
+
+Value = TypeVar("Value")
+
+# weight -> {purpose: (what it was made from, value)}
+_prepared: Any = WeakTensorKeyDictionary()
+
+
+def prepared(
+    purpose: Hashable, weight: Tensor, others: tuple[Tensor | None, ...], prepare: Callable[[], Value]
+) -> Value:
+    """prepare(), or its earlier result while nothing that it depends on has changed.
+
+    Args:
+        purpose: What is prepared, with everything the result depends on besides tensors.
+        weight: The tensor with which the result lives and dies.
+        others: The other tensors that the result is made from.
+        prepare: Makes the result.
+    """
+    if _is_capturing(weight) or any(tensor.is_inference() for tensor in (weight, *others) if tensor is not None):
+        return prepare()
+    origin = (_stream(weight), *(None if tensor is None else _Origin(tensor) for tensor in (weight, *others)))
+    kept = _prepared.setdefault(weight, {})
+    found = kept.get(purpose)
+    if found is None or found[0] != origin:
+        found = kept[purpose] = (origin, prepare())
+    value: Value = found[1]
+    return value
+
+
+def in_dtype(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A weight as the matmul reads it: contiguous, in the dtype of the activations; itself where it is that already."""
+    return weight.to(dtype).contiguous()
+
+
+def prepared_in_dtype(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """`in_dtype`, kept for inference."""
+    if weight.dtype == dtype and weight.is_contiguous():
+        return weight  # not kept: it would keep itself alive
+    return prepared(("cast", dtype), weight, (), lambda: in_dtype(weight, dtype))
+
+
+def clear_prepared_weights() -> None:
+    """Forget every prepared weight: after writes that torch cannot see, through `.data`, numpy or DLPack."""
+    _prepared.clear()
+
+
+class _Origin:
+    """What a tensor was when something was made from it; equal to another only if neither memory nor values changed."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        # The weak reference keeps the address of the storage's bookkeeping, not the memory, from being used again.
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+        self._rest = (tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Origin) and self._storage == other._storage and self._rest == other._rest
+
+    __hash__ = None  # type: ignore[assignment]  # compared, never a key
+
+
+def _is_capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _stream(tensor: Tensor) -> int:
+    """The stream whose work the value is ordered with; another stream prepares its own."""
+    return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
