@@ -9,7 +9,7 @@ import typer
 
 from .errors import VitFastError
 
-COMMANDS = ("info", "models")
+COMMANDS = ("info", "models", "predict")
 
 USER_ERRORS = (VitFastError, ValueError, TypeError, OSError)
 

@@ -22,7 +22,7 @@ from .config import Size
 from .layers import resample_pos_embed
 from .layouts.rename import Converted
 from .model import VisionTransformer, set_backend
-from .sources import METADATA_KEY, Source, WeightsError, open_source, read_file
+from .sources import METADATA_KEY, Source, WeightsError, open_source
 
 __all__ = ["WeightsError", "WeightsReport", "load", "load_weights", "save"]
 
@@ -140,30 +140,37 @@ def save(model: VisionTransformer, path: str | Path) -> Path:
     return path
 
 
-def load(path: str | Path, *, backend: str = "auto", device: torch.device | str | None = None) -> VisionTransformer:
-    """A model as `save` wrote it: shape, parameters in their dtype, preprocessing, class names.
+def load(
+    source: str | Path | Source, *, backend: str = "auto", device: torch.device | str | None = None
+) -> VisionTransformer:
+    """A model from weights that say what shape they are for: parameters in their dtype, preprocessing, class names.
 
     Args:
-        path: A file that `save` wrote.
+        source: A file that `save` wrote, or a folder or Hub id with a config.json.
         backend: See set_backend.
         device: Where to put it; None means the CPU.
     Returns:
         The model, in evaluation mode.
     Raises:
-        WeightsError: not such a file, or damaged.
+        WeightsError: it cannot be read, or does not say its shape.
     """
-    source = read_file(Path(path))
-    if source.config is None:
+    opened = open_source(source)
+    if opened.config is None:
         raise WeightsError(
-            f"{path}: was not written by vit_fast.save, so its shape is not known: use "
-            f"create_model(name, weights={str(path)!r})"
+            f"{opened.name}: does not say what shape it is for (vit_fast.save and config.json do): name the model, "
+            "create_model(name, weights=...)"
         )
+    names = opened.class_names
+    if names is not None and len(names) != opened.config.num_classes:
+        names = None
     with torch.device("meta"):
-        model = VisionTransformer(
-            source.config, data_config=source.data_config, class_names=source.class_names, backend="sdpa"
-        )
-    fit = _Fit(model, source, replace_head=False)
-    model.load_state_dict(fit.fitted, assign=True)
+        model = VisionTransformer(opened.config, data_config=opened.data_config, class_names=names, backend="sdpa")
+    fit = _Fit(model, opened, replace_head=False)
+    tensors = fit.fitted
+    if fit.report.layout != "vit-fast":
+        dtype = tensors["patch_embed.proj.weight"].dtype  # a sum made while translating may be wider than its terms
+        tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    model.load_state_dict(tensors, assign=True)
     model = model.to(device or "cpu")
     set_backend(model, backend)
     return model.eval()

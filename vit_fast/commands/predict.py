@@ -1,0 +1,164 @@
+"""`vit-fast predict`: the most probable classes of images."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..model import VisionTransformer
+
+BATCH_SIZE = 16  # bounds memory however many images a folder holds
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """What predict needs of a model, whatever runs it.
+
+    Attributes:
+        prepare: An image file -> its input [in_chans, height, width].
+        logits: A batch of inputs [B, in_chans, height, width] -> [B, classes].
+        class_names: Of the outputs, where they are known.
+    """
+
+    prepare: Callable[[Path], Tensor]
+    logits: Callable[[Tensor], Tensor]
+    class_names: Sequence[str] | None
+
+
+def register(app: typer.Typer) -> None:
+    app.command(name="predict")(predict)
+
+
+def predict(
+    images: Annotated[list[Path], typer.Argument(help="Image files or folders.", metavar="IMAGE...")],
+    weights: Annotated[str, typer.Option(help="A weights file, a folder, or a Hugging Face Hub id.")],
+    model: Annotated[
+        str | None, typer.Option(help="The variant, where the weights do not say what shape they are for.")
+    ] = None,
+    classes: Annotated[
+        Path | None, typer.Option(help="Class names: one a line, or JSON (a list, or an object from index to name).")
+    ] = None,
+    top_k: Annotated[int, typer.Option("--top-k", help="How many classes an image.")] = 5,
+    backend: Annotated[str, typer.Option(help="auto, eager, sdpa or triton.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+) -> None:
+    """Classifies images: the most probable classes with their probabilities, which sum to one over all classes."""
+    from ..data import find_images
+
+    if top_k < 1:
+        raise ValueError(f"--top-k={top_k}: accepted is an integer >= 1")
+    files = find_images(images)
+    names_given = None if classes is None else read_class_names(classes)
+    classifier = torch_classifier(weights, model, backend)
+    results = []
+    for file, probabilities in predictions(classifier, files):
+        names = class_names_for(len(probabilities), names_given, classifier.class_names)
+        best = sorted(range(len(probabilities)), key=probabilities.__getitem__, reverse=True)[:top_k]
+        top = [{"index": i, "class": names[i], "probability": probabilities[i]} for i in best]
+        results.append({"image": str(file), "top": top})
+        if not as_json:
+            typer.echo(f"{file}")
+            for row in top:
+                typer.echo(f"  {row['probability']:7.2%}  {row['class']}")
+    if as_json:
+        typer.echo(json.dumps(results, indent=2))
+
+
+def torch_classifier(weights: str, model_name: str | None, backend: str) -> Classifier:
+    """A model in PyTorch, on the first GPU where there is one.
+
+    Raises:
+        ValueError: the weights do not say what they are for and no model is named, or the model has no head.
+    """
+    import torch
+
+    from ..data import make_transform, read_image
+
+    model = _model(weights, model_name, backend)
+    config = model.config
+    if config.num_classes == 0:
+        raise ValueError(f"{weights}: has no classification head, it makes features")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = model.to(device)
+    transform = make_transform(model.data_config, config.image_hw, config.in_chans)
+    dtype = next(model.parameters()).dtype
+
+    @torch.inference_mode()
+    def logits(batch: Tensor) -> Tensor:
+        return model(batch.to(device, dtype))
+
+    return Classifier(lambda file: transform(read_image(file)), logits, model.class_names)
+
+
+def predictions(classifier: Classifier, files: Sequence[Path]) -> Iterator[tuple[Path, list[float]]]:
+    """Each file with the probabilities of all classes, softmax in fp64 so that they sum to one.
+
+    Raises:
+        ImageError: a file cannot be read.
+        ValueError: the logits of an image are not finite.
+    """
+    import torch
+
+    for start in range(0, len(files), BATCH_SIZE):
+        chunk = files[start : start + BATCH_SIZE]
+        logits = classifier.logits(torch.stack([classifier.prepare(file) for file in chunk]))
+        for file, row in zip(chunk, logits.double().cpu()):
+            if not row.isfinite().all():
+                raise ValueError(f"{file}: the model's logits are not finite")
+            yield file, row.softmax(dim=-1).tolist()
+
+
+def class_names_for(count: int, given: Sequence[str] | None, known: Sequence[str] | None) -> Sequence[str]:
+    """The names given, else those that came with the weights, else numbered ones.
+
+    Raises:
+        ValueError: another number of names is given than there are classes.
+    """
+    if given is not None and len(given) != count:
+        raise ValueError(f"--classes holds {len(given)} names: accepted are {count}, as the model has classes")
+    return given or known or [f"class {i}" for i in range(count)]
+
+
+def read_class_names(path: Path) -> list[str]:
+    """Names from a text file with one a line, or from JSON: a list, or an object from index to name.
+
+    Raises:
+        ValueError: it holds something else.
+        OSError: it cannot be read.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix.lower() != ".json":
+            return [line.strip() for line in text.splitlines() if line.strip()]
+        content: Any = json.loads(text)
+        if isinstance(content, Mapping):
+            by_index = {int(index): name for index, name in content.items()}
+            content = [by_index[i] for i in range(len(by_index))]
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file of class names") from None
+    except (ValueError, KeyError) as error:  # not UTF-8, not JSON, or indices that are no 0 .. n-1
+        raise ValueError(f"{path}: cannot be read as class names: {error}") from None
+    if not isinstance(content, list) or not all(isinstance(name, str) for name in content):
+        raise ValueError(f"{path}: accepted is a JSON list of names, or an object from index to name")
+    return content
+
+
+def _model(weights: str, model_name: str | None, backend: str) -> VisionTransformer:
+    from ..factory import create_model
+    from ..sources import open_source
+    from ..weights import load
+
+    if model_name is not None:
+        return create_model(model_name, weights=weights, backend=backend)
+    source = open_source(weights)
+    if source.config is None:
+        raise ValueError(f"{weights}: does not say what shape it is for: name the variant by --model")
+    return load(source, backend=backend)
