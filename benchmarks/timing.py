@@ -9,11 +9,14 @@ take turns call by call, so that a clock that drifts, a machine that heats or a 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -189,9 +192,31 @@ def peak_memory_of_call(call: Callable[[], object], device: torch.device) -> int
         call()
         synchronise(device)
         return int(torch.cuda.max_memory_allocated(device) - before)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with (
+        _without_profiler_chatter(),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler,
+    ):
         call()
     return _peak_of_profile(profiler)
+
+
+@contextlib.contextmanager
+def _without_profiler_chatter() -> Iterator[None]:
+    """Keeps the lines that torch's profiler writes about its own start and stop from the process's standard error."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as written:
+        os.dup2(written.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+            written.seek(0)
+            for line in written:
+                if not line.startswith(b"USDT:"):
+                    os.write(2, line)
 
 
 def _peak_of_profile(profiler: Any) -> int:

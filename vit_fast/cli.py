@@ -9,7 +9,7 @@ import typer
 
 from .errors import VitFastError
 
-COMMANDS = ("info", "models", "predict")
+COMMANDS = ("info", "models", "bench", "compare", "predict")
 
 USER_ERRORS = (VitFastError, ValueError, TypeError, OSError)
 

@@ -1,0 +1,171 @@
+"""What a run of the benchmark will do, checked whole before anything is built."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..data import default_photograph, find_images, read_image
+from ..variants import get_variant, list_models
+from .inputs import MAX_VIEWS
+from .machine import short_name
+from .subjects import Selection, choose
+from .timing import Protocol
+
+DTYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+# Sizes that are worth measuring on the device, and done in under three minutes on two CPU cores.
+DEFAULT_MODELS = {"cpu": ("vit_tiny_patch16_224",), "cuda": ("vit_base_patch16_224",)}
+DEFAULT_BATCH_SIZES = {"cpu": (1, 8), "cuda": (1, 32, 256)}
+DEFAULT_DTYPES = {"cpu": ("fp32",), "cuda": ("bf16",)}
+DEFAULT_TIME_BUDGET_S = {"cpu": 130.0, "cuda": 900.0}
+PROTOCOLS = {
+    "cpu": Protocol(repeats=50, seconds=1.0, least_repeats=5, warmup_repeats=1, warmup_seconds=0.0),
+    "cuda": Protocol(repeats=100, seconds=1.0, least_repeats=10),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked run: every model x dtype x batch size, for every selection.
+
+    Attributes:
+        models: Names of variants.
+        batch_sizes: Images a call.
+        dtypes: Of parameters and images.
+        selections: Subjects in their compile modes.
+        device: Where everything runs.
+        images: Photographs that fill the batches.
+        time_budget_s: Seconds after which nothing new is started; infinite when there is none.
+        protocol: How long a measurement is.
+    """
+
+    models: tuple[str, ...]
+    batch_sizes: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    selections: tuple[Selection, ...]
+    device: torch.device
+    images: tuple[Path, ...]
+    time_budget_s: float
+    protocol: Protocol
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for the record; images by name only."""
+        return {
+            "models": list(self.models),
+            "batch_sizes": list(self.batch_sizes),
+            "dtypes": [short_name(dtype) for dtype in self.dtypes],
+            "subjects": [selection.label for selection in self.selections],
+            "device": str(self.device),
+            "images": [path.name for path in self.images],
+            "time_budget_s": self.time_budget_s if math.isfinite(self.time_budget_s) else None,
+            "protocol": dataclasses.asdict(self.protocol),
+        }
+
+
+def make_plan(
+    images: Sequence[str | Path] = (),
+    *,
+    models: Sequence[str] | None = None,
+    batch_sizes: Sequence[int] | None = None,
+    dtypes: Sequence[str] | None = None,
+    subjects: Sequence[str] | None = None,
+    compile_modes: Sequence[str] | None = None,
+    device: str = "auto",
+    time_budget_s: float | None = None,
+    protocol: Protocol | None = None,
+) -> Plan:
+    """Checks what was asked for, and fills in what was not by what the device is good for.
+
+    Args:
+        images: Files and folders; none means a photograph that is on this machine already.
+        models: Names of variants, or patterns such as `vit_*_patch16_224`.
+        batch_sizes: Images a call, each at least 1.
+        dtypes: "fp32", "fp16", "bf16".
+        subjects: See subjects.parse_label.
+        compile_modes: Modes in which subjects that name none are measured; see subjects.COMPILE_MODES.
+        device: "auto" (CUDA where there is one), or what torch.device takes.
+        time_budget_s: Seconds; 0 means without limit.
+        protocol: How long a measurement is.
+    Raises:
+        ValueError: anything is unknown, out of range or unreadable (ImageError); nothing has been built.
+    """
+    where = _device(device)
+    kind = where.type
+    budget = DEFAULT_TIME_BUDGET_S[kind] if time_budget_s is None else time_budget_s
+    if not budget >= 0:
+        raise ValueError(f"time_budget_s={budget}: accepted is a number of seconds >= 0 (0: no limit)")
+    return Plan(
+        models=_models(DEFAULT_MODELS[kind] if models is None else models),
+        batch_sizes=_batch_sizes(DEFAULT_BATCH_SIZES[kind] if batch_sizes is None else batch_sizes),
+        dtypes=_dtypes(DEFAULT_DTYPES[kind] if dtypes is None else dtypes),
+        selections=tuple(choose(subjects, compile_modes, where)),
+        device=where,
+        images=_images(images),
+        time_budget_s=budget or math.inf,
+        protocol=PROTOCOLS[kind] if protocol is None else protocol,
+    )
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device={name!r}: accepted are auto, cpu, cuda and cuda:N") from None
+    if device.type not in DEFAULT_MODELS:
+        raise ValueError(f"device={name!r}: accepted are auto, cpu, cuda and cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device={name!r}: there are {torch.cuda.device_count()} CUDA devices here")
+    return device
+
+
+def _models(patterns: Sequence[str]) -> tuple[str, ...]:
+    names: list[str] = []
+    for pattern in patterns:
+        matching = list_models(pattern)
+        if not matching:
+            get_variant(pattern)  # raises, naming the nearest
+        names += matching
+    return _some("models", names)
+
+
+def _batch_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+    for size in sizes:
+        if size < 1:
+            raise ValueError(f"batch size {size}: accepted is an integer >= 1")
+    return _some("batch sizes", sizes)
+
+
+def _dtypes(names: Sequence[str]) -> tuple[torch.dtype, ...]:
+    for name in names:
+        if name not in DTYPES:
+            raise ValueError(f"unknown dtype {name!r}: accepted are fp32, fp16, bf16")
+    return _some("dtypes", [DTYPES[name] for name in names])
+
+
+def _images(paths: Sequence[str | Path]) -> tuple[Path, ...]:
+    found = find_images(paths or [default_photograph()])[:MAX_VIEWS]
+    for path in found:
+        read_image(path)
+    return tuple(found)
+
+
+def _some(what: str, values: Sequence[Any]) -> tuple[Any, ...]:
+    if not values:
+        raise ValueError(f"no {what}: accepted is at least one")
+    return tuple(dict.fromkeys(values))

@@ -1,0 +1,95 @@
+"""The plot of a record: bars of images a second, one panel for each model, dtype and batch size."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from .records import Record
+from .report import ceilings_line, contests, format_rate, heading, label, not_measured
+from .rows import Row
+
+OURS, PEER, INK, FAINT = "#0f766e", "#94a3b8", "#1e293b", "#64748b"
+COMPILED_HATCH = "////"
+BAR_INCHES, TITLE_INCHES, HEAD_INCHES, FOOT_INCHES, WIDTH_INCHES = 0.32, 0.55, 0.6, 1.05, 10.0
+
+
+def draw(record: Record) -> bytes:
+    """A PNG of every measured row, fastest on top; whiskers from the 20th to the 80th percentile.
+
+    What was not measured is named at the foot. A record without one measured row still gives a picture that says so.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    panels = contests(record)
+    heights = [max(1, len(_measured(rows))) * BAR_INCHES for rows in panels.values()]
+    total = HEAD_INCHES + sum(height + TITLE_INCHES for height in heights) + FOOT_INCHES
+    figure = Figure(figsize=(WIDTH_INCHES, total), dpi=150, facecolor="white")
+    FigureCanvasAgg(figure)
+    title = "ViT throughput, images per second"
+    figure.text(0.02, 1 - 0.3 / total, title, size=13, weight="bold", color=INK, va="center")
+    handles = [
+        Patch(facecolor=OURS, label="vit-fast"),
+        Patch(facecolor=PEER, label="other libraries"),
+        Patch(facecolor="white", edgecolor=FAINT, hatch=COMPILED_HATCH, label="torch.compile"),
+        Line2D([], [], color=INK, linewidth=1.2, label="p20 to p80"),
+    ]
+    anchor = (0.985, 1 - 0.3 / total)
+    figure.legend(
+        handles=handles, loc="center right", bbox_to_anchor=anchor, ncols=4, frameon=False, fontsize=8, labelcolor=INK
+    )
+    bottom = total - HEAD_INCHES
+    for (name, rows), height in zip(panels.items(), heights, strict=True):
+        bottom -= height + TITLE_INCHES
+        axes = figure.add_axes((0.23, bottom / total, 0.57, height / total))
+        _draw_panel(axes, name, rows)
+    lines = [heading(record), ceilings_line(record), *(_shortened(line) for line in not_measured(record)[:4])]
+    figure.text(0.02, (FOOT_INCHES - 0.25) / total, "\n".join(lines), size=7, color=FAINT, va="top", parse_math=False)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def _draw_panel(axes: Any, title: str, rows: list[Row]) -> None:
+    measured = _measured(rows)[::-1]
+    axes.set_title(title, loc="left", fontsize=10, color=INK, weight="bold")
+    for side in ("top", "right", "bottom", "left"):
+        axes.spines[side].set_visible(False)
+    axes.set_xticks([])
+    axes.tick_params(left=False, labelsize=9, labelcolor=INK)
+    if not measured:
+        axes.set_yticks([])
+        axes.text(0, 0.5, "nothing was measured", color=FAINT, transform=axes.transAxes, va="center")
+        return
+    longest = max(row["batch"] / row["ms_p20"] * 1e3 for row in measured)
+    for position, row in enumerate(measured):
+        rate, slow, fast = (row["batch"] / row[field] * 1e3 for field in ("ms", "ms_p80", "ms_p20"))
+        axes.barh(
+            position,
+            rate,
+            height=0.72,
+            color=PEER if row["peer"] else OURS,
+            edgecolor="white",
+            hatch=None if row["compile_mode"] == "none" else COMPILED_HATCH,
+            linewidth=0,
+        )
+        axes.plot([slow, fast], [position, position], color=INK, linewidth=1.2, solid_capstyle="butt")
+        texts = {1.02: format_rate(rate)}
+        if row["ratio_to_best_peer"] is not None:
+            texts[1.14] = f"{row['ratio_to_best_peer']:.2f}x best peer"
+        for x, text in texts.items():
+            axes.text(x, position, text, transform=axes.get_yaxis_transform(), va="center", fontsize=8.5, color=INK)
+    axes.set_yticks(range(len(measured)), [label(row) for row in measured])
+    axes.set_xlim(0, longest)
+    axes.set_ylim(-0.6, len(measured) - 0.4)
+
+
+def _measured(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if row["status"] == "measured"]
+
+
+def _shortened(text: str, most: int = 170) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."

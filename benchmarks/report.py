@@ -1,0 +1,139 @@
+"""Tables drawn from a record: for the terminal (rich), and for a document (markdown)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .records import Record
+from .rows import Row
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table: its title, how a measured row fills it, and whether a narrow terminal keeps it."""
+
+    title: str
+    cell: Callable[[Row], str]
+    essential: bool = False
+
+
+def _number(row: Row, field: str, pattern: str = "{:.3g}") -> str:
+    return "" if row[field] is None else pattern.format(row[field])
+
+
+def format_rate(images_per_s: float) -> str:
+    """Three significant figures, thousands separated, never in powers of ten."""
+    return f"{images_per_s:,.0f}" if images_per_s >= 100 else f"{images_per_s:.3g}"
+
+
+COLUMNS = (
+    Column("images/s", lambda row: format_rate(row["images_per_s"]), essential=True),
+    Column("ms", lambda row: f"{row['ms']:.4g}", essential=True),
+    Column("[p20, p80]", lambda row: f"[{row['ms_p20']:.4g}, {row['ms_p80']:.4g}]", essential=True),
+    Column("TFLOP/s", lambda row: _number(row, "TFLOP_per_s"), essential=True),
+    Column("of ceiling", lambda row: _number(row, "ceiling_share", "{:.0%}")),
+    Column("x best peer", lambda row: _number(row, "ratio_to_best_peer", "{:.2f}"), essential=True),
+    Column("peak MiB", lambda row: _number(row, "peak_MiB", "{:,.1f}")),
+    Column("max error", lambda row: _number(row, "max_error", "{:.1e}")),
+)
+
+# Columns that a terminal needs for the whole table.
+FULL_WIDTH = 126
+
+
+def contests(record: Record) -> dict[str, list[Row]]:
+    """The rows by what they compete in, fastest first, then those without figures."""
+    grouped: dict[str, list[Row]] = {}
+    for row in record["rows"]:
+        size = "x".join(map(str, row["img_size"]))
+        title = f"{row['model']}, {row['dtype']}, batch {row['requested_batch']}, {size}"
+        grouped.setdefault(title, []).append(row)
+    for rows in grouped.values():
+        rows.sort(key=lambda row: -(row["images_per_s"] or 0))
+    return grouped
+
+
+def heading(record: Record) -> str:
+    """Machine, versions, commit and date, in a line."""
+    machine = record["machine"]
+    packages = machine["packages"]
+    names = ("torch", "triton", "timm", "transformers", "torchvision")
+    versions = ", ".join(f"{name} {packages[name]}" for name in names if name in packages)
+    gpu = machine["gpu"]
+    driver = f", driver {gpu['driver']}" if gpu and gpu["driver"] else ""
+    commit = f", commit {machine['commit']}" if machine["commit"] else ""
+    date = machine["date"].partition("T")[0]
+    return f"{machine['device']}{driver}; {versions}; vit-fast {record['vit_fast']}{commit}; {date}"
+
+
+def ceilings_line(record: Record) -> str:
+    """The two ceilings measured in that run, with their sizes."""
+    ceilings = record["ceilings"]
+    if not ceilings:
+        return "ceilings: not measured"
+    size = ceilings["matmul_size"]
+    matmul = ", ".join(f"{name} {value:.3g} TFLOP/s" for name, value in ceilings["matmul_TFLOP_per_s"].items())
+    copied = ceilings["copy_bytes"] / 2**20
+    return f"ceilings: matmul {size}^3 {matmul}; copy of {copied:.0f} MiB {ceilings['copy_GB_per_s']:.3g} GB/s"
+
+
+def label(row: Row) -> str:
+    """The subject, with the batch when it is not the one that was asked for."""
+    reduced = row["batch"] != row["requested_batch"]
+    return f"{row['subject']} (batch {row['batch']})" if reduced else str(row["subject"])
+
+
+def not_measured(record: Record) -> list[str]:
+    """What has no figures and why, each reason once, with the contests it applies to unless that is all of them."""
+    titles: dict[str, list[str]] = {}
+    grouped = contests(record)
+    for title, rows in grouped.items():
+        for row in rows:
+            if row["status"] != "measured":
+                reason = f"{row['status']}: {row['reason']}" if row["reason"] else str(row["status"])
+                titles.setdefault(f"{label(row)}: {reason}", []).append(title)
+    return [line if len(where) == len(grouped) else f"{line} ({'; '.join(where)})" for line, where in titles.items()]
+
+
+def rich_tables(record: Record, width: int) -> list[Table]:
+    """One table of the measured rows for each model, dtype and batch size; a narrow one leaves columns out."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    columns = [column for column in COLUMNS if width >= FULL_WIDTH or column.essential]
+    tables = []
+    for title, rows in contests(record).items():
+        table = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("subject", no_wrap=True)
+        for column in columns:
+            table.add_column(escape(column.title), justify="right", no_wrap=True)
+        for row in rows:
+            if row["status"] == "measured":
+                table.add_row(escape(label(row)), *(escape(column.cell(row)) for column in columns))
+        tables.append(table)
+    return tables
+
+
+def markdown(record: Record) -> str:
+    """The record as one markdown table under its heading, for a document."""
+    header = ["model", "dtype", "batch", "subject", *(column.title for column in COLUMNS)]
+    lines = [_markdown_line(header), _markdown_line(["---"] * 4 + ["---:"] * len(COLUMNS))]
+    for rows in contests(record).values():
+        for row in rows:
+            if row["status"] == "measured":
+                cells = [row["model"], row["dtype"], str(row["requested_batch"]), f"`{label(row)}`"]
+                lines.append(_markdown_line([*cells, *(column.cell(row) for column in COLUMNS)]))
+    text = "\n".join([f"Measured on {heading(record)}; {ceilings_line(record)}.", "", *lines]) + "\n"
+    if notes := not_measured(record):
+        text += "\nNot measured:\n\n" + "".join(f"- {note}\n" for note in notes)
+    return text
+
+
+def _markdown_line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cells) + " |"

@@ -1,0 +1,164 @@
+"""`vit-fast bench`: images per second of Vision Transformers, ours and the peers', on real photographs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def register(app: typer.Typer) -> None:
+    app.command(name="bench")(bench)
+
+
+def bench(
+    images: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Photographs or folders of them; default: one that matplotlib's wheel brings."),
+    ] = None,
+    models: Annotated[str | None, typer.Option(help="Names or patterns, separated by commas.", metavar="A,B")] = None,
+    batch_sizes: Annotated[str | None, typer.Option(help="Images a call.", metavar="1,8")] = None,
+    dtypes: Annotated[str | None, typer.Option(help="fp32, fp16, bf16.", metavar="A,B")] = None,
+    subjects: Annotated[
+        str | None, typer.Option(help="What to measure; see --list-subjects.", metavar="eager,timm+compile")
+    ] = None,
+    compile_modes: Annotated[
+        str | None,
+        typer.Option(help="For subjects that name none: none, default, reduce-overhead, max-autotune.", metavar="A,B"),
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    out: Annotated[Path | None, typer.Option(help="New or empty folder for record, table and plot.")] = None,
+    time_budget: Annotated[
+        float | None, typer.Option(help="Seconds after which nothing new is started; 0: no limit.", metavar="SECONDS")
+    ] = None,
+    list_subjects: Annotated[bool, typer.Option("--list-subjects", help="Show what can be measured.")] = False,
+) -> None:
+    """Measures images per second, side by side and in turns, each subject checked against the definition first.
+
+    Without arguments: sizes that suit this machine (under three minutes on two CPU cores). Writes record.json, table.md
+    and plot.png into a folder that it names. Exit status 1 when a subject is wrong or failed, 130 after Ctrl-C.
+    """
+    from rich.console import Console
+
+    from ..benchmarks.plan import make_plan
+    from ..benchmarks.records import check_folder, default_base, default_folder
+    from ..benchmarks.runner import run
+
+    console = Console()
+    if list_subjects:
+        _print_subjects(console)
+        return
+    plan = make_plan(
+        images or (),
+        models=_split(models),
+        batch_sizes=_integers("--batch-sizes", batch_sizes),
+        dtypes=_split(dtypes),
+        subjects=_split(subjects),
+        compile_modes=_split(compile_modes),
+        device=device,
+        time_budget_s=time_budget,
+    )
+    check_folder(default_base() / "record" if out is None else out)
+    with _Progress(console) as progress:
+        record = run(plan, progress)
+    _print_record(console, record)
+    folder = default_folder(record) if out is None else out
+    _write(folder, record)
+    console.print(f"written: {folder}/ (record.json, table.md, plot.png)", soft_wrap=True, highlight=False)
+    if record["interrupted"]:
+        raise typer.Exit(130)
+    if any(row["status"] in ("wrong", "failed") for row in record["rows"]):
+        raise typer.Exit(1)
+
+
+def _split(value: str | None) -> list[str] | None:
+    return None if value is None else [part.strip() for part in value.split(",") if part.strip()]
+
+
+def _integers(option: str, value: str | None) -> list[int] | None:
+    parts = _split(value)
+    try:
+        return None if parts is None else [int(part) for part in parts]
+    except ValueError:
+        raise ValueError(f"{option} {value}: accepted are integers separated by commas") from None
+
+
+def _print_subjects(console: Console) -> None:
+    from rich.table import Table
+
+    from ..benchmarks.subjects import COMPILE_MODES, all_subjects
+
+    table = Table("subject", "what it is", "installed", "torch.compile", title="subjects")
+    for subject in all_subjects().values():
+        missing = subject.missing_packages()
+        installed = f"no (pip install {' '.join(missing)})" if missing else "yes"
+        table.add_row(subject.name, subject.summary, installed, "yes" if subject.compilable else "no")
+    console.print(table)
+    console.print(f"behind a name: +compile, or +compile:MODE with {', '.join(COMPILE_MODES[1:])}")
+
+
+def _print_record(console: Console, record: dict[str, Any]) -> None:
+    from ..benchmarks.report import FULL_WIDTH, ceilings_line, heading, not_measured, rich_tables
+
+    width = console.width if console.is_terminal else FULL_WIDTH
+    for line in (heading(record), ceilings_line(record)):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    for table in rich_tables(record, width):
+        console.print(table, width=width, no_wrap=True, crop=False)
+    if width < FULL_WIDTH:
+        console.print("share of the ceiling, peak memory and error: in table.md, or in a wider terminal")
+    for line in not_measured(record):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _write(folder: Path, record: dict[str, Any]) -> None:
+    from ..benchmarks.plot import draw
+    from ..benchmarks.records import RECORD_NAME, to_json, write_folder
+    from ..benchmarks.report import markdown
+
+    files = {RECORD_NAME: to_json(record), "table.md": markdown(record).encode(), "plot.png": draw(record)}
+    write_folder(folder, files)
+
+
+class _Progress:
+    """A listener that shows a bar with what is running and the time left."""
+
+    def __init__(self, console: Console) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+        self._console = console
+        self._progress = Progress(
+            BarColumn(bar_width=24),
+            TimeElapsedColumn(),
+            TextColumn("left:"),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}", markup=False),
+            console=console,
+            transient=True,
+        )
+        self._task = self._progress.add_task("preparing", total=None)
+
+    def __enter__(self) -> _Progress:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def start(self, steps: int) -> None:
+        self._progress.update(self._task, total=steps)
+
+    def now(self, what: str) -> None:
+        self._progress.update(self._task, description=what)
+        if not self._console.is_terminal:
+            self._console.print(f"... {what}", markup=False, highlight=False, soft_wrap=True)
+
+    def done(self, steps: float) -> None:
+        self._progress.advance(self._task, steps)
+
+    def say(self, text: str) -> None:
+        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)

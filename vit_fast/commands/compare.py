@@ -1,0 +1,50 @@
+"""`vit-fast compare`: what two records of `vit-fast bench` say of one another."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    app.command(name="compare")(compare)
+
+
+def compare(
+    first: Annotated[Path, typer.Argument(help="A record.json, or its folder: what is compared with.")],
+    second: Annotated[Path, typer.Argument(help="Another: what is compared.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+) -> None:
+    """Pairs the rows of two records: the ratio, and whether their p20-p80 intervals overlap."""
+    from ..benchmarks.comparison import compare as compare_records
+    from ..benchmarks.records import read_record
+
+    comparison = compare_records(read_record(first), read_record(second))
+    if as_json:
+        typer.echo(json.dumps(comparison.to_dict(), indent=2))
+        return
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..benchmarks.report import format_rate
+
+    console = Console()
+    table = Table(title="second / first, images per second", title_justify="left")
+    for name in ("model", "dtype", "batch", "subject"):
+        table.add_column(name, no_wrap=True)
+    for name in ("first", "second", "ratio"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("p20-p80")
+    for pair in comparison.pairs:
+        row = pair.first
+        rates = (format_rate(side["images_per_s"]) for side in (pair.first, pair.second))
+        table.add_row(
+            row["model"], row["dtype"], str(row["batch"]), row["subject"], *rates, f"{pair.ratio:.3f}", pair.verdict
+        )
+    console.print(table)
+    for line in (*comparison.warnings, *comparison.unpaired):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
