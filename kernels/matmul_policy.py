@@ -36,7 +36,7 @@ def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[Matmul
         return (MatmulConfig(64, 64, 16, num_warps=8, num_stages=3, ctas_per_sm=2),)
     hopper, blackwell = 90 <= number < 100, 100 <= number < 120
     if not tma or not (hopper or blackwell):
-        return _pointer_table(kind, hopper)
+        return _pointer_table(kind, hopper, blackwell)
     if kind == "tf32":
         return _TF32_BLACKWELL if blackwell else _TF32_HOPPER
     if hopper:
@@ -65,12 +65,12 @@ _TF32_HOPPER = (
 _TF32_BLACKWELL = (MatmulConfig(64, 64, 32, num_warps=4, num_stages=3, tma=True, ctas_per_sm=2),)
 
 
-def _pointer_table(kind: str, hopper: bool) -> tuple[MatmulConfig, ...]:
+def _pointer_table(kind: str, hopper: bool, blackwell: bool) -> tuple[MatmulConfig, ...]:
     """Tiles loaded by pointers: sm_80, sm_89, sm_120, and layouts that tensor descriptors cannot describe."""
-    depth = 64 if kind == "half" and hopper else 32
-    small = 64 if kind == "half" else 32
+    wide = 64 if kind == "half" and hopper else 32
+    small = 64 if kind == "half" and not blackwell else 32
     return (
-        MatmulConfig(128, 128, depth, sub_tiles=2, num_warps=8, num_stages=3),
+        MatmulConfig(128, 128, wide, sub_tiles=2, num_warps=8, num_stages=3),
         MatmulConfig(64, 64, small, num_warps=4, num_stages=3, ctas_per_sm=2),
     )
 

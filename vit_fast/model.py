@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from .block import can_fuse, fused_block
 from .config import DataConfig, Size, ViTConfig
 from .errors import UnsupportedInputError
 from .layers import AttentionPool, DropPath, LayerScale, Mlp, PatchEmbed, fixed_pos_embed, resample_pos_embed
@@ -83,6 +84,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, N, C] -> [B, N, C]."""
+        if self.backend == "triton" and can_fuse(self):
+            return fused_block(self, x)
         x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x))))
         return self._mlp(x)
 

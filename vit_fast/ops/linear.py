@@ -1,0 +1,71 @@
+"""The fused linear layers of a block by the Triton kernels: LayerNorm + linear, and linear + LayerScale + residual.
+
+They have no other backend: elsewhere a block is made of torch's own LayerNorm and Linear.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .attention import _autocast
+from .layer_norm_mlp import needs_gradient
+from .linear_op import layer_norm_linear_op, layer_norm_linear_training_op, linear_residual_op
+
+
+def layer_norm_linear(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    eps: float,
+    statistics: Tensor | None = None,
+) -> Tensor:
+    """LN(x) W^T + b.
+
+    Args:
+        x: Tokens [..., C]; fp32, fp16 or bf16.
+        norm_weight, norm_bias: LayerNorm's affine [C]; None means ones, zeros.
+        weight, bias: The linear layer's, [F, C] and [F]; bias None means zeros.
+        eps: LayerNorm's epsilon, in units of x squared.
+        statistics: (mean, rstd) of the rows of x, fp32 [2, M]; None computes them.
+    Returns:
+        [..., F] in x.dtype, in autocast's where autocast is on.
+    Raises:
+        UnsupportedInputError: the kernels cannot run this input; lists all reasons.
+    """
+    (x,) = _autocast(x)
+    if needs_gradient(x, norm_weight, norm_bias, weight, bias):
+        out, _ = layer_norm_linear_training_op(x, statistics, norm_weight, norm_bias, weight, bias, eps)
+        return out
+    return layer_norm_linear_op(x, statistics, norm_weight, norm_bias, weight, bias, eps)
+
+
+def linear_residual(
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    layer_scale: Tensor | None,
+    residual: Tensor | None,
+    next_eps: float | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """[residual +] layer_scale * (h W^T + b).
+
+    Args:
+        h: [..., F]; fp32, fp16 or bf16.
+        weight, bias: [C, F] and [C]; bias None means zeros.
+        layer_scale: [C]; None means ones.
+        residual: [..., C]; None adds nothing.
+        next_eps: Epsilon of the LayerNorm that follows; None means that its statistics are not wanted.
+    Returns:
+        [..., C] in h.dtype, in autocast's where autocast is on; and the statistics (mean, rstd) of its rows, fp32 [2, M].
+    Raises:
+        UnsupportedInputError: the kernels cannot run this input; lists all reasons.
+    """
+    (h,) = _autocast(h)
+    if residual is not None:
+        (residual,) = _autocast(residual)
+    y, statistics = linear_residual_op(h, weight, bias, layer_scale, residual, next_eps)
+    return y, None if next_eps is None else statistics
