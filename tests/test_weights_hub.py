@@ -158,6 +158,8 @@ def test_broken_repositories_are_refused_in_one_line(tmp_path: Path) -> None:
     for content, message in (
         ("{", "cannot be read as JSON"),
         ("[]", "holds a list"),
+        ('{"architecture": "vit_tiny_patch16_224", "pretrained_cfg": [1]}', "malformed"),
+        ('{"model_type": "vit", "hidden_size": "wide"}', "no model that fits here|malformed"),
         ('{"model_type": "swin"}', "model_type='swin'"),
         ('{"model_type": "vit", "hidden_act": "mish"}', "hidden_act='mish'"),
         ('{"model_type": "dinov2", "use_swiglu_ffn": true}', "use_swiglu_ffn"),
@@ -177,8 +179,18 @@ def test_broken_repositories_are_refused_in_one_line(tmp_path: Path) -> None:
             {"interpolation": "bilinear", "crop_pct": 1.0, "crop_mode": "squash"},
         ),
         (  # openai/clip, the old format
-            {"do_center_crop": True, "crop_size": 224, "size": 224, "resample": 3},
-            {"crop_pct": 1.0, "crop_mode": "center"},
+            {
+                "feature_extractor_type": "CLIPFeatureExtractor", "do_center_crop": True, "crop_size": 224, "size": 224,
+                "resample": 3, "image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28],
+            },
+            {"mean": (0.48, 0.46, 0.41), "std": (0.27, 0.26, 0.28), "crop_pct": 1.0, "crop_mode": "center"},
+        ),
+        (  # facebook/deit, the old format: one number, yet both sides
+            {
+                "feature_extractor_type": "DeiTFeatureExtractor", "do_center_crop": True, "crop_size": 224, "size": 256,
+                "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+            },
+            {"crop_pct": 0.875, "crop_mode": "squash"},
         ),
         (  # facebook/dinov2
             {
@@ -222,6 +234,7 @@ def test_preprocessing_equals_transformers_own() -> None:
     [
         {"do_rescale": False},
         {"rescale_factor": 1 / 127.5},
+        {"image_processor_type": "CLIPImageProcessor"},
         {"size": {"height": 224, "width": 448}},
         {"size": {"shortest_edge": 224}},
     ],

@@ -101,13 +101,16 @@ def _open(name: str, fetch: _Fetch) -> Source:
         found.notes.append("no config.json: head size, preprocessing and class names are the model's own")
         return found
     config = _read_json(config_file)
-    if "pretrained_cfg" in config or "architecture" in config:
-        describe_timm(found, config)
-    elif "model_type" in config:
-        describe_transformers(found, config)
-        _read_preprocessor(found, fetch)
-    else:
-        found.notes.append("config.json is of no known library: not used")
+    try:
+        if "pretrained_cfg" in config or "architecture" in config:
+            describe_timm(found, config)
+        elif "model_type" in config:
+            describe_transformers(found, config)
+            _read_preprocessor(found, fetch)
+        else:
+            found.notes.append("config.json is of no known library: not used")
+    except (TypeError, AttributeError, KeyError) as error:
+        raise WeightsError(f"{name}: its config.json is malformed: {type(error).__name__}: {error}") from None
     return found
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from .config import DataConfig, ViTConfig
+from .config import DataConfig, Interpolation, ViTConfig
 from .sources import Source, WeightsError
 from .variants import get_variant
 
@@ -36,12 +36,12 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "clip": {"patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5, "intermediate_size": 3072},
     "siglip": {"patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6, "intermediate_size": 3072},
 }
-_PIL_FILTERS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
+_PIL_FILTERS: dict[int, Interpolation] = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 
 
 def describe_timm(source: Source, config: Mapping[str, Any]) -> None:
     """timm's config.json: a variant's name, and pretrained_cfg with size, preprocessing and perhaps labels."""
-    pretrained = config.get("pretrained_cfg", config)
+    pretrained = config.get("pretrained_cfg") or config
     num_classes = config.get("num_classes", pretrained.get("num_classes"))
     input_size = pretrained.get("input_size")
     try:
@@ -153,35 +153,52 @@ def _classifies(config: Mapping[str, Any]) -> bool:
 
 
 def data_config_from_processor(processor: Mapping[str, Any]) -> DataConfig:
-    """DataConfig of a transformers preprocessor_config.json.
+    """DataConfig of a transformers preprocessor_config.json, of either format.
 
     Raises:
         ValueError: it prepares images in a way that DataConfig cannot say.
     """
     if not processor.get("do_rescale", True) or not math.isclose(processor.get("rescale_factor", 1 / 255), 1 / 255):
         raise ValueError("it does not scale pixels to [0, 1]")
-    normalises = processor.get("do_normalize", True)
-    size = processor.get("size", 224)
-    crop = processor.get("crop_size", size)
-    if isinstance(crop, Mapping):
-        crop = crop.get("height", crop.get("shortest_edge"))
-    crops = bool(processor.get("do_center_crop", False))
+    is_vit = _kind(processor).startswith("ViT")
+    resized, crop, squashes = _sizes(processor)
+    crop_pct = crop / resized
+    if math.floor(crop / crop_pct) != resized:
+        crop_pct = math.nextafter(crop_pct, 0)
+    mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
+    if processor.get("do_normalize", True):
+        if not is_vit and not {"image_mean", "image_std"} <= set(processor):
+            raise ValueError("it names no image_mean and image_std")
+        mean = tuple(processor.get("image_mean", (0.5, 0.5, 0.5)))
+        std = tuple(processor.get("image_std", (0.5, 0.5, 0.5)))
+    return DataConfig(
+        mean=mean,
+        std=std,
+        interpolation=_PIL_FILTERS[processor.get("resample", 2 if is_vit else 3)],
+        crop_pct=crop_pct,
+        crop_mode="squash" if squashes else "center",
+    )
+
+
+def _sizes(processor: Mapping[str, Any]) -> tuple[int, int, bool]:
+    """What the image is resized to and then cropped to, in pixels; whether both sides are resized."""
+    size, crops = processor.get("size", 224), bool(processor.get("do_center_crop", False))
     if isinstance(size, Mapping):
         squashes = "height" in size
         resized = size["height"] if squashes else size["shortest_edge"]
         if squashes and size["height"] != size["width"]:
             raise ValueError(f"it resizes to {size['height']}x{size['width']}, not a square")
-    else:
-        resized, squashes = size, not crops  # the old format: one number, an edge where a crop follows
+    else:  # the old format: ViT's and DeiT's classes took one number for both sides, CLIP's for the shorter
+        squashes = not crops or _kind(processor).startswith(("ViT", "DeiT"))
+        resized = size
     if not crops and not squashes:
         raise ValueError("it keeps the aspect ratio without a crop")
-    crop_pct = crop / resized if crops else 1.0
-    if math.floor(crop / crop_pct) != resized and crops:
-        crop_pct = math.nextafter(crop_pct, 0)
-    return DataConfig(
-        mean=tuple(processor.get("image_mean", (0.5, 0.5, 0.5))) if normalises else (0.0, 0.0, 0.0),
-        std=tuple(processor.get("image_std", (0.5, 0.5, 0.5))) if normalises else (1.0, 1.0, 1.0),
-        interpolation=_PIL_FILTERS[processor.get("resample", 2)],  # type: ignore[arg-type]  # DataConfig checks it
-        crop_pct=crop_pct,
-        crop_mode="squash" if squashes else "center",
-    )
+    crop = processor.get("crop_size", resized) if crops else resized
+    if isinstance(crop, Mapping):
+        crop = crop.get("height", crop.get("shortest_edge"))
+    return resized, crop, squashes
+
+
+def _kind(processor: Mapping[str, Any]) -> str:
+    """The processor's class; old ViT files name none."""
+    return str(processor.get("image_processor_type") or processor.get("feature_extractor_type") or "ViT")
