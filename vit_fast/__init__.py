@@ -19,29 +19,42 @@ from .model import VisionTransformer, set_backend
 from .variants import list_models
 
 if TYPE_CHECKING:
+    from .fusion import fuse, unfuse
+    from .fusion_report import FusionReport
+    from .runtime import GraphRunner, compile
     from .weights import load, load_weights, save
 
 __version__ = "0.1.0"
 
 _LAZY = {
+    "FusionReport": ".fusion_report",
+    "GraphRunner": ".runtime",
+    "compile": ".runtime",
+    "fuse": ".fusion",
     "load": ".weights",
     "load_weights": ".weights",
     "save": ".weights",
+    "unfuse": ".fusion",
 }
 
 __all__ = [
     "DataConfig",
+    "FusionReport",
+    "GraphRunner",
     "UnsupportedInputError",
     "ViTConfig",
     "VisionTransformer",
     "VitFastError",
+    "compile",
     "create_model",
+    "fuse",
     "list_models",
     "load",
     "load_weights",
     "ops",
     "save",
     "set_backend",
+    "unfuse",
 ]
 
 

@@ -1,0 +1,113 @@
+"""What fuse did with each module of a model, and how that is printed."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import UnsupportedInputError
+
+
+@dataclass(frozen=True)
+class ModuleReport:
+    """What fuse did with one module.
+
+    Attributes:
+        name: Its dotted name in the model; "" is the model itself.
+        class_name: Its class before.
+        part: "attention", "norm + MLP" or "normalisation".
+        fused: Whether it now runs our operator.
+        reasons: Why it was left, when it was; every reason.
+        notes: What to know when it was fused.
+    """
+
+    name: str
+    class_name: str
+    part: str
+    fused: bool
+    reasons: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class FusionReport:
+    """What fuse did; print it.
+
+    Attributes:
+        backend: What "auto" meant: "eager", "sdpa" or "triton".
+        modules: One entry a module, in the model's order.
+    """
+
+    backend: str
+    modules: tuple[ModuleReport, ...] = ()
+
+    @property
+    def fused(self) -> tuple[ModuleReport, ...]:
+        return tuple(module for module in self.modules if module.fused)
+
+    @property
+    def left(self) -> tuple[ModuleReport, ...]:
+        return tuple(module for module in self.modules if not module.fused)
+
+    def require_all(self) -> FusionReport:
+        """Gives the report back when every attention and MLP was fused.
+
+        Raises:
+            UnsupportedInputError: something was left, or there was nothing to fuse; lists every module and reason.
+        """
+        reasons = [
+            f"{module.name or 'the model'} ({module.class_name}, {module.part}): {reason}"
+            for module in self.left
+            for reason in module.reasons
+        ]
+        if not self.modules:
+            reasons = ["the model holds no attention or MLP that vit_fast knows"]
+        if reasons:
+            raise UnsupportedInputError("fuse left modules as they were", reasons)
+        return self
+
+    def __str__(self) -> str:
+        """A table: equal modules of consecutive blocks share a line."""
+        title = f"backend {self.backend}: {len(self.fused)} fused, {len(self.left)} left"
+        if not self.modules:
+            return f"{title} (no attention or MLP that vit_fast knows)"
+        rows = [(*row[:3], "; ".join(row[3])) for row in _grouped(self.modules)]
+        header = ("module", "part", "what happened", "reasons and notes")
+        widths = [max(len(row[i]) for row in (header, *rows)) for i in range(3)]
+        lines = [title, _table_line(header, widths)]
+        return "\n".join(lines + [_table_line(row, widths) for row in rows])
+
+
+def _grouped(modules: Sequence[ModuleReport]) -> Iterator[tuple[str, str, str, tuple[str, ...]]]:
+    """Rows of the table; blocks.0.attn .. blocks.11.attn with one outcome become blocks.{0-11}.attn."""
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for module in modules:
+        pattern = re.sub(r"\d+", "*", module.name)
+        what = "fused" if module.fused else "left"
+        key = (pattern, f"{module.class_name}: {module.part}", what, module.reasons + module.notes)
+        groups.setdefault(key, []).append(module.name)
+    for (_, part, what, remarks), names in groups.items():
+        yield _joined(names), part, what, remarks
+
+
+def _joined(names: list[str]) -> str:
+    if len(names) == 1:
+        return names[0] or "(the model)"
+    numbers = [re.findall(r"\d+", name) for name in names]
+    varying = [i for i in range(len(numbers[0])) if len({row[i] for row in numbers}) > 1]
+    if len(varying) != 1:
+        return f"{names[0]} and {len(names) - 1} more"
+    pieces = re.split(r"(\d+)", names[0])
+    found = sorted(int(row[varying[0]]) for row in numbers)
+    together = found == list(range(found[0], found[-1] + 1))
+    pieces[2 * varying[0] + 1] = "{" + (f"{found[0]}-{found[-1]}" if together else ",".join(map(str, found))) + "}"
+    return "".join(pieces)
+
+
+def _table_line(row: Sequence[str], widths: Sequence[int]) -> str:
+    left = "  ".join(text.ljust(width) for text, width in zip(row, widths))
+    wrapped = textwrap.wrap(row[3], 80) or [""]
+    return ("\n" + " " * (len(left) + 2)).join([f"{left}  {wrapped[0]}", *wrapped[1:]]).rstrip()

@@ -1,0 +1,139 @@
+"""torch's own layers: MultiheadAttention as self-attention, and a pre-norm TransformerEncoderLayer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..ops import attention_qkvpacked
+from .common import (
+    FusedModule,
+    FusedNormMlp,
+    NormMlp,
+    dropout_notes,
+    dropout_reasons,
+    fused_form_of,
+    is_touched,
+    tensor_reasons,
+    touch_reasons,
+)
+
+
+@fused_form_of(nn.MultiheadAttention)
+class FusedMultiheadAttention(FusedModule, nn.MultiheadAttention):
+    """Self-attention, mha(x, x, x, need_weights=False) without masks, by our operator.
+
+    Every other call (cross-attention, masks, weights asked for, dropout in training) runs torch's own forward.
+    """
+
+    kind = "attention"
+
+    @classmethod
+    def reasons(cls, module: Any) -> list[str]:
+        if module.in_proj_weight is None:
+            return ["its keys and values have widths of their own (kdim, vdim)"]
+        reasons = tensor_reasons("in_proj_weight", module.in_proj_weight)
+        reasons += tensor_reasons("out_proj.weight", module.out_proj.weight)
+        if module.bias_k is not None or module.bias_v is not None:
+            reasons.append("it appends learned tokens to keys and values (add_bias_kv)")
+        if module.add_zero_attn:
+            reasons.append("it appends a zero token to keys and values (add_zero_attn)")
+        if type(module.out_proj) is not nn.modules.linear.NonDynamicallyQuantizableLinear:
+            reasons.append(f"out_proj is a {type(module.out_proj).__qualname__}: accepted is torch's own linear")
+        reasons += dropout_reasons("attention", module.dropout, module.training)
+        return reasons + touch_reasons("out_proj", module.out_proj)
+
+    @classmethod
+    def notes(cls, module: Any) -> list[str]:
+        notes = ["other calls than mha(x, x, x, need_weights=False) without masks run as they were"]
+        return notes + (dropout_notes("attention", module.dropout) if isinstance(module.dropout, float) else [])
+
+    @classmethod
+    def head_width(cls, module: Any) -> int:
+        return int(module.head_dim)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """[B, N, C] (or [N, B, C] without batch_first) -> the same, and None instead of weights."""
+        masked = key_padding_mask is not None or attn_mask is not None or is_causal
+        self_attention = query is key and key is value and query.dim() == 3 and not query.is_nested
+        dropping = self.training and self.dropout > 0
+        changed = type(self.out_proj) is not nn.modules.linear.NonDynamicallyQuantizableLinear
+        if masked or need_weights or not self_attention or dropping or changed or is_touched(self.out_proj):
+            return super().forward(
+                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            )
+        x = query if self.batch_first else query.transpose(0, 1)
+        qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias).unflatten(-1, (3, self.num_heads, -1))
+        mixed = attention_qkvpacked(qkv, backend=self.vit_fast_backend).flatten(2)
+        mixed = F.linear(mixed, self.out_proj.weight, self.out_proj.bias)
+        return (mixed if self.batch_first else mixed.transpose(0, 1)), None
+
+
+@fused_form_of(nn.TransformerEncoderLayer)
+class FusedTransformerEncoderLayer(FusedNormMlp, nn.TransformerEncoderLayer):
+    """A pre-norm TransformerEncoderLayer with norm2, feed-forward and residual as one operator."""
+
+    @classmethod
+    def parts_of(cls, module: Any) -> NormMlp:
+        return NormMlp(
+            norm="norm2",
+            fc1="linear1",
+            activation="activation",
+            fc2="linear2",
+            dropouts=("dropout", "dropout2"),
+        )
+
+    @classmethod
+    def container_classes(cls, module: Any) -> tuple[type, ...]:
+        return ()
+
+    @classmethod
+    def reasons(cls, module: Any) -> list[str]:
+        if not module.norm_first:
+            return ["it normalises after the residual: accepted is norm_first=True"]
+        return super().reasons(module)
+
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """[B, N, C] (or [N, B, C] without batch_first) -> the same."""
+        masks: dict[str, Any] = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask}
+        given = is_causal or any(mask is not None for mask in masks.values())
+        if given or src.is_nested or self.runs_as_it_was():
+            return super().forward(src, src_mask, src_key_padding_mask, is_causal)
+        normed = self.norm1(src)
+        mixed, _ = self.self_attn(normed, normed, normed, need_weights=False)
+        return self.norm_mlp(src + self.dropout1(mixed))
+
+
+FORMS: dict[type[nn.Module], type[FusedModule]] = {
+    form.original: form for form in (FusedMultiheadAttention, FusedTransformerEncoderLayer)
+}
+
+
+def fused_form(cls: type[nn.Module]) -> type[FusedModule] | None:
+    """The fused class for one of torch's own layers, or None."""
+    return FORMS.get(cls)
+
+
+def left_reason(cls: type[nn.Module]) -> str | None:
+    """Why a class of torch's is never fused, where that is known."""
+    if cls is nn.TransformerDecoderLayer:
+        return "a decoder layer: causal and cross-attention"
+    return None

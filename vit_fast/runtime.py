@@ -1,0 +1,174 @@
+"""torch.compile with what a Vision Transformer needs, and replay of captured CUDA graphs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .errors import UnsupportedInputError
+
+CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+Fallback = Literal["error", "eager"]
+
+
+def compile(
+    model: nn.Module, mode: CompileMode = "default", *, dynamic_batch: bool = False, fullgraph: bool = True
+) -> nn.Module:
+    """torch.compile for a Vision Transformer, ours, fused or any other: one graph, without a break.
+
+    Args:
+        model: The model; its parameters are shared, not copied.
+        mode: "default" compiles fastest. "reduce-overhead" replays CUDA graphs, for small batches, where launching
+            kernels costs more than running them; its outputs are overwritten by the next call. "max-autotune" also
+            times candidates for every matmul, which takes minutes; its "-no-cudagraphs" form can be captured.
+        dynamic_batch: Whether one graph serves every batch size from 2 (and one more serves 1), instead of one graph
+            each. Needs inputs whose first axis is the batch.
+        fullgraph: Whether a graph break is an error.
+    Returns:
+        The compiled model; attributes and state_dict as torch.compile gives them.
+    Raises:
+        ValueError: the mode is unknown.
+    """
+    if mode not in get_args(CompileMode):
+        raise ValueError(f"mode={mode!r}: accepted are {', '.join(map(repr, get_args(CompileMode)))}")
+    compiled: Any = torch.compile(model, mode=mode, fullgraph=fullgraph, dynamic=None if dynamic_batch else False)
+    if dynamic_batch:
+        compiled.register_forward_pre_hook(_mark_batch_dynamic, with_kwargs=True)
+    return compiled
+
+
+def _mark_batch_dynamic(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Tells the compiler that the first axis varies; of size 1 it is left alone, since torch specialises on 1."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor) and value.dim() > 1 and value.shape[0] > 1:
+            torch._dynamo.mark_dynamic(value, 0)
+
+
+def pick_batches(batch: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """How a batch is cut over captured sizes: (images, captured size) a piece.
+
+    The smallest captured size that fits takes what is left; the largest is repeated while more is left than that.
+    """
+    largest = max(sizes)
+    pieces = [(largest, largest)] * (batch // largest)
+    rest = batch % largest
+    if rest:
+        pieces.append((rest, min(size for size in sizes if size >= rest)))
+    return pieces
+
+
+class GraphRunner:
+    """Runs a model by replaying CUDA graphs captured for a few batch sizes: no launch cost left.
+
+    A call copies its images into the buffer of the smallest captured batch that fits, replays, and copies the outputs
+    out; a larger batch is cut into pieces. Calls from several threads or streams are safe: they take turns, and each
+    waits on the device for the one before.
+
+    The model must not change after the capture: not its parameters' storage (in-place updates of their values are
+    seen), its device, its dtype, nor its mode. It is captured in evaluation mode and without gradients.
+
+    Args:
+        model: On one CUDA device. A model compiled with mode "reduce-overhead" or "max-autotune" makes CUDA graphs of
+            its own and cannot be captured: use "default" or "max-autotune-no-cudagraphs".
+        example: Images [any, channels, height, width] of the dtype and on the device of the calls to come.
+        batch_sizes: Sizes to capture, in images; each holds its own activations on the device.
+        fallback: Where there is no CUDA device: "error" raises, "eager" runs the model plainly.
+    Raises:
+        ValueError: the example or the batch sizes are not usable.
+        UnsupportedInputError: the model and the example are not on a CUDA device and fallback is "error"; all reasons.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Tensor,
+        batch_sizes: Sequence[int] = (1, 8, 32),
+        *,
+        fallback: Fallback = "error",
+    ) -> None:
+        if fallback not in get_args(Fallback):
+            raise ValueError(f"fallback={fallback!r}: accepted are {', '.join(map(repr, get_args(Fallback)))}")
+        if not batch_sizes or any(not isinstance(size, int) or size < 1 for size in batch_sizes):
+            raise ValueError(f"batch_sizes={batch_sizes!r}: accepted are one or more positive numbers of images")
+        if example.dim() < 2:
+            raise ValueError(f"example has shape {tuple(example.shape)}: accepted is [B, channels, height, width]")
+        reasons = _no_graph_reasons(model, example)
+        if reasons and fallback == "error":
+            raise UnsupportedInputError("GraphRunner", [*reasons, "fallback='eager' runs the model plainly"])
+        self.model = model.eval()
+        self.batch_sizes = tuple(sorted(set(batch_sizes)))
+        self.captured = not reasons
+        self._image_shape, self._dtype, self._device = example.shape[1:], example.dtype, example.device
+        self._lock = threading.Lock()
+        sizes = self.batch_sizes if self.captured else ()
+        self._graphs = {size: _Graph(self.model, example, size) for size in sizes}
+        self._last_done: torch.cuda.Event | None = None
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor) -> Any:
+        """What model(images) returns, for images [B, channels, height, width]; every output's first axis is the batch.
+
+        Raises:
+            ValueError: images differ from the example in shape, dtype or device.
+        """
+        if images.shape[1:] != self._image_shape or images.dtype != self._dtype or images.device != self._device:
+            raise ValueError(
+                f"images are {tuple(images.shape)} {images.dtype} on {images.device}: accepted are "
+                f"[B, {', '.join(map(str, self._image_shape))}] {self._dtype} on {self._device}, as the example"
+            )
+        if not self.captured or not len(images):
+            return self.model(images)
+        with self._lock:
+            stream = torch.cuda.current_stream(self._device)
+            if self._last_done is not None:
+                stream.wait_event(self._last_done)
+            outputs, start = [], 0
+            for count, size in pick_batches(len(images), self.batch_sizes):
+                outputs.append(self._graphs[size].replay(images[start : start + count]))
+                start += count
+            self._last_done = stream.record_event()
+        return outputs[0] if len(outputs) == 1 else pytree.tree_map(lambda *parts: torch.cat(parts), *outputs)
+
+
+def _no_graph_reasons(model: nn.Module, example: Tensor) -> list[str]:
+    """Why CUDA graphs cannot be captured; empty when they can."""
+    reasons = []
+    if not torch.cuda.is_available():
+        reasons.append("this machine has no CUDA device")
+    if example.device.type != "cuda":
+        reasons.append(f"example is on {example.device}: accepted is a CUDA device")
+    devices = {parameter.device for parameter in model.parameters()} - {example.device}
+    if devices:
+        reasons.append(f"the model is on {', '.join(map(str, devices))}, example on {example.device}")
+    return reasons
+
+
+class _Graph:
+    """One batch size: its input buffer, its graph, its output buffers."""
+
+    WARM_UP_RUNS = 3  # kernels are compiled, autotuned and their workspaces allocated before the capture
+
+    def __init__(self, model: nn.Module, example: Tensor, batch: int) -> None:
+        self.batch = batch
+        self.input = example.new_zeros((batch, *example.shape[1:]))
+        with torch.cuda.device(example.device), torch.no_grad():
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(self.WARM_UP_RUNS):
+                    model(self.input)
+            torch.cuda.current_stream().wait_stream(side)
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.output = model(self.input)
+
+    def replay(self, images: Tensor) -> Any:
+        """The outputs for up to `batch` images, in memory of their own; what pads them is left from earlier calls."""
+        self.input[: len(images)].copy_(images)
+        self.graph.replay()
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor[: len(images)].clone(), self.output)
