@@ -21,6 +21,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from .graphs import Writer, constant_of, replace
+
 DOMAIN = "vit_fast.placeholder"
 SDPA = "Sdpa"
 MICROSOFT = "com.microsoft"
@@ -272,7 +274,7 @@ def _apply_layout(output: ir.Value, array: np.ndarray | None, sizes: _Sizes) -> 
     if node.op_type in ("Reshape", "Squeeze", "Unsqueeze"):
         shape = sizes.of(output)
         return array.reshape(shape) if shape is not None and np.prod(shape) == array.size else None
-    constants = [None if v is None or v.const_value is None else v.const_value.numpy() for v in node.inputs[1:]]
+    constants = [constant_of(v) for v in node.inputs[1:]]
     if node.op_type == "Gather":
         return None if constants[0] is None else np.take(array, constants[0], axis=node.attributes.get_int("axis", 0))
     if node.op_type == "Slice":
@@ -306,35 +308,8 @@ def _apply_split(node: ir.Node, output: ir.Value, array: np.ndarray, sizes: _Siz
 # --- writing it again ---------------------------------------------------------------------------------------------------
 
 
-class _Writer:
-    """Adds nodes before a given one, with readable names."""
-
-    def __init__(self, graph: ir.Graph, before: ir.Node, prefix: str) -> None:
-        self.graph, self.before, self.prefix, self.count = graph, before, prefix, 0
-
-    def op(self, op_type: str, *inputs: ir.Value | None, domain: str = "", outputs: int = 1, **attributes: Any) -> Any:
-        """The new node's output, or the list of them when there are several."""
-        self.count += 1
-        name = f"{self.prefix}.{op_type}_{self.count}"
-        node = ir.node(op_type, inputs, attributes, domain=domain, num_outputs=outputs, name=name)
-        dtype = next((v.dtype for v in inputs if v is not None), None)
-        for i, output in enumerate(node.outputs):
-            output.name, output.dtype = name + (f".{i}" if outputs > 1 else ""), dtype
-        self.graph.insert_before(self.before, node)
-        return node.outputs[0] if outputs == 1 else list(node.outputs)
-
-    def constant(self, array: np.ndarray | list[int], name: str) -> ir.Value:
-        """An initializer; int64 when given as a list."""
-        tensor = ir.tensor(np.asarray(array, dtype=np.int64) if isinstance(array, list) else array)
-        self.count += 1
-        tensor.name = f"{self.prefix}.{name}_{self.count}"
-        value = ir.Value(name=tensor.name, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor)
-        self.graph.register_initializer(value)
-        return value
-
-
 def _lower(graph: ir.Graph, site: Site, form: Form, index: int) -> None:
-    write = _Writer(graph, site.node, f"attention.{index}")
+    write = Writer(graph, f"attention.{index}", before=site.node)
     H, C = site.heads, site.heads * site.head_dim
     scale = site.scale
     if form == "multi_head_attention" or form == "attention":
@@ -344,10 +319,10 @@ def _lower(graph: ir.Graph, site: Site, form: Form, index: int) -> None:
         else:
             rows = write.op("MultiHeadAttention", q, k, v, domain=MICROSOFT, num_heads=H, scale=scale)
         if site.merged is not None:
-            _replace(site.merged, rows)
+            replace(site.merged, rows)
         else:
             split = write.op("Reshape", rows, write.constant([0, 0, H, site.head_dim], "heads"))
-            _replace(site.node.outputs[0], write.op("Transpose", split, perm=[0, 2, 1, 3]))
+            replace(site.node.outputs[0], write.op("Transpose", split, perm=[0, 2, 1, 3]))
         return
     q, k, v = _heads_from_packed(write, site) if site.packed else site.node.inputs
     if form == "attention_4d":
@@ -360,17 +335,12 @@ def _lower(graph: ir.Graph, site: Site, form: Form, index: int) -> None:
         mixed = write.op("MatMul", write.op("Softmax", scores, axis=-1), v)
     if site.merged is not None:
         merged = write.op("Transpose", mixed, perm=[0, 2, 1, 3])
-        _replace(site.merged, write.op("Reshape", merged, write.constant([0, 0, C], "merged")))
+        replace(site.merged, write.op("Reshape", merged, write.constant([0, 0, C], "merged")))
     else:
-        _replace(site.node.outputs[0], mixed)
+        replace(site.node.outputs[0], mixed)
 
 
-def _replace(old: ir.Value, new: ir.Value) -> None:
-    new.shape, new.dtype = old.shape, old.dtype
-    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
-
-
-def _packed_linear(write: _Writer, site: Site) -> ir.Value:
+def _packed_linear(write: Writer, site: Site) -> ir.Value:
     """One matrix product giving [B, N, q | k | v], each head-major."""
     first, *others = site.packed  # type: ignore[misc]
     x = write.op("Transpose", first.x, perm=[1, 0, 2]) if first.rows_transposed else first.x
@@ -391,14 +361,14 @@ def _packed_linear(write: _Writer, site: Site) -> ir.Value:
     return product if bias is None else write.op("Add", product, bias)
 
 
-def _split_packed(write: _Writer, site: Site) -> list[ir.Value]:
+def _split_packed(write: Writer, site: Site) -> list[ir.Value]:
     C = site.heads * site.head_dim
     sizes = write.constant([C, C, C], "qkv.sizes")
     parts: list[ir.Value] = write.op("Split", _packed_linear(write, site), sizes, outputs=3, axis=2)
     return parts
 
 
-def _heads_from_packed(write: _Writer, site: Site) -> list[ir.Value]:
+def _heads_from_packed(write: Writer, site: Site) -> list[ir.Value]:
     """q, k, v as [B, H, N, D], from the packed product by one transpose."""
     heads = write.constant([0, 0, 3, site.heads, site.head_dim], "qkv.heads")
     by_head = write.op("Transpose", write.op("Reshape", _packed_linear(write, site), heads), perm=[2, 0, 3, 1, 4])
@@ -408,7 +378,7 @@ def _heads_from_packed(write: _Writer, site: Site) -> list[ir.Value]:
     return parts
 
 
-def _as_rows(write: _Writer, value: ir.Value | None, C: int) -> ir.Value:
+def _as_rows(write: Writer, value: ir.Value | None, C: int) -> ir.Value:
     """[B, H, N, D] -> [B, N, H * D]."""
     rows: ir.Value = write.op(
         "Reshape", write.op("Transpose", value, perm=[0, 2, 1, 3]), write.constant([0, 0, C], "rows")

@@ -1,0 +1,210 @@
+"""export_onnx: a model into a file that is right, says what it needs, and is fast where it is going to run."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+from torch import nn
+
+from ..config import DataConfig
+from ..errors import UnsupportedInputError
+from . import files
+from .capture import capture
+from .fusion import count_nodes, forget_inner_shapes, optimise
+from .graphs import prepend
+from .metadata import metadata_for, write_metadata
+from .options import DEFAULT_OPSET, ExportOptions, Precision, Target
+from .photographs import as_inputs, photographs
+from .preprocessing import preprocessing_model
+from .quantise import quantise_dynamic, quantise_static
+from .report import ExportReport
+from .subjects import Output, Subject, make_subject
+from .verify import BATCHES, verify_file, verify_preprocessing
+
+CALIBRATION_IMAGES = 32
+
+
+def export_onnx(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    opset: int | None = None,
+    dynamic_batch: bool = True,
+    dynamic_size: bool = False,
+    precision: Precision = "fp32",
+    preprocess: bool = False,
+    target: Target = "generic",
+    output: Output = "logits",
+    external_data: bool | None = None,
+    calibration: Iterable[str | Path] | None = None,
+    images: Iterable[str | Path] | None = None,
+    data_config: DataConfig | Mapping[str, Any] | None = None,
+    class_names: Sequence[str] | None = None,
+    source: str | None = None,
+    verify: bool = True,
+) -> ExportReport:
+    """Writes a Vision Transformer as an ONNX file, and checks that the file computes what the model does.
+
+    Args:
+        model: A VisionTransformer of vit_fast, timm, transformers or torchvision, fused or not, on any backend, device and
+            dtype. It is left as it was.
+        path: The .onnx file to write.
+        opset: ONNX operator set, 18 or newer; None means 20, which every runtime in use takes.
+        dynamic_batch: Whether the file takes any number of images; if not, one.
+        dynamic_size: Whether it takes any height and width that divide by the patch: positions are interpolated inside.
+        precision: "fp32", "fp16", "bf16"; "int8": static, calibrated; "int8-dynamic": activation ranges found at run time.
+        preprocess: Whether the file takes uint8 pixels [batch, height, width, channels] of any size and resizes, crops and
+            normalises them itself.
+        target: "generic": standard operators only. "ort-cpu", "ort-cuda": ONNX Runtime's fused operators. "tensorrt":
+            what its parser takes.
+        output: "logits", "probabilities" (softmax) or "features" (pooled, before the head).
+        external_data: Whether weights lie beside the file, in PATH.data; None means only when they exceed 2 GB.
+        calibration: Image files and folders that int8's activation ranges are measured on; needed for "int8".
+        images: Image files and folders to verify with; None means a photograph that comes with matplotlib.
+        data_config: How images are prepared, where the model does not say.
+        class_names: Names of the outputs, where the model does not say.
+        source: Where the weights come from, for the metadata.
+        verify: Whether the file is held against the eager model; a file that fails is not left under its name.
+    Returns:
+        What was written and how far it is from the model.
+    Raises:
+        ValueError: an argument is not one of those accepted, or is missing for what was asked.
+        UnsupportedInputError: these arguments exclude one another, or the model cannot be exported; lists every reason.
+        VerificationError: the file does not compute what the model computes.
+        OSError: the file cannot be written.
+    """
+    options = ExportOptions(
+        opset=DEFAULT_OPSET if opset is None else opset, dynamic_batch=dynamic_batch, dynamic_size=dynamic_size,
+        precision=precision, preprocess=preprocess, target=target, output=output, external_data=external_data,
+    )  # fmt: skip
+    subject = make_subject(model)
+    _complete(subject, options, data_config, class_names)
+    if precision == "int8" and calibration is None:
+        raise ValueError("calibration=None: precision='int8' needs image files or folders to measure ranges on")
+    if precision != "int8" and calibration is not None:
+        raise ValueError(f"calibration is given: accepted only with precision='int8', not {precision!r}")
+    photos = photographs(images, max(BATCHES)) if verify else []
+    calibration_photos = [] if calibration is None else photographs(calibration, CALIBRATION_IMAGES)
+
+    path = Path(path)
+    report = ExportReport(str(path), subject.name, subject.library, options.opset, target, precision, output)
+    if not subject.num_classes:
+        report.output = "features"
+    clock = _Clock(report.seconds)
+    with files.written_aside(path) as aside:
+        with clock("capture"):
+            graph = capture(subject, options)
+        with clock("optimise"):
+            report.fusions = optimise(graph, subject, options)
+        if options.is_int8:
+            with clock("quantise"):
+                _quantise(graph, subject, options, calibration_photos)
+        _finish(graph, subject, options)
+        report.nodes = dict(count_nodes(graph))
+        external = _external(graph, options)
+        with clock("write"):
+            files.save(graph, aside, external)
+        del graph
+        outcome: dict[str, Any] | None = None
+        if verify:
+            with clock("verify"):
+                if options.preprocess and subject.data_config is not None:
+                    hw, chans = subject.image_hw, subject.in_chans
+                    verify_preprocessing(subject.data_config, hw, chans, options.opset, photos[0])
+                verification = verify_file(aside, subject, options, photos)
+            report.checks, report.reference, report.budget = verification.checks, verification.reference, options.budget
+            outcome = {
+                "reference": verification.reference,
+                "budget": options.budget,
+                "checks": [asdict(check) for check in verification.checks],
+            }
+        write_metadata(aside, metadata_for(subject, options, source, outcome))
+        report.external_data = f"{path.name}.data" if external else None
+        report.bytes = sum(part.stat().st_size for part in aside.parent.iterdir())
+    report.warnings = _warnings(report, options, subject)
+    return report
+
+
+def _complete(
+    subject: Subject, options: ExportOptions, data_config: DataConfig | Mapping[str, Any] | None, names: Sequence[str] | None
+) -> None:
+    """Adds what was given by hand to what the model says, and checks that it is enough."""
+    if data_config is not None:
+        subject.data_config = data_config if isinstance(data_config, DataConfig) else DataConfig.from_dict(data_config)
+    if names is not None:
+        if len(names) != subject.num_classes:
+            raise ValueError(f"class_names has {len(names)} names: accepted are {subject.num_classes}, as num_classes")
+        subject.class_names = tuple(map(str, names))
+    if options.preprocess and subject.data_config is None:
+        raise ValueError(
+            f"preprocess=True, but {subject.name} does not say how its images are prepared: give data_config"
+        )
+    if options.output == "probabilities" and not subject.num_classes:
+        raise UnsupportedInputError("output='probabilities'", [f"{subject.name} has no classification head"])
+
+
+def _quantise(graph: ir.Model, subject: Subject, options: ExportOptions, photos: list[Any]) -> None:
+    if options.precision == "int8-dynamic":
+        quantise_dynamic(graph)
+        return
+    inputs = as_inputs(photos, subject.data_config, subject.image_hw, subject.in_chans)
+    quantise_static(graph, [one.numpy() for one in inputs.split(4 if options.dynamic_batch else 1)], symmetric=options.target == "tensorrt")
+
+
+def _finish(graph: ir.Model, subject: Subject, options: ExportOptions) -> None:
+    """Preprocessing in front; names and documentation for people."""
+    from .. import __version__
+
+    if options.preprocess and subject.data_config is not None:
+        batch = None if options.dynamic_batch else 1
+        prepend(
+            graph, preprocessing_model(subject.data_config, subject.image_hw, subject.in_chans, options.opset, batch)
+        )
+    forget_inner_shapes(graph)
+    graph.producer_name, graph.producer_version = "vit-fast", __version__
+    graph.graph.name = subject.name.replace("/", "_")
+    graph.doc_string = json.dumps({"written by": "vit-fast", "see": "vit-fast export --inspect"})
+
+
+def _external(graph: ir.Model, options: ExportOptions) -> bool:
+    size = files.weight_bytes(graph)
+    if size <= files.PROTOBUF_LIMIT:
+        return bool(options.external_data)
+    if options.external_data is False:
+        raise ValueError(f"external_data=False: {size / 1e9:.1f} GB of weights do not fit into one file (2 GB)")
+    return True
+
+
+def _warnings(report: ExportReport, options: ExportOptions, subject: Subject) -> list[str]:
+    warnings = [f"not everywhere fused: {fusion.line()}" for fusion in report.fusions if not fusion.complete]
+    if options.is_int8 and options.target in ("ort-cuda", "tensorrt"):
+        warnings.append("int8 is usually slower than fp16 on a GPU: measure both")
+    if options.is_int8 and options.target in ("generic", "ort-cpu"):
+        warnings.append("int8 is fast on CPUs with VNNI (avx512_vnni, avx_vnni); older ones may saturate: verify there")
+    if options.precision == "fp16" and options.target in ("generic", "ort-cpu"):
+        warnings.append("ONNX Runtime's CPU provider computes fp16 files in fp32: half the size, not faster")
+    if not report.checks:
+        warnings.append("not verified: verify=False")
+    if subject.data_config is None:
+        warnings.append("the model does not say how its images are prepared: give data_config to put it into the file")
+    return warnings
+
+
+class _Clock:
+    """Times named steps into a dictionary, in seconds."""
+
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self._seconds = seconds
+
+    @contextmanager
+    def __call__(self, step: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._seconds[step] = round(time.perf_counter() - start, 3)

@@ -1,0 +1,132 @@
+"""ExportReport: what was written, how it differs from the model, and what did not work out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .fusion import Fusion
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison of the file with the eager model.
+
+    Attributes:
+        batch: Images in the batch.
+        image_hw: Their height and width, in pixels, as given to the file.
+        max_error: Largest |file - eager|, divided by the largest |eager| where that is above 1.
+        rms_error: Root mean square of the difference, in standard deviations of the eager output.
+        top1_agreement: Share of images whose largest logit is the same; None for features.
+        passed: Whether the budget was kept.
+    """
+
+    batch: int
+    image_hw: tuple[int, int]
+    max_error: float
+    rms_error: float
+    top1_agreement: float | None
+    passed: bool
+
+
+@dataclass
+class ExportReport:
+    """What export_onnx did. `print(report)` for a table, `report.to_json()` for machines.
+
+    Attributes:
+        path: The file written.
+        model: The model's name.
+        library: Where its class comes from.
+        opset: Opset of ONNX's own operators.
+        target: What it was optimised for.
+        precision: Of weights and products; input and output are fp32 (or uint8 pixels) always.
+        output: "logits", "probabilities" or "features".
+        bytes: Size of the file and of the weights beside it.
+        external_data: Name of the file with the weights, or None when they are inside.
+        nodes: How many nodes of each operator.
+        fusions: How often each fusion happened, of how often it could have.
+        checks: The comparisons with the eager model; empty when verification was switched off.
+        reference: What the file was held against, e.g. "eager fp64".
+        budget: Largest error that passes: of max_error, or of rms_error for int8.
+        seconds: Seconds spent in each step.
+        warnings: What a user should know.
+    """
+
+    path: str
+    model: str
+    library: str
+    opset: int
+    target: str
+    precision: str
+    output: str
+    bytes: int = 0
+    external_data: str | None = None
+    nodes: dict[str, int] = field(default_factory=dict)
+    fusions: list[Fusion] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+    reference: str | None = None
+    budget: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def verified(self) -> bool:
+        return bool(self.checks) and all(check.passed for check in self.checks)
+
+    @property
+    def max_error(self) -> float | None:
+        """Largest max_error of all checks; None when nothing was checked."""
+        return max((check.max_error for check in self.checks), default=None)
+
+    @property
+    def top1_agreement(self) -> float | None:
+        """Of the largest batch; None when nothing was checked or the output is features."""
+        return max(self.checks, key=lambda check: check.batch).top1_agreement if self.checks else None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"verified": self.verified, "max_error": self.max_error}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    def to_table(self) -> Table:
+        """The report as a rich table."""
+        from rich.table import Table
+
+        table = Table("what", "value", title=f"{self.model} -> {self.path}", show_lines=False)
+        for what, value in self._rows():
+            table.add_row(what, value)
+        return table
+
+    def __str__(self) -> str:
+        from io import StringIO
+
+        from rich.console import Console
+
+        text = StringIO()
+        Console(file=text, width=110).print(self.to_table())
+        return text.getvalue()
+
+    def _rows(self) -> list[tuple[str, str]]:
+        beside = f", weights in {self.external_data}" if self.external_data else ""
+        operators = ", ".join(f"{name} {n}" for name, n in sorted(self.nodes.items(), key=lambda item: -item[1]))
+        rows = [
+            ("opset, target, precision", f"{self.opset}, {self.target}, {self.precision}"),
+            ("output", self.output),
+            ("size", f"{self.bytes / 1e6:.1f} MB{beside}"),
+            (f"{sum(self.nodes.values())} nodes", operators),
+        ]
+        rows += [("fused" if f.complete else "NOT fully fused", f.line()) for f in self.fusions]
+        for check in self.checks:
+            top1 = "" if check.top1_agreement is None else f", top-1 {check.top1_agreement:.1%}"
+            size = "x".join(map(str, check.image_hw))
+            line = f"max {check.max_error:.1e}, rms {check.rms_error:.1e}{top1} against {self.reference}"
+            rows.append((f"{'ok' if check.passed else 'FAILED'}: batch {check.batch}, {size}", line))
+        if not self.checks:
+            rows.append(("NOT verified", "verify=False"))
+        rows.append(("seconds", ", ".join(f"{step} {seconds:.1f}" for step, seconds in self.seconds.items())))
+        return rows + [("warning", warning) for warning in self.warnings]

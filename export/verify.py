@@ -1,0 +1,171 @@
+"""The file against the model: checked by onnx, run by ONNX Runtime on real images, held against eager in fp64.
+
+    max_error = max |file - eager| / max(1, max |eager|)          fp32, fp16, bf16
+    rms_error = rms(file - eager) / std(eager)                    int8
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from PIL import Image
+
+from ..config import DataConfig, Size
+from ..errors import UnsupportedInputError, VitFastError
+from .options import ExportOptions
+from .photographs import as_inputs, as_pixels
+from .preprocessing import preprocessing_model
+from .report import Check
+from .subjects import Subject, prepared
+
+FP64_PARAMETERS = 200_000_000
+"""Models with more parameters are held against eager fp32 instead: a copy in fp64 would not fit beside them."""
+BATCHES, BATCHES_LARGE = (1, 3, 8), (1, 2)
+PIXEL_MEAN_TOLERANCE = 0.05
+"""Mean difference, in grey levels, between preprocessing in the graph and Pillow's; single pixels differ by rounding."""
+
+
+class VerificationError(VitFastError, RuntimeError):
+    """The file does not compute what the model computes; says by how much."""
+
+
+@dataclass
+class Verification:
+    """The outcome of verify_file: `checks` and what they were held against."""
+
+    checks: list[Check]
+    reference: str
+
+
+def verify_file(path: Path, subject: Subject, options: ExportOptions, images: list[Image.Image]) -> Verification:
+    """Holds an ONNX file against the model that it was made of.
+
+    Args:
+        path: The file.
+        subject: The model.
+        options: What was asked of the file.
+        images: Real photographs, at least one.
+    Raises:
+        VerificationError: invalid, unloadable, NaN, or an error beyond the budget.
+        UnsupportedInputError: ONNX Runtime cannot run this precision here.
+    """
+    try:
+        onnx.checker.check_model(str(path), full_check=_only_standard_operators(options))
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise VerificationError(f"onnx.checker refuses the file: {error}") from error
+    session = _session(path, options)
+    large = sum(p.numel() for p in subject.model.parameters()) > FP64_PARAMETERS
+    dtype = torch.float32 if large else torch.float64
+    reference = subject if large else subject.copy_in(dtype)
+    batches = (BATCHES_LARGE if large else BATCHES) if options.dynamic_batch else (1,)
+    checks = []
+    for size in _sizes(subject, options):
+        fed, inputs = _inputs(subject, options, images, size, max(batches))
+        expected = _eager(reference, inputs.to(dtype), options)
+        for batch in batches:
+            got = session.run(None, {session.get_inputs()[0].name: fed[:batch]})[0]
+            checks.append(_compare(got, expected[:batch], fed.shape[1:3] if options.preprocess else size, options))
+    failed = [check for check in checks if not check.passed]
+    if failed:
+        worst = max(failed, key=lambda check: check.max_error if np.isfinite(check.max_error) else np.inf)
+        raise VerificationError(
+            f"{options.precision} file differs from eager at batch {worst.batch}, size {worst.image_hw}: "
+            f"max error {worst.max_error:.2e}, rms error {worst.rms_error:.2e}; accepted is "
+            f"{'rms' if options.is_int8 else 'max'} <= {options.budget:g}"
+        )
+    return Verification(checks, f"eager {'fp32' if large else 'fp64'}, {session.get_providers()[0]}")
+
+
+def verify_preprocessing(data_config: DataConfig, image_hw: Size, in_chans: int, opset: int, image: Image.Image) -> None:
+    """Holds preprocessing in the graph against Pillow's, on whole photographs.
+
+    Raises:
+        VerificationError: they differ by more than rounding.
+    """
+    pixels = as_pixels(image, 2, in_chans)
+    got = _run_preprocessing(data_config, image_hw, in_chans, opset, pixels)
+    want = as_inputs([Image.fromarray(p.squeeze()) for p in pixels], data_config, image_hw, in_chans).numpy()
+    levels = np.abs(got - want) * 255 * np.asarray(data_config.std, np.float32).reshape(1, -1, 1, 1)
+    if not levels.mean() <= PIXEL_MEAN_TOLERANCE:
+        raise VerificationError(
+            f"preprocessing in the graph differs from Pillow's by {levels.mean():.3f} grey levels on average: "
+            f"accepted is {PIXEL_MEAN_TOLERANCE}"
+        )
+
+
+def _only_standard_operators(options: ExportOptions) -> bool:
+    return not options.targets_ort
+
+
+def _sizes(subject: Subject, options: ExportOptions) -> list[Size]:
+    (height, width), (patch_h, patch_w) = subject.image_hw, subject.patch_hw
+    if not options.dynamic_size:
+        return [(height, width)]
+    return [(height, width), (height + 2 * patch_h, width), (max(patch_h, height - patch_h), width + patch_w)]
+
+
+def _inputs(
+    subject: Subject, options: ExportOptions, images: list[Image.Image], size: Size, count: int
+) -> tuple[np.ndarray, torch.Tensor]:
+    """What the file is fed, and what the eager model is: the same, unless the file does the preprocessing."""
+    if options.preprocess and subject.data_config is not None:
+        pixels = as_pixels(images[0], count, subject.in_chans)
+        planes = _run_preprocessing(subject.data_config, size, subject.in_chans, options.opset, pixels)
+        return pixels, torch.from_numpy(planes)
+    inputs = as_inputs([images[i % len(images)] for i in range(count)], subject.data_config, size, subject.in_chans)
+    return inputs.numpy(), inputs
+
+
+def _run_preprocessing(data: DataConfig, image_hw: Size, in_chans: int, opset: int, pixels: np.ndarray) -> np.ndarray:
+    import onnx_ir as ir
+    import onnxruntime
+
+    model = preprocessing_model(data, image_hw, in_chans, opset, batch=None)
+    proto = ir.serde.serialize_model(model)
+    session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    planes: np.ndarray = session.run(None, {session.get_inputs()[0].name: pixels})[0]
+    return planes
+
+
+def _eager(subject: Subject, inputs: torch.Tensor, options: ExportOptions) -> np.ndarray:
+    with prepared(subject, "eager", options.dynamic_size), torch.inference_mode():
+        result = torch.cat([subject.forward(one, options.output, options.dynamic_size) for one in inputs.split(4)])
+    return result.double().numpy()
+
+
+def _session(path: Path, options: ExportOptions) -> Any:
+    import onnxruntime
+
+    settings = onnxruntime.SessionOptions()
+    settings.log_severity_level = 3
+    settings.intra_op_num_threads = torch.get_num_threads()
+    providers = ["CPUExecutionProvider"]
+    if options.target in ("ort-cuda", "tensorrt") and torch.cuda.is_available():
+        onnxruntime.preload_dlls()
+        providers.insert(0, "CUDAExecutionProvider")
+    try:
+        return onnxruntime.InferenceSession(str(path), settings, providers=providers)
+    except Exception as error:  # ONNX Runtime's exceptions share no base class
+        if options.precision == "bf16":
+            raise UnsupportedInputError(
+                "verification of a bf16 file",
+                [f"ONNX Runtime cannot run it here: {str(error)[:200]}", "pass verify=False, or export where CUDA is"],
+            ) from error
+        raise VerificationError(f"ONNX Runtime cannot load the file: {error}") from error
+
+
+def _compare(got: np.ndarray, expected: np.ndarray, size: Any, options: ExportOptions) -> Check:
+    image_hw = (int(size[0]), int(size[1]))
+    if got.shape != expected.shape:
+        raise VerificationError(f"the file's output is {got.shape}, the model's {expected.shape}")
+    difference = got.astype(np.float64) - expected
+    max_error = float(np.abs(difference).max() / max(1.0, np.abs(expected).max()))
+    rms_error = float(np.sqrt((difference**2).mean()) / max(expected.std(), 1e-12))
+    top1 = None if options.output == "features" else float((got.argmax(-1) == expected.argmax(-1)).mean())
+    decisive = rms_error if options.is_int8 else max_error
+    return Check(len(got), image_hw, max_error, rms_error, top1, bool(decisive <= options.budget))
