@@ -9,7 +9,7 @@ import typer
 
 from .errors import VitFastError
 
-COMMANDS = ("info", "models", "bench", "compare", "predict")
+COMMANDS = ("info", "models", "bench", "compare", "predict", "train")
 
 USER_ERRORS = (VitFastError, ValueError, TypeError, OSError)
 
