@@ -26,24 +26,30 @@ def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[Matmul
     """Configurations from the widest tile to the smallest.
 
     Args:
-        arch: e.g. "sm_90"; an unknown one takes the row of the newest known one before it.
+        arch: e.g. "sm_90"; sm_120 and unknown ones take the pointer tables, which every architecture runs.
         kind: "half", "tf32" or "ieee".
         epilogue: One of `EPILOGUES`.
         tma: Whether the operands can go through tensor descriptors.
     """
     number = int(arch.removeprefix("sm_"))
-    if kind == "ieee":  # on the CUDA cores: the product, not the epilogue, fills the registers
-        return (MatmulConfig(64, 64, 16, num_warps=8, num_stages=3, ctas_per_sm=2),)
     hopper, blackwell = 90 <= number < 100, 100 <= number < 120
-    if not tma or not (hopper or blackwell):
-        return _pointer_table(kind, hopper, blackwell)
-    if kind == "tf32":
-        return _TF32_BLACKWELL if blackwell else _TF32_HOPPER
-    if hopper:
-        return _HALF_HOPPER
-    return _HALF_BLACKWELL_HEAVY if epilogue in _HEAVY else _HALF_BLACKWELL
+    if kind == "ieee":
+        table = _IEEE_BLACKWELL if blackwell else _IEEE
+    elif not tma or not (hopper or blackwell):
+        table = _pointer_table(kind, hopper, blackwell)
+    elif kind == "tf32":
+        table = _TF32_BLACKWELL if blackwell else _TF32_HOPPER
+    elif hopper:
+        table = _HALF_HOPPER
+    else:
+        table = _HALF_BLACKWELL_HEAVY if epilogue in _HEAVY else _HALF_BLACKWELL
+    # a weight gradient is as large as its weight: splitting K, not small tiles, fills the multiprocessors
+    return table[:1] if epilogue == "partial" else table
 
 
+# Products on the CUDA cores: they, not the epilogue, fill the registers.
+_IEEE = (MatmulConfig(64, 64, 16, num_warps=8, num_stages=3, ctas_per_sm=2),)
+_IEEE_BLACKWELL = (MatmulConfig(64, 64, 16, num_warps=8, num_stages=2, ctas_per_sm=2),)
 _HALF_HOPPER = (
     MatmulConfig(128, 256, 64, sub_tiles=4, num_warps=8, num_stages=3, tma=True),
     MatmulConfig(64, 128, 64, sub_tiles=2, num_warps=4, num_stages=4, tma=True, ctas_per_sm=2),
@@ -67,6 +73,8 @@ _TF32_BLACKWELL = (MatmulConfig(64, 64, 32, num_warps=4, num_stages=3, tma=True,
 
 def _pointer_table(kind: str, hopper: bool, blackwell: bool) -> tuple[MatmulConfig, ...]:
     """Tiles loaded by pointers: sm_80, sm_89, sm_120, and layouts that tensor descriptors cannot describe."""
+    if kind == "tf32" and blackwell:
+        return (MatmulConfig(64, 64, 32, num_warps=8, num_stages=3, ctas_per_sm=2),)
     wide = 64 if kind == "half" and hopper else 32
     small = 64 if kind == "half" and not blackwell else 32
     return (
@@ -81,7 +89,7 @@ def matmul_config(operands: Operands, epilogue: str) -> MatmulConfig:
     table = config_table(arch_of(device), precision_kind(operands.a.dtype), epilogue, fits_tma(operands))
     M, N, _ = operands.sizes
     for config in table[:-1]:
-        if config.tiles(M, N) >= sm_count_of(device) or epilogue == "partial":
+        if config.tiles(M, N) >= sm_count_of(device):
             return config
     return table[-1]
 

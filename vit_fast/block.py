@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 def can_fuse(block: Block) -> bool:
     """Whether a block computes exactly what `fused_block` does.
 
-    Not where its parts were replaced or wrapped (LoRA, quantised or parametrised layers), carry hooks that would not run,
-    drop elements at random, or are being exported to a runtime that does not know our operators.
+    Not where its parts were replaced or wrapped (LoRA, quantised or parametrised layers), carry hooks that would not
+    run, drop elements at random, or are being exported to a runtime that does not know our operators.
     """
     if torch.compiler.is_exporting() or torch.jit.is_tracing():
         return False

@@ -60,7 +60,7 @@ def linear_residual(
         residual: [..., C]; None adds nothing.
         next_eps: Epsilon of the LayerNorm that follows; None means that its statistics are not wanted.
     Returns:
-        [..., C] in h.dtype, in autocast's where autocast is on; and the statistics (mean, rstd) of its rows, fp32 [2, M].
+        [..., C] in h.dtype, in autocast's where autocast is on; and (mean, rstd) of its rows, fp32 [2, M].
     Raises:
         UnsupportedInputError: the kernels cannot run this input; lists all reasons.
     """
