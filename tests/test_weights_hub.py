@@ -141,6 +141,23 @@ def test_what_is_not_in_the_cache_is_one_clear_line_without_network(cache: Path)
         create_model("org/config_only")
 
 
+def test_the_network_is_waited_for_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    asked: list[tuple[str, bool]] = []
+
+    def unreachable(repo_id: str, filename: str, *, revision: str, local_files_only: bool) -> str:
+        asked.append((filename, local_files_only))
+        raise LocalEntryNotFoundError("no route to host")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", unreachable)
+    _publish(cache, "org/config_only", {"config.json": TIMM_CONFIG})
+    with pytest.raises(WeightsError, match=r"model\.safetensors is not in the local cache"):
+        create_model("org/config_only")
+    assert asked[0] == ("model.safetensors", False) and len(asked) > 1
+    assert all(cache_only for _, cache_only in asked[1:])
+
+
 def test_an_unreachable_preprocessor_is_noted_not_guessed(cache: Path) -> None:
     import transformers
 

@@ -6,7 +6,8 @@ The local cache comes first: what is in it is used without asking the network.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,20 @@ def open_repository(repository: str) -> Source:
         WeightsError: no such repository, no access, no network and not in the cache, or no weights in it.
     """
     repo_id, _, revision = repository.partition("@")
-    return _open(repository, lambda filename: _download(repo_id, revision or "main", filename))
+    unreachable: _Unreachable | None = None
+
+    def fetch(filename: str) -> Path | None:
+        nonlocal unreachable
+        try:
+            return _download(repo_id, revision or "main", filename, cache_only=unreachable is not None)
+        except _Unreachable as error:
+            unreachable = unreachable or error  # one wait for the network is enough: from here on, the cache alone
+            raise unreachable from None
+
+    return _open(repository, fetch)
 
 
-def _download(repo_id: str, revision: str, filename: str) -> Path | None:
+def _download(repo_id: str, revision: str, filename: str, *, cache_only: bool) -> Path | None:
     """The file's local path; None where the repository has none of this name."""
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import (
@@ -65,7 +76,8 @@ def _download(repo_id: str, revision: str, filename: str) -> Path | None:
         cached = try_to_load_from_cache(repo_id, filename, revision=revision)
         if cached is not None:  # a path, or the mark that the repository was seen to lack this file
             return Path(cached) if isinstance(cached, str) else None
-        return Path(hf_hub_download(repo_id, filename, revision=revision))
+        with _without_retry_warnings():
+            return Path(hf_hub_download(repo_id, filename, revision=revision, local_files_only=cache_only))
     except LocalEntryNotFoundError:
         raise _Unreachable(
             f"{where}: {filename} is not in the local cache, and huggingface.co cannot be reached (no network, or "
@@ -83,6 +95,19 @@ def _download(repo_id: str, revision: str, filename: str) -> Path | None:
         raise WeightsError(f"{where}: not a repository id: {error}") from None
     except OSError as error:  # connection errors of every HTTP library derive from it or are wrapped above
         raise _Unreachable(f"{where}: {filename} cannot be downloaded: {error}") from None
+
+
+@contextmanager
+def _without_retry_warnings() -> Iterator[None]:
+    """huggingface_hub warns of each of its retries; what matters is said once, by the error behind the last."""
+    from huggingface_hub.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 class _Unreachable(WeightsError):
