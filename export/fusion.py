@@ -77,7 +77,7 @@ def optimise(model: ir.Model, subject: Subject, options: ExportOptions) -> list[
     common_passes.RemoveUnusedNodesPass()(model)
     counts = count_nodes(model)
     norms = counts[LAYER_NORM] + counts[SKIP_NORM]
-    fusions.append(Fusion("LayerNorm as one node", norms, 2 * subject.depth))
+    fusions.append(Fusion("LayerNorm as one node in blocks", min(norms, 2 * subject.depth), 2 * subject.depth))
     return fusions
 
 

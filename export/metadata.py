@@ -58,6 +58,7 @@ class OnnxInfo:
 
     def to_table(self) -> Table:
         """The file as a rich table; long lists shortened."""
+        from rich.markup import escape
         from rich.table import Table
 
         table = Table("what", "value", title=self.path)
@@ -74,7 +75,7 @@ class OnnxInfo:
         rows["classes"] = _shortened(self.class_names)
         rows |= {key: _shortened(value) for key, value in self.metadata.items()}
         for what, value in rows.items():
-            table.add_row(what, str(value))
+            table.add_row(what, escape(str(value)))
         return table
 
 

@@ -95,11 +95,12 @@ class ExportReport:
 
     def to_table(self) -> Table:
         """The report as a rich table."""
+        from rich.markup import escape
         from rich.table import Table
 
         table = Table("what", "value", title=f"{self.model} -> {self.path}", show_lines=False)
         for what, value in self._rows():
-            table.add_row(what, value)
+            table.add_row(what, escape(value))
         return table
 
     def __str__(self) -> str:

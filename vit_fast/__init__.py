@@ -19,6 +19,7 @@ from .model import VisionTransformer, set_backend
 from .variants import list_models
 
 if TYPE_CHECKING:
+    from . import export
     from .fusion import fuse, unfuse
     from .fusion_report import FusionReport
     from .runtime import GraphRunner, compile
@@ -37,6 +38,8 @@ _LAZY = {
     "unfuse": ".fusion",
 }
 
+_LAZY_PACKAGES = ("export",)
+
 __all__ = [
     "DataConfig",
     "FusionReport",
@@ -47,6 +50,7 @@ __all__ = [
     "VitFastError",
     "compile",
     "create_model",
+    "export",
     "fuse",
     "list_models",
     "load",
@@ -61,6 +65,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name], __name__), name)
+    if name in _LAZY_PACKAGES:
+        return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -9,7 +9,7 @@ import typer
 
 from .errors import VitFastError
 
-COMMANDS = ("info", "models", "bench", "compare", "predict", "train")
+COMMANDS = ("info", "models", "bench", "compare", "predict", "train", "export")
 
 USER_ERRORS = (VitFastError, ValueError, TypeError, OSError)
 

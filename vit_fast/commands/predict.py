@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,10 @@ def register(app: typer.Typer) -> None:
 
 def predict(
     images: Annotated[list[Path], typer.Argument(help="Image files or folders.", metavar="IMAGE...")],
-    weights: Annotated[str, typer.Option(help="A weights file, a folder, or a Hugging Face Hub id.")],
+    weights: Annotated[
+        str | None, typer.Option(help="A weights file, a folder, or a Hugging Face Hub id.")
+    ] = None,
+    onnx: Annotated[Path | None, typer.Option(help="An ONNX file instead, run by ONNX Runtime.")] = None,
     model: Annotated[
         str | None, typer.Option(help="The variant, where the weights do not say what shape they are for.")
     ] = None,
@@ -48,6 +52,10 @@ def predict(
     ] = None,
     top_k: Annotated[int, typer.Option("--top-k", help="How many classes an image.")] = 5,
     backend: Annotated[str, typer.Option(help="auto, eager, sdpa or triton.")] = "auto",
+    data_config: Annotated[
+        Path | None,
+        typer.Option(help="JSON with mean, std, crop_pct, interpolation, for an ONNX file that does not say them."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
     """Classifies images: the most probable classes with their probabilities, which sum to one over all classes."""
@@ -57,10 +65,18 @@ def predict(
         raise ValueError(f"--top-k={top_k}: accepted is an integer >= 1")
     files = find_images(images)
     names_given = None if classes is None else read_class_names(classes)
-    classifier = torch_classifier(weights, model, backend)
+    if onnx is not None:
+        if weights is not None or model is not None:
+            raise ValueError("--onnx with --weights or --model: accepted is one or the other")
+        names_known, rows = onnx_predictions(onnx, files, data_config)
+    else:
+        if weights is None or data_config is not None:
+            raise ValueError("predict needs --weights, or --onnx (with --data-config where the file lacks it)")
+        classifier = torch_classifier(weights, model, backend)
+        names_known, rows = classifier.class_names, predictions(classifier, files)
     results = []
-    for file, probabilities in predictions(classifier, files):
-        names = class_names_for(len(probabilities), names_given, classifier.class_names)
+    for file, probabilities in rows:
+        names = class_names_for(len(probabilities), names_given, names_known)
         best = sorted(range(len(probabilities)), key=probabilities.__getitem__, reverse=True)[:top_k]
         top = [{"index": i, "class": names[i], "probability": probabilities[i]} for i in best]
         results.append({"image": str(file), "top": top})
@@ -114,6 +130,36 @@ def predictions(classifier: Classifier, files: Sequence[Path]) -> Iterator[tuple
             if not row.isfinite().all():
                 raise ValueError(f"{file}: the model's logits are not finite")
             yield file, row.softmax(dim=-1).tolist()
+
+
+def onnx_predictions(
+    path: Path, files: Sequence[Path], data_config: Path | None
+) -> tuple[Sequence[str] | None, Iterator[tuple[Path, list[float]]]]:
+    """The class names that an ONNX file holds, and each image with its probabilities; nothing but the file is needed.
+
+    Raises:
+        ModelFileError: the file cannot be run.
+        ImageError: an image cannot be read.
+    """
+    from ..data import read_image
+    from ..export import OnnxRunner
+
+    given = None if data_config is None else json.loads(data_config.read_text(encoding="utf-8"))
+    runner = OnnxRunner(path, data_config=given)
+
+    def rows() -> Iterator[tuple[Path, list[float]]]:
+        for start in range(0, len(files), BATCH_SIZE):
+            chunk = files[start : start + BATCH_SIZE]
+            for file, row in zip(chunk, runner.probabilities([read_image(file) for file in chunk])):
+                yield file, _finite(file, row.tolist())
+
+    return runner.class_names, rows()
+
+
+def _finite(file: Path, probabilities: list[float]) -> list[float]:
+    if not all(math.isfinite(p) for p in probabilities):
+        raise ValueError(f"{file}: the model's logits are not finite")
+    return probabilities
 
 
 def class_names_for(count: int, given: Sequence[str] | None, known: Sequence[str] | None) -> Sequence[str]:

@@ -1,0 +1,133 @@
+"""A model repository for NVIDIA's Triton Inference Server: MODEL/config.pbtxt and MODEL/1/model.onnx.
+
+Not to be confused with Triton the language, in which our kernels are written.
+Source: docs.nvidia.com, Triton Inference Server user guide, "Model Repository" and "Model Configuration";
+the schema is model_config.proto of triton-inference-server/common.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from .files import ModelFileError, read_proto
+from .metadata import OnnxInfo, describe
+
+DATA_TYPES = {
+    "float": "TYPE_FP32", "float16": "TYPE_FP16", "bfloat16": "TYPE_BF16", "double": "TYPE_FP64",
+    "uint8": "TYPE_UINT8", "int64": "TYPE_INT64", "int32": "TYPE_INT32",
+}  # fmt: skip
+INSTANCE_KINDS = {"cpu": "KIND_CPU", "gpu": "KIND_GPU"}
+QUEUE_DELAY_US = 500
+
+
+def write_triton_repository(
+    model_path: str | Path,
+    repository: str | Path,
+    *,
+    name: str | None = None,
+    max_batch: int = 64,
+    instances: int = 1,
+    device: str = "gpu",
+) -> Path:
+    """Puts an ONNX file into a model repository for NVIDIA's Triton Inference Server.
+
+    Args:
+        model_path: The .onnx file; it is copied, with the weights beside it.
+        repository: The repository folder; made when it does not exist.
+        name: The model's name in it; None means the file's.
+        max_batch: Largest batch that the server puts together from requests. A file with a fixed batch gets none.
+        instances: Copies of the model that run side by side on each device.
+        device: "gpu" or "cpu".
+    Returns:
+        The model's folder.
+    Raises:
+        ValueError: an argument is not one of those accepted.
+        ModelFileError: the file is missing, damaged or unsafe.
+        FileExistsError: the repository has a model of this name.
+    """
+    model_path, repository = Path(model_path), Path(repository)
+    name = name or model_path.stem
+    if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or name in (".", ".."):
+        raise ValueError(f"name={name!r}: accepted are letters, digits, '_', '-' and '.'")
+    for argument, value in (("max_batch", max_batch), ("instances", instances)):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{argument}={value!r}: accepted is an integer >= 1")
+    if device not in INSTANCE_KINDS:
+        raise ValueError(f"device={device!r}: accepted are 'gpu', 'cpu'")
+    proto = read_proto(model_path)
+    config = server_config(describe(proto, model_path), name, max_batch, instances, device)
+    target = repository / name
+    if target.exists():
+        raise FileExistsError(f"{target}: exists already; a repository's model is not overwritten")
+    repository.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=repository))
+    try:
+        version = aside / "1"
+        version.mkdir()
+        shutil.copyfile(model_path, version / "model.onnx")
+        for location in _weight_files(proto):
+            (version / location).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(model_path.parent / location, version / location)
+        (aside / "config.pbtxt").write_text(config, encoding="utf-8")
+        aside.chmod(0o755)  # mkdtemp's folder is for its owner only; the server may be another user
+        os.replace(aside, target)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return target
+
+
+def server_config(info: OnnxInfo, name: str, max_batch: int, instances: int, device: str) -> str:
+    """config.pbtxt of a file: protobuf's text format of the server's ModelConfig."""
+    dynamic = all(not isinstance(v["shape"][0], int) for v in [*info.inputs, *info.outputs] if v["shape"])
+    config: dict[str, Any] = {
+        "name": name,
+        "platform": "onnxruntime_onnx",
+        "backend": "onnxruntime",
+        "max_batch_size": max_batch if dynamic else 0,
+        "input": [_tensor(v, dynamic, info) for v in info.inputs],
+        "output": [_tensor(v, dynamic, info) for v in info.outputs],
+        "instance_group": [{"count": instances, "kind": _Name(INSTANCE_KINDS[device])}],
+    }
+    if dynamic:
+        preferred = [size for size in (8, 16, 32, 64) if size <= max_batch]
+        config["dynamic_batching"] = {"preferred_batch_size": preferred, "max_queue_delay_microseconds": QUEUE_DELAY_US}
+    return "".join(_lines(config))
+
+
+class _Name(str):
+    """An enum's value, which protobuf's text format writes without quotes."""
+
+
+def _tensor(value: dict[str, Any], dynamic: bool, info: OnnxInfo) -> dict[str, Any]:
+    if value["dtype"] not in DATA_TYPES:
+        raise ModelFileError(f"{info.path}: {value['name']} is {value['dtype']}: accepted are {', '.join(DATA_TYPES)}")
+    dims = value["shape"][1:] if dynamic else value["shape"]
+    return {
+        "name": value["name"],
+        "data_type": _Name(DATA_TYPES[value["dtype"]]),
+        "dims": [dim if isinstance(dim, int) and dim > 0 else -1 for dim in dims],
+    }
+
+
+def _lines(message: dict[str, Any], indent: str = "") -> list[str]:
+    lines = []
+    for key, value in message.items():
+        for item in value if isinstance(value, list) and value and isinstance(value[0], dict) else [value]:
+            if isinstance(item, dict):
+                lines += [f"{indent}{key} {{\n", *_lines(item, indent + "  "), f"{indent}}}\n"]
+            elif isinstance(item, str) and not isinstance(item, _Name):
+                escaped = item.replace("\\", "\\\\").replace('"', '\\"')
+                lines.append(f'{indent}{key}: "{escaped}"\n')
+            else:
+                lines.append(f"{indent}{key}: {item}\n")
+    return lines
+
+
+def _weight_files(proto: Any) -> list[str]:
+    locations = {e.value for t in proto.graph.initializer for e in t.external_data if e.key == "location"}
+    return sorted(locations)

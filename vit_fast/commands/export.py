@@ -1,0 +1,112 @@
+"""`vit-fast export`: a model into an ONNX file, verified; or what an ONNX file says about itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    app.command(name="export")(export)
+
+
+def export(
+    model: Annotated[str | None, typer.Argument(help="A variant of `vit-fast models`.")] = None,
+    out: Annotated[Path | None, typer.Option("--output", "-o", help="The .onnx file to write.")] = None,
+    weights: Annotated[str | None, typer.Option(help="A weights file or a Hugging Face Hub id; else random.")] = None,
+    target: Annotated[str, typer.Option(help="generic, ort-cpu, ort-cuda or tensorrt.")] = "generic",
+    opset: Annotated[int | None, typer.Option(help="ONNX operator set, 18 or newer; by default 20.")] = None,
+    precision: Annotated[str, typer.Option(help="fp32, fp16, bf16, int8 or int8-dynamic.")] = "fp32",
+    calibrate: Annotated[
+        list[Path] | None, typer.Option(help="Images or folders that int8's ranges are measured on.")
+    ] = None,
+    preprocess: Annotated[bool, typer.Option("--preprocess", help="Take uint8 photographs of any size.")] = False,
+    softmax: Annotated[bool, typer.Option("--softmax", help="Give probabilities instead of logits.")] = False,
+    features: Annotated[bool, typer.Option("--features", help="Give pooled features instead of logits.")] = False,
+    dynamic_size: Annotated[bool, typer.Option("--dynamic-size", help="Take any height and width.")] = False,
+    fixed_batch: Annotated[bool, typer.Option("--fixed-batch", help="Take exactly one image.")] = False,
+    external_data: Annotated[
+        bool, typer.Option("--external-data", help="Put the weights beside the file, also below 2 GB.")
+    ] = False,
+    images: Annotated[list[Path] | None, typer.Option(help="Images or folders to verify with.")] = None,
+    classes: Annotated[Path | None, typer.Option(help="Class names: one a line, or JSON.")] = None,
+    num_classes: Annotated[int | None, typer.Option(help="Outputs of the head, where weights do not say.")] = None,
+    img_size: Annotated[int | None, typer.Option(help="Height and width in pixels.")] = None,
+    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Hold the file against the model.")] = True,
+    triton_repository: Annotated[
+        Path | None, typer.Option(help="Also put the file into this NVIDIA Triton Inference Server repository.")
+    ] = None,
+    inspect: Annotated[Path | None, typer.Option(help="Print what an ONNX file says about itself, and stop.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+) -> None:
+    """Exports a model to ONNX and checks that the file computes what the model does."""
+    _require_packages()
+    if inspect is not None:
+        from ..export import inspect_onnx
+
+        _show(inspect_onnx(inspect), as_json)
+        return
+    if model is None or out is None:
+        raise ValueError("export needs a MODEL and -o FILE.onnx, or --inspect FILE.onnx")
+    if softmax and features:
+        raise ValueError("--softmax with --features: accepted is one of them")
+
+    from ..data import find_images
+    from ..export import export_onnx, write_triton_repository
+    from .predict import read_class_names
+
+    for given in (calibrate, images):
+        if given:
+            find_images(given)
+    names = None if classes is None else read_class_names(classes)
+    made = _make_model(model, weights, num_classes=num_classes, img_size=img_size)
+    report = export_onnx(
+        made,
+        out,
+        opset=opset,
+        dynamic_batch=not fixed_batch,
+        dynamic_size=dynamic_size,
+        precision=precision,  # type: ignore[arg-type]  # checked by export_onnx
+        preprocess=preprocess,
+        target=target,  # type: ignore[arg-type]  # checked by export_onnx
+        output="probabilities" if softmax else "features" if features else "logits",
+        external_data=True if external_data else None,
+        calibration=calibrate or None,
+        images=images or None,
+        class_names=names,
+        source=f"{model}, {weights or 'random weights'}",
+        verify=verify,
+    )
+    if weights is None:
+        report.warnings.append("the weights are random: give --weights")
+    if triton_repository is not None:
+        folder = write_triton_repository(out, triton_repository, device="cpu" if target == "ort-cpu" else "gpu")
+        typer.echo(f"for Triton Inference Server: {folder}", err=True)
+    _show(report, as_json)
+
+
+def _make_model(name: str, weights: str | None, **overrides: Any) -> Any:
+    from ..factory import create_model
+
+    given = {key: value for key, value in overrides.items() if value is not None}
+    return create_model(name, weights=weights, backend="sdpa", **given)
+
+
+def _show(result: Any, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(result.to_dict(), indent=2, default=str))
+        return
+    from rich.console import Console
+
+    Console().print(result.to_table())
+
+
+def _require_packages() -> None:
+    import importlib.util
+
+    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f"{', '.join(missing)} not installed: pip install 'vit-fast[export]'")
