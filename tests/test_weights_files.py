@@ -16,6 +16,7 @@ from torch import Tensor
 
 import vit_fast
 from vit_fast import DataConfig, create_model, load, load_weights, save
+from vit_fast.sources import open_source
 from vit_fast.weights import WeightsError
 
 
@@ -81,6 +82,36 @@ def test_damaged_files_give_one_clear_error(suffix: str, tmp_path: Path) -> None
         with pytest.raises(WeightsError) as caught:
             create_model("vit_test", weights=path)
         assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".pth"])
+def test_flipped_bytes_never_end_in_another_exception(suffix: str, tmp_path: Path) -> None:
+    state = {name: tensor[..., :8].contiguous() for name, tensor in _state().items()}
+    path = tmp_path / f"weights{suffix}"
+    if suffix == ".npz":
+        np.savez_compressed(path, **{name: tensor.numpy() for name, tensor in state.items()})
+    else:
+        torch.save(state, path, _use_new_zipfile_serialization=False)
+    content, random = path.read_bytes(), np.random.default_rng(0)
+    refused = 0
+    for _ in range(60):
+        damaged = np.frombuffer(content, np.uint8).copy()
+        damaged[random.integers(0, len(damaged), 20)] = random.integers(0, 256, 20)
+        path.write_bytes(damaged.tobytes())
+        try:
+            open_source(path)
+        except WeightsError:
+            refused += 1
+    assert refused > 0
+
+
+def test_bfloat16_arrays_of_an_npz_are_read(tmp_path: Path) -> None:
+    state = {name: tensor.bfloat16() for name, tensor in _state().items()}
+    arrays = {name: tensor.view(torch.int16).numpy().view("V2") for name, tensor in state.items()}
+    np.savez(tmp_path / "weights.npz", **arrays)  # how JAX's bfloat16 arrives in numpy
+    model = create_model("vit_test", weights=tmp_path / "weights.npz")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, state[name].float()), name
 
 
 def test_what_is_no_source_says_what_is_accepted(tmp_path: Path) -> None:
