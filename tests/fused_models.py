@@ -1,0 +1,154 @@
+"""Small real models of every library that fuse knows, and how each is called."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+IMAGE = 32
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to fuse: make() builds it, inputs() draws what it takes, output() picks the tensor of a result."""
+
+    make: Callable[[], nn.Module]
+    inputs: Callable[[], dict[str, Tensor]]
+    output: Callable[[Any], Tensor]
+
+    def build(self) -> nn.Module:
+        """The model with every parameter drawn anew.
+
+        Zero biases, unit scales and attention that hardly varies, as libraries initialise them, would hide mistakes.
+        """
+        torch.manual_seed(0)
+        model = self.make()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    parameter.normal_(0.3, 0.3)
+                else:
+                    parameter.normal_(0, parameter[0].numel() ** -0.5)
+        return model
+
+    def run(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        return self.output(model(**inputs))
+
+
+def images(name: str, size: int = IMAGE) -> Callable[[], dict[str, Tensor]]:
+    return lambda: {name: torch.randn(2, 3, size, size)}
+
+
+def _timm(name: str, size: int = IMAGE, **overrides: Any) -> Subject:
+    def make() -> nn.Module:
+        timm = pytest.importorskip("timm")
+        settings = {"img_size": size, "depth": 2, "embed_dim": 64, "num_heads": 2, "num_classes": 5} | overrides
+        return timm.create_model(name, **settings)
+
+    return Subject(make, images("x", size), lambda logits: logits)
+
+
+def _transformers(model: str, config: str, pick: str = "last_hidden_state", **overrides: Any) -> Subject:
+    def make() -> nn.Module:
+        transformers = pytest.importorskip("transformers")
+        settings = {
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 128,
+            "image_size": IMAGE,
+            "patch_size": 16,
+        } | overrides
+        if "num_patches" in settings:
+            del settings["image_size"]
+        return getattr(transformers, model)(getattr(transformers, config)(**settings))
+
+    return Subject(make, images("pixel_values"), lambda result: getattr(result, pick))
+
+
+def _torchvision() -> nn.Module:
+    models = pytest.importorskip("torchvision").models
+    model = models.VisionTransformer(IMAGE, 16, num_layers=2, num_heads=2, hidden_dim=64, mlp_dim=128, num_classes=5)
+    return model
+
+
+def _encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(64, 2, 128, norm_first=True, activation="gelu", dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+def _ours() -> nn.Module:
+    import vit_fast
+
+    sizes = {"img_size": IMAGE, "depth": 2, "embed_dim": 64, "num_heads": 2, "num_classes": 5}
+    return vit_fast.create_model("vit_tiny_patch16_224", backend="eager", **sizes).train()
+
+
+def _siglip2_inputs() -> dict[str, Tensor]:
+    return {
+        "pixel_values": torch.randn(2, 4, 16 * 16 * 3),
+        "pixel_attention_mask": torch.ones(2, 4, dtype=torch.long),
+        "spatial_shapes": torch.tensor([[2, 2], [2, 2]]),
+    }
+
+
+SUBJECTS: dict[str, Subject] = {
+    "timm-vit": _timm("vit_tiny_patch16_224"),
+    "timm-deit-distilled": _timm("deit_tiny_distilled_patch16_224"),
+    "timm-dinov2-registers": _timm("vit_small_patch14_reg4_dinov2", size=28),
+    "timm-clip-quickgelu": _timm("vit_base_patch32_clip_quickgelu_224"),
+    "timm-siglip": _timm("vit_base_patch16_siglip_224"),
+    "timm-qk-norm": _timm("vit_tiny_patch16_224", qk_norm=True),
+    "transformers-vit": _transformers("ViTForImageClassification", "ViTConfig", "logits"),
+    "transformers-deit": _transformers("DeiTModel", "DeiTConfig"),
+    "transformers-dinov2": _transformers("Dinov2Model", "Dinov2Config", mlp_ratio=2),
+    "transformers-dinov2-registers": _transformers(
+        "Dinov2WithRegistersModel", "Dinov2WithRegistersConfig", mlp_ratio=2
+    ),
+    "transformers-clip": _transformers("CLIPVisionModel", "CLIPVisionConfig", "pooler_output"),
+    "transformers-siglip": _transformers("SiglipVisionModel", "SiglipVisionConfig", "pooler_output"),
+    "transformers-siglip2": Subject(
+        _transformers("Siglip2VisionModel", "Siglip2VisionConfig", num_patches=4).make,
+        _siglip2_inputs,
+        lambda result: result.pooler_output,
+    ),
+    "transformers-beit": _transformers("BeitModel", "BeitConfig", use_relative_position_bias=True),
+    "torchvision-vit": Subject(_torchvision, images("x"), lambda logits: logits),
+    "torch-encoder": Subject(_encoder, lambda: {"src": torch.randn(2, 5, 64)}, lambda tokens: tokens),
+    "ours": Subject(_ours, images("images"), lambda logits: logits),
+}
+LIBRARIES = {"timm": "timm-vit", "transformers": "transformers-vit", "torchvision": "torchvision-vit", "ours": "ours"}
+
+
+def gradients(subject: Subject, model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output, and the gradient of its squared sum by every parameter that takes part."""
+    model.zero_grad(set_to_none=True)
+    output = subject.run(model, inputs)
+    output.square().sum().backward()
+    return output.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def double_inputs(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
+
+
+def in_fp64(subject: Subject, model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The definition that everything is held against: the model as its library wrote it, in fp64."""
+    return gradients(subject, copy.deepcopy(model).double(), double_inputs(inputs))
+
+
+def assert_within(actual: Tensor, before: Tensor, exact: Tensor, factor: float, what: str) -> None:
+    """error(actual) <= factor * error(before) + one rounding, both against fp64; NaN never passes.
+
+    Errors are root mean squares: the largest of a few dozen elements is a matter of luck.
+    """
+    rounding = torch.finfo(before.dtype).eps * exact.abs().max().item()
+    error = (actual.double() - exact).square().mean().sqrt().item()
+    allowed = factor * (before.double() - exact).square().mean().sqrt().item() + rounding
+    assert error <= allowed, f"{what}: error {error:.3g}, allowed {allowed:.3g}"

@@ -1,0 +1,209 @@
+"""Every model that fuse covers: outputs and gradients as before, and everything given back by unfuse."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from fused_models import SUBJECTS, assert_within, gradients, in_fp64
+from torch import nn
+
+import vit_fast
+
+BIASED = {"transformers-beit"}  # its relative position bias keeps the attention from being fused
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_output_and_gradients_are_those_of_the_original(name: str) -> None:
+    subject = SUBJECTS[name]
+    model, inputs = subject.build(), subject.inputs()
+    exact, exact_grads = in_fp64(subject, model, inputs)
+    before, before_grads = gradients(subject, model, inputs)
+    report = vit_fast.fuse(model, backend="sdpa")
+    assert len(report.fused) >= 2
+    after, after_grads = gradients(subject, model, inputs)
+    assert_within(after, before, exact, 2, "output")
+    assert after_grads.keys() == before_grads.keys()
+    for key, grad in after_grads.items():
+        assert_within(grad, before_grads[key], exact_grads[key], 3, key)
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_everything_is_fused_but_a_position_bias(name: str) -> None:
+    report = vit_fast.fuse(SUBJECTS[name].build(), backend="sdpa")
+    if name in BIASED:
+        assert {reason for module in report.left for reason in module.reasons} == {"it adds a relative position bias"}
+        assert {module.part for module in report.left} == {"attention"}
+    else:
+        assert report.require_all() is report
+    kinds = " ".join(module.part for module in report.fused)
+    assert "norm + MLP" in kinds
+    assert ("attention" in kinds) == (name not in BIASED)
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_objects_stay_and_unfuse_gives_their_classes_back(name: str) -> None:
+    model = SUBJECTS[name].build()
+    objects = list(model.modules())
+    classes = [type(module) for module in objects]
+    attributes = [set(vars(module)) for module in objects]
+    backends = [vars(module).get("backend") for module in objects]
+    parameters, keys = list(model.parameters()), list(model.state_dict())
+    vit_fast.fuse(model, backend="sdpa")
+    if name == "ours":
+        assert {module.backend for module in objects if hasattr(module, "backend")} == {"sdpa"}
+    else:
+        assert [type(module) for module in objects] != classes
+    assert all(a is b for a, b in zip(model.modules(), objects, strict=True))
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert list(model.state_dict()) == keys
+    vit_fast.unfuse(model)
+    assert all(a is b for a, b in zip(model.modules(), objects, strict=True))
+    assert [type(module) for module in objects] == classes
+    assert [set(vars(module)) for module in objects] == attributes
+    assert [vars(module).get("backend") for module in objects] == backends
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_fusing_twice_changes_nothing_and_unfusing_twice_neither(name: str) -> None:
+    model = SUBJECTS[name].build()
+    classes = [type(module) for module in model.modules()]
+    first = vit_fast.fuse(model, backend="sdpa")
+    fused_classes = [type(module) for module in model.modules()]
+    second = vit_fast.fuse(model, backend="sdpa")
+    assert [type(module) for module in model.modules()] == fused_classes
+    assert [(m.name, m.part, m.fused) for m in second.modules] == [(m.name, m.part, m.fused) for m in first.modules]
+    for _ in range(2):
+        vit_fast.unfuse(model)
+        assert [type(module) for module in model.modules()] == classes
+
+
+@pytest.mark.parametrize("name", ["timm-vit", "transformers-vit", "torchvision-vit", "timm-siglip", "ours"])
+def test_the_triton_backend_is_as_exact_as_the_formulas(name: str) -> None:
+    subject = SUBJECTS[name]
+    model, inputs = subject.build(), subject.inputs()
+    exact, exact_grads = in_fp64(subject, model, inputs)
+    assert vit_fast.fuse(model, backend="eager").backend == "eager"
+    before, before_grads = gradients(subject, model, inputs)
+    assert vit_fast.fuse(model, backend="triton").backend == "triton"
+    after, after_grads = gradients(subject, model, inputs)
+    assert_within(after, before, exact, 2, "output")
+    for key, grad in after_grads.items():
+        assert_within(grad, before_grads[key], exact_grads[key], 3, key)
+
+
+def test_the_fused_operators_are_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vit_fast.integrations import common, timm, transformers
+
+    calls: list[str] = []
+
+    def counted(module: object, name: str) -> None:
+        operator = getattr(module, name)
+
+        def count(*args: object, **kwargs: object) -> object:
+            calls.append(name)
+            return operator(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, count)
+
+    counted(common, "layer_norm_mlp")
+    counted(timm, "attention_qkvpacked")
+    counted(transformers, "attention")
+    for name, attention in (("timm-vit", "attention_qkvpacked"), ("transformers-vit", "attention")):
+        subject = SUBJECTS[name]
+        model = subject.build()
+        subject.run(model, subject.inputs())
+        assert calls == []
+        vit_fast.fuse(model)
+        subject.run(model, subject.inputs())
+        assert calls == [attention, "layer_norm_mlp"] * 2
+        calls.clear()
+
+
+def test_drop_path_in_training_drops_the_same_images() -> None:
+    timm = pytest.importorskip("timm")
+    settings = {"img_size": 32, "depth": 2, "embed_dim": 64, "num_heads": 2, "num_classes": 5, "drop_path_rate": 0.5}
+    model = timm.create_model("vit_tiny_patch16_224", **settings).train()
+    fused = copy.deepcopy(model)
+    assert vit_fast.fuse(fused).require_all()
+    images = torch.randn(8, 3, 32, 32)
+    torch.manual_seed(1)
+    expected = model(images)
+    torch.manual_seed(1)
+    torch.testing.assert_close(fused(images), expected)
+
+
+def test_a_frozen_and_a_tied_model_stay_frozen_and_tied() -> None:
+    subject = SUBJECTS["timm-vit"]
+    model = subject.build()
+    model.blocks[1].mlp.fc1.weight = model.blocks[0].mlp.fc1.weight
+    for parameter in model.blocks[0].attn.parameters():
+        parameter.requires_grad_(False)
+    inputs = subject.inputs()
+    expected, expected_grads = gradients(subject, model, inputs)
+    vit_fast.fuse(model).require_all()
+    assert model.blocks[1].mlp.fc1.weight is model.blocks[0].mlp.fc1.weight
+    output, grads = gradients(subject, model, inputs)
+    assert grads.keys() == expected_grads.keys()
+    assert not any(name.startswith("blocks.0.attn") for name in grads)
+    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(grads, expected_grads)
+
+
+def test_an_optimizer_made_before_trains_the_fused_model() -> None:
+    subject = SUBJECTS["torchvision-vit"]
+    model = subject.build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    twin = copy.deepcopy(model)
+    twin_optimizer = torch.optim.SGD(twin.parameters(), lr=0.01)
+    vit_fast.fuse(model)
+    inputs = subject.inputs()
+    for _ in range(2):
+        for trained, steps in ((model, optimizer), (twin, twin_optimizer)):
+            gradients(subject, trained, inputs)
+            steps.step()
+    torch.testing.assert_close(dict(model.state_dict()), dict(twin.state_dict()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["timm-vit", "transformers-vit", "torchvision-vit"])
+def test_half_precision_is_no_worse_than_the_original(name: str, dtype: torch.dtype) -> None:
+    subject = SUBJECTS[name]
+    model = subject.build().eval().to(dtype)
+    inputs = {key: value.to(dtype) for key, value in subject.inputs().items()}
+    exact, _ = in_fp64(subject, model, inputs)
+    with torch.no_grad():
+        before = subject.run(model, inputs)
+        vit_fast.fuse(model, backend="sdpa")
+        assert_within(subject.run(model, inputs), before, exact, 2, "output")
+
+
+@pytest.mark.parametrize("name", ["timm-vit", "transformers-vit", "torchvision-vit", "ours"])
+def test_channels_last_and_strided_images_give_the_same(name: str) -> None:
+    subject = SUBJECTS[name]
+    model = subject.build().eval()
+    vit_fast.fuse(model, backend="sdpa")
+    ((key, pictures),) = subject.inputs().items()
+    expected = subject.run(model, {key: pictures})
+    wide = torch.zeros(2, 3, 32, 64)
+    wide[..., ::2] = pictures
+    for layout in (pictures.contiguous(memory_format=torch.channels_last), wide[..., ::2]):
+        torch.testing.assert_close(subject.run(model, {key: layout}), expected)
+
+
+def test_a_model_of_another_kind_is_reported_as_such() -> None:
+    report = vit_fast.fuse(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()))
+    assert report.modules == ()
+    assert "no attention or MLP that vit_fast knows" in str(report)
+    with pytest.raises(vit_fast.UnsupportedInputError, match="holds no attention or MLP"):
+        report.require_all()
+
+
+def test_the_report_is_a_table_with_one_line_a_kind_of_module() -> None:
+    text = str(vit_fast.fuse(SUBJECTS["timm-vit"].build(), backend="sdpa"))
+    lines = text.splitlines()
+    assert lines[0] == "backend sdpa: 4 fused, 0 left"
+    assert len(lines) == 4
+    assert "blocks.{0-1}.attn" in text
+    assert "fused" in lines[2]
