@@ -88,7 +88,9 @@ def activate_with_slope(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
             density = 0.3989422804014327 * tl.math.exp2(x * x * -0.7213475204444817)
             slope = gate + x * density
         elif ACTIVATION == "gelu_tanh":
-            slope = gate + value * (1.0 - gate) * (1.5957691216057308 + 0.2140644488 * (x * x))
+            # bounded where the factor before it is 0 already: 0 times an overflow would be NaN
+            square = tl.minimum(x * x, 1e4)
+            slope = gate + value * (1.0 - gate) * (1.5957691216057308 + 0.2140644488 * square)
         elif ACTIVATION == "quick_gelu":
             slope = gate + value * (1.0 - gate) * 1.702
         else:

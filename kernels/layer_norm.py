@@ -67,6 +67,15 @@ def _row_statistics_kernel(
         mask = inside[:, None] & (cols < C)[None, :]
         total += tl.sum(tl.load(x_ptr + start + cols[None, :], mask=mask, other=0.0).to(tl.float32), 1)
     mean = total / C
+    if centred_ptr is not None:
+        # what the sum has lost to rounding: a constant row is then centred to exact zeros
+        left = tl.zeros((ROWS,), tl.float32)
+        for first in tl.range(0, C, BLOCK_C):
+            cols = first + tl.arange(0, BLOCK_C)
+            mask = inside[:, None] & (cols < C)[None, :]
+            x = tl.load(x_ptr + start + cols[None, :], mask=mask, other=0.0)
+            left += tl.sum(tl.where(mask, x - mean[:, None], 0.0), 1)
+        mean += left / C
     squares = tl.zeros((ROWS,), tl.float32)
     for first in tl.range(0, C, BLOCK_C):
         cols = first + tl.arange(0, BLOCK_C)
