@@ -10,7 +10,7 @@ import torch
 
 from .attention_backward import dkdv_launch, dq_launch
 from .attention_forward import forward_launch
-from .attention_launch import fp32_precision, tma_allows
+from .attention_launch import fp32_precision, layout_of
 from .attention_policy import Problem, dkdv_config, dq_config, forward_config
 from .launch import arch_of, sm_count_of
 
@@ -20,7 +20,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def problem_of(q: torch.Tensor, k: torch.Tensor, *others: torch.Tensor) -> Problem:
-    """What the launch policy needs to know about a call: the device, the shape, and whether TMA can be used."""
+    """What the launch policy needs to know about a call: the device, the shape, and how memory can be read."""
     batch, heads, n_q, head_dim = q.shape
     return Problem(
         arch=arch_of(q.device),
@@ -30,7 +30,7 @@ def problem_of(q: torch.Tensor, k: torch.Tensor, *others: torch.Tensor) -> Probl
         n_q=n_q,
         n_kv=k.shape[2],
         batch_heads=batch * heads,
-        tma=tma_allows(q, k, *others),
+        layout=layout_of(q, k, *others),
     )
 
 
@@ -47,7 +47,8 @@ def attention_forward(
         lse: Written: fp32 [B, H, N_q], contiguous, base 2.
         scale: Multiplier of q k^T; positive and finite.
     """
-    forward_launch(q, k, v, o, lse, scale, forward_config(problem_of(q, k, v, o))).run()
+    problem = problem_of(q, k, v, o)
+    forward_launch(q, k, v, o, lse, scale, forward_config(problem), problem.precision).run()
 
 
 def attention_backward(
@@ -72,9 +73,7 @@ def attention_backward(
         scale: As given to `attention_forward`.
     """
     delta = torch.empty_like(lse)
-    dq_launch(
-        q, k, v, o, do, lse, dq, delta, scale, dq_config(problem_of(q, k, v, o, do, dq))
-    ).run()
-    dkdv_launch(
-        q, k, v, do, lse, delta, dk, dv, scale, dkdv_config(problem_of(q, k, v, do, dk, dv))
-    ).run()
+    for_dq, for_dkdv = problem_of(q, k, v, o, do, dq), problem_of(q, k, v, do, dk, dv)
+    precision = for_dq.backward_precision
+    dq_launch(q, k, v, o, do, lse, dq, delta, scale, dq_config(for_dq), precision).run()
+    dkdv_launch(q, k, v, do, lse, delta, dk, dv, scale, dkdv_config(for_dkdv), precision).run()

@@ -13,11 +13,20 @@ are read as 0, lse as +inf there, so that their p is 0. Source: FlashAttention-2
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from .attention_launch import LOG2_E, layout_constants, stride_arguments, tile_arguments, tma_allows
+from .attention_launch import (
+    LOG2_E,
+    UNSPECIALISED,
+    layout_constants,
+    stride_arguments,
+    tile_arguments,
+    tma_allows,
+)
 from .attention_policy import BackwardConfig, cover
 from .attention_tiles import dot_add, dot_transposed, load_tile, store_tile, zero_tile
 from .launch import Launch
@@ -28,11 +37,15 @@ def _dq_step(
     k, k_hi, v, v_hi, b, h, k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n,
     start, n_kv, qk_scale, qt, qt_hi, dot, dot_hi, lse, delta, dq, dq_hi,
     KEYS: tl.constexpr, D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, ALIGN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add what keys start .. start + KEYS contribute to dq (without scale) of a query tile."""
-    kt, kt_hi = load_tile(k, k_hi, b, h, k_stride_b, k_stride_h, k_stride_n, start, n_kv, KEYS, D, LO, HI, TMA, WIDE, MASKED)
-    vt, vt_hi = load_tile(v, v_hi, b, h, v_stride_b, v_stride_h, v_stride_n, start, n_kv, KEYS, D, LO, HI, TMA, WIDE, MASKED)
+    kt, kt_hi = load_tile(
+        k, k_hi, b, h, k_stride_b, k_stride_h, k_stride_n, start, n_kv, KEYS, D, LO, HI, TMA, WIDE, ALIGN, MASKED
+    )
+    vt, vt_hi = load_tile(
+        v, v_hi, b, h, v_stride_b, v_stride_h, v_stride_n, start, n_kv, KEYS, D, LO, HI, TMA, WIDE, ALIGN, MASKED
+    )
     scores = dot_transposed(qt, qt_hi, kt, kt_hi, HI, PRECISION)  # [BLOCK_M, KEYS]
     p = tl.math.exp2(scores * qk_scale - lse[:, None])
     if MASKED:
@@ -43,7 +56,7 @@ def _dq_step(
     return dot_add(ds, kt, kt_hi, dq, dq_hi, HI, PRECISION)
 
 
-@triton.jit(do_not_specialize=["n_heads", "n_q", "n_kv"])
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def _attention_bwd_dq_kernel(
     q, q_hi, do, do_hi, o, o_hi, dq, dq_hi, k_a, k_a_hi, k_b, k_b_hi, v_a, v_a_hi, v_b, v_b_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
@@ -54,7 +67,7 @@ def _attention_bwd_dq_kernel(
     n_heads, n_q, n_kv, qk_scale, scale,
     D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, ALIGN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(n_q, BLOCK_M)
     bh = tl.program_id(0) // tiles
@@ -63,15 +76,27 @@ def _attention_bwd_dq_kernel(
     h = bh % n_heads
     n_full = n_kv // BLOCK_N * BLOCK_N
 
-    qt, qt_hi = load_tile(q, q_hi, b, h, q_stride_b, q_stride_h, q_stride_n, start, n_q, BLOCK_M, D, LO, HI, TMA, WIDE, True)
-    dot, dot_hi = load_tile(do, do_hi, b, h, do_stride_b, do_stride_h, do_stride_n, start, n_q, BLOCK_M, D, LO, HI, TMA, WIDE, True)
-    ot, ot_hi = load_tile(o, o_hi, b, h, o_stride_b, o_stride_h, o_stride_n, start, n_q, BLOCK_M, D, LO, HI, TMA, WIDE, True)
-    delta = tl.sum(dot.to(tl.float32) * ot.to(tl.float32), 1)
+    do_early, do_early_hi = load_tile(
+        do, do_hi, b, h, do_stride_b, do_stride_h, do_stride_n, start, n_q, BLOCK_M, D, LO, HI, TMA, WIDE, ALIGN, True
+    )
+    ot, ot_hi = load_tile(
+        o, o_hi, b, h, o_stride_b, o_stride_h, o_stride_n, start, n_q, BLOCK_M, D, LO, HI, TMA, WIDE, ALIGN, True
+    )
+    delta = tl.sum(do_early.to(tl.float32) * ot.to(tl.float32), 1)
     if HI > 0:
-        delta += tl.sum(dot_hi.to(tl.float32) * ot_hi.to(tl.float32), 1)
+        delta += tl.sum(do_early_hi.to(tl.float32) * ot_hi.to(tl.float32), 1)
     rows = start + tl.arange(0, BLOCK_M)
     row_offset = bh.to(tl.int64) * n_q + rows
     tl.store(delta_ptr + row_offset, delta, mask=rows < n_q)
+    # Read do and delta again: one tile for both uses would stay in registers in the layout of the sum, and spill.
+    tl.debug_barrier()
+    delta = tl.load(delta_ptr + row_offset, mask=rows < n_q, other=0.0)
+    qt, qt_hi = load_tile(
+        q, q_hi, b, h, q_stride_b, q_stride_h, q_stride_n, start, n_q, BLOCK_M, D, LO, HI, TMA, WIDE, ALIGN, True
+    )
+    dot, dot_hi = load_tile(
+        do, do_hi, b, h, do_stride_b, do_stride_h, do_stride_n, start, n_q, BLOCK_M, D, LO, HI, TMA, WIDE, ALIGN, True
+    )
     lse = tl.load(lse_ptr + row_offset, mask=rows < n_q, other=float("inf"))
 
     acc, acc_hi = zero_tile(BLOCK_M, LO, HI)
@@ -79,15 +104,18 @@ def _attention_bwd_dq_kernel(
         acc, acc_hi = _dq_step(
             k_a, k_a_hi, v_a, v_a_hi, b, h, k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n,
             n, n_kv, qk_scale, qt, qt_hi, dot, dot_hi, lse, delta, acc, acc_hi,
-            BLOCK_N, D, LO, HI, PRECISION, TMA, WIDE, False,
+            BLOCK_N, D, LO, HI, PRECISION, TMA, WIDE, ALIGN, False,
         )  # fmt: skip
     if TAIL > 0:
         acc, acc_hi = _dq_step(
             k_b, k_b_hi, v_b, v_b_hi, b, h, k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n,
             n_full, n_kv, qk_scale, qt, qt_hi, dot, dot_hi, lse, delta, acc, acc_hi,
-            TAIL, D, LO, HI, PRECISION, TMA, WIDE, MASKED,
+            TAIL, D, LO, HI, PRECISION, TMA, WIDE, ALIGN, MASKED,
         )  # fmt: skip
-    store_tile(dq, dq_hi, acc * scale, acc_hi * scale, b, h, dq_stride_b, dq_stride_h, dq_stride_n, start, n_q, BLOCK_M, D, LO, HI, TMA, WIDE)
+    store_tile(
+        dq, dq_hi, acc * scale, acc_hi * scale, b, h, dq_stride_b, dq_stride_h, dq_stride_n, start, n_q, BLOCK_M,
+        D, LO, HI, TMA, WIDE, ALIGN,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -95,11 +123,15 @@ def _dkdv_step(
     q, q_hi, do, do_hi, b, h, q_stride_b, q_stride_h, q_stride_n, do_stride_b, do_stride_h, do_stride_n,
     lse_ptr, delta_ptr, row_offset, start, n_q, qk_scale, kt, kt_hi, vt, vt_hi, dk, dk_hi, dv, dv_hi,
     QUERIES: tl.constexpr, D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, ALIGN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add what queries start .. start + QUERIES contribute to dk (without scale) and dv of a key tile."""
-    qt, qt_hi = load_tile(q, q_hi, b, h, q_stride_b, q_stride_h, q_stride_n, start, n_q, QUERIES, D, LO, HI, TMA, WIDE, MASKED)
-    dot, dot_hi = load_tile(do, do_hi, b, h, do_stride_b, do_stride_h, do_stride_n, start, n_q, QUERIES, D, LO, HI, TMA, WIDE, MASKED)
+    qt, qt_hi = load_tile(
+        q, q_hi, b, h, q_stride_b, q_stride_h, q_stride_n, start, n_q, QUERIES, D, LO, HI, TMA, WIDE, ALIGN, MASKED
+    )
+    dot, dot_hi = load_tile(
+        do, do_hi, b, h, do_stride_b, do_stride_h, do_stride_n, start, n_q, QUERIES, D, LO, HI, TMA, WIDE, ALIGN, MASKED
+    )
     rows = start + tl.arange(0, QUERIES)
     if MASKED:
         lse = tl.load(lse_ptr + row_offset + rows, mask=rows < n_q, other=float("inf"))
@@ -116,7 +148,7 @@ def _dkdv_step(
     return dk, dk_hi, dv, dv_hi
 
 
-@triton.jit(do_not_specialize=["n_heads", "n_q", "n_kv"])
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def _attention_bwd_dkdv_kernel(
     q_a, q_a_hi, do_a, do_a_hi, q_b, q_b_hi, do_b, do_b_hi, k, k_hi, v, v_hi, dk, dk_hi, dv, dv_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
@@ -127,7 +159,7 @@ def _attention_bwd_dkdv_kernel(
     n_heads, n_q, n_kv, qk_scale, scale,
     D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, ALIGN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(n_kv, BLOCK_N)
     bh = tl.program_id(0) // tiles
@@ -137,24 +169,36 @@ def _attention_bwd_dkdv_kernel(
     n_full = n_q // BLOCK_M * BLOCK_M
     row_offset = bh.to(tl.int64) * n_q
 
-    kt, kt_hi = load_tile(k, k_hi, b, h, k_stride_b, k_stride_h, k_stride_n, start, n_kv, BLOCK_N, D, LO, HI, TMA, WIDE, True)
-    vt, vt_hi = load_tile(v, v_hi, b, h, v_stride_b, v_stride_h, v_stride_n, start, n_kv, BLOCK_N, D, LO, HI, TMA, WIDE, True)
+    kt, kt_hi = load_tile(
+        k, k_hi, b, h, k_stride_b, k_stride_h, k_stride_n, start, n_kv, BLOCK_N, D, LO, HI, TMA, WIDE, ALIGN, True
+    )
+    vt, vt_hi = load_tile(
+        v, v_hi, b, h, v_stride_b, v_stride_h, v_stride_n, start, n_kv, BLOCK_N, D, LO, HI, TMA, WIDE, ALIGN, True
+    )
     dkt, dkt_hi = zero_tile(BLOCK_N, LO, HI)
     dvt, dvt_hi = zero_tile(BLOCK_N, LO, HI)
     for m in tl.range(0, n_full, BLOCK_M, num_stages=STAGES):
         dkt, dkt_hi, dvt, dvt_hi = _dkdv_step(
-            q_a, q_a_hi, do_a, do_a_hi, b, h, q_stride_b, q_stride_h, q_stride_n, do_stride_b, do_stride_h, do_stride_n,
+            q_a, q_a_hi, do_a, do_a_hi, b, h, q_stride_b, q_stride_h, q_stride_n,
+            do_stride_b, do_stride_h, do_stride_n,
             lse_ptr, delta_ptr, row_offset, m, n_q, qk_scale, kt, kt_hi, vt, vt_hi, dkt, dkt_hi, dvt, dvt_hi,
-            BLOCK_M, D, LO, HI, PRECISION, TMA, WIDE, False,
+            BLOCK_M, D, LO, HI, PRECISION, TMA, WIDE, ALIGN, False,
         )  # fmt: skip
     if TAIL > 0:
         dkt, dkt_hi, dvt, dvt_hi = _dkdv_step(
-            q_b, q_b_hi, do_b, do_b_hi, b, h, q_stride_b, q_stride_h, q_stride_n, do_stride_b, do_stride_h, do_stride_n,
+            q_b, q_b_hi, do_b, do_b_hi, b, h, q_stride_b, q_stride_h, q_stride_n,
+            do_stride_b, do_stride_h, do_stride_n,
             lse_ptr, delta_ptr, row_offset, n_full, n_q, qk_scale, kt, kt_hi, vt, vt_hi, dkt, dkt_hi, dvt, dvt_hi,
-            TAIL, D, LO, HI, PRECISION, TMA, WIDE, MASKED,
+            TAIL, D, LO, HI, PRECISION, TMA, WIDE, ALIGN, MASKED,
         )  # fmt: skip
-    store_tile(dk, dk_hi, dkt * scale, dkt_hi * scale, b, h, dk_stride_b, dk_stride_h, dk_stride_n, start, n_kv, BLOCK_N, D, LO, HI, TMA, WIDE)
-    store_tile(dv, dv_hi, dvt, dvt_hi, b, h, dv_stride_b, dv_stride_h, dv_stride_n, start, n_kv, BLOCK_N, D, LO, HI, TMA, WIDE)
+    store_tile(
+        dk, dk_hi, dkt * scale, dkt_hi * scale, b, h, dk_stride_b, dk_stride_h, dk_stride_n, start, n_kv, BLOCK_N,
+        D, LO, HI, TMA, WIDE, ALIGN,
+    )  # fmt: skip
+    store_tile(
+        dv, dv_hi, dvt, dvt_hi, b, h, dv_stride_b, dv_stride_h, dv_stride_n, start, n_kv, BLOCK_N, D, LO, HI, TMA,
+        WIDE, ALIGN,
+    )  # fmt: skip
 
 
 def dq_launch(
@@ -168,24 +212,29 @@ def dq_launch(
     delta: torch.Tensor,
     scale: float,
     config: BackwardConfig,
+    precision: str = "ieee",
 ) -> Launch:
     """The call that writes dq [B, H, N_q, D] and delta (fp32 [B, H, N_q]); layouts as for the forward."""
     batch, heads, n_q, _ = q.shape
     n_kv = k.shape[2]
     tma = config.tma and tma_allows(q, k, v, o, do, dq)
+    constants = layout_constants(q, k, v, o, do, dq, tma=tma, precision=precision)
     rest = n_kv % config.block_n
     tail = (*cover(rest, config.block_n, 1), 0)[0]
-    args = {}
+    constants |= _tile_constants(config, tail, tail != rest)
+    args: dict[str, Any] = {}
     for name, tensor in (("q", q), ("do", do), ("o", o), ("dq", dq)):
-        args |= tile_arguments(name, tensor, config.block_m, tma) | stride_arguments(name, tensor)
+        args |= tile_arguments(name, tensor, config.block_m, tma)
+        args |= stride_arguments(name, tensor, constants["ALIGN"])
     for name, tensor in (("k", k), ("v", v)):
-        args |= tile_arguments(f"{name}_a", tensor, config.block_n, tma) | stride_arguments(name, tensor)
+        args |= tile_arguments(f"{name}_a", tensor, config.block_n, tma)
+        args |= stride_arguments(name, tensor, constants["ALIGN"])
         args |= tile_arguments(f"{name}_b", tensor, tail, tma)
     return Launch(
         kernel=_attention_bwd_dq_kernel,
         grid=(batch * heads * -(-n_q // config.block_m),),
         args=args | _common_arguments(q, k, lse, delta, scale),
-        constants=layout_constants(q, k, v, o, do, dq, tma=tma) | _tile_constants(config, tail, tail != rest),
+        constants=constants,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         maxnreg=config.maxnreg,
@@ -204,24 +253,29 @@ def dkdv_launch(
     dv: torch.Tensor,
     scale: float,
     config: BackwardConfig,
+    precision: str = "ieee",
 ) -> Launch:
     """The call that writes dk and dv [B, H, N_kv, D]; needs the delta that `dq_launch` writes."""
     batch, heads, n_q, _ = q.shape
     n_kv = k.shape[2]
     tma = config.tma and tma_allows(q, k, v, do, dk, dv)
+    constants = layout_constants(q, k, v, do, dk, dv, tma=tma, precision=precision)
     rest = n_q % config.block_m
     tail = (*cover(rest, config.block_m, 1), 0)[0]
-    args = {}
+    constants |= _tile_constants(config, tail, tail != rest)
+    args: dict[str, Any] = {}
     for name, tensor in (("k", k), ("v", v), ("dk", dk), ("dv", dv)):
-        args |= tile_arguments(name, tensor, config.block_n, tma) | stride_arguments(name, tensor)
+        args |= tile_arguments(name, tensor, config.block_n, tma)
+        args |= stride_arguments(name, tensor, constants["ALIGN"])
     for name, tensor in (("q", q), ("do", do)):
-        args |= tile_arguments(f"{name}_a", tensor, config.block_m, tma) | stride_arguments(name, tensor)
+        args |= tile_arguments(f"{name}_a", tensor, config.block_m, tma)
+        args |= stride_arguments(name, tensor, constants["ALIGN"])
         args |= tile_arguments(f"{name}_b", tensor, tail, tma)
     return Launch(
         kernel=_attention_bwd_dkdv_kernel,
         grid=(batch * heads * -(-n_kv // config.block_n),),
         args=args | _common_arguments(q, k, lse, delta, scale),
-        constants=layout_constants(q, k, v, do, dk, dv, tma=tma) | _tile_constants(config, tail, tail != rest),
+        constants=constants,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         maxnreg=config.maxnreg,

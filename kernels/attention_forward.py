@@ -5,8 +5,8 @@ Two kernels:
   query tile sees its whole row of scores at once: one maximum, one exponential a score, no rescaling. A program keeps
   K and V for TILES query tiles.
 - looped: keys stream through in BLOCK_N tiles with the running maximum and sum of online softmax (Milakov and
-  Gimelshein, arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691). Full tiles need no mask; the rest is covered by at
-  most two smaller power-of-two tiles, of which only the last is masked.
+  Gimelshein, arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691). Full tiles need no mask; the rest is covered by
+  at most two smaller power-of-two tiles, of which only the last is masked.
 
 Both keep lse = log2(sum 2^(scale log2(e) q k^T)), base 2, for the backward. scale log2(e) is folded into the fp32
 multiply-add before exp2, never into q.
@@ -18,7 +18,14 @@ import torch
 import triton
 import triton.language as tl
 
-from .attention_launch import LOG2_E, layout_constants, stride_arguments, tile_arguments, tma_allows
+from .attention_launch import (
+    LOG2_E,
+    UNSPECIALISED,
+    layout_constants,
+    stride_arguments,
+    tile_arguments,
+    tma_allows,
+)
 from .attention_policy import ForwardConfig, cover
 from .attention_tiles import dot_add, dot_tile, dot_transposed, load_tile, store_tile, zero_tile
 from .launch import Launch
@@ -30,7 +37,7 @@ def _masked_tail(scores, start, n_kv, KEYS: tl.constexpr):
     return tl.where((start + tl.arange(0, KEYS))[None, :] < n_kv, scores, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["n_heads", "n_q"])
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def _attention_fwd_row_kernel(
     q, q_hi, k_a, k_a_hi, k_b, k_b_hi, k_c, k_c_hi, v_a, v_a_hi, v_b, v_b_hi, v_c, v_c_hi, o, o_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
@@ -40,7 +47,7 @@ def _attention_fwd_row_kernel(
     N_KV: tl.constexpr, D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr,
     BLOCK_M: tl.constexpr, TILES: tl.constexpr,
     CHUNK_A: tl.constexpr, CHUNK_B: tl.constexpr, CHUNK_C: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, ALIGN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     groups = tl.cdiv(n_q, BLOCK_M * TILES)
     bh = tl.program_id(0) // groups
@@ -54,20 +61,38 @@ def _attention_fwd_row_kernel(
     MASK_B: tl.constexpr = MASKED and TWO and not THREE
 
     # K and V of the head, [CHUNK, D] each; only the last chunk can pass the end
-    ka, ka_hi = load_tile(k_a, k_a_hi, b, h, k_stride_b, k_stride_h, k_stride_n, 0, N_KV, CHUNK_A, D, LO, HI, TMA, WIDE, MASK_A)
+    ka, ka_hi = load_tile(
+        k_a, k_a_hi, b, h, k_stride_b, k_stride_h, k_stride_n, 0, N_KV, CHUNK_A, D, LO, HI, TMA, WIDE, ALIGN, MASK_A
+    )
     if TWO:
-        kb, kb_hi = load_tile(k_b, k_b_hi, b, h, k_stride_b, k_stride_h, k_stride_n, CHUNK_A, N_KV, CHUNK_B, D, LO, HI, TMA, WIDE, MASK_B)
+        kb, kb_hi = load_tile(
+            k_b, k_b_hi, b, h, k_stride_b, k_stride_h, k_stride_n, CHUNK_A, N_KV, CHUNK_B, D, LO, HI, TMA, WIDE,
+            ALIGN, MASK_B,
+        )  # fmt: skip
     if THREE:
-        kc, kc_hi = load_tile(k_c, k_c_hi, b, h, k_stride_b, k_stride_h, k_stride_n, START_C, N_KV, CHUNK_C, D, LO, HI, TMA, WIDE, MASKED)
-    va, va_hi = load_tile(v_a, v_a_hi, b, h, v_stride_b, v_stride_h, v_stride_n, 0, N_KV, CHUNK_A, D, LO, HI, TMA, WIDE, MASK_A)
+        kc, kc_hi = load_tile(
+            k_c, k_c_hi, b, h, k_stride_b, k_stride_h, k_stride_n, START_C, N_KV, CHUNK_C, D, LO, HI, TMA, WIDE,
+            ALIGN, MASKED,
+        )  # fmt: skip
+    va, va_hi = load_tile(
+        v_a, v_a_hi, b, h, v_stride_b, v_stride_h, v_stride_n, 0, N_KV, CHUNK_A, D, LO, HI, TMA, WIDE, ALIGN, MASK_A
+    )
     if TWO:
-        vb, vb_hi = load_tile(v_b, v_b_hi, b, h, v_stride_b, v_stride_h, v_stride_n, CHUNK_A, N_KV, CHUNK_B, D, LO, HI, TMA, WIDE, MASK_B)
+        vb, vb_hi = load_tile(
+            v_b, v_b_hi, b, h, v_stride_b, v_stride_h, v_stride_n, CHUNK_A, N_KV, CHUNK_B, D, LO, HI, TMA, WIDE,
+            ALIGN, MASK_B,
+        )  # fmt: skip
     if THREE:
-        vc, vc_hi = load_tile(v_c, v_c_hi, b, h, v_stride_b, v_stride_h, v_stride_n, START_C, N_KV, CHUNK_C, D, LO, HI, TMA, WIDE, MASKED)
+        vc, vc_hi = load_tile(
+            v_c, v_c_hi, b, h, v_stride_b, v_stride_h, v_stride_n, START_C, N_KV, CHUNK_C, D, LO, HI, TMA, WIDE,
+            ALIGN, MASKED,
+        )  # fmt: skip
 
     for tile in tl.range(0, TILES, num_stages=STAGES):
         start = (group * TILES + tile) * BLOCK_M
-        qt, qt_hi = load_tile(q, q_hi, b, h, q_stride_b, q_stride_h, q_stride_n, start, n_q, BLOCK_M, D, LO, HI, TMA, WIDE, True)
+        qt, qt_hi = load_tile(
+            q, q_hi, b, h, q_stride_b, q_stride_h, q_stride_n, start, n_q, BLOCK_M, D, LO, HI, TMA, WIDE, ALIGN, True
+        )
         sa = dot_transposed(qt, qt_hi, ka, ka_hi, HI, PRECISION)  # [BLOCK_M, CHUNK_A]
         if MASK_A:
             sa = _masked_tail(sa, 0, N_KV, CHUNK_A)
@@ -99,7 +124,10 @@ def _attention_fwd_row_kernel(
         inverse = (1.0 / total)[:, None]
         rows = start + tl.arange(0, BLOCK_M)
         tl.store(lse_ptr + bh.to(tl.int64) * n_q + rows, row_max + tl.math.log2(total), mask=rows < n_q)
-        store_tile(o, o_hi, acc * inverse, acc_hi * inverse, b, h, o_stride_b, o_stride_h, o_stride_n, start, n_q, BLOCK_M, D, LO, HI, TMA, WIDE)
+        store_tile(
+            o, o_hi, acc * inverse, acc_hi * inverse, b, h, o_stride_b, o_stride_h, o_stride_n, start, n_q,
+            BLOCK_M, D, LO, HI, TMA, WIDE, ALIGN,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -107,11 +135,15 @@ def _online_step(
     k, k_hi, v, v_hi, b, h, k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n,
     start, n_kv, qk_scale, qt, qt_hi, row_max, total, acc, acc_hi,
     KEYS: tl.constexpr, D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, ALIGN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Take in keys start .. start + KEYS: new running maximum, sum and weighted values of a query tile."""
-    kt, kt_hi = load_tile(k, k_hi, b, h, k_stride_b, k_stride_h, k_stride_n, start, n_kv, KEYS, D, LO, HI, TMA, WIDE, MASKED)
-    vt, vt_hi = load_tile(v, v_hi, b, h, v_stride_b, v_stride_h, v_stride_n, start, n_kv, KEYS, D, LO, HI, TMA, WIDE, MASKED)
+    kt, kt_hi = load_tile(
+        k, k_hi, b, h, k_stride_b, k_stride_h, k_stride_n, start, n_kv, KEYS, D, LO, HI, TMA, WIDE, ALIGN, MASKED
+    )
+    vt, vt_hi = load_tile(
+        v, v_hi, b, h, v_stride_b, v_stride_h, v_stride_n, start, n_kv, KEYS, D, LO, HI, TMA, WIDE, ALIGN, MASKED
+    )
     scores = dot_transposed(qt, qt_hi, kt, kt_hi, HI, PRECISION)  # [BLOCK_M, KEYS]
     if MASKED:
         scores = _masked_tail(scores, start, n_kv, KEYS)
@@ -126,7 +158,7 @@ def _online_step(
     return new_max, total, acc, acc_hi
 
 
-@triton.jit(do_not_specialize=["n_heads", "n_q", "n_kv"])
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def _attention_fwd_looped_kernel(
     q, q_hi, k_a, k_a_hi, k_b, k_b_hi, k_c, k_c_hi, v_a, v_a_hi, v_b, v_b_hi, v_c, v_c_hi, o, o_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
@@ -136,7 +168,7 @@ def _attention_fwd_looped_kernel(
     D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     TAIL_B: tl.constexpr, TAIL_C: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, ALIGN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # query tiles of one head are neighbours on the grid, so that its K and V are read from L2
     tiles = tl.cdiv(n_q, BLOCK_M)
@@ -146,7 +178,9 @@ def _attention_fwd_looped_kernel(
     h = bh % n_heads
     n_full = n_kv // BLOCK_N * BLOCK_N
 
-    qt, qt_hi = load_tile(q, q_hi, b, h, q_stride_b, q_stride_h, q_stride_n, start, n_q, BLOCK_M, D, LO, HI, TMA, WIDE, True)
+    qt, qt_hi = load_tile(
+        q, q_hi, b, h, q_stride_b, q_stride_h, q_stride_n, start, n_q, BLOCK_M, D, LO, HI, TMA, WIDE, ALIGN, True
+    )
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc, acc_hi = zero_tile(BLOCK_M, LO, HI)
@@ -154,25 +188,28 @@ def _attention_fwd_looped_kernel(
         row_max, total, acc, acc_hi = _online_step(
             k_a, k_a_hi, v_a, v_a_hi, b, h, k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n,
             n, n_kv, qk_scale, qt, qt_hi, row_max, total, acc, acc_hi,
-            BLOCK_N, D, LO, HI, PRECISION, TMA, WIDE, False,
+            BLOCK_N, D, LO, HI, PRECISION, TMA, WIDE, ALIGN, False,
         )  # fmt: skip
     if TAIL_B > 0:
         row_max, total, acc, acc_hi = _online_step(
             k_b, k_b_hi, v_b, v_b_hi, b, h, k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n,
             n_full, n_kv, qk_scale, qt, qt_hi, row_max, total, acc, acc_hi,
-            TAIL_B, D, LO, HI, PRECISION, TMA, WIDE, MASKED and TAIL_C == 0,
+            TAIL_B, D, LO, HI, PRECISION, TMA, WIDE, ALIGN, MASKED and TAIL_C == 0,
         )  # fmt: skip
     if TAIL_C > 0:
         row_max, total, acc, acc_hi = _online_step(
             k_c, k_c_hi, v_c, v_c_hi, b, h, k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n,
             n_full + TAIL_B, n_kv, qk_scale, qt, qt_hi, row_max, total, acc, acc_hi,
-            TAIL_C, D, LO, HI, PRECISION, TMA, WIDE, MASKED,
+            TAIL_C, D, LO, HI, PRECISION, TMA, WIDE, ALIGN, MASKED,
         )  # fmt: skip
 
     inverse = (1.0 / total)[:, None]
     rows = start + tl.arange(0, BLOCK_M)
     tl.store(lse_ptr + bh.to(tl.int64) * n_q + rows, row_max + tl.math.log2(total), mask=rows < n_q)
-    store_tile(o, o_hi, acc * inverse, acc_hi * inverse, b, h, o_stride_b, o_stride_h, o_stride_n, start, n_q, BLOCK_M, D, LO, HI, TMA, WIDE)
+    store_tile(
+        o, o_hi, acc * inverse, acc_hi * inverse, b, h, o_stride_b, o_stride_h, o_stride_n, start, n_q, BLOCK_M,
+        D, LO, HI, TMA, WIDE, ALIGN,
+    )  # fmt: skip
 
 
 def forward_launch(
@@ -183,6 +220,7 @@ def forward_launch(
     lse: torch.Tensor,
     scale: float,
     config: ForwardConfig,
+    precision: str = "ieee",
 ) -> Launch:
     """The forward kernel's call for one configuration.
 
@@ -194,11 +232,16 @@ def forward_launch(
         lse: Written: fp32 [B, H, N_q], contiguous; base 2.
         scale: Multiplier of q k^T, positive.
         config: Which kernel and which tiles.
+        precision: Of fp32 products: "ieee" or "tf32".
     """
     batch, heads, n_q, _ = q.shape
     n_kv = k.shape[2]
     tma = config.tma and tma_allows(q, k, v, o)
-    constants = {**layout_constants(q, k, v, o, tma=tma), "BLOCK_M": config.block_m, "STAGES": config.num_stages}
+    constants = {
+        **layout_constants(q, k, v, o, tma=tma, precision=precision),
+        "BLOCK_M": config.block_m,
+        "STAGES": config.num_stages,
+    }
     tiles = -(-n_q // config.block_m)
     if config.scheme == "row":
         chunks = (*cover(n_kv, config.block_n, 3), 0, 0)[:3]
@@ -232,7 +275,7 @@ def forward_launch(
         args |= tile_arguments(f"k_{letter}", k, rows, tma)
         args |= tile_arguments(f"v_{letter}", v, rows, tma)
     for name, tensor in (("q", q), ("k", k), ("v", v), ("o", o)):
-        args |= stride_arguments(name, tensor)
+        args |= stride_arguments(name, tensor, constants["ALIGN"])
     args |= {"lse_ptr": lse, "n_heads": heads, **lengths, "qk_scale": scale * LOG2_E}
     return Launch(
         kernel=kernel,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -10,6 +11,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .attention_policy import split_head_dim
 
 LOG2_E = 1.4426950408889634
+# Integers that must not decide what is compiled: lengths, and strides, whose alignment is the constant ALIGN.
+UNSPECIALISED = ["n_heads", "n_q", "n_kv"] + [
+    f"{name}_stride_{axis}" for name in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for axis in "bhn"
+]
+_VECTOR_BYTES = 16
 _TMA_ALIGNMENT = 16  # bytes, of the address and of every stride
 _TMA_MAX_STRIDE = 2**40  # bytes
 _MAX_TILE_ROWS = 256
@@ -18,6 +24,19 @@ _MAX_TILE_ROWS = 256
 def fp32_precision() -> str:
     """How fp32 products are computed: "tf32" where torch allows it for matmuls, else "ieee"."""
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+def layout_of(*tensors: torch.Tensor) -> str:
+    """What the layout of these tensors [B, H, N, D] allows: "tma", "vector" or "scalar" (see `Problem.layout`)."""
+    if tma_allows(*tensors):
+        return "tma"
+    aligned = all(
+        tensor.storage_offset() * tensor.element_size() % _VECTOR_BYTES == 0
+        and tensor.data_ptr() % _VECTOR_BYTES == 0
+        and _common_alignment(tensor) * tensor.element_size() >= _VECTOR_BYTES
+        for tensor in tensors
+    )
+    return "vector" if aligned else "scalar"
 
 
 def tma_allows(*tensors: torch.Tensor) -> bool:
@@ -39,9 +58,7 @@ def _tma_allows(tensor: torch.Tensor) -> bool:
 def descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     """A TMA descriptor of [B, H, N, D] that moves boxes of `rows` by `columns` of one head."""
     legal = _TMA_ALIGNMENT // tensor.element_size()
-    strides = [
-        stride if length > 1 else legal for length, stride in zip(tensor.shape[:-1], tensor.stride()[:-1])
-    ]
+    strides = [stride if length > 1 else legal for length, stride in zip(tensor.shape[:-1], tensor.stride()[:-1])]
     return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, rows, columns])
 
 
@@ -61,12 +78,12 @@ def tile_arguments(name: str, tensor: torch.Tensor, rows: int, tma: bool) -> dic
     }
 
 
-def stride_arguments(name: str, tensor: torch.Tensor) -> dict[str, int]:
-    """The strides of [B, H, N, D] in elements, as a kernel's arguments."""
+def stride_arguments(name: str, tensor: torch.Tensor, align: int) -> dict[str, int]:
+    """The strides of [B, H, N, D] in units of `align` elements, as a kernel's arguments."""
     return {
-        f"{name}_stride_b": tensor.stride(0),
-        f"{name}_stride_h": tensor.stride(1),
-        f"{name}_stride_n": tensor.stride(2),
+        f"{name}_stride_b": tensor.stride(0) // align,
+        f"{name}_stride_h": tensor.stride(1) // align,
+        f"{name}_stride_n": tensor.stride(2) // align,
     }
 
 
@@ -75,10 +92,14 @@ def needs_wide_offsets(*tensors: torch.Tensor) -> bool:
     return any(_MAX_TILE_ROWS * abs(tensor.stride(2)) >= 2**31 for tensor in tensors)
 
 
-def layout_constants(q: torch.Tensor, *others: torch.Tensor, tma: bool) -> dict[str, Any]:
+def _common_alignment(*tensors: torch.Tensor) -> int:
+    """The largest power of two up to 16 that divides every stride of rows, heads and images."""
+    return math.gcd(16, *(stride for tensor in tensors for stride in tensor.stride()[:3]))
+
+
+def layout_constants(q: torch.Tensor, *others: torch.Tensor, tma: bool, precision: str) -> dict[str, Any]:
     """The compile-time arguments that every attention kernel takes."""
     lo, hi = split_head_dim(q.shape[-1])
-    precision = fp32_precision() if q.dtype == torch.float32 else "ieee"
     return {
         "D": q.shape[-1],
         "LO": lo,
@@ -86,4 +107,5 @@ def layout_constants(q: torch.Tensor, *others: torch.Tensor, tma: bool) -> dict[
         "PRECISION": precision,
         "TMA": tma,
         "WIDE": needs_wide_offsets(q, *others),
+        "ALIGN": _common_alignment(q, *others),
     }

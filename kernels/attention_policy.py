@@ -76,9 +76,7 @@ def cover(length: int, largest: int, pieces: int) -> tuple[int, ...]:
             candidate = (size, *rest) if rest else None
         else:
             candidate = None
-        if candidate is not None and (
-            best is None or (sum(candidate), len(candidate)) < (sum(best), len(best))
-        ):
+        if candidate is not None and (best is None or (sum(candidate), len(candidate)) < (sum(best), len(best))):
             best = candidate
         size //= 2
     return best or ()
@@ -93,7 +91,8 @@ class Problem:
         sm_count: Streaming multiprocessors of the device.
         element: "half" (fp16 and bf16), "tf32" or "ieee" (fp32 and how its products are computed).
         batch_heads: Batch times heads.
-        tma: Whether the layout of every tensor allows TMA descriptors.
+        layout: What the layout of all tensors allows: "tma" (descriptors), "vector" (16-byte loads only: a stride of
+            0), or "scalar" (rows that start anywhere).
     """
 
     arch: str
@@ -103,7 +102,17 @@ class Problem:
     n_q: int
     n_kv: int
     batch_heads: int
-    tma: bool
+    layout: str
+
+    @property
+    def precision(self) -> str:
+        """How `tl.dot` computes fp32 products; without effect on half precision."""
+        return "tf32" if self.element == "tf32" else "ieee"
+
+    @property
+    def backward_precision(self) -> str:
+        """The same for the backward: tiles wider than 64 columns spill in tf32, so those stay in full fp32."""
+        return self.precision if self.width <= 64 else "ieee"
 
     @property
     def width(self) -> int:
@@ -119,22 +128,23 @@ class Problem:
     @property
     def uses_tma(self) -> bool:
         """Whether descriptors are used: where layout and device allow."""
-        return self.tma and self.generation != "ampere"
+        return self.layout == "tma" and self.generation != "ampere"
 
     @property
     def shape_class(self) -> str:
-        """The key of the measured table: element, width, length and access."""
+        """The key of the measured table: element, width, length and layout."""
         length = "short" if self.n_kv <= MAX_ROW_KEYS else "long"
-        return f"{self.element}/{self.width}/{length}/{'tma' if self.uses_tma else 'pointer'}"
+        layout = "vector" if self.layout == "tma" and not self.uses_tma else self.layout
+        return f"{self.element}/{self.width}/{length}/{layout}"
 
 
-# The most columns for which the row scheme keeps all of K and V on chip without spilling, by (generation, tma).
-_ROW_WIDTH = {
-    ("hopper", True): 80,
-    ("hopper", False): 64,
-    ("blackwell", True): 80,
-    ("blackwell", False): 64,
-    ("ampere", False): 64,
+# The most columns and (padded) keys with which the row scheme holds a head without spilling, by generation and TMA.
+_ROW_LIMITS = {
+    ("hopper", True): (80, 256),
+    ("hopper", False): (64, 256),
+    ("blackwell", True): (80, 256),
+    ("blackwell", False): (64, 256),
+    ("ampere", False): (64, 208),
 }
 
 
@@ -169,43 +179,55 @@ def _fill(problem: Problem, config: ForwardConfig) -> int:
 
 
 def _forward_rule(problem: Problem) -> ForwardConfig:
-    tma = problem.uses_tma
-    generation = problem.generation
-    if problem.element != "half":
-        return _fp32_rule(problem)
-    if problem.n_kv <= MAX_ROW_KEYS and problem.width <= _ROW_WIDTH[generation, tma]:
+    tma, generation, width = problem.uses_tma, problem.generation, problem.width
+    if problem.element == "ieee":
+        return ForwardConfig("looped", 32, 64, num_warps=8, num_stages=1)
+    if problem.element == "tf32":
+        if generation != "ampere" and tma:
+            return ForwardConfig("looped", 64, 32, num_warps=4, num_stages=2, tma=True)
+        return ForwardConfig("looped", 32, 64, num_warps=8, num_stages=2)
+    if problem.layout == "scalar":
+        return ForwardConfig("looped", 32, 32, num_warps=4, num_stages=1)
+    most_columns, most_keys = _ROW_LIMITS[generation, tma]
+    if width <= most_columns and sum(cover(problem.n_kv, 128, 3)) in range(1, most_keys + 1):
         # one query tile a program on blackwell: two would take all of its tensor memory
         tiles = 1 if generation == "blackwell" else 4
         return ForwardConfig("row", 64, 128, tiles, num_warps=4, num_stages=1, tma=tma)
-    if generation == "hopper" and tma:
-        return ForwardConfig("looped", 64, 128 if problem.width < 128 else 64, num_warps=4, num_stages=2, tma=True)
-    if generation == "blackwell":
-        return ForwardConfig("looped", 128, 64 if tma else 128, num_warps=4 if tma else 8, num_stages=2, tma=tma)
-    return ForwardConfig("looped", 128, 64, num_warps=8, num_stages=2)
-
-
-def _fp32_rule(problem: Problem) -> ForwardConfig:
-    if problem.element == "ieee":
-        return ForwardConfig("looped", 32, 64, num_warps=8, num_stages=1)
-    if problem.generation != "ampere" and problem.uses_tma:
-        return ForwardConfig("looped", 64, 32, num_warps=4, num_stages=2, tma=True)
-    return ForwardConfig("looped", 32, 64, num_warps=8, num_stages=2)
+    if tma and generation == "hopper":
+        return ForwardConfig("looped", 64, 128 if width < 128 else 64, num_warps=4, num_stages=2, tma=True)
+    if tma:
+        return ForwardConfig("looped", 128, 64, num_warps=4, num_stages=2, tma=True)
+    if generation == "ampere":
+        return ForwardConfig("looped", 128, 64, num_warps=8, num_stages=2)
+    return ForwardConfig("looped", 64, 64, num_warps=8, num_stages=1)
 
 
 def _dq_rule(problem: Problem) -> BackwardConfig:
     if problem.element != "half":
         return BackwardConfig(32, 32, num_warps=8, num_stages=1)
+    if problem.layout == "scalar":
+        return BackwardConfig(32, 32, num_warps=8, num_stages=1)
+    if problem.generation == "ampere" and problem.width > 80:
+        return BackwardConfig(32, 32, num_warps=8, num_stages=2)
     if problem.generation == "ampere":
         return BackwardConfig(64, 32, num_warps=4, num_stages=2)
-    return BackwardConfig(64, 64, num_warps=4, num_stages=2, tma=problem.uses_tma)
+    if problem.uses_tma:
+        return BackwardConfig(64, 64, num_warps=4, num_stages=2, tma=True)
+    return BackwardConfig(64, 64, num_warps=4 if problem.width <= 80 else 8, num_stages=1)
 
 
 def _dkdv_rule(problem: Problem) -> BackwardConfig:
     if problem.element != "half":
+        return BackwardConfig(32, 32, num_warps=8 if problem.width <= 64 else 16, num_stages=1)
+    if problem.layout == "scalar":
         return BackwardConfig(32, 32, num_warps=8, num_stages=1)
+    if problem.generation == "ampere" and problem.width == 128:
+        return BackwardConfig(32, 32, num_warps=8, num_stages=2)
     if problem.generation == "ampere":
-        return BackwardConfig(32, 64, num_warps=4, num_stages=2)
-    return BackwardConfig(64, 64, num_warps=4, num_stages=2, tma=problem.uses_tma)
+        return BackwardConfig(32, 64, num_warps=4 if problem.width <= 64 else 8, num_stages=2)
+    if problem.uses_tma:
+        return BackwardConfig(64, 64, num_warps=4, num_stages=2, tma=True)
+    return BackwardConfig(64, 64, num_warps=4 if problem.width <= 64 else 8, num_stages=1)
 
 
 @cache

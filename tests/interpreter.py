@@ -22,7 +22,9 @@ def _widen(handle: Any) -> Any:
 
 
 def _round_to_bf16(values: np.ndarray) -> np.ndarray:
-    floats = np.ascontiguousarray(values) if values.dtype == np.float32 else np.ascontiguousarray(values).view(np.float32)
+    floats = (
+        np.ascontiguousarray(values) if values.dtype == np.float32 else np.ascontiguousarray(values).view(np.float32)
+    )
     bits = floats.view(np.uint32).astype(np.uint64)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(floats), np.uint16(0x7FC0), rounded)

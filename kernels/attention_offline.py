@@ -1,0 +1,113 @@
+"""The attention kernels' shipped configurations, for compiling without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from .attention_backward import dkdv_launch, dq_launch
+from .attention_forward import forward_launch
+from .attention_policy import Problem, dkdv_config, dq_config, forward_config
+from .launch import REFERENCE_SM_COUNT
+from .offline import Build
+
+# (tokens, head_dim): ViT at 224 and 384 pixels, ViT-H, SigLIP So400m, and one of every other tile width.
+_HALF_SHAPES = (
+    (197, 64), (256, 64), (577, 64), (197, 80), (257, 80), (256, 72), (729, 72),
+    (197, 32), (197, 48), (577, 48), (577, 96), (577, 128),
+)  # fmt: skip
+_FP32_SHAPES = ((197, 64), (257, 80), (577, 128))
+_CORE_SHAPES = ((197, 64), (577, 64), (257, 80))
+_HEADS = 4
+_FULL_BATCH = 256  # fills every GPU several times
+_SMALL_BATCH = 1
+
+
+@dataclass(frozen=True)
+class _Case:
+    arch: str
+    dtype: torch.dtype
+    element: str
+    tokens: int
+    head_dim: int
+    batch: int
+    layout: str
+
+    @property
+    def name(self) -> str:
+        kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(self.dtype, self.element)
+        return f"{kind} N{self.tokens} D{self.head_dim} B{self.batch} {self.layout}"
+
+    @property
+    def core(self) -> bool:
+        return (self.tokens, self.head_dim) in _CORE_SHAPES and self.dtype == torch.bfloat16 and self.layout == "tma"
+
+    def problem(self) -> Problem:
+        return Problem(
+            arch=self.arch,
+            sm_count=REFERENCE_SM_COUNT,
+            element=self.element,
+            head_dim=self.head_dim,
+            n_q=self.tokens,
+            n_kv=self.tokens,
+            batch_heads=self.batch * _HEADS,
+            layout=self.layout,
+        )
+
+    def packed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k, v as views of a packed tensor: as it lies, of one image for the whole batch, or off by an element."""
+        shape = (1 if self.layout == "vector" else self.batch, self.tokens, 3, _HEADS, self.head_dim)
+        flat = torch.empty(torch.Size(shape).numel() + 1, dtype=self.dtype, device="meta")
+        flat = flat[1:] if self.layout == "scalar" else flat[:-1]
+        packed = flat.view(shape).expand(self.batch, -1, -1, -1, -1)
+        q, k, v = packed.transpose(1, 3).unbind(2)
+        return q, k, v
+
+    def output(self) -> torch.Tensor:
+        shape = (self.batch, self.tokens, _HEADS, self.head_dim)
+        return torch.empty(shape, dtype=self.dtype, device="meta").transpose(1, 2)
+
+    def row_values(self) -> torch.Tensor:
+        return torch.empty((self.batch, _HEADS, self.tokens), dtype=torch.float32, device="meta")
+
+    def needs(self, tma: bool) -> tuple[str, ...]:
+        """On sm_90 half precision must reach wgmma, and descriptors TMA; on sm_100 the tensor core's own memory."""
+        if self.element != "half":
+            return ()
+        matrix = {"sm_90": ("HGMMA",), "sm_100": ("TCGEN05",)}.get(self.arch, ("HMMA",))
+        return (*matrix, "UTMALDG", "UTMASTG") if tma else matrix
+
+
+def offline_builds(arch: str) -> Iterator[Build]:
+    """Every kernel, shape class, dtype and layout that the launch policy distinguishes."""
+    for case in _cases(arch):
+        yield from _builds(case)
+
+
+def _cases(arch: str) -> Iterator[_Case]:
+    for tokens, head_dim in _HALF_SHAPES:
+        for layout in ("tma", "vector", "scalar"):
+            yield _Case(arch, torch.bfloat16, "half", tokens, head_dim, _FULL_BATCH, layout)
+    yield _Case(arch, torch.bfloat16, "half", 197, 64, _SMALL_BATCH, "tma")
+    for tokens, head_dim in _CORE_SHAPES:
+        yield _Case(arch, torch.float16, "half", tokens, head_dim, _FULL_BATCH, "tma")
+    for element in ("ieee", "tf32"):
+        for tokens, head_dim in _FP32_SHAPES:
+            yield _Case(arch, torch.float32, element, tokens, head_dim, _FULL_BATCH, "tma")
+
+
+def _builds(case: _Case) -> Iterator[Build]:
+    problem, scale = case.problem(), case.head_dim**-0.5
+    q, k, v = case.packed()
+    dq, dk, dv = case.packed()
+    o, do, lse, delta = case.output(), case.output(), case.row_values(), case.row_values()
+    forward, for_dq, for_dkdv = forward_config(problem), dq_config(problem), dkdv_config(problem)
+    launches = {
+        f"attention_fwd_{forward.scheme}": forward_launch(q, k, v, o, lse, scale, forward, problem.precision),
+        "attention_bwd_dq": dq_launch(q, k, v, o, do, lse, dq, delta, scale, for_dq, problem.backward_precision),
+        "attention_bwd_dkdv": dkdv_launch(q, k, v, do, lse, delta, dk, dv, scale, for_dkdv, problem.backward_precision),
+    }
+    for name, launch in launches.items():
+        yield Build(name, case.name, launch, core=case.core, needs=case.needs(launch.constants["TMA"]))
