@@ -41,6 +41,12 @@ def require_supported(what: str, x: Tensor, parameters: Mapping[str, Tensor | No
         raise UnsupportedInputError(f"{what} with backend='triton'", reasons)
 
 
+def require_one_device(what: str, x: Tensor, parameters: Mapping[str, Tensor | None]) -> None:
+    """`require_supported` where devices differ: torch would choose one of them before an operator sees its inputs."""
+    if any(tensor is not None and tensor.device != x.device for tensor in parameters.values()):
+        require_supported(what, x, parameters)
+
+
 def contiguous_rows(tensor: Tensor) -> Tensor:
     """[..., C] as contiguous rows [M, C]; a copy only where the layout asks for one."""
     return tensor.reshape(-1, tensor.shape[-1]).contiguous()

@@ -8,6 +8,7 @@ from torch import Tensor
 from . import reference
 from .attention import _autocast, _is_exporting
 from .backends import resolve_backend
+from .checks import require_one_device
 from .layer_norm_mlp_op import layer_norm_mlp_op, layer_norm_mlp_training_op
 
 
@@ -89,7 +90,12 @@ def fused_layer_norm_mlp(
         empty tensor.
     """
     (x,) = _autocast(x)
-    tensors = (norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale)
+    parameters = {
+        "norm_weight": norm_weight, "norm_bias": norm_bias, "fc1_weight": fc1_weight, "fc1_bias": fc1_bias,
+        "fc2_weight": fc2_weight, "fc2_bias": fc2_bias, "layer_scale": layer_scale,
+    }  # fmt: skip
+    require_one_device("layer_norm_mlp", x, parameters)
+    tensors = tuple(parameters.values())
     if needs_gradient(x, *tensors):
         y, emitted, _, _ = layer_norm_mlp_training_op(x, statistics, *tensors, eps, activation, residual, next_eps)
         return y, emitted

@@ -1,0 +1,105 @@
+"""Inputs, references and the tolerance rule that the tests of the LayerNorm + MLP kernels share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vit_fast.ops import layer_norm_mlp
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NAMES = ("norm_weight", "norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
+
+
+def make_bf16_exact() -> None:
+    """Round as the hardware does where the kernels are interpreted."""
+    if DEVICE == "cpu":
+        import interpreter
+
+        interpreter.make_bf16_exact()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of layer_norm_mlp; tensors are leaves that require gradients."""
+
+    x: Tensor
+    parameters: tuple[Tensor | None, ...]
+    layer_scale: Tensor | None
+    grad: Tensor
+    activation: str = "gelu"
+    residual: bool = True
+
+    def to(self, dtype: torch.dtype, parameter_dtype: torch.dtype | None = None) -> Case:
+        """Fresh leaves with the same values in another dtype."""
+
+        def leaf(tensor: Tensor | None, target: torch.dtype) -> Tensor | None:
+            return None if tensor is None else tensor.detach().to(target).clone().requires_grad_()
+
+        inner = parameter_dtype or dtype
+        return replace(
+            self,
+            x=leaf(self.x, dtype),
+            parameters=tuple(leaf(parameter, inner) for parameter in self.parameters),
+            layer_scale=leaf(self.layer_scale, inner),
+            grad=self.grad.to(dtype),
+        )
+
+    def forward(self, backend: str) -> Tensor:
+        return layer_norm_mlp(
+            self.x, *self.parameters, activation=self.activation, layer_scale=self.layer_scale,
+            residual=self.residual, backend=backend,
+        )  # fmt: skip
+
+    def run(self, backend: str) -> dict[str, Tensor]:
+        """The output and every gradient, by name."""
+        y = self.forward(backend)
+        leaves = {"x": self.x, **dict(zip(NAMES, self.parameters)), "layer_scale": self.layer_scale}
+        present = {name: leaf for name, leaf in leaves.items() if leaf is not None}
+        gradients = torch.autograd.grad(y, list(present.values()), self.grad)
+        return {"y": y.detach(), **{f"d {name}": gradient for name, gradient in zip(present, gradients)}}
+
+
+def make_case(M: int, C: int, F: int, dtype: torch.dtype, *, mean: float = 0.0, seed: int = 0, **choices: Any) -> Case:
+    """Random tokens [M, C] of spread 1 and the given mean, and parameters as a trained model has them, in `dtype`."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, scale: float = 1.0, shift: float = 0.0) -> Tensor:
+        values = torch.randn(shape, generator=generator, dtype=torch.float64) * scale + shift
+        return values.to(DEVICE, dtype)
+
+    parameters = (
+        normal(C, scale=0.2, shift=1.0), normal(C, scale=0.1), normal(F, C, scale=C**-0.5), normal(F, scale=0.1),
+        normal(C, F, scale=F**-0.5), normal(C, scale=0.1),
+    )  # fmt: skip
+    case = Case(normal(M, C, shift=mean), parameters, normal(C, scale=0.3, shift=0.5), normal(M, C), **choices)
+    return case.to(dtype)
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """The largest relative error of one rounding to a dtype."""
+    return torch.finfo(dtype).eps / 2
+
+
+def assert_rule(
+    ours: dict[str, Tensor], eager: dict[str, Tensor], exact: dict[str, Tensor], names: Sequence[str] | None = None
+) -> None:
+    """error(ours) <= 2 x error(eager) + one rounding of the output; 3 x for gradients; maxima over a tensor."""
+    for name in names or ours:
+        truth = exact[name]
+        assert ours[name].isfinite().all(), f"{name} is not finite"
+        error, allowed = ((result[name].double() - truth).abs().max() for result in (ours, eager))
+        factor = 2 if name == "y" else 3
+        limit = factor * allowed + rounding(ours[name].dtype) * truth.abs().max()
+        assert error <= limit, f"{name}: error {error:.2e}, eager's {allowed:.2e}, limit {limit:.2e}"
+
+
+def check_case(case: Case, parameter_dtype: torch.dtype | None = None) -> None:
+    """Hold a case against fp64 by the rule, forward and every gradient."""
+    dtype = case.x.dtype
+    ours = case.to(dtype, parameter_dtype).run("triton")
+    assert_rule(ours, case.to(dtype).run("eager"), case.to(torch.float64).run("eager"))

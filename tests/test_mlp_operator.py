@@ -1,0 +1,299 @@
+"""layer_norm_mlp and the fused linear layers as operators: registration, tracing, layouts, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlp_support as support
+import pytest
+import torch
+import torch.nn.functional as F
+from mlp_support import DEVICE, Case, assert_rule, make_case
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from vit_fast.errors import UnsupportedInputError
+from vit_fast.ops import layer_norm_mlp
+from vit_fast.ops.layer_norm_mlp import fused_layer_norm_mlp
+from vit_fast.ops.layer_norm_mlp_op import layer_norm_mlp_op, layer_norm_mlp_training_op
+from vit_fast.ops.linear import layer_norm_linear, linear_residual
+from vit_fast.ops.linear_op import (
+    layer_norm_linear_op,
+    layer_norm_linear_training_op,
+    linear_residual_op,
+)
+
+support.make_bf16_exact()
+
+
+@pytest.fixture
+def case() -> Case:
+    return make_case(18, 32, 48, torch.float32)
+
+
+def _operator_arguments(case: Case, **changes: Any) -> tuple[Any, ...]:
+    arguments = {
+        "x": case.x.detach().view(2, 9, -1).requires_grad_(), "statistics": None,
+        **dict(zip(support.NAMES, case.parameters)), "layer_scale": case.layer_scale,
+        "eps": 1e-6, "activation": "gelu", "residual": True, "next_eps": None,
+    }  # fmt: skip
+    return tuple({**arguments, **changes}.values())
+
+
+@pytest.mark.parametrize("next_eps", [None, 1e-5])
+def test_opcheck_of_training(case: Case, next_eps: float | None) -> None:
+    torch.library.opcheck(layer_norm_mlp_training_op, _operator_arguments(case, next_eps=next_eps))
+
+
+def test_opcheck_of_training_with_absent_parameters(case: Case) -> None:
+    absent = {"norm_weight": None, "norm_bias": None, "fc1_bias": None, "fc2_bias": None, "layer_scale": None}
+    torch.library.opcheck(layer_norm_mlp_training_op, _operator_arguments(case, **absent, residual=False))
+
+
+def test_opcheck_of_inference(case: Case) -> None:
+    arguments = (a.detach() if isinstance(a, Tensor) else a for a in _operator_arguments(case, next_eps=1e-5))
+    torch.library.opcheck(layer_norm_mlp_op, tuple(arguments))
+
+
+def _linear_arguments() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    shapes = ((2, 9, 32), (32,), (32,), (48, 32), (48,))
+    x, gamma, beta, weight, bias = (torch.randn(shape, device=DEVICE).requires_grad_() for shape in shapes)
+    return x, gamma, beta, weight, bias
+
+
+def test_opcheck_of_the_linear_layers() -> None:
+    x, gamma, beta, weight, bias = _linear_arguments()
+    torch.library.opcheck(layer_norm_linear_training_op, (x, None, gamma, beta, weight, bias, 1e-6))
+    detached = (t.detach() for t in (gamma, beta, weight, bias))
+    torch.library.opcheck(layer_norm_linear_op, (x.detach(), None, *detached, 1e-6))
+    h = torch.randn(2, 9, 48, device=DEVICE, requires_grad=True)
+    back = weight.detach().t().contiguous().requires_grad_()
+    torch.library.opcheck(linear_residual_op, (h, back, beta, gamma, x, 1e-6))
+    torch.library.opcheck(linear_residual_op, (h, back, None, None, None, None))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_linear_layers_against_fp64(dtype: torch.dtype) -> None:
+    """LN + linear, then linear + LayerScale + residual, and the statistics that the second hands on."""
+    base = [tensor.detach() for tensor in _linear_arguments()]
+
+    def leaves(target: torch.dtype) -> list[Tensor]:
+        return [tensor.to(dtype).to(target).requires_grad_() for tensor in base]
+
+    def plain(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        x, gamma, beta, weight, bias = tensors
+        h = F.linear(F.layer_norm(x, (32,), gamma, beta, 1e-6), weight, bias)
+        return x + gamma * F.linear(h, weight.t(), beta), *tensors
+
+    def fused(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        x, gamma, beta, weight, bias = tensors
+        h = layer_norm_linear(x, gamma, beta, weight, bias, eps=1e-6)
+        y, statistics = linear_residual(h, weight.t(), beta, layer_scale=gamma, residual=x, next_eps=1e-6)
+        rows = y.detach().double().flatten(0, -2)
+        assert statistics is not None
+        assert torch.allclose(statistics[0].double(), rows.mean(1), atol=1e-5)
+        rstd = torch.rsqrt(rows.var(1, unbiased=False) + 1e-6)
+        assert torch.allclose(statistics[1].double(), rstd, rtol=1e-5)
+        return y, *tensors
+
+    def results(run: Any, target: torch.dtype) -> dict[str, Tensor]:
+        y, *tensors = run(leaves(target))
+        gradients = torch.autograd.grad(y, tensors, torch.linspace(-1, 1, y.numel(), device=DEVICE).view_as(y).to(y))
+        return {"y": y.detach(), **{f"d {i}": gradient for i, gradient in enumerate(gradients)}}
+
+    assert_rule(results(fused, dtype), results(plain, dtype), results(plain, torch.float64))
+
+
+def test_statistics_handed_in_give_the_same_result(case: Case) -> None:
+    half = case.to(torch.bfloat16)
+    identity = torch.eye(32, device=DEVICE, dtype=torch.bfloat16)
+    with torch.no_grad():
+        x, statistics = linear_residual(half.x, identity, None, layer_scale=None, residual=None, next_eps=1e-6)
+        assert torch.equal(x, half.x)
+        options = {"eps": 1e-6, "activation": "gelu", "layer_scale": half.layer_scale, "residual": True}
+        given, _ = fused_layer_norm_mlp(x, statistics, *half.parameters, **options)
+        computed, _ = fused_layer_norm_mlp(x, None, *half.parameters, **options)
+    assert (given - computed).abs().max() <= 2**-7 * computed.abs().max()
+
+
+def test_compile_with_dynamic_batch(case: Case) -> None:
+    compiled = torch.compile(
+        lambda x: layer_norm_mlp(x, *case.parameters, layer_scale=case.layer_scale, backend="triton"),
+        fullgraph=True, dynamic=True,
+    )  # fmt: skip
+    for batch in (2, 3, 5):
+        x = torch.randn(batch, 4, 32, device=DEVICE, requires_grad=True)
+        expected = layer_norm_mlp(x, *case.parameters, layer_scale=case.layer_scale, backend="eager")
+        y = compiled(x)
+        torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-5)
+        ours, theirs = (torch.autograd.grad(out.square().sum(), [x, *case.parameters]) for out in (y, expected))
+        for a, b in zip(ours, theirs):
+            torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), expected, atol=1e-5, rtol=1e-5)
+
+
+class _Module(torch.nn.Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.parameters_ = torch.nn.ParameterList([p.detach() for p in case.parameters if p is not None])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return layer_norm_mlp(x, *self.parameters_, backend="triton")
+
+
+def test_export_gives_plain_operators(case: Case) -> None:
+    program = torch.export.export(_Module(case), (case.x.detach(),))
+    targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert not [target for target in targets if "vit_fast" in target]
+    assert any("layer_norm" in target for target in targets)
+    expected = layer_norm_mlp(case.x, *case.parameters, backend="eager")
+    torch.testing.assert_close(program.module()(case.x.detach()), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_flop_formula(case: Case) -> None:
+    with FlopCounterMode(display=False) as forward, torch.no_grad():
+        case.forward("triton")
+    assert forward.get_total_flops() == 4 * 18 * 32 * 48
+    with FlopCounterMode(display=False) as both:
+        case.forward("triton").sum().backward()
+    assert both.get_total_flops() == 3 * 4 * 18 * 32 * 48
+
+
+def test_autocast_computes_in_its_dtype_with_fp32_parameters(case: Case) -> None:
+    with torch.autocast(DEVICE, torch.bfloat16):
+        y = case.forward("triton")
+    assert y.dtype == torch.bfloat16
+    y.backward(case.grad.bfloat16())
+    assert case.x.grad is not None and case.x.grad.dtype == torch.float32
+    weight = case.parameters[2]
+    assert weight is not None and weight.grad is not None and weight.grad.dtype == torch.float32
+    exact = case.to(torch.float64).run("eager")
+    assert (y - exact["y"]).abs().max() <= 0.02 * exact["y"].abs().max()
+    assert (weight.grad - exact["d fc1_weight"]).abs().max() <= 0.02 * exact["d fc1_weight"].abs().max()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_gives_the_same_gradients(case: Case, reentrant: bool) -> None:
+    expected = case.run("triton")
+    y = checkpoint(lambda x: support.replace(case, x=x).forward("triton"), case.x, use_reentrant=reentrant)
+    assert torch.equal(y, expected["y"])
+    y.backward(case.grad)
+    assert case.x.grad is not None and torch.equal(case.x.grad, expected["d x"])
+
+
+def _layouts(x: Tensor) -> dict[str, Tensor]:
+    M, C = x.shape
+    padded = torch.full((M, C + 3), float("nan"), device=x.device, dtype=x.dtype)
+    padded[:, 1 : C + 1] = x
+    shifted = torch.full((M * C + 1,), float("nan"), device=x.device, dtype=x.dtype)
+    shifted[1:] = x.flatten()
+    return {
+        "sliced": padded[:, 1 : C + 1],
+        "transposed": x.t().contiguous().t(),
+        "offset by one element": shifted[1:].view(M, C),
+        "four dimensions": x.view(1, 2, M // 2, C),
+    }
+
+
+@pytest.mark.parametrize("layout", ["sliced", "transposed", "offset by one element", "four dimensions"])
+def test_layouts(case: Case, layout: str) -> None:
+    expected = case.run("triton")
+    x = _layouts(case.x.detach())[layout].requires_grad_()
+    y = support.replace(case, x=x).forward("triton")
+    assert y.shape == x.shape
+    torch.testing.assert_close(y.view_as(case.x), expected["y"])
+    (dx,) = torch.autograd.grad(y, x, case.grad.view_as(y))
+    torch.testing.assert_close(dx.view_as(case.x), expected["d x"])
+
+
+def test_parameters_of_any_stride(case: Case) -> None:
+    strided = tuple(
+        p.detach().repeat_interleave(2, -1)[..., ::2].requires_grad_() for p in case.parameters if p is not None
+    )
+    expected = case.run("triton")
+    ours = support.replace(case, parameters=strided).run("triton")
+    for name in expected:
+        torch.testing.assert_close(ours[name], expected[name])
+
+
+def test_expanded_gradient(case: Case) -> None:
+    (ours,) = torch.autograd.grad(case.forward("triton").sum(), case.x)
+    (expected,) = torch.autograd.grad(case.forward("eager").sum(), case.x)
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_no_rows(case: Case) -> None:
+    empty = support.replace(case, x=case.x[:0].detach().requires_grad_(), grad=case.grad[:0])
+    results = empty.run("triton")
+    assert results["y"].shape == (0, 32)
+    assert all(not gradient.any() for name, gradient in results.items() if name != "y")
+
+
+def test_nan_stays_in_its_row(case: Case) -> None:
+    clean = case.run("triton")["y"]
+    with torch.no_grad():
+        case.x[5, 3] = float("nan")
+    y = case.forward("triton")
+    assert y[5].isnan().all()
+    assert torch.equal(y[torch.arange(18) != 5], clean[torch.arange(18) != 5])
+
+
+def test_fewer_gradients_than_parameters(case: Case) -> None:
+    """Frozen parameters get none, and do not disturb the others."""
+    expected = case.run("triton")
+    for parameter in (*case.parameters[:2], case.layer_scale):
+        assert parameter is not None
+        parameter.requires_grad_(False)
+    weight = case.parameters[2]
+    assert weight is not None
+    (gradient,) = torch.autograd.grad(case.forward("triton"), weight, case.grad)
+    assert torch.equal(gradient, expected["d fc1_weight"])
+
+
+def _refusals(case: Case) -> list[tuple[str, Any, type[Exception], str]]:
+    x, (gamma, beta, w1, b1, w2, b2) = case.x.detach(), (p.detach() for p in case.parameters if p is not None)
+
+    def call(x: Tensor = x, w1: Tensor = w1, b1: Tensor = b1, gamma: Tensor = gamma, **options: Any) -> Any:
+        return lambda: layer_norm_mlp(x, gamma, beta, w1, b1, w2, b2, backend="triton", **options)
+
+    return [
+        ("fp64", call(x.double()), UnsupportedInputError, "x is torch.float64"),
+        ("integers", call(x.int()), UnsupportedInputError, "x is torch.int32"),
+        ("fp16 weight for bf16 x", call(x.bfloat16(), w1.half()), UnsupportedInputError, "fc1_weight is torch.float16"),
+        ("another device", call(w1=w1.to("meta")), UnsupportedInputError, "fc1_weight is on meta"),
+        ("width", call(x[:, :8]), ValueError, "norm_weight has shape"),
+        ("hidden", call(b1=b1[:5]), ValueError, "fc1_bias has shape"),
+        ("scalar", call(x[0, 0]), ValueError, "x has shape"),
+        ("gated activation", call(activation="swiglu"), ValueError, "accepted are"),
+        ("unknown activation", call(activation="mish"), ValueError, "'mish'"),
+    ]
+
+
+@pytest.mark.parametrize("index", range(9))
+def test_refusals_name_the_argument(case: Case, index: int) -> None:
+    _, call, error, message = _refusals(case)[index]
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_every_reason_is_given_at_once(case: Case) -> None:
+    parameters = [p.detach() for p in case.parameters if p is not None]
+    parameters[2] = parameters[2].to("meta")
+    parameters[5] = parameters[5].half()
+    with pytest.raises(UnsupportedInputError) as caught:
+        layer_norm_mlp(case.x.detach().double(), *parameters, backend="triton")
+    for part in ("x is torch.float64", "fc1_weight is on meta", "fc2_bias is torch.float16"):
+        assert part in str(caught.value)
+
+
+def test_vmap_is_refused(case: Case) -> None:
+    with pytest.raises(UnsupportedInputError, match="fold the mapped dimension"):
+        torch.vmap(lambda x: layer_norm_mlp(x, *case.parameters, backend="triton"))(case.x.detach().view(2, 9, 32))
+
+
+def test_second_derivative_is_refused(case: Case) -> None:
+    (gradient,) = torch.autograd.grad(case.forward("triton").square().sum(), case.x, create_graph=True)
+    with pytest.raises(UnsupportedInputError, match="second derivative"):
+        gradient.sum().backward()
