@@ -74,8 +74,7 @@ def _transformers(model: str, config: str, pick: str = "last_hidden_state", **ov
 
 def _torchvision() -> nn.Module:
     models = pytest.importorskip("torchvision").models
-    model = models.VisionTransformer(IMAGE, 16, num_layers=2, num_heads=2, hidden_dim=64, mlp_dim=128, num_classes=5)
-    return model
+    return models.VisionTransformer(IMAGE, 16, num_layers=2, num_heads=2, hidden_dim=64, mlp_dim=128, num_classes=5)
 
 
 def _encoder() -> nn.Module:

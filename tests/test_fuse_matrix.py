@@ -1,0 +1,195 @@
+"""A fused model of every library, used in all the ways that its owner may use it: MEASURE's reliability matrix, line 6.
+
+DDP and FSDP2 are in test_fuse_distributed.py; CUDA graphs, side streams and second devices in test_runtime.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from fused_models import IMAGE, LIBRARIES, SUBJECTS, Subject, gradients
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint_sequential
+
+import vit_fast
+from vit_fast.integrations import common
+
+every_library = pytest.mark.parametrize("library", LIBRARIES)
+
+
+def fused(library: str) -> tuple[Subject, nn.Module, dict[str, Tensor], Tensor]:
+    """A fused model in evaluation mode, its inputs, and what it gave before it was fused."""
+    subject = SUBJECTS[LIBRARIES[library]]
+    model, inputs = subject.build().eval(), subject.inputs()
+    with torch.no_grad():
+        expected = subject.run(model, inputs)
+    vit_fast.fuse(model, backend="sdpa").require_all()
+    return subject, model, inputs, expected
+
+
+@every_library
+def test_eager(library: str) -> None:
+    subject, model, inputs, expected = fused(library)
+    torch.testing.assert_close(subject.run(model, inputs), expected)
+
+
+@every_library
+def test_inference_mode(library: str) -> None:
+    subject, model, inputs, expected = fused(library)
+    with torch.inference_mode():
+        torch.testing.assert_close(subject.run(model, inputs), expected)
+
+
+@every_library
+def test_compile_without_a_graph_break(library: str) -> None:
+    subject, model, inputs, expected = fused(library)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(subject.run(compiled, inputs), expected)
+
+
+@pytest.mark.parametrize("library", ["timm", "transformers"])
+def test_compiled_training(library: str) -> None:
+    subject, model, inputs, _ = fused(library)
+    model.train()
+    output, grads = gradients(subject, model, inputs)
+    model.compile(backend="aot_eager", fullgraph=True)
+    compiled_output, compiled_grads = gradients(subject, model, inputs)
+    torch.testing.assert_close(compiled_output, output)
+    torch.testing.assert_close(compiled_grads, grads)
+
+
+def test_fusing_a_model_that_is_compiled_already() -> None:
+    subject = SUBJECTS["timm-vit"]
+    model, inputs = subject.build().eval(), subject.inputs()
+    compiled: Any = torch.compile(model, backend="aot_eager")
+    with torch.no_grad():
+        expected = subject.run(compiled, inputs)
+        assert len(vit_fast.fuse(compiled).fused) == 4
+        torch.testing.assert_close(subject.run(compiled, inputs), expected)
+
+
+@every_library
+def test_autocast_of_inference_and_training(library: str) -> None:
+    subject, model, inputs, _ = fused(library)
+    original = copy.deepcopy(model)
+    vit_fast.unfuse(original)
+    with torch.autocast("cpu", torch.bfloat16):
+        output, grads = gradients(subject, model, inputs)
+        expected, expected_grads = gradients(subject, original, inputs)
+    assert output.dtype == expected.dtype
+    torch.testing.assert_close(output, expected, rtol=0.05, atol=0.05 * expected.abs().max().item())
+    assert grads.keys() == expected_grads.keys()
+    for name, grad in grads.items():
+        bound = 0.05 * expected_grads[name].abs().max().item()
+        torch.testing.assert_close(grad, expected_grads[name], rtol=0.05, atol=bound)
+
+
+@every_library
+def test_gradient_checkpointing_as_the_library_does_it(library: str) -> None:
+    subject, model, inputs, _ = fused(library)
+    model.train()
+    output, grads = gradients(subject, model, inputs)
+    norms = {
+        "timm": "blocks.0.norm1",
+        "ours": "blocks.0.norm1",
+        "transformers": "vit.layers.0.layernorm_before",
+        "torchvision": "encoder.layers.encoder_layer_0.ln_1",
+    }
+    calls = []
+    model.get_submodule(norms[library]).register_forward_hook(lambda *_: calls.append(1))
+    if library == "torchvision":  # it has no switch: torch's way for a Sequential, which spares the last segment
+        blocks = model.encoder.layers
+        model.encoder.layers.forward = lambda x: checkpoint_sequential(blocks, 2, x, use_reentrant=False)
+    elif library == "transformers":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        model.set_grad_checkpointing(True)
+    again, grads_again = gradients(subject, model, inputs)
+    assert len(calls) == 2, "the first block runs once forward and once more in the backward pass"
+    torch.testing.assert_close(again, output)
+    torch.testing.assert_close(grads_again, grads)
+
+
+@every_library
+def test_deepcopy_is_fused_and_independent(library: str) -> None:
+    subject, model, inputs, expected = fused(library)
+    twin = copy.deepcopy(model)
+    assert [type(module) for module in twin.modules()] == [type(module) for module in model.modules()]
+    with torch.no_grad():
+        next(iter(model.parameters())).zero_()
+        torch.testing.assert_close(subject.run(twin, inputs), expected)
+    vit_fast.unfuse(twin)
+    assert vit_fast.fuse(model).require_all()
+
+
+@every_library
+def test_pickle_and_torch_save(library: str) -> None:
+    subject, model, inputs, expected = fused(library)
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    saved.seek(0)
+    for loaded in (pickle.loads(pickle.dumps(model)), torch.load(saved, weights_only=False)):
+        assert [type(module) for module in loaded.modules()] == [type(module) for module in model.modules()]
+        with torch.no_grad():
+            torch.testing.assert_close(subject.run(loaded, inputs), expected)
+
+
+@every_library
+def test_state_dict_goes_both_ways(library: str) -> None:
+    subject, model, inputs, expected = fused(library)
+    original = SUBJECTS[LIBRARIES[library]].make().eval()
+    assert model.state_dict().keys() == original.state_dict().keys()
+    original.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(subject.run(original, inputs), expected)
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.load_state_dict(original.state_dict())
+        torch.testing.assert_close(subject.run(model, inputs), expected)
+
+
+@every_library
+def test_export_with_a_dynamic_batch(library: str) -> None:
+    subject, model, inputs, expected = fused(library)
+    ((name, pictures),) = inputs.items()
+    program = torch.export.export(
+        model, (), {name: pictures}, dynamic_shapes={name: {0: torch.export.Dim("batch", min=1, max=64)}}
+    )
+    torch.testing.assert_close(subject.output(program.module()(**inputs)), expected)
+    more = torch.randn(5, 3, IMAGE, IMAGE)
+    torch.testing.assert_close(subject.output(program.module()(**{name: more})), subject.run(model, {name: more}))
+
+
+@pytest.mark.parametrize("library", ["timm", "transformers", "torchvision"])
+def test_moving_the_model_resolves_auto_again(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolve(request: str, device: torch.device) -> str:
+        return request if request != "auto" else "eager" if device.type == "meta" else "sdpa"
+
+    monkeypatch.setattr(common, "resolve_backend", resolve)
+    for request, on_meta in (("auto", "eager"), ("sdpa", "sdpa")):
+        model = SUBJECTS[LIBRARIES[library]].build()
+        vit_fast.fuse(model, backend=request).require_all()
+        parts = [module for module in model.modules() if isinstance(module, common.FusedModule)]
+        assert {part.vit_fast_backend for part in parts} == {"sdpa"}
+        model.to("meta")
+        assert {part.vit_fast_backend for part in parts} == {on_meta}
+
+
+@pytest.mark.parametrize("library", ["timm", "transformers", "torchvision"])
+def test_ema_copy_of_a_fused_model_follows_it(library: str) -> None:
+    subject, model, inputs, _ = fused(library)
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    average.update_parameters(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    average.update_parameters(model)
+    for averaged, parameter in zip(average.module.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(averaged, 0.75 * parameter)
+    assert subject.run(average, inputs).isfinite().all()
