@@ -33,6 +33,7 @@ def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[Matmul
     """
     number = int(arch.removeprefix("sm_"))
     hopper, blackwell = 90 <= number < 100, 100 <= number < 120
+    table: tuple[MatmulConfig, ...]
     if kind == "ieee":
         table = _IEEE_BLACKWELL if blackwell else _IEEE
     elif not tma or not (hopper or blackwell):
