@@ -24,7 +24,8 @@ def draw(record: Record) -> bytes:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    panels = contests(record)
+    # A contest in which nothing was measured is named at the foot, unless there is nothing else to draw.
+    panels = {title: rows for title, rows in contests(record).items() if _measured(rows)} or contests(record)
     heights = [max(1, len(_measured(rows))) * BAR_INCHES for rows in panels.values()]
     total = HEAD_INCHES + sum(height + TITLE_INCHES for height in heights) + FOOT_INCHES
     figure = Figure(figsize=(WIDTH_INCHES, total), dpi=150, facecolor="white")

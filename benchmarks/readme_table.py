@@ -1,18 +1,44 @@
-"""`python -m vit_fast.benchmarks.readme_table RECORD`: a committed record as a markdown table for the README."""
+"""A committed record as a markdown table, and the blocks of a document that show one.
+
+    python -m vit_fast.benchmarks.readme_table RECORD.json       prints the table
+    python -m vit_fast.benchmarks.readme_table --fill README.md  puts it between the marks that name a record
+
+A block starts with the line `<!-- record: PATH -->`, PATH relative to the document, and ends with `<!-- /record -->`.
+"""
 
 from __future__ import annotations
 
+import re
 import sys
+from pathlib import Path
 
 from .records import read_record
 from .report import markdown
 
+_BLOCK = re.compile(r"(<!-- record: (\S+) -->\n).*?(<!-- /record -->)", re.DOTALL)
+
+
+def fill(document: str, folder: Path) -> str:
+    """The document with every block replaced by its record's table.
+
+    Args:
+        document: Markdown.
+        folder: Where the records' paths start.
+    Raises:
+        OSError, ValueError: see records.read_record.
+    """
+    return _BLOCK.sub(lambda match: f"{match[1]}{markdown(read_record(folder / match[2]))}{match[3]}", document)
+
 
 def main(arguments: list[str]) -> None:
-    if len(arguments) != 1:
-        sys.exit("usage: python -m vit_fast.benchmarks.readme_table RECORD.json")
     try:
-        sys.stdout.write(markdown(read_record(arguments[0])))
+        if len(arguments) == 2 and arguments[0] == "--fill":
+            path = Path(arguments[1])
+            path.write_text(fill(path.read_text(), path.parent))
+        elif len(arguments) == 1:
+            sys.stdout.write(markdown(read_record(arguments[0])))
+        else:
+            sys.exit("usage: python -m vit_fast.benchmarks.readme_table RECORD.json | --fill DOCUMENT.md")
     except (OSError, ValueError) as error:
         sys.exit(f"readme_table: {error}")
 

@@ -116,7 +116,8 @@ def rich_tables(record: Record, width: int) -> list[Table]:
         for row in rows:
             if row["status"] == "measured":
                 table.add_row(escape(label(row)), *(escape(column.cell(row)) for column in columns))
-        tables.append(table)
+        if table.row_count:
+            tables.append(table)
     return tables
 
 

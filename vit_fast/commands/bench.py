@@ -46,9 +46,12 @@ def bench(
 
     from ..benchmarks.plan import make_plan
     from ..benchmarks.records import check_folder, default_base, default_folder
+    from ..benchmarks.report import FULL_WIDTH
     from ..benchmarks.runner import run
 
     console = Console()
+    if not console.is_terminal:
+        console.width = FULL_WIDTH
     if list_subjects:
         _print_subjects(console)
         return
@@ -104,12 +107,11 @@ def _print_subjects(console: Console) -> None:
 def _print_record(console: Console, record: dict[str, Any]) -> None:
     from ..benchmarks.report import FULL_WIDTH, ceilings_line, heading, not_measured, rich_tables
 
-    width = console.width if console.is_terminal else FULL_WIDTH
     for line in (heading(record), ceilings_line(record)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    for table in rich_tables(record, width):
-        console.print(table, width=width, no_wrap=True, crop=False)
-    if width < FULL_WIDTH:
+    for table in rich_tables(record, console.width):
+        console.print(table)
+    if console.width < FULL_WIDTH:
         console.print("share of the ceiling, peak memory and error: in table.md, or in a wider terminal")
     for line in not_measured(record):
         console.print(line, highlight=False, markup=False, soft_wrap=True)

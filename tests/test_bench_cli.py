@@ -1,0 +1,235 @@
+"""`vit-fast bench` and `compare` as one meets them: folders, tables, plots, and one clear line for every bad input."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from vit_fast.benchmarks import machine, plot, readme_table, records, report
+from vit_fast.cli import main
+
+SMALL = ["--models", "vit_test", "--batch-sizes", "2", "--dtypes", "fp32"]
+
+
+def vit_fast(*arguments: str) -> int:
+    """The exit status of a command line."""
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    return int(ended.value.code or 0)
+
+
+@pytest.fixture(autouse=True)
+def small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(machine.MATMUL_SIZE, "cpu", 64)
+    monkeypatch.setitem(machine.COPY_BYTES, "cpu", 2**16)
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("photographs")
+    for number, size in enumerate([(64, 48), (50, 90)]):
+        Image.effect_noise(size, 80).convert("RGB").save(folder / f"{number}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory, photographs: Path) -> dict:
+    """A record that the command wrote, of real files."""
+    folder = tmp_path_factory.mktemp("out") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(machine.MATMUL_SIZE, "cpu", 64)
+        patch.setitem(machine.COPY_BYTES, "cpu", 2**16)
+        status = vit_fast("bench", str(photographs), *SMALL, "--subjects", "eager,sdpa,timm", "--out", str(folder))
+    assert status == 0
+    return records.read_record(folder)
+
+
+def test_a_run_prints_a_table_and_writes_record_table_and_plot(tmp_path: Path, photographs: Path, capsys) -> None:
+    folder = tmp_path / "deep" / "run"
+    status = vit_fast("bench", str(photographs), *SMALL, "--subjects", "eager,timm", "--out", str(folder))
+    printed = capsys.readouterr().out
+    record = records.read_record(folder)
+    assert status == 0
+    assert {row["status"] for row in record["rows"]} == {"measured"}
+    assert sorted(path.name for path in folder.iterdir()) == ["plot.png", "record.json", "table.md"]
+    assert [path.name for path in folder.parent.iterdir()] == ["run"]
+    assert str(folder) in printed
+    for title in ("images/s", "[p20, p80]", "TFLOP/s", "x best peer", "peak MiB", "max error"):
+        assert title in printed
+    assert record["plan"]["images"] == ["0.png", "1.png"]
+    assert str(tmp_path) not in (folder / "record.json").read_text()
+    with Image.open(folder / "plot.png") as picture:
+        assert picture.format == "PNG"
+        assert picture.width >= 1000
+        assert len(picture.convert("RGB").getcolors(2**24)) > 20
+    assert (folder / "table.md").read_text() == report.markdown(record)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.jpg"], "nowhere.jpg"),
+        (["{text}"], "not an image"),
+        (["{bomb}"], "bomb"),
+        (["{folder}"], "no image"),
+        (["--models", "vit_bse_patch16_224"], "vit_base_patch16_224"),
+        (["--models", "vit_nothing_*"], "unknown model"),
+        (["--models", ","], "no models"),
+        (["--subjects", "tim"], "did you mean timm"),
+        (["--compile-modes", "fastest"], "max-autotune"),
+        (["--batch-sizes", "0"], "batch size 0"),
+        (["--batch-sizes", "1,x"], "1,x"),
+        (["--dtypes", "fp8"], "fp32, fp16, bf16"),
+        (["--device", "toaster"], "toaster"),
+        (["--device", "cuda:63"], "CUDA devices here"),
+        (["--time-budget", "-1"], "time_budget_s"),
+        (["--out", "{text}"], "new or empty folder"),
+        (["--out", "{text}/below"], "is a file"),
+        (["--out", "{full}"], "is not empty"),
+    ],
+)
+def test_bad_input_is_one_clear_line_and_status_2(arguments, message, tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    names = {
+        "text": tmp_path / "text.jpg",
+        "bomb": tmp_path / "bomb.png",
+        "folder": tmp_path / "folder",
+        "full": tmp_path,
+    }
+    names["text"].write_text("no image")
+    names["folder"].mkdir()
+    Image.new("RGB", (30, 30)).save(names["bomb"], format="png")
+    photograph = [] if "{" in arguments[0] or "." in arguments[0] else [str(tiny(tmp_path))]
+    assert vit_fast("bench", *photograph, *(argument.format(**names) for argument in arguments)) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert "Traceback" not in error
+
+
+def tiny(folder: Path) -> Path:
+    path = folder / "tiny.png"
+    Image.new("RGB", (8, 8), (200, 30, 30)).save(path)
+    return path
+
+
+def test_subjects_are_listed_with_what_is_missing(capsys) -> None:
+    assert vit_fast("bench", "--list-subjects") == 0
+    printed = capsys.readouterr().out
+    for name in ("eager", "sdpa", "triton", "timm", "transformers", "torchvision", "+compile"):
+        assert name in printed
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    target = tmp_path / "run"
+    with pytest.raises(IsADirectoryError):
+        records.write_folder(target, {"a": b"a", ".": b"cannot be written"})
+    assert list(tmp_path.iterdir()) == []
+    records.write_folder(target, {"a": b"a"})
+    assert (target / "a").read_bytes() == b"a"
+    with pytest.raises(ValueError, match="not empty"):
+        records.write_folder(target, {"a": b"b"})
+    assert (target / "a").read_bytes() == b"a"
+
+
+def test_default_folder_names_date_and_machine_and_is_never_taken(record: dict, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(records, "checkout", lambda: None)
+    first = records.default_folder(record)
+    assert first.parent == Path("vit-fast-results")
+    assert first.name.startswith(record["machine"]["date"][:10].replace("-", ""))
+    first.mkdir(parents=True)
+    assert records.default_folder(record) == first.with_name(first.name + "-2")
+    monkeypatch.setattr(records, "checkout", lambda: tmp_path)
+    assert records.default_base() == tmp_path / "benchmarks" / "results" / "local"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "not JSON"), ("[]", "not a record"), ('{"format": "vit-fast-bench/9"}', "vit-fast-bench/9")],
+)
+def test_a_file_that_is_no_record_is_refused(content: str, message: str, tmp_path: Path, capsys) -> None:
+    path = tmp_path / "record.json"
+    path.write_text(content)
+    assert vit_fast("compare", str(path), str(path)) == 2
+    assert message in capsys.readouterr().err
+    assert vit_fast("compare", str(tmp_path / "none.json"), str(path)) == 2
+
+
+def test_compare_pairs_rows_and_tells_difference_from_spread(record: dict, tmp_path: Path, capsys) -> None:
+    later = copy.deepcopy(record)
+    by_subject = {row["subject"]: row for row in later["rows"]}
+    for subject, factor in (("eager", 0.01), ("sdpa", 1.0), ("timm", 100.0)):
+        row = by_subject[subject]
+        row["images_per_s"] /= factor
+        for field in ("ms", "ms_p20", "ms_p80"):
+            row[field] *= factor
+    later["rows"].append({**by_subject["sdpa"], "subject": "new"})
+    later["machine"]["threads"] += 1
+    for name, content in (("a.json", record), ("b.json", later)):
+        (tmp_path / name).write_bytes(records.to_json(content))
+    paths = [str(tmp_path / name) for name in ("a.json", "b.json")]
+    assert vit_fast("compare", *paths, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    verdicts = {pair["subject"]: (pair["verdict"], pair["intervals_overlap"]) for pair in told["pairs"]}
+    assert verdicts == {
+        "eager": ("faster", False),
+        "sdpa": ("no difference beyond the spread", True),
+        "timm": ("slower", False),
+    }
+    assert {pair["subject"]: pair["ratio"] for pair in told["pairs"]} == pytest.approx(
+        {"eager": 100, "sdpa": 1, "timm": 0.01}
+    )
+    assert told["unpaired"] == ["vit_test fp32 batch 2 new: only in the second"]
+    assert len(told["warnings"]) == 1
+    assert "threads" in told["warnings"][0]
+    assert vit_fast("compare", *paths) == 0
+    assert "faster" in capsys.readouterr().out
+
+
+def test_rows_without_figures_are_named_once_with_their_reason(record: dict) -> None:
+    other = copy.deepcopy(record)
+    timm = next(row for row in other["rows"] if row["subject"] == "timm")
+    timm.update(status="not installed", reason="pip install timm", images_per_s=None)
+    larger = copy.deepcopy(other["rows"])
+    for row in larger:
+        row["requested_batch"] = 64
+        row["batch"] = 32
+    other["rows"] += larger
+    assert report.not_measured(other) == [
+        "timm: not installed: pip install timm (vit_test, fp32, batch 2, 32x32)",
+        "timm (batch 32): not installed: pip install timm (vit_test, fp32, batch 64, 32x32)",
+    ]
+    text = report.markdown(other)
+    assert "| `sdpa (batch 32)` |" in text
+    assert "| `timm` |" not in text
+    assert len(plot.draw(other)) > 10_000
+    for row in other["rows"]:
+        row["status"] = "skipped"
+    assert len(plot.draw(other)) > 5_000
+
+
+def test_blocks_of_a_document_are_filled_from_their_records(record: dict, tmp_path: Path, capsys) -> None:
+    (tmp_path / "r.json").write_bytes(records.to_json(record))
+    document = tmp_path / "README.md"
+    document.write_text("before\n<!-- record: r.json -->\nold\n<!-- /record -->\nafter\n")
+    readme_table.main(["--fill", str(document)])
+    filled = document.read_text()
+    assert filled == f"before\n<!-- record: r.json -->\n{report.markdown(record)}<!-- /record -->\nafter\n"
+    readme_table.main(["--fill", str(document)])
+    assert document.read_text() == filled
+    readme_table.main([str(tmp_path / "r.json")])
+    assert capsys.readouterr().out == report.markdown(record)
+
+
+def test_tables_in_the_documents_are_those_of_the_committed_records() -> None:
+    root = Path(__file__).parent.parent
+    for document in root.glob("*.md"):
+        text = document.read_text()
+        assert readme_table.fill(text, root) == text, (
+            f"run: python -m vit_fast.benchmarks.readme_table --fill {document.name}"
+        )

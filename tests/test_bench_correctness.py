@@ -1,0 +1,191 @@
+"""The gate before a speed row: peers with the same weights pass it, and anything that is wrong does not."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+
+from vit_fast import ViTConfig
+from vit_fast.benchmarks.correctness import Expected, expect, judge, spread
+from vit_fast.benchmarks.inputs import image_views, random_weights, rotating_batches, rounded
+from vit_fast.benchmarks.subjects import Subject, Task, get_subject
+from vit_fast.benchmarks.subjects_ours import build
+from vit_fast.data import default_photograph
+from vit_fast.errors import UnsupportedInputError
+from vit_fast.variants import get_variant
+
+CPU = torch.device("cpu")
+SMALL = {"depth": 2, "embed_dim": 64, "num_heads": 2}
+
+
+def shrunk(name: str, **overrides: object) -> ViTConfig:
+    config = get_variant(name).config
+    return config.replace(**{**SMALL, "img_size": tuple(2 * pixels for pixels in config.patch_pixels), **overrides})
+
+
+@functools.cache
+def make_task(
+    config: ViTConfig, dtype: torch.dtype = torch.float32, batch_size: int = 4
+) -> tuple[Task, Tensor, Tensor]:
+    data = get_variant("vit_test").data
+    weights = rounded(random_weights(config), dtype)
+    task = Task("vit_test", config, data, weights, dtype, CPU, batch_size=4)
+    views = image_views([default_photograph()], data, config, 8)
+    return task, views[:4].to(dtype), views
+
+
+def verdict_of(subject: Subject, task: Task, images: Tensor, expected: Expected) -> str | None:
+    with torch.inference_mode():
+        return judge(subject, task, expected, subject.build(task)(images)).reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["eager", "sdpa", "timm", "transformers", "torchvision"])
+def test_every_implementation_passes_with_the_same_weights(name: str, dtype: torch.dtype) -> None:
+    task, images, views = make_task(get_variant("vit_test").config, dtype)
+    assert verdict_of(get_subject(name), task, images, expect(task, images, views)) is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "deit_tiny_distilled_patch16_224",
+        "deit3_small_patch16_224",
+        "vit_small_patch14_dinov2",
+        "vit_small_patch14_reg4_dinov2",
+        "vit_base_patch32_clip_quickgelu_224",
+        "vit_base_patch16_siglip_224",
+    ],
+)
+def test_timm_takes_the_weights_of_every_family(name: str) -> None:
+    task, images, views = make_task(shrunk(name))
+    assert verdict_of(get_subject("timm"), task, images, expect(task, images, views)) is None
+
+
+def test_a_changed_parameter_is_noticed_whichever_it_is() -> None:
+    """A check behind which a parameter can hide is none: each, a tenth off, must be seen."""
+    for config in (get_variant("vit_test").config, shrunk("vit_small_patch14_reg4_dinov2", num_classes=10)):
+        task, images, views = make_task(config)
+        expected = expect(task, images, views)
+        hidden = []
+        for name, tensor in task.weights.items():
+            changed = dataclasses.replace(task, weights={**task.weights, name: tensor * 1.1})
+            with torch.inference_mode():
+                if judge(get_subject("sdpa"), task, expected, build("sdpa", changed)(images)).passed:
+                    hidden.append(name)
+        assert hidden == []
+
+
+def ignores_the_image(task: Task) -> object:
+    model = build("sdpa", task)
+    return lambda images: model(images[:1].expand_as(images))
+
+
+def forgets_positions(task: Task) -> object:
+    return build(
+        "sdpa", dataclasses.replace(task, weights={**task.weights, "pos_embed": 0 * task.weights["pos_embed"]})
+    )
+
+
+def attends_uniformly(task: Task) -> object:
+    weights = dict(task.weights)
+    for name in [name for name in weights if ".attn.qkv." in name]:
+        weights[name] = torch.cat([0 * weights[name][: task.config.embed_dim], weights[name][task.config.embed_dim :]])
+    return build("sdpa", dataclasses.replace(task, weights=weights))
+
+
+def uses_another_gelu(task: Task) -> object:
+    return build("sdpa", dataclasses.replace(task, config=task.config.replace(act_layer="quick_gelu")))
+
+
+def forgets_a_block(task: Task) -> object:
+    weights = {name: tensor for name, tensor in task.weights.items() if not name.startswith("blocks.1.")}
+    return build("sdpa", dataclasses.replace(task, config=task.config.replace(depth=1), weights=weights))
+
+
+@pytest.mark.parametrize("mistake", [ignores_the_image, forgets_positions, attends_uniformly, forgets_a_block])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_mistake_is_noticed_also_in_bf16(mistake, dtype: torch.dtype) -> None:
+    assert_noticed(mistake, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_another_activation_is_noticed(dtype: torch.dtype) -> None:
+    """quick_gelu for gelu: too alike for bf16's eight bits in so small a model."""
+    assert_noticed(uses_another_gelu, dtype)
+
+
+def assert_noticed(mistake, dtype: torch.dtype) -> None:
+    task, images, views = make_task(get_variant("vit_test").config, dtype)
+    reason = verdict_of(Subject("mistake", "", mistake), task, images, expect(task, images, views))
+    assert reason is not None
+    assert "off by" in reason
+
+
+def test_nan_and_other_shapes_are_refused() -> None:
+    task, images, views = make_task(get_variant("vit_test").config)
+    expected = expect(task, images, views)
+    right = build("sdpa", task)(images)
+    poisoned = right.clone()
+    poisoned[2, 3] = float("nan")
+    assert judge(get_subject("sdpa"), task, expected, right).passed
+    assert "NaN" in judge(get_subject("sdpa"), task, expected, poisoned).reason
+    assert "instead of" in judge(get_subject("sdpa"), task, expected, right[:2]).reason
+    assert "instead of" in judge(get_subject("sdpa"), task, expected, (right,)).reason
+
+
+def test_a_subject_of_fewer_bits_is_held_to_its_own_budget() -> None:
+    task, images, views = make_task(get_variant("vit_test").config)
+    expected = expect(task, images, views)
+    coarse = expected.outputs.float() + 0.01
+    subject = Subject("coarse", "", build=lambda task: lambda images: coarse)
+    assert not judge(subject, task, expected, coarse).passed
+    roomy = dataclasses.replace(subject, budget=lambda eager_error, largest: 0.02 * largest)
+    assert judge(roomy, task, expected, coarse).passed
+    assert not judge(roomy, task, expected, coarse + 1).passed
+
+
+def test_peers_refuse_what_they_cannot_express_with_all_reasons() -> None:
+    task, _, _ = make_task(shrunk("vit_small_patch14_reg4_dinov2", num_classes=10))
+    for name in ("transformers", "torchvision"):
+        with pytest.raises(UnsupportedInputError) as refusal:
+            get_subject(name).build(task)
+        text = str(refusal.value)
+        assert all(reason in text for reason in ("reg_tokens=4", "no_embed_class=True", "init_values"))
+
+
+def test_no_parameter_is_zero_or_uniform() -> None:
+    for name in (
+        "vit_test",
+        "deit_tiny_distilled_patch16_224",
+        "vit_base_patch16_siglip_224",
+        "vit_small_hybrid_patch1_224",
+    ):
+        for parameter, tensor in random_weights(shrunk(name)).items():
+            assert tensor.std() > 1e-3, parameter
+            assert torch.isfinite(tensor).all(), parameter
+
+
+def test_batches_are_real_different_images_in_memory_of_their_own() -> None:
+    variant = get_variant("vit_test")
+    views = image_views([default_photograph()], variant.data, variant.config, 6)
+    whole = image_views([default_photograph()], variant.data, variant.config, 1)
+    assert torch.equal(views[0], whole[0])
+    assert len({view.numpy().tobytes() for view in views}) == 6
+    assert torch.equal(views, image_views([default_photograph()], variant.data, variant.config, 6))
+    batches = rotating_batches(views.repeat(1, 1, 16, 16), 3, torch.float32, CPU)
+    assert len({batch.data_ptr() for batch in batches}) == len(batches) >= 2
+    assert all(batch.shape == (3, 3, 512, 512) and batch.std() > 0.1 for batch in batches)
+    assert not torch.equal(batches[0], batches[1])
+    assert len({image.numpy().tobytes() for image in batches[0]}) == 3
+
+
+def test_checked_rows_are_spread_over_the_batch() -> None:
+    assert spread(3, 8) == [0, 1, 2]
+    assert spread(256, 8)[0] == 0
+    assert spread(256, 8)[-1] == 255
+    assert len(set(spread(256, 8))) == 8
