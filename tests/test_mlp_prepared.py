@@ -1,0 +1,289 @@
+"""Weights prepared for inference follow their parameters through every change that torch can see."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+
+import mlp_support as support
+import pytest
+import torch
+from mlp_support import DEVICE
+from torch import Tensor, nn
+
+from vit_fast.ops import layer_norm_mlp, prepared
+from vit_fast.ops.prepared import clear_prepared_weights
+
+support.make_bf16_exact()
+C, F = 32, 48
+
+
+class Mlp(nn.Module):
+    """LayerNorm, fc1 and fc2 as a model holds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.fc1, self.fc2 = nn.LayerNorm(C), nn.Linear(C, F), nn.Linear(F, C)
+        self.to(DEVICE)
+
+    def forward(self, x: Tensor, backend: str = "triton") -> Tensor:
+        norm, fc1, fc2 = self.norm, self.fc1, self.fc2
+        return layer_norm_mlp(x, norm.weight, norm.bias, fc1.weight, fc1.bias, fc2.weight, fc2.bias, backend=backend)
+
+
+@pytest.fixture
+def mlp() -> Mlp:
+    return Mlp()
+
+
+@pytest.fixture
+def preparations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[None]]:
+    """Grows by one with every preparation of fc1."""
+    from vit_fast.kernels import layer_norm
+
+    done: list[None] = []
+    fold = layer_norm.fold_linear
+
+    def counting(*args: object) -> object:
+        done.append(None)
+        return fold(*args)  # type: ignore[arg-type]  # handed through as they came
+
+    clear_prepared_weights()
+    monkeypatch.setattr(layer_norm, "fold_linear", counting)
+    yield done
+
+
+def _agrees(mlp: Mlp, x: Tensor) -> bool:
+    with torch.no_grad():
+        return torch.allclose(mlp(x), mlp(x, "eager"), atol=1e-5)
+
+
+def test_unchanged_weights_are_prepared_once(mlp: Mlp, preparations: list[None]) -> None:
+    for rows in (3, 5, 3):
+        assert _agrees(mlp, torch.randn(rows, C, device=DEVICE))
+    assert len(preparations) == 1
+
+
+def _replace_parameter(mlp: Mlp) -> None:
+    """A new parameter, likely where the old one lay, with the same version."""
+    old = mlp.norm.weight.data_ptr()
+    for _ in range(50):
+        mlp.norm.weight = nn.Parameter(torch.randn(C, device=DEVICE))
+        if mlp.norm.weight.data_ptr() == old:
+            break
+
+
+def _swap_data(mlp: Mlp) -> None:
+    """`.data =`, as FSDP and .to() do: the same parameter object over another storage."""
+    for parameter in mlp.parameters():
+        parameter.data = torch.empty(0, device=DEVICE)
+    gc.collect()
+    for parameter, size in zip(mlp.parameters(), ((C,), (C,), (F, C), (F,), (C, F), (C,))):
+        parameter.data = torch.randn(size, device=DEVICE)
+
+
+def _optimizer_step(optimizer: type[torch.optim.Optimizer], **options: object) -> Callable[[Mlp], None]:
+    def step(mlp: Mlp) -> None:
+        mlp(torch.randn(4, C, device=DEVICE)).square().sum().backward()
+        optimizer(mlp.parameters(), lr=0.1, **options).step()  # type: ignore[call-arg]  # every optimizer's
+
+    return step
+
+
+def _load_state_dict(mlp: Mlp) -> None:
+    mlp.load_state_dict(Mlp().state_dict())
+
+
+def _assign_state_dict(mlp: Mlp) -> None:
+    mlp.load_state_dict(Mlp().state_dict(), assign=True)
+
+
+def _in_place(name: str) -> Callable[[Mlp], None]:
+    def change(mlp: Mlp) -> None:
+        with torch.no_grad():
+            mlp.get_parameter(name).add_(torch.randn_like(mlp.get_parameter(name)))
+
+    return change
+
+
+def _through_a_view(mlp: Mlp) -> None:
+    with torch.no_grad():
+        mlp.fc1.weight[3:5].mul_(-2)
+
+
+def _through_detach(mlp: Mlp) -> None:
+    mlp.fc1.weight.detach().copy_(torch.randn(F, C))
+
+
+def _foreach(mlp: Mlp) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_(list(mlp.parameters()), 1.5)
+
+
+def _initialise(mlp: Mlp) -> None:
+    nn.init.normal_(mlp.fc1.weight)
+
+
+def _half_and_back(mlp: Mlp) -> None:
+    mlp.half().float()
+
+
+def _vector_to_parameters(mlp: Mlp) -> None:
+    nn.utils.vector_to_parameters(
+        torch.randn(sum(p.numel() for p in mlp.parameters()), device=DEVICE), mlp.parameters()
+    )
+
+
+def _cleared_after_data_write(mlp: Mlp) -> None:
+    """torch cannot see a write through `.data`: this is what the documentation asks for after one."""
+    mlp.fc1.weight.data.copy_(torch.randn(F, C))
+    clear_prepared_weights()
+
+
+CHANGES = {
+    "norm weight": _in_place("norm.weight"),
+    "norm bias": _in_place("norm.bias"),
+    "fc1 weight": _in_place("fc1.weight"),
+    "fc1 bias": _in_place("fc1.bias"),
+    "fc2 weight": _in_place("fc2.weight"),
+    "fc2 bias": _in_place("fc2.bias"),
+    "through a view": _through_a_view,
+    "through detach": _through_detach,
+    "foreach": _foreach,
+    "init": _initialise,
+    "SGD": _optimizer_step(torch.optim.SGD),
+    "AdamW foreach": _optimizer_step(torch.optim.AdamW, foreach=True),
+    "AdamW one by one": _optimizer_step(torch.optim.AdamW, foreach=False),
+    "load_state_dict": _load_state_dict,
+    "load_state_dict assign": _assign_state_dict,
+    "another parameter": _replace_parameter,
+    "other data": _swap_data,
+    "half and back": _half_and_back,
+    "vector_to_parameters": _vector_to_parameters,
+    "cleared by hand": _cleared_after_data_write,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_are_followed(mlp: Mlp, change: str) -> None:
+    x = torch.randn(6, C, device=DEVICE)
+    assert _agrees(mlp, x)
+    before = mlp(x).detach()
+    CHANGES[change](mlp)
+    assert _agrees(mlp, x)
+    assert change == "half and back" or not torch.allclose(mlp(x), before, atol=1e-3)
+
+
+def test_dtypes_do_not_mix(mlp: Mlp) -> None:
+    """fp32 parameters serve fp32 and, under autocast, bf16: each from its own preparation."""
+    x = torch.randn(6, C, device=DEVICE)
+    for _ in range(2):
+        assert _agrees(mlp, x)
+        with torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16):
+            y = mlp(x)
+        assert y.dtype == torch.bfloat16
+        assert torch.allclose(y.float(), mlp(x, "eager"), atol=0.05)
+
+
+def test_training_leaves_nothing_behind(mlp: Mlp, preparations: list[None]) -> None:
+    mlp(torch.randn(4, C, device=DEVICE)).sum().backward()
+    assert len(prepared._prepared) == 0
+    assert len(preparations) == 2  # forward and backward
+
+
+def test_weights_made_in_inference_mode_are_prepared_each_time(preparations: list[None]) -> None:
+    """They have no version, so nothing tells whether they have changed."""
+    with torch.inference_mode():
+        mlp, x = Mlp(), torch.randn(4, C, device=DEVICE)
+        for _ in range(2):
+            assert _agrees(mlp, x)
+            mlp.fc1.weight.mul_(2)
+    assert len(preparations) == 2
+
+
+def test_inference_mode_on_ordinary_weights(mlp: Mlp, preparations: list[None]) -> None:
+    x = torch.randn(4, C, device=DEVICE)
+    for _ in range(2):
+        with torch.inference_mode():
+            assert _agrees(mlp, x)
+    assert len(preparations) == 1
+
+
+def test_a_copy_has_its_own(mlp: Mlp) -> None:
+    x = torch.randn(4, C, device=DEVICE)
+    assert _agrees(mlp, x)
+    twin = copy.deepcopy(mlp)
+    with torch.no_grad():
+        twin.fc1.weight.mul_(3)
+    assert _agrees(twin, x)
+    assert _agrees(mlp, x)
+
+
+def test_tied_weights_with_different_norms(mlp: Mlp) -> None:
+    """Two layers may share fc1's weight and differ in what is folded into it."""
+    other, x = Mlp(), torch.randn(4, C, device=DEVICE)
+    other.fc1.weight = mlp.fc1.weight
+    with torch.no_grad():
+        other.norm.weight.mul_(2)
+    for _ in range(2):
+        assert _agrees(mlp, x)
+        assert _agrees(other, x)
+
+
+def test_compiled_inference_follows_changes(mlp: Mlp) -> None:
+    compiled = torch.compile(mlp, fullgraph=True)
+    x = torch.randn(4, C, device=DEVICE)
+    for _ in range(2):
+        with torch.no_grad():
+            assert torch.allclose(compiled(x), mlp(x, "eager"), atol=1e-5)
+            mlp.fc1.weight.add_(torch.randn_like(mlp.fc1.weight))
+
+
+def test_nothing_outlives_its_weight() -> None:
+    clear_prepared_weights()
+    mlp = Mlp()
+    weight = weakref.ref(mlp.fc1.weight)
+    assert _agrees(mlp, torch.randn(4, C, device=DEVICE))
+    assert len(prepared._prepared) == 1
+    del mlp
+    gc.collect()
+    assert weight() is None
+    assert len(prepared._prepared) == 0
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_follows_its_weights(mlp: Mlp) -> None:
+    """The preparation is captured with the rest: a replay reads the parameters as they are then."""
+    x = torch.randn(128, C, device=DEVICE)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.no_grad():
+        with torch.cuda.stream(stream):
+            mlp(x)
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(graph):
+            y = mlp(x)
+        for _ in range(2):
+            graph.replay()
+            torch.testing.assert_close(y, mlp(x, "eager"), atol=2e-2, rtol=2e-2)
+            mlp.fc1.weight.normal_()
+
+
+@pytest.mark.gpu
+def test_streams_do_not_share(mlp: Mlp) -> None:
+    x = torch.randn(512, C, device=DEVICE)
+    torch.cuda.synchronize()
+    with torch.no_grad():
+        for _ in range(10):
+            mlp.fc1.weight.normal_()
+            torch.cuda.synchronize()
+            streams = [torch.cuda.Stream() for _ in range(3)]
+            results = []
+            for stream in streams:
+                with torch.cuda.stream(stream):
+                    results.append(mlp(x))
+            torch.cuda.synchronize()
+            expected = mlp(x, "eager")
+            for result in results:
+                torch.testing.assert_close(result, expected, atol=2e-2, rtol=2e-2)
