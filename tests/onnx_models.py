@@ -1,0 +1,94 @@
+"""Small models of every family that can be exported, with random weights that hide nothing behind zeros."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import vit_fast
+from torch import nn
+
+SIZE = 32
+SHAPE: dict[str, Any] = {"depth": 2, "embed_dim": 32, "num_heads": 2, "num_classes": 10, "img_size": SIZE, "patch_size": 8}
+HF = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "image_size": SIZE,
+    "patch_size": 8,
+}  # fmt: skip
+
+
+def ours(**fields: Any) -> nn.Module:
+    return vit_fast.create_model("vit_test", backend="eager", **(SHAPE | fields))
+
+
+def timm_vit(**fields: Any) -> nn.Module:
+    from timm.models.vision_transformer import VisionTransformer
+
+    return VisionTransformer(**(SHAPE | fields))
+
+
+def transformers_vit() -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    names = {i: f"thing {i}" for i in range(10)}
+    return ViTForImageClassification(ViTConfig(**HF, id2label=names, label2id={v: k for k, v in names.items()}))
+
+
+def transformers_dinov2() -> nn.Module:
+    from transformers import Dinov2Config, Dinov2Model
+
+    return Dinov2Model(Dinov2Config(**HF))
+
+
+def transformers_clip() -> nn.Module:
+    from transformers import CLIPVisionConfig, CLIPVisionModel
+
+    return CLIPVisionModel(CLIPVisionConfig(**HF))
+
+
+def transformers_siglip() -> nn.Module:
+    from transformers import SiglipVisionConfig, SiglipVisionModel
+
+    return SiglipVisionModel(SiglipVisionConfig(**HF))
+
+
+def torchvision_vit() -> nn.Module:
+    from torchvision.models import VisionTransformer
+
+    return VisionTransformer(
+        image_size=SIZE, patch_size=8, num_layers=2, num_heads=2, hidden_dim=32, mlp_dim=64, num_classes=10
+    )
+
+
+FAMILIES: dict[str, Callable[[], nn.Module]] = {
+    "vit": ours,
+    "vit_avg_pool": lambda: ours(global_pool="avg"),
+    "deit_distilled": lambda: ours(distilled=True),
+    "dinov2_registers": lambda: ours(init_values=0.5, reg_tokens=4, no_embed_class=True),
+    "clip_quickgelu": lambda: ours(pre_norm=True, act_layer="quick_gelu", norm_eps=1e-5),
+    "siglip": lambda: ours(class_token=False, global_pool="map", act_layer="gelu_tanh"),
+    "hybrid": lambda: ours(stem_channels=(8,), patch_size=4),
+    "sincos": lambda: ours(pos_embed="sincos2d"),
+    "timm": timm_vit,
+    "timm_siglip": lambda: timm_vit(class_token=False, global_pool="map"),
+    "transformers_vit": transformers_vit,
+    "transformers_dinov2": transformers_dinov2,
+    "transformers_clip": transformers_clip,
+    "transformers_siglip": transformers_siglip,
+    "torchvision": torchvision_vit,
+}
+
+
+def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
+    """The model in evaluation mode with every parameter drawn anew: norms around one, the rest around zero."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            is_gain = parameter.dim() == 1 and "norm" in name and name.endswith("weight")
+            parameter.copy_(1 + 0.1 * noise if is_gain else 0.15 * noise)
+    return model.eval()
+
+
+def make(family: str) -> nn.Module:
+    return randomised(FAMILIES[family]())

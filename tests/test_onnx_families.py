@@ -1,0 +1,97 @@
+"""Every model family x opset x precision x target: exported, verified by export_onnx, and held again against eager here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+from onnx_models import FAMILIES, SIZE, make
+from vit_fast.export import capture as capture_module
+from vit_fast.export import export_onnx, exporter
+from vit_fast.export.options import newest_opset
+from vit_fast.export.subjects import make_subject
+
+OPSETS = (18, 20, 23, newest_opset())
+ATTENTIONS = {"siglip": 3, "timm_siglip": 3}
+# transformers' SigLIP pools with torch's nn.MultiheadAttention, which asks for the weights and so decomposes
+UNFUSED_POOL = {"transformers_siglip"}
+
+
+@pytest.fixture(scope="module")
+def captured() -> dict[Any, bytes]:
+    return {}
+
+
+@pytest.fixture
+def cached_capture(captured: dict[Any, bytes], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """torch's own exporter runs once for both targets: what it gives does not depend on the target."""
+    real: Callable[..., ir.Model] = capture_module.capture
+
+    def capture(subject: Any, options: Any) -> ir.Model:
+        key = (request.node.callspec.params["family"], options.opset, options.precision)
+        if key not in captured:
+            captured.clear()
+            captured[key] = ir.serde.serialize_model(real(subject, options)).SerializeToString()
+        return ir.serde.deserialize_model(onnx.ModelProto.FromString(captured[key]))
+
+    monkeypatch.setattr(exporter, "capture", capture)
+
+
+def _matrix() -> list[Any]:
+    """The whole product; the default run takes two opsets a family, one in each precision, so that all of them occur."""
+    rows = []
+    for i, family in enumerate(FAMILIES):
+        for j, opset in enumerate(OPSETS):
+            for k, precision in enumerate(("fp32", "fp16")):
+                by_default = j % 2 == i % 2 and k == (j // 2 + i // 2) % 2
+                for target in ("generic", "ort-cpu"):
+                    marks = [] if by_default else [pytest.mark.slow]
+                    rows.append(pytest.param(family, opset, precision, target, marks=marks))
+    return rows
+
+
+@pytest.mark.parametrize(("family", "opset", "precision", "target"), _matrix())
+def test_family(family: str, opset: int, precision: str, target: str, tmp_path: Path, cached_capture: None) -> None:
+    model = make(family)
+    report = export_onnx(model, tmp_path / "m.onnx", opset=opset, precision=precision, target=target)  # type: ignore[arg-type]
+    assert report.verified and {check.batch for check in report.checks} == {1, 3, 8}
+    assert report.max_error is not None and report.max_error <= (1e-5 if precision == "fp32" else 5e-3)
+
+    proto = onnx.load(tmp_path / "m.onnx")
+    assert {entry.domain: entry.version for entry in proto.opset_import}[""] == opset
+    domains = {node.domain for node in proto.graph.node}
+    kinds = [node.op_type for node in proto.graph.node]
+    wanted = ATTENTIONS.get(family, 2)
+    if target == "generic":
+        assert domains == {""}
+        assert kinds.count("Attention") == (wanted if opset >= 23 else 0)
+    else:
+        assert kinds.count("MultiHeadAttention") == wanted
+        assert kinds.count("SkipLayerNormalization") >= 3
+    norms = kinds.count("LayerNormalization") + kinds.count("SkipLayerNormalization")
+    assert norms >= 4 and "ReduceMean" not in kinds[5:-5]
+
+    subject = make_subject(model)
+    images = torch.randn(5, 3, SIZE, SIZE)
+    with torch.inference_mode():
+        expected = subject.forward(images, "logits").numpy()
+    session = onnxruntime.InferenceSession(str(tmp_path / "m.onnx"), providers=["CPUExecutionProvider"])
+    got = session.run(None, {session.get_inputs()[0].name: images.numpy()})[0]
+    assert got.dtype == np.float32 and expected.std() > 0.01
+    scale = max(1.0, float(np.abs(expected).max()))
+    assert np.abs(got - expected).max() <= (2e-5 if precision == "fp32" else 2e-2) * scale
+
+
+def test_every_missing_fusion_is_a_visible_line(tmp_path: Path) -> None:
+    report = export_onnx(make("transformers_siglip"), tmp_path / "m.onnx", target="ort-cpu")
+    (attention,) = [f for f in report.fusions if f.name == "MultiHeadAttention"]
+    assert (attention.fused, attention.wanted) == (2, 3)
+    assert any("MultiHeadAttention: 2 of 3" in warning for warning in report.warnings)
+    assert "MultiHeadAttention: 2 of 3" in str(report)
