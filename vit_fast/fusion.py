@@ -118,7 +118,8 @@ class _Plan:
             if form is not None:
                 self._add(name, module, form)
             elif reason := _reason_to_leave(module):
-                self.seen.update(id(child) for child in module.modules() if fused_form(type(child)) is None)
+                self.seen.add(id(module))
+                self.seen.update(id(child) for child in module.modules() if not _has_its_own_row(child))
                 part = "norm + MLP" if "Block" in type(module).__name__ else "attention"
                 self.rows.append(_row(name, module, part, [reason]))
         self._add_unknown(model)
@@ -237,6 +238,10 @@ def _reason_to_leave(module: nn.Module) -> str | None:
     return None
 
 
+def _has_its_own_row(module: nn.Module) -> bool:
+    return fused_form(type(module)) is not None or _reason_to_leave(module) is not None
+
+
 def _give_class(module: nn.Module, form: type[FusedModule], backend: str, **attributes: Any) -> Undo:
     """Makes the module an instance of its fused class; gives back what undoes it."""
 
@@ -280,7 +285,8 @@ def _set_attributes(module: nn.Module, **attributes: Any) -> Undo:
 
 
 def _dtype(module: nn.Module) -> Any:
-    return next(parameter.dtype for parameter in module.parameters())
+    """The dtype of its weights; None when they are not Parameters, as in quantised layers."""
+    return next((parameter.dtype for parameter in module.parameters()), None)
 
 
 def _row(

@@ -181,7 +181,7 @@ def dropout_notes(name: str, p: float) -> list[str]:
 def linear_reasons(name: str, linear: Any) -> list[str]:
     """Why a linear's weight cannot be read past its forward: quantised, wrapped (LoRA), parametrized, sharded."""
     if type(linear) is not nn.Linear:
-        return [f"{name} is {describe(linear)}: accepted is torch.nn.Linear itself"]
+        return [f"{name} is a {class_path(linear)}: accepted is torch.nn.Linear itself"]
     return tensor_reasons(f"{name}.weight", linear.weight) + tensor_reasons(f"{name}.bias", linear.bias)
 
 
@@ -208,7 +208,7 @@ def describe(thing: object) -> str:
     return ("an " if name[:1] in "AEIO" else "a ") + name
 
 
-def triton_attention_reasons(head_dim: int, dtype: torch.dtype, backend: str) -> list[str]:
+def triton_attention_reasons(head_dim: int, dtype: torch.dtype | None, backend: str) -> list[str]:
     """Why the attention kernel cannot do this head, if it is the kernel that was chosen."""
     if backend != "triton":
         return []
@@ -217,7 +217,7 @@ def triton_attention_reasons(head_dim: int, dtype: torch.dtype, backend: str) ->
     reasons = []
     if not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM:
         reasons.append(f"a head is {head_dim} wide: the triton kernel takes {MIN_HEAD_DIM} to {MAX_HEAD_DIM}")
-    if dtype not in DTYPES:
+    if dtype is not None and dtype not in DTYPES:
         reasons.append(f"the weights are {dtype}: the triton kernel takes fp32, fp16 and bf16")
     return reasons
 

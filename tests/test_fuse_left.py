@@ -1,0 +1,383 @@
+"""What fuse leaves as it is and says why, and what a fused module does when it is changed afterwards."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fused_models import SUBJECTS, gradients
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+import vit_fast
+from vit_fast.integrations import common
+
+SETTINGS: dict[str, Any] = {"img_size": 32, "depth": 1, "embed_dim": 64, "num_heads": 2, "num_classes": 5}
+
+
+def tiny_timm(name: str = "vit_tiny_patch16_224", **settings: Any) -> nn.Module:
+    return pytest.importorskip("timm").create_model(name, **(SETTINGS | settings))
+
+
+def reasons_of(model: nn.Module, part: str | None = None) -> list[str]:
+    """Every reason that fuse gives; the model must compute the same before and after."""
+    report = vit_fast.fuse(model)
+    return [reason for module in report.left if part in (None, module.part) for reason in module.reasons]
+
+
+class LoraLinear(nn.Module):
+    """What peft does to a linear: it passes the weight on, and adds to the output."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight
+
+    @property
+    def bias(self) -> Tensor:
+        return self.base.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def wrap_fc1(block: nn.Module) -> None:
+    block.mlp.fc1 = LoraLinear(block.mlp.fc1)
+
+
+def parametrize_fc1(block: nn.Module) -> None:
+    nn.utils.parametrizations.weight_norm(block.mlp.fc1)
+
+
+def prune_fc2(block: nn.Module) -> None:
+    prune.l1_unstructured(block.mlp.fc2, "weight", amount=0.5)
+
+
+def hook_norm2(block: nn.Module) -> None:
+    block.norm2.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def pre_hook_activation(block: nn.Module) -> None:
+    block.mlp.act.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+
+
+def replace_mlp_forward(block: nn.Module) -> None:
+    mlp = block.mlp
+    mlp.forward = lambda x: mlp.fc2(mlp.act(mlp.fc1(x))) * 3
+
+
+def change_activation(block: nn.Module) -> None:
+    block.mlp.act = nn.Tanh()
+
+
+def quantize(block: nn.Module) -> None:
+    torch.backends.quantized.engine = torch.backends.quantized.supported_engines[-1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.ao announces its successor
+        torch.ao.quantization.quantize_dynamic(block, {nn.Linear}, dtype=torch.qint8, inplace=True)
+
+
+CHANGES: dict[str, tuple[Callable[[nn.Module], None], str]] = {
+    "LoRA": (wrap_fc1, "LoraLinear: accepted is torch.nn.Linear itself"),
+    "parametrization": (parametrize_fc1, "ParametrizedLinear: accepted is torch.nn.Linear itself"),
+    "pruning": (prune_fc2, "mlp.fc2 carries hooks, which would no longer run"),
+    "forward hook": (hook_norm2, "norm2 carries hooks, which would no longer run"),
+    "forward pre-hook": (pre_hook_activation, "mlp.act carries hooks, which would no longer run"),
+    "replaced forward": (replace_mlp_forward, "mlp.forward was replaced on the instance"),
+    "unknown activation": (change_activation, "mlp.act is a Tanh: accepted are gelu"),
+    "quantised linears": (quantize, "mlp.fc1 is a torch.ao.nn.quantized.dynamic.modules.linear.Linear: accepted"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_block_is_left_with_the_reason(change: str) -> None:
+    apply, reason = CHANGES[change]
+    model = tiny_timm().eval()
+    apply(model.blocks[0])
+    images = torch.randn(2, 3, 32, 32)
+    expected = model(images)
+    assert any(reason in found for found in reasons_of(model, "norm + MLP"))
+    torch.testing.assert_close(model(images), expected)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_after_fuse_is_honoured(change: str) -> None:
+    apply, _ = CHANGES[change]
+    model, images = tiny_timm().eval(), torch.randn(2, 3, 32, 32)
+    twin = copy.deepcopy(model)
+    vit_fast.fuse(model).require_all()
+    torch.manual_seed(5)
+    apply(model.blocks[0])
+    torch.manual_seed(5)
+    apply(twin.blocks[0])
+    torch.testing.assert_close(model(images), twin(images))
+
+
+def test_lora_around_the_projections_of_attention_is_kept() -> None:
+    model, images = tiny_timm().eval(), torch.randn(2, 3, 32, 32)
+    model.blocks[0].attn.qkv = LoraLinear(model.blocks[0].attn.qkv)
+    expected = model(images)
+    vit_fast.fuse(model).require_all()
+    torch.testing.assert_close(model(images), expected)
+    assert any(".up." in name for name in gradients(SUBJECTS["timm-vit"], model, {"x": images})[1])
+
+
+def test_subclasses_are_left_alone() -> None:
+    timm = pytest.importorskip("timm")
+    from timm.models.vision_transformer import Attention, Block
+
+    class Doubled(Block):
+        def forward(self, x: Tensor, **masks: Any) -> Tensor:
+            return super().forward(x) * 2
+
+    class Renamed(Attention):
+        pass
+
+    settings = SETTINGS | {"block_fn": Doubled, "attn_layer": Renamed}
+    model = timm.create_model("vit_tiny_patch16_224", **settings).eval()
+    images = torch.randn(2, 3, 32, 32)
+    expected = model(images)
+    report = vit_fast.fuse(model)
+    assert report.fused == ()
+    reasons = " | ".join(reason for module in report.left for reason in module.reasons)
+    assert "Doubled is a subclass of Block with a forward of its own" in reasons
+    assert reasons.endswith("Renamed is a subclass of Attention")
+    assert torch.equal(model(images), expected)
+    with pytest.raises(vit_fast.UnsupportedInputError) as error:
+        report.require_all()
+    assert len(error.value.reasons) == 2
+
+
+def test_a_forward_replaced_on_an_instance_or_in_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    from timm.models.vision_transformer import Block
+
+    model, images = tiny_timm().eval(), torch.randn(2, 3, 32, 32)
+    model.blocks[0].forward = lambda x, **masks: x
+    expected = model(images)
+    assert reasons_of(model, "norm + MLP") == ["its forward was replaced on the instance"]
+    torch.testing.assert_close(model(images), expected)
+    vit_fast.fuse(tiny_timm()).require_all()
+    monkeypatch.setattr(Block, "forward", lambda self, x, **masks: x)
+    assert reasons_of(tiny_timm(), "norm + MLP") == ["Block.forward has been replaced since vit_fast first saw it"]
+
+
+@pytest.mark.parametrize("rate", ["attn_drop_rate", "proj_drop_rate"])
+def test_dropout_in_training_is_left_and_in_evaluation_noted(rate: str) -> None:
+    part = "attention" if rate == "attn_drop_rate" else "norm + MLP"
+    training = tiny_timm(**{rate: 0.25}).train()
+    assert any("drops with probability 0.25 in training: call model.eval()" in r for r in reasons_of(training, part))
+    model, images = tiny_timm(**{rate: 0.25}).eval(), torch.randn(2, 3, 32, 32)
+    twin = copy.deepcopy(model)
+    report = vit_fast.fuse(model).require_all()
+    assert any("in training it runs as it was" in note for module in report.fused for note in module.notes)
+    torch.testing.assert_close(model(images), twin(images))
+    for trained in (model.train(), twin.train()):
+        torch.manual_seed(3)
+        trained.last = trained(images)
+    torch.testing.assert_close(model.last, twin.last)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "reason"),
+    [
+        ("eva02_tiny_patch14_224", {"img_size": 28}, "EvaBlock: it belongs to a model with rotary positions"),
+        ("vit_tiny_patch16_224", {"block_fn": "ResPostBlock"}, "ResPostBlock: it normalises after the MLP"),
+        ("vit_tiny_patch16_224", {"block_fn": "ParallelScalingBlock"}, "its attention and MLP share one linear"),
+        ("vit_tiny_patch16_224", {"mlp_layer": "SwiGLUPacked", "embed_dim": 48}, "mlp is a GluMlp"),
+        ("vit_tiny_patch16_224", {"scale_mlp_norm": True}, "mlp.norm is a LayerNorm: accepted is none"),
+        ("vit_tiny_patch16_224", {"norm_layer": "rmsnorm"}, "norm2 is a RmsNorm: accepted is LayerNorm"),
+        ("beit_base_patch16_224", {}, "is not a class vit_fast knows"),
+    ],
+)
+def test_relatives_that_compute_something_else(name: str, settings: dict[str, Any], reason: str) -> None:
+    timm = pytest.importorskip("timm")
+    made = {
+        key: getattr(timm.models.vision_transformer, value, None) or getattr(timm.layers, value, value)
+        if isinstance(value, str)
+        else value
+        for key, value in settings.items()
+    }
+    model = tiny_timm(name, **made).eval()
+    images = torch.randn(2, 3, made.get("img_size", 32), made.get("img_size", 32))
+    expected = model(images)
+    assert any(reason in found for found in reasons_of(model))
+    torch.testing.assert_close(model(images), expected)
+
+
+def test_transformers_models_that_return_attention_weights() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        hidden_size=64, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, image_size=32
+    )
+    model = transformers.ViTModel(config).eval()
+    images = torch.randn(2, 3, 32, 32)
+    vit_fast.fuse(model).require_all()
+    hidden = model(images, output_hidden_states=True).hidden_states
+    assert len(hidden) == 2
+    model.set_attn_implementation("eager")
+    (weights,) = model(images, output_attentions=True).attentions
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 2, 5))
+    vit_fast.unfuse(model)
+    reasons = reasons_of(model, "attention")
+    assert len(reasons) == 1
+    assert "attn_implementation='eager' returns attention weights" in reasons[0]
+
+
+def test_text_towers_keep_their_causal_attention() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    config = transformers.CLIPConfig(
+        text_config=sizes | {"vocab_size": 50}, vision_config=sizes | {"image_size": 32, "patch_size": 16}
+    )
+    model = transformers.CLIPModel(config).eval()
+    inputs = {
+        "input_ids": torch.randint(0, 50, (2, 7)),
+        "attention_mask": torch.tensor([[1] * 7, [1] * 4 + [0] * 3]),
+        "pixel_values": torch.randn(2, 3, 32, 32),
+    }
+    expected = model(**inputs).logits_per_image
+    report = vit_fast.fuse(model)
+    assert [module.reasons for module in report.left] == [("it belongs to a text model: causal and padding masks",)]
+    torch.testing.assert_close(model(**inputs).logits_per_image, expected)
+
+
+def test_masks_given_at_a_call_reach_the_original() -> None:
+    layer = nn.TransformerEncoderLayer(64, 2, 64, norm_first=True, dropout=0.0, batch_first=True).eval()
+    x, mask = torch.randn(2, 5, 64), nn.Transformer.generate_square_subsequent_mask(5)
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    timm_model = tiny_timm().eval()
+    block, tokens = timm_model.blocks[0], torch.randn(2, 5, 64)
+    bias = torch.randn(1, 1, 5, 5)
+    with torch.enable_grad():
+        expected = [
+            layer(x, src_mask=mask),
+            layer(x, src_key_padding_mask=padding),
+            layer.self_attn(x, x, x)[1],
+            layer.self_attn(x[:, :1], x, x, need_weights=False)[0],
+            block(tokens, attn_mask=bias),
+            block(tokens, is_causal=True),
+        ]
+        vit_fast.fuse(layer).require_all()
+        vit_fast.fuse(timm_model).require_all()
+        found = [
+            layer(x, src_mask=mask),
+            layer(x, src_key_padding_mask=padding),
+            layer.self_attn(x, x, x)[1],
+            layer.self_attn(x[:, :1], x, x, need_weights=False)[0],
+            block(tokens, attn_mask=bias),
+            block(tokens, is_causal=True),
+        ]
+    for after, before in zip(found, expected, strict=True):
+        torch.testing.assert_close(after, before)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"add_bias_kv": True}, "it appends learned tokens"),
+        ({"add_zero_attn": True}, "it appends a zero token"),
+        ({"kdim": 32}, "its keys and values have widths of their own"),
+        ({"dropout": 0.5}, "attention drops with probability 0.5 in training"),
+    ],
+)
+def test_multihead_attention_that_is_more_than_attention(options: dict[str, Any], reason: str) -> None:
+    (found,) = reasons_of(nn.MultiheadAttention(64, 2, **options))
+    assert found.startswith(reason)
+
+
+def test_post_norm_layers_are_left_but_their_attention_is_fused() -> None:
+    report = vit_fast.fuse(nn.TransformerEncoderLayer(64, 2, 64, dropout=0.0))
+    assert [module.part for module in report.fused] == ["attention"]
+    assert report.left[0].reasons == ("it normalises after the residual: accepted is norm_first=True",)
+
+
+def test_nothing_is_half_fused_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = SUBJECTS["timm-vit"].build()
+    classes = [type(module) for module in model.modules()]
+    attributes = [dict(vars(module)) for module in model.modules()]
+    prepare, calls = common.FusedNormMlp.prepare, []
+
+    def fail_the_second_time(self: common.FusedNormMlp) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise MemoryError("the second block")
+        prepare(self)
+
+    monkeypatch.setattr(common.FusedNormMlp, "prepare", fail_the_second_time)
+    with pytest.raises(MemoryError, match="the second block"):
+        vit_fast.fuse(model)
+    assert [type(module) for module in model.modules()] == classes
+    assert [dict(vars(module)) for module in model.modules()] == attributes
+
+
+def test_bad_arguments_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_timm()
+    classes = [type(module) for module in model.modules()]
+    with pytest.raises(ValueError, match="backend='fast': accepted are 'auto', 'eager', 'sdpa', 'triton'"):
+        vit_fast.fuse(model, backend="fast")
+    with pytest.raises(TypeError, match="model is a dict"):
+        vit_fast.fuse({})
+    with pytest.raises(vit_fast.UnsupportedInputError, match="the tensors are on meta"):
+        vit_fast.fuse(model.to("meta"), backend="triton")
+    assert [type(module) for module in model.modules()] == classes
+
+
+def test_heads_that_the_triton_kernel_does_not_take_are_left() -> None:
+    model = tiny_timm(embed_dim=64, num_heads=8)
+    report = vit_fast.fuse(model, backend="triton")
+    assert [module.part for module in report.left] == ["attention"]
+    assert report.left[0].reasons == ("a head is 8 wide: the triton kernel takes 16 to 128",)
+
+
+def test_timm_builds_models_of_our_classes_through_its_own_hooks() -> None:
+    pytest.importorskip("timm")
+    from vit_fast.integrations.timm import FusedAttention, FusedBlock
+
+    ours = tiny_timm(block_fn=FusedBlock, attn_layer=FusedAttention).eval()
+    plain = tiny_timm().eval()
+    assert type(ours.blocks[0]) is FusedBlock
+    assert type(ours.blocks[0].attn) is FusedAttention
+    ours.load_state_dict(plain.state_dict())
+    images = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(ours(images), plain(images))
+    with pytest.raises(ValueError, match=r"FusedBlock cannot be built so: mlp.act is a Tanh"):
+        tiny_timm(block_fn=FusedBlock, act_layer=nn.Tanh)
+
+
+@pytest.mark.parametrize("model", ["ViT", "CLIPVision", "Siglip2Vision"])
+def test_transformers_attention_interface(model: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    import vit_fast.integrations.transformers as integration
+
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    sizes |= {"num_patches": 4} if "2" in model else {"image_size": 32, "patch_size": 16}
+    config = getattr(transformers, f"{model}Config")(**sizes)
+    made = getattr(transformers, f"{model}Model")
+    plain = made(config).eval()
+    ours = made._from_config(config, attn_implementation=integration.ATTENTION_NAME).eval()
+    ours.load_state_dict(plain.state_dict())
+    inputs: dict[str, Tensor] = {"pixel_values": torch.randn(2, 3, 32, 32)}
+    if "2" in model:  # the second picture is padded: the mask must be honoured
+        inputs = SUBJECTS["transformers-siglip2"].inputs()
+        inputs["pixel_attention_mask"][1, 2:] = 0
+        inputs["spatial_shapes"][1, 0] = 1
+    torch.testing.assert_close(ours(**inputs).pooler_output, plain(**inputs).pooler_output)
+
+
+def test_layers_keep_the_names_by_which_wrapping_policies_find_them() -> None:
+    model = SUBJECTS["transformers-vit"].build()
+    vit_fast.fuse(model)
+    layer = model.vit.layers[0]
+    assert type(layer).__name__ == "ViTLayer"
+    assert type(layer).__name__ in model._no_split_modules
+    assert isinstance(layer, pytest.importorskip("transformers.models.vit.modeling_vit").ViTLayer)
+    assert repr(layer).startswith("FusedViTLayer(")
