@@ -93,7 +93,8 @@ def fixed_pos_embed(kind: str, grid: Size, dim: int, device: torch.device | None
         embedding = sincos_1d(torch.arange(grid[0] * grid[1], dtype=torch.float64, device=device), dim)
     else:
         per_row, per_column = sincos_1d(rows, dim // 2), sincos_1d(columns, dim // 2)
-        embedding = torch.cat([per_column.repeat(grid[0], 1), per_row.repeat_interleave(grid[1], dim=0)], dim=1)
+        planes = per_column[None].expand(grid[0], -1, -1), per_row[:, None].expand(-1, grid[1], -1)
+        embedding = torch.cat(planes, dim=2).flatten(0, 1)
     return embedding[None].float()
 
 
