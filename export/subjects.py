@@ -110,8 +110,8 @@ def prepared(subject: Subject, backend: str, dynamic_size: bool) -> Iterator[Non
     with contextlib.ExitStack() as undo:
         for module in subject.model.modules():
             ours = type(module).__module__.startswith("vit_fast.")
-            for attribute in ("backend", "fused_backend"):
-                if isinstance(getattr(module, attribute, None), str) and (ours or attribute == "fused_backend"):
+            for attribute in ("backend", "vit_fast_backend"):
+                if isinstance(getattr(module, attribute, None), str) and (ours or attribute != "backend"):
                     _set(undo, module, attribute, backend)
         _PREPARE[subject.library](undo, subject, dynamic_size)
         yield

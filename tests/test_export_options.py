@@ -1,0 +1,253 @@
+"""What can be asked of export_onnx: sizes, preprocessing, outputs, int8, external data, fused models, the model left alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+import vit_fast
+from onnx_models import make, ours, randomised, timm_vit
+from torch import nn
+from vit_fast.config import DataConfig
+from vit_fast.data import default_photograph, make_transform, read_image
+from vit_fast.export import OnnxRunner, export_onnx, files, inspect_onnx
+
+SIZES = [(32, 32), (32, 64), (64, 32), (40, 48), (96, 96), (8, 8)]
+CENTRE = DataConfig(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225), crop_pct=0.875, interpolation="bilinear")
+
+
+def session_of(path: Path) -> Any:
+    return onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+
+
+def run(path: Path, images: np.ndarray) -> np.ndarray:
+    session = session_of(path)
+    result: np.ndarray = session.run(None, {session.get_inputs()[0].name: images})[0]
+    return result
+
+
+def photograph() -> Any:
+    return read_image(default_photograph())
+
+
+@pytest.mark.parametrize("family", ["vit", "dinov2_registers", "sincos", "timm", "transformers_vit"])
+def test_dynamic_size_and_batch(family: str, tmp_path: Path) -> None:
+    """Six sizes x three batches from one file, positions interpolated inside the graph."""
+    model = make(family)
+    report = export_onnx(model, tmp_path / "m.onnx", dynamic_size=True, target="ort-cpu")
+    assert report.verified and len({check.image_hw for check in report.checks}) == 3
+    reference = _any_size(family, model)
+    session = session_of(tmp_path / "m.onnx")
+    assert session.get_inputs()[0].shape == ["batch", 3, "8*rows", "8*columns"]
+    for size in SIZES:
+        images = torch.randn(8, 3, *size)
+        with torch.inference_mode():
+            expected = reference(images).numpy()
+        for batch in (1, 3, 8):
+            got = session.run(None, {"images": images[:batch].numpy()})[0]
+            np.testing.assert_allclose(got, expected[:batch], rtol=0, atol=1e-5 * max(1, np.abs(expected).max()))
+
+
+def _any_size(family: str, model: nn.Module) -> Any:
+    if family == "transformers_vit":
+        return lambda images: model(pixel_values=images, interpolate_pos_encoding=True).logits
+    remade = timm_vit(dynamic_img_size=True) if family == "timm" else vit_fast.VisionTransformer(
+        model.config.replace(dynamic_img_size=True)  # type: ignore[union-attr, operator]
+    )  # fmt: skip
+    remade.load_state_dict(model.state_dict())
+    return remade.eval()
+
+
+@pytest.mark.parametrize(
+    ("data_config", "img_size"),
+    [(DataConfig(), 32), (CENTRE, (48, 32)), (DataConfig(crop_mode="squash", crop_pct=1.0), 32)],
+    ids=["bicubic", "bilinear_rectangle", "squash"],
+)
+def test_preprocessing_in_the_graph(data_config: DataConfig, img_size: Any, tmp_path: Path) -> None:
+    """uint8 photographs, whole and in other shapes, against Pillow and eager."""
+    model: Any = randomised(ours(img_size=img_size))
+    model.data_config = data_config
+    export_onnx(model, tmp_path / "m.onnx", preprocess=True, output="probabilities")
+    session = session_of(tmp_path / "m.onnx")
+    assert session.get_inputs()[0].type == "tensor(uint8)"
+    transform = make_transform(data_config, model.config.image_hw)
+    for size in (photograph().size, (300, 120), (77, 200)):
+        image = photograph().resize(size)
+        prepared = transform(image)[None]
+        with torch.inference_mode():
+            expected = model(prepared).softmax(-1).numpy()
+            shifted = model(prepared + 0.5).softmax(-1).numpy()
+        got = session.run(None, {"pixels": np.asarray(image)[None]})[0]
+        np.testing.assert_allclose(got.sum(), 1, atol=1e-5)
+        # One grey level of rounding in some pixels; a real difference of preprocessing moves the output much further.
+        assert np.abs(got - expected).max() < 0.02 * np.abs(shifted - expected).max() + 1e-4
+
+
+def test_preprocessing_equals_torchvision(tmp_path: Path) -> None:
+    from torchvision import transforms
+
+    model: Any = randomised(ours())
+    model.data_config = CENTRE
+    export_onnx(model, tmp_path / "m.onnx", preprocess=True, target="ort-cpu")
+    pipeline = transforms.Compose(
+        [
+            transforms.Resize(36, interpolation=transforms.InterpolationMode.BILINEAR),
+            transforms.CenterCrop(32),
+            transforms.ToTensor(),
+            transforms.Normalize(CENTRE.mean, CENTRE.std),
+        ]
+    )
+    with torch.inference_mode():
+        expected = model(pipeline(photograph())[None]).numpy()
+    got = run(tmp_path / "m.onnx", np.asarray(photograph())[None])
+    assert np.abs(got - expected).max() < 1e-2 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("family", ["vit", "timm", "transformers_vit", "torchvision"])
+def test_features(family: str, tmp_path: Path) -> None:
+    model: Any = make(family)
+    report = export_onnx(model, tmp_path / "m.onnx", output="features", dynamic_batch=False)
+    assert report.output == "features" and report.top1_agreement is None
+    images = torch.randn(1, 3, 32, 32)
+    with torch.inference_mode():
+        if family == "transformers_vit":
+            expected = model.vit(images).last_hidden_state[:, 0]
+        elif family == "torchvision":
+            heads, model.heads = model.heads, nn.Identity()
+            expected = model(images)
+            model.heads = heads
+        else:
+            expected = model.forward_head(model.forward_features(images), pre_logits=True)
+    np.testing.assert_allclose(run(tmp_path / "m.onnx", images.numpy()), expected.numpy(), atol=1e-5)
+    assert session_of(tmp_path / "m.onnx").get_inputs()[0].shape == [1, 3, 32, 32]
+
+
+@pytest.mark.parametrize("precision", ["int8", "int8-dynamic"])
+def test_int8(precision: Any, tmp_path: Path) -> None:
+    """Calibrated on real images; every linear of the blocks is int8, what is left float is as it was."""
+    model = make("vit")
+    calibration = {"calibration": [default_photograph()]} if precision == "int8" else {}
+    report = export_onnx(model, tmp_path / "m.onnx", precision=precision, target="ort-cpu", **calibration)  # type: ignore[arg-type]
+    assert report.verified and report.top1_agreement is not None
+    assert 1e-4 < max(check.rms_error for check in report.checks) < 0.1
+    weights = {t.name: t.data_type for t in onnx.load(tmp_path / "m.onnx").graph.initializer if len(t.dims) == 2}
+    integers = [name for name, kind in weights.items() if kind == onnx.TensorProto.INT8]
+    assert len(integers) == 8
+    plain = export_onnx(model, tmp_path / "plain.onnx", target="ort-cpu")
+    assert report.bytes < 0.6 * plain.bytes
+
+
+def test_int8_for_tensorrt_is_symmetric(tmp_path: Path) -> None:
+    report = export_onnx(
+        make("vit"), tmp_path / "m.onnx", precision="int8", target="tensorrt", calibration=[default_photograph()]
+    )
+    proto = onnx.load(tmp_path / "m.onnx")
+    zeros = {t.name: onnx.numpy_helper.to_array(t) for t in proto.graph.initializer if ".zero" in t.name}
+    assert zeros and all(z.dtype == np.int8 and not z.any() for z in zeros.values())
+    assert any("slower than fp16 on a GPU" in warning for warning in report.warnings)
+
+
+def test_a_fused_model_exports_to_the_same_graph(tmp_path: Path) -> None:
+    """Eager, sdpa and triton backends, and a fused timm model against the plain one: the same nodes, the same weights."""
+    ours_model: Any = make("vit")
+    graphs = []
+    for backend in ("eager", "sdpa", "triton"):
+        vit_fast.set_backend(ours_model, backend)
+        export_onnx(ours_model, tmp_path / "m.onnx", target="ort-cpu")
+        graphs.append(_graph(tmp_path / "m.onnx"))
+        assert ours_model.blocks[0].backend == backend
+    assert graphs[0] == graphs[1] == graphs[2]
+
+    peer = make("timm")
+    export_onnx(peer, tmp_path / "plain.onnx", target="ort-cpu")
+    vit_fast.fuse(peer, backend="triton")
+    report = export_onnx(peer, tmp_path / "fused.onnx", target="ort-cpu")
+    assert report.verified and all(fusion.complete for fusion in report.fusions)
+    plain, fused = _graph(tmp_path / "plain.onnx"), _graph(tmp_path / "fused.onnx")
+    assert sorted(plain) == sorted(fused)
+
+
+def _graph(path: Path) -> list[str]:
+    graph = onnx.load(path).graph
+    weights = {t.name: hash(t.raw_data) for t in graph.initializer if len(t.dims) >= 1}
+    return [f"{n.op_type} {[weights.get(name) for name in n.input if name in weights]}" for n in graph.node]
+
+
+def test_a_fused_transformers_model(tmp_path: Path) -> None:
+    model = make("transformers_vit")
+    vit_fast.fuse(model, backend="sdpa")
+    report = export_onnx(model, tmp_path / "m.onnx", target="ort-cpu")
+    assert report.verified and all(fusion.complete for fusion in report.fusions)
+
+
+def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
+    model: Any = make("vit").half().train()
+    before = {name: (id(p), p.dtype) for name, p in model.named_parameters()}
+    config = model.config
+    export_onnx(model, tmp_path / "m.onnx", dynamic_size=True, precision="fp16", target="ort-cuda")
+    assert {name: (id(p), p.dtype) for name, p in model.named_parameters()} == before
+    assert model.training and model.config is config and model.patch_embed.config is config
+    assert model.blocks[0].backend == "eager"
+
+
+def test_weights_beside_the_file_when_they_are_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above protobuf's limit (lowered here) the weights go beside without being asked; inside is refused."""
+    model = make("vit")
+    monkeypatch.setattr(files, "PROTOBUF_LIMIT", 10_000)
+    report = export_onnx(model, tmp_path / "big.onnx")
+    assert report.external_data == "big.onnx.data" and report.verified
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["big.onnx", "big.onnx.data"]
+    assert (tmp_path / "big.onnx").stat().st_size < 60_000
+    assert inspect_onnx(tmp_path / "big.onnx").metadata["verification"]["checks"]
+    images = torch.randn(2, 3, 32, 32)
+    with torch.inference_mode():
+        np.testing.assert_allclose(OnnxRunner(tmp_path / "big.onnx", "cpu")(images), model(images), atol=1e-5)
+    with pytest.raises(ValueError, match="do not fit into one file"):
+        export_onnx(model, tmp_path / "inside.onnx", external_data=False)
+    assert not (tmp_path / "inside.onnx").exists()
+
+
+@pytest.mark.slow
+def test_a_model_over_two_gigabytes(tmp_path: Path) -> None:
+    """ViT-H in fp32 with random weights: 2.5 GB."""
+    report = export_onnx(vit_fast.create_model("vit_huge_patch14_224"), tmp_path / "huge.onnx", target="ort-cpu")
+    assert report.verified and report.external_data == "huge.onnx.data" and report.bytes > 2**31
+
+
+def test_report_and_metadata(tmp_path: Path) -> None:
+    names = [f"class {i}" for i in range(10)]
+    report = export_onnx(make("vit"), tmp_path / "m.onnx", class_names=names, source="a test")
+    content = json.loads(report.to_json())
+    assert content["verified"] and content["nodes"]["MatMul"] and content["seconds"]["verify"] > 0
+    assert content["bytes"] == (tmp_path / "m.onnx").stat().st_size
+    assert "eager fp64" in str(report)
+    info = inspect_onnx(tmp_path / "m.onnx")
+    assert info.class_names == tuple(names) and info.data_config == DataConfig() and info.output == "logits"
+    assert info.metadata["source"] == "a test" and info.metadata["config"]["embed_dim"] == 32
+    assert info.metadata["verification"]["reference"].startswith("eager fp64")
+    assert set(info.metadata["versions"]) >= {"vit-fast", "torch", "onnx"}
+    text = (tmp_path / "m.onnx").read_bytes()
+    assert b"/site-packages/" not in text and str(Path.home()).encode() not in text  # no path of this machine
+
+
+def test_bf16_is_written_and_not_passed_off_as_verified(tmp_path: Path) -> None:
+    report = export_onnx(make("vit"), tmp_path / "m.onnx", precision="bf16", opset=23, target="ort-cuda", verify=False)
+    assert not report.verified and "not verified: verify=False" in report.warnings
+    kinds = {t.data_type for t in onnx.load(tmp_path / "m.onnx").graph.initializer if len(t.dims) == 2}
+    assert kinds == {onnx.TensorProto.BFLOAT16}
+    onnx.checker.check_model(str(tmp_path / "m.onnx"))
+
+
+@pytest.mark.slow
+def test_vit_base_error(tmp_path: Path) -> None:
+    model = vit_fast.create_model("vit_base_patch16_224")
+    fp32 = export_onnx(model, tmp_path / "m.onnx", target="ort-cpu", preprocess=True)
+    fp16 = export_onnx(model, tmp_path / "m.onnx", target="ort-cuda", precision="fp16")
+    assert fp32.max_error is not None and fp32.max_error <= 1e-5
+    assert fp16.max_error is not None and fp16.max_error <= 5e-3
