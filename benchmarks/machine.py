@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import importlib.metadata
 import os
 import platform
@@ -13,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from .timing import Protocol, time_interleaved
+from .timing import Protocol, time_call
 
 PACKAGES = ("torch", "triton", "timm", "transformers", "torchvision", "onnxruntime", "onnxruntime-gpu", "numpy")
 
@@ -54,17 +56,21 @@ def measure_ceilings(device: torch.device | str, dtypes: Sequence[torch.dtype]) 
     matmul = {}
     for dtype in dict.fromkeys(dtypes):
         left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        timing = time_interleaved({"matmul": lambda _, a=left, b=right: a @ b}, device, CEILING_PROTOCOL)["matmul"]
+        timing = time_call(functools.partial(_matmul, left, right), device, CEILING_PROTOCOL)
         matmul[short_name(dtype)] = 2 * size**3 / (timing.ms * 1e9)
     source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    timing = time_interleaved({"copy": lambda _: target.copy_(source)}, device, CEILING_PROTOCOL)["copy"]
+    timing = time_call(lambda _: target.copy_(source), device, CEILING_PROTOCOL)
     return {
         "copy_GB_per_s": 2 * nbytes / (timing.ms * 1e6),
         "copy_bytes": nbytes,
         "matmul_TFLOP_per_s": matmul,
         "matmul_size": size,
     }
+
+
+def _matmul(left: Tensor, right: Tensor, _: int) -> Tensor:
+    return left @ right
 
 
 def short_name(dtype: torch.dtype) -> str:

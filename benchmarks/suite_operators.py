@@ -98,8 +98,8 @@ def _measure(
         output = function(*inputs)
     except UnsupportedInputError as refusal:
         pytest.skip(str(refusal))
-    except RuntimeError as error:
-        if "No available kernel" in str(error) or "No viable backend" in str(error):
+    except RuntimeError as failure:
+        if "No available kernel" in str(failure) or "No viable backend" in str(failure):
             pytest.skip("torch has no such attention kernel here")
         raise
     error = float((output - expected).abs().max())
