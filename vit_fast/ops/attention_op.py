@@ -15,10 +15,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from ..errors import UnsupportedInputError
 from .backends import triton_unavailable_reasons
+from .flops import register_flop_formula
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MIN_HEAD_DIM = 16

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from .checks import (
     contiguous_rows,
@@ -28,6 +27,7 @@ from .checks import (
     rows_of,
     statistics_pair,
 )
+from .flops import register_flop_formula
 from .prepared import in_dtype, prepared, prepared_in_dtype
 
 

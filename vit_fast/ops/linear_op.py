@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from .checks import (
     contiguous_rows,
@@ -25,6 +24,7 @@ from .checks import (
     rows_of,
     statistics_pair,
 )
+from .flops import register_flop_formula
 from .prepared import prepared, prepared_in_dtype
 
 
