@@ -1,0 +1,120 @@
+"""Pictures as bytes: normalisation folded into the patch embedding."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from fused_models import SUBJECTS, Subject
+from torch import Tensor, nn
+
+import vit_fast
+from vit_fast.integrations.patch_embed import FusedPatchConv
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+NAMES = [name for name in SUBJECTS if name not in ("transformers-siglip2", "torch-encoder")]
+
+
+def bytes_for(subject: Subject) -> tuple[str, Tensor]:
+    ((name, images),) = subject.inputs().items()
+    return name, torch.randint(0, 256, images.shape, dtype=torch.uint8)
+
+
+def normalised(pictures: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    mean, std = (torch.tensor(values, dtype=torch.float64)[:, None, None] for values in (MEAN, STD))
+    return ((pictures.double() / 255 - mean) / std).to(dtype)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bytes_give_what_normalised_images_gave(name: str) -> None:
+    subject = SUBJECTS[name]
+    model = subject.build().eval()
+    argument, pictures = bytes_for(subject)
+    with torch.no_grad():
+        expected = subject.run(model, {argument: normalised(pictures)})
+        report = vit_fast.fuse(model, backend="sdpa", normalize=(MEAN, STD))
+        assert [module.part for module in report.fused].count("normalisation") == 1
+        for given in (pictures, pictures.float(), pictures.contiguous(memory_format=torch.channels_last)):
+            torch.testing.assert_close(subject.run(model, {argument: given}), expected, rtol=1e-4, atol=1e-4)
+        vit_fast.unfuse(model)
+        torch.testing.assert_close(subject.run(model, {argument: normalised(pictures)}), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_rounds_no_more_than_normalising_first(dtype: torch.dtype) -> None:
+    conv = nn.Conv2d(3, 64, 16, stride=16)
+    nn.init.trunc_normal_(conv.weight, std=0.02)
+    pictures = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8)
+    exact = copy.deepcopy(conv).double()(normalised(pictures, torch.float64))
+    conv = conv.to(dtype)
+    before = (conv(normalised(pictures, dtype)).double() - exact).square().mean()
+    vit_fast.fuse(conv, normalize=(MEAN, STD))
+    assert (conv(pictures).double() - exact).square().mean() <= 2 * before
+
+
+def test_parameters_are_shared_and_trained_through_the_folding() -> None:
+    subject = SUBJECTS["timm-vit"]
+    model = subject.build()
+    twin = copy.deepcopy(model)
+    weight = model.patch_embed.proj.weight
+    _, pictures = bytes_for(subject)
+    vit_fast.fuse(model, normalize=(MEAN, STD))
+    assert model.patch_embed.proj.weight is weight
+    assert model.state_dict().keys() == twin.state_dict().keys()
+    model(pictures).square().sum().backward()
+    twin(normalised(pictures)).square().sum().backward()
+    torch.testing.assert_close(weight.grad, twin.patch_embed.proj.weight.grad, rtol=1e-3, atol=1e-2)
+    torch.testing.assert_close(model.patch_embed.proj.bias.grad, twin.patch_embed.proj.bias.grad, rtol=1e-3, atol=1e-2)
+
+
+def test_it_compiles_pickles_and_may_be_given_again() -> None:
+    subject = SUBJECTS["timm-vit"]
+    model = subject.build().eval()
+    _, pictures = bytes_for(subject)
+    vit_fast.fuse(model, normalize=(MEAN, STD))
+    with torch.no_grad():
+        expected = model(pictures)
+        loaded = pickle.loads(pickle.dumps(model))
+        assert type(loaded.patch_embed.proj) is FusedPatchConv
+        torch.testing.assert_close(loaded(pictures), expected)
+        compiled = torch.compile(loaded, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(pictures), expected)
+        vit_fast.fuse(model, normalize=((0.5,) * 3, (0.5,) * 3))
+        assert not torch.allclose(model(pictures), expected)
+        vit_fast.fuse(model, normalize=(MEAN, STD))
+        torch.testing.assert_close(model(pictures), expected)
+        vit_fast.fuse(model)  # says nothing about normalisation: it stays
+        torch.testing.assert_close(model(pictures), expected)
+
+
+@pytest.mark.parametrize(
+    ("normalize", "message"),
+    [
+        (((0.5,) * 3, (0.5, 0.5)), "as many means as standard deviations"),
+        (((0.5,) * 3, (0.5, 0.5, 0.0)), "those positive"),
+        ((0.5, 0.5), "each a number a channel"),
+        ("imagenet", "each a number a channel"),
+        (((0.5,), (0.5,)), "takes 3 channels: normalize has 1"),
+    ],
+)
+def test_normalisations_that_do_not_fit_change_nothing(normalize: object, message: str) -> None:
+    model = SUBJECTS["timm-vit"].build()
+    classes = [type(module) for module in model.modules()]
+    with pytest.raises(ValueError, match=message):
+        vit_fast.fuse(model, normalize=normalize)
+    assert [type(module) for module in model.modules()] == classes
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.Linear(3, 3), "no convolution that could be its patch embedding"),
+        (nn.Conv2d(3, 8, 3, padding=1), r"it pads by \(1, 1\)"),
+        (nn.Conv2d(3, 6, 2, stride=2, groups=3), "it has 3 groups"),
+    ],
+)
+def test_models_whose_first_layer_cannot_take_it(model: nn.Module, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        vit_fast.fuse(model, normalize=(MEAN, STD))

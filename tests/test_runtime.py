@@ -1,0 +1,202 @@
+"""compile and GraphRunner: graphs without breaks, one for every batch, and what happens without CUDA."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from fused_models import SUBJECTS
+from torch import nn
+
+import vit_fast
+from vit_fast.runtime import pick_batches
+
+
+@pytest.fixture(autouse=True)
+def _forget_compiled_graphs() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traces as torch.compile does, without generating code: what is tested is the graphs, not Inductor."""
+    compile_ = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda model, *, mode, **options: compile_(model, backend="aot_eager", **options)
+    )
+
+
+@pytest.mark.parametrize("name", ["timm-vit", "transformers-vit"])
+@pytest.mark.usefixtures("quick_compiler")
+def test_one_graph_serves_every_batch_size(name: str) -> None:
+    subject = SUBJECTS[name]
+    model = subject.build().eval()
+    vit_fast.fuse(model, backend="sdpa")
+    compiled = vit_fast.compile(model, dynamic_batch=True)
+    ((argument, _),) = subject.inputs().items()
+    with torch.no_grad():
+        for batch in (4, 1):
+            compiled(**{argument: torch.randn(batch, 3, 32, 32)})
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for batch in (2, 3, 7, 1, 16):
+                images = torch.randn(batch, 3, 32, 32)
+                found = subject.run(compiled, {argument: images})
+                torch.testing.assert_close(found, subject.run(model, {argument: images}))
+
+
+@pytest.mark.usefixtures("quick_compiler")
+def test_without_dynamic_batch_each_size_is_compiled() -> None:
+    model = SUBJECTS["timm-vit"].build().eval()
+    compiled = vit_fast.compile(model)
+    compiled(torch.randn(2, 3, 32, 32))
+    with torch.compiler.set_stance("fail_on_recompile"), pytest.raises(RuntimeError, match="recompile"):
+        compiled(torch.randn(3, 3, 32, 32))
+
+
+@pytest.mark.usefixtures("quick_compiler")
+def test_a_graph_break_is_an_error_unless_allowed() -> None:
+    class Breaking(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch._dynamo.graph_break()
+            return x + 1
+
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        vit_fast.compile(Breaking())(torch.zeros(2, 3))
+    assert vit_fast.compile(Breaking(), fullgraph=False)(torch.zeros(2, 3)).sum() == 6
+
+
+def test_inductor_computes_what_the_model_does() -> None:
+    timm = pytest.importorskip("timm")
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, embed_dim=32, num_heads=2, num_classes=3)
+    vit_fast.fuse(model.eval())
+    compiled = vit_fast.compile(model, mode="default")
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(images), model(images))
+
+
+def test_compile_names_its_modes() -> None:
+    with pytest.raises(ValueError, match="mode='fast': accepted are 'default', 'reduce-overhead', 'max-autotune'"):
+        vit_fast.compile(nn.Linear(2, 2), mode="fast")
+
+
+@pytest.mark.parametrize(
+    ("batch", "pieces"),
+    [
+        (1, [(1, 1)]),
+        (2, [(2, 8)]),
+        (8, [(8, 8)]),
+        (9, [(9, 32)]),
+        (32, [(32, 32)]),
+        (33, [(32, 32), (1, 1)]),
+        (70, [(32, 32), (32, 32), (6, 8)]),
+        (0, []),
+    ],
+)
+def test_a_batch_takes_the_smallest_graph_that_fits(batch: int, pieces: list[tuple[int, int]]) -> None:
+    assert pick_batches(batch, (1, 8, 32)) == pieces
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
+def test_graph_runner_without_cuda_says_so_or_runs_plainly() -> None:
+    model, example = SUBJECTS["timm-vit"].build(), torch.randn(1, 3, 32, 32)
+    with pytest.raises(vit_fast.UnsupportedInputError) as error:
+        vit_fast.GraphRunner(model, example)
+    assert error.value.reasons == (
+        "this machine has no CUDA device",
+        "example is on cpu: accepted is a CUDA device",
+        "fallback='eager' runs the model plainly",
+    )
+    runner = vit_fast.GraphRunner(model, example, fallback="eager")
+    assert not runner.captured
+    images = torch.randn(5, 3, 32, 32)
+    torch.testing.assert_close(runner(images), model(images))
+    with pytest.raises(ValueError, match=r"images are \(5, 3, 16, 32\) torch.float32 on cpu: accepted are \[B, 3, 32"):
+        runner(images[:, :, :16])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_sizes": ()}, "one or more positive numbers"),
+        ({"batch_sizes": (0, 4)}, "one or more positive numbers"),
+        ({"fallback": "cpu"}, "fallback='cpu': accepted are 'error', 'eager'"),
+        ({"example": torch.zeros(3)}, r"example has shape \(3,\)"),
+    ],
+)
+def test_graph_runner_refuses_what_it_cannot_use(arguments: dict[str, object], message: str) -> None:
+    given: dict[str, object] = {"example": torch.zeros(1, 3, 32, 32), "fallback": "eager"} | arguments
+    with pytest.raises(ValueError, match=message):
+        vit_fast.GraphRunner(nn.Identity(), **given)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["timm-vit", "transformers-vit", "torchvision-vit", "ours"])
+def test_captured_graphs_compute_what_the_model_does(name: str) -> None:
+    subject = SUBJECTS[name]
+    model = subject.build().eval().cuda().half()
+    if name == "transformers-vit":
+        inner = model
+        model = nn.Sequential(Logits(inner))
+    vit_fast.fuse(model)
+    runner = vit_fast.GraphRunner(model, torch.randn(1, 3, 32, 32, device="cuda").half(), batch_sizes=(1, 4))
+    assert runner.captured
+    for batch in (1, 2, 4, 5, 11):
+        images = torch.randn(batch, 3, 32, 32, device="cuda").half()
+        first = runner(images)
+        runner(torch.randn_like(images))  # must not write over what the first call returned
+        with torch.no_grad():
+            torch.testing.assert_close(first, model(images), rtol=1e-2, atol=1e-2)
+
+
+class Logits(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.model(pixel_values=images).logits
+
+
+@pytest.mark.gpu
+def test_threads_and_streams_take_turns() -> None:
+    model = SUBJECTS["timm-vit"].build().eval().cuda()
+    vit_fast.fuse(model)
+    runner = vit_fast.GraphRunner(model, torch.randn(1, 3, 32, 32, device="cuda"), batch_sizes=(4,))
+    batches = [torch.randn(4, 3, 32, 32, device="cuda") for _ in range(16)]
+    results: list[torch.Tensor | None] = [None] * len(batches)
+
+    def work(start: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for index in range(start, len(batches), 4):
+                results[index] = runner(batches[index])
+            torch.cuda.current_stream().synchronize()
+
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=work, args=(start,)) for start in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with torch.no_grad():
+        for images, result in zip(batches, results, strict=True):
+            torch.testing.assert_close(result, model(images), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.gpu
+def test_a_fused_model_on_a_side_stream() -> None:
+    model = SUBJECTS["timm-vit"].build().eval().cuda()
+    images = torch.randn(4, 3, 32, 32, device="cuda")
+    vit_fast.fuse(model)
+    with torch.no_grad():
+        expected = model(images)
+        torch.cuda.synchronize()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            found = model(images)
+        stream.synchronize()
+    torch.testing.assert_close(found, expected)
