@@ -116,5 +116,5 @@ def test_torchvision(
     model = torchvision.models.VisionTransformer(
         16 * grid, 16, depth, heads, width, int(width * ratio), dropout=dropout, num_classes=3
     )
-    # dropout draws in memory order, and MultiheadAttention's output lies otherwise than ours: other elements are dropped
+    # dropout draws in memory order, and MultiheadAttention's output lies otherwise than ours: it drops other elements
     assert_same(model, 16 * grid, training and not dropout)

@@ -1,0 +1,41 @@
+"""The peers after vit_fast.fuse: the libraries' own models with our operators inside."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from torch import nn
+
+from ..fusion import fuse
+from . import subjects_peers
+from .subjects import Subject, Task, register
+
+PEERS: dict[str, Callable[[Task], nn.Module]] = {
+    "timm": subjects_peers.build_timm,
+    "transformers": subjects_peers.build_transformers,
+    "torchvision": subjects_peers.build_torchvision,
+}
+
+
+def build(peer: str, task: Task) -> nn.Module:
+    """The peer's model with every attention and MLP fused, by the kernels where they can run.
+
+    Raises:
+        UnsupportedInputError: the peer cannot do the task, or something in it could not be fused; all reasons.
+    """
+    model = PEERS[peer](task)
+    fuse(model).require_all()
+    return model
+
+
+for name in PEERS:
+    register(
+        Subject(
+            f"{name}+fused",
+            f"{name}'s model after vit_fast.fuse",
+            functools.partial(build, name),
+            packages=(name,),
+            fullgraph=True,
+        )
+    )
