@@ -90,6 +90,7 @@ class _Run:
         self.rows: list[Row] = []
         self.start = time.perf_counter()
         self.longest_compilation_s = 0.0
+        self.group_deadline_s = plan.time_budget_s
         self.ceilings: dict[str, Any] = {}
 
     def record(self) -> dict[str, Any]:
@@ -104,7 +105,8 @@ class _Run:
             self.listener.now("the machine's ceilings")
             self.ceilings = measure_ceilings(plan.device, plan.dtypes)
             self.listener.done(1)
-            for group in groups:
+            for number, group in enumerate(groups):
+                self._give_share(len(groups) - number)
                 self._run_group(group, plan.selections)
         except KeyboardInterrupt:
             interrupted = True
@@ -291,12 +293,18 @@ class _Run:
     def elapsed_s(self) -> float:
         return time.perf_counter() - self.start
 
+    def _give_share(self, groups_left: int) -> None:
+        """Lets the next group spend time on autotuning, which takes minutes, but leave some for the groups after it."""
+        left_s = self.plan.time_budget_s - self.elapsed_s()
+        self.group_deadline_s = self.elapsed_s() + left_s * 2 / (groups_left + 1)
+
     def _is_too_late(self, selection: Selection, others: Sequence[_Prepared]) -> bool:
-        """Whether this selection, with the timing of those prepared before it, would end after the time budget."""
+        """Whether this selection, with the timing of those prepared before it, would end after its time is spent."""
+        deadline_s = self.group_deadline_s if selection.mode == "max-autotune" else self.plan.time_budget_s
         ahead = sum(other.call_s for other in others) * self.plan.protocol.least_repeats
         if selection.mode != "none":
             ahead += self.longest_compilation_s
-        return self.elapsed_s() + ahead > self.plan.time_budget_s
+        return self.elapsed_s() + ahead > deadline_s
 
     def _account_for_the_rest(self, groups: Sequence[Group], interrupted: bool) -> None:
         """A row for everything that was planned and never came to be."""

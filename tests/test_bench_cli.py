@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from PIL import Image
 
 from vit_fast.benchmarks import machine, plot, readme_table, records, report
 from vit_fast.cli import main
+from vit_fast.commands.bench import patient_interrupt
 
 SMALL = ["--models", "vit_test", "--batch-sizes", "2", "--dtypes", "fp32"]
 
@@ -122,6 +124,17 @@ def test_subjects_are_listed_with_what_is_missing(capsys) -> None:
     printed = capsys.readouterr().out
     for name in ("eager", "sdpa", "triton", "timm", "transformers", "torchvision", "+compile"):
         assert name in printed
+
+
+def test_the_second_ctrl_c_does_not_lose_what_the_first_kept() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with patient_interrupt():
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:

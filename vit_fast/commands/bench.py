@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -66,16 +71,41 @@ def bench(
         time_budget_s=time_budget,
     )
     check_folder(default_base() / "record" if out is None else out)
-    with _Progress(console) as progress:
-        record = run(plan, progress)
-    _print_record(console, record)
-    folder = default_folder(record) if out is None else out
-    _write(folder, record)
+    with patient_interrupt():
+        with _Progress(console) as progress:
+            record = run(plan, progress)
+        _print_record(console, record)
+        folder = default_folder(record) if out is None else out
+        _write(folder, record)
     console.print(f"written: {folder}/ (record.json, table.md, plot.png)", soft_wrap=True, highlight=False)
     if record["interrupted"]:
         raise typer.Exit(130)
     if any(row["status"] in ("wrong", "failed") for row in record["rows"]):
         raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def patient_interrupt() -> Iterator[None]:
+    """Lets the first Ctrl-C end the measuring and the second pass, so that what was measured is still written.
+
+    The third ends everything, in case the first was lost in somebody else's code.
+    """
+    pressed = 0
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        pressed += 1
+        if pressed != 2:
+            raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python delivers signals to the main thread only
+        return
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _split(value: str | None) -> list[str] | None:
