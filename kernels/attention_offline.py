@@ -42,7 +42,12 @@ class _Case:
 
     @property
     def core(self) -> bool:
-        return (self.tokens, self.head_dim) in _CORE_SHAPES and self.dtype == torch.bfloat16 and self.layout == "tma"
+        return (
+            (self.tokens, self.head_dim) in _CORE_SHAPES
+            and self.dtype == torch.bfloat16
+            and self.layout == "tma"
+            and (self.arch == "sm_90" or self.tokens == 197)
+        )
 
     def problem(self) -> Problem:
         return Problem(
@@ -73,8 +78,8 @@ class _Case:
         return torch.empty((self.batch, _HEADS, self.tokens), dtype=torch.float32, device="meta")
 
     def needs(self, tma: bool) -> tuple[str, ...]:
-        """On sm_90 half precision must reach wgmma, and descriptors TMA; on sm_100 the tensor core's own memory."""
-        if self.element != "half":
+        """On sm_90 half precision must reach wgmma, and descriptors TMA; on sm_100 the fifth tensor core."""
+        if self.element != "half" or self.layout == "scalar":
             return ()
         matrix = {"sm_90": ("HGMMA",), "sm_100": ("TCGEN05",)}.get(self.arch, ("HMMA",))
         return (*matrix, "UTMALDG", "UTMASTG") if tma else matrix

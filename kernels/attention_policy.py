@@ -173,7 +173,9 @@ def _fill(problem: Problem, config: ForwardConfig) -> int:
     """Query tiles a program: as many as the configuration allows while programs still fill the chip four times."""
     tiles = -(-problem.n_q // config.block_m)
     per_program = config.tiles
-    while per_program > 1 and problem.batch_heads * -(-tiles // per_program) < 4 * problem.sm_count:
+    # on ampere the kernel for a single tile keeps so much in registers that it spills
+    fewest = 2 if problem.generation == "ampere" else 1
+    while per_program > fewest and problem.batch_heads * -(-tiles // per_program) < 4 * problem.sm_count:
         per_program //= 2
     return per_program
 
@@ -220,7 +222,7 @@ def _dkdv_rule(problem: Problem) -> BackwardConfig:
     if problem.element != "half":
         return BackwardConfig(32, 32, num_warps=8 if problem.width <= 64 else 16, num_stages=1)
     if problem.layout == "scalar":
-        return BackwardConfig(32, 32, num_warps=8, num_stages=1)
+        return BackwardConfig(32, 32 if problem.width <= 64 else 16, num_warps=8, num_stages=1)
     if problem.generation == "ampere" and problem.width == 128:
         return BackwardConfig(32, 32, num_warps=8, num_stages=2)
     if problem.generation == "ampere":

@@ -1,7 +1,7 @@
 """Makes bf16 right under Triton's interpreter, for tests only.
 
-Without it `tl.dot` multiplies the bit patterns of bf16 operands and casts to bf16 truncate (triton 3.6 to 3.9). Operands
-are widened to fp32 before the product, which is exact, and casts round to nearest even as the hardware does.
+Without it `tl.dot` multiplies the bit patterns of bf16 operands and casts to bf16 truncate (triton 3.6 to 3.9).
+Operands are widened to fp32 before the product, which is exact, and casts round to nearest even as the hardware does.
 """
 
 from __future__ import annotations

@@ -1,0 +1,88 @@
+"""What the kernel tests share: their device, the fp64 oracle and its error rule, inputs, outputs full of NaN."""
+
+from __future__ import annotations
+
+import torch
+from conftest import HAS_GPU
+from torch import Tensor
+
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FORWARD_FACTOR = 2
+GRADIENT_FACTOR = 3
+# What fp32 sums of terms of order one leave where they cancel: with a single key dq is 0, and eager's is exactly so.
+FP32_NOISE = 2e-6
+
+if not HAS_GPU:
+    from interpreter import make_bf16_exact
+
+    make_bf16_exact()
+
+
+def largest_error(value: Tensor, exact: Tensor) -> float:
+    """The largest absolute difference, infinite where either holds a NaN."""
+    difference = (value.detach().double().cpu() - exact.detach().double().cpu()).abs()
+    if difference.numel() == 0:
+        return 0.0
+    return float(difference.nan_to_num(nan=float("inf")).max())
+
+
+def assert_as_exact_as_eager(name: str, value: Tensor, eager: Tensor, exact: Tensor, factor: float) -> None:
+    """The rule of correctness: error <= factor x eager's own error in that dtype + one rounding of the output."""
+    rounding = torch.finfo(value.dtype).eps / 2 * float(exact.abs().max()) if exact.numel() else 0.0
+    allowed = factor * largest_error(eager, exact) + rounding + FP32_NOISE
+    found = largest_error(value, exact)
+    assert found <= allowed, f"{name}: error {found:.3e}, allowed {allowed:.3e}"
+
+
+def attention_with_gradients(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Eager attention in a dtype: o, dq, dk, dv."""
+    q, k, v = (tensor.detach().to(dtype).requires_grad_() for tensor in (q, k, v))
+    o = (q * scale @ k.transpose(-1, -2)).softmax(-1) @ v
+    dq, dk, dv = torch.autograd.grad(o, (q, k, v), do.to(dtype))
+    return o.detach(), dq, dk, dv
+
+
+def packed_inputs(
+    batch: int, tokens: int, heads: int, head_dim: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v [B, H, N, D] as views of one packed tensor [B, N, 3, H, D]."""
+    qkv = torch.randn(batch, tokens, 3, heads, head_dim, device=DEVICE).to(dtype)
+    q, k, v = qkv.transpose(1, 3).unbind(2)
+    return q, k, v
+
+
+def nan_like(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Outputs to be written, of these shapes and strides, full of NaN: what is not written shows."""
+    return tuple(
+        torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).fill_(float("nan")) for t in tensors
+    )
+
+
+def nan_output(q: Tensor) -> tuple[Tensor, Tensor]:
+    """o [B, H, N, D] lying as [B, N, H, D], and lse, both full of NaN."""
+    batch, heads, tokens, head_dim = q.shape
+    o = torch.full((batch, tokens, heads, head_dim), float("nan"), dtype=q.dtype, device=q.device).transpose(1, 2)
+    return o, torch.full((batch, heads, tokens), float("nan"), device=q.device)
+
+
+def check_attention(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float) -> None:
+    """Run the kernels forward and backward and hold every output against fp64."""
+    from vit_fast.kernels.attention import attention_backward, attention_forward
+
+    o, lse = nan_output(q)
+    attention_forward(q, k, v, o, lse, scale)
+    dq, dk, dv = nan_like(q.contiguous(), k.contiguous(), v.contiguous())
+    attention_backward(q, k, v, o, do, lse, dq, dk, dv, scale)
+    exact = attention_with_gradients(q, k, v, do, scale, torch.float64)
+    eager = attention_with_gradients(q, k, v, do, scale, q.dtype)
+    assert_as_exact_as_eager("o", o, eager[0], exact[0], FORWARD_FACTOR)
+    for name, value, usual, right in zip(("dq", "dk", "dv"), (dq, dk, dv), eager[1:], exact[1:]):
+        assert_as_exact_as_eager(name, value, usual, right, GRADIENT_FACTOR)
+    if lse.numel() == 0:
+        return
+    scores = q.double() * scale @ k.double().transpose(-1, -2)
+    right_lse = scores.logsumexp(-1) / torch.log(torch.tensor(2.0, dtype=torch.float64))
+    assert largest_error(lse, right_lse) <= 1e-5 * max(1.0, float(right_lse.abs().max()))

@@ -1,0 +1,289 @@
+"""The attention kernels against fp64: lengths, head sizes, dtypes, every launch path, layouts, extremes."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from itertools import cycle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_support import (
+    DEVICE,
+    DTYPES,
+    FORWARD_FACTOR,
+    GRADIENT_FACTOR,
+    assert_as_exact_as_eager,
+    attention_with_gradients,
+    check_attention,
+    nan_like,
+    nan_output,
+    packed_inputs,
+)
+
+pytest.importorskip("triton", reason="the kernels need triton")
+
+from vit_fast.kernels import attention, attention_launch
+from vit_fast.kernels.attention_backward import dkdv_launch, dq_launch
+from vit_fast.kernels.attention_forward import forward_launch
+from vit_fast.kernels.attention_policy import BackwardConfig, ForwardConfig
+
+# Every length and every head size of the grid; each length meets one (head size, heads, dtype) in turn.
+LENGTHS = (1, 2, 16, 17, 49, 50, 64, 65, 127, 128, 129, 196, 197, 198, 201, 255, 256, 257, 577)
+HEAD_DIMS = (16, 32, 48, 64, 72, 80, 88, 96, 128)
+_turn = zip(cycle((64, 16, 80, 32, 72, 48, 96)), cycle((1, 3)), cycle((torch.float16, torch.bfloat16)))
+LENGTH_CASES = [(n, d, h, dtype) for n, (d, h, dtype) in zip(LENGTHS, _turn)]
+LENGTH_CASES += [(n, 64, 1, torch.float32) for n in (1, 17, 64, 129)]
+
+
+def _gradient_of(q: torch.Tensor) -> torch.Tensor:
+    batch, heads, tokens, head_dim = q.shape
+    return torch.randn(batch, tokens, heads, head_dim, device=q.device).to(q.dtype).transpose(1, 2)
+
+
+@pytest.mark.parametrize(("tokens", "head_dim", "heads", "dtype"), LENGTH_CASES)
+def test_every_length(tokens: int, head_dim: int, heads: int, dtype: torch.dtype) -> None:
+    q, k, v = packed_inputs(1, tokens, heads, head_dim, dtype)
+    check_attention(q, k, v, _gradient_of(q), head_dim**-0.5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_every_head_size_and_dtype(head_dim: int, dtype: torch.dtype) -> None:
+    q, k, v = packed_inputs(2, 20, 2, head_dim, dtype)
+    check_attention(q, k, v, _gradient_of(q), head_dim**-0.5)
+
+
+@pytest.mark.parametrize("heads", [12, 16])
+def test_many_heads(heads: int) -> None:
+    q, k, v = packed_inputs(2, 5, heads, 16, torch.float16)
+    check_attention(q, k, v, _gradient_of(q), 0.25)
+
+
+@pytest.mark.parametrize(("n_q", "n_kv", "head_dim"), [(1, 196, 72), (3, 300, 64), (70, 5, 32)])
+def test_queries_and_keys_of_different_number(n_q: int, n_kv: int, head_dim: int) -> None:
+    q = torch.randn(1, 2, n_q, head_dim, device=DEVICE).half()
+    k, v = torch.randn(2, 1, 2, n_kv, head_dim, device=DEVICE).half()
+    check_attention(q, k, v, torch.randn_like(q), head_dim**-0.5)
+
+
+FORWARD_CONFIGS = [
+    ForwardConfig("row", 64, 128, tiles=1),
+    ForwardConfig("row", 64, 128, tiles=2),
+    ForwardConfig("row", 16, 64, tiles=4),
+    ForwardConfig("row", 64, 256, tiles=4, num_warps=8),
+    ForwardConfig("looped", 64, 128),
+    ForwardConfig("looped", 32, 32, num_stages=1),
+]
+
+
+@pytest.mark.parametrize("tma", [True, False], ids=["tma", "pointers"])
+@pytest.mark.parametrize("head_dim", [64, 80], ids=["whole", "split"])
+@pytest.mark.parametrize("config", FORWARD_CONFIGS, ids=str)
+def test_every_forward_path(config: ForwardConfig, head_dim: int, tma: bool) -> None:
+    if tma and DEVICE.type == "cuda" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("no TMA before capability 9.0")
+    q, k, v = packed_inputs(1, 100, 2, head_dim, torch.float16)
+    o, lse = nan_output(q)
+    launch = forward_launch(q, k, v, o, lse, 0.2, dataclasses.replace(config, tma=tma))
+    assert launch.constants["TMA"] is tma
+    launch.run()
+    exact = attention_with_gradients(q, k, v, o.nan_to_num(0.0), 0.2, torch.float64)[0]
+    eager = attention_with_gradients(q, k, v, o.nan_to_num(0.0), 0.2, torch.float16)[0]
+    assert_as_exact_as_eager("o", o, eager, exact, FORWARD_FACTOR)
+    assert lse.isfinite().all()
+
+
+@pytest.mark.parametrize("tma", [True, False], ids=["tma", "pointers"])
+@pytest.mark.parametrize(("head_dim", "block_m", "block_n"), [(64, 64, 32), (80, 32, 64)])
+def test_every_backward_path(head_dim: int, block_m: int, block_n: int, tma: bool) -> None:
+    if tma and DEVICE.type == "cuda" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("no TMA before capability 9.0")
+    config = BackwardConfig(block_m, block_n, num_stages=1, tma=tma)
+    q, k, v = packed_inputs(1, 100, 2, head_dim, torch.float16)
+    do = _gradient_of(q)
+    o, lse = nan_output(q)
+    attention.attention_forward(q, k, v, o, lse, 0.2)
+    dq, dk, dv = nan_like(q, k, v)
+    (delta,) = nan_like(lse)
+    first = dq_launch(q, k, v, o, do, lse, dq, delta, 0.2, config)
+    second = dkdv_launch(q, k, v, do, lse, delta, dk, dv, 0.2, config)
+    assert first.constants["TMA"] is second.constants["TMA"] is tma
+    first.run()
+    second.run()
+    exact = attention_with_gradients(q, k, v, do, 0.2, torch.float64)[1:]
+    eager = attention_with_gradients(q, k, v, do, 0.2, torch.float16)[1:]
+    for name, value, usual, right in zip(("dq", "dk", "dv"), (dq, dk, dv), eager, exact):
+        assert_as_exact_as_eager(name, value, usual, right, GRADIENT_FACTOR)
+
+
+def _strided(kind: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor [B, H, N, D] of the named layout, random."""
+    batch, heads, tokens, head_dim = shape
+    values = torch.randn(shape, device=DEVICE).to(dtype)
+    if kind == "contiguous":
+        return values
+    if kind == "permuted":
+        return values.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
+    if kind == "sliced":
+        wide = torch.full((batch, heads, 2 * tokens, head_dim + 8), float("nan"), dtype=dtype, device=DEVICE)
+        view = wide[:, :, 1::2, :head_dim]
+    elif kind == "offset":
+        flat = torch.full((values.numel() + 1,), float("nan"), dtype=dtype, device=DEVICE)
+        view = flat[1:].view(shape)
+    else:  # one image for the whole batch
+        return values[:1].expand(shape)
+    return view.copy_(values)
+
+
+LAYOUTS = {"contiguous": "tma", "permuted": "tma", "sliced": "tma", "offset": "scalar", "expanded": "vector"}
+
+
+@pytest.mark.parametrize(("kind", "expected"), LAYOUTS.items())
+def test_every_layout(kind: str, expected: str) -> None:
+    q, k, v = (_strided(kind, (2, 2, 33, 64), torch.float16) for _ in range(3))
+    assert attention_launch.layout_of(q, k, v) == expected
+    check_attention(q, k, v, _strided(kind, (2, 2, 33, 64), torch.float16), 0.125)
+
+
+def test_odd_head_size() -> None:
+    q, k, v = packed_inputs(1, 21, 3, 75, torch.float16)
+    assert attention_launch.layout_of(q, k, v) == "scalar"
+    check_attention(q, k, v, _gradient_of(q), 0.1)
+
+
+@given(
+    data=st.data(),
+    batch=st.integers(1, 2),
+    heads=st.integers(1, 2),
+    n_q=st.integers(1, 70),
+    n_kv=st.integers(1, 70),
+    head_dim=st.integers(16, 128),
+    dtype=st.sampled_from((torch.float16, torch.bfloat16)),
+    scale=st.floats(0.01, 1.0),
+)
+def test_drawn_shapes_and_layouts(
+    data: st.DataObject, batch: int, heads: int, n_q: int, n_kv: int, head_dim: int, dtype: torch.dtype, scale: float
+) -> None:
+    kinds = st.sampled_from(tuple(LAYOUTS))
+    q, do = (_strided(data.draw(kinds), (batch, heads, n_q, head_dim), dtype) for _ in range(2))
+    k, v = (_strided(data.draw(kinds), (batch, heads, n_kv, head_dim), dtype) for _ in range(2))
+    check_attention(q, k, v, do, scale)
+
+
+@pytest.mark.parametrize("n_kv", [5, 70, 261])
+def test_scores_far_below_zero(n_kv: int) -> None:
+    """Every real score near -2000: a key that is not there, with score 0, must not count, nor overflow."""
+    q = torch.full((1, 1, 3, 32), 8.0, device=DEVICE, dtype=torch.float16)
+    k = -q[:, :, :1].expand(1, 1, n_kv, 32) + torch.randn(1, 1, n_kv, 32, device=DEVICE).half() / 64
+    v = torch.randn(1, 1, n_kv, 32, device=DEVICE).half()
+    check_attention(q, k.contiguous(), v, torch.randn_like(q), 1.0)
+
+
+def test_nan_stays_in_its_image() -> None:
+    q, k, v = packed_inputs(3, 40, 2, 32, torch.float16)
+    v[1, 0, 3, 5] = float("nan")
+    q[1, 1, 2, 0] = float("nan")
+    do = _gradient_of(q)
+    o, lse = nan_output(q)
+    attention.attention_forward(q, k, v, o, lse, 0.2)
+    dq, dk, dv = nan_like(q, k, v)
+    attention.attention_backward(q, k, v, o, do, lse, dq, dk, dv, 0.2)
+    for name, value in (("o", o), ("lse", lse), ("dq", dq), ("dk", dk), ("dv", dv)):
+        assert value[0].isfinite().all() and value[2].isfinite().all(), name
+    assert o[1, 0].isnan().any() and o[1, 1, 2].isnan().all()
+
+
+def test_empty_batch() -> None:
+    q, k, v = packed_inputs(0, 197, 3, 64, torch.float16)
+    check_attention(q, k, v, q, 0.125)
+
+
+_BEYOND_32_BITS = """
+import sys
+sys.path.insert(0, "tests")
+import torch
+from kernel_support import DEVICE, check_attention
+from vit_fast.kernels.attention_launch import needs_wide_offsets
+
+def far_apart(stride_b, stride_n):
+    shape, strides = (2, 1, 17, 16), (stride_b, 16, stride_n, 1)
+    elements = 1 + sum((length - 1) * stride for length, stride in zip(shape, strides))
+    assert elements > 2**31
+    buffer = torch.empty(elements, dtype=torch.float16, device=DEVICE)
+    return buffer.as_strided(shape, strides).copy_(torch.randn(shape))
+
+for stride_b, stride_n, wide in ((2**31 + 16, 16, False), (16, 2**27 + 16, True)):
+    q, k, v = (far_apart(stride_b, stride_n) for _ in range(3))
+    assert needs_wide_offsets(q) is wide
+    check_attention(q, k, v, far_apart(stride_b, stride_n), 0.25)
+print("right")
+"""
+
+
+def test_more_than_two_to_the_31_elements() -> None:
+    """In a process of its own: an offset that wraps at 32 bits reads outside the buffer, which may end the process."""
+    run = subprocess.run([sys.executable, "-c", _BEYOND_32_BITS], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0 and "right" in run.stdout, run.stderr[-2000:]
+
+
+def test_a_grid_that_no_gpu_takes_is_refused() -> None:
+    q, k, v = packed_inputs(1, 2, 1, 16, torch.float16)
+    o, lse = nan_output(q)
+    launch = forward_launch(q, k, v, o, lse, 0.25, ForwardConfig("looped", 32, 32))
+    with pytest.raises(ValueError, match="too large"):
+        dataclasses.replace(launch, grid=(2**31,)).run()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("batch", "tokens", "heads", "head_dim"), [(2, 4097, 3, 64), (70_000, 5, 1, 16), (1, 65_536, 1, 64)]
+)
+def test_large(batch: int, tokens: int, heads: int, head_dim: int) -> None:
+    """Against torch's own attention in fp32: an fp64 score matrix of this size does not fit."""
+    q, k, v = packed_inputs(batch, tokens, heads, head_dim, torch.bfloat16)
+    o, lse = nan_output(q)
+    attention.attention_forward(q, k, v, o, lse, head_dim**-0.5)
+    right = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float())
+    torch.testing.assert_close(o.float(), right, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.gpu
+def test_the_same_bits_every_time() -> None:
+    q, k, v = packed_inputs(8, 197, 12, 64, torch.bfloat16)
+    do = _gradient_of(q)
+
+    def run() -> tuple[torch.Tensor, ...]:
+        o, lse = nan_output(q)
+        attention.attention_forward(q, k, v, o, lse, 0.125)
+        gradients = nan_like(q, k, v)
+        attention.attention_backward(q, k, v, o, do, lse, *gradients, 0.125)
+        return o, lse, *gradients
+
+    first = run()
+    for _ in range(250):
+        assert all(torch.equal(a, b) for a, b in zip(first, run()))
+
+
+@pytest.mark.gpu
+def test_graph_capture_and_side_stream() -> None:
+    q, k, v = packed_inputs(4, 197, 3, 64, torch.bfloat16)
+    o, lse = nan_output(q)
+    attention.attention_forward(q, k, v, o, lse, 0.125)
+    right = o.clone()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        o.fill_(float("nan"))
+        attention.attention_forward(q, k, v, o, lse, 0.125)
+    torch.cuda.current_stream().wait_stream(side)
+    assert torch.equal(o, right)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attention.attention_forward(q, k, v, o, lse, 0.125)
+    o.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(o, right)
