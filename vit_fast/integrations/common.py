@@ -212,7 +212,7 @@ def triton_attention_reasons(head_dim: int, dtype: torch.dtype | None, backend: 
     """Why the attention kernel cannot do this head, if it is the kernel that was chosen."""
     if backend != "triton":
         return []
-    from ..kernels.attention import DTYPES, MAX_HEAD_DIM, MIN_HEAD_DIM
+    from ..ops.attention_op import DTYPES, MAX_HEAD_DIM, MIN_HEAD_DIM
 
     reasons = []
     if not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM:

@@ -1,0 +1,91 @@
+"""The repository for Hugging Face's `kernels` loader: complete, importable from anywhere, apart from vit_fast."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vit_fast import cli
+from vit_fast.integrations.hf_kernel import build_hf_kernel
+
+# What the loader does, in a process that has no vit_fast: import the variant's package under its metadata's id.
+LOAD = """
+import importlib.util, json, sys, torch
+sys.modules["vit_fast"] = None
+variant = sys.argv[1]
+name = json.load(open(variant + "/metadata.json"))["id"]
+spec = importlib.util.spec_from_file_location(name, variant + "/__init__.py")
+kernel = sys.modules[name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(kernel)
+q, k, v = torch.randn(3, 1, 2, 17, 32)
+q.requires_grad_(True)
+found, expected = (kernel.attention(q, k, v, backend=backend) for backend in ("triton", "eager"))
+torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+grads = [torch.autograd.grad(output.sum(), q)[0] for output in (found, expected)]
+torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-4)
+x, w1, w2 = torch.randn(5, 32), torch.randn(64, 32), torch.randn(32, 64)
+found, expected = (kernel.layer_norm_mlp(x, None, None, w1, None, w2, None, backend=b) for b in ("triton", "eager"))
+torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-2)
+assert not hasattr(torch.ops.vit_fast, "attention")
+print(sorted(kernel.__all__))
+"""
+
+
+def test_the_built_kernel_is_imported_and_computes_without_vit_fast(tmp_path: Path) -> None:
+    variant = build_hf_kernel(tmp_path / "repository")
+    ran = subprocess.run(
+        [sys.executable, "-c", LOAD, str(variant)],
+        cwd=tmp_path,
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert "layer_norm_mlp" in ran.stdout
+
+
+def test_metadata_and_card_say_what_it_is(tmp_path: Path) -> None:
+    variant = build_hf_kernel(tmp_path / "repository")
+    metadata = json.loads((variant / "metadata.json").read_text())
+    assert variant == tmp_path / "repository" / "build" / "torch-universal"
+    assert metadata["name"] == "vit-fast-kernels"
+    assert metadata["id"].isidentifier()
+    assert metadata["python-depends"] == []
+    assert (tmp_path / "repository" / "README.md").read_text().startswith("---\nlibrary_name: kernels")
+    again = build_hf_kernel(tmp_path / "again")
+    assert json.loads((again / "metadata.json").read_text()) == metadata
+    namespace = f"vit_fast_{metadata['id'].rsplit('_', 1)[1]}::"
+    text = "".join(path.read_text() for path in variant.glob("ops/*_op.py"))
+    assert namespace in text
+    assert "vit_fast::" not in text
+
+
+def test_nothing_is_overwritten_and_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("mine")
+    with pytest.raises(FileExistsError, match="accepted is a new or empty folder"):
+        build_hf_kernel(tmp_path / "full")
+    assert (tmp_path / "full" / "mine").read_text() == "mine"
+
+    def full_disk(path: Path, text: str) -> None:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full_disk)
+        with pytest.raises(OSError, match="no space left"):
+            build_hf_kernel(tmp_path / "new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full"]
+
+
+def test_the_command_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["hf-kernel", str(tmp_path / "repository")])
+    assert end.value.code in (0, None)
+    assert "vit-fast-kernels: " in capsys.readouterr().out
+    assert (tmp_path / "repository" / "build" / "torch-universal" / "kernels" / "attention.py").is_file()
