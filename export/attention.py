@@ -174,7 +174,9 @@ def _projection_of(value: ir.Value | None, sizes: _Sizes) -> _Projection | None:
     if (columns != columns[:1, :, :1]).any():
         return None
     for row_index, rows_transposed in ((expected, False), (transposed, True)):
-        if (rows == row_index[:, None, :, None]).all():
+        # the shape too: with one image both orders number the rows alike
+        as_shaped = shape[:2] == ((N, B) if rows_transposed else (B, N))
+        if as_shaped and (rows == row_index[:, None, :, None]).all():
             return _Projection(x, value, weight, bias, columns[0, :, 0].reshape(-1), rows_transposed)
     return None
 

@@ -84,6 +84,7 @@ def _resize(write: Writer, planes: ir.Value, data: DataConfig, image_hw: Size) -
     resized = write.op(
         "Resize", planes, None, None, sizes, mode=_MODES[data.interpolation],
         coordinate_transformation_mode="half_pixel", antialias=1, cubic_coeff_a=-0.5,
+        exclude_outside=1,  # at the border Pillow weighs what is there; the default would repeat the edge
     )  # fmt: skip
     return resized, new_hw
 

@@ -26,8 +26,8 @@ from .subjects import Subject, prepared
 FP64_PARAMETERS = 200_000_000
 """Models with more parameters are held against eager fp32 instead: a copy in fp64 would not fit beside them."""
 BATCHES, BATCHES_LARGE = (1, 3, 8), (1, 2)
-PIXEL_MEAN_TOLERANCE = 0.05
-"""Mean difference, in grey levels, between preprocessing in the graph and Pillow's; single pixels differ by rounding."""
+PIXEL_TOLERANCE = 1.5
+"""Largest difference, in grey levels, between preprocessing in the graph and Pillow's: both round once a direction."""
 
 
 class VerificationError(VitFastError, RuntimeError):
@@ -91,10 +91,10 @@ def verify_preprocessing(data_config: DataConfig, image_hw: Size, in_chans: int,
     got = _run_preprocessing(data_config, image_hw, in_chans, opset, pixels)
     want = as_inputs([Image.fromarray(p.squeeze()) for p in pixels], data_config, image_hw, in_chans).numpy()
     levels = np.abs(got - want) * 255 * np.asarray(data_config.std, np.float32).reshape(1, -1, 1, 1)
-    if not levels.mean() <= PIXEL_MEAN_TOLERANCE:
+    if not levels.max() <= PIXEL_TOLERANCE:
         raise VerificationError(
-            f"preprocessing in the graph differs from Pillow's by {levels.mean():.3f} grey levels on average: "
-            f"accepted is {PIXEL_MEAN_TOLERANCE}"
+            f"preprocessing in the graph differs from Pillow's by up to {levels.max():.1f} grey levels: "
+            f"accepted is {PIXEL_TOLERANCE}"
         )
 
 

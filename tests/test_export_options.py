@@ -86,7 +86,7 @@ def test_preprocessing_in_the_graph(data_config: DataConfig, img_size: Any, tmp_
         got = session.run(None, {"pixels": np.asarray(image)[None]})[0]
         np.testing.assert_allclose(got.sum(), 1, atol=1e-5)
         # One grey level of rounding in some pixels; a real difference of preprocessing moves the output much further.
-        assert np.abs(got - expected).max() < 0.02 * np.abs(shifted - expected).max() + 1e-4
+        assert np.abs(got - expected).max() < 5e-3 * np.abs(shifted - expected).max()
 
 
 def test_preprocessing_equals_torchvision(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_preprocessing_equals_torchvision(tmp_path: Path) -> None:
     with torch.inference_mode():
         expected = model(pipeline(photograph())[None]).numpy()
     got = run(tmp_path / "m.onnx", np.asarray(photograph())[None])
-    assert np.abs(got - expected).max() < 1e-2 * np.abs(expected).max()
+    assert np.abs(got - expected).max() < 1e-3 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("family", ["vit", "timm", "transformers_vit", "torchvision"])

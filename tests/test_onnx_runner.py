@@ -1,0 +1,314 @@
+"""OnnxRunner: what goes in and comes out, providers that do not come up, files from elsewhere, damaged and unsafe files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx_models import make, timm_vit, transformers_vit
+from vit_fast.cli import main
+from vit_fast.config import DataConfig
+from vit_fast.data import default_photograph, make_transform, read_image
+from vit_fast.errors import UnsupportedInputError
+from vit_fast.export import ModelFileError, OnnxRunner, ProviderError, export_onnx, inspect_onnx
+
+NAMES = [f"thing {i}" for i in range(10)]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return make("vit")
+
+
+@pytest.fixture(scope="module")
+def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("onnx")
+    export_onnx(model, folder / "plain.onnx", target="ort-cpu", class_names=NAMES)
+    export_onnx(model, folder / "fixed.onnx", dynamic_batch=False, verify=False)
+    export_onnx(model, folder / "pixels.onnx", preprocess=True, class_names=NAMES)
+    export_onnx(model, folder / "beside.onnx", external_data=True, verify=False)
+    export_onnx(model, folder / "sizes.onnx", dynamic_size=True, verify=False)
+    return folder
+
+
+def eager(model: Any, images: torch.Tensor) -> np.ndarray:
+    with torch.inference_mode():
+        result: np.ndarray = model(images).numpy()
+    return result
+
+
+@pytest.mark.parametrize("file", ["plain", "fixed"])
+@pytest.mark.parametrize("io_binding", [True, False])
+@pytest.mark.parametrize("batch", [0, 1, 3, 4, 9])
+def test_any_batch_is_split(folder: Path, model: Any, file: str, io_binding: bool, batch: int) -> None:
+    runner = OnnxRunner(folder / f"{file}.onnx", "cpu", max_batch=4, threads=1, io_binding=io_binding)
+    images = torch.randn(batch, 3, 32, 32)
+    expected = eager(model, images)
+    for given in (images, images.numpy(), images.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)):
+        got = runner(given)
+        assert type(got) is type(given)
+        assert tuple(got.shape) == (batch, 10)
+        np.testing.assert_allclose(np.asarray(got), expected, atol=1e-5)
+
+
+def test_results_are_not_overwritten_by_the_next_call(folder: Path) -> None:
+    runner = OnnxRunner(folder / "plain.onnx", "cpu")
+    first = runner(np.ones((2, 3, 32, 32), np.float32))
+    kept = first.copy()
+    runner(np.zeros((2, 3, 32, 32), np.float32))
+    np.testing.assert_array_equal(first, kept)
+
+
+def test_pixels(folder: Path, model: Any) -> None:
+    runner = OnnxRunner(folder / "pixels.onnx", "cpu")
+    image = read_image(default_photograph())
+    expected = eager(model, make_transform(DataConfig(), (32, 32))(image)[None])
+    for pixels in (np.asarray(image), np.asarray(image)[None]):
+        assert np.abs(runner(pixels) - expected).max() < 0.01 * np.abs(expected).max()
+    probabilities = runner.probabilities([image, image.resize((100, 60))])
+    np.testing.assert_allclose(probabilities.sum(axis=1), 1, atol=1e-12)
+    with pytest.raises(ValueError, match=r"dtype float32: accepted is uint8"):
+        runner(np.zeros((1, 32, 32, 3), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        (np.zeros((1, 3, 32, 40), np.float32), r"shape \(1, 3, 32, 40\): accepted is \['batch', 3, 32, 32\]"),
+        (np.zeros((1, 1, 32, 32), np.float32), r"accepted is \['batch', 3, 32, 32\]"),
+        (np.zeros((3, 32, 32), np.float32), r"shape \(3, 32, 32\)"),
+        (np.zeros((1, 3, 32, 32), np.float64), "dtype float64: accepted is float32"),
+        (torch.zeros(1, 3, 32, 32, dtype=torch.bfloat16), "dtype bfloat16"),
+    ],
+)
+def test_wrong_images(folder: Path, images: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        OnnxRunner(folder / "plain.onnx", "cpu")(images)
+
+
+def test_wrong_sizes_of_a_dynamic_file(folder: Path) -> None:
+    runner = OnnxRunner(folder / "sizes.onnx", "cpu")
+    assert runner(np.zeros((1, 3, 40, 64), np.float32)).shape == (1, 10)
+    with pytest.raises(ValueError, match="divide by the patch's 8x8"):
+        runner(np.zeros((1, 3, 42, 64), np.float32))
+    with pytest.raises(TypeError, match="list"):
+        runner([1, 2])
+
+
+def test_a_provider_that_does_not_come_up_raises(folder: Path) -> None:
+    if torch.cuda.is_available():
+        assert OnnxRunner(folder / "plain.onnx", "cuda").providers[0] == "CUDAExecutionProvider"
+        return
+    with pytest.raises(ProviderError, match=r"libcuda\.so\.1 is missing.*cuDNN 9"):
+        OnnxRunner(folder / "plain.onnx", "cuda")
+    with pytest.raises(ProviderError, match=r"TensorRT 10 is missing \(libnvinfer"):
+        OnnxRunner(folder / "plain.onnx", "tensorrt")
+    runner = OnnxRunner(folder / "plain.onnx", "auto")
+    assert runner.device == "cpu" and any("libcuda" in note for note in runner.notes)
+
+
+def test_a_silent_fall_back_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the libraries seem to be there and ONNX Runtime still takes the CPU."""
+    if torch.cuda.is_available():
+        return
+    monkeypatch.setattr("vit_fast.export.runner.reasons_against", lambda kind: [])
+    with pytest.raises(ProviderError, match="CUDAExecutionProvider did not come up"):
+        OnnxRunner(folder / "plain.onnx", "cuda")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"device": "gpu"}, ValueError, "device='gpu': accepted are"),
+        ({"device": "cpu:1"}, ValueError, "accepted are"),
+        ({"threads": 0}, ValueError, "threads=0"),
+        ({"max_batch": -1}, ValueError, "max_batch=-1"),
+        ({"class_names": ["a"]}, ValueError, "class_names has 1 names: accepted are 10"),
+        ({"device": "cpu", "cuda_graph": True}, UnsupportedInputError, "the device is cpu"),
+    ],
+)
+def test_wrong_options(folder: Path, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        OnnxRunner(folder / "plain.onnx", **options)
+
+
+def test_profile(folder: Path, tmp_path: Path) -> None:
+    runner = OnnxRunner(folder / "plain.onnx", "cpu", profile=tmp_path / "profile")
+    runner(np.zeros((1, 3, 32, 32), np.float32))
+    events = json.loads(runner.end_profiling().read_text())
+    assert any(event.get("args", {}).get("op_name") == "MultiHeadAttention" for event in events)
+    with pytest.raises(ValueError, match="without profile"):
+        OnnxRunner(folder / "plain.onnx", "cpu").end_profiling()
+
+
+# --- files from elsewhere -----------------------------------------------------------------------------------------------
+
+
+def test_a_file_exported_by_timm_or_plain_torch(tmp_path: Path) -> None:
+    """No metadata: the model runs; preparing a photograph needs what is missing, given by hand."""
+    model = timm_vit().eval()
+    dynamic = {"x": {0: torch.export.Dim("n")}}
+    torch.onnx.export(
+        model, (torch.randn(2, 3, 32, 32),), tmp_path / "t.onnx", dynamo=True, dynamic_shapes=dynamic, verbose=False
+    )
+    runner = OnnxRunner(tmp_path / "t.onnx", "cpu", max_batch=2)
+    images = torch.randn(3, 3, 32, 32)
+    np.testing.assert_allclose(runner(images).numpy(), eager(model, images), atol=1e-5)
+    photograph = read_image(default_photograph())
+    with pytest.raises(UnsupportedInputError, match="give data_config"):
+        runner.probabilities([photograph])
+    by_hand = OnnxRunner(tmp_path / "t.onnx", "cpu", data_config=DataConfig().to_dict(), class_names=NAMES)
+    expected = torch.from_numpy(eager(model, make_transform(DataConfig(), (32, 32))(photograph)[None])).softmax(-1)
+    np.testing.assert_allclose(by_hand.probabilities([photograph]), expected, atol=1e-6)
+    assert by_hand.class_names == tuple(NAMES)
+
+
+def test_a_file_as_optimum_writes_it(tmp_path: Path) -> None:
+    """Input pixel_values, output logits, every dimension open, nothing known of the output's shape."""
+    model: Any = transformers_vit().eval()
+    torch.onnx.export(
+        model, (torch.randn(2, 3, 32, 32),), tmp_path / "o.onnx", dynamo=True, input_names=["pixel_values"],
+        output_names=["logits"], verbose=False,
+    )  # fmt: skip
+    proto = onnx.load(tmp_path / "o.onnx")
+    for value in proto.graph.output:
+        value.type.tensor_type.shape.dim[1].dim_param = "classes"
+    onnx.save(proto, tmp_path / "o.onnx")
+    images = torch.randn(2, 3, 32, 32)
+    with torch.inference_mode():
+        expected = model(images).logits
+    np.testing.assert_allclose(OnnxRunner(tmp_path / "o.onnx", "cpu")(images), expected, atol=1e-5)
+
+
+# --- damaged and unsafe files -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.99])
+def test_truncated(folder: Path, tmp_path: Path, share: float) -> None:
+    content = (folder / "plain.onnx").read_bytes()
+    (tmp_path / "m.onnx").write_bytes(content[: int(share * len(content))])
+    with pytest.raises(ModelFileError, match=r"m\.onnx: "):
+        OnnxRunner(tmp_path / "m.onnx", "cpu")
+
+
+def test_foreign_and_missing(folder: Path, tmp_path: Path) -> None:
+    shutil.copy(default_photograph(), tmp_path / "photo.onnx")
+    (tmp_path / "text.onnx").write_text("not a model\n" * 100)
+    for path, message in (
+        (tmp_path / "photo.onnx", "not an ONNX"),
+        (tmp_path / "text.onnx", "not an ONNX"),
+        (tmp_path / "absent.onnx", "no such file"),
+        (tmp_path, "is a folder"),
+    ):
+        for read in (inspect_onnx, OnnxRunner):
+            with pytest.raises(ModelFileError, match=message):
+                read(path)
+
+
+def test_a_model_that_takes_no_images(tmp_path: Path) -> None:
+    value = onnx.helper.make_tensor_value_info
+    node = onnx.helper.make_node("Relu", ["tokens"], ["y"])
+    graph = onnx.helper.make_graph(
+        [node], "g", [value("tokens", onnx.TensorProto.FLOAT, [1, 5])], [value("y", onnx.TensorProto.FLOAT, [1, 5])]
+    )
+    onnx.save(onnx.helper.make_model(graph), tmp_path / "m.onnx")
+    with pytest.raises(ModelFileError, match=r"input tokens is float \[1, 5\]: accepted are"):
+        OnnxRunner(tmp_path / "m.onnx")
+
+
+def test_damaged_metadata(folder: Path, tmp_path: Path) -> None:
+    proto = onnx.load(folder / "plain.onnx")
+    for entry in proto.metadata_props:
+        if entry.key == "vit_fast.data_config":
+            entry.value = '{"mean": '
+    onnx.save(proto, tmp_path / "m.onnx")
+    with pytest.raises(ModelFileError, match="its metadata is damaged"):
+        OnnxRunner(tmp_path / "m.onnx")
+
+
+def _with_location(folder: Path, tmp_path: Path, location: str, **fields: str) -> Path:
+    proto = onnx.load(folder / "beside.onnx", load_external_data=False)
+    for tensor in proto.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = location
+            elif entry.key in fields:
+                entry.value = fields[entry.key]
+    inside = tmp_path / "inside"
+    inside.mkdir(exist_ok=True)
+    (inside / "m.onnx").write_bytes(proto.SerializeToString())
+    return inside / "m.onnx"
+
+
+def test_external_data_cannot_leave_the_folder(folder: Path, tmp_path: Path) -> None:
+    """Every way out is refused, though the bytes there are the right ones."""
+    secret = tmp_path / "secret.data"
+    shutil.copy(folder / "beside.onnx.data", secret)
+    path = _with_location(folder, tmp_path, "weights.data")
+    weights = path.parent / "weights.data"
+
+    os.link(secret, weights)
+    for read in (OnnxRunner, inspect_onnx):
+        with pytest.raises(ModelFileError, match="hard link"):
+            read(path)
+    weights.unlink()
+    weights.symlink_to(secret)
+    with pytest.raises(ModelFileError, match="symbolic link"):
+        OnnxRunner(path)
+    weights.unlink()
+    with pytest.raises(ModelFileError, match="does not exist"):
+        OnnxRunner(path)
+    (path.parent / "sub").symlink_to(tmp_path, target_is_directory=True)
+    for location in ("sub/secret.data", "../secret.data", str(secret), "x/../../secret.data", "", ".", "C:\\x.data"):
+        with pytest.raises(ModelFileError, match="external data refused"):
+            OnnxRunner(_with_location(folder, tmp_path, location))
+    shutil.copy(secret, weights)
+    assert OnnxRunner(_with_location(folder, tmp_path, "weights.data"), "cpu")(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
+
+
+def test_external_data_too_short(folder: Path, tmp_path: Path) -> None:
+    path = _with_location(folder, tmp_path, "weights.data")
+    (path.parent / "weights.data").write_bytes((folder / "beside.onnx.data").read_bytes()[:-5000])
+    with pytest.raises(ModelFileError, match=r"has \d+ bytes, \d+ are needed"):
+        OnnxRunner(path)
+    shutil.copy(folder / "beside.onnx.data", path.parent / "weights.data")
+    with pytest.raises(ModelFileError, match="are needed"):
+        OnnxRunner(_with_location(folder, tmp_path, "weights.data", offset="99999999999"))
+    with pytest.raises(ModelFileError, match="no number"):
+        OnnxRunner(_with_location(folder, tmp_path, "weights.data", length="many"))
+
+
+# --- command line -------------------------------------------------------------------------------------------------------
+
+
+def test_predict_needs_nothing_but_the_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for file in ("pixels.onnx", "plain.onnx"):
+        with pytest.raises(SystemExit) as status:
+            main(["predict", str(default_photograph()), "--onnx", str(folder / file), "--json", "--top-k", "10"])
+        assert status.value.code == 0
+        (result,) = json.loads(capsys.readouterr().out)
+        assert sum(row["probability"] for row in result["top"]) == pytest.approx(1)
+        assert {row["class"] for row in result["top"]} == set(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--onnx", "absent.onnx"], "no such file"),
+        (["--onnx", "absent.onnx", "--weights", "w"], "accepted is one or the other"),
+        ([], "needs --weights, or --onnx"),
+    ],
+)
+def test_predict_refuses(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as status:
+        main(["predict", str(default_photograph()), *arguments])
+    assert status.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
