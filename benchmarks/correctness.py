@@ -85,7 +85,7 @@ def allowed_error(eager_error: float, output: float, dtype: torch.dtype) -> floa
     return 2 * eager_error + torch.finfo(dtype).eps * output
 
 
-def judge(subject: Subject, task: Task, expected: Expected, outputs: Tensor) -> Verdict:
+def judge(subject: Subject, task: Task, expected: Expected, outputs: object) -> Verdict:
     """Holds a subject's outputs for a whole batch against what is expected."""
     limit = allowed_error(expected.eager_error, expected.largest_output, task.dtype)
     if subject.budget is not None:

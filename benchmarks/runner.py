@@ -8,29 +8,26 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..errors import UnsupportedInputError
 from ..variants import get_variant
-from .correctness import Expected, Verdict, describe_rule, expect, judge
+from .correctness import Expected, describe_rule, expect
 from .inputs import MAX_VIEWS, image_views, random_weights, rotating_batches, rounded
 from .machine import describe, measure_ceilings, short_name
 from .plan import Plan
-from .rows import Group, Row, Status, add_ratios, add_timing, add_verdict, make_row
-from .subjects import Selection, Task, compile_selection
-from .timing import Call, Timing, peak_memory_of_call, synchronise, time_interleaved
+from .preparation import Prepared, TooLarge, describe_error, is_out_of_memory, out_of_memory_is_too_large, prepare
+from .rows import Group, Row, Status, add_ratios, add_timing, make_row
+from .subjects import Selection, Task
+from .timing import Call, Timing, time_interleaved
 
 FORMAT = "vit-fast-bench/1"
 
 # A measurement cut short, by Ctrl-C or the time budget, still counts when it reaches MEASURE's floor.
 FLOOR_REPEATS, FLOOR_MS, FLOOR_LEAST_REPEATS = 50, 200.0, 3
-
-GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 
 class Listener(Protocol):
@@ -56,20 +53,6 @@ class Silent:
     def now(self, what: str) -> None: ...
     def done(self, steps: float) -> None: ...
     def say(self, text: str) -> None: ...
-
-
-@dataclass
-class _Prepared:
-    """A subject that was built, gave the right outputs, and is warm."""
-
-    selection: Selection
-    call: Call
-    row: Row
-    call_s: float
-
-
-class _TooLarge(Exception):
-    """A subject, or the inputs themselves, did not fit into memory."""
 
 
 def run(plan: Plan, listener: Listener | None = None) -> dict[str, Any]:
@@ -130,7 +113,7 @@ class _Run:
         too_large: list[Selection] = []
         try:
             too_large = self._measure_group(group, selections)
-        except _TooLarge:
+        except TooLarge:
             too_large = list(selections)
         finally:
             _release_memory(self.plan.device)
@@ -152,22 +135,30 @@ class _Run:
         weights = rounded(random_weights(group.config), group.dtype)
         task = Task(group.model, group.config, variant.data, weights, group.dtype, plan.device, group.batch_size)
         views = image_views(plan.images, variant.data, group.config, max(8, min(group.batch_size, MAX_VIEWS)))
-        batches, expected = _or_too_large(lambda: _inputs(task, views))
-        prepared: dict[str, _Prepared] = {}
+        try:
+            with out_of_memory_is_too_large():
+                batches = rotating_batches(views, task.batch_size, task.dtype, task.device)
+                expected = expect(task, batches[0], views)
+        except TooLarge:
+            raise
+        except Exception as error:  # eager itself cannot do this here, such as a dtype that an operator lacks
+            self.listener.say(f"{group}: the definition FAILED: {describe_error(error)}")
+            self.rows += [make_row(group, s, "failed", f"definition: {describe_error(error)}") for s in selections]
+            return []
+        prepared: dict[str, Prepared] = {}
         too_large = []
         for selection in selections:
             self.listener.now(f"{group}: {selection.label}")
             try:
                 ready = self._prepare(selection, group, task, batches, expected, list(prepared.values()))
-            except _TooLarge:
+            except TooLarge:
                 too_large.append(selection)
-                continue
-            finally:
-                self.listener.done(1)
-            if ready is None:
-                self.listener.done(1)  # there is nothing to time
-            else:
+                ready = None
+            if selection in too_large:
+                _release_memory(plan.device, forget_compiled=False)
+            if ready is not None:
                 prepared[selection.label] = ready
+            self.listener.done(1 if ready is not None else 2)  # 2: there is nothing to time
         too_large += self._time(group, prepared)
         return too_large
 
@@ -178,8 +169,8 @@ class _Run:
         task: Task,
         batches: list[Tensor],
         expected: Expected,
-        others: Sequence[_Prepared],
-    ) -> _Prepared | None:
+        others: Sequence[Prepared],
+    ) -> Prepared | None:
         """Builds, compiles and checks a subject; a row that says why when there is nothing to time."""
         subject = selection.subject
         if missing := subject.missing_packages():
@@ -188,67 +179,16 @@ class _Run:
         if self._is_too_late(selection, others):
             self.rows.append(make_row(group, selection, "skipped", "the time budget is spent"))
             return None
-        try:
-            return self._build_and_check(selection, group, task, batches, expected)
-        except UnsupportedInputError as error:
-            row = make_row(group, selection, "unsupported", f"{error.what}: {'; '.join(error.reasons)}")
-        except Exception as error:  # a subject may fail in any way it likes; the others are measured all the same
-            if _is_out_of_memory(error):
-                raise _TooLarge from error
-            text = " ".join(str(error).split())
-            if "No available kernel" in text or "No viable backend" in text:
-                row = make_row(group, selection, "unsupported", "torch has no such attention kernel here")
-            else:
-                row = make_row(group, selection, "failed", f"{type(error).__name__}: {text}"[:500])
-                self.listener.say(f"{group}: {selection.label} failed: {row['reason'][:200]}")
-        self.rows.append(row)
-        return None
-
-    def _build_and_check(
-        self, selection: Selection, group: Group, task: Task, batches: list[Tensor], expected: Expected
-    ) -> _Prepared | None:
-        device, subject = self.plan.device, selection.subject
-        before = _allocated(device)
-        function = subject.build(task)
-        compiled = compile_selection(selection, function)
-
-        def call(number: int) -> Tensor:
-            with torch.inference_mode(), subject.context():
-                if selection.mode in GRAPH_MODES:
-                    # Without this, calls of several graphed models in turn would be recorded as one long iteration.
-                    torch.compiler.cudagraph_mark_step_begin()
-                return compiled(batches[number % len(batches)])
-
-        start = time.perf_counter()
-        call(0)
-        synchronise(device)
-        first_call_s = time.perf_counter() - start
-        # A CUDA graph replays from its third call on: this one is checked, after another batch went through.
-        call(1)
-        start = time.perf_counter()
-        outputs = call(0)
-        synchronise(device)
-        call_s = time.perf_counter() - start
+        ready, row = prepare(selection, group, task, batches, expected)
         if selection.mode != "none":
-            self.longest_compilation_s = max(self.longest_compilation_s, first_call_s)
-        verdict = judge(subject, task, expected, outputs)
-        del outputs
-        row = make_row(group, selection, "measured" if verdict.passed else "wrong", verdict.reason)
-        add_verdict(row, verdict)
-        row["first_call_s"] = round(first_call_s, 3)
-        if not verdict.passed:
-            self._refuse_speed(group, selection, verdict)
+            self.longest_compilation_s = max(self.longest_compilation_s, row["first_call_s"] or 0.0)
+        if ready is None:
             self.rows.append(row)
-            return None
-        resident = _allocated(device) - before if device.type == "cuda" else _parameter_bytes(function)
-        if resident is not None:
-            row["peak_MiB"] = round((resident + peak_memory_of_call(lambda: call(1), device)) / 2**20, 1)
-        return _Prepared(selection, call, row, call_s)
+            if row["status"] in ("wrong", "failed"):
+                self.listener.say(f"{group}: {selection.label} is {row['status'].upper()}: {row['reason'][:200]}")
+        return ready
 
-    def _refuse_speed(self, group: Group, selection: Selection, verdict: Verdict) -> None:
-        self.listener.say(f"{group}: {selection.label} is WRONG, its speed is not measured: {verdict.reason}")
-
-    def _time(self, group: Group, prepared: dict[str, _Prepared]) -> list[Selection]:
+    def _time(self, group: Group, prepared: dict[str, Prepared]) -> list[Selection]:
         """Times the prepared subjects in turns and adds their rows; returns those that ran out of memory now."""
         too_large: list[Selection] = []
         while prepared:
@@ -271,17 +211,21 @@ class _Run:
                 self._add_timed(group, prepared, watch.timings(), "interrupted")
                 raise
             except Exception as error:
-                if not _is_out_of_memory(error):
-                    raise
-                too_large.append(prepared.pop(running).selection)
-                _release_memory(self.plan.device, forget_compiled=False)
-                continue
-            self._add_timed(group, prepared, timings, "skipped")
-            break
+                broken = prepared.pop(running)
+                if is_out_of_memory(error):
+                    too_large.append(broken.selection)
+                else:
+                    broken.row.update(status="failed", reason=f"while it was timed: {describe_error(error)}")
+                    self.rows.append(broken.row)
+            else:
+                self._add_timed(group, prepared, timings, "skipped")
+                break
+            # Not inside the handler, where the exception still holds the frames and their tensors.
+            _release_memory(self.plan.device, forget_compiled=False)
         return too_large
 
     def _add_timed(
-        self, group: Group, prepared: Mapping[str, _Prepared], timings: Mapping[str, Timing], otherwise: Status
+        self, group: Group, prepared: Mapping[str, Prepared], timings: Mapping[str, Timing], otherwise: Status
     ) -> None:
         for name, ready in prepared.items():
             if name in timings:
@@ -298,7 +242,7 @@ class _Run:
         left_s = self.plan.time_budget_s - self.elapsed_s()
         self.group_deadline_s = self.elapsed_s() + left_s * 2 / (groups_left + 1)
 
-    def _is_too_late(self, selection: Selection, others: Sequence[_Prepared]) -> bool:
+    def _is_too_late(self, selection: Selection, others: Sequence[Prepared]) -> bool:
         """Whether this selection, with the timing of those prepared before it, would end after its time is spent."""
         deadline_s = self.group_deadline_s if selection.mode == "max-autotune" else self.plan.time_budget_s
         ahead = sum(other.call_s for other in others) * self.plan.protocol.least_repeats
@@ -361,42 +305,6 @@ def _groups(plan: Plan) -> list[Group]:
         for dtype in plan.dtypes
         for batch_size in plan.batch_sizes
     ]
-
-
-def _inputs(task: Task, views: Tensor) -> tuple[list[Tensor], Expected]:
-    batches = rotating_batches(views, task.batch_size, task.dtype, task.device)
-    return batches, expect(task, batches[0], views)
-
-
-def _or_too_large(make: Callable[[], tuple[list[Tensor], Expected]]) -> tuple[list[Tensor], Expected]:
-    try:
-        return make()
-    except Exception as error:
-        if _is_out_of_memory(error):
-            raise _TooLarge from error
-        raise
-
-
-def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether memory ran out, also where a compiler or a runtime wrapped the exception in its own."""
-    while error is not None:
-        text = str(error)
-        if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text:
-            return True
-        if "CUDA out of memory" in text or "CUDA error: out of memory" in text:
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-def _allocated(device: torch.device) -> int:
-    return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0
-
-
-def _parameter_bytes(function: object) -> int | None:
-    if not isinstance(function, nn.Module):
-        return None
-    return sum(t.numel() * t.element_size() for t in [*function.parameters(), *function.buffers()])
 
 
 def _release_memory(device: torch.device, forget_compiled: bool = True) -> None:

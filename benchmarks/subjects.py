@@ -55,6 +55,9 @@ DEFAULT_LABELS = {
         "timm+compile",
         "timm+compile:max-autotune",
         "transformers+compile",
+        "timm+fused",
+        "timm+fused+compile",
+        "transformers+fused",
     ),
 }
 

@@ -159,6 +159,40 @@ def test_missing_refused_and_broken_subjects_are_rows_with_reasons(add) -> None:
     assert rows["eager"]["ratio_to_best_peer"] is None
 
 
+def test_a_subject_that_breaks_while_it_is_timed_is_failed_and_the_others_are_timed(add) -> None:
+    def later(task: Task) -> object:
+        model, calls = build("sdpa", task), []
+
+        def answer(images: torch.Tensor) -> torch.Tensor:
+            calls.append(1)
+            if len(calls) > 6:
+                raise RuntimeError("worn out")
+            return model(images)
+
+        return answer
+
+    add("later", later)
+    rows = rows_by_subject(runner.run(plan("later", "eager")))
+    assert rows["later"]["status"] == "failed"
+    assert "worn out" in rows["later"]["reason"]
+    assert_no_speed(rows["later"])
+    assert rows["eager"]["status"] == "measured"
+
+
+def test_a_definition_that_cannot_run_fails_its_group_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    expect = runner.expect
+
+    def only_batch_1(task: Task, *rest: object) -> object:
+        if task.batch_size > 1:
+            raise RuntimeError("not implemented for this")
+        return expect(task, *rest)
+
+    monkeypatch.setattr(runner, "expect", only_batch_1)
+    record = runner.run(plan("eager", batch_sizes=(1, 2)))
+    assert [row["status"] for row in record["rows"]] == ["measured", "failed"]
+    assert "definition: RuntimeError: not implemented" in record["rows"][1]["reason"]
+
+
 def greedy(most: int) -> Callable[[Task], object]:
     """A subject that runs out of memory above a batch size; wrapped, as a compiler does it."""
 
