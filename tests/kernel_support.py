@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
-from conftest import HAS_GPU
 from torch import Tensor
+
+HAS_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+if not HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -87,3 +92,26 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float) -
     scores = q.double() * scale @ k.double().transpose(-1, -2)
     right_lse = scores.logsumexp(-1) / torch.log(torch.tensor(2.0, dtype=torch.float64))
     assert largest_error(lse, right_lse) <= 1e-5 * max(1.0, float(right_lse.abs().max()))
+
+
+# What the kernels make of each layout.
+LAYOUTS = {"contiguous": "tma", "permuted": "tma", "sliced": "tma", "offset": "scalar", "expanded": "vector"}
+
+
+def strided(kind: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Tensor:
+    """A tensor [B, H, N, D] of the named layout, random."""
+    batch, heads, tokens, head_dim = shape
+    values = torch.randn(shape, device=DEVICE).to(dtype)
+    if kind == "contiguous":
+        return values
+    if kind == "permuted":
+        return values.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
+    if kind == "sliced":
+        wide = torch.full((batch, heads, 2 * tokens, head_dim + 8), float("nan"), dtype=dtype, device=DEVICE)
+        view = wide[:, :, 1::2, :head_dim]
+    elif kind == "offset":
+        flat = torch.full((values.numel() + 1,), float("nan"), dtype=dtype, device=DEVICE)
+        view = flat[1:].view(shape)
+    else:  # one image for the whole batch
+        return values[:1].expand(shape)
+    return view.copy_(values)

@@ -1,0 +1,58 @@
+"""The committed record of what the compiler makes of the kernels, and what counts as having become worse.
+
+`baseline.json` is changed on purpose, by `vit-fast kernels --update-baseline`, never by a test.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import triton
+
+from .offline import Stats
+
+BASELINE_PATH = Path(__file__).with_name("baseline.json")
+ALLOWED_GROWTH = 1.10
+_GROWING = ("registers", "instructions")
+_MUST_STAY = {"hgmma": "HGMMA", "tcgen05": "TCGEN05", "tma_loads": "TMA loads", "tma_stores": "TMA stores"}
+_KEPT = (*_GROWING, "shared_bytes", "ctas_per_sm", "hmma", *_MUST_STAY)
+
+
+def read_baseline(path: Path = BASELINE_PATH) -> dict[str, Any]:
+    """The baseline: {"triton": version, "builds": {key: counts}}."""
+    baseline: dict[str, Any] = json.loads(path.read_text())
+    return baseline
+
+
+def is_comparable(baseline: Mapping[str, Any]) -> bool:
+    """Whether counts can be compared: another compiler makes other code."""
+    return bool(baseline["triton"] == triton.__version__)
+
+
+def regressions(baseline: Mapping[str, Any], key: str, stats: Stats) -> list[str]:
+    """In what a build became worse than its baseline; it not being there is one."""
+    before = baseline["builds"].get(key)
+    if before is None:
+        return ["not in the baseline (vit-fast kernels --update-baseline)"]
+    now = stats.as_dict()
+    found = [
+        f"{name} grew from {before[name]} to {now[name]}"
+        for name in _GROWING
+        if now[name] > ALLOWED_GROWTH * before[name]
+    ]
+    return found + [f"lost its {word}" for name, word in _MUST_STAY.items() if before[name] and not now[name]]
+
+
+def write_baseline(found: Mapping[str, Stats], path: Path = BASELINE_PATH) -> None:
+    """Replace the counts of the builds in `found`; the others stay, unless another triton made them."""
+    old = read_baseline(path) if path.exists() else {"triton": None, "builds": {}}
+    builds = dict(old["builds"]) if old["triton"] == triton.__version__ else {}
+    builds |= {key: {name: getattr(stats, name) for name in _KEPT} for key, stats in found.items()}
+    lines = [f"  {json.dumps(key)}: {json.dumps(builds[key])}" for key in sorted(builds)]
+    text = f'{{"triton": {json.dumps(triton.__version__)}, "builds": {{\n' + ",\n".join(lines) + "\n}}\n"
+    beside = path.with_suffix(".tmp")
+    beside.write_text(text)
+    beside.replace(path)

@@ -1,0 +1,111 @@
+"""`vit-fast kernels`: compile every kernel without a GPU and show what the compiler made of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+DEFAULT_ARCHS = "sm_80,sm_89,sm_90,sm_100"
+
+
+def register(app: typer.Typer) -> None:
+    app.command(name="kernels")(kernels)
+
+
+def kernels(
+    arch: Annotated[str, typer.Option(help="Architectures to compile for, separated by commas.")] = DEFAULT_ARCHS,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+    core: Annotated[bool, typer.Option("--core", help="Only the builds that the tests compile on every run.")] = False,
+    update_baseline: Annotated[
+        bool, typer.Option("--update-baseline", help="Make what was found the committed baseline.")
+    ] = False,
+) -> None:
+    """Compiles the kernels for the named architectures, without a GPU; exits with 1 if one spills or became worse."""
+    try:
+        report = collect(arch.split(","), core=core, update_baseline=update_baseline, progress=not as_json)
+    except (RuntimeError, ValueError, ImportError) as error:
+        typer.echo(f"vit-fast kernels: {error}", err=True)
+        raise typer.Exit(2) from error
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        _print_summary(report)
+    if any(row["problems"] for row in report["builds"]):
+        raise typer.Exit(1)
+
+
+def collect(archs: list[str], *, core: bool, update_baseline: bool, progress: bool = False) -> dict[str, Any]:
+    """Compile and compare; everything that `vit-fast kernels` prints, as plain data.
+
+    Raises:
+        ImportError: triton is not installed.
+        RuntimeError: triton was imported for its interpreter, which has no compiler.
+        ValueError: an architecture is unknown.
+    """
+    import triton
+
+    from ..kernels import baseline, launch, offline
+
+    if launch.is_interpreted():
+        raise RuntimeError("TRITON_INTERPRET is set: there is nothing to compile; unset it")
+    # before the first compilation: a wrong name shall not cost the minutes of the right ones
+    wanted = [(arch, build) for arch in archs for build in offline.builds(arch) if build.core or not core]
+    before = baseline.read_baseline() if baseline.BASELINE_PATH.exists() else {"triton": None, "builds": {}}
+    comparable = baseline.is_comparable(before) and not update_baseline
+    rows: list[dict[str, Any]] = []
+    found: dict[str, Any] = {}
+    for arch, build in wanted:
+        row: dict[str, Any] = {"arch": arch, "kernel": build.kernel, "case": build.case}
+        try:
+            stats = offline.compile_build(build, arch)
+        except Exception as error:  # any compiler failure is this row's result, and the others go on
+            row["problems"] = [f"does not compile: {type(error).__name__}: {_last_line(error)}"]
+        else:
+            found[build.key(arch)] = stats
+            row |= stats.as_dict()
+            row["problems"] = offline.problems(build, stats, arch)
+            if comparable:
+                row["problems"] += baseline.regressions(before, build.key(arch), stats)
+        rows.append(row)
+        if progress:
+            typer.echo(_line(row))
+    if update_baseline:
+        baseline.write_baseline(found)
+    return {
+        "triton": triton.__version__,
+        "baseline_triton": before["triton"],
+        "compared_with_baseline": comparable,
+        "builds": rows,
+    }
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1][:200] if lines else ""
+
+
+def _line(row: dict[str, Any]) -> str:
+    head = f"{row['arch']:7s} {row['kernel']:24s} {row['case']:28s}"
+    if "registers" not in row:
+        return head + " " + "; ".join(row["problems"])
+    counts = (
+        f"{row['registers']:3d} registers, {row['spill_loads'] + row['spill_stores']} spills, "
+        f"{row['shared_bytes'] / 1024:.0f} KiB shared, {row['ctas_per_sm']} CTA/SM, "
+        f"{_matrix_instructions(row)}, TMA {row['tma_loads']}/{row['tma_stores']}, {row['instructions']} instructions"
+    )
+    return f"{head} {counts}" + "".join(f"  <- {problem}" for problem in row["problems"])
+
+
+def _matrix_instructions(row: dict[str, Any]) -> str:
+    names = (("hgmma", "HGMMA"), ("tcgen05", "TCGEN05"), ("hmma", "HMMA"))
+    counted = [f"{row[field]} {name}" for field, name in names if row[field]]
+    return " ".join(counted) or "no matrix instructions"
+
+
+def _print_summary(report: dict[str, Any]) -> None:
+    bad = sum(bool(row["problems"]) for row in report["builds"])
+    typer.echo(f"{len(report['builds'])} builds with triton {report['triton']}, {bad} with problems")
+    if not report["compared_with_baseline"]:
+        typer.echo(f"not compared with the baseline (made with triton {report['baseline_triton']})")
