@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import vit_fast
-
-BLOCKS = {"timm": "blocks", "ours": "blocks", "transformers": "vit.layers", "torchvision": "encoder.layers"}
+from vit_fast.integrations.common import FusedNormMlp
+from vit_fast.model import Block
 
 
 def run(rank: int, world: int, folder: Path) -> None:
@@ -53,8 +53,9 @@ def check_ddp(library: str, model: nn.Module, share: dict, expected: dict) -> No
 def check_fsdp2(library: str, model: nn.Module, share: dict, expected: dict) -> None:
     subject = SUBJECTS[LIBRARIES[library]]
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model.get_submodule(BLOCKS[library]).children():
-        fully_shard(block, mesh=mesh)
+    for block in list(model.modules()):
+        if isinstance(block, FusedNormMlp | Block):
+            fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     assert isinstance(model, FSDPModule)
     subject.run(model, share).square().sum().backward()

@@ -151,3 +151,16 @@ def assert_within(actual: Tensor, before: Tensor, exact: Tensor, factor: float, 
     error = (actual.double() - exact).square().mean().sqrt().item()
     allowed = factor * (before.double() - exact).square().mean().sqrt().item() + rounding
     assert error <= allowed, f"{what}: error {error:.3g}, allowed {allowed:.3g}"
+
+
+def assert_gradients_within(
+    actual: dict[str, Tensor], before: dict[str, Tensor], exact: dict[str, Tensor], factor: float
+) -> None:
+    """assert_within for every gradient; one that is zero but for rounding (a key's bias) is only held to be that."""
+    assert actual.keys() == before.keys()
+    largest = max(grad.abs().max().item() for grad in exact.values())
+    for name, grad in actual.items():
+        if exact[name].abs().max() < 1e-12 * largest:
+            assert grad.abs().max() <= torch.finfo(grad.dtype).eps * largest, name
+        else:
+            assert_within(grad, before[name], exact[name], factor, name)

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from fused_models import SUBJECTS, assert_within, gradients, in_fp64
+from fused_models import SUBJECTS, assert_gradients_within, assert_within, gradients, in_fp64
 from torch import nn
 
 import vit_fast
@@ -24,16 +24,16 @@ def test_output_and_gradients_are_those_of_the_original(name: str) -> None:
     assert len(report.fused) >= 2
     after, after_grads = gradients(subject, model, inputs)
     assert_within(after, before, exact, 2, "output")
-    assert after_grads.keys() == before_grads.keys()
-    for key, grad in after_grads.items():
-        assert_within(grad, before_grads[key], exact_grads[key], 3, key)
+    assert_gradients_within(after_grads, before_grads, exact_grads, 3)
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_everything_is_fused_but_a_position_bias(name: str) -> None:
     report = vit_fast.fuse(SUBJECTS[name].build(), backend="sdpa")
     if name in BIASED:
-        assert {reason for module in report.left for reason in module.reasons} == {"it adds a relative position bias"}
+        reasons = [reason for module in report.left for reason in module.reasons]
+        assert len(reasons) == 2
+        assert all(reason.endswith("it adds a relative position bias") for reason in reasons)
         assert {module.part for module in report.left} == {"attention"}
     else:
         assert report.require_all() is report
@@ -89,8 +89,7 @@ def test_the_triton_backend_is_as_exact_as_the_formulas(name: str) -> None:
     assert vit_fast.fuse(model, backend="triton").backend == "triton"
     after, after_grads = gradients(subject, model, inputs)
     assert_within(after, before, exact, 2, "output")
-    for key, grad in after_grads.items():
-        assert_within(grad, before_grads[key], exact_grads[key], 3, key)
+    assert_gradients_within(after_grads, before_grads, exact_grads, 3)
 
 
 def test_the_fused_operators_are_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,7 @@ class FusedSelfAttention(FusedModule):
         if "Text" in type(module.config).__name__:
             reasons.append("it belongs to a text model: causal and padding masks")
         if module.config._attn_implementation == "eager":
-            advice = "call model.set_attn_implementation('sdpa') first"
+            advice = "make the model with attn_implementation='sdpa'"
             reasons.append(f"attn_implementation='eager' returns attention weights: {advice}")
         return reasons + dropout_reasons("attention", _dropout(module), module.training)
 
