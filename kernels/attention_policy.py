@@ -222,7 +222,8 @@ def _dkdv_rule(problem: Problem) -> BackwardConfig:
     if problem.element != "half":
         return BackwardConfig(32, 32, num_warps=8 if problem.width <= 64 else 16, num_stages=1)
     if problem.layout == "scalar":
-        return BackwardConfig(32, 32 if problem.width <= 64 else 16, num_warps=8, num_stages=1)
+        block_m, block_n = (32, 32) if problem.width <= 64 else (16, 32) if problem.width == 80 else (32, 16)
+        return BackwardConfig(block_m, block_n, num_warps=8, num_stages=1)
     if problem.generation == "ampere" and problem.width == 128:
         return BackwardConfig(32, 32, num_warps=8, num_stages=2)
     if problem.generation == "ampere":

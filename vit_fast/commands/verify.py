@@ -1,0 +1,54 @@
+"""`vit-fast verify`: is what the backends compute here right, and how exact is it?"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    app.command(name="verify")(verify)
+
+
+def verify(
+    backend: Annotated[
+        str, typer.Option(help="Backends to check, separated by commas: triton, sdpa, auto.")
+    ] = "triton",
+    device: Annotated[str | None, typer.Option(help="Where to compute; CUDA if there is one, else the CPU.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+) -> None:
+    """Compares operators and a model with fp64 eager on this machine; exits with 1 if one is not as exact as eager."""
+    import torch
+
+    on_cpu = device == "cpu" or (device is None and not torch.cuda.is_available())
+    if on_cpu and "triton" in backend:
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: without a GPU nothing else runs
+
+    from ..verify import verify as run
+
+    try:
+        result = run(backend.split(","), device)
+    except ValueError as error:
+        typer.echo(f"vit-fast verify: {error}", err=True)
+        raise typer.Exit(2) from error
+    if as_json:
+        rows = [asdict(row) | {"ratio": row.ratio, "passed": row.passed} for row in result.rows]
+        typer.echo(json.dumps({"device": result.device, "interpreted": result.interpreted, "rows": rows}, indent=2))
+    else:
+        if result.interpreted:
+            typer.echo("no GPU: Triton's interpreter, small shapes, no bf16 (the interpreter computes it wrongly)")
+        for row in result.rows:
+            verdict = "pass" if row.passed else "FAIL"
+            head = f"{verdict}  {row.backend:6s} {row.dtype}  {row.subject:52s}"
+            if row.problem is not None:
+                typer.echo(f"{head} {row.problem}")
+            else:
+                ratio = "eager is exact" if row.ratio is None else f"{row.ratio:.2f} x eager's"
+                typer.echo(f"{head} error {row.error:.1e} = {ratio}")
+        typer.echo(f"{sum(row.passed for row in result.rows)} of {len(result.rows)} pass on {result.device}")
+    if not result.passed:
+        raise typer.Exit(1)
