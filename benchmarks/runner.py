@@ -72,7 +72,6 @@ class _Run:
         self.plan, self.listener = plan, listener
         self.rows: list[Row] = []
         self.start = time.perf_counter()
-        self.longest_compilation_s = 0.0
         self.group_deadline_s = plan.time_budget_s
         self.ceilings: dict[str, Any] = {}
 
@@ -180,8 +179,6 @@ class _Run:
             self.rows.append(make_row(group, selection, "skipped", "the time budget is spent"))
             return None
         ready, row = prepare(selection, group, task, batches, expected)
-        if selection.mode != "none":
-            self.longest_compilation_s = max(self.longest_compilation_s, row["first_call_s"] or 0.0)
         if ready is None:
             self.rows.append(row)
             if row["status"] in ("wrong", "failed"):
@@ -243,11 +240,9 @@ class _Run:
         self.group_deadline_s = self.elapsed_s() + left_s * 2 / (groups_left + 1)
 
     def _is_too_late(self, selection: Selection, others: Sequence[Prepared]) -> bool:
-        """Whether this selection, with the timing of those prepared before it, would end after its time is spent."""
+        """Whether the time is spent, with the timing of those prepared before; one compilation may exceed it."""
         deadline_s = self.group_deadline_s if selection.mode == "max-autotune" else self.plan.time_budget_s
-        ahead = sum(other.call_s for other in others) * self.plan.protocol.least_repeats
-        if selection.mode != "none":
-            ahead += self.longest_compilation_s
+        ahead = sum(other.call_s for other in others) * FLOOR_LEAST_REPEATS
         return self.elapsed_s() + ahead > deadline_s
 
     def _account_for_the_rest(self, groups: Sequence[Group], interrupted: bool) -> None:

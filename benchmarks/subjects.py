@@ -25,15 +25,16 @@ PROVIDERS = ("subjects_ours", "subjects_peers", "subjects_fused", "subjects_onnx
 # How `--compile-modes` and the part behind "+compile:" are written; "none" is the subject as it is.
 COMPILE_MODES = ("none", "default", "reduce-overhead", "max-autotune")
 
+# Should the time budget end a run early, what comes first is there.
 DEFAULT_LABELS = {
     "cpu": (
         "eager",
         "sdpa",
         "timm",
         "transformers",
-        "torchvision",
         "sdpa+compile",
         "eager+compile",
+        "torchvision",
         "timm+compile",
     ),
     "cuda": (
