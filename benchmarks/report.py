@@ -59,7 +59,7 @@ def contests(record: Record) -> dict[str, list[Row]]:
 
 
 def heading(record: Record) -> str:
-    """Machine, versions, commit and date, in a line."""
+    """Machine, versions, commit and date, in a line; and whether the machine was busy with something else."""
     machine = record["machine"]
     packages = machine["packages"]
     names = ("torch", "triton", "timm", "transformers", "torchvision")
@@ -68,7 +68,9 @@ def heading(record: Record) -> str:
     driver = f", driver {gpu['driver']}" if gpu and gpu["driver"] else ""
     commit = f", commit {machine['commit']}" if machine["commit"] else ""
     date = machine["date"].partition("T")[0]
-    return f"{machine['device']}{driver}; {versions}; vit-fast {record['vit_fast']}{commit}; {date}"
+    cores, load = machine["cpu_cores"], machine["load_average"]
+    busy = f"; BUSY when the run began: load {load} on {cores} cores" if load > cores / 2 else ""
+    return f"{machine['device']}{driver}; {versions}; vit-fast {record['vit_fast']}{commit}; {date}{busy}"
 
 
 def ceilings_line(record: Record) -> str:

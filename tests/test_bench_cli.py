@@ -226,6 +226,17 @@ def test_rows_without_figures_are_named_once_with_their_reason(record: dict) -> 
     assert len(plot.draw(other)) > 5_000
 
 
+def test_the_heading_names_machine_versions_and_date_and_a_busy_machine(record: dict) -> None:
+    quiet = copy.deepcopy(record)
+    quiet["machine"].update(load_average=0.1, cpu_cores=2)
+    line = report.heading(quiet)
+    for part in (quiet["machine"]["device"], quiet["machine"]["packages"]["torch"], quiet["machine"]["date"][:10]):
+        assert part in line
+    assert "BUSY" not in line
+    quiet["machine"]["load_average"] = 6.5
+    assert "load 6.5 on 2 cores" in report.heading(quiet)
+
+
 def test_blocks_of_a_document_are_filled_from_their_records(record: dict, tmp_path: Path, capsys) -> None:
     (tmp_path / "r.json").write_bytes(records.to_json(record))
     document = tmp_path / "README.md"
