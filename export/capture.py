@@ -62,7 +62,7 @@ def capture(subject: Subject, options: ExportOptions) -> ir.Model:
 
 
 def _example_size(subject: Subject, options: ExportOptions) -> tuple[int, int]:
-    """Height and width to trace with: with dynamic_size unequal and not the model's own, or torch takes them for fixed."""
+    """Height and width to trace with; with dynamic_size neither native nor equal, or torch takes them for fixed."""
     (height, width), (patch_h, patch_w) = subject.image_hw, subject.patch_hw
     return (height + patch_h, width + 2 * patch_w) if options.dynamic_size else (height, width)
 
@@ -100,8 +100,7 @@ def _to_onnx(exported: Any, options: ExportOptions) -> ir.Model:
         )
     except Exception as error:
         raise UnsupportedInputError("export to ONNX", _untranslatable(exported, error)) from error
-    assert program is not None  # noqa: S101  # None only without dynamo=True
-    model: ir.Model = program.model
+    model: ir.Model = program.model  # type: ignore[union-attr]  # None only without dynamo=True
     written = model.opset_imports.get("")
     if written != options.opset:
         raise UnsupportedInputError(f"opset {options.opset}", [f"torch wrote opset {written} instead"])
@@ -129,7 +128,7 @@ def _untranslatable(exported: Any, error: BaseException) -> list[str]:
 
 
 def _failing_module(module: nn.Module, example: Tensor) -> str:
-    """Runs the model under torch.export once more, keeping track of which module's forward was the last to be entered."""
+    """Runs the model under torch.export once more, keeping track of which module's forward was entered last."""
     names = {id(m): name.removeprefix("model.") or "the model itself" for name, m in module.named_modules()}
     entered: list[str] = []
 
@@ -182,7 +181,7 @@ def _rename_symbols(model: ir.Model) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Progress messages and deprecation warnings of torch's exporter are not the caller's business; errors are raised."""
+    """Hides progress messages and deprecation warnings of torch's exporter; errors are raised as ever."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -7,7 +7,6 @@ the schema is model_config.proto of triton-inference-server/common.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import tempfile
@@ -75,7 +74,7 @@ def write_triton_repository(
             shutil.copyfile(model_path.parent / location, version / location)
         (aside / "config.pbtxt").write_text(config, encoding="utf-8")
         aside.chmod(0o755)  # mkdtemp's folder is for its owner only; the server may be another user
-        os.replace(aside, target)
+        aside.replace(target)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return target

@@ -53,15 +53,15 @@ def export_onnx(
     """Writes a Vision Transformer as an ONNX file, and checks that the file computes what the model does.
 
     Args:
-        model: A VisionTransformer of vit_fast, timm, transformers or torchvision, fused or not, on any backend, device and
-            dtype. It is left as it was.
+        model: A VisionTransformer of vit_fast, timm, transformers or torchvision, fused or not, on any backend,
+            device and dtype. It is left as it was.
         path: The .onnx file to write.
         opset: ONNX operator set, 18 or newer; None means 20, which every runtime in use takes.
         dynamic_batch: Whether the file takes any number of images; if not, one.
         dynamic_size: Whether it takes any height and width that divide by the patch: positions are interpolated inside.
-        precision: "fp32", "fp16", "bf16"; "int8": static, calibrated; "int8-dynamic": activation ranges found at run time.
-        preprocess: Whether the file takes uint8 pixels [batch, height, width, channels] of any size and resizes, crops and
-            normalises them itself.
+        precision: "fp32", "fp16", "bf16"; "int8": static, calibrated; "int8-dynamic": ranges found at run time.
+        preprocess: Whether the file takes uint8 pixels [batch, height, width, channels] of any size and resizes,
+            crops and normalises them itself.
         target: "generic": standard operators only. "ort-cpu", "ort-cuda": ONNX Runtime's fused operators. "tensorrt":
             what its parser takes.
         output: "logits", "probabilities" (softmax) or "features" (pooled, before the head).
@@ -133,7 +133,10 @@ def export_onnx(
 
 
 def _complete(
-    subject: Subject, options: ExportOptions, data_config: DataConfig | Mapping[str, Any] | None, names: Sequence[str] | None
+    subject: Subject,
+    options: ExportOptions,
+    data_config: DataConfig | Mapping[str, Any] | None,
+    names: Sequence[str] | None,
 ) -> None:
     """Adds what was given by hand to what the model says, and checks that it is enough."""
     if data_config is not None:
@@ -155,7 +158,11 @@ def _quantise(graph: ir.Model, subject: Subject, options: ExportOptions, photos:
         quantise_dynamic(graph)
         return
     inputs = as_inputs(photos, subject.data_config, subject.image_hw, subject.in_chans)
-    quantise_static(graph, [one.numpy() for one in inputs.split(4 if options.dynamic_batch else 1)], symmetric=options.target == "tensorrt")
+    quantise_static(
+        graph,
+        [one.numpy() for one in inputs.split(4 if options.dynamic_batch else 1)],
+        symmetric=options.target == "tensorrt",
+    )
 
 
 def _finish(graph: ir.Model, subject: Subject, options: ExportOptions) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -46,7 +45,7 @@ def written_aside(path: Path) -> Iterator[Path]:
         yield aside / path.name
         # The weights first: a graph under its final name always finds the weights that belong to it.
         for part in sorted(aside.iterdir(), key=lambda part: part.name == path.name):
-            os.replace(part, folder / part.name)
+            part.replace(folder / part.name)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -98,7 +97,7 @@ def read_proto(path: str | Path) -> onnx.ModelProto:
 
 
 def check_external_data(proto: onnx.ModelProto, path: Path) -> None:
-    """Refuses weights outside the model's folder, also through links, and files too short for what is said to be in them.
+    """Refuses weights outside the model's folder, also through links, and files too short for what should be in them.
 
     ONNX Runtime refuses absolute paths, "..", and symbolic links, but reads a hard link: a second name of any file on
     the same disk. So a file with more than one name is refused here.

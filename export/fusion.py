@@ -1,4 +1,4 @@
-"""What a target runs best: attention in its form, the operators of ONNX Runtime, and an honest count of what was fused."""
+"""What a target runs best: attention in its form, ONNX Runtime's operators, and a count of what was fused."""
 
 from __future__ import annotations
 
@@ -105,7 +105,9 @@ def _fuse_for_ort(model: ir.Model, subject: Subject) -> list[Fusion]:
     fuse_bias_gelu(model)
     counts = count_nodes(model)
     norms = 2 * subject.depth
-    skip_note = "" if counts[SKIP_NORM] >= norms else "the last LayerNorm comes after pooling, or the block adds otherwise"
+    skip_note = (
+        "" if counts[SKIP_NORM] >= norms else "the last LayerNorm comes after pooling, or the block adds otherwise"
+    )
     gelu_note = "" if len(exact) >= subject.depth else "the model's activation is not exact GELU"
     return [
         Fusion(SKIP_NORM, counts[SKIP_NORM], norms, skip_note),

@@ -24,12 +24,12 @@ class Writer:
         self, op_type: str, *inputs: ir.Value | None, domain: str = "", outputs: int = 1,
         dtype: ir.DataType | None = None, **attributes: Any,
     ) -> Any:  # fmt: skip
-        """The new node's output, or the list of them when there are several; of the first input's dtype unless given."""
+        """The new node's output, or the list of them when there are several; dtype: None is the first input's."""
         name = self._name(op_type)
         node = ir.node(op_type, inputs, attributes, domain=domain, num_outputs=outputs, name=name)
-        dtype = dtype or next((v.dtype for v in inputs if v is not None), None)
+        kind = dtype or next((v.dtype for v in inputs if v is not None and v.dtype is not None), ir.DataType.FLOAT)
         for i, output in enumerate(node.outputs):
-            output.name, output.dtype = name + (f".{i}" if outputs > 1 else ""), dtype
+            output.name, output.dtype = name + (f".{i}" if outputs > 1 else ""), kind
         if self.before is None:
             self.graph.append(node)
         else:
@@ -38,9 +38,11 @@ class Writer:
 
     def constant(self, array: np.ndarray | list[int], name: str) -> ir.Value:
         """An initializer; int64 when given as a list."""
-        tensor = ir.tensor(np.asarray(array, dtype=np.int64) if isinstance(array, list) else array)
+        values = np.asarray(array, dtype=np.int64) if isinstance(array, list) else array
+        tensor, array_shape = ir.tensor(values), values.shape
         tensor.name = self._name(name)
-        value = ir.Value(name=tensor.name, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor)
+        kind = ir.TensorType(tensor.dtype)
+        value = ir.Value(name=tensor.name, type=kind, shape=ir.Shape(array_shape), const_value=tensor)
         self.graph.register_initializer(value)
         return value
 
@@ -51,7 +53,9 @@ class Writer:
 
 def replace(old: ir.Value, new: ir.Value) -> None:
     """Everything that used `old`, graph outputs included, uses `new`, which takes over shape and dtype."""
-    new.shape, new.dtype = old.shape, old.dtype
+    new.shape = old.shape
+    if old.dtype is not None:
+        new.dtype = old.dtype
     ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
 
 

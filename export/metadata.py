@@ -34,7 +34,7 @@ class OnnxInfo:
         inputs: Name, dtype and dimensions of each input.
         outputs: The same of each output.
         nodes: How many nodes of each operator.
-        data_config: How images are prepared; None when the file does not say, or does it itself (then see `preprocess`).
+        data_config: How images are prepared; None when the file does not say.
         preprocess: Whether the file takes uint8 pixels and prepares them itself.
         class_names: Names of the outputs; None when the file does not say.
         output: "logits", "probabilities" or "features"; None when the file does not say.
@@ -167,7 +167,10 @@ def describe(proto: onnx.ModelProto, path: Path) -> OnnxInfo:
 
 def _describe_value(value: onnx.ValueInfoProto) -> dict[str, Any]:
     tensor = value.type.tensor_type
-    dims = [d.dim_param if d.HasField("dim_param") else d.dim_value if d.HasField("dim_value") else "?" for d in tensor.shape.dim]
+    dims = [
+        d.dim_param if d.HasField("dim_param") else d.dim_value if d.HasField("dim_value") else "?"
+        for d in tensor.shape.dim
+    ]
     try:
         dtype = onnx.helper.tensor_dtype_to_string(tensor.elem_type).removeprefix("TensorProto.").lower()
     except KeyError:

@@ -14,8 +14,8 @@ Precision = Literal["fp32", "fp16", "bf16", "int8", "int8-dynamic"]
 MIN_OPSET, DEFAULT_OPSET, ATTENTION_OPSET, BF16_OPSET = 18, 20, 23, 22
 TRT_PRECISIONS = ("fp32", "fp16", "bf16", "int8")
 
-# Largest |file - eager| / max(1, largest |eager|) that passes. int8 is judged by the error's root mean square against the
-# logits' standard deviation instead: its error is spread over everything, and one bad element says little.
+# Largest |file - eager| / max(1, largest |eager|) that passes. int8 is judged by the error's root mean square against
+# the logits' standard deviation instead: its error is spread over everything, and one bad element says little.
 BUDGETS: dict[str, float] = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 5e-2, "int8": 0.35, "int8-dynamic": 0.35}
 
 

@@ -22,7 +22,9 @@ PIXELS = "pixels"
 _MODES = {"bicubic": "cubic", "bilinear": "linear"}  # nearest: ONNX Runtime breaks ties otherwise than Pillow
 
 
-def preprocessing_model(data_config: DataConfig, image_hw: Size, in_chans: int, opset: int, batch: int | None) -> ir.Model:
+def preprocessing_model(
+    data_config: DataConfig, image_hw: Size, in_chans: int, opset: int, batch: int | None
+) -> ir.Model:
     """A graph from uint8 images "pixels" [batch, height, width, in_chans] to fp32 "images" [batch, in_chans, H, W].
 
     Args:
@@ -36,7 +38,9 @@ def preprocessing_model(data_config: DataConfig, image_hw: Size, in_chans: int, 
     """
     problems = []
     if data_config.interpolation not in _MODES:
-        problems.append(f"no Resize of ONNX equals Pillow's {data_config.interpolation}: accepted are {', '.join(_MODES)}")
+        problems.append(
+            f"no Resize of ONNX equals Pillow's {data_config.interpolation}: accepted are {', '.join(_MODES)}"
+        )
     if len(data_config.mean) not in (1, in_chans):
         problems.append(f"data_config has {len(data_config.mean)} means for {in_chans} channels")
     if problems:
@@ -95,7 +99,9 @@ def _crop(write: Writer, resized: ir.Value, resized_hw: ir.Value, image_hw: Size
     margin = write.op("Sub", resized_hw, size)
     half = write.op("Div", _double(write, margin), write.constant(np.asarray([2.0]), "two"))
     top_left = write.op("Cast", write.op("Round", half), to=INT64, dtype=INT64)  # half to even, as Python's round
-    cropped: ir.Value = write.op("Slice", resized, top_left, write.op("Add", top_left, size), write.constant([2, 3], "axes"))
+    cropped: ir.Value = write.op(
+        "Slice", resized, top_left, write.op("Add", top_left, size), write.constant([2, 3], "axes")
+    )
     return cropped
 
 

@@ -31,26 +31,30 @@ def parse_device(device: str) -> tuple[str, int]:
 
 
 def reasons_against(kind: str) -> list[str]:
-    """Why ONNX Runtime cannot run on "cuda" or "tensorrt" here, each with its fix; empty when nothing is found missing."""
+    """Why ONNX Runtime cannot run on "cuda" or "tensorrt" here, each with its fix; empty when nothing is missing."""
     import onnxruntime
 
     if kind == "cpu":
         return []
     if DEVICES[kind] not in onnxruntime.get_available_providers():
-        return [f"this build of ONNX Runtime has no {DEVICES[kind]}: pip uninstall onnxruntime; pip install onnxruntime-gpu"]
+        return [
+            f"this build of ONNX Runtime has no {DEVICES[kind]}: pip uninstall onnxruntime; pip install onnxruntime-gpu"
+        ]
     preload()
     missing = [name for name in _libraries(kind) if not _loads(name)]
     reasons = []
     if "libcuda.so.1" in missing:
-        reasons.append("libcuda.so.1 is missing: there is no NVIDIA driver, or this container cannot see it (--gpus all)")
+        reasons.append(
+            "libcuda.so.1 is missing: there is no NVIDIA driver, or this container cannot see it (--gpus all)"
+        )
         missing.remove("libcuda.so.1")
     trt = [name for name in missing if name.startswith("libnv")]
     if trt:
         reasons.append(f"TensorRT 10 is missing ({', '.join(trt)}): pip install tensorrt")
     if rest := [name for name in missing if name not in trt]:
         reasons.append(
-            f"missing {', '.join(rest)}: pip install 'onnxruntime-gpu[cuda,cudnn]', or install CUDA {_cuda_major()} and "
-            "cuDNN 9 where the loader finds them"
+            f"missing {', '.join(rest)}: pip install 'onnxruntime-gpu[cuda,cudnn]', or install CUDA {_cuda_major()} "
+            "and cuDNN 9 where the loader finds them"
         )
     return reasons
 

@@ -36,7 +36,7 @@ class OnnxRunner:
             (`notes` says why).
         threads: Threads of one operator on the CPU; None leaves it to ONNX Runtime (all cores).
         max_batch: Larger batches are split into pieces of this size; a file with a fixed batch decides itself.
-        io_binding: Whether inputs and outputs are bound as they lie in memory. On CUDA this saves copies through the host.
+        io_binding: Whether inputs and outputs are bound as they lie in memory; on CUDA no copy goes through the host.
         cuda_graph: Whether the work is captured once and replayed, always at max_batch (smaller ones are padded).
         profile: Prefix of a profile that ONNX Runtime writes; end_profiling() finishes it.
         data_config: How images are prepared, where the file does not say.
@@ -93,7 +93,7 @@ class OnnxRunner:
         self.providers: tuple[str, ...] = tuple(self._session.get_providers())
         self._graph_buffers: tuple[Tensor, Tensor] | None = None
 
-    # --- running ------------------------------------------------------------------------------------------------------
+    # --- running --------------------------------------------------------------------------------------------
 
     def __call__(self, images: Any) -> Any:
         """Runs the model.
@@ -152,10 +152,13 @@ class OnnxRunner:
 
         if self.data_config is None:
             raise UnsupportedInputError(
-                f"preparing images for {self.path}", ["the file does not say how: give data_config (mean, std, crop_pct, ...)"]
+                f"preparing images for {self.path}",
+                ["the file does not say how: give data_config (mean, std, crop_pct, ...)"],
             )
         if self.image_hw is None:
-            raise UnsupportedInputError(f"preparing images for {self.path}", ["the file does not say which size it takes"])
+            raise UnsupportedInputError(
+                f"preparing images for {self.path}", ["the file does not say which size it takes"]
+            )
         return make_transform(self.data_config, self.image_hw, self.in_chans)(image).numpy()
 
     def end_profiling(self) -> Path:
@@ -178,7 +181,7 @@ class OnnxRunner:
         """Names of the outputs, from the file or as given; None when neither says."""
         return self._class_names
 
-    # --- making -------------------------------------------------------------------------------------------------------
+    # --- making ---------------------------------------------------------------------------------------------
 
     def _read_signature(self) -> None:
         """Finds the image input and what is fixed about it."""
@@ -204,8 +207,9 @@ class OnnxRunner:
         if self.image_hw is None and isinstance(said, list) and len(said) == 2:
             self.image_hw = (int(said[0]), int(said[1]))
         out = info.outputs[0]
-        tail = [dim if isinstance(dim, int) and dim > 0 else None for dim in out["shape"][1:]]
-        self._output_tail: tuple[int, ...] | None = None if None in tail or not tail else tuple(tail)  # type: ignore[arg-type]
+        tail = tuple(dim for dim in out["shape"][1:] if isinstance(dim, int) and dim > 0)
+        known = bool(tail) and len(tail) == len(out["shape"]) - 1
+        self._output_tail: tuple[int, ...] | None = tail if known else None
         self._output_dtype = np.dtype(_DTYPES.get(out["dtype"], np.float32))
 
     def _complete(self, data_config: DataConfig | Mapping[str, Any] | None, names: Sequence[str] | None) -> None:
@@ -247,7 +251,7 @@ class OnnxRunner:
         except Exception as error:  # ONNX Runtime's exceptions share no base class
             raise ModelFileError(f"{self.path}: ONNX Runtime cannot load it: {str(error)[:300]}") from error
 
-    # --- one call -----------------------------------------------------------------------------------------------------
+    # --- one call -------------------------------------------------------------------------------------------
 
     def _check(self, images: Any) -> None:
         shape, problems = tuple(images.shape), []
@@ -259,9 +263,12 @@ class OnnxRunner:
             problems.append(f"shape {shape}: accepted is {wanted}")
         elif self.takes_pixels and 0 in shape[1:]:
             problems.append(f"shape {shape}: an image has no pixels")
-        elif (patch := self.info.metadata.get("patch_hw")) and self.info.metadata.get("dynamic_size"):
-            if shape[2] % patch[0] or shape[3] % patch[1] or 0 in shape[2:]:
-                problems.append(f"shape {shape}: height and width must divide by the patch's {patch[0]}x{patch[1]} pixels")
+        elif self.info.metadata.get("dynamic_size"):
+            patch_h, patch_w = self.info.metadata.get("patch_hw", (1, 1))
+            if shape[2] % patch_h or shape[3] % patch_w or 0 in shape[2:]:
+                problems.append(
+                    f"shape {shape}: height and width must divide by the patch's {patch_h}x{patch_w} pixels"
+                )
         if problems:
             raise ValueError(f"images for {self.path.name}: " + "; ".join(problems))
 
@@ -303,7 +310,9 @@ class OnnxRunner:
         if self._cuda_graph:
             import torch
 
-            replayed: np.ndarray = self._run_on_cuda(torch.from_numpy(images).to(f"cuda:{self._device_index}")).cpu().numpy()
+            replayed: np.ndarray = (
+                self._run_on_cuda(torch.from_numpy(images).to(f"cuda:{self._device_index}")).cpu().numpy()
+            )
             return replayed
         if not self._bind or self._output_tail is None:
             result: np.ndarray = self._session.run([self._output], {self._input: images})[0]
@@ -321,8 +330,12 @@ class OnnxRunner:
 
         images = images.contiguous()
         if self._output_tail is None:
-            raise UnsupportedInputError("IO binding", ["the file does not say the shape of its output: io_binding=False"])
-        output = torch.empty((len(images), *self._output_tail), dtype=getattr(torch, str(self._output_dtype)), device=images.device)
+            raise UnsupportedInputError(
+                "IO binding", ["the file does not say the shape of its output: io_binding=False"]
+            )
+        output = torch.empty(
+            (len(images), *self._output_tail), dtype=getattr(torch, str(self._output_dtype)), device=images.device
+        )
         if self._cuda_graph:
             if self._graph_buffers is None:
                 self._graph_buffers = (images.clone(), output)

@@ -1,4 +1,4 @@
-"""What export has to know about a model of each library: input size, preprocessing, class names, features, how to call it."""
+"""What export has to know about a model of each library: input size, preprocessing, names, features, how to call it."""
 
 from __future__ import annotations
 
@@ -122,14 +122,15 @@ def _set(undo: contextlib.ExitStack, owner: Any, attribute: str, value: Any) -> 
     setattr(owner, attribute, value)
 
 
-# --- vit-fast -----------------------------------------------------------------------------------------------------------
+# --- vit-fast -----------------------------------------------------------------------------------------------
 
 
 def _describe_ours(model: Any) -> Subject:
     config = model.config
     pooling = int(config.global_pool == "map")
     return Subject(
-        model, "vit-fast", _variant_of(config) or type(model).__name__, config.image_hw, config.in_chans, config.patch_pixels, config.depth,
+        model, "vit-fast", _variant_of(config) or type(model).__name__, config.image_hw, config.in_chans,
+        config.patch_pixels, config.depth,
         config.depth + pooling, config.num_classes, model.data_config, model.class_names, config.to_dict(),
     )  # fmt: skip
 
@@ -163,7 +164,7 @@ def _forward_timm_like(model: Any, images: Tensor, head: str, dynamic_size: bool
     return result
 
 
-# --- timm ---------------------------------------------------------------------------------------------------------------
+# --- timm ---------------------------------------------------------------------------------------------------
 
 
 def _describe_timm(model: Any) -> Subject:
@@ -210,7 +211,7 @@ def _prepare_timm(undo: contextlib.ExitStack, subject: Subject, dynamic_size: bo
         _set(undo, embed, name, value)
 
 
-# --- transformers -------------------------------------------------------------------------------------------------------
+# --- transformers -------------------------------------------------------------------------------------------
 
 
 _ATTENTION_NAME = "vit_fast_export"
@@ -238,7 +239,9 @@ def _prepare_transformers(undo: contextlib.ExitStack, subject: Subject, dynamic_
 
     if _ATTENTION_NAME not in ALL_ATTENTION_FUNCTIONS:
         ALL_ATTENTION_FUNCTIONS.register(_ATTENTION_NAME, _attention_without_mask)
-    configs = {id(c): c for m in subject.model.modules() if hasattr(c := getattr(m, "config", None), "_attn_implementation")}
+    configs = {
+        id(c): c for m in subject.model.modules() if hasattr(c := getattr(m, "config", None), "_attn_implementation")
+    }
     for config in configs.values():
         _set(undo, config, "_attn_implementation", _ATTENTION_NAME)
 
@@ -264,7 +267,7 @@ def _forward_transformers(model: Any, images: Tensor, head: str, dynamic_size: b
     return outputs.last_hidden_state[:, 0] if pooled is None else pooled
 
 
-# --- torchvision --------------------------------------------------------------------------------------------------------
+# --- torchvision --------------------------------------------------------------------------------------------
 
 
 def _describe_torchvision(model: Any) -> Subject:

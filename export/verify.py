@@ -1,7 +1,7 @@
 """The file against the model: checked by onnx, run by ONNX Runtime on real images, held against eager in fp64.
 
-    max_error = max |file - eager| / max(1, max |eager|)          fp32, fp16, bf16
-    rms_error = rms(file - eager) / std(eager)                    int8
+max_error = max |file - eager| / max(1, max |eager|)          fp32, fp16, bf16
+rms_error = rms(file - eager) / std(eager)                    int8
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ def verify_file(path: Path, subject: Subject, options: ExportOptions, images: li
     return Verification(checks, f"eager {'fp32' if large else 'fp64'}, {session.get_providers()[0]}")
 
 
-def verify_preprocessing(data_config: DataConfig, image_hw: Size, in_chans: int, opset: int, image: Image.Image) -> None:
+def verify_preprocessing(
+    data_config: DataConfig, image_hw: Size, in_chans: int, opset: int, image: Image.Image
+) -> None:
     """Holds preprocessing in the graph against Pillow's, on whole photographs.
 
     Raises:

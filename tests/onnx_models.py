@@ -6,11 +6,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import vit_fast
 from torch import nn
 
+import vit_fast
+
 SIZE = 32
-SHAPE: dict[str, Any] = {"depth": 2, "embed_dim": 32, "num_heads": 2, "num_classes": 10, "img_size": SIZE, "patch_size": 8}
+SHAPE: dict[str, Any] = {
+    "depth": 2,
+    "embed_dim": 32,
+    "num_heads": 2,
+    "num_classes": 10,
+    "img_size": SIZE,
+    "patch_size": 8,
+}
 HF = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "image_size": SIZE,
     "patch_size": 8,

@@ -1,4 +1,4 @@
-"""What can be asked of export_onnx: sizes, preprocessing, outputs, int8, external data, fused models, the model left alone."""
+"""What can be asked of export_onnx: sizes, preprocessing, outputs, int8, external data, fused models."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
-import vit_fast
 from onnx_models import make, ours, randomised, timm_vit
 from torch import nn
+
+import vit_fast
 from vit_fast.config import DataConfig
 from vit_fast.data import default_photograph, make_transform, read_image
 from vit_fast.export import OnnxRunner, export_onnx, files, inspect_onnx
+from vit_fast.export.preprocessing import preprocessing_model
 
 SIZES = [(32, 32), (32, 64), (64, 32), (40, 48), (96, 96), (8, 8)]
 CENTRE = DataConfig(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225), crop_pct=0.875, interpolation="bilinear")
@@ -86,7 +89,27 @@ def test_preprocessing_in_the_graph(data_config: DataConfig, img_size: Any, tmp_
         got = session.run(None, {"pixels": np.asarray(image)[None]})[0]
         np.testing.assert_allclose(got.sum(), 1, atol=1e-5)
         # One grey level of rounding in some pixels; a real difference of preprocessing moves the output much further.
-        assert np.abs(got - expected).max() < 5e-3 * np.abs(shifted - expected).max()
+        assert np.abs(got - expected).max() < 2e-2 * np.abs(shifted - expected).max()
+
+
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+@pytest.mark.parametrize("crop_mode", ["center", "squash"])
+def test_preprocessing_equals_pillow_to_one_grey_level(interpolation: Any, crop_mode: Any) -> None:
+    """Pixel by pixel, up- and downscaling, odd sizes, margins that do not halve."""
+    for image_hw, crop_pct, size in (
+        ((224, 224), 0.9, (512, 600)),
+        ((33, 47), 0.875, (201, 77)),
+        ((96, 96), 1.0, (60, 41)),
+    ):
+        data_config = DataConfig(interpolation=interpolation, crop_mode=crop_mode, crop_pct=crop_pct)
+        image = photograph().resize(size)
+        graph = preprocessing_model(data_config, image_hw, 3, opset=18, batch=None)
+        session = onnxruntime.InferenceSession(
+            ir.serde.serialize_model(graph).SerializeToString(), providers=["CPUExecutionProvider"]
+        )
+        got = session.run(None, {"pixels": np.asarray(image)[None]})[0][0]
+        levels = np.abs(got - make_transform(data_config, image_hw)(image).numpy()) * 127.5
+        assert levels.max() < 1.01 and (levels > 0.5).mean() < 0.01
 
 
 def test_preprocessing_equals_torchvision(tmp_path: Path) -> None:
@@ -132,8 +155,8 @@ def test_features(family: str, tmp_path: Path) -> None:
 def test_int8(precision: Any, tmp_path: Path) -> None:
     """Calibrated on real images; every linear of the blocks is int8, what is left float is as it was."""
     model = make("vit")
-    calibration = {"calibration": [default_photograph()]} if precision == "int8" else {}
-    report = export_onnx(model, tmp_path / "m.onnx", precision=precision, target="ort-cpu", **calibration)  # type: ignore[arg-type]
+    calibration = [default_photograph()] if precision == "int8" else None
+    report = export_onnx(model, tmp_path / "m.onnx", precision=precision, target="ort-cpu", calibration=calibration)
     assert report.verified and report.top1_agreement is not None
     assert 1e-4 < max(check.rms_error for check in report.checks) < 0.1
     weights = {t.name: t.data_type for t in onnx.load(tmp_path / "m.onnx").graph.initializer if len(t.dims) == 2}
@@ -154,7 +177,7 @@ def test_int8_for_tensorrt_is_symmetric(tmp_path: Path) -> None:
 
 
 def test_a_fused_model_exports_to_the_same_graph(tmp_path: Path) -> None:
-    """Eager, sdpa and triton backends, and a fused timm model against the plain one: the same nodes, the same weights."""
+    """On every backend, and a fused timm model as the plain one: the same nodes, the same weights."""
     ours_model: Any = make("vit")
     graphs = []
     for backend in ("eager", "sdpa", "triton"):

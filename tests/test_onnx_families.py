@@ -1,4 +1,4 @@
-"""Every model family x opset x precision x target: exported, verified by export_onnx, and held again against eager here."""
+"""Every model family x opset x precision x target: exported, verified, and held against eager again here."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import onnxruntime
 import pytest
 import torch
 from onnx_models import FAMILIES, SIZE, make
+
 from vit_fast.export import capture as capture_module
 from vit_fast.export import export_onnx, exporter
 from vit_fast.export.options import newest_opset
@@ -45,7 +46,7 @@ def cached_capture(captured: dict[Any, bytes], monkeypatch: pytest.MonkeyPatch, 
 
 
 def _matrix() -> list[Any]:
-    """The whole product; the default run takes two opsets a family, one in each precision, so that all of them occur."""
+    """The whole product; by default two opsets a family, one in each precision, so that all of them occur."""
     rows = []
     for i, family in enumerate(FAMILIES):
         for j, opset in enumerate(OPSETS):

@@ -1,4 +1,4 @@
-"""OnnxRunner: what goes in and comes out, providers that do not come up, files from elsewhere, damaged and unsafe files."""
+"""OnnxRunner: images and results, providers that do not come up, files from elsewhere, damaged and unsafe files."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import onnx
 import pytest
 import torch
 from onnx_models import make, timm_vit, transformers_vit
+
 from vit_fast.cli import main
 from vit_fast.config import DataConfig
 from vit_fast.data import default_photograph, make_transform, read_image
@@ -148,7 +149,7 @@ def test_profile(folder: Path, tmp_path: Path) -> None:
         OnnxRunner(folder / "plain.onnx", "cpu").end_profiling()
 
 
-# --- files from elsewhere -----------------------------------------------------------------------------------------------
+# --- files from elsewhere -----------------------------------------------------------------------------------
 
 
 def test_a_file_exported_by_timm_or_plain_torch(tmp_path: Path) -> None:
@@ -187,7 +188,7 @@ def test_a_file_as_optimum_writes_it(tmp_path: Path) -> None:
     np.testing.assert_allclose(OnnxRunner(tmp_path / "o.onnx", "cpu")(images), expected, atol=1e-5)
 
 
-# --- damaged and unsafe files -------------------------------------------------------------------------------------------
+# --- damaged and unsafe files -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.99])
@@ -270,7 +271,10 @@ def test_external_data_cannot_leave_the_folder(folder: Path, tmp_path: Path) -> 
         with pytest.raises(ModelFileError, match="external data refused"):
             OnnxRunner(_with_location(folder, tmp_path, location))
     shutil.copy(secret, weights)
-    assert OnnxRunner(_with_location(folder, tmp_path, "weights.data"), "cpu")(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
+    assert OnnxRunner(_with_location(folder, tmp_path, "weights.data"), "cpu")(torch.zeros(1, 3, 32, 32)).shape == (
+        1,
+        10,
+    )
 
 
 def test_external_data_too_short(folder: Path, tmp_path: Path) -> None:
@@ -285,7 +289,7 @@ def test_external_data_too_short(folder: Path, tmp_path: Path) -> None:
         OnnxRunner(_with_location(folder, tmp_path, "weights.data", length="many"))
 
 
-# --- command line -------------------------------------------------------------------------------------------------------
+# --- command line -------------------------------------------------------------------------------------------
 
 
 def test_predict_needs_nothing_but_the_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,9 +40,7 @@ def register(app: typer.Typer) -> None:
 
 def predict(
     images: Annotated[list[Path], typer.Argument(help="Image files or folders.", metavar="IMAGE...")],
-    weights: Annotated[
-        str | None, typer.Option(help="A weights file, a folder, or a Hugging Face Hub id.")
-    ] = None,
+    weights: Annotated[str | None, typer.Option(help="A weights file, a folder, or a Hugging Face Hub id.")] = None,
     onnx: Annotated[Path | None, typer.Option(help="An ONNX file instead, run by ONNX Runtime.")] = None,
     model: Annotated[
         str | None, typer.Option(help="The variant, where the weights do not say what shape they are for.")

@@ -1,0 +1,77 @@
+"""ONNX Runtime as a subject: the same model exported by vit_fast.export, on its CPU and CUDA providers."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..data import default_photograph
+from ..errors import UnsupportedInputError
+from ..model import VisionTransformer
+from .subjects import Subject, Task, register
+
+PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+PRECISIONS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+BF16_OPSET, OPSET = 22, 20
+# Share of the largest logit: int8 is another number format, and the rule for fp32 says nothing about it.
+INT8_BUDGET = 0.35
+
+
+def build(int8: bool, io_binding: bool, task: Task) -> Callable[[Tensor], Tensor]:
+    """An ONNX Runtime session of the task's model, exported for its device; fp32 in and out at the file's border.
+
+    Raises:
+        UnsupportedInputError: ONNX Runtime cannot run this dtype here.
+        ProviderError: CUDA was asked for and did not come up.
+    """
+    from ..export import OnnxRunner, export_onnx
+
+    precision = PRECISIONS.get(task.dtype)
+    if precision is None or (precision == "bf16" and task.device.type == "cpu"):
+        raise UnsupportedInputError("onnxruntime", [f"no file in {task.dtype} runs on {task.device.type}"])
+    if int8 and task.dtype != torch.float32:
+        raise UnsupportedInputError("onnxruntime-int8", [f"it replaces fp32, not {task.dtype}"])
+    model = VisionTransformer(task.config, data_config=task.data_config, backend="sdpa")
+    model.load_state_dict({name: tensor.float() for name, tensor in task.weights.items()})
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        export_onnx(
+            model.eval(),
+            path,
+            opset=BF16_OPSET if precision == "bf16" else OPSET,
+            precision="int8" if int8 else precision,  # type: ignore[arg-type]  # PRECISIONS holds accepted ones
+            target="ort-cuda" if task.device.type == "cuda" else "ort-cpu",
+            calibration=[default_photograph()] if int8 else None,
+            verify=False,  # the benchmark's own gate does that, on its images
+        )
+        threads = torch.get_num_threads() if task.device.type == "cpu" else None
+        runner = OnnxRunner(path, str(task.device), threads=threads, max_batch=task.batch_size, io_binding=io_binding)
+
+    def run(images: Tensor) -> Tensor:
+        logits: Tensor = runner(images.float())
+        return logits.to(task.dtype)
+
+    return run
+
+
+for name, summary, int8, io_binding in (
+    ("onnxruntime", "ONNX Runtime, exported by vit_fast.export, inputs and outputs bound", False, True),
+    ("onnxruntime-nobinding", "the same through session.run, as most people call it", False, False),
+    ("onnxruntime-int8", "ONNX Runtime, static int8 calibrated on a photograph", True, True),
+):
+    register(
+        Subject(
+            name,
+            summary,
+            functools.partial(build, int8, io_binding),
+            packages=PACKAGES,
+            peer=False,
+            compilable=False,
+            budget=(lambda eager_error, largest: INT8_BUDGET * largest) if int8 else None,
+        )
+    )

@@ -1,0 +1,282 @@
+"""Bad input to export: one clear error each, no file that failed under the final name, nothing left beside it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from onnx_models import make, ours, randomised, timm_vit, torchvision_vit
+from torch import Tensor, nn
+
+import vit_fast
+from vit_fast.cli import main
+from vit_fast.data import ImageError, default_photograph
+from vit_fast.errors import UnsupportedInputError
+from vit_fast.export import VerificationError, export_onnx, exporter, files, inspect_onnx, write_triton_repository
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return make("vit")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"opset": 17}, ValueError, "opset=17: accepted are 18 to"),
+        ({"opset": 99}, ValueError, "opset=99: accepted are 18 to"),
+        ({"opset": "20"}, ValueError, "opset='20'"),
+        ({"precision": "fp8"}, ValueError, "precision='fp8': accepted are 'fp32', 'fp16'"),
+        ({"target": "coreml"}, ValueError, "target='coreml': accepted are 'generic', 'ort-cpu'"),
+        ({"output": "classes"}, ValueError, "output='classes'"),
+        ({"precision": "int8"}, ValueError, "needs image files or folders"),
+        ({"calibration": ["x"]}, ValueError, "accepted only with precision='int8'"),
+        ({"precision": "int8", "calibration": ["absent.jpg"]}, ImageError, r"absent\.jpg: no such file"),
+        ({"images": ["absent.jpg"]}, ImageError, r"absent\.jpg: no such file"),
+        ({"class_names": ["one"]}, ValueError, "class_names has 1 names: accepted are 10"),
+        ({"dynamic_size": True, "preprocess": True}, UnsupportedInputError, "resizes every image to one size"),
+        ({"precision": "int8-dynamic", "target": "tensorrt"}, UnsupportedInputError, "TensorRT takes no int8-dynamic"),
+        ({"precision": "bf16", "target": "ort-cpu"}, UnsupportedInputError, "no bf16 Conv(.|\n)*came with opset 22"),
+        ({"data_config": {"sharpness": 1}}, ValueError, "sharpness"),
+    ],
+)
+def test_refused_before_any_work(
+    model: nn.Module, options: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        export_onnx(model, tmp_path / "m.onnx", **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_all_conflicts_are_listed_at_once(model: nn.Module, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedInputError) as caught:
+        export_onnx(
+            model, tmp_path / "m.onnx", precision="int8-dynamic", target="tensorrt", preprocess=True, dynamic_size=True
+        )
+    assert len(caught.value.reasons) == 3
+
+
+def test_models_that_cannot_be_exported(tmp_path: Path) -> None:
+    for bad, message in (
+        (nn.Linear(3, 3), "accepted are VisionTransformer models"),
+        (vit_fast.VisionTransformer(ours().config).to("meta"), "meta device"),  # type: ignore[union-attr]
+    ):
+        with pytest.raises(UnsupportedInputError, match=message):
+            export_onnx(bad, tmp_path / "m.onnx")
+    headless = ours(num_classes=0)
+    with pytest.raises(UnsupportedInputError, match="no classification head"):
+        export_onnx(headless, tmp_path / "m.onnx", output="probabilities")
+    with pytest.raises(ValueError, match="give data_config"):
+        export_onnx(torchvision_vit(), tmp_path / "m.onnx", preprocess=True)
+    with pytest.raises(UnsupportedInputError, match="the image size it was made for only"):
+        export_onnx(torchvision_vit(), tmp_path / "m.onnx", dynamic_size=True)
+    assert not list(tmp_path.iterdir())
+
+
+class DecidesByValue(nn.Module):
+    """Cannot be traced: which way it goes depends on the numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+class HasNoOnnxForm(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.special.airy_ai(x)
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"), [(DecidesByValue(), "torch.export"), (HasNoOnnxForm(), "special_airy_ai.*no ONNX form")]
+)
+def test_an_operator_that_cannot_be_exported_names_its_module(bad: nn.Module, reason: str, tmp_path: Path) -> None:
+    model: Any = timm_vit()
+    model.blocks[1].mlp.act = bad
+    with pytest.raises(UnsupportedInputError, match=rf"module 'blocks\.1\.mlp\.act'.*{reason}"):
+        export_onnx(model, tmp_path / "m.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_path_that_cannot_be_written(model: nn.Module, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(OSError, match=r"m\.onnx: cannot be written"):
+        export_onnx(model, tmp_path / "file" / "m.onnx")
+    with pytest.raises(IsADirectoryError, match="is a folder"):
+        export_onnx(model, tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("external", [True, None])
+def test_a_disk_that_fills(external: bool | None, tmp_path: Path) -> None:
+    """A real limit on the size of files, in a process of its own: the old file stays, nothing else is left."""
+    (tmp_path / "m.onnx").write_text("the old file")
+    script = f"""
+import resource, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from onnx_models import make
+from vit_fast.export import export_onnx
+model = make("vit")
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+try:
+    export_onnx(model, {str(tmp_path / "m.onnx")!r}, external_data={external}, verify=False)
+except OSError as error:
+    print("OSError:", error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout.startswith("OSError: m.onnx: could not be written"), done.stdout + done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["m.onnx"]
+    assert (tmp_path / "m.onnx").read_text() == "the old file"
+
+
+def test_a_file_that_computes_something_else_is_not_left(
+    model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One weight, changed by one per mille between the model and the file, is found."""
+    real = files.save
+
+    def save_damaged(graph: Any, path: Path, external: bool) -> None:
+        real(graph, path, external)
+        proto = onnx.load(path)
+        tensor = next(t for t in proto.graph.initializer if t.name.endswith("patch_embed.proj.weight"))
+        array = onnx.numpy_helper.to_array(tensor) * 1.001
+        tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
+        onnx.save(proto, path)
+
+    monkeypatch.setattr(files, "save", save_damaged)
+    (tmp_path / "m.onnx").write_text("the old file")
+    with pytest.raises(VerificationError, match=r"fp32 file differs from eager at batch .* accepted is max <= 1e-05"):
+        export_onnx(model, tmp_path / "m.onnx")
+    assert [p.name for p in tmp_path.iterdir()] == ["m.onnx"]
+    assert (tmp_path / "m.onnx").read_text() == "the old file"
+
+
+def test_nan_never_passes(tmp_path: Path) -> None:
+    broken: Any = randomised(ours())
+    with torch.no_grad():
+        broken.head.bias[3] = float("nan")
+    with pytest.raises(VerificationError, match="nan"):
+        export_onnx(broken, tmp_path / "m.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+def test_interrupted(model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(exporter, "verify_file", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        export_onnx(model, tmp_path / "m.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+def test_importing_the_package_brings_no_onnx() -> None:
+    script = """
+import sys, vit_fast, vit_fast.export
+assert vit_fast.export.__all__
+loaded = [name for name in ("onnx", "onnxscript", "onnxruntime", "timm", "transformers") if name in sys.modules]
+assert not loaded, loaded
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+# --- Triton Inference Server --------------------------------------------------------------------------------
+
+
+def _schema() -> Any:
+    """ModelConfig of the server's own client; its package is not imported, since that wants gRPC."""
+    spec = importlib.util.find_spec("tritonclient")
+    assert spec is not None and spec.submodule_search_locations is not None
+    path = Path(spec.submodule_search_locations[0]) / "grpc" / "model_config_pb2.py"
+    file = importlib.util.spec_from_file_location("model_config_pb2", path)
+    assert file is not None and file.loader is not None
+    module = importlib.util.module_from_spec(file)
+    file.loader.exec_module(module)
+    return module
+
+
+def test_triton_repository(model: nn.Module, tmp_path: Path) -> None:
+    """Parsed by the server's own schema; the model in it runs."""
+    from google.protobuf import text_format
+
+    export_onnx(model, tmp_path / "vit.onnx", external_data=True, preprocess=True, verify=False)
+    folder = write_triton_repository(tmp_path / "vit.onnx", tmp_path / "models", instances=2, max_batch=32)
+    assert sorted(str(p.relative_to(folder)) for p in folder.rglob("*")) == [
+        "1", "1/model.onnx", "1/vit.onnx.data", "config.pbtxt",
+    ]  # fmt: skip
+    schema = _schema()
+    config = text_format.Parse((folder / "config.pbtxt").read_text(), schema.ModelConfig())
+    assert (config.name, config.backend, config.max_batch_size) == ("vit", "onnxruntime", 32)
+    assert config.input[0].name == "pixels" and config.input[0].data_type == schema.TYPE_UINT8
+    assert list(config.input[0].dims) == [-1, -1, 3] and list(config.output[0].dims) == [10]
+    assert config.HasField("dynamic_batching") and config.instance_group[0].count == 2
+    inspect_onnx(folder / "1" / "model.onnx")
+    with pytest.raises(FileExistsError, match="exists already"):
+        write_triton_repository(tmp_path / "vit.onnx", tmp_path / "models")
+
+    export_onnx(model, tmp_path / "one.onnx", dynamic_batch=False, verify=False)
+    folder = write_triton_repository(tmp_path / "one.onnx", tmp_path / "models", device="cpu")
+    config = text_format.Parse((folder / "config.pbtxt").read_text(), schema.ModelConfig())
+    assert config.max_batch_size == 0 and list(config.input[0].dims) == [1, 3, 32, 32]
+    assert not config.HasField("dynamic_batching") and config.instance_group[0].kind == 2  # KIND_CPU
+    for wrong in ({"name": "a/b"}, {"name": ".."}, {"max_batch": 0}, {"instances": 0}, {"device": "tpu"}):
+        with pytest.raises(ValueError, match="accepted"):
+            write_triton_repository(tmp_path / "one.onnx", tmp_path / "models", **wrong)  # type: ignore[arg-type]
+
+
+# --- command line -------------------------------------------------------------------------------------------
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as status:
+        main(["export", *arguments])
+    return int(status.value.code or 0)
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    vit_fast.save(randomised(vit_fast.create_model("vit_test")), tmp_path / "w.safetensors")
+    (tmp_path / "names.txt").write_text("\n".join(f"thing {i}" for i in range(10)))
+    assert not run(
+        "vit_test", "-o", str(tmp_path / "m.onnx"), "--weights", str(tmp_path / "w.safetensors"), "--target", "ort-cpu",
+        "--preprocess", "--softmax", "--classes", str(tmp_path / "names.txt"), "--images", str(default_photograph()),
+        "--triton-repository", str(tmp_path / "models"), "--json",
+    )  # fmt: skip
+    report = json.loads(capsys.readouterr().out)
+    assert report["verified"] and report["output"] == "probabilities" and not report["warnings"]
+    assert (tmp_path / "models" / "m" / "config.pbtxt").is_file()
+    assert not run("--inspect", str(tmp_path / "m.onnx"), "--json")
+    info = json.loads(capsys.readouterr().out)
+    assert info["class_names"][3] == "thing 3" and info["metadata"]["model"] == "vit_test"
+    assert not run("--inspect", str(tmp_path / "m.onnx"))
+    assert "[batch, height, width, channels]" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "export needs a MODEL and -o FILE.onnx"),
+        (["vit_tset", "-o", "m.onnx"], "unknown model 'vit_tset': nearest are vit_test"),
+        (["vit_test", "-o", "m.onnx", "--opset", "3"], "opset=3: accepted are 18"),
+        (["vit_test", "-o", "m.onnx", "--softmax", "--features"], "accepted is one of them"),
+        (["vit_test", "-o", "m.onnx", "--precision", "int8"], "needs image files"),
+        (["vit_test", "-o", "m.onnx", "--precision", "int8", "--calibrate", "absent"], "absent: no such file"),
+        (["--inspect", "absent.onnx"], "absent.onnx: no such file"),
+    ],
+)
+def test_command_refuses(
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(*arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
