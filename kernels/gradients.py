@@ -28,7 +28,14 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import Launch
-from .matmul import _activation_grad_epilogue, _inside, _load_tile, _offsets, _store_tile
+from .matmul import (
+    _activation_grad_epilogue,
+    _inside,
+    _load_tile,
+    _offsets,
+    _store_tile,
+    weight_gradient_scale,
+)
 from .matmul_launch import TL_DTYPES
 
 _ROWS, _COLS = 32, 128
@@ -52,7 +59,7 @@ def _scale_gradient_kernel(
     row = tl.program_id(0) // tiles_n * ROWS
     col = tl.program_id(0) % tiles_n * COLS
     rows = row + tl.arange(0, ROWS)
-    rstd = tl.abs(tl.load(rstd_ptr + rows, mask=rows < M, other=0.0))
+    rstd = weight_gradient_scale(tl.load(rstd_ptr + rows, mask=rows < M, other=0.0))
     mean = tl.zeros((ROWS,), tl.float32)
     if mean_ptr is not None:
         mean = tl.load(mean_ptr + rows, mask=rows < M, other=0.0)

@@ -18,7 +18,7 @@ Two cases need care:
   statistics pass also writes x - mean, and everything downstream runs on that with mean 0.
 - A constant row of fp16 or bf16, where rstd is 1 / sqrt(eps) and would multiply the rounding noise of mean s - x W''.
   Its rstd is stored negative: the forward takes max(rstd, 0) and so returns c, as LayerNorm does; the backward, whose
-  gradient through a constant row is not zero, takes the magnitude.
+  gradient through a constant row is not zero, applies the magnitude where nothing cancels (see `matmul.py`).
 
 Source: LayerNorm, arXiv 1607.06450; the folding is vit-fast's own derivation, checked in fp64 by the tests.
 """

@@ -29,7 +29,7 @@ class FoldedGradient:
     """The gradient of a folded linear layer's output, in the form its matmuls take.
 
     Args:
-        scaled: dz~ = rstd dz [M, F], the dtype of x.
+        scaled: dz~ = rstd dz [M, F], the dtype of x; dz itself in the rows that are constant.
         coefficient: rstd^2 sum_f dz (z - c) / C, fp32 [M].
         grad_sum: sum_m dz, fp32 [F]: the gradient of the bias.
         shifted_sum: sum_m dz~ mean, fp32 [F].
@@ -139,7 +139,7 @@ def input_gradient(
     out = torch.empty_like(rows.source)
     operands = Operands(
         gradient.scaled, folded.weight, out, x=rows.source, residual=residual, mean=rows.mean,
-        coefficient=gradient.coefficient,
+        rstd=rows.rstd, coefficient=gradient.coefficient,
     )  # fmt: skip
     matmul_launch(operands, epilogue="layer_norm_grad", config=matmul_config(operands, "layer_norm_grad")).run()
     return out

@@ -12,6 +12,9 @@ The epilogues, with acc = A B of row m and column n:
 - "layer_norm_grad": out = [residual +] acc - (x - mean) coefficient; the LayerNorm backward of a row.
 - "partial":         out[split] = acc over one of SPLIT_K parts of K, fp32, summed later in a fixed order.
 
+A constant row (rstd < 0, see `layer_norm.py`) takes 1 in place of rstd in "activation_grad" and its magnitude in
+"layer_norm_grad": its weight gradient, dz~ (x - mean), then cancels between numbers a thousand times smaller.
+
 An absent argument is None. Wide tiles are cut into SUB_TILES pieces along N before the epilogue, which keeps its
 registers small. Every sum has a fixed order: no atomics, the same bits each run.
 
@@ -204,14 +207,20 @@ def _activation_grad_epilogue(
 
 @triton.jit
 def _layer_norm_grad_epilogue(
-    acc, out, x, residual, coefficient, mean, row, col, M, N,
+    acc, out, x, residual, coefficient, row_scale, mean, row, col, M, N,
     ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     value = _load_tile(x, row, col, M, N, ROWS, COLS, TMA).to(tl.float32)
-    acc -= (value - mean[:, None]) * coefficient[:, None]
+    acc = acc * row_scale[:, None] - (value - mean[:, None]) * coefficient[:, None]
     if residual is not None:
         acc += _load_tile(residual, row, col, M, N, ROWS, COLS, TMA).to(tl.float32)
     _store_tile(out, acc.to(DTYPE), row, col, M, N, ROWS, COLS, TMA)
+
+
+@triton.jit
+def weight_gradient_scale(rstd):
+    """What dz is multiplied by to give dz~: rstd [ROWS], or 1 of a constant row."""
+    return tl.where(rstd < 0.0, 1.0, rstd)
 
 
 @triton.jit
@@ -273,9 +282,11 @@ def _matmul_kernel(
             if mean_ptr is not None:
                 row_shift = -row_scale * _load_rows(mean_ptr, row, M, BLOCK_M)
         if EPILOGUE == "activation_grad":
-            rstd = tl.abs(_load_rows(rstd_ptr, row, M, BLOCK_M))
+            rstd = weight_gradient_scale(_load_rows(rstd_ptr, row, M, BLOCK_M))
         if EPILOGUE == "layer_norm_grad":
             coefficient = _load_rows(coefficient_ptr, row, M, BLOCK_M)
+            row_scale = _load_rows(rstd_ptr, row, M, BLOCK_M)
+            row_scale = tl.where(row_scale < 0.0, -row_scale, 1.0)
         if EPILOGUE == "activation_grad" or EPILOGUE == "layer_norm_grad":
             mean = tl.zeros((BLOCK_M,), tl.float32)
             if mean_ptr is not None:
@@ -302,6 +313,6 @@ def _matmul_kernel(
                 else:
                     tl.static_assert(EPILOGUE == "layer_norm_grad", "unknown epilogue")
                     _layer_norm_grad_epilogue(
-                        pieces[i], out, x, residual, coefficient, mean, row, col + i * COLS, M, N,
+                        pieces[i], out, x, residual, coefficient, row_scale, mean, row, col + i * COLS, M, N,
                         BLOCK_M, COLS, TMA, DTYPE,
                     )  # fmt: skip

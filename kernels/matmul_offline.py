@@ -70,7 +70,7 @@ def _layer_norm_grad(dtype: torch.dtype) -> Operands:
     narrow = _meta(_M, _C, dtype=dtype)
     return Operands(
         _meta(_M, _F, dtype=dtype), _meta(_F, _C, dtype=dtype), narrow, x=narrow, residual=narrow,
-        mean=_meta(_M) if dtype.itemsize == 2 else None, coefficient=_meta(_M),
+        mean=_meta(_M) if dtype.itemsize == 2 else None, rstd=_meta(_M), coefficient=_meta(_M),
     )  # fmt: skip
 
 

@@ -12,15 +12,19 @@ from torch import Tensor
 from vit_fast.ops import layer_norm_mlp
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# What fp32 sums of terms of order one leave where they cancel, as all of LayerNorm does at width 1.
+FP32_NOISE = 2e-6
 NAMES = ("norm_weight", "norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
 
 
 def make_bf16_exact() -> None:
-    """Round as the hardware does where the kernels are interpreted."""
+    """Round as the hardware does where the kernels are interpreted, and interpret them faster."""
     if DEVICE == "cpu":
         import interpreter
+        import interpreter_speed
 
         interpreter.make_bf16_exact()
+        interpreter_speed.search_once()
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ def assert_rule(
         assert ours[name].isfinite().all(), f"{name} is not finite"
         error, allowed = ((result[name].double() - truth).abs().max() for result in (ours, eager))
         factor = 2 if name == "y" else 3
-        limit = factor * allowed + rounding(ours[name].dtype) * truth.abs().max()
+        limit = factor * allowed + rounding(ours[name].dtype) * truth.abs().max() + FP32_NOISE
         assert error <= limit, f"{name}: error {error:.2e}, eager's {allowed:.2e}, limit {limit:.2e}"
 
 

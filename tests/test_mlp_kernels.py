@@ -1,0 +1,131 @@
+"""layer_norm_mlp by the kernels against fp64: forward and every gradient, by the 2x / 3x rule of the eager error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import mlp_support as support
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from mlp_support import check_case, make_case
+
+from vit_fast.kernels import matmul_policy
+from vit_fast.kernels.activations import ACTIVATIONS
+from vit_fast.kernels.matmul_launch import MatmulConfig
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+support.make_bf16_exact()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("M", [1, 127, 128, 129, 197])
+def test_row_counts(M: int, dtype: torch.dtype) -> None:
+    check_case(make_case(M, 48, 72, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("C", "F"), [(192, 264), (100, 150), (65, 33), (40, 328), (8, 8), (1, 3)])
+def test_widths(C: int, F: int, dtype: torch.dtype) -> None:
+    """Multiples of 8 go through tensor descriptors, the others through pointers."""
+    check_case(make_case(17, C, F, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations(activation: str, dtype: torch.dtype) -> None:
+    check_case(make_case(20, 48, 72, dtype, activation=activation))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("mean", [0, 10, 100, 1000])
+def test_rows_with_a_mean_far_above_their_spread(mean: float, dtype: torch.dtype) -> None:
+    check_case(make_case(30, 48, 72, dtype, mean=mean))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("value", [0.0, 0.1, 3.0, 1000.0])
+def test_constant_rows(value: float, dtype: torch.dtype) -> None:
+    """Variance 0: LayerNorm gives beta, and its gradient is 1 / sqrt(eps) = 1000 times the usual."""
+    case = make_case(24, 96, 72, dtype)
+    with torch.no_grad():
+        case.x[::3] = value
+    check_case(case)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_massive_activations(dtype: torch.dtype) -> None:
+    """A few channels at 1e3, as trained ViTs have (arXiv 2402.17762)."""
+    case = make_case(30, 128, 72, dtype)
+    with torch.no_grad():
+        case.x[:, [7, 100]] += torch.tensor([1000.0, -600.0], device=case.x.device).to(dtype)
+        case.x[5] *= 30
+    check_case(case)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_residual_and_layer_scale(scaled: bool, residual: bool, dtype: torch.dtype) -> None:
+    case = make_case(20, 48, 72, dtype, residual=residual)
+    if not scaled:
+        case = support.replace(case, layer_scale=None)
+    check_case(case)
+
+
+@pytest.mark.parametrize("missing", [(0,), (1,), (3,), (5,), (0, 1, 3, 5)])
+def test_absent_parameters(missing: tuple[int, ...]) -> None:
+    """norm_weight, norm_bias, fc1_bias and fc2_bias may be None."""
+    case = make_case(20, 64, 96, torch.float32)
+    kept = tuple(None if index in missing else parameter for index, parameter in enumerate(case.parameters))
+    check_case(support.replace(case, parameters=kept))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_fp32_parameters_with_half_precision_tokens(dtype: torch.dtype) -> None:
+    check_case(make_case(40, 64, 96, dtype), parameter_dtype=torch.float32)
+
+
+@pytest.fixture
+def only(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[MatmulConfig]]:
+    """Makes every matmul run with the configuration that the test puts into this list."""
+    chosen: list[MatmulConfig] = []
+    from vit_fast.kernels import linear
+
+    monkeypatch.setattr(linear, "matmul_config", lambda operands, epilogue: chosen[0])
+    yield chosen
+
+
+def _shipped() -> list[tuple[torch.dtype, MatmulConfig]]:
+    shipped: dict[tuple[torch.dtype, MatmulConfig], None] = {}
+    for arch in ("sm_80", "sm_90", "sm_100"):
+        for kind, dtype in (("half", torch.bfloat16), ("tf32", torch.float32), ("ieee", torch.float32)):
+            for epilogue in ("layer_norm", "activation_grad"):
+                for tma in (True, False):
+                    for config in matmul_policy.config_table(arch, kind, epilogue, tma):
+                        shipped[dtype, config] = None
+    return list(shipped)
+
+
+@pytest.mark.parametrize(("dtype", "config"), _shipped(), ids=lambda value: str(value).replace("MatmulConfig", ""))
+def test_every_shipped_configuration(dtype: torch.dtype, config: MatmulConfig, only: list[MatmulConfig]) -> None:
+    """Rows and columns off every tile, so that each configuration has full, cut and empty pieces."""
+    only.append(config)
+    check_case(make_case(140, 40, 264, dtype))
+
+
+@given(
+    M=st.integers(1, 150), C=st.integers(1, 90), F=st.integers(1, 140), dtype=st.sampled_from(DTYPES),
+    activation=st.sampled_from(ACTIVATIONS), residual=st.booleans(), seed=st.integers(0, 2**16),
+)  # fmt: skip
+def test_any_shape(M: int, C: int, F: int, dtype: torch.dtype, activation: str, residual: bool, seed: int) -> None:
+    check_case(make_case(M, C, F, dtype, activation=activation, residual=residual, seed=seed))
+
+
+def test_results_have_the_same_bits_each_run() -> None:
+    case = make_case(197, 96, 384, torch.bfloat16)
+    first = case.run("triton")
+    for _ in range(2):
+        again = case.run("triton")
+        assert all(torch.equal(first[name], again[name]) for name in first)
