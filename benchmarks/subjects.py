@@ -59,6 +59,7 @@ DEFAULT_LABELS = {
         "timm+fused",
         "timm+fused+compile",
         "transformers+fused",
+        "onnxruntime",
     ),
 }
 
@@ -146,8 +147,6 @@ def register(subject: Subject) -> Subject:
 @functools.cache
 def _load_providers() -> None:
     for provider in PROVIDERS:
-        if importlib.util.find_spec(f"{__package__}.{provider}") is None:
-            continue
         importlib.import_module(f".{provider}", __package__)
 
 
