@@ -21,8 +21,20 @@ def kernels(
     update_baseline: Annotated[
         bool, typer.Option("--update-baseline", help="Make what was found the committed baseline.")
     ] = False,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="On a GPU: search the attention configurations and write their table.")
+    ] = False,
 ) -> None:
     """Compiles the kernels for the named architectures, without a GPU; exits with 1 if one spills or became worse."""
+    if tune:
+        from ..kernels.attention_tuning import tune as search
+
+        try:
+            search(report=typer.echo)
+        except RuntimeError as error:
+            typer.echo(f"vit-fast kernels --tune: {error}", err=True)
+            raise typer.Exit(2) from error
+        return
     try:
         report = collect(arch.split(","), core=core, update_baseline=update_baseline, progress=not as_json)
     except (RuntimeError, ValueError, ImportError) as error:

@@ -1,0 +1,76 @@
+"""Tuning: the fastest right configuration is chosen, wrong and broken ones never, and the table is then used."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from kernel_support import DEVICE, HAS_GPU
+
+pytest.importorskip("triton", reason="the kernels need triton")
+
+from vit_fast.cli import main
+from vit_fast.kernels import attention_policy, attention_tuning
+from vit_fast.kernels.attention_policy import BackwardConfig, ForwardConfig
+from vit_fast.kernels.launch import Launch
+
+SHAPE = (1, 33, 1, 16)
+FAST = ForwardConfig("looped", 64, 64, num_stages=2, tma=True)
+
+
+def _first_task(monkeypatch: pytest.MonkeyPatch, *tried: ForwardConfig) -> attention_tuning.Task:
+    task = next(attention_tuning.tasks(*SHAPE, device=DEVICE))
+    monkeypatch.setattr(attention_tuning, "candidates", lambda task: iter([task.by_rule, *tried]))
+    return task
+
+
+def test_the_fastest_right_one_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = ForwardConfig("looped", 48, 64)  # no power of two
+    task = _first_task(monkeypatch, FAST, broken)
+    times = {FAST.block_n: 0.5, task.by_rule.block_n: 1.0}
+
+    def measure(launch: Launch) -> float:
+        return times[launch.constants.get("BLOCK_N", task.by_rule.block_n)]
+
+    assert attention_tuning.fastest(task, measure) == (FAST, 0.5)
+
+
+def test_a_wrong_one_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = _first_task(monkeypatch, FAST)
+    launch_right = task.launch
+
+    def launch_wrong(config: ForwardConfig) -> Launch:
+        launch = launch_right(config)
+        return launch if config == task.by_rule else replace(launch, grid=(0,))
+
+    found, _ = attention_tuning.fastest(replace(task, launch=launch_wrong), lambda launch: float(launch.grid != (0,)))
+    assert found == task.by_rule
+
+
+def test_every_candidate_is_of_the_kernel() -> None:
+    for task in attention_tuning.tasks(*SHAPE, device=DEVICE):
+        kind = ForwardConfig if task.kernel == "forward" else BackwardConfig
+        tried = list(attention_tuning.candidates(task))
+        assert tried[0] == task.by_rule and len(tried) > 10 and all(isinstance(config, kind) for config in tried)
+
+
+def test_what_was_written_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps({"note": "", "architectures": {}}))
+    task = next(attention_tuning.tasks(*SHAPE, device=DEVICE))
+    attention_tuning.write_entry(path, task.problem, "forward", FAST)
+    monkeypatch.setattr(attention_policy, "TABLE_PATH", path)
+    attention_policy._table.cache_clear()
+    try:
+        assert attention_policy.forward_config(task.problem) == FAST
+    finally:
+        attention_policy._table.cache_clear()
+
+
+@pytest.mark.skipif(HAS_GPU, reason="this machine has what the command asks for")
+def test_tuning_without_a_gpu_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["kernels", "--tune"])
+    assert caught.value.code == 2 and "GPU" in capsys.readouterr().err

@@ -1,0 +1,142 @@
+"""What the compiler makes of the kernels, without a GPU: no spills, the right instructions, no growth; the policy."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("triton", reason="the kernels need triton")
+
+from vit_fast.kernels import baseline, offline
+from vit_fast.kernels.attention_policy import MIN_BLOCK, Problem, cover, forward_config, split_head_dim
+
+STATS = offline.Stats(
+    registers=160, stack_bytes=0, spill_loads=0, spill_stores=0, shared_bytes=60_000, ctas_per_sm=3, warps=4,
+    instructions=1000, hgmma=25, hmma=0, tcgen05=0, tma_loads=7, tma_stores=1, async_copies=0, seconds=0.5,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def core_report() -> dict[str, Any]:
+    """The core builds of every architecture, compiled in a process that is not the interpreter's."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", "from vit_fast.cli import main; main(['kernels', '--core', '--json'])"]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
+    assert run.returncode in (0, 1), run.stderr[-2000:]
+    report: dict[str, Any] = json.loads(run.stdout)
+    return report
+
+
+def test_no_core_build_spills_or_became_worse(core_report: dict[str, Any]) -> None:
+    assert {row["arch"] for row in core_report["builds"]} == set(offline.ARCHS)
+    bad = [f"{row['arch']} {row['kernel']} {row['case']}: {row['problems']}" for row in core_report["builds"]]
+    assert not [line for line, row in zip(bad, core_report["builds"]) if row["problems"]]
+
+
+def test_the_row_kernel_keeps_its_bars(core_report: dict[str, Any]) -> None:
+    """N = 197, D = 64 on sm_90: no spills, at most 184 registers and 64 KiB, wgmma and TMA in and out."""
+    (row,) = (
+        row
+        for row in core_report["builds"]
+        if (row["arch"], row["kernel"], row["case"]) == ("sm_90", "attention_fwd_row", "bf16 N197 D64 B256 tma")
+    )
+    assert row["spill_loads"] == row["spill_stores"] == 0
+    assert row["registers"] <= 184 and row["shared_bytes"] <= 64 * 1024
+    assert row["hgmma"] and row["tma_loads"] and row["tma_stores"]
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"registers": 177}, "registers grew"),
+        ({"instructions": 1101}, "instructions grew"),
+        ({"hgmma": 0}, "HGMMA"),
+        ({"tma_loads": 0}, "TMA loads"),
+        ({"tma_stores": 0}, "TMA stores"),
+    ],
+)
+def test_what_became_worse_is_found(change: dict[str, int], word: str, tmp_path: Path) -> None:
+    baseline.write_baseline({"a": STATS}, tmp_path / "baseline.json")
+    before = baseline.read_baseline(tmp_path / "baseline.json")
+    assert baseline.is_comparable(before)
+    assert baseline.regressions(before, "a", replace(STATS, registers=176, instructions=1100)) == []
+    (problem,) = baseline.regressions(before, "a", replace(STATS, **change))
+    assert word in problem
+    assert "not in the baseline" in baseline.regressions(before, "b", STATS)[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"spill_loads": 2}, "spills: 2 loads"),
+        ({"hgmma": 0}, "no HGMMA"),
+        ({"shared_bytes": 300_000}, "shared memory"),
+        ({"ctas_per_sm": 0}, "does not fit"),
+    ],
+)
+def test_what_must_not_be_shipped_is_found(change: dict[str, int], word: str) -> None:
+    build = next(build for build in offline.builds("sm_90") if "HGMMA" in build.needs)
+    assert offline.problems(build, replace(STATS), "sm_90") == []
+    (problem,) = offline.problems(build, replace(STATS, **change), "sm_90")
+    assert word in problem
+
+
+def test_unknown_architecture() -> None:
+    with pytest.raises(ValueError, match="sm_90"):
+        list(offline.builds("sm_75"))
+
+
+def test_every_core_build_is_in_the_committed_baseline() -> None:
+    builds = baseline.read_baseline()["builds"]
+    missing = [
+        build.key(arch)
+        for arch in offline.ARCHS
+        for build in offline.builds(arch)
+        if build.core and build.key(arch) not in builds
+    ]
+    assert not missing
+
+
+@given(length=st.integers(1, 256), largest=st.sampled_from((64, 128, 256)), pieces=st.integers(1, 3))
+def test_cover(length: int, largest: int, pieces: int) -> None:
+    found = cover(length, largest, pieces)
+    if largest * pieces < length:
+        assert found == ()
+        return
+    assert 1 <= len(found) <= pieces and sum(found) >= length > sum(found[:-1])
+    assert all(size in (16, 32, 64, 128, 256) and size <= largest for size in found)
+    assert list(found) == sorted(found, reverse=True)
+
+
+@given(st.integers(1, 128))
+def test_split_head_dim(head_dim: int) -> None:
+    lo, hi = split_head_dim(head_dim)
+    whole = max(MIN_BLOCK, 1 << (head_dim - 1).bit_length())
+    assert head_dim <= lo + hi <= whole
+    assert all(size & (size - 1) == 0 for size in (lo, hi)) and (hi == 0 or hi >= MIN_BLOCK)
+
+
+def test_small_batches_spread_over_the_chip() -> None:
+    problem = Problem("sm_90", 132, "half", 64, 197, 197, batch_heads=3072, layout="tma")
+    assert forward_config(problem).tiles == 4
+    assert forward_config(replace(problem, batch_heads=12)).tiles == 1
+
+
+def test_measured_configurations_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vit_fast.kernels import attention_policy
+
+    problem = Problem("sm_90", 132, "half", 64, 577, 577, batch_heads=512, layout="tma")
+    measured = {"scheme": "looped", "block_m": 128, "block_n": 128, "num_warps": 8, "tma": True}
+    table = {"sm_90": {problem.shape_class: {"forward": measured}}}
+    monkeypatch.setattr(attention_policy, "_table", lambda: table)
+    assert forward_config(problem) == attention_policy.ForwardConfig(**measured)
+    assert forward_config(replace(problem, arch="sm_100")).block_n == 64

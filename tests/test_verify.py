@@ -1,0 +1,66 @@
+"""`vit_fast.verify`: passes here, and fails for what is wrong."""
+
+from __future__ import annotations
+
+import json
+
+import kernel_support  # sets the interpreter up, as every kernel test does
+import pytest
+import torch
+
+from vit_fast import ops, verify
+from vit_fast.cli import main
+
+
+def test_triton_passes_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["verify", "--json"])
+    assert caught.value.code == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["interpreted"] is (kernel_support.DEVICE.type == "cpu")
+    assert {row["dtype"] for row in result["rows"]} >= {"fp32", "fp16"}
+    subjects = {row["subject"].split()[0] for row in result["rows"]}
+    assert subjects >= {"attention", "attention_qkvpacked", "layer_norm_mlp", "VisionTransformer,"}
+    assert all(row["passed"] for row in result["rows"])
+
+
+@pytest.fixture
+def small_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    operators = verify._operators
+    monkeypatch.setattr(verify, "_operators", lambda device, small: operators(device, True))
+
+
+@pytest.mark.usefixtures("small_shapes")
+@pytest.mark.parametrize("wrong", [1.01, float("nan")])
+def test_a_wrong_operator_fails(wrong: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = ops.attention
+
+    def changed(*args: torch.Tensor, backend: str) -> torch.Tensor:
+        out = right(*args, backend=backend)
+        return out if backend == "eager" else out * wrong
+
+    monkeypatch.setattr(ops, "attention", changed)
+    result = verify.verify(["sdpa"], "cpu")
+    failed = {row.subject.split()[0] for row in result.rows if not row.passed}
+    assert not result.passed and failed == {"attention"}
+
+
+@pytest.mark.usefixtures("small_shapes")
+def test_an_operator_that_raises_is_a_failed_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = ops.layer_norm_mlp
+
+    def broken(*args: torch.Tensor, backend: str) -> torch.Tensor:
+        if backend != "eager":
+            raise RuntimeError("out of order")
+        return right(*args, backend=backend)
+
+    monkeypatch.setattr(ops, "layer_norm_mlp", broken)
+    result = verify.verify(["sdpa"], "cpu")
+    problems = [row.problem for row in result.rows if not row.passed]
+    assert problems and all("out of order" in str(problem) for problem in problems)
+
+
+def test_unknown_backend(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["verify", "--backend", "cuda"])
+    assert caught.value.code == 2 and "accepted are" in capsys.readouterr().err
