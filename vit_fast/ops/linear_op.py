@@ -163,8 +163,9 @@ def _save_layer_norm_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Ten
 def _layer_norm_linear_backward(ctx: Any, grad_output: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad_output is None:
         return (None,) * 7
-    dx, *gradients = layer_norm_linear_backward_op(grad_output, *ctx.saved_tensors, ctx.eps)
-    present = [None if p is None else gradient for p, gradient in zip(ctx.saved_tensors[3:], gradients)]
+    saved = ctx.saved_tensors  # once: under checkpointing a second look is an error
+    dx, *gradients = layer_norm_linear_backward_op(grad_output, *saved, ctx.eps)
+    present = [None if parameter is None else gradient for parameter, gradient in zip(saved[3:], gradients)]
     return (dx, None, *present, None)
 
 

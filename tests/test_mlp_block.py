@@ -1,0 +1,213 @@
+"""Whole blocks and models through the kernels: right, trainable, and only where a block is what it looks like."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import mlp_support as support
+import numpy as np
+import pytest
+import torch
+from mlp_support import DEVICE, rounding
+from torch import Tensor, nn
+
+import vit_fast
+from vit_fast.block import can_fuse
+from vit_fast.data import default_photograph, read_image
+from vit_fast.errors import UnsupportedInputError
+from vit_fast.model import Block, VisionTransformer
+
+support.make_bf16_exact()
+
+
+def _model(**overrides: Any) -> VisionTransformer:
+    torch.manual_seed(0)
+    return vit_fast.create_model("vit_test", backend="eager", **overrides).to(DEVICE)
+
+
+def _with_backend(model: VisionTransformer, backend: str) -> VisionTransformer:
+    twin = copy.deepcopy(model)
+    vit_fast.set_backend(twin, backend)
+    return twin
+
+
+def _photograph_tiles(count: int) -> tuple[Tensor, Tensor]:
+    """32 x 32 pixel tiles of a photograph [count, 3, 32, 32] in -1..1, and the quarter of its width each comes from."""
+    pixels = np.asarray(read_image(default_photograph()), dtype=np.float32) / 127.5 - 1
+    height, width = pixels.shape[0] - 32, pixels.shape[1] - 32
+    rng = np.random.default_rng(0)
+    tops, lefts = rng.integers(0, height, count), rng.integers(0, width, count)
+    tiles = np.stack([pixels[top : top + 32, left : left + 32] for top, left in zip(tops, lefts)])
+    return torch.from_numpy(tiles).permute(0, 3, 1, 2), torch.from_numpy(lefts * 4 // width)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("overrides", [{}, {"init_values": 0.5, "qkv_bias": False, "act_layer": "quick_gelu"}])
+def test_model_against_fp64(overrides: dict[str, Any], dtype: torch.dtype) -> None:
+    """Logits within twice eager's error and one rounding; parameter gradients within three times."""
+    model = _model(**overrides)
+    images = _photograph_tiles(3)[0].to(DEVICE)
+
+    def run(backend: str, target: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+        twin = _with_backend(model, backend).to(target)
+        logits = twin(images.to(dtype).to(target))
+        logits.square().sum().backward()
+        return logits.detach(), [parameter.grad for parameter in twin.parameters()]
+
+    def error(got: Tensor, exact: Tensor) -> Tensor:
+        return (got.double() - exact).norm() / exact.norm()
+
+    (ours, our_grads), (eager, eager_grads) = run("triton", dtype), run("eager", dtype)
+    exact, exact_grads = run("eager", torch.float64)
+    assert error(ours, exact) <= 2 * error(eager, exact) + rounding(dtype)
+    for (name, _), a, b, c in zip(model.named_parameters(), our_grads, eager_grads, exact_grads):
+        assert error(a, c) <= 3 * error(b, c) + rounding(dtype), name
+
+
+def test_inference_and_training_agree() -> None:
+    model, images = _with_backend(_model(), "triton"), _photograph_tiles(2)[0].to(DEVICE)
+    with torch.no_grad():
+        logits = model(images)
+    torch.testing.assert_close(logits, model(images).detach(), atol=1e-6, rtol=1e-5)
+
+
+def _losses(backend: str, dtype: torch.dtype, **overrides: Any) -> Tensor:
+    """32 AdamW steps on tiles of a photograph; drop path draws the same images whatever the backend."""
+    images, labels = (tensor.to(DEVICE) for tensor in _photograph_tiles(4 * 32))
+    model = _with_backend(_model(num_classes=4, drop_path_rate=0.1, **overrides), backend).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    torch.manual_seed(1)
+    history = []
+    for batch, target in zip(images.split(4), labels.split(4)):
+        with torch.autocast(DEVICE, dtype, enabled=dtype != torch.float32):
+            logits = model(batch)
+        loss = nn.functional.cross_entropy(logits.float(), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        history.append(loss.detach())
+    return torch.stack(history)
+
+
+TOLERANCES = [(torch.float32, 2e-5), (torch.bfloat16, 5e-2)]
+
+
+def _check_training(dtype: torch.dtype, tolerance: float, **overrides: Any) -> None:
+    ours, eager = (_losses(backend, dtype, **overrides) for backend in ("triton", "eager"))
+    assert ((ours - eager).abs() / eager).max() <= tolerance
+    assert eager.unique().numel() == 32
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES, ids=["fp32", "bf16"])
+def test_training_follows_eager(dtype: torch.dtype, tolerance: float) -> None:
+    """One block of 5 tokens: the interpreter takes a second a step for that."""
+    _check_training(dtype, tolerance, depth=1, patch_size=16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES, ids=["fp32", "bf16"])
+def test_training_of_the_whole_test_model_follows_eager(dtype: torch.dtype, tolerance: float) -> None:
+    _check_training(dtype, tolerance)
+
+
+def test_drop_path_scales_whole_branches() -> None:
+    """With the same draws, the output and the gradients are those of eager."""
+    images = _photograph_tiles(8)[0].to(DEVICE)
+    results = []
+    for backend in ("triton", "eager"):
+        model = _with_backend(_model(drop_path_rate=0.6, init_values=0.7), backend).train()
+        torch.manual_seed(3)
+        logits = model(images)
+        logits.square().sum().backward()
+        results.append([logits.detach(), *(p.grad for p in model.parameters())])
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+def test_nan_stays_in_its_image() -> None:
+    model, images = _with_backend(_model(), "triton"), _photograph_tiles(3)[0].to(DEVICE)
+    with torch.no_grad():
+        clean = model(images)
+        images[1, 0, 5, 5] = float("nan")
+        logits = model(images)
+    assert logits[1].isnan().all()
+    assert torch.equal(logits[[0, 2]], clean[[0, 2]])
+
+
+def test_no_images() -> None:
+    model = _with_backend(_model(), "triton")
+    assert model(torch.empty(0, 3, 32, 32, device=DEVICE)).shape == (0, 10)
+
+
+def test_gradient_checkpointing_changes_nothing() -> None:
+    images = _photograph_tiles(2)[0].to(DEVICE)
+    gradients = []
+    for enabled in (False, True):
+        model = _with_backend(_model(), "triton").train()
+        model.set_grad_checkpointing(enabled)
+        model(images).square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients))
+
+
+def test_compiled_model() -> None:
+    model, images = _with_backend(_model(), "triton"), _photograph_tiles(2)[0].to(DEVICE)
+    compiled = torch.compile(model, fullgraph=True)
+    torch.testing.assert_close(compiled(images), model(images), atol=1e-5, rtol=1e-5)
+
+
+def _first_block(model: VisionTransformer) -> Block:
+    block = model.blocks[0]
+    assert isinstance(block, Block)
+    return block
+
+
+class _LowRank(nn.Linear):
+    """A linear layer with something added, as LoRA does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x.mean(-1, keepdim=True)
+
+
+def _replace_qkv(block: Block) -> None:
+    linear = _LowRank(64, 192)
+    linear.load_state_dict(block.attn.qkv.state_dict())
+    block.attn.qkv = linear.to(DEVICE)
+
+
+def _hook_norm(block: Block) -> None:
+    block.norm1.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def _parametrize_proj(block: Block) -> None:
+    nn.utils.parametrizations.weight_norm(block.attn.proj)
+
+
+@pytest.mark.parametrize("change", [_replace_qkv, _hook_norm, _parametrize_proj])
+def test_a_block_that_was_changed_is_not_fused(change: Any) -> None:
+    model = _model()
+    assert can_fuse(_first_block(model))
+    change(_first_block(model))
+    assert not can_fuse(_first_block(model))
+    images = _photograph_tiles(2)[0].to(DEVICE)
+    vit_fast.set_backend(model, "eager")
+    expected = model(images)
+    vit_fast.set_backend(model, "triton")
+    torch.testing.assert_close(model(images), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_dropout_in_training_is_refused_and_in_evaluation_fused() -> None:
+    model, images = _with_backend(_model(proj_drop_rate=0.2), "triton"), _photograph_tiles(2)[0].to(DEVICE)
+    with pytest.raises(UnsupportedInputError, match="dropout"):
+        model.train()(images)
+    assert can_fuse(_first_block(model.eval()))
+    assert model(images).isfinite().all()
+
+
+def test_export_holds_no_operator_of_ours() -> None:
+    model = _with_backend(_model(), "triton").eval()
+    images = _photograph_tiles(2)[0].to(DEVICE)
+    program = torch.export.export(model, (images,))
+    assert not [node for node in program.graph.nodes if "vit_fast" in str(node.target)]
+    torch.testing.assert_close(program.module()(images), model(images), atol=1e-5, rtol=1e-5)
