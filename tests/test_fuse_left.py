@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fused_models import SUBJECTS, gradients
+from kernel_support import DEVICE
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
@@ -332,7 +333,7 @@ def test_bad_arguments_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_heads_that_the_triton_kernel_does_not_take_are_left() -> None:
-    model = tiny_timm(embed_dim=64, num_heads=8)
+    model = tiny_timm(embed_dim=64, num_heads=8).to(DEVICE)
     report = vit_fast.fuse(model, backend="triton")
     assert [module.part for module in report.left] == ["attention"]
     assert report.left[0].reasons == ("a head is 8 wide: the triton kernel takes 16 to 128",)

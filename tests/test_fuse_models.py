@@ -7,9 +7,16 @@ import copy
 import pytest
 import torch
 from fused_models import SUBJECTS, assert_gradients_within, assert_within, gradients, in_fp64
+from kernel_support import DEVICE, HAS_GPU
 from torch import nn
 
 import vit_fast
+from vit_fast.integrations.whole_block import FusedBlockBase
+
+if not HAS_GPU:
+    from interpreter_speed import search_once
+
+    search_once()
 
 BIASED = {"transformers-beit"}  # its relative position bias keeps the attention from being fused
 
@@ -79,10 +86,17 @@ def test_fusing_twice_changes_nothing_and_unfusing_twice_neither(name: str) -> N
         assert [type(module) for module in model.modules()] == classes
 
 
-@pytest.mark.parametrize("name", ["timm-vit", "transformers-vit", "torchvision-vit", "timm-siglip", "ours"])
+def on_device(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(DEVICE) for name, tensor in inputs.items()}
+
+
+TRITON = ["timm-dinov2-registers", "timm-siglip", "transformers-vit", "transformers-dinov2", "torchvision-vit", "ours"]
+
+
+@pytest.mark.parametrize("name", TRITON)
 def test_the_triton_backend_is_as_exact_as_the_formulas(name: str) -> None:
     subject = SUBJECTS[name]
-    model, inputs = subject.build(), subject.inputs()
+    model, inputs = subject.build().to(DEVICE), on_device(subject.inputs())
     exact, exact_grads = in_fp64(subject, model, inputs)
     assert vit_fast.fuse(model, backend="eager").backend == "eager"
     before, before_grads = gradients(subject, model, inputs)
@@ -90,6 +104,52 @@ def test_the_triton_backend_is_as_exact_as_the_formulas(name: str) -> None:
     after, after_grads = gradients(subject, model, inputs)
     assert_within(after, before, exact, 2, "output")
     assert_gradients_within(after_grads, before_grads, exact_grads, 3)
+
+
+@pytest.mark.parametrize("name", ["timm-vit", "transformers-clip", "torchvision-vit"])
+def test_whole_blocks_run_as_kernels_until_somebody_looks_inside(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, calls = FusedBlockBase.whole_block, []
+
+    def count(self: FusedBlockBase, x: torch.Tensor) -> torch.Tensor:
+        calls.append(self)
+        return whole(self, x)
+
+    monkeypatch.setattr(FusedBlockBase, "whole_block", count)
+    subject = SUBJECTS[name]
+    model, inputs = subject.build().eval().to(DEVICE), on_device(subject.inputs())
+    with torch.no_grad():
+        expected = subject.run(model, inputs)
+        vit_fast.fuse(model, backend="triton")
+        first, second = (module for module in model.modules() if isinstance(module, FusedBlockBase))
+        torch.testing.assert_close(subject.run(model, inputs), expected, rtol=1e-3, atol=1e-3)
+        assert calls == [first, second]
+        seen = []
+        attention = next(child for child in first.children() if "Attention" in type(child).__qualname__)
+        attention.register_forward_hook(lambda *_: seen.append(1))
+        torch.testing.assert_close(subject.run(model, inputs), expected, rtol=1e-3, atol=1e-3)
+    assert calls == [first, second, second]
+    assert seen == [1]
+
+
+@pytest.mark.parametrize(("drop_path", "autocast"), [(0.5, False), (0.0, True)])
+def test_triton_with_layer_scale_and_drop_path_or_autocast(drop_path: float, autocast: bool) -> None:
+    timm = pytest.importorskip("timm")
+    settings = {"img_size": 32, "depth": 1, "embed_dim": 32, "num_heads": 2, "num_classes": 5, "init_values": 0.5}
+    model = timm.create_model("vit_tiny_patch16_224", **settings).train()
+    model.blocks[0].drop_path1, model.blocks[0].drop_path2 = (timm.layers.DropPath(drop_path) for _ in range(2))
+    fused = copy.deepcopy(model.to(DEVICE))
+    assert vit_fast.fuse(fused, backend="triton").require_all()
+    images = torch.randn(4, 3, 32, 32, device=DEVICE)
+    found = []
+    for computed in (model, fused):
+        torch.manual_seed(2)  # the same images are dropped
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=autocast):
+            output = computed(images)
+        output.float().square().sum().backward()
+        found.append((output.float(), computed.patch_embed.proj.weight.grad))
+    tolerance = 0.05 if autocast else 1e-4
+    for expected, actual in zip(*found, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance * expected.abs().max().item())
 
 
 def test_the_fused_operators_are_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:

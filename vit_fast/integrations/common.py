@@ -347,15 +347,19 @@ class FusedNormMlp(FusedModule):
 
     def runs_as_it_was(self) -> bool:
         """Whether something between the parts has to run: dropout in training, a hook, a wrapped or replaced child."""
-        for path, expected in self.vit_fast_children:
+        return not self.untouched(self.vit_fast_children)
+
+    def untouched(self, children: tuple[tuple[tuple[str, ...], type], ...]) -> bool:
+        """Whether children, by path, are of the classes they were, carry no hooks, and drop nothing."""
+        for path, expected in children:
             child: nn.Module = self
             for name in path:
                 child = child._modules[name]  # type: ignore[assignment]  # a dict look-up: this runs in every forward
             if type(child) is not expected or is_touched(child):
-                return True
+                return False
             if expected is nn.Dropout and child.p and child.training:
-                return True
-        return False
+                return False
+        return True
 
     def norm_mlp(self, x: Tensor) -> Tensor:
         """x + drop_path(layer_scale * MLP(LN(x))) for x [..., C]."""

@@ -16,6 +16,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from ..ops import attention, attention_qkvpacked
+from ..ops.linear import layer_norm_linear
 from .common import (
     FusedModule,
     FusedNormMlp,
@@ -26,6 +27,7 @@ from .common import (
     fused_form_of,
     touch_reasons,
 )
+from .whole_block import AttentionHalf, FusedBlockBase
 
 LEFT = {
     "ResPostBlock": "it normalises after the MLP, not before it",
@@ -83,9 +85,21 @@ class FusedAttention(FusedModule, Attention):
         return self.proj_drop(self.proj(mixed))
 
 
+FIRST_HALF = AttentionHalf(
+    norm="norm1",
+    attention="attn",
+    out="attn.proj",
+    linears=("attn.qkv",),
+    identities=("attn.q_norm", "attn.k_norm", "attn.norm"),
+    dropouts=("attn.attn_drop", "attn.proj_drop"),
+    layer_scale="ls1.gamma",
+    drop_path="drop_path1",
+)
+
+
 @fused_form_of(Block)
-class FusedBlock(FusedNormMlp, Block):
-    """timm's Block with norm2, MLP, LayerScale and residual as one operator."""
+class FusedBlock(FusedBlockBase, Block):
+    """timm's Block with norm2, MLP, LayerScale and residual as one operator; see whole_block for the rest."""
 
     @classmethod
     def parts_of(cls, module: Any) -> NormMlp:
@@ -105,11 +119,24 @@ class FusedBlock(FusedNormMlp, Block):
     def container_classes(cls, module: Any) -> tuple[type, ...]:
         return (Mlp, LayerScale, nn.Identity)
 
+    @classmethod
+    def first_half_of(cls, module: Any) -> AttentionHalf | None:
+        if getattr(module.attn, "gate", None) is not None or type(module.ls1) not in (LayerScale, nn.Identity):
+            return None
+        return FIRST_HALF
+
+    def mixed_heads(self, x: Tensor) -> Tensor:
+        norm, attn = self.norm1, self.attn
+        qkv = layer_norm_linear(x, norm.weight, norm.bias, attn.qkv.weight, attn.qkv.bias, eps=norm.eps)
+        return attention_qkvpacked(qkv.unflatten(-1, (3, attn.num_heads, -1)), backend="triton").flatten(2)
+
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """[B, N, C] -> [B, N, C]."""
         extra: dict[str, Any] = {"is_causal": True} if is_causal else {}
         if self.runs_as_it_was():
             return super().forward(x, attn_mask=attn_mask, **extra)
+        if attn_mask is None and not is_causal and self.runs_whole():
+            return self.whole_block(x)
         x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), attn_mask=attn_mask, **extra)))
         return self.norm_mlp(x)
 

@@ -8,12 +8,19 @@ import torch
 from torch import Tensor, nn
 from torchvision.models.vision_transformer import EncoderBlock, MLPBlock
 
-from .common import FusedModule, FusedNormMlp, NormMlp, fused_form_of
+from ..ops import attention_qkvpacked
+from ..ops.linear import layer_norm_linear
+from .common import FusedModule, NormMlp, fused_form_of
+from .whole_block import AttentionHalf, FusedBlockBase
+
+FIRST_HALF = AttentionHalf(
+    norm="ln_1", attention="self_attention", out="self_attention.out_proj", dropouts=("dropout",)
+)
 
 
 @fused_form_of(EncoderBlock)
-class FusedEncoderBlock(FusedNormMlp, EncoderBlock):
-    """torchvision's EncoderBlock with ln_2, MLP and residual as one operator."""
+class FusedEncoderBlock(FusedBlockBase, EncoderBlock):
+    """torchvision's EncoderBlock with ln_2, MLP and residual as one operator; see whole_block for the rest."""
 
     @classmethod
     def parts_of(cls, module: Any) -> NormMlp:
@@ -30,11 +37,22 @@ class FusedEncoderBlock(FusedNormMlp, EncoderBlock):
     def container_classes(cls, module: Any) -> tuple[type, ...]:
         return (MLPBlock,)
 
+    @classmethod
+    def first_half_of(cls, module: Any) -> AttentionHalf:
+        return FIRST_HALF
+
+    def mixed_heads(self, x: Tensor) -> Tensor:
+        norm, mha = self.ln_1, self.self_attention
+        qkv = layer_norm_linear(x, norm.weight, norm.bias, mha.in_proj_weight, mha.in_proj_bias, eps=norm.eps)
+        return attention_qkvpacked(qkv.unflatten(-1, (3, mha.num_heads, -1)), backend="triton").flatten(2)
+
     def forward(self, input: Tensor) -> Tensor:
         """[B, N, C] -> [B, N, C]."""
         if self.runs_as_it_was():
             return super().forward(input)
         torch._assert(input.dim() == 3, f"Expected (batch_size, seq_length, hidden_dim) got {input.shape}")
+        if self.runs_whole() and not (self.training and self.self_attention.dropout):
+            return self.whole_block(input)
         x = self.ln_1(input)
         x, _ = self.self_attention(x, x, x, need_weights=False)
         return self.norm_mlp(self.dropout(x) + input)

@@ -33,6 +33,7 @@ from .common import (
     tensor_reasons,
     touch_reasons,
 )
+from .whole_block import AttentionHalf, FusedBlockBase
 
 try:
     from transformers import AttentionMaskInterface
@@ -157,18 +158,27 @@ class FusedSelfAttention(FusedModule):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """[B, N, C] -> [B, N, C] and None instead of weights."""
+        if self.runs_as_it_was(args, kwargs):
+            return super().forward(hidden_states, *args, **kwargs)
+        mixed, out = self.mixed_heads(hidden_states), self.vit_fast_names.out
+        return (getattr(self, out)(mixed) if out else mixed), None
+
+    def runs_as_it_was(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call is for transformers' own forward."""
         unusual = any(_given(value) for value in (*args, *(kwargs.get(name) for name in MASK_ARGUMENTS)))
         eager = self.config._attn_implementation == "eager"
-        if unusual or eager or (self.training and _dropout(self)):
-            return super().forward(hidden_states, *args, **kwargs)
+        return bool(unusual or eager or (self.training and _dropout(self)))
+
+    def mixed_heads(self, hidden_states: Tensor) -> Tensor:
+        """[B, N, C] -> [B, N, H * D], before the output linear."""
         names = self.vit_fast_names
         D = type(self).head_width(self)
         q, k, v = (
             getattr(self, name)(hidden_states).unflatten(-1, (-1, D)).transpose(1, 2)
             for name in (names.query, names.key, names.value)
         )
-        mixed = attention(q, k, v, scale=self.vit_fast_scale, backend=self.vit_fast_backend).transpose(1, 2).flatten(2)
-        return (getattr(self, names.out)(mixed) if names.out else mixed), None
+        mixed = attention(q, k, v, scale=self.vit_fast_scale, backend=self.vit_fast_backend)
+        return mixed.transpose(1, 2).flatten(2)
 
 
 MASK_ARGUMENTS = (
@@ -198,6 +208,21 @@ class Layer:
     attention: str
     after: tuple[str, ...]  # modules called and Parameters multiplied, in order
     mlp: tuple[NormMlp, ...]  # by version of transformers, newest first
+    dropouts: tuple[str, ...] = ()
+    layer_scale: str | None = None
+    drop_path: str | None = None
+
+    def first_halves(self) -> Iterator[AttentionHalf]:
+        """By the name of the output linear; transformers 4 has it elsewhere for most models, and none fits."""
+        for out in ("o_proj", "out_proj"):
+            yield AttentionHalf(
+                norm=self.norm,
+                attention=self.attention,
+                out=f"{self.attention}.{out}",
+                dropouts=self.dropouts,
+                layer_scale=self.layer_scale,
+                drop_path=self.drop_path,
+            )
 
 
 def _mlp(norm: str, activation: str = "activation_fn", **rest: Any) -> NormMlp:
@@ -218,7 +243,11 @@ def _intermediate(**rest: Any) -> NormMlp:
 
 
 VIT = Layer(
-    "layernorm_before", "attention", ("dropout",), (_mlp("layernorm_after", dropouts=("dropout",)), _intermediate())
+    "layernorm_before",
+    "attention",
+    ("dropout",),
+    (_mlp("layernorm_after", dropouts=("dropout",)), _intermediate()),
+    dropouts=("dropout",),
 )
 BEIT = Layer(
     "layernorm_before",
@@ -228,6 +257,9 @@ BEIT = Layer(
         _mlp("layernorm_after", dropouts=("dropout",), layer_scale="lambda_2", drop_path="drop_path"),
         _intermediate(layer_scale="lambda_2", drop_path="drop_path"),
     ),
+    dropouts=("dropout",),
+    layer_scale="lambda_1",
+    drop_path="drop_path",
 )
 DINOV2 = Layer(
     "norm1",
@@ -237,6 +269,8 @@ DINOV2 = Layer(
         _mlp("norm2", name, also=("layer_scale2",), layer_scale="layer_scale2.lambda1", drop_path="drop_path")
         for name in ("activation_fn", "activation")
     ),
+    layer_scale="layer_scale1.lambda1",
+    drop_path="drop_path",
 )
 CLIP = Layer("layer_norm1", "self_attn", (), (_mlp("layer_norm2"),))
 
@@ -250,8 +284,11 @@ def container_classes_beside(original: type[nn.Module]) -> tuple[type, ...]:
     )
 
 
-class FusedLayer(FusedNormMlp):
-    """An encoder layer of transformers with its second norm, MLP, LayerScale and residual as one operator."""
+class FusedLayer(FusedBlockBase):
+    """An encoder layer of transformers with its second norm, MLP, LayerScale and residual as one operator.
+
+    Its three projections stay linears of torch; see whole_block for the rest.
+    """
 
     layer_spec: Layer
     returns_tuple: bool
@@ -264,11 +301,26 @@ class FusedLayer(FusedNormMlp):
     def container_classes(cls, module: Any) -> tuple[type, ...]:
         return container_classes_beside(cls.original)
 
+    @classmethod
+    def first_half_of(cls, module: Any) -> AttentionHalf | None:
+        if getattr(module, "relative_position_bias", None) is not None:
+            return None
+        return next((half for half in cls.layer_spec.first_halves() if at(module, half.out) is not None), None)
+
+    def mixed_heads(self, x: Tensor) -> Tensor:
+        spec = type(self).layer_spec
+        mixed: Tensor = getattr(self, spec.attention).mixed_heads(getattr(self, spec.norm)(x))
+        return mixed
+
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
         """[B, N, C] -> the same, in the tuple that this version of transformers wants."""
         if self.runs_as_it_was():
             return super().forward(hidden_states, *args, **kwargs)
         layer = type(self).layer_spec
+        attention_layer = getattr(self, layer.attention)
+        if self.runs_whole() and not attention_layer.runs_as_it_was(args, kwargs):
+            output = self.whole_block(hidden_states)
+            return (output,) if type(self).returns_tuple else output
         branch, extras = self.attend(getattr(self, layer.norm)(hidden_states), *args, **kwargs)
         for name in layer.after:
             part = getattr(self, name, None)
