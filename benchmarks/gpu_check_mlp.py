@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,17 +111,13 @@ def _rows(device: torch.device, ceilings: dict[str, Any] | None) -> list[tuple[s
     for shape in SHAPES if ceilings is not None else INTERPRETER_SHAPES:
         for backward in (False, True):
             name = f"layer_norm_mlp {shape.name} {'backward' if backward else 'forward'}"
-            rows.append((name, lambda s=shape, b=backward: _operator_row(s, b, device, ceilings)))
+            rows.append((name, partial(_operator_row, shape, backward, device, ceilings)))
         if shape is SHAPES[0] and ceilings is not None:
-            rows.append((f"matmul alone {shape.name}", lambda s=shape: _matmul_row(s, device, ceilings)))
-            rows += [
-                (f"{model} B{batch} inference", lambda m=model, b=batch: _model_row(m, b, False, ceilings))
-                for model, batch in MODELS
-            ]
-            rows += [
-                (f"{model} B{batch} training step", lambda m=model, b=batch: _model_row(m, b, True, ceilings))
-                for model, batch in TRAINED_MODELS
-            ]
+            rows.append((f"matmul alone {shape.name}", partial(_matmul_row, shape, device, ceilings)))
+            for model, batch in MODELS:
+                rows.append((f"{model} B{batch} inference", partial(_model_row, model, batch, False, ceilings)))
+            for model, batch in TRAINED_MODELS:
+                rows.append((f"{model} B{batch} training step", partial(_model_row, model, batch, True, ceilings)))
     return rows
 
 
@@ -165,7 +162,9 @@ def _operator_row(
     if not backward:
         subjects["cuBLASLt GELU epilogue"] = _cublaslt_epilogue
     factory = _backward_call if backward else _forward_call
-    makers = {name: lambda f=function: factory(f, inputs, parameters) for name, function in subjects.items()}
+    makers: dict[str, Callable[[], Call]] = {
+        name: partial(factory, function, inputs, parameters) for name, function in subjects.items()
+    }
     flop = 2 * shape.flop if backward else shape.flop
     return row | _measure(makers, PROTOCOL, flop, shape.bytes_moved(backward), ceilings)
 
@@ -236,6 +235,7 @@ def _matmul_row(shape: Shape, device: torch.device, ceilings: dict[str, Any]) ->
 def _model_row(model: str, batch: int, training: bool, ceilings: dict[str, Any]) -> dict[str, Any]:
     """A whole model in bf16: a forward, or a forward, backward and AdamW step; with peak memory of each subject."""
     import vit_fast
+    from vit_fast.runtime import compile
 
     images = torch.randn(batch, 3, 224, 224, device="cuda").bfloat16()
     ours, reference = (vit_fast.create_model(model, backend=backend).cuda() for backend in ("triton", "sdpa"))
@@ -247,8 +247,8 @@ def _model_row(model: str, batch: int, training: bool, ceilings: dict[str, Any])
     correct = bool(error <= 2 * allowed + 2**-9)
     makers: dict[str, Callable[[], Call]] = {
         "ours": lambda: _model_call(ours, images, training),
-        "sdpa compiled": lambda: _model_call(torch.compile(reference), images, training),
-        "timm compiled": lambda: _model_call(torch.compile(_timm_model(model)), images, training),
+        "sdpa compiled": lambda: _model_call(compile(reference), images, training),
+        "timm compiled": lambda: _model_call(compile(_timm_model(model)), images, training),
     }
     row = {"correct": correct, "correctness": f"error {error:.1e}, eager's {allowed:.1e}"}
     gflop = {"vit_base_patch16_224": 35.1, "vit_large_patch16_224": 123.1}[model]
