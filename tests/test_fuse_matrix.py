@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fused_models import IMAGE, LIBRARIES, SUBJECTS, Subject, gradients
+from kernel_support import DEVICE
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
@@ -51,6 +52,28 @@ def test_compile_without_a_graph_break(library: str) -> None:
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         torch.testing.assert_close(subject.run(compiled, inputs), expected)
+
+
+@pytest.mark.parametrize("library", ["timm", "transformers", "torchvision"])
+def test_the_kernels_compile_without_a_graph_break_and_export_without_themselves(library: str) -> None:
+    subject, model, inputs, expected = fused(library)
+    model.to(DEVICE)
+    inputs = {name: tensor.to(DEVICE) for name, tensor in inputs.items()}
+    vit_fast.fuse(model, backend="triton")
+    with torch.no_grad():
+        graphs = []
+
+        def keep(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+            graphs.append(graph)
+            return graph
+
+        found = subject.run(torch.compile(model, backend=keep, fullgraph=True), inputs)
+        torch.testing.assert_close(found.cpu(), expected, rtol=1e-3, atol=1e-3)
+        assert len(graphs) == 1
+        assert str(graphs[0].graph).count("vit_fast.linear_residual") == 2
+    program = torch.export.export(model, (), inputs)
+    assert "vit_fast" not in str(program.graph)
+    torch.testing.assert_close(subject.output(program.module()(**inputs)).cpu(), expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("library", ["timm", "transformers"])
