@@ -1,19 +1,21 @@
-"""A whole encoder block by the Triton kernels: five matmuls' worth of launches and no pointwise pass between them.
+"""Whole encoder blocks by the Triton kernels: four matmuls and attention, and no pointwise pass between them.
 
 qkv = LN(x) Wqkv^T + b              LayerNorm folded into the matmul
 a   = attention(qkv)
 x   = x + ls (a Wproj^T + b)        residual and LayerScale in the epilogue, which leaves the row statistics
 h   = act(LN(x) W1^T + b1)          that this LayerNorm takes over
-x   = x + ls (h W2^T + b2)
+x   = x + ls (h W2^T + b2)          likewise, for the LayerNorm of the next block
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from itertools import zip_longest
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
+from .layers import has_hooks, norm_and_mlp_are_plain
 from .ops.attention import attention_qkvpacked
 from .ops.layer_norm_mlp import fused_layer_norm_mlp
 from .ops.linear import layer_norm_linear, linear_residual
@@ -33,26 +35,63 @@ def can_fuse(block: Block) -> bool:
     attn, mlp = block.attn, block.mlp
     if block.training and (attn.attn_drop_rate or attn.proj_drop.p or mlp.drop.p):
         return False
-    return all(map(_is_plain, (block.norm1, attn.qkv, attn.proj, block.norm2, mlp.fc1, mlp.fc2)))
+    if not (type(block.norm1) is nn.LayerNorm and type(attn.qkv) is type(attn.proj) is nn.Linear):
+        return False
+    if any(has_hooks(part) for part in block.modules() if part is not block):
+        return False
+    return norm_and_mlp_are_plain(block.norm2, mlp)
 
 
-def _is_plain(module: nn.Module) -> bool:
-    return type(module) in (nn.Linear, nn.LayerNorm) and not (module._forward_hooks or module._forward_pre_hooks)
+def run_blocks(blocks: nn.Sequential, x: Tensor) -> Tensor:
+    """blocks(x), [B, N, C] -> [B, N, C]; where all are fused, each takes its first row statistics from the one before.
+
+    A block that is wrapped, replaced or carries hooks is called as a module, and so are all the others then.
+    """
+    fused = [block for block in blocks if _is_fused(block)]
+    if len(fused) < len(blocks) or any(has_hooks(part) for part in (blocks, *blocks)):
+        return blocks(x)
+    statistics: Tensor | None = None
+    for block, following in zip_longest(fused, fused[1:]):
+        next_eps = None if following is None else following.norm1.eps
+        x, statistics = fused_block(block, x, statistics, next_eps)
+    return x
 
 
-def fused_block(block: Block, x: Tensor) -> Tensor:
-    """What `Block.forward` does, [B, N, C] -> [B, N, C]."""
+def _is_fused(block: nn.Module) -> TypeGuard[Block]:
+    from .model import Block
+
+    return type(block) is Block and block.backend == "triton" and can_fuse(block)
+
+
+def fused_block(
+    block: Block, x: Tensor, statistics: Tensor | None = None, next_eps: float | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """What `Block.forward` does, with row statistics handed in and out.
+
+    Args:
+        block: can_fuse(block) holds.
+        x: [B, N, C].
+        statistics: (mean, rstd) of the rows of x for norm1, fp32 [2, B N]; None computes them.
+        next_eps: Epsilon of the LayerNorm that follows; None means that its statistics are not wanted.
+    Returns:
+        [B, N, C], and the statistics of its rows where they were wanted and nothing came after the last matmul.
+    """
     attn, mlp, norm1, norm2 = block.attn, block.mlp, block.norm1, block.norm2
-    qkv = layer_norm_linear(x, norm1.weight, norm1.bias, attn.qkv.weight, attn.qkv.bias, eps=norm1.eps)
+    qkv = layer_norm_linear(
+        x, norm1.weight, norm1.bias, attn.qkv.weight, attn.qkv.bias, eps=norm1.eps, statistics=statistics
+    )
     mixed = attention_qkvpacked(qkv.unflatten(-1, (3, attn.num_heads, -1)), backend="triton").flatten(2)
     dropping = block.training and block.drop_path1.drop_prob > 0
     x, statistics = _add_branch(block, x, mixed, dropping)
     dropping = block.training and block.drop_path2.drop_prob > 0
-    y, _ = fused_layer_norm_mlp(
+    y, emitted = fused_layer_norm_mlp(
         x, statistics, norm2.weight, norm2.bias, mlp.fc1.weight, mlp.fc1.bias, mlp.fc2.weight, mlp.fc2.bias,
         eps=norm2.eps, activation=mlp.activation, layer_scale=getattr(block.ls2, "gamma", None), residual=not dropping,
+        next_eps=None if dropping else next_eps,
     )  # fmt: skip
-    return x + block.drop_path2(y) if dropping else y
+    if dropping:
+        return x + block.drop_path2(y), None
+    return y, None if next_eps is None else emitted
 
 
 def _add_branch(block: Block, x: Tensor, mixed: Tensor, dropping: bool) -> tuple[Tensor, Tensor | None]:

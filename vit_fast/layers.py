@@ -154,6 +154,24 @@ class Mlp(nn.Module):
         return self.drop(self.fc2(self.drop(ACTIVATIONS[self.activation](self.fc1(x)))))
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling this module would run a hook, forward or backward."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def norm_and_mlp_are_plain(norm: nn.Module, mlp: nn.Module) -> bool:
+    """Whether these modules are exactly what `layer_norm_mlp` computes with their parameters.
+
+    Not where one was replaced or wrapped (LoRA, a quantised or parametrised layer), or carries hooks: then they must be
+    called.
+    """
+    if type(mlp) is not Mlp or type(norm) is not nn.LayerNorm:
+        return False
+    return type(mlp.fc1) is type(mlp.fc2) is nn.Linear and not any(map(has_hooks, (norm, *mlp.modules())))
+
+
 class AttentionPool(nn.Module):
     """SigLIP's head: one learned query attends to every patch, then an MLP with a residual; arXiv 2303.15343."""
 
@@ -178,6 +196,8 @@ class AttentionPool(nn.Module):
         pooled = attention_op(q, k, v, backend=self.backend).transpose(1, 2).reshape(B, 1, C)
         pooled = self.proj(pooled)
         norm, mlp = self.norm, self.mlp
+        if not norm_and_mlp_are_plain(norm, mlp):
+            return (pooled + mlp(norm(pooled)))[:, 0]
         return layer_norm_mlp(
             pooled, norm.weight, norm.bias, mlp.fc1.weight, mlp.fc1.bias, mlp.fc2.weight, mlp.fc2.bias,
             eps=self.eps, activation=mlp.activation, backend=self.backend,

@@ -18,10 +18,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .block import can_fuse, fused_block
+from .block import can_fuse, fused_block, run_blocks
 from .config import DataConfig, Size, ViTConfig
 from .errors import UnsupportedInputError
-from .layers import AttentionPool, DropPath, LayerScale, Mlp, PatchEmbed, fixed_pos_embed, resample_pos_embed
+from .layers import (
+    AttentionPool,
+    DropPath,
+    LayerScale,
+    Mlp,
+    PatchEmbed,
+    fixed_pos_embed,
+    norm_and_mlp_are_plain,
+    resample_pos_embed,
+)
 from .ops import attention_qkvpacked, layer_norm_mlp, reference, scaled_dot_product_attention
 from .ops.backends import resolve_backend
 
@@ -85,7 +94,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B, N, C] -> [B, N, C]."""
         if self.backend == "triton" and can_fuse(self):
-            return fused_block(self, x)
+            return fused_block(self, x)[0]
         x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x))))
         return self._mlp(x)
 
@@ -94,8 +103,10 @@ class Block(nn.Module):
         return self.attn.attention_map(self.norm1(x))
 
     def _mlp(self, x: Tensor) -> Tensor:
-        """Equation 3, as one operator where nothing random stands between its parts."""
+        """Equation 3, as one operator where nothing stands between its parts: no dropout, no hook, no wrapped layer."""
         norm, mlp = self.norm2, self.mlp
+        if not norm_and_mlp_are_plain(norm, mlp):
+            return x + self.drop_path2(self.ls2(mlp(norm(x))))
         if self.training and mlp.drop.p:
             if self.backend == "triton":
                 raise UnsupportedInputError(
@@ -180,7 +191,7 @@ class VisionTransformer(nn.Module):
             for block in self.blocks:
                 z = checkpoint(block, z, use_reentrant=False)
         else:
-            z = self.blocks(z)
+            z = run_blocks(self.blocks, z)
         return self.norm(z)
 
     def embed(self, images: Tensor) -> Tensor:

@@ -1,0 +1,83 @@
+"""Fused blocks hand the row statistics on: right, and never past a block that is called as a module."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import vit_fast
+from vit_fast import block as block_module
+from vit_fast.model import VisionTransformer
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # a CPU runs Triton's interpreter
+
+
+@pytest.fixture
+def model() -> VisionTransformer:
+    model = vit_fast.create_model("vit_test", backend="triton", depth=3, device=DEVICE)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+@pytest.fixture
+def handed_on(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether statistics came in, a block each."""
+    seen: list[bool] = []
+    fused_block = block_module.fused_block
+
+    def spy(block, x, statistics=None, next_eps=None):
+        seen.append(statistics is not None)
+        return fused_block(block, x, statistics, next_eps)
+
+    monkeypatch.setattr(block_module, "fused_block", spy)
+    return seen
+
+
+def run(model: VisionTransformer) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    model.zero_grad()
+    logits = model(images)
+    logits.square().sum().backward()
+    return logits.detach(), [parameter.grad for parameter in model.parameters()]
+
+
+def test_statistics_change_nothing_but_the_work(model, handed_on):
+    ours = run(model)
+    assert handed_on == [False, True, True]
+    vit_fast.set_backend(model, "eager")
+    eager = run(model)
+    torch.testing.assert_close(ours, eager, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("part", ["blocks", "blocks.1", "blocks.1.attn", "blocks.1.mlp.fc1", "blocks.1.norm2"])
+def test_hooks_still_run(model, handed_on, part):
+    called: list[str] = []
+    expected, _ = run(model)
+    model.get_submodule(part).register_forward_hook(lambda *_: called.append(part))
+    handed_on.clear()
+    logits, _ = run(model)
+    assert called == [part]
+    assert True not in handed_on
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa", "triton"])
+@pytest.mark.parametrize("layer", ["attn.proj", "mlp.fc1"])
+def test_a_replaced_layer_is_called(model, layer, backend):
+    class Doubled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    vit_fast.set_backend(model, backend)
+    linear = model.blocks[1].get_submodule(layer)
+    doubled = Doubled(linear.in_features, linear.out_features, device=DEVICE)
+    doubled.load_state_dict(linear.state_dict())
+    before, _ = run(model)
+    model.blocks[1].set_submodule(layer, doubled)
+    after, _ = run(model)
+    assert (after - before).abs().max() > 1e-3
+    vit_fast.set_backend(model, "eager")
+    torch.testing.assert_close(run(model)[0], after, atol=1e-4, rtol=1e-4)
