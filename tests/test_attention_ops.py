@@ -21,6 +21,7 @@ from vit_fast.ops.attention_op import (
     attention_op,
     attention_qkvpacked_backward_op,
     attention_qkvpacked_op,
+    unsupported_reasons,
 )
 
 pytest.importorskip("triton", reason="the kernels need triton")
@@ -67,6 +68,17 @@ def test_compiles_whole_with_a_dynamic_batch(compiler: str) -> None:
         (grad,) = torch.autograd.grad(value.sum(), qkv)
         torch.testing.assert_close(value, right)
         torch.testing.assert_close(grad, right_grad)
+
+
+def test_the_choice_of_a_backend_compiles_whole() -> None:
+    """What runs before the operator may not break the graph either: availability is a constant to the compiler."""
+
+    def function(q: Tensor) -> Tensor:
+        return q if unsupported_reasons(q, q, q, 0.25) else q + 1
+
+    q, _, _ = _separate()
+    compiled = torch.compile(function, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(q), q + 1)
 
 
 class _Both(torch.nn.Module):

@@ -32,12 +32,18 @@ def resolve_backend(backend: str, device: torch.device) -> Backend:
     return backend  # type: ignore[return-value]  # membership in BACKENDS was just checked
 
 
-@functools.cache
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no types for it
 def triton_unavailable_reasons(device: torch.device) -> tuple[str, ...]:
     """Every reason why Triton kernels cannot run on this device; empty when they can.
 
-    A CPU is accepted only under Triton's interpreter (TRITON_INTERPRET=1 when the process started).
+    A CPU is accepted only under Triton's interpreter (TRITON_INTERPRET=1 when the process started). torch.compile takes
+    the answer as a constant: it could not look into it, and it does not change.
     """
+    return _triton_unavailable_reasons(device)
+
+
+@functools.cache
+def _triton_unavailable_reasons(device: torch.device) -> tuple[str, ...]:
     if importlib.util.find_spec("triton") is None:
         return ("triton is not installed (pip install triton)",)
     reasons = []
