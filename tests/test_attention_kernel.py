@@ -36,6 +36,7 @@ LENGTHS = (1, 2, 16, 17, 49, 50, 64, 65, 127, 128, 129, 196, 197, 198, 201, 255,
 HEAD_DIMS = (16, 32, 48, 64, 72, 80, 88, 96, 128)
 _turn = zip(cycle((64, 16, 80, 32, 72, 48, 96)), cycle((1, 3)), cycle((torch.float16, torch.bfloat16)))
 LENGTH_CASES = [(n, d, h, dtype) for n, (d, h, dtype) in zip(LENGTHS, _turn)]
+LENGTH_CASES += [(1025, 16, 1, torch.float16)]
 LENGTH_CASES += [(n, 64, 1, torch.float32) for n in (1, 17, 64, 129)]
 
 
@@ -195,6 +196,21 @@ def test_a_grid_that_no_gpu_takes_is_refused() -> None:
     launch = forward_launch(q, k, v, o, lse, 0.25, ForwardConfig("looped", 32, 32))
     with pytest.raises(ValueError, match="too large"):
         dataclasses.replace(launch, grid=(2**31,)).run()
+
+
+def test_every_head_of_every_image_is_on_the_first_grid_axis() -> None:
+    """The other axes end at 65,535; nothing is allocated here."""
+    qkv = torch.empty(70_000, 5, 3, 2, 16, device="meta", dtype=torch.float16)
+    q, k, v = qkv.transpose(1, 3).unbind(2)
+    lse = torch.empty(70_000, 2, 5, device="meta")
+    config = BackwardConfig(32, 32)
+    launches = (
+        forward_launch(q, k, v, q, lse, 0.25, ForwardConfig("row", 16, 64)),
+        forward_launch(q, k, v, q, lse, 0.25, ForwardConfig("looped", 32, 32)),
+        dq_launch(q, k, v, q, q, lse, q, lse, 0.25, config),
+        dkdv_launch(q, k, v, q, lse, lse, k, v, 0.25, config),
+    )
+    assert [launch.grid for launch in launches] == [(140_000,)] * 4
 
 
 @pytest.mark.gpu
