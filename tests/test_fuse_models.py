@@ -153,7 +153,7 @@ def test_triton_with_layer_scale_and_drop_path_or_autocast(drop_path: float, aut
 
 
 def test_the_fused_operators_are_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vit_fast.integrations import common, timm, transformers
+    from vit_fast.integrations import common, timm, transformers_attention
 
     calls: list[str] = []
 
@@ -168,7 +168,7 @@ def test_the_fused_operators_are_what_runs(monkeypatch: pytest.MonkeyPatch) -> N
 
     counted(common, "layer_norm_mlp")
     counted(timm, "attention_qkvpacked")
-    counted(transformers, "attention")
+    counted(transformers_attention, "attention")
     for name, attention in (("timm-vit", "attention_qkvpacked"), ("transformers-vit", "attention")):
         subject = SUBJECTS[name]
         model = subject.build()

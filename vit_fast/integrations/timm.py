@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from timm.layers import LayerScale, Mlp
+from timm.layers import Mlp
 from timm.layers.attention import Attention
 from timm.layers.attention_pool import AttentionPoolLatent
-from timm.models.vision_transformer import Block
+from timm.models.vision_transformer import Block, LayerScale  # 1.0.20 has a LayerScale of its own here
 from torch import Tensor, nn
 
 from ..ops import attention, attention_qkvpacked

@@ -1,0 +1,242 @@
+"""transformers' attention layers: the official hook, the fused self-attention, and SigLIP's pooling head."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from ..ops import attention
+from .common import (
+    FusedModule,
+    FusedNormMlp,
+    NormMlp,
+    at,
+    describe,
+    dropout_notes,
+    dropout_reasons,
+    is_touched,
+    tensor_reasons,
+    touch_reasons,
+)
+
+try:
+    from transformers import AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+except ImportError:  # a version without it makes no masks for vision models either
+    AttentionMaskInterface = None
+
+ATTENTION_NAME = "vit_fast"
+
+MLP_CONTAINERS = ("MLP", "Intermediate", "Output", "LayerScale")
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function named "vit_fast": our operator, torch's where it does not apply.
+
+    Args:
+        module: The attention layer that calls.
+        query: [B, H, N, D].
+        key: [B, H or a divisor of it, N, D].
+        value: Shaped as key.
+        attention_mask: With a mask, causality, grouped heads or dropout, transformers' sdpa function runs.
+        scaling: Multiplier of q k^T; None means D**-0.5.
+        dropout: Probability.
+        **kwargs: Passed on to sdpa.
+    Returns:
+        [B, N, H, D] contiguous, and None instead of weights.
+    """
+    causal = kwargs.get("is_causal")
+    causal = getattr(module, "is_causal", False) if causal is None else causal
+    if attention_mask is not None or dropout or causal or key.shape[1] != query.shape[1]:
+        sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        return sdpa(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+    return attention(query, key, value, scale=scaling).transpose(1, 2).contiguous(), None
+
+
+def register_attention() -> None:
+    """Makes attn_implementation="vit_fast" known; importing vit_fast.integrations.transformers calls it."""
+    AttentionInterface.register(ATTENTION_NAME, attention_forward)
+    if AttentionMaskInterface is not None:
+        AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
+
+
+@dataclass(frozen=True)
+class Projections:
+    """Attribute names of an attention layer; out is None where the caller projects."""
+
+    query: str
+    key: str
+    value: str
+    out: str | None
+
+
+PROJECTIONS = (
+    Projections("q_proj", "k_proj", "v_proj", "o_proj"),
+    Projections("q_proj", "k_proj", "v_proj", "out_proj"),
+    Projections("query", "key", "value", None),
+)
+
+
+def projections_of(module: nn.Module) -> Projections | None:
+    for names in PROJECTIONS:
+        if all(hasattr(module, name) for name in (names.query, names.key, names.value, names.out) if name):
+            return names
+    return None
+
+
+def first_attribute(module: nn.Module, *names: str) -> Any:
+    return next((getattr(module, name) for name in names if hasattr(module, name)), None)
+
+
+class FusedSelfAttention(FusedModule):
+    """An attention layer of transformers with our operator between its linears, which still run as modules.
+
+    With a mask, weights asked for, or dropout in training, transformers' own forward runs.
+    """
+
+    kind = "attention"
+    vit_fast_names: Projections
+    vit_fast_scale: float
+
+    @classmethod
+    def reasons(cls, module: Any) -> list[str]:
+        if projections_of(module) is None or first_attribute(module, "scaling", "scale") is None:
+            return ["it does not compute attention through transformers' attention interface"]
+        reasons = []
+        biases = ("use_relative_position_bias", "use_shared_relative_position_bias")
+        if any(getattr(module.config, name, False) for name in biases):
+            reasons.append("it adds a relative position bias")
+        if "Text" in type(module.config).__name__:
+            reasons.append("it belongs to a text model: causal and padding masks")
+        if module.config._attn_implementation == "eager":
+            advice = "make the model with attn_implementation='sdpa'"
+            reasons.append(f"attn_implementation='eager' returns attention weights: {advice}")
+        return reasons + dropout_reasons("attention", _dropout(module), module.training)
+
+    @classmethod
+    def notes(cls, module: Any) -> list[str]:
+        return dropout_notes("attention", _dropout(module))
+
+    @classmethod
+    def head_width(cls, module: Any) -> int:
+        return int(first_attribute(module, "head_dim", "attention_head_size"))
+
+    def prepare(self) -> None:
+        names = projections_of(self)
+        if names is None:
+            raise ValueError(f"{type(self).__qualname__} has no query, key and value projections")
+        self.vit_fast_names = names
+        self.vit_fast_scale = first_attribute(self, "scaling", "scale")
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """[B, N, C] -> [B, N, C] and None instead of weights."""
+        if self.runs_as_it_was(args, kwargs):
+            return super().forward(hidden_states, *args, **kwargs)
+        mixed, out = self.mixed_heads(hidden_states), self.vit_fast_names.out
+        return (getattr(self, out)(mixed) if out else mixed), None
+
+    def runs_as_it_was(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call is for transformers' own forward."""
+        unusual = any(_given(value) for value in (*args, *(kwargs.get(name) for name in MASK_ARGUMENTS)))
+        eager = self.config._attn_implementation == "eager"
+        return bool(unusual or eager or (self.training and _dropout(self)))
+
+    def mixed_heads(self, hidden_states: Tensor) -> Tensor:
+        """[B, N, C] -> [B, N, H * D], before the output linear."""
+        names = self.vit_fast_names
+        D = type(self).head_width(self)
+        q, k, v = (
+            getattr(self, name)(hidden_states).unflatten(-1, (-1, D)).transpose(1, 2)
+            for name in (names.query, names.key, names.value)
+        )
+        mixed = attention(q, k, v, scale=self.vit_fast_scale, backend=self.vit_fast_backend)
+        return mixed.transpose(1, 2).flatten(2)
+
+
+MASK_ARGUMENTS = (
+    "attention_mask",
+    "causal_attention_mask",
+    "head_mask",
+    "relative_position_bias",
+    "output_attentions",
+    "is_causal",
+)
+
+
+def _given(value: Any) -> bool:
+    return value is not None and value is not False
+
+
+def _dropout(module: nn.Module) -> float:
+    p = first_attribute(module, "attention_dropout", "dropout_prob", "dropout")
+    return p.p if isinstance(p, nn.Dropout) else p
+
+
+def container_classes_beside(original: type[nn.Module]) -> tuple[type, ...]:
+    """The MLP classes that a model's own module defines."""
+    return tuple(
+        thing
+        for name, thing in vars(inspect.getmodule(original)).items()
+        if isinstance(thing, type) and name.endswith(MLP_CONTAINERS) and issubclass(thing, nn.Module)
+    )
+
+
+class FusedPoolingHead(FusedNormMlp):
+    """SigLIP's pooling head: one query a picture attends to all tokens, then norm, MLP and residual."""
+
+    kind = "attention, norm + MLP"
+
+    @classmethod
+    def parts_of(cls, module: Any) -> NormMlp:
+        return NormMlp("layernorm", "mlp.fc1", "mlp.activation_fn", "mlp.fc2", containers=("mlp",))
+
+    @classmethod
+    def container_classes(cls, module: Any) -> tuple[type, ...]:
+        return container_classes_beside(cls.original)
+
+    @classmethod
+    def reasons(cls, module: Any) -> list[str]:
+        mha = module.attention
+        if type(mha) is not nn.MultiheadAttention:
+            return [f"attention is {describe(mha)}: accepted is torch.nn.MultiheadAttention"]
+        reasons = dropout_reasons("attention", mha.dropout, module.training) + touch_reasons("attention", mha)
+        return reasons + tensor_reasons("attention.in_proj_weight", mha.in_proj_weight) + super().reasons(module)
+
+    @classmethod
+    def bypassed(cls, module: Any) -> list[nn.Module]:
+        return [*super().bypassed(module), *at(module, "attention").modules()]
+
+    @classmethod
+    def head_width(cls, module: Any) -> int:
+        return int(module.attention.head_dim)
+
+    def forward(self, hidden_state: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Tokens [B, N, C] -> pooled [B, C]."""
+        mha = self.attention
+        if attention_mask is not None:
+            return super().forward(hidden_state, attention_mask)
+        changed = type(mha) is not nn.MultiheadAttention or is_touched(mha) or (self.training and mha.dropout)
+        if changed or self.runs_as_it_was():
+            return super().forward(hidden_state)
+        C = mha.embed_dim
+        weight, bias = mha.in_proj_weight, mha.in_proj_bias
+        probe = self.probe.expand(hidden_state.shape[0], -1, -1)
+        q = F.linear(probe, weight[:C], bias[:C]).unflatten(-1, (mha.num_heads, -1)).transpose(1, 2)
+        kv = F.linear(hidden_state, weight[C:], bias[C:]).unflatten(-1, (2, mha.num_heads, -1))
+        k, v = kv.permute(2, 0, 3, 1, 4).unbind(0)
+        pooled = attention(q, k, v, backend=self.vit_fast_backend).transpose(1, 2).flatten(2)
+        return self.norm_mlp(F.linear(pooled, mha.out_proj.weight, mha.out_proj.bias))[:, 0]
