@@ -32,6 +32,7 @@ _PYTEST = (
     sys.executable, "-m", "pytest", "-q", "-rf", "-o", "addopts=--import-mode=importlib", "-o", "pythonpath=tests",
     "-p", "no:cacheprovider", "--noconftest",
 )  # fmt: skip
+_GPU_TESTS = ("tests/test_attention_kernel.py", "tests/test_mlp_memory.py", "tests/test_mlp_prepared.py")
 # A part of the interpreter's tests, compiled: all of them would spend the time on compiling.
 _COMPILED = "every_layout or far_below or nan_stays or empty_batch or different_number or (every_head_size and float16)"
 
@@ -64,7 +65,7 @@ def suite(module: str, seconds: int) -> Part:
 
 
 PARTS: tuple[Part, ...] = (
-    Part("gpu_tests", (*_PYTEST, "-m", "gpu", "tests/test_attention_kernel.py"), 60, needs_gpu=True),
+    Part("gpu_tests", (*_PYTEST, "-m", "gpu", *_GPU_TESTS), 60, needs_gpu=True),
     suite("gpu_check_attention", 150),
     suite("gpu_check_mlp", 120),
     Part("compiled_tests", (*_PYTEST, "-k", _COMPILED, "tests/test_attention_kernel.py"), 105, needs_gpu=True),
