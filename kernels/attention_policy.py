@@ -186,7 +186,7 @@ def _forward_rule(problem: Problem) -> ForwardConfig:
         return ForwardConfig("looped", 32, 64, num_warps=8, num_stages=1)
     if problem.element == "tf32":
         if generation != "ampere" and tma:
-            return ForwardConfig("looped", 64, 32, num_warps=4, num_stages=2, tma=True)
+            return ForwardConfig("looped", 64, 32, num_warps=4 if generation == "hopper" else 8, num_stages=2, tma=True)
         return ForwardConfig("looped", 32, 64, num_warps=8, num_stages=2)
     if problem.layout == "scalar":
         return ForwardConfig("looped", 32, 32, num_warps=4, num_stages=1)
@@ -220,7 +220,7 @@ def _dq_rule(problem: Problem) -> BackwardConfig:
 
 def _dkdv_rule(problem: Problem) -> BackwardConfig:
     if problem.element != "half":
-        return BackwardConfig(32, 32, num_warps=8 if problem.width <= 64 else 16, num_stages=1)
+        return BackwardConfig(32, 32, num_warps=8 if problem.width <= 80 else 16, num_stages=1)
     if problem.layout == "scalar":
         block_m, block_n = (32, 32) if problem.width <= 64 else (16, 32) if problem.width == 80 else (32, 16)
         return BackwardConfig(block_m, block_n, num_warps=8, num_stages=1)
