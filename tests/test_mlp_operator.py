@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.ops import layer_norm_mlp
+from vit_fast.ops import LayerNormMLP, layer_norm_mlp
 from vit_fast.ops.layer_norm_mlp import fused_layer_norm_mlp
 from vit_fast.ops.layer_norm_mlp_op import layer_norm_mlp_op, layer_norm_mlp_training_op
 from vit_fast.ops.linear import layer_norm_linear, linear_residual
@@ -23,6 +23,7 @@ from vit_fast.ops.linear_op import (
     layer_norm_linear_training_op,
     linear_residual_op,
 )
+from vit_fast.ops.reference import ACTIVATIONS
 
 support.make_bf16_exact()
 
@@ -297,3 +298,22 @@ def test_second_derivative_is_refused(case: Case) -> None:
     (gradient,) = torch.autograd.grad(case.forward("triton").square().sum(), case.x, create_graph=True)
     with pytest.raises(UnsupportedInputError, match="second derivative"):
         gradient.sum().backward()
+
+
+@pytest.mark.parametrize("options", [{}, {"init_values": 0.3, "residual": False, "bias": False, "activation": "silu"}])
+def test_module(options: dict[str, Any]) -> None:
+    module = LayerNormMLP(32, 48, backend="triton", **options).to(DEVICE)
+    x = torch.randn(2, 9, 32, device=DEVICE, requires_grad=True)
+    branch = module.fc2(ACTIVATIONS[module.activation](module.fc1(module.norm(x))))
+    branch = branch if module.gamma is None else branch * module.gamma
+    expected = x + branch if module.residual else branch
+    y = module(x)
+    torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-5)
+    leaves = [x, *module.parameters()]
+    for ours, theirs in zip(*(torch.autograd.grad(out.square().sum(), leaves) for out in (y, expected))):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_module_refuses_an_unknown_activation() -> None:
+    with pytest.raises(ValueError, match="'mish'"):
+        LayerNormMLP(32, 48, activation="mish")
