@@ -25,7 +25,7 @@ from .common import FusedModule, FusedNormMlp, NormMlp, at, is_touched, linear_r
 class AttentionHalf:
     """Where a block keeps the parts of x + drop_path(layer_scale * out(attention(norm(x)))).
 
-    All are dotted attribute paths from the block; missing `parameters` and modules mean that the half is another one.
+    All are dotted attribute paths from the block; the attribute behind the last dot of layer_scale is the Parameter.
     """
 
     norm: str
@@ -61,7 +61,8 @@ class AttentionHalf:
 class FusedBlockBase(FusedNormMlp):
     """A block whose second half is one operator, and which is a chain of kernels altogether where that is possible."""
 
-    vit_fast_first_children: tuple[tuple[tuple[str, ...], type], ...]
+    vit_fast_first_half: AttentionHalf | None = None
+    vit_fast_first_children: tuple[tuple[tuple[str, ...], type], ...] = ()
 
     @classmethod
     def first_half_of(cls, module: Any) -> AttentionHalf | None:
@@ -75,18 +76,19 @@ class FusedBlockBase(FusedNormMlp):
     def prepare(self) -> None:
         super().prepare()
         half = type(self).first_half_of(self)
-        fits = half is not None and half.fits(self)
-        children = half.modules(self) if half is not None and fits else []
-        self.vit_fast_first_children = tuple((tuple(path.split(".")), type(child)) for path, child in children)
+        if half is not None and half.fits(self):
+            children = half.modules(self)
+            self.vit_fast_first_half = half
+            self.vit_fast_first_children = tuple((tuple(path.split(".")), type(child)) for path, child in children)
 
     def runs_whole(self) -> bool:
         """Whether the first half, too, can be computed past its modules; the second half has been checked."""
-        if self.vit_fast_backend != "triton" or not self.vit_fast_first_children:
+        half = self.vit_fast_first_half
+        if self.vit_fast_backend != "triton" or half is None:
             return False
         if torch.compiler.is_exporting() or torch.jit.is_tracing():
             return False
-        half = type(self).first_half_of(self)
-        attention = None if half is None else at(self, half.attention)
+        attention = at(self, half.attention)
         if not isinstance(attention, FusedModule) or is_touched(attention):
             return False
         if attention.vit_fast_backend != "triton":
@@ -95,7 +97,7 @@ class FusedBlockBase(FusedNormMlp):
 
     def whole_block(self, x: Tensor) -> Tensor:
         """[B, N, C] -> [B, N, C]."""
-        half: Any = type(self).first_half_of(self)
+        half: Any = self.vit_fast_first_half  # runs_whole() holds
         out, drop_path = at(self, half.out), at(self, half.drop_path) if half.drop_path else None
         scale = _scale(self, half.layer_scale)
         mixed = self.mixed_heads(x)
