@@ -271,6 +271,28 @@ def test_a_captured_graph_follows_its_weights(mlp: Mlp) -> None:
 
 
 @pytest.mark.gpu
+def test_other_streams_keep_nothing(mlp: Mlp, preparations: list[None]) -> None:
+    x = torch.randn(4, C, device=DEVICE)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():
+        for _ in range(2):
+            mlp(x)
+    assert len(preparations) == 2
+    assert len(prepared._prepared) == 0
+
+
+@pytest.mark.gpu
+def test_compiled_with_cuda_graphs(mlp: Mlp) -> None:
+    compiled = torch.compile(mlp, mode="reduce-overhead")
+    x = torch.randn(128, C, device=DEVICE)
+    for _ in range(5):
+        with torch.no_grad():
+            y = compiled(x).clone()
+            torch.testing.assert_close(y, mlp(x, "eager"), atol=2e-2, rtol=2e-2)
+            mlp.fc1.weight.normal_()
+
+
+@pytest.mark.gpu
 def test_streams_do_not_share(mlp: Mlp) -> None:
     x = torch.randn(512, C, device=DEVICE)
     torch.cuda.synchronize()

@@ -1,12 +1,14 @@
 """Weights prepared for the Triton kernels, kept for inference and prepared again whenever a parameter has changed.
 
 A kept value is used only if every tensor it was made from is the same storage at the same place, of the same version,
-shape and dtype, on the same stream. torch counts a version for every in-place change it can see: optimizer steps,
+shape and dtype. torch counts a version for every in-place change it can see: optimizer steps,
 load_state_dict, copy_, init functions. It cannot see a write through `.data` or through memory shared with numpy or
 DLPack: after one of those call `clear_prepared_weights()`. Nothing is kept
 
 - in training, which prepares anew each step;
-- while a CUDA graph is captured: the preparation is part of the graph, so that a replay follows its parameters;
+- on any CUDA stream but the default one: work on another would not be ordered after the preparation. A CUDA graph is
+  captured, and torch.compile's are warmed up, on such a stream: the preparation is then part of the graph, a replay
+  follows its parameters, and nothing is kept in the graph's private memory;
 - for tensors made in inference mode, which have no version.
 
 A value lives as long as the weight that it was made from, and holds no other tensor alive.
@@ -39,9 +41,10 @@ def prepared(
         others: The other tensors that the result is made from.
         prepare: Makes the result.
     """
-    if _is_capturing(weight) or any(tensor.is_inference() for tensor in (weight, *others) if tensor is not None):
+    tensors = (weight, *others)
+    if not _on_default_stream(weight) or any(tensor.is_inference() for tensor in tensors if tensor is not None):
         return prepare()
-    origin = (_stream(weight), *(None if tensor is None else _Origin(tensor) for tensor in (weight, *others)))
+    origin = tuple(None if tensor is None else _Origin(tensor) for tensor in tensors)
     kept = _prepared.setdefault(weight, {})
     found = kept.get(purpose)
     if found is None or found[0] != origin:
@@ -81,10 +84,7 @@ class _Origin:
     __hash__ = None  # type: ignore[assignment]  # compared, never a key
 
 
-def _is_capturing(tensor: Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _stream(tensor: Tensor) -> int:
-    """The stream whose work the value is ordered with; another stream prepares its own."""
-    return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
+def _on_default_stream(tensor: Tensor) -> bool:
+    if not tensor.is_cuda:
+        return True
+    return torch.cuda.current_stream(tensor.device) == torch.cuda.default_stream(tensor.device)
