@@ -93,8 +93,9 @@ def needs_wide_offsets(*tensors: torch.Tensor) -> bool:
 
 
 def _common_alignment(*tensors: torch.Tensor) -> int:
-    """The largest power of two up to 16 that divides every stride of rows, heads and images."""
-    return math.gcd(16, *(stride for tensor in tensors for stride in tensor.stride()[:3]))
+    """The largest power of two up to 16 that divides every stride of rows, heads and images that is used."""
+    used = (stride for tensor in tensors for length, stride in zip(tensor.shape[:3], tensor.stride()[:3]) if length > 1)
+    return math.gcd(16, *used)
 
 
 def layout_constants(q: torch.Tensor, *others: torch.Tensor, tma: bool, precision: str) -> dict[str, Any]:

@@ -19,12 +19,20 @@ pytest.importorskip("triton", reason="the kernels need triton")
     n_kv=st.integers(1, 70),
     head_dim=st.integers(16, 128),
     dtype=st.sampled_from((torch.float16, torch.bfloat16)),
-    scale=st.floats(0.01, 1.0),
+    sharpness=st.floats(0.1, 1.5),
 )
 def test_drawn_shapes_and_layouts(
-    data: st.DataObject, batch: int, heads: int, n_q: int, n_kv: int, head_dim: int, dtype: torch.dtype, scale: float
+    data: st.DataObject,
+    batch: int,
+    heads: int,
+    n_q: int,
+    n_kv: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    sharpness: float,
 ) -> None:
     kinds = st.sampled_from(tuple(LAYOUTS))
     q, do = (strided(data.draw(kinds), (batch, heads, n_q, head_dim), dtype) for _ in range(2))
     k, v = (strided(data.draw(kinds), (batch, heads, n_kv, head_dim), dtype) for _ in range(2))
-    check_attention(q, k, v, do, scale)
+    # in units of D**-0.5: a softmax that saturates shows what delta, summed from the rounded o, costs every kernel
+    check_attention(q, k, v, do, sharpness * head_dim**-0.5)
