@@ -20,7 +20,7 @@ from .capture import capture
 from .fusion import count_nodes, forget_inner_shapes, optimise
 from .graphs import prepend
 from .metadata import metadata_for, write_metadata
-from .options import DEFAULT_OPSET, ExportOptions, Precision, Target
+from .options import ATTENTION_OPSET, DEFAULT_OPSET, ExportOptions, Precision, Target
 from .photographs import as_inputs, photographs
 from .preprocessing import preprocessing_model
 from .quantise import quantise_dynamic, quantise_static
@@ -197,6 +197,8 @@ def _warnings(report: ExportReport, options: ExportOptions, subject: Subject) ->
         warnings.append("int8 is fast on CPUs with VNNI (avx512_vnni, avx_vnni); older ones may saturate: verify there")
     if options.precision == "fp16" and options.target in ("generic", "ort-cpu"):
         warnings.append("ONNX Runtime's CPU provider computes fp16 files in fp32: half the size, not faster")
+    if options.target == "tensorrt" and options.opset >= ATTENTION_OPSET:
+        warnings.append("the Attention operator needs TensorRT 10.14 or newer; opset 22 and older write it in parts")
     if not report.checks:
         warnings.append("not verified: verify=False")
     if subject.data_config is None:
