@@ -47,6 +47,7 @@ class BackwardConfig:
     maxnreg: int | None = None
 
 
+@cache
 def split_head_dim(head_dim: int) -> tuple[int, int]:
     """The two power-of-two blocks that hold head_dim columns; the second is 0 where one is enough.
 
@@ -59,6 +60,7 @@ def split_head_dim(head_dim: int) -> tuple[int, int]:
     return (whole, 0) if lo < MIN_BLOCK or lo + hi >= whole else (lo, hi)
 
 
+@cache
 def cover(length: int, largest: int, pieces: int) -> tuple[int, ...]:
     """At most `pieces` falling powers of two from 16 to `largest` that cover `length` with the least excess.
 
