@@ -339,6 +339,23 @@ def test_heads_that_the_triton_kernel_does_not_take_are_left() -> None:
     assert report.left[0].reasons == ("a head is 8 wide: the triton kernel takes 16 to 128",)
 
 
+def test_weights_in_fp64_are_for_torch() -> None:
+    model = tiny_timm().double().to(DEVICE)
+    images = torch.randn(2, 3, 32, 32, dtype=torch.float64, device=DEVICE)
+    expected = model(images)
+    report = vit_fast.fuse(model, backend="triton")
+    assert report.fused == ()
+    assert {module.reasons for module in report.left} == {
+        ("the weights are torch.float64: the triton kernels take fp32, fp16 and bf16",)
+    }
+    torch.testing.assert_close(model(images), expected)
+    model.float()
+    assert vit_fast.fuse(model).require_all()
+    model.double()
+    assert model.blocks[0].vit_fast_backend == model.blocks[0].attn.vit_fast_backend == "sdpa"
+    torch.testing.assert_close(model(images), expected)
+
+
 def test_timm_builds_models_of_our_classes_through_its_own_hooks() -> None:
     pytest.importorskip("timm")
     from vit_fast.integrations.timm import FusedAttention, FusedBlock

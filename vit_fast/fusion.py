@@ -13,7 +13,7 @@ from torch import nn
 from .errors import UnsupportedInputError
 from .fusion_report import FusionReport, ModuleReport
 from .integrations import fused_form, left_reason
-from .integrations.common import FusedModule, device_of, triton_attention_reasons
+from .integrations.common import FusedModule, device_of, dtype_of, triton_reasons
 from .integrations.native import NativeChange, native_models
 from .integrations.patch_embed import FusedPatchConv, FusedPatchEmbed, check_normalize, find_patch_conv
 from .layers import PatchEmbed
@@ -33,7 +33,7 @@ def fuse(
     In place and per instance. The modules stay the very objects they are, with the same Parameters, state_dict keys,
     hooks and names; only their class changes, to a subclass with another forward. Training, autocast, checkpointing,
     deepcopy, pickle, torch.export, DDP and FSDP work as before (fuse before fully_shard). A module that cannot be fused
-    is left as it is, with every reason in the report. Fusing again changes the backend and nothing else.
+    is left as it is, with every reason in the report. Fusing again changes the backend, and normalize where given.
 
     A fused module runs its original forward for what the operators do not do: masks, attention weights asked for,
     dropout in training, and children that were hooked, wrapped or replaced after fuse.
@@ -157,9 +157,8 @@ class _Plan:
 
     def _add(self, name: str, module: nn.Module, form: type[FusedModule]) -> None:
         reasons = _instance_reasons(module, form) or form.reasons(module)
-        head_dim = None if reasons else form.head_width(module)
-        if head_dim is not None:
-            reasons = triton_attention_reasons(head_dim, _dtype(module), self.resolved)
+        if not reasons and self.resolved == "triton":
+            reasons = triton_reasons(form.head_width(module), dtype_of(module))
         self.rows.append(_row(name, module, form.kind, reasons, form.notes(module) if not reasons else ()))
         self.seen.add(id(module))
         if not reasons:
@@ -282,11 +281,6 @@ def _set_attributes(module: nn.Module, **attributes: Any) -> Undo:
     before = {name: module.__dict__[name] for name in attributes}
     module.__dict__.update(attributes)
     return lambda: module.__dict__.update(before)
-
-
-def _dtype(module: nn.Module) -> Any:
-    """The dtype of its weights; None when they are not Parameters, as in quantised layers."""
-    return next((parameter.dtype for parameter in module.parameters()), None)
 
 
 def _row(

@@ -88,9 +88,11 @@ class FusedModule(nn.Module):
         """Records what forward needs beyond the original's attributes; runs once the class is set."""
 
     def set_fused_backend(self, request: str) -> None:
-        """Resolves "auto" for the device the parameters are on."""
+        """Resolves "auto" for the device and the dtype that the parameters have."""
         self.vit_fast_request = request
         self.vit_fast_backend = resolve_backend(request, device_of(self))
+        if request == "auto" and dtype_of(self) is torch.float64:
+            self.vit_fast_backend = "sdpa"  # the kernels stop at fp32
 
     def _apply(self, fn: Any, recurse: bool = True) -> FusedModule:
         """Runs on .to(), .cuda() and the like: "auto" is resolved again, since it depends on the device."""
@@ -123,6 +125,11 @@ def device_of(module: nn.Module) -> torch.device:
     for tensor in (*module.parameters(), *module.buffers()):
         return tensor.device
     return torch.device("cpu")
+
+
+def dtype_of(module: nn.Module) -> torch.dtype | None:
+    """The dtype of the first parameter; None where there is none, as in quantised layers."""
+    return next((parameter.dtype for parameter in module.parameters()), None)
 
 
 def at(root: Any, path: str) -> Any:
@@ -208,17 +215,15 @@ def describe(thing: object) -> str:
     return ("an " if name[:1] in "AEIO" else "a ") + name
 
 
-def triton_attention_reasons(head_dim: int, dtype: torch.dtype | None, backend: str) -> list[str]:
-    """Why the attention kernel cannot do this head, if it is the kernel that was chosen."""
-    if backend != "triton":
-        return []
+def triton_reasons(head_width: int | None, dtype: torch.dtype | None) -> list[str]:
+    """Why the kernels cannot do a module of this head width (None: it has no attention) and weight dtype."""
     from ..ops.attention_op import DTYPES, MAX_HEAD_DIM, MIN_HEAD_DIM
 
     reasons = []
-    if not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM:
-        reasons.append(f"a head is {head_dim} wide: the triton kernel takes {MIN_HEAD_DIM} to {MAX_HEAD_DIM}")
+    if head_width is not None and not MIN_HEAD_DIM <= head_width <= MAX_HEAD_DIM:
+        reasons.append(f"a head is {head_width} wide: the triton kernel takes {MIN_HEAD_DIM} to {MAX_HEAD_DIM}")
     if dtype is not None and dtype not in DTYPES:
-        reasons.append(f"the weights are {dtype}: the triton kernel takes fp32, fp16 and bf16")
+        reasons.append(f"the weights are {dtype}: the triton kernels take fp32, fp16 and bf16")
     return reasons
 
 

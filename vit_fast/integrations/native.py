@@ -8,7 +8,7 @@ from torch import nn
 
 from ..layers import AttentionPool
 from ..model import Attention, Block, VisionTransformer, set_backend
-from .common import triton_attention_reasons
+from .common import dtype_of, triton_reasons
 
 BEFORE = "vit_fast_backend_before"
 
@@ -46,10 +46,8 @@ class NativeChange:
             reasons.append(f"attention drops with probability {part.attn_drop_rate} in training")
         if isinstance(part, Block) and part.training and part.mlp.drop.p:
             reasons.append(f"the MLP drops with probability {part.mlp.drop.p} in training")
-        if not isinstance(part, Block):
-            dtype = next(part.parameters()).dtype
-            reasons += triton_attention_reasons(config.embed_dim // config.num_heads, dtype, backend)
-        return reasons
+        head_width = None if isinstance(part, Block) else config.embed_dim // config.num_heads
+        return reasons + triton_reasons(head_width, dtype_of(part))
 
     def apply(self, backend: str) -> Callable[[], None]:
         """Sets the backend; gives back what undoes it."""
