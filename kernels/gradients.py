@@ -65,7 +65,7 @@ def _scale_gradient_kernel(
         mean = tl.load(mean_ptr + rows, mask=rows < M, other=0.0)
     grad = _load_tile(grad_ptr, row, col, M, N, ROWS, COLS, False).to(tl.float32)
     _activation_grad_epilogue(
-        grad, out_ptr, z_ptr, None, bias_ptr, row_part_ptr, column_part_ptr, rstd, mean, row, col, M, N,
+        grad, out_ptr, z_ptr, None, bias_ptr, None, row_part_ptr, column_part_ptr, rstd, mean, row, col, M, N,
         ROWS, COLS, "identity", False, DTYPE,
     )  # fmt: skip
 

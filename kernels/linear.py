@@ -89,21 +89,34 @@ def _statistics_buffers(parts: int, M: int, device: torch.device) -> tuple[Tenso
     return buffer[2:].view(parts, 2, M), buffer[0], buffer[1]
 
 
-def scaled_weight(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """diag(scale) W in the dtype of the activations: the backward's weight of a linear layer with LayerScale."""
-    return (weight if scale is None else weight * scale[:, None]).to(dtype)
+def scaled_weight(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """diag(scale) W / factor in the dtype of the activations, and the factor, fp32 [1]; None stands for 1.
+
+    The backward's weight of a linear layer with LayerScale. In fp16, where a LayerScale of 1e-5 (CaiT, DINOv2) would
+    take it below the smallest number and no loss scaling could lift it, the largest scale is taken out as a power of 2.
+    """
+    if scale is None:
+        return weight.to(dtype), None
+    if dtype != torch.float16:
+        return (weight * scale[:, None]).to(dtype), None
+    largest = scale.float().abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
+    factor = torch.exp2(torch.floor(torch.log2(largest))).reshape(1)
+    return (weight.float() * (scale.float() / factor)[:, None]).to(dtype), factor
 
 
 def activation_gradient(
-    grad: Tensor, scaled: Tensor, z: Tensor, rows: RowStatistics, folded: FoldedLinear, activation: str
-) -> tuple[FoldedGradient, Tensor]:
+    grad: Tensor, weight: Tensor, scale: Tensor | None, z: Tensor, rows: RowStatistics, folded: FoldedLinear,
+    activation: str,
+) -> tuple[FoldedGradient, Tensor]:  # fmt: skip
     """The gradient of fc1's output from that of fc2's, and h = act(z) [M, F] again.
 
     Args:
         grad: dy [M, C].
-        scaled: diag(ls) W2 [C, F].
+        weight: W2 [C, F].
+        scale: ls [C] or None.
         z: fc1's output [M, F].
     """
+    scaled, factor = scaled_weight(weight, scale, grad.dtype)
     out, h = torch.empty_like(z), torch.empty_like(z)
     operands = Operands(grad, scaled, out, z=z, h=h, mean=rows.mean, rstd=rows.rstd, bias=folded.shift)
     config = matmul_config(operands, "activation_grad")
@@ -111,7 +124,7 @@ def activation_gradient(
     row_part = torch.empty(config.row_parts(F), M, dtype=torch.float32, device=z.device)
     column_part = torch.empty(config.column_parts(M), 2, F, dtype=torch.float32, device=z.device)
     operands = Operands(
-        grad, scaled, out, z=z, h=h, mean=rows.mean, rstd=rows.rstd, bias=folded.shift,
+        grad, scaled, out, z=z, h=h, mean=rows.mean, rstd=rows.rstd, bias=folded.shift, scale=factor,
         row_part=row_part, column_part=column_part,
     )  # fmt: skip
     matmul_launch(operands, epilogue="activation_grad", config=config, activation=activation).run()
@@ -145,10 +158,12 @@ def input_gradient(
     return out
 
 
-def product_gradient(grad: Tensor, scaled: Tensor) -> Tensor:
+def product_gradient(grad: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
     """dh = dy diag(ls) W [M, F], for a linear layer whose input is nobody's activation."""
+    scaled, factor = scaled_weight(weight, scale, grad.dtype)
     out = torch.empty(grad.shape[0], scaled.shape[1], dtype=grad.dtype, device=grad.device)
-    operands = Operands(grad, scaled, out)
+    factors = None if factor is None else factor.expand(scaled.shape[1]).contiguous()
+    operands = Operands(grad, scaled, out, scale=factors)
     matmul_launch(operands, epilogue="residual", config=matmul_config(operands, "residual")).run()
     return out
 

@@ -179,7 +179,7 @@ def _in_layout_of(tile, anchor):
 
 @triton.jit
 def _activation_grad_epilogue(
-    acc, out, z, h, bias_ptr, row_part_ptr, column_part_ptr, rstd, mean, row, col, M, N,
+    acc, out, z, h, bias_ptr, scale_ptr, row_part_ptr, column_part_ptr, rstd, mean, row, col, M, N,
     ROWS: tl.constexpr, COLS: tl.constexpr, ACTIVATION: tl.constexpr, TMA: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
@@ -189,6 +189,8 @@ def _activation_grad_epilogue(
     value, slope = activate_with_slope(pre, ACTIVATION, DTYPE == tl.float32)
     if h is not None:
         _store_tile(h, value.to(DTYPE), row, col, M, N, ROWS, COLS, TMA)
+    if scale_ptr is not None:
+        slope *= tl.load(scale_ptr)
     grad = acc * slope
     bias = tl.load(bias_ptr + cols, mask=cols < N, other=0.0)
     # rows past M have a zero gradient; columns past N have one as well, so the bias loaded there is of no account
@@ -244,7 +246,7 @@ def _matmul_kernel(
     coefficient_ptr,  # fp32 [M]
     bias_ptr,  # [N]
     weight_sum_ptr,  # fp32 [N]
-    scale_ptr,  # [N]
+    scale_ptr,  # "residual": [N]; "activation_grad": fp32 [1], what B was divided by
     row_part_ptr,  # fp32: "residual" [N / piece, 2, M], "activation_grad" [N / piece, M]
     column_part_ptr,  # fp32 [M / BLOCK_M, 2, N]
     M, N, K,
@@ -307,7 +309,7 @@ def _matmul_kernel(
                     )  # fmt: skip
                 elif EPILOGUE == "activation_grad":
                     _activation_grad_epilogue(
-                        pieces[i], out, z, h, bias_ptr, row_part_ptr, column_part_ptr, rstd, mean,
+                        pieces[i], out, z, h, bias_ptr, scale_ptr, row_part_ptr, column_part_ptr, rstd, mean,
                         row, col + i * COLS, M, N, BLOCK_M, COLS, ACTIVATION, TMA, DTYPE,
                     )  # fmt: skip
                 else:

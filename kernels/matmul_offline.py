@@ -57,11 +57,11 @@ def _product(dtype: torch.dtype) -> Operands:
     return Operands(_meta(_M, _C, dtype=dtype), _meta(_C, _C, dtype=dtype), _meta(_M, _C, dtype=dtype))
 
 
-def _activation_grad(dtype: torch.dtype, config: MatmulConfig) -> Operands:
+def _activation_grad(dtype: torch.dtype, config: MatmulConfig, factor: Tensor | None = None) -> Operands:
     hidden = _meta(_M, _F, dtype=dtype)
     return Operands(
         _meta(_M, _C, dtype=dtype), _meta(_C, _F, dtype=dtype), hidden, z=hidden, h=hidden,
-        mean=_meta(_M) if dtype.itemsize == 2 else None, rstd=_meta(_M), bias=_meta(_F),
+        mean=_meta(_M) if dtype.itemsize == 2 else None, rstd=_meta(_M), bias=_meta(_F), scale=factor,
         row_part=_meta(config.row_parts(_F), _M), column_part=_meta(config.column_parts(_M), 2, _F),
     )  # fmt: skip
 
@@ -90,6 +90,8 @@ def _matmul_cases(
     elif epilogue == "activation_grad":
         for activation in ACTIVATIONS if widest else ACTIVATIONS[:1]:
             yield activation, _activation_grad(dtype, config), activation, 1
+        if dtype.itemsize == 2:
+            yield "gelu with a factor", _activation_grad(torch.float16, config, _meta(1)), "gelu", 1
     elif epilogue == "layer_norm_grad":
         yield "residual", _layer_norm_grad(dtype), "identity", 1
     else:

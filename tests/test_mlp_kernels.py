@@ -87,6 +87,31 @@ def test_fp32_parameters_with_half_precision_tokens(dtype: torch.dtype) -> None:
     check_case(make_case(40, 64, 96, dtype), parameter_dtype=torch.float32)
 
 
+@pytest.mark.parametrize("size", [1e-5, 30.0])
+def test_small_layer_scale_in_fp16(size: float) -> None:
+    """As CaiT and DINOv2 start with, under loss scaling: diag(ls) W2 itself would be below fp16's smallest number."""
+    case = make_case(40, 64, 96, torch.float16)
+    with torch.no_grad():
+        assert case.layer_scale is not None
+        case.layer_scale.mul_(size)
+    case = support.replace(case, grad=case.grad * 64, residual=False).to(torch.float16, torch.float32)
+    exact = case.to(torch.float64).run("eager")
+    results = case.run("triton")
+    del results["y"]  # 1e-5 in fp16 is subnormal whoever computes it
+    for name, gradient in results.items():
+        error = (gradient.double() - exact[name]).norm() / exact[name].norm()
+        assert error < 4e-3, f"{name}: relative error {error:.1e}"
+
+
+def test_no_layer_scale_left() -> None:
+    """All zeros: nothing reaches the parameters before it, and nothing divides by zero."""
+    case = make_case(20, 48, 72, torch.float16)
+    with torch.no_grad():
+        assert case.layer_scale is not None
+        case.layer_scale.zero_()
+    check_case(case)
+
+
 @pytest.fixture
 def only(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[MatmulConfig]]:
     """Makes every matmul run with the configuration that the test puts into this list."""

@@ -118,9 +118,7 @@ def layer_norm_mlp_backward_op(
     first, second = fc1_weight.contiguous(), fc2_weight.contiguous()
     folded = layer_norm.fold_linear(first, norm_weight, norm_bias, fc1_bias, x.dtype)
     known = layer_norm.row_statistics(rows, eps, statistics_pair(statistics))
-    gradient, h = linear.activation_gradient(
-        dy, linear.scaled_weight(second, layer_scale, x.dtype), z, known, folded, activation
-    )
+    gradient, h = linear.activation_gradient(dy, second, layer_scale, z, known, folded, activation)
     d_second, d_bias2, d_scale = linear.residual_gradients(dy, h, second, fc2_bias, layer_scale)
     del h
     dx = linear.input_gradient(gradient, known, folded, dy if residual else None)

@@ -140,7 +140,7 @@ def linear_residual_backward_op(
     from ..kernels import linear
 
     dy, contiguous = contiguous_rows(grad_output), weight.contiguous()
-    dh = linear.product_gradient(dy, linear.scaled_weight(contiguous, layer_scale, h.dtype))
+    dh = linear.product_gradient(dy, contiguous, layer_scale)
     d_weight, d_bias, d_scale = linear.residual_gradients(dy, contiguous_rows(h), contiguous, bias, layer_scale)
     return dh.view(h.shape), d_weight, like_parameter(d_bias, bias), like_parameter(d_scale, layer_scale)
 
