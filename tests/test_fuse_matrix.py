@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -162,6 +166,26 @@ def test_pickle_and_torch_save(library: str) -> None:
         assert [type(module) for module in loaded.modules()] == [type(module) for module in model.modules()]
         with torch.no_grad():
             torch.testing.assert_close(subject.run(loaded, inputs), expected)
+
+
+def test_a_saved_model_loads_in_a_new_process(tmp_path: Path) -> None:
+    """The fused classes of transformers are made on demand: unpickling must find them by name."""
+    subject, model, inputs, _ = fused("transformers")
+    torch.save({"model": model, "inputs": inputs, "expected": subject.output(model(**inputs))}, tmp_path / "saved.pt")
+    load = (
+        "import sys, torchvision_cpu; torchvision_cpu.install_import_hook(); import torch; "
+        "saved = torch.load(sys.argv[1], weights_only=False); found = saved['model'](**saved['inputs']).logits; "
+        "torch.testing.assert_close(found, saved['expected'])"
+    )
+    paths = os.pathsep.join([str(Path(vit_fast.__file__).parents[1]), str(Path(__file__).parent)])
+    ran = subprocess.run(
+        [sys.executable, "-c", load, str(tmp_path / "saved.pt")],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
 
 
 @every_library
