@@ -44,11 +44,10 @@ def prepared(
     tensors = (weight, *others)
     if not _on_default_stream(weight) or any(tensor.is_inference() for tensor in tensors if tensor is not None):
         return prepare()
-    origin = tuple(None if tensor is None else _Origin(tensor) for tensor in tensors)
     kept = _prepared.setdefault(weight, {})
     found = kept.get(purpose)
-    if found is None or found[0] != origin:
-        found = kept[purpose] = (origin, prepare())
+    if found is None or not all(map(_is_unchanged, found[0], tensors)):
+        found = kept[purpose] = (tuple(None if tensor is None else _Origin(tensor) for tensor in tensors), prepare())
     value: Value = found[1]
     return value
 
@@ -71,17 +70,23 @@ def clear_prepared_weights() -> None:
 
 
 class _Origin:
-    """What a tensor was when something was made from it; equal to another only if neither memory nor values changed."""
+    """What a tensor was when something was made from it."""
 
     def __init__(self, tensor: Tensor) -> None:
-        # The weak reference keeps the address of the storage's bookkeeping, not the memory, from being used again.
-        self._storage = StorageWeakRef(tensor.untyped_storage())
-        self._rest = (tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        # The weak reference keeps the address of the storage's bookkeeping, not its memory, from being used again.
+        self.storage = StorageWeakRef(tensor.untyped_storage())
+        self.state = _state(tensor)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Origin) and self._storage == other._storage and self._rest == other._rest
 
-    __hash__ = None  # type: ignore[assignment]  # compared, never a key
+def _state(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor._version, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _is_unchanged(origin: _Origin | None, tensor: Tensor | None) -> bool:
+    """Whether neither the memory nor the values of a tensor, or its absence, are others than they were."""
+    if origin is None or tensor is None:
+        return origin is None and tensor is None
+    return bool(origin.storage.cdata == tensor.untyped_storage()._cdata) and origin.state == _state(tensor)
 
 
 def _on_default_stream(tensor: Tensor) -> bool:
