@@ -20,6 +20,7 @@ pytest.importorskip("triton", reason="the kernels need triton")
     head_dim=st.integers(16, 128),
     dtype=st.sampled_from((torch.float16, torch.bfloat16)),
     sharpness=st.floats(0.1, 1.5),
+    seed=st.integers(0, 2**32 - 1),
 )
 def test_drawn_shapes_and_layouts(
     data: st.DataObject,
@@ -30,7 +31,9 @@ def test_drawn_shapes_and_layouts(
     head_dim: int,
     dtype: torch.dtype,
     sharpness: float,
+    seed: int,
 ) -> None:
+    torch.manual_seed(seed)
     kinds = st.sampled_from(tuple(LAYOUTS))
     q, do = (strided(data.draw(kinds), (batch, heads, n_q, head_dim), dtype) for _ in range(2))
     k, v = (strided(data.draw(kinds), (batch, heads, n_kv, head_dim), dtype) for _ in range(2))
