@@ -15,8 +15,8 @@ DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FORWARD_FACTOR = 2
 GRADIENT_FACTOR = 3
-# What fp32 sums of terms of order one leave where they cancel: with a single key dq and dk are 0, and eager's are exactly
-# so. In half precision it is a hundredth of a rounding.
+# What fp32 sums of terms of order one leave where they cancel: with a single key dq and dk are 0, and eager's are
+# exactly so. In half precision it is a hundredth of a rounding.
 NOISE = {torch.float32: 2e-6, torch.float16: 1e-5, torch.bfloat16: 1e-5}
 
 if not HAS_GPU:
