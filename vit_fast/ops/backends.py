@@ -32,7 +32,6 @@ def resolve_backend(backend: str, device: torch.device) -> Backend:
     return backend  # type: ignore[return-value]  # membership in BACKENDS was just checked
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no types for it
 def triton_unavailable_reasons(device: torch.device) -> tuple[str, ...]:
     """Every reason why Triton kernels cannot run on this device; empty when they can.
 
@@ -40,6 +39,10 @@ def triton_unavailable_reasons(device: torch.device) -> tuple[str, ...]:
     the answer as a constant: it could not look into it, and it does not change.
     """
     return _triton_unavailable_reasons(device)
+
+
+# What torch.compiler.assume_constant_result sets; calling it would import the compiler, and triton with it.
+triton_unavailable_reasons._dynamo_marked_constant = True  # type: ignore[attr-defined]  # an attribute of a function
 
 
 @functools.cache
