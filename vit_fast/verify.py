@@ -23,7 +23,14 @@ GRADIENT_FACTOR = 3
 # What fp32 sums of terms of order one leave where they cancel and eager is exact.
 FP32_NOISE = 2e-6
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_SMALL_MODEL: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 2, "num_classes": 10}
+_SMALL_MODEL: dict[str, Any] = {
+    "img_size": 32,
+    "patch_size": 8,
+    "embed_dim": 64,
+    "depth": 2,
+    "num_heads": 2,
+    "num_classes": 10,
+}
 
 
 @dataclass(frozen=True)
