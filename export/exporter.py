@@ -140,7 +140,9 @@ def _complete(
 ) -> None:
     """Adds what was given by hand to what the model says, and checks that it is enough."""
     if data_config is not None:
-        subject.data_config = data_config if isinstance(data_config, DataConfig) else DataConfig.from_dict(data_config)
+        if not isinstance(data_config, DataConfig):
+            data_config = DataConfig.from_dict(data_config)
+        subject.set_data_config(data_config)
     if names is not None:
         if len(names) != subject.num_classes:
             raise ValueError(f"class_names has {len(names)} names: accepted are {subject.num_classes}, as num_classes")

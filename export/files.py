@@ -43,8 +43,11 @@ def written_aside(path: Path) -> Iterator[Path]:
         raise OSError(f"{path}: cannot be written: {error.strerror or error}") from error
     try:
         yield aside / path.name
-        # The weights first: a graph under its final name always finds the weights that belong to it.
-        for part in sorted(aside.iterdir(), key=lambda part: part.name == path.name):
+        # The weights first, and no old graph beside new weights at any moment: better no file than a wrong one.
+        parts = sorted(aside.iterdir(), key=lambda part: part.name == path.name)
+        if len(parts) > 1:
+            path.unlink(missing_ok=True)
+        for part in parts:
             part.replace(folder / part.name)
     finally:
         shutil.rmtree(aside, ignore_errors=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ class Subject:
         data_config: How its images are prepared; None when the model does not say.
         class_names: Names of the outputs; None when the model does not say.
         config: The model's configuration as plain data.
+        takes_bytes: Whether `fuse` folded the normalisation into the model, which then takes pixels from 0 to 255.
     """
 
     model: nn.Module
@@ -50,6 +52,14 @@ class Subject:
     data_config: DataConfig | None = None
     class_names: tuple[str, ...] | None = None
     config: dict[str, Any] = field(default_factory=dict)
+    takes_bytes: bool = False
+
+    def set_data_config(self, data_config: DataConfig | None) -> None:
+        """How images are prepared; without normalising where the model does that itself."""
+        if data_config is not None and self.takes_bytes:
+            zeros, scale = (0.0,) * self.in_chans, (1 / 255,) * self.in_chans
+            data_config = dataclasses.replace(data_config, mean=zeros, std=scale)
+        self.data_config = data_config
 
     def forward(self, images: Tensor, output: Output, dynamic_size: bool = False) -> Tensor:
         """Images [B, in_chans, height, width] -> logits, probabilities or pooled features [B, ...]."""
@@ -79,7 +89,11 @@ def make_subject(model: nn.Module) -> Subject:
         if parameter.device.type == "meta":
             raise UnsupportedInputError("export", ["the model's weights are on the meta device: there are none"])
         model = copy.deepcopy(model).to("cpu", torch.float32).eval()
-    return _DESCRIBE[library](model)
+    subject = _DESCRIBE[library](model)
+    if any(hasattr(module, "vit_fast_mean") for module in model.modules()):
+        subject.takes_bytes = True
+        subject.set_data_config(subject.data_config)
+    return subject
 
 
 def library_of(model: nn.Module) -> str | None:

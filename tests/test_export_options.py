@@ -209,6 +209,19 @@ def test_a_fused_transformers_model(tmp_path: Path) -> None:
     assert report.verified and all(fusion.complete for fusion in report.fusions)
 
 
+def test_a_model_with_its_normalisation_folded_in(tmp_path: Path) -> None:
+    """fuse(normalize=...) makes a model of bytes: the file says so, and both files agree on the same photograph."""
+    data, pixels = CENTRE.to_dict(), np.asarray(photograph())[None]
+    model = make("timm")
+    export_onnx(model, tmp_path / "plain.onnx", preprocess=True, data_config=data)
+    vit_fast.fuse(model, backend="sdpa", normalize=(CENTRE.mean, CENTRE.std))
+    export_onnx(model, tmp_path / "bytes.onnx", preprocess=True, data_config=data)
+    plain = run(tmp_path / "plain.onnx", pixels)
+    np.testing.assert_allclose(run(tmp_path / "bytes.onnx", pixels), plain, atol=1e-4 * np.abs(plain).max())
+    info = inspect_onnx(tmp_path / "bytes.onnx")
+    assert info.data_config is not None and info.data_config.mean == (0, 0, 0)
+
+
 def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
     model: Any = make("vit").half().train()
     before = {name: (id(p), p.dtype) for name, p in model.named_parameters()}

@@ -21,6 +21,7 @@ from vit_fast.export.subjects import make_subject
 
 OPSETS = (18, 20, 23, newest_opset())
 ATTENTIONS = {"siglip": 3, "timm_siglip": 3}
+OTHER_ACTIVATIONS = {"clip_quickgelu", "siglip", "transformers_clip", "transformers_siglip"}
 # transformers' SigLIP pools with torch's nn.MultiheadAttention, which asks for the weights and so decomposes
 UNFUSED_POOL = {"transformers_siglip"}
 
@@ -75,7 +76,7 @@ def test_family(family: str, opset: int, precision: str, target: str, tmp_path: 
         assert kinds.count("Attention") == (wanted if opset >= 23 else 0)
     else:
         assert kinds.count("MultiHeadAttention") == wanted
-        assert kinds.count("SkipLayerNormalization") >= 3
+        assert (kinds.count("BiasGelu") >= 2) == (family not in OTHER_ACTIVATIONS)
     norms = kinds.count("LayerNormalization") + kinds.count("SkipLayerNormalization")
     assert norms >= 4 and "ReduceMean" not in kinds[5:-5]
 
@@ -88,6 +89,15 @@ def test_family(family: str, opset: int, precision: str, target: str, tmp_path: 
     assert got.dtype == np.float32 and expected.std() > 0.01
     scale = max(1.0, float(np.abs(expected).max()))
     assert np.abs(got - expected).max() <= (2e-5 if precision == "fp32" else 2e-2) * scale
+
+
+@pytest.mark.parametrize("opset", [18, 23])
+@pytest.mark.parametrize("family", ["vit", "transformers_vit", "torchvision"])
+def test_everything_is_fused_for_ort_cuda(family: str, opset: int, tmp_path: Path) -> None:
+    report = export_onnx(make(family), tmp_path / "m.onnx", opset=opset, target="ort-cuda", precision="fp16")
+    fused = {fusion.name: fusion.fused for fusion in report.fusions}
+    assert report.verified and all(fusion.complete for fusion in report.fusions)
+    assert (fused["MultiHeadAttention"], fused["SkipLayerNormalization"], fused["BiasGelu"]) == (2, 4, 2)
 
 
 def test_every_missing_fusion_is_a_visible_line(tmp_path: Path) -> None:
