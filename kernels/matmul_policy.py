@@ -35,7 +35,7 @@ def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[Matmul
     hopper, blackwell = 90 <= number < 100, 100 <= number < 120
     table: tuple[MatmulConfig, ...]
     if kind == "ieee":
-        table = _IEEE_BLACKWELL if blackwell else _IEEE
+        table = _IEEE
     elif not tma or not (hopper or blackwell):
         table = _pointer_table(kind, hopper, blackwell)
     elif kind == "tf32":
@@ -49,8 +49,8 @@ def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[Matmul
 
 
 # Products on the CUDA cores: they, not the epilogue, fill the registers.
-_IEEE = (MatmulConfig(64, 64, 16, num_warps=8, num_stages=3, ctas_per_sm=2),)
-_IEEE_BLACKWELL = (MatmulConfig(64, 64, 16, num_warps=8, num_stages=2, ctas_per_sm=2),)
+_IEEE = (MatmulConfig(64, 64, 16, num_warps=8, num_stages=2, ctas_per_sm=2),)
+
 _HALF_HOPPER = (
     MatmulConfig(128, 256, 64, sub_tiles=4, num_warps=8, num_stages=3, tma=True),
     MatmulConfig(64, 128, 64, sub_tiles=2, num_warps=4, num_stages=4, tma=True, ctas_per_sm=2),
@@ -76,10 +76,11 @@ def _pointer_table(kind: str, hopper: bool, blackwell: bool) -> tuple[MatmulConf
     """Tiles loaded by pointers: sm_80, sm_89, sm_120, and layouts that tensor descriptors cannot describe."""
     if kind == "tf32" and blackwell:
         return (MatmulConfig(64, 64, 32, num_warps=8, num_stages=3, ctas_per_sm=2),)
-    wide = 64 if kind == "half" and hopper else 32
+    width = 64 if kind == "tf32" and not hopper else 128
+    depth = 64 if kind == "half" and hopper else 32
     small = 64 if kind == "half" and not blackwell else 32
     return (
-        MatmulConfig(128, 128, wide, sub_tiles=2, num_warps=8, num_stages=3),
+        MatmulConfig(128, width, depth, sub_tiles=2, num_warps=8, num_stages=3),
         MatmulConfig(64, 64, small, num_warps=4, num_stages=3, ctas_per_sm=2),
     )
 
