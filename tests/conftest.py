@@ -18,6 +18,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest  # noqa: E402  # the environment above must be set before anything imports triton
 from hypothesis import HealthCheck, settings  # noqa: E402  # as above
 
+if not HAS_GPU:
+    import interpreter_speed
+
+    interpreter_speed.search_once()
+
 settings.register_profile(
     "quick", max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
 )

@@ -174,7 +174,7 @@ def far_apart(stride_b, stride_n):
     elements = 1 + sum((length - 1) * stride for length, stride in zip(shape, strides))
     assert elements > 2**31
     buffer = torch.empty(elements, dtype=torch.float16, device=DEVICE)
-    return buffer.asstrided(shape, strides).copy_(torch.randn(shape))
+    return buffer.as_strided(shape, strides).copy_(torch.randn(shape))
 
 for stride_b, stride_n, wide in ((2**31 + 16, 16, False), (16, 2**27 + 16, True)):
     q, k, v = (far_apart(stride_b, stride_n) for _ in range(3))
