@@ -32,7 +32,7 @@ _PYTEST = (
     sys.executable, "-m", "pytest", "-q", "-rf", "-o", "addopts=--import-mode=importlib", "-o", "pythonpath=tests",
     "-p", "no:cacheprovider", "--noconftest",
 )  # fmt: skip
-_GPU_TESTS = ("tests/test_attention_kernel.py", "tests/test_mlp_memory.py", "tests/test_mlp_prepared.py")
+_GPU_TESTS = tuple(f"tests/test_{name}.py" for name in ("attention_kernel", "mlp_memory", "mlp_prepared", "runtime"))
 # A part of the interpreter's tests, compiled: all of them would spend the time on compiling.
 _COMPILED = "every_layout or far_below or nan_stays or empty_batch or different_number or (every_head_size and float16)"
 
@@ -43,7 +43,7 @@ class Part:
 
     Args:
         name: What its files are called.
-        command: What runs; {out} stands for its JSON file, {seconds} for its time.
+        command: What runs; {out} stands for its JSON file, {folder} for a new folder, {seconds} for its time.
         seconds: Its time limit; what earlier parts did not use is not added.
         needs_gpu: Whether a machine without one has nothing to run here.
     """
@@ -54,7 +54,7 @@ class Part:
     needs_gpu: bool = False
 
     def filled(self, out: Path, seconds: float) -> list[str]:
-        values = {"{out}": str(out), "{seconds}": str(int(seconds))}
+        values = {"{out}": str(out), "{folder}": str(out.with_suffix("")), "{seconds}": str(int(seconds))}
         return [values.get(word, word) for word in self.command]
 
 
@@ -64,11 +64,19 @@ def suite(module: str, seconds: int) -> Part:
     return Part(module.removeprefix("gpu_check_"), command, seconds)
 
 
+# The drop-in: other libraries' models before and after vit_fast.fuse; the record is in the form of `vit-fast bench`.
+_FUSED_MODELS = (
+    sys.executable, "-m", "vit_fast.cli", "bench", "--models", "vit_base_patch16_224", "--batch-sizes", "256",
+    "--dtypes", "bf16", "--subjects", "timm,timm+compile,timm+fused,transformers,transformers+fused",
+    "--time-budget", "{seconds}", "--out", "{folder}",
+)  # fmt: skip
+
 PARTS: tuple[Part, ...] = (
     Part("gpu_tests", (*_PYTEST, "-m", "gpu", *_GPU_TESTS), 60, needs_gpu=True),
-    suite("gpu_check_attention", 150),
+    suite("gpu_check_attention", 135),
     suite("gpu_check_mlp", 120),
-    Part("compiled_tests", (*_PYTEST, "-k", _COMPILED, "tests/test_attention_kernel.py"), 105, needs_gpu=True),
+    Part("compiled_tests", (*_PYTEST, "-k", _COMPILED, "tests/test_attention_kernel.py"), 75, needs_gpu=True),
+    Part("fused_models", _FUSED_MODELS, 60, needs_gpu=True),
 )
 
 

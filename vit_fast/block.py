@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from .layers import has_hooks, norm_and_mlp_are_plain
+from .layers import is_touched, norm_and_mlp_are_plain
 from .ops.attention import attention_qkvpacked
 from .ops.layer_norm_mlp import fused_layer_norm_mlp
 from .ops.linear import layer_norm_linear, linear_residual
@@ -37,7 +37,7 @@ def can_fuse(block: Block) -> bool:
         return False
     if not (type(block.norm1) is nn.LayerNorm and type(attn.qkv) is type(attn.proj) is nn.Linear):
         return False
-    if any(has_hooks(part) for part in block.modules() if part is not block):
+    if any(is_touched(part) for part in block.modules() if part is not block):
         return False
     return norm_and_mlp_are_plain(block.norm2, mlp)
 
@@ -48,7 +48,7 @@ def run_blocks(blocks: nn.Sequential, x: Tensor) -> Tensor:
     A block that is wrapped, replaced or carries hooks is called as a module, and so are all the others then.
     """
     fused = [block for block in blocks if _is_fused(block)]
-    if len(fused) < len(blocks) or any(has_hooks(part) for part in (blocks, *blocks)):
+    if len(fused) < len(blocks) or any(is_touched(part) for part in (blocks, *blocks)):
         return blocks(x)
     statistics: Tensor | None = None
     for block, following in zip_longest(fused, fused[1:]):

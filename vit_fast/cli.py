@@ -45,3 +45,7 @@ def main(args: list[str] | None = None) -> None:
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
+
+
+if __name__ == "__main__":
+    main()

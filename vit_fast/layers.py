@@ -154,10 +154,14 @@ class Mlp(nn.Module):
         return self.drop(self.fc2(self.drop(ACTIVATIONS[self.activation](self.fc1(x)))))
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether calling this module would run a hook, forward or backward."""
+def is_touched(module: nn.Module) -> bool:
+    """Whether somebody hooked into this module or replaced its forward, so that it has to be called."""
     return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
     )
 
 
@@ -169,7 +173,7 @@ def norm_and_mlp_are_plain(norm: nn.Module, mlp: nn.Module) -> bool:
     """
     if type(mlp) is not Mlp or type(norm) is not nn.LayerNorm:
         return False
-    return type(mlp.fc1) is type(mlp.fc2) is nn.Linear and not any(map(has_hooks, (norm, *mlp.modules())))
+    return type(mlp.fc1) is type(mlp.fc2) is nn.Linear and not any(map(is_touched, (norm, *mlp.modules())))
 
 
 class AttentionPool(nn.Module):

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..layers import is_touched
 from ..ops import layer_norm_mlp, reference
 from ..ops.backends import resolve_backend
 
@@ -143,17 +144,6 @@ def at(root: Any, path: str) -> Any:
 
 def class_path(thing: object) -> str:
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
-
-
-def is_touched(module: nn.Module) -> bool:
-    """Whether somebody hooked into this module, so that its own forward has to run."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
-    )
 
 
 def touch_reasons(name: str, module: nn.Module) -> list[str]:

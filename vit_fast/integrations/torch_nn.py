@@ -7,6 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..layers import is_touched
 from ..ops import attention_qkvpacked
 from .common import (
     FusedModule,
@@ -15,7 +16,6 @@ from .common import (
     dropout_notes,
     dropout_reasons,
     fused_form_of,
-    is_touched,
     tensor_reasons,
     touch_reasons,
 )

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from ..layers import is_touched
 from ..ops import attention
 from .common import (
     FusedModule,
@@ -19,7 +20,6 @@ from .common import (
     describe,
     dropout_notes,
     dropout_reasons,
-    is_touched,
     tensor_reasons,
     touch_reasons,
 )

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..layers import is_touched
 from ..ops.layer_norm_mlp import fused_layer_norm_mlp
 from ..ops.linear import linear_residual
-from .common import FusedModule, FusedNormMlp, NormMlp, at, is_touched, linear_reasons, norm_reasons
+from .common import FusedModule, FusedNormMlp, NormMlp, at, linear_reasons, norm_reasons
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,46 @@
+"""What the README claims can be run: its python blocks, its commands' names and options, its tables."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+
+from vit_fast import cli
+from vit_fast.benchmarks.readme_table import fill
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+COMMANDS = [line.strip().split(" #")[0] for line in README.splitlines() if line.startswith("    vit-fast ")]
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+def test_python_block_runs(block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block, "README.md", "exec"), {})
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_and_its_options_exist(command):
+    app = typer.main.get_command(cli.make_app())
+    _, name, *arguments = shlex.split(command)
+    context = typer.Context(app, info_name="vit-fast")
+    subcommand = app.get_command(context, name)
+    assert subcommand is not None
+    known = {option for parameter in subcommand.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    assert {argument for argument in arguments if argument.startswith("-")} <= known
+
+
+def test_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for target in set(re.findall(r"(?:`|    )make ([a-z-]+)", README)):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_tables_are_those_of_the_committed_records():
+    assert re.search(r"<!-- record: \S+ -->\n\|?.+", README)
+    assert fill(README, ROOT) == README
