@@ -33,7 +33,7 @@ def written_aside(path: Path) -> Iterator[Path]:
     Raises:
         OSError: the folder cannot be written, or the disk is full; nothing is left behind.
     """
-    folder = path.resolve().parent
+    folder = path.parent.resolve()  # not of what a link named `path` leads to: the link itself is replaced
     if path.is_dir():
         raise IsADirectoryError(f"{path}: is a folder, accepted is a file name such as {path / 'model.onnx'}")
     try:
@@ -108,7 +108,7 @@ def check_external_data(proto: onnx.ModelProto, path: Path) -> None:
     Raises:
         ModelFileError: names every location refused and why.
     """
-    folder = path.resolve().parent
+    folder = path.parent.resolve()  # ONNX Runtime looks beside the name given, also where that is a link
     reasons: dict[str, str] = {}
     for tensor in _external_tensors(proto):
         fields = {entry.key: entry.value for entry in tensor.external_data}

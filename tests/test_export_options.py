@@ -249,6 +249,19 @@ def test_weights_beside_the_file_when_they_are_many(tmp_path: Path, monkeypatch:
     assert not (tmp_path / "inside.onnx").exists()
 
 
+def test_an_output_name_that_is_a_link(tmp_path: Path) -> None:
+    """The link is replaced by the file, its weights beside it; what it led to stays."""
+    (tmp_path / "old").mkdir()
+    (tmp_path / "new").mkdir()
+    (tmp_path / "old" / "other.onnx").write_text("the old file")
+    (tmp_path / "new" / "m.onnx").symlink_to(tmp_path / "old" / "other.onnx")
+    export_onnx(make("vit"), tmp_path / "new" / "m.onnx", external_data=True, verify=False)
+    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["m.onnx", "m.onnx.data"]
+    assert not (tmp_path / "new" / "m.onnx").is_symlink()
+    assert [p.read_text() for p in (tmp_path / "old").iterdir()] == ["the old file"]
+    assert OnnxRunner(tmp_path / "new" / "m.onnx", "cpu")(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
+
+
 @pytest.mark.slow
 def test_a_model_over_two_gigabytes(tmp_path: Path) -> None:
     """ViT-H in fp32 with random weights: 2.5 GB."""

@@ -289,6 +289,24 @@ def test_external_data_too_short(folder: Path, tmp_path: Path) -> None:
         OnnxRunner(_with_location(folder, tmp_path, "weights.data", length="many"))
 
 
+def test_external_data_lies_beside_the_name_given(folder: Path, tmp_path: Path) -> None:
+    """A link to a model: what ONNX Runtime reads, beside the link, is what is checked."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").mkdir()
+    for name in ("beside.onnx", "beside.onnx.data"):
+        shutil.copy(folder / name, tmp_path / "real" / name)
+    link = tmp_path / "link" / "beside.onnx"
+    link.symlink_to(tmp_path / "real" / "beside.onnx")
+    with pytest.raises(ModelFileError, match="does not exist"):
+        OnnxRunner(link, "cpu")
+    os.link(tmp_path / "real" / "beside.onnx.data", link.parent / "beside.onnx.data")
+    with pytest.raises(ModelFileError, match="hard link"):
+        OnnxRunner(link, "cpu")
+    (link.parent / "beside.onnx.data").unlink()
+    shutil.copy(folder / "beside.onnx.data", link.parent / "beside.onnx.data")
+    assert OnnxRunner(link, "cpu")(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
+
+
 # --- command line -------------------------------------------------------------------------------------------
 
 
