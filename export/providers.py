@@ -12,6 +12,8 @@ from ..errors import VitFastError
 
 CPU, CUDA, TENSORRT = "CPUExecutionProvider", "CUDAExecutionProvider", "TensorrtExecutionProvider"
 DEVICES = {"cpu": CPU, "cuda": CUDA, "tensorrt": TENSORRT}
+CUDA_OPTIONS = {"use_tf32": "0"}
+"""ONNX Runtime rounds fp32 products to TF32's 10 bits unless told not to; an fp32 file is to compute in fp32."""
 
 
 class ProviderError(VitFastError, RuntimeError):

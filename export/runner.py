@@ -12,7 +12,18 @@ from ..config import DataConfig, Size
 from ..errors import UnsupportedInputError
 from .files import ModelFileError, read_proto
 from .metadata import OnnxInfo, describe
-from .providers import CPU, CUDA, DEVICES, TENSORRT, ProviderError, make_session, parse_device, preload, reasons_against
+from .providers import (
+    CPU,
+    CUDA,
+    CUDA_OPTIONS,
+    DEVICES,
+    TENSORRT,
+    ProviderError,
+    make_session,
+    parse_device,
+    preload,
+    reasons_against,
+)
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -89,7 +100,13 @@ class OnnxRunner:
         self.device, self._device_index, self._cuda_graph = kind, index, cuda_graph
         self.max_batch = self._fixed_batch or max_batch
         self._bind = io_binding
-        self._session = self._open(threads, profile, optimise)
+        try:
+            self._session = self._open(threads, profile, optimise)
+        except ProviderError as error:
+            if device != "auto" or cuda_graph:
+                raise
+            self.notes, self.device = (str(error),), "cpu"
+            self._session = self._open(threads, profile, optimise)
         self.providers: tuple[str, ...] = tuple(self._session.get_providers())
         self._graph_buffers: tuple[Tensor, Tensor] | None = None
 
@@ -226,6 +243,9 @@ class OnnxRunner:
 
         settings = onnxruntime.SessionOptions()
         settings.log_severity_level = 3
+        # Idle workers would spin on after a call, and take the cores from whatever runs next: another model of a
+        # service, the next subject of a benchmark that takes turns.
+        settings.add_session_config_entry("session.force_spinning_stop", "1")
         if threads is not None:
             settings.intra_op_num_threads = threads
         self._profiling = profile is not None
@@ -241,8 +261,10 @@ class OnnxRunner:
             preload()
             if self._cuda_graph:
                 options["enable_cuda_graph"] = "1"
+            if wanted == CUDA:
+                options |= CUDA_OPTIONS
             if wanted == TENSORRT:
-                providers.append((CUDA, {"device_id": self._device_index}))
+                providers.append((CUDA, {"device_id": self._device_index} | CUDA_OPTIONS))
             providers.append(CPU)  # shape arithmetic of dynamic files runs there
         try:
             return make_session(self.path, settings, providers, wanted)

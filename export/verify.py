@@ -2,6 +2,9 @@
 
 max_error = max |file - eager| / max(1, max |eager|)          fp32, fp16, bf16
 rms_error = rms(file - eager) / std(eager)                    int8
+
+Probabilities are compared by their logarithms, log max(p, 1e-30): all of them are small numbers, so that two unrelated
+softmaxes over many classes would pass for equal. The log differs from the logits by a constant an image.
 """
 
 from __future__ import annotations
@@ -20,12 +23,15 @@ from ..errors import UnsupportedInputError, VitFastError
 from .options import ExportOptions
 from .photographs import as_inputs, as_pixels
 from .preprocessing import preprocessing_model
+from .providers import CUDA, CUDA_OPTIONS
 from .report import Check
 from .subjects import Subject, prepared
 
 FP64_PARAMETERS = 200_000_000
 """Models with more parameters are held against eager fp32 instead: a copy in fp64 would not fit beside them."""
 BATCHES, BATCHES_LARGE = (1, 3, 8), (1, 2)
+LEAST_PROBABILITY = 1e-30
+"""Probabilities below count as this: fp32 ends near."""
 PIXEL_TOLERANCE = 1.5
 """Largest difference, in grey levels, between preprocessing in the graph and Pillow's: both round once a direction."""
 
@@ -146,10 +152,10 @@ def _session(path: Path, options: ExportOptions) -> Any:
     settings = onnxruntime.SessionOptions()
     settings.log_severity_level = 3
     settings.intra_op_num_threads = torch.get_num_threads()
-    providers = ["CPUExecutionProvider"]
+    providers: list[Any] = ["CPUExecutionProvider"]
     if options.target in ("ort-cuda", "tensorrt") and torch.cuda.is_available():
         onnxruntime.preload_dlls()
-        providers.insert(0, "CUDAExecutionProvider")
+        providers.insert(0, (CUDA, CUDA_OPTIONS))
     try:
         return onnxruntime.InferenceSession(str(path), settings, providers=providers)
     except Exception as error:  # ONNX Runtime's exceptions share no base class
@@ -165,9 +171,16 @@ def _compare(got: np.ndarray, expected: np.ndarray, size: Any, options: ExportOp
     image_hw = (int(size[0]), int(size[1]))
     if got.shape != expected.shape:
         raise VerificationError(f"the file's output is {got.shape}, the model's {expected.shape}")
+    top1 = None if options.output == "features" else float((got.argmax(-1) == expected.argmax(-1)).mean())
+    if options.output == "probabilities":
+        got, expected = _log(got), _log(expected)
     difference = got.astype(np.float64) - expected
     max_error = float(np.abs(difference).max() / max(1.0, np.abs(expected).max()))
     rms_error = float(np.sqrt((difference**2).mean()) / max(expected.std(), 1e-12))
-    top1 = None if options.output == "features" else float((got.argmax(-1) == expected.argmax(-1)).mean())
     decisive = rms_error if options.is_int8 else max_error
     return Check(len(got), image_hw, max_error, rms_error, top1, bool(decisive <= options.budget))
+
+
+def _log(probabilities: np.ndarray) -> np.ndarray:
+    logarithms: np.ndarray = np.log(np.maximum(probabilities.astype(np.float64), LEAST_PROBABILITY))
+    return logarithms

@@ -18,7 +18,8 @@ from torch import nn
 import vit_fast
 from vit_fast.config import DataConfig
 from vit_fast.data import default_photograph, make_transform, read_image
-from vit_fast.export import OnnxRunner, export_onnx, files, inspect_onnx
+from vit_fast.export import OnnxRunner, export_onnx, files, inspect_onnx, verify
+from vit_fast.export.options import ExportOptions
 from vit_fast.export.preprocessing import preprocessing_model
 
 SIZES = [(32, 32), (32, 64), (64, 32), (40, 48), (96, 96), (8, 8)]
@@ -194,6 +195,27 @@ def test_a_fused_model_exports_to_the_same_graph(tmp_path: Path) -> None:
     assert report.verified and all(fusion.complete for fusion in report.fusions)
     plain, fused = _graph(tmp_path / "plain.onnx"), _graph(tmp_path / "fused.onnx")
     assert sorted(plain) == sorted(fused)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "int8"])
+def test_probabilities_are_held_to_the_same_standard_as_logits(precision: Any) -> None:
+    """All probabilities of many classes are small: unrelated ones, and logits 5 % too large, must not pass."""
+    options = ExportOptions(
+        opset=20, dynamic_batch=True, dynamic_size=False, precision=precision, preprocess=False, target="generic",
+        output="probabilities", external_data=None,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    logits, unrelated = (torch.randn(8, 1000, generator=generator, dtype=torch.float64) for _ in range(2))
+    logits = 3 * logits
+    expected = logits.softmax(-1).numpy()
+
+    def passes(other: torch.Tensor) -> bool:
+        return verify._compare(other.softmax(-1).float().numpy(), expected, (32, 32), options).passed
+
+    assert passes(logits)
+    assert not passes(unrelated) and not passes(3 * unrelated)
+    if precision == "fp16":
+        assert not passes(1.05 * logits) and passes(logits.half().double())
 
 
 def _graph(path: Path) -> list[str]:

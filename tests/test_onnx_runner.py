@@ -122,6 +122,27 @@ def test_a_silent_fall_back_is_noticed(folder: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("vit_fast.export.runner.reasons_against", lambda kind: [])
     with pytest.raises(ProviderError, match="CUDAExecutionProvider did not come up"):
         OnnxRunner(folder / "plain.onnx", "cuda")
+    runner = OnnxRunner(folder / "plain.onnx", "auto")
+    assert runner.device == "cpu" and runner.providers == ("CPUExecutionProvider",)
+    assert runner.notes and "CUDAExecutionProvider did not come up" in runner.notes[0]
+    assert runner(np.zeros((1, 3, 32, 32), np.float32)).shape == (1, 10)
+
+
+@pytest.mark.parametrize("device", ["cuda:1", "tensorrt"])
+def test_fp32_is_not_rounded_to_tf32(folder: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """What ONNX Runtime is asked for; its own default is TF32."""
+    asked: list[Any] = []
+
+    def refuse(path: Path, settings: Any, providers: list[Any], wanted: str) -> Any:
+        asked.extend(providers)
+        raise ProviderError("refused here")
+
+    monkeypatch.setattr("vit_fast.export.runner.reasons_against", lambda kind: [])
+    monkeypatch.setattr("vit_fast.export.runner.make_session", refuse)
+    with pytest.raises(ProviderError, match="refused here"):
+        OnnxRunner(folder / "plain.onnx", device)
+    (options,) = [entry[1] for entry in asked if entry[0] == "CUDAExecutionProvider"]
+    assert options == {"device_id": int(device.partition(":")[2] or 0), "use_tf32": "0"}
 
 
 @pytest.mark.parametrize(
