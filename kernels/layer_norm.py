@@ -103,12 +103,12 @@ def _combine_statistics_kernel(
     total = tl.zeros((ROWS,), tl.float32)
     for part in tl.range(0, parts):
         count = tl.maximum(tl.minimum(C - part * PIECE, PIECE), 0)
-        total += count * tl.load(part_ptr + tl.cast(part, tl.int64) * (2 * M) + rows, mask=inside, other=0.0)
+        total += count * tl.load(part_ptr + tl.cast(part, tl.int64) * 2 * M + rows, mask=inside, other=0.0)
     mean = total / C
     squares = tl.zeros((ROWS,), tl.float32)
     for part in tl.range(0, parts):
         count = tl.maximum(tl.minimum(C - part * PIECE, PIECE), 0)
-        source = part_ptr + tl.cast(part, tl.int64) * (2 * M) + rows
+        source = part_ptr + tl.cast(part, tl.int64) * 2 * M + rows
         offset = tl.load(source, mask=inside, other=0.0) - mean
         squares += tl.load(source + M, mask=inside, other=0.0) + count * offset * offset
     rstd = _finish_statistics(mean, squares / C, eps, FLAG_CONSTANT)

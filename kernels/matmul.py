@@ -157,7 +157,7 @@ def _residual_epilogue(
         deviation = tl.where(valid, stored - mean[:, None], 0.0)
         squares = tl.sum(deviation * deviation, 1)
         rows = row + tl.arange(0, ROWS)
-        part = row_part_ptr + tl.cast(col // COLS, tl.int64) * (2 * M) + rows
+        part = row_part_ptr + tl.cast(col // COLS, tl.int64) * 2 * M + rows
         tl.store(part, mean, mask=rows < M)
         tl.store(part + M, squares, mask=rows < M)
 

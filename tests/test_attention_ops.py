@@ -226,3 +226,18 @@ def test_whole_model_forward_and_backward() -> None:
         gradients[name] = model.blocks[0].attn.qkv.weight.grad
     assert_as_exact_as_eager("logits", outputs["fast"], outputs["eager"], outputs["exact"], FORWARD_FACTOR)
     assert_as_exact_as_eager("qkv", gradients["fast"], gradients["eager"], gradients["exact"], GRADIENT_FACTOR)
+
+
+def test_the_stand_in_answers_where_only_torch_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vmap and subclasses go to torch's own function, also where the kernel would be chosen."""
+    monkeypatch.setattr(import_module("vit_fast.ops.attention"), "resolve_backend", lambda backend, device: "triton")
+    q, k, v = torch.randn(3, 2, 2, 3, 17, 16).unbind(0)  # each [2, 2, 3, 17, 16]
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    mapped = torch.vmap(ops.scaled_dot_product_attention)(q, k, v)
+    torch.testing.assert_close(mapped, expected, atol=1e-5, rtol=1e-5)
+
+    class Marked(torch.Tensor):
+        pass
+
+    marked = ops.scaled_dot_product_attention(*(t[0].as_subclass(Marked) for t in (q, k, v)))
+    torch.testing.assert_close(marked.as_subclass(torch.Tensor), expected[0], atol=1e-5, rtol=1e-5)

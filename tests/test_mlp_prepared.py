@@ -309,3 +309,22 @@ def test_streams_do_not_share(mlp: Mlp) -> None:
             expected = mlp(x, "eager")
             for result in results:
                 torch.testing.assert_close(result, expected, atol=2e-2, rtol=2e-2)
+
+
+def test_nothing_is_kept_where_fsdp_may_refill_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP frees a parameter's memory and fills it again, at the same place if it will, without a new version."""
+    from vit_fast.ops import prepared as module
+
+    weight = torch.ones(4, 4)
+    made: list[float] = []
+
+    def prepare() -> float:
+        made.append(float(weight.sum()))
+        return made[-1]
+
+    module.prepared("test", weight, (), prepare)
+    with torch.autograd._unsafe_preserve_version_counter(weight):
+        weight.mul_(2)
+    assert module.prepared("test", weight, (), prepare) == 16  # what torch does not count cannot be seen
+    monkeypatch.setattr(module, "_refilled_unseen", lambda: True)
+    assert module.prepared("test", weight, (), prepare) == 32

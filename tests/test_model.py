@@ -280,3 +280,55 @@ def test_fp64_gradients_of_the_eager_definitions():
                 )
 
             assert torch.autograd.gradcheck(mlp, (*arguments, random(4)))
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa", "triton"])
+@pytest.mark.parametrize("part", ["ls1", "ls2", "drop_path2", "norm2", "mlp"])
+def test_hooks_inside_a_block_run(backend, part):
+    model = make(backend, init_values=0.5)
+    called = []
+    model.blocks[1].get_submodule(part).register_forward_hook(lambda *_: called.append(part))
+    with torch.no_grad():
+        model(images())
+    assert called == [part]
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa", "triton"])
+@pytest.mark.parametrize("part", ["ls1", "ls2"])
+def test_a_wrapped_layer_scale_is_called(backend, part):
+    model = make(backend, init_values=0.5)
+    with torch.no_grad():
+        expected = model(images())
+        block = model.blocks[0]
+        setattr(block, part, nn.Sequential(getattr(block, part)))
+        assert torch.allclose(model(images()), expected, atol=1e-5)
+
+
+def test_attention_maps_refuse_a_replaced_block():
+    model = make()
+    model.blocks[1] = nn.Sequential(model.blocks[1])
+    with pytest.raises(ValueError, match="block 1 is a Sequential"):
+        model.attention_maps(images())
+
+
+def test_auto_is_triton_only_where_its_kernels_run(monkeypatch):
+    monkeypatch.setattr("vit_fast.model.resolve_backend", lambda backend, device: "triton")
+    assert make("auto").blocks[0].backend == "triton"
+    assert make("auto", num_heads=8).blocks[0].backend == "sdpa"  # head_dim 8
+    assert make("auto", dtype=torch.float64).blocks[0].attn.backend == "sdpa"
+    assert make("triton", num_heads=8).blocks[0].backend == "triton"  # asked for by name: it raises when it runs
+
+
+def test_tied_weights_are_saved(tmp_path):
+    model = make()
+    model.blocks[1].mlp.fc1.weight = model.blocks[0].mlp.fc1.weight
+    again = vit_fast.load(vit_fast.save(model, tmp_path / "tied.safetensors"))
+    assert torch.equal(again(images()), model(images()))
+
+
+def test_a_folded_normalisation_is_not_lost_in_saving(tmp_path):
+    model = make()
+    vit_fast.fuse(model, normalize=((0.5,) * 3, (0.5,) * 3))
+    with pytest.raises(ValueError, match="unfuse first"):
+        vit_fast.save(model, tmp_path / "model.safetensors")
+    assert not list(tmp_path.iterdir())

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from .layers import is_touched, norm_and_mlp_are_plain
+from .layers import is_touched, norm_and_mlp_are_plain, scaling_is_plain
 from .ops.attention import attention_qkvpacked
 from .ops.layer_norm_mlp import fused_layer_norm_mlp
 from .ops.linear import layer_norm_linear, linear_residual
@@ -39,7 +39,8 @@ def can_fuse(block: Block) -> bool:
         return False
     if any(is_touched(part) for part in block.modules() if part is not block):
         return False
-    return norm_and_mlp_are_plain(block.norm2, mlp)
+    scalings = ((block.ls1, block.drop_path1), (block.ls2, block.drop_path2))
+    return norm_and_mlp_are_plain(block.norm2, mlp) and all(scaling_is_plain(*pair) for pair in scalings)
 
 
 def run_blocks(blocks: nn.Sequential, x: Tensor) -> Tensor:

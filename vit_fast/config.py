@@ -123,7 +123,13 @@ class ViTConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "img_size", _pair("img_size", self.img_size))
         object.__setattr__(self, "patch_size", _pair("patch_size", self.patch_size))
+        if not isinstance(self.stem_channels, tuple | list):
+            raise ValueError(f"stem_channels={self.stem_channels!r}: accepted is a tuple of integers")
         object.__setattr__(self, "stem_channels", tuple(self.stem_channels))
+        _check_number("norm_eps", self.norm_eps)
+        _check_number("mlp_ratio", self.mlp_ratio)
+        if self.init_values is not None:
+            _check_number("init_values", self.init_values)
         for name in ("in_chans", "embed_dim", "depth", "num_heads"):
             _check_int(name, getattr(self, name), minimum=1)
         for name in ("num_classes", "reg_tokens"):
@@ -131,6 +137,7 @@ class ViTConfig:
         for channels in self.stem_channels:
             _check_int("stem_channels", channels, minimum=1)
         for name in ("drop_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate"):
+            _check_number(name, getattr(self, name))
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: accepted is a probability in [0, 1)")
         _check_choice("global_pool", self.global_pool, get_args(GlobalPool))
@@ -253,7 +260,7 @@ class ViTConfig:
 
 
 def _pair(name: str, value: int | Size) -> Size:
-    pair = (value, value) if isinstance(value, int) else tuple(value)
+    pair = (value, value) if isinstance(value, int) else tuple(value) if isinstance(value, tuple | list) else ()
     if len(pair) != 2 or not all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in pair):
         raise ValueError(f"{name}={value!r}: accepted is a positive integer or a (height, width) pair of them")
     return pair[0], pair[1]
@@ -262,6 +269,11 @@ def _pair(name: str, value: int | Size) -> Size:
 def _check_int(name: str, value: object, minimum: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
         raise ValueError(f"{name}={value!r}: accepted is an integer >= {minimum}")
+
+
+def _check_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{name}={value!r}: accepted is a finite number")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

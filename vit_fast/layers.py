@@ -176,13 +176,20 @@ def norm_and_mlp_are_plain(norm: nn.Module, mlp: nn.Module) -> bool:
     return type(mlp.fc1) is type(mlp.fc2) is nn.Linear and not any(map(is_touched, (norm, *mlp.modules())))
 
 
+def scaling_is_plain(scale: nn.Module, drop_path: nn.Module) -> bool:
+    """Whether LayerScale and drop path of a branch are what an operator takes them for, and nobody hooked into them."""
+    if type(scale) not in (LayerScale, nn.Identity) or type(drop_path) is not DropPath:
+        return False
+    return not (is_touched(scale) or is_touched(drop_path))
+
+
 class AttentionPool(nn.Module):
     """SigLIP's head: one learned query attends to every patch, then an MLP with a residual; arXiv 2303.15343."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         C = config.embed_dim
-        self.num_heads, self.eps = config.num_heads, config.norm_eps
+        self.num_heads, self.head_dim, self.eps = config.num_heads, config.head_dim, config.norm_eps
         self.backend = "sdpa"
         self.latent = nn.Parameter(torch.empty(1, 1, C))
         self.q = nn.Linear(C, C)

@@ -30,8 +30,11 @@ from .layers import (
     fixed_pos_embed,
     norm_and_mlp_are_plain,
     resample_pos_embed,
+    scaling_is_plain,
 )
 from .ops import attention_qkvpacked, layer_norm_mlp, reference, scaled_dot_product_attention
+from .ops.attention_op import DTYPES as KERNEL_DTYPES
+from .ops.attention_op import MAX_HEAD_DIM, MIN_HEAD_DIM
 from .ops.backends import resolve_backend
 
 
@@ -40,7 +43,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
+        self.num_heads, self.head_dim = config.num_heads, config.head_dim
         self.attn_drop_rate = config.attn_drop_rate
         self.backend = "sdpa"
         self.qkv = nn.Linear(config.embed_dim, 3 * config.embed_dim, bias=config.qkv_bias)
@@ -81,7 +84,7 @@ class Block(nn.Module):
     def __init__(self, config: ViTConfig, drop_path: float) -> None:
         super().__init__()
         C = config.embed_dim
-        self.backend = "sdpa"
+        self.backend, self.head_dim = "sdpa", config.head_dim
         self.norm1 = nn.LayerNorm(C, eps=config.norm_eps)
         self.attn = Attention(config)
         self.ls1 = _layer_scale(config)
@@ -105,7 +108,7 @@ class Block(nn.Module):
     def _mlp(self, x: Tensor) -> Tensor:
         """Equation 3, as one operator where nothing stands between its parts: no dropout, no hook, no wrapped layer."""
         norm, mlp = self.norm2, self.mlp
-        if not norm_and_mlp_are_plain(norm, mlp):
+        if not (norm_and_mlp_are_plain(norm, mlp) and scaling_is_plain(self.ls2, self.drop_path2)):
             return x + self.drop_path2(self.ls2(mlp(norm(x))))
         if self.training and mlp.drop.p:
             if self.backend == "triton":
@@ -231,7 +234,7 @@ class VisionTransformer(nn.Module):
         Returns:
             For each block index its weights [B, H, N, N]; row i says where token i looks, and sums to one.
         Raises:
-            ValueError: a block does not exist.
+            ValueError: a block does not exist, or was replaced.
         """
         depth = self.config.depth
         wanted = set(range(depth)) if blocks is None else set()
@@ -242,7 +245,9 @@ class VisionTransformer(nn.Module):
         maps: dict[int, Tensor] = {}
         z = self.embed(images)
         for index, block in enumerate(self.blocks):
-            if index in wanted and isinstance(block, Block):
+            if index in wanted:
+                if not isinstance(block, Block):
+                    raise ValueError(f"block {index} is a {type(block).__name__}: accepted is a Block of ours")
                 maps[index] = block.attention_map(z)
             if len(maps) == len(wanted):
                 break
@@ -324,8 +329,8 @@ def set_backend(model: nn.Module, backend: str) -> None:
     Args:
         model: A VisionTransformer, or a module that contains some.
         backend: "eager" (the formulas), "sdpa" (torch's fused attention), "triton" (our kernels), or "auto":
-            triton on a CUDA device of capability 8.0 or newer, else sdpa. "auto" is resolved here, and again when the
-            model is moved to another device; never inside forward.
+            triton on a CUDA device of capability 8.0 or newer for the dtypes and head sizes that it takes, else sdpa.
+            "auto" is resolved here, and again when the model is moved or converted; never inside forward.
     Raises:
         ValueError: the backend is unknown, or there is nothing in the model to set it on.
     """
@@ -334,10 +339,12 @@ def set_backend(model: nn.Module, backend: str) -> None:
         raise ValueError(
             f"model is a {type(model).__name__} without parts of ours: use vit_fast.fuse for other libraries"
         )
-    parameter = next(model.parameters(), None)
-    resolved = resolve_backend(backend, torch.device("cpu") if parameter is None else parameter.device)
+    parameter = next(model.parameters(), torch.empty(0))
+    resolved = resolve_backend(backend, parameter.device)
     for owner in owners:
-        owner.backend = resolved
+        # "auto" is triton only where its attention can run: 16 <= head_dim <= 128, and no fp64
+        fits = parameter.dtype in KERNEL_DTYPES and MIN_HEAD_DIM <= owner.head_dim <= MAX_HEAD_DIM
+        owner.backend = "sdpa" if backend == "auto" and not fits else resolved
     for part in model.modules():
         if isinstance(part, VisionTransformer):
             part.requested_backend = backend

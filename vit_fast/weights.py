@@ -104,12 +104,13 @@ def save(model: VisionTransformer, path: str | Path) -> Path:
     The file appears whole or not at all. `load` rebuilds the model from it.
 
     Args:
-        model: Its parameters are stored in their dtype.
+        model: Its parameters are stored in their dtype; tied ones are written out as copies.
         path: Must end in .safetensors; an existing file is replaced.
     Returns:
         path.
     Raises:
-        ValueError: path ends otherwise.
+        ValueError: path ends otherwise, or the model takes uint8 by vit_fast.fuse(..., normalize=...), which the file
+            could not say.
         TypeError: model is not a VisionTransformer.
         OSError: it cannot be written.
     """
@@ -122,6 +123,8 @@ def save(model: VisionTransformer, path: str | Path) -> Path:
         raise TypeError(f"model is a {type(model).__name__}: accepted is a VisionTransformer")
     if path.suffix != ".safetensors":
         raise ValueError(f"path={str(path)!r}: accepted is a name that ends in .safetensors")
+    if "vit_fast_mean" in vars(model.patch_embed.proj):
+        raise ValueError("model has a normalisation folded into its patch embedding: call vit_fast.unfuse first")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path.parent}: no such folder")
     description = {
@@ -130,7 +133,7 @@ def save(model: VisionTransformer, path: str | Path) -> Path:
         "data_config": model.data_config.to_dict(),
         "class_names": model.class_names,
     }
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
     beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         save_file(tensors, beside, metadata={"format": "pt", METADATA_KEY: json.dumps(description)})

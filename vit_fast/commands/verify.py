@@ -32,7 +32,7 @@ def verify(
 
     try:
         result = run(backend.split(","), device)
-    except ValueError as error:
+    except (ValueError, RuntimeError, AssertionError) as error:  # torch raises the last two for a wrong device
         typer.echo(f"vit-fast verify: {error}", err=True)
         raise typer.Exit(2) from error
     if as_json:

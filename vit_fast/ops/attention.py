@@ -82,6 +82,7 @@ def scaled_dot_product_attention(
     A mask, dropout, causality, grouped queries, and whatever else the kernel does not do go to torch's own function.
     """
     plain = attn_mask is None and dropout_p == 0.0 and not is_causal and not enable_gqa
+    plain = plain and all(_is_ordinary(tensor) for tensor in (query, key, value))
     if plain and query.dim() == 4 and resolve_backend("auto", query.device) == "triton" and not _is_exporting():
         q, k, v = _autocast(query, key, value)
         if not unsupported_reasons(q, k, v, _scale_of(q, scale)):
@@ -93,6 +94,13 @@ def scaled_dot_product_attention(
 
 def _scale_of(tensor: Tensor, scale: float | None) -> float:
     return float(tensor.shape[-1] ** -0.5) if scale is None else float(scale)
+
+
+def _is_ordinary(tensor: Tensor) -> bool:
+    """Not nested, not a subclass such as DTensor, not inside vmap: what only torch's own function knows."""
+    if tensor.is_nested or type(tensor) not in (Tensor, torch.nn.Parameter):
+        return False
+    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None
 
 
 def _is_exporting() -> bool:

@@ -67,10 +67,10 @@ def new_statistics(x: Tensor, present: bool) -> Tensor:
     return x.new_empty((2, x.numel() // x.shape[-1]), dtype=torch.float32) if present else no_tensor(x)
 
 
-def like_parameter(gradient: Tensor | None, parameter: Tensor | None) -> Tensor:
-    """A gradient in its parameter's dtype; no tensor where there is no parameter."""
+def like_parameter(gradient: Tensor | None, parameter: Tensor | None, like: Tensor) -> Tensor:
+    """A gradient in its parameter's dtype; no tensor, on the device of `like`, where there is no parameter."""
     if gradient is None or parameter is None:
-        return torch.empty(0) if gradient is None else no_tensor(gradient)
+        return no_tensor(like)
     # a copy even where the dtype is right: results of an operator may not share memory
     return gradient.to(parameter.dtype, copy=True)
 

@@ -124,9 +124,9 @@ def layer_norm_mlp_backward_op(
     dx = linear.input_gradient(gradient, known, folded, dy if residual else None)
     d_first, d_gamma, d_beta, d_bias1 = linear.folded_gradients(gradient, known, first, norm_weight, norm_bias)
     return (
-        dx.view(x.shape), like_parameter(d_gamma, norm_weight), like_parameter(d_beta, norm_bias),
-        d_first, like_parameter(d_bias1, fc1_bias), d_second, like_parameter(d_bias2, fc2_bias),
-        like_parameter(d_scale, layer_scale),
+        dx.view(x.shape), like_parameter(d_gamma, norm_weight, x), like_parameter(d_beta, norm_bias, x),
+        d_first, like_parameter(d_bias1, fc1_bias, x), d_second, like_parameter(d_bias2, fc2_bias, x),
+        like_parameter(d_scale, layer_scale, x),
     )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from .checks import (
     statistics_pair,
 )
 from .flops import register_flop_formula
-from .prepared import prepared, prepared_in_dtype
+from .prepared import in_dtype, prepared
 
 
 @torch.library.custom_op("vit_fast::layer_norm_linear", mutates_args=())
@@ -94,8 +94,8 @@ def layer_norm_linear_backward_op(
         gradient, known, weight.contiguous(), norm_weight, norm_bias
     )
     return (
-        dx.view(x.shape), like_parameter(d_gamma, norm_weight), like_parameter(d_beta, norm_bias), d_weight,
-        like_parameter(d_bias, bias),
+        dx.view(x.shape), like_parameter(d_gamma, norm_weight, x), like_parameter(d_beta, norm_bias, x), d_weight,
+        like_parameter(d_bias, bias, x),
     )  # fmt: skip
 
 
@@ -118,7 +118,7 @@ def linear_residual_op(
     require_supported("linear_residual", h, parameters)
     from ..kernels import linear
 
-    second = prepared_in_dtype(weight, h.dtype)
+    second = in_dtype(weight, h.dtype)  # not kept: this is the training operator as well
     base = None if residual is None else contiguous_rows(residual).to(h.dtype)
     y, emitted = linear.linear_residual(contiguous_rows(h), second, bias, layer_scale, base, next_eps)
     return y.view(*h.shape[:-1], weight.shape[0]), no_tensor(h) if emitted is None else torch.stack(emitted)
@@ -142,7 +142,7 @@ def linear_residual_backward_op(
     dy, contiguous = contiguous_rows(grad_output), weight.contiguous()
     dh = linear.product_gradient(dy, contiguous, layer_scale)
     d_weight, d_bias, d_scale = linear.residual_gradients(dy, contiguous_rows(h), contiguous, bias, layer_scale)
-    return dh.view(h.shape), d_weight, like_parameter(d_bias, bias), like_parameter(d_scale, layer_scale)
+    return dh.view(h.shape), d_weight, like_parameter(d_bias, bias, h), like_parameter(d_scale, layer_scale, h)
 
 
 @linear_residual_backward_op.register_fake

@@ -1,21 +1,23 @@
 """Weights prepared for the Triton kernels, kept for inference and prepared again whenever a parameter has changed.
 
 A kept value is used only if every tensor it was made from is the same storage at the same place, of the same version,
-shape and dtype. torch counts a version for every in-place change it can see: optimizer steps,
-load_state_dict, copy_, init functions. It cannot see a write through `.data` or through memory shared with numpy or
-DLPack: after one of those call `clear_prepared_weights()`. Nothing is kept
+shape and dtype. torch counts a version for every in-place change it can see: optimizer steps, load_state_dict, copy_,
+init functions. It cannot see a write through `.data`, memory shared with numpy or DLPack, or a raw pointer, nor the
+replay of a CUDA graph that updates parameters: after one of those call `clear_prepared_weights()`. Nothing is kept
 
 - in training, which prepares anew each step;
 - on any CUDA stream but the default one: work on another would not be ordered after the preparation. A CUDA graph is
   captured, and torch.compile's are warmed up, on such a stream: the preparation is then part of the graph, a replay
   follows its parameters, and nothing is kept in the graph's private memory;
-- for tensors made in inference mode, which have no version.
+- for tensors made in inference mode, which have no version;
+- where FSDP may be at work: it frees a parameter's memory and fills it again without a new version.
 
 A value lives as long as the weight that it was made from, and holds no other tensor alive.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
@@ -42,7 +44,9 @@ def prepared(
         prepare: Makes the result.
     """
     tensors = (weight, *others)
-    if not _on_default_stream(weight) or any(tensor.is_inference() for tensor in tensors if tensor is not None):
+    if _refilled_unseen() or not _on_default_stream(weight):
+        return prepare()
+    if any(tensor.is_inference() for tensor in tensors if tensor is not None):
         return prepare()
     kept = _prepared.setdefault(weight, {})
     found = kept.get(purpose)
@@ -65,8 +69,17 @@ def prepared_in_dtype(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def clear_prepared_weights() -> None:
-    """Forget every prepared weight: after writes that torch cannot see, through `.data`, numpy or DLPack."""
+    """Forget every prepared weight: after writes that torch cannot see (`.data`, numpy, DLPack, graph replays)."""
     _prepared.clear()
+
+
+def _refilled_unseen() -> bool:
+    """Whether FSDP may be at work, which frees a parameter's memory and fills it again without counting a version."""
+    return (
+        "torch.distributed.fsdp" in sys.modules
+        and torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+    )
 
 
 class _Origin:
