@@ -13,7 +13,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from .files import ModelFileError, read_proto
+import onnx
+
+from .files import ModelFileError, external_tensors, read_proto
 from .metadata import OnnxInfo, describe
 
 DATA_TYPES = {
@@ -51,18 +53,14 @@ def write_triton_repository(
     """
     model_path, repository = Path(model_path), Path(repository)
     name = name or model_path.stem
-    if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or name in (".", ".."):
-        raise ValueError(f"name={name!r}: accepted are letters, digits, '_', '-' and '.'")
     for argument, value in (("max_batch", max_batch), ("instances", instances)):
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{argument}={value!r}: accepted is an integer >= 1")
     if device not in INSTANCE_KINDS:
         raise ValueError(f"device={device!r}: accepted are 'gpu', 'cpu'")
+    target = check_triton_repository(repository, name)
     proto = read_proto(model_path)
     config = server_config(describe(proto, model_path), name, max_batch, instances, device)
-    target = repository / name
-    if target.exists():
-        raise FileExistsError(f"{target}: exists already; a repository's model is not overwritten")
     repository.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=repository))
     try:
@@ -77,6 +75,21 @@ def write_triton_repository(
         aside.replace(target)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+    return target
+
+
+def check_triton_repository(repository: Path, name: str) -> Path:
+    """The folder that a model of this name would get, which is not there yet.
+
+    Raises:
+        ValueError: the server takes no such name.
+        FileExistsError: the repository has a model of this name.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or name in (".", ".."):
+        raise ValueError(f"name={name!r}: accepted are letters, digits, '_', '-' and '.'")
+    target = repository / name
+    if target.exists():
+        raise FileExistsError(f"{target}: exists already; a repository's model is not overwritten")
     return target
 
 
@@ -127,6 +140,6 @@ def _lines(message: dict[str, Any], indent: str = "") -> list[str]:
     return lines
 
 
-def _weight_files(proto: Any) -> list[str]:
-    locations = {e.value for t in proto.graph.initializer for e in t.external_data if e.key == "location"}
+def _weight_files(proto: onnx.ModelProto) -> list[str]:
+    locations = {e.value for t in external_tensors(proto) for e in t.external_data if e.key == "location"}
     return sorted(locations)

@@ -110,7 +110,7 @@ def check_external_data(proto: onnx.ModelProto, path: Path) -> None:
     """
     folder = path.parent.resolve()  # ONNX Runtime looks beside the name given, also where that is a link
     reasons: dict[str, str] = {}
-    for tensor in _external_tensors(proto):
+    for tensor in external_tensors(proto):
         fields = {entry.key: entry.value for entry in tensor.external_data}
         location = fields.get("location", "")
         if location in reasons:
@@ -149,7 +149,8 @@ def _too_short(target: Path, fields: dict[str, str]) -> str:
     return ""
 
 
-def _external_tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+def external_tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """Every tensor whose values lie in another file: of the graph, of the graphs inside it, and of functions."""
     graphs = [proto.graph]
     nodes = [node for function in proto.functions for node in function.node]
     while graphs or nodes:

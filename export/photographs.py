@@ -17,7 +17,9 @@ MIN_CROP_SHARE = 0.4  # of each side
 
 
 def photographs(paths: Iterable[str | Path] | None, count: int, seed: int = 0) -> list[Image.Image]:
-    """`count` photographs: the files themselves first, then random crops of them, mirrored or not.
+    """`count` photographs: of more files, as many spread evenly over them; of fewer, random crops of them besides.
+
+    Evenly, since files lie sorted, often by class: the first ones would all show the same things.
 
     Args:
         paths: Image files and folders; None means the photograph inside matplotlib's wheel.
@@ -26,8 +28,9 @@ def photographs(paths: Iterable[str | Path] | None, count: int, seed: int = 0) -
     Raises:
         ImageError: a file is missing or is no image.
     """
-    files = find_images([default_photograph()] if paths is None else paths)[:count]
-    whole = [read_image(file) for file in files]
+    files = find_images([default_photograph()] if paths is None else paths)
+    taken = min(count, len(files))
+    whole = [read_image(files[i * len(files) // taken]) for i in range(taken)]
     generator = np.random.default_rng(seed)
     crops = [_random_crop(whole[i % len(whole)], generator) for i in range(count - len(whole))]
     return whole + crops

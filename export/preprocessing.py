@@ -9,6 +9,7 @@ Resizing happens on uint8, as in Pillow, whose results ONNX Runtime's antialiase
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -41,7 +42,8 @@ def preprocessing_model(
         problems.append(
             f"no Resize of ONNX equals Pillow's {data_config.interpolation}: accepted are {', '.join(_MODES)}"
         )
-    if len(data_config.mean) not in (1, in_chans):
+    mean, std = (per_channel(values, in_chans) for values in (data_config.mean, data_config.std))
+    if len(mean) not in (1, in_chans):
         problems.append(f"data_config has {len(data_config.mean)} means for {in_chans} channels")
     if problems:
         raise UnsupportedInputError("preprocess=True", problems)
@@ -54,15 +56,20 @@ def preprocessing_model(
     write = Writer(graph, "preprocess")
     planes = write.op("Transpose", pixels, perm=[0, 3, 1, 2])
     cropped = _crop(write, *_resize(write, planes, data_config, image_hw), image_hw)
-    mean, std = (np.asarray(v, np.float64).reshape(1, -1, 1, 1) for v in (data_config.mean, data_config.std))
-    scale = write.constant((1 / (255 * std)).astype(np.float32), "scale")
-    shift = write.constant((-mean / std).astype(np.float32), "shift")
+    scale = write.constant((1 / (255 * std)).reshape(1, -1, 1, 1).astype(np.float32), "scale")
+    shift = write.constant((-mean / std).reshape(1, -1, 1, 1).astype(np.float32), "shift")
     scaled = write.op("Mul", write.op("Cast", cropped, to=ir.DataType.FLOAT, dtype=ir.DataType.FLOAT), scale)
     images = write.op("Add", scaled, shift)
     images.name = f"{INPUT}.normalised"
     images.shape = ir.Shape([BATCH if batch is None else batch, in_chans, *image_hw])
     graph.outputs.append(images)
     return ir.Model(graph, ir_version=10)
+
+
+def per_channel(values: Sequence[float], in_chans: int) -> np.ndarray:
+    """Colours' means or deviations, averaged for one grey channel, as make_transform does."""
+    array = np.asarray(values, np.float64)
+    return array.mean(keepdims=True) if in_chans == 1 and len(array) == 3 else array
 
 
 def _resize(write: Writer, planes: ir.Value, data: DataConfig, image_hw: Size) -> tuple[ir.Value, ir.Value]:

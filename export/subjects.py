@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -238,7 +239,12 @@ def _describe_transformers(model: Any) -> Subject:
     names = tuple(labels[i] for i in sorted(labels, key=int)) if labels else None
     if names and all(re.fullmatch(r"LABEL_\d+", name) for name in names):
         names = None
-    classifies = hasattr(model, "classifier") and "ForImageClassification" in type(model).__name__
+    if "pixel_attention_mask" in inspect.signature(model.forward).parameters:
+        raise UnsupportedInputError(
+            f"export of transformers' {type(model).__name__}",
+            ["it takes patches with a mask and their sizes (pixel_attention_mask): accepted are images alone"],
+        )
+    classifies = "ForImageClassification" in type(model).__name__
     pooling = any("MultiheadAttentionPoolingHead" in type(m).__name__ for m in model.modules())
     return Subject(
         model, "transformers", getattr(config, "name_or_path", "") or type(model).__name__, _pair(config.image_size),

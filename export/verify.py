@@ -22,7 +22,7 @@ from ..config import DataConfig, Size
 from ..errors import UnsupportedInputError, VitFastError
 from .options import ExportOptions
 from .photographs import as_inputs, as_pixels
-from .preprocessing import preprocessing_model
+from .preprocessing import per_channel, preprocessing_model
 from .providers import CUDA, CUDA_OPTIONS
 from .report import Check
 from .subjects import Subject, prepared
@@ -98,7 +98,7 @@ def verify_preprocessing(
     pixels = as_pixels(image, 2, in_chans)
     got = _run_preprocessing(data_config, image_hw, in_chans, opset, pixels)
     want = as_inputs([Image.fromarray(p.squeeze()) for p in pixels], data_config, image_hw, in_chans).numpy()
-    levels = np.abs(got - want) * 255 * np.asarray(data_config.std, np.float32).reshape(1, -1, 1, 1)
+    levels = np.abs(got - want) * 255 * per_channel(data_config.std, in_chans).reshape(1, -1, 1, 1)
     if not levels.max() <= PIXEL_TOLERANCE:
         raise VerificationError(
             f"preprocessing in the graph differs from Pillow's by up to {levels.max():.1f} grey levels: "

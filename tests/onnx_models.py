@@ -48,6 +48,19 @@ def transformers_dinov2() -> nn.Module:
     return Dinov2Model(Dinov2Config(**HF))
 
 
+def transformers_deit_with_teacher() -> nn.Module:
+    from transformers import DeiTConfig, DeiTForImageClassificationWithTeacher
+
+    return DeiTForImageClassificationWithTeacher(DeiTConfig(**HF, num_labels=10))
+
+
+def transformers_siglip2() -> nn.Module:
+    from transformers import Siglip2VisionConfig, Siglip2VisionModel
+
+    fields = {name: value for name, value in HF.items() if name != "image_size"}
+    return Siglip2VisionModel(Siglip2VisionConfig(**fields, num_patches=16))
+
+
 def transformers_clip() -> nn.Module:
     from transformers import CLIPVisionConfig, CLIPVisionModel
 

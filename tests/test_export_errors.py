@@ -12,7 +12,7 @@ from typing import Any
 import onnx
 import pytest
 import torch
-from onnx_models import make, ours, randomised, timm_vit, torchvision_vit
+from onnx_models import make, ours, randomised, timm_vit, torchvision_vit, transformers_siglip2
 from torch import Tensor, nn
 
 import vit_fast
@@ -67,6 +67,7 @@ def test_models_that_cannot_be_exported(tmp_path: Path) -> None:
     for bad, message in (
         (nn.Linear(3, 3), "accepted are VisionTransformer models"),
         (vit_fast.VisionTransformer(ours().config).to("meta"), "meta device"),  # type: ignore[union-attr]
+        (transformers_siglip2(), r"Siglip2VisionModel(.|\n)*pixel_attention_mask"),
     ):
         with pytest.raises(UnsupportedInputError, match=message):
             export_onnx(bad, tmp_path / "m.onnx")
@@ -229,6 +230,26 @@ def test_triton_repository(model: nn.Module, tmp_path: Path) -> None:
             write_triton_repository(tmp_path / "one.onnx", tmp_path / "models", **wrong)  # type: ignore[arg-type]
 
 
+def test_triton_repository_takes_the_weights_of_inner_graphs(tmp_path: Path) -> None:
+    """A branch of an If keeps its tensor in a file of its own."""
+    value, tensor = onnx.helper.make_tensor_value_info, onnx.TensorProto.FLOAT
+    (tmp_path / "branch.data").write_bytes(bytes(12))
+    inner = onnx.helper.make_tensor("w", tensor, [3], bytes(12), raw=True)
+    inner.ClearField("raw_data")
+    inner.data_location = onnx.TensorProto.EXTERNAL
+    inner.external_data.add(key="location", value="branch.data")
+    branch = onnx.helper.make_graph(
+        [onnx.helper.make_node("Identity", ["w"], ["y"])], "b", [], [value("y", tensor, [3])], [inner]
+    )
+    node = onnx.helper.make_node("If", ["yes"], ["z"], then_branch=branch, else_branch=branch)
+    yes = onnx.helper.make_tensor("yes", onnx.TensorProto.BOOL, [], [True])
+    graph = onnx.helper.make_graph([node], "g", [value("x", tensor, [1, 3])], [value("z", tensor, [3])], [yes])
+    (tmp_path / "m.onnx").write_bytes(onnx.helper.make_model(graph).SerializeToString())
+    folder = write_triton_repository(tmp_path / "m.onnx", tmp_path / "models", device="cpu")
+    assert sorted(p.name for p in (folder / "1").iterdir()) == ["branch.data", "model.onnx"]
+    inspect_onnx(folder / "1" / "model.onnx")
+
+
 # --- command line -------------------------------------------------------------------------------------------
 
 
@@ -254,6 +275,25 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert info["class_names"][3] == "thing 3" and info["metadata"]["model"] == "vit_test"
     assert not run("--inspect", str(tmp_path / "m.onnx"))
     assert "[batch, height, width, channels]" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
+def test_command_with_a_model_that_brings_its_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A repository (here a folder of that form): not random weights, and said to be the source."""
+    repository: Any = make("transformers_vit")
+    repository.save_pretrained(tmp_path / "repository")
+    assert not run(str(tmp_path / "repository"), "-o", str(tmp_path / "m.onnx"), "--json")
+    assert not [w for w in json.loads(capsys.readouterr().out)["warnings"] if "random" in w]
+    assert inspect_onnx(tmp_path / "m.onnx").metadata["source"] == str(tmp_path / "repository")
+    assert not run("vit_test", "-o", str(tmp_path / "r.onnx"), "--no-verify", "--json")
+    assert "the weights are random: give --weights" in json.loads(capsys.readouterr().out)["warnings"]
+    assert inspect_onnx(tmp_path / "r.onnx").metadata["source"] == "vit_test, random weights"
+
+
+def test_command_refuses_a_taken_name_before_exporting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "models" / "m").mkdir(parents=True)
+    assert run("vit_test", "-o", str(tmp_path / "m.onnx"), "--triton-repository", str(tmp_path / "models")) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["models"]
 
 
 @pytest.mark.parametrize(

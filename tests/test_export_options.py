@@ -13,6 +13,7 @@ import onnxruntime
 import pytest
 import torch
 from onnx_models import make, ours, randomised, timm_vit
+from PIL import Image
 from torch import nn
 
 import vit_fast
@@ -20,6 +21,7 @@ from vit_fast.config import DataConfig
 from vit_fast.data import default_photograph, make_transform, read_image
 from vit_fast.export import OnnxRunner, export_onnx, files, inspect_onnx, verify
 from vit_fast.export.options import ExportOptions
+from vit_fast.export.photographs import photographs
 from vit_fast.export.preprocessing import preprocessing_model
 
 SIZES = [(32, 32), (32, 64), (64, 32), (40, 48), (96, 96), (8, 8)]
@@ -111,6 +113,29 @@ def test_preprocessing_equals_pillow_to_one_grey_level(interpolation: Any, crop_
         got = session.run(None, {"pixels": np.asarray(image)[None]})[0][0]
         levels = np.abs(got - make_transform(data_config, image_hw)(image).numpy()) * 127.5
         assert levels.max() < 1.01 and (levels > 0.5).mean() < 0.01
+
+
+def test_preprocessing_for_one_grey_channel(tmp_path: Path) -> None:
+    """Three colours' means and deviations are averaged, as make_transform does."""
+    model: Any = randomised(ours(in_chans=1))
+    model.data_config = CENTRE
+    report = export_onnx(model, tmp_path / "m.onnx", preprocess=True)
+    assert report.verified
+    grey = photograph().convert("L")
+    with torch.inference_mode():
+        expected = model(make_transform(CENTRE, (32, 32), in_chans=1)(grey)[None]).numpy()
+    got = run(tmp_path / "m.onnx", np.asarray(grey)[None, :, :, None])
+    assert np.abs(got - expected).max() < 1e-2 * np.abs(expected).max()
+
+
+def test_calibration_is_spread_over_all_files(tmp_path: Path) -> None:
+    """Sorted by class: every third of the files is seen, none twice."""
+    for i in range(90):
+        Image.new("RGB", (4, 4), (i, 0, 0)).save(tmp_path / f"{i:02}.png")
+    reds = [image.getpixel((0, 0))[0] for image in photographs([tmp_path], 30)]  # type: ignore[index]  # RGB: a tuple
+    assert reds == list(range(0, 90, 3))
+    assert len(photographs([tmp_path / "00.png", tmp_path / "01.png"], 5)) == 5
+    assert [image.getpixel((0, 0)) for image in photographs([tmp_path], 90)] == [(i, 0, 0) for i in range(90)]
 
 
 def test_preprocessing_equals_torchvision(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
-from onnx_models import FAMILIES, SIZE, make
+from onnx_models import FAMILIES, SIZE, make, randomised, transformers_deit_with_teacher
 
 from vit_fast.export import capture as capture_module
 from vit_fast.export import export_onnx, exporter
@@ -106,3 +106,17 @@ def test_every_missing_fusion_is_a_visible_line(tmp_path: Path) -> None:
     assert (attention.fused, attention.wanted) == (2, 3)
     assert any("MultiHeadAttention: 2 of 3" in warning for warning in report.warnings)
     assert "MultiHeadAttention: 2 of 3" in str(report)
+
+
+def test_a_model_with_two_heads_gives_their_logits(tmp_path: Path) -> None:
+    """DeiT with its teacher's head: two linears, none of them called classifier."""
+    model = randomised(transformers_deit_with_teacher())
+    report = export_onnx(model, tmp_path / "m.onnx", target="ort-cpu")
+    assert report.verified and report.output == "logits" and report.top1_agreement is not None
+    images = torch.randn(2, 3, SIZE, SIZE)
+    with torch.inference_mode():
+        expected = model(pixel_values=images).logits.numpy()
+    session = onnxruntime.InferenceSession(str(tmp_path / "m.onnx"), providers=["CPUExecutionProvider"])
+    got = session.run(None, {session.get_inputs()[0].name: images.numpy()})[0]
+    assert got.shape == (2, 10)
+    np.testing.assert_allclose(got, expected, atol=1e-5 * max(1, np.abs(expected).max()))

@@ -14,14 +14,17 @@ def register(app: typer.Typer) -> None:
 
 
 def export(
-    model: Annotated[str | None, typer.Argument(help="A variant of `vit-fast models`.")] = None,
+    model: Annotated[
+        str | None, typer.Argument(help="A variant of `vit-fast models`, or a Hugging Face Hub id.")
+    ] = None,
     out: Annotated[Path | None, typer.Option("--output", "-o", help="The .onnx file to write.")] = None,
     weights: Annotated[str | None, typer.Option(help="A weights file or a Hugging Face Hub id; else random.")] = None,
     target: Annotated[str, typer.Option(help="generic, ort-cpu, ort-cuda or tensorrt.")] = "generic",
     opset: Annotated[int | None, typer.Option(help="ONNX operator set, 18 or newer; by default 20.")] = None,
     precision: Annotated[str, typer.Option(help="fp32, fp16, bf16, int8 or int8-dynamic.")] = "fp32",
     calibrate: Annotated[
-        list[Path] | None, typer.Option(help="Images or folders that int8's ranges are measured on.")
+        list[Path] | None,
+        typer.Option(help="Images or folders: 32, spread evenly, give int8's ranges."),
     ] = None,
     preprocess: Annotated[bool, typer.Option("--preprocess", help="Take uint8 photographs of any size.")] = False,
     softmax: Annotated[bool, typer.Option("--softmax", help="Give probabilities instead of logits.")] = False,
@@ -56,12 +59,16 @@ def export(
 
     from ..data import find_images
     from ..export import export_onnx, write_triton_repository
+    from ..export.deployment import check_triton_repository
     from .predict import read_class_names
 
+    if triton_repository is not None:
+        check_triton_repository(triton_repository, out.stem)
     for given in (calibrate, images):
         if given:
             find_images(given)
     names = None if classes is None else read_class_names(classes)
+    has_weights = weights is not None or "/" in model  # a Hub id brings its own
     made = _make_model(model, weights, num_classes=num_classes, img_size=img_size)
     report = export_onnx(
         made,
@@ -77,10 +84,10 @@ def export(
         calibration=calibrate or None,
         images=images or None,
         class_names=names,
-        source=f"{model}, {weights or 'random weights'}",
+        source=model if has_weights and weights is None else f"{model}, {weights or 'random weights'}",
         verify=verify,
     )
-    if weights is None:
+    if not has_weights:
         report.warnings.append("the weights are random: give --weights")
     if triton_repository is not None:
         folder = write_triton_repository(out, triton_repository, device="cpu" if target == "ort-cpu" else "gpu")
