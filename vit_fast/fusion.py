@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Sequence
@@ -99,13 +100,22 @@ class _Plan:
         for native in native_models(model):
             change = NativeChange(native)
             prefix = _name_in(model, native)
-            for name, part, kind in change.parts():
+            everywhere = change.model_reasons(self.requested, self.resolved)
+            parts, left = list(change.parts()), []
+            for name, part, kind in parts:
                 full_name = f"{prefix}.{name}" if prefix else name
-                reasons = change.reasons(part, self.resolved)
-                self.rows.append(_row(full_name, part, kind, reasons))
+                reasons = change.part_reasons(part, self.resolved) + everywhere
+                notes = [] if reasons else change.notes(part, self.requested, self.resolved)
+                self.rows.append(_row(full_name, part, kind, reasons, notes))
+                if reasons:
+                    left.append(part)
             self.seen.update(id(module) for module in native.modules())
-            if not any(change.reasons(part, self.resolved) for _, part, _ in change.parts()):
-                self.changes.append(lambda change=change: change.apply(self.requested))  # type: ignore[misc]  # lambda
+            if everywhere:
+                left, request = [], change.request_before()
+            else:
+                request = self.requested if len(left) < len(parts) else None
+            if request is not None:
+                self.changes.append(functools.partial(change.apply, request, left))
 
     def add_modules(self, model: nn.Module) -> None:
         for name, module in model.named_modules():

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from torch import nn
 
-from ..layers import AttentionPool
+from ..layers import AttentionPool, DropPath, LayerScale, Mlp
 from ..model import Attention, Block, VisionTransformer, set_backend
-from .common import dtype_of, triton_reasons
+from .common import class_path, describe, dropout_notes, dropout_reasons, dtype_of, touch_reasons, triton_reasons
 
 BEFORE = "vit_fast_backend_before"
 
@@ -19,48 +19,81 @@ def native_models(model: nn.Module) -> list[VisionTransformer]:
 
 
 class NativeChange:
-    """Sets the backend of one of our models, and can set it back."""
+    """Sets the backend of one of our models, part by part, and can set it back."""
 
     def __init__(self, model: VisionTransformer) -> None:
         self.model = model
 
     def parts(self) -> Iterator[tuple[str, nn.Module, str]]:
-        """Name, module and kind of everything that has a backend."""
+        """Name, module and kind of everything that has a backend, or stands where something should have one."""
         for name, module in self.model.named_modules():
             if isinstance(module, Attention | AttentionPool):
                 yield name, module, "attention"
             if isinstance(module, Block):
                 yield name, module, "norm + MLP"
+                if not any(isinstance(inner, Attention) for inner in module.attn.modules()):
+                    yield f"{name}.attn", module.attn, "attention"
 
-    def reasons(self, part: nn.Module, backend: str) -> list[str]:
-        """Why a part cannot run this backend."""
-        reasons = []
+    def part_reasons(self, part: nn.Module, backend: str) -> list[str]:
+        """Why a part is not computed by our operator, whatever the rest of the model does."""
         if type(part) not in (Attention, AttentionPool, Block):
-            reasons.append(f"{type(part).__qualname__} is a subclass of one of ours")
-        if "forward" in part.__dict__:
-            reasons.append("its forward was replaced on the instance")
-        if backend != "triton":
-            return reasons
-        config = self.model.config
-        if isinstance(part, Attention) and part.training and part.attn_drop_rate:
-            reasons.append(f"attention drops with probability {part.attn_drop_rate} in training")
-        if isinstance(part, Block) and part.training and part.mlp.drop.p:
-            reasons.append(f"the MLP drops with probability {part.mlp.drop.p} in training")
-        head_width = None if isinstance(part, Block) else config.embed_dim // config.num_heads
-        return reasons + triton_reasons(head_width, dtype_of(part))
+            ours = isinstance(part, Attention | AttentionPool | Block)
+            return [f"{type(part).__qualname__} is {'a subclass of' if ours else 'not'} one of ours"]
+        reasons = ["its forward was replaced on the instance"] if "forward" in part.__dict__ else []
+        if isinstance(part, Block):
+            reasons += _norm_mlp_reasons(part)
+            if backend == "triton" and type(part.attn) is not Attention:  # the kernels would run past its forward
+                reasons.append(f"attn is {describe(part.attn)}: the triton kernels take a whole block of ours")
+        return reasons
 
-    def apply(self, backend: str) -> Callable[[], None]:
-        """Sets the backend; gives back what undoes it."""
-        before = self.model.requested_backend
-        first = BEFORE not in self.model.__dict__
-        self.model.__dict__.setdefault(BEFORE, before)
-        set_backend(self.model, backend)
+    def model_reasons(self, request: str, resolved: str) -> list[str]:
+        """Why the model as a whole cannot be given this backend, naming the first part that cannot."""
+        if resolved != "triton":
+            return []
+        found: dict[str, str] = {}
+        for name, part, _ in self.parts():
+            if isinstance(part, Attention) and part.training and part.attn_drop_rate:
+                found.setdefault(f"attention drops with probability {part.attn_drop_rate} in training", name)
+            if isinstance(part, Block) and part.training and isinstance(part.mlp, Mlp) and part.mlp.drop.p:
+                found.setdefault(f"the MLP drops with probability {part.mlp.drop.p} in training", name)
+        reasons = [f"{name}: {reason}" for reason, name in found.items()]
+        return reasons if request == "auto" else reasons + self._triton_reasons()
+
+    def notes(self, part: nn.Module, request: str, resolved: str) -> list[str]:
+        """What to know of a part that is fused."""
+        notes = dropout_notes("mlp.drop", part.mlp.drop.p) if isinstance(part, Block) else []
+        if request == "auto" and resolved == "triton" and (unable := self._triton_reasons()):
+            notes.append("it runs with backend sdpa: " + "; ".join(unable))
+        return notes
+
+    def _triton_reasons(self) -> list[str]:
+        config = self.model.config
+        return triton_reasons(config.embed_dim // config.num_heads, dtype_of(self.model))
+
+    def request_before(self) -> str | None:
+        """The backend asked for before the first fuse; None when there was none."""
+        return self.model.__dict__.get(BEFORE)
+
+    def apply(self, backend: str, left: Collection[nn.Module] = ()) -> Callable[[], None]:
+        """Sets the backend of all parts but `left`; gives back what undoes it.
+
+        A later .to() resolves the backend of every part again; those left run as modules under any backend.
+        """
+        before, first = self.model.requested_backend, BEFORE not in self.model.__dict__
+        backends = [(part, part.backend) for _, part, _ in self.parts() if hasattr(part, "backend")]
 
         def undo() -> None:
             set_backend(self.model, before)
+            for part, earlier in backends:
+                part.__dict__["backend"] = earlier
             if first:
                 self.model.__dict__.pop(BEFORE, None)
 
+        self.model.__dict__.setdefault(BEFORE, before)
+        set_backend(self.model, backend)
+        for part, earlier in backends:
+            if part in left:
+                part.__dict__["backend"] = earlier
         return undo
 
     def undo(self) -> None:
@@ -68,3 +101,24 @@ class NativeChange:
         before = self.model.__dict__.pop(BEFORE, None)
         if before is not None:
             set_backend(self.model, before)
+
+
+def _norm_mlp_reasons(block: Block) -> list[str]:
+    """Why the second half of a block runs as modules: replaced, wrapped or hooked parts, or dropout in training."""
+    norm, mlp = block.norm2, block.mlp
+    reasons = [] if type(norm) is nn.LayerNorm else [f"norm2 is {describe(norm)}: accepted is torch.nn.LayerNorm"]
+    if type(mlp) is Mlp:
+        for name, linear in (("mlp.fc1", mlp.fc1), ("mlp.fc2", mlp.fc2)):
+            if type(linear) is not nn.Linear:
+                reasons.append(f"{name} is a {class_path(linear)}: accepted is torch.nn.Linear itself")
+        reasons += dropout_reasons("mlp.drop", mlp.drop.p, mlp.training)
+    else:
+        reasons.append(f"mlp is {describe(mlp)}: accepted is the Mlp of ours")
+    if type(block.ls2) not in (LayerScale, nn.Identity):
+        reasons.append(f"ls2 is {describe(block.ls2)}: accepted is the LayerScale of ours")
+    if type(block.drop_path2) is not DropPath:
+        reasons.append(f"drop_path2 is {describe(block.drop_path2)}: accepted is the DropPath of ours")
+    for root in ("norm2", "mlp", "ls2", "drop_path2"):
+        for name, module in block.get_submodule(root).named_modules(prefix=root):
+            reasons += touch_reasons(name, module)
+    return reasons
