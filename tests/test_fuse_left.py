@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import vit_fast
+from vit_fast import fusion
 from vit_fast.integrations import common
 
 SETTINGS: dict[str, Any] = {"img_size": 32, "depth": 1, "embed_dim": 64, "num_heads": 2, "num_classes": 5}
@@ -76,6 +77,16 @@ def replace_mlp_forward(block: nn.Module) -> None:
     mlp.forward = lambda x: mlp.fc2(mlp.act(mlp.fc1(x))) * 3
 
 
+def hook_attention_dropout(block: nn.Module) -> None:
+    block.attn.fused_attn = False  # timm calls the module only then
+    block.attn.attn_drop.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def replace_attention_dropout(block: nn.Module) -> None:
+    block.attn.fused_attn = False
+    block.attn.attn_drop = nn.Tanh()
+
+
 def change_activation(block: nn.Module) -> None:
     block.mlp.act = nn.Tanh()
 
@@ -110,9 +121,15 @@ def test_a_changed_block_is_left_with_the_reason(change: str) -> None:
     torch.testing.assert_close(model(images), expected)
 
 
-@pytest.mark.parametrize("change", CHANGES)
+AFTERWARDS = {name: apply for name, (apply, _) in CHANGES.items()} | {
+    "hook on attention dropout": hook_attention_dropout,
+    "other attention dropout": replace_attention_dropout,
+}
+
+
+@pytest.mark.parametrize("change", AFTERWARDS)
 def test_a_change_after_fuse_is_honoured(change: str) -> None:
-    apply, _ = CHANGES[change]
+    apply = AFTERWARDS[change]
     model, images = tiny_timm().eval(), torch.randn(2, 3, 32, 32)
     twin = copy.deepcopy(model)
     vit_fast.fuse(model).require_all()
@@ -337,6 +354,22 @@ def test_heads_that_the_triton_kernel_does_not_take_are_left() -> None:
     report = vit_fast.fuse(model, backend="triton")
     assert [module.part for module in report.left] == ["attention"]
     assert report.left[0].reasons == ("a head is 8 wide: the triton kernel takes 16 to 128",)
+
+
+def test_auto_is_sdpa_for_what_the_triton_kernels_do_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    def as_on_a_gpu(backend: str, device: torch.device) -> str:
+        return "triton" if backend == "auto" else backend
+
+    for module in (fusion, common):
+        monkeypatch.setattr(module, "resolve_backend", as_on_a_gpu)
+    model = tiny_timm(embed_dim=64, num_heads=8)
+    report = vit_fast.fuse(model).require_all()
+    notes = {module.part: module.notes for module in report.fused}
+    assert notes["attention"] == ("it runs with backend sdpa: a head is 8 wide: the triton kernel takes 16 to 128",)
+    assert notes["norm + MLP"] == ()
+    assert (model.blocks[0].attn.vit_fast_backend, model.blocks[0].vit_fast_backend) == ("sdpa", "triton")
+    model.double()
+    assert model.blocks[0].vit_fast_backend == "sdpa"
 
 
 def test_weights_in_fp64_are_for_torch() -> None:

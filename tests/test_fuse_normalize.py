@@ -118,3 +118,13 @@ def test_normalisations_that_do_not_fit_change_nothing(normalize: object, messag
 def test_models_whose_first_layer_cannot_take_it(model: nn.Module, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         vit_fast.fuse(model, normalize=(MEAN, STD))
+
+
+def test_only_the_model_whose_convolution_is_folded_takes_bytes() -> None:
+    first, second = (vit_fast.create_model("vit_test", backend="eager").eval() for _ in range(2))
+    pictures = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    expected = first(normalised(pictures))
+    vit_fast.fuse(nn.ModuleList([first, second]), backend="sdpa", normalize=(MEAN, STD))
+    torch.testing.assert_close(first(pictures), expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match=r"images are torch.uint8"):
+        second(pictures)

@@ -151,7 +151,7 @@ class _Plan:
         self.rows.append(_row(name, conv, FusedPatchConv.kind, notes=FusedPatchConv.notes(conv)))
         self.changes.append(lambda: _give_class(conv, FusedPatchConv, "auto", vit_fast_mean=mean, vit_fast_std=std))
         for owner in model.modules():
-            if type(owner) is PatchEmbed:
+            if type(owner) is PatchEmbed and any(part is conv for part in owner.modules()):
                 self.changes.append(lambda owner=owner: _give_class(owner, FusedPatchEmbed, "auto"))  # type: ignore[misc]
 
     def apply(self) -> None:
@@ -167,9 +167,10 @@ class _Plan:
 
     def _add(self, name: str, module: nn.Module, form: type[FusedModule]) -> None:
         reasons = _instance_reasons(module, form) or form.reasons(module)
-        if not reasons and self.resolved == "triton":
-            reasons = triton_reasons(form.head_width(module), dtype_of(module))
-        self.rows.append(_row(name, module, form.kind, reasons, form.notes(module) if not reasons else ()))
+        notes: list[str] = []
+        if not reasons:
+            reasons, notes = self._about_triton(module, form)
+        self.rows.append(_row(name, module, form.kind, reasons, form.notes(module) + notes if not reasons else ()))
         self.seen.add(id(module))
         if not reasons:
             for child in form.bypassed(module):
@@ -188,6 +189,13 @@ class _Plan:
         )
         self.seen.update(id(child) for child in form.bypassed(module))
         self.changes.append(lambda: _set_backend(module, self.requested))
+
+    def _about_triton(self, module: nn.Module, form: type[FusedModule]) -> tuple[list[str], list[str]]:
+        """Why the kernels cannot do this module: reasons to leave it, or a note where "auto" takes sdpa instead."""
+        unable = triton_reasons(form.head_width(module), dtype_of(module)) if self.resolved == "triton" else []
+        if unable and self.requested == "auto":
+            return [], ["it runs with backend sdpa: " + "; ".join(unable)]
+        return unable, []
 
     def _add_unknown(self, model: nn.Module) -> None:
         """What looks like attention or an MLP, has weights, and no row speaks for it or for something inside it."""

@@ -89,11 +89,11 @@ class FusedModule(nn.Module):
         """Records what forward needs beyond the original's attributes; runs once the class is set."""
 
     def set_fused_backend(self, request: str) -> None:
-        """Resolves "auto" for the device and the dtype that the parameters have."""
+        """Resolves "auto" for the device, the dtype and the head width: triton where it can run, else sdpa."""
         self.vit_fast_request = request
         self.vit_fast_backend = resolve_backend(request, device_of(self))
-        if request == "auto" and dtype_of(self) is torch.float64:
-            self.vit_fast_backend = "sdpa"  # the kernels stop at fp32
+        if request == "auto" and triton_reasons(type(self).head_width(self), dtype_of(self)):
+            self.vit_fast_backend = "sdpa"
 
     def _apply(self, fn: Any, recurse: bool = True) -> FusedModule:
         """Runs on .to(), .cuda() and the like: "auto" is resolved again, since it depends on the device."""

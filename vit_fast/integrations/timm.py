@@ -15,6 +15,7 @@ from timm.layers.attention_pool import AttentionPoolLatent
 from timm.models.vision_transformer import Block, LayerScale  # 1.0.20 has a LayerScale of its own here
 from torch import Tensor, nn
 
+from ..layers import is_touched
 from ..ops import attention, attention_qkvpacked
 from ..ops.linear import layer_norm_linear
 from .common import (
@@ -47,7 +48,7 @@ LEFT = {
 class FusedAttention(FusedModule, Attention):
     """timm's Attention with our operator between its linears, which still run as modules.
 
-    With a mask, a causal flag or attention dropout in training, timm's own forward runs.
+    With a mask, a causal flag, attention dropout in training or a changed attn_drop, timm's own forward runs.
     """
 
     kind = "attention"
@@ -55,7 +56,7 @@ class FusedAttention(FusedModule, Attention):
     @classmethod
     def reasons(cls, module: Any) -> list[str]:
         dropout = module.attn_drop
-        if not isinstance(dropout, nn.Dropout):
+        if type(dropout) is not nn.Dropout:
             return [f"attn_drop is a {type(dropout).__qualname__}: accepted is torch.nn.Dropout"]
         return dropout_reasons("attn_drop", dropout.p, module.training) + touch_reasons("attn_drop", dropout)
 
@@ -69,7 +70,8 @@ class FusedAttention(FusedModule, Attention):
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """[B, N, C] -> [B, N, dim_out]."""
-        if attn_mask is not None or is_causal or (self.training and self.attn_drop.p):
+        changed = type(self.attn_drop) is not nn.Dropout or is_touched(self.attn_drop)
+        if attn_mask is not None or is_causal or changed or (self.training and self.attn_drop.p):
             extra: dict[str, Any] = {"is_causal": True} if is_causal else {}
             return super().forward(x, attn_mask=attn_mask, **extra)
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # [B, N, 3, H, D]
