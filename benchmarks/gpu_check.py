@@ -11,6 +11,7 @@ say "not measured" for the rest.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -26,7 +27,8 @@ import torch
 from .machine import describe
 
 TOTAL_SECONDS = 450
-NOT_MEASURED = "not measured: no GPU"
+NOT_MEASURED = "not measured: "
+NO_GPU = NOT_MEASURED + "no GPU"
 ROOT = Path(__file__).resolve().parent.parent
 _PYTEST = (
     sys.executable, "-m", "pytest", "-q", "-rf", "-o", "addopts=--import-mode=importlib", "-o", "pythonpath=tests",
@@ -34,7 +36,10 @@ _PYTEST = (
 )  # fmt: skip
 _GPU_TESTS = tuple(f"tests/test_{name}.py" for name in ("attention_kernel", "mlp_memory", "mlp_prepared", "runtime"))
 # A part of the interpreter's tests, compiled: all of them would spend the time on compiling.
-_COMPILED = "every_layout or far_below or nan_stays or empty_batch or different_number or (every_head_size and float16)"
+_COMPILED = (
+    "every_forward_path or every_layout or far_below or nan_stays or empty_batch or different_number"
+    " or (every_head_size and float16)"
+)
 
 
 @dataclass(frozen=True)
@@ -46,12 +51,14 @@ class Part:
         command: What runs; {out} stands for its JSON file, {folder} for a new folder, {seconds} for its time.
         seconds: Its time limit; what earlier parts did not use is not added.
         needs_gpu: Whether a machine without one has nothing to run here.
+        packages: What it imports beyond torch, triton and pytest; without one of them it is not run.
     """
 
     name: str
     command: tuple[str, ...]
     seconds: int
     needs_gpu: bool = False
+    packages: tuple[str, ...] = ()
 
     def filled(self, out: Path, seconds: float) -> list[str]:
         values = {"{out}": str(out), "{folder}": str(out.with_suffix("")), "{seconds}": str(int(seconds))}
@@ -70,13 +77,14 @@ _FUSED_MODELS = (
     "--dtypes", "bf16", "--subjects", "timm,timm+compile,timm+fused,transformers,transformers+fused",
     "--time-budget", "{seconds}", "--out", "{folder}",
 )  # fmt: skip
+_BENCH_PACKAGES = ("typer", "rich", "numpy", "PIL", "matplotlib", "timm", "transformers")
 
 PARTS: tuple[Part, ...] = (
-    Part("gpu_tests", (*_PYTEST, "-m", "gpu", *_GPU_TESTS), 60, needs_gpu=True),
-    suite("gpu_check_attention", 135),
+    Part("gpu_tests", (*_PYTEST, "-m", "gpu", *_GPU_TESTS), 95, needs_gpu=True),
+    suite("gpu_check_attention", 100),
     suite("gpu_check_mlp", 120),
     Part("compiled_tests", (*_PYTEST, "-k", _COMPILED, "tests/test_attention_kernel.py"), 75, needs_gpu=True),
-    Part("fused_models", _FUSED_MODELS, 60, needs_gpu=True),
+    Part("fused_models", _FUSED_MODELS, 60, needs_gpu=True, packages=_BENCH_PACKAGES),
 )
 
 
@@ -94,7 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_json(out / "summary.json", summary)
         print(f"{part.name}: {summary['parts'][part.name]['outcome']}", flush=True)
     print(table(summary))
-    return sum(result["outcome"] not in ("passed", NOT_MEASURED) for result in summary["parts"].values())
+    outcomes = [result["outcome"] for result in summary["parts"].values()]
+    return sum(outcome != "passed" and not outcome.startswith(NOT_MEASURED) for outcome in outcomes)
 
 
 def _describe() -> dict[str, Any]:
@@ -107,7 +116,11 @@ def _describe() -> dict[str, Any]:
 def run_part(part: Part, out: Path, seconds: float) -> dict[str, Any]:
     """Run one part in its own process and read what it wrote; never raises for what the part does."""
     if part.needs_gpu and not torch.cuda.is_available():
-        return {"outcome": NOT_MEASURED, "seconds": 0.0, "rows": []}
+        return {"outcome": NO_GPU, "seconds": 0.0, "rows": []}
+    absent = [package for package in part.packages if importlib.util.find_spec(package) is None]
+    if absent:
+        reason = f"{', '.join(absent)} {'is' if len(absent) == 1 else 'are'} not installed"
+        return {"outcome": NOT_MEASURED + reason, "seconds": 0.0, "rows": []}
     if seconds <= 5:
         return {"outcome": "failed: no time left", "seconds": 0.0, "rows": []}
     record, log = out / f"{part.name}.json", out / f"{part.name}.log"

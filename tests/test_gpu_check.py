@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vit_fast.benchmarks import gpu_check
+from vit_fast.benchmarks import gpu_check, gpu_check_attention
 from vit_fast.benchmarks.gpu_check import Part
 
 ROW = {
@@ -49,6 +49,34 @@ def test_without_a_gpu_nothing_is_claimed(tmp_path: Path) -> None:
     part = Part("tests", ("false",), 60, needs_gpu=True)
     result = gpu_check.run_part(part, tmp_path, 60)
     assert result == {"outcome": "not measured: no GPU", "seconds": 0.0, "rows": []}
+
+
+def test_a_part_whose_packages_are_absent_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = Part("bench", ("false",), 60, packages=("torch", "no_such_package"))
+    monkeypatch.setattr(gpu_check, "PARTS", (part,))
+    assert gpu_check.main(["--out", str(tmp_path)]) == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())["parts"]
+    assert summary["bench"]["outcome"] == "not measured: no_such_package is not installed"
+
+
+def test_the_parts_fit_into_the_time() -> None:
+    assert sum(part.seconds for part in gpu_check.PARTS) <= gpu_check.TOTAL_SECONDS
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_attention_is_checked_at_the_batch_that_is_timed(backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = gpu_check_attention.Shape("small", 5, 20, 2, 16)
+    batches, factors = [], torch.ones(5, 1, 1, 1)
+
+    def ours(qkv: torch.Tensor) -> torch.Tensor:
+        batches.append(qkv.shape[0])
+        return gpu_check_attention._eager(qkv) * factors.to(qkv.dtype)
+
+    monkeypatch.setattr(gpu_check_attention, "_ours", ours)
+    assert gpu_check_attention.check(shape, backward, torch.device("cpu"))["correct"]
+    factors[-1] = 1.1  # the last image alone goes wrong
+    assert not gpu_check_attention.check(shape, backward, torch.device("cpu"))["correct"]
+    assert batches == [5, 5]
 
 
 @pytest.mark.parametrize(
