@@ -34,11 +34,17 @@ class _Case:
     head_dim: int
     batch: int
     layout: str
+    queries: int | None = None  # where not as many as tokens: attention pooling
+
+    @property
+    def n_q(self) -> int:
+        return self.tokens if self.queries is None else self.queries
 
     @property
     def name(self) -> str:
         kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(self.dtype, self.element)
-        return f"{kind} N{self.tokens} D{self.head_dim} B{self.batch} {self.layout}"
+        lengths = f"N{self.tokens}" if self.queries is None else f"Nq{self.queries} N{self.tokens}"
+        return f"{kind} {lengths} D{self.head_dim} B{self.batch} {self.layout}"
 
     @property
     def core(self) -> bool:
@@ -55,7 +61,7 @@ class _Case:
             sm_count=REFERENCE_SM_COUNT,
             element=self.element,
             head_dim=self.head_dim,
-            n_q=self.tokens,
+            n_q=self.n_q,
             n_kv=self.tokens,
             batch_heads=self.batch * _HEADS,
             layout=self.layout,
@@ -68,14 +74,14 @@ class _Case:
         flat = flat[1:] if self.layout == "scalar" else flat[:-1]
         packed = flat.view(shape).expand(self.batch, -1, -1, -1, -1)
         q, k, v = packed.transpose(1, 3).unbind(2)
-        return q, k, v
+        return q[:, :, : self.n_q], k, v
 
     def output(self) -> torch.Tensor:
-        shape = (self.batch, self.tokens, _HEADS, self.head_dim)
+        shape = (self.batch, self.n_q, _HEADS, self.head_dim)
         return torch.empty(shape, dtype=self.dtype, device="meta").transpose(1, 2)
 
     def row_values(self) -> torch.Tensor:
-        return torch.empty((self.batch, _HEADS, self.tokens), dtype=torch.float32, device="meta")
+        return torch.empty((self.batch, _HEADS, self.n_q), dtype=torch.float32, device="meta")
 
     def needs(self, tma: bool) -> tuple[str, ...]:
         """On sm_90 half precision must reach wgmma, and descriptors TMA; on sm_100 the fifth tensor core."""
@@ -96,6 +102,8 @@ def _cases(arch: str) -> Iterator[_Case]:
         for layout in ("tma", "vector", "scalar"):
             yield _Case(arch, torch.bfloat16, "half", tokens, head_dim, _FULL_BATCH, layout)
     yield _Case(arch, torch.bfloat16, "half", 197, 64, _SMALL_BATCH, "tma")
+    # SigLIP's pooling: one query an image
+    yield _Case(arch, torch.bfloat16, "half", 196, 64, _FULL_BATCH, "tma", queries=1)
     for tokens, head_dim in _CORE_SHAPES:
         yield _Case(arch, torch.float16, "half", tokens, head_dim, _FULL_BATCH, "tma")
     for element in ("ieee", "tf32"):

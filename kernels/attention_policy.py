@@ -193,7 +193,11 @@ def _forward_rule(problem: Problem) -> ForwardConfig:
     if problem.layout == "scalar":
         return ForwardConfig("looped", 32, 32, num_warps=4, num_stages=1)
     most_columns, most_keys = _ROW_LIMITS[generation, tma]
-    if width <= most_columns and sum(cover(problem.n_kv, 128, 3)) in range(1, most_keys + 1):
+    keys = sum(cover(problem.n_kv, 128, 3))
+    if generation == "ampere" and problem.n_q <= 64 and 128 < keys <= most_keys and width <= most_columns:
+        # a few queries (attention pooling) make one tile, for which the row kernel spills: see _fill
+        return ForwardConfig("looped", 64, 64, num_warps=4, num_stages=2)
+    if width <= most_columns and keys in range(1, most_keys + 1):
         # one query tile a program on blackwell: two would take all of its tensor memory
         tiles = 1 if generation == "blackwell" else 4
         return ForwardConfig("row", 64, 128, tiles, num_warps=4, num_stages=1, tma=tma)
