@@ -2,8 +2,8 @@
 
 Each row: is it right (against fp64 over all the rows that are timed, by the 2x / 3x rule), then ms, TFLOP/s, GB/s, the
 share of the floor that bytes and FLOP set on this device, and how many times faster it is than the best peer of the
-same run. On a machine without a GPU the kernels run in Triton's interpreter on a small shape for the first question; the
-others are "not measured".
+same run. On a machine without a GPU the kernels run in Triton's interpreter on a small shape for the first question;
+the others are "not measured".
 
 Peers of the operator: eager, compiled eager, and in inference LayerNorm + cuBLASLt's GELU epilogue + matmul + residual
 (tanh GELU: its only one). Peer of the matmul: torch.matmul. Peers of the model: timm compiled where timm is installed,
