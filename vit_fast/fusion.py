@@ -34,7 +34,8 @@ def fuse(
     In place and per instance. The modules stay the very objects they are, with the same Parameters, state_dict keys,
     hooks and names; only their class changes, to a subclass with another forward. Training, autocast, checkpointing,
     deepcopy, pickle, torch.export, DDP and FSDP work as before (fuse before fully_shard). A module that cannot be fused
-    is left as it is, with every reason in the report. Fusing again changes the backend, and normalize where given.
+    is left as it is, with every reason in the report. Fusing again changes the backend, and normalize where given;
+    a module that can no longer be fused is given back its class.
 
     A fused module runs its original forward for what the operators do not do: masks, attention weights asked for,
     dropout in training, and children that were hooked, wrapped or replaced after fuse.
@@ -184,11 +185,21 @@ class _Plan:
         self.seen.add(id(module))
         if form.kind == FusedPatchConv.kind:
             return
-        self.rows.append(
-            ModuleReport(name, form.original.__qualname__, form.kind, fused=True, notes=("already fused",))
-        )
-        self.seen.update(id(child) for child in form.bypassed(module))
-        self.changes.append(lambda: _set_backend(module, self.requested))
+        reasons = _reasons_now(module)
+        notes: list[str] = []
+        if not reasons:
+            reasons, notes = self._about_triton(module, form)
+        self.rows.append(_row(name, module, form.kind, reasons, () if reasons else ("already fused", *notes)))
+        if not reasons:
+            self.seen.update(id(child) for child in form.bypassed(module))
+            self.changes.append(lambda: _fuse_again(module, self.requested))
+            return
+        inside = [child for child in module.modules() if not isinstance(child, FusedModule)]
+        self.seen.update(id(child) for child in inside if fused_form(type(child)) is None)
+        if "original" in vars(form) and not _forward_replaced(module):
+            self.changes.append(lambda: _give_class_back(module))
+        else:  # fully_shard gave it another class, or the forward set on it may call the one it had: that must work
+            self.changes.append(lambda: _set_backend(module, "sdpa"))
 
     def _about_triton(self, module: nn.Module, form: type[FusedModule]) -> tuple[list[str], list[str]]:
         """Why the kernels cannot do this module: reasons to leave it, or a note where "auto" takes sdpa instead."""
@@ -227,6 +238,15 @@ def _instance_reasons(module: nn.Module, form: type[FusedModule]) -> list[str]:
     if _forward_replaced(module):
         reasons.append("its forward was replaced on the instance")
     return reasons
+
+
+def _reasons_now(module: FusedModule) -> list[str]:
+    """Why a module that was fused earlier can no longer be.
+
+    Sharded weights are none: fully_shard came after fuse, and gathers them before forward runs.
+    """
+    reasons = ["its forward was replaced on the instance"] if _forward_replaced(module) else []
+    return reasons + [reason for reason in type(module).reasons(module) if " is a DTensor: " not in reason]
 
 
 def _forward_replaced(module: nn.Module) -> bool:
@@ -282,11 +302,35 @@ def _give_class(module: nn.Module, form: type[FusedModule], backend: str, **attr
     return undo
 
 
-def _give_class_back(module: FusedModule) -> None:
+def _give_class_back(module: FusedModule) -> Undo:
+    def undo() -> None:
+        module.__class__ = form
+        module.__dict__.clear()
+        module.__dict__.update(kept)
+
+    form, kept = type(module), dict(module.__dict__)
     module.__dict__.pop("forward", None)  # as above
     for name in [name for name in module.__dict__ if name.startswith("vit_fast_")]:
         del module.__dict__[name]
     module.__class__ = type(module).original  # type: ignore[assignment]  # a class of another library
+    return undo
+
+
+def _fuse_again(module: FusedModule, backend: str) -> Undo:
+    """Records anew what the children are now, which may have been replaced since, and sets the backend."""
+
+    def undo() -> None:
+        module.__dict__.clear()
+        module.__dict__.update(kept)
+
+    kept = dict(module.__dict__)
+    try:
+        module.prepare()
+        module.set_fused_backend(backend)
+    except BaseException:
+        undo()
+        raise
+    return undo
 
 
 def _set_backend(module: FusedModule, backend: str) -> Undo:
