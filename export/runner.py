@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from .providers import (
     preload,
     reasons_against,
 )
+from .subjects import Output
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -52,6 +54,8 @@ class OnnxRunner:
         profile: Prefix of a profile that ONNX Runtime writes; end_profiling() finishes it.
         data_config: How images are prepared, where the file does not say.
         class_names: Names of the outputs, where the file does not say.
+        image_hw: Height and width that photographs are prepared to, where the file leaves them open.
+        output: "logits", "probabilities" or "features", where the file does not say; None means logits there.
         optimise: Whether ONNX Runtime optimises the graph when loading it.
 
     Attributes:
@@ -77,6 +81,8 @@ class OnnxRunner:
         profile: str | Path | None = None,
         data_config: DataConfig | Mapping[str, Any] | None = None,
         class_names: Sequence[str] | None = None,
+        image_hw: Size | None = None,
+        output: Output | None = None,
         optimise: bool = True,
     ) -> None:
         kind, index = parse_device(device)
@@ -89,6 +95,7 @@ class OnnxRunner:
         del proto
         self._read_signature()
         self._complete(data_config, class_names)
+        self._complete_signature(image_hw, output)
         self.notes: tuple[str, ...] = ()
         if kind == "auto":
             self.notes = tuple(reasons_against("cuda"))
@@ -146,7 +153,7 @@ class OnnxRunner:
         Raises:
             UnsupportedInputError: the file gives features, or nothing says how images are prepared.
         """
-        if self.info.output == "features":
+        if self.output == "features":
             raise UnsupportedInputError("probabilities", [f"{self.path} gives features, not logits"])
         if self.takes_pixels:
             rows = [self(self._as_pixels(image)) for image in images]
@@ -155,7 +162,7 @@ class OnnxRunner:
             prepared = [self.prepare(image) for image in images]
             output = self(np.stack(prepared).astype(self._dtype))
         output = output.astype(np.float64)
-        if self.info.output == "probabilities":
+        if self.output == "probabilities":
             return output / output.sum(axis=-1, keepdims=True)
         exponents = np.exp(output - output.max(axis=-1, keepdims=True))
         result: np.ndarray = exponents / exponents.sum(axis=-1, keepdims=True)
@@ -174,7 +181,7 @@ class OnnxRunner:
             )
         if self.image_hw is None:
             raise UnsupportedInputError(
-                f"preparing images for {self.path}", ["the file does not say which size it takes"]
+                f"preparing images for {self.path}", ["the file leaves the size open: give image_hw"]
             )
         return make_transform(self.data_config, self.image_hw, self.in_chans)(image).numpy()
 
@@ -226,7 +233,8 @@ class OnnxRunner:
         out = info.outputs[0]
         tail = tuple(dim for dim in out["shape"][1:] if isinstance(dim, int) and dim > 0)
         known = bool(tail) and len(tail) == len(out["shape"]) - 1
-        self._output_tail: tuple[int, ...] | None = tail if known else None
+        # bound only where both are known; else ONNX Runtime makes the output, of whatever dtype it is
+        self._output_tail: tuple[int, ...] | None = tail if known and out["dtype"] in _DTYPES else None
         self._output_dtype = np.dtype(_DTYPES.get(out["dtype"], np.float32))
 
     def _complete(self, data_config: DataConfig | Mapping[str, Any] | None, names: Sequence[str] | None) -> None:
@@ -237,6 +245,26 @@ class OnnxRunner:
         classes = self._output_tail[-1] if self._output_tail else None
         if names is not None and classes is not None and len(names) != classes:
             raise ValueError(f"class_names has {len(names)} names: accepted are {classes}, as the file has outputs")
+        said = self.info.class_names
+        if said and classes is not None and len(said) != classes and self.info.output != "features":
+            raise ModelFileError(f"{self.path}: its metadata is damaged: {len(said)} class names for {classes} outputs")
+
+    def _complete_signature(self, image_hw: Size | None, output: Output | None) -> None:
+        if output is not None and output not in get_args(Output):
+            raise ValueError(f"output={output!r}: accepted are {', '.join(map(repr, get_args(Output)))}")
+        if output is not None and self.info.output not in (None, output):
+            raise ValueError(f"output={output!r}: accepted is {self.info.output!r}, as the file says")
+        self.output = output or self.info.output or "logits"
+        if image_hw is None:
+            return
+        if len(image_hw) != 2 or not all(isinstance(side, int) and side > 0 for side in image_hw):
+            raise ValueError(f"image_hw={image_hw!r}: accepted are height and width in pixels")
+        if self.takes_pixels:
+            raise ValueError(f"image_hw={image_hw!r}: accepted is None, as the file prepares images of any size")
+        fixed = self._shape[2:]
+        if any(n is not None and n != side for n, side in zip(fixed, image_hw)):
+            raise ValueError(f"image_hw={image_hw!r}: accepted is {fixed}, as the file's input is")
+        self.image_hw = (image_hw[0], image_hw[1])
 
     def _open(self, threads: int | None, profile: str | Path | None, optimise: bool) -> Any:
         import onnxruntime
@@ -337,14 +365,28 @@ class OnnxRunner:
             )
             return replayed
         if not self._bind or self._output_tail is None:
-            result: np.ndarray = self._session.run([self._output], {self._input: images})[0]
+            with self._explained(images.shape):
+                result: np.ndarray = self._session.run([self._output], {self._input: images})[0]
             return result
         output = np.empty((len(images), *self._output_tail), self._output_dtype)
         binding = self._session.io_binding()
         binding.bind_input(self._input, "cpu", 0, images.dtype, images.shape, images.ctypes.data)
         binding.bind_output(self._output, "cpu", 0, output.dtype, output.shape, output.ctypes.data)
-        self._session.run_with_iobinding(binding)
+        with self._explained(images.shape):
+            self._session.run_with_iobinding(binding)
         return output
+
+    @contextlib.contextmanager
+    def _explained(self, shape: tuple[int, ...]) -> Iterator[None]:
+        """A shape that the signature leaves open and the graph does not take is bad input, and said so."""
+        try:
+            yield
+        except Exception as error:  # ONNX Runtime's exceptions share no base class
+            if None not in self._shape[1:] or "allocate" in str(error).lower():
+                raise
+            raise ValueError(
+                f"images of shape {tuple(shape)}: {self.path} cannot run on them: {str(error)[:300]}"
+            ) from error
 
     def _run_on_cuda(self, images: Any) -> Any:
         """torch tensors on the GPU, bound where they lie; with cuda_graph copied into buffers whose address stays."""
@@ -353,7 +395,8 @@ class OnnxRunner:
         images = images.contiguous()
         if self._output_tail is None:
             raise UnsupportedInputError(
-                "IO binding", ["the file does not say the shape of its output: io_binding=False"]
+                "IO binding",
+                ["the file does not say its output's shape, or its dtype is not floating: io_binding=False"],
             )
         output = torch.empty(
             (len(images), *self._output_tail), dtype=getattr(torch, str(self._output_dtype)), device=images.device
@@ -368,7 +411,8 @@ class OnnxRunner:
         binding, index = self._session.io_binding(), images.device.index or 0
         binding.bind_input(self._input, "cuda", index, self._dtype, tuple(images.shape), images.data_ptr())
         binding.bind_output(self._output, "cuda", index, self._output_dtype, tuple(output.shape), output.data_ptr())
-        self._session.run_with_iobinding(binding)
+        with self._explained(tuple(images.shape)):
+            self._session.run_with_iobinding(binding)
         return output.clone() if self._cuda_graph else output
 
     def _as_pixels(self, image: Image.Image) -> np.ndarray:

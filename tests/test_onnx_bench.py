@@ -43,4 +43,4 @@ def test_targets_are_judged_by_the_rows() -> None:
     peer = export_check.PEER_FILES[0]
     rows += [row(peer, 1, 0.9), row(peer, 8, 1.0)]
     met = [target["met"] for target in export_check.judge(rows, {"seconds": 61.0, "peak_MiB": 3000.0})]
-    assert met == [True, False, True, False, True, True, False]
+    assert met == [True, False, True, False, True, True, False, None]  # the last takes a GPU: not measured

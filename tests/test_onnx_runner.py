@@ -153,6 +153,10 @@ def test_fp32_is_not_rounded_to_tf32(folder: Path, monkeypatch: pytest.MonkeyPat
         ({"threads": 0}, ValueError, "threads=0"),
         ({"max_batch": -1}, ValueError, "max_batch=-1"),
         ({"class_names": ["a"]}, ValueError, "class_names has 1 names: accepted are 10"),
+        ({"image_hw": (40, 32)}, ValueError, r"image_hw=\(40, 32\): accepted is \(32, 32\)"),
+        ({"image_hw": (0, 32)}, ValueError, "accepted are height and width"),
+        ({"output": "classes"}, ValueError, "output='classes': accepted are 'logits'"),
+        ({"output": "features"}, ValueError, "accepted is 'logits', as the file says"),
         ({"device": "cpu", "cuda_graph": True}, UnsupportedInputError, "the device is cpu"),
     ],
 )
@@ -192,21 +196,62 @@ def test_a_file_exported_by_timm_or_plain_torch(tmp_path: Path) -> None:
     assert by_hand.class_names == tuple(NAMES)
 
 
-def test_a_file_as_optimum_writes_it(tmp_path: Path) -> None:
-    """Input pixel_values, output logits, every dimension open, nothing known of the output's shape."""
+def test_a_file_as_optimum_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Input pixel_values, output logits, every dimension of both open; a photograph is prepared as told."""
     model: Any = transformers_vit().eval()
     torch.onnx.export(
         model, (torch.randn(2, 3, 32, 32),), tmp_path / "o.onnx", dynamo=True, input_names=["pixel_values"],
-        output_names=["logits"], verbose=False,
+        output_names=["logits"], dynamic_shapes=({0: torch.export.Dim("n")},), verbose=False,
     )  # fmt: skip
     proto = onnx.load(tmp_path / "o.onnx")
-    for value in proto.graph.output:
-        value.type.tensor_type.shape.dim[1].dim_param = "classes"
+    for value, names in (
+        (proto.graph.input[0], ("batch", "channels", "height", "width")),
+        (proto.graph.output[0], ("batch", "classes")),
+    ):
+        for dim, name in zip(value.type.tensor_type.shape.dim, names):
+            dim.dim_param = name
     onnx.save(proto, tmp_path / "o.onnx")
     images = torch.randn(2, 3, 32, 32)
     with torch.inference_mode():
         expected = model(images).logits
-    np.testing.assert_allclose(OnnxRunner(tmp_path / "o.onnx", "cpu")(images), expected, atol=1e-5)
+    runner = OnnxRunner(tmp_path / "o.onnx", "cpu", data_config=DataConfig())
+    np.testing.assert_allclose(runner(images), expected, atol=1e-5)
+    for wrong in ((2, 3, 40, 32), (2, 1, 32, 32)):
+        with pytest.raises(ValueError, match=rf"images of shape \({wrong[0]}, {wrong[1]}, .*o\.onnx cannot run"):
+            runner(np.zeros(wrong, np.float32))
+    photograph = read_image(default_photograph())
+    with pytest.raises(UnsupportedInputError, match="give image_hw"):
+        runner.probabilities([photograph])
+    told = OnnxRunner(tmp_path / "o.onnx", "cpu", data_config=DataConfig(), image_hw=(32, 32), max_batch=2)
+    with torch.inference_mode():
+        logits = model(make_transform(DataConfig(), (32, 32))(photograph)[None].expand(2, -1, -1, -1)).logits
+    np.testing.assert_allclose(told.probabilities([photograph] * 2), logits.softmax(-1), atol=1e-6)
+    given = OnnxRunner(tmp_path / "o.onnx", "cpu", data_config=DataConfig(), image_hw=(32, 32), output="features")
+    with pytest.raises(UnsupportedInputError, match="gives features"):
+        given.probabilities([photograph])
+    (tmp_path / "data.json").write_text(json.dumps(DataConfig().to_dict()))
+    arguments = ["--onnx", str(tmp_path / "o.onnx"), "--data-config", str(tmp_path / "data.json"), "--json"]
+    with pytest.raises(SystemExit) as status:
+        main(["predict", str(default_photograph()), *arguments, "--img-size", "32"])
+    assert status.value.code == 0
+    (result,) = json.loads(capsys.readouterr().out)
+    assert result["top"][0]["index"] == int(logits[0].argmax())
+
+
+def test_an_output_of_integers(tmp_path: Path) -> None:
+    """The index of the class, as some files give it: not read into a buffer of floats."""
+    value, kinds = onnx.helper.make_tensor_value_info, onnx.TensorProto
+    node = onnx.helper.make_node("ArgMax", ["x"], ["y"], axis=1, keepdims=0)
+    graph = onnx.helper.make_graph(
+        [node], "g", [value("x", kinds.FLOAT, ["n", 3, 2, 2])], [value("y", kinds.INT64, ["n", 2, 2])]
+    )
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=10)
+    onnx.save(model, tmp_path / "m.onnx")
+    images = np.random.default_rng(0).normal(size=(5, 3, 2, 2)).astype(np.float32)
+    for batch in (0, 1, 5):
+        got = OnnxRunner(tmp_path / "m.onnx", "cpu", max_batch=2)(images[:batch])
+        assert got.dtype == np.int64
+        np.testing.assert_array_equal(got, images[:batch].argmax(1))
 
 
 # --- damaged and unsafe files -------------------------------------------------------------------------------
@@ -252,6 +297,13 @@ def test_damaged_metadata(folder: Path, tmp_path: Path) -> None:
             entry.value = '{"mean": '
     onnx.save(proto, tmp_path / "m.onnx")
     with pytest.raises(ModelFileError, match="its metadata is damaged"):
+        OnnxRunner(tmp_path / "m.onnx")
+    proto = onnx.load(folder / "plain.onnx")
+    for entry in proto.metadata_props:
+        if entry.key == "vit_fast.class_names":
+            entry.value = json.dumps(NAMES[:7])
+    onnx.save(proto, tmp_path / "m.onnx")
+    with pytest.raises(ModelFileError, match="damaged: 7 class names for 10 outputs"):
         OnnxRunner(tmp_path / "m.onnx")
 
 

@@ -54,6 +54,9 @@ def predict(
         Path | None,
         typer.Option(help="JSON with mean, std, crop_pct, interpolation, for an ONNX file that does not say them."),
     ] = None,
+    img_size: Annotated[
+        int | None, typer.Option(help="Height and width in pixels, for an ONNX file that leaves them open.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
     """Classifies images: the most probable classes with their probabilities, which sum to one over all classes."""
@@ -66,8 +69,10 @@ def predict(
     if onnx is not None:
         if weights is not None or model is not None:
             raise ValueError("--onnx with --weights or --model: accepted is one or the other")
-        names_known, rows = onnx_predictions(onnx, files, data_config)
+        names_known, rows = onnx_predictions(onnx, files, data_config, img_size)
     else:
+        if img_size is not None:
+            raise ValueError("--img-size: accepted with --onnx only")
         if weights is None or data_config is not None:
             raise ValueError("predict needs --weights, or --onnx (with --data-config where the file lacks it)")
         classifier = torch_classifier(weights, model, backend)
@@ -98,6 +103,8 @@ def torch_classifier(weights: str, model_name: str | None, backend: str) -> Clas
 
     model = _model(weights, model_name, backend)
     config = model.config
+    if config.global_pool == "":
+        raise ValueError(f"{weights}: global_pool='' gives logits for every token, accepted is a model that pools")
     if config.num_classes == 0:
         raise ValueError(f"{weights}: has no classification head, it makes features")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -131,7 +138,7 @@ def predictions(classifier: Classifier, files: Sequence[Path]) -> Iterator[tuple
 
 
 def onnx_predictions(
-    path: Path, files: Sequence[Path], data_config: Path | None
+    path: Path, files: Sequence[Path], data_config: Path | None, img_size: int | None = None
 ) -> tuple[Sequence[str] | None, Iterator[tuple[Path, list[float]]]]:
     """The class names that an ONNX file holds, and each image with its probabilities; nothing but the file is needed.
 
@@ -143,7 +150,7 @@ def onnx_predictions(
     from ..export import OnnxRunner
 
     given = None if data_config is None else json.loads(data_config.read_text(encoding="utf-8"))
-    runner = OnnxRunner(path, data_config=given)
+    runner = OnnxRunner(path, data_config=given, image_hw=None if img_size is None else (img_size, img_size))
 
     def rows() -> Iterator[tuple[Path, list[float]]]:
         for start in range(0, len(files), BATCH_SIZE):
