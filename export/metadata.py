@@ -158,6 +158,10 @@ def describe(proto: onnx.ModelProto, path: Path) -> OnnxInfo:
         data_config, names = facts.pop("data_config", None), facts.pop("class_names", None)
         info.data_config = DataConfig.from_dict(data_config) if data_config else None
         info.class_names = tuple(map(str, names)) if names else None
+        for key in ("image_hw", "patch_hw"):
+            sides = facts.get(key, [1, 1])
+            if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
+                raise ValueError(f"{key} is {sides!r}: accepted are two integers >= 1")
     except (json.JSONDecodeError, TypeError, ValueError, AttributeError) as error:
         raise ModelFileError(f"{path}: its metadata is damaged: {error}") from None
     info.preprocess, info.output = bool(facts.pop("preprocess", False)), facts.pop("output", None)

@@ -298,13 +298,18 @@ def test_damaged_metadata(folder: Path, tmp_path: Path) -> None:
     onnx.save(proto, tmp_path / "m.onnx")
     with pytest.raises(ModelFileError, match="its metadata is damaged"):
         OnnxRunner(tmp_path / "m.onnx")
-    proto = onnx.load(folder / "plain.onnx")
-    for entry in proto.metadata_props:
-        if entry.key == "vit_fast.class_names":
-            entry.value = json.dumps(NAMES[:7])
-    onnx.save(proto, tmp_path / "m.onnx")
-    with pytest.raises(ModelFileError, match="damaged: 7 class names for 10 outputs"):
-        OnnxRunner(tmp_path / "m.onnx")
+    for key, value, message in (
+        ("class_names", json.dumps(NAMES[:7]), "damaged: 7 class names for 10 outputs"),
+        ("image_hw", '["a", "b"]', "damaged: image_hw is"),
+        ("patch_hw", "[0, 8]", "damaged: patch_hw is"),
+    ):
+        proto = onnx.load(folder / "plain.onnx")
+        for entry in proto.metadata_props:
+            if entry.key == f"vit_fast.{key}":
+                entry.value = value
+        onnx.save(proto, tmp_path / "m.onnx")
+        with pytest.raises(ModelFileError, match=message):
+            OnnxRunner(tmp_path / "m.onnx")
 
 
 def _with_location(folder: Path, tmp_path: Path, location: str, **fields: str) -> Path:
