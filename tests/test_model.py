@@ -332,3 +332,13 @@ def test_a_folded_normalisation_is_not_lost_in_saving(tmp_path):
     with pytest.raises(ValueError, match="unfuse first"):
         vit_fast.save(model, tmp_path / "model.safetensors")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_replaced_attention_is_called_by_the_triton_backend():
+    model = make("triton")
+    block = model.blocks[0]
+    block.attn = nn.Identity()
+    with torch.no_grad():
+        z = model.embed(images())
+        expected = block._mlp(z + block.norm1(z))
+        assert torch.allclose(block(z), expected, atol=1e-5)

@@ -32,7 +32,13 @@ def can_fuse(block: Block) -> bool:
     """
     if torch.compiler.is_exporting() or torch.jit.is_tracing():
         return False
+    from .model import Attention
+
     attn, mlp = block.attn, block.mlp
+    if not norm_and_mlp_are_plain(block.norm2, mlp) or type(attn) is not Attention:
+        return False
+    if type(attn.proj_drop) is not nn.Dropout:
+        return False
     if block.training and (attn.attn_drop_rate or attn.proj_drop.p or mlp.drop.p):
         return False
     if not (type(block.norm1) is nn.LayerNorm and type(attn.qkv) is type(attn.proj) is nn.Linear):
@@ -40,7 +46,7 @@ def can_fuse(block: Block) -> bool:
     if any(is_touched(part) for part in block.modules() if part is not block):
         return False
     scalings = ((block.ls1, block.drop_path1), (block.ls2, block.drop_path2))
-    return norm_and_mlp_are_plain(block.norm2, mlp) and all(scaling_is_plain(*pair) for pair in scalings)
+    return all(scaling_is_plain(*pair) for pair in scalings)
 
 
 def run_blocks(blocks: nn.Sequential, x: Tensor) -> Tensor:

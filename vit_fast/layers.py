@@ -173,7 +173,9 @@ def norm_and_mlp_are_plain(norm: nn.Module, mlp: nn.Module) -> bool:
     """
     if type(mlp) is not Mlp or type(norm) is not nn.LayerNorm:
         return False
-    return type(mlp.fc1) is type(mlp.fc2) is nn.Linear and not any(map(is_touched, (norm, *mlp.modules())))
+    if not (type(mlp.fc1) is type(mlp.fc2) is nn.Linear and type(mlp.drop) is nn.Dropout):
+        return False
+    return not any(map(is_touched, (norm, *mlp.modules())))
 
 
 def scaling_is_plain(scale: nn.Module, drop_path: nn.Module) -> bool:
