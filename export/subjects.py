@@ -144,21 +144,21 @@ def _describe_ours(model: Any) -> Subject:
     config = model.config
     pooling = int(config.global_pool == "map")
     return Subject(
-        model, "vit-fast", _variant_of(config) or type(model).__name__, config.image_hw, config.in_chans,
+        model, "vit-fast", _variant_of(config, model.data_config) or type(model).__name__, config.image_hw,
+        config.in_chans,
         config.patch_pixels, config.depth,
         config.depth + pooling, config.num_classes, model.data_config, model.class_names, config.to_dict(),
     )  # fmt: skip
 
 
-def _variant_of(config: Any) -> str | None:
-    """The named variant of this shape, whatever its head."""
+def _variant_of(config: Any, data_config: Any) -> str | None:
+    """The named variant of this shape, whatever its head; of several, the one whose images are prepared alike."""
     from ..variants import get_variant, list_models
 
-    for name in list_models():
-        variant = get_variant(name).config
-        if variant.replace(num_classes=config.num_classes, dynamic_img_size=config.dynamic_img_size) == config:
-            return name
-    return None
+    fields = {"num_classes": config.num_classes, "dynamic_img_size": config.dynamic_img_size}
+    same = [name for name in list_models() if get_variant(name).config.replace(**fields) == config]
+    alike = [name for name in same if get_variant(name).data == data_config]
+    return next(iter(alike or same), None)
 
 
 def _prepare_ours(undo: contextlib.ExitStack, subject: Subject, dynamic_size: bool) -> None:

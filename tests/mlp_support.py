@@ -89,6 +89,9 @@ def rounding(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
+FEW = 8  # elements
+
+
 def assert_rule(
     ours: dict[str, Tensor], eager: dict[str, Tensor], exact: dict[str, Tensor], names: Sequence[str] | None = None
 ) -> None:
@@ -97,6 +100,9 @@ def assert_rule(
         truth = exact[name]
         assert ours[name].isfinite().all(), f"{name} is not finite"
         error, allowed = ((result[name].double() - truth).abs().max() for result in (ours, eager))
+        if truth.numel() < FEW:
+            # a few elements may be far nearer than a rounding by luck: no yardstick for other roundings
+            allowed = torch.maximum(allowed, 2 * rounding(ours[name].dtype) * truth.abs().max())
         factor = 2 if name == "y" else 3
         limit = factor * allowed + rounding(ours[name].dtype) * truth.abs().max() + FP32_NOISE
         assert error <= limit, f"{name}: error {error:.2e}, eager's {allowed:.2e}, limit {limit:.2e}"

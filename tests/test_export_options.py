@@ -347,3 +347,11 @@ def test_vit_base_error(tmp_path: Path) -> None:
     fp16 = export_onnx(model, tmp_path / "m.onnx", target="ort-cuda", precision="fp16")
     assert fp32.max_error is not None and fp32.max_error <= 1e-5
     assert fp16.max_error is not None and fp16.max_error <= 5e-3
+
+
+@pytest.mark.parametrize("name", ["vit_base_patch16_224", "deit_base_patch16_224", "vit_test"])
+def test_a_model_of_ours_is_called_by_its_own_name(name):
+    """ViT-B and DeiT-B have one shape; their images are prepared differently."""
+    from vit_fast.export.subjects import make_subject
+
+    assert make_subject(vit_fast.create_model(name)).name == name
