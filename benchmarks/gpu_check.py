@@ -34,7 +34,7 @@ _PYTEST = (
     sys.executable, "-m", "pytest", "-q", "-rf", "-o", "addopts=--import-mode=importlib", "-o", "pythonpath=tests",
     "-p", "no:cacheprovider", "--noconftest",
 )  # fmt: skip
-_GPU_TESTS = tuple(f"tests/test_{name}.py" for name in ("attention_kernel", "mlp_memory", "mlp_prepared", "runtime"))
+_GPU_TESTS = tuple(f"tests/test_{name}.py" for name in ("attention_kernel", "mlp_memory", "weight_changes", "runtime"))
 # A part of the interpreter's tests, compiled: all of them would spend the time on compiling.
 _COMPILED = (
     "every_forward_path or every_layout or far_below or nan_stays or empty_batch or different_number"

@@ -3,13 +3,11 @@
 from .attention import attention, attention_qkvpacked, scaled_dot_product_attention
 from .layer_norm_mlp import layer_norm_mlp
 from .layer_norm_mlp_module import LayerNormMLP
-from .prepared import clear_prepared_weights
 
 __all__ = [
     "LayerNormMLP",
     "attention",
     "attention_qkvpacked",
-    "clear_prepared_weights",
     "layer_norm_mlp",
     "scaled_dot_product_attention",
 ]

@@ -52,6 +52,11 @@ def contiguous_rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1]).contiguous()
 
 
+def in_dtype(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A weight as the matmul reads it: contiguous, in the dtype of the activations; itself where it is that already."""
+    return weight.to(dtype).contiguous()
+
+
 def statistics_pair(statistics: Tensor | None) -> tuple[Tensor, Tensor] | None:
     """(mean, rstd) of statistics [2, M]."""
     return None if statistics is None else (statistics[0], statistics[1])

@@ -1,6 +1,6 @@
 """The LayerNorm + MLP kernels as torch operators: schema, checks, fake implementations, autograd, FLOP formulas.
 
-- `vit_fast::layer_norm_mlp` for inference, with weights prepared once;
+- `vit_fast::layer_norm_mlp` for inference;
 - `vit_fast::layer_norm_mlp_training`, which also returns what `vit_fast::layer_norm_mlp_backward` needs.
 
 Statistics are (mean, rstd) of rows as one tensor fp32 [2, M]. They are a function of their rows, handed from one
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .checks import (
     contiguous_rows,
+    in_dtype,
     like_parameter,
     new_statistics,
     no_tensor,
@@ -28,7 +29,6 @@ from .checks import (
     statistics_pair,
 )
 from .flops import register_flop_formula
-from .prepared import in_dtype, prepared, prepared_in_dtype
 
 
 @torch.library.custom_op("vit_fast::layer_norm_mlp", mutates_args=())
@@ -46,11 +46,8 @@ def layer_norm_mlp_op(
     from ..kernels import layer_norm, linear
 
     rows = contiguous_rows(x)
-    folded = prepared(
-        ("folded", x.dtype), fc1_weight, (norm_weight, norm_bias, fc1_bias),
-        lambda: layer_norm.fold_linear(fc1_weight, norm_weight, norm_bias, fc1_bias, x.dtype),
-    )  # fmt: skip
-    second = prepared_in_dtype(fc2_weight, x.dtype)
+    folded = layer_norm.fold_linear(fc1_weight, norm_weight, norm_bias, fc1_bias, x.dtype)
+    second = in_dtype(fc2_weight, x.dtype)
     known = layer_norm.row_statistics(rows, eps, statistics_pair(statistics))
     h = linear.layer_norm_linear(known, folded, activation)
     y, emitted = linear.linear_residual(h, second, fc2_bias, layer_scale, rows if residual else None, next_eps)

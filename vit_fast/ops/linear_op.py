@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .checks import (
     contiguous_rows,
+    in_dtype,
     like_parameter,
     new_statistics,
     no_tensor,
@@ -25,7 +26,6 @@ from .checks import (
     statistics_pair,
 )
 from .flops import register_flop_formula
-from .prepared import in_dtype, prepared
 
 
 @torch.library.custom_op("vit_fast::layer_norm_linear", mutates_args=())
@@ -38,10 +38,7 @@ def layer_norm_linear_op(
     require_supported("layer_norm_linear", x, parameters)
     from ..kernels import layer_norm, linear
 
-    folded = prepared(
-        ("folded", x.dtype), weight, (norm_weight, norm_bias, bias),
-        lambda: layer_norm.fold_linear(weight, norm_weight, norm_bias, bias, x.dtype),
-    )  # fmt: skip
+    folded = layer_norm.fold_linear(weight, norm_weight, norm_bias, bias, x.dtype)
     known = layer_norm.row_statistics(contiguous_rows(x), eps, statistics_pair(statistics))
     return linear.layer_norm_linear(known, folded).view(*x.shape[:-1], weight.shape[0])
 
@@ -118,7 +115,7 @@ def linear_residual_op(
     require_supported("linear_residual", h, parameters)
     from ..kernels import linear
 
-    second = in_dtype(weight, h.dtype)  # not kept: this is the training operator as well
+    second = in_dtype(weight, h.dtype)
     base = None if residual is None else contiguous_rows(residual).to(h.dtype)
     y, emitted = linear.linear_residual(contiguous_rows(h), second, bias, layer_scale, base, next_eps)
     return y.view(*h.shape[:-1], weight.shape[0]), no_tensor(h) if emitted is None else torch.stack(emitted)
