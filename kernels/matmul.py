@@ -15,6 +15,9 @@ The epilogues, with acc = A B of row m and column n:
 A constant row (rstd < 0, see `layer_norm.py`) takes 1 in place of rstd in "activation_grad" and its magnitude in
 "layer_norm_grad": its weight gradient, dz~ (x - mean), then cancels between numbers a thousand times smaller.
 
+In "residual" and "layer_norm_grad" the residual stream, that is out, x and residual, may be fp32 beside half-precision
+A and B, as autocast keeps it; each is read and written in its own dtype.
+
 An absent argument is None. Wide tiles are cut into SUB_TILES pieces along N before the epilogue, which keeps its
 registers small. Every sum has a fixed order: no atomics, the same bits each run.
 
@@ -250,7 +253,8 @@ def _matmul_kernel(
     row_part_ptr,  # fp32: "residual" [N / piece, 2, M], "activation_grad" [N / piece, M]
     column_part_ptr,  # fp32 [M / BLOCK_M, 2, N]
     M, N, K,
-    EPILOGUE: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    EPILOGUE: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr,  # DTYPE: of out, z and h
+    PRECISION: tl.constexpr,
     A_IS_KM: tl.constexpr, B_IS_NK: tl.constexpr, TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SUB_TILES: tl.constexpr, GROUP_M: tl.constexpr, SPLIT_K: tl.constexpr,

@@ -72,6 +72,7 @@ class Operands:
         a: [M, K], or [K, M] where `a_is_km`.
         b: [K, N], or [N, K] where `b_is_nk`.
         out: [M, N]; of the "partial" epilogue fp32 [split_k, M, N].
+        x, residual: [M, N], like `out` in the dtype of the residual stream: that of `a` and `b`, or fp32 beside them.
     """
 
     a: Tensor
@@ -164,7 +165,7 @@ def matmul_launch(
         "row_part_ptr": o.row_part, "column_part_ptr": o.column_part, "M": M, "N": N, "K": K,
     }  # fmt: skip
     constants = {
-        "EPILOGUE": epilogue, "ACTIVATION": activation, "DTYPE": TL_DTYPES[o.a.dtype],
+        "EPILOGUE": epilogue, "ACTIVATION": activation, "DTYPE": TL_DTYPES[o.out.dtype],
         "PRECISION": precision or matmul_precision(o.a.dtype),
         "A_IS_KM": o.a_is_km, "B_IS_NK": o.b_is_nk, "TMA": config.tma,
         "BLOCK_M": rows, "BLOCK_N": cols, "BLOCK_K": depth,

@@ -45,10 +45,11 @@ def _layer_norm(dtype: torch.dtype, keep_z: bool) -> Operands:
     )  # fmt: skip
 
 
-def _residual(dtype: torch.dtype, config: MatmulConfig) -> Operands:
+def _residual(dtype: torch.dtype, stream: torch.dtype, config: MatmulConfig) -> Operands:
+    narrow = _meta(_M, _C, dtype=stream)
     return Operands(
-        _meta(_M, _F, dtype=dtype), _meta(_C, _F, dtype=dtype), _meta(_M, _C, dtype=dtype), b_is_nk=True,
-        residual=_meta(_M, _C, dtype=dtype), bias=_meta(_C, dtype=dtype), scale=_meta(_C, dtype=dtype),
+        _meta(_M, _F, dtype=dtype), _meta(_C, _F, dtype=dtype), narrow, b_is_nk=True,
+        residual=narrow, bias=_meta(_C, dtype=dtype), scale=_meta(_C, dtype=dtype),
         row_part=_meta(config.row_parts(_C), 2, _M),
     )  # fmt: skip
 
@@ -66,8 +67,8 @@ def _activation_grad(dtype: torch.dtype, config: MatmulConfig, factor: Tensor | 
     )  # fmt: skip
 
 
-def _layer_norm_grad(dtype: torch.dtype) -> Operands:
-    narrow = _meta(_M, _C, dtype=dtype)
+def _layer_norm_grad(dtype: torch.dtype, stream: torch.dtype) -> Operands:
+    narrow = _meta(_M, _C, dtype=stream)
     return Operands(
         _meta(_M, _F, dtype=dtype), _meta(_F, _C, dtype=dtype), narrow, x=narrow, residual=narrow,
         mean=_meta(_M) if dtype.itemsize == 2 else None, rstd=_meta(_M), coefficient=_meta(_M),
@@ -78,6 +79,7 @@ def _matmul_cases(
     epilogue: str, dtype: torch.dtype, config: MatmulConfig, widest: bool
 ) -> Iterator[tuple[str, Operands, str, int]]:
     """(what, operands, activation, parts of K) of everything an epilogue is launched with."""
+    streams = dict.fromkeys((dtype, torch.float32))  # autocast keeps the residual stream in fp32
     if epilogue == "layer_norm":
         yield "gelu", _layer_norm(dtype, False), "gelu", 1
         yield "gelu keeping z", _layer_norm(dtype, True), "gelu", 1
@@ -85,7 +87,9 @@ def _matmul_cases(
         for activation in ACTIVATIONS[1:] if widest else ():
             yield f"{activation} keeping z", _layer_norm(dtype, True), activation, 1
     elif epilogue == "residual":
-        yield "bias, LayerScale, residual, statistics", _residual(dtype, config), "identity", 1
+        for stream in streams:
+            what = "bias, LayerScale, residual, statistics" + (" in fp32" if stream != dtype else "")
+            yield what, _residual(dtype, stream, config), "identity", 1
         yield "product alone", _product(dtype), "identity", 1
     elif epilogue == "activation_grad":
         for activation in ACTIVATIONS if widest else ACTIVATIONS[:1]:
@@ -93,7 +97,8 @@ def _matmul_cases(
         if dtype.itemsize == 2:
             yield "gelu with a factor", _activation_grad(torch.float16, config, _meta(1)), "gelu", 1
     elif epilogue == "layer_norm_grad":
-        yield "residual", _layer_norm_grad(dtype), "identity", 1
+        for stream in streams:
+            yield "residual" + (" in fp32" if stream != dtype else ""), _layer_norm_grad(dtype, stream), "identity", 1
     else:
         a, b = _meta(_M, _F, dtype=dtype), _meta(_M, _C, dtype=dtype)
         yield "5 parts", Operands(a, b, _meta(5, _F, _C), a_is_km=True), "identity", 5
