@@ -98,6 +98,12 @@ REFERENCE_ARCH = "sm_90"
 REFERENCE_SM_COUNT = 132
 
 
+def generation(arch: str) -> str:
+    """Whose tiles an architecture takes: "ampere" (mma.sync: sm_80, 86, 89 and 120), "hopper" or "blackwell"."""
+    number = int(arch.removeprefix("sm_"))
+    return "hopper" if 90 <= number < 100 else "blackwell" if 100 <= number < 120 else "ampere"
+
+
 def arch_of(device: torch.device) -> str:
     """The architecture name of a device, e.g. sm_90; of the reference GPU where the device is no GPU."""
     if device.type != "cuda":

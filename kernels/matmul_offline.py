@@ -17,7 +17,7 @@ from .gradients import (
     scale_gradient_launch,
     scale_gradient_parts,
 )
-from .launch import Launch
+from .launch import Launch, generation
 from .layer_norm import (
     FoldedLinear,
     combine_statistics_launch,
@@ -104,12 +104,12 @@ def _matmul_cases(
         yield "5 parts", Operands(a, b, _meta(5, _F, _C), a_is_km=True), "identity", 5
 
 
-# What the static test compiles on every run, of the widest half-precision configuration.
+# What the static test compiles on every run, of the widest half-precision configuration; elsewhere nothing.
 _CORE = {
     "sm_80": ("gelu",),
-    "sm_89": (),
     "sm_90": ("gelu", "gelu keeping z", "bias, LayerScale, residual, statistics", "residual", "5 parts"),
     "sm_100": ("gelu",),
+    "sm_120": ("gelu",),
 }
 
 
@@ -117,9 +117,8 @@ def _instructions(arch: str, kind: str, tma: bool) -> tuple[str, ...]:
     if kind == "ieee":
         return ()
     transfers = ("UTMALDG",) if tma else ()
-    if arch == "sm_90":
-        return ("HGMMA", *transfers)
-    return ("TCGEN05", *transfers) if arch == "sm_100" else ("HMMA",)
+    matrix = {"hopper": "HGMMA", "blackwell": "TCGEN05", "ampere": "HMMA"}[generation(arch)]
+    return (matrix, *transfers)
 
 
 def _matmul_builds(arch: str) -> Iterator[Build]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from .launch import arch_of, is_interpreted, sm_count_of
+from .launch import arch_of, generation, is_interpreted, sm_count_of
 from .matmul_launch import MatmulConfig, Operands, fits_tma, matmul_precision
 
 # Epilogues that hold more of a tile in registers than the others.
@@ -31,8 +31,7 @@ def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[Matmul
         epilogue: One of `EPILOGUES`.
         tma: Whether the operands can go through tensor descriptors.
     """
-    number = int(arch.removeprefix("sm_"))
-    hopper, blackwell = 90 <= number < 100, 100 <= number < 120
+    hopper, blackwell = (generation(arch) == name for name in ("hopper", "blackwell"))
     table: tuple[MatmulConfig, ...]
     if kind == "ieee":
         table = _IEEE

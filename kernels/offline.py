@@ -28,7 +28,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .launch import Launch, is_interpreted
 
-ARCHS = ("sm_80", "sm_89", "sm_90", "sm_100")
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120")
 # Modules beside this one that ship kernels.
 PROVIDERS: tuple[str, ...] = ("attention_offline", "matmul_offline")
 
@@ -47,7 +47,7 @@ _TYPE_NAMES = {
 
 @dataclass(frozen=True)
 class Limits:
-    """What one streaming multiprocessor holds: CUDA C programming guide, technical specifications."""
+    """What one streaming multiprocessor holds: CUDA C programming guide, technical specifications; cuda_occupancy.h."""
 
     shared_bytes: int
     shared_bytes_per_block: int
@@ -58,9 +58,12 @@ class Limits:
 _KIB = 1024
 LIMITS = {
     "sm_80": Limits(164 * _KIB, 163 * _KIB, 2048, 32),
+    "sm_86": Limits(100 * _KIB, 99 * _KIB, 1536, 16),
     "sm_89": Limits(100 * _KIB, 99 * _KIB, 1536, 24),
     "sm_90": Limits(228 * _KIB, 227 * _KIB, 2048, 32),
     "sm_100": Limits(228 * _KIB, 227 * _KIB, 2048, 32),
+    "sm_103": Limits(228 * _KIB, 227 * _KIB, 2048, 32),
+    "sm_120": Limits(100 * _KIB, 99 * _KIB, 1536, 24),
 }
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-DEFAULT_ARCHS = "sm_80,sm_89,sm_90,sm_100"
+DEFAULT_ARCHS = "sm_80,sm_86,sm_89,sm_90,sm_100,sm_103,sm_120"
 
 
 def register(app: typer.Typer) -> None:
