@@ -235,7 +235,7 @@ def _load_rows(pointer, row, M, ROWS: tl.constexpr):
     return tl.load(pointer + rows, mask=rows < M, other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "N", "K"])
 def _matmul_kernel(
     a,  # [M, K], or [K, M] where A_IS_KM
     b,  # [K, N], or [N, K] where B_IS_NK
@@ -258,7 +258,15 @@ def _matmul_kernel(
     A_IS_KM: tl.constexpr, B_IS_NK: tl.constexpr, TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SUB_TILES: tl.constexpr, GROUP_M: tl.constexpr, SPLIT_K: tl.constexpr,
+    ALIGN: tl.constexpr,  # divides the length of every row that is read or written by tiles
 ):  # fmt: skip
+    # The sizes are not specialised: a K of 1 as a constant would fold its loop away and have the compiler pipeline the
+    # tile loop instead, in more shared memory than there is. What vector loads need to know is said here.
+    N = N // ALIGN * ALIGN
+    if A_IS_KM:
+        M = M // ALIGN * ALIGN
+    if not A_IS_KM or B_IS_NK:
+        K = K // ALIGN * ALIGN
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles = tiles_m * tiles_n

@@ -6,6 +6,7 @@ call. `matmul_launch` puts operands, descriptors and configuration together.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,6 +171,7 @@ def matmul_launch(
         "A_IS_KM": o.a_is_km, "B_IS_NK": o.b_is_nk, "TMA": config.tma,
         "BLOCK_M": rows, "BLOCK_N": cols, "BLOCK_K": depth,
         "SUB_TILES": config.sub_tiles, "GROUP_M": config.group_m, "SPLIT_K": split_k,
+        "ALIGN": math.gcd(16, *(tensor.shape[-1] for tensor in o.tiled())),
     }  # fmt: skip
     programs = min(config.tiles(M, N) * split_k, sm_count_of(o.a.device) * config.ctas_per_sm)
     return Launch(
