@@ -10,7 +10,7 @@ import torch
 from .attention_backward import dkdv_launch, dq_launch
 from .attention_forward import forward_launch
 from .attention_policy import Problem, dkdv_config, dq_config, forward_config
-from .launch import REFERENCE_SM_COUNT
+from .launch import REFERENCE_GPU
 from .offline import Build
 
 # (tokens, head_dim): ViT at 224 and 384 pixels, ViT-H, SigLIP So400m, and one of every other tile width.
@@ -58,7 +58,7 @@ class _Case:
     def problem(self) -> Problem:
         return Problem(
             arch=self.arch,
-            sm_count=REFERENCE_SM_COUNT,
+            sm_count=REFERENCE_GPU.sm_count,
             element=self.element,
             head_dim=self.head_dim,
             n_q=self.n_q,

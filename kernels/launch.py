@@ -93,9 +93,33 @@ def _sm_count(index: int) -> int:
     return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
+@dataclass(frozen=True)
+class Gpu:
+    """What the launch policy asks of a GPU.
+
+    Args:
+        arch: Architecture name, e.g. sm_90.
+        sm_count: Streaming multiprocessors.
+    """
+
+    arch: str
+    sm_count: int
+
+
 # What the interpreter and the offline compiler assume in place of a device: the reference GPU, an H200.
-REFERENCE_ARCH = "sm_90"
-REFERENCE_SM_COUNT = 132
+REFERENCE_GPU = Gpu("sm_90", 132)
+_stand_in: Gpu | None = None
+
+
+def set_stand_in(gpu: Gpu) -> None:
+    """Let CPU tensors stand for tensors on `gpu` in this process: for the stand-in driver, `stand_in_driver.py`."""
+    global _stand_in
+    _stand_in = gpu
+
+
+def has_stand_in() -> bool:
+    """Whether the stand-in driver takes the launches of CPU tensors."""
+    return _stand_in is not None
 
 
 def generation(arch: str) -> str:
@@ -105,14 +129,14 @@ def generation(arch: str) -> str:
 
 
 def arch_of(device: torch.device) -> str:
-    """The architecture name of a device, e.g. sm_90; of the reference GPU where the device is no GPU."""
+    """The architecture name of a device, e.g. sm_90; of the stand-in or reference GPU where the device is no GPU."""
     if device.type != "cuda":
-        return REFERENCE_ARCH
+        return (_stand_in or REFERENCE_GPU).arch
     return f"sm_{_capability(device.index if device.index is not None else torch.cuda.current_device())}"
 
 
 def sm_count_of(device: torch.device) -> int:
-    """Streaming multiprocessors of a device; of the reference GPU where the device is no GPU."""
+    """Streaming multiprocessors of a device; of the stand-in or reference GPU where the device is no GPU."""
     if device.type != "cuda":
-        return REFERENCE_SM_COUNT
+        return (_stand_in or REFERENCE_GPU).sm_count
     return _sm_count(device.index if device.index is not None else torch.cuda.current_device())

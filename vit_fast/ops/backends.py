@@ -35,8 +35,9 @@ def resolve_backend(backend: str, device: torch.device) -> Backend:
 def triton_unavailable_reasons(device: torch.device) -> tuple[str, ...]:
     """Every reason why Triton kernels cannot run on this device; empty when they can.
 
-    A CPU is accepted only under Triton's interpreter (TRITON_INTERPRET=1 when the process started). torch.compile takes
-    the answer as a constant: it could not look into it, and it does not change.
+    A CPU is accepted only under Triton's interpreter (TRITON_INTERPRET=1 when the process started), and with the
+    stand-in driver, which computes nothing. torch.compile takes the answer as a constant: it could not look into it,
+    and it does not change.
     """
     return _triton_unavailable_reasons(device)
 
@@ -58,7 +59,9 @@ def _triton_unavailable_reasons(device: torch.device) -> tuple[str, ...]:
                 f"accepted is {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} or newer"
             )
     elif device.type == "cpu":
-        if not interpreter_is_active():
+        from ..kernels.launch import has_stand_in
+
+        if not (interpreter_is_active() or has_stand_in()):
             reasons.append("the tensors are on the CPU: accepted are CUDA tensors (or TRITON_INTERPRET=1, for tests)")
     else:
         reasons.append(f"the tensors are on {device.type}: accepted are CUDA tensors")

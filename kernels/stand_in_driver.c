@@ -1,0 +1,246 @@
+/* A stand-in for libcuda.so.1: the functions that Triton's launch path calls. It executes nothing and reads no tensor.
+ *
+ * It counts calls, checks every tensor map by the rules that cuda.h documents for cuTensorMapEncodeTiled and every
+ * launch by the limits of the device that stand_in_configure describes, and refuses what breaks them with the driver's
+ * error codes. What was refused is kept as text for stand_in_violation.
+ */
+#include "cuda.h"
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define DRIVER_VERSION 13000
+#define MAX_THREADS 1024
+#define SHARED_WITHOUT_OPT_IN (48 * 1024)
+#define MAX_VIOLATIONS 64
+#define TEXT 480
+
+/* Read by name from Python. */
+atomic_long stand_in_launches, stand_in_descriptors, stand_in_modules, stand_in_violations, stand_in_largest_shared;
+
+static struct {
+  int arch, multiprocessors, shared_per_block, shared_per_multiprocessor;
+} device;
+
+void stand_in_configure(int arch, int multiprocessors, int shared_per_block, int shared_per_multiprocessor) {
+  device.arch = arch;
+  device.multiprocessors = multiprocessors;
+  device.shared_per_block = shared_per_block;
+  device.shared_per_multiprocessor = shared_per_multiprocessor;
+}
+
+static char violations[MAX_VIOLATIONS][TEXT];
+static _Thread_local char last_error[TEXT] = "refused by the stand-in driver";
+
+/* The text of a violation; empty past the last one and past the first MAX_VIOLATIONS. */
+const char *stand_in_violation(int index) { return index >= 0 && index < MAX_VIOLATIONS ? violations[index] : ""; }
+
+static CUresult refuse(CUresult code, const char *text) {
+  long index = atomic_fetch_add(&stand_in_violations, 1);
+  snprintf(last_error, TEXT, "%s", text);
+  if (index < MAX_VIOLATIONS)
+    snprintf(violations[index], TEXT, "%s", text);
+  return code;
+}
+
+void stand_in_reset(void) {
+  stand_in_launches = stand_in_descriptors = stand_in_modules = stand_in_violations = stand_in_largest_shared = 0;
+  memset(violations, 0, sizeof violations);
+}
+
+/* Triton puts this text into its exception. */
+CUresult cuGetErrorString(CUresult code, const char **text) {
+  *text = last_error;
+  return CUDA_SUCCESS;
+}
+
+/* ---- device and context: one device, always current ---- */
+
+CUresult cuInit(unsigned flags) { return CUDA_SUCCESS; }
+CUresult cuDriverGetVersion(int *version) { return *version = DRIVER_VERSION, CUDA_SUCCESS; }
+CUresult cuDeviceGet(CUdevice *found, int ordinal) { return *found = ordinal, CUDA_SUCCESS; }
+CUresult cuCtxGetCurrent(CUcontext *context) { return *context = (CUcontext)1, CUDA_SUCCESS; }
+CUresult cuCtxSetCurrent(CUcontext context) { return CUDA_SUCCESS; }
+CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice of) { return *context = (CUcontext)1, CUDA_SUCCESS; }
+CUresult cuCtxGetLimit(size_t *value, CUlimit limit) { return *value = 0, CUDA_SUCCESS; }
+CUresult cuCtxSetLimit(CUlimit limit, size_t value) { return CUDA_SUCCESS; }
+
+CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice of) {
+  switch (attribute) {
+  case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: *value = device.shared_per_block; break;
+  case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR: *value = device.shared_per_multiprocessor; break;
+  case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: *value = device.multiprocessors; break;
+  case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: *value = device.arch / 10; break;
+  case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: *value = device.arch % 10; break;
+  case CU_DEVICE_ATTRIBUTE_MAX_REGISTERS_PER_BLOCK: *value = 65536; break;
+  case CU_DEVICE_ATTRIBUTE_WARP_SIZE: *value = 32; break;
+  default: *value = 0; /* clocks and bus width: of a device that does not exist */
+  }
+  return CUDA_SUCCESS;
+}
+
+/* Every address is the device's. */
+CUresult cuPointerGetAttribute(void *data, CUpointer_attribute attribute, CUdeviceptr pointer) {
+  *(CUdeviceptr *)data = pointer;
+  return CUDA_SUCCESS;
+}
+
+/* ---- modules: a function is its name and the shared memory it was allowed ---- */
+
+typedef struct {
+  char name[128];
+  int dynamic_shared;
+} Function;
+
+CUresult cuModuleLoadData(CUmodule *module, const void *image) {
+  if (memcmp(image, "\177ELF", 4) != 0)
+    return refuse(CUDA_ERROR_INVALID_IMAGE, "module: not a cubin");
+  Function *function = calloc(1, sizeof *function);
+  if (function == NULL)
+    return refuse(CUDA_ERROR_OUT_OF_MEMORY, "module: out of host memory");
+  function->dynamic_shared = SHARED_WITHOUT_OPT_IN;
+  *module = (CUmodule)function;
+  stand_in_modules++;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuModuleGetFunction(CUfunction *found, CUmodule module, const char *name) {
+  Function *function = (Function *)module;
+  snprintf(function->name, sizeof function->name, "%s", name);
+  *found = (CUfunction)function;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfunction handle) {
+  /* registers and spills stay 0: `vit-fast kernels` reads them from the machine code */
+  *value = attribute == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? MAX_THREADS : 0;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuFuncSetCacheConfig(CUfunction handle, CUfunc_cache config) { return CUDA_SUCCESS; }
+
+CUresult cuFuncSetAttribute(CUfunction handle, CUfunction_attribute attribute, int value) {
+  Function *function = (Function *)handle;
+  if (attribute != CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES)
+    return CUDA_SUCCESS;
+  if (value < 0 || value > device.shared_per_block) {
+    char text[TEXT];
+    snprintf(text, TEXT, "%s: %d bytes of shared memory asked for, sm_%d has %d a block", function->name, value,
+             device.arch, device.shared_per_block);
+    return refuse(CUDA_ERROR_INVALID_VALUE, text);
+  }
+  function->dynamic_shared = value;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuOccupancyMaxActiveClusters(int *clusters, CUfunction handle, const CUlaunchConfig *config) {
+  return *clusters = 1, CUDA_SUCCESS;
+}
+
+/* ---- launches ---- */
+
+CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction handle, void **parameters, void **extra) {
+  const Function *function = (const Function *)handle;
+  const char *problem = NULL;
+  unsigned long threads = (unsigned long)c->blockDimX * c->blockDimY * c->blockDimZ;
+  if (c->gridDimX < 1 || c->gridDimX > 2147483647u || c->gridDimY < 1 || c->gridDimY > 65535 || c->gridDimZ < 1 ||
+      c->gridDimZ > 65535)
+    problem = "the grid is 1..2147483647 by 1..65535 by 1..65535";
+  else if (threads < 1 || threads > MAX_THREADS || c->blockDimZ > 64)
+    problem = "a block has 1..1024 threads";
+  else if (c->sharedMemBytes > (unsigned)function->dynamic_shared)
+    problem = "the function was not allowed that much shared memory";
+  long largest = stand_in_largest_shared;
+  while (largest < (long)c->sharedMemBytes &&
+         !atomic_compare_exchange_weak(&stand_in_largest_shared, &largest, (long)c->sharedMemBytes))
+    ;
+  if (problem != NULL) {
+    char text[TEXT];
+    snprintf(text, TEXT, "launch of %s: %s; grid %u, %u, %u, threads %lu, shared memory %u of %d bytes", function->name,
+             problem, c->gridDimX, c->gridDimY, c->gridDimZ, threads, c->sharedMemBytes, function->dynamic_shared);
+    return refuse(CUDA_ERROR_INVALID_VALUE, text);
+  }
+  stand_in_launches++;
+  return CUDA_SUCCESS;
+}
+
+/* ---- tensor maps ---- */
+
+static unsigned element_bytes(CUtensorMapDataType type) {
+  switch (type) {
+  case CU_TENSOR_MAP_DATA_TYPE_UINT8: return 1;
+  case CU_TENSOR_MAP_DATA_TYPE_UINT16:
+  case CU_TENSOR_MAP_DATA_TYPE_FLOAT16:
+  case CU_TENSOR_MAP_DATA_TYPE_BFLOAT16: return 2;
+  case CU_TENSOR_MAP_DATA_TYPE_UINT32:
+  case CU_TENSOR_MAP_DATA_TYPE_INT32:
+  case CU_TENSOR_MAP_DATA_TYPE_FLOAT32:
+  case CU_TENSOR_MAP_DATA_TYPE_FLOAT32_FTZ:
+  case CU_TENSOR_MAP_DATA_TYPE_TFLOAT32:
+  case CU_TENSOR_MAP_DATA_TYPE_TFLOAT32_FTZ: return 4;
+  case CU_TENSOR_MAP_DATA_TYPE_UINT64:
+  case CU_TENSOR_MAP_DATA_TYPE_INT64:
+  case CU_TENSOR_MAP_DATA_TYPE_FLOAT64: return 8;
+  default: return 0; /* packed types, whose further rules are not checked here: refused */
+  }
+}
+
+static unsigned swizzle_bytes(CUtensorMapSwizzle swizzle) {
+  return swizzle == CU_TENSOR_MAP_SWIZZLE_32B ? 32 : swizzle == CU_TENSOR_MAP_SWIZZLE_64B ? 64 : 128;
+}
+
+/* The first rule that a map breaks, or NULL. That strides grow from dimension to dimension is how cuda.h computes an
+ * example, not a rule: [B, H, N, D] views of packed qkv have the larger stride along N. */
+static const char *broken_rule(const CUtensorMap *map, unsigned size, unsigned rank, const void *address,
+                               const cuuint64_t *dims, const cuuint64_t *strides, const cuuint32_t *box,
+                               const cuuint32_t *steps, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle) {
+  if (device.arch < 90)
+    return "tensor maps need sm_90 or newer";
+  if ((size_t)map % 64 != 0)
+    return "the map itself lies on 64 bytes";
+  if (size == 0)
+    return "the data type is one of the unpacked ones";
+  if (interleave != CU_TENSOR_MAP_INTERLEAVE_NONE)
+    return "the layout is not interleaved";
+  if (rank < 1 || rank > 5)
+    return "the rank is 1..5";
+  if ((size_t)address == 0 || (size_t)address % 16 != 0)
+    return "the address lies on 16 bytes";
+  for (unsigned i = 0; i < rank; i++) {
+    if (dims[i] < 1 || dims[i] > 1ull << 32)
+      return "a dimension is 1..2^32";
+    if (box[i] < 1 || box[i] > 256)
+      return "a side of the box is 1..256";
+    if (steps[i] < 1 || steps[i] > 8)
+      return "an element stride is 1..8";
+  }
+  for (unsigned i = 0; i + 1 < rank; i++)
+    if (strides[i] == 0 || strides[i] % 16 != 0 || strides[i] >= 1ull << 40)
+      return "a stride is a multiple of 16 bytes, above 0 and below 2^40";
+  if (box[0] * size % 16 != 0)
+    return "the inner side of the box is a multiple of 16 bytes";
+  if (swizzle != CU_TENSOR_MAP_SWIZZLE_NONE && box[0] * size > swizzle_bytes(swizzle))
+    return "the inner side of the box is within the swizzle";
+  return NULL;
+}
+
+CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *address,
+                                const cuuint64_t *dims, const cuuint64_t *strides, const cuuint32_t *box,
+                                const cuuint32_t *steps, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
+                                CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill) {
+  const unsigned size = element_bytes(type);
+  const char *rule = broken_rule(map, size, rank, address, dims, strides, box, steps, interleave, swizzle);
+  stand_in_descriptors++;
+  memset(map, 0, sizeof *map);
+  if (rule == NULL)
+    return CUDA_SUCCESS;
+  char text[TEXT];
+  int used = snprintf(text, TEXT, "tensor map: %s; address %p, %u bytes an element, swizzle %d", rule, address, size,
+                      (int)swizzle);
+  for (unsigned i = 0; i < rank && i < 5; i++)
+    used += snprintf(text + used, TEXT - used, "; dim %llu box %u stride %llu", (unsigned long long)dims[i], box[i],
+                     i + 1 < rank ? (unsigned long long)strides[i] : 0ull);
+  return refuse(CUDA_ERROR_INVALID_VALUE, text);
+}
