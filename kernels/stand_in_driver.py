@@ -119,7 +119,7 @@ def install(arch: str) -> StandInDriver:
     return StandInDriver(loaded, gpu)
 
 
-class _TritonDriver(CudaDriver):
+class _TritonDriver(CudaDriver):  # type: ignore[misc]  # triton brings no types
     """Triton's own CUDA driver, whose questions to torch about the device are answered here."""
 
     def __init__(self, arch: int) -> None:

@@ -24,8 +24,15 @@ def kernels(
     tune: Annotated[
         bool, typer.Option("--tune", help="On a GPU: search the attention configurations and write their table.")
     ] = False,
+    host: Annotated[
+        bool,
+        typer.Option("--host", help="Without a GPU: what the host spends to launch a block (sm_90 unless --arch)."),
+    ] = False,
 ) -> None:
     """Compiles the kernels for the named architectures, without a GPU; exits with 1 if one spills or became worse."""
+    if host:
+        _print_host_time("sm_90" if arch == DEFAULT_ARCHS else arch, as_json=as_json)
+        return
     if tune:
         from ..kernels.attention_tuning import tune as search
 
@@ -45,6 +52,19 @@ def kernels(
     else:
         _print_summary(report)
     if any(row["problems"] for row in report["builds"]):
+        raise typer.Exit(1)
+
+
+def _print_host_time(arch: str, *, as_json: bool) -> None:
+    from ..benchmarks.host_time import measure, render
+
+    try:
+        report = measure(arch)
+    except RuntimeError as error:
+        typer.echo(f"vit-fast kernels --host: {error}", err=True)
+        raise typer.Exit(2) from error
+    typer.echo(json.dumps(report, indent=2) if as_json else render(report))
+    if report["violations"]:
         raise typer.Exit(1)
 
 

@@ -1,0 +1,283 @@
+"""What the host spends to launch a block: launches, descriptors and microseconds, on a machine without a GPU.
+
+    report = measure("sm_90")        # in processes of its own
+    print(render(report))
+
+Triton's launch path runs as it is, against a driver that launches nothing (`kernels/stand_in_driver.py`). Launches and
+descriptors are counted at the sizes of ViT-B, B = 1. Time is taken on narrow tensors, where the CPU's own arithmetic in
+the few torch operators of a step is small beside their dispatch; of our blocks and of timm's eager ones alike. It is
+process CPU time, the empty driver calls included. It leaves out what only a GPU's driver and allocator do.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import block as block_module
+from .. import create_model
+from .machine import describe
+
+if TYPE_CHECKING:
+    from ..kernels.stand_in_driver import StandInDriver
+
+NOTE = (
+    "Host only: Triton's launch path against a driver that launches nothing, on tensors of no content. "
+    "Nothing here is the time of a GPU."
+)
+MODEL = "vit_base_patch16_224"
+DEPTH = 4
+# What a block calls, by the name under which `vit_fast.block` knows it.
+OPERATORS = {
+    "LN + qkv": "layer_norm_linear",
+    "attention": "attention_qkvpacked",
+    "proj + residual": "linear_residual",
+    "LN + MLP": "fused_layer_norm_mlp",
+}
+NARROW = {"embed_dim": 64, "num_heads": 1, "img_size": 32, "patch_size": 8}
+REPEATS = 15
+SECONDS_A_REPEAT = 0.02
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A row of the report: a call, and how many blocks it runs."""
+
+    call: Call
+    blocks: int = 1
+
+
+def measure(arch: str) -> dict[str, Any]:
+    """Everything that `vit-fast kernels --host` prints, from fresh processes: one compiles, the next measures.
+
+    Args:
+        arch: Architecture whose launches are made, e.g. "sm_90".
+    Raises:
+        RuntimeError: a process failed; its last line says why: no C compiler, a GPU, an unknown architecture.
+    """
+    with tempfile.TemporaryDirectory(prefix="vit-fast-host-") as cache:
+        cold = _run(arch, "compile", cache)
+        report = _run(arch, "measure", cache)
+    report["seconds_cold"] = cold["seconds"]
+    report["seconds_warm"] = report.pop("seconds")
+    return report
+
+
+def _run(arch: str, what: str, cache: str) -> dict[str, Any]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    # one heap that is never given back: large tensors would otherwise be mapped anew at every call, as on no GPU
+    environment |= {
+        "TRITON_CACHE_DIR": cache,
+        "OMP_NUM_THREADS": "1",
+        "MALLOC_MMAP_THRESHOLD_": str(2**30),
+        "MALLOC_TRIM_THRESHOLD_": str(2**30),
+    }
+    command = [sys.executable, "-c", f"from {__name__} import run_child; run_child({arch!r}, {what!r})"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise RuntimeError(lines[-1].partition("Error: ")[2] or lines[-1])
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
+
+
+def run_child(arch: str, what: str) -> None:
+    """In a process of its own: install the stand-in, and print what was found as JSON.
+
+    Args:
+        arch: As in `measure`.
+        what: "compile" only counts, "measure" takes time too.
+    """
+    from ..kernels import stand_in_driver
+
+    torch.set_num_threads(1)
+    driver = stand_in_driver.install(arch)
+    start = time.perf_counter()
+    full = our_subjects()
+    counts = {name: _count(driver, subject) for name, subject in full.items()}
+    report: dict[str, Any] = {"seconds": round(time.perf_counter() - start, 2)}
+    if what == "measure":
+        machine = describe("cpu")
+        report |= {
+            "note": NOTE, "arch": arch, "machine": machine, "kernels": driver.counters().modules,
+            "violations": driver.violations(),
+        }  # fmt: skip
+        report["rows"] = _rows(counts)
+    print(json.dumps(report))
+
+
+def our_subjects(**changes: Any) -> dict[str, Subject]:
+    """The rows of our own blocks: each operator as a block calls it, a block in inference, and in training.
+
+    Args:
+        changes: Fields of ViT-B's configuration to replace.
+    """
+    model = create_model(MODEL, backend="triton", depth=DEPTH, num_classes=0, **changes).bfloat16().eval()
+    x = torch.zeros(1, *model.pos_embed.shape[1:], dtype=torch.bfloat16)
+    run = partial(block_module.run_blocks, model.blocks)
+    subjects = {name: Subject(_without_gradient(call)) for name, call in _operator_calls(partial(run, x)).items()}
+    return subjects | _block_subjects(model.blocks, run, x)
+
+
+def timm_subjects() -> dict[str, Subject]:
+    """The block rows of timm's eager blocks, narrow; empty where timm is not installed."""
+    if importlib.util.find_spec("timm") is None:
+        return {}
+    from timm.models.vision_transformer import Block
+
+    width, heads = NARROW["embed_dim"], NARROW["num_heads"]
+    tokens = (NARROW["img_size"] // NARROW["patch_size"]) ** 2 + 1
+    blocks = nn.Sequential(*(Block(width, heads, qkv_bias=True) for _ in range(DEPTH))).bfloat16().eval()
+    return _block_subjects(blocks, blocks, torch.zeros(1, tokens, width, dtype=torch.bfloat16))
+
+
+def _block_subjects(blocks: nn.Sequential, run: Callable[[Tensor], Tensor], x: Tensor) -> dict[str, Subject]:
+    wanted = (x.clone().requires_grad_(), *blocks.parameters())
+    grad_output = torch.zeros_like(x)
+
+    def forward() -> Tensor:
+        blocks.train()
+        return run(wanted[0])
+
+    def step() -> object:
+        return torch.autograd.grad(forward(), wanted, grad_output)
+
+    def inference() -> Tensor:
+        blocks.eval()
+        return run(x)
+
+    return {
+        "block, inference": Subject(_without_gradient(inference), DEPTH),
+        "block, training forward": Subject(forward, DEPTH),
+        "block, forward + backward": Subject(step, DEPTH),
+    }
+
+
+def _without_gradient(call: Call) -> Call:
+    return torch.no_grad()(call)
+
+
+def _operator_calls(run: Call) -> dict[str, Call]:
+    """The operators of the second block, with the arguments it calls them with: the first has no statistics yet."""
+    made: dict[str, list[Call]] = {name: [] for name in OPERATORS}
+    originals = {name: getattr(block_module, attribute) for name, attribute in OPERATORS.items()}
+
+    def recorder(name: str) -> Callable[..., Any]:
+        def record(*args: Any, **kwargs: Any) -> Any:
+            made[name].append(partial(originals[name], *args, **kwargs))
+            return originals[name](*args, **kwargs)
+
+        return record
+
+    try:
+        for name, attribute in OPERATORS.items():
+            setattr(block_module, attribute, recorder(name))
+        _without_gradient(run)()
+    finally:
+        for name, attribute in OPERATORS.items():
+            setattr(block_module, attribute, originals[name])
+    return {name: calls[1] for name, calls in made.items()}
+
+
+def _count(driver: StandInDriver, subject: Subject) -> dict[str, float]:
+    """Launches and descriptors a block, in the steady state: the call before compiles, and prepares what is kept."""
+    subject.call()
+    before = driver.counters()
+    subject.call()
+    after = driver.counters()
+    return {
+        "launches": (after.launches - before.launches) / subject.blocks,
+        "descriptors": (after.descriptors - before.descriptors) / subject.blocks,
+    }
+
+
+def _rows(counts: Mapping[str, dict[str, float]]) -> list[dict[str, Any]]:
+    ours, timm = our_subjects(**NARROW), timm_subjects()
+    names = {("ours", name): subject for name, subject in ours.items()}
+    names |= {("timm", name): subject for name, subject in timm.items()}
+    times = _host_us(names)
+    rows = []
+    for name in ours:
+        row = {"name": name, **counts[name], "ours_us": times["ours", name], "timm_us": times.get(("timm", name))}
+        row["ratio"] = round(row["ours_us"]["median"] / row["timm_us"]["median"], 2) if row["timm_us"] else None
+        rows.append(row)
+    return rows
+
+
+def _host_us(subjects: Mapping[Any, Subject]) -> dict[Any, dict[str, float]]:
+    """Process CPU time a block in microseconds: median, 20th and 80th percentile of rounds in which all take turns."""
+    calls = {}
+    for key, subject in subjects.items():
+        subject.call()
+        calls[key] = max(1, round(SECONDS_A_REPEAT / max(_seconds(subject, 1), 1e-6)))
+    samples: dict[Any, list[float]] = {key: [] for key in subjects}
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(REPEATS):
+            for key, subject in subjects.items():
+                samples[key].append(_seconds(subject, calls[key]) / calls[key] / subject.blocks * 1e6)
+    finally:
+        gc.enable()
+    found = {}
+    for key, values in samples.items():
+        fifths = statistics.quantiles(values, n=5)
+        found[key] = {
+            "median": round(statistics.median(values), 1),
+            "p20": round(fifths[0], 1),
+            "p80": round(fifths[-1], 1),
+        }
+    return found
+
+
+def _seconds(subject: Subject, calls: int) -> float:
+    start = time.process_time()
+    for _ in range(calls):
+        subject.call()
+    return time.process_time() - start
+
+
+def render(report: Mapping[str, Any]) -> str:
+    """A report as text."""
+    machine, packages = report["machine"], report["machine"]["packages"]
+    columns = "host us (p20-p80)", "timm us (p20-p80)"
+    lines = [
+        report["note"],
+        f"{report['arch']}; {machine['cpu']}, 1 thread, torch {packages['torch']}, triton {packages['triton']}",
+        f"{'':28s} {'launches':>8s} {'descriptors':>11s} {columns[0]:>24s} {columns[1]:>24s} ours/timm",
+    ]
+    for row in report["rows"]:
+        lines.append(
+            f"{row['name']:28s} {row['launches']:8g} {row['descriptors']:11g} {_spread(row['ours_us']):>24s} "
+            f"{_spread(row['timm_us']):>24s} {'' if row['ratio'] is None else row['ratio']:>9}"
+        )
+    if all(row["timm_us"] is None for row in report["rows"]):
+        lines.append("timm is not installed: nothing to compare with (pip install timm)")
+    lines.append(
+        "launches and descriptors at the sizes of ViT-B, B = 1, bf16; microseconds a block of width 64, 17 tokens"
+    )
+    lines.append(
+        f"{report['kernels']} kernels compiled for ViT-B: {report['seconds_cold']:.1f} s cold, "
+        f"{report['seconds_warm']:.1f} s with a warm cache"
+    )
+    return "\n".join([*lines, *(f"refused by the driver: {text}" for text in report["violations"])])
+
+
+def _spread(us: Mapping[str, float] | None) -> str:
+    return "" if us is None else f"{us['median']:.0f} ({us['p20']:.0f}-{us['p80']:.0f})"
