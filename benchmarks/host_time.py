@@ -110,7 +110,7 @@ def run_child(arch: str, what: str) -> None:
     driver = stand_in_driver.install(arch)
     start = time.perf_counter()
     full = our_subjects()
-    counts = {name: _count(driver, subject) for name, subject in full.items()}
+    counts = {name: count(driver, subject) for name, subject in full.items()}
     report: dict[str, Any] = {"seconds": round(time.perf_counter() - start, 2)}
     if what == "measure":
         machine = describe("cpu")
@@ -129,7 +129,7 @@ def our_subjects(**changes: Any) -> dict[str, Subject]:
         changes: Fields of ViT-B's configuration to replace.
     """
     model = create_model(MODEL, backend="triton", depth=DEPTH, num_classes=0, **changes).bfloat16().eval()
-    x = torch.zeros(1, *model.pos_embed.shape[1:], dtype=torch.bfloat16)
+    x = torch.zeros(1, model.config.seqlen, model.config.embed_dim, dtype=torch.bfloat16)
     run = partial(block_module.run_blocks, model.blocks)
     subjects = {name: Subject(_without_gradient(call)) for name, call in _operator_calls(partial(run, x)).items()}
     return subjects | _block_subjects(model.blocks, run, x)
@@ -195,7 +195,7 @@ def _operator_calls(run: Call) -> dict[str, Call]:
     return {name: calls[1] for name, calls in made.items()}
 
 
-def _count(driver: StandInDriver, subject: Subject) -> dict[str, float]:
+def count(driver: StandInDriver, subject: Subject) -> dict[str, float]:
     """Launches and descriptors a block, in the steady state: the call before compiles, and prepares what is kept."""
     subject.call()
     before = driver.counters()
@@ -209,14 +209,14 @@ def _count(driver: StandInDriver, subject: Subject) -> dict[str, float]:
 
 def _rows(counts: Mapping[str, dict[str, float]]) -> list[dict[str, Any]]:
     ours, timm = our_subjects(**NARROW), timm_subjects()
-    names = {("ours", name): subject for name, subject in ours.items()}
-    names |= {("timm", name): subject for name, subject in timm.items()}
-    times = _host_us(names)
+    both = {("ours", name): subject for name, subject in ours.items()}
+    both |= {("timm", name): subject for name, subject in timm.items()}
+    times = _host_us(both)
     rows = []
     for name in ours:
-        row = {"name": name, **counts[name], "ours_us": times["ours", name], "timm_us": times.get(("timm", name))}
-        row["ratio"] = round(row["ours_us"]["median"] / row["timm_us"]["median"], 2) if row["timm_us"] else None
-        rows.append(row)
+        us, timm_us = times["ours", name], times.get(("timm", name))
+        ratio = round(us["median"] / timm_us["median"], 2) if timm_us else None
+        rows.append({"name": name, **counts[name], "ours_us": us, "timm_us": timm_us, "ratio": ratio})
     return rows
 
 

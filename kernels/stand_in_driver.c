@@ -239,8 +239,10 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuui
   char text[TEXT];
   int used = snprintf(text, TEXT, "tensor map: %s; address %p, %u bytes an element, swizzle %d", rule, address, size,
                       (int)swizzle);
-  for (unsigned i = 0; i < rank && i < 5; i++)
-    used += snprintf(text + used, TEXT - used, "; dim %llu box %u stride %llu", (unsigned long long)dims[i], box[i],
-                     i + 1 < rank ? (unsigned long long)strides[i] : 0ull);
+  for (unsigned i = 0; i < rank && i < 5; i++) {
+    used += snprintf(text + used, TEXT - used, "; dim %llu box %u", (unsigned long long)dims[i], box[i]);
+    if (i + 1 < rank)
+      used += snprintf(text + used, TEXT - used, " stride %llu", (unsigned long long)strides[i]);
+  }
   return refuse(CUDA_ERROR_INVALID_VALUE, text);
 }

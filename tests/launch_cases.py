@@ -1,0 +1,130 @@
+"""Run operators over a grid of shapes against the stand-in driver, and print what it made of each as JSON lines.
+
+    python tests/launch_cases.py sm_90 [core|full]
+
+A child of test_stand_in_driver.py: the stand-in needs a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from vit_fast.kernels import stand_in_driver
+from vit_fast.ops import attention, attention_qkvpacked, layer_norm_mlp
+
+Case = tuple[str, Callable[[], object]]
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def packed(tokens: int, head_dim: int, dtype: torch.dtype = BF16, *, offset: int = 0, precision: str = "ieee") -> Case:
+    """Attention of packed qkv, forward and backward; `offset` elements past an aligned address."""
+
+    def run() -> None:
+        torch.backends.cuda.matmul.fp32_precision = precision
+        shape = (2, tokens, 3, 2, head_dim)
+        memory = torch.zeros(offset + torch.Size(shape).numel(), dtype=dtype)
+        qkv = memory[offset:].view(shape).requires_grad_()
+        out = attention_qkvpacked(qkv, backend="triton")
+        out.backward(torch.zeros_like(out))
+
+    return f"attention N{tokens} D{head_dim} {dtype} +{offset} {precision}", run
+
+
+def pooling() -> None:
+    """One query an image, keys and values in one tensor."""
+    q = torch.zeros(2, 2, 1, 64, dtype=BF16, requires_grad=True)
+    kv = torch.zeros(2, 196, 2, 2, 64, dtype=BF16, requires_grad=True)
+    k, v = kv.permute(2, 0, 3, 1, 4).unbind(0)
+    out = attention(q, k, v, backend="triton")
+    out.backward(torch.zeros_like(out))
+
+
+def expanded_query() -> None:
+    """One query for the whole batch, by stride 0."""
+    q = torch.zeros(1, 2, 16, 64, dtype=BF16, requires_grad=True)
+    k, v = (torch.zeros(4, 2, 50, 64, dtype=BF16, requires_grad=True) for _ in range(2))
+    out = attention(q.expand(4, -1, -1, -1), k, v, backend="triton")
+    out.backward(torch.zeros_like(out))
+
+
+def mlp(rows: int, width: int, hidden: int, dtype: torch.dtype = BF16, *, scaled: bool = False) -> Case:
+    """LayerNorm + MLP, in inference and in training."""
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, requires_grad=True)
+
+    def run() -> None:
+        x = zeros(rows, width)
+        parameters = (
+            zeros(width),
+            zeros(width),
+            zeros(hidden, width),
+            zeros(hidden),
+            zeros(width, hidden),
+            zeros(width),
+        )
+        layer_scale = zeros(width) if scaled else None
+        with torch.no_grad():
+            layer_norm_mlp(x, *parameters, layer_scale=layer_scale, backend="triton")
+        out = layer_norm_mlp(x, *parameters, layer_scale=layer_scale, backend="triton")
+        out.backward(torch.zeros_like(out))
+
+    return f"mlp M{rows} C{width} F{hidden} {dtype}{' scaled' if scaled else ''}", run
+
+
+def core() -> Iterator[Case]:
+    """The shapes at which something changes: a tile, a layout, a specialised integer."""
+    yield packed(197, 64)
+    yield packed(1, 72)
+    yield packed(50, 64, offset=1)
+    yield packed(577, 80)
+    yield "pooling", pooling
+    yield "expanded query", expanded_query
+    yield mlp(1, 64, 128)
+    yield mlp(17, 72, 200, scaled=True)
+    yield mlp(16, 70, 201)
+
+
+def full() -> Iterator[Case]:
+    """Every head dimension with every length, every number of rows with every width."""
+    for head_dim in (16, 32, 64, 72, 80, 96, 128):
+        for tokens in (1, 50, 197, 577):
+            yield packed(tokens, head_dim)
+    for dtype, precision in ((FP32, "ieee"), (FP32, "tf32"), (FP16, "ieee")):
+        for tokens in (1, 197):
+            for head_dim in (64, 80):
+                yield packed(tokens, head_dim, dtype, precision=precision)
+    for head_dim in (64, 72):
+        yield packed(50, head_dim, offset=1)
+        yield packed(50, head_dim, FP32, offset=1)
+    yield "pooling", pooling
+    yield "expanded query", expanded_query
+    for rows in (1, 2, 15, 16, 17, 394):
+        for width, hidden, scaled in ((64, 128, False), (192, 768, True), (72, 200, False), (70, 201, True)):
+            yield mlp(rows, width, hidden, scaled=scaled)
+    for rows in (1, 17, 394):
+        yield mlp(rows, 192, 768, FP32, scaled=True)
+        yield mlp(rows, 70, 201, FP32)
+
+
+def main(arch: str, which: str) -> None:
+    torch.set_num_threads(1)
+    driver = stand_in_driver.install(arch)
+    for name, run in {"core": core, "full": full}[which]():
+        driver.reset()
+        problems = []
+        try:
+            run()
+        except Exception as error:  # whatever goes wrong is this case's result, and the others go on
+            problems.append(f"{type(error).__name__}: {error}"[:400])
+        counters = driver.counters()
+        print(json.dumps({"case": name, "problems": problems + driver.violations(), **counters.as_dict()}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

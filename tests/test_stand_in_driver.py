@@ -1,0 +1,188 @@
+"""Triton's launch path against the stand-in driver: every launch and tensor map legal, and how many a block makes.
+
+The stand-in needs processes of its own, which share one cache of compiled kernels.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels need triton")
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in driver is for machines without a GPU")
+
+CASES = Path(__file__).with_name("launch_cases.py")
+PLANTED = Path(__file__).with_name("planted_launches.py")
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Of a child: not the interpreter's, with a cache that the children share."""
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    root = str(Path(__file__).parents[1])
+    path = os.pathsep.join(entry for entry in (root, kept.get("PYTHONPATH")) if entry)
+    cache = str(tmp_path_factory.mktemp("triton-cache"))
+    return kept | {"TRITON_CACHE_DIR": cache, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
+def run_python(command: list[str], environment: dict[str, str], timeout: int = 300) -> str:
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, timeout=timeout)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def run_cases(arch: str, which: str, environment: dict[str, str], timeout: int) -> list[dict[str, Any]]:
+    out = run_python([str(CASES), arch, which], environment, timeout)
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def assert_legal(rows: list[dict[str, Any]]) -> None:
+    assert {row["case"]: row["problems"] for row in rows if row["problems"]} == {}
+    assert all(row["launches"] for row in rows)
+
+
+def test_every_launch_and_tensor_map_is_legal(environment: dict[str, str]) -> None:
+    rows = run_cases("sm_90", "core", environment, 300)
+    assert_legal(rows)
+    described = {row["case"]: row["descriptors"] for row in rows}
+    aligned, unaligned = "attention N197 D64 torch.bfloat16 +0 ieee", "attention N50 D64 torch.bfloat16 +1 ieee"
+    assert described[aligned] > 0
+    assert described[unaligned] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_launch_and_tensor_map_is_legal_in_full(arch: str, environment: dict[str, str]) -> None:
+    rows = run_cases(arch, "full", environment, 1700)
+    assert_legal(rows)
+    if arch < "sm_90" and len(arch) == len("sm_90"):
+        assert not any(row["descriptors"] for row in rows)
+
+
+_BLOCK_COUNTS = """
+import json
+from vit_fast.benchmarks import host_time
+from vit_fast.kernels import stand_in_driver
+driver = stand_in_driver.install("sm_90")
+subjects = host_time.our_subjects(**host_time.NARROW)
+print(json.dumps({name: host_time.count(driver, subject) for name, subject in subjects.items()}))
+"""
+
+
+def test_a_block_launches_no_more_than_it_needs(environment: dict[str, str]) -> None:
+    """Upper bounds: whoever launches less lowers them."""
+    counts = json.loads(run_python(["-c", _BLOCK_COUNTS], environment))
+    launches = {name: count["launches"] for name, count in counts.items()}
+    assert launches["attention"] == 1
+    assert launches["LN + qkv"] <= 1
+    assert launches["proj + residual"] <= 2
+    assert launches["LN + MLP"] <= 3
+    assert 4 <= launches["block, inference"] <= 7
+    assert launches["block, inference"] < launches["block, training forward"] <= 9
+    assert launches["block, training forward"] < launches["block, forward + backward"] <= 26
+    assert counts["block, inference"]["descriptors"] <= 22
+
+
+@pytest.fixture(scope="module")
+def planted(environment: dict[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run_python([str(PLANTED)], environment))
+    return found
+
+
+def test_a_legal_launch_is_counted(planted: dict[str, Any]) -> None:
+    legal = planted["legal"]
+    assert (legal["launches"], legal["descriptors"], legal["modules"], legal["refused"]) == (1, 2, 1, [])
+    assert legal["largest_shared"] >= 16 * 16 * 2
+
+
+@pytest.mark.parametrize(
+    ("plant", "rule"),
+    [
+        ("stride", "tensor map: a stride is a multiple of 16 bytes"),
+        ("expanded", "tensor map: a stride is a multiple of 16 bytes, above 0"),
+        ("address", "tensor map: the address lies on 16 bytes"),
+        ("dimension", "tensor map: a dimension is 1..2^32"),
+        ("grid", "launch of planted_copy: the grid is"),
+        ("shared", "launch of planted_copy: the function was not allowed that much shared memory"),
+    ],
+)
+def test_what_a_driver_refuses_is_refused_and_kept(plant: str, rule: str, planted: dict[str, Any]) -> None:
+    found = planted[plant]
+    assert found["launches"] == 0
+    (violation,) = found["refused"]
+    assert rule in violation
+    assert rule in found["error"]
+
+
+@pytest.mark.parametrize(
+    ("preparation", "word"),
+    [
+        ("import os; os.environ['TRITON_INTERPRET'] = '1'", "TRITON_INTERPRET is set"),
+        ("import torch; torch.cuda.is_available = lambda: True", "CUDA is available"),
+        ("from vit_fast.kernels import stand_in_driver; stand_in_driver.install('sm_90')", "installed in this process"),
+        ("import os; os.environ |= {'CC': '', 'PATH': '', 'TRITON_CACHE_DIR': '/dev/null/none'}", "no C compiler"),
+    ],
+)
+def test_it_refuses_to_stand_in_where_it_must_not(preparation: str, word: str, environment: dict[str, str]) -> None:
+    code = f"""
+{preparation}
+from vit_fast.kernels import stand_in_driver
+try:
+    stand_in_driver.install("sm_90")
+except RuntimeError as error:
+    print(error)
+"""
+    assert word in run_python(["-c", code], environment)
+
+
+def test_operators_take_cpu_tensors_only_with_it(environment: dict[str, str]) -> None:
+    code = """
+import torch
+from vit_fast.kernels import stand_in_driver
+from vit_fast.ops.backends import triton_unavailable_reasons
+try:
+    stand_in_driver.install("sm_75")
+except ValueError as error:
+    print(error)
+{install}
+print(triton_unavailable_reasons(torch.device("cpu")))
+"""
+    without = run_python(["-c", code.format(install="")], environment)
+    assert "arch must be one of sm_80" in without
+    assert "the tensors are on the CPU" in without
+    assert run_python(["-c", code.format(install="stand_in_driver.install('sm_90')")], environment).endswith("()\n")
+
+
+def test_the_command_says_what_is_wrong(environment: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "vit_fast.cli", "kernels", "--host", "--arch", "sm_75"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 2
+    assert done.stderr.startswith("vit-fast kernels --host: arch must be one of sm_80")
+
+
+@pytest.mark.slow
+def test_the_command_reports_host_time(environment: dict[str, str]) -> None:
+    report = json.loads(run_python(["-m", "vit_fast.cli", "kernels", "--host", "--json"], environment, 600))
+    assert report["violations"] == []
+    assert report["kernels"] > 0 and report["seconds_cold"] > report["seconds_warm"] > 0
+    rows = {row["name"]: row for row in report["rows"]}
+    assert set(rows) >= {"LN + qkv", "attention", "proj + residual", "LN + MLP", "block, inference"}
+    for row in rows.values():
+        us = row["ours_us"]
+        assert 0 < us["p20"] <= us["median"] <= us["p80"]
+        assert row["launches"] >= 1 and row["descriptors"] >= 1
+    from vit_fast.benchmarks.host_time import render
+
+    text = render(report)
+    assert "Nothing here is the time of a GPU" in text
+    assert all(name in text for name in rows)
