@@ -456,26 +456,6 @@ def test_timm_builds_models_of_our_classes_through_its_own_hooks() -> None:
         tiny_timm(block_fn=FusedBlock, act_layer=nn.Tanh)
 
 
-@pytest.mark.parametrize("model", ["ViT", "CLIPVision", "Siglip2Vision"])
-def test_transformers_attention_interface(model: str) -> None:
-    transformers = pytest.importorskip("transformers")
-    import vit_fast.integrations.transformers as integration
-
-    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
-    sizes |= {"num_patches": 4} if "2" in model else {"image_size": 32, "patch_size": 16}
-    config = getattr(transformers, f"{model}Config")(**sizes)
-    made = getattr(transformers, f"{model}Model")
-    plain = made(config).eval()
-    ours = made._from_config(config, attn_implementation=integration.ATTENTION_NAME).eval()
-    ours.load_state_dict(plain.state_dict())
-    inputs: dict[str, Tensor] = {"pixel_values": torch.randn(2, 3, 32, 32)}
-    if "2" in model:  # the second picture is padded: the mask must be honoured
-        inputs = SUBJECTS["transformers-siglip2"].inputs()
-        inputs["pixel_attention_mask"][1, 2:] = 0
-        inputs["spatial_shapes"][1, 0] = 1
-    torch.testing.assert_close(ours(**inputs).pooler_output, plain(**inputs).pooler_output)
-
-
 def test_layers_keep_the_names_by_which_wrapping_policies_find_them() -> None:
     model = SUBJECTS["transformers-vit"].build()
     vit_fast.fuse(model)

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from ..errors import UnsupportedInputError
 from ..layers import is_touched
 from ..ops import attention
 from .common import (
@@ -34,6 +36,25 @@ ATTENTION_NAME = "vit_fast"
 
 MLP_CONTAINERS = ("MLP", "Intermediate", "Output", "LayerScale")
 
+# What models of transformers 4.53 to 5.23 give an attention function beside query, key, value, mask, scaling, dropout.
+# These say nothing about attention:
+NEUTRAL = frozenset(
+    {"interpolate_pos_encoding", "num_items_in_batch", "output_hidden_states", "output_router_logits", "return_dict"}
+)
+# These change it, and transformers' sdpa function drops them:
+REFUSED = {
+    "block_indices": "sparse attention",
+    "head_mask": "a factor a head",
+    "indices": "sparse attention",
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "softcap": "capped logits",
+}
+if "position_bias" not in inspect.signature(sdpa_attention_forward).parameters:  # transformers 4
+    REFUSED["position_bias"] = "a bias on the logits"
+# Everything else is handed on to it: is_causal, position_bias, cache, output_attentions, sliding_window, cu_seq_lens_q,
+# max_length_q, position_ids and what is not known yet.
+
 
 def attention_forward(
     module: nn.Module,
@@ -52,19 +73,38 @@ def attention_forward(
         query: [B, H, N, D].
         key: [B, H or a divisor of it, N, D].
         value: Shaped as key.
-        attention_mask: With a mask, causality, grouped heads or dropout, transformers' sdpa function runs.
+        attention_mask: With a mask, causality, grouped heads, dropout or a keyword that is not NEUTRAL, transformers'
+            sdpa function runs.
         scaling: Multiplier of q k^T; None means D**-0.5.
         dropout: Probability.
-        **kwargs: Passed on to sdpa.
+        **kwargs: Whatever else the model gives; None and False count as not given.
     Returns:
         [B, N, H, D] contiguous, and None instead of weights.
+    Raises:
+        UnsupportedInputError: a keyword asks for what transformers' sdpa function would leave out.
     """
+    if refused := [name for name in REFUSED if _given(kwargs.get(name))]:
+        advice = "accepted is none: make the model with attn_implementation='eager'"
+        raise UnsupportedInputError(
+            f"attn_implementation={ATTENTION_NAME!r} in {type(module).__name__}",
+            [f"{name} ({REFUSED[name]}) is given: {advice}" for name in refused],
+        )
     causal = kwargs.get("is_causal")
-    causal = getattr(module, "is_causal", False) if causal is None else causal
-    if attention_mask is not None or dropout or causal or key.shape[1] != query.shape[1]:
+    causal = getattr(module, "is_causal", True) if causal is None else causal  # True as in transformers' sdpa function
+    plain = attention_mask is None and not dropout and not causal and not _says_more(kwargs)
+    if not plain or key.shape != value.shape or key.shape[:2] != query.shape[:2]:
         sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
         return sdpa(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     return attention(query, key, value, scale=scaling).transpose(1, 2).contiguous(), None
+
+
+def _given(value: Any) -> bool:
+    return value is not None and value is not False
+
+
+def _says_more(kwargs: dict[str, Any]) -> bool:
+    """Whether a keyword argument may be about attention."""
+    return any(name not in NEUTRAL and _given(value) for name, value in kwargs.items())
 
 
 def register_attention() -> None:
@@ -151,7 +191,7 @@ class FusedSelfAttention(FusedModule):
 
     def runs_as_it_was(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call is for transformers' own forward."""
-        unusual = any(_given(value) for value in (*args, *(kwargs.get(name) for name in MASK_ARGUMENTS)))
+        unusual = any(map(_given, args)) or _says_more(kwargs)
         eager = self.config._attn_implementation == "eager"
         return bool(unusual or eager or (self.training and _dropout(self)))
 
@@ -165,20 +205,6 @@ class FusedSelfAttention(FusedModule):
         )
         mixed = attention(q, k, v, scale=self.vit_fast_scale, backend=self.vit_fast_backend)
         return mixed.transpose(1, 2).flatten(2)
-
-
-MASK_ARGUMENTS = (
-    "attention_mask",
-    "causal_attention_mask",
-    "head_mask",
-    "relative_position_bias",
-    "output_attentions",
-    "is_causal",
-)
-
-
-def _given(value: Any) -> bool:
-    return value is not None and value is not False
 
 
 def _dropout(module: nn.Module) -> float:

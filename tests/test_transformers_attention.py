@@ -1,0 +1,85 @@
+"""transformers' own attention interface with our function: what it computes, hands on to sdpa, and refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fused_models import SUBJECTS
+from torch import Tensor, nn
+
+import vit_fast
+
+
+@pytest.mark.parametrize("model", ["ViT", "CLIPVision", "Siglip2Vision"])
+def test_transformers_attention_interface(model: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    import vit_fast.integrations.transformers as integration
+
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    sizes |= {"num_patches": 4} if "2" in model else {"image_size": 32, "patch_size": 16}
+    config = getattr(transformers, f"{model}Config")(**sizes)
+    made = getattr(transformers, f"{model}Model")
+    plain = made(config).eval()
+    ours = made._from_config(config, attn_implementation=integration.ATTENTION_NAME).eval()
+    ours.load_state_dict(plain.state_dict())
+    inputs: dict[str, Tensor] = {"pixel_values": torch.randn(2, 3, 32, 32)}
+    if "2" in model:  # the second picture is padded: the mask must be honoured
+        inputs = SUBJECTS["transformers-siglip2"].inputs()
+        inputs["pixel_attention_mask"][1, 2:] = 0
+        inputs["spatial_shapes"][1, 0] = 1
+    torch.testing.assert_close(ours(**inputs).pooler_output, plain(**inputs).pooler_output)
+
+
+def interface_inputs() -> tuple[nn.Module, Tensor, Tensor, Tensor]:
+    module = nn.Module()
+    module.is_causal = False
+    return module, *(torch.randn(2, 2, 5, 32) for _ in range(3))
+
+
+def test_the_attention_interface_refuses_what_sdpa_would_drop() -> None:
+    pytest.importorskip("transformers")
+    from vit_fast.integrations.transformers_attention import REFUSED, attention_forward
+
+    assert {"softcap", "s_aux", "sinks", "head_mask", "indices", "block_indices"} <= set(REFUSED)
+    for name in REFUSED:
+        attention_forward(*interface_inputs(), None, **{name: None})
+        with pytest.raises(
+            vit_fast.UnsupportedInputError, match=rf"in Module:\n  - {name} \(.*\) is given: accepted is"
+        ):
+            attention_forward(*interface_inputs(), None, **{name: torch.ones(2)})
+
+
+def test_the_attention_interface_hands_on_what_it_does_not_know() -> None:
+    transformers = pytest.importorskip("transformers")
+    from vit_fast.integrations.transformers_attention import ALL_ATTENTION_FUNCTIONS, REFUSED, attention_forward
+
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    module, q, k, v = interface_inputs()
+    for keywords in ({"is_causal": True}, {"position_bias": torch.randn(1, 2, 5, 5)}):
+        if not keywords.keys() & REFUSED:  # transformers 4 has no position_bias
+            expected, _ = sdpa(module, q, k, v, None, **keywords)
+            assert not torch.allclose(expected, sdpa(module, q, k, v, None)[0])
+            assert torch.equal(attention_forward(module, q, k, v, None, **keywords)[0], expected)
+    narrow = v[..., :16]
+    assert torch.equal(attention_forward(module, q, k, narrow, None)[0], sdpa(module, q, k, narrow, None)[0])
+    del module.is_causal  # transformers takes such a module for a decoder's
+    assert torch.equal(attention_forward(module, q, k, v, None)[0], sdpa(module, q, k, v, None)[0])
+    if "position_bias" not in REFUSED:
+        sizes = {"vocab_size": 50, "d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+        config = transformers.T5Config(**sizes)
+        plain = transformers.T5EncoderModel._from_config(config, attn_implementation="eager").eval()
+        ours = transformers.T5EncoderModel._from_config(config, attn_implementation="vit_fast").eval()
+        with torch.no_grad():
+            plain.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight.normal_(0, 3)
+        ours.load_state_dict(plain.state_dict())
+        tokens = torch.randint(0, 50, (2, 7))
+        torch.testing.assert_close(ours(tokens).last_hidden_state, plain(tokens).last_hidden_state)
+
+
+def test_a_bias_given_to_a_fused_attention_of_transformers_reaches_it() -> None:
+    subject = SUBJECTS["transformers-vit"]
+    model, inputs = subject.build().eval(), subject.inputs()
+    keywords = {"position_bias": torch.randn(1, 2, 5, 5), "output_hidden_states": True}
+    expected = model(**inputs, **keywords).logits
+    vit_fast.fuse(model).require_all()
+    torch.testing.assert_close(model(**inputs, **keywords).logits, expected)
