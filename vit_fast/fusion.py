@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from .integrations import fused_form, left_reason
 from .integrations.common import FusedModule, device_of, dtype_of, triton_reasons
 from .integrations.native import NativeChange, native_models
 from .integrations.patch_embed import FusedPatchConv, FusedPatchEmbed, check_normalize, find_patch_conv
-from .layers import PatchEmbed
+from .layers import PatchEmbed, forward_is_replaced
 from .ops.backends import resolve_backend, triton_unavailable_reasons
 
 LOOKS_FUSABLE = re.compile(r"(Attention|Attn|Mlp|MLP|FFN|FeedForward)(?![a-z])|Attention$")
@@ -196,7 +195,7 @@ class _Plan:
             return
         inside = [child for child in module.modules() if not isinstance(child, FusedModule)]
         self.seen.update(id(child) for child in inside if fused_form(type(child)) is None)
-        if "original" in vars(form) and not _forward_replaced(module):
+        if "original" in vars(form) and not forward_is_replaced(module):
             self.changes.append(lambda: _give_class_back(module))
         else:  # fully_shard gave it another class, or the forward set on it may call the one it had: that must work
             self.changes.append(lambda: _set_backend(module, "sdpa"))
@@ -235,7 +234,7 @@ def _instance_reasons(module: nn.Module, form: type[FusedModule]) -> list[str]:
     reasons = []
     if type(module).forward is not form.original_forward:
         reasons.append(f"{type(module).__qualname__}.forward has been replaced since vit_fast first saw it")
-    if _forward_replaced(module):
+    if forward_is_replaced(module):
         reasons.append("its forward was replaced on the instance")
     return reasons
 
@@ -245,15 +244,8 @@ def _reasons_now(module: FusedModule) -> list[str]:
 
     Sharded weights are none: fully_shard came after fuse, and gathers them before forward runs.
     """
-    reasons = ["its forward was replaced on the instance"] if _forward_replaced(module) else []
+    reasons = ["its forward was replaced on the instance"] if forward_is_replaced(module) else []
     return reasons + [reason for reason in type(module).reasons(module) if " is a DTensor: " not in reason]
-
-
-def _forward_replaced(module: nn.Module) -> bool:
-    """An instance attribute `forward` other than the class's own: transformers 4 leaves that one behind."""
-    replacement = module.__dict__.get("forward")
-    own = inspect.ismethod(replacement) and replacement.__self__ is module
-    return replacement is not None and not (own and replacement.__func__ is type(module).forward)
 
 
 def _reason_to_leave(module: nn.Module) -> str | None:

@@ -155,14 +155,39 @@ class Mlp(nn.Module):
 
 
 def is_touched(module: nn.Module) -> bool:
-    """Whether somebody hooked into this module or replaced its forward, so that it has to be called."""
+    """Whether a module has to be called: it carries hooks, a forward or weights other than its class's."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
-        or "forward" in module.__dict__
+        or forward_is_replaced(module)
+        or not weights_are_plain(module)
     )
+
+
+def forward_is_replaced(module: nn.Module) -> bool:
+    """Whether the instance has a forward other than its class's own.
+
+    Its own stands there, too, after transformers 4 has made a module or accelerate has taken its hooks away.
+    """
+    if "forward" not in module.__dict__:
+        return False
+    forward = module.__dict__["forward"]
+    own = getattr(forward, "__self__", None) is module
+    return not (own and getattr(forward, "__func__", None) is type(module).forward)
+
+
+def weights_are_plain(module: nn.Module) -> bool:
+    """Whether the module's own Parameters are ordinary tensors, not of a class that computes in its own way.
+
+    torchao quantises so, and DTensor shards so: the class of the module stays what it was.
+    """
+    return all(is_plain(parameter) for parameter in module._parameters.values())
+
+
+def is_plain(tensor: Tensor | None) -> bool:
+    return tensor is None or type(tensor) in (nn.Parameter, Tensor)
 
 
 def norm_and_mlp_are_plain(norm: nn.Module, mlp: nn.Module) -> bool:

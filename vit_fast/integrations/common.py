@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers import is_touched
+from ..layers import forward_is_replaced, is_plain, is_touched
 from ..ops import layer_norm_mlp, reference
 from ..ops.backends import resolve_backend
 
@@ -151,8 +151,10 @@ def touch_reasons(name: str, module: nn.Module) -> list[str]:
     reasons = []
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         reasons.append(f"{name} carries hooks, which would no longer run")
-    if "forward" in module.__dict__:
+    if forward_is_replaced(module):
         reasons.append(f"{name}.forward was replaced on the instance")
+    for own, parameter in module._parameters.items():
+        reasons += tensor_reasons(f"{name}.{own}", parameter)
     return reasons
 
 
@@ -176,14 +178,14 @@ def dropout_notes(name: str, p: float) -> list[str]:
 
 
 def linear_reasons(name: str, linear: Any) -> list[str]:
-    """Why a linear's weight cannot be read past its forward: quantised, wrapped (LoRA), parametrized, sharded."""
+    """Why a linear's weight cannot be read past its forward: it is wrapped (LoRA), quantised or parametrized."""
     if type(linear) is not nn.Linear:
         return [f"{name} is a {class_path(linear)}: accepted is torch.nn.Linear itself"]
-    return tensor_reasons(f"{name}.weight", linear.weight) + tensor_reasons(f"{name}.bias", linear.bias)
+    return []
 
 
 def tensor_reasons(name: str, tensor: Tensor | None) -> list[str]:
-    if tensor is None or type(tensor) in (nn.Parameter, Tensor):
+    if is_plain(tensor):
         return []
     return [f"{name} is a {type(tensor).__name__}: accepted is an ordinary tensor"]
 

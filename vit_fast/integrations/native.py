@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 
 from torch import nn
 
-from ..layers import AttentionPool, DropPath, LayerScale, Mlp
+from ..layers import AttentionPool, DropPath, LayerScale, Mlp, forward_is_replaced
 from ..model import Attention, Block, VisionTransformer, set_backend
 from .common import class_path, describe, dropout_notes, dropout_reasons, dtype_of, touch_reasons, triton_reasons
 
@@ -39,7 +39,7 @@ class NativeChange:
         if type(part) not in (Attention, AttentionPool, Block):
             ours = isinstance(part, Attention | AttentionPool | Block)
             return [f"{type(part).__qualname__} is {'a subclass of' if ours else 'not'} one of ours"]
-        reasons = ["its forward was replaced on the instance"] if "forward" in part.__dict__ else []
+        reasons = ["its forward was replaced on the instance"] if forward_is_replaced(part) else []
         if isinstance(part, Block):
             reasons += _norm_mlp_reasons(part)
             if backend == "triton" and type(part.attn) is not Attention:  # the kernels would run past its forward

@@ -7,7 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers import is_touched
+from ..layers import is_touched, weights_are_plain
 from ..ops import attention_qkvpacked
 from .common import (
     FusedModule,
@@ -35,7 +35,6 @@ class FusedMultiheadAttention(FusedModule, nn.MultiheadAttention):
         if module.in_proj_weight is None:
             return ["its keys and values have widths of their own (kdim, vdim)"]
         reasons = tensor_reasons("in_proj_weight", module.in_proj_weight)
-        reasons += tensor_reasons("out_proj.weight", module.out_proj.weight)
         if module.bias_k is not None or module.bias_v is not None:
             reasons.append("it appends learned tokens to keys and values (add_bias_kv)")
         if module.add_zero_attn:
@@ -70,6 +69,7 @@ class FusedMultiheadAttention(FusedModule, nn.MultiheadAttention):
         self_attention = query is key and key is value and query.dim() == 3 and not query.is_nested
         dropping = self.training and self.dropout > 0
         changed = type(self.out_proj) is not nn.modules.linear.NonDynamicallyQuantizableLinear
+        changed = changed or not weights_are_plain(self)
         if masked or need_weights or not self_attention or dropping or changed or is_touched(self.out_proj):
             return super().forward(
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal

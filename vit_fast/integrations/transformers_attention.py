@@ -22,7 +22,6 @@ from .common import (
     describe,
     dropout_notes,
     dropout_reasons,
-    tensor_reasons,
     touch_reasons,
 )
 
@@ -240,7 +239,7 @@ class FusedPoolingHead(FusedNormMlp):
         if type(mha) is not nn.MultiheadAttention:
             return [f"attention is {describe(mha)}: accepted is torch.nn.MultiheadAttention"]
         reasons = dropout_reasons("attention", mha.dropout, module.training) + touch_reasons("attention", mha)
-        return reasons + tensor_reasons("attention.in_proj_weight", mha.in_proj_weight) + super().reasons(module)
+        return reasons + touch_reasons("attention.out_proj", mha.out_proj) + super().reasons(module)
 
     @classmethod
     def bypassed(cls, module: Any) -> list[nn.Module]:
@@ -255,7 +254,8 @@ class FusedPoolingHead(FusedNormMlp):
         mha = self.attention
         if attention_mask is not None:
             return super().forward(hidden_state, attention_mask)
-        changed = type(mha) is not nn.MultiheadAttention or is_touched(mha) or (self.training and mha.dropout)
+        changed = type(mha) is not nn.MultiheadAttention or is_touched(mha) or is_touched(mha.out_proj)
+        changed = changed or (self.training and mha.dropout)
         if changed or self.runs_as_it_was():
             return super().forward(hidden_state)
         C = mha.embed_dim
