@@ -45,7 +45,7 @@ def images(name: str, size: int = IMAGE) -> Callable[[], dict[str, Tensor]]:
     return lambda: {name: torch.randn(2, 3, size, size)}
 
 
-def _timm(name: str, size: int = IMAGE, **overrides: Any) -> Subject:
+def timm_subject(name: str, size: int = IMAGE, **overrides: Any) -> Subject:
     def make() -> nn.Module:
         timm = pytest.importorskip("timm")
         settings = {"img_size": size, "depth": 2, "embed_dim": 64, "num_heads": 2, "num_classes": 5} | overrides
@@ -54,7 +54,7 @@ def _timm(name: str, size: int = IMAGE, **overrides: Any) -> Subject:
     return Subject(make, images("x", size), lambda logits: logits)
 
 
-def _transformers(model: str, config: str, pick: str = "last_hidden_state", **overrides: Any) -> Subject:
+def transformers_subject(model: str, config: str, pick: str = "last_hidden_state", **overrides: Any) -> Subject:
     def make() -> nn.Module:
         transformers = pytest.importorskip("transformers")
         settings = {
@@ -98,26 +98,26 @@ def _siglip2_inputs() -> dict[str, Tensor]:
 
 
 SUBJECTS: dict[str, Subject] = {
-    "timm-vit": _timm("vit_tiny_patch16_224"),
-    "timm-deit-distilled": _timm("deit_tiny_distilled_patch16_224"),
-    "timm-dinov2-registers": _timm("vit_small_patch14_reg4_dinov2", size=28),
-    "timm-clip-quickgelu": _timm("vit_base_patch32_clip_quickgelu_224"),
-    "timm-siglip": _timm("vit_base_patch16_siglip_224"),
-    "timm-qk-norm": _timm("vit_tiny_patch16_224", qk_norm=True),
-    "transformers-vit": _transformers("ViTForImageClassification", "ViTConfig", "logits"),
-    "transformers-deit": _transformers("DeiTModel", "DeiTConfig"),
-    "transformers-dinov2": _transformers("Dinov2Model", "Dinov2Config", mlp_ratio=2),
-    "transformers-dinov2-registers": _transformers(
+    "timm-vit": timm_subject("vit_tiny_patch16_224"),
+    "timm-deit-distilled": timm_subject("deit_tiny_distilled_patch16_224"),
+    "timm-dinov2-registers": timm_subject("vit_small_patch14_reg4_dinov2", size=28),
+    "timm-clip-quickgelu": timm_subject("vit_base_patch32_clip_quickgelu_224"),
+    "timm-siglip": timm_subject("vit_base_patch16_siglip_224"),
+    "timm-qk-norm": timm_subject("vit_tiny_patch16_224", qk_norm=True),
+    "transformers-vit": transformers_subject("ViTForImageClassification", "ViTConfig", "logits"),
+    "transformers-deit": transformers_subject("DeiTModel", "DeiTConfig"),
+    "transformers-dinov2": transformers_subject("Dinov2Model", "Dinov2Config", mlp_ratio=2),
+    "transformers-dinov2-registers": transformers_subject(
         "Dinov2WithRegistersModel", "Dinov2WithRegistersConfig", mlp_ratio=2
     ),
-    "transformers-clip": _transformers("CLIPVisionModel", "CLIPVisionConfig", "pooler_output"),
-    "transformers-siglip": _transformers("SiglipVisionModel", "SiglipVisionConfig", "pooler_output"),
+    "transformers-clip": transformers_subject("CLIPVisionModel", "CLIPVisionConfig", "pooler_output"),
+    "transformers-siglip": transformers_subject("SiglipVisionModel", "SiglipVisionConfig", "pooler_output"),
     "transformers-siglip2": Subject(
-        _transformers("Siglip2VisionModel", "Siglip2VisionConfig", num_patches=4).make,
+        transformers_subject("Siglip2VisionModel", "Siglip2VisionConfig", num_patches=4).make,
         _siglip2_inputs,
         lambda result: result.pooler_output,
     ),
-    "transformers-beit": _transformers("BeitModel", "BeitConfig", use_relative_position_bias=True),
+    "transformers-beit": transformers_subject("BeitModel", "BeitConfig", use_relative_position_bias=True),
     "torchvision-vit": Subject(_torchvision, images("x"), lambda logits: logits),
     "torch-encoder": Subject(_encoder, lambda: {"src": torch.randn(2, 5, 64)}, lambda tokens: tokens),
     "ours": Subject(_ours, images("images"), lambda logits: logits),

@@ -188,22 +188,6 @@ def test_a_forward_replaced_on_an_instance_or_in_the_library(monkeypatch: pytest
     assert reasons_of(tiny_timm(), "norm + MLP") == ["Block.forward has been replaced since vit_fast first saw it"]
 
 
-@pytest.mark.parametrize("rate", ["attn_drop_rate", "proj_drop_rate"])
-def test_dropout_in_training_is_left_and_in_evaluation_noted(rate: str) -> None:
-    part = "attention" if rate == "attn_drop_rate" else "norm + MLP"
-    training = tiny_timm(**{rate: 0.25}).train()
-    assert any("drops with probability 0.25 in training: call model.eval()" in r for r in reasons_of(training, part))
-    model, images = tiny_timm(**{rate: 0.25}).eval(), torch.randn(2, 3, 32, 32)
-    twin = copy.deepcopy(model)
-    report = vit_fast.fuse(model).require_all()
-    assert any("in training it runs as it was" in note for module in report.fused for note in module.notes)
-    torch.testing.assert_close(model(images), twin(images))
-    for trained in (model.train(), twin.train()):
-        torch.manual_seed(3)
-        trained.last = trained(images)
-    torch.testing.assert_close(model.last, twin.last)
-
-
 @pytest.mark.parametrize(
     ("name", "settings", "reason"),
     [
@@ -304,7 +288,6 @@ def test_masks_given_at_a_call_reach_the_original() -> None:
         ({"add_bias_kv": True}, "it appends learned tokens"),
         ({"add_zero_attn": True}, "it appends a zero token"),
         ({"kdim": 32}, "its keys and values have widths of their own"),
-        ({"dropout": 0.5}, "attention drops with probability 0.5 in training"),
     ],
 )
 def test_multihead_attention_that_is_more_than_attention(options: dict[str, Any], reason: str) -> None:
@@ -344,8 +327,9 @@ def test_bad_arguments_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         vit_fast.fuse(model, backend="fast")
     with pytest.raises(TypeError, match="model is a dict"):
         vit_fast.fuse({})
-    with pytest.raises(vit_fast.UnsupportedInputError, match="the tensors are on meta"):
-        vit_fast.fuse(model.to("meta"), backend="triton")
+    monkeypatch.setattr(fusion, "triton_unavailable_reasons", lambda device: ("triton is not installed",))
+    with pytest.raises(vit_fast.UnsupportedInputError, match="triton is not installed"):
+        vit_fast.fuse(model, backend="triton")
     assert [type(module) for module in model.modules()] == classes
 
 

@@ -49,7 +49,8 @@ def fuse(
         What was done, module by module; print it, or call require_all() on it.
     Raises:
         ValueError: the backend is unknown or normalize does not fit the model.
-        UnsupportedInputError: a backend asked for by name cannot run here; lists all reasons. Nothing is changed.
+        UnsupportedInputError: a backend asked for by name cannot run here; lists all reasons. Nothing is changed. A
+            model on meta is fused for any, and its forward raises where it has been moved to and cannot run.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}: accepted is a torch.nn.Module")
@@ -222,7 +223,7 @@ class _Plan:
 def _checked_backend(model: nn.Module, backend: str) -> str:
     device = device_of(model)
     resolved = resolve_backend(backend, device)
-    if backend == "triton":
+    if backend == "triton" and device.type != "meta":  # from there a model moves to where it will run
         reasons = triton_unavailable_reasons(device)
         if reasons:
             raise UnsupportedInputError("fuse with backend='triton'", reasons)

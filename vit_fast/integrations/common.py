@@ -167,12 +167,6 @@ def activation_name(activation: Any) -> str | None:
     return ACTIVATION_FUNCTIONS.get(activation)
 
 
-def dropout_reasons(name: str, p: float, training: bool) -> list[str]:
-    if p and training:
-        return [f"{name} drops with probability {p} in training: call model.eval() before fuse, or set it to 0"]
-    return []
-
-
 def dropout_notes(name: str, p: float) -> list[str]:
     return [f"in training it runs as it was, because {name} drops with probability {p}"] if p else []
 
@@ -277,8 +271,6 @@ class NormMlp:
             dropout = at(block, path)
             if type(dropout) is not nn.Dropout:
                 reasons.append(f"{path} is {describe(dropout)}: accepted is torch.nn.Dropout")
-            else:
-                reasons += dropout_reasons(path, dropout.p, dropout.training)
         if self.drop_path:
             drop_path = at(block, self.drop_path)
             if type(drop_path) is not nn.Identity and not hasattr(drop_path, "drop_prob"):

@@ -8,7 +8,7 @@ from torch import nn
 
 from ..layers import AttentionPool, DropPath, LayerScale, Mlp, forward_is_replaced
 from ..model import Attention, Block, VisionTransformer, set_backend
-from .common import class_path, describe, dropout_notes, dropout_reasons, dtype_of, touch_reasons, triton_reasons
+from .common import class_path, describe, dropout_notes, dtype_of, touch_reasons, triton_reasons
 
 BEFORE = "vit_fast_backend_before"
 
@@ -104,14 +104,13 @@ class NativeChange:
 
 
 def _norm_mlp_reasons(block: Block) -> list[str]:
-    """Why the second half of a block runs as modules: replaced, wrapped or hooked parts, or dropout in training."""
+    """Why the second half of a block runs as modules: replaced, wrapped or hooked parts."""
     norm, mlp = block.norm2, block.mlp
     reasons = [] if type(norm) is nn.LayerNorm else [f"norm2 is {describe(norm)}: accepted is torch.nn.LayerNorm"]
     if type(mlp) is Mlp:
         for name, linear in (("mlp.fc1", mlp.fc1), ("mlp.fc2", mlp.fc2)):
             if type(linear) is not nn.Linear:
                 reasons.append(f"{name} is a {class_path(linear)}: accepted is torch.nn.Linear itself")
-        reasons += dropout_reasons("mlp.drop", mlp.drop.p, mlp.training)
     else:
         reasons.append(f"mlp is {describe(mlp)}: accepted is the Mlp of ours")
     if type(block.ls2) not in (LayerScale, nn.Identity):

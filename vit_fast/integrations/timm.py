@@ -24,7 +24,6 @@ from .common import (
     NormMlp,
     at,
     dropout_notes,
-    dropout_reasons,
     fused_form_of,
     touch_reasons,
 )
@@ -58,7 +57,7 @@ class FusedAttention(FusedModule, Attention):
         dropout = module.attn_drop
         if type(dropout) is not nn.Dropout:
             return [f"attn_drop is a {type(dropout).__qualname__}: accepted is torch.nn.Dropout"]
-        return dropout_reasons("attn_drop", dropout.p, module.training) + touch_reasons("attn_drop", dropout)
+        return touch_reasons("attn_drop", dropout)
 
     @classmethod
     def notes(cls, module: Any) -> list[str]:

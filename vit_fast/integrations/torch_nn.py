@@ -14,7 +14,6 @@ from .common import (
     FusedNormMlp,
     NormMlp,
     dropout_notes,
-    dropout_reasons,
     fused_form_of,
     tensor_reasons,
     touch_reasons,
@@ -41,7 +40,6 @@ class FusedMultiheadAttention(FusedModule, nn.MultiheadAttention):
             reasons.append("it appends a zero token to keys and values (add_zero_attn)")
         if type(module.out_proj) is not nn.modules.linear.NonDynamicallyQuantizableLinear:
             reasons.append(f"out_proj is a {type(module.out_proj).__qualname__}: accepted is torch's own linear")
-        reasons += dropout_reasons("attention", module.dropout, module.training)
         return reasons + touch_reasons("out_proj", module.out_proj)
 
     @classmethod

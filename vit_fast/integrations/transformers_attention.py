@@ -21,7 +21,6 @@ from .common import (
     at,
     describe,
     dropout_notes,
-    dropout_reasons,
     touch_reasons,
 )
 
@@ -164,7 +163,7 @@ class FusedSelfAttention(FusedModule):
         if module.config._attn_implementation == "eager":
             advice = "make the model with attn_implementation='sdpa'"
             reasons.append(f"attn_implementation='eager' returns attention weights: {advice}")
-        return reasons + dropout_reasons("attention", _dropout(module), module.training)
+        return reasons
 
     @classmethod
     def notes(cls, module: Any) -> list[str]:
@@ -238,8 +237,12 @@ class FusedPoolingHead(FusedNormMlp):
         mha = module.attention
         if type(mha) is not nn.MultiheadAttention:
             return [f"attention is {describe(mha)}: accepted is torch.nn.MultiheadAttention"]
-        reasons = dropout_reasons("attention", mha.dropout, module.training) + touch_reasons("attention", mha)
+        reasons = touch_reasons("attention", mha)
         return reasons + touch_reasons("attention.out_proj", mha.out_proj) + super().reasons(module)
+
+    @classmethod
+    def notes(cls, module: Any) -> list[str]:
+        return dropout_notes("attention", module.attention.dropout) + super().notes(module)
 
     @classmethod
     def bypassed(cls, module: Any) -> list[nn.Module]:

@@ -111,7 +111,7 @@ def _is_exporting() -> bool:
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in autocast's dtype where autocast is on, as torch does for its own attention."""
     device_type = tensors[0].device.type
-    if not torch.is_autocast_enabled(device_type):
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # torch raises for meta
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)

@@ -1,0 +1,113 @@
+"""Models that drop: fused alike in training and in evaluation, and running as they were while dropout is active."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from fused_models import IMAGE, SUBJECTS, Subject, images, timm_subject, transformers_subject
+from kernel_support import DEVICE
+from torch import nn
+
+import vit_fast
+from vit_fast.integrations.common import FusedModule, FusedNormMlp
+from vit_fast.ops import attention_op, checks
+
+P = 0.25
+
+
+def torchvision_vit() -> nn.Module:
+    models = pytest.importorskip("torchvision").models
+    sizes = {"num_layers": 2, "num_heads": 2, "hidden_dim": 64, "mlp_dim": 128, "num_classes": 5}
+    return models.VisionTransformer(IMAGE, 16, dropout=P, attention_dropout=P, **sizes)
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(64, 2, 128, norm_first=True, dropout=P, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+def ours() -> nn.Module:
+    sizes = {"img_size": IMAGE, "depth": 2, "embed_dim": 64, "num_heads": 2, "num_classes": 5}
+    return vit_fast.create_model("vit_tiny_patch16_224", backend="eager", proj_drop_rate=P, **sizes)
+
+
+tokens, logits = SUBJECTS["torch-encoder"].inputs, SUBJECTS["torch-encoder"].output
+DROPPING: dict[str, Subject] = {
+    "timm, attention": timm_subject("vit_tiny_patch16_224", attn_drop_rate=P),
+    "timm, MLP": timm_subject("vit_tiny_patch16_224", proj_drop_rate=P),
+    "transformers, attention": transformers_subject("DeiTModel", "DeiTConfig", attention_probs_dropout_prob=P),
+    "transformers, MLP": transformers_subject("DeiTModel", "DeiTConfig", hidden_dropout_prob=P),
+    "transformers, pooling": transformers_subject(
+        "SiglipVisionModel", "SiglipVisionConfig", "pooler_output", attention_dropout=P
+    ),
+    "torchvision": Subject(torchvision_vit, images("x"), logits),
+    "torch": Subject(encoder, tokens, logits),
+    "ours": Subject(ours, images("images"), logits),
+}
+
+
+def state_of(model: nn.Module) -> list[tuple[type, str | None]]:
+    """What fuse decides, module by module."""
+    return [(type(module), getattr(module, "vit_fast_backend", None)) for module in model.modules()]
+
+
+@pytest.mark.parametrize("case", DROPPING)
+def test_fusing_in_training_and_in_evaluation_is_the_same(case: str) -> None:
+    subject = DROPPING[case]
+    model, inputs = subject.build().train(), subject.inputs()
+    twin, evaluated = copy.deepcopy(model), copy.deepcopy(model).eval()
+    report, other = (vit_fast.fuse(each, "sdpa").require_all() for each in (model, evaluated))
+    assert [(row.name, row.notes) for row in report.modules] == [(row.name, row.notes) for row in other.modules]
+    notes = [note for row in report.fused for note in row.notes]
+    assert any(note.startswith("in training it runs as it was") and str(P) in note for note in notes)
+    assert state_of(model) == state_of(evaluated.train())
+    outputs = []
+    for trained in (model, twin, evaluated):
+        torch.manual_seed(3)
+        outputs.append(subject.run(trained, inputs))
+    torch.testing.assert_close(outputs[0], outputs[1])
+    torch.testing.assert_close(outputs[2], outputs[1])
+    torch.testing.assert_close(subject.run(model.eval(), inputs), subject.run(twin.eval(), inputs))
+
+
+def test_only_the_part_that_drops_runs_as_it_was() -> None:
+    for case, whole in (("timm, attention", False), ("timm, MLP", True)):
+        model = DROPPING[case].build().train()
+        vit_fast.fuse(model, "sdpa").require_all()
+        assert {part.runs_as_it_was() for part in model.modules() if isinstance(part, FusedNormMlp)} == {whole}
+
+
+def test_the_kernels_run_in_evaluation_though_fused_in_training() -> None:
+    subject = DROPPING["timm, MLP"]
+    model = subject.build().to(DEVICE).train()
+    inputs = {name: tensor.to(DEVICE) for name, tensor in subject.inputs().items()}
+    twin = copy.deepcopy(model)
+    vit_fast.fuse(model, "triton").require_all()
+    assert not model.blocks[0].runs_whole()
+    assert model.blocks[0].runs_as_it_was()
+    model.eval()
+    assert model.blocks[0].runs_whole()
+    assert not model.blocks[0].runs_as_it_was()
+    torch.testing.assert_close(subject.run(model, inputs), subject.run(twin.eval(), inputs), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("library", ["timm-vit", "transformers-vit", "torchvision-vit", "ours"])
+def test_a_model_on_meta_is_fused_for_where_it_will_run(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = SUBJECTS[library]
+    model, inputs = subject.build().to("meta").eval(), subject.inputs()
+    inputs = {name: tensor.to(DEVICE) for name, tensor in inputs.items()}
+    plain = subject.build().to(DEVICE).eval()
+    vit_fast.fuse(model, "triton").require_all()
+    on_meta = subject.run(model, {name: tensor.to("meta") for name, tensor in inputs.items()})
+    assert on_meta.is_meta
+    model.to_empty(device=DEVICE).load_state_dict(plain.state_dict())
+    fused = [part for part in model.modules() if isinstance(part, FusedModule)]
+    assert {part.vit_fast_backend for part in fused} <= {"triton"}
+    torch.testing.assert_close(subject.run(model, inputs), subject.run(plain, inputs), rtol=1e-4, atol=1e-4)
+    assert on_meta.shape == subject.run(plain, inputs).shape
+    for module in (attention_op, checks):
+        monkeypatch.setattr(module, "triton_unavailable_reasons", lambda device: ("this device is too old",))
+    with pytest.raises(vit_fast.UnsupportedInputError, match="this device is too old"):
+        subject.run(model, inputs)
