@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 import traceback
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from fused_models import LIBRARIES, SUBJECTS, gradients
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,6 +27,7 @@ def run(rank: int, world: int, folder: Path) -> None:
     What a check found wrong is left in folder, in a file named after it; an empty file says that it passed.
     """
     dist.init_process_group("gloo", rank=rank, world_size=world, init_method=f"file://{folder / 'rendezvous'}")
+    mesh = init_device_mesh("cpu", (world,))
     for library, name in LIBRARIES.items():
         subject = SUBJECTS[name]
         original, inputs = subject.build(), subject.inputs()
@@ -35,24 +37,50 @@ def run(rank: int, world: int, folder: Path) -> None:
             model = copy.deepcopy(original)
             vit_fast.fuse(model, backend="sdpa").require_all()
             try:
-                check(library, model, {argument: pictures[rank : rank + 1]}, expected)
+                check(library, model, {argument: pictures[rank : rank + 1]}, expected, mesh)
                 problem = ""
             except AssertionError:
                 problem = traceback.format_exc()
             (folder / f"{library}.{check.__name__}.{rank}").write_text(problem)
+    del model
+    end(mesh)
+
+
+def end(mesh: DeviceMesh) -> None:
+    """Destroys the process group together with its threads, once no model of it is left.
+
+    destroy_process_group only drops its own reference: the threads are joined when the last one goes. Models refer to
+    the group, in cycles, and so does the mesh, which the caches of DTensor keep until the interpreter ends. A thread
+    that outlives the group and is late in freeing the tensors of its last collective asks for the interpreter's lock
+    while the interpreter shuts down; Python then unwinds that thread through C++ that must not throw, and the process
+    ends with "terminate called without an active exception".
+
+    Raises:
+        RuntimeError: Threads of gloo are left.
+    """
+    if not gloo_threads():
+        raise RuntimeError("no thread is named after gloo: nothing would be noticed below")
+    gc.collect()
+    vars(mesh).get("_pg_registry", {}).clear()  # absent where a mesh knows its groups by name only
     dist.destroy_process_group()
+    if left := gloo_threads():
+        raise RuntimeError(f"threads that outlive the process group: {left}")
 
 
-def check_ddp(library: str, model: nn.Module, share: dict, expected: dict) -> None:
+def gloo_threads() -> list[str]:
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return [name for name in names if "gloo" in name]
+
+
+def check_ddp(library: str, model: nn.Module, share: dict, expected: dict, mesh: DeviceMesh) -> None:
     subject = SUBJECTS[LIBRARIES[library]]
     wrapped = DistributedDataParallel(model)
     subject.run(wrapped, share).square().sum().backward()
     compare(model, expected)
 
 
-def check_fsdp2(library: str, model: nn.Module, share: dict, expected: dict) -> None:
+def check_fsdp2(library: str, model: nn.Module, share: dict, expected: dict, mesh: DeviceMesh) -> None:
     subject = SUBJECTS[LIBRARIES[library]]
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in list(model.modules()):
         if isinstance(block, FusedNormMlp | Block):
             fully_shard(block, mesh=mesh)
