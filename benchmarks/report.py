@@ -23,7 +23,7 @@ class Column:
 
 
 def _number(row: Row, field: str, pattern: str = "{:.3g}") -> str:
-    return "" if row[field] is None else pattern.format(row[field])
+    return "" if row.get(field) is None else pattern.format(row[field])
 
 
 def format_rate(images_per_s: float) -> str:
@@ -35,6 +35,7 @@ COLUMNS = (
     Column("images/s", lambda row: format_rate(row["images_per_s"]), essential=True),
     Column("ms", lambda row: f"{row['ms']:.4g}", essential=True),
     Column("[p20, p80]", lambda row: f"[{row['ms_p20']:.4g}, {row['ms_p80']:.4g}]", essential=True),
+    Column("host ms", lambda row: _number(row, "host_ms"), essential=True),
     Column("TFLOP/s", lambda row: _number(row, "TFLOP_per_s"), essential=True),
     Column("of ceiling", lambda row: _number(row, "ceiling_share", "{:.0%}")),
     Column("x best peer", lambda row: _number(row, "ratio_to_best_peer", "{:.2f}"), essential=True),
@@ -102,13 +103,19 @@ def not_measured(record: Record) -> list[str]:
     return [line if len(where) == len(grouped) else f"{line} ({'; '.join(where)})" for line, where in titles.items()]
 
 
+def _filled_columns(record: Record) -> list[Column]:
+    """The columns that any measured row fills: only rows of a GPU have a time of the host."""
+    measured = [row for row in record["rows"] if row["status"] == "measured"]
+    return [column for column in COLUMNS if any(column.cell(row) for row in measured)]
+
+
 def rich_tables(record: Record, width: int) -> list[Table]:
     """One table of the measured rows for each model, dtype and batch size; a narrow one leaves columns out."""
     from rich import box
     from rich.markup import escape
     from rich.table import Table
 
-    columns = [column for column in COLUMNS if width >= FULL_WIDTH or column.essential]
+    columns = [column for column in _filled_columns(record) if width >= FULL_WIDTH or column.essential]
     tables = []
     for title, rows in contests(record).items():
         table = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
@@ -125,13 +132,14 @@ def rich_tables(record: Record, width: int) -> list[Table]:
 
 def markdown(record: Record) -> str:
     """The record as one markdown table under its heading, for a document."""
-    header = ["model", "dtype", "batch", "subject", *(column.title for column in COLUMNS)]
-    lines = [_markdown_line(header), _markdown_line(["---"] * 4 + ["---:"] * len(COLUMNS))]
+    columns = _filled_columns(record)
+    header = ["model", "dtype", "batch", "subject", *(column.title for column in columns)]
+    lines = [_markdown_line(header), _markdown_line(["---"] * 4 + ["---:"] * len(columns))]
     for rows in contests(record).values():
         for row in rows:
             if row["status"] == "measured":
                 cells = [row["model"], row["dtype"], str(row["requested_batch"]), f"`{label(row)}`"]
-                lines.append(_markdown_line([*cells, *(column.cell(row) for column in COLUMNS)]))
+                lines.append(_markdown_line([*cells, *(column.cell(row) for column in columns)]))
     text = "\n".join([f"Measured on {heading(record)}; {ceilings_line(record)}.", "", *lines]) + "\n"
     if notes := not_measured(record):
         text += "\nNot measured:\n\n" + "".join(f"- {note}\n" for note in notes)

@@ -26,6 +26,7 @@ SPEED_FIELDS = (
     "ms_p20",
     "ms_p80",
     "repeats",
+    "host_ms",
     "TFLOP_per_s",
     "ceiling_share",
     "ratio_to_best_peer",
@@ -93,6 +94,7 @@ def add_timing(row: Row, timing: Timing, group: Group, ceilings: dict[str, Any])
         ms_p20=timing.ms_p20,
         ms_p80=timing.ms_p80,
         repeats=timing.repeats,
+        host_ms=timing.host_ms,
         TFLOP_per_s=tflops,
         ceiling_share=tflops / ceilings["matmul_TFLOP_per_s"][row["dtype"]],
     )

@@ -22,7 +22,7 @@ from .plan import Plan
 from .preparation import Prepared, TooLarge, describe_error, is_out_of_memory, out_of_memory_is_too_large, prepare
 from .rows import Group, Row, Status, add_ratios, add_timing, make_row
 from .subjects import Selection, Task
-from .timing import Call, Timing, time_interleaved
+from .timing import Call, Samples, Timing, time_interleaved
 
 FORMAT = "vit-fast-bench/1"
 
@@ -265,10 +265,10 @@ class _Watch:
 
     def __init__(self, owner: _Run, subjects: int) -> None:
         self.owner, self.subjects = owner, subjects
-        self.samples: Mapping[str, Sequence[float]] = {}
+        self.samples: Mapping[str, Samples] = {}
         self.told = 0.0
 
-    def __call__(self, number: int, samples: Mapping[str, Sequence[float]]) -> bool:
+    def __call__(self, number: int, samples: Mapping[str, Samples]) -> bool:
         self.samples = samples
         protocol = self.owner.plan.protocol
         slowest = min(
@@ -287,7 +287,7 @@ class _Watch:
     def timings(self) -> dict[str, Timing]:
         """Of the subjects that have reached the floor."""
         return {
-            name: Timing.from_samples(taken)
+            name: taken.timing()
             for name, taken in self.samples.items()
             if len(taken) >= FLOOR_REPEATS or (len(taken) >= FLOOR_LEAST_REPEATS and sum(taken) >= FLOOR_MS)
         }

@@ -118,6 +118,8 @@ def _measure(
         ms=timing.ms,
         ms_p20=timing.ms_p20,
         ms_p80=timing.ms_p80,
+        host_ms=timing.host_ms,
+        host_bound=timing.host_bound,
         TFLOP_per_s=flops / timing.ms / 1e9,
         GB_per_s=moved / timing.ms / 1e6,
     )

@@ -3,8 +3,9 @@
     timings = time_interleaved({"eager": call_eager, "sdpa": call_sdpa}, device)
     timings["sdpa"].ms, timings["sdpa"].ms_p20, timings["sdpa"].ms_p80
 
-On CUDA the clock is a pair of device events around each call; on a CPU it is the host's monotonic clock. The subjects
-take turns call by call, so that a clock that drifts, a machine that heats or a neighbour that wakes hits all of them.
+On CUDA the clock is a pair of device events around each call (device_clock.py), with the host's time to queue it
+beside; on a CPU it is the host's monotonic clock. The subjects take turns call by call, so that a clock that drifts, a
+machine that heats or a neighbour that wakes hits all of them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,11 +27,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from .device_clock import DeviceClock, open_queue
+
 Call = Callable[[int], object]
 
 # Larger than any processor's last level of cache that a rotation is meant to empty.
 CPU_CACHE_BYTES = 64 * 2**20
-MIN_FLUSH_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -72,20 +75,32 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Timing:
-    """What was measured of one subject, in milliseconds a call."""
+    """What was measured of one subject, in milliseconds a call.
+
+    Attributes:
+        ms: Median; ms_p20 and ms_p80 are the percentiles around it.
+        repeats: Timed calls.
+        host_ms: What the host needs to queue a call, median; None where the host itself computes.
+        host_bound: Whether launches were to be hidden and could not be: then ms holds time of the host.
+    """
 
     ms: float
     ms_p20: float
     ms_p80: float
     repeats: int
+    host_ms: float | None = None
+    host_bound: bool = False
 
     @classmethod
-    def from_samples(cls, samples_ms: Sequence[float]) -> Timing:
+    def from_samples(
+        cls, samples_ms: Sequence[float], host_ms: Sequence[float] = (), host_bound: bool = False
+    ) -> Timing:
         """Median, 20th and 80th percentile of at least one sample."""
         if not samples_ms:
             raise ValueError("samples_ms is empty: accepted is at least one sample")
         p20, median, p80 = (percentile(samples_ms, share) for share in (0.2, 0.5, 0.8))
-        return cls(ms=median, ms_p20=p20, ms_p80=p80, repeats=len(samples_ms))
+        host = percentile(host_ms, 0.5) if host_ms else None
+        return cls(median, p20, p80, len(samples_ms), host, host_bound)
 
 
 def percentile(samples: Sequence[float], share: float) -> float:
@@ -97,12 +112,33 @@ def percentile(samples: Sequence[float], share: float) -> float:
     return ordered[low] + (position - low) * (ordered[high] - ordered[low])
 
 
+class Samples(list[float]):
+    """The durations of one call so far, in ms, taken by its clock."""
+
+    def __init__(self, call: Call, device: torch.device, protocol: Protocol) -> None:
+        super().__init__()
+        self._clock: DeviceClock | None = None
+        if device.type == "cuda":
+            self._clock = DeviceClock(open_queue(device), call, hide=protocol.launch == "hidden")
+        self._call = call
+
+    def take(self, number: int) -> None:
+        """Times one more call, that of round `number`."""
+        self.append(_host_clock(self._call, number) if self._clock is None else self._clock(number))
+
+    def timing(self) -> Timing:
+        """What they come to; needs at least one."""
+        if self._clock is None:
+            return Timing.from_samples(self)
+        return Timing.from_samples(self, self._clock.host_ms, self._clock.host_bound)
+
+
 def time_interleaved(
     calls: Mapping[str, Call],
     device: torch.device | str,
     protocol: Protocol | None = None,
     *,
-    on_round: Callable[[int, Mapping[str, Sequence[float]]], bool] | None = None,
+    on_round: Callable[[int, Mapping[str, Samples]], bool] | None = None,
 ) -> dict[str, Timing]:
     """Times several calls in turns until each satisfies the protocol.
 
@@ -110,7 +146,7 @@ def time_interleaved(
         calls: By name; each is called with the round's number, by which it chooses its rotated inputs.
         device: Where they compute.
         protocol: None means Protocol().
-        on_round: Called after every round with its number and the samples so far, in ms; returning False ends the
+        on_round: Called after every round with its number and the samples so far; returning False ends the
             measurement early.
     Returns:
         A Timing for each call that was timed at all.
@@ -119,21 +155,21 @@ def time_interleaved(
     """
     device = torch.device(device)
     protocol = Protocol() if protocol is None else protocol
-    for call in calls.values():
-        warm_up(call, device, protocol)
-    clock = _make_clock(device, protocol)
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    names = list(calls)
-    number = 0
-    while names and not all(protocol.is_satisfied_by(taken) for taken in samples.values()):
-        # A new order each round, the same in each run: what a call leaves behind (idle threads that spin, a warm cache)
-        # meets every other call, not always the same one.
-        for name in random.Random(number).sample(names, len(names)):
-            samples[name].append(clock(calls[name], number))
-        number += 1
-        if on_round is not None and not on_round(number, samples):
-            break
-    return {name: Timing.from_samples(taken) for name, taken in samples.items() if taken}
+    with _current(device):
+        for call in calls.values():
+            _warm_up(call, device, protocol)
+        samples = {name: Samples(call, device, protocol) for name, call in calls.items()}
+        names = list(calls)
+        number = 0
+        while names and not all(protocol.is_satisfied_by(taken) for taken in samples.values()):
+            # A new order each round, the same in each run: what a call leaves behind (idle threads that spin, a warm
+            # cache) meets every other call, not always the same one.
+            for name in random.Random(number).sample(names, len(names)):
+                samples[name].take(number)
+            number += 1
+            if on_round is not None and not on_round(number, samples):
+                break
+    return {name: taken.timing() for name, taken in samples.items() if taken}
 
 
 def time_call(call: Call, device: torch.device | str, protocol: Protocol | None = None) -> Timing:
@@ -141,9 +177,8 @@ def time_call(call: Call, device: torch.device | str, protocol: Protocol | None 
     return time_interleaved({"call": call}, device, protocol)["call"]
 
 
-def warm_up(call: Call, device: torch.device | str, protocol: Protocol) -> None:
+def _warm_up(call: Call, device: torch.device, protocol: Protocol) -> None:
     """Calls until the protocol's warm-up is over, and waits for the device."""
-    device = torch.device(device)
     end = time.perf_counter() + protocol.warmup_seconds
     for number in range(protocol.warmup_repeats):
         call(number)
@@ -155,7 +190,11 @@ def warm_up(call: Call, device: torch.device | str, protocol: Protocol) -> None:
 def synchronise(device: torch.device) -> None:
     """Waits until the device has done all that was asked of it."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        open_queue(device).synchronise()
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    return open_queue(device).current() if device.type == "cuda" else contextlib.nullcontext()
 
 
 def cold_copies(nbytes: int, device: torch.device | str) -> int:
@@ -233,35 +272,10 @@ def _peak_of_profile(profiler: Any) -> int:
     return peak
 
 
-def _make_clock(device: torch.device, protocol: Protocol) -> Callable[[Call, int], float]:
-    """What runs one call and returns its duration in ms."""
-    if device.type != "cuda":
-        return _host_clock
-    if protocol.launch == "counted":
-        return lambda call, number: _event_clock(call, number, device, None)
-    flush = torch.empty(max(2 * cache_bytes(device), MIN_FLUSH_BYTES), dtype=torch.int8, device=device)
-    return lambda call, number: _event_clock(call, number, device, flush)
-
-
 def _host_clock(call: Call, number: int) -> float:
     start = time.perf_counter_ns()
     call(number)
     return (time.perf_counter_ns() - start) / 1e6
-
-
-def _event_clock(call: Call, number: int, device: torch.device, flush: Tensor | None) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    synchronise(device)
-    with torch.cuda.device(device):
-        if flush is not None:
-            # Writing this takes the device longer than the host needs to queue the call behind it.
-            for _ in range(4):
-                flush.zero_()
-        start.record()
-        call(number)
-        end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end))
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -1,0 +1,186 @@
+"""The device's clock on a simulated GPU, whose every duration is known: hidden launches, waiting calls, full queues."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from vit_fast.benchmarks import device_clock, machine, timing
+from vit_fast.benchmarks.device_clock import DeviceClock, calibrate
+from vit_fast.benchmarks.report import markdown
+from vit_fast.benchmarks.rows import Group, add_timing, make_row
+from vit_fast.benchmarks.subjects import parse_label
+from vit_fast.benchmarks.timing import Protocol, time_interleaved
+from vit_fast.variants import get_variant
+
+QUICK = Protocol(repeats=9, seconds=0.0, least_repeats=9, warmup_repeats=1, launch="hidden")
+COUNTED = Protocol(repeats=9, seconds=0.0, least_repeats=9, warmup_repeats=1)
+
+
+class Simulated:
+    """A GPU with a queue in order, and a host; time in ms passes only by what is done here.
+
+    Args:
+        clock_mhz: Cycles a microsecond of `sleep`.
+        capacity: Launches that may be pending before the host has to wait; None means any number.
+    """
+
+    def __init__(self, clock_mhz: float = 1500.0, capacity: int | None = None) -> None:
+        self.clock_mhz, self.capacity = clock_mhz, capacity
+        self.host = self.free = 0.0  # now; when the device will have done what is queued
+        self.pending: list[float] = []
+        self.flushes = 0
+
+    cycles_per_ms = functools.cached_property(calibrate)
+
+    def current(self) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
+
+    def now_ms(self) -> float:
+        return self.host
+
+    def launch(self, host_ms: float, device_ms: float) -> None:
+        self.pending = [end for end in self.pending if end > self.host]
+        if self.capacity is not None and len(self.pending) >= self.capacity:
+            self.host = self.pending[-self.capacity]
+        self.host += host_ms
+        self.free = max(self.free, self.host) + device_ms
+        self.pending.append(self.free)
+
+    def mark(self) -> Mark:
+        return Mark(self, max(self.host, self.free))
+
+    def sleep(self, cycles: int) -> None:
+        self.launch(0.004, cycles / self.clock_mhz / 1e3 + 0.002)
+
+    def flush(self) -> None:
+        self.flushes += 1
+        self.launch(0.004, 0.3)
+
+    def synchronise(self) -> None:
+        self.host = max(self.host, self.free)
+
+    def call(self, host_ms: float, device_ms: float, launches: int = 10, waits: bool = False) -> Callable[[int], None]:
+        """A call of so many launches that together take these times; one that waits reads a result at its end."""
+
+        def run(_: int) -> None:
+            for _ in range(launches):
+                self.launch(host_ms / launches, device_ms / launches)
+            if waits:
+                self.synchronise()
+
+        return run
+
+
+class Mark:
+    def __init__(self, gpu: Simulated, passes: float) -> None:
+        self.gpu, self.passes = gpu, passes
+
+    def query(self) -> bool:
+        return self.gpu.host >= self.passes
+
+    def synchronize(self) -> None:
+        self.gpu.host = max(self.gpu.host, self.passes)
+
+    def elapsed_time(self, end: Mark) -> float:
+        return end.passes - self.passes
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Simulated:
+    simulated = Simulated()
+    monkeypatch.setattr(timing, "open_queue", lambda device: simulated)
+    return simulated
+
+
+@pytest.mark.parametrize("clock_mhz", [345.0, 1980.0])
+def test_the_sleep_is_calibrated_and_its_constant_cost_drops_out(clock_mhz: float) -> None:
+    assert calibrate(Simulated(clock_mhz)) == pytest.approx(clock_mhz * 1e3, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("host_ms", "device_ms"), [(0.02, 5.0), (0.7, 0.1), (11.0, 0.9), (43.0, 60.0)], ids=lambda value: f"{value}ms"
+)
+def test_hidden_launches_leave_the_devices_time(gpu: Simulated, host_ms: float, device_ms: float) -> None:
+    """Also where the host needs many times longer than the device; neither the flush nor the sleep is counted."""
+    found = time_interleaved({"a": gpu.call(host_ms, device_ms)}, "cuda", QUICK)["a"]
+    assert found.ms == pytest.approx(device_ms, rel=1e-9)
+    assert found.host_ms == pytest.approx(host_ms, rel=1e-9)
+    assert not found.host_bound
+    assert gpu.flushes >= found.repeats
+
+
+def test_counted_launches_are_the_slower_of_host_and_device(gpu: Simulated) -> None:
+    calls = {"host": gpu.call(11.0, 1.0), "device": gpu.call(0.1, 5.0)}
+    found = time_interleaved(calls, "cuda", COUNTED)
+    assert found["host"].ms == pytest.approx(11.0 + 0.1, rel=1e-6)
+    assert found["device"].ms == pytest.approx(5.0 + 0.01, rel=1e-6)
+    assert found["host"].host_ms == pytest.approx(11.0) and not found["host"].host_bound
+    assert gpu.flushes == 0
+
+
+def test_the_same_call_twice_is_the_same(gpu: Simulated) -> None:
+    found = time_interleaved({"a": gpu.call(0.7, 0.1), "again": gpu.call(0.7, 0.1)}, "cuda", QUICK)
+    assert found["a"].ms == pytest.approx(found["again"].ms, rel=1e-9)
+
+
+def test_a_call_that_waits_is_host_bound_and_leaves_its_neighbour_alone(gpu: Simulated) -> None:
+    found = time_interleaved({"waits": gpu.call(0.7, 0.1, waits=True), "a": gpu.call(0.7, 0.1)}, "cuda", QUICK)
+    assert found["waits"].host_bound and not found["a"].host_bound
+    assert found["waits"].ms == pytest.approx(found["waits"].host_ms) == pytest.approx(0.71)
+    assert found["a"].ms == pytest.approx(0.1)
+
+
+def test_a_call_that_fills_the_drivers_queue_is_host_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Simulated(capacity=8)
+    monkeypatch.setattr(timing, "open_queue", lambda device: gpu)
+    found = time_interleaved({"few": gpu.call(1.0, 0.5, 6), "many": gpu.call(1.0, 0.5, 20)}, "cuda", QUICK)
+    assert not found["few"].host_bound and found["few"].ms == pytest.approx(0.5)
+    assert found["many"].host_bound and found["many"].host_ms == pytest.approx(1.0)
+
+
+def test_a_hiccup_of_the_host_is_outslept(gpu: Simulated) -> None:
+    """A call that is slow twice running is taken again twice, behind longer sleeps."""
+    plain, calls = gpu.call(0.5, 0.1), []
+
+    def call(number: int) -> None:
+        calls.append(number)
+        plain(number)
+        if len(calls) in (8, 9):
+            gpu.host += 1.2
+
+    found = time_interleaved({"a": call}, "cuda", QUICK)["a"]
+    assert not found.host_bound
+    assert (found.ms_p20, found.ms_p80) == pytest.approx((0.1, 0.1))
+    assert len(calls) == 1 + device_clock._PROBES + found.repeats + 2
+
+
+def test_a_sleep_that_is_too_short_is_lengthened() -> None:
+    """A device whose clock has trebled since the calibration."""
+    gpu = Simulated(500.0)
+    assert gpu.cycles_per_ms == pytest.approx(500e3)
+    gpu.clock_mhz = 1500.0
+    clock = DeviceClock(gpu, gpu.call(2.0, 0.3), hide=True)
+    assert [clock(number) for number in range(3)] == pytest.approx([0.3] * 3)
+    assert not clock.host_bound
+
+
+def test_a_cpu_has_no_time_of_the_host() -> None:
+    assert time_interleaved({"a": lambda _: None}, "cpu", QUICK)["a"].host_ms is None
+
+
+def test_a_record_gives_the_hosts_time_in_a_column_of_its_own(gpu: Simulated) -> None:
+    """Only where there is one: a table of a CPU has no such column."""
+    group = Group("vit_test", get_variant("vit_test").config, torch.float32, 2, 2)
+    record = {"rows": [], "ceilings": {}, "machine": machine.describe("cpu"), "vit_fast": "0"}
+    for device in ("cuda", "cpu"):
+        row = make_row(group, parse_label("sdpa"), "measured")
+        found = time_interleaved({"a": gpu.call(11.0, 0.5)}, device, COUNTED)["a"]
+        add_timing(row, found, group, {"matmul_TFLOP_per_s": {"fp32": 1.0}})
+        record["rows"] = [row]
+        assert ("| host ms |" in markdown(record)) == (device == "cuda")
+        assert row["host_ms"] == (pytest.approx(11.0) if device == "cuda" else None)
