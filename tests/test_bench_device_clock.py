@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable
 
 import pytest
@@ -184,3 +185,22 @@ def test_a_record_gives_the_hosts_time_in_a_column_of_its_own(gpu: Simulated) ->
         record["rows"] = [row]
         assert ("| host ms |" in markdown(record)) == (device == "cuda")
         assert row["host_ms"] == (pytest.approx(11.0) if device == "cuda" else None)
+
+
+@pytest.mark.gpu
+def test_a_real_device_sleeps_while_the_host_is_slow() -> None:
+    """The device sleeps for about 1 ms behind a host that needs 4; the same behind a wait is host-bound."""
+    device = torch.device("cuda")
+    queue = device_clock.open_queue(device)
+
+    def call(_: int) -> None:
+        time.sleep(4e-3)
+        queue.sleep(int(queue.cycles_per_ms))
+
+    def waits(_: int) -> None:
+        call(_)
+        queue.synchronise()
+
+    found = time_interleaved({"a": call, "waits": waits}, device, QUICK)
+    assert found["a"].host_ms > 4 > found["a"].ms > 0.25  # clocks may change between calibration and call
+    assert not found["a"].host_bound and found["waits"].host_bound
