@@ -144,7 +144,7 @@ def test_stand_in_for_torch_uses_the_kernel_where_it_can(monkeypatch: pytest.Mon
     q, k, v = _separate()
     calls: list[str] = []
 
-    def to_triton(backend: str, device: torch.device) -> str:
+    def to_triton(backend: str, *_: object) -> str:
         return "triton" if backend == "auto" else backend
 
     def counted(*args: Any) -> Any:
@@ -230,7 +230,7 @@ def test_whole_model_forward_and_backward() -> None:
 
 def test_the_stand_in_answers_where_only_torch_can(monkeypatch: pytest.MonkeyPatch) -> None:
     """vmap and subclasses go to torch's own function, also where the kernel would be chosen."""
-    monkeypatch.setattr(import_module("vit_fast.ops.attention"), "resolve_backend", lambda backend, device: "triton")
+    monkeypatch.setattr(import_module("vit_fast.ops.attention"), "resolve_backend", lambda *_: "triton")
     q, k, v = torch.randn(3, 2, 2, 3, 17, 16).unbind(0)  # each [2, 2, 3, 17, 16]
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
     mapped = torch.vmap(ops.scaled_dot_product_attention)(q, k, v)

@@ -216,7 +216,7 @@ def test_export_with_a_dynamic_batch(library: str) -> None:
 
 @pytest.mark.parametrize("library", ["timm", "transformers", "torchvision"])
 def test_moving_the_model_resolves_auto_again(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def resolve(request: str, device: torch.device) -> str:
+    def resolve(request: str, device: torch.device, dtype: torch.dtype) -> str:
         return request if request != "auto" else "eager" if device.type == "meta" else "sdpa"
 
     monkeypatch.setattr(common, "resolve_backend", resolve)

@@ -312,7 +312,7 @@ def test_attention_maps_refuse_a_replaced_block():
 
 
 def test_auto_is_triton_only_where_its_kernels_run(monkeypatch):
-    monkeypatch.setattr("vit_fast.model.resolve_backend", lambda backend, device: "triton")
+    monkeypatch.setattr("vit_fast.model.resolve_backend", lambda *_: "triton")
     assert make("auto").blocks[0].backend == "triton"
     assert make("auto", num_heads=8).blocks[0].backend == "sdpa"  # head_dim 8
     assert make("auto", dtype=torch.float64).blocks[0].attn.backend == "sdpa"

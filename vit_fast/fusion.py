@@ -17,7 +17,7 @@ from .integrations.common import FusedModule, device_of, dtype_of, triton_reason
 from .integrations.native import NativeChange, native_models
 from .integrations.patch_embed import FusedPatchConv, FusedPatchEmbed, check_normalize, find_patch_conv
 from .layers import PatchEmbed, forward_is_replaced
-from .ops.backends import resolve_backend, triton_unavailable_reasons
+from .ops.backends import auto_reasons, resolve_backend, triton_unavailable_reasons
 
 LOOKS_FUSABLE = re.compile(r"(Attention|Attn|Mlp|MLP|FFN|FeedForward)(?![a-z])|Attention$")
 
@@ -41,8 +41,9 @@ def fuse(
 
     Args:
         model: Any module; everything inside it is looked at.
-        backend: "triton", "sdpa", "eager", or "auto": triton on a CUDA device of capability 8.0 or newer, else sdpa.
-            "auto" is resolved now, and again when the model is moved to another device.
+        backend: "triton", "sdpa", "eager", or "auto": triton on a CUDA device where it runs, for fp16, bf16, and fp32
+            with TF32 or under autocast; else sdpa. "auto" is resolved now, and again when the model is moved or
+            converted.
         normalize: (mean, std) of pictures in 0..1, a number a channel. The patch embedding then takes pictures in
             0..255, uint8 or floating, and normalises within its convolution.
     Returns:
@@ -61,7 +62,8 @@ def fuse(
     if normalize is not None:
         plan.add_normalize(model, *check_normalize(normalize))
     plan.apply()
-    return FusionReport(resolved, tuple(plan.rows))
+    why = auto_reasons(device_of(model), dtype_of(model)) if backend == "auto" and resolved != "triton" else ()
+    return FusionReport(resolved, tuple(plan.rows), why)
 
 
 def unfuse(model: nn.Module) -> None:
@@ -204,9 +206,14 @@ class _Plan:
     def _about_triton(self, module: nn.Module, form: type[FusedModule]) -> tuple[list[str], list[str]]:
         """Why the kernels cannot do this module: reasons to leave it, or a note where "auto" takes sdpa instead."""
         unable = triton_reasons(form.head_width(module), dtype_of(module)) if self.resolved == "triton" else []
-        if unable and self.requested == "auto":
-            return [], ["it runs with backend sdpa: " + "; ".join(unable)]
-        return unable, []
+        if self.requested != "auto":
+            return unable, []
+        place, dtype = device_of(module), dtype_of(module)
+        backend = "sdpa" if unable else resolve_backend("auto", place, dtype)
+        if backend == self.resolved:
+            return [], []
+        why = [] if backend == "triton" else unable or auto_reasons(place, dtype)
+        return [], [f"it runs with backend {backend}" + ("" if not why else ": " + "; ".join(why))]
 
     def _add_unknown(self, model: nn.Module) -> None:
         """What looks like attention or an MLP, has weights, and no row speaks for it or for something inside it."""
@@ -222,7 +229,7 @@ class _Plan:
 
 def _checked_backend(model: nn.Module, backend: str) -> str:
     device = device_of(model)
-    resolved = resolve_backend(backend, device)
+    resolved = resolve_backend(backend, device, dtype_of(model))
     if backend == "triton" and device.type != "meta":  # from there a model moves to where it will run
         reasons = triton_unavailable_reasons(device)
         if reasons:

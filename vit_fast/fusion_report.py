@@ -39,10 +39,12 @@ class FusionReport:
     Attributes:
         backend: What "auto" meant: "eager", "sdpa" or "triton".
         modules: One entry a module, in the model's order.
+        backend_reasons: Why "auto" did not mean triton, where it was asked for and did not.
     """
 
     backend: str
     modules: tuple[ModuleReport, ...] = ()
+    backend_reasons: tuple[str, ...] = ()
 
     @property
     def fused(self) -> tuple[ModuleReport, ...]:
@@ -77,7 +79,8 @@ class FusionReport:
         rows = [(*row[:3], "; ".join(row[3])) for row in _grouped(self.modules)]
         header = ("module", "part", "what happened", "reasons and notes")
         widths = [max(len(row[i]) for row in (header, *rows)) for i in range(3)]
-        lines = [title, _table_line(header, widths)]
+        about = [f"backend {self.backend}: {'; '.join(self.backend_reasons)}"] if self.backend_reasons else []
+        lines = [title, *about, _table_line(header, widths)]
         return "\n".join(lines + [_table_line(row, widths) for row in rows])
 
 

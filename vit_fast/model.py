@@ -329,7 +329,8 @@ def set_backend(model: nn.Module, backend: str) -> None:
     Args:
         model: A VisionTransformer, or a module that contains some.
         backend: "eager" (the formulas), "sdpa" (torch's fused attention), "triton" (our kernels), or "auto":
-            triton on a CUDA device of capability 8.0 or newer for the dtypes and head sizes that it takes, else sdpa.
+            triton where it runs (see `vit-fast info`) and takes the head size and dtype, fp32 only with TF32 or under
+            autocast, else sdpa.
             "auto" is resolved here, and again when the model is moved or converted; never inside forward.
     Raises:
         ValueError: the backend is unknown, or there is nothing in the model to set it on.
@@ -340,7 +341,7 @@ def set_backend(model: nn.Module, backend: str) -> None:
             f"model is a {type(model).__name__} without parts of ours: use vit_fast.fuse for other libraries"
         )
     parameter = next(model.parameters(), torch.empty(0))
-    resolved = resolve_backend(backend, parameter.device)
+    resolved = resolve_backend(backend, parameter.device, parameter.dtype)
     for owner in owners:
         # "auto" is triton only where its attention can run: 16 <= head_dim <= 128, and no fp64
         fits = parameter.dtype in KERNEL_DTYPES and MIN_HEAD_DIM <= owner.head_dim <= MAX_HEAD_DIM

@@ -89,18 +89,21 @@ def _devices(torch: Any) -> list[Any]:
 
 
 def _backend_rows(device: Any) -> list[dict[str, Any]]:
-    from ..ops.backends import interpreter_is_active, resolve_backend, triton_unavailable_reasons
+    import torch
+
+    from ..ops.backends import auto_reasons, interpreter_is_active, resolve_backend, triton_unavailable_reasons
 
     automatic = resolve_backend("auto", device)
+    for_fp32 = () if automatic != "triton" else auto_reasons(device, torch.float32)
     rows = []
     for backend in ("eager", "sdpa", "triton"):
         reasons = list(triton_unavailable_reasons(device)) if backend == "triton" else []
-        row = {"backend": backend, "device": str(device), "available": not reasons, "reasons": reasons}
+        remarks = reasons
         if backend == automatic:
-            row["reasons"] = ["what 'auto' means here"]
+            remarks = ["what 'auto' means here", *for_fp32]
         elif backend == "triton" and not reasons and device.type == "cpu" and interpreter_is_active():
-            row["reasons"] = ["in Triton's interpreter: right, and very slow"]
-        rows.append(row)
+            remarks = ["in Triton's interpreter: right, and very slow"]
+        rows.append({"backend": backend, "device": str(device), "available": not reasons, "reasons": remarks})
     return rows
 
 

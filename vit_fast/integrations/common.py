@@ -91,7 +91,7 @@ class FusedModule(nn.Module):
     def set_fused_backend(self, request: str) -> None:
         """Resolves "auto" for the device, the dtype and the head width: triton where it can run, else sdpa."""
         self.vit_fast_request = request
-        self.vit_fast_backend = resolve_backend(request, device_of(self))
+        self.vit_fast_backend = resolve_backend(request, device_of(self), dtype_of(self))
         if request == "auto" and triton_reasons(type(self).head_width(self), dtype_of(self)):
             self.vit_fast_backend = "sdpa"
 

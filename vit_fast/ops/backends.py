@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from typing import Literal, get_args
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
+
+from .probe import probe_reasons
 
 Backend = Literal["eager", "sdpa", "triton"]
 BackendChoice = Literal["auto", "eager", "sdpa", "triton"]
@@ -14,44 +17,91 @@ BACKENDS: tuple[str, ...] = get_args(BackendChoice)
 
 MIN_CAPABILITY = (8, 0)
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 
-def resolve_backend(backend: str, device: torch.device) -> Backend:
+
+def constant_to_compiler(function: Function) -> Function:
+    """Decorator: torch.compile calls the function while it traces, and takes the answer as a constant.
+
+    Sets what torch.compiler.assume_constant_result sets; calling that would import the compiler, and triton with it.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # an attribute of a function
+    return function
+
+
+def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype | None = None) -> Backend:
     """The backend that a name stands for on a device.
 
     Args:
-        backend: "eager", "sdpa", "triton", or "auto": triton on a CUDA device of capability 8.0 or newer where
-            triton is installed, sdpa everywhere else.
+        backend: "eager", "sdpa", "triton", or "auto": triton where `auto_reasons` has nothing against it, else sdpa.
         device: Where the tensors are.
+        dtype: What they are; None where only the device is to decide.
     Raises:
         ValueError: The name is unknown.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r}: accepted are {', '.join(map(repr, BACKENDS))}")
     if backend == "auto":
-        return "sdpa" if device.type != "cuda" or triton_unavailable_reasons(device) else "triton"
+        return "sdpa" if auto_reasons(device, dtype) else "triton"
     return backend  # type: ignore[return-value]  # membership in BACKENDS was just checked
 
 
+def auto_reasons(device: torch.device, dtype: torch.dtype | None = None) -> tuple[str, ...]:
+    """Every reason why "auto" is not triton on this device, for tensors of this dtype; empty when it is.
+
+    fp32 products are torch's unless TF32 is allowed or autocast is on: asked for by name, triton computes them too.
+    """
+    if device.type != "cuda":  # also under Triton's interpreter, and without importing triton
+        place = "the CPU" if device.type == "cpu" else device.type
+        return (f"triton cannot run here: the tensors are on {place}: accepted are CUDA tensors",)
+    reasons = triton_unavailable_reasons(device)
+    if reasons:
+        return ("triton cannot run here: " + "; ".join(reasons),)
+    if dtype == torch.float32 and not torch.is_autocast_enabled("cuda") and not _tf32_is_allowed():
+        return (
+            "fp32 without TF32 is left to torch: convert the model, allow TF32 "
+            "(torch.set_float32_matmul_precision('high')), or ask for triton by name",
+        )
+    return ()
+
+
+@constant_to_compiler
 def triton_unavailable_reasons(device: torch.device) -> tuple[str, ...]:
     """Every reason why Triton kernels cannot run on this device; empty when they can.
 
+<<<<<<< HEAD
     A CPU is accepted only under Triton's interpreter (TRITON_INTERPRET=1 when the process started), and with the
     stand-in driver, which computes nothing. torch.compile takes the answer as a constant: it could not look into it,
     and it does not change.
+=======
+    On a CUDA device one small kernel has run by then, see `probe.py`. A CPU is accepted only under Triton's interpreter
+    (TRITON_INTERPRET=1 when the process started). torch.compile takes the answer as a constant: it could not look into
+    it, and it does not change.
+>>>>>>> 7d73d5a (Let auto mean triton only after a small kernel ran and agreed; leave fp32 without TF32 to torch)
     """
-    return _triton_unavailable_reasons(device)
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    reasons = _static_reasons(device)
+    return probe_reasons(device) if device.type == "cuda" and not reasons else reasons
 
 
-# What torch.compiler.assume_constant_result sets; calling it would import the compiler, and triton with it.
-triton_unavailable_reasons._dynamo_marked_constant = True  # type: ignore[attr-defined]  # an attribute of a function
+@constant_to_compiler
+def _tf32_is_allowed() -> bool:
+    """Whether torch may round the operands of fp32 matmuls to TF32. torch.compile guards what this reads."""
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 @functools.cache
-def _triton_unavailable_reasons(device: torch.device) -> tuple[str, ...]:
+def _static_reasons(device: torch.device) -> tuple[str, ...]:
+    """What can be said without running anything."""
     if importlib.util.find_spec("triton") is None:
         return ("triton is not installed (pip install triton)",)
     reasons = []
     if device.type == "cuda":
+        if not torch.cuda.is_available():
+            return ("torch finds no CUDA device here",)
+        if rocm := getattr(torch.version, "hip", None):  # calls itself "cuda", with capabilities of its own
+            return (f"this is ROCm {rocm}: accepted are NVIDIA GPUs",)
         capability = torch.cuda.get_device_capability(device)
         if capability < MIN_CAPABILITY:
             reasons.append(

@@ -51,7 +51,7 @@ def layer_norm_mlp(
     Source: section 3.1 of arXiv 2010.11929; how triton folds LayerNorm into the matmul, `kernels/layer_norm.py`.
     """
     _check_inputs(x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, activation)
-    backend = resolve_backend(backend, x.device)
+    backend = resolve_backend(backend, x.device, x.dtype)
     if backend == "triton" and not _is_exporting():
         y, _ = fused_layer_norm_mlp(
             x, None, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias,

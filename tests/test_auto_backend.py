@@ -1,0 +1,290 @@
+"""What "auto" means: triton only where a small kernel ran and agreed; every other case is sdpa, with the reason.
+
+There is no GPU here: a stand-in for `torch.cuda` describes one, and Triton's interpreter, or Triton's own start on a
+machine without a compiler or a driver, takes the part of the device.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import kernel_support  # sets the interpreter up, as every kernel test does
+import pytest
+import torch
+from fused_models import SUBJECTS
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import vit_fast
+from vit_fast import fusion, ops
+from vit_fast.commands import info
+from vit_fast.errors import UnsupportedInputError
+from vit_fast.integrations import common
+from vit_fast.ops import backends, probe
+
+pytest.importorskip("triton", reason="the kernels need triton")
+
+GPU = torch.device("cuda", 0)
+
+
+@contextmanager
+def fp32_products(precision: str) -> Iterator[None]:
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = precision
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+def _model() -> torch.nn.Module:
+    return SUBJECTS["timm-vit"].build()
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.device]]:
+    """A machine that says it has an H200; the small kernel always agrees, and the list says where it was run."""
+    asked: list[torch.device] = []
+
+    def answer(device: torch.device) -> tuple[str, ...]:
+        asked.append(device)
+        return ()
+
+    for name, value in {
+        "is_available": True,
+        "current_device": 0,
+        "device_count": 1,
+        "get_device_capability": (9, 0),
+        "get_device_name": "a stand-in",
+        "is_current_stream_capturing": False,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(probe, "_run_and_compare", answer)
+    monkeypatch.setattr(probe, "_found", {})
+    forget = backends._static_reasons.cache_clear
+    forget()
+    yield asked
+    forget()
+
+
+def test_the_small_kernel_agrees_in_the_interpreter() -> None:
+    assert probe._run_and_compare(kernel_support.DEVICE) == ()
+
+
+@pytest.mark.parametrize("factor", [1.01, float("nan")])
+def test_a_kernel_that_answers_wrongly_is_found_out(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vit_fast.kernels import attention
+
+    right = attention.attention_forward
+
+    def wrong(q: Any, k: Any, v: Any, out: Any, lse: Any, scale: float) -> None:
+        right(q, k, v, out, lse, scale)
+        out.mul_(factor)
+
+    monkeypatch.setattr(attention, "attention_forward", wrong)
+    (reason,) = probe._run_and_compare(kernel_support.DEVICE)
+    assert "gave wrong answers" in reason
+
+
+def test_the_small_kernel_runs_once_a_device(gpu: list[torch.device]) -> None:
+    for _ in range(3):
+        assert backends.resolve_backend("auto", torch.device("cuda")) == "triton"
+        assert backends.triton_unavailable_reasons(GPU) == ()
+    assert gpu == [GPU]
+    backends.resolve_backend("auto", torch.device("cuda", 1))
+    assert gpu == [GPU, torch.device("cuda", 1)]
+
+
+def test_the_small_kernel_runs_once_for_two_threads(gpu: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
+    started, answers = threading.Barrier(2), []
+
+    def slow(device: torch.device) -> tuple[str, ...]:
+        gpu.append(device)
+        time.sleep(0.2)
+        return ("it is broken",)
+
+    def ask() -> None:
+        started.wait()
+        answers.append(probe.probe_reasons(GPU))
+
+    monkeypatch.setattr(probe, "_run_and_compare", slow)
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert gpu == [GPU] and answers == [("it is broken",)] * 2
+
+
+@pytest.mark.parametrize("mode", ["fake tensors", "vmap", "default device", "inference", "grad of jvp"])
+def test_the_small_kernel_sees_none_of_the_callers_modes(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_found", {})
+    device, reasons = kernel_support.DEVICE, []
+
+    def ask(x: torch.Tensor) -> torch.Tensor:
+        reasons.append(probe.probe_reasons(torch.device(device.type, 0)))
+        return x.sum()
+
+    x = torch.ones(2)
+    if mode == "fake tensors":
+        with FakeTensorMode():
+            ask(torch.ones(2))
+    elif mode == "vmap":
+        torch.vmap(ask)(x)
+    elif mode == "default device":
+        with torch.device("meta"):
+            ask(x)
+    elif mode == "inference":
+        with torch.inference_mode():
+            ask(x)
+    else:
+        torch.func.jvp(torch.func.grad(ask), (x,), (x,))
+    assert reasons == [()]
+
+
+def test_the_compiler_takes_the_answer_as_a_constant(gpu: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "_static_reasons", lambda device: ())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the compiler would look for the device itself
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if backends.resolve_backend("auto", GPU, torch.float32) == "sdpa" else x
+
+    compiled = torch.compile(function, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(torch.zeros(2)), torch.ones(2)) and gpu == [GPU]
+    with fp32_products("tf32"):
+        assert torch.equal(compiled(torch.zeros(2)), torch.zeros(2))
+
+
+def test_nothing_is_tried_while_a_graph_is_captured(gpu: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as capturing:
+        capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert backends.resolve_backend("auto", GPU) == "sdpa" and gpu == []
+        assert "warm up first" in backends.triton_unavailable_reasons(GPU)[0]
+    assert backends.resolve_backend("auto", GPU) == "triton"  # that answer was not kept
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert backends.resolve_backend("auto", GPU) == "triton" and gpu == [GPU]
+
+
+def test_a_full_gpu_is_asked_again(gpu: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(device: torch.device) -> tuple[str, ...]:
+        raise torch.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as crowded:
+        crowded.setattr(probe, "_run_and_compare", full)
+        assert "OutOfMemoryError: no room" in backends.triton_unavailable_reasons(GPU)[0]
+    assert backends.triton_unavailable_reasons(GPU) == ()
+
+
+def _broken(device: torch.device) -> tuple[str, ...]:
+    raise RuntimeError("the compiler\n  gave up")
+
+
+def _on_rocm(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(torch.version, "hip", "6.4")
+    patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 4))
+
+
+BROKEN = {
+    "ROCm": (_on_rocm, "this is ROCm 6.4"),
+    "no device": (lambda patch: patch.setattr(torch.cuda, "is_available", lambda: False), "torch finds no CUDA device"),
+    "old device": (lambda patch: patch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5)), "7.5"),
+    "compiler": (
+        lambda patch: patch.setattr(probe, "_run_and_compare", _broken),
+        "a small kernel did not run on cuda:0: RuntimeError: the compiler gave up",
+    ),
+    "wrong answers": (
+        lambda patch: patch.setattr(probe, "_run_and_compare", lambda device: ("it gave wrong answers",)),
+        "it gave wrong answers",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_auto_is_sdpa_where_triton_does_not_run(
+    case: str, gpu: list[torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    breaks, reason = BROKEN[case]
+    breaks(monkeypatch)
+    for module in (fusion, common):
+        monkeypatch.setattr(module, "device_of", lambda module: GPU)
+    report = vit_fast.fuse(_model()).require_all()
+    assert report.backend == "sdpa" and all(module.notes == () for module in report.modules)
+    assert str(report).splitlines()[1].startswith("backend sdpa: triton cannot run here: ")
+    assert reason in str(report).splitlines()[1]
+    with pytest.raises(UnsupportedInputError, match="fuse with backend='triton'") as caught:
+        vit_fast.fuse(_model(), backend="triton")
+    assert reason in str(caught.value)
+    rows = {row["backend"]: row for row in info._backend_rows(GPU)}
+    assert rows["sdpa"]["reasons"] == ["what 'auto' means here"]
+    assert not rows["triton"]["available"] and reason in rows["triton"]["reasons"][0]
+
+
+@pytest.mark.parametrize("case", ["compiler", "driver"])
+def test_triton_itself_fails_to_start(case: str, tmp_path: Path) -> None:
+    """A process whose Triton has a real reason not to run: no C compiler on the PATH, or no driver."""
+    lines = ["import torch", "from vit_fast.ops.probe import probe_reasons"]
+    if case == "compiler":  # Triton looks for a compiler once torch says that there is a CUDA device
+        lines += ["torch.cuda.is_available = lambda: True"]
+    lines += ["print(probe_reasons(torch.device('cpu', 0))[0])"]
+    environment = {key: value for key, value in os.environ.items() if key not in ("TRITON_INTERPRET", "CC")}
+    root = str(Path(vit_fast.__file__).parents[1])
+    changes = {"PATH": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": root}
+    (tmp_path / "libcuda.so.1").touch()
+    changes["TRITON_LIBCUDA_PATH"] = str(tmp_path)  # looked for before the compiler is
+    process = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], env=environment | changes, capture_output=True, text=True, check=True
+    )
+    assert process.stdout.startswith("a small kernel did not run on cpu:0: RuntimeError: ")
+    assert ("C compiler" if case == "compiler" else "active drivers") in process.stdout
+
+
+def test_fp32_is_left_to_torch_unless_its_products_may_be_rounded(
+    gpu: list[torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def meaning(dtype: torch.dtype) -> str:
+        return backends.resolve_backend("auto", GPU, dtype)
+
+    assert {dtype: meaning(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)} == {
+        torch.float32: "sdpa", torch.bfloat16: "triton", torch.float16: "triton",
+    }  # fmt: skip
+    assert backends.resolve_backend("triton", GPU, torch.float32) == "triton"
+    assert backends.triton_unavailable_reasons(GPU) == ()
+    with fp32_products("tf32"):
+        assert meaning(torch.float32) == "triton"
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: device_type == "cuda")
+    assert meaning(torch.float32) == "triton"
+
+
+def test_converting_a_model_resolves_fp32_again(gpu: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (fusion, common):
+        monkeypatch.setattr(module, "device_of", lambda module: GPU)
+    model = _model()
+    report = vit_fast.fuse(model)
+    assert report.backend == "sdpa"
+    assert "backend sdpa: fp32 without TF32 is left to torch" in str(report)
+    attention = model.blocks[0].attn
+    assert attention.vit_fast_backend == "sdpa"
+    assert model.half() is model and attention.vit_fast_backend == "triton"
+    assert vit_fast.fuse(model).backend == "triton"
+    attention.float()
+    notes = {module.name: module.notes for module in vit_fast.fuse(model).modules}
+    assert "it runs with backend sdpa: fp32 without TF32" in "; ".join(notes["blocks.0.attn"])
+    assert notes["blocks.1.attn"] == ("already fused",)
+    assert vit_fast.fuse(model, backend="triton").backend == "triton"
+    assert attention.vit_fast_backend == "triton"
+    rows = {row["backend"]: row["reasons"] for row in info._backend_rows(GPU)}
+    assert rows["triton"][0] == "what 'auto' means here" and "fp32 without TF32" in rows["triton"][1]
+
+
+def test_auto_on_the_cpu_is_sdpa_and_says_why() -> None:
+    report = vit_fast.fuse(_model())
+    assert "backend sdpa: triton cannot run here: the tensors are on the CPU" in str(report)
+    assert vit_fast.fuse(_model(), backend="sdpa").backend_reasons == ()
+    assert ops.attention(*torch.randn(3, 1, 2, 5, 16)).shape == (1, 2, 5, 16)

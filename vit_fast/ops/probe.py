@@ -1,0 +1,77 @@
+"""Whether Triton's kernels run on a device: one small kernel is compiled, run, and held against the definition.
+
+What a device says of itself does not tell: a C compiler may be missing, the driver too old, the hardware one that the
+compiler gets wrong. The answer is found once per process and device.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from . import reference
+
+_SHAPE = (1, 2, 40, 64)  # [B, H, N, D]: more than one tile, the last one cut
+_LONGEST_MESSAGE = 300  # characters; a compiler's output has pages
+
+_found: dict[torch.device, tuple[str, ...]] = {}
+_lock = threading.Lock()
+
+
+def probe_reasons(device: torch.device) -> tuple[str, ...]:
+    """Why the kernels cannot be relied on there; empty when a small one ran and agreed with the definition.
+
+    The first call for a device compiles and waits for it; other threads wait for its answer. Nothing runs inside a
+    CUDA-graph capture, which would record it and forbids waiting: the answer there is that it is not known yet.
+
+    Args:
+        device: With its index.
+    """
+    known = _found.get(device)
+    if known is not None:
+        return known
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return (f"no kernel has run on {device} yet, and none can be tried inside a CUDA-graph capture: warm up first",)
+    with _lock:
+        if device not in _found:
+            # A thread of its own has none of the caller's modes: fake tensors, torch.func, inference mode, a default
+            # device, autocast, a tracer.
+            with ThreadPoolExecutor(max_workers=1) as pool:
+                try:
+                    _found[device] = pool.submit(_run_and_compare, device).result()
+                except torch.OutOfMemoryError as error:  # says nothing about the kernels: asked again next time
+                    return (_failure(device, error),)
+                except Exception as error:  # whatever a compiler or a driver raises
+                    _found[device] = (_failure(device, error),)
+        return _found[device]
+
+
+def _failure(device: torch.device, error: Exception) -> str:
+    message = " ".join(str(error).split())
+    if len(message) > _LONGEST_MESSAGE:
+        message = f"{message[: _LONGEST_MESSAGE // 2]} ... {message[-_LONGEST_MESSAGE // 2 :]}"
+    return f"a small kernel did not run on {device}: {type(error).__name__}: {message}"
+
+
+def _run_and_compare(device: torch.device) -> tuple[str, ...]:
+    from ..kernels.attention import attention_forward
+
+    generator = torch.Generator().manual_seed(0)  # the user's random numbers stay as they are
+    q, k, v = (torch.randn(_SHAPE, generator=generator).half() for _ in range(3))
+    out = torch.full(_SHAPE, float("nan"), dtype=torch.float16, device=device)
+    lse = torch.empty(_SHAPE[:3], dtype=torch.float32, device=device)
+    attention_forward(q.to(device), k.to(device), v.to(device), out, lse, _SHAPE[3] ** -0.5)
+    exact = reference.attention(q.double(), k.double(), v.double())
+    error, eager = _largest_error(out.cpu(), exact), _largest_error(reference.attention(q, k, v), exact)
+    allowed = 2 * eager + torch.finfo(torch.float16).eps / 2 * float(exact.abs().max())
+    if error <= allowed:
+        return ()
+    return (f"a small kernel gave wrong answers on {device}: error {error:.1e}, allowed {allowed:.1e}",)
+
+
+def _largest_error(value: Tensor, exact: Tensor) -> float:
+    """Infinite where a value is missing."""
+    return float((value.double() - exact).abs().nan_to_num(nan=float("inf")).max())
