@@ -60,7 +60,8 @@ def auto_reasons(device: torch.device, dtype: torch.dtype | None = None) -> tupl
     if dtype == torch.float32 and not torch.is_autocast_enabled("cuda") and not _tf32_is_allowed():
         return (
             "fp32 without TF32 is left to torch: convert the model, allow TF32 "
-            "(torch.set_float32_matmul_precision('high')), or ask for triton by name",
+            "(torch.set_float32_matmul_precision('high')), choose the backend inside torch.autocast where the model "
+            "runs under it, or ask for triton by name",
         )
     return ()
 
@@ -69,15 +70,9 @@ def auto_reasons(device: torch.device, dtype: torch.dtype | None = None) -> tupl
 def triton_unavailable_reasons(device: torch.device) -> tuple[str, ...]:
     """Every reason why Triton kernels cannot run on this device; empty when they can.
 
-<<<<<<< HEAD
-    A CPU is accepted only under Triton's interpreter (TRITON_INTERPRET=1 when the process started), and with the
-    stand-in driver, which computes nothing. torch.compile takes the answer as a constant: it could not look into it,
-    and it does not change.
-=======
     On a CUDA device one small kernel has run by then, see `probe.py`. A CPU is accepted only under Triton's interpreter
-    (TRITON_INTERPRET=1 when the process started). torch.compile takes the answer as a constant: it could not look into
-    it, and it does not change.
->>>>>>> 7d73d5a (Let auto mean triton only after a small kernel ran and agreed; leave fp32 without TF32 to torch)
+    (TRITON_INTERPRET=1 when the process started), and with the stand-in driver, which computes nothing. torch.compile
+    takes the answer as a constant: it could not look into it, and it does not change.
     """
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
