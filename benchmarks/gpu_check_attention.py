@@ -51,37 +51,44 @@ class Shape:
 
 TARGET = Shape("ViT-B/16", 256, 197, 12, 64)
 LARGE = Shape("ViT-L/16-384", 32, 577, 16, 64)
-# By how much each is worth should time run out, with how many kernels of the forward no earlier shape compiles: up to
-# 256 keys every number of keys has its own.
+# By how much each is worth should time run out, with the kernels of its forward and backward that no earlier row
+# compiles, counted from their launches: up to 256 keys every number of keys has its own forward.
 OTHERS = (
-    (Shape("ViT-H/14", 64, 257, 16, 80), 1),
-    (Shape("SigLIP-So400m/14-384", 32, 729, 16, 72), 1),
-    (Shape("ViT-B/16", 32, 197, 12, 64), 0),
-    (Shape("ViT-S/16", 256, 197, 6, 64), 0),
-    (Shape("ViT-B/16-512", 32, 1025, 12, 64), 0),
-    (Shape("ViT-B/16 long", 4, 4096, 12, 64), 1),
-    (Shape("SigLIP-B/16", 256, 196, 12, 64), 1),
-    (Shape("ViT-B/16", 1, 197, 12, 64), 0),
-    (Shape("ViT-L/16", 256, 197, 16, 64), 0),
+    (Shape("ViT-H/14", 64, 257, 16, 80), 1, 2),
+    (Shape("SigLIP-So400m/14-384", 32, 729, 16, 72), 1, 2),
+    (Shape("ViT-B/16", 32, 197, 12, 64), 0, 0),
+    (Shape("ViT-S/16", 256, 197, 6, 64), 0, 2),
+    (Shape("ViT-B/16-512", 32, 1025, 12, 64), 1, 0),
+    (Shape("ViT-B/16 long", 4, 4096, 12, 64), 1, 2),
+    (Shape("SigLIP-B/16", 256, 196, 12, 64), 1, 0),
+    (Shape("ViT-B/16", 1, 197, 12, 64), 0, 0),
+    (Shape("ViT-L/16", 256, 197, 16, 64), 0, 0),
 )
 SMALL = Shape("small", 2, 50, 2, 64)
 
 
 def rows(
-    shape: Shape, kernels: int = 1, *, compiled: bool = False, important: bool = False, on_gpu: bool = True
+    shape: Shape,
+    forward_kernels: int = 1,
+    backward_kernels: int = 2,
+    *,
+    compiled: bool = False,
+    important: bool = False,
+    on_gpu: bool = True,
 ) -> list[Row]:
     """Forward and backward of a shape, against SDPA's backends or, compiled, against FlexAttention.
 
     Args:
         shape: The problem.
-        kernels: How many the forward needs that no earlier row compiles; the backward needs four times as many.
+        forward_kernels: How many of ours no earlier row compiles.
+        backward_kernels: The same of the backward.
         compiled: Whether the peer is compiled; our kernels are by then.
         important: See Row.
         on_gpu: See Row.
     """
     found = []
-    for backward in (False, True):
-        cost = Cost(4.0 if compiled else (4 if backward else 1) * kernels * KERNEL_S, 0.5, 1.0)
+    for backward, kernels in ((False, forward_kernels), (True, backward_kernels)):
+        cost = Cost(4.0 if compiled else kernels * KERNEL_S, 0.5, 1.0)
         name = f"{shape.name} {'backward' if backward else 'forward'}{', FlexAttention' if compiled else ''}"
         fill = partial(_fill, shape, backward, compiled)
         found.append(Row("attention", name, cost, fill, important=important, on_gpu=on_gpu))

@@ -63,11 +63,11 @@ class Worker:
 
     def stop(self) -> None:
         """Ends the process and what it has started; the next row gets a new one."""
-        if self._process is None or self._connection is None:
+        if self._process is None or self._process.pid is None or self._connection is None:
             return
         self._connection.close()
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # before it leads a group of its own
-            os.killpg(self._process.pid or 0, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # before it leads a group of its own
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.join()
         self._process = self._connection = None

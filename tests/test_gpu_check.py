@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from vit_fast.benchmarks import gpu_check, gpu_check_attention, gpu_check_mlp, gpu_check_rows
+import vit_fast
+from vit_fast.benchmarks import gpu_check, gpu_check_attention, gpu_check_mlp, gpu_check_models, gpu_check_rows
 from vit_fast.benchmarks.gpu_check_rows import Context, Cost, Found, Row
 from vit_fast.benchmarks.timing import Protocol, Timing
 
@@ -65,7 +66,7 @@ def test_every_row_is_reported(
     made_up: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One process fills the rows until one breaks it, and then another does."""
-    monkeypatch.setattr(gpu_check, "LEAST_LIMIT_S", 25)
+    monkeypatch.setattr(gpu_check, "LEAST_LIMIT_S", 120)
     rows = (
         _command("breaks", "raise SystemExit('out of memory')"),
         _row(made_up.works, "works"),
@@ -288,6 +289,38 @@ def test_a_late_row_gives_what_it_has_and_needs_ours(monkeypatch: pytest.MonkeyP
     assert found["missing"] == {"timm": "no time left"} and found["ratio"] is None
     with pytest.raises(RuntimeError, match="no time left"):
         _measure(monkeypatch, {"ours": slow}, end=0.0)
+
+
+@pytest.mark.parametrize(("training", "compiled"), [(False, False), (True, False), (False, True)])
+def test_a_model_is_served_once_captured_and_compared(
+    training: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row as it is, but for the capture and the clock: every call that needs no compiler runs."""
+    monkeypatch.setattr(gpu_check_models, "served", lambda model, images: lambda given: model(given))
+    monkeypatch.setattr(gpu_check_models, "_timm_model", lambda name, context: vit_fast.create_model(name).half())
+    made: dict[str, object] = {}
+
+    def measure(makers: dict[str, Any], *_: object, **__: object) -> Found:
+        for name, make in makers.items():
+            made[name] = None if "compiled" in name else make()(0)
+        return {"ms": 4.0, "missing": {}}
+
+    monkeypatch.setattr(gpu_check_models, "measure", measure)
+    found = gpu_check_models._fill("vit_test", 2, training, compiled, CPU)
+    assert found["correct"] and found["images_per_s"] == 500
+    ours = {"ours"} if training else {"ours", "ours eager"}
+    assert set(made) == ours | ({"timm compiled"} if compiled else {"timm", "sdpa"})
+    if not training:
+        assert torch.equal(made["ours"], made["ours eager"])
+    else:
+        assert all(out is None for out in made.values())  # what an optimizer's step gives
+
+
+def test_a_wrong_model_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The captured graph is held to the rule too."""
+    monkeypatch.setattr(gpu_check_models, "served", lambda model, images: lambda given: model(given) * 1.1)
+    monkeypatch.delattr(gpu_check_models, "measure")
+    assert not gpu_check_models._fill("vit_test", 2, False, False, CPU)["correct"]
 
 
 @pytest.mark.parametrize(
