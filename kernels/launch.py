@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 import triton
+from triton.compiler import CompiledKernel
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 MAX_GRID_0 = 2**31 - 1
 
@@ -62,7 +64,85 @@ class Launch:
                 f"grid {self.grid} is too large: at most {MAX_GRID_0} programs on axis 0, 65535 on the others"
             )
         with _on_device(self.device):
-            self.kernel[self.grid](**self.args, **self.constants, **self.options())
+            if not isinstance(self.kernel, triton.JITFunction) or _is_watched(self.kernel):
+                self._run_by_triton()
+                return
+            driver = triton.runtime.driver.active
+            device = driver.get_current_device()
+            key = self._specialisation(device)
+            ready = _ready.get(key)
+            if ready is None:
+                _keep(key, self.kernel, self._run_by_triton())
+            else:
+                ready.launch(self, driver.get_current_stream(device))
+
+    def _run_by_triton(self) -> Any:
+        return self.kernel[self.grid](**self.args, **self.constants, **self.options())
+
+    def _specialisation(self, device: int) -> tuple[Any, ...]:
+        """Everything that decides which compiled kernel triton would choose, and more: integers by value."""
+        constants = tuple(self.constants.values())
+        return (
+            id(self.kernel), device, self.num_warps, self.num_stages, self.maxnreg,
+            constants, tuple(map(type, constants)), *map(_specialised_by, self.args.values()),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A compiled kernel that needs no more than its arguments in their order."""
+
+    kernel: Any  # held, so that no other takes its id
+    compiled: Any
+    names: tuple[str, ...]
+
+    def launch(self, call: Launch, stream: int) -> None:
+        values = {**call.constants, **call.args}
+        grid, compiled = call.grid, self.compiled
+        compiled.run(
+            grid[0], grid[1] if len(grid) > 1 else 1, grid[2] if len(grid) > 2 else 1, stream,
+            compiled.function, compiled.packed_metadata, None, None, None, *map(values.__getitem__, self.names),
+        )  # fmt: skip
+
+
+# By `Launch._specialisation`. Triton's own way from the arguments to the compiled kernel takes several times as long as
+# the launch; `vit-fast kernels --host` measures both.
+_ready: dict[tuple[Any, ...], _Ready] = {}
+MAX_READY = 4096
+
+
+def _keep(key: tuple[Any, ...], kernel: Any, compiled: Any) -> None:
+    if not isinstance(compiled, CompiledKernel):  # still compiling, or left to a hook
+        return
+    if len(_ready) >= MAX_READY:
+        _ready.clear()
+    _ready[key] = _Ready(kernel, compiled, tuple(parameter.name for parameter in kernel.params))
+
+
+def _specialised_by(value: Any) -> Any:
+    """What triton may specialise a kernel by, of one runtime argument."""
+    kind = type(value)
+    if kind is int or value is None:
+        return value
+    if isinstance(value, TensorDescriptor):
+        return value.base.dtype, *value.block_shape
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    return kind if kind is float else (kind, value)  # True is 1 to a dictionary, and not to triton
+
+
+def _is_watched(kernel: Any) -> bool:
+    """Whether someone listens to launches or debugs them: triton's own way then serves them all."""
+    runtime = triton.knobs.runtime
+    return bool(
+        getattr(runtime.launch_enter_hook, "calls", runtime.launch_enter_hook)
+        or getattr(runtime.launch_exit_hook, "calls", runtime.launch_exit_hook)
+        or runtime.add_stages_inspection_hook
+        or runtime.debug
+        or kernel.debug
+        or kernel.pre_run_hooks
+        or triton.knobs.compilation.instrumentation_mode
+    )
 
 
 def _on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from vit_fast.kernels import stand_in_driver
+from vit_fast.kernels import launch, stand_in_driver
+from vit_fast.kernels.launch import Launch
 from vit_fast.ops import attention, attention_qkvpacked, layer_norm_mlp
 
 Case = tuple[str, Callable[[], object]]
@@ -112,8 +113,22 @@ def full() -> Iterator[Case]:
         yield mlp(rows, 70, 201, FP32)
 
 
+def hold_against_triton() -> None:
+    """Let every launch be made twice, and the kernel kept for the second be the one that triton itself chooses."""
+    run = Launch.run
+
+    def run_twice(self: Launch) -> None:
+        run(self)
+        kept = launch._ready[self._specialisation(0)]
+        assert kept.compiled is self.kernel[self.grid](**self.args, **self.constants, **self.options())
+        run(self)
+
+    Launch.run = run_twice  # type: ignore[method-assign]
+
+
 def main(arch: str, which: str) -> None:
     torch.set_num_threads(1)
+    hold_against_triton()
     driver = stand_in_driver.install(arch)
     for name, run in {"core": core, "full": full}[which]():
         driver.reset()

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in 
 
 CASES = Path(__file__).with_name("launch_cases.py")
 PLANTED = Path(__file__).with_name("planted_launches.py")
+KEPT = Path(__file__).with_name("kept_launches.py")
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
 
@@ -97,6 +98,10 @@ def test_a_block_launches_no_more_than_it_needs(environment: dict[str, str]) -> 
 def planted(environment: dict[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(run_python([str(PLANTED)], environment))
     return found
+
+
+def test_kept_kernels_are_those_that_triton_would_choose(environment: dict[str, str]) -> None:
+    assert run_python([str(KEPT)], environment) == "ok"
 
 
 def test_a_legal_launch_is_counted(planted: dict[str, Any]) -> None:

@@ -1,0 +1,95 @@
+"""Which launches go triton's own way, and which by a kept kernel; asserted in a process with the stand-in driver."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import torch
+import triton
+
+from vit_fast.kernels import launch, stand_in_driver
+from vit_fast.kernels.launch import Launch
+
+
+@triton.jit
+def scaled_copy(source, target, n, scale, flag, SIZE: triton.language.constexpr):
+    lane = triton.language.arange(0, SIZE)
+    value = triton.language.load(source + lane, mask=lane < n) * scale
+    triton.language.store(target + lane, value + flag, mask=lane < n)
+
+
+def a_launch(n: object = 16, scale: float = 0.5, flag: object = 3, *, size: int = 32, offset: int = 0) -> Launch:
+    source, target = torch.zeros(64)[offset:], torch.zeros(64)
+    args = {"flag": flag, "source": source, "target": target, "n": n, "scale": scale}  # in another order
+    return Launch(scaled_copy, (1,), args, {"SIZE": size})
+
+
+def compiled_for(call: Launch) -> object:
+    call.run()
+    kept = launch._ready[call._specialisation(0)]
+    assert kept.compiled is call._run_by_triton()
+    return kept.compiled
+
+
+def kernels() -> None:
+    """One kernel for what triton takes for the same, another for what it does not."""
+    first = compiled_for(a_launch())
+    assert compiled_for(a_launch(n=32, scale=0.25)) is first
+    others = [a_launch(n=1), a_launch(n=17), a_launch(n=2**40), a_launch(flag=True), a_launch(flag=1)]
+    others += [a_launch(offset=1), a_launch(size=64)]
+    assert len({id(compiled_for(call)) for call in others} | {id(first)}) == 1 + len(others)
+
+
+def hooks(driver: stand_in_driver.StandInDriver) -> None:
+    """Whoever listens hears every launch."""
+    heard = []
+    call = a_launch()
+    call.run()
+    triton.knobs.runtime.launch_enter_hook.add(heard.append)
+    call.run()
+    call.run()
+    triton.knobs.runtime.launch_enter_hook.remove(heard.append)
+    call.run()
+    assert [metadata.get()["name"] for metadata in heard] == ["scaled_copy"] * 2
+    scaled_copy.add_pre_run_hook(lambda *args, **kwargs: heard.append(None))
+    before = driver.counters().launches
+    call.run()
+    scaled_copy.pre_run_hooks.clear()
+    assert len(heard) == 3 and driver.counters().launches == before + 1
+
+
+def bounded() -> None:
+    launch.MAX_READY = 4
+    for n in range(2, 20):
+        a_launch(n=n).run()
+        assert len(launch._ready) <= 4
+
+
+def threads(driver: stand_in_driver.StandInDriver) -> None:
+    """Launches of several threads, while the kept kernels are forgotten again and again."""
+    before = driver.counters().launches
+
+    def work() -> None:
+        for n in range(2, 102):
+            a_launch(n=n).run()
+
+    workers = [threading.Thread(target=work) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert driver.counters().launches == before + 400
+
+
+def main() -> None:
+    driver = stand_in_driver.install("sm_90")
+    kernels()
+    hooks(driver)
+    bounded()
+    threads(driver)
+    sys.stdout.write("ok")
+
+
+if __name__ == "__main__":
+    main()
