@@ -152,6 +152,11 @@ def _on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(device)
 
 
+def cdiv(dividend: int, divisor: int) -> int:
+    """dividend / divisor, rounded up; triton's own is a device function that costs the host microseconds to call."""
+    return -(-dividend // divisor)
+
+
 @triton.jit
 def _probe() -> None:
     pass

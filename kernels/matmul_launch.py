@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .launch import Launch, sm_count_of
+from .launch import Launch, cdiv, sm_count_of
 from .matmul import _matmul_kernel
 
 EPILOGUES = ("layer_norm", "residual", "activation_grad", "layer_norm_grad", "partial")
@@ -54,15 +53,15 @@ class MatmulConfig:
 
     def tiles(self, M: int, N: int) -> int:
         """Output tiles of an [M, N] result."""
-        return triton.cdiv(M, self.block_m) * triton.cdiv(N, self.block_n)
+        return cdiv(M, self.block_m) * cdiv(N, self.block_n)
 
     def row_parts(self, N: int) -> int:
         """Pieces that cover a row of N columns: the leading size of `row_part`."""
-        return triton.cdiv(N, self.block_n) * self.sub_tiles
+        return cdiv(N, self.block_n) * self.sub_tiles
 
     def column_parts(self, M: int) -> int:
         """Tiles that cover a column of M rows: the leading size of `column_part`."""
-        return triton.cdiv(M, self.block_m)
+        return cdiv(M, self.block_m)
 
 
 @dataclass(frozen=True)

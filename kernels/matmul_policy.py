@@ -7,9 +7,8 @@ estimates from tile counts, not measurements.
 from __future__ import annotations
 
 import torch
-import triton
 
-from .launch import arch_of, generation, is_interpreted, sm_count_of
+from .launch import arch_of, cdiv, generation, is_interpreted, sm_count_of
 from .matmul_launch import MatmulConfig, Operands, fits_tma, matmul_precision
 
 # Epilogues that hold more of a tile in registers than the others.
@@ -107,11 +106,11 @@ def split_count(operands: Operands, config: MatmulConfig) -> int:
     """
     M, N, K = operands.sizes
     programs = sm_count_of(operands.a.device) * config.ctas_per_sm
-    most = max(1, min(_MAX_SPLITS, triton.cdiv(K, config.block_k) // 4))
+    most = max(1, min(_MAX_SPLITS, cdiv(K, config.block_k) // 4))
 
     def busy(splits: int) -> float:
         units = config.tiles(M, N) * splits
-        return units / (triton.cdiv(units, programs) * programs)
+        return units / (cdiv(units, programs) * programs)
 
     best = max(busy(splits) for splits in range(1, most + 1))
     return next(splits for splits in range(1, most + 1) if busy(splits) >= 0.9 * best)
