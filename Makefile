@@ -17,10 +17,10 @@ bench: $(READY)
 	$(BIN)/vit-fast bench $(ARGS)
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=15 $(ARGS)
 
 test-full: $(READY)
-	OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=full $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --slow $(ARGS)
+	OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=full $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=15 --slow $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check $(SOURCES)

@@ -186,7 +186,7 @@ print("right")
 
 def test_more_than_two_to_the_31_elements() -> None:
     """In a process of its own: an offset that wraps at 32 bits reads outside the buffer, which may end the process."""
-    run = subprocess.run([sys.executable, "-c", _BEYOND_32_BITS], capture_output=True, text=True, timeout=300)
+    run = subprocess.run([sys.executable, "-c", _BEYOND_32_BITS], capture_output=True, text=True)
     assert run.returncode == 0 and "right" in run.stdout, run.stderr[-2000:]
 
 

@@ -129,7 +129,7 @@ try:
 except OSError as error:
     print("OSError:", error)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.stdout.startswith("OSError: m.onnx: could not be written"), done.stdout + done.stderr
     assert [p.name for p in tmp_path.iterdir()] == ["m.onnx"]
     assert (tmp_path / "m.onnx").read_text() == "the old file"
@@ -183,7 +183,7 @@ assert vit_fast.export.__all__
 loaded = [name for name in ("onnx", "onnxscript", "onnxruntime", "timm", "transformers") if name in sys.modules]
 assert not loaded, loaded
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 # --- Triton Inference Server --------------------------------------------------------------------------------

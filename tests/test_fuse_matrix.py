@@ -183,7 +183,6 @@ def test_a_saved_model_loads_in_a_new_process(tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": paths},
         capture_output=True,
         text=True,
-        timeout=300,
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
 

@@ -36,7 +36,7 @@ print(json.dumps(found))
 def fc1() -> dict[str, Any]:
     """Exact GELU and no activation, 128 x 256 x 64, compiled in a process that is not the interpreter's."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, "-c", _COMPILE], capture_output=True, text=True, env=environment, timeout=300)
+    run = subprocess.run([sys.executable, "-c", _COMPILE], capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr[-2000:]
     found: dict[str, Any] = json.loads(run.stdout)
     return found

@@ -18,7 +18,7 @@ OPTIONAL = ("triton", "timm", "transformers", "torchvision", "onnx", "onnxscript
 
 def run_python(code: str, cwd: Path = ROOT, **environment: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, env=os.environ | environment, timeout=300
+        [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, env=os.environ | environment
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
