@@ -72,8 +72,9 @@ def attention_backward(
         dq: Written: [B, H, N_q, D] of q's dtype, last stride 1; dk and dv [B, H, N_kv, D] likewise.
         scale: As given to `attention_forward`.
     """
-    delta = torch.empty_like(lse)
     for_dq, for_dkdv = problem_of(q, k, v, o, do, dq), problem_of(q, k, v, do, dk, dv)
     precision = for_dq.backward_precision
-    dq_launch(q, k, v, o, do, lse, dq, delta, scale, dq_config(for_dq), precision).run()
-    dkdv_launch(q, k, v, do, lse, delta, dk, dv, scale, dkdv_config(for_dkdv), precision).run()
+    delta = torch.empty_like(lse)
+    inverse = torch.empty_like(lse) if for_dq.exact_backward else None
+    dq_launch(q, k, v, o, do, lse, dq, delta, inverse, scale, dq_config(for_dq), precision).run()
+    dkdv_launch(q, k, v, do, lse, delta, inverse, dk, dv, scale, dkdv_config(for_dkdv), precision).run()

@@ -9,6 +9,17 @@ Two kernels, so that every gradient element is summed by one program in one orde
 run): one program for each query tile computes delta and dq and runs first; one for each key tile computes dk and dv.
 Both stream the other side in full unmasked tiles and one smaller power-of-two tile for the rest. Rows past the end
 are read as 0, lse as +inf there, so that their p is 0. Source: FlashAttention-2, arXiv 2307.08691.
+
+In full fp32 that is not enough. Two roundings are shared by a whole row, and eager has neither: lse is one fp32 number,
+so every p of a row is off by the same factor, up to 2^(|lse| 2^-24), 5e-5 at scores of 1000; and delta, summed from o,
+differs by a rounding of its own from sum_j p_j (do v_j), although in a row with a single large p both stand for the same
+number and should cancel. So there the dq kernel sums the row's own p and p (do v^T - delta) beside dq,
+
+    sum = sum_j p_j             excess = sum_j p_j (do v_j - delta) / sum
+    dq = scale (sum_j p_j (do v_j - delta) k_j / sum - excess sum_j p_j k_j / sum)
+
+and leaves 1 / sum and delta + excess to the other kernel. p / sum adds up to 1 whatever lse rounds to, delta + excess is
+sum_j p_j (do v_j) / sum to the last bit where they cancel, and what is subtracted is small before it is multiplied.
 """
 
 from __future__ import annotations
@@ -35,11 +46,15 @@ from .launch import Launch
 @triton.jit
 def _dq_step(
     k, k_hi, v, v_hi, b, h, k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n,
-    start, n_kv, qk_scale, qt, qt_hi, dot, dot_hi, lse, delta, dq, dq_hi,
+    start, n_kv, qk_scale, qt, qt_hi, dot, dot_hi, lse, delta, dq, dq_hi, total, excess, mean, mean_hi,
     KEYS: tl.constexpr, D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, ALIGN: tl.constexpr, MASKED: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Add what keys start .. start + KEYS contribute to dq (without scale) of a query tile."""
+    """Add what keys start .. start + KEYS contribute to dq (without scale) of a query tile.
+
+    Where EXACT also to the row's sums of p, of ds, and of p k.
+    """
     kt, kt_hi = load_tile(
         k, k_hi, b, h, k_stride_b, k_stride_h, k_stride_n, start, n_kv, KEYS, D, LO, HI, TMA, WIDE, ALIGN, MASKED
     )
@@ -53,7 +68,12 @@ def _dq_step(
         p = tl.where((start + tl.arange(0, KEYS))[None, :] < n_kv, p, 0.0)
     dp = dot_transposed(dot, dot_hi, vt, vt_hi, HI, PRECISION)
     ds = p * (dp - delta[:, None])
-    return dot_add(ds, kt, kt_hi, dq, dq_hi, HI, PRECISION)
+    dq, dq_hi = dot_add(ds, kt, kt_hi, dq, dq_hi, HI, PRECISION)
+    if EXACT:
+        total += tl.sum(p, 1)
+        excess += tl.sum(ds, 1)
+        mean, mean_hi = dot_add(p, kt, kt_hi, mean, mean_hi, HI, PRECISION)
+    return dq, dq_hi, total, excess, mean, mean_hi
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
@@ -61,6 +81,7 @@ def _attention_bwd_dq_kernel(
     q, q_hi, do, do_hi, o, o_hi, dq, dq_hi, k_a, k_a_hi, k_b, k_b_hi, v_a, v_a_hi, v_b, v_b_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
     delta_ptr,  # written: fp32 [B, H, N_q], contiguous
+    inverse_ptr,  # written: fp32 [B, H, N_q], contiguous, 1 / sum of p; None where not to be exact
     q_stride_b, q_stride_h, q_stride_n, k_stride_b, k_stride_h, k_stride_n,
     v_stride_b, v_stride_h, v_stride_n, o_stride_b, o_stride_h, o_stride_n,
     do_stride_b, do_stride_h, do_stride_n, dq_stride_b, dq_stride_h, dq_stride_n,
@@ -99,19 +120,31 @@ def _attention_bwd_dq_kernel(
     )
     lse = tl.load(lse_ptr + row_offset, mask=rows < n_q, other=float("inf"))
 
+    EXACT: tl.constexpr = inverse_ptr is not None
     acc, acc_hi = zero_tile(BLOCK_M, LO, HI)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    excess = tl.zeros((BLOCK_M,), tl.float32)
+    mean, mean_hi = zero_tile(BLOCK_M, LO, HI)
     for n in tl.range(0, n_full, BLOCK_N, num_stages=STAGES):
-        acc, acc_hi = _dq_step(
+        acc, acc_hi, total, excess, mean, mean_hi = _dq_step(
             k_a, k_a_hi, v_a, v_a_hi, b, h, k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n,
-            n, n_kv, qk_scale, qt, qt_hi, dot, dot_hi, lse, delta, acc, acc_hi,
-            BLOCK_N, D, LO, HI, PRECISION, TMA, WIDE, ALIGN, False,
+            n, n_kv, qk_scale, qt, qt_hi, dot, dot_hi, lse, delta, acc, acc_hi, total, excess, mean, mean_hi,
+            BLOCK_N, D, LO, HI, PRECISION, TMA, WIDE, ALIGN, False, EXACT,
         )  # fmt: skip
     if TAIL > 0:
-        acc, acc_hi = _dq_step(
+        acc, acc_hi, total, excess, mean, mean_hi = _dq_step(
             k_b, k_b_hi, v_b, v_b_hi, b, h, k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n,
-            n_full, n_kv, qk_scale, qt, qt_hi, dot, dot_hi, lse, delta, acc, acc_hi,
-            TAIL, D, LO, HI, PRECISION, TMA, WIDE, ALIGN, MASKED,
+            n_full, n_kv, qk_scale, qt, qt_hi, dot, dot_hi, lse, delta, acc, acc_hi, total, excess, mean, mean_hi,
+            TAIL, D, LO, HI, PRECISION, TMA, WIDE, ALIGN, MASKED, EXACT,
         )  # fmt: skip
+    if EXACT:
+        inverse = 1.0 / tl.where(rows < n_q, total, 1.0)
+        excess *= inverse
+        tl.store(delta_ptr + row_offset, delta + excess, mask=rows < n_q)
+        tl.store(inverse_ptr + row_offset, inverse, mask=rows < n_q)
+        acc = (acc - mean * excess[:, None]) * inverse[:, None]
+        if HI > 0:
+            acc_hi = (acc_hi - mean_hi * excess[:, None]) * inverse[:, None]
     store_tile(
         dq, dq_hi, acc * scale, acc_hi * scale, b, h, dq_stride_b, dq_stride_h, dq_stride_n, start, n_q, BLOCK_M,
         D, LO, HI, TMA, WIDE, ALIGN,
@@ -121,7 +154,7 @@ def _attention_bwd_dq_kernel(
 @triton.jit
 def _dkdv_step(
     q, q_hi, do, do_hi, b, h, q_stride_b, q_stride_h, q_stride_n, do_stride_b, do_stride_h, do_stride_n,
-    lse_ptr, delta_ptr, row_offset, start, n_q, qk_scale, kt, kt_hi, vt, vt_hi, dk, dk_hi, dv, dv_hi,
+    lse_ptr, delta_ptr, inverse_ptr, row_offset, start, n_q, qk_scale, kt, kt_hi, vt, vt_hi, dk, dk_hi, dv, dv_hi,
     QUERIES: tl.constexpr, D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, ALIGN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -141,6 +174,8 @@ def _dkdv_step(
         delta = tl.load(delta_ptr + row_offset + rows)
     scores = dot_transposed(kt, kt_hi, qt, qt_hi, HI, PRECISION)  # [BLOCK_N, QUERIES], transposed
     p = tl.math.exp2(scores * qk_scale - lse[None, :])
+    if inverse_ptr is not None:
+        p *= tl.load(inverse_ptr + row_offset + rows, mask=rows < n_q, other=0.0)[None, :]
     dv, dv_hi = dot_add(p, dot, dot_hi, dv, dv_hi, HI, PRECISION)
     dp = dot_transposed(vt, vt_hi, dot, dot_hi, HI, PRECISION)
     ds = p * (dp - delta[None, :])
@@ -153,6 +188,7 @@ def _attention_bwd_dkdv_kernel(
     q_a, q_a_hi, do_a, do_a_hi, q_b, q_b_hi, do_b, do_b_hi, k, k_hi, v, v_hi, dk, dk_hi, dv, dv_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
     delta_ptr,  # fp32 [B, H, N_q], contiguous
+    inverse_ptr,  # as the dq kernel wrote it, or None
     q_stride_b, q_stride_h, q_stride_n, k_stride_b, k_stride_h, k_stride_n,
     v_stride_b, v_stride_h, v_stride_n, do_stride_b, do_stride_h, do_stride_n,
     dk_stride_b, dk_stride_h, dk_stride_n, dv_stride_b, dv_stride_h, dv_stride_n,
@@ -181,14 +217,14 @@ def _attention_bwd_dkdv_kernel(
         dkt, dkt_hi, dvt, dvt_hi = _dkdv_step(
             q_a, q_a_hi, do_a, do_a_hi, b, h, q_stride_b, q_stride_h, q_stride_n,
             do_stride_b, do_stride_h, do_stride_n,
-            lse_ptr, delta_ptr, row_offset, m, n_q, qk_scale, kt, kt_hi, vt, vt_hi, dkt, dkt_hi, dvt, dvt_hi,
+            lse_ptr, delta_ptr, inverse_ptr, row_offset, m, n_q, qk_scale, kt, kt_hi, vt, vt_hi, dkt, dkt_hi, dvt, dvt_hi,
             BLOCK_M, D, LO, HI, PRECISION, TMA, WIDE, ALIGN, False,
         )  # fmt: skip
     if TAIL > 0:
         dkt, dkt_hi, dvt, dvt_hi = _dkdv_step(
             q_b, q_b_hi, do_b, do_b_hi, b, h, q_stride_b, q_stride_h, q_stride_n,
             do_stride_b, do_stride_h, do_stride_n,
-            lse_ptr, delta_ptr, row_offset, n_full, n_q, qk_scale, kt, kt_hi, vt, vt_hi, dkt, dkt_hi, dvt, dvt_hi,
+            lse_ptr, delta_ptr, inverse_ptr, row_offset, n_full, n_q, qk_scale, kt, kt_hi, vt, vt_hi, dkt, dkt_hi, dvt, dvt_hi,
             TAIL, D, LO, HI, PRECISION, TMA, WIDE, ALIGN, MASKED,
         )  # fmt: skip
     store_tile(
@@ -210,11 +246,15 @@ def dq_launch(
     lse: torch.Tensor,
     dq: torch.Tensor,
     delta: torch.Tensor,
+    inverse: torch.Tensor | None,
     scale: float,
     config: BackwardConfig,
     precision: str = "ieee",
 ) -> Launch:
-    """The call that writes dq [B, H, N_q, D] and delta (fp32 [B, H, N_q]); layouts as for the forward."""
+    """The call that writes dq [B, H, N_q, D], delta and inverse (fp32 [B, H, N_q]); layouts as for the forward.
+
+    inverse None leaves out what only full fp32 needs.
+    """
     batch, heads, n_q, _ = q.shape
     n_kv = k.shape[2]
     tma = config.tma and tma_allows(q, k, v, o, do, dq)
@@ -233,7 +273,7 @@ def dq_launch(
     return Launch(
         kernel=_attention_bwd_dq_kernel,
         grid=(batch * heads * -(-n_q // config.block_m),),
-        args=args | _common_arguments(q, k, lse, delta, scale),
+        args=args | _common_arguments(q, k, lse, delta, inverse, scale),
         constants=constants,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -249,13 +289,14 @@ def dkdv_launch(
     do: torch.Tensor,
     lse: torch.Tensor,
     delta: torch.Tensor,
+    inverse: torch.Tensor | None,
     dk: torch.Tensor,
     dv: torch.Tensor,
     scale: float,
     config: BackwardConfig,
     precision: str = "ieee",
 ) -> Launch:
-    """The call that writes dk and dv [B, H, N_kv, D]; needs the delta that `dq_launch` writes."""
+    """The call that writes dk and dv [B, H, N_kv, D]; needs the delta and inverse that `dq_launch` writes."""
     batch, heads, n_q, _ = q.shape
     n_kv = k.shape[2]
     tma = config.tma and tma_allows(q, k, v, do, dk, dv)
@@ -274,7 +315,7 @@ def dkdv_launch(
     return Launch(
         kernel=_attention_bwd_dkdv_kernel,
         grid=(batch * heads * -(-n_kv // config.block_n),),
-        args=args | _common_arguments(q, k, lse, delta, scale),
+        args=args | _common_arguments(q, k, lse, delta, inverse, scale),
         constants=constants,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -284,11 +325,17 @@ def dkdv_launch(
 
 
 def _common_arguments(
-    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    inverse: torch.Tensor | None,
+    scale: float,
 ) -> dict[str, object]:
     return {
         "lse_ptr": lse,
         "delta_ptr": delta,
+        "inverse_ptr": inverse,
         "n_heads": q.shape[1],
         "n_q": q.shape[2],
         "n_kv": k.shape[2],

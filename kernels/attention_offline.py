@@ -115,12 +115,13 @@ def _builds(case: _Case) -> Iterator[Build]:
     problem, scale = case.problem(), case.head_dim**-0.5
     q, k, v = case.packed()
     dq, dk, dv = case.packed()
-    o, do, lse, delta = case.output(), case.output(), case.row_values(), case.row_values()
+    o, do, lse, delta, inverse = case.output(), case.output(), *(case.row_values() for _ in range(3))
+    inverse = inverse if problem.exact_backward else None
     forward, for_dq, for_dkdv = forward_config(problem), dq_config(problem), dkdv_config(problem)
     launches = {
         f"attention_fwd_{forward.scheme}": forward_launch(q, k, v, o, lse, scale, forward, problem.precision),
-        "attention_bwd_dq": dq_launch(q, k, v, o, do, lse, dq, delta, scale, for_dq, problem.backward_precision),
-        "attention_bwd_dkdv": dkdv_launch(q, k, v, do, lse, delta, dk, dv, scale, for_dkdv, problem.backward_precision),
+        "attention_bwd_dq": dq_launch(q, k, v, o, do, lse, dq, delta, inverse, scale, for_dq, problem.backward_precision),
+        "attention_bwd_dkdv": dkdv_launch(q, k, v, do, lse, delta, inverse, dk, dv, scale, for_dkdv, problem.backward_precision),
     }
     for name, launch in launches.items():
         yield Build(name, case.name, launch, core=case.core, needs=case.needs(launch.constants["TMA"]))

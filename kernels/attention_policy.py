@@ -117,6 +117,11 @@ class Problem:
         return self.precision if self.width <= 64 else "ieee"
 
     @property
+    def exact_backward(self) -> bool:
+        """Whether the backward must be as exact as full fp32 allows: see `attention_backward`."""
+        return self.element != "half" and self.backward_precision == "ieee"
+
+    @property
     def width(self) -> int:
         """Columns a tile really holds."""
         return sum(split_head_dim(self.head_dim))
@@ -211,6 +216,11 @@ def _forward_rule(problem: Problem) -> ForwardConfig:
 
 
 def _dq_rule(problem: Problem) -> BackwardConfig:
+    if problem.exact_backward and problem.width <= 64:
+        return BackwardConfig(32, 32, num_warps=16, num_stages=1)
+    if problem.exact_backward:
+        # a tile of 32 queries with its two sums of 128 columns spills
+        return BackwardConfig(16, 32, num_warps=8, num_stages=1)
     if problem.element != "half":
         return BackwardConfig(32, 32, num_warps=8, num_stages=1)
     if problem.layout == "scalar":

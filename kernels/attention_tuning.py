@@ -125,13 +125,13 @@ def tasks(batch: int, tokens: int, heads: int, head_dim: int, device: torch.devi
     problem = problem_of(q, k, v, o, do, dq)
     yield Task("forward", problem, forward_config(problem), lambda c: forward_launch(q, k, v, o, lse, scale, c), (o,))
     forward_launch(q, k, v, o, lse, scale, forward_config(problem)).run()
-    yield Task("dq", problem, dq_config(problem), lambda c: dq_launch(q, k, v, o, do, lse, dq, delta, scale, c), (dq,))
-    dq_launch(q, k, v, o, do, lse, dq, delta, scale, dq_config(problem)).run()
+    yield Task("dq", problem, dq_config(problem), lambda c: dq_launch(q, k, v, o, do, lse, dq, delta, None, scale, c), (dq,))
+    dq_launch(q, k, v, o, do, lse, dq, delta, None, scale, dq_config(problem)).run()
     yield Task(
         "dkdv",
         problem,
         dkdv_config(problem),
-        lambda c: dkdv_launch(q, k, v, do, lse, delta, dk, dv, scale, c),
+        lambda c: dkdv_launch(q, k, v, do, lse, delta, None, dk, dv, scale, c),
         (dk, dv),
     )
 

@@ -110,8 +110,8 @@ def test_every_backward_path(head_dim: int, block_m: int, block_n: int, tma: boo
     attention.attention_forward(q, k, v, o, lse, 0.2)
     dq, dk, dv = nan_like(q, k, v)
     (delta,) = nan_like(lse)
-    first = dq_launch(q, k, v, o, do, lse, dq, delta, 0.2, config)
-    second = dkdv_launch(q, k, v, do, lse, delta, dk, dv, 0.2, config)
+    first = dq_launch(q, k, v, o, do, lse, dq, delta, None, 0.2, config)
+    second = dkdv_launch(q, k, v, do, lse, delta, None, dk, dv, 0.2, config)
     assert first.constants["TMA"] is second.constants["TMA"] is tma
     first.run()
     second.run()
@@ -141,6 +141,25 @@ def test_scores_far_below_zero(n_kv: int) -> None:
     k = -q[:, :, :1].expand(1, 1, n_kv, 32) + torch.randn(1, 1, n_kv, 32, device=DEVICE).half() / 64
     v = torch.randn(1, 1, n_kv, 32, device=DEVICE).half()
     check_attention(q, k.contiguous(), v, torch.randn_like(q), 1.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 30, 300, 1000])
+@pytest.mark.parametrize("kind", ["saturated", "shared"])
+def test_large_scores(kind: str, size: int, dtype: torch.dtype) -> None:
+    """Scores of `size`: far apart, so that one key takes nearly all; or all near one another, far from zero.
+
+    lse as one fp32 number, and delta summed from o, then cost fp32 gradients 20 times eager's error.
+    """
+    q, k, v, do = (torch.randn(1, 2, 50, 64) for _ in range(4))
+    if kind == "saturated":
+        q, k = q * size**0.5, k * size**0.5
+    else:
+        shared = torch.randn(64)
+        shared *= (8 * size) ** 0.5 / shared.norm()
+        q, k = q + shared, k + shared
+    q, k, v, do = (tensor.to(DEVICE, dtype) for tensor in (q, k, v, do))
+    check_attention(q, k, v, do, 0.125)
 
 
 def test_nan_stays_in_its_image() -> None:
@@ -207,8 +226,8 @@ def test_every_head_of_every_image_is_on_the_first_grid_axis() -> None:
     launches = (
         forward_launch(q, k, v, q, lse, 0.25, ForwardConfig("row", 16, 64)),
         forward_launch(q, k, v, q, lse, 0.25, ForwardConfig("looped", 32, 32)),
-        dq_launch(q, k, v, q, q, lse, q, lse, 0.25, config),
-        dkdv_launch(q, k, v, q, lse, lse, k, v, 0.25, config),
+        dq_launch(q, k, v, q, q, lse, q, lse, None, 0.25, config),
+        dkdv_launch(q, k, v, q, lse, lse, None, k, v, 0.25, config),
     )
     assert [launch.grid for launch in launches] == [(140_000,)] * 4
 
