@@ -11,15 +11,15 @@ Both stream the other side in full unmasked tiles and one smaller power-of-two t
 are read as 0, lse as +inf there, so that their p is 0. Source: FlashAttention-2, arXiv 2307.08691.
 
 In full fp32 that is not enough. Two roundings are shared by a whole row, and eager has neither: lse is one fp32 number,
-so every p of a row is off by the same factor, up to 2^(|lse| 2^-24), 5e-5 at scores of 1000; and delta, summed from o,
-differs by a rounding of its own from sum_j p_j (do v_j), although in a row with a single large p both stand for the same
-number and should cancel. So there the dq kernel sums the row's own p and p (do v^T - delta) beside dq,
+so every p of a row is off by one factor, up to 2^(|lse| 2^-24), 6e-5 at scores of 1000; and delta, summed from o,
+differs by a rounding of its own from sum_j p_j (do v_j), although in a row with a single large p both stand for the
+same number and should cancel. So there the dq kernel sums p, ds and p k of a row beside dq,
 
-    sum = sum_j p_j             excess = sum_j p_j (do v_j - delta) / sum
-    dq = scale (sum_j p_j (do v_j - delta) k_j / sum - excess sum_j p_j k_j / sum)
+    total = sum_j p_j           excess = sum_j ds_j / total
+    dq = scale (sum_j ds_j k_j - excess sum_j p_j k_j) / total
 
-and leaves 1 / sum and delta + excess to the other kernel. p / sum adds up to 1 whatever lse rounds to, delta + excess is
-sum_j p_j (do v_j) / sum to the last bit where they cancel, and what is subtracted is small before it is multiplied.
+and leaves 1 / total and delta + excess to the other kernel. p / total adds up to 1 whatever lse rounded to; delta +
+excess equals do v_j to the last bit where they cancel; and excess, of the order of a rounding, costs none of its own.
 """
 
 from __future__ import annotations
@@ -217,14 +217,16 @@ def _attention_bwd_dkdv_kernel(
         dkt, dkt_hi, dvt, dvt_hi = _dkdv_step(
             q_a, q_a_hi, do_a, do_a_hi, b, h, q_stride_b, q_stride_h, q_stride_n,
             do_stride_b, do_stride_h, do_stride_n,
-            lse_ptr, delta_ptr, inverse_ptr, row_offset, m, n_q, qk_scale, kt, kt_hi, vt, vt_hi, dkt, dkt_hi, dvt, dvt_hi,
+            lse_ptr, delta_ptr, inverse_ptr, row_offset, m, n_q, qk_scale,
+            kt, kt_hi, vt, vt_hi, dkt, dkt_hi, dvt, dvt_hi,
             BLOCK_M, D, LO, HI, PRECISION, TMA, WIDE, ALIGN, False,
         )  # fmt: skip
     if TAIL > 0:
         dkt, dkt_hi, dvt, dvt_hi = _dkdv_step(
             q_b, q_b_hi, do_b, do_b_hi, b, h, q_stride_b, q_stride_h, q_stride_n,
             do_stride_b, do_stride_h, do_stride_n,
-            lse_ptr, delta_ptr, inverse_ptr, row_offset, n_full, n_q, qk_scale, kt, kt_hi, vt, vt_hi, dkt, dkt_hi, dvt, dvt_hi,
+            lse_ptr, delta_ptr, inverse_ptr, row_offset, n_full, n_q, qk_scale,
+            kt, kt_hi, vt, vt_hi, dkt, dkt_hi, dvt, dvt_hi,
             TAIL, D, LO, HI, PRECISION, TMA, WIDE, ALIGN, MASKED,
         )  # fmt: skip
     store_tile(

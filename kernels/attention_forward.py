@@ -244,7 +244,10 @@ def forward_launch(
     }
     tiles = -(-n_q // config.block_m)
     if config.scheme == "row":
-        chunks = (*cover(n_kv, config.block_n, 3), 0, 0)[:3]
+        chunks = cover(n_kv, config.block_n, config.chunks)
+        if not chunks:
+            raise ValueError(f"{config} holds {config.chunks * config.block_n} keys a row, got {n_kv}")
+        chunks = (*chunks, 0, 0)[:3]
         groups = -(-tiles // config.tiles)
         constants |= {
             "TILES": -(-tiles // groups) if groups else 1,

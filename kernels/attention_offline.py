@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from .attention_backward import dkdv_launch, dq_launch
 from .attention_forward import forward_launch
-from .attention_policy import Problem, dkdv_config, dq_config, forward_config
-from .launch import REFERENCE_GPU
+from .attention_policy import ROW_CHUNKS, Problem, dkdv_config, dq_config, forward_config
+from .launch import REFERENCE_GPU, generation
 from .offline import Build
 
 # (tokens, head_dim): ViT at 224 and 384 pixels, ViT-H, SigLIP So400m, and one of every other tile width.
@@ -19,6 +19,7 @@ _HALF_SHAPES = (
     (197, 32), (197, 48), (577, 48), (577, 96), (577, 128),
 )  # fmt: skip
 _FP32_SHAPES = ((197, 64), (257, 80), (577, 128))
+_TUNED_SHAPES = ((197, 64), (256, 72), (197, 80))
 _CORE_SHAPES = ((197, 64), (577, 64), (257, 80))
 _HEADS = 4
 _FULL_BATCH = 256  # fills every GPU several times
@@ -84,17 +85,18 @@ class _Case:
         return torch.empty((self.batch, _HEADS, self.n_q), dtype=torch.float32, device="meta")
 
     def needs(self, tma: bool) -> tuple[str, ...]:
-        """On sm_90 half precision must reach wgmma, and descriptors TMA; on sm_100 the fifth tensor core."""
+        """On hopper half precision must reach wgmma, and descriptors TMA; on blackwell the fifth tensor core."""
         if self.element != "half" or self.layout == "scalar":
             return ()
-        matrix = {"sm_90": ("HGMMA",), "sm_100": ("TCGEN05",)}.get(self.arch, ("HMMA",))
-        return (*matrix, "UTMALDG", "UTMASTG") if tma else matrix
+        matrix = {"hopper": "HGMMA", "blackwell": "TCGEN05", "ampere": "HMMA"}[generation(self.arch)]
+        return (matrix, "UTMALDG", "UTMASTG") if tma else (matrix,)
 
 
 def offline_builds(arch: str) -> Iterator[Build]:
-    """Every kernel, shape class, dtype and layout that the launch policy distinguishes."""
+    """Every kernel, shape class, dtype and layout that the launch policy distinguishes, and what a tuner may choose."""
     for case in _cases(arch):
         yield from _builds(case)
+    yield from _tuned_builds(arch)
 
 
 def _cases(arch: str) -> Iterator[_Case]:
@@ -111,17 +113,35 @@ def _cases(arch: str) -> Iterator[_Case]:
             yield _Case(arch, torch.float32, element, tokens, head_dim, _FULL_BATCH, "tma")
 
 
+def _tuned_builds(arch: str) -> Iterator[Build]:
+    """The row kernel with the other chunks that tuning tries, where it has descriptors."""
+    for tokens, head_dim in _TUNED_SHAPES:
+        case = _Case(arch, torch.bfloat16, "half", tokens, head_dim, _FULL_BATCH, "tma")
+        problem, (q, k, v) = case.problem(), case.packed()
+        if not problem.uses_tma:
+            return
+        for block_n, chunks in ROW_CHUNKS[1:]:
+            config = replace(forward_config(problem), block_n=block_n, chunks=chunks)
+            launch = forward_launch(q, k, v, case.output(), case.row_values(), head_dim**-0.5, config)
+            name = f"{case.name} {chunks} x {block_n}"
+            yield Build("attention_fwd_row", name, launch, needs=case.needs(tma=True))
+
+
 def _builds(case: _Case) -> Iterator[Build]:
     problem, scale = case.problem(), case.head_dim**-0.5
     q, k, v = case.packed()
     dq, dk, dv = case.packed()
-    o, do, lse, delta, inverse = case.output(), case.output(), *(case.row_values() for _ in range(3))
-    inverse = inverse if problem.exact_backward else None
+    o, do, lse, delta = case.output(), case.output(), case.row_values(), case.row_values()
+    inverse = case.row_values() if problem.exact_backward else None
     forward, for_dq, for_dkdv = forward_config(problem), dq_config(problem), dkdv_config(problem)
     launches = {
         f"attention_fwd_{forward.scheme}": forward_launch(q, k, v, o, lse, scale, forward, problem.precision),
-        "attention_bwd_dq": dq_launch(q, k, v, o, do, lse, dq, delta, inverse, scale, for_dq, problem.backward_precision),
-        "attention_bwd_dkdv": dkdv_launch(q, k, v, do, lse, delta, inverse, dk, dv, scale, for_dkdv, problem.backward_precision),
+        "attention_bwd_dq": dq_launch(
+            q, k, v, o, do, lse, dq, delta, inverse, scale, for_dq, problem.backward_precision
+        ),
+        "attention_bwd_dkdv": dkdv_launch(
+            q, k, v, do, lse, delta, inverse, dk, dv, scale, for_dkdv, problem.backward_precision
+        ),
     }
     for name, launch in launches.items():
         yield Build(name, case.name, launch, core=case.core, needs=case.needs(launch.constants["TMA"]))

@@ -8,9 +8,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from .launch import generation
+
 TABLE_PATH = Path(__file__).with_name("attention_table.json")
 MAX_ROW_KEYS = 256
 MIN_BLOCK = 16
+# (largest chunk, chunks) of the row scheme, the one by rule first. Each holds MAX_ROW_KEYS, because a class of the
+# measured table has every length up to that.
+ROW_CHUNKS = ((128, 3), (128, 2), (256, 1))
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,8 @@ class ForwardConfig:
         scheme: "row" (all keys on chip, at most 256) or "looped".
         block_m: Query rows a tile.
         block_n: Keys a tile of the looped scheme; the largest chunk of the row scheme.
+        chunks: Chunks of keys that the row scheme takes at most, 1 to 3: more fit closer. 197 keys in chunks of up to
+            256 are (128, 64, 16) in three, one of 256 in one.
         tiles: Query tiles a program of the row scheme takes at most.
         tma: Read and write through TMA descriptors where the layout allows.
     """
@@ -29,6 +36,7 @@ class ForwardConfig:
     block_m: int
     block_n: int
     tiles: int = 1
+    chunks: int = 3
     num_warps: int = 4
     num_stages: int = 2
     tma: bool = False
@@ -128,9 +136,8 @@ class Problem:
 
     @property
     def generation(self) -> str:
-        """Whose tiles to use: "ampere" (mma.sync: sm_80, 86, 89, and 120), "hopper" or "blackwell" (sm_100, 103)."""
-        number = int(self.arch.removeprefix("sm_"))
-        return "hopper" if number == 90 else "blackwell" if 100 <= number < 120 else "ampere"
+        """Whose tiles to use: "ampere", "hopper" or "blackwell"."""
+        return generation(self.arch)
 
     @property
     def uses_tma(self) -> bool:
@@ -205,7 +212,7 @@ def _forward_rule(problem: Problem) -> ForwardConfig:
     if width <= most_columns and keys in range(1, most_keys + 1):
         # one query tile a program on blackwell: two would take all of its tensor memory
         tiles = 1 if generation == "blackwell" else 4
-        return ForwardConfig("row", 64, 128, tiles, num_warps=4, num_stages=1, tma=tma)
+        return ForwardConfig("row", 64, 128, tiles=tiles, num_warps=4, num_stages=1, tma=tma)
     if tma and generation == "hopper":
         return ForwardConfig("looped", 64, 128 if width < 128 else 64, num_warps=4, num_stages=2, tma=True)
     if tma:

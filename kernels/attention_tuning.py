@@ -20,6 +20,7 @@ from .attention_backward import dkdv_launch, dq_launch
 from .attention_forward import forward_launch
 from .attention_policy import (
     MAX_ROW_KEYS,
+    ROW_CHUNKS,
     TABLE_PATH,
     BackwardConfig,
     ForwardConfig,
@@ -68,14 +69,14 @@ def candidates(task: Task) -> Iterator[Config]:
                     yield BackwardConfig(block_m, block_n, num_warps, num_stages, tma)
         return
     if task.problem.n_kv <= MAX_ROW_KEYS:
-        for largest in (128, 256):
+        for largest, chunks in ROW_CHUNKS:
             for tiles in (1, 2, 4):
                 for num_stages in (1, 2):
                     for maxnreg in (None, 168):
-                        yield ForwardConfig("row", 64, largest, tiles, 4, num_stages, tma, maxnreg)
+                        yield ForwardConfig("row", 64, largest, tiles, chunks, 4, num_stages, tma, maxnreg)
     for block_m, block_n, num_warps in ((64, 128, 4), (64, 64, 4), (128, 128, 8), (128, 64, 8), (128, 64, 4)):
         for num_stages in (2, 3):
-            yield ForwardConfig("looped", block_m, block_n, 1, num_warps, num_stages, tma)
+            yield ForwardConfig("looped", block_m, block_n, num_warps=num_warps, num_stages=num_stages, tma=tma)
 
 
 def fastest(task: Task, measure: Callable[[Launch], float]) -> tuple[Config, float]:
@@ -125,7 +126,9 @@ def tasks(batch: int, tokens: int, heads: int, head_dim: int, device: torch.devi
     problem = problem_of(q, k, v, o, do, dq)
     yield Task("forward", problem, forward_config(problem), lambda c: forward_launch(q, k, v, o, lse, scale, c), (o,))
     forward_launch(q, k, v, o, lse, scale, forward_config(problem)).run()
-    yield Task("dq", problem, dq_config(problem), lambda c: dq_launch(q, k, v, o, do, lse, dq, delta, None, scale, c), (dq,))
+    yield Task(
+        "dq", problem, dq_config(problem), lambda c: dq_launch(q, k, v, o, do, lse, dq, delta, None, scale, c), (dq,)
+    )
     dq_launch(q, k, v, o, do, lse, dq, delta, None, scale, dq_config(problem)).run()
     yield Task(
         "dkdv",

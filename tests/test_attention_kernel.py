@@ -76,6 +76,7 @@ FORWARD_CONFIGS = [
     ForwardConfig("row", 64, 128, tiles=2),
     ForwardConfig("row", 16, 64, tiles=4),
     ForwardConfig("row", 64, 256, tiles=4, num_warps=8),
+    ForwardConfig("row", 64, 128, tiles=2, chunks=1),
     ForwardConfig("looped", 64, 128),
     ForwardConfig("looped", 32, 32, num_stages=1),
 ]
@@ -215,6 +216,13 @@ def test_a_grid_that_no_gpu_takes_is_refused() -> None:
     launch = forward_launch(q, k, v, o, lse, 0.25, ForwardConfig("looped", 32, 32))
     with pytest.raises(ValueError, match="too large"):
         dataclasses.replace(launch, grid=(2**31,)).run()
+
+
+def test_more_keys_than_a_row_holds_are_refused() -> None:
+    q, k, v = packed_inputs(1, 70, 1, 16, torch.float16)
+    o, lse = nan_output(q)
+    with pytest.raises(ValueError, match="holds 64 keys a row, got 70"):
+        forward_launch(q, k, v, o, lse, 0.25, ForwardConfig("row", 16, 64, chunks=1))
 
 
 def test_every_head_of_every_image_is_on_the_first_grid_axis() -> None:
