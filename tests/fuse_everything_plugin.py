@@ -1,0 +1,65 @@
+"""A pytest plugin that fuses every model another project's suite builds; CONTRIBUTING says how to run one through it.
+
+A model of transformers is fused at the end of its constructor (`PreTrainedModel.post_init`), one of timm by
+`timm.create_model`, one of torchvision by `VisionTransformer.__init__`: before the suite trains, saves, copies or
+exports it. The last line of the run counts what was fused: a run in which nothing was proves nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import nn
+
+import vit_fast
+
+# What ends the building of a model, by the library that it belongs to.
+BUILDERS = {
+    "transformers": ("transformers.modeling_utils", "PreTrainedModel", "post_init"),
+    "timm": ("timm.models", None, "create_model"),
+    "torchvision": ("torchvision.models.vision_transformer", "VisionTransformer", "__init__"),
+}
+COUNTS: Counter[str] = Counter()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fuse-backend", default="sdpa", help="what every model is fused with: eager, sdpa, triton, auto")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for library, (module, cls, name) in BUILDERS.items():
+        if importlib.util.find_spec(library) is None:
+            continue
+        owner = importlib.import_module(module)
+        owner = owner if cls is None else getattr(owner, cls)
+        build = getattr(owner, name)
+        fusing = fused_after(build, config.getoption("--fuse-backend"))
+        setattr(owner, name, fusing)
+        for loaded in list(sys.modules.values()):  # timm's function stands in several of its modules
+            if cls is None and getattr(loaded, "__name__", "").startswith(library) and vars(loaded).get(name) is build:
+                setattr(loaded, name, fusing)
+
+
+def fused_after(build: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    """`build`, with the model that it returns, or that is its first argument, fused at its end."""
+
+    @functools.wraps(build)
+    def fusing(*args: Any, **kwargs: Any) -> Any:
+        result = build(*args, **kwargs)
+        model = result if isinstance(result, nn.Module) else args[0]
+        report = vit_fast.fuse(model, backend)
+        COUNTS.update({"models": 1, "parts fused": len(report.fused), "parts left": len(report.left)})
+        return result
+
+    return fusing
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    counts = ", ".join(f"{COUNTS[what]} {what}" for what in ("models", "parts fused", "parts left"))
+    terminalreporter.write_line(f"fuse_everything: {counts}")

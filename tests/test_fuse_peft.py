@@ -1,0 +1,94 @@
+"""LoRA of peft on fused models: trained, merged and taken apart after fuse, and fused after merging."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from fused_models import SUBJECTS, gradients
+from kernel_support import DEVICE
+from torch import Tensor, nn
+
+import vit_fast
+from vit_fast.integrations.common import FusedModule
+
+peft = pytest.importorskip("peft")
+
+# Projections of attention and both linears of the MLP, by library.
+TARGETS = {
+    "timm-vit": ".*blocks.*(qkv|proj|fc1|fc2)",
+    "transformers-vit": "(?!.*embeddings).*(q_proj|query|v_proj|value|fc1|fc2|intermediate.dense|output.dense)",
+}
+BACKENDS = ("sdpa", "triton")
+every_case = pytest.mark.parametrize(("name", "backend"), [(name, backend) for name in TARGETS for backend in BACKENDS])
+
+
+def with_lora(name: str, model: nn.Module) -> nn.Module:
+    """The model with an adapter whose effect is not zero, as it is when peft makes it."""
+    torch.manual_seed(1)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=TARGETS[name]))
+    with torch.no_grad():
+        for key, parameter in wrapped.named_parameters():
+            if "lora_B" in key:
+                parameter.normal_(0, 0.3)
+    return wrapped.eval()
+
+
+def case(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    subject = SUBJECTS[name]
+    return subject.build().to(DEVICE).eval(), {key: value.to(DEVICE) for key, value in subject.inputs().items()}
+
+
+def assert_alike(name: str, model: nn.Module, twin: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    with torch.no_grad():
+        found, expected = (SUBJECTS[name].run(each, inputs) for each in (model, twin))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    return expected
+
+
+@every_case
+def test_an_adapter_on_a_fused_model_is_merged_and_taken_apart(name: str, backend: str) -> None:
+    model, inputs = case(name)
+    twin = copy.deepcopy(model)
+    vit_fast.fuse(model, backend).require_all()
+    plain = assert_alike(name, model, twin, inputs)
+    model, twin = with_lora(name, model), with_lora(name, twin)
+    adapted = assert_alike(name, model, twin, inputs)
+    assert (adapted - plain).abs().max() > 0.1
+    for step in ("merge_adapter", "unmerge_adapter", "merge_adapter", "merge_and_unload"):
+        model, twin = (getattr(each, step)() or each for each in (model, twin))
+        assert_alike(name, model, twin, inputs)
+    assert vit_fast.fuse(model, backend).require_all()
+    assert any(isinstance(module, FusedModule) for module in model.modules())
+    torch.testing.assert_close(assert_alike(name, model, twin, inputs), adapted, rtol=1e-4, atol=1e-4)
+
+
+@every_case
+def test_a_model_is_fused_after_merging(name: str, backend: str) -> None:
+    model, inputs = case(name)
+    model = with_lora(name, model)
+    with torch.no_grad():
+        adapted = SUBJECTS[name].run(model, inputs)
+    report = vit_fast.fuse(model, backend)
+    assert {row.part for row in report.fused} == {"attention"}
+    assert all("lora.layer.Linear: accepted is torch.nn.Linear itself" in row.reasons[0] for row in report.left)
+    twin = copy.deepcopy(model)
+    vit_fast.unfuse(twin)
+    assert_alike(name, model, twin, inputs)
+    merged, expected = model.merge_and_unload(), twin.merge_and_unload()
+    vit_fast.fuse(merged, backend).require_all()
+    torch.testing.assert_close(assert_alike(name, merged, expected, inputs), adapted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_an_adapter_on_a_fused_model_gets_the_same_gradients(name: str) -> None:
+    model, inputs = case(name)
+    twin = copy.deepcopy(model)
+    vit_fast.fuse(model, "sdpa").require_all()
+    model, twin = (with_lora(name, each) for each in (model, twin))
+    (_, found), (_, expected) = (gradients(SUBJECTS[name], each, inputs) for each in (model, twin))
+    assert found.keys() == expected.keys()
+    assert all("lora" in key for key in found)
+    for key, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[key], rtol=1e-3, atol=1e-4, msg=key)
