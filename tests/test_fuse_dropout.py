@@ -93,6 +93,18 @@ def test_the_kernels_run_in_evaluation_though_fused_in_training() -> None:
     torch.testing.assert_close(subject.run(model, inputs), subject.run(twin.eval(), inputs), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("rate", ["attn_drop_rate", "proj_drop_rate"])
+def test_our_model_with_the_kernels_raises_in_training_as_its_note_says(rate: str) -> None:
+    model = vit_fast.create_model("vit_test", backend="eager", **{rate: P}).to(DEVICE).eval()
+    images = torch.randn(2, 3, *model.config.image_hw, device=DEVICE)
+    report = vit_fast.fuse(model, "triton").require_all()
+    assert any(note.startswith("in training it raises, because") for row in report.fused for note in row.notes)
+    with pytest.raises(vit_fast.UnsupportedInputError, match=r"dropout 0\.25"):
+        model.train()(images)
+    assert vit_fast.fuse(model, "sdpa").require_all()
+    assert model(images).isfinite().all()
+
+
 @pytest.mark.parametrize("library", ["timm-vit", "transformers-vit", "torchvision-vit", "ours"])
 def test_a_model_on_meta_is_fused_for_where_it_will_run(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = SUBJECTS[library]

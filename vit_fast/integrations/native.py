@@ -61,7 +61,10 @@ class NativeChange:
 
     def notes(self, part: nn.Module, request: str, resolved: str) -> list[str]:
         """What to know of a part that is fused."""
-        notes = dropout_notes("mlp.drop", part.mlp.drop.p) if isinstance(part, Block) else []
+        name, p = ("mlp.drop", part.mlp.drop.p) if isinstance(part, Block) else ("attention", _attention_dropout(part))
+        notes = dropout_notes(name, p) if resolved != "triton" and isinstance(part, Block) else []
+        if resolved == "triton" and p:
+            notes = [f"in training it raises, because {name} drops with probability {p}: fuse with 'sdpa' to train"]
         if request == "auto" and resolved == "triton" and (unable := self._triton_reasons()):
             notes.append("it runs with backend sdpa: " + "; ".join(unable))
         return notes
@@ -101,6 +104,10 @@ class NativeChange:
         before = self.model.__dict__.pop(BEFORE, None)
         if before is not None:
             set_backend(self.model, before)
+
+
+def _attention_dropout(part: nn.Module) -> float:
+    return part.attn_drop_rate if isinstance(part, Attention) else 0.0
 
 
 def _norm_mlp_reasons(block: Block) -> list[str]:
