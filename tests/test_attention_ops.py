@@ -152,7 +152,7 @@ def test_stand_in_for_torch_uses_the_kernel_where_it_can(monkeypatch: pytest.Mon
         return attention_op(*args)
 
     monkeypatch.setattr(attention_module, "resolve_backend", to_triton)
-    monkeypatch.setattr(attention_module, "attention_op", counted)
+    monkeypatch.setattr(attention_module, "attention_kernel", counted)
     torch.testing.assert_close(ops.scaled_dot_product_attention(q, k, v), F.scaled_dot_product_attention(q, k, v))
     assert calls == ["kernel"]
     mask = torch.ones(5, 9, dtype=torch.bool, device=DEVICE).tril(3)

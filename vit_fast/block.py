@@ -12,11 +12,10 @@ from __future__ import annotations
 from itertools import zip_longest
 from typing import TYPE_CHECKING, TypeGuard
 
-import torch
 from torch import Tensor, nn
 
 from .layers import is_touched, norm_and_mlp_are_plain, scaling_is_plain
-from .ops.attention import attention_qkvpacked
+from .ops.attention import attention_qkvpacked, is_exporting
 from .ops.layer_norm_mlp import fused_layer_norm_mlp
 from .ops.linear import layer_norm_linear, linear_residual
 
@@ -30,7 +29,7 @@ def can_fuse(block: Block) -> bool:
     Not where its parts were replaced or wrapped (LoRA, quantised or parametrised layers), carry hooks that would not
     run, drop elements at random, or are being exported to a runtime that does not know our operators.
     """
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+    if is_exporting():
         return False
     from .model import Attention
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..layers import is_touched
+from ..ops.attention import is_exporting
 from ..ops.layer_norm_mlp import fused_layer_norm_mlp
 from ..ops.linear import linear_residual
 from .common import FusedModule, FusedNormMlp, NormMlp, at, linear_reasons, norm_reasons
@@ -87,7 +87,7 @@ class FusedBlockBase(FusedNormMlp):
         half = self.vit_fast_first_half
         if self.vit_fast_backend != "triton" or half is None:
             return False
-        if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        if is_exporting():
             return False
         attention = at(self, half.attention)
         if not isinstance(attention, FusedModule) or is_touched(attention):

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import reference
-from .attention_op import attention_op, attention_qkvpacked_op, unsupported_reasons
-from .backends import resolve_backend
+from .attention_op import attention_kernel, attention_qkvpacked_kernel, unsupported_reasons
+from .backends import constant_to_compiler, resolve_backend
+from .transforms import in_transform
 
 DTYPES = ("torch.float32", "torch.float16", "torch.bfloat16", "torch.float64")
 
@@ -30,15 +31,15 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, ba
         UnsupportedInputError: this backend cannot run this input; lists all reasons.
     Source: "Attention Is All You Need", arXiv 1706.03762, equation 1; FlashAttention-2, arXiv 2307.08691.
     """
-    backend = resolve_backend(backend, q.device)
+    backend = resolve_backend(backend, q.device, q.dtype)
     if backend == "triton":
         q, k, v = _autocast(q, k, v)
     _check_inputs(q, k, v)
     if backend == "eager":
         return reference.attention(q, k, v, scale=scale)
-    if backend == "sdpa" or _is_exporting():
+    if backend == "sdpa" or is_exporting():
         return F.scaled_dot_product_attention(q, k, v, scale=scale)
-    out: Tensor = attention_op(q, k, v, _scale_of(q, scale))[0]
+    out: Tensor = attention_kernel(q, k, v, _scale_of(q, scale))[0]
     return out
 
 
@@ -57,11 +58,11 @@ def attention_qkvpacked(qkv: Tensor, *, scale: float | None = None, backend: str
     """
     if qkv.dim() != 5 or qkv.shape[2] != 3:
         raise ValueError(f"qkv has shape {tuple(qkv.shape)}: accepted is [B, N, 3, H, D]")
-    backend = resolve_backend(backend, qkv.device)
-    if backend == "triton" and not _is_exporting():
+    backend = resolve_backend(backend, qkv.device, qkv.dtype)
+    if backend == "triton" and not is_exporting():
         (qkv,) = _autocast(qkv)
         _check_dtype("qkv", qkv)
-        out: Tensor = attention_qkvpacked_op(qkv, _scale_of(qkv, scale))[0]
+        out: Tensor = attention_qkvpacked_kernel(qkv, _scale_of(qkv, scale))[0]
         return out
     q, k, v = qkv.transpose(1, 3).unbind(2)  # each [B, H, N, D], views
     return attention(q, k, v, scale=scale, backend=backend).transpose(1, 2)
@@ -79,11 +80,11 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """Stands in for torch.nn.functional.scaled_dot_product_attention: same signature, same answers.
 
-    A mask, dropout, causality, grouped queries, and whatever else the kernel does not do go to torch's own function.
+    A mask, dropout, causality, grouped queries, and whatever else the kernel does not do go to torch's own function; so
+    does everything inside a torch.func transform, and where torch's fused kernels are switched off (`sdpa_kernel`).
     """
     plain = attn_mask is None and dropout_p == 0.0 and not is_causal and not enable_gqa
-    plain = plain and all(_is_ordinary(tensor) for tensor in (query, key, value))
-    if plain and query.dim() == 4 and resolve_backend("auto", query.device) == "triton" and not _is_exporting():
+    if plain and all(_is_ordinary(tensor) for tensor in (query, key, value)) and _auto_is_triton(query):
         q, k, v = _autocast(query, key, value)
         if not unsupported_reasons(q, k, v, _scale_of(q, scale)):
             return attention(q, k, v, scale=scale, backend="triton")
@@ -93,17 +94,30 @@ def scaled_dot_product_attention(
 
 
 def _scale_of(tensor: Tensor, scale: float | None) -> float:
-    return float(tensor.shape[-1] ** -0.5) if scale is None else float(scale)
+    # without channels there is nothing to scale; a symbolic width stays symbolic
+    return max(tensor.shape[-1], 1) ** -0.5 if scale is None else float(scale)
 
 
 def _is_ordinary(tensor: Tensor) -> bool:
-    """Not nested, not a subclass such as DTensor, not inside vmap: what only torch's own function knows."""
-    if tensor.is_nested or type(tensor) not in (Tensor, torch.nn.Parameter):
+    """Not nested, not a subclass such as DTensor or a stand-in such as fx's Proxy: those are for torch."""
+    return type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_nested
+
+
+def _auto_is_triton(query: Tensor) -> bool:
+    """Whether our kernel may take the place of torch's choice of one, which the user can restrict."""
+    if query.dim() != 4 or in_transform() or is_exporting():
         return False
-    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None
+    return _fused_sdpa_is_allowed() and resolve_backend("auto", query.device, query.dtype) == "triton"
 
 
-def _is_exporting() -> bool:
+@constant_to_compiler
+def _fused_sdpa_is_allowed() -> bool:
+    """Not inside `sdpa_kernel(SDPBackend.MATH)` or the like. A compiled graph keeps its choice, as with torch's own."""
+    cuda = torch.backends.cuda
+    return cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()
+
+
+def is_exporting() -> bool:
     """Whether the program is being written down for another runtime, which knows SDPA and not our operator."""
     return torch.compiler.is_exporting() or torch.jit.is_tracing()
 

@@ -11,14 +11,16 @@ Only torch is needed to register and trace them; Triton and the kernels are impo
 from __future__ import annotations
 
 import math
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import UnsupportedInputError
 from .backends import triton_unavailable_reasons
+from .checks import refuse_double_backward, refuse_vmap
 from .flops import register_flop_formula
+from .transforms import transformable
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MIN_HEAD_DIM = 16
@@ -55,7 +57,7 @@ def unsupported_reasons(q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[s
         longest = max(q.shape[2], k.shape[2])
         if q.shape[0] * q.shape[1] * -(-longest // _SMALLEST_TILE) > _MAX_GRID:
             reasons.append(f"B * H * N / {_SMALLEST_TILE} passes {_MAX_GRID}: split the batch")
-    if not (scale > 0 and math.isfinite(scale)):
+    if not 0 < scale < math.inf:  # comparisons, which a symbolic scale knows too
         reasons.append(f"scale is {scale}: accepted is a positive finite number")
     return reasons
 
@@ -173,44 +175,30 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _attention_backward(ctx: Any, grad_output: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad_output is None:
         return None, None, None, None
-    return *attention_backward_op(grad_output, *ctx.saved_tensors, ctx.scale), None
+    return *_backward(grad_output, *ctx.saved_tensors, ctx.scale), None
 
 
 def _qkvpacked_backward(ctx: Any, grad_output: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad_output is None:
         return None, None
-    return attention_qkvpacked_backward_op(grad_output, *ctx.saved_tensors, ctx.scale), None
+    return _backward_qkvpacked(grad_output, *ctx.saved_tensors, ctx.scale), None
 
 
 attention_op.register_autograd(_attention_backward, setup_context=_save)
 attention_qkvpacked_op.register_autograd(_qkvpacked_backward, setup_context=_save)
-
-
-def _refuse_double_backward(ctx: Any, *grads: Tensor) -> NoReturn:
-    raise UnsupportedInputError(
-        "the second derivative of attention with backend='triton'",
-        ["the backward kernel has no derivative of its own: use backend='eager'"],
-    )
-
-
-attention_backward_op.register_autograd(_refuse_double_backward)
-attention_qkvpacked_backward_op.register_autograd(_refuse_double_backward)
-
-
-def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> NoReturn:
-    raise UnsupportedInputError(
-        "torch.vmap of attention with backend='triton'",
-        ["the kernel takes its batch as B: fold the mapped dimension into B, or use backend='sdpa'"],
-    )
-
-
+attention_backward_op.register_autograd(refuse_double_backward("attention"))
+attention_qkvpacked_backward_op.register_autograd(refuse_double_backward("attention"))
+attention_kernel = transformable("attention", attention_op, _save, _attention_backward)
+attention_qkvpacked_kernel = transformable("attention", attention_qkvpacked_op, _save, _qkvpacked_backward)
+_backward = transformable("attention", attention_backward_op)
+_backward_qkvpacked = transformable("attention", attention_qkvpacked_backward_op)
 for _operator in (
     attention_op,
     attention_backward_op,
     attention_qkvpacked_op,
     attention_qkvpacked_backward_op,
 ):
-    _operator.register_vmap(_refuse_vmap)
+    _operator.register_vmap(refuse_vmap("attention"))
 
 
 def attention_flop(batch: int, heads: int, n_q: int, n_kv: int, head_dim: int) -> int:

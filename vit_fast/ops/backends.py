@@ -74,7 +74,7 @@ def triton_unavailable_reasons(device: torch.device) -> tuple[str, ...]:
     (TRITON_INTERPRET=1 when the process started), and with the stand-in driver, which computes nothing. torch.compile
     takes the answer as a constant: it could not look into it, and it does not change.
     """
-    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+    if device == torch.device("cuda") and torch.cuda.is_available():  # without an index: the current one
         device = torch.device("cuda", torch.cuda.current_device())
     reasons = _static_reasons(device)
     return probe_reasons(device) if device.type == "cuda" and not reasons else reasons

@@ -103,7 +103,7 @@ def refuse_vmap(what: str) -> Callable[..., NoReturn]:
     def refuse(info: Any, in_dims: Any, *args: Any) -> NoReturn:
         raise UnsupportedInputError(
             f"torch.vmap of {what} with backend='triton'",
-            ["the kernels take any number of rows: fold the mapped dimension into them, or use backend='sdpa'"],
+            ["the kernels take a batch of any size: fold the mapped dimension into it, or use backend='sdpa'"],
         )
 
     return refuse

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .attention import _autocast, _is_exporting
+from .attention import _autocast, is_exporting
 from .backends import resolve_backend
 from .checks import require_one_device
-from .layer_norm_mlp_op import layer_norm_mlp_op, layer_norm_mlp_training_op
+from .layer_norm_mlp_op import layer_norm_mlp_op, layer_norm_mlp_training
+from .transforms import in_transform
 
 
 def layer_norm_mlp(
@@ -52,7 +53,7 @@ def layer_norm_mlp(
     """
     _check_inputs(x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, activation)
     backend = resolve_backend(backend, x.device, x.dtype)
-    if backend == "triton" and not _is_exporting():
+    if backend == "triton" and not is_exporting():
         y, _ = fused_layer_norm_mlp(
             x, None, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias,
             eps=eps, activation=activation, layer_scale=layer_scale, residual=residual,
@@ -97,14 +98,16 @@ def fused_layer_norm_mlp(
     require_one_device("layer_norm_mlp", x, parameters)
     tensors = tuple(parameters.values())
     if needs_gradient(x, *tensors):
-        y, emitted, _, _ = layer_norm_mlp_training_op(x, statistics, *tensors, eps, activation, residual, next_eps)
+        y, emitted, _, _ = layer_norm_mlp_training(x, statistics, *tensors, eps, activation, residual, next_eps)
         return y, emitted
     y, emitted = layer_norm_mlp_op(x, statistics, *tensors, eps, activation, residual, next_eps)
     return y, emitted
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Whether autograd will come back through an operator on these tensors."""
+    """Whether autograd will come back through an operator on these tensors; a torch.func transform may always."""
+    if in_transform():
+        return True
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 

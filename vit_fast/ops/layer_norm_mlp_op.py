@@ -29,6 +29,7 @@ from .checks import (
     statistics_pair,
 )
 from .flops import register_flop_formula
+from .transforms import transformable
 
 
 @torch.library.custom_op("vit_fast::layer_norm_mlp", mutates_args=())
@@ -150,7 +151,7 @@ def _backward(ctx: Any, grad_output: Tensor | None, *_: Tensor | None) -> tuple[
     x, z, statistics, *parameters = ctx.saved_tensors
     if grad_output is None:
         return (None,) * 13
-    dx, *gradients = layer_norm_mlp_backward_op(
+    dx, *gradients = _backward_kernels(
         grad_output, x, z, statistics, *parameters, ctx.eps, ctx.activation, ctx.residual
     )
     present = [None if parameter is None else gradient for parameter, gradient in zip(parameters, gradients)]
@@ -159,6 +160,8 @@ def _backward(ctx: Any, grad_output: Tensor | None, *_: Tensor | None) -> tuple[
 
 layer_norm_mlp_training_op.register_autograd(_backward, setup_context=_save)
 layer_norm_mlp_backward_op.register_autograd(refuse_double_backward("layer_norm_mlp"))
+layer_norm_mlp_training = transformable("layer_norm_mlp", layer_norm_mlp_training_op, _save, _backward)
+_backward_kernels = transformable("layer_norm_mlp", layer_norm_mlp_backward_op)
 for _operator in (layer_norm_mlp_op, layer_norm_mlp_training_op, layer_norm_mlp_backward_op):
     _operator.register_vmap(refuse_vmap("layer_norm_mlp"))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .attention import _autocast
 from .layer_norm_mlp import needs_gradient
-from .linear_op import layer_norm_linear_op, layer_norm_linear_training_op, linear_residual_op
+from .linear_op import layer_norm_linear_op, layer_norm_linear_training, linear_residual_kernel
 
 
 def layer_norm_linear(
@@ -37,7 +37,7 @@ def layer_norm_linear(
     """
     (x,) = _autocast(x)
     if needs_gradient(x, norm_weight, norm_bias, weight, bias):
-        out, _ = layer_norm_linear_training_op(x, statistics, norm_weight, norm_bias, weight, bias, eps)
+        out, _ = layer_norm_linear_training(x, statistics, norm_weight, norm_bias, weight, bias, eps)
         return out
     return layer_norm_linear_op(x, statistics, norm_weight, norm_bias, weight, bias, eps)
 
@@ -67,5 +67,5 @@ def linear_residual(
     (h,) = _autocast(h)
     if residual is not None:
         (residual,) = _autocast(residual)
-    y, statistics = linear_residual_op(h, weight, bias, layer_scale, residual, next_eps)
+    y, statistics = linear_residual_kernel(h, weight, bias, layer_scale, residual, next_eps)
     return y, None if next_eps is None else statistics

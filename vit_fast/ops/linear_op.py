@@ -26,6 +26,7 @@ from .checks import (
     statistics_pair,
 )
 from .flops import register_flop_formula
+from .transforms import transformable
 
 
 @torch.library.custom_op("vit_fast::layer_norm_linear", mutates_args=())
@@ -161,7 +162,7 @@ def _layer_norm_linear_backward(ctx: Any, grad_output: Tensor | None, _: Tensor 
     if grad_output is None:
         return (None,) * 7
     saved = ctx.saved_tensors  # once: under checkpointing a second look is an error
-    dx, *gradients = layer_norm_linear_backward_op(grad_output, *saved, ctx.eps)
+    dx, *gradients = _linear_backward(grad_output, *saved, ctx.eps)
     present = [None if parameter is None else gradient for parameter, gradient in zip(saved[3:], gradients)]
     return (dx, None, *present, None)
 
@@ -178,7 +179,7 @@ def _linear_residual_backward(ctx: Any, grad_output: Tensor | None, _: Tensor | 
     if grad_output is None:
         return (None,) * 6
     h, weight, bias, layer_scale = ctx.saved_tensors
-    dh, d_weight, d_bias, d_scale = linear_residual_backward_op(grad_output, h, weight, bias, layer_scale)
+    dh, d_weight, d_bias, d_scale = _residual_backward(grad_output, h, weight, bias, layer_scale)
     d_residual = None if ctx.residual_dtype is None else grad_output.to(ctx.residual_dtype)
     return (
         dh, d_weight, None if bias is None else d_bias, None if layer_scale is None else d_scale, d_residual, None,
@@ -189,6 +190,14 @@ layer_norm_linear_training_op.register_autograd(_layer_norm_linear_backward, set
 linear_residual_op.register_autograd(_linear_residual_backward, setup_context=_save_linear_residual)
 layer_norm_linear_backward_op.register_autograd(refuse_double_backward("layer_norm_linear"))
 linear_residual_backward_op.register_autograd(refuse_double_backward("linear_residual"))
+layer_norm_linear_training = transformable(
+    "layer_norm_linear", layer_norm_linear_training_op, _save_layer_norm_linear, _layer_norm_linear_backward
+)
+linear_residual_kernel = transformable(
+    "linear_residual", linear_residual_op, _save_linear_residual, _linear_residual_backward
+)
+_linear_backward = transformable("layer_norm_linear", layer_norm_linear_backward_op)
+_residual_backward = transformable("linear_residual", linear_residual_backward_op)
 for _operator in (
     layer_norm_linear_op,
     layer_norm_linear_training_op,
