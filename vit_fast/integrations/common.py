@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..layers import forward_is_replaced, is_plain, is_touched
 from ..ops import layer_norm_mlp, reference
 from ..ops.backends import resolve_backend
+from .tracing import show_original_to_tracers
 
 FusedClass = TypeVar("FusedClass", bound="type[FusedModule]")
 
@@ -105,17 +106,23 @@ class FusedModule(nn.Module):
         return type(self).__qualname__
 
 
-def fused_form_of(original: type[nn.Module]) -> Callable[[FusedClass], FusedClass]:
+def fused_form_of(original: type[nn.Module], *, equivalent: bool = True) -> Callable[[FusedClass], FusedClass]:
     """Class decorator: ties a fused class to the class it stands for.
 
     It takes over the original's __name__, because wrapping policies (transformers' _no_split_modules, accelerate's
-    FSDP) find layers by it; pickle goes by __qualname__, which stays its own.
+    FSDP) find layers by it; pickle goes by __qualname__, which stays its own. torch.fx and torch.jit.script meet the
+    original's forward, see `tracing.py`.
+
+    Args:
+        original: The class.
+        equivalent: Whether its forward gives the same results.
     """
 
     def decorate(cls: FusedClass) -> FusedClass:
         cls.original = original
         cls.original_forward = original.forward
         cls.__name__ = original.__name__
+        show_original_to_tracers(cls, original, equivalent)
         return cls
 
     return decorate

@@ -22,7 +22,7 @@ CENTRE = 128.0
 POWER = 64.0  # bytes are divided by it and weights multiplied
 
 
-@fused_form_of(nn.Conv2d)
+@fused_form_of(nn.Conv2d, equivalent=False)
 class FusedPatchConv(FusedModule, nn.Conv2d):
     """A patch embedding's convolution that takes pictures in 0..255, uint8 or any floating dtype."""
 
@@ -61,7 +61,7 @@ class FusedPatchConv(FusedModule, nn.Conv2d):
         )
 
 
-@fused_form_of(PatchEmbed)
+@fused_form_of(PatchEmbed, equivalent=False)
 class FusedPatchEmbed(FusedModule, PatchEmbed):
     """Our own patch embedding, which otherwise refuses bytes."""
 

@@ -1,0 +1,53 @@
+"""Fused classes under torch.fx and torch.jit.script: both are shown the forward of the class that was fused.
+
+Neither can look into ours, which asks what its children are and calls custom operators. torch.fx calls forward with
+Proxies and is given the original's; torch.jit.script reads source and annotations, and is shown the original's.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+from torch.fx import Proxy
+
+_LEAVES = ("torch.nn.", "torch.ao.nn.")  # modules that torch.fx never looks into, by the module of their class
+
+
+def show_original_to_tracers(cls: type[nn.Module], original: type[nn.Module], equivalent: bool) -> None:
+    """Wraps the forward of a fused class `cls`, so that tracers meet that of `original`.
+
+    Where the two are not equivalent, torch.fx keeps the module whole, and torch.jit.script fails on our forward.
+    """
+    fused_forward, original_forward = cls.forward, original.forward
+    proxy_among, stays_whole = first_proxy, not equivalent or original.__module__.startswith(_LEAVES)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        proxy = proxy_among(args, kwargs)
+        if proxy is None:
+            return fused_forward(self, *args, **kwargs)
+        tracer: Any = proxy.tracer
+        if stays_whole and self is not tracer.root:
+            # torch.fx did not know it for a leaf: the graph calls the module, which is fused still
+            return tracer.create_proxy("call_module", tracer.path_of_module(self), args, kwargs)
+        return original_forward(self, *args, **kwargs)
+
+    if not equivalent:
+        cls.forward = functools.update_wrapper(forward, fused_forward)
+        return
+    # torch.jit.script unwraps to the original's source, and resolves the names there in the globals of this function
+    shown = FunctionType(forward.__code__, original_forward.__globals__, "forward", None, forward.__closure__)
+    cls.forward = functools.update_wrapper(shown, original_forward)
+    # the first class that has any is where it looks for the types of attributes: nn.Module at the latest
+    cls.__annotations__ = dict(next(filter(None, map(inspect.get_annotations, original.__mro__))))
+
+
+def first_proxy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proxy | None:
+    """The first argument by which torch.fx traces, or None in an ordinary call."""
+    for argument in (*args, *kwargs.values()):
+        if isinstance(argument, Proxy):
+            return argument
+    return None
