@@ -145,16 +145,16 @@ def _is_watched(kernel: Any) -> bool:
     )
 
 
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up; triton's own `cdiv` is a device function, which the host pays for in microseconds."""
+    return -(-a // b)
+
+
 def _on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Triton launches on the current device: make that the tensors' own where it is another."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(device)
-
-
-def cdiv(dividend: int, divisor: int) -> int:
-    """dividend / divisor, rounded up; triton's own is a device function that costs the host microseconds to call."""
-    return -(-dividend // divisor)
 
 
 @triton.jit

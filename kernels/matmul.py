@@ -120,6 +120,15 @@ def _pieces(tile, ROWS: tl.constexpr, COLS: tl.constexpr, PIECES: tl.constexpr):
 
 
 @triton.jit
+def _load_pieces(source, row, col, rows, columns, ROWS: tl.constexpr, COLS: tl.constexpr, PIECES: tl.constexpr):
+    """What `_pieces` would cut a tile of `source` into, by pointers, all under way before the first is waited for."""
+    pieces = ()
+    for i in tl.static_range(PIECES):
+        pieces = pieces + (_load_tile(source, row, col + i * COLS, rows, columns, ROWS, COLS, False),)
+    return pieces
+
+
+@triton.jit
 def _layer_norm_epilogue(
     acc, out, z, weight_sum_ptr, bias_ptr, row_scale, row_shift, row, col, M, N,
     ROWS: tl.constexpr, COLS: tl.constexpr, ACTIVATION: tl.constexpr, TMA: tl.constexpr,
@@ -127,8 +136,8 @@ def _layer_norm_epilogue(
 ):  # fmt: skip
     cols = col + tl.arange(0, COLS)
     weight_sum = tl.load(weight_sum_ptr + cols, mask=cols < N, other=0.0)
-    bias = tl.load(bias_ptr + cols, mask=cols < N, other=0.0)
-    value = acc * row_scale[:, None] + (row_shift[:, None] * weight_sum[None, :] + bias[None, :])
+    value = acc * row_scale[:, None] + row_shift[:, None] * weight_sum[None, :]
+    value += tl.load(bias_ptr + cols, mask=cols < N, other=0.0)[None, :]
     if z is not None:
         _store_tile(z, value.to(DTYPE), row, col, M, N, ROWS, COLS, TMA)
         # the activation of what the backward will read, so that both see the same hidden layer
@@ -139,7 +148,7 @@ def _layer_norm_epilogue(
 
 @triton.jit
 def _residual_epilogue(
-    acc, out, residual, bias_ptr, scale_ptr, row_part_ptr, row, col, M, N,
+    acc, out, addend, bias_ptr, scale_ptr, row_part_ptr, row, col, M, N,
     ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     cols = col + tl.arange(0, COLS)
@@ -147,8 +156,8 @@ def _residual_epilogue(
         acc += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
     if scale_ptr is not None:
         acc *= tl.load(scale_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
-    if residual is not None:
-        acc += _load_tile(residual, row, col, M, N, ROWS, COLS, TMA).to(tl.float32)
+    if addend is not None:
+        acc += addend.to(tl.float32)
     value = acc.to(DTYPE)
     _store_tile(out, value, row, col, M, N, ROWS, COLS, TMA)
     if row_part_ptr is not None:
@@ -243,7 +252,7 @@ def _matmul_kernel(
     z,  # [M, N] pre-activation: stored by "layer_norm" unless None, read by "activation_grad"
     h,  # [M, N] activation, stored by "activation_grad" unless None
     x,  # [M, N] input of the LayerNorm, read by "layer_norm_grad"
-    residual,  # [M, N] added to the result unless None
+    residual,  # [M, N] added to the result unless None; of "residual" always a pointer
     mean_ptr,  # fp32 [M]; None: the rows were centred beforehand
     rstd_ptr,  # fp32 [M], negative for a constant row (see layer_norm.py)
     coefficient_ptr,  # fp32 [M]
@@ -255,7 +264,7 @@ def _matmul_kernel(
     M, N, K,
     EPILOGUE: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr,  # DTYPE: of out, z and h
     PRECISION: tl.constexpr,
-    A_IS_KM: tl.constexpr, B_IS_NK: tl.constexpr, TMA: tl.constexpr,
+    A_IS_KM: tl.constexpr, B_IS_NK: tl.constexpr, TMA: tl.constexpr, FLATTEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SUB_TILES: tl.constexpr, GROUP_M: tl.constexpr, SPLIT_K: tl.constexpr,
     ALIGN: tl.constexpr,  # divides the length of every row that is read or written by tiles
@@ -272,8 +281,8 @@ def _matmul_kernel(
     tiles = tiles_m * tiles_n
     k_steps = tl.cdiv(K, BLOCK_K)
     COLS: tl.constexpr = BLOCK_N // SUB_TILES
-    for tile in tl.range(tl.program_id(0), tiles * SPLIT_K, tl.num_programs(0)):
-        tile_m, tile_n = _tile_position(tile % tiles, tiles_m, tiles_n, GROUP_M)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n * SPLIT_K, tl.num_programs(0), flatten=FLATTEN):
+        tile_m, tile_n = _tile_position(tile % tiles if SPLIT_K > 1 else tile, tiles_m, tiles_n, GROUP_M)
         row = tile_m * BLOCK_M
         col = tile_n * BLOCK_N
         k_start = 0
@@ -306,6 +315,8 @@ def _matmul_kernel(
             if mean_ptr is not None:
                 mean = _load_rows(mean_ptr, row, M, BLOCK_M)
 
+        if EPILOGUE == "residual" and residual is not None:
+            added = _load_pieces(residual, row, col, M, N, BLOCK_M, COLS, SUB_TILES)
         if EPILOGUE != "partial":
             pieces = _pieces(acc, BLOCK_M, BLOCK_N, SUB_TILES)
             for i in tl.static_range(SUB_TILES):
@@ -315,8 +326,9 @@ def _matmul_kernel(
                         BLOCK_M, COLS, ACTIVATION, TMA, DTYPE,
                     )  # fmt: skip
                 elif EPILOGUE == "residual":
+                    addend = added[i] if residual is not None else None
                     _residual_epilogue(
-                        pieces[i], out, residual, bias_ptr, scale_ptr, row_part_ptr, row, col + i * COLS, M, N,
+                        pieces[i], out, addend, bias_ptr, scale_ptr, row_part_ptr, row, col + i * COLS, M, N,
                         BLOCK_M, COLS, TMA, DTYPE,
                     )  # fmt: skip
                 elif EPILOGUE == "activation_grad":

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .launch import Launch, cdiv, sm_count_of
+from .launch import Launch, ceil_div, sm_count_of
 from .matmul import _matmul_kernel
 
 EPILOGUES = ("layer_norm", "residual", "activation_grad", "layer_norm_grad", "partial")
@@ -32,6 +32,8 @@ class MatmulConfig:
         num_warps: Warps a program.
         num_stages: Tiles of A and B in flight.
         tma: Operands and results through tensor descriptors.
+        flatten: One pipelined loop across the tiles of a program: the loads of the next tile go on under the epilogue
+            of this one. Not for the "partial" epilogue, which hardly has one.
         ctas_per_sm: Programs a multiprocessor holds: the persistent grid is that many times the multiprocessors.
         group_m: Rows of tiles that are walked over together.
     """
@@ -43,6 +45,7 @@ class MatmulConfig:
     num_warps: int = 4
     num_stages: int = 3
     tma: bool = False
+    flatten: bool = False
     ctas_per_sm: int = 1
     group_m: int = 8
 
@@ -53,15 +56,15 @@ class MatmulConfig:
 
     def tiles(self, M: int, N: int) -> int:
         """Output tiles of an [M, N] result."""
-        return cdiv(M, self.block_m) * cdiv(N, self.block_n)
+        return ceil_div(M, self.block_m) * ceil_div(N, self.block_n)
 
     def row_parts(self, N: int) -> int:
         """Pieces that cover a row of N columns: the leading size of `row_part`."""
-        return cdiv(N, self.block_n) * self.sub_tiles
+        return ceil_div(N, self.block_n) * self.sub_tiles
 
     def column_parts(self, M: int) -> int:
         """Tiles that cover a column of M rows: the leading size of `column_part`."""
-        return cdiv(M, self.block_m)
+        return ceil_div(M, self.block_m)
 
 
 @dataclass(frozen=True)
@@ -159,7 +162,8 @@ def matmul_launch(
         "a": tiled(o.a, depth, rows) if o.a_is_km else tiled(o.a, rows, depth),
         "b": tiled(o.b, cols, depth) if o.b_is_nk else tiled(o.b, depth, cols),
         "out": o.out if epilogue == "partial" else piece(o.out),
-        "z": piece(o.z), "h": piece(o.h), "x": piece(o.x), "residual": piece(o.residual),
+        "z": piece(o.z), "h": piece(o.h), "x": piece(o.x),
+        "residual": o.residual if epilogue == "residual" else piece(o.residual),
         "mean_ptr": o.mean, "rstd_ptr": o.rstd, "coefficient_ptr": o.coefficient,
         "bias_ptr": o.bias, "weight_sum_ptr": o.weight_sum, "scale_ptr": o.scale,
         "row_part_ptr": o.row_part, "column_part_ptr": o.column_part, "M": M, "N": N, "K": K,
@@ -168,6 +172,7 @@ def matmul_launch(
         "EPILOGUE": epilogue, "ACTIVATION": activation, "DTYPE": TL_DTYPES[o.out.dtype],
         "PRECISION": precision or matmul_precision(o.a.dtype),
         "A_IS_KM": o.a_is_km, "B_IS_NK": o.b_is_nk, "TMA": config.tma,
+        "FLATTEN": config.flatten and epilogue != "partial",
         "BLOCK_M": rows, "BLOCK_N": cols, "BLOCK_K": depth,
         "SUB_TILES": config.sub_tiles, "GROUP_M": config.group_m, "SPLIT_K": split_k,
         "ALIGN": math.gcd(16, *(tensor.shape[-1] for tensor in o.tiled())),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .launch import arch_of, cdiv, generation, is_interpreted, sm_count_of
+from .launch import arch_of, ceil_div, generation, is_interpreted, sm_count_of
 from .matmul_launch import MatmulConfig, Operands, fits_tma, matmul_precision
 
 # Epilogues that hold more of a tile in registers than the others.
@@ -35,7 +35,7 @@ def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[Matmul
     if kind == "ieee":
         table = _IEEE
     elif not tma or not (hopper or blackwell):
-        table = _pointer_table(kind, hopper, blackwell)
+        table = _pointer_table(arch, kind, epilogue)
     elif kind == "tf32":
         table = _TF32_BLACKWELL if blackwell else _TF32_HOPPER
     elif hopper:
@@ -50,7 +50,7 @@ def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[Matmul
 _IEEE = (MatmulConfig(64, 64, 16, num_warps=8, num_stages=2, ctas_per_sm=2),)
 
 _HALF_HOPPER = (
-    MatmulConfig(128, 256, 64, sub_tiles=4, num_warps=8, num_stages=3, tma=True),
+    MatmulConfig(128, 256, 64, sub_tiles=4, num_warps=8, num_stages=3, tma=True, flatten=True),
     MatmulConfig(64, 128, 64, sub_tiles=2, num_warps=4, num_stages=4, tma=True, ctas_per_sm=2),
     MatmulConfig(64, 64, 64, num_warps=4, num_stages=4, tma=True, ctas_per_sm=2),
 )
@@ -70,17 +70,24 @@ _TF32_HOPPER = (
 _TF32_BLACKWELL = (MatmulConfig(64, 64, 32, num_warps=4, num_stages=3, tma=True, ctas_per_sm=2),)
 
 
-def _pointer_table(kind: str, hopper: bool, blackwell: bool) -> tuple[MatmulConfig, ...]:
-    """Tiles loaded by pointers: sm_80, sm_89, sm_120, and layouts that tensor descriptors cannot describe."""
+def _pointer_table(arch: str, kind: str, epilogue: str) -> tuple[MatmulConfig, ...]:
+    """Tiles loaded by pointers: sm_80, 86, 89 and 120, and layouts that tensor descriptors cannot describe."""
+    hopper, blackwell = (generation(arch) == name for name in ("hopper", "blackwell"))
     if kind == "tf32" and blackwell:
         return (MatmulConfig(64, 64, 32, num_warps=8, num_stages=3, ctas_per_sm=2),)
     width = 64 if kind == "tf32" and not hopper else 128
     depth = 64 if kind == "half" and hopper else 32
     small = 64 if kind == "half" and not blackwell else 32
+    spills = arch == "sm_120"  # in whole small tiles of tf32 and in halves of wide ones of some activations' gradients
     return (
-        MatmulConfig(128, width, depth, sub_tiles=2, num_warps=8, num_stages=3),
-        MatmulConfig(64, 64, small, num_warps=4, num_stages=3, ctas_per_sm=2),
-    )
+        MatmulConfig(
+            128, width, depth, sub_tiles=4 if spills and (kind, epilogue) == ("half", "activation_grad") else 2,
+            num_warps=8, num_stages=3,
+        ),
+        MatmulConfig(
+            64, 64, small, sub_tiles=2 if spills and kind == "tf32" else 1, num_warps=4, num_stages=3, ctas_per_sm=2
+        ),
+    )  # fmt: skip
 
 
 def matmul_config(operands: Operands, epilogue: str) -> MatmulConfig:
@@ -106,11 +113,11 @@ def split_count(operands: Operands, config: MatmulConfig) -> int:
     """
     M, N, K = operands.sizes
     programs = sm_count_of(operands.a.device) * config.ctas_per_sm
-    most = max(1, min(_MAX_SPLITS, cdiv(K, config.block_k) // 4))
+    most = max(1, min(_MAX_SPLITS, ceil_div(K, config.block_k) // 4))
 
     def busy(splits: int) -> float:
         units = config.tiles(M, N) * splits
-        return units / (cdiv(units, programs) * programs)
+        return units / (ceil_div(units, programs) * programs)
 
     best = max(busy(splits) for splits in range(1, most + 1))
     return next(splits for splits in range(1, most + 1) if busy(splits) >= 0.9 * best)

@@ -42,32 +42,33 @@ def fc1() -> dict[str, Any]:
     return found
 
 
-def _loops(sass: str) -> list[list[str]]:
-    """The instructions of every loop: from the target of a backward branch to the branch.
+def _epilogue(sass: str) -> int:
+    """Instructions of the epilogue in the loop that runs over all steps of all tiles: what a step jumps over.
 
-    A wait on a barrier that has been moved out of line also branches back, after a TRYWAIT, but repeats nothing.
+    The loop is the backward branch around the wgmmas. A wait on a barrier that has been moved out of line also branches
+    back, after a TRYWAIT, but repeats nothing.
     """
     lines = [(int(m[1], 16), m[2]) for m in re.finditer(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", sass, re.MULTILINE)]
     index_of = {address: index for index, (address, _) in enumerate(lines)}
-    loops = []
-    for index, (address, text) in enumerate(lines):
+    branches = []
+    for index, (_, text) in enumerate(lines):
         target = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)
-        if target is None or int(target[1], 16) > address or int(target[1], 16) not in index_of:
-            continue
-        body = [line for _, line in lines[index_of[int(target[1], 16)] : index + 1]]
         waits = any("TRYWAIT" in line for _, line in lines[max(index - 2, 0) : index])
-        if len(body) >= 20 and not waits:
-            loops.append(body)
-    return sorted(loops, key=len)
+        if target is not None and int(target[1], 16) in index_of and not waits:
+            branches.append((index, index_of[int(target[1], 16)]))
+    products = [index for index, (_, text) in enumerate(lines) if "HGMMA" in text]
+    start, stop = min(
+        ((to, at) for at, to in branches if to <= products[0] and products[-1] <= at),
+        key=lambda loop: loop[1] - loop[0],
+    )
+    skipped = max(to - at for at, to in branches if start <= at and to <= stop)
+    assert stop - start - skipped < 400 < skipped, "the loop and the epilogue in it were not recognised"
+    return skipped
 
 
 def _epilogue_issue_slots(row: dict[str, Any]) -> int:
-    """Issue slots of a scheduler a tile, outside the main loop: its share of the warps runs the tile loop once."""
-    loops = _loops(row["sass"])
-    main = next(loop for loop in loops if any("GMMA" in line for line in loop))
-    tile = loops[-1]
-    assert len(main) < 200 < len(tile), "the main loop and the tile loop were not recognised"
-    return (len(tile) - len(main)) * row["warps"] // 4
+    """Issue slots of a scheduler a tile in the epilogue: its share of the warps runs it once."""
+    return _epilogue(row["sass"]) * row["warps"] // 4
 
 
 def test_fc1_keeps_its_bars(fc1: dict[str, Any]) -> None:
