@@ -22,6 +22,8 @@ def show_original_to_tracers(cls: type[nn.Module], original: type[nn.Module], eq
 
     Where the two are not equivalent, torch.fx keeps the module whole, and torch.jit.script fails on our forward.
     """
+    if original.__module__.startswith("transformers."):
+        return  # its layers' own wrapper of forward has to stay the outermost; neither tracer takes its models anyway
     fused_forward, original_forward = cls.forward, original.forward
     proxy_among, stays_whole = first_proxy, not equivalent or original.__module__.startswith(_LEAVES)
 
