@@ -124,7 +124,7 @@ def _load_pieces(source, row, col, rows, columns, ROWS: tl.constexpr, COLS: tl.c
     """What `_pieces` would cut a tile of `source` into, by pointers, all under way before the first is waited for."""
     pieces = ()
     for i in tl.static_range(PIECES):
-        pieces = pieces + (_load_tile(source, row, col + i * COLS, rows, columns, ROWS, COLS, False),)
+        pieces = pieces + (_load_tile(source, row, col + i * COLS, rows, columns, ROWS, COLS, False),)  # type: ignore[assignment]  # it grows
     return pieces
 
 
