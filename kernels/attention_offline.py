@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -70,12 +70,13 @@ class _Case:
 
     def packed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k, v as views of a packed tensor: as it lies, of one image for the whole batch, or off by an element."""
-        shape = (1 if self.layout == "vector" else self.batch, self.tokens, 3, _HEADS, self.head_dim)
+        tokens = max(self.n_q, self.tokens)
+        shape = (1 if self.layout == "vector" else self.batch, tokens, 3, _HEADS, self.head_dim)
         flat = torch.empty(torch.Size(shape).numel() + 1, dtype=self.dtype, device="meta")
         flat = flat[1:] if self.layout == "scalar" else flat[:-1]
         packed = flat.view(shape).expand(self.batch, -1, -1, -1, -1)
         q, k, v = packed.transpose(1, 3).unbind(2)
-        return q[:, :, : self.n_q], k, v
+        return q[:, :, : self.n_q], k[:, :, : self.tokens], v[:, :, : self.tokens]
 
     def output(self) -> torch.Tensor:
         shape = (self.batch, self.n_q, _HEADS, self.head_dim)
@@ -111,6 +112,12 @@ def _cases(arch: str) -> Iterator[_Case]:
     for element in ("ieee", "tf32"):
         for tokens, head_dim in _FP32_SHAPES:
             yield _Case(arch, torch.float32, element, tokens, head_dim, _FULL_BATCH, "tma")
+
+
+def builds_of_lengths(arch: str, lengths: Iterable[tuple[int, int]]) -> Iterator[Build]:
+    """The kernels in bf16 at head_dim 64 for each (n_q, n_kv), whatever the launch policy makes of them."""
+    for n_q, n_kv in lengths:
+        yield from _builds(_Case(arch, torch.bfloat16, "half", n_kv, 64, _FULL_BATCH, "tma", queries=n_q))
 
 
 def _tuned_builds(arch: str) -> Iterator[Build]:
