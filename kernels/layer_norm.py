@@ -14,8 +14,9 @@ Three kernels: the statistics of the rows, the same combined from the partial st
 behind (Chan, Golub and LeVeque, 1983), and the preparation of W'', s and c.
 
 Two cases need care:
-- fp32 rows with a large mean. A product of W'' with x itself loses what the mean has in excess of the spread, so the
-  statistics pass also writes x - mean, and everything downstream runs on that with mean 0.
+- fp32 rows, be it that everything is fp32 or that autocast keeps the residual stream so beside half-precision matmuls.
+  A product of W'' with x itself would lose what the mean has in excess of the spread, and fp16 cannot hold every x: the
+  statistics pass also writes (x - mean) rstd in the dtype of the matmuls, and z = that W''^T + c.
 - A constant row of fp16 or bf16, where rstd is 1 / sqrt(eps) and would multiply the rounding noise of mean s - x W''.
   Its rstd is stored negative: the forward takes max(rstd, 0) and so returns c, as LayerNorm does; the backward, whose
   gradient through a constant row is not zero, applies the magnitude where nothing cancels (see `matmul.py`).
@@ -32,7 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launch
+from .launch import Launch, ceil_div
 
 # A row of fp16 or bf16 is constant or has a spread of at least 2^-11 / sqrt(C) of its mean: far above this.
 _CONSTANT_ROW = tl.constexpr(1e-6)
@@ -52,11 +53,11 @@ def _finish_statistics(mean, variance, eps, FLAG_CONSTANT: tl.constexpr):
 @triton.jit
 def _row_statistics_kernel(
     x_ptr,  # [M, C]
-    mean_ptr,  # fp32 [M]
+    mean_ptr,  # fp32 [M], or None where the rows are written normalised
     rstd_ptr,  # fp32 [M]
-    centred_ptr,  # [M, C] x - mean, or None
+    normalised_ptr,  # [M, C] (x - mean) rstd, or None
     M, C, eps,
-    FLAG_CONSTANT: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < M
@@ -67,8 +68,8 @@ def _row_statistics_kernel(
         mask = inside[:, None] & (cols < C)[None, :]
         total += tl.sum(tl.load(x_ptr + start + cols[None, :], mask=mask, other=0.0).to(tl.float32), 1)
     mean = total / C
-    if centred_ptr is not None:
-        # what the sum has lost to rounding: a constant row is then centred to exact zeros
+    if normalised_ptr is not None:
+        # what the sum has lost to rounding: a constant row then becomes exact zeros
         left = tl.zeros((ROWS,), tl.float32)
         for first in tl.range(0, C, BLOCK_C):
             cols = first + tl.arange(0, BLOCK_C)
@@ -83,11 +84,17 @@ def _row_statistics_kernel(
         x = tl.load(x_ptr + start + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         deviation = tl.where(mask, x - mean[:, None], 0.0)
         squares += tl.sum(deviation * deviation, 1)
-        if centred_ptr is not None:
-            tl.store(centred_ptr + start + cols[None, :], deviation, mask=mask)
-    rstd = _finish_statistics(mean, squares / C, eps, FLAG_CONSTANT)
-    tl.store(mean_ptr + rows, mean, mask=inside)
+    rstd = _finish_statistics(mean, squares / C, eps, normalised_ptr is None)
     tl.store(rstd_ptr + rows, rstd, mask=inside)
+    if normalised_ptr is None:
+        tl.store(mean_ptr + rows, mean, mask=inside)
+    else:
+        for first in tl.range(0, C, BLOCK_C):
+            cols = first + tl.arange(0, BLOCK_C)
+            mask = inside[:, None] & (cols < C)[None, :]
+            x = tl.load(x_ptr + start + cols[None, :], mask=mask, other=0.0)
+            normalised = (x - mean[:, None]) * rstd[:, None]
+            tl.store(normalised_ptr + start + cols[None, :], normalised.to(normalised_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -96,7 +103,7 @@ def _combine_statistics_kernel(
     mean_ptr,  # fp32 [M]
     rstd_ptr,  # fp32 [M]
     M, C, parts, eps,
-    PIECE: tl.constexpr, FLAG_CONSTANT: tl.constexpr, ROWS: tl.constexpr,
+    PIECE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < M
@@ -111,7 +118,7 @@ def _combine_statistics_kernel(
         source = part_ptr + tl.cast(part, tl.int64) * 2 * M + rows
         offset = tl.load(source, mask=inside, other=0.0) - mean
         squares += tl.load(source + M, mask=inside, other=0.0) + count * offset * offset
-    rstd = _finish_statistics(mean, squares / C, eps, FLAG_CONSTANT)
+    rstd = _finish_statistics(mean, squares / C, eps, True)
     tl.store(mean_ptr + rows, mean, mask=inside)
     tl.store(rstd_ptr + rows, rstd, mask=inside)
 
@@ -164,21 +171,36 @@ def _prepare_weight_kernel(
 
 @dataclass(frozen=True)
 class RowStatistics:
-    """What a folded linear layer needs of its input.
+    """What a folded linear layer needs of its input, forward and backward.
 
     Args:
-        source: What the matmul reads, [M, C]: x, or x - mean where the dtype is fp32.
-        mean: Row means fp32 [M]; None where `source` is centred.
-        rstd: Row 1 / sqrt(variance + eps), fp32 [M]; negative for a constant row of fp16 or bf16.
+        source: What the matmuls read, [M, C] in their dtype: x, or (x - mean) rstd where x is fp32.
+        statistics: fp32 [2, M], the means of the rows and 1 / sqrt(variance + eps), negative for a constant row; fp32
+            [1, M], the latter alone and never negative, where `source` is normalised.
     """
 
     source: Tensor
-    mean: Tensor | None
-    rstd: Tensor
+    statistics: Tensor
 
-    def as_tensor(self) -> Tensor:
-        """(mean, rstd) as fp32 [2, M], to hand on; of centred rows, whose mean nobody reads, the mean is 0."""
-        return torch.stack((torch.zeros_like(self.rstd) if self.mean is None else self.mean, self.rstd))
+    @property
+    def mean(self) -> Tensor | None:
+        """Row means fp32 [M]; None where `source` is normalised."""
+        return None if is_normalised(self.statistics) else self.statistics[0]
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """The dtype of x: only fp32 rows are normalised beforehand."""
+        return torch.float32 if is_normalised(self.statistics) else self.source.dtype
+
+    @property
+    def rstd(self) -> Tensor:
+        """1 / sqrt(variance + eps) of the rows, fp32 [M]."""
+        return self.statistics[-1]
+
+
+def is_normalised(statistics: Tensor) -> bool:
+    """Whether these are the statistics of rows that were normalised beforehand."""
+    return statistics.shape[0] == 1
 
 
 @dataclass(frozen=True)
@@ -196,44 +218,49 @@ class FoldedLinear:
     shift: Tensor
 
 
-def centres_rows(dtype: torch.dtype) -> bool:
-    """Whether rows of this dtype are centred by the statistics pass (fp32) or in the epilogue (fp16, bf16)."""
-    return dtype == torch.float32
-
-
-def _chunk(width: int) -> tuple[int, int]:
+def chunk(width: int) -> tuple[int, int]:
     """Columns a step and rows a program of a kernel that reduces rows of this width."""
     block = min(triton.next_power_of_2(width), _MAX_CHUNK)
     return block, max(1, 4096 // block // 2)
 
 
-def row_statistics_launch(x: Tensor, eps: float, mean: Tensor, rstd: Tensor, centred: Tensor | None) -> Launch:
-    """Statistics of the rows of x [M, C] into fp32 [M] each, and x - mean into `centred` unless None."""
+def row_statistics_launch(x: Tensor, eps: float, statistics: Tensor, normalised: Tensor | None) -> Launch:
+    """Statistics of the rows of x [M, C], as `RowStatistics` has them, and the normalised rows unless None."""
     M, C = x.shape
-    block, rows = _chunk(C)
+    block, rows = chunk(C)
+    mean = statistics[0] if normalised is None else None
     return Launch(
         _row_statistics_kernel,
-        (triton.cdiv(M, rows),),
-        {"x_ptr": x, "mean_ptr": mean, "rstd_ptr": rstd, "centred_ptr": centred, "M": M, "C": C, "eps": eps},
-        {"FLAG_CONSTANT": not centres_rows(x.dtype), "ROWS": rows, "BLOCK_C": block},
+        (ceil_div(M, rows),),
+        {
+            "x_ptr": x,
+            "mean_ptr": mean,
+            "rstd_ptr": statistics[-1],
+            "normalised_ptr": normalised,
+            "M": M,
+            "C": C,
+            "eps": eps,
+        },
+        {"ROWS": rows, "BLOCK_C": block},
         num_warps=4,
         device=x.device,
     )
 
 
-def combine_statistics_launch(
-    part: Tensor, piece: int, C: int, eps: float, mean: Tensor, rstd: Tensor, dtype: torch.dtype
-) -> Launch:
-    """Partial statistics fp32 [parts, 2, M] of `piece` columns each into the statistics of rows of C columns."""
+def combine_statistics_launch(part: Tensor, piece: int, C: int, eps: float, statistics: Tensor) -> Launch:
+    """Partial statistics fp32 [parts, 2, M] of `piece` columns each into those of rows of C columns, fp32 [2, M]."""
     parts, _, M = part.shape
     return Launch(
         _combine_statistics_kernel,
-        (triton.cdiv(M, 128),),
-        {"part_ptr": part, "mean_ptr": mean, "rstd_ptr": rstd, "M": M, "C": C, "parts": parts, "eps": eps},
-        {"PIECE": piece, "FLAG_CONSTANT": not centres_rows(dtype), "ROWS": 128},
+        (ceil_div(M, 128),),
+        {
+            "part_ptr": part, "mean_ptr": statistics[0], "rstd_ptr": statistics[1],
+            "M": M, "C": C, "parts": parts, "eps": eps,
+        },
+        {"PIECE": piece, "ROWS": 128},
         num_warps=4,
         device=part.device,
-    )
+    )  # fmt: skip
 
 
 def prepare_weight_launch(
@@ -241,10 +268,10 @@ def prepare_weight_launch(
 ) -> Launch:
     """Fold a LayerNorm's affine into weight [F, C] and bias [F], into the tensors of `folded`."""
     F, C = weight.shape
-    block, rows = _chunk(C)
+    block, rows = chunk(C)
     return Launch(
         _prepare_weight_kernel,
-        (triton.cdiv(F, rows),),
+        (ceil_div(F, rows),),
         {
             "weight_ptr": weight, "gamma_ptr": gamma, "beta_ptr": beta, "bias_ptr": bias,
             "folded_ptr": folded.weight, "sum_ptr": folded.weight_sum, "shift_ptr": folded.shift, "F": F, "C": C,
@@ -255,21 +282,25 @@ def prepare_weight_launch(
     )  # fmt: skip
 
 
-def row_statistics(x: Tensor, eps: float, known: tuple[Tensor, Tensor] | None = None) -> RowStatistics:
+def row_statistics(x: Tensor, eps: float, known: Tensor | None, dtype: torch.dtype) -> RowStatistics:
     """Statistics of the rows of x.
 
     Args:
         x: [M, C], contiguous.
         eps: Added to the variance.
-        known: (mean, rstd) that are known already; taken over, and only used to centre where the dtype asks for it.
+        known: (mean, rstd) of half-precision rows, fp32 [2, M], where they are known already; fp32 rows are normalised
+            anew.
+        dtype: Of the matmuls: that of x, or a half precision beside fp32 x.
     """
     M = x.shape[0]
-    centred = torch.empty_like(x) if centres_rows(x.dtype) else None
-    if known is not None and centred is None:
-        return RowStatistics(x, *known)
-    mean, rstd = (torch.empty(M, dtype=torch.float32, device=x.device) for _ in range(2))
-    row_statistics_launch(x, eps, mean, rstd, centred).run()
-    return RowStatistics(x, mean, rstd) if centred is None else RowStatistics(centred, None, rstd)
+    if x.dtype != torch.float32:
+        if known is None:
+            known = torch.empty(2, M, dtype=torch.float32, device=x.device)
+            row_statistics_launch(x, eps, known, None).run()
+        return RowStatistics(x, known)
+    rows = RowStatistics(torch.empty_like(x, dtype=dtype), torch.empty(1, M, dtype=torch.float32, device=x.device))
+    row_statistics_launch(x, eps, rows.statistics, rows.source).run()
+    return rows
 
 
 def fold_linear(

@@ -2,8 +2,8 @@
 
 Forward: `layer_norm_linear` (LayerNorm, linear, activation; `_keeping` for training) and `linear_residual` (linear,
 LayerScale, residual).
-Backward: `activation_gradient`, `input_gradient`, `folded_gradients` and `residual_gradients`, which the operators
-compose. All tensors are contiguous, rows [M, *].
+Backward: `layer_norm_linear_gradients`; for an MLP `activation_gradient`, `input_gradient`, `folded_gradients` and
+`residual_gradients`, which the operators compose. All tensors are contiguous, rows [M, *].
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from .gradients import (
     folded_weight_gradients,
+    gradient_coefficient,
+    layer_norm_gradient,
     residual_weight_gradients,
-    scale_gradient_launch,
-    scale_gradient_parts,
 )
 from .layer_norm import FoldedLinear, RowStatistics, combine_statistics_launch
 from .matmul_launch import Operands, matmul_launch
@@ -26,11 +26,11 @@ from .matmul_policy import matmul_config, split_count
 
 @dataclass(frozen=True)
 class FoldedGradient:
-    """The gradient of a folded linear layer's output, in the form its matmuls take.
+    """The gradient of a folded linear layer's output behind an activation, in the form its matmuls take.
 
     Args:
-        scaled: dz~ = rstd dz [M, F], the dtype of x; dz itself in the rows that are constant.
-        coefficient: rstd^2 sum_f dz (z - c) / C, fp32 [M].
+        scaled: dz~ = rstd dz [M, F], the dtype of z; dz itself in the rows that are constant or were normalised.
+        coefficient: rstd^2 sum_f dz (z - c) / C, of rows that were normalised rstd sum_f dz (z - c) / C; fp32 [M].
         grad_sum: sum_m dz, fp32 [F]: the gradient of the bias.
         shifted_sum: sum_m dz~ mean, fp32 [F].
     """
@@ -66,27 +66,30 @@ def _layer_norm_linear(rows: RowStatistics, folded: FoldedLinear, activation: st
 
 def linear_residual(
     h: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, residual: Tensor | None,
-    statistics_eps: float | None = None,
-) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
-    """[residual +] scale (h W^T + b) [M, C]; with `statistics_eps` also (mean, rstd) of its rows, fp32 [M] each."""
+    statistics_eps: float | None = None, dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """[residual +] scale (h W^T + b) [M, C], and with `statistics_eps` (mean, rstd) of its rows, fp32 [2, M].
+
+    Args:
+        residual: In the dtype of h or in fp32; so is the result then.
+        statistics_eps: Epsilon of the LayerNorm that follows; only for half-precision results.
+        dtype: Of the result where there is no residual; None means that of h.
+    """
     M, C = h.shape[0], weight.shape[0]
     bias, scale = (vector if vector is None else vector.contiguous() for vector in (bias, scale))
-    out = torch.empty(M, C, dtype=h.dtype, device=h.device)
+    dtype = dtype or h.dtype if residual is None else residual.dtype
+    out = torch.empty(M, C, dtype=dtype, device=h.device)
     operands = Operands(h, weight, out, b_is_nk=True, residual=residual, bias=bias, scale=scale)
     config = matmul_config(operands, "residual")
     if statistics_eps is None:
         matmul_launch(operands, epilogue="residual", config=config).run()
         return out, None
-    part, mean, rstd = _statistics_buffers(config.row_parts(C), M, h.device)
+    part = torch.empty(config.row_parts(C), 2, M, dtype=torch.float32, device=h.device)
+    statistics = part.new_empty(2, M)
     operands = Operands(h, weight, out, b_is_nk=True, residual=residual, bias=bias, scale=scale, row_part=part)
     matmul_launch(operands, epilogue="residual", config=config).run()
-    combine_statistics_launch(part, config.piece, C, statistics_eps, mean, rstd, h.dtype).run()
-    return out, (mean, rstd)
-
-
-def _statistics_buffers(parts: int, M: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    buffer = torch.empty(2 * parts + 2, M, dtype=torch.float32, device=device)
-    return buffer[2:].view(parts, 2, M), buffer[0], buffer[1]
+    combine_statistics_launch(part, config.piece, C, statistics_eps, statistics).run()
+    return out, statistics
 
 
 def scaled_weight(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -128,28 +131,15 @@ def activation_gradient(
         row_part=row_part, column_part=column_part,
     )  # fmt: skip
     matmul_launch(operands, epilogue="activation_grad", config=config, activation=activation).run()
-    return _folded_gradient(out, row_part, column_part, rows), h
-
-
-def linear_gradient(grad: Tensor, z: Tensor, rows: RowStatistics, folded: FoldedLinear) -> FoldedGradient:
-    """As `activation_gradient` where no activation and no second linear follow: grad is dz [M, F] itself."""
-    out = torch.empty_like(z)
-    row_part, column_part = scale_gradient_parts(z.shape[0], z.shape[1], z.device)
-    scale_gradient_launch(grad, z, out, rows.mean, rows.rstd, folded.shift, row_part, column_part).run()
-    return _folded_gradient(out, row_part, column_part, rows)
-
-
-def _folded_gradient(out: Tensor, row_part: Tensor, column_part: Tensor, rows: RowStatistics) -> FoldedGradient:
-    coefficient = row_part.sum(0) * rows.rstd.square() / rows.source.shape[1]
     grad_sum, shifted_sum = column_part.sum(0)
-    return FoldedGradient(out, coefficient, grad_sum, shifted_sum)
+    return FoldedGradient(out, gradient_coefficient(row_part, rows), grad_sum, shifted_sum), h
 
 
 def input_gradient(
     gradient: FoldedGradient, rows: RowStatistics, folded: FoldedLinear, residual: Tensor | None
 ) -> Tensor:
-    """dx [M, C] through the linear layer and its LayerNorm, [residual +] included."""
-    out = torch.empty_like(rows.source)
+    """dx [M, C] in the dtype of x through the linear layer and its LayerNorm, [residual +] included."""
+    out = torch.empty_like(rows.source, dtype=rows.input_dtype)
     operands = Operands(
         gradient.scaled, folded.weight, out, x=rows.source, residual=residual, mean=rows.mean,
         rstd=rows.rstd, coefficient=gradient.coefficient,
@@ -161,9 +151,13 @@ def input_gradient(
 def product_gradient(grad: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
     """dh = dy diag(ls) W [M, F], for a linear layer whose input is nobody's activation."""
     scaled, factor = scaled_weight(weight, scale, grad.dtype)
-    out = torch.empty(grad.shape[0], scaled.shape[1], dtype=grad.dtype, device=grad.device)
-    factors = None if factor is None else factor.expand(scaled.shape[1]).contiguous()
-    operands = Operands(grad, scaled, out, scale=factors)
+    return _product(grad, scaled, None if factor is None else factor.expand(scaled.shape[1]).contiguous())
+
+
+def _product(a: Tensor, b: Tensor, scale: Tensor | None = None) -> Tensor:
+    """[scale] (a b) [M, N]."""
+    out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
+    operands = Operands(a, b, out, scale=scale)
     matmul_launch(operands, epilogue="residual", config=matmul_config(operands, "residual")).run()
     return out
 
@@ -178,6 +172,16 @@ def _partial_products(a: Tensor, b: Tensor) -> Tensor:
     operands = Operands(a, b, out, a_is_km=True)
     matmul_launch(operands, epilogue="partial", config=config, split_k=splits).run()
     return out
+
+
+def layer_norm_linear_gradients(
+    grad: Tensor, rows: RowStatistics, folded: FoldedLinear, weight: Tensor, gamma: Tensor | None, beta: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dx in the dtype of x and dW in that of `weight`; dgamma, dbeta and db in fp32. grad is dz [M, F] itself."""
+    dx, normalised = layer_norm_gradient(_product(grad, folded.weight), rows)
+    grad_sum = grad.sum(0, dtype=torch.float32)
+    part = _partial_products(grad, normalised)
+    return dx, *folded_weight_gradients(part, grad_sum, None, weight, gamma, beta), grad_sum
 
 
 def folded_gradients(

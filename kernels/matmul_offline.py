@@ -12,14 +12,15 @@ from torch import Tensor
 
 from .activations import ACTIVATIONS
 from .gradients import (
+    coefficient_launch,
     folded_weight_grad_launch,
+    layer_norm_grad_launch,
     residual_weight_grad_launch,
-    scale_gradient_launch,
-    scale_gradient_parts,
 )
 from .launch import Launch, generation
 from .layer_norm import (
     FoldedLinear,
+    RowStatistics,
     combine_statistics_launch,
     prepare_weight_launch,
     row_statistics_launch,
@@ -144,15 +145,15 @@ def _matmul_builds(arch: str) -> Iterator[Build]:
 
 
 def _small_launches(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
-    x, z = _meta(_M, _C, dtype=dtype), _meta(_M, 3 * _C, dtype=dtype)
-    row, weight, vector = _meta(_M), _meta(_F, _C, dtype=dtype), _meta(_C, dtype=dtype)
-    centred = x if dtype == torch.float32 else None
+    x, weight, vector = _meta(_M, _C, dtype=dtype), _meta(_F, _C, dtype=dtype), _meta(_C, dtype=dtype)
+    half = dtype.itemsize == 2
+    rows = RowStatistics(x, _meta(2 if half else 1, _M))
     folded = FoldedLinear(weight, _meta(_F), _meta(_F))
-    yield "row_statistics", row_statistics_launch(x, 1e-6, row, row, centred)
-    yield "combine_statistics", combine_statistics_launch(_meta(12, 2, _M), 64, _C, 1e-6, row, row, dtype)
+    yield "row_statistics", row_statistics_launch(x, 1e-6, rows.statistics, None if half else x)
+    yield "combine_statistics", combine_statistics_launch(_meta(12, 2, _M), 64, _C, 1e-6, _meta(2, _M))
     yield "prepare_weight", prepare_weight_launch(weight, vector, vector, _meta(_F, dtype=dtype), folded)
-    row_part, column_part = scale_gradient_parts(_M, 3 * _C, torch.device("meta"))
-    yield "scale_gradient", scale_gradient_launch(z, z, z, row, row, _meta(3 * _C), row_part, column_part)
+    yield "layer_norm_grad", layer_norm_grad_launch(x, rows, x, x if half else None)
+    yield "coefficient", coefficient_launch(_meta(48, _M), rows, _meta(_M))
     parts = _meta(_F // 32, _C)
     yield (
         "folded_weight_grad",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -72,9 +73,9 @@ def transformers_subject(model: str, config: str, pick: str = "last_hidden_state
     return Subject(make, images("pixel_values"), lambda result: getattr(result, pick))
 
 
-def _torchvision() -> nn.Module:
+def _torchvision(depth: int = 2) -> nn.Module:
     models = pytest.importorskip("torchvision").models
-    return models.VisionTransformer(IMAGE, 16, num_layers=2, num_heads=2, hidden_dim=64, mlp_dim=128, num_classes=5)
+    return models.VisionTransformer(IMAGE, 16, depth, num_heads=2, hidden_dim=64, mlp_dim=128, num_classes=5)
 
 
 def _encoder() -> nn.Module:
@@ -82,10 +83,10 @@ def _encoder() -> nn.Module:
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
-def _ours() -> nn.Module:
+def _ours(depth: int = 2) -> nn.Module:
     import vit_fast
 
-    sizes = {"img_size": IMAGE, "depth": 2, "embed_dim": 64, "num_heads": 2, "num_classes": 5}
+    sizes = {"img_size": IMAGE, "depth": depth, "embed_dim": 64, "num_heads": 2, "num_classes": 5}
     return vit_fast.create_model("vit_tiny_patch16_224", backend="eager", **sizes).train()
 
 
@@ -121,6 +122,13 @@ SUBJECTS: dict[str, Subject] = {
     "torchvision-vit": Subject(_torchvision, images("x"), lambda logits: logits),
     "torch-encoder": Subject(_encoder, lambda: {"src": torch.randn(2, 5, 64)}, lambda tokens: tokens),
     "ours": Subject(_ours, images("images"), lambda logits: logits),
+}
+# Deep enough for errors to add up along the residual stream.
+DEEP = {
+    "timm": timm_subject("vit_tiny_patch16_224", depth=24),
+    "transformers": transformers_subject("ViTForImageClassification", "ViTConfig", "logits", num_hidden_layers=24),
+    "torchvision": Subject(functools.partial(_torchvision, 24), images("x"), lambda logits: logits),
+    "ours": Subject(functools.partial(_ours, 24), images("images"), lambda logits: logits),
 }
 LIBRARIES = {"timm": "timm-vit", "transformers": "transformers-vit", "torchvision": "torchvision-vit", "ours": "ours"}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fused_models import assert_within
 from torch import nn
 
 import vit_fast
@@ -37,19 +38,30 @@ def handed_on(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def run(model: VisionTransformer) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(5))
     model.zero_grad()
-    logits = model(images)
+    logits = model(images.to(next(model.parameters())))
     logits.square().sum().backward()
     return logits.detach(), [parameter.grad for parameter in model.parameters()]
 
 
-def test_statistics_change_nothing_but_the_work(model, handed_on):
+def test_fp32_rows_are_normalised_by_each_layer_itself(model, handed_on):
     ours = run(model)
-    assert handed_on == [False, True, True]
+    assert handed_on == [False, False, False]
     vit_fast.set_backend(model, "eager")
     eager = run(model)
     torch.testing.assert_close(ours, eager, atol=1e-4, rtol=1e-4)
+
+
+def test_statistics_change_nothing_but_the_work(model, handed_on):
+    model.bfloat16()
+    ours = run(model)
+    assert handed_on == [False, True, True]
+    vit_fast.set_backend(model, "eager")
+    eager, exact = run(model), run(model.double())
+    assert_within(ours[0], eager[0], exact[0], 2, "logits")
+    for (name, _), *gradients in zip(model.named_parameters(), ours[1], eager[1], exact[1]):
+        assert_within(*gradients, 3, name)
 
 
 @pytest.mark.parametrize("part", ["blocks", "blocks.1", "blocks.1.attn", "blocks.1.mlp.fc1", "blocks.1.norm2"])

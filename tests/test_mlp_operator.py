@@ -37,14 +37,32 @@ def _operator_arguments(case: Case, **changes: Any) -> tuple[Any, ...]:
     arguments = {
         "x": case.x.detach().view(2, 9, -1).requires_grad_(), "statistics": None,
         **dict(zip(support.NAMES, case.parameters)), "layer_scale": case.layer_scale,
-        "eps": 1e-6, "activation": "gelu", "residual": True, "next_eps": None,
+        "eps": 1e-6, "activation": "gelu", "residual": True, "next_eps": None, "dtype": case.x.dtype,
     }  # fmt: skip
     return tuple({**arguments, **changes}.values())
+
+
+def _statistics(x: Tensor) -> Tensor:
+    rows = x.detach().float().flatten(0, -2)
+    return torch.stack((rows.mean(1), torch.rsqrt(rows.var(1, unbiased=False) + 1e-6)))
 
 
 @pytest.mark.parametrize("next_eps", [None, 1e-5])
 def test_opcheck_of_training(case: Case, next_eps: float | None) -> None:
     torch.library.opcheck(layer_norm_mlp_training_op, _operator_arguments(case, next_eps=next_eps))
+
+
+@pytest.mark.parametrize("handed_in", [True, False])
+def test_opcheck_of_training_in_half_precision(case: Case, handed_in: bool) -> None:
+    half = case.to(torch.bfloat16)
+    statistics = _statistics(half.x) if handed_in else None
+    torch.library.opcheck(layer_norm_mlp_training_op, _operator_arguments(half, statistics=statistics, next_eps=1e-5))
+
+
+@pytest.mark.parametrize("residual", [True, False])
+def test_opcheck_of_training_under_autocast(case: Case, residual: bool) -> None:
+    arguments = _operator_arguments(case, residual=residual, layer_scale=None, dtype=torch.bfloat16)
+    torch.library.opcheck(layer_norm_mlp_training_op, arguments)
 
 
 def test_opcheck_of_training_with_absent_parameters(case: Case) -> None:
@@ -65,12 +83,21 @@ def _linear_arguments() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 def test_opcheck_of_the_linear_layers() -> None:
     x, gamma, beta, weight, bias = _linear_arguments()
-    torch.library.opcheck(layer_norm_linear_training_op, (x, None, gamma, beta, weight, bias, 1e-6))
+    parameters = (gamma, beta, weight, bias, 1e-6)
+    half = x.detach().bfloat16().requires_grad_()
+    for arguments in (
+        (x, None, *parameters, torch.float32),
+        (x, None, *parameters, torch.bfloat16),
+        (half, None, *parameters, torch.bfloat16),
+        (half, _statistics(half), *parameters, torch.bfloat16),
+    ):
+        torch.library.opcheck(layer_norm_linear_training_op, arguments)
     detached = (t.detach() for t in (gamma, beta, weight, bias))
-    torch.library.opcheck(layer_norm_linear_op, (x.detach(), None, *detached, 1e-6))
+    torch.library.opcheck(layer_norm_linear_op, (x.detach(), None, *detached, 1e-6, torch.float32))
     h = torch.randn(2, 9, 48, device=DEVICE, requires_grad=True)
     back = weight.detach().t().contiguous().requires_grad_()
     torch.library.opcheck(linear_residual_op, (h, back, beta, gamma, x, 1e-6))
+    torch.library.opcheck(linear_residual_op, (h.detach().half().requires_grad_(), back, beta, gamma, x, None))
     torch.library.opcheck(linear_residual_op, (h, back, None, None, None, None))
 
 
@@ -92,6 +119,9 @@ def test_linear_layers_against_fp64(dtype: torch.dtype) -> None:
         h = layer_norm_linear(x, gamma, beta, weight, bias, eps=1e-6)
         y, statistics = linear_residual(h, weight.t(), beta, layer_scale=gamma, residual=x, next_eps=1e-6)
         rows = y.detach().double().flatten(0, -2)
+        if dtype == torch.float32:  # which the next LayerNorm normalises itself
+            assert statistics is None
+            return y, *tensors
         assert statistics is not None
         assert torch.allclose(statistics[0].double(), rows.mean(1), atol=1e-5)
         rstd = torch.rsqrt(rows.var(1, unbiased=False) + 1e-6)
@@ -165,8 +195,8 @@ def test_flop_formula(case: Case) -> None:
 def test_autocast_computes_in_its_dtype_with_fp32_parameters(case: Case) -> None:
     with torch.autocast(DEVICE, torch.bfloat16):
         y = case.forward("triton")
-    assert y.dtype == torch.bfloat16
-    y.backward(case.grad.bfloat16())
+    assert y.dtype == torch.float32, "the residual stream stays what it was"
+    y.backward(case.grad)
     assert case.x.grad is not None and case.x.grad.dtype == torch.float32
     weight = case.parameters[2]
     assert weight is not None and weight.grad is not None and weight.grad.dtype == torch.float32

@@ -183,8 +183,9 @@ def test_dtypes_do_not_mix(mlp: Mlp) -> None:
         assert _agrees(mlp, x)
         with torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16):
             y = mlp(x)
-        assert y.dtype == torch.bfloat16
-        assert torch.allclose(y.float(), mlp(x, "eager"), atol=0.05)
+        assert y.dtype == torch.float32, "the residual stream stays what it was"
+        assert not torch.allclose(y, mlp(x), atol=1e-6), "the matmuls did not run in bf16"
+        assert torch.allclose(y, mlp(x, "eager"), atol=0.05)
 
 
 def test_weights_made_in_inference_mode() -> None:

@@ -80,7 +80,8 @@ def fused_block(
         statistics: (mean, rstd) of the rows of x for norm1, fp32 [2, B N]; None computes them.
         next_eps: Epsilon of the LayerNorm that follows; None means that its statistics are not wanted.
     Returns:
-        [B, N, C], and the statistics of its rows where they were wanted and nothing came after the last matmul.
+        [B, N, C], and the statistics of its rows where they were wanted, they are of half precision, and nothing came
+        after the last matmul.
     """
     attn, mlp, norm1, norm2 = block.attn, block.mlp, block.norm1, block.norm2
     qkv = layer_norm_linear(
@@ -97,7 +98,7 @@ def fused_block(
     )  # fmt: skip
     if dropping:
         return x + block.drop_path2(y), None
-    return y, None if next_eps is None else emitted
+    return y, emitted
 
 
 def _add_branch(block: Block, x: Tensor, mixed: Tensor, dropping: bool) -> tuple[Tensor, Tensor | None]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from . import reference
 from .attention_op import attention_kernel, attention_qkvpacked_kernel, unsupported_reasons
 from .backends import constant_to_compiler, resolve_backend
+from .checks import matmul_dtype
 from .transforms import in_transform
 
 DTYPES = ("torch.float32", "torch.float16", "torch.bfloat16", "torch.float64")
@@ -124,11 +125,7 @@ def is_exporting() -> bool:
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in autocast's dtype where autocast is on, as torch does for its own attention."""
-    device_type = tensors[0].device.type
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # torch raises for meta
-        return tensors
-    dtype = torch.get_autocast_dtype(device_type)
-    return tuple(tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)
+    return tuple(tensor.to(matmul_dtype(tensor)) for tensor in tensors)
 
 
 def _check_dtype(name: str, tensor: Tensor) -> None:

@@ -17,8 +17,12 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_ROWS = 2**31 - 256
 
 
-def unsupported_reasons(x: Tensor, parameters: Mapping[str, Tensor | None]) -> list[str]:
-    """Every reason why the kernels cannot run on x [..., C] with these parameters; empty when they can."""
+def unsupported_reasons(x: Tensor, parameters: Mapping[str, Tensor | None], dtype: torch.dtype) -> list[str]:
+    """Every reason why the kernels cannot run on x [..., C] with these parameters; empty when they can.
+
+    Args:
+        dtype: Of the matmuls: x's, or autocast's beside fp32 x.
+    """
     reasons = list(triton_unavailable_reasons(x.device))
     if x.dtype not in DTYPES:
         reasons.append(f"x is {x.dtype}: accepted are float32, float16, bfloat16")
@@ -29,22 +33,23 @@ def unsupported_reasons(x: Tensor, parameters: Mapping[str, Tensor | None]) -> l
             continue
         if tensor.device != x.device:
             reasons.append(f"{name} is on {tensor.device}, x is on {x.device}: they must agree")
-        if tensor.dtype not in (x.dtype, torch.float32):
-            reasons.append(f"{name} is {tensor.dtype}, x is {x.dtype}: accepted are x's dtype and float32")
+        if tensor.dtype not in (dtype, torch.float32):
+            whose = "x" if dtype == x.dtype else "autocast"
+            reasons.append(f"{name} is {tensor.dtype}, {whose} is {dtype}: accepted are {whose}'s dtype and float32")
     return reasons
 
 
-def require_supported(what: str, x: Tensor, parameters: Mapping[str, Tensor | None]) -> None:
-    """Raises UnsupportedInputError with every reason why `what` cannot run."""
-    reasons = unsupported_reasons(x, parameters)
+def require_supported(what: str, x: Tensor, parameters: Mapping[str, Tensor | None], dtype: torch.dtype) -> None:
+    """Raises UnsupportedInputError with every reason why `what` cannot run with matmuls of this dtype."""
+    reasons = unsupported_reasons(x, parameters, dtype)
     if reasons:
         raise UnsupportedInputError(f"{what} with backend='triton'", reasons)
 
 
-def require_one_device(what: str, x: Tensor, parameters: Mapping[str, Tensor | None]) -> None:
+def require_one_device(what: str, x: Tensor, parameters: Mapping[str, Tensor | None], dtype: torch.dtype) -> None:
     """`require_supported` where devices differ: torch would choose one of them before an operator sees its inputs."""
     if any(tensor is not None and tensor.device != x.device for tensor in parameters.values()):
-        require_supported(what, x, parameters)
+        require_supported(what, x, parameters, dtype)
 
 
 def contiguous_rows(tensor: Tensor) -> Tensor:
@@ -52,14 +57,17 @@ def contiguous_rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1]).contiguous()
 
 
+def matmul_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of the products of x: autocast's where autocast is on, as torch does, else that of x."""
+    device_type = x.device.type
+    if x.dtype == torch.float64 or device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return x.dtype  # of meta torch cannot say whether autocast is on
+    return torch.get_autocast_dtype(device_type)
+
+
 def in_dtype(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """A weight as the matmul reads it: contiguous, in the dtype of the activations; itself where it is that already."""
     return weight.to(dtype).contiguous()
-
-
-def statistics_pair(statistics: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """(mean, rstd) of statistics [2, M]."""
-    return None if statistics is None else (statistics[0], statistics[1])
 
 
 def no_tensor(like: Tensor) -> Tensor:
@@ -76,8 +84,7 @@ def like_parameter(gradient: Tensor | None, parameter: Tensor | None, like: Tens
     """A gradient in its parameter's dtype; no tensor, on the device of `like`, where there is no parameter."""
     if gradient is None or parameter is None:
         return no_tensor(like)
-    # a copy even where the dtype is right: results of an operator may not share memory
-    return gradient.to(parameter.dtype, copy=True)
+    return gradient.to(parameter.dtype)
 
 
 def rows_of(shape: Sequence[int]) -> int:

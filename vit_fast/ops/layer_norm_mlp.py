@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .attention import _autocast, is_exporting
+from .attention import is_exporting
 from .backends import resolve_backend
-from .checks import require_one_device
+from .checks import matmul_dtype, require_one_device
 from .layer_norm_mlp_op import layer_norm_mlp_op, layer_norm_mlp_training
 from .transforms import in_transform
 
@@ -45,7 +45,7 @@ def layer_norm_mlp(
         backend: "eager", "sdpa", "triton" or "auto" (by x's device). eager and sdpa are the same formula here. triton
             accumulates in fp32 and also takes fp32 parameters with fp16 or bf16 x.
     Returns:
-        [..., C] in x.dtype (with triton under autocast, in autocast's).
+        [..., C] in x.dtype; under autocast in what torch gives: fp32 x stays fp32, a branch alone is in autocast's.
     Raises:
         ValueError: shapes disagree or the activation is unknown.
         UnsupportedInputError: this backend cannot run this input; lists all reasons.
@@ -80,28 +80,37 @@ def fused_layer_norm_mlp(
     layer_scale: Tensor | None,
     residual: bool,
     next_eps: float | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """`layer_norm_mlp` by the Triton kernels, with row statistics handed in and out.
 
     Args:
         statistics: (mean, rstd) of the rows of x, fp32 [2, M], as the operator before gave them; None computes them.
         next_eps: Epsilon of the LayerNorm that follows: its statistics are then returned as well.
     Returns:
-        [..., C] in x.dtype (in autocast's, where autocast is on), and the statistics of its rows fp32 [2, M], or an
-        empty tensor.
+        [..., C] in the dtype of `layer_norm_mlp`, and the statistics of its rows fp32 [2, M]; None of fp32 rows and
+        where they were not wanted.
     """
-    (x,) = _autocast(x)
+    dtype, x = matmul_dtype(x), residual_stream(x)
+    next_eps = statistics_eps(x, next_eps)
     parameters = {
         "norm_weight": norm_weight, "norm_bias": norm_bias, "fc1_weight": fc1_weight, "fc1_bias": fc1_bias,
         "fc2_weight": fc2_weight, "fc2_bias": fc2_bias, "layer_scale": layer_scale,
     }  # fmt: skip
-    require_one_device("layer_norm_mlp", x, parameters)
-    tensors = tuple(parameters.values())
-    if needs_gradient(x, *tensors):
-        y, emitted, _, _ = layer_norm_mlp_training(x, statistics, *tensors, eps, activation, residual, next_eps)
-        return y, emitted
-    y, emitted = layer_norm_mlp_op(x, statistics, *tensors, eps, activation, residual, next_eps)
-    return y, emitted
+    require_one_device("layer_norm_mlp", x, parameters, dtype)
+    arguments = (x, statistics, *parameters.values(), eps, activation, residual, next_eps, dtype)
+    training = needs_gradient(x, *parameters.values())
+    y, emitted, *_ = layer_norm_mlp_training(*arguments) if training else layer_norm_mlp_op(*arguments)
+    return y, None if next_eps is None else emitted
+
+
+def residual_stream(x: Tensor) -> Tensor:
+    """x as the kernels take it: fp32 stays so, as autocast keeps sums and LayerNorm; else in the matmuls' dtype."""
+    return x if x.dtype == torch.float32 else x.to(matmul_dtype(x))
+
+
+def statistics_eps(x: Tensor, next_eps: float | None) -> float | None:
+    """Epsilon for the statistics of a sum onto x: None of fp32, whose rows the next LayerNorm normalises itself."""
+    return None if x.dtype == torch.float32 else next_eps
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:

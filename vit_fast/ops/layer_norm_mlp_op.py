@@ -26,9 +26,9 @@ from .checks import (
     refuse_vmap,
     require_supported,
     rows_of,
-    statistics_pair,
 )
 from .flops import register_flop_formula
+from .kept_rows import fake_made_rows, input_dtype, made_rows, rows_to_keep
 from .transforms import transformable
 
 
@@ -37,22 +37,26 @@ def layer_norm_mlp_op(
     x: Tensor, statistics: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
     fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None,
     layer_scale: Tensor | None, eps: float, activation: str, residual: bool, next_eps: float | None,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """[x +] ls (act(LN(x) W1^T + b1) W2^T + b2) [..., C], and with `next_eps` the statistics of its rows."""
+    """[x +] ls (act(LN(x) W1^T + b1) W2^T + b2) [..., C] by matmuls of `dtype`, and with `next_eps` the statistics
+    of its rows, which are of half precision."""
     parameters = {
         "norm_weight": norm_weight, "norm_bias": norm_bias, "fc1_weight": fc1_weight, "fc1_bias": fc1_bias,
         "fc2_weight": fc2_weight, "fc2_bias": fc2_bias, "layer_scale": layer_scale,
     }  # fmt: skip
-    require_supported("layer_norm_mlp", x, parameters)
+    require_supported("layer_norm_mlp", x, parameters, dtype)
     from ..kernels import layer_norm, linear
 
     rows = contiguous_rows(x)
-    folded = layer_norm.fold_linear(fc1_weight, norm_weight, norm_bias, fc1_bias, x.dtype)
-    second = in_dtype(fc2_weight, x.dtype)
-    known = layer_norm.row_statistics(rows, eps, statistics_pair(statistics))
+    folded = layer_norm.fold_linear(fc1_weight, norm_weight, norm_bias, fc1_bias, dtype)
+    known = layer_norm.row_statistics(rows, eps, statistics, dtype)
     h = linear.layer_norm_linear(known, folded, activation)
-    y, emitted = linear.linear_residual(h, second, fc2_bias, layer_scale, rows if residual else None, next_eps)
-    return y.view(x.shape), no_tensor(x) if emitted is None else torch.stack(emitted)
+    y, emitted = linear.linear_residual(
+        h, in_dtype(fc2_weight, dtype), fc2_bias, layer_scale, rows if residual else None, next_eps,
+        _output_dtype(x, layer_scale, residual, dtype),
+    )  # fmt: skip
+    return y.view(x.shape), no_tensor(x) if emitted is None else emitted
 
 
 @layer_norm_mlp_op.register_fake
@@ -60,8 +64,17 @@ def _(
     x: Tensor, statistics: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
     fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None,
     layer_scale: Tensor | None, eps: float, activation: str, residual: bool, next_eps: float | None,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return x.new_empty(x.shape), new_statistics(x, next_eps is not None)
+    y = x.new_empty(x.shape, dtype=_output_dtype(x, layer_scale, residual, dtype))
+    return y, new_statistics(x, next_eps is not None)
+
+
+def _output_dtype(x: Tensor, layer_scale: Tensor | None, residual: bool, dtype: torch.dtype) -> torch.dtype:
+    """What autocast gives: that of the matmuls, unless x is added or an fp32 LayerScale multiplied."""
+    if residual or (layer_scale is not None and layer_scale.dtype == x.dtype):
+        return x.dtype
+    return dtype
 
 
 @torch.library.custom_op("vit_fast::layer_norm_mlp_training", mutates_args=())
@@ -69,27 +82,25 @@ def layer_norm_mlp_training_op(
     x: Tensor, statistics: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
     fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None,
     layer_scale: Tensor | None, eps: float, activation: str, residual: bool, next_eps: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """As `layer_norm_mlp`, and fc1's output z [M, F] and the statistics of x, which the backward needs."""
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """As `layer_norm_mlp`, and fc1's output z [M, F] and the rows and statistics that it made for the backward."""
     parameters = {
         "norm_weight": norm_weight, "norm_bias": norm_bias, "fc1_weight": fc1_weight, "fc1_bias": fc1_bias,
         "fc2_weight": fc2_weight, "fc2_bias": fc2_bias, "layer_scale": layer_scale,
     }  # fmt: skip
-    require_supported("layer_norm_mlp", x, parameters)
+    require_supported("layer_norm_mlp", x, parameters, dtype)
     from ..kernels import layer_norm, linear
 
     rows = contiguous_rows(x)
-    folded = layer_norm.fold_linear(fc1_weight, norm_weight, norm_bias, fc1_bias, x.dtype)
-    known = layer_norm.row_statistics(rows, eps, statistics_pair(statistics))
+    folded = layer_norm.fold_linear(fc1_weight, norm_weight, norm_bias, fc1_bias, dtype)
+    known = layer_norm.row_statistics(rows, eps, statistics, dtype)
     h, z = linear.layer_norm_linear_keeping(known, folded, activation)
-    second = in_dtype(fc2_weight, x.dtype)
-    y, emitted = linear.linear_residual(h, second, fc2_bias, layer_scale, rows if residual else None, next_eps)
-    return (
-        y.view(x.shape),
-        no_tensor(x) if emitted is None else torch.stack(emitted),
-        z,
-        known.as_tensor(),
-    )
+    y, emitted = linear.linear_residual(
+        h, in_dtype(fc2_weight, dtype), fc2_bias, layer_scale, rows if residual else None, next_eps,
+        _output_dtype(x, layer_scale, residual, dtype),
+    )  # fmt: skip
+    return y.view(x.shape), no_tensor(x) if emitted is None else emitted, z, *made_rows(x, statistics, known)
 
 
 @layer_norm_mlp_training_op.register_fake
@@ -97,65 +108,66 @@ def _(
     x: Tensor, statistics: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
     fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None,
     layer_scale: Tensor | None, eps: float, activation: str, residual: bool, next_eps: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    M = x.numel() // x.shape[-1]
-    z = x.new_empty((M, fc1_weight.shape[0]))
-    return x.new_empty(x.shape), new_statistics(x, next_eps is not None), z, new_statistics(x, True)
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    y = x.new_empty(x.shape, dtype=_output_dtype(x, layer_scale, residual, dtype))
+    z = x.new_empty((x.numel() // x.shape[-1], fc1_weight.shape[0]), dtype=dtype)
+    return y, new_statistics(x, next_eps is not None), z, *fake_made_rows(x, statistics, dtype)
 
 
 @torch.library.custom_op("vit_fast::layer_norm_mlp_backward", mutates_args=())
 def layer_norm_mlp_backward_op(
-    grad_output: Tensor, x: Tensor, z: Tensor, statistics: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None,
-    fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None,
-    layer_scale: Tensor | None, eps: float, activation: str, residual: bool,
+    grad_output: Tensor, rows: Tensor, statistics: Tensor, z: Tensor, norm_weight: Tensor | None,
+    norm_bias: Tensor | None, fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor,
+    fc2_bias: Tensor | None, layer_scale: Tensor | None, activation: str, residual: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x and of the seven parameters; of an absent one an empty tensor."""
     from ..kernels import layer_norm, linear
 
-    rows, dy = contiguous_rows(x), contiguous_rows(grad_output)
+    known = layer_norm.RowStatistics(contiguous_rows(rows), statistics)
+    stream = contiguous_rows(grad_output)
+    dy = stream.to(rows.dtype)
     first, second = fc1_weight.contiguous(), fc2_weight.contiguous()
-    folded = layer_norm.fold_linear(first, norm_weight, norm_bias, fc1_bias, x.dtype)
-    known = layer_norm.row_statistics(rows, eps, statistics_pair(statistics))
+    folded = layer_norm.fold_linear(first, norm_weight, norm_bias, fc1_bias, rows.dtype)
     gradient, h = linear.activation_gradient(dy, second, layer_scale, z, known, folded, activation)
     d_second, d_bias2, d_scale = linear.residual_gradients(dy, h, second, fc2_bias, layer_scale)
     del h
-    dx = linear.input_gradient(gradient, known, folded, dy if residual else None)
+    dx = linear.input_gradient(gradient, known, folded, stream if residual else None)
     d_first, d_gamma, d_beta, d_bias1 = linear.folded_gradients(gradient, known, first, norm_weight, norm_bias)
     return (
-        dx.view(x.shape), like_parameter(d_gamma, norm_weight, x), like_parameter(d_beta, norm_bias, x),
-        d_first, like_parameter(d_bias1, fc1_bias, x), d_second, like_parameter(d_bias2, fc2_bias, x),
-        like_parameter(d_scale, layer_scale, x),
+        dx.view(grad_output.shape), like_parameter(d_gamma, norm_weight, rows),
+        like_parameter(d_beta, norm_bias, rows), d_first, like_parameter(d_bias1, fc1_bias, rows),
+        d_second, like_parameter(d_bias2, fc2_bias, rows), like_parameter(d_scale, layer_scale, rows),
     )  # fmt: skip
 
 
 @layer_norm_mlp_backward_op.register_fake
 def _(
-    grad_output: Tensor, x: Tensor, z: Tensor, statistics: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None,
-    fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None,
-    layer_scale: Tensor | None, eps: float, activation: str, residual: bool,
+    grad_output: Tensor, rows: Tensor, statistics: Tensor, z: Tensor, norm_weight: Tensor | None,
+    norm_bias: Tensor | None, fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor,
+    fc2_bias: Tensor | None, layer_scale: Tensor | None, activation: str, residual: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     parameters = (norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale)
-    gradients = (no_tensor(x) if p is None else p.new_empty(p.shape) for p in parameters)
-    return (x.new_empty(x.shape), *gradients)  # type: ignore[return-value]  # seven parameters, seven gradients
+    gradients = (no_tensor(rows) if p is None else p.new_empty(p.shape) for p in parameters)
+    dx = rows.new_empty(grad_output.shape, dtype=input_dtype(rows, statistics))
+    return (dx, *gradients)  # type: ignore[return-value]  # seven parameters, seven gradients
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, _, *parameters, ctx.eps, ctx.activation, ctx.residual, _ = inputs
-    _, emitted, z, statistics = output
+    x, given, *parameters, _, ctx.activation, ctx.residual, _, _ = inputs
+    _, emitted, z, *made = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(emitted, z, statistics)
-    ctx.save_for_backward(x, z, statistics, *parameters)
+    ctx.mark_non_differentiable(emitted, z, *made)
+    ctx.save_for_backward(*rows_to_keep(x, given, *made), z, *parameters)
 
 
 def _backward(ctx: Any, grad_output: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    x, z, statistics, *parameters = ctx.saved_tensors
+    saved = ctx.saved_tensors
     if grad_output is None:
-        return (None,) * 13
-    dx, *gradients = _backward_kernels(
-        grad_output, x, z, statistics, *parameters, ctx.eps, ctx.activation, ctx.residual
-    )
-    present = [None if parameter is None else gradient for parameter, gradient in zip(parameters, gradients)]
-    return (dx, None, *present, None, None, None, None)
+        return (None,) * 14
+    dx, *gradients = _backward_kernels(grad_output, *saved, ctx.activation, ctx.residual)
+    present = [None if parameter is None else gradient for parameter, gradient in zip(saved[3:], gradients)]
+    return (dx, None, *present, None, None, None, None, None)
 
 
 layer_norm_mlp_training_op.register_autograd(_backward, setup_context=_save)
@@ -177,5 +189,5 @@ def _(x: Any, statistics: Any, norm_weight: Any, norm_bias: Any, fc1_weight: Any
 
 
 @register_flop_formula(torch.ops.vit_fast.layer_norm_mlp_backward)
-def _(grad_output: Any, x: Any, z: Any, *args: Any, **kwargs: Any) -> int:
-    return 2 * layer_norm_mlp_flop(rows_of(x), int(x[-1]), int(z[1]))
+def _(grad_output: Any, rows: Any, statistics: Any, z: Any, *args: Any, **kwargs: Any) -> int:
+    return 2 * layer_norm_mlp_flop(rows_of(rows), int(rows[-1]), int(z[1]))

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .attention import _autocast
-from .layer_norm_mlp import needs_gradient
+from .checks import matmul_dtype
+from .layer_norm_mlp import needs_gradient, residual_stream, statistics_eps
 from .linear_op import layer_norm_linear_op, layer_norm_linear_training, linear_residual_kernel
 
 
@@ -29,17 +29,17 @@ def layer_norm_linear(
         norm_weight, norm_bias: LayerNorm's affine [C]; None means ones, zeros.
         weight, bias: The linear layer's, [F, C] and [F]; bias None means zeros.
         eps: LayerNorm's epsilon, in units of x squared.
-        statistics: (mean, rstd) of the rows of x, fp32 [2, M]; None computes them.
+        statistics: (mean, rstd) of the rows of x, fp32 [2, M]; None computes them. Those of fp32 x are not used.
     Returns:
         [..., F] in x.dtype, in autocast's where autocast is on.
     Raises:
         UnsupportedInputError: the kernels cannot run this input; lists all reasons.
     """
-    (x,) = _autocast(x)
+    dtype, x = matmul_dtype(x), residual_stream(x)
     if needs_gradient(x, norm_weight, norm_bias, weight, bias):
-        out, _ = layer_norm_linear_training(x, statistics, norm_weight, norm_bias, weight, bias, eps)
+        out, _, _ = layer_norm_linear_training(x, statistics, norm_weight, norm_bias, weight, bias, eps, dtype)
         return out
-    return layer_norm_linear_op(x, statistics, norm_weight, norm_bias, weight, bias, eps)
+    return layer_norm_linear_op(x, statistics, norm_weight, norm_bias, weight, bias, eps, dtype)
 
 
 def linear_residual(
@@ -60,12 +60,14 @@ def linear_residual(
         residual: [..., C]; None adds nothing.
         next_eps: Epsilon of the LayerNorm that follows; None means that its statistics are not wanted.
     Returns:
-        [..., C] in h.dtype, in autocast's where autocast is on; and (mean, rstd) of its rows, fp32 [2, M].
+        [..., C] in residual.dtype, without one in h.dtype, in autocast's where autocast is on (which leaves an fp32
+        residual as it is); and (mean, rstd) of its rows, fp32 [2, M], or None of fp32 rows.
     Raises:
         UnsupportedInputError: the kernels cannot run this input; lists all reasons.
     """
-    (h,) = _autocast(h)
+    h = h.to(matmul_dtype(h))
     if residual is not None:
-        (residual,) = _autocast(residual)
+        residual = residual_stream(residual)
+    next_eps = statistics_eps(h if residual is None else residual, next_eps)
     y, statistics = linear_residual_kernel(h, weight, bias, layer_scale, residual, next_eps)
     return y, None if next_eps is None else statistics

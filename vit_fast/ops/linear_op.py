@@ -8,7 +8,7 @@ Statistics are as in `layer_norm_mlp_op.py`. Only torch is needed to register an
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,87 +23,91 @@ from .checks import (
     refuse_vmap,
     require_supported,
     rows_of,
-    statistics_pair,
 )
 from .flops import register_flop_formula
+from .kept_rows import fake_made_rows, input_dtype, made_rows, rows_to_keep
 from .transforms import transformable
+
+if TYPE_CHECKING:
+    from ..kernels.layer_norm import RowStatistics
 
 
 @torch.library.custom_op("vit_fast::layer_norm_linear", mutates_args=())
 def layer_norm_linear_op(
     x: Tensor, statistics: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
-    weight: Tensor, bias: Tensor | None, eps: float,
+    weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """LN(x) W^T + b: x [..., C], W [F, C] -> [..., F]."""
-    parameters = {"norm_weight": norm_weight, "norm_bias": norm_bias, "weight": weight, "bias": bias}
-    require_supported("layer_norm_linear", x, parameters)
-    from ..kernels import layer_norm, linear
-
-    folded = layer_norm.fold_linear(weight, norm_weight, norm_bias, bias, x.dtype)
-    known = layer_norm.row_statistics(contiguous_rows(x), eps, statistics_pair(statistics))
-    return linear.layer_norm_linear(known, folded).view(*x.shape[:-1], weight.shape[0])
+    """LN(x) W^T + b: x [..., C], W [F, C] -> [..., F] in `dtype`."""
+    return _layer_norm_linear(x, statistics, norm_weight, norm_bias, weight, bias, eps, dtype)[0]
 
 
 @layer_norm_linear_op.register_fake
 def _(
     x: Tensor, statistics: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
-    weight: Tensor, bias: Tensor | None, eps: float,
+    weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
 
 
 @torch.library.custom_op("vit_fast::layer_norm_linear_training", mutates_args=())
 def layer_norm_linear_training_op(
     x: Tensor, statistics: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
-    weight: Tensor, bias: Tensor | None, eps: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As `layer_norm_linear`, and the statistics of x, which the backward needs."""
-    parameters = {"norm_weight": norm_weight, "norm_bias": norm_bias, "weight": weight, "bias": bias}
-    require_supported("layer_norm_linear", x, parameters)
-    from ..kernels import layer_norm, linear
-
-    folded = layer_norm.fold_linear(weight, norm_weight, norm_bias, bias, x.dtype)
-    known = layer_norm.row_statistics(contiguous_rows(x), eps, statistics_pair(statistics))
-    out = linear.layer_norm_linear(known, folded).view(*x.shape[:-1], weight.shape[0])
-    return out, known.as_tensor()
+    weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """As `layer_norm_linear`, and the rows and statistics that it made for the backward."""
+    out, known = _layer_norm_linear(x, statistics, norm_weight, norm_bias, weight, bias, eps, dtype)
+    return out, *made_rows(x, statistics, known)
 
 
 @layer_norm_linear_training_op.register_fake
 def _(
     x: Tensor, statistics: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
-    weight: Tensor, bias: Tensor | None, eps: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return x.new_empty((*x.shape[:-1], weight.shape[0])), new_statistics(x, True)
+    weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    out = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
+    return out, *fake_made_rows(x, statistics, dtype)
+
+
+def _layer_norm_linear(
+    x: Tensor, statistics: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
+    weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype,
+) -> tuple[Tensor, RowStatistics]:  # fmt: skip
+    parameters = {"norm_weight": norm_weight, "norm_bias": norm_bias, "weight": weight, "bias": bias}
+    require_supported("layer_norm_linear", x, parameters, dtype)
+    from ..kernels import layer_norm, linear
+
+    folded = layer_norm.fold_linear(weight, norm_weight, norm_bias, bias, dtype)
+    known = layer_norm.row_statistics(contiguous_rows(x), eps, statistics, dtype)
+    return linear.layer_norm_linear(known, folded).view(*x.shape[:-1], weight.shape[0]), known
 
 
 @torch.library.custom_op("vit_fast::layer_norm_linear_backward", mutates_args=())
 def layer_norm_linear_backward_op(
-    grad_output: Tensor, x: Tensor, out: Tensor, statistics: Tensor,
-    norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
+    grad_output: Tensor, rows: Tensor, statistics: Tensor,
+    norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, norm_weight, norm_bias, weight, bias; of an absent one an empty tensor."""
     from ..kernels import layer_norm, linear
 
-    folded = layer_norm.fold_linear(weight, norm_weight, norm_bias, bias, x.dtype)
-    known = layer_norm.row_statistics(contiguous_rows(x), eps, statistics_pair(statistics))
-    gradient = linear.linear_gradient(contiguous_rows(grad_output), contiguous_rows(out), known, folded)
-    dx = linear.input_gradient(gradient, known, folded, None)
-    d_weight, d_gamma, d_beta, d_bias = linear.folded_gradients(
-        gradient, known, weight.contiguous(), norm_weight, norm_bias
+    known = layer_norm.RowStatistics(contiguous_rows(rows), statistics)
+    folded = layer_norm.fold_linear(weight, norm_weight, norm_bias, bias, rows.dtype)
+    dx, d_weight, d_gamma, d_beta, d_bias = linear.layer_norm_linear_gradients(
+        contiguous_rows(grad_output), known, folded, weight.contiguous(), norm_weight, norm_bias
     )
     return (
-        dx.view(x.shape), like_parameter(d_gamma, norm_weight, x), like_parameter(d_beta, norm_bias, x), d_weight,
-        like_parameter(d_bias, bias, x),
+        dx.view(*grad_output.shape[:-1], -1), like_parameter(d_gamma, norm_weight, rows),
+        like_parameter(d_beta, norm_bias, rows), d_weight, like_parameter(d_bias, bias, rows),
     )  # fmt: skip
 
 
 @layer_norm_linear_backward_op.register_fake
 def _(
-    grad_output: Tensor, x: Tensor, out: Tensor, statistics: Tensor,
-    norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
+    grad_output: Tensor, rows: Tensor, statistics: Tensor,
+    norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    gradients = (no_tensor(x) if p is None else p.new_empty(p.shape) for p in (norm_weight, norm_bias, weight, bias))
-    return (x.new_empty(x.shape), *gradients)  # type: ignore[return-value]  # four parameters, four gradients
+    dx = rows.new_empty((*grad_output.shape[:-1], rows.shape[-1]), dtype=input_dtype(rows, statistics))
+    gradients = (no_tensor(rows) if p is None else p.new_empty(p.shape) for p in (norm_weight, norm_bias, weight, bias))
+    return (dx, *gradients)  # type: ignore[return-value]  # four parameters, four gradients
 
 
 @torch.library.custom_op("vit_fast::linear_residual", mutates_args=())
@@ -111,15 +115,18 @@ def linear_residual_op(
     h: Tensor, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None, residual: Tensor | None,
     next_eps: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """[residual +] ls (h W^T + b): h [..., F], W [C, F] -> [..., C], and with `next_eps` the statistics of its rows."""
+    """[residual +] ls (h W^T + b): h [..., F], W [C, F] -> [..., C] in the dtype of the residual, else of h.
+
+    With `next_eps` also the statistics of its rows, which are of half precision.
+    """
     parameters = {"weight": weight, "bias": bias, "layer_scale": layer_scale, "residual": residual}
-    require_supported("linear_residual", h, parameters)
+    require_supported("linear_residual", h, parameters, h.dtype)
     from ..kernels import linear
 
     second = in_dtype(weight, h.dtype)
-    base = None if residual is None else contiguous_rows(residual).to(h.dtype)
+    base = None if residual is None else contiguous_rows(residual)
     y, emitted = linear.linear_residual(contiguous_rows(h), second, bias, layer_scale, base, next_eps)
-    return y.view(*h.shape[:-1], weight.shape[0]), no_tensor(h) if emitted is None else torch.stack(emitted)
+    return y.view(*h.shape[:-1], weight.shape[0]), no_tensor(h) if emitted is None else emitted
 
 
 @linear_residual_op.register_fake
@@ -127,7 +134,8 @@ def _(
     h: Tensor, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None, residual: Tensor | None,
     next_eps: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return h.new_empty((*h.shape[:-1], weight.shape[0])), new_statistics(h, next_eps is not None)
+    dtype = h.dtype if residual is None else residual.dtype
+    return h.new_empty((*h.shape[:-1], weight.shape[0]), dtype=dtype), new_statistics(h, next_eps is not None)
 
 
 @torch.library.custom_op("vit_fast::linear_residual_backward", mutates_args=())
@@ -137,7 +145,7 @@ def linear_residual_backward_op(
     """Gradients of h, weight, bias, layer_scale; of an absent one an empty tensor."""
     from ..kernels import linear
 
-    dy, contiguous = contiguous_rows(grad_output), weight.contiguous()
+    dy, contiguous = contiguous_rows(grad_output).to(h.dtype), weight.contiguous()
     dh = linear.product_gradient(dy, contiguous, layer_scale)
     d_weight, d_bias, d_scale = linear.residual_gradients(dy, contiguous_rows(h), contiguous, bias, layer_scale)
     return dh.view(h.shape), d_weight, like_parameter(d_bias, bias, h), like_parameter(d_scale, layer_scale, h)
@@ -151,20 +159,21 @@ def _(
     return h.new_empty(h.shape), weight.new_empty(weight.shape), d_bias, d_scale
 
 
-def _save_layer_norm_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, _, *parameters, ctx.eps = inputs
+def _save_layer_norm_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, given, *parameters, _, _ = inputs
+    _, *made = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(x, *output, *parameters)
+    ctx.mark_non_differentiable(*made)
+    ctx.save_for_backward(*rows_to_keep(x, given, *made), *parameters)
 
 
-def _layer_norm_linear_backward(ctx: Any, grad_output: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+def _layer_norm_linear_backward(ctx: Any, grad_output: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad_output is None:
-        return (None,) * 7
+        return (None,) * 8
     saved = ctx.saved_tensors  # once: under checkpointing a second look is an error
-    dx, *gradients = _linear_backward(grad_output, *saved, ctx.eps)
-    present = [None if parameter is None else gradient for parameter, gradient in zip(saved[3:], gradients)]
-    return (dx, None, *present, None)
+    dx, *gradients = _linear_backward(grad_output, *saved)
+    present = [None if parameter is None else gradient for parameter, gradient in zip(saved[2:], gradients)]
+    return (dx, None, *present, None, None)
 
 
 def _save_linear_residual(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -214,8 +223,8 @@ def _(x: Any, statistics: Any, norm_weight: Any, norm_bias: Any, weight: Any, *a
 
 
 @register_flop_formula(torch.ops.vit_fast.layer_norm_linear_backward)
-def _(grad_output: Any, x: Any, *args: Any, **kwargs: Any) -> int:
-    return 4 * rows_of(x) * int(x[-1]) * int(grad_output[-1])
+def _(grad_output: Any, rows: Any, *args: Any, **kwargs: Any) -> int:
+    return 4 * rows_of(rows) * int(rows[-1]) * int(grad_output[-1])
 
 
 @register_flop_formula(torch.ops.vit_fast.linear_residual)

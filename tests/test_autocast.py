@@ -1,0 +1,105 @@
+"""Autocast: the residual stream stays in fp32, as torch keeps it, and the result as exact as torch's own."""
+
+from __future__ import annotations
+
+import copy
+
+import mlp_support as support
+import pytest
+import torch
+from fused_models import DEEP, assert_gradients_within, assert_within, gradients, in_fp64
+from mlp_support import DEVICE, make_case
+from torch import Tensor
+
+import vit_fast
+from vit_fast.ops.linear import layer_norm_linear, linear_residual
+
+support.make_bf16_exact()
+HALF = [torch.bfloat16, torch.float16]
+every_half = pytest.mark.parametrize("dtype", HALF, ids=str)
+
+
+# The interpreter takes a minute for each: a library and a dtype of each kind on every run, the others with --slow.
+_ALWAYS = {("timm", torch.bfloat16), ("ours", torch.float16)}
+_DEEP = [
+    pytest.param(library, dtype, marks=() if (library, dtype) in _ALWAYS else pytest.mark.slow)
+    for library in DEEP
+    for dtype in HALF
+]
+
+
+@pytest.mark.parametrize(("library", "dtype"), _DEEP, ids=str)
+def test_24_layers_are_as_exact_as_torchs_autocast(library: str, dtype: torch.dtype) -> None:
+    """Forward and every gradient: the stream rounded to bf16 in every block made 2.2 times torch's error."""
+    subject = DEEP[library]
+    model = subject.build().eval().to(DEVICE)
+    inputs = {name: tensor.to(DEVICE) for name, tensor in subject.inputs().items()}
+    exact, exact_grads = in_fp64(subject, model, inputs)
+    fused = copy.deepcopy(model)
+    vit_fast.fuse(fused, backend="triton").require_all()
+    with torch.autocast(DEVICE, dtype):
+        usual, usual_grads = gradients(subject, model, inputs)
+        output, grads = gradients(subject, fused, inputs)
+    assert output.dtype == usual.dtype
+    assert_within(output, usual, exact, 2, "output")
+    largest = max(grad.abs().max() for grad in exact_grads.values())
+    for name in [name for name, grad in exact_grads.items() if grad.abs().max() < 1e-12 * largest]:
+        # a key's bias: zero but for the rounding of the half-precision sums it is made of
+        gradient = grads.pop(name)
+        assert gradient.abs().max() <= max(3 * usual_grads[name].abs().max(), torch.finfo(dtype).eps * largest), name
+    assert_gradients_within(grads, {name: usual_grads[name] for name in grads}, exact_grads, 3)
+
+
+@every_half
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("stream", ["fp32", "half"])
+def test_every_output_has_the_dtype_that_torch_gives(
+    dtype: torch.dtype, residual: bool, scaled: bool, stream: str
+) -> None:
+    """A half-precision stream stays one; gradients come in the dtype of what they are of."""
+    case = make_case(20, 48, 72, torch.float32, residual=residual)
+    if not scaled:
+        case = support.replace(case, layer_scale=None)
+    with torch.autocast(DEVICE, dtype):
+        expected = dtype if stream == "half" else case.forward("eager").dtype
+    if stream == "half":
+        case = support.replace(case, x=case.x.detach().to(dtype).requires_grad_())
+    with torch.autocast(DEVICE, dtype):
+        y = case.forward("triton")
+    assert y.dtype == expected
+    leaves = [case.x, *(p for p in (*case.parameters, case.layer_scale) if p is not None)]
+    for leaf, gradient in zip(leaves, torch.autograd.grad(y.float().square().sum(), leaves)):
+        assert gradient.dtype == leaf.dtype
+
+
+def _half_block(tensors: list[Tensor], fused: bool) -> Tensor:
+    """x + ls (LN(x) W^T W + b): LayerNorm and linear, then linear, LayerScale and residual."""
+    x, gamma, beta, weight = tensors
+    if fused:
+        h = layer_norm_linear(x, gamma, beta, weight, None, eps=1e-6)
+        return linear_residual(h, weight.t(), beta, layer_scale=gamma, residual=x, next_eps=1e-6)[0]
+    h = torch.nn.functional.linear(torch.nn.functional.layer_norm(x, x.shape[-1:], gamma, beta, 1e-6), weight)
+    return x + gamma * torch.nn.functional.linear(h, weight.t(), beta)
+
+
+@every_half
+@pytest.mark.parametrize("size", [1.0, 1e-6, 3e5], ids=["ordinary", "tiny", "beyond fp16"])
+def test_rows_of_any_size(size: float, dtype: torch.dtype) -> None:
+    """fp32 rows that fp16 cannot hold: torch normalises them in fp32, and so do we."""
+    base = [torch.randn(shape, device=DEVICE) for shape in ((30, 48), (48,), (48,), (72, 48))]
+    base[0] *= size
+    grad = torch.randn(30, 48, device=DEVICE)
+
+    def results(precision: torch.dtype, fused: bool) -> dict[str, Tensor]:
+        leaves = [tensor.to(precision, copy=True).requires_grad_() for tensor in base]
+        with torch.autocast(DEVICE, dtype, enabled=precision != torch.float64):
+            y = _half_block(leaves, fused)
+        assert y.dtype == precision
+        branch = y.detach() - leaves[0].detach()  # beside a large residual its error would not show
+        names = ("d x", "d gamma", "d beta", "d weight")
+        return {"y": branch, **dict(zip(names, torch.autograd.grad(y, leaves, grad.to(precision))))}
+
+    exact, usual = results(torch.float64, False), results(torch.float32, False)
+    for name, value in results(torch.float32, True).items():
+        assert_within(value, usual[name], exact[name], 2 if name == "y" else 3, name)
