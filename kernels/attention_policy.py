@@ -217,6 +217,9 @@ def _forward_rule(problem: Problem) -> ForwardConfig:
         return ForwardConfig("looped", 64, 128 if width < 128 else 64, num_warps=4, num_stages=2, tma=True)
     if tma:
         return ForwardConfig("looped", 128, 64, num_warps=4, num_stages=2, tma=True)
+    if problem.arch == "sm_120" and width == 128:
+        # 128 queries spill there
+        return ForwardConfig("looped", 64, 64, num_warps=8, num_stages=2)
     if generation == "ampere":
         return ForwardConfig("looped", 128, 64, num_warps=8, num_stages=2)
     return ForwardConfig("looped", 64, 64, num_warps=8, num_stages=1)
@@ -249,6 +252,9 @@ def _dkdv_rule(problem: Problem) -> BackwardConfig:
         return BackwardConfig(block_m, block_n, num_warps=8, num_stages=1)
     if problem.generation == "ampere" and problem.width == 128:
         return BackwardConfig(32, 32, num_warps=8, num_stages=2)
+    if problem.arch == "sm_120" and problem.width == 96:
+        # 32 queries spill there
+        return BackwardConfig(16, 64, num_warps=8, num_stages=2)
     if problem.generation == "ampere":
         return BackwardConfig(32, 64, num_warps=4 if problem.width <= 64 else 8, num_stages=2)
     if problem.uses_tma:
