@@ -144,22 +144,25 @@ def _matmul_builds(arch: str) -> Iterator[Build]:
                     )
 
 
-def _small_launches(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
-    x, weight, vector = _meta(_M, _C, dtype=dtype), _meta(_F, _C, dtype=dtype), _meta(_C, dtype=dtype)
-    half = dtype.itemsize == 2
-    rows = RowStatistics(x, _meta(2 if half else 1, _M))
-    folded = FoldedLinear(weight, _meta(_F), _meta(_F))
-    yield "row_statistics", row_statistics_launch(x, 1e-6, rows.statistics, None if half else x)
-    yield "combine_statistics", combine_statistics_launch(_meta(12, 2, _M), 64, _C, 1e-6, _meta(2, _M))
-    yield "prepare_weight", prepare_weight_launch(weight, vector, vector, _meta(_F, dtype=dtype), folded)
-    yield "layer_norm_grad", layer_norm_grad_launch(x, rows, x, x if half else None)
-    yield "coefficient", coefficient_launch(_meta(48, _M), rows, _meta(_M))
+def _small_launches(dtype: torch.dtype, stream: torch.dtype) -> Iterator[tuple[str, Launch]]:
+    """Around matmuls of `dtype`; x and the parameters in the dtype of the residual stream."""
+    x, rows = _meta(_M, _C, dtype=stream), _meta(_M, _C, dtype=dtype)
+    weight, vector, bias = _meta(_F, _C, dtype=stream), _meta(_C, dtype=stream), _meta(_F, dtype=stream)
+    normalised = stream == torch.float32
+    known = RowStatistics(rows, _meta(1 if normalised else 2, _M))
+    yield "row_statistics", row_statistics_launch(x, 1e-6, known.statistics, rows if normalised else None)
+    if not normalised:
+        yield "combine_statistics", combine_statistics_launch(_meta(12, 2, _M), 64, _C, 1e-6, _meta(2, _M))
+    folded = FoldedLinear(_meta(_F, _C, dtype=dtype), _meta(_F), _meta(_F))
+    yield "prepare_weight", prepare_weight_launch(weight, vector, vector, bias, folded)
+    yield "layer_norm_grad", layer_norm_grad_launch(rows, known, x, None if normalised else rows)
+    yield "coefficient", coefficient_launch(_meta(48, _M), known, _meta(_M))
     parts = _meta(_F // 32, _C)
     yield (
         "folded_weight_grad",
         folded_weight_grad_launch(_meta(5, _F, _C), _meta(_F), _meta(_F), weight, vector, vector, weight, parts, parts),
     )
-    wide = _meta(_C, _F, dtype=dtype)
+    wide = _meta(_C, _F, dtype=stream)
     yield (
         "residual_weight_grad",
         residual_weight_grad_launch(_meta(5, _C, _F), wide, vector, wide, _meta(_F // 128, _C)),
@@ -169,6 +172,7 @@ def _small_launches(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
 def offline_builds(arch: str) -> Iterator[Build]:
     """The shipped builds of the matmul and of the kernels around it for one architecture."""
     yield from _matmul_builds(arch)
-    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
-        for kernel, launch in _small_launches(dtype):
+    half, full = torch.bfloat16, torch.float32
+    for name, dtype, stream in (("bf16", half, half), ("fp32", full, full), ("autocast", half, full)):
+        for kernel, launch in _small_launches(dtype, stream):
             yield Build(kernel, name, launch)

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 import mlp_support as support
 import pytest
 import torch
+from fused_models import assert_within
 from hypothesis import given
 from hypothesis import strategies as st
 from mlp_support import check_case, make_case
+from torch import Tensor
 
 from vit_fast.kernels import matmul_policy
 from vit_fast.kernels.activations import ACTIVATIONS
@@ -62,6 +64,25 @@ def test_massive_activations(dtype: torch.dtype) -> None:
         case.x[:, [7, 100]] += torch.tensor([1000.0, -600.0], device=case.x.device).to(dtype)
         case.x[5] *= 30
     check_case(case)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [100.0, 800.0, 5000.0])
+def test_one_massive_channel(size: float, dtype: torch.dtype) -> None:
+    """Root mean squares over six draws: the gradient of gamma is one element there, 100 times the others, and eager's
+    error in one element is below a third of ours in 16 % of draws, ours below a third of eager's in 22 %."""
+    draws: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
+    for seed in range(6):
+        case = make_case(30, 128, 72, dtype, seed=seed)
+        with torch.no_grad():
+            case.x[:, 7] += size
+        ours, eager, exact = (
+            case.to(d).run(b) for d, b in ((dtype, "triton"), (dtype, "eager"), (torch.float64, "eager"))
+        )
+        for name in ours:
+            draws.setdefault(name, []).append((ours[name], eager[name], exact[name]))
+    for name, results in draws.items():
+        assert_within(*(torch.stack(each) for each in zip(*results)), 2 if name == "y" else 3, name)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -136,6 +136,32 @@ def test_linear_layers_against_fp64(dtype: torch.dtype) -> None:
     assert_rule(results(fused, dtype), results(plain, dtype), results(plain, torch.float64))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("unusual", ["constant", "far from 0", "wide"])
+def test_layer_norm_linear_of_unusual_rows(unusual: str, dtype: torch.dtype) -> None:
+    """Every third row constant, all with a mean of 1000 spreads, or wider than a program reads at once."""
+    width = 2100 if unusual == "wide" else 32
+    shapes = ((18, width), (width,), (width,), (48, width), (48,))
+    base = [torch.randn(shape, device=DEVICE) * (width**-0.5 if len(shape) == 2 else 1) for shape in shapes]
+    if unusual == "constant":
+        base[0][::3] = 3.0
+    elif unusual == "far from 0":
+        base[0] = base[0] * width**0.5 + 1000
+    grad = torch.randn(18, 48, device=DEVICE).to(dtype)
+
+    def results(precision: torch.dtype, fused: bool) -> dict[str, Tensor]:
+        leaves = [tensor.to(dtype).to(precision).requires_grad_() for tensor in base]
+        x, gamma, beta, weight, bias = leaves
+        if fused:
+            y = layer_norm_linear(x, gamma, beta, weight, bias, eps=1e-6)
+        else:
+            y = F.linear(F.layer_norm(x, (width,), gamma, beta, 1e-6), weight, bias)
+        gradients = torch.autograd.grad(y, leaves, grad.to(precision))
+        return {"y": y.detach(), **dict(zip(("d x", "d gamma", "d beta", "d weight", "d bias"), gradients))}
+
+    assert_rule(results(dtype, True), results(dtype, False), results(torch.float64, False))
+
+
 def test_statistics_handed_in_give_the_same_result(case: Case) -> None:
     half = case.to(torch.bfloat16)
     identity = torch.eye(32, device=DEVICE, dtype=torch.bfloat16)
