@@ -1,10 +1,12 @@
 """Which tiles a matmul runs with: a table by architecture, product precision and size, no search at the first call.
 
-Every row compiles without spills for its architecture (`vit-fast kernels`). The sizes at which a row takes over are
-estimates from tile counts, not measurements.
+Every row compiles without spills for its architecture (`vit-fast kernels`). Among the rows the one is taken that a
+model of the busiest multiprocessor's time finds fastest; its constants are estimates, not measurements.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -51,11 +53,12 @@ _IEEE = (MatmulConfig(64, 64, 16, num_warps=8, num_stages=2, ctas_per_sm=2),)
 
 _HALF_HOPPER = (
     MatmulConfig(128, 256, 64, sub_tiles=4, num_warps=8, num_stages=3, tma=True, flatten=True),
+    MatmulConfig(128, 128, 64, sub_tiles=2, num_warps=8, num_stages=4, tma=True, flatten=True),
     MatmulConfig(64, 128, 64, sub_tiles=2, num_warps=4, num_stages=4, tma=True, ctas_per_sm=2),
     MatmulConfig(64, 64, 64, num_warps=4, num_stages=4, tma=True, ctas_per_sm=2),
 )
 _HALF_BLACKWELL = (
-    MatmulConfig(128, 256, 64, sub_tiles=4, num_warps=8, num_stages=3, tma=True),
+    MatmulConfig(128, 256, 64, sub_tiles=4, num_warps=8, num_stages=3, tma=True, flatten=True),
     MatmulConfig(128, 128, 64, sub_tiles=4, num_warps=4, num_stages=3, tma=True, ctas_per_sm=2),
     MatmulConfig(64, 64, 64, num_warps=4, num_stages=4, tma=True, ctas_per_sm=2),
 )
@@ -90,8 +93,46 @@ def _pointer_table(arch: str, kind: str, epilogue: str) -> tuple[MatmulConfig, .
     )  # fmt: skip
 
 
+# Estimates, in cycles of a multiprocessor, from the data sheets of sm_80 to sm_100 and from instructions counted in
+# compiled kernels; none is measured. They only have to order configurations, and only ratios matter for that.
+_PRODUCTS = 2048  # fp16 multiply-adds a cycle; fewer elsewhere, but for all tiles alike
+_L2_BYTES = 64  # a cycle, of the operands' tiles
+_LATENCY = 700  # from the request of a tile of A and B to its arrival
+_EPILOGUE = 2036 / (128 * 256)  # issue cycles an element: scale, bias, conversion, store
+_START = 1500  # a launch's first loads
+
+
+def predicted_cycles(config: MatmulConfig, M: int, N: int, K: int, itemsize: int, sm_count: int) -> float:
+    """An estimate of what the busiest multiprocessor needs for its tiles.
+
+    Args:
+        config: The tiles.
+        M, N, K: Sizes of the product.
+        itemsize: Bytes an element of A and B.
+        sm_count: Multiprocessors.
+    """
+    tiles = ceil_div(config.tiles(M, N), sm_count)
+    together = min(tiles, config.ctas_per_sm)
+    area, border = config.block_m * config.block_n, config.block_m + config.block_n
+    step = config.block_k * max(
+        area / _PRODUCTS * itemsize / 2,
+        border * itemsize / _L2_BYTES,
+        _LATENCY / (config.block_k * max(1, config.num_stages - 1) * together),
+    )
+    hidden = config.flatten or config.ctas_per_sm > 1  # but for the last, the epilogues run under other tiles' products
+    epilogues = 1 if hidden else tiles
+    return _START + tiles * ceil_div(K, config.block_k) * step + epilogues * area * _EPILOGUE
+
+
+def choose_config(table: Sequence[MatmulConfig], operands: Operands, sm_count: int) -> MatmulConfig:
+    """The configuration of a table with the lowest `predicted_cycles`, the widest of equals."""
+    M, N, K = operands.sizes
+    itemsize = operands.a.element_size()
+    return min(table, key=lambda config: predicted_cycles(config, M, N, K, itemsize, sm_count))
+
+
 def matmul_config(operands: Operands, epilogue: str) -> MatmulConfig:
-    """The configuration for these operands: the widest tile that gives every multiprocessor one, else the smallest.
+    """The configuration for these operands on their device.
 
     The interpreter, whose time goes by the number of tiles and not by their size, always takes the widest there is.
     """
@@ -99,11 +140,7 @@ def matmul_config(operands: Operands, epilogue: str) -> MatmulConfig:
     if is_interpreted():
         return config_table("sm_90", "half", epilogue, fits_tma(operands))[0]
     table = config_table(arch_of(device), precision_kind(operands.a.dtype), epilogue, fits_tma(operands))
-    M, N, _ = operands.sizes
-    for config in table[:-1]:
-        if config.tiles(M, N) >= sm_count_of(device):
-            return config
-    return table[-1]
+    return choose_config(table, operands, sm_count_of(device))
 
 
 def split_count(operands: Operands, config: MatmulConfig) -> int:

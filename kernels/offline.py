@@ -160,6 +160,11 @@ def compile_launch(launch: Launch, arch: str) -> Any:
     return triton.compile(source, target=target, options=launch.options())
 
 
+def specialisation(launch: Launch) -> str:
+    """What the compiler is given, in words: launches with the same are one binary."""
+    return repr((launch.kernel.__name__, _specialise(launch), launch.options()))
+
+
 def compile_build(build: Build, arch: str) -> Stats:
     """Compile one build for an architecture and read the result."""
     start = time.perf_counter()
