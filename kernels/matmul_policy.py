@@ -96,7 +96,7 @@ def _pointer_table(arch: str, kind: str, epilogue: str) -> tuple[MatmulConfig, .
 # Estimates, in cycles of a multiprocessor, from the data sheets of sm_80 to sm_100 and from instructions counted in
 # compiled kernels; none is measured. They only have to order configurations, and only ratios matter for that.
 _PRODUCTS = 2048  # fp16 multiply-adds a cycle; fewer elsewhere, but for all tiles alike
-_L2_BYTES = 64  # a cycle, of the operands' tiles
+_L2_BYTES = 48  # a cycle, of the operands' tiles: the A100's 5,120 over its 108 multiprocessors
 _LATENCY = 700  # from the request of a tile of A and B to its arrival
 _EPILOGUE = 2036 / (128 * 256)  # issue cycles an element: scale, bias, conversion, store
 _START = 1500  # a launch's first loads

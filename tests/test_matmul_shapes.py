@@ -146,9 +146,9 @@ def test_no_tiles_are_predicted_to_be_faster(arch: str, batch: int) -> None:
         assert cycles[chosen] == min(cycles.values()) <= cycles[_old_rule(table, M, N)]
 
 
-@pytest.mark.parametrize(("layer", "batch", "share"), [("fc2", 32, 0.75), ("proj", 64, 0.85), ("qkv", 8, 0.85)])
+@pytest.mark.parametrize(("layer", "batch", "share"), [("fc2", 32, 0.75), ("proj", 32, 0.75), ("qkv", 8, 0.85)])
 def test_multiprocessors_are_kept_busy(layer: str, batch: int, share: float) -> None:
-    """Of the busiest multiprocessor's tiles, how many the average one has: 57 %, 75 % and 85 % by the old rule."""
+    """Of the busiest multiprocessor's tiles, how many the average one has: 57 %, 57 % and 85 % by the old rule."""
     (N, K), M = LAYERS[layer], 197 * batch
     config = choose_config(config_table("sm_90", "half", "residual", True), operands("residual", M, N, K), 132)
     tiles = config.tiles(M, N)
