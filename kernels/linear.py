@@ -8,20 +8,22 @@ Backward: `layer_norm_linear_gradients`; for an MLP `activation_gradient`, `inpu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from . import library
 from .gradients import (
     folded_weight_gradients,
     gradient_coefficient,
     layer_norm_gradient,
     residual_weight_gradients,
 )
-from .layer_norm import FoldedLinear, RowStatistics, combine_statistics_launch
+from .layer_norm import FoldedLinear, RowStatistics, combine_statistics_launch, row_statistics_launch
 from .matmul_launch import Operands, matmul_launch
-from .matmul_policy import matmul_config, split_count
+from .matmul_policy import matmul_config, prefers_library, residual_config, split_count
+from .split_k import finish_residual_launch
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ def _layer_norm_linear(rows: RowStatistics, folded: FoldedLinear, activation: st
         x, folded.weight, out, b_is_nk=True, z=z, mean=rows.mean, rstd=rows.rstd,
         bias=folded.shift, weight_sum=folded.weight_sum,
     )  # fmt: skip
+    if prefers_library(operands, "layer_norm"):
+        return library.layer_norm_linear(rows, folded, activation, z)
     config = matmul_config(operands, "layer_norm")
     matmul_launch(operands, epilogue="layer_norm", config=config, activation=activation).run()
     return out
@@ -79,14 +83,25 @@ def linear_residual(
     bias, scale = (vector if vector is None else vector.contiguous() for vector in (bias, scale))
     dtype = dtype or h.dtype if residual is None else residual.dtype
     out = torch.empty(M, C, dtype=dtype, device=h.device)
+    statistics = None if statistics_eps is None else torch.empty(2, M, dtype=torch.float32, device=h.device)
     operands = Operands(h, weight, out, b_is_nk=True, residual=residual, bias=bias, scale=scale)
-    config = matmul_config(operands, "residual")
-    if statistics_eps is None:
+    if prefers_library(operands, "residual"):
+        out = library.linear_residual(h, weight, bias, scale, residual, dtype)
+        if statistics is not None and statistics_eps is not None:
+            row_statistics_launch(out, statistics_eps, statistics, None).run()
+        return out, statistics
+    config, splits = residual_config(operands)
+    if splits > 1:
+        part = torch.empty(splits, M, C, dtype=torch.float32, device=h.device)
+        parts = Operands(h, weight, part, b_is_nk=True)
+        matmul_launch(parts, epilogue="partial", config=config, split_k=splits).run()
+        finish_residual_launch(part, bias, scale, residual, out, statistics, statistics_eps or 0.0).run()
+        return out, statistics
+    if statistics is None or statistics_eps is None:
         matmul_launch(operands, epilogue="residual", config=config).run()
         return out, None
     part = torch.empty(config.row_parts(C), 2, M, dtype=torch.float32, device=h.device)
-    statistics = part.new_empty(2, M)
-    operands = Operands(h, weight, out, b_is_nk=True, residual=residual, bias=bias, scale=scale, row_part=part)
+    operands = replace(operands, row_part=part)
     matmul_launch(operands, epilogue="residual", config=config).run()
     combine_statistics_launch(part, config.piece, C, statistics_eps, statistics).run()
     return out, statistics

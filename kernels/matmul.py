@@ -12,6 +12,9 @@ The epilogues, with acc = A B of row m and column n:
 - "layer_norm_grad": out = [residual +] acc - (x - mean) coefficient; the LayerNorm backward of a row.
 - "partial":         out[split] = acc over one of SPLIT_K parts of K, fp32, summed later in a fixed order.
 
+Rows that were normalised beforehand have no mean: rstd is then 1 throughout, but for the end of the way back, where
+"layer_norm_grad" takes it: out = [residual +] rstd acc - x coefficient.
+
 A constant row (rstd < 0, see `layer_norm.py`) takes 1 in place of rstd in "activation_grad" and its magnitude in
 "layer_norm_grad": its weight gradient, dz~ (x - mean), then cancels between numbers a thousand times smaller.
 
@@ -254,7 +257,7 @@ def _matmul_kernel(
     h,  # [M, N] activation, stored by "activation_grad" unless None
     x,  # [M, N] input of the LayerNorm, read by "layer_norm_grad"
     residual,  # [M, N] added to the result unless None; of "residual" always a pointer
-    mean_ptr,  # fp32 [M]; None: the rows were centred beforehand
+    mean_ptr,  # fp32 [M]; None: the rows were normalised beforehand
     rstd_ptr,  # fp32 [M], negative for a constant row (see layer_norm.py)
     coefficient_ptr,  # fp32 [M]
     bias_ptr,  # [N]
@@ -301,16 +304,20 @@ def _matmul_kernel(
             base = out + tl.cast(tile // tiles, tl.int64) * M * N
             _store_tile(base, acc, row, col, M, N, BLOCK_M, BLOCK_N, False)
         if EPILOGUE == "layer_norm":
-            row_scale = tl.maximum(_load_rows(rstd_ptr, row, M, BLOCK_M), 0.0)
-            row_shift = row_scale * 0.0
+            row_scale = tl.full((BLOCK_M,), 1.0, tl.float32)
+            row_shift = tl.zeros((BLOCK_M,), tl.float32)
             if mean_ptr is not None:
+                row_scale = tl.maximum(_load_rows(rstd_ptr, row, M, BLOCK_M), 0.0)
                 row_shift = -row_scale * _load_rows(mean_ptr, row, M, BLOCK_M)
         if EPILOGUE == "activation_grad":
-            rstd = weight_gradient_scale(_load_rows(rstd_ptr, row, M, BLOCK_M))
+            rstd = tl.full((BLOCK_M,), 1.0, tl.float32)
+            if mean_ptr is not None:
+                rstd = weight_gradient_scale(_load_rows(rstd_ptr, row, M, BLOCK_M))
         if EPILOGUE == "layer_norm_grad":
             coefficient = _load_rows(coefficient_ptr, row, M, BLOCK_M)
             row_scale = _load_rows(rstd_ptr, row, M, BLOCK_M)
-            row_scale = tl.where(row_scale < 0.0, -row_scale, 1.0)
+            if mean_ptr is not None:
+                row_scale = tl.where(row_scale < 0.0, -row_scale, 1.0)
         if EPILOGUE == "activation_grad" or EPILOGUE == "layer_norm_grad":
             mean = tl.zeros((BLOCK_M,), tl.float32)
             if mean_ptr is not None:

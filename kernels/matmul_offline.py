@@ -28,6 +28,7 @@ from .layer_norm import (
 from .matmul_launch import EPILOGUES, MatmulConfig, Operands, matmul_launch
 from .matmul_policy import config_table
 from .offline import Build
+from .split_k import finish_residual_launch
 
 _M, _C, _F = 50_432, 768, 3072
 _KINDS = {"half": torch.bfloat16, "tf32": torch.float32, "ieee": torch.float32}
@@ -37,8 +38,8 @@ def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, device="meta", dtype=dtype)
 
 
-def _layer_norm(dtype: torch.dtype, keep_z: bool) -> Operands:
-    half = dtype.itemsize == 2
+def _layer_norm(dtype: torch.dtype, keep_z: bool, stream: torch.dtype | None = None) -> Operands:
+    half = (stream or dtype).itemsize == 2  # fp32 rows were normalised beforehand
     return Operands(
         _meta(_M, _C, dtype=dtype), _meta(_F, _C, dtype=dtype), _meta(_M, _F, dtype=dtype), b_is_nk=True,
         z=_meta(_M, _F, dtype=dtype) if keep_z else None, mean=_meta(_M) if half else None, rstd=_meta(_M),
@@ -59,11 +60,13 @@ def _product(dtype: torch.dtype) -> Operands:
     return Operands(_meta(_M, _C, dtype=dtype), _meta(_C, _C, dtype=dtype), _meta(_M, _C, dtype=dtype))
 
 
-def _activation_grad(dtype: torch.dtype, config: MatmulConfig, factor: Tensor | None = None) -> Operands:
-    hidden = _meta(_M, _F, dtype=dtype)
+def _activation_grad(
+    dtype: torch.dtype, config: MatmulConfig, factor: Tensor | None = None, stream: torch.dtype | None = None
+) -> Operands:
+    hidden, half = _meta(_M, _F, dtype=dtype), (stream or dtype).itemsize == 2
     return Operands(
         _meta(_M, _C, dtype=dtype), _meta(_C, _F, dtype=dtype), hidden, z=hidden, h=hidden,
-        mean=_meta(_M) if dtype.itemsize == 2 else None, rstd=_meta(_M), bias=_meta(_F), scale=factor,
+        mean=_meta(_M) if half else None, rstd=_meta(_M), bias=_meta(_F), scale=factor,
         row_part=_meta(config.row_parts(_F), _M), column_part=_meta(config.column_parts(_M), 2, _F),
     )  # fmt: skip
 
@@ -72,7 +75,7 @@ def _layer_norm_grad(dtype: torch.dtype, stream: torch.dtype) -> Operands:
     narrow = _meta(_M, _C, dtype=stream)
     return Operands(
         _meta(_M, _F, dtype=dtype), _meta(_F, _C, dtype=dtype), narrow, x=narrow, residual=narrow,
-        mean=_meta(_M) if dtype.itemsize == 2 else None, rstd=_meta(_M), coefficient=_meta(_M),
+        mean=_meta(_M) if stream.itemsize == 2 else None, rstd=_meta(_M), coefficient=_meta(_M),
     )  # fmt: skip
 
 
@@ -85,6 +88,8 @@ def _matmul_cases(
         yield "gelu", _layer_norm(dtype, False), "gelu", 1
         yield "gelu keeping z", _layer_norm(dtype, True), "gelu", 1
         yield "no activation", _layer_norm(dtype, False), "identity", 1
+        if dtype.itemsize == 2:
+            yield "gelu of normalised rows", _layer_norm(dtype, True, torch.float32), "gelu", 1
         for activation in ACTIVATIONS[1:] if widest else ():
             yield f"{activation} keeping z", _layer_norm(dtype, True), activation, 1
     elif epilogue == "residual":
@@ -92,11 +97,14 @@ def _matmul_cases(
             what = "bias, LayerScale, residual, statistics" + (" in fp32" if stream != dtype else "")
             yield what, _residual(dtype, stream, config), "identity", 1
         yield "product alone", _product(dtype), "identity", 1
+        whole = _residual(dtype, dtype, config)
+        yield "5 parts", Operands(whole.a, whole.b, _meta(5, _M, _C), b_is_nk=True), "identity", 5
     elif epilogue == "activation_grad":
         for activation in ACTIVATIONS if widest else ACTIVATIONS[:1]:
             yield activation, _activation_grad(dtype, config), activation, 1
         if dtype.itemsize == 2:
             yield "gelu with a factor", _activation_grad(torch.float16, config, _meta(1)), "gelu", 1
+            yield "gelu of normalised rows", _activation_grad(dtype, config, None, torch.float32), "gelu", 1
     elif epilogue == "layer_norm_grad":
         for stream in streams:
             yield "residual" + (" in fp32" if stream != dtype else ""), _layer_norm_grad(dtype, stream), "identity", 1
@@ -130,8 +138,8 @@ def _matmul_builds(arch: str) -> Iterator[Build]:
             for index, config in enumerate(configs):
                 for what, operands, activation, parts in _matmul_cases(epilogue, dtype, config, index == 0):
                     launch = matmul_launch(
-                        operands, epilogue=epilogue, config=config, activation=activation, split_k=parts,
-                        precision="ieee" if kind == "half" else kind,
+                        operands, epilogue=epilogue if parts == 1 else "partial", config=config,
+                        activation=activation, split_k=parts, precision="ieee" if kind == "half" else kind,
                     )  # fmt: skip
                     tile = f"{config.block_m}x{config.block_n}x{config.block_k}"
                     paths = "TMA" if config.tma else "pointers"
@@ -153,6 +161,9 @@ def _small_launches(dtype: torch.dtype, stream: torch.dtype) -> Iterator[tuple[s
     yield "row_statistics", row_statistics_launch(x, 1e-6, known.statistics, rows if normalised else None)
     if not normalised:
         yield "combine_statistics", combine_statistics_launch(_meta(12, 2, _M), 64, _C, 1e-6, _meta(2, _M))
+    statistics = None if normalised else _meta(2, _M)
+    finish = finish_residual_launch(_meta(5, _M, _C), vector, vector, x, x, statistics, 1e-6)
+    yield "finish_residual", finish
     folded = FoldedLinear(_meta(_F, _C, dtype=dtype), _meta(_F), _meta(_F))
     yield "prepare_weight", prepare_weight_launch(weight, vector, vector, bias, folded)
     yield "layer_norm_grad", layer_norm_grad_launch(rows, known, x, None if normalised else rows)

@@ -6,16 +6,24 @@ model of the busiest multiprocessor's time finds fastest; its constants are esti
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from .launch import arch_of, ceil_div, generation, is_interpreted, sm_count_of
 from .matmul_launch import MatmulConfig, Operands, fits_tma, matmul_precision
+from .split_k import MAX_WIDTH
 
+TABLE_PATH = Path(__file__).with_name("matmul_table.json")
 # Epilogues that hold more of a tile in registers than the others.
 _HEAVY = ("activation_grad", "partial")
-_MAX_SPLITS = 16
+_MAX_SPLITS = 16  # of a weight gradient
+_MAX_RESIDUAL_SPLITS = 8
+_MIN_STEPS = 4  # of K in a part
 
 
 def precision_kind(dtype: torch.dtype) -> str:
@@ -100,9 +108,12 @@ _L2_BYTES = 48  # a cycle, of the operands' tiles: the A100's 5,120 over its 108
 _LATENCY = 700  # from the request of a tile of A and B to its arrival
 _EPILOGUE = 2036 / (128 * 256)  # issue cycles an element: scale, bias, conversion, store
 _START = 1500  # a launch's first loads
+_NEXT_LAUNCH = 3000  # from the end of one launch to the start of the next
 
 
-def predicted_cycles(config: MatmulConfig, M: int, N: int, K: int, itemsize: int, sm_count: int) -> float:
+def predicted_cycles(
+    config: MatmulConfig, M: int, N: int, K: int, itemsize: int, sm_count: int, splits: int = 1
+) -> float:
     """An estimate of what the busiest multiprocessor needs for its tiles.
 
     Args:
@@ -110,8 +121,9 @@ def predicted_cycles(config: MatmulConfig, M: int, N: int, K: int, itemsize: int
         M, N, K: Sizes of the product.
         itemsize: Bytes an element of A and B.
         sm_count: Multiprocessors.
+        splits: Parts of K; more than one are fp32 in memory, and summed by a launch of their own.
     """
-    tiles = ceil_div(config.tiles(M, N), sm_count)
+    tiles = ceil_div(config.tiles(M, N) * splits, sm_count)
     together = min(tiles, config.ctas_per_sm)
     area, border = config.block_m * config.block_n, config.block_m + config.block_n
     step = config.block_k * max(
@@ -119,16 +131,33 @@ def predicted_cycles(config: MatmulConfig, M: int, N: int, K: int, itemsize: int
         border * itemsize / _L2_BYTES,
         _LATENCY / (config.block_k * max(1, config.num_stages - 1) * together),
     )
-    hidden = config.flatten or config.ctas_per_sm > 1  # but for the last, the epilogues run under other tiles' products
+    # but for the last, the epilogues run under other tiles' products
+    hidden = (config.flatten and splits == 1) or config.ctas_per_sm > 1
     epilogues = 1 if hidden else tiles
-    return _START + tiles * ceil_div(K, config.block_k) * step + epilogues * area * _EPILOGUE
+    steps = ceil_div(ceil_div(K, config.block_k), splits)
+    cycles = _START + tiles * steps * step + epilogues * area * _EPILOGUE
+    if splits > 1:  # parts written and read, the sum's other operands read, its result written
+        cycles += _NEXT_LAUNCH + _START + (8 * splits + 2 * itemsize) * M * N / (sm_count * _L2_BYTES)
+    return cycles
 
 
 def choose_config(table: Sequence[MatmulConfig], operands: Operands, sm_count: int) -> MatmulConfig:
     """The configuration of a table with the lowest `predicted_cycles`, the widest of equals."""
-    M, N, K = operands.sizes
-    itemsize = operands.a.element_size()
-    return min(table, key=lambda config: predicted_cycles(config, M, N, K, itemsize, sm_count))
+    return choose_split(table, operands.sizes, operands.a.element_size(), sm_count, most=1)[0]
+
+
+def choose_split(
+    table: Sequence[MatmulConfig], sizes: tuple[int, int, int], itemsize: int, sm_count: int, most: int
+) -> tuple[MatmulConfig, int]:
+    """The configuration and the parts of K, at most `most`, with the lowest `predicted_cycles`; of equals the first."""
+    M, N, K = sizes
+    candidates = [
+        (config, splits)
+        for splits in range(1, most + 1)
+        for config in table
+        if splits == 1 or ceil_div(K, config.block_k) >= _MIN_STEPS * splits
+    ]
+    return min(candidates, key=lambda c: predicted_cycles(c[0], M, N, K, itemsize, sm_count, c[1]))
 
 
 def matmul_config(operands: Operands, epilogue: str) -> MatmulConfig:
@@ -136,11 +165,48 @@ def matmul_config(operands: Operands, epilogue: str) -> MatmulConfig:
 
     The interpreter, whose time goes by the number of tiles and not by their size, always takes the widest there is.
     """
-    device = operands.a.device
+    return _chosen(operands, epilogue, 1)[0]
+
+
+def residual_config(operands: Operands) -> tuple[MatmulConfig, int]:
+    """The configuration of a "residual" matmul, and in how many parts of K; more than one are for `split_k.py`.
+
+    A few rows have too few tiles for the multiprocessors: fc2 of ViT-B has 48 of the smallest at batch 1.
+    """
+    fits = operands.sizes[1] <= MAX_WIDTH
+    return _chosen(operands, "residual", _MAX_RESIDUAL_SPLITS if fits else 1)
+
+
+def prefers_library(operands: Operands, epilogue: str) -> bool:
+    """Whether cuBLASLt was measured to be faster than our matmul at this size: see `library.py`."""
+    measured = _library_table().get(arch_of(operands.a.device))
+    if not measured:
+        return False
+    M, N, K = operands.sizes
+    sizes = measured.get(f"{epilogue}/{precision_kind(operands.a.dtype)}", ())
+    return any((N, K) == (n, k) and fewest <= M <= most for n, k, fewest, most in sizes)
+
+
+@cache
+def _library_table() -> dict[str, dict[str, list[list[int]]]]:
+    table: dict[str, Any] = json.loads(TABLE_PATH.read_text())["architectures"]
+    return table
+
+
+def _chosen(operands: Operands, epilogue: str, most: int) -> tuple[MatmulConfig, int]:
+    tma = fits_tma(operands)
     if is_interpreted():
-        return config_table("sm_90", "half", epilogue, fits_tma(operands))[0]
-    table = config_table(arch_of(device), precision_kind(operands.a.dtype), epilogue, fits_tma(operands))
-    return choose_config(table, operands, sm_count_of(device))
+        return config_table("sm_90", "half", epilogue, tma)[0], 1
+    device, dtype = operands.a.device, operands.a.dtype
+    arch, kind = arch_of(device), precision_kind(dtype)
+    return _best(arch, kind, epilogue, tma, operands.sizes, dtype.itemsize, sm_count_of(device), most)
+
+
+@lru_cache(4096)
+def _best(
+    arch: str, kind: str, epilogue: str, tma: bool, sizes: tuple[int, int, int], itemsize: int, sm_count: int, most: int
+) -> tuple[MatmulConfig, int]:
+    return choose_split(config_table(arch, kind, epilogue, tma), sizes, itemsize, sm_count, most)
 
 
 def split_count(operands: Operands, config: MatmulConfig) -> int:
@@ -150,7 +216,7 @@ def split_count(operands: Operands, config: MatmulConfig) -> int:
     """
     M, N, K = operands.sizes
     programs = sm_count_of(operands.a.device) * config.ctas_per_sm
-    most = max(1, min(_MAX_SPLITS, ceil_div(K, config.block_k) // 4))
+    most = max(1, min(_MAX_SPLITS, ceil_div(K, config.block_k) // _MIN_STEPS))
 
     def busy(splits: int) -> float:
         units = config.tiles(M, N) * splits

@@ -7,6 +7,8 @@ import torch
 from kernel_support import DEVICE, FORWARD_FACTOR, assert_as_exact_as_eager, nan_like
 from torch import Tensor
 
+from vit_fast.kernels import layer_norm, linear, matmul_policy
+from vit_fast.kernels.activations import ACTIVATIONS
 from vit_fast.kernels.matmul_launch import Operands, matmul_launch
 from vit_fast.kernels.matmul_policy import matmul_config
 
@@ -54,3 +56,107 @@ def test_an_input_gradient_in_fp32(N: int, dtype: torch.dtype) -> None:
         return residual_ + a_ @ b_ - (x_ - mean_[:, None]) * coefficient_[:, None]
 
     assert_as_exact_as_eager("out", out, formula(torch.float32), formula(torch.float64), FORWARD_FACTOR)
+
+
+def _branch(M: int, C: int, dtype: torch.dtype, stream: torch.dtype) -> tuple[Tensor, ...]:
+    """h, weight, bias, scale, residual of linear_residual."""
+    h, weight = normal(M, 200, dtype=dtype), normal(C, 200, dtype=dtype, seed=1)
+    bias, scale, residual = (normal(*shape, dtype=stream, seed=i) for i, shape in enumerate(((C,), (C,), (M, C)), 2))
+    return h, weight, bias, scale, residual
+
+
+def _formula(tensors: tuple[Tensor | None, ...], precision: torch.dtype) -> Tensor:
+    h, weight, bias, scale, residual = (None if t is None else t.to(precision) for t in tensors)
+    assert h is not None and weight is not None
+    out = torch.nn.functional.linear(h, weight, bias)
+    out = out if scale is None else out * scale
+    return out if residual is None else out + residual
+
+
+def _check_statistics(out: Tensor, statistics: Tensor) -> None:
+    exact = out.double()
+    torch.testing.assert_close(statistics[0].double(), exact.mean(1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        statistics[1].double(), (exact.var(1, correction=0) + 1e-6).rsqrt(), rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("stream", [None, torch.float32], ids=["stream of h", "fp32 stream"])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("splits", [2, 3, 7])  # of 4 steps of K: parts of 2, of 2 and none, of 1 and none
+@pytest.mark.parametrize("C", [48, 33], ids=["TMA", "pointers"])
+def test_parts_of_k_are_summed(
+    C: int, splits: int, dtype: torch.dtype, stream: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = _branch(70, C, dtype, stream or dtype)
+    config = matmul_config(Operands(tensors[0], tensors[1], tensors[4], b_is_nk=True), "partial")
+    monkeypatch.setattr(linear, "residual_config", lambda operands: (config, splits))
+    eps = None if stream else 1e-6
+    out, statistics = linear.linear_residual(*tensors, statistics_eps=eps)
+    assert out.dtype == (stream or dtype)
+    eager = _formula(tensors, stream or dtype)
+    assert_as_exact_as_eager("out", out, eager, _formula(tensors, torch.float64), FORWARD_FACTOR)
+    if statistics is not None:
+        _check_statistics(out, statistics)
+    again, _ = linear.linear_residual(*tensors, statistics_eps=eps)
+    assert torch.equal(out, again)
+
+
+@pytest.mark.parametrize("present", ["all", "no scale", "no bias", "no residual", "product alone"])
+@pytest.mark.parametrize("stream", [None, torch.float32], ids=["stream of h", "fp32 stream"])
+def test_the_library_computes_the_same_residual(
+    stream: torch.dtype | None, present: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a table in which cuBLASLt was faster, torch's matmul takes the place of ours and is within the same rule."""
+    monkeypatch.setattr(matmul_policy, "_library_table", lambda: {"sm_90": {"residual/half": [[48, 200, 1, 70]]}})
+    monkeypatch.setattr(linear, "matmul_launch", _never)
+    h, weight, bias, scale, residual = _branch(70, 48, torch.bfloat16, stream or torch.bfloat16)
+    tensors = (
+        h, weight, None if present in ("no bias", "product alone") else bias,
+        None if present in ("no scale", "product alone") else scale,
+        None if present in ("no residual", "product alone") else residual,
+    )  # fmt: skip
+    eps = None if stream or tensors[4] is None else 1e-6
+    out, statistics = linear.linear_residual(*tensors, statistics_eps=eps, dtype=stream or torch.bfloat16)
+    assert out.dtype == (stream or torch.bfloat16)
+    eager = _formula(tuple(None if t is None else t.bfloat16() for t in tensors), torch.bfloat16)
+    assert_as_exact_as_eager("out", out.bfloat16(), eager, _formula(tensors, torch.float64), FORWARD_FACTOR)
+    if eps is not None and statistics is not None:
+        _check_statistics(out, statistics)
+
+
+@pytest.mark.parametrize("keeping", [False, True], ids=["inference", "keeping z"])
+@pytest.mark.parametrize("activation", ["identity", *ACTIVATIONS])
+@pytest.mark.parametrize("stream", (*HALF, torch.float32), ids=str)
+def test_the_library_computes_the_same_layer_norm_linear(
+    stream: torch.dtype, activation: str, keeping: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dtype = torch.bfloat16 if stream == torch.float32 else stream
+    x, weight, vectors = normal(70, 96, dtype=stream), normal(48, 96, seed=1) / 10, [normal(96, seed=i) for i in (2, 3)]
+    x[5] = 3.0  # a constant row
+    bias = normal(48, seed=4)
+    folded = layer_norm.fold_linear(weight, *vectors, bias, dtype)
+    rows = layer_norm.row_statistics(x, 1e-6, None, dtype)
+    run = linear.layer_norm_linear_keeping if keeping else linear.layer_norm_linear
+    ours = run(rows, folded, activation)
+    monkeypatch.setattr(matmul_policy, "_library_table", lambda: {"sm_90": {"layer_norm/half": [[48, 96, 1, 70]]}})
+    monkeypatch.setattr(linear, "matmul_launch", _never)
+    theirs = run(rows, folded, activation)
+    for mine, other in zip(*((pair if keeping else (pair,)) for pair in (ours, theirs))):
+        torch.testing.assert_close(other, mine, rtol=3e-2, atol=3e-2)
+
+
+def test_the_library_is_taken_only_where_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    meta = {size: torch.empty(size, 200, device="meta", dtype=torch.bfloat16) for size in (47, 48, 69, 70, 71)}
+
+    def prefers(M: int, N: int) -> bool:
+        return matmul_policy.prefers_library(Operands(meta[M], meta[N], meta[M], b_is_nk=True), "residual")
+
+    assert not prefers(70, 48)  # the committed table: nothing was measured
+    monkeypatch.setattr(matmul_policy, "_library_table", lambda: {"sm_90": {"residual/half": [[48, 200, 70, 70]]}})
+    assert prefers(70, 48)
+    assert not (prefers(69, 48) or prefers(71, 48) or prefers(70, 47))
+
+
+def _never(*args: object, **kwargs: object) -> None:
+    raise AssertionError("our matmul was launched")
