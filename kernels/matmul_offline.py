@@ -26,7 +26,7 @@ from .layer_norm import (
     row_statistics_launch,
 )
 from .matmul_launch import EPILOGUES, MatmulConfig, Operands, matmul_launch
-from .matmul_policy import config_table
+from .matmul_policy import config_table, may_split
 from .offline import Build
 from .split_k import finish_residual_launch
 
@@ -80,7 +80,7 @@ def _layer_norm_grad(dtype: torch.dtype, stream: torch.dtype) -> Operands:
 
 
 def _matmul_cases(
-    epilogue: str, dtype: torch.dtype, config: MatmulConfig, widest: bool
+    arch: str, epilogue: str, dtype: torch.dtype, config: MatmulConfig, widest: bool
 ) -> Iterator[tuple[str, Operands, str, int]]:
     """(what, operands, activation, parts of K) of everything an epilogue is launched with."""
     streams = dict.fromkeys((dtype, torch.float32))  # autocast keeps the residual stream in fp32
@@ -97,8 +97,9 @@ def _matmul_cases(
             what = "bias, LayerScale, residual, statistics" + (" in fp32" if stream != dtype else "")
             yield what, _residual(dtype, stream, config), "identity", 1
         yield "product alone", _product(dtype), "identity", 1
-        whole = _residual(dtype, dtype, config)
-        yield "5 parts", Operands(whole.a, whole.b, _meta(5, _M, _C), b_is_nk=True), "identity", 5
+        if may_split(arch):
+            whole = _residual(dtype, dtype, config)
+            yield "5 parts", Operands(whole.a, whole.b, _meta(5, _M, _C), b_is_nk=True), "identity", 5
     elif epilogue == "activation_grad":
         for activation in ACTIVATIONS if widest else ACTIVATIONS[:1]:
             yield activation, _activation_grad(dtype, config), activation, 1
@@ -136,7 +137,7 @@ def _matmul_builds(arch: str) -> Iterator[Build]:
             tables = [config_table(arch, kind, epilogue, tma) for tma in (True, False)]
             configs = list(dict.fromkeys(config for table in tables for config in table))
             for index, config in enumerate(configs):
-                for what, operands, activation, parts in _matmul_cases(epilogue, dtype, config, index == 0):
+                for what, operands, activation, parts in _matmul_cases(arch, epilogue, dtype, config, index == 0):
                     launch = matmul_launch(
                         operands, epilogue=epilogue if parts == 1 else "partial", config=config,
                         activation=activation, split_k=parts, precision="ieee" if kind == "half" else kind,

@@ -173,8 +173,13 @@ def residual_config(operands: Operands) -> tuple[MatmulConfig, int]:
 
     A few rows have too few tiles for the multiprocessors: fc2 of ViT-B has 48 of the smallest at batch 1.
     """
-    fits = operands.sizes[1] <= MAX_WIDTH
+    fits = operands.sizes[1] <= MAX_WIDTH and may_split(arch_of(operands.a.device))
     return _chosen(operands, "residual", _MAX_RESIDUAL_SPLITS if fits else 1)
+
+
+def may_split(arch: str) -> bool:
+    """Whether a "residual" matmul may be cut along K: on sm_120 the small tile would spill."""
+    return arch != "sm_120"
 
 
 def prefers_library(operands: Operands, epilogue: str) -> bool:

@@ -20,7 +20,7 @@ pytest.importorskip("triton", reason="the kernels need triton")
 from vit_fast.kernels import offline
 from vit_fast.kernels.launch import REFERENCE_GPU, Launch
 from vit_fast.kernels.matmul_launch import EPILOGUES, MatmulConfig, Operands, fits_tma, matmul_launch
-from vit_fast.kernels.matmul_policy import choose_config, config_table, predicted_cycles
+from vit_fast.kernels.matmul_policy import choose_config, choose_split, config_table, predicted_cycles
 
 SIZES = (1, 2, 15, 16, 17, 768)
 HALF = torch.bfloat16
@@ -164,3 +164,23 @@ def test_the_model_orders_what_is_certain() -> None:
     assert predicted_cycles(config, 1280, 1280, 1536, 2, 100) > base
     assert predicted_cycles(config, 1280, 1280, 768, 4, 100) > base
     assert predicted_cycles(config, 1280, 1280, 768, 2, 50) > base
+
+
+def test_few_rows_are_cut_along_k() -> None:
+    """fc2 of ViT-B at batch 1 has 48 of the smallest tiles; a large batch is left whole, and so is proj."""
+    table = config_table("sm_90", "half", "residual", True)
+
+    def chosen(layer: str, batch: int) -> tuple[MatmulConfig, int]:
+        N, K = LAYERS[layer]
+        return choose_split(table, (197 * batch, N, K), 2, 132, 8)
+
+    for batch in (1, 2, 4, 8):
+        config, splits = chosen("fc2", batch)
+        assert splits > 1
+        assert config.tiles(197 * batch, 768) * splits > 80
+        whole = choose_config(table, operands("residual", 197 * batch, 768, 3072), 132)
+        assert predicted_cycles(config, 197 * batch, 768, 3072, 2, 132, splits) < predicted_cycles(
+            whole, 197 * batch, 768, 3072, 2, 132
+        )
+    assert {chosen("fc2", batch)[1] for batch in (16, 32, 64, 256)} == {1}
+    assert {chosen("proj", batch)[1] for batch in (1, 8, 64, 256)} == {1}
