@@ -43,7 +43,7 @@ def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[Matmul
     hopper, blackwell = (generation(arch) == name for name in ("hopper", "blackwell"))
     table: tuple[MatmulConfig, ...]
     if kind == "ieee":
-        table = _IEEE
+        table = _IEEE_HALVES if blackwell and epilogue == "activation_grad" else _IEEE
     elif not tma or not (hopper or blackwell):
         table = _pointer_table(arch, kind, epilogue)
     elif kind == "tf32":
@@ -58,6 +58,7 @@ def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[Matmul
 
 # Products on the CUDA cores: they, not the epilogue, fill the registers.
 _IEEE = (MatmulConfig(64, 64, 16, num_warps=8, num_stages=2, ctas_per_sm=2),)
+_IEEE_HALVES = (MatmulConfig(64, 64, 16, sub_tiles=2, num_warps=8, num_stages=2, ctas_per_sm=2),)
 
 _HALF_HOPPER = (
     MatmulConfig(128, 256, 64, sub_tiles=4, num_warps=8, num_stages=3, tma=True, flatten=True),
@@ -82,23 +83,23 @@ _TF32_BLACKWELL = (MatmulConfig(64, 64, 32, num_warps=4, num_stages=3, tma=True,
 
 
 def _pointer_table(arch: str, kind: str, epilogue: str) -> tuple[MatmulConfig, ...]:
-    """Tiles loaded by pointers: sm_80, 86, 89 and 120, and layouts that tensor descriptors cannot describe."""
+    """Tiles loaded by pointers: sm_80, 86, 89 and 120, and layouts that tensor descriptors cannot describe.
+
+    Where architectures or epilogues differ without a word, the other choice spills.
+    """
     hopper, blackwell = (generation(arch) == name for name in ("hopper", "blackwell"))
     if kind == "tf32" and blackwell:
-        return (MatmulConfig(64, 64, 32, num_warps=8, num_stages=3, ctas_per_sm=2),)
+        stages = 2 if epilogue == "layer_norm" else 3
+        return (MatmulConfig(64, 64, 32, num_warps=8, num_stages=stages, ctas_per_sm=2),)
     width = 64 if kind == "tf32" and not hopper else 128
     depth = 64 if kind == "half" and hopper else 32
-    small = 64 if kind == "half" and not blackwell else 32
-    spills = arch == "sm_120"  # in whole small tiles of tf32 and in halves of wide ones of some activations' gradients
+    small = 64 if kind == "half" else 32
+    quarters = kind == "half" and (blackwell or (arch == "sm_120" and epilogue == "activation_grad"))
+    halves = kind == "tf32" and arch == "sm_120"
     return (
-        MatmulConfig(
-            128, width, depth, sub_tiles=4 if spills and (kind, epilogue) == ("half", "activation_grad") else 2,
-            num_warps=8, num_stages=3,
-        ),
-        MatmulConfig(
-            64, 64, small, sub_tiles=2 if spills and kind == "tf32" else 1, num_warps=4, num_stages=3, ctas_per_sm=2
-        ),
-    )  # fmt: skip
+        MatmulConfig(128, width, depth, sub_tiles=4 if quarters else 2, num_warps=8, num_stages=3),
+        MatmulConfig(64, 64, small, sub_tiles=2 if halves else 1, num_warps=4, num_stages=3, ctas_per_sm=2),
+    )
 
 
 # Estimates, in cycles of a multiprocessor, from the data sheets of sm_80 to sm_100 and from instructions counted in
