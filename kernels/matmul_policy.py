@@ -179,8 +179,8 @@ def residual_config(operands: Operands) -> tuple[MatmulConfig, int]:
 
 
 def may_split(arch: str) -> bool:
-    """Whether a "residual" matmul may be cut along K: on sm_120 the small tile would spill."""
-    return arch != "sm_120"
+    """Whether a "residual" matmul may be cut along K: where every tile's parts compile without spills."""
+    return arch in ("sm_80", "sm_86", "sm_89", "sm_90")
 
 
 def prefers_library(operands: Operands, epilogue: str) -> bool:
