@@ -1,6 +1,6 @@
 """cuBLASLt, through torch, in place of a matmul of ours: the other way that the policy may take.
 
-    linear_residual      torch.addmm with the residual added by the library, or a pass of torch's after it
+    linear_residual      torch.addmm with the residual, or with the bias and a pass of torch's for the rest
     layer_norm_linear    rows normalised in one pass, torch.addmm with the bias, and torch._addmm_activation for the
                          activations that cuBLASLt has (tanh GELU, ReLU) where nobody keeps their argument
 
@@ -32,8 +32,8 @@ def linear_residual(
 ) -> Tensor:
     """[residual +] scale (h W^T + b) [M, C] in `dtype`: that of the residual, where there is one."""
     bias = None if bias is None else bias.to(h.dtype)
-    if residual is not None and scale is None and residual.dtype == h.dtype:
-        return torch.addmm(residual if bias is None else residual + bias, h, weight.t())
+    if residual is not None and scale is None and bias is None and residual.dtype == h.dtype:
+        return torch.addmm(residual, h, weight.t())
     branch = h @ weight.t() if bias is None else torch.addmm(bias, h, weight.t())
     if residual is None:
         return (branch if scale is None else branch * scale).to(dtype)

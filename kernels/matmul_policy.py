@@ -125,6 +125,8 @@ def predicted_cycles(
         splits: Parts of K; more than one are fp32 in memory, and summed by a launch of their own.
     """
     tiles = ceil_div(config.tiles(M, N) * splits, sm_count)
+    if tiles == 0:
+        return 0.0
     together = min(tiles, config.ctas_per_sm)
     area, border = config.block_m * config.block_n, config.block_m + config.block_n
     step = config.block_k * max(

@@ -184,3 +184,13 @@ def test_few_rows_are_cut_along_k() -> None:
         )
     assert {chosen("fc2", batch)[1] for batch in (16, 32, 64, 256)} == {1}
     assert {chosen("proj", batch)[1] for batch in (1, 8, 64, 256)} == {1}
+
+
+@pytest.mark.parametrize("arch", offline.ARCHS)
+def test_no_rows_have_a_configuration(arch: str) -> None:
+    """An empty batch launches nothing, but is asked for its tiles all the same."""
+    for kind, itemsize, tma in itertools.product(("half", "tf32", "ieee"), (2, 4), (True, False)):
+        table = config_table(arch, kind, "residual", tma)
+        config, splits = choose_split(table, (0, 768, 768), itemsize, 132, 8)
+        assert config in table
+        assert splits == 1

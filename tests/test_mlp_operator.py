@@ -288,6 +288,19 @@ def test_no_rows(case: Case) -> None:
     assert all(not gradient.any() for name, gradient in results.items() if name != "y")
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (3, 0)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_no_rows_of_a_linear_layer(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = torch.randn(*shape, 32, device=DEVICE, dtype=dtype, requires_grad=True)
+    weight = torch.randn(48, 32, device=DEVICE, dtype=dtype, requires_grad=True)
+    y = layer_norm_linear(x, None, None, weight, None, eps=1e-6)
+    assert y.shape == (*shape, 48)
+    z, _ = linear_residual(y, weight.t(), None, layer_scale=None, residual=x)
+    z.sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape
+    assert weight.grad is not None and not weight.grad.any()
+
+
 def test_nan_stays_in_its_row(case: Case) -> None:
     clean = case.run("triton")["y"]
     with torch.no_grad():

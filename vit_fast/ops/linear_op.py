@@ -95,7 +95,7 @@ def layer_norm_linear_backward_op(
         contiguous_rows(grad_output), known, folded, weight.contiguous(), norm_weight, norm_bias
     )
     return (
-        dx.view(*grad_output.shape[:-1], -1), like_parameter(d_gamma, norm_weight, rows),
+        dx.view(*grad_output.shape[:-1], weight.shape[1]), like_parameter(d_gamma, norm_weight, rows),
         like_parameter(d_beta, norm_bias, rows), d_weight, like_parameter(d_bias, bias, rows),
     )  # fmt: skip
 
