@@ -111,3 +111,18 @@ def test_rows_of_any_size(size: float, dtype: torch.dtype) -> None:
     exact, usual = results(torch.float64, False), results(torch.float32, False)
     for name, value in results(torch.float32, True).items():
         assert_within(value, usual[name], exact[name], 2 if name == "y" else 3, name)
+
+
+@pytest.mark.parametrize("gamma", [1e-5, 1e-6, 3e-8])
+def test_a_small_layer_scale_keeps_its_branch(gamma: float) -> None:
+    """Without a residual, as before drop path, the branch is fp32 as torch's: fp16 would round it to a few bits."""
+    h, weight = torch.randn(64, 32, device=DEVICE), torch.randn(32, 32, device=DEVICE) / 8
+    scale = torch.full((32,), gamma, device=DEVICE, requires_grad=True)
+    with torch.autocast(DEVICE, torch.float16):
+        y, _ = linear_residual(h, weight, None, layer_scale=scale, residual=None)
+        eager = torch.nn.functional.linear(h, weight) * scale
+    exact = (h.double() @ weight.double().t()) * scale.double()
+    assert y.dtype == eager.dtype == torch.float32
+    assert (y - exact).abs().max() <= 2 * (eager - exact).abs().max()
+    (grad,) = torch.autograd.grad(y.sum(), scale)
+    torch.testing.assert_close(grad, torch.autograd.grad(eager.sum(), scale)[0], rtol=1e-2, atol=1e-2)

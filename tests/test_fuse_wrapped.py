@@ -104,3 +104,49 @@ def test_hooks_that_were_taken_away_leave_a_model_fused(library: str, hook: Call
     assert not any(block.runs_as_it_was() for block in model.modules() if isinstance(block, FusedNormMlp))
     assert vit_fast.fuse(model, "eager").require_all()
     torch.testing.assert_close(subject.run(model, inputs), expected)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "triton"])
+@pytest.mark.parametrize("library", ["timm-vit", "transformers-vit", "transformers-dinov2", "torchvision-vit"])
+def test_a_container_replaced_after_fuse_is_called(library: str, backend: str) -> None:
+    """Not only a linear inside the MLP: the MLP as a whole, whose linears are then no longer there."""
+    subject = SUBJECTS[library]
+    model, inputs = subject.build().eval(), subject.inputs()
+    vit_fast.fuse(model, backend)
+    block = next(module for module in model.modules() if isinstance(module, FusedNormMlp))
+    path = next(path for path in ("mlp", "intermediate") if hasattr(block, path))
+    setattr(block, path, _Doubled(getattr(block, path)))
+    found = subject.run(model, inputs)
+    vit_fast.unfuse(model)
+    torch.testing.assert_close(found, subject.run(model, inputs), rtol=1e-4, atol=1e-4)
+
+
+class _Doubled(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any) -> Tensor:
+        return 2 * self.inner(*args)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "triton"])
+def test_an_activation_changed_after_fuse_is_followed(backend: str) -> None:
+    layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, activation="gelu", norm_first=True, batch_first=True)
+    model, x = nn.Sequential(layer).to(DEVICE), torch.randn(2, 5, 32, device=DEVICE)
+    vit_fast.fuse(model, backend)
+    layer.activation = F.relu
+    found = model(x)
+    vit_fast.unfuse(model)
+    torch.testing.assert_close(found, model(x), rtol=1e-4, atol=1e-4)
+
+
+def test_another_kind_of_gelu_after_fuse_is_followed() -> None:
+    subject = SUBJECTS["timm-vit"]
+    model, inputs = subject.build().eval(), subject.inputs()
+    vit_fast.fuse(model, "sdpa")
+    for block in model.blocks:
+        block.mlp.act = nn.GELU(approximate="tanh")
+    found = subject.run(model, inputs)
+    vit_fast.unfuse(model)
+    torch.testing.assert_close(found, subject.run(model, inputs), rtol=1e-6, atol=1e-6)

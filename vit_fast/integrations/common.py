@@ -343,14 +343,20 @@ class FusedNormMlp(FusedModule):
 
     def runs_as_it_was(self) -> bool:
         """Whether something between the parts has to run: dropout in training, a hook, a wrapped or replaced child."""
-        return not self.untouched(self.vit_fast_children)
+        if not self.untouched(self.vit_fast_children):
+            return True
+        # an activation may be a function, or differ by an attribute of the same class
+        return activation_name(at(self, self.vit_fast_parts.activation)) != self.vit_fast_activation
 
     def untouched(self, children: tuple[tuple[tuple[str, ...], type], ...]) -> bool:
         """Whether children, by path, are of the classes they were, carry no hooks, and drop nothing."""
         for path, expected in children:
             child: nn.Module = self
             for name in path:
-                child = child._modules[name]  # type: ignore[assignment]  # a dict look-up: this runs in every forward
+                found = child._modules.get(name)  # a dict look-up: this runs in every forward
+                if found is None:
+                    return False
+                child = found
             if type(child) is not expected or is_touched(child):
                 return False
             if expected is nn.Dropout and child.p and child.training:

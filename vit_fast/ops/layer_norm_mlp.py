@@ -91,7 +91,8 @@ def fused_layer_norm_mlp(
         where they were not wanted.
     """
     dtype, x = matmul_dtype(x), residual_stream(x)
-    next_eps = statistics_eps(x, next_eps)
+    if x.dtype == torch.float32:  # rows that the next LayerNorm normalises itself
+        next_eps = None
     parameters = {
         "norm_weight": norm_weight, "norm_bias": norm_bias, "fc1_weight": fc1_weight, "fc1_bias": fc1_bias,
         "fc2_weight": fc2_weight, "fc2_bias": fc2_bias, "layer_scale": layer_scale,
@@ -106,11 +107,6 @@ def fused_layer_norm_mlp(
 def residual_stream(x: Tensor) -> Tensor:
     """x as the kernels take it: fp32 stays so, as autocast keeps sums and LayerNorm; else in the matmuls' dtype."""
     return x if x.dtype == torch.float32 else x.to(matmul_dtype(x))
-
-
-def statistics_eps(x: Tensor, next_eps: float | None) -> float | None:
-    """Epsilon for the statistics of a sum onto x: None of fp32, whose rows the next LayerNorm normalises itself."""
-    return None if x.dtype == torch.float32 else next_eps
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:

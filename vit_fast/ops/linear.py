@@ -5,11 +5,12 @@ They have no other backend: elsewhere a block is made of torch's own LayerNorm a
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .checks import matmul_dtype
-from .layer_norm_mlp import needs_gradient, residual_stream, statistics_eps
-from .linear_op import layer_norm_linear_op, layer_norm_linear_training, linear_residual_kernel
+from .layer_norm_mlp import needs_gradient, residual_stream
+from .linear_op import layer_norm_linear_op, layer_norm_linear_training, linear_residual_kernel, sum_dtype
 
 
 def layer_norm_linear(
@@ -60,14 +61,15 @@ def linear_residual(
         residual: [..., C]; None adds nothing.
         next_eps: Epsilon of the LayerNorm that follows; None means that its statistics are not wanted.
     Returns:
-        [..., C] in residual.dtype, without one in h.dtype, in autocast's where autocast is on (which leaves an fp32
-        residual as it is); and (mean, rstd) of its rows, fp32 [2, M], or None of fp32 rows.
+        [..., C] in residual.dtype, without one in h.dtype or in layer_scale's where that is fp32; autocast's, where it
+        is on, in place of fp16 and bf16. And (mean, rstd) of its rows, fp32 [2, M], or None of fp32 rows.
     Raises:
         UnsupportedInputError: the kernels cannot run this input; lists all reasons.
     """
     h = h.to(matmul_dtype(h))
     if residual is not None:
         residual = residual_stream(residual)
-    next_eps = statistics_eps(h if residual is None else residual, next_eps)
+    if sum_dtype(h, layer_scale, residual) == torch.float32:  # rows that the next LayerNorm normalises itself
+        next_eps = None
     y, statistics = linear_residual_kernel(h, weight, bias, layer_scale, residual, next_eps)
     return y, None if next_eps is None else statistics

@@ -115,7 +115,7 @@ def linear_residual_op(
     h: Tensor, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None, residual: Tensor | None,
     next_eps: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """[residual +] ls (h W^T + b): h [..., F], W [C, F] -> [..., C] in the dtype of the residual, else of h.
+    """[residual +] ls (h W^T + b): h [..., F], W [C, F] -> [..., C] in `sum_dtype`.
 
     With `next_eps` also the statistics of its rows, which are of half precision.
     """
@@ -125,7 +125,8 @@ def linear_residual_op(
 
     second = in_dtype(weight, h.dtype)
     base = None if residual is None else contiguous_rows(residual)
-    y, emitted = linear.linear_residual(contiguous_rows(h), second, bias, layer_scale, base, next_eps)
+    dtype = sum_dtype(h, layer_scale, residual)
+    y, emitted = linear.linear_residual(contiguous_rows(h), second, bias, layer_scale, base, next_eps, dtype)
     return y.view(*h.shape[:-1], weight.shape[0]), no_tensor(h) if emitted is None else emitted
 
 
@@ -134,8 +135,15 @@ def _(
     h: Tensor, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None, residual: Tensor | None,
     next_eps: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    dtype = h.dtype if residual is None else residual.dtype
+    dtype = sum_dtype(h, layer_scale, residual)
     return h.new_empty((*h.shape[:-1], weight.shape[0]), dtype=dtype), new_statistics(h, next_eps is not None)
+
+
+def sum_dtype(h: Tensor, layer_scale: Tensor | None, residual: Tensor | None) -> torch.dtype:
+    """That of the residual; without one what torch gives, fp32 where LayerScale is: 1e-6 would round away in fp16."""
+    if residual is not None:
+        return residual.dtype
+    return h.dtype if layer_scale is None else torch.promote_types(h.dtype, layer_scale.dtype)
 
 
 @torch.library.custom_op("vit_fast::linear_residual_backward", mutates_args=())
