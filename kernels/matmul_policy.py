@@ -144,15 +144,13 @@ def predicted_cycles(
     return cycles
 
 
-def choose_config(table: Sequence[MatmulConfig], operands: Operands, sm_count: int) -> MatmulConfig:
-    """The configuration of a table with the lowest `predicted_cycles`, the widest of equals."""
-    return choose_split(table, operands.sizes, operands.a.element_size(), sm_count, most=1)[0]
-
-
 def choose_split(
     table: Sequence[MatmulConfig], sizes: tuple[int, int, int], itemsize: int, sm_count: int, most: int
 ) -> tuple[MatmulConfig, int]:
-    """The configuration and the parts of K, at most `most`, with the lowest `predicted_cycles`; of equals the first."""
+    """The configuration and the parts of K, at most `most`, with the lowest `predicted_cycles`.
+
+    Of equals the fewest parts and the widest tile.
+    """
     M, N, K = sizes
     candidates = [
         (config, splits)

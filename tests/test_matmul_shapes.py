@@ -20,7 +20,7 @@ pytest.importorskip("triton", reason="the kernels need triton")
 from vit_fast.kernels import offline
 from vit_fast.kernels.launch import REFERENCE_GPU, Launch
 from vit_fast.kernels.matmul_launch import EPILOGUES, MatmulConfig, Operands, fits_tma, matmul_launch
-from vit_fast.kernels.matmul_policy import choose_config, choose_split, config_table, predicted_cycles
+from vit_fast.kernels.matmul_policy import choose_split, config_table, predicted_cycles
 
 SIZES = (1, 2, 15, 16, 17, 768)
 HALF = torch.bfloat16
@@ -52,11 +52,16 @@ def operands(epilogue: str, M: int, N: int, K: int, dtype: torch.dtype = HALF) -
     return Operands(a, b, full, x=full, residual=full, mean=row, rstd=row, coefficient=row)
 
 
+def best_whole(table: Sequence[MatmulConfig], given: Operands, sm_count: int) -> MatmulConfig:
+    """The configuration that is chosen where K is not cut."""
+    return choose_split(table, given.sizes, given.a.element_size(), sm_count, most=1)[0]
+
+
 def launch(arch: str, epilogue: str, M: int, N: int, K: int) -> Launch:
     """What would be launched on an architecture."""
     given = operands(epilogue, M, N, K)
     table = config_table(arch, "half", epilogue, fits_tma(given))
-    config = choose_config(table, given, REFERENCE_GPU.sm_count)
+    config = best_whole(table, given, REFERENCE_GPU.sm_count)
     activation = "gelu" if epilogue in ("layer_norm", "activation_grad") else "identity"
     return matmul_launch(given, epilogue=epilogue, config=config, activation=activation)
 
@@ -143,7 +148,7 @@ def test_no_tiles_are_predicted_to_be_faster(arch: str, batch: int) -> None:
     for N, K in LAYERS.values():
         table, M = config_table(arch, "half", "residual", True), 197 * batch
         given = operands("residual", M, N, K)
-        chosen = choose_config(table, given, REFERENCE_GPU.sm_count)
+        chosen = best_whole(table, given, REFERENCE_GPU.sm_count)
         cycles = {c: predicted_cycles(c, M, N, K, 2, REFERENCE_GPU.sm_count) for c in table}
         assert cycles[chosen] == min(cycles.values()) <= cycles[_old_rule(table, M, N)]
 
@@ -152,7 +157,7 @@ def test_no_tiles_are_predicted_to_be_faster(arch: str, batch: int) -> None:
 def test_multiprocessors_are_kept_busy(layer: str, batch: int, share: float) -> None:
     """Of the busiest multiprocessor's tiles, how many the average one has: 57 %, 57 % and 85 % by the old rule."""
     (N, K), M = LAYERS[layer], 197 * batch
-    config = choose_config(config_table("sm_90", "half", "residual", True), operands("residual", M, N, K), 132)
+    config = best_whole(config_table("sm_90", "half", "residual", True), operands("residual", M, N, K), 132)
     tiles = config.tiles(M, N)
     assert tiles / (-(-tiles // 132) * 132) > share
 
@@ -178,7 +183,7 @@ def test_few_rows_are_cut_along_k() -> None:
         config, splits = chosen("fc2", batch)
         assert splits > 1
         assert config.tiles(197 * batch, 768) * splits > 80
-        whole = choose_config(table, operands("residual", 197 * batch, 768, 3072), 132)
+        whole = best_whole(table, operands("residual", 197 * batch, 768, 3072), 132)
         assert predicted_cycles(config, 197 * batch, 768, 3072, 2, 132, splits) < predicted_cycles(
             whole, 197 * batch, 768, 3072, 2, 132
         )
