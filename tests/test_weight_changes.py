@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 from collections.abc import Callable
+from typing import Any
 
 import mlp_support as support
 import pytest
@@ -59,12 +61,52 @@ def _swap_data(mlp: Mlp) -> None:
         parameter.data = torch.randn(size, device=DEVICE)
 
 
-def _optimizer_step(optimizer: type[torch.optim.Optimizer], **options: object) -> Callable[[Mlp], None]:
+def _optimizer_step(optimizer: type[torch.optim.Optimizer], options: dict[str, bool]) -> Callable[[Mlp], None]:
     def step(mlp: Mlp) -> None:
-        mlp(torch.randn(4, C, device=DEVICE)).square().sum().backward()
-        optimizer(mlp.parameters(), lr=0.1, **options).step()  # type: ignore[call-arg]  # every optimizer's
+        # Muon takes matrices alone
+        parameters = [p for p in mlp.parameters() if p.dim() == 2 or optimizer is not torch.optim.Muon]
+        x = torch.randn(4, C, device=DEVICE)
+
+        def loss() -> Tensor:
+            stepping.zero_grad()
+            value = mlp(x).square().sum()
+            value.backward()
+            return value
+
+        stepping: Any = optimizer(parameters, lr=0.1, **options)  # type: ignore[call-arg]  # every optimizer's
+        stepping.step(loss)
 
     return step
+
+
+def _optimizer_ways() -> dict[str, Callable[[Mlp], None]]:
+    """A step of each of torch's optimizers that takes dense gradients, in each of its implementations."""
+    ways = {}
+    for name in torch.optim.__all__:
+        optimizer = getattr(torch.optim, name)
+        if not inspect.isclass(optimizer) or optimizer in (torch.optim.Optimizer, torch.optim.SparseAdam):
+            continue
+        accepted = {"fused", "foreach"} & set(inspect.signature(optimizer).parameters)
+        for way in sorted(accepted):
+            ways[f"{name} {way}"] = _optimizer_step(optimizer, {way: True})
+        ways[name] = _optimizer_step(optimizer, dict.fromkeys(accepted, False))
+    return ways
+
+
+def _average(mlp: Mlp) -> None:
+    """The weights of a moving average, as torch keeps them, swapped in."""
+    average = torch.optim.swa_utils.AveragedModel(Mlp())
+    average.update_parameters(mlp)
+    average.update_parameters(Mlp())
+    for parameter, averaged in zip(mlp.parameters(), average.module.parameters()):
+        parameter.data.copy_(averaged)
+
+
+def _timm_average(mlp: Mlp) -> None:
+    """As timm does it: its state is loaded."""
+    ema = pytest.importorskip("timm.utils").ModelEmaV3(mlp, decay=0.5)
+    ema.update(Mlp())
+    mlp.load_state_dict(ema.module.state_dict())
 
 
 def _load_state_dict(mlp: Mlp) -> None:
@@ -146,12 +188,9 @@ CHANGES = {
     "through detach": _through_detach,
     "foreach": _foreach,
     "init": _initialise,
-    **{
-        f"{optimizer.__name__} {way}": _optimizer_step(optimizer, **{way: True})
-        for optimizer in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)
-        for way in ("fused", "foreach")
-    },
-    "AdamW one by one": _optimizer_step(torch.optim.AdamW, foreach=False),
+    **_optimizer_ways(),
+    "moving average": _average,
+    "moving average of timm": _timm_average,
     "load_state_dict": _load_state_dict,
     "load_state_dict assign": _assign_state_dict,
     "another parameter": _replace_parameter,
