@@ -10,9 +10,9 @@ import torch
 
 from .attention_backward import dkdv_launch, dq_launch
 from .attention_forward import forward_launch
-from .attention_launch import fp32_precision, layout_of
+from .attention_launch import layout_of
 from .attention_policy import Problem, dkdv_config, dq_config, forward_config
-from .launch import arch_of, sm_count_of
+from .device import gpu_of, product_kind
 
 MIN_HEAD_DIM = 16
 MAX_HEAD_DIM = 128
@@ -22,10 +22,11 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 def problem_of(q: torch.Tensor, k: torch.Tensor, *others: torch.Tensor) -> Problem:
     """What the launch policy needs to know about a call: the device, the shape, and how memory can be read."""
     batch, heads, n_q, head_dim = q.shape
+    gpu = gpu_of(q.device)
     return Problem(
-        arch=arch_of(q.device),
-        sm_count=sm_count_of(q.device),
-        element="half" if q.dtype != torch.float32 else fp32_precision(),
+        arch=gpu.arch,
+        sm_count=gpu.sm_count,
+        element=product_kind(q.dtype),
         head_dim=head_dim,
         n_q=n_q,
         n_kv=k.shape[2],

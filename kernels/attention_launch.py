@@ -21,11 +21,6 @@ _TMA_MAX_STRIDE = 2**40  # bytes
 _MAX_TILE_ROWS = 256
 
 
-def fp32_precision() -> str:
-    """How fp32 products are computed: "tf32" where torch allows it for matmuls, else "ieee"."""
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
-
-
 def layout_of(*tensors: torch.Tensor) -> str:
     """What the layout of these tensors [B, H, N, D] allows: "tma", "vector" or "scalar" (see `Problem.layout`)."""
     if tma_allows(*tensors):

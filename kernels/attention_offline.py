@@ -10,7 +10,7 @@ import torch
 from .attention_backward import dkdv_launch, dq_launch
 from .attention_forward import forward_launch
 from .attention_policy import ROW_CHUNKS, Problem, dkdv_config, dq_config, forward_config
-from .launch import REFERENCE_GPU, generation
+from .device import REFERENCE_GPU, matrix_instruction
 from .offline import Build
 
 # (tokens, head_dim): ViT at 224 and 384 pixels, ViT-H, SigLIP So400m, and one of every other tile width.
@@ -91,7 +91,7 @@ class _Case:
         """On hopper half precision must reach wgmma, and descriptors TMA; on blackwell the fifth tensor core."""
         if self.element != "half" or self.layout == "scalar":
             return ()
-        matrix = {"hopper": "HGMMA", "blackwell": "TCGEN05", "ampere": "HMMA"}[generation(self.arch)]
+        matrix = matrix_instruction(self.arch)
         return (matrix, "UTMALDG", "UTMASTG") if tma else (matrix,)
 
 

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .launch import generation
+from .device import dot_precision, generation, reads_descriptors
 
 TABLE_PATH = Path(__file__).with_name("attention_table.json")
 MAX_ROW_KEYS = 256
@@ -99,7 +99,7 @@ class Problem:
     Args:
         arch: Architecture, e.g. "sm_90".
         sm_count: Streaming multiprocessors of the device.
-        element: "half" (fp16 and bf16), "tf32" or "ieee" (fp32 and how its products are computed).
+        element: The `product_kind` of the tensors: "half", "tf32" or "ieee".
         batch_heads: Batch times heads.
         layout: What the layout of all tensors allows: "tma" (descriptors), "vector" (16-byte loads only: a stride of
             0), or "scalar" (rows that start anywhere).
@@ -117,7 +117,7 @@ class Problem:
     @property
     def precision(self) -> str:
         """How `tl.dot` computes fp32 products; without effect on half precision."""
-        return "tf32" if self.element == "tf32" else "ieee"
+        return dot_precision(self.element)
 
     @property
     def backward_precision(self) -> str:
@@ -142,7 +142,7 @@ class Problem:
     @property
     def uses_tma(self) -> bool:
         """Whether descriptors are used: where layout and device allow."""
-        return self.layout == "tma" and self.generation != "ampere"
+        return self.layout == "tma" and reads_descriptors(self.arch)
 
     @property
     def shape_class(self) -> str:

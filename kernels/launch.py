@@ -10,7 +10,6 @@ import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -165,63 +164,3 @@ def _probe() -> None:
 def is_interpreted() -> bool:
     """Whether triton decorated these kernels for its interpreter (`TRITON_INTERPRET=1` at import)."""
     return not isinstance(_probe, triton.JITFunction)
-
-
-@cache
-def _capability(index: int) -> int:
-    major, minor = torch.cuda.get_device_capability(index)
-    return 10 * major + minor
-
-
-@cache
-def _sm_count(index: int) -> int:
-    return int(torch.cuda.get_device_properties(index).multi_processor_count)
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """What the launch policy asks of a GPU.
-
-    Args:
-        arch: Architecture name, e.g. sm_90.
-        sm_count: Streaming multiprocessors.
-    """
-
-    arch: str
-    sm_count: int
-
-
-# What the interpreter and the offline compiler assume in place of a device: the reference GPU, an H200.
-REFERENCE_GPU = Gpu("sm_90", 132)
-_stand_in: Gpu | None = None
-
-
-def set_stand_in(gpu: Gpu) -> None:
-    """Let CPU tensors stand for tensors on `gpu` in this process: for the stand-in driver, `stand_in_driver.py`."""
-    global _stand_in
-    _stand_in = gpu
-
-
-def has_stand_in() -> bool:
-    """Whether the stand-in driver takes the launches of CPU tensors."""
-    return _stand_in is not None
-
-
-def generation(arch: str) -> str:
-    """Whose tiles an architecture takes: "ampere" (mma.sync: sm_80, 86, 89 and 120), "hopper" or "blackwell"."""
-    number = int(arch.removeprefix("sm_"))
-    return "hopper" if 90 <= number < 100 else "blackwell" if 100 <= number < 120 else "ampere"
-
-
-def arch_of(device: torch.device) -> str:
-    """The architecture name of a device, e.g. sm_90; of the stand-in or reference GPU where the device is no GPU."""
-    if device.type != "cuda":
-        return (_stand_in or REFERENCE_GPU).arch
-    return f"sm_{_capability(device.index if device.index is not None else torch.cuda.current_device())}"
-
-
-def sm_count_of(device: torch.device) -> int:
-    """Streaming multiprocessors of a device; of the stand-in or reference GPU where the device is no GPU."""
-    if device.type != "cuda":
-        return (_stand_in or REFERENCE_GPU).sm_count
-    return _sm_count(device.index if device.index is not None else torch.cuda.current_device())

@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .launch import Launch, ceil_div, sm_count_of
+from .device import dot_precision, gpu_of, product_kind
+from .launch import Launch, ceil_div
 from .matmul import _matmul_kernel
 
 EPILOGUES = ("layer_norm", "residual", "activation_grad", "layer_norm_grad", "partial")
@@ -120,13 +121,6 @@ def _address(tensor: Tensor) -> int:
     return int(tensor.storage_offset()) * tensor.element_size() if tensor.is_meta else tensor.data_ptr()
 
 
-def matmul_precision(dtype: torch.dtype) -> str:
-    """How products of this dtype are formed: "tf32" or "ieee", for fp32 by torch's own setting."""
-    if dtype != torch.float32:
-        return "ieee"
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
-
-
 def matmul_launch(
     operands: Operands,
     *,
@@ -144,7 +138,7 @@ def matmul_launch(
         config: Tiles; `config.tma` asks for operands that `fits_tma`.
         activation: Of the "layer_norm" and "activation_grad" epilogues: "identity" or one of `ACTIVATIONS`.
         split_k: Parts of K in the "partial" epilogue.
-        precision: "tf32" or "ieee"; None takes `matmul_precision`.
+        precision: "tf32" or "ieee"; None takes torch's setting, `product_kind`.
     """
     o = operands
     M, N, K = o.sizes
@@ -170,14 +164,14 @@ def matmul_launch(
     }  # fmt: skip
     constants = {
         "EPILOGUE": epilogue, "ACTIVATION": activation, "DTYPE": TL_DTYPES[o.out.dtype],
-        "PRECISION": precision or matmul_precision(o.a.dtype),
+        "PRECISION": precision or dot_precision(product_kind(o.a.dtype)),
         "A_IS_KM": o.a_is_km, "B_IS_NK": o.b_is_nk, "TMA": config.tma,
         "FLATTEN": config.flatten and epilogue != "partial",
         "BLOCK_M": rows, "BLOCK_N": cols, "BLOCK_K": depth,
         "SUB_TILES": config.sub_tiles, "GROUP_M": config.group_m, "SPLIT_K": split_k,
         "ALIGN": math.gcd(16, *(tensor.shape[-1] for tensor in o.tiled())),
     }  # fmt: skip
-    programs = min(config.tiles(M, N) * split_k, sm_count_of(o.a.device) * config.ctas_per_sm)
+    programs = min(config.tiles(M, N) * split_k, gpu_of(o.a.device).sm_count * config.ctas_per_sm)
     return Launch(
         _matmul_kernel, (programs,), args, constants,
         num_warps=config.num_warps, num_stages=config.num_stages, device=o.a.device,

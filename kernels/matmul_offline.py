@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from .activations import ACTIVATIONS
+from .device import matrix_instruction
 from .gradients import (
     coefficient_launch,
     folded_weight_grad_launch,
     layer_norm_grad_launch,
     residual_weight_grad_launch,
 )
-from .launch import Launch, generation
+from .launch import Launch
 from .layer_norm import (
     FoldedLinear,
     RowStatistics,
@@ -127,8 +128,7 @@ def _instructions(arch: str, kind: str, tma: bool) -> tuple[str, ...]:
     if kind == "ieee":
         return ()
     transfers = ("UTMALDG",) if tma else ()
-    matrix = {"hopper": "HGMMA", "blackwell": "TCGEN05", "ampere": "HMMA"}[generation(arch)]
-    return (matrix, *transfers)
+    return (matrix_instruction(arch), *transfers)
 
 
 def _matmul_builds(arch: str) -> Iterator[Build]:

@@ -12,10 +12,9 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from .launch import arch_of, ceil_div, generation, is_interpreted, sm_count_of
-from .matmul_launch import MatmulConfig, Operands, fits_tma, matmul_precision
+from .device import Gpu, generation, gpu_of, product_kind, reads_descriptors
+from .launch import ceil_div, is_interpreted
+from .matmul_launch import MatmulConfig, Operands, fits_tma
 from .split_k import MAX_WIDTH
 
 TABLE_PATH = Path(__file__).with_name("matmul_table.json")
@@ -26,17 +25,12 @@ _MAX_RESIDUAL_SPLITS = 8
 _MIN_STEPS = 4  # of K in a part
 
 
-def precision_kind(dtype: torch.dtype) -> str:
-    """The column of the table: "half" for fp16 and bf16, else "tf32" or "ieee" by torch's setting."""
-    return "half" if dtype.itemsize == 2 else matmul_precision(dtype)
-
-
 def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[MatmulConfig, ...]:
     """Configurations from the widest tile to the smallest.
 
     Args:
         arch: e.g. "sm_90"; sm_120 and unknown ones take the pointer tables, which every architecture runs.
-        kind: "half", "tf32" or "ieee".
+        kind: The `product_kind` of the operands: "half", "tf32" or "ieee".
         epilogue: One of `EPILOGUES`.
         tma: Whether the operands can go through tensor descriptors.
     """
@@ -44,7 +38,7 @@ def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[Matmul
     table: tuple[MatmulConfig, ...]
     if kind == "ieee":
         table = _IEEE_HALVES if blackwell and epilogue == "activation_grad" else _IEEE
-    elif not tma or not (hopper or blackwell):
+    elif not (tma and reads_descriptors(arch)):
         table = _pointer_table(arch, kind, epilogue)
     elif kind == "tf32":
         table = _TF32_BLACKWELL if blackwell else _TF32_HOPPER
@@ -174,7 +168,7 @@ def residual_config(operands: Operands) -> tuple[MatmulConfig, int]:
 
     A few rows have too few tiles for the multiprocessors: fc2 of ViT-B has 48 of the smallest at batch 1.
     """
-    fits = operands.sizes[1] <= MAX_WIDTH and may_split(arch_of(operands.a.device))
+    fits = operands.sizes[1] <= MAX_WIDTH and may_split(gpu_of(operands.a.device).arch)
     return _chosen(operands, "residual", _MAX_RESIDUAL_SPLITS if fits else 1)
 
 
@@ -185,11 +179,11 @@ def may_split(arch: str) -> bool:
 
 def prefers_library(operands: Operands, epilogue: str) -> bool:
     """Whether cuBLASLt was measured to be faster than our matmul at this size: see `library.py`."""
-    measured = _library_table().get(arch_of(operands.a.device))
+    measured = _library_table().get(gpu_of(operands.a.device).arch)
     if not measured:
         return False
     M, N, K = operands.sizes
-    sizes = measured.get(f"{epilogue}/{precision_kind(operands.a.dtype)}", ())
+    sizes = measured.get(f"{epilogue}/{product_kind(operands.a.dtype)}", ())
     return any((N, K) == (n, k) and fewest <= M <= most for n, k, fewest, most in sizes)
 
 
@@ -203,16 +197,15 @@ def _chosen(operands: Operands, epilogue: str, most: int) -> tuple[MatmulConfig,
     tma = fits_tma(operands)
     if is_interpreted():
         return config_table("sm_90", "half", epilogue, tma)[0], 1
-    device, dtype = operands.a.device, operands.a.dtype
-    arch, kind = arch_of(device), precision_kind(dtype)
-    return _best(arch, kind, epilogue, tma, operands.sizes, dtype.itemsize, sm_count_of(device), most)
+    gpu, dtype = gpu_of(operands.a.device), operands.a.dtype
+    return _best(gpu, product_kind(dtype), epilogue, tma, operands.sizes, dtype.itemsize, most)
 
 
 @lru_cache(4096)
 def _best(
-    arch: str, kind: str, epilogue: str, tma: bool, sizes: tuple[int, int, int], itemsize: int, sm_count: int, most: int
+    gpu: Gpu, kind: str, epilogue: str, tma: bool, sizes: tuple[int, int, int], itemsize: int, most: int
 ) -> tuple[MatmulConfig, int]:
-    return choose_split(config_table(arch, kind, epilogue, tma), sizes, itemsize, sm_count, most)
+    return choose_split(config_table(gpu.arch, kind, epilogue, tma), sizes, itemsize, gpu.sm_count, most)
 
 
 def split_count(operands: Operands, config: MatmulConfig) -> int:
@@ -221,7 +214,7 @@ def split_count(operands: Operands, config: MatmulConfig) -> int:
     Each part has at least four steps of K, and at most 16 parts are written.
     """
     M, N, K = operands.sizes
-    programs = sm_count_of(operands.a.device) * config.ctas_per_sm
+    programs = gpu_of(operands.a.device).sm_count * config.ctas_per_sm
     most = max(1, min(_MAX_SPLITS, ceil_div(K, config.block_k) // _MIN_STEPS))
 
     def busy(splits: int) -> float:

@@ -26,7 +26,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaDriver, include_dirs
 
-from .launch import Gpu, has_stand_in, is_interpreted, set_stand_in
+from .device import Gpu, has_stand_in, set_stand_in
+from .launch import is_interpreted
 from .offline import LIMITS
 
 # Multiprocessors of one well-known GPU of each architecture: A100, A10, L40S, H200, B200, B300, RTX 5090.

@@ -18,7 +18,8 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from vit_fast.kernels import offline
-from vit_fast.kernels.launch import REFERENCE_GPU, Launch
+from vit_fast.kernels.device import REFERENCE_GPU
+from vit_fast.kernels.launch import Launch
 from vit_fast.kernels.matmul_launch import EPILOGUES, MatmulConfig, Operands, fits_tma, matmul_launch
 from vit_fast.kernels.matmul_policy import choose_split, config_table, predicted_cycles
 

@@ -104,7 +104,7 @@ def _static_reasons(device: torch.device) -> tuple[str, ...]:
                 f"accepted is {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} or newer"
             )
     elif device.type == "cpu":
-        from ..kernels.launch import has_stand_in
+        from ..kernels.device import has_stand_in
 
         if not (interpreter_is_active() or has_stand_in()):
             reasons.append("the tensors are on the CPU: accepted are CUDA tensors (or TRITON_INTERPRET=1, for tests)")

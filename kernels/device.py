@@ -1,0 +1,81 @@
+"""What a GPU is to the launch policies: its architecture, whose tiles it takes, and how it forms products.
+
+Attention and the matmul both ask here, so that neither can answer differently.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What the launch policy asks of a GPU.
+
+    Args:
+        arch: Architecture name, e.g. sm_90.
+        sm_count: Streaming multiprocessors.
+    """
+
+    arch: str
+    sm_count: int
+
+
+# What the interpreter and the offline compiler assume in place of a device: an H200.
+REFERENCE_GPU = Gpu("sm_90", 132)
+_stand_in: Gpu | None = None
+
+
+def set_stand_in(gpu: Gpu) -> None:
+    """Let CPU tensors stand for tensors on `gpu` in this process: for the stand-in driver, `stand_in_driver.py`."""
+    global _stand_in
+    _stand_in = gpu
+
+
+def has_stand_in() -> bool:
+    """Whether the stand-in driver takes the launches of CPU tensors."""
+    return _stand_in is not None
+
+
+def gpu_of(device: torch.device) -> Gpu:
+    """The GPU that a device is; the stand-in or reference GPU where it is none."""
+    if device.type != "cuda":
+        return _stand_in or REFERENCE_GPU
+    return _real_gpu(device.index if device.index is not None else torch.cuda.current_device())
+
+
+@cache
+def _real_gpu(index: int) -> Gpu:
+    major, minor = torch.cuda.get_device_capability(index)
+    return Gpu(f"sm_{10 * major + minor}", int(torch.cuda.get_device_properties(index).multi_processor_count))
+
+
+def generation(arch: str) -> str:
+    """Whose tiles an architecture takes: "ampere" (mma.sync: sm_80, 86, 89 and 120), "hopper" or "blackwell"."""
+    number = int(arch.removeprefix("sm_"))
+    return "hopper" if 90 <= number < 100 else "blackwell" if 100 <= number < 120 else "ampere"
+
+
+def reads_descriptors(arch: str) -> bool:
+    """Whether tiles are loaded through TMA descriptors where the layout allows."""
+    return generation(arch) != "ampere"
+
+
+def matrix_instruction(arch: str) -> str:
+    """The instruction that half-precision and TF32 products must reach, by the names of `offline.Stats.has`."""
+    return {"ampere": "HMMA", "hopper": "HGMMA", "blackwell": "TCGEN05"}[generation(arch)]
+
+
+def product_kind(dtype: torch.dtype) -> str:
+    """How products of this dtype are formed: "half" (fp16, bf16), or fp32's "tf32" or "ieee", by torch's setting."""
+    if dtype.itemsize == 2:
+        return "half"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+def dot_precision(kind: str) -> str:
+    """What `tl.dot` is told of a `product_kind`; without effect on half precision."""
+    return "tf32" if kind == "tf32" else "ieee"
