@@ -9,7 +9,10 @@ Names are imported when first used, so that this package can be imported where o
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
+
+from ..errors import MissingPackageError
 
 if TYPE_CHECKING:
     from .deployment import write_triton_repository
@@ -43,7 +46,13 @@ __all__ = [
 ]
 
 
+_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+
+
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
+        missing = [package for package in _PACKAGES if importlib.util.find_spec(package) is None]
+        if missing:
+            raise MissingPackageError(f"{', '.join(missing)} not installed: pip install 'vit-fast[export]'")
         return getattr(importlib.import_module(_LAZY[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import re
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import onnx
 
+from ..files import folder_aside
 from .files import ModelFileError, external_tensors, read_proto
 from .metadata import OnnxInfo, describe
 
@@ -61,9 +61,7 @@ def write_triton_repository(
     target = check_triton_repository(repository, name)
     proto = read_proto(model_path)
     config = server_config(describe(proto, model_path), name, max_batch, instances, device)
-    repository.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=repository))
-    try:
+    with folder_aside(target) as aside:
         version = aside / "1"
         version.mkdir()
         shutil.copyfile(model_path, version / "model.onnx")
@@ -71,10 +69,6 @@ def write_triton_repository(
             (version / location).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(model_path.parent / location, version / location)
         (aside / "config.pbtxt").write_text(config, encoding="utf-8")
-        aside.chmod(0o755)  # mkdtemp's folder is for its owner only; the server may be another user
-        aside.replace(target)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     return target
 
 

@@ -15,12 +15,13 @@ from torch import nn
 
 from ..config import DataConfig
 from ..errors import UnsupportedInputError
+from ..files import file_aside
 from . import files
 from .capture import capture
 from .fusion import count_nodes, forget_inner_shapes, optimise
 from .graphs import prepend
 from .metadata import metadata_for, write_metadata
-from .options import ATTENTION_OPSET, DEFAULT_OPSET, ExportOptions, Precision, Target
+from .options import ATTENTION_OPSET, ExportOptions, Precision, Target, opset_for
 from .photographs import as_inputs, photographs
 from .preprocessing import preprocessing_model
 from .quantise import quantise_dynamic, quantise_static
@@ -56,7 +57,8 @@ def export_onnx(
         model: A VisionTransformer of vit_fast, timm, transformers or torchvision, fused or not, on any backend,
             device and dtype. It is left as it was.
         path: The .onnx file to write.
-        opset: ONNX operator set, 18 or newer; None means 20, which every runtime in use takes.
+        opset: ONNX operator set, 18 or newer; None means 20, which every runtime in use takes, and for bf16 22, the
+            first that has it.
         dynamic_batch: Whether the file takes any number of images; if not, one.
         dynamic_size: Whether it takes any height and width that divide by the patch: positions are interpolated inside.
         precision: "fp32", "fp16", "bf16"; "int8": static, calibrated; "int8-dynamic": ranges found at run time.
@@ -81,7 +83,7 @@ def export_onnx(
         OSError: the file cannot be written.
     """
     options = ExportOptions(
-        opset=DEFAULT_OPSET if opset is None else opset, dynamic_batch=dynamic_batch, dynamic_size=dynamic_size,
+        opset=opset_for(precision) if opset is None else opset, dynamic_batch=dynamic_batch, dynamic_size=dynamic_size,
         precision=precision, preprocess=preprocess, target=target, output=output, external_data=external_data,
     )  # fmt: skip
     subject = make_subject(model)
@@ -98,7 +100,7 @@ def export_onnx(
     if not subject.num_classes:
         report.output = "features"
     clock = _Clock(report.seconds)
-    with files.written_aside(path) as aside:
+    with file_aside(path) as aside:
         with clock("capture"):
             graph = capture(subject, options)
         with clock("optimise"):

@@ -1,10 +1,7 @@
-"""Model files: written beside and renamed, read with suspicion."""
+"""Model files, read with suspicion."""
 
 from __future__ import annotations
 
-import contextlib
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,37 +17,6 @@ PROTOBUF_LIMIT = 2 * 2**30 - 32 * 2**20
 
 class ModelFileError(VitFastError, ValueError):
     """An ONNX file that is missing, damaged, foreign or unsafe; names the file and why."""
-
-
-@contextlib.contextmanager
-def written_aside(path: Path) -> Iterator[Path]:
-    """A place to write `path`'s file and what lies beside it: moved to its final name only when the block succeeds.
-
-    Args:
-        path: The final name of the .onnx file.
-    Yields:
-        The same file name inside a new, hidden folder beside it.
-    Raises:
-        OSError: the folder cannot be written, or the disk is full; nothing is left behind.
-    """
-    folder = path.parent.resolve()  # not of what a link named `path` leads to: the link itself is replaced
-    if path.is_dir():
-        raise IsADirectoryError(f"{path}: is a folder, accepted is a file name such as {path / 'model.onnx'}")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=folder))
-    except OSError as error:
-        raise OSError(f"{path}: cannot be written: {error.strerror or error}") from error
-    try:
-        yield aside / path.name
-        # The weights first, and no old graph beside new weights at any moment: better no file than a wrong one.
-        parts = sorted(aside.iterdir(), key=lambda part: part.name == path.name)
-        if len(parts) > 1:
-            path.unlink(missing_ok=True)
-        for part in parts:
-            part.replace(folder / part.name)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def weight_bytes(model: ir.Model) -> int:

@@ -76,6 +76,11 @@ class ExportOptions:
         return BUDGETS[self.precision]
 
 
+def opset_for(precision: str) -> int:
+    """The oldest opset that every part of a file of this precision can be written in, from the default on."""
+    return BF16_OPSET if precision == "bf16" else DEFAULT_OPSET
+
+
 def newest_opset() -> int:
     """The newest opset that the installed torch and onnxscript write."""
     from onnxscript.version_converter import _version_converter

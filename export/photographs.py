@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from ..config import DataConfig, Size
-from ..data import default_photograph, find_images, make_transform, read_image
+from ..data import ImageError, default_photograph, find_images, make_transform, read_image
 
 MIN_CROP_SHARE = 0.4  # of each side
 
@@ -26,9 +26,11 @@ def photographs(paths: Iterable[str | Path] | None, count: int, seed: int = 0) -
         count: How many.
         seed: Of the crops.
     Raises:
-        ImageError: a file is missing or is no image.
+        ImageError: a file is missing or is no image, or there is none.
     """
     files = find_images([default_photograph()] if paths is None else paths)
+    if not files:
+        raise ImageError("calibration and images: accepted are one or more image files and folders, came none")
     taken = min(count, len(files))
     whole = [read_image(files[i * len(files) // taken]) for i in range(taken)]
     generator = np.random.default_rng(seed)

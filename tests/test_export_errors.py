@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from vit_fast.cli import main
 from vit_fast.data import ImageError, default_photograph
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.export import VerificationError, export_onnx, exporter, files, inspect_onnx, write_triton_repository
+from vit_fast.files import file_aside
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +40,15 @@ def model() -> nn.Module:
         ({"output": "classes"}, ValueError, "output='classes'"),
         ({"precision": "int8"}, ValueError, "needs image files or folders"),
         ({"calibration": ["x"]}, ValueError, "accepted only with precision='int8'"),
+        ({"precision": "int8", "calibration": []}, ImageError, "accepted are one or more image files"),
+        ({"images": []}, ImageError, "accepted are one or more image files"),
         ({"precision": "int8", "calibration": ["absent.jpg"]}, ImageError, r"absent\.jpg: no such file"),
         ({"images": ["absent.jpg"]}, ImageError, r"absent\.jpg: no such file"),
         ({"class_names": ["one"]}, ValueError, "class_names has 1 names: accepted are 10"),
         ({"dynamic_size": True, "preprocess": True}, UnsupportedInputError, "resizes every image to one size"),
         ({"precision": "int8-dynamic", "target": "tensorrt"}, UnsupportedInputError, "TensorRT takes no int8-dynamic"),
-        ({"precision": "bf16", "target": "ort-cpu"}, UnsupportedInputError, "no bf16 Conv(.|\n)*came with opset 22"),
+        ({"precision": "bf16", "target": "ort-cpu"}, UnsupportedInputError, "CPU provider has no bf16 Conv"),
+        ({"precision": "bf16", "opset": 21}, UnsupportedInputError, "bf16 Conv came with opset 22"),
         ({"data_config": {"sharpness": 1}}, ValueError, "sharpness"),
     ],
 )
@@ -111,6 +116,46 @@ def test_a_path_that_cannot_be_written(model: nn.Module, tmp_path: Path) -> None
     with pytest.raises(IsADirectoryError, match="is a folder"):
         export_onnx(model, tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_only_regular_files_are_replaced(model: nn.Module, tmp_path: Path) -> None:
+    pipe, device = tmp_path / "m.onnx", tmp_path / "link"
+    os.mkfifo(pipe)
+    device.symlink_to("/dev/null")
+    for taken, kind in ((pipe, "a pipe"), (device, "a device"), (Path("/dev/null"), "a device")):
+        with pytest.raises(FileExistsError, match=rf"{taken}: is {kind}, accepted is a new name or a regular file"):
+            export_onnx(model, taken)
+    (tmp_path / "n.onnx.data").mkdir()
+    with pytest.raises(IsADirectoryError, match=r"n\.onnx\.data: is a folder"):
+        export_onnx(model, tmp_path / "n.onnx", external_data=True, verify=False)
+    assert pipe.is_fifo() and device.is_symlink() and Path("/dev/null").is_char_device()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "m.onnx", "n.onnx.data"]
+
+
+def test_what_a_killed_export_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    """Killed for real while its hidden folder holds a file; a folder in use, and others' folders, are left alone."""
+    script = f"""
+import os, signal
+from pathlib import Path
+from vit_fast.files import file_aside
+with file_aside(Path({str(tmp_path / "m.onnx")!r})) as aside:
+    aside.write_text("weights")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", script]).returncode == -9
+    (left,) = tmp_path.iterdir()
+    foreign = tmp_path / ".m.onnx.mine"
+    foreign.mkdir()
+    with file_aside(tmp_path / "m.onnx") as in_use:
+        in_use.write_text("first")
+        assert left.exists(), "so young that its process may not have locked it yet"
+        for folder in (left, foreign, in_use.parent):
+            os.utime(folder, (0, 0))
+        with file_aside(tmp_path / "m.onnx") as aside:
+            aside.write_text("second")
+        assert not left.exists() and foreign.exists() and in_use.exists()
+    assert (tmp_path / "m.onnx").read_text() == "first"
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".m.onnx.mine", "m.onnx"]
 
 
 @pytest.mark.parametrize("external", [True, None])

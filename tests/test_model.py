@@ -41,6 +41,21 @@ def test_integer_images_are_refused():
         make()(torch.zeros(1, 3, 32, 32, dtype=torch.uint8))
 
 
+def test_images_of_another_dtype_or_kind_are_refused():
+    model = make()
+    with pytest.raises(ValueError, match=r"images are torch\.float64, the model's weights torch\.float32"):
+        model(images().double())
+    with pytest.raises(TypeError, match="images are a ndarray: accepted is a Tensor"):
+        model(images().numpy())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(images().bfloat16()).isfinite().all()
+
+
+def test_a_model_larger_than_memory_is_refused_before_it_is_made():
+    with pytest.raises(ValueError, match=r"img_size=\(10000000, 10000000\), .*the parameters alone take \d+ GiB"):
+        make(img_size=10_000_000, patch_size=10)
+
+
 def test_empty_batch():
     assert make()(images(0, 3, 32, 32)).shape == (0, 10)
 

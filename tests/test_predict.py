@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +106,9 @@ def test_bad_input_ends_in_one_line_and_status_2(
     torch.nn.init.constant_(nan.head.bias, float("nan"))
     nan_weights = save(nan, tmp_path / "nan.safetensors")
     photo = default_photograph()
+    os.mkfifo(tmp_path / "pipe.png")
     for arguments, message in (
+        ((tmp_path / "pipe.png", "--weights", weights), "is no regular file"),
         ((tmp_path / "absent.png", "--weights", weights), "no such file"),
         ((tmp_path / "text.png", "--weights", weights), "not an image"),
         ((tmp_path / "empty", "--weights", weights), "no image in this folder"),
@@ -124,3 +128,12 @@ def test_bad_input_ends_in_one_line_and_status_2(
         captured = capsys.readouterr()
         assert message in captured.err and captured.err.count("\n") == 1, captured.err
         assert captured.out == ""
+
+
+def test_an_onnx_file_without_its_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxruntime" else find(name))
+    assert _run(default_photograph(), "--onnx", tmp_path / "m.onnx") == 2
+    assert "onnxruntime not installed: pip install 'vit-fast[export]'" in capsys.readouterr().err

@@ -235,6 +235,12 @@ class ViTConfig:
         """From to_dict's mapping, also after a trip through JSON; unknown names raise ValueError."""
         return cls(**_known_fields(cls, fields))
 
+    def num_parameters(self) -> int:
+        """Parameters in the blocks and the position embedding, which are nearly all."""
+        C = self.embed_dim
+        positions = self.seqlen * C if self.pos_embed == "learn" else 0
+        return positions + self.depth * (4 * C * C + 2 * C * self.hidden_dim)
+
     def flops_per_image(self) -> int:
         """Floating-point operations of one image's forward pass through the matrix products, 2 per multiply-add."""
         C, F, N = self.embed_dim, self.hidden_dim, self.seqlen

@@ -60,7 +60,7 @@ def find_images(paths: Iterable[str | Path]) -> list[Path]:
     Returns:
         Files in the order of paths, each folder's sorted.
     Raises:
-        ImageError: a path does not exist, or a folder holds no image; names all of them.
+        ImageError: a path does not exist or is a pipe or a device, or a folder holds no image; names all of them.
     """
     found: list[Path] = []
     problems: list[str] = []
@@ -70,8 +70,10 @@ def find_images(paths: Iterable[str | Path]) -> list[Path]:
             if not inside:
                 problems.append(f"{path}: no image in this folder ({', '.join(sorted(IMAGE_SUFFIXES))})")
             found += inside
-        elif path.exists():
+        elif path.is_file():
             found.append(path)
+        elif path.exists():  # a pipe would be waited for, a device read for ever
+            problems.append(f"{path}: is no regular file")
         else:
             problems.append(f"{path}: no such file or folder")
     if problems:
@@ -89,8 +91,8 @@ def read_image(path: str | Path) -> Image.Image:
             decompression bombs.
     """
     path = Path(path)
-    if path.is_dir():
-        raise ImageError(f"{path}: is a folder, not an image")
+    if path.exists() and not path.is_file():
+        raise ImageError(f"{path}: is {'a folder' if path.is_dir() else 'no regular file'}, not an image")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)

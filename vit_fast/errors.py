@@ -24,3 +24,7 @@ class UnsupportedInputError(VitFastError, ValueError):
 
     def __reduce__(self) -> tuple[type[UnsupportedInputError], tuple[str, tuple[str, ...]]]:
         return type(self), (self.what, self.reasons)
+
+
+class MissingPackageError(VitFastError, ImportError):
+    """What was asked for needs packages that are not installed; names them and the extra that brings them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,8 @@ def create_model(
     Returns:
         The model, in evaluation mode.
     Raises:
-        ValueError: unknown name (with the nearest), unknown or unacceptable field, or weights that do not fit.
+        ValueError: unknown name (with the nearest), unknown or unacceptable field, weights that do not fit, or a model
+            larger than the device's memory.
     """
     if "/" in name and weights is not None:
         raise ValueError(f"name={name!r} has weights of its own: accepted is a variant's name, or no weights beside it")
@@ -54,7 +56,9 @@ def create_model(
 
         config_overrides = overrides_from(source) | config_overrides
     config = config.replace(**config_overrides)
-    with torch.device(device if device is not None else torch.get_default_device()):
+    place = torch.device(device if device is not None else torch.get_default_device())
+    _check_memory(config, place)
+    with place:
         model = VisionTransformer(config, data_config=data_config, backend=backend)
     if dtype is not None:
         model = model.to(dtype)
@@ -64,6 +68,22 @@ def create_model(
         load_weights(model, source, replace_head=head_is_asked_for)
     set_backend(model, backend)
     return model.eval()
+
+
+def _check_memory(config: ViTConfig, device: torch.device) -> None:
+    """Refuses what cannot be made, before the system ends the process for it."""
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    elif device.type == "cpu":
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        return
+    needed = config.num_parameters() * torch.get_default_dtype().itemsize
+    if needed > memory:
+        raise ValueError(
+            f"img_size={config.img_size}, embed_dim={config.embed_dim}, depth={config.depth}: the parameters alone "
+            f"take {needed / 2**30:.0f} GiB, {device} has {memory / 2**30:.0f} GiB"
+        )
 
 
 def _shape(name: str, source: Source | None) -> tuple[ViTConfig, DataConfig | None]:

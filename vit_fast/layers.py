@@ -41,6 +41,10 @@ class PatchEmbed(nn.Module):
 
     def _check(self, images: Tensor) -> None:
         config = self.config
+        if not isinstance(images, Tensor):
+            raise TypeError(
+                f"images are a {type(images).__name__}: accepted is a Tensor [B, {config.in_chans}, height, width]"
+            )
         if images.dim() != 4 or images.shape[1] != config.in_chans:
             raise ValueError(
                 f"images have shape {tuple(images.shape)}: accepted is [B, {config.in_chans}, height, width]"
@@ -49,6 +53,9 @@ class PatchEmbed(nn.Module):
             raise ValueError(
                 f"images are {images.dtype}: accepted is a floating dtype (scale and normalise them first)"
             )
+        dtype = getattr(self.proj, "weight", images).dtype  # a wrapper of the convolution may hide it
+        if images.dtype != dtype and not torch.is_autocast_enabled(images.device.type):
+            raise ValueError(f"images are {images.dtype}, the model's weights {dtype}: convert one of them")
         height, width = images.shape[2], images.shape[3]
         if not config.dynamic_img_size:
             if (height, width) != config.image_hw:

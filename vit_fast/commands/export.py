@@ -20,7 +20,7 @@ def export(
     out: Annotated[Path | None, typer.Option("--output", "-o", help="The .onnx file to write.")] = None,
     weights: Annotated[str | None, typer.Option(help="A weights file or a Hugging Face Hub id; else random.")] = None,
     target: Annotated[str, typer.Option(help="generic, ort-cpu, ort-cuda or tensorrt.")] = "generic",
-    opset: Annotated[int | None, typer.Option(help="ONNX operator set, 18 or newer; by default 20.")] = None,
+    opset: Annotated[int | None, typer.Option(help="ONNX operator set, 18 or newer; by default 20 (bf16: 22).")] = None,
     precision: Annotated[str, typer.Option(help="fp32, fp16, bf16, int8 or int8-dynamic.")] = "fp32",
     calibrate: Annotated[
         list[Path] | None,
@@ -46,7 +46,6 @@ def export(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
     """Exports a model to ONNX and checks that the file computes what the model does."""
-    _require_packages()
     if inspect is not None:
         from ..export import inspect_onnx
 
@@ -109,11 +108,3 @@ def _show(result: Any, as_json: bool) -> None:
     from rich.console import Console
 
     Console().print(result.to_table())
-
-
-def _require_packages() -> None:
-    import importlib.util
-
-    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(f"{', '.join(missing)} not installed: pip install 'vit-fast[export]'")

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
-import tempfile
 from pathlib import Path
+
+from ..files import folder_aside
 
 PACKAGE = Path(__file__).resolve().parents[1]
 NAME = "vit-fast-kernels"
@@ -77,17 +77,8 @@ def build_hf_kernel(folder: str | Path) -> Path:
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists: accepted is a new or empty folder")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        staging.chmod(0o755)
-        _write(staging)
-        if folder.exists():
-            folder.rmdir()
-        staging.rename(folder)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
+    with folder_aside(folder) as aside:
+        _write(aside)
     return folder / VARIANT
 
 

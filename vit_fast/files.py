@@ -1,0 +1,122 @@
+"""Files and folders that appear whole or not at all: made in a hidden folder beside their place, then renamed."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import shutil
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+if sys.platform != "win32":  # there the folders of killed processes stay
+    import fcntl
+
+_MARK = "vit-fast-"
+_SECONDS_TO_LOCK = 60.0  # a folder so young may not be locked yet by the process that made it
+
+
+@contextlib.contextmanager
+def file_aside(path: Path) -> Iterator[Path]:
+    """A place to write `path`'s file and what lies beside it: moved to its final name only when the block succeeds.
+
+    Args:
+        path: The final name.
+    Yields:
+        The same file name inside a new, hidden folder beside it.
+    Raises:
+        OSError: the place is taken by something other than a regular file, the folder cannot be written, or the disk is
+            full; nothing is left behind.
+    """
+    check_replaceable(path)
+    with _hidden_folder(path) as aside:
+        yield aside / path.name
+        # What lies beside it first, and no old file beside new ones at any moment: better no file than a wrong one.
+        # The folder of `path` itself, not of what a link of that name leads to: the link is replaced.
+        parts = sorted(aside.iterdir(), key=lambda part: part.name == path.name)
+        for part in parts:
+            check_replaceable(aside.parent / part.name)
+        if len(parts) > 1:
+            path.unlink(missing_ok=True)
+        for part in parts:
+            part.replace(aside.parent / part.name)
+
+
+@contextlib.contextmanager
+def folder_aside(path: Path) -> Iterator[Path]:
+    """A hidden folder to fill, which becomes `path` when the block succeeds; `path` is new, or an empty folder.
+
+    Raises:
+        OSError: it cannot be written; nothing is left behind.
+    """
+    with _hidden_folder(path) as aside:
+        yield aside
+        aside.chmod(0o755)  # mkdtemp's folder is for its owner only
+        aside.replace(path)
+
+
+def check_replaceable(path: Path) -> None:
+    """Refuses a name that a new file must not take: of a folder, a device, a pipe or a socket.
+
+    Raises:
+        OSError: says what it is.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(f"{path}: is a folder, accepted is a file name such as {path / 'NAME'}")
+    if path.exists() and not path.is_file():
+        raise FileExistsError(f"{path}: is {_kind(path)}, accepted is a new name or a regular file")
+
+
+def _kind(path: Path) -> str:
+    mode = path.stat().st_mode
+    kinds = {stat.S_ISCHR: "a device", stat.S_ISBLK: "a device", stat.S_ISFIFO: "a pipe", stat.S_ISSOCK: "a socket"}
+    return next((kind for test, kind in kinds.items() if test(mode)), "no regular file")
+
+
+@contextlib.contextmanager
+def _hidden_folder(path: Path) -> Iterator[Path]:
+    """A new folder beside `path`, removed at the end; those that killed processes left there go, too."""
+    parent = path.parent.resolve()
+    prefix = f".{path.name}.{_MARK}"
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(parent, prefix)
+        aside = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    except OSError as error:
+        raise OSError(f"{path}: cannot be written: {error.strerror or error}") from error
+    try:
+        with _locked(aside):
+            yield aside
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _remove_abandoned(parent: Path, prefix: str) -> None:
+    for folder in parent.glob(f"{glob.escape(prefix)}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - folder.stat().st_mtime > _SECONDS_TO_LOCK:
+                with _locked(folder) as is_ours:
+                    if is_ours:
+                        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Whether a folder could be locked; the system unlocks it when the process ends, however it does."""
+    if sys.platform == "win32":
+        yield False
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # another process has it, or the file system knows no locks
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(descriptor)
