@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..accuracy import FORWARD_FACTOR, GRADIENT_FACTOR
 from .gpu_check_rows import KERNEL_S, OPERATOR_PROTOCOL, ROTATIONS, Context, Cost, Found, Row, judge, measure
 from .timing import Call
 
@@ -135,7 +136,7 @@ def check(shape: Shape, backward: bool, context: Context) -> Found:
     ours = _result(_ours, qkv.requires_grad_(), grad, backward)[_CHECKED_IMAGES]
     eager = _result(_eager, few.clone().requires_grad_(), few_grad, backward)
     exact = _result(_eager, few.double().requires_grad_(), few_grad.double(), backward)
-    return judge([ours], [eager], [exact], backward=backward, dtype=context.dtype)
+    return judge([ours], [eager], [exact], GRADIENT_FACTOR if backward else FORWARD_FACTOR)
 
 
 def _result(function: Callable[[Tensor], Tensor], qkv: Tensor, grad: Tensor, backward: bool) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..accuracy import FORWARD_FACTOR, GRADIENT_FACTOR
 from .gpu_check_rows import KERNEL_S, OPERATOR_PROTOCOL, ROTATIONS, Context, Cost, Found, Row, judge, measure
 from .timing import Call
 
@@ -122,7 +123,7 @@ def check(shape: Shape, backward: bool, context: Context) -> Found:
         results("eager", context.dtype),
         results("eager", torch.float64),
     )
-    return judge(ours, eager, exact, backward=backward, dtype=context.dtype)
+    return judge(ours, eager, exact, GRADIENT_FACTOR if backward else FORWARD_FACTOR)
 
 
 def _parameters(shape: Shape, context: Context) -> list[Tensor]:
@@ -182,7 +183,7 @@ def _fill_matmul(shape: Shape, context: Context) -> Found:
     weight = torch.randn(shape.hidden, shape.width, device=context.device).bfloat16()
     exact = inputs[0].double() @ weight.double().t()
     ours, cublas = linear_residual(inputs[0], weight, None, None, None)[0], inputs[0] @ weight.t()
-    found = judge([ours], [cublas], [exact], backward=False, dtype=torch.bfloat16)
+    found = judge([ours], [cublas], [exact], FORWARD_FACTOR)
     del ours, cublas, exact
     makers: dict[str, Callable[[], Call]] = {
         "ours": lambda: lambda index: linear_residual(inputs[index % ROTATIONS], weight, None, None, None),

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .gpu_check_rows import KERNEL_S, Context, Cost, Found, Row, measure
+from ..accuracy import FORWARD_FACTOR
+from .gpu_check_rows import KERNEL_S, Context, Cost, Found, Row, judge, measure
 from .timing import Call, Protocol
 
 THROUGHPUT = Protocol(repeats=10, seconds=0.5, launch="hidden")
@@ -56,10 +57,10 @@ def _fill(name: str, batch: int, training: bool, compiled: bool, context: Contex
         exact = reference.double()(images[:2].double())
         eager = reference.to(context.dtype)(images[:2])
         # ours at the timed batch: the batch decides which kernels run
-        found = _judge(ours.to(context.dtype)(images)[:2], eager, exact)
+        found = judge([ours.to(context.dtype)(images)[:2]], [eager], [exact], FORWARD_FACTOR, "rms")
         runner = ours if training else served(ours, images)
         if found["correct"]:
-            found = _judge(runner(images)[:2], eager, exact)
+            found = judge([runner(images)[:2]], [eager], [exact], FORWARD_FACTOR, "rms")
     if not found["correct"]:
         return found
     call: Callable[[Any, Tensor], Call] = partial(_training_step, ours.config.num_classes) if training else _inference
@@ -79,11 +80,6 @@ def _fill(name: str, batch: int, training: bool, compiled: bool, context: Contex
     if compiled:
         found["missing"]["timm max-autotune"] = _NO_MAX_AUTOTUNE
     return found | {"images_per_s": 1000 * batch / found["ms"]}
-
-
-def _judge(logits: Tensor, eager: Tensor, exact: Tensor) -> Found:
-    error, allowed = (float((result.double() - exact).norm() / exact.norm()) for result in (logits, eager))
-    return {"correct": error <= 2 * allowed + 2**-9, "correctness": f"error {error:.1e}, eager's {allowed:.1e}"}
 
 
 def _timm_model(name: str, context: Context) -> nn.Module:

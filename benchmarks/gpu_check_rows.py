@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import accuracy
+from ..accuracy import Measure
 from .machine import measure_ceilings
 from .timing import Call, Protocol, peak_memory_of_call, time_interleaved
 
@@ -96,19 +98,20 @@ def ceilings(context: Context) -> Found:
 
 
 def judge(
-    ours: Sequence[Tensor], eager: Sequence[Tensor], exact: Sequence[Tensor], *, backward: bool, dtype: torch.dtype
+    ours: Sequence[Tensor],
+    eager: Sequence[Tensor],
+    exact: Sequence[Tensor],
+    factor: float,
+    measure: Measure = "largest",
 ) -> Found:
-    """By the rule: twice eager's error, three times for gradients, and one rounding; exact is eager in fp64."""
-    worst, correct = 0.0, True
-    for result, peer, truth in zip(ours, eager, exact, strict=True):
-        error, eager_error = (
-            float((given.double() - truth).abs().nan_to_num(torch.inf).max()) for given in (result, peer)
-        )
-        allowed = (3 if backward else 2) * eager_error + torch.finfo(dtype).eps / 2 * float(truth.abs().max())
-        correct &= error <= allowed
-        worst = max(worst, error / allowed)
-    text = f"largest error is {worst:.2f} of what is allowed"
-    return {"correct": correct, "correctness": text, "dtype": str(dtype).removeprefix("torch.")}
+    """Every output by the rule of accuracy; exact is eager in fp64."""
+    verdicts = [accuracy.judge(*results, factor, measure) for results in zip(ours, eager, exact, strict=True)]
+    text = f"largest error is {max(verdict.share for verdict in verdicts):.2f} of what is allowed"
+    return {
+        "correct": all(verdict.passed for verdict in verdicts),
+        "correctness": text,
+        "dtype": str(ours[0].dtype).removeprefix("torch."),
+    }
 
 
 def measure(

@@ -137,7 +137,7 @@ class _Run:
         try:
             with out_of_memory_is_too_large():
                 batches = rotating_batches(views, task.batch_size, task.dtype, task.device)
-                expected = expect(task, batches[0], views)
+                expected = expect(task, batches[0])
         except TooLarge:
             raise
         except Exception as error:  # eager itself cannot do this here, such as a dtype that an operator lacks

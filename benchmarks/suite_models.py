@@ -48,7 +48,7 @@ def test_model(benchmark: Any, label: str, batch_size: int) -> None:
         synchronise(DEVICE)
         return outputs
 
-    verdict = judge(selection.subject, task, expect(task, images, views), run())
+    verdict = judge(selection.subject, task, expect(task, images), run())
     assert verdict.passed, verdict.reason
     benchmark.group = f"{MODEL} batch {batch_size}"
     benchmark.extra_info.update(images=batch_size, dtype=str(DTYPE), device=str(DEVICE), max_error=verdict.max_error)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vit_fast import ops
-from vit_fast.benchmarks.correctness import allowed_error
+from vit_fast.accuracy import judge
 from vit_fast.benchmarks.timing import Protocol, cold_rotation, synchronise, time_call
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.ops import reference
@@ -49,9 +49,15 @@ def test_attention(benchmark: Any, name: str, seqlen: int, head_dim: int) -> Non
     heads = 12
     q, k, v = (torch.randn(BATCH, heads, seqlen, head_dim, device=DEVICE, dtype=DTYPE) for _ in range(3))
     expected = reference.attention(q.double(), k.double(), v.double())
-    eager_error = float((reference.attention(q, k, v) - expected).abs().max())
     benchmark.group = f"attention N={seqlen} D={head_dim}"
-    _measure(benchmark, ATTENTIONS[name], (q, k, v), expected, eager_error, 4 * BATCH * heads * seqlen**2 * head_dim)
+    _measure(
+        benchmark,
+        ATTENTIONS[name],
+        (q, k, v),
+        expected,
+        reference.attention(q, k, v),
+        4 * BATCH * heads * seqlen**2 * head_dim,
+    )
 
 
 def mlp_by_epilogue(x: Tensor, g: Tensor, b: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
@@ -81,8 +87,7 @@ def test_layer_norm_mlp(benchmark: Any, name: str, width: int) -> None:
     expected = reference.layer_norm_mlp(*(tensor.double() for tensor in inputs), activation="gelu_tanh")
     eager = reference.layer_norm_mlp(*inputs, activation="gelu_tanh")
     benchmark.group = f"LayerNorm+MLP C={width} F={hidden}"
-    eager_error = float((eager - expected).abs().max())
-    _measure(benchmark, MLPS[name], inputs, expected, eager_error, 4 * BATCH * seqlen * width * hidden)
+    _measure(benchmark, MLPS[name], inputs, expected, eager, 4 * BATCH * seqlen * width * hidden)
 
 
 def _measure(
@@ -90,7 +95,7 @@ def _measure(
     function: Callable[..., Tensor],
     inputs: tuple[Tensor, ...],
     expected: Tensor,
-    eager_error: float,
+    eager: Tensor,
     flops: int,
 ) -> None:
     """Checks, then lets pytest-benchmark time the call, and puts beside it what device events say."""
@@ -102,8 +107,8 @@ def _measure(
         if "No available kernel" in str(failure) or "No viable backend" in str(failure):
             pytest.skip("torch has no such attention kernel here")
         raise
-    error = float((output - expected).abs().max())
-    assert error <= allowed_error(eager_error, float(expected.abs().max()), DTYPE)
+    verdict = judge(output, eager, expected)
+    assert verdict.passed, verdict
 
     def run() -> None:
         function(*inputs)
@@ -114,7 +119,7 @@ def _measure(
     timing = time_call(lambda number: function(*rotation[number % len(rotation)]), DEVICE, DEVICE_TIME)
     moved = sum(tensor.nbytes for tensor in (*inputs, output))
     benchmark.extra_info.update(
-        max_error=error,
+        max_error=verdict.error,
         ms=timing.ms,
         ms_p20=timing.ms_p20,
         ms_p80=timing.ms_p80,

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from vit_fast.accuracy import judge
+
 IMAGE = 32
 
 
@@ -151,14 +153,9 @@ def in_fp64(subject: Subject, model: nn.Module, inputs: dict[str, Tensor]) -> tu
 
 
 def assert_within(actual: Tensor, before: Tensor, exact: Tensor, factor: float, what: str) -> None:
-    """error(actual) <= factor * error(before) + one rounding, both against fp64; NaN never passes.
-
-    Errors are root mean squares: the largest of a few dozen elements is a matter of luck.
-    """
-    rounding = torch.finfo(before.dtype).eps * exact.abs().max().item()
-    error = (actual.double() - exact).square().mean().sqrt().item()
-    allowed = factor * (before.double() - exact).square().mean().sqrt().item() + rounding
-    assert error <= allowed, f"{what}: error {error:.3g}, allowed {allowed:.3g}"
+    """The rule of accuracy, by root mean squares: the largest of a few dozen elements is a matter of luck."""
+    found = judge(actual, before, exact, factor, "rms")
+    assert found.passed, f"{what}: {found}"
 
 
 def assert_gradients_within(

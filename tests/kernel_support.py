@@ -7,39 +7,24 @@ import os
 import torch
 from torch import Tensor
 
+from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR, error_of, judge
+
 HAS_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-FORWARD_FACTOR = 2
-GRADIENT_FACTOR = 3
-# What fp32 sums of terms of order one leave where they cancel: with a single key dq and dk are 0, and eager's are
-# exactly so. In half precision it is a hundredth of a rounding.
-NOISE = {torch.float32: 2e-6, torch.float16: 1e-5, torch.bfloat16: 1e-5}
-
 if not HAS_GPU:
     from interpreter import make_bf16_exact
 
     make_bf16_exact()
 
 
-def largest_error(value: Tensor, exact: Tensor) -> float:
-    """The largest absolute difference, infinite where either holds a NaN."""
-    difference = (value.detach().double().cpu() - exact.detach().double().cpu()).abs()
-    if difference.numel() == 0:
-        return 0.0
-    return float(difference.nan_to_num(nan=float("inf")).max())
-
-
 def assert_as_exact_as_eager(name: str, value: Tensor, eager: Tensor, exact: Tensor, factor: float) -> None:
-    """The rule of correctness: error <= factor x eager's own error in that dtype + one rounding of the output."""
-    exact = exact.detach()
-    rounding = torch.finfo(value.dtype).eps / 2 * float(exact.abs().max()) if exact.numel() else 0.0
-    allowed = factor * largest_error(eager, exact) + rounding + NOISE[value.dtype]
-    found = largest_error(value, exact)
-    assert found <= allowed, f"{name}: error {found:.3e}, allowed {allowed:.3e}"
+    """The rule of accuracy, over the largest error."""
+    found = judge(value, eager, exact, factor)
+    assert found.passed, f"{name}: {found}"
 
 
 def attention_with_gradients(
@@ -92,7 +77,7 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float) -
         return
     scores = q.double() * scale @ k.double().transpose(-1, -2)
     right_lse = scores.logsumexp(-1) / torch.log(torch.tensor(2.0, dtype=torch.float64))
-    assert largest_error(lse, right_lse) <= 1e-5 * max(1.0, float(right_lse.abs().max()))
+    assert error_of(lse, right_lse) <= 1e-5 * max(1.0, float(right_lse.abs().max()))
 
 
 # What the kernels make of each layout.

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR, judge
 from vit_fast.ops import layer_norm_mlp
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# What fp32 sums of terms of order one leave where they cancel, as all of LayerNorm does at width 1.
-FP32_NOISE = 2e-6
 NAMES = ("norm_weight", "norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
 
 
@@ -84,28 +83,14 @@ def make_case(M: int, C: int, F: int, dtype: torch.dtype, *, mean: float = 0.0, 
     return case.to(dtype)
 
 
-def rounding(dtype: torch.dtype) -> float:
-    """The largest relative error of one rounding to a dtype."""
-    return torch.finfo(dtype).eps / 2
-
-
-FEW = 8  # elements
-
-
 def assert_rule(
     ours: dict[str, Tensor], eager: dict[str, Tensor], exact: dict[str, Tensor], names: Sequence[str] | None = None
 ) -> None:
-    """error(ours) <= 2 x error(eager) + one rounding of the output; 3 x for gradients; maxima over a tensor."""
+    """The rule of accuracy over the largest error, forward and every gradient."""
     for name in names or ours:
-        truth = exact[name]
-        assert ours[name].isfinite().all(), f"{name} is not finite"
-        error, allowed = ((result[name].double() - truth).abs().max() for result in (ours, eager))
-        if truth.numel() < FEW:
-            # a few elements may be far nearer than a rounding by luck: no yardstick for other roundings
-            allowed = torch.maximum(allowed, 2 * rounding(ours[name].dtype) * truth.abs().max())
-        factor = 2 if name == "y" else 3
-        limit = factor * allowed + rounding(ours[name].dtype) * truth.abs().max() + FP32_NOISE
-        assert error <= limit, f"{name}: error {error:.2e}, eager's {allowed:.2e}, limit {limit:.2e}"
+        factor = FORWARD_FACTOR if name == "y" else GRADIENT_FACTOR
+        found = judge(ours[name], eager[name], exact[name], factor)
+        assert found.passed, f"{name}: {found}"
 
 
 def check_case(case: Case, parameter_dtype: torch.dtype | None = None) -> None:

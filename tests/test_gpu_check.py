@@ -248,7 +248,7 @@ def test_the_mlp_is_checked_on_every_row_that_is_timed(backward: bool, monkeypat
 def test_nan_is_wrong() -> None:
     truth = [torch.ones(3, dtype=torch.float64)]
     for value, correct in ((1.0, True), (float("nan"), False)):
-        found = gpu_check_rows.judge([torch.full((3,), value)], truth, truth, backward=False, dtype=torch.float32)
+        found = gpu_check_rows.judge([torch.full((3,), value)], truth, truth, factor=2)
         assert found["correct"] == correct
 
 

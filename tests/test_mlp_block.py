@@ -9,10 +9,12 @@ import mlp_support as support
 import numpy as np
 import pytest
 import torch
-from mlp_support import DEVICE, rounding
+from fused_models import assert_within
+from mlp_support import DEVICE
 from torch import Tensor, nn
 
 import vit_fast
+from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR
 from vit_fast.block import can_fuse
 from vit_fast.data import default_photograph, read_image
 from vit_fast.errors import UnsupportedInputError
@@ -55,14 +57,11 @@ def test_model_against_fp64(overrides: dict[str, Any], dtype: torch.dtype) -> No
         logits.square().sum().backward()
         return logits.detach(), [parameter.grad for parameter in twin.parameters()]
 
-    def error(got: Tensor, exact: Tensor) -> Tensor:
-        return (got.double() - exact).norm() / exact.norm()
-
     (ours, our_grads), (eager, eager_grads) = run("triton", dtype), run("eager", dtype)
     exact, exact_grads = run("eager", torch.float64)
-    assert error(ours, exact) <= 2 * error(eager, exact) + rounding(dtype)
-    for (name, _), a, b, c in zip(model.named_parameters(), our_grads, eager_grads, exact_grads):
-        assert error(a, c) <= 3 * error(b, c) + rounding(dtype), name
+    assert_within(ours, eager, exact, FORWARD_FACTOR, "logits")
+    for (name, _), *results in zip(model.named_parameters(), our_grads, eager_grads, exact_grads):
+        assert_within(*results, GRADIENT_FACTOR, name)
 
 
 def test_inference_and_training_agree() -> None:

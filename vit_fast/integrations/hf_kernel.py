@@ -1,7 +1,7 @@
 """The operators as a kernel of the Hugging Face Hub: the folder that its `kernels` loader reads.
 
     build/torch-universal/__init__.py      what the kernel offers: vit_fast.ops' public functions
-    build/torch-universal/{ops,kernels}/   as they are here
+    build/torch-universal/{ops,kernels}/   as they are here, with the errors and the rule of accuracy beside them
     build/torch-universal/metadata.json    name, version, licence, dependencies
     README.md                              the card
 
@@ -110,7 +110,7 @@ def _write(root: Path) -> None:
 def _sources() -> dict[str, str]:
     """Path in the variant -> text, sorted: what the kernel consists of."""
     files = {"__init__.py": INIT}
-    for pattern in ("errors.py", "ops/*.py", "kernels/*.py", "kernels/*.json"):
+    for pattern in ("accuracy.py", "errors.py", "ops/*.py", "kernels/*.py", "kernels/*.json"):
         for path in sorted(PACKAGE.glob(pattern)):
             files[path.relative_to(PACKAGE).as_posix()] = path.read_text()
     files.setdefault("kernels/__init__.py", '"""Device code and launchers."""\n')

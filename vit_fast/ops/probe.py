@@ -10,8 +10,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from torch import Tensor
 
+from ..accuracy import judge
 from . import reference
 
 _SHAPE = (1, 2, 40, 64)  # [B, H, N, D]: more than one tile, the last one cut
@@ -65,13 +65,7 @@ def _run_and_compare(device: torch.device) -> tuple[str, ...]:
     lse = torch.empty(_SHAPE[:3], dtype=torch.float32, device=device)
     attention_forward(q.to(device), k.to(device), v.to(device), out, lse, _SHAPE[3] ** -0.5)
     exact = reference.attention(q.double(), k.double(), v.double())
-    error, eager = _largest_error(out.cpu(), exact), _largest_error(reference.attention(q, k, v), exact)
-    allowed = 2 * eager + torch.finfo(torch.float16).eps / 2 * float(exact.abs().max())
-    if error <= allowed:
+    verdict = judge(out.cpu(), reference.attention(q, k, v), exact)
+    if verdict.passed:
         return ()
-    return (f"a small kernel gave wrong answers on {device}: error {error:.1e}, allowed {allowed:.1e}",)
-
-
-def _largest_error(value: Tensor, exact: Tensor) -> float:
-    """Infinite where a value is missing."""
-    return float((value.double() - exact).abs().nan_to_num(nan=float("inf")).max())
+    return (f"a small kernel gave wrong answers on {device}: {verdict}",)
