@@ -58,7 +58,7 @@ def main(args: list[str] | None = None) -> None:
 
 def measure(name: str) -> dict[str, Any]:
     """The record: machine, cost of the export, one row a subject and batch, and whether each target was met."""
-    from ..factory import create_model
+    from vit_fast.factory import create_model
 
     model = create_model(name, backend="sdpa")
     model.load_state_dict(random_weights(model.config))
@@ -101,8 +101,8 @@ def make_subjects(
     model: Any, name: str, folder: Path
 ) -> tuple[dict[str, Callable[[Tensor], object]], dict[str, float | None]]:
     """Eager torch, our files and the peers' files of the same weights, each as a function of images."""
-    from ..data import default_photograph
-    from ..export import OnnxRunner, export_onnx
+    from vit_fast.data import default_photograph
+    from vit_fast.export import OnnxRunner, export_onnx
 
     threads = torch.get_num_threads()
     height, width = model.config.image_hw
@@ -127,7 +127,7 @@ def make_subjects(
 
 def timm_subject(model: Any, name: str, folder: Path, batch: int) -> dict[str, Callable[[Tensor], object]]:
     """timm's own exporter on timm's own model, whose file has a fixed batch; empty when timm is not installed."""
-    from ..export import OnnxRunner
+    from vit_fast.export import OnnxRunner
 
     try:
         import timm

@@ -28,12 +28,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .. import block as block_module
-from .. import create_model
+from vit_fast import block as block_module
+from vit_fast import create_model
+
 from .machine import describe
 
 if TYPE_CHECKING:
-    from ..kernels.stand_in_driver import StandInDriver
+    from vit_fast.kernels.stand_in_driver import StandInDriver
 
 NOTE = (
     "Host only: Triton's launch path against a driver that launches nothing, on tensors of no content. "
@@ -104,7 +105,7 @@ def run_child(arch: str, what: str) -> None:
         arch: As in `measure`.
         what: "compile" only counts, "measure" takes time too.
     """
-    from ..kernels import stand_in_driver
+    from vit_fast.kernels import stand_in_driver
 
     torch.set_num_threads(1)
     driver = stand_in_driver.install(arch)

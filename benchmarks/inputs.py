@@ -11,9 +11,10 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ..config import DataConfig, ViTConfig
-from ..data import make_transform, read_image
-from ..model import VisionTransformer
+from vit_fast.config import DataConfig, ViTConfig
+from vit_fast.data import make_transform, read_image
+from vit_fast.model import VisionTransformer
+
 from .timing import cold_copies
 
 # Preparing an image costs milliseconds; more different ones than this make no batch more real.

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from ..data import default_photograph, find_images, read_image
-from ..variants import get_variant, list_models
+from vit_fast.data import default_photograph, find_images, read_image
+from vit_fast.variants import get_variant, list_models
+
 from .inputs import MAX_VIEWS
 from .machine import short_name
 from .subjects import Selection, choose

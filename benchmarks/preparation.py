@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..errors import UnsupportedInputError
+from vit_fast.errors import UnsupportedInputError
+
 from .correctness import Expected, judge
 from .rows import Group, Row, add_verdict, make_row
 from .subjects import Selection, Task, compile_selection

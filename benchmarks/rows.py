@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 import torch
 
-from ..config import ViTConfig
+from vit_fast.config import ViTConfig
+
 from .correctness import Verdict
 from .machine import short_name
 from .subjects import Selection

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..variants import get_variant
+from vit_fast.variants import get_variant
+
 from .correctness import Expected, describe_rule, expect
 from .inputs import MAX_VIEWS, image_views, random_weights, rotating_batches, rounded
 from .machine import describe, measure_ceilings, short_name
@@ -76,7 +77,7 @@ class _Run:
         self.ceilings: dict[str, Any] = {}
 
     def record(self) -> dict[str, Any]:
-        from .. import __version__
+        from vit_fast import __version__
 
         plan = self.plan
         machine = describe(plan.device)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..config import DataConfig, ViTConfig
+from vit_fast.config import DataConfig, ViTConfig
 
 PROVIDERS = ("subjects_ours", "subjects_peers", "subjects_fused", "subjects_onnx")
 

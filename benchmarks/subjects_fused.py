@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from torch import nn
 
-from ..fusion import fuse
+from vit_fast.fusion import fuse
+
 from . import subjects_peers
 from .subjects import Subject, Task, register
 

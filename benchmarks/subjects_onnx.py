@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..data import default_photograph
-from ..errors import UnsupportedInputError
-from ..model import VisionTransformer
+from vit_fast.data import default_photograph
+from vit_fast.errors import UnsupportedInputError
+from vit_fast.model import VisionTransformer
+
 from .subjects import Subject, Task, register
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
@@ -29,7 +30,7 @@ def build(int8: bool, io_binding: bool, task: Task) -> Callable[[Tensor], Tensor
         UnsupportedInputError: ONNX Runtime cannot run this dtype here.
         ProviderError: CUDA was asked for and did not come up.
     """
-    from ..export import OnnxRunner, export_onnx
+    from vit_fast.export import OnnxRunner, export_onnx
 
     precision = PRECISIONS.get(task.dtype)
     if precision is None or (precision == "bf16" and task.device.type == "cpu"):

@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..model import VisionTransformer, set_backend
+from vit_fast.model import VisionTransformer, set_backend
+
 from .subjects import Subject, Task, register
 
 

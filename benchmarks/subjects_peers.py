@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor, nn
 
-from ..config import ViTConfig
-from ..errors import UnsupportedInputError
+from vit_fast.config import ViTConfig
+from vit_fast.errors import UnsupportedInputError
+
 from .subjects import Subject, Task, register
 
 # transformers' names of our activations, where they differ.

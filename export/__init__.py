@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from ..errors import MissingPackageError
+from vit_fast.errors import MissingPackageError
 
 if TYPE_CHECKING:
     from .deployment import write_triton_repository

@@ -15,7 +15,8 @@ import onnx_ir.passes.common as common_passes
 import torch
 from torch import Tensor, nn
 
-from ..errors import UnsupportedInputError
+from vit_fast.errors import UnsupportedInputError
+
 from . import attention
 from .options import ExportOptions
 from .subjects import Output, Subject, prepared

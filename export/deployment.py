@@ -14,7 +14,8 @@ from typing import Any
 
 import onnx
 
-from ..files import folder_aside
+from vit_fast.files import folder_aside
+
 from .files import ModelFileError, external_tensors, read_proto
 from .metadata import OnnxInfo, describe
 

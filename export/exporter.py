@@ -13,9 +13,10 @@ from typing import Any
 import onnx_ir as ir
 from torch import nn
 
-from ..config import DataConfig
-from ..errors import UnsupportedInputError
-from ..files import file_aside
+from vit_fast.config import DataConfig
+from vit_fast.errors import UnsupportedInputError
+from vit_fast.files import file_aside
+
 from . import files
 from .capture import capture
 from .fusion import count_nodes, forget_inner_shapes, optimise
@@ -171,7 +172,7 @@ def _quantise(graph: ir.Model, subject: Subject, options: ExportOptions, photos:
 
 def _finish(graph: ir.Model, subject: Subject, options: ExportOptions) -> None:
     """Preprocessing in front; names and documentation for people."""
-    from .. import __version__
+    from vit_fast import __version__
 
     if options.preprocess and subject.data_config is not None:
         batch = None if options.dynamic_batch else 1

@@ -9,7 +9,7 @@ import onnx
 import onnx_ir as ir
 from google.protobuf.message import DecodeError
 
-from ..errors import VitFastError
+from vit_fast.errors import VitFastError
 
 PROTOBUF_LIMIT = 2 * 2**30 - 32 * 2**20
 """Bytes of weights that fit into one file: protobuf's 2 GiB less room for the graph."""

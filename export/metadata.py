@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import onnx
 
-from ..config import DataConfig
+from vit_fast.config import DataConfig
+
 from .files import ModelFileError, read_proto
 from .options import ExportOptions
 from .subjects import Subject
@@ -83,7 +84,7 @@ def metadata_for(
     subject: Subject, options: ExportOptions, source: str | None, verification: dict[str, Any] | None
 ) -> dict[str, str]:
     """Metadata of a file: keys with a prefix, values in JSON."""
-    from .. import __version__
+    from vit_fast import __version__
 
     layout = "[batch, height, width, channels] uint8 pixels" if options.preprocess else (
         "[batch, channels, height, width] fp32, normalised as data_config says"

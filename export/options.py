@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from ..errors import UnsupportedInputError
+from vit_fast.errors import UnsupportedInputError
+
 from .subjects import Output
 
 Target = Literal["generic", "ort-cpu", "ort-cuda", "tensorrt"]

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from ..config import DataConfig, Size
-from ..errors import UnsupportedInputError
+from vit_fast.config import DataConfig, Size
+from vit_fast.errors import UnsupportedInputError
+
 from .capture import BATCH, INPUT
 from .graphs import Writer
 

@@ -8,7 +8,7 @@ import io
 from pathlib import Path
 from typing import Any
 
-from ..errors import VitFastError
+from vit_fast.errors import VitFastError
 
 CPU, CUDA, TENSORRT = "CPUExecutionProvider", "CUDAExecutionProvider", "TensorrtExecutionProvider"
 DEVICES = {"cpu": CPU, "cuda": CUDA, "tensorrt": TENSORRT}

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
-from ..config import DataConfig, Size
-from ..errors import UnsupportedInputError
+from vit_fast.config import DataConfig, Size
+from vit_fast.errors import UnsupportedInputError
+
 from .files import ModelFileError, read_proto
 from .metadata import OnnxInfo, describe
 from .providers import (
@@ -172,7 +173,7 @@ class OnnxRunner:
         """A photograph as this file takes it: uint8 pixels, or fp32 [channels, height, width] by data_config."""
         if self.takes_pixels:
             return self._as_pixels(image)
-        from ..data import make_transform
+        from vit_fast.data import make_transform
 
         if self.data_config is None:
             raise UnsupportedInputError(

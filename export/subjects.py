@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import DataConfig, Size
-from ..errors import UnsupportedInputError
+from vit_fast.config import DataConfig, Size
+from vit_fast.errors import UnsupportedInputError
 
 Output = Literal["logits", "probabilities", "features"]
 
@@ -99,7 +99,7 @@ def make_subject(model: nn.Module) -> Subject:
 
 def library_of(model: nn.Module) -> str | None:
     """Which library a model's class, or the class it was fused from, belongs to."""
-    from ..model import VisionTransformer
+    from vit_fast.model import VisionTransformer
 
     if isinstance(model, VisionTransformer):
         return "vit-fast"
@@ -153,7 +153,7 @@ def _describe_ours(model: Any) -> Subject:
 
 def _variant_of(config: Any, data_config: Any) -> str | None:
     """The named variant of this shape, whatever its head; of several, the one whose images are prepared alike."""
-    from ..variants import get_variant, list_models
+    from vit_fast.variants import get_variant, list_models
 
     fields = {"num_classes": config.num_classes, "dynamic_img_size": config.dynamic_img_size}
     same = [name for name in list_models() if get_variant(name).config.replace(**fields) == config]

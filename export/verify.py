@@ -18,8 +18,9 @@ import onnx
 import torch
 from PIL import Image
 
-from ..config import DataConfig, Size
-from ..errors import UnsupportedInputError, VitFastError
+from vit_fast.config import DataConfig, Size
+from vit_fast.errors import UnsupportedInputError, VitFastError
+
 from .options import ExportOptions
 from .photographs import as_inputs, as_pixels
 from .preprocessing import per_channel, preprocessing_model
