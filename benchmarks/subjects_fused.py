@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 from torch import nn
 
@@ -12,12 +11,6 @@ from vit_fast.fusion import fuse
 from . import subjects_peers
 from .subjects import Subject, Task, register
 
-PEERS: dict[str, Callable[[Task], nn.Module]] = {
-    "timm": subjects_peers.build_timm,
-    "transformers": subjects_peers.build_transformers,
-    "torchvision": subjects_peers.build_torchvision,
-}
-
 
 def build(peer: str, task: Task) -> nn.Module:
     """The peer's model with every attention and MLP fused, by the kernels where they can run.
@@ -25,12 +18,12 @@ def build(peer: str, task: Task) -> nn.Module:
     Raises:
         UnsupportedInputError: the peer cannot do the task, or something in it could not be fused; all reasons.
     """
-    model = PEERS[peer](task)
+    model = subjects_peers.build(peer, task)
     fuse(model).require_all()
     return model
 
 
-for name in PEERS:
+for name in subjects_peers.PEERS:
     register(
         Subject(
             f"{name}+fused",

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from vit_fast.errors import UnsupportedInputError
+from vit_fast.libraries.image_model import ImageModel, Output
 
 from . import attention
 from .options import ExportOptions
-from .subjects import Output, Subject, prepared
 
 INPUT, BATCH = "images", "batch"
 
@@ -27,22 +27,22 @@ INPUT, BATCH = "images", "batch"
 class _Exported(nn.Module):
     """What the file computes between preprocessing and output: fp32 in, fp32 out, the model's own dtype inside."""
 
-    def __init__(self, subject: Subject, output: Output, dtype: torch.dtype, dynamic_size: bool) -> None:
+    def __init__(self, vit: ImageModel, output: Output, dtype: torch.dtype, dynamic_size: bool) -> None:
         super().__init__()
-        self.model = subject.model
-        self._subject, self._output, self._dtype, self._dynamic_size = subject, output, dtype, dynamic_size
+        self.model = vit.model
+        self._vit, self._output, self._dtype, self._dynamic_size = vit, output, dtype, dynamic_size
 
     def forward(self, images: Tensor) -> Tensor:
         output: Output = "logits" if self._output == "probabilities" else self._output
-        result = self._subject.forward(images.to(self._dtype), output, self._dynamic_size).float()
+        result = self._vit.forward(images.to(self._dtype), output, self._dynamic_size).float()
         return result.softmax(-1) if self._output == "probabilities" else result
 
 
-def capture(subject: Subject, options: ExportOptions) -> ir.Model:
+def capture(vit: ImageModel, options: ExportOptions) -> ir.Model:
     """The model as an ONNX graph in which every attention is one placeholder node (see attention.py).
 
     Args:
-        subject: The model. For fp16 and bf16 a copy in that dtype is made for the time of the capture.
+        vit: The model. For fp16 and bf16 a copy in that dtype is made for the time of the capture.
         options: Opset, precision, dynamic dimensions, output.
     Returns:
         A graph with one input, "images" [batch, in_chans, height, width] fp32, and one output named after its meaning.
@@ -51,24 +51,24 @@ def capture(subject: Subject, options: ExportOptions) -> ir.Model:
     """
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(options.precision, torch.float32)
     if dtype != torch.float32:
-        subject = subject.copy_in(dtype)
-    example = torch.randn(2, subject.in_chans, *_example_size(subject, options))
-    module = _Exported(subject, options.output, dtype, options.dynamic_size).eval()
-    with prepared(subject, "sdpa", options.dynamic_size), _quiet(), torch.no_grad():
-        exported = _torch_export(module, example, subject, options)
+        vit = vit.copy_in(dtype)
+    example = torch.randn(2, vit.in_chans, *_example_size(vit, options))
+    module = _Exported(vit, options.output, dtype, options.dynamic_size).eval()
+    with vit.prepared("sdpa", options.dynamic_size), _quiet(), torch.no_grad():
+        exported = _torch_export(module, example, vit, options)
         model = _to_onnx(exported, options)
     _rename_symbols(model)
     common_passes.ClearMetadataAndDocStringPass()(model)
     return model
 
 
-def _example_size(subject: Subject, options: ExportOptions) -> tuple[int, int]:
+def _example_size(vit: ImageModel, options: ExportOptions) -> tuple[int, int]:
     """Height and width to trace with; with dynamic_size neither native nor equal, or torch takes them for fixed."""
-    (height, width), (patch_h, patch_w) = subject.image_hw, subject.patch_hw
+    (height, width), (patch_h, patch_w) = vit.image_hw, vit.patch_hw
     return (height + patch_h, width + 2 * patch_w) if options.dynamic_size else (height, width)
 
 
-def _torch_export(module: nn.Module, example: Tensor, subject: Subject, options: ExportOptions) -> Any:
+def _torch_export(module: nn.Module, example: Tensor, vit: ImageModel, options: ExportOptions) -> Any:
     dimensions: dict[int, Any] = {}
     if options.dynamic_batch:
         dimensions[0] = torch.export.Dim(BATCH)
@@ -76,13 +76,13 @@ def _torch_export(module: nn.Module, example: Tensor, subject: Subject, options:
         example = example[:1]
     if options.dynamic_size:
         for axis, name in ((2, "rows"), (3, "columns")):
-            dimensions[axis] = subject.patch_hw[axis - 2] * torch.export.Dim(name)
+            dimensions[axis] = vit.patch_hw[axis - 2] * torch.export.Dim(name)
     try:
         return torch.export.export(module, (example,), dynamic_shapes=(dimensions,), strict=False)
     except Exception as error:
         where = _failing_module(module, example)
         raise UnsupportedInputError(
-            f"export of {subject.name}",
+            f"export of {vit.name}",
             [f"{where} cannot be exported by torch.export: {_first_line(error)}"],
         ) from error
 

@@ -16,6 +16,8 @@ from torch import nn
 from vit_fast.config import DataConfig
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.files import file_aside
+from vit_fast.libraries import recognise
+from vit_fast.libraries.image_model import ImageModel, Output
 
 from . import files
 from .capture import capture
@@ -27,7 +29,6 @@ from .photographs import as_inputs, photographs
 from .preprocessing import preprocessing_model
 from .quantise import quantise_dynamic, quantise_static
 from .report import ExportReport
-from .subjects import Output, Subject, make_subject
 from .verify import BATCHES, verify_file, verify_preprocessing
 
 CALIBRATION_IMAGES = 32
@@ -87,8 +88,8 @@ def export_onnx(
         opset=opset_for(precision) if opset is None else opset, dynamic_batch=dynamic_batch, dynamic_size=dynamic_size,
         precision=precision, preprocess=preprocess, target=target, output=output, external_data=external_data,
     )  # fmt: skip
-    subject = make_subject(model)
-    _complete(subject, options, data_config, class_names)
+    vit = recognise(model)
+    _complete(vit, options, data_config, class_names)
     if precision == "int8" and calibration is None:
         raise ValueError("calibration=None: precision='int8' needs image files or folders to measure ranges on")
     if precision != "int8" and calibration is not None:
@@ -97,19 +98,19 @@ def export_onnx(
     calibration_photos = [] if calibration is None else photographs(calibration, CALIBRATION_IMAGES)
 
     path = Path(path)
-    report = ExportReport(str(path), subject.name, subject.library, options.opset, target, precision, output)
-    if not subject.num_classes:
+    report = ExportReport(str(path), vit.name, vit.library, options.opset, target, precision, output)
+    if not vit.num_classes:
         report.output = "features"
     clock = _Clock(report.seconds)
     with file_aside(path) as aside:
         with clock("capture"):
-            graph = capture(subject, options)
+            graph = capture(vit, options)
         with clock("optimise"):
-            report.fusions = optimise(graph, subject, options)
+            report.fusions = optimise(graph, vit, options)
         if options.is_int8:
             with clock("quantise"):
-                _quantise(graph, subject, options, calibration_photos)
-        _finish(graph, subject, options)
+                _quantise(graph, vit, options, calibration_photos)
+        _finish(graph, vit, options)
         report.nodes = dict(count_nodes(graph))
         external = _external(graph, options)
         with clock("write"):
@@ -118,25 +119,25 @@ def export_onnx(
         outcome: dict[str, Any] | None = None
         if verify:
             with clock("verify"):
-                if options.preprocess and subject.data_config is not None:
-                    hw, chans = subject.image_hw, subject.in_chans
-                    verify_preprocessing(subject.data_config, hw, chans, options.opset, photos[0])
-                verification = verify_file(aside, subject, options, photos)
+                if options.preprocess and vit.data_config is not None:
+                    hw, chans = vit.image_hw, vit.in_chans
+                    verify_preprocessing(vit.data_config, hw, chans, options.opset, photos[0])
+                verification = verify_file(aside, vit, options, photos)
             report.checks, report.reference, report.budget = verification.checks, verification.reference, options.budget
             outcome = {
                 "reference": verification.reference,
                 "budget": options.budget,
                 "checks": [asdict(check) for check in verification.checks],
             }
-        write_metadata(aside, metadata_for(subject, options, source, outcome))
+        write_metadata(aside, metadata_for(vit, options, source, outcome))
         report.external_data = f"{path.name}.data" if external else None
         report.bytes = sum(part.stat().st_size for part in aside.parent.iterdir())
-    report.warnings = _warnings(report, options, subject)
+    report.warnings = _warnings(report, options, vit)
     return report
 
 
 def _complete(
-    subject: Subject,
+    vit: ImageModel,
     options: ExportOptions,
     data_config: DataConfig | Mapping[str, Any] | None,
     names: Sequence[str] | None,
@@ -145,24 +146,22 @@ def _complete(
     if data_config is not None:
         if not isinstance(data_config, DataConfig):
             data_config = DataConfig.from_dict(data_config)
-        subject.set_data_config(data_config)
+        vit.set_data_config(data_config)
     if names is not None:
-        if len(names) != subject.num_classes:
-            raise ValueError(f"class_names has {len(names)} names: accepted are {subject.num_classes}, as num_classes")
-        subject.class_names = tuple(map(str, names))
-    if options.preprocess and subject.data_config is None:
-        raise ValueError(
-            f"preprocess=True, but {subject.name} does not say how its images are prepared: give data_config"
-        )
-    if options.output == "probabilities" and not subject.num_classes:
-        raise UnsupportedInputError("output='probabilities'", [f"{subject.name} has no classification head"])
+        if len(names) != vit.num_classes:
+            raise ValueError(f"class_names has {len(names)} names: accepted are {vit.num_classes}, as num_classes")
+        vit.class_names = tuple(map(str, names))
+    if options.preprocess and vit.data_config is None:
+        raise ValueError(f"preprocess=True, but {vit.name} does not say how its images are prepared: give data_config")
+    if options.output == "probabilities" and not vit.num_classes:
+        raise UnsupportedInputError("output='probabilities'", [f"{vit.name} has no classification head"])
 
 
-def _quantise(graph: ir.Model, subject: Subject, options: ExportOptions, photos: list[Any]) -> None:
+def _quantise(graph: ir.Model, vit: ImageModel, options: ExportOptions, photos: list[Any]) -> None:
     if options.precision == "int8-dynamic":
         quantise_dynamic(graph)
         return
-    inputs = as_inputs(photos, subject.data_config, subject.image_hw, subject.in_chans)
+    inputs = as_inputs(photos, vit.data_config, vit.image_hw, vit.in_chans)
     quantise_static(
         graph,
         [one.numpy() for one in inputs.split(4 if options.dynamic_batch else 1)],
@@ -170,18 +169,16 @@ def _quantise(graph: ir.Model, subject: Subject, options: ExportOptions, photos:
     )
 
 
-def _finish(graph: ir.Model, subject: Subject, options: ExportOptions) -> None:
+def _finish(graph: ir.Model, vit: ImageModel, options: ExportOptions) -> None:
     """Preprocessing in front; names and documentation for people."""
     from vit_fast import __version__
 
-    if options.preprocess and subject.data_config is not None:
+    if options.preprocess and vit.data_config is not None:
         batch = None if options.dynamic_batch else 1
-        prepend(
-            graph, preprocessing_model(subject.data_config, subject.image_hw, subject.in_chans, options.opset, batch)
-        )
+        prepend(graph, preprocessing_model(vit.data_config, vit.image_hw, vit.in_chans, options.opset, batch))
     forget_inner_shapes(graph)
     graph.producer_name, graph.producer_version = "vit-fast", __version__
-    graph.graph.name = subject.name.replace("/", "_")
+    graph.graph.name = vit.name.replace("/", "_")
     graph.doc_string = json.dumps({"written by": "vit-fast", "see": "vit-fast export --inspect"})
 
 
@@ -194,7 +191,7 @@ def _external(graph: ir.Model, options: ExportOptions) -> bool:
     return True
 
 
-def _warnings(report: ExportReport, options: ExportOptions, subject: Subject) -> list[str]:
+def _warnings(report: ExportReport, options: ExportOptions, vit: ImageModel) -> list[str]:
     warnings = [f"not everywhere fused: {fusion.line()}" for fusion in report.fusions if not fusion.complete]
     if options.is_int8 and options.target in ("ort-cuda", "tensorrt"):
         warnings.append("int8 is usually slower than fp16 on a GPU: measure both")
@@ -206,7 +203,7 @@ def _warnings(report: ExportReport, options: ExportOptions, subject: Subject) ->
         warnings.append("the Attention operator needs TensorRT 10.14 or newer; opset 22 and older write it in parts")
     if not report.checks:
         warnings.append("not verified: verify=False")
-    if subject.data_config is None:
+    if vit.data_config is None:
         warnings.append("the model does not say how its images are prepared: give data_config to put it into the file")
     return warnings
 

@@ -10,10 +10,11 @@ from typing import Any
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
+from vit_fast.libraries.image_model import ImageModel
+
 from . import attention
 from .graphs import Writer, constant_of, replace
 from .options import ATTENTION_OPSET, ExportOptions
-from .subjects import Subject
 
 SKIP_NORM, BIAS_GELU, LAYER_NORM = "SkipLayerNormalization", "BiasGelu", "LayerNormalization"
 
@@ -54,7 +55,7 @@ def attention_form(options: ExportOptions) -> attention.Form:
     return "attention_4d" if options.target == "tensorrt" else "attention"
 
 
-def optimise(model: ir.Model, subject: Subject, options: ExportOptions) -> list[Fusion]:
+def optimise(model: ir.Model, vit: ImageModel, options: ExportOptions) -> list[Fusion]:
     """Lowers the attention placeholders and, for ONNX Runtime, fuses what stands around them; in place.
 
     Returns:
@@ -64,22 +65,22 @@ def optimise(model: ir.Model, subject: Subject, options: ExportOptions) -> list[
     lowered = attention.lower_attention(model, form)
     common_passes.RemoveUnusedNodesPass()(model)
     _cancel_transposes(model)
-    missing = subject.attentions - lowered.sites
+    missing = vit.attentions - lowered.sites
     fusions = []
     if form != "plain":
         note = f"{missing} written by the model without scaled_dot_product_attention" if missing > 0 else ""
         name = "MultiHeadAttention" if options.targets_ort else "Attention"
-        fusions.append(Fusion(name, lowered.sites, subject.attentions, note))
+        fusions.append(Fusion(name, lowered.sites, vit.attentions, note))
     note = "a pooling head's query is no token" if lowered.packed < lowered.sites else ""
-    fusions.append(Fusion("packed qkv", lowered.packed, subject.depth, "" if lowered.packed >= subject.depth else note))
+    fusions.append(Fusion("packed qkv", lowered.packed, vit.depth, "" if lowered.packed >= vit.depth else note))
     if options.targets_ort:
-        fusions += _fuse_for_ort(model, subject, options)
+        fusions += _fuse_for_ort(model, vit, options)
         model.opset_imports[attention.MICROSOFT] = 1
     model.opset_imports.pop(attention.DOMAIN, None)
     common_passes.RemoveUnusedNodesPass()(model)
     counts = count_nodes(model)
     norms = counts[LAYER_NORM] + counts[SKIP_NORM]
-    fusions.append(Fusion("LayerNorm as one node in blocks", min(norms, 2 * subject.depth), 2 * subject.depth))
+    fusions.append(Fusion("LayerNorm as one node in blocks", min(norms, 2 * vit.depth), 2 * vit.depth))
     return fusions
 
 
@@ -96,16 +97,16 @@ def count_nodes(model: ir.Model) -> Counter[str]:
     return Counter(node.op_type for node in model.graph)
 
 
-def _fuse_for_ort(model: ir.Model, subject: Subject, options: ExportOptions) -> list[Fusion]:
+def _fuse_for_ort(model: ir.Model, vit: ImageModel, options: ExportOptions) -> list[Fusion]:
     from onnxscript.rewriter.ort_fusions.bias_gelu import fuse_bias_gelu
 
     _fuse_erf_gelu(model)
     exact = [n for n in model.graph if n.op_type == "Gelu" and n.attributes.get_string("approximate", "none") == "none"]
-    skip_norm = _fuse_skip_norm(model, subject, options)
+    skip_norm = _fuse_skip_norm(model, vit, options)
     fuse_bias_gelu(model)
     gelus = count_nodes(model)[BIAS_GELU]
-    note = "" if len(exact) >= subject.depth else "the model's activation is not exact GELU"
-    return [skip_norm, Fusion(BIAS_GELU, gelus, subject.depth, note)]
+    note = "" if len(exact) >= vit.depth else "the model's activation is not exact GELU"
+    return [skip_norm, Fusion(BIAS_GELU, gelus, vit.depth, note)]
 
 
 def _fuse_erf_gelu(model: ir.Model) -> None:
@@ -136,14 +137,14 @@ def _is_constant(value: ir.Value | None, expected: float) -> bool:
     return array is not None and array.size == 1 and math.isclose(float(array.reshape(())), expected, rel_tol=2e-3)
 
 
-def _fuse_skip_norm(model: ir.Model, subject: Subject, options: ExportOptions) -> Fusion:
+def _fuse_skip_norm(model: ir.Model, vit: ImageModel, options: ExportOptions) -> Fusion:
     if options.target == "ort-cpu":
         # Seen in profiles of ONNX Runtime 1.31: its CPU kernel is not vectorised, the two others are.
         return Fusion(SKIP_NORM, 0, 0, "left apart for the CPU, whose kernel is slower than Add and LayerNormalization")
     from onnxscript.rewriter.ort_fusions.skip_normalization import fuse_skip_layer_normalization
 
     fuse_skip_layer_normalization(model)
-    fused, wanted = count_nodes(model)[SKIP_NORM], 2 * subject.depth
+    fused, wanted = count_nodes(model)[SKIP_NORM], 2 * vit.depth
     note = "" if fused >= wanted else "the last LayerNorm comes after pooling, or the block adds otherwise"
     return Fusion(SKIP_NORM, fused, wanted, note)
 

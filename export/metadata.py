@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import onnx
 
 from vit_fast.config import DataConfig
+from vit_fast.libraries.image_model import ImageModel
 
 from .files import ModelFileError, read_proto
 from .options import ExportOptions
-from .subjects import Subject
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -81,7 +81,7 @@ class OnnxInfo:
 
 
 def metadata_for(
-    subject: Subject, options: ExportOptions, source: str | None, verification: dict[str, Any] | None
+    vit: ImageModel, options: ExportOptions, source: str | None, verification: dict[str, Any] | None
 ) -> dict[str, str]:
     """Metadata of a file: keys with a prefix, values in JSON."""
     from vit_fast import __version__
@@ -91,17 +91,17 @@ def metadata_for(
     )  # fmt: skip
     facts: dict[str, Any] = {
         "format": 1,
-        "model": subject.name,
-        "library": subject.library,
-        "config": subject.config,
-        "class_names": subject.class_names,
-        "data_config": subject.data_config.to_dict() if subject.data_config else None,
-        "image_hw": subject.image_hw,
-        "patch_hw": subject.patch_hw,
+        "model": vit.name,
+        "library": vit.library,
+        "config": vit.config,
+        "class_names": vit.class_names,
+        "data_config": vit.data_config.to_dict() if vit.data_config else None,
+        "image_hw": vit.image_hw,
+        "patch_hw": vit.patch_hw,
         "dynamic_size": options.dynamic_size,
         "preprocess": options.preprocess,
         "input": layout,
-        "output": options.output if subject.num_classes else "features",
+        "output": options.output if vit.num_classes else "features",
         "precision": options.precision,
         "target": options.target,
         "source": source,

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from vit_fast.errors import UnsupportedInputError
-
-from .subjects import Output
+from vit_fast.libraries.image_model import Output
 
 Target = Literal["generic", "ort-cpu", "ort-cuda", "tensorrt"]
 Precision = Literal["fp32", "fp16", "bf16", "int8", "int8-dynamic"]

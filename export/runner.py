@@ -11,6 +11,7 @@ import numpy as np
 
 from vit_fast.config import DataConfig, Size
 from vit_fast.errors import UnsupportedInputError
+from vit_fast.libraries.image_model import Output
 
 from .files import ModelFileError, read_proto
 from .metadata import OnnxInfo, describe
@@ -26,7 +27,6 @@ from .providers import (
     preload,
     reasons_against,
 )
-from .subjects import Output
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -273,7 +273,7 @@ class OnnxRunner:
         settings = onnxruntime.SessionOptions()
         settings.log_severity_level = 3
         # Idle workers would spin on after a call, and take the cores from whatever runs next: another model of a
-        # service, the next subject of a benchmark that takes turns.
+        # service, the next vit of a benchmark that takes turns.
         settings.add_session_config_entry("session.force_spinning_stop", "1")
         if threads is not None:
             settings.intra_op_num_threads = threads

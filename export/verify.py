@@ -20,13 +20,13 @@ from PIL import Image
 
 from vit_fast.config import DataConfig, Size
 from vit_fast.errors import UnsupportedInputError, VitFastError
+from vit_fast.libraries.image_model import ImageModel
 
 from .options import ExportOptions
 from .photographs import as_inputs, as_pixels
 from .preprocessing import per_channel, preprocessing_model
 from .providers import CUDA, CUDA_OPTIONS
 from .report import Check
-from .subjects import Subject, prepared
 
 FP64_PARAMETERS = 200_000_000
 """Models with more parameters are held against eager fp32 instead: a copy in fp64 would not fit beside them."""
@@ -49,12 +49,12 @@ class Verification:
     reference: str
 
 
-def verify_file(path: Path, subject: Subject, options: ExportOptions, images: list[Image.Image]) -> Verification:
+def verify_file(path: Path, vit: ImageModel, options: ExportOptions, images: list[Image.Image]) -> Verification:
     """Holds an ONNX file against the model that it was made of.
 
     Args:
         path: The file.
-        subject: The model.
+        vit: The model.
         options: What was asked of the file.
         images: Real photographs, at least one.
     Raises:
@@ -66,13 +66,13 @@ def verify_file(path: Path, subject: Subject, options: ExportOptions, images: li
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise VerificationError(f"onnx.checker refuses the file: {error}") from error
     session = _session(path, options)
-    large = sum(p.numel() for p in subject.model.parameters()) > FP64_PARAMETERS
+    large = sum(p.numel() for p in vit.model.parameters()) > FP64_PARAMETERS
     dtype = torch.float32 if large else torch.float64
-    reference = subject if large else subject.copy_in(dtype)
+    reference = vit if large else vit.copy_in(dtype)
     batches = (BATCHES_LARGE if large else BATCHES) if options.dynamic_batch else (1,)
     checks = []
-    for size in _sizes(subject, options):
-        fed, inputs = _inputs(subject, options, images, size, max(batches))
+    for size in _sizes(vit, options):
+        fed, inputs = _inputs(vit, options, images, size, max(batches))
         expected = _eager(reference, inputs.to(dtype), options)
         for batch in batches:
             got = session.run(None, {session.get_inputs()[0].name: fed[:batch]})[0]
@@ -111,22 +111,22 @@ def _only_standard_operators(options: ExportOptions) -> bool:
     return not options.targets_ort
 
 
-def _sizes(subject: Subject, options: ExportOptions) -> list[Size]:
-    (height, width), (patch_h, patch_w) = subject.image_hw, subject.patch_hw
+def _sizes(vit: ImageModel, options: ExportOptions) -> list[Size]:
+    (height, width), (patch_h, patch_w) = vit.image_hw, vit.patch_hw
     if not options.dynamic_size:
         return [(height, width)]
     return [(height, width), (height + 2 * patch_h, width), (max(patch_h, height - patch_h), width + patch_w)]
 
 
 def _inputs(
-    subject: Subject, options: ExportOptions, images: list[Image.Image], size: Size, count: int
+    vit: ImageModel, options: ExportOptions, images: list[Image.Image], size: Size, count: int
 ) -> tuple[np.ndarray, torch.Tensor]:
     """What the file is fed, and what the eager model is: the same, unless the file does the preprocessing."""
-    if options.preprocess and subject.data_config is not None:
-        pixels = as_pixels(images[0], count, subject.in_chans)
-        planes = _run_preprocessing(subject.data_config, size, subject.in_chans, options.opset, pixels)
+    if options.preprocess and vit.data_config is not None:
+        pixels = as_pixels(images[0], count, vit.in_chans)
+        planes = _run_preprocessing(vit.data_config, size, vit.in_chans, options.opset, pixels)
         return pixels, torch.from_numpy(planes)
-    inputs = as_inputs([images[i % len(images)] for i in range(count)], subject.data_config, size, subject.in_chans)
+    inputs = as_inputs([images[i % len(images)] for i in range(count)], vit.data_config, size, vit.in_chans)
     return inputs.numpy(), inputs
 
 
@@ -141,9 +141,9 @@ def _run_preprocessing(data: DataConfig, image_hw: Size, in_chans: int, opset: i
     return planes
 
 
-def _eager(subject: Subject, inputs: torch.Tensor, options: ExportOptions) -> np.ndarray:
-    with prepared(subject, "eager", options.dynamic_size), torch.inference_mode():
-        result = torch.cat([subject.forward(one, options.output, options.dynamic_size) for one in inputs.split(4)])
+def _eager(vit: ImageModel, inputs: torch.Tensor, options: ExportOptions) -> np.ndarray:
+    with vit.prepared("eager", options.dynamic_size), torch.inference_mode():
+        result = torch.cat([vit.forward(one, options.output, options.dynamic_size) for one in inputs.split(4)])
     return result.double().numpy()
 
 

@@ -17,7 +17,7 @@ from onnx_models import FAMILIES, SIZE, make, randomised, transformers_deit_with
 from vit_fast.export import capture as capture_module
 from vit_fast.export import export_onnx, exporter
 from vit_fast.export.options import newest_opset
-from vit_fast.export.subjects import make_subject
+from vit_fast.libraries import recognise
 
 OPSETS = (18, 20, 23, newest_opset())
 ATTENTIONS = {"siglip": 3, "timm_siglip": 3}
@@ -80,7 +80,7 @@ def test_family(family: str, opset: int, precision: str, target: str, tmp_path: 
     norms = kinds.count("LayerNormalization") + kinds.count("SkipLayerNormalization")
     assert norms >= 4 and "ReduceMean" not in kinds[5:-5]
 
-    subject = make_subject(model)
+    subject = recognise(model)
     images = torch.randn(5, 3, SIZE, SIZE)
     with torch.inference_mode():
         expected = subject.forward(images, "logits").numpy()

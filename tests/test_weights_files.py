@@ -16,8 +16,8 @@ from torch import Tensor
 
 import vit_fast
 from vit_fast import DataConfig, create_model, load, load_weights, save
-from vit_fast.sources import open_source
 from vit_fast.weights import WeightsError
+from vit_fast.weights.hub import open_source
 
 
 def _state() -> dict[str, Tensor]:

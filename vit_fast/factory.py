@@ -13,7 +13,7 @@ from .model import VisionTransformer, set_backend
 from .variants import get_variant
 
 if TYPE_CHECKING:
-    from .sources import Source
+    from .weights.source import Source
 
 
 def create_model(
@@ -47,7 +47,7 @@ def create_model(
     head_is_asked_for = "num_classes" in config_overrides
     source = None
     if weights is not None or "/" in name:
-        from .sources import open_source
+        from .weights.hub import open_source
 
         source = open_source(name if weights is None else weights)
     config, data_config = _shape(name, source)

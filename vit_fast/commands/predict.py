@@ -204,8 +204,8 @@ def read_class_names(path: Path) -> list[str]:
 
 def _model(weights: str, model_name: str | None, backend: str) -> VisionTransformer:
     from ..factory import create_model
-    from ..sources import open_source
     from ..weights import load
+    from ..weights.hub import open_source
 
     if model_name is not None:
         return create_model(model_name, weights=weights, backend=backend)

@@ -1,4 +1,4 @@
-"""What repositories say about their model: timm's config.json, transformers' config and preprocessor_config."""
+"""What transformers' files say of a model: shape, head and class names, and how its images are prepared."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from .config import DataConfig, Interpolation, ViTConfig
-from .sources import Source, WeightsError
-from .variants import get_variant
+from ..config import DataConfig, Interpolation, ViTConfig
+from .repository import Facts
 
-_ACTIVATIONS = {
+# transformers' names of our activations; the first of each is the one to write.
+ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_python": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -39,53 +39,22 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 _PIL_FILTERS: dict[int, Interpolation] = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 
 
-def describe_timm(source: Source, config: Mapping[str, Any]) -> None:
-    """timm's config.json: a variant's name, and pretrained_cfg with size, preprocessing and perhaps labels."""
-    pretrained = config.get("pretrained_cfg") or config
-    num_classes = config.get("num_classes", pretrained.get("num_classes"))
-    input_size = pretrained.get("input_size")
-    try:
-        variant = get_variant(str(config.get("architecture", "")))
-    except ValueError as error:
-        source.notes.append(f"config.json: {error}")
-    else:
-        fields: dict[str, Any] = dict(config.get("model_args") or {})
-        if num_classes is not None:
-            fields["num_classes"] = num_classes
-        if input_size is not None:
-            fields |= {"in_chans": input_size[0], "img_size": tuple(input_size[1:])}
-        try:
-            source.config = variant.config.replace(**fields)
-        except ValueError as error:
-            raise WeightsError(f"{source.name}: its config.json asks for what no config here does: {error}") from None
-    keys = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
-    known = {key: pretrained[key] for key in keys if pretrained.get(key) is not None}
-    if {"mean", "std"} <= set(known):
-        try:
-            source.data_config = DataConfig.from_dict(known)
-        except ValueError as error:
-            source.notes.append(f"preprocessing not used: {error}")
-    source.class_names = _timm_class_names(config)
+def wrote(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is transformers'."""
+    return "model_type" in config
 
 
-def _timm_class_names(config: Mapping[str, Any]) -> tuple[str, ...] | None:
-    pretrained = config.get("pretrained_cfg", {})
-    names = config.get("label_names") or pretrained.get("label_names")
-    if not names:
-        return None
-    descriptions = config.get("label_descriptions") or pretrained.get("label_descriptions") or {}
-    return tuple(str(descriptions.get(name, name)) if isinstance(descriptions, dict) else str(name) for name in names)
+def read_config(config: Mapping[str, Any]) -> Facts:
+    """transformers' config.json: shape, head and class names.
 
-
-def describe_transformers(source: Source, config: Mapping[str, Any]) -> None:
-    """transformers' config.json: shape, head and class names."""
-    try:
-        source.config = ViTConfig(**vit_fields(config))
-    except (ValueError, KeyError) as error:
-        raise WeightsError(f"{source.name}: its config.json describes no model that fits here: {error}") from None
+    Raises:
+        ValueError: see vit_fields.
+    """
+    facts = Facts(config=ViTConfig(**vit_fields(config)))
     labels = config.get("id2label")
-    if labels and source.config.num_classes == len(labels):
-        source.class_names = tuple(str(labels[key]) for key in sorted(labels, key=int))
+    if labels and facts.config is not None and facts.config.num_classes == len(labels):
+        facts.class_names = tuple(str(labels[key]) for key in sorted(labels, key=int))
+    return facts
 
 
 def vit_fields(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,8 +67,8 @@ def vit_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     if family not in _DEFAULTS:
         raise ValueError(f"model_type={config.get('model_type')!r}: accepted are {', '.join(_DEFAULTS)}")
     vision = {**_COMMON, **_DEFAULTS[family], **(config.get("vision_config") or config)}
-    if vision["hidden_act"] not in _ACTIVATIONS:
-        raise ValueError(f"hidden_act={vision['hidden_act']!r}: accepted are {', '.join(_ACTIVATIONS)}")
+    if vision["hidden_act"] not in ACTIVATIONS:
+        raise ValueError(f"hidden_act={vision['hidden_act']!r}: accepted are {', '.join(ACTIVATIONS)}")
     if vision.get("use_swiglu_ffn"):
         raise ValueError("use_swiglu_ffn=True: accepted is a two-layer MLP")
     C = vision["hidden_size"]
@@ -117,7 +86,7 @@ def vit_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         "num_heads": vision["num_attention_heads"],
         "mlp_ratio": mlp_ratio,
         "qkv_bias": vision.get("qkv_bias", True),
-        "act_layer": _ACTIVATIONS[vision["hidden_act"]],
+        "act_layer": ACTIVATIONS[vision["hidden_act"]],
         "norm_eps": vision["layer_norm_eps"],
         "num_classes": _num_classes(family, config),
     }

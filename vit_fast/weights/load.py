@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import layouts
-from .config import Size
-from .layers import resample_pos_embed
-from .layouts.rename import Converted
-from .model import VisionTransformer, set_backend
-from .sources import METADATA_KEY, Source, WeightsError, open_source
-
-__all__ = ["WeightsError", "WeightsReport", "load", "load_weights", "save"]
+from .. import libraries
+from ..config import Size
+from ..layers import resample_pos_embed
+from ..libraries.rename import Converted
+from ..model import VisionTransformer, set_backend
+from .hub import open_source
+from .source import METADATA_KEY, Source, WeightsError
 
 _HEADS = ("head.", "head_dist.")
 _LISTED = 12  # names of one kind in a message, before "and N more"
@@ -116,7 +115,7 @@ def save(model: VisionTransformer, path: str | Path) -> Path:
     """
     from safetensors.torch import save_file
 
-    from . import __version__
+    from .. import __version__
 
     path = Path(path)
     if not isinstance(model, VisionTransformer):
@@ -186,10 +185,10 @@ class _Fit:
         self.config = model.config
         self.source = source
         self.wanted = model.state_dict()
-        converted = layouts.convert(source.tensors, model.config)
+        converted = libraries.convert(source.tensors, model.config)
         if converted is None:
             raise WeightsError(
-                f"{source.name}: names of no known layout ({layouts.known_layouts()}); it holds "
+                f"{source.name}: names of no known layout ({libraries.known_names()}); it holds "
                 f"{_listed(sorted(source.tensors))}"
             )
         layout = "vit-fast" if source.name.endswith(".safetensors") and source.config else converted.layout

@@ -1,12 +1,11 @@
-"""Where weights come from: a state dict, a file, a folder or a Hugging Face Hub repository, all as one Source."""
+"""Source: parameters under their library's names and what came with them; read from a state dict or one file."""
 
 from __future__ import annotations
 
 import json
 import pickle
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .config import DataConfig, ViTConfig
-from .errors import VitFastError
+from ..config import DataConfig, ViTConfig
+from ..errors import VitFastError
+from ..libraries.repository import Facts
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".npz")
 METADATA_KEY = "vit_fast"
 
-_HUB_PREFIXES = ("hf-hub:", "hf_hub:", "hf://")
-_HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(@[\w./-]+)?")
 _WRAPPERS = ("model", "state_dict", "model_state_dict")
 
 
@@ -30,67 +28,16 @@ class WeightsError(VitFastError, ValueError):
 
 
 @dataclass
-class Source:
+class Source(Facts):
     """Parameters under their library's names, and what came with them.
 
     Attributes:
         name: A path or a repository, for messages.
         tensors: The state dict.
-        config: The model that the weights were made for, where the source says.
-        data_config: How its images are prepared, where the source says.
-        class_names: Names of the head's outputs, where the source says.
-        notes: What a reader of the report should know.
     """
 
     name: str
     tensors: dict[str, Tensor]
-    config: ViTConfig | None = None
-    data_config: DataConfig | None = None
-    class_names: tuple[str, ...] | None = None
-    notes: list[str] = field(default_factory=list)
-
-
-def open_source(source: str | Path | Mapping[str, Any] | Source) -> Source:
-    """Reads weights from wherever they are.
-
-    Args:
-        source: A state dict; a .safetensors, .pth, .pt, .bin (read with `weights_only=True`) or .npz file; a folder
-            with config.json and weights, as the Hub's repositories are; or a Hub id such as
-            "google/vit-base-patch16-224", with `@revision` behind it if wanted.
-    Raises:
-        WeightsError: it cannot be read; one line says why.
-        TypeError: source is something else.
-    """
-    if isinstance(source, Source):
-        return source
-    if isinstance(source, Mapping):
-        return Source("a state dict", _tensors_of(source, "a state dict"))
-    if not isinstance(source, str | Path):
-        raise TypeError(f"weights are a {type(source).__name__}: accepted are a path, a Hub id or a state dict")
-    path = Path(source)
-    if path.is_file():
-        return read_file(path)
-    if path.is_dir():
-        from .hub import open_folder
-
-        return open_folder(path)
-    if (repository := hub_id(source)) is not None:
-        from .hub import open_repository
-
-        return open_repository(repository)
-    raise WeightsError(
-        f"{source}: no such file. Accepted are files ({', '.join(SUFFIXES)}), folders with config.json, and Hugging "
-        "Face Hub ids like google/vit-base-patch16-224"
-    )
-
-
-def hub_id(source: str | Path) -> str | None:
-    """`owner/name[@revision]` where source is written like a Hub id, also behind hf-hub:; else None."""
-    text = str(source)
-    for prefix in _HUB_PREFIXES:
-        text = text.removeprefix(prefix)
-    is_id = isinstance(source, str) and _HUB_ID.fullmatch(text) and not text.lower().endswith(SUFFIXES)
-    return text if is_id else None
 
 
 def read_file(path: Path) -> Source:
@@ -112,7 +59,7 @@ def read_file(path: Path) -> Source:
         raise
     except Exception as error:  # of a damaged file, the decoders raise nearly anything
         raise WeightsError(f"{path}: cannot be read as {suffix}: {_first_line(error)}") from None
-    return Source(str(path), _tensors_of(tensors, str(path)))
+    return Source(str(path), tensors_of(tensors, str(path)))
 
 
 def _read_safetensors(path: Path) -> Source:
@@ -162,12 +109,12 @@ def _from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
     return torch.from_numpy(np.array(array))
 
 
-def _tensors_of(content: Mapping[str, Any], name: str) -> dict[str, Tensor]:
+def tensors_of(content: Mapping[str, Any], name: str) -> dict[str, Tensor]:
     """The state dict inside a checkpoint: itself, or under one of the usual keys."""
     for key in _WRAPPERS:
         inner = content.get(key)
         if isinstance(inner, Mapping):
-            return _tensors_of(inner, name)
+            return tensors_of(inner, name)
     tensors = {str(key): value.detach() for key, value in content.items() if isinstance(value, Tensor)}
     if not tensors:
         raise WeightsError(f"{name}: no tensor in it")

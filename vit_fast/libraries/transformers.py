@@ -1,16 +1,26 @@
-"""Hugging Face transformers' names: ViT, DeiT, DINOv2 (with registers), and the CLIP and SigLIP image towers.
+"""Hugging Face transformers: its names, its ViT with our weights, and its models for export.
 
-Both generations: transformers 4's, which files on the Hub have and transformers 5 still writes, and 5's in memory.
+ViT, DeiT, DINOv2 (with registers), and the CLIP and SigLIP image towers. The names are of both generations:
+transformers 4's, which files on the Hub have and transformers 5 still writes, and 5's in memory. What its
+configuration files say is in transformers_config.py.
 """
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import re
 from collections.abc import Mapping
+from typing import Any
 
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from ..config import ViTConfig
+from .image_model import Head, ImageModel, comes_from, pair, switch
+from .peers import plain_vit_reasons, refuse
 from .rename import Converted, Rule, rename
+from .transformers_config import ACTIVATIONS
 
 NAME = "transformers"
 SIGNATURE = r"(^|\.)embeddings\.(patch_embeddings\.projection|patch_embedding)\.weight$"
@@ -127,3 +137,119 @@ def _clip_head_problem(config: ViTConfig) -> str:
 
 def _dinov2_head_problem(config: ViTConfig) -> str:
     return "DINOv2's classifier reads class token and mean patch together, twice embed_dim, which no config here does"
+
+
+# --- the same architecture ----------------------------------------------------------------------------------
+
+
+def build_peer(config: ViTConfig) -> nn.Module:
+    """transformers' ViTForImageClassification of this shape, with scaled_dot_product_attention.
+
+    Raises:
+        UnsupportedInputError: transformers has no such model; every reason.
+    """
+    refuse("transformers' ViT", plain_vit_reasons(config))
+    from transformers import ViTConfig as TheirConfig
+    from transformers import ViTForImageClassification
+
+    model: nn.Module = ViTForImageClassification(
+        TheirConfig(
+            hidden_size=config.embed_dim,
+            num_hidden_layers=config.depth,
+            num_attention_heads=config.num_heads,
+            intermediate_size=config.hidden_dim,
+            hidden_act=next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.act_layer),
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            layer_norm_eps=config.norm_eps,
+            image_size=list(config.image_hw),
+            patch_size=list(config.patch_hw),
+            num_channels=config.in_chans,
+            qkv_bias=config.qkv_bias,
+            num_labels=config.num_classes,
+            attn_implementation="sdpa",
+        )
+    )
+    return model
+
+
+# --- a model to export --------------------------------------------------------------------------------------
+
+_ATTENTION_NAME = "vit_fast_export"
+
+
+def recognise(model: nn.Module) -> ImageModel | None:
+    """What a vision model of transformers' takes and gives; None for another, also one of images and text.
+
+    Raises:
+        UnsupportedInputError: it takes more than images.
+    """
+    if comes_from(NAME, model) and hasattr(getattr(model, "config", None), "patch_size"):
+        return _describe(model)
+    return None
+
+
+def _describe(model: Any) -> ImageModel:
+    config = model.config
+    labels = getattr(config, "id2label", None) or {}
+    names = tuple(labels[i] for i in sorted(labels, key=int)) if labels else None
+    if names and all(re.fullmatch(r"LABEL_\d+", name) for name in names):
+        names = None
+    takes = inspect.signature(model.forward).parameters
+    refuse(
+        f"export of transformers' {type(model).__name__}",
+        ["it takes patches with a mask and their sizes (pixel_attention_mask): accepted are images alone"]
+        if "pixel_attention_mask" in takes
+        else [],
+    )
+    classifies = "ForImageClassification" in type(model).__name__
+    depth = int(config.num_hidden_layers)
+    pooling = any("MultiheadAttentionPoolingHead" in type(module).__name__ for module in model.modules())
+    return TransformersModel(
+        model=model,
+        library=NAME,
+        name=getattr(config, "name_or_path", "") or type(model).__name__,
+        image_hw=pair(config.image_size),
+        in_chans=int(config.num_channels),
+        patch_hw=pair(config.patch_size),
+        depth=depth,
+        attentions=depth + pooling,
+        num_classes=int(config.num_labels) if classifies else 0,
+        class_names=names if classifies else None,
+        config=config.to_diff_dict(),
+    )
+
+
+class TransformersModel(ImageModel):
+    """A vision model of transformers'."""
+
+    def prepare(self, undo: contextlib.ExitStack, dynamic_size: bool) -> None:
+        """Attention without the mask that transformers would otherwise make (all true: images have no padding)."""
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        if _ATTENTION_NAME not in ALL_ATTENTION_FUNCTIONS:
+            ALL_ATTENTION_FUNCTIONS.register(_ATTENTION_NAME, _attention_without_mask)
+        configs = [getattr(module, "config", None) for module in self.model.modules()]
+        for config in {id(c): c for c in configs if hasattr(c, "_attn_implementation")}.values():
+            switch(undo, config, "_attn_implementation", _ATTENTION_NAME)
+
+    def run(self, images: Tensor, head: Head, dynamic_size: bool) -> Tensor:
+        model: Any = self.model
+        options = {"interpolate_pos_encoding": True} if dynamic_size else {}
+        result: Tensor
+        if head == "logits":
+            result = model(pixel_values=images, **options).logits
+            return result
+        base = model.base_model if "ForImageClassification" in type(model).__name__ else model
+        outputs = base(pixel_values=images, **options)
+        pooled: Tensor | None = getattr(outputs, "pooler_output", None)
+        if pooled is None:
+            pooled = getattr(outputs, "image_embeds", None)
+        return outputs.last_hidden_state[:, 0] if pooled is None else pooled
+
+
+def _attention_without_mask(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=kwargs.get("scaling"))
+    return mixed.transpose(1, 2), None

@@ -1,18 +1,19 @@
-"""Model repositories, on the Hugging Face Hub or in a folder: weights, shape, preprocessing and class names.
+"""Where weights come from: a state dict, a file, a folder or a Hugging Face Hub repository, all as one Source.
 
-The local cache comes first: what is in it is used without asking the network.
+Of a repository the local cache comes first: what is in it is used without asking the network.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .hub_configs import data_config_from_processor, describe_timm, describe_transformers
-from .sources import Source, WeightsError, read_file
+from ..libraries import timm, transformers_config
+from .source import SUFFIXES, Source, WeightsError, read_file, tensors_of
 
 WEIGHT_FILES = (
     "model.safetensors",
@@ -21,10 +22,51 @@ WEIGHT_FILES = (
     "open_clip_pytorch_model.bin",
 )
 
+_HUB_PREFIXES = ("hf-hub:", "hf_hub:", "hf://")
+_HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(@[\w./-]+)?")
 _Fetch = Callable[[str], Path | None]
 
 
-def open_folder(folder: Path) -> Source:
+def open_source(source: str | Path | Mapping[str, Any] | Source) -> Source:
+    """Reads weights from wherever they are.
+
+    Args:
+        source: A state dict; a .safetensors, .pth, .pt, .bin (read with `weights_only=True`) or .npz file; a folder
+            with config.json and weights, as the Hub's repositories are; or a Hub id such as
+            "google/vit-base-patch16-224", with `@revision` behind it if wanted.
+    Raises:
+        WeightsError: it cannot be read; one line says why.
+        TypeError: source is something else.
+    """
+    if isinstance(source, Source):
+        return source
+    if isinstance(source, Mapping):
+        return Source("a state dict", tensors_of(source, "a state dict"))
+    if not isinstance(source, str | Path):
+        raise TypeError(f"weights are a {type(source).__name__}: accepted are a path, a Hub id or a state dict")
+    path = Path(source)
+    if path.is_file():
+        return read_file(path)
+    if path.is_dir():
+        return _open_folder(path)
+    if (repository := hub_id(source)) is not None:
+        return _open_repository(repository)
+    raise WeightsError(
+        f"{source}: no such file. Accepted are files ({', '.join(SUFFIXES)}), folders with config.json, and Hugging "
+        "Face Hub ids like google/vit-base-patch16-224"
+    )
+
+
+def hub_id(source: str | Path) -> str | None:
+    """`owner/name[@revision]` where source is written like a Hub id, also behind hf-hub:; else None."""
+    text = str(source)
+    for prefix in _HUB_PREFIXES:
+        text = text.removeprefix(prefix)
+    is_id = isinstance(source, str) and _HUB_ID.fullmatch(text) and not text.lower().endswith(SUFFIXES)
+    return text if is_id else None
+
+
+def _open_folder(folder: Path) -> Source:
     """A folder that holds what a Hub repository does.
 
     Raises:
@@ -37,7 +79,7 @@ def open_folder(folder: Path) -> Source:
     return _open(str(folder), fetch)
 
 
-def open_repository(repository: str) -> Source:
+def _open_repository(repository: str) -> Source:
     """A repository of the Hugging Face Hub, from the local cache or downloaded into it.
 
     Args:
@@ -126,16 +168,19 @@ def _open(name: str, fetch: _Fetch) -> Source:
         found.notes.append("no config.json: head size, preprocessing and class names are the model's own")
         return found
     config = _read_json(config_file)
+    library = next((library for library in (timm, transformers_config) if library.wrote(config)), None)
+    if library is None:
+        found.notes.append("config.json is of no known library: not used")
+        return found
     try:
-        if "pretrained_cfg" in config or "architecture" in config:
-            describe_timm(found, config)
-        elif "model_type" in config:
-            describe_transformers(found, config)
-            _read_preprocessor(found, fetch)
-        else:
-            found.notes.append("config.json is of no known library: not used")
+        facts = library.read_config(config)
     except (TypeError, AttributeError, KeyError) as error:
         raise WeightsError(f"{name}: its config.json is malformed: {type(error).__name__}: {error}") from None
+    except ValueError as error:
+        raise WeightsError(f"{name}: its config.json describes no model that fits here: {error}") from None
+    found = Source(name, source.tensors, **vars(facts))
+    if library is transformers_config:
+        _read_preprocessor(found, fetch)
     return found
 
 
@@ -184,6 +229,6 @@ def _read_preprocessor(source: Source, fetch: _Fetch) -> None:
         source.notes.append("no preprocessor_config.json: preprocessing is the model's own")
         return
     try:
-        source.data_config = data_config_from_processor(_read_json(preprocessor_file))
+        source.data_config = transformers_config.data_config_from_processor(_read_json(preprocessor_file))
     except (ValueError, KeyError, TypeError) as error:
         source.notes.append(f"preprocessor_config.json not used: {error}")

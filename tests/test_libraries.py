@@ -1,0 +1,96 @@
+"""What is known of each library: files that need no library, and peers that hold exactly our weights."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import nn
+
+from vit_fast import UnsupportedInputError, ViTConfig, VisionTransformer
+from vit_fast.config import Activation
+from vit_fast.libraries import PEERS, timm, torchvision, transformers, transformers_config
+from vit_fast.libraries.peers import take_weights
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY: dict[str, Any] = {
+    "embed_dim": 64, "depth": 2, "num_heads": 2, "img_size": 32, "patch_size": 8, "num_classes": 7, "mlp_ratio": 3,
+}  # fmt: skip
+FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "timm": (timm, {}),
+    "timm_deit": (timm, {"distilled": True}),
+    "timm_dinov2": (timm, {"init_values": 1e-5, "reg_tokens": 3, "no_embed_class": True, "num_classes": 0}),
+    "timm_clip": (timm, {"pre_norm": True, "qkv_bias": False}),
+    "timm_siglip": (timm, {"class_token": False, "global_pool": "map", "num_classes": 0}),
+    "timm_avg": (timm, {"global_pool": "avg"}),
+    "transformers": (transformers, {}),
+    "transformers_without_bias": (transformers, {"qkv_bias": False}),
+    "transformers_features": (transformers, {"num_classes": 0, "img_size": (32, 48)}),
+    "torchvision": (torchvision, {}),
+}
+
+
+def _peer(library: Any, config: ViTConfig) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    weights = {name: torch.randn(tensor.shape) for name, tensor in VisionTransformer(config).state_dict().items()}
+    peer = library.build_peer(config)
+    take_weights(peer, weights, library.convert, config)
+    return peer, weights
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_peer_holds_our_weights_and_nothing_else(family: str) -> None:
+    """Read back as weights of that library, every parameter is ours to the last bit."""
+    library, fields = FAMILIES[family]
+    config = ViTConfig(**TINY | fields)
+    peer, weights = _peer(library, config)
+    back = library.convert(peer.state_dict(), config)
+    assert back.tensors.keys() == weights.keys()
+    assert not back.ignored
+    assert all(torch.equal(back.tensors[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("act_layer", get_args(Activation))
+def test_transformers_has_a_name_for_each_activation(act_layer: str) -> None:
+    config = ViTConfig(**TINY, act_layer=act_layer)
+    written = transformers.build_peer(config).config.to_dict()
+    written["architectures"] = ["ViTForImageClassification"]
+    assert transformers_config.vit_fields(written)["act_layer"] == act_layer
+
+
+def test_weights_that_do_not_match_are_refused_by_name_on_both_sides() -> None:
+    config = ViTConfig(**TINY)
+    weights = VisionTransformer(config.replace(init_values=1e-5, pre_norm=True)).state_dict()
+    peer = torchvision.build_peer(config)
+    before = {name: tensor.clone() for name, tensor in peer.state_dict().items()}
+    with pytest.raises(UnsupportedInputError) as refusal:
+        take_weights(peer, weights, torchvision.convert, config)
+    assert list(refusal.value.reasons) == [
+        "its parameter conv_proj.bias has no counterpart",
+        "it has no counterpart of our norm_pre.weight",
+        "it has no counterpart of our norm_pre.bias",
+        "it has no counterpart of our blocks.0.ls1.gamma",
+        "it has no counterpart of our blocks.0.ls2.gamma",
+        "it has no counterpart of our blocks.1.ls1.gamma",
+        "it has no counterpart of our blocks.1.ls2.gamma",
+    ]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in peer.state_dict().items())
+
+
+def test_what_is_known_of_a_library_needs_no_library() -> None:
+    names = [library.NAME for library in PEERS]
+    modules = [f"vit_fast.libraries.{path.stem}" for path in (ROOT / "vit_fast" / "libraries").glob("[a-z]*.py")]
+    code = f"""
+import importlib, sys
+for name in {names}:
+    sys.modules[name] = None  # import of it now raises ImportError
+for name in {modules}:
+    importlib.import_module(name)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=dict(os.environ), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(modules) >= 8

@@ -1,0 +1,74 @@
+"""The same architecture in another library, with the very same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from torch import Tensor, nn
+
+from ..config import ViTConfig
+from ..errors import UnsupportedInputError
+from .rename import Converted
+
+
+def take_weights(
+    model: nn.Module,
+    weights: Mapping[str, Tensor],
+    convert: Callable[[Mapping[str, Tensor], ViTConfig], Converted],
+    config: ViTConfig,
+) -> None:
+    """Gives a library's model our weights, all of them, under the library's own names; in place.
+
+    Args:
+        model: Made for `config`; its parameters keep dtype and device.
+        weights: By our names.
+        convert: The library's, which says what each of our tensors is made of. It may rename and join: a tensor that
+            it changed in any other way has not the same elements, and is refused by its shape.
+        config: The shape of both.
+    Raises:
+        UnsupportedInputError: one of the two has a parameter that the other lacks.
+    """
+    theirs = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
+    converted = convert(theirs, config)
+    found = {
+        their_name: part
+        for our_name, their_names in converted.origins.items()
+        if our_name in weights
+        for their_name, part in zip(their_names, weights[our_name].chunk(len(their_names)))
+    }
+    problems = [f"its parameter {name} has no counterpart" for name in theirs if name not in found]
+    problems += [f"it has no counterpart of our {name}" for name in weights if name not in converted.origins]
+    refuse(type(model).__name__, problems)
+    model.load_state_dict(found)
+
+
+def plain_vit_reasons(config: ViTConfig) -> list[str]:
+    """Why a config is not the plain ViT of the paper."""
+    return reasons(
+        config,
+        class_token=(True,),
+        distilled=(False,),
+        reg_tokens=(0,),
+        pos_embed=("learn",),
+        no_embed_class=(False,),
+        pre_norm=(False,),
+        global_pool=("token",),
+        norm_after_pool=(False,),
+        init_values=(None,),
+        stem_channels=((),),
+    )
+
+
+def reasons(config: ViTConfig, **accepted: Iterable[object]) -> list[str]:
+    """Why a config does not fit: each field whose value is none of those accepted."""
+    return [
+        f"{name}={getattr(config, name)!r}: accepted is {', '.join(map(repr, values))}"
+        for name, values in accepted.items()
+        if getattr(config, name) not in values
+    ]
+
+
+def refuse(what: str, problems: list[str]) -> None:
+    """Raises UnsupportedInputError with every problem, if there is one."""
+    if problems:
+        raise UnsupportedInputError(what, problems)

@@ -1,0 +1,185 @@
+"""timm: its names, which are ours, its config.json, its VisionTransformer with our weights, and its models for export.
+
+The names also of its old files, of the original DeiT and DINOv2 ones, and of timm towers in OpenCLIP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..config import DataConfig, ViTConfig
+from ..errors import UnsupportedInputError
+from ..variants import get_variant
+from .image_model import ImageModel, TimmInterface, comes_from, pair, switch
+from .peers import reasons, refuse
+from .rename import Converted, Rule, rename
+from .repository import Facts
+
+NAME = "timm"
+SIGNATURE = r"(^|^visual\.trunk\.)patch_embed\.proj\.weight$"
+
+RULES: tuple[Rule, ...] = (
+    (r"visual\.trunk\.(.+)", r"\1"),
+    (r"text\..+|logit_scale|logit_bias|visual\.head\..+", None),
+    (r"mask_token", None),
+    (r"register_tokens", "reg_token"),
+    (r"blocks\.(\d+)\.gamma_([12])", r"blocks.\1.ls\2.gamma"),
+)
+
+
+def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
+    """Nearly the identity; DINOv2's original files with registers keep a class position that timm adds to the token."""
+    converted = rename(state, NAME, RULES)
+    if "register_tokens" in state and config.no_embed_class and {"cls_token", "pos_embed"} <= set(converted.tensors):
+        converted.fold_class_position()
+    weight = converted.tensors["patch_embed.proj.weight"]
+    if weight.dim() == 2 and weight.numel() == weight.shape[0] * config.in_chans * _area(config):
+        converted.tensors["patch_embed.proj.weight"] = weight.reshape(-1, config.in_chans, *config.patch_hw)
+    return converted
+
+
+def _area(config: ViTConfig) -> int:
+    return config.patch_hw[0] * config.patch_hw[1]
+
+
+# --- config.json --------------------------------------------------------------------------------------------
+
+
+def wrote(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is timm's."""
+    return "pretrained_cfg" in config or "architecture" in config
+
+
+def read_config(config: Mapping[str, Any]) -> Facts:
+    """timm's config.json: a variant's name, and pretrained_cfg with size, preprocessing and perhaps labels.
+
+    Raises:
+        ValueError: it asks of the variant what no config here does.
+    """
+    facts = Facts(class_names=_class_names(config))
+    pretrained = config.get("pretrained_cfg") or config
+    num_classes = config.get("num_classes", pretrained.get("num_classes"))
+    input_size = pretrained.get("input_size")
+    try:
+        variant = get_variant(str(config.get("architecture", "")))
+    except ValueError as error:
+        facts.notes.append(f"config.json: {error}")
+    else:
+        fields: dict[str, Any] = dict(config.get("model_args") or {})
+        if num_classes is not None:
+            fields["num_classes"] = num_classes
+        if input_size is not None:
+            fields |= {"in_chans": input_size[0], "img_size": tuple(input_size[1:])}
+        facts.config = variant.config.replace(**fields)
+    keys = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
+    known = {key: pretrained[key] for key in keys if pretrained.get(key) is not None}
+    if {"mean", "std"} <= set(known):
+        try:
+            facts.data_config = DataConfig.from_dict(known)
+        except ValueError as error:
+            facts.notes.append(f"preprocessing not used: {error}")
+    return facts
+
+
+def _class_names(config: Mapping[str, Any]) -> tuple[str, ...] | None:
+    pretrained = config.get("pretrained_cfg", {})
+    names = config.get("label_names") or pretrained.get("label_names")
+    if not names:
+        return None
+    descriptions = config.get("label_descriptions") or pretrained.get("label_descriptions") or {}
+    return tuple(str(descriptions.get(name, name)) if isinstance(descriptions, dict) else str(name) for name in names)
+
+
+# --- the same architecture ----------------------------------------------------------------------------------
+
+
+def build_peer(config: ViTConfig) -> nn.Module:
+    """timm's VisionTransformer of this shape; its DeiT class for a distilled model.
+
+    Raises:
+        UnsupportedInputError: timm has no such model; every reason.
+    """
+    refuse(NAME, reasons(config, pos_embed=("learn",), stem_channels=((),)))
+    from timm.models.deit import VisionTransformerDistilled
+    from timm.models.vision_transformer import VisionTransformer
+
+    make = VisionTransformerDistilled if config.distilled else VisionTransformer
+    model: nn.Module = make(
+        img_size=config.image_hw,
+        patch_size=config.patch_hw,
+        norm_layer=functools.partial(nn.LayerNorm, eps=config.norm_eps),
+        **{name: getattr(config, name) for name in _SHARED_FIELDS},
+    )
+    return model
+
+
+# What timm's VisionTransformer and ViTConfig call alike.
+_SHARED_FIELDS = (
+    "in_chans", "num_classes", "global_pool", "embed_dim", "depth", "num_heads", "mlp_ratio", "qkv_bias", "init_values",
+    "class_token", "no_embed_class", "reg_tokens", "pre_norm", "fc_norm", "act_layer",
+)  # fmt: skip
+
+
+# --- a model to export --------------------------------------------------------------------------------------
+
+
+def recognise(model: nn.Module) -> ImageModel | None:
+    """What a model of timm's takes and gives; None for another.
+
+    Raises:
+        UnsupportedInputError: it does not say its size.
+    """
+    if comes_from(NAME, model) and hasattr(model, "forward_head") and hasattr(model, "patch_embed"):
+        return _describe(model)
+    return None
+
+
+def _describe(model: Any) -> ImageModel:
+    pretrained = getattr(model, "pretrained_cfg", None) or {}
+    patch_embed = model.patch_embed
+    problems = [
+        f"the model has no {attribute}" for attribute in ("blocks", "num_classes") if not hasattr(model, attribute)
+    ]
+    if not hasattr(patch_embed, "patch_size") or getattr(patch_embed, "img_size", None) is None:
+        problems.append("its patch embedding has no fixed image and patch size")
+    refuse(f"export of timm's {type(model).__name__}", problems)
+    data = {name: pretrained[name] for name in ("mean", "std", "interpolation", "crop_pct") if pretrained.get(name)}
+    if pretrained.get("crop_mode") in ("center", "squash"):
+        data["crop_mode"] = pretrained["crop_mode"]
+    names = pretrained.get("label_names")
+    return TimmModel(
+        model=model,
+        library=NAME,
+        name=str(pretrained.get("architecture") or type(model).__name__),
+        image_hw=pair(patch_embed.img_size),
+        in_chans=patch_embed.proj.in_channels,
+        patch_hw=pair(patch_embed.patch_size),
+        depth=len(model.blocks),
+        attentions=len(model.blocks) + (getattr(model, "attn_pool", None) is not None),
+        num_classes=int(model.num_classes),
+        data_config=DataConfig(**data) if len(data) >= 4 else None,
+        class_names=tuple(names) if names and len(names) == model.num_classes else None,
+        config={name: value for name, value in pretrained.items() if isinstance(value, str | int | float)},
+    )
+
+
+class TimmModel(TimmInterface):
+    """A model of timm's."""
+
+    def prepare(self, undo: contextlib.ExitStack, dynamic_size: bool) -> None:
+        model: Any = self.model
+        if not dynamic_size or model.dynamic_img_size:
+            return
+        from timm.layers.format import Format
+
+        embed = model.patch_embed
+        if not hasattr(embed, "strict_img_size") or getattr(model, "rope", None) is not None:
+            raise UnsupportedInputError(f"dynamic_size with timm's {type(model).__name__}", ["its positions are fixed"])
+        switch(undo, model, "dynamic_img_size", True)
+        for name, value in (("strict_img_size", False), ("flatten", False), ("output_fmt", Format.NHWC)):
+            switch(undo, embed, name, value)

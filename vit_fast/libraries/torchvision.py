@@ -1,0 +1,121 @@
+"""torchvision's VisionTransformer: its names, the same model with our weights, and its models for export."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..config import ViTConfig
+from ..errors import UnsupportedInputError
+from .image_model import Head, ImageModel, comes_from
+from .peers import plain_vit_reasons, reasons, refuse
+from .rename import Converted, Rule, rename
+
+NAME = "torchvision"
+SIGNATURE = r"^encoder\.layers\.encoder_layer_0\."
+
+_BLOCK = r"encoder\.layers\.encoder_layer_(\d+)\."
+
+RULES: tuple[Rule, ...] = (
+    (r"class_token", "cls_token"),
+    (r"conv_proj\.(weight|bias)", r"patch_embed.proj.\1"),
+    (r"encoder\.pos_embedding", "pos_embed"),
+    (_BLOCK + r"ln_([12])\.(weight|bias)", r"blocks.\1.norm\2.\3"),
+    (_BLOCK + r"self_attention\.in_proj_(weight|bias)", r"blocks.\1.attn.qkv.\2"),
+    (_BLOCK + r"self_attention\.out_proj\.(weight|bias)", r"blocks.\1.attn.proj.\2"),
+    (_BLOCK + r"mlp\.(?:0|linear_1)\.(weight|bias)", r"blocks.\1.mlp.fc1.\2"),
+    (_BLOCK + r"mlp\.(?:3|linear_2)\.(weight|bias)", r"blocks.\1.mlp.fc2.\2"),
+    (r"encoder\.ln\.(weight|bias)", r"norm.\1"),
+    (r"heads\.head\.(weight|bias)", r"head.\1"),
+)
+
+
+def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
+    """MultiheadAttention's packed projection is already timm's qkv."""
+    return rename(state, NAME, RULES)
+
+
+# --- the same architecture ----------------------------------------------------------------------------------
+
+
+def build_peer(config: ViTConfig) -> nn.Module:
+    """torchvision's VisionTransformer of this shape.
+
+    Raises:
+        UnsupportedInputError: torchvision has no such model; every reason.
+    """
+    problems = plain_vit_reasons(config) + reasons(config, act_layer=("gelu",), qkv_bias=(True,), in_chans=(3,))
+    for name, (height, width) in (("img_size", config.image_hw), ("patch_size", config.patch_hw)):
+        if height != width:
+            problems.append(f"{name}={height}x{width}: accepted is a square")
+    if config.num_classes == 0:
+        problems.append("num_classes=0: accepted is a model with a head")
+    refuse(NAME, problems)
+    from torchvision.models.vision_transformer import VisionTransformer
+
+    model: nn.Module = VisionTransformer(
+        image_size=config.image_hw[0],
+        patch_size=config.patch_hw[0],
+        num_layers=config.depth,
+        num_heads=config.num_heads,
+        hidden_dim=config.embed_dim,
+        mlp_dim=config.hidden_dim,
+        num_classes=config.num_classes,
+        norm_layer=functools.partial(nn.LayerNorm, eps=config.norm_eps),
+    )
+    return model
+
+
+# --- a model to export --------------------------------------------------------------------------------------
+
+
+def recognise(model: nn.Module) -> ImageModel | None:
+    """What a VisionTransformer of torchvision's takes and gives; None for another model."""
+    return _describe(model) if comes_from(NAME, model, class_name="VisionTransformer") else None
+
+
+def _describe(model: Any) -> ImageModel:
+    size, patch, depth = int(model.image_size), int(model.patch_size), len(model.encoder.layers)
+    linears = [module for module in model.heads.modules() if isinstance(module, nn.Linear)]
+    return TorchvisionModel(
+        model=model,
+        library=NAME,
+        name=type(model).__name__,
+        image_hw=(size, size),
+        in_chans=3,
+        patch_hw=(patch, patch),
+        depth=depth,
+        attentions=depth,
+        num_classes=linears[-1].out_features if linears else 0,
+        config={"image_size": size, "patch_size": patch, "hidden_dim": int(model.hidden_dim)},
+    )
+
+
+class TorchvisionModel(ImageModel):
+    """torchvision's VisionTransformer."""
+
+    def prepare(self, undo: contextlib.ExitStack, dynamic_size: bool) -> None:
+        if dynamic_size:
+            raise UnsupportedInputError(
+                "dynamic_size with torchvision's VisionTransformer",
+                ["it accepts the image size it was made for only"],
+            )
+        # The fast path of nn.MultiheadAttention is one fused operator that has no ONNX form; it depends on this switch.
+        enabled = torch.backends.mha.get_fastpath_enabled()
+        undo.callback(torch.backends.mha.set_fastpath_enabled, enabled)
+        torch.backends.mha.set_fastpath_enabled(False)
+
+    def run(self, images: Tensor, head: Head, dynamic_size: bool) -> Tensor:
+        model: Any = self.model
+        if head == "logits":
+            logits: Tensor = model(images)
+            return logits
+        tokens = model._process_input(images)
+        tokens = torch.cat([model.class_token.expand(tokens.shape[0], -1, -1), tokens], dim=1)
+        features: Tensor = model.encoder(tokens)[:, 0]
+        return features
