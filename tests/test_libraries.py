@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from vit_fast import UnsupportedInputError, ViTConfig, VisionTransformer
+from vit_fast import UnsupportedInputError, VisionTransformer, ViTConfig
 from vit_fast.config import Activation
 from vit_fast.libraries import PEERS, timm, torchvision, transformers, transformers_config
 from vit_fast.libraries.peers import take_weights
