@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -183,6 +185,32 @@ def test_flop_formulas() -> None:
         _packed(qkv).sum().backward()
         ops.attention(q, k, v, backend="triton")
     assert counter.get_total_flops() == 14 * 2 * 2 * 17 * 17 * 16 + 4 * 2 * 2 * 5 * 9 * 32
+
+
+@pytest.mark.parametrize("first", ["import vit_fast", "import torch.utils.flop_counter"])
+def test_flop_counters_made_before_triton_was_asked_for_count_us(first: str) -> None:
+    code = f"""
+{first}
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+counter = FlopCounterMode(display=False)
+from vit_fast import ops
+with counter:
+    ops.attention(*torch.randn(3, 1, 2, 4, 16, device="{DEVICE}"), backend="triton")
+print(counter.get_total_flops())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.split() == [str(4 * 2 * 4 * 4 * 16)], done.stderr
+
+
+def test_every_operator_has_a_flop_formula() -> None:
+    from torch.utils.flop_counter import flop_registry
+
+    _packed(_qkv())
+    names = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("vit_fast::")}
+    packets = {getattr(torch.ops.vit_fast, name.removeprefix("vit_fast::").partition(".")[0]) for name in names}
+    assert len(packets) >= 8
+    assert packets <= flop_registry.keys()
 
 
 def test_autocast_computes_in_its_dtype() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..errors import UnsupportedInputError
 from .backends import triton_unavailable_reasons
 from .checks import refuse_double_backward, refuse_vmap
-from .flops import register_flop_formula
+from .flops import flop_formula
 from .transforms import transformable
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -206,21 +206,21 @@ def attention_flop(batch: int, heads: int, n_q: int, n_kv: int, head_dim: int) -
     return 4 * batch * heads * n_q * n_kv * head_dim
 
 
-@register_flop_formula(torch.ops.vit_fast.attention)
+@flop_formula(torch.ops.vit_fast.attention)
 def _(q: Any, k: Any, *args: Any, **kwargs: Any) -> int:
     return attention_flop(q[0], q[1], q[2], k[2], q[3])
 
 
-@register_flop_formula(torch.ops.vit_fast.attention_backward)
+@flop_formula(torch.ops.vit_fast.attention_backward)
 def _(grad_output: Any, q: Any, k: Any, *args: Any, **kwargs: Any) -> int:
     return attention_flop(q[0], q[1], q[2], k[2], q[3]) * 5 // 2
 
 
-@register_flop_formula(torch.ops.vit_fast.attention_qkvpacked)
+@flop_formula(torch.ops.vit_fast.attention_qkvpacked)
 def _(qkv: Any, *args: Any, **kwargs: Any) -> int:
     return attention_flop(qkv[0], qkv[3], qkv[1], qkv[1], qkv[4])
 
 
-@register_flop_formula(torch.ops.vit_fast.attention_qkvpacked_backward)
+@flop_formula(torch.ops.vit_fast.attention_qkvpacked_backward)
 def _(grad_output: Any, qkv: Any, *args: Any, **kwargs: Any) -> int:
     return attention_flop(qkv[0], qkv[3], qkv[1], qkv[1], qkv[4]) * 5 // 2

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
+from .flops import register_flop_formulas
 from .probe import probe_reasons
 
 Backend = Literal["eager", "sdpa", "triton"]
@@ -88,7 +89,7 @@ def _tf32_is_allowed() -> bool:
 
 @functools.cache
 def _static_reasons(device: torch.device) -> tuple[str, ...]:
-    """What can be said without running anything."""
+    """What can be said without running anything. Where nothing is against it, our operators may run from here on."""
     if importlib.util.find_spec("triton") is None:
         return ("triton is not installed (pip install triton)",)
     reasons = []
@@ -110,6 +111,8 @@ def _static_reasons(device: torch.device) -> tuple[str, ...]:
             reasons.append("the tensors are on the CPU: accepted are CUDA tensors (or TRITON_INTERPRET=1, for tests)")
     else:
         reasons.append(f"the tensors are on {device.type}: accepted are CUDA tensors")
+    if not reasons:
+        register_flop_formulas()
     return tuple(reasons)
 
 

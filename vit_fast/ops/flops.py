@@ -1,64 +1,41 @@
-"""FLOP formulas of our operators for torch.utils.flop_counter, registered when that module is first imported.
+"""FLOP formulas of our operators for torch.utils.flop_counter.
 
-torch.utils.flop_counter imports triton, which would triple what `import vit_fast` costs; nobody can count FLOPs without
-importing it first.
+That module imports triton, which would triple what `import vit_fast` costs; so the formulas wait until triton has been
+found usable, which is before any of our operators runs.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.abc
-import importlib.util
+import functools
+import gc
 import sys
-from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-_COUNTER = "torch.utils.flop_counter"
 _waiting: list[tuple[Any, Callable[..., int]]] = []
 
 Formula = TypeVar("Formula", bound=Callable[..., int])
 
 
-def register_flop_formula(operators: Any) -> Callable[[Formula], Formula]:
-    """torch's decorator of the same name, applied now or as soon as torch.utils.flop_counter is there."""
+def flop_formula(operators: Any) -> Callable[[Formula], Formula]:
+    """torch's register_flop_formula, for when register_flop_formulas is called."""
 
     def decorate(formula: Formula) -> Formula:
-        if _COUNTER in sys.modules:
-            _register(operators, formula)
-        else:
-            _waiting.append((operators, formula))
+        _waiting.append((operators, formula))
         return formula
 
     return decorate
 
 
-def _register(operators: Any, formula: Callable[..., int]) -> None:
-    sys.modules[_COUNTER].register_flop_formula(operators)(formula)
+@functools.cache
+def register_flop_formulas() -> None:
+    """Hands every formula to torch, and to the counters that there are already: they copied torch's table when made."""
+    may_have_counters = "torch.utils.flop_counter" in sys.modules
+    from torch.utils import flop_counter
 
-
-class _WhenImported(importlib.abc.MetaPathFinder):
-    """Finds torch.utils.flop_counter once, as it would have been found, and registers behind its execution."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != _COUNTER:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_and_register(module: ModuleType) -> None:
-                execute(module)
-                while _waiting:
-                    _register(*_waiting.pop())
-
-            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]  # this one loader object
-        return spec
-
-
-if _COUNTER not in sys.modules:
-    sys.meta_path.insert(0, _WhenImported())
+    for operators, formula in _waiting:
+        flop_counter.register_flop_formula(operators)(formula)
+    if may_have_counters:
+        for thing in gc.get_objects():
+            if issubclass(type(thing), flop_counter.FlopCounterMode):
+                thing.flop_registry = flop_counter.flop_registry | thing.flop_registry

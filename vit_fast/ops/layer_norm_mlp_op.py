@@ -27,7 +27,7 @@ from .checks import (
     require_supported,
     rows_of,
 )
-from .flops import register_flop_formula
+from .flops import flop_formula
 from .kept_rows import fake_made_rows, input_dtype, made_rows, rows_to_keep
 from .transforms import transformable
 
@@ -183,11 +183,11 @@ def layer_norm_mlp_flop(rows: int, width: int, hidden: int) -> int:
     return 4 * rows * width * hidden
 
 
-@register_flop_formula([torch.ops.vit_fast.layer_norm_mlp, torch.ops.vit_fast.layer_norm_mlp_training])
+@flop_formula([torch.ops.vit_fast.layer_norm_mlp, torch.ops.vit_fast.layer_norm_mlp_training])
 def _(x: Any, statistics: Any, norm_weight: Any, norm_bias: Any, fc1_weight: Any, *args: Any, **kwargs: Any) -> int:
     return layer_norm_mlp_flop(rows_of(x), int(x[-1]), int(fc1_weight[0]))
 
 
-@register_flop_formula(torch.ops.vit_fast.layer_norm_mlp_backward)
+@flop_formula(torch.ops.vit_fast.layer_norm_mlp_backward)
 def _(grad_output: Any, rows: Any, statistics: Any, z: Any, *args: Any, **kwargs: Any) -> int:
     return 2 * layer_norm_mlp_flop(rows_of(rows), int(rows[-1]), int(z[1]))

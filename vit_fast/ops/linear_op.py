@@ -24,7 +24,7 @@ from .checks import (
     require_supported,
     rows_of,
 )
-from .flops import register_flop_formula
+from .flops import flop_formula
 from .kept_rows import fake_made_rows, input_dtype, made_rows, rows_to_keep
 from .transforms import transformable
 
@@ -225,21 +225,21 @@ for _operator in (
     _operator.register_vmap(refuse_vmap("a fused linear layer"))
 
 
-@register_flop_formula([torch.ops.vit_fast.layer_norm_linear, torch.ops.vit_fast.layer_norm_linear_training])
+@flop_formula([torch.ops.vit_fast.layer_norm_linear, torch.ops.vit_fast.layer_norm_linear_training])
 def _(x: Any, statistics: Any, norm_weight: Any, norm_bias: Any, weight: Any, *args: Any, **kwargs: Any) -> int:
     return 2 * rows_of(x) * int(x[-1]) * int(weight[0])
 
 
-@register_flop_formula(torch.ops.vit_fast.layer_norm_linear_backward)
+@flop_formula(torch.ops.vit_fast.layer_norm_linear_backward)
 def _(grad_output: Any, rows: Any, *args: Any, **kwargs: Any) -> int:
     return 4 * rows_of(rows) * int(rows[-1]) * int(grad_output[-1])
 
 
-@register_flop_formula(torch.ops.vit_fast.linear_residual)
+@flop_formula(torch.ops.vit_fast.linear_residual)
 def _(h: Any, weight: Any, *args: Any, **kwargs: Any) -> int:
     return 2 * rows_of(h) * int(h[-1]) * int(weight[0])
 
 
-@register_flop_formula(torch.ops.vit_fast.linear_residual_backward)
+@flop_formula(torch.ops.vit_fast.linear_residual_backward)
 def _(grad_output: Any, h: Any, *args: Any, **kwargs: Any) -> int:
     return 4 * rows_of(h) * int(h[-1]) * int(grad_output[-1])
