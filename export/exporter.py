@@ -18,6 +18,7 @@ from vit_fast.errors import UnsupportedInputError
 from vit_fast.files import file_aside
 from vit_fast.libraries import recognise
 from vit_fast.libraries.image_model import ImageModel, Output
+from vit_fast.version import __version__
 
 from . import files
 from .capture import capture
@@ -171,8 +172,6 @@ def _quantise(graph: ir.Model, vit: ImageModel, options: ExportOptions, photos: 
 
 def _finish(graph: ir.Model, vit: ImageModel, options: ExportOptions) -> None:
     """Preprocessing in front; names and documentation for people."""
-    from vit_fast import __version__
-
     if options.preprocess and vit.data_config is not None:
         batch = None if options.dynamic_batch else 1
         prepend(graph, preprocessing_model(vit.data_config, vit.image_hw, vit.in_chans, options.opset, batch))

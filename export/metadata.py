@@ -13,6 +13,7 @@ import onnx
 
 from vit_fast.config import DataConfig
 from vit_fast.libraries.image_model import ImageModel
+from vit_fast.version import __version__
 
 from .files import ModelFileError, read_proto
 from .options import ExportOptions
@@ -84,8 +85,6 @@ def metadata_for(
     vit: ImageModel, options: ExportOptions, source: str | None, verification: dict[str, Any] | None
 ) -> dict[str, str]:
     """Metadata of a file: keys with a prefix, values in JSON."""
-    from vit_fast import __version__
-
     layout = "[batch, height, width, channels] uint8 pixels" if options.preprocess else (
         "[batch, channels, height, width] fp32, normalised as data_config says"
     )  # fmt: skip

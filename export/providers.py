@@ -10,6 +10,8 @@ from typing import Any
 
 from vit_fast.errors import VitFastError
 
+from .files import ModelFileError
+
 CPU, CUDA, TENSORRT = "CPUExecutionProvider", "CUDAExecutionProvider", "TensorrtExecutionProvider"
 DEVICES = {"cpu": CPU, "cuda": CUDA, "tensorrt": TENSORRT}
 CUDA_OPTIONS = {"use_tf32": "0"}
@@ -68,6 +70,50 @@ def preload() -> None:
     if hasattr(onnxruntime, "preload_dlls"):
         with contextlib.redirect_stdout(io.StringIO()):
             onnxruntime.preload_dlls()
+
+
+def open_session(
+    path: Path, kind: str, index: int, *,
+    threads: int | None, profile: str | Path | None, optimise: bool, cuda_graph: bool,
+) -> Any:  # fmt: skip
+    """A session on a device; see OnnxRunner for the arguments.
+
+    Raises:
+        ProviderError: the provider did not come up.
+        ModelFileError: ONNX Runtime cannot load the file.
+    """
+    import onnxruntime
+
+    settings = onnxruntime.SessionOptions()
+    settings.log_severity_level = 3
+    # Idle workers would spin on after a call, and take the cores from whatever runs next: another model of a
+    # service, the next entrant of a benchmark that takes turns.
+    settings.add_session_config_entry("session.force_spinning_stop", "1")
+    if threads is not None:
+        settings.intra_op_num_threads = threads
+    if profile is not None:
+        settings.enable_profiling = True
+        settings.profile_file_prefix = str(profile)
+    if not optimise:
+        settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    wanted = DEVICES[kind]
+    options: dict[str, Any] = {} if wanted == CPU else {"device_id": index}
+    providers: list[Any] = [(wanted, options)]
+    if wanted != CPU:
+        preload()
+        if cuda_graph:
+            options["enable_cuda_graph"] = "1"
+        if wanted == CUDA:
+            options |= CUDA_OPTIONS
+        if wanted == TENSORRT:
+            providers.append((CUDA, {"device_id": index} | CUDA_OPTIONS))
+        providers.append(CPU)  # shape arithmetic of dynamic files runs there
+    try:
+        return make_session(path, settings, providers, wanted)
+    except ProviderError:
+        raise
+    except Exception as error:  # ONNX Runtime's exceptions share no base class
+        raise ModelFileError(f"{path}: ONNX Runtime cannot load it: {str(error)[:300]}") from error
 
 
 def make_session(path: Path, settings: Any, providers: list[Any], wanted: str) -> Any:

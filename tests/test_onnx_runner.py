@@ -138,7 +138,7 @@ def test_fp32_is_not_rounded_to_tf32(folder: Path, monkeypatch: pytest.MonkeyPat
         raise ProviderError("refused here")
 
     monkeypatch.setattr("vit_fast.export.runner.reasons_against", lambda kind: [])
-    monkeypatch.setattr("vit_fast.export.runner.make_session", refuse)
+    monkeypatch.setattr("vit_fast.export.providers.make_session", refuse)
     with pytest.raises(ProviderError, match="refused here"):
         OnnxRunner(folder / "plain.onnx", device)
     (options,) = [entry[1] for entry in asked if entry[0] == "CUDAExecutionProvider"]

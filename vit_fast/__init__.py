@@ -17,6 +17,7 @@ from .errors import UnsupportedInputError, VitFastError
 from .factory import create_model
 from .model import VisionTransformer, set_backend
 from .variants import list_models
+from .version import __version__
 
 if TYPE_CHECKING:
     from . import export
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from .fusion_report import FusionReport
     from .runtime import GraphRunner, compile
     from .weights import load, load_weights, save
-
-__version__ = "0.1.0"
 
 _LAZY = {
     "FusionReport": ".fusion_report",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,9 +18,11 @@ from torch import Tensor
 
 from .. import libraries
 from ..config import Size
+from ..files import file_aside
 from ..layers import resample_pos_embed
 from ..libraries.rename import Converted
 from ..model import VisionTransformer, set_backend
+from ..version import __version__
 from .hub import open_source
 from .source import METADATA_KEY, Source, WeightsError
 
@@ -115,8 +116,6 @@ def save(model: VisionTransformer, path: str | Path) -> Path:
     """
     from safetensors.torch import save_file
 
-    from .. import __version__
-
     path = Path(path)
     if not isinstance(model, VisionTransformer):
         raise TypeError(f"model is a {type(model).__name__}: accepted is a VisionTransformer")
@@ -133,12 +132,8 @@ def save(model: VisionTransformer, path: str | Path) -> Path:
         "class_names": model.class_names,
     }
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
-    beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        save_file(tensors, beside, metadata={"format": "pt", METADATA_KEY: json.dumps(description)})
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+    with file_aside(path) as aside:
+        save_file(tensors, aside, metadata={"format": "pt", METADATA_KEY: json.dumps(description)})
     return path
 
 
