@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..accuracy import FORWARD_FACTOR, NOISE, Measure, allowed_error, error_of, size_of
+from vit_fast.accuracy import FORWARD_FACTOR, NOISE, Measure, allowed_error, error_of, size_of
+
 from .subjects import Subject, Task
 from .subjects_ours import build
 

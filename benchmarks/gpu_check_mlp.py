@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..accuracy import FORWARD_FACTOR, GRADIENT_FACTOR
+from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR
+
 from .gpu_check_rows import KERNEL_S, OPERATOR_PROTOCOL, ROTATIONS, Context, Cost, Found, Row, judge, measure
 from .timing import Call
 

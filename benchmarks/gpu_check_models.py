@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..accuracy import FORWARD_FACTOR
+from vit_fast.accuracy import FORWARD_FACTOR
+
 from .gpu_check_rows import KERNEL_S, Context, Cost, Found, Row, judge, measure
 from .timing import Call, Protocol
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vit_fast.accuracy import Measure
+
 from .. import accuracy
-from ..accuracy import Measure
 from .machine import measure_ceilings
 from .timing import Call, Protocol, peak_memory_of_call, time_interleaved
 

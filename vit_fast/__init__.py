@@ -17,7 +17,7 @@ from .errors import UnsupportedInputError, VitFastError
 from .factory import create_model
 from .model import VisionTransformer, set_backend
 from .variants import list_models
-from .version import __version__
+from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from . import export
