@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from .records import read_record
-from .report import markdown
+from .report import markdown, objections
 
 _BLOCK = re.compile(r"(<!-- record: (\S+) -->\n).*?(<!-- /record -->)", re.DOTALL)
 
@@ -25,9 +25,16 @@ def fill(document: str, folder: Path) -> str:
         document: Markdown.
         folder: Where the records' paths start.
     Raises:
-        OSError, ValueError: see records.read_record.
+        OSError, ValueError: see records.read_record; or a record is none to cite, see report.objections.
     """
-    return _BLOCK.sub(lambda match: f"{match[1]}{markdown(read_record(folder / match[2]))}{match[3]}", document)
+
+    def filled(match: re.Match[str]) -> str:
+        record = read_record(folder / match[2])
+        if reasons := objections(record):
+            raise ValueError(f"{match[2]}: not to be cited: {'; '.join(reasons)}")
+        return f"{match[1]}{markdown(record)}{match[3]}"
+
+    return _BLOCK.sub(filled, document)
 
 
 def main(arguments: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -74,6 +75,31 @@ def heading(record: Record) -> str:
     return f"{machine['device']}{driver}; {versions}; vit-fast {record['vit_fast']}{commit}; {date}{busy}"
 
 
+def objections(record: Record) -> list[str]:
+    """Why nobody should cite a record: a busy machine, a row above its ceiling, a run that was cut short."""
+    machine = record["machine"]
+    found = []
+    if machine["load_average"] > machine["cpu_cores"] / 2:
+        found.append(f"the machine was BUSY: load {machine['load_average']} on {machine['cpu_cores']} cores")
+    above = [label(row) for row in record["rows"] if (row.get("ceiling_share") or 0) > 1]
+    if above:
+        found.append(f"faster than the ceiling measured in the same run: {', '.join(dict.fromkeys(above))}")
+    if record.get("interrupted"):
+        found.append("the run was interrupted")
+    return found
+
+
+def command(record: Record) -> str:
+    """The command line that measures the same again; the photographs, where they are not the default, by name."""
+    words = ["vit-fast", "bench"]
+    if record["plan"]["images"] != ["grace_hopper.jpg"]:
+        words += record["plan"]["images"]
+    for name in ("models", "batch_sizes", "dtypes", "subjects", "device"):
+        value = record["plan"][name]
+        words += [f"--{name.replace('_', '-')}", ",".join(map(str, value)) if isinstance(value, list) else str(value)]
+    return shlex.join(words)
+
+
 def ceilings_line(record: Record) -> str:
     """The two ceilings measured in that run, with their sizes."""
     ceilings = record["ceilings"]
@@ -103,7 +129,7 @@ def not_measured(record: Record) -> list[str]:
     return [line if len(where) == len(grouped) else f"{line} ({'; '.join(where)})" for line, where in titles.items()]
 
 
-def _filled_columns(record: Record) -> list[Column]:
+def filled_columns(record: Record) -> list[Column]:
     """The columns that any measured row fills: only rows of a GPU have a time of the host."""
     measured = [row for row in record["rows"] if row["status"] == "measured"]
     return [column for column in COLUMNS if any(column.cell(row) for row in measured)]
@@ -115,7 +141,7 @@ def rich_tables(record: Record, width: int) -> list[Table]:
     from rich.markup import escape
     from rich.table import Table
 
-    columns = [column for column in _filled_columns(record) if width >= FULL_WIDTH or column.essential]
+    columns = [column for column in filled_columns(record) if width >= FULL_WIDTH or column.essential]
     tables = []
     for title, rows in contests(record).items():
         table = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
@@ -132,7 +158,7 @@ def rich_tables(record: Record, width: int) -> list[Table]:
 
 def markdown(record: Record) -> str:
     """The record as one markdown table under its heading, for a document."""
-    columns = _filled_columns(record)
+    columns = filled_columns(record)
     header = ["model", "dtype", "batch", "subject", *(column.title for column in columns)]
     lines = [_markdown_line(header), _markdown_line(["---"] * 4 + ["---:"] * len(columns))]
     for rows in contests(record).values():

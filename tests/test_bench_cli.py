@@ -57,7 +57,7 @@ def test_a_run_prints_a_table_and_writes_record_table_and_plot(tmp_path: Path, p
     record = records.read_record(folder)
     assert status == 0
     assert {row["status"] for row in record["rows"]} == {"measured"}
-    assert sorted(path.name for path in folder.iterdir()) == ["plot.png", "record.json", "table.md"]
+    assert sorted(path.name for path in folder.iterdir()) == ["plot.png", "record.json", "report.html", "table.md"]
     assert [path.name for path in folder.parent.iterdir()] == ["run"]
     assert str(folder) in printed
     for title in ("images/s", "[p20, p80]", "TFLOP/s", "x best peer", "peak MiB", "max error"):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import operator
 import re
 import shlex
 from pathlib import Path
@@ -11,6 +14,8 @@ import typer
 
 from vit_fast import cli
 from vit_fast.benchmarks.readme_table import fill
+from vit_fast.benchmarks.records import read_record
+from vit_fast.benchmarks.report import objections
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -44,3 +49,20 @@ def test_make_targets_exist():
 def test_tables_are_those_of_the_committed_records():
     assert re.search(r"<!-- record: \S+ -->\n\|?.+", README)
     assert fill(README, ROOT) == README
+
+
+def test_no_committed_record_is_one_that_nobody_should_cite():
+    paths = sorted((ROOT / "benchmarks" / "results").rglob("record.json"))
+    assert paths
+    for path in paths:
+        assert not objections(read_record(path)), path
+
+
+@pytest.mark.parametrize(("place", "value"), [("machine.load_average", 7.5), ("rows.3.ceiling_share", 1.25)])
+def test_a_table_of_a_busy_record_or_one_above_its_ceiling_is_refused(place, value, tmp_path):
+    record = json.loads((ROOT / re.search(r"<!-- record: (\S+) -->", README)[1]).read_text())
+    *path, last = [int(name) if name.isdigit() else name for name in place.split(".")]
+    functools.reduce(operator.getitem, path, record)[last] = value
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=r"record.json: not to be cited: .*(BUSY|ceiling)"):
+        fill("<!-- record: record.json -->\n<!-- /record -->", tmp_path)

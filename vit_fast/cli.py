@@ -9,7 +9,19 @@ import typer
 
 from .errors import VitFastError
 
-COMMANDS = ("info", "models", "bench", "compare", "verify", "kernels", "predict", "train", "export", "hf_kernel")
+COMMANDS = (
+    "info",
+    "models",
+    "bench",
+    "compare",
+    "report",
+    "verify",
+    "kernels",
+    "predict",
+    "train",
+    "export",
+    "hf_kernel",
+)
 
 USER_ERRORS = (VitFastError, ValueError, TypeError, OSError)
 

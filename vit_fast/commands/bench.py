@@ -44,8 +44,9 @@ def bench(
 ) -> None:
     """Measures images per second, side by side and in turns, each subject checked against the definition first.
 
-    Without arguments: sizes that suit this machine (under three minutes on two CPU cores). Writes record.json, table.md
-    and plot.png into a folder that it names. Exit status 1 when a subject is wrong or failed, 130 after Ctrl-C.
+    Without arguments: sizes that suit this machine (under three minutes on two CPU cores). Writes record.json,
+    table.md, plot.png and report.html into a folder that it names. Exit status 1 when a subject is wrong or failed,
+    130 after Ctrl-C.
     """
     from rich.console import Console
 
@@ -77,7 +78,7 @@ def bench(
         _print_record(console, record)
         folder = default_folder(record) if out is None else out
         _write(folder, record)
-    console.print(f"written: {folder}/ (record.json, table.md, plot.png)", soft_wrap=True, highlight=False)
+    console.print(f"written: {folder}/ (record.json, table.md, plot.png, report.html)", soft_wrap=True, highlight=False)
     if record["interrupted"]:
         raise typer.Exit(130)
     if any(row["status"] in ("wrong", "failed") for row in record["rows"]):
@@ -148,11 +149,13 @@ def _print_record(console: Console, record: dict[str, Any]) -> None:
 
 
 def _write(folder: Path, record: dict[str, Any]) -> None:
+    from ..benchmarks.html_report import REPORT_NAME, render
     from ..benchmarks.plot import draw
     from ..benchmarks.records import RECORD_NAME, to_json, write_folder
     from ..benchmarks.report import markdown
 
     files = {RECORD_NAME: to_json(record), "table.md": markdown(record).encode(), "plot.png": draw(record)}
+    files[REPORT_NAME] = render({folder.name: record}).encode()
     write_folder(folder, files)
 
 

@@ -1,0 +1,216 @@
+"""Records as one HTML page that needs no network: `vit-fast report`, and beside every record of `vit-fast bench`.
+
+What there is to read is written here, as tables, and needs no script either; that of report.html sorts them and draws
+curves. A record of `vit-fast bench` has curves; any other of ours (`make gpu-check`, `vit-fast kernels --host --json`,
+export_check) is a table of its rows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from .records import RECORD_NAME, Record, read_record
+from .report import ceilings_line, command, contests, filled_columns, heading, label, not_measured, objections
+from .rows import Row
+
+REPORT_NAME = "report.html"
+_TEMPLATE = Path(__file__).with_name(REPORT_NAME)
+_BASELINE = Path(__file__).resolve().parent.parent / "kernels" / "baseline.json"
+_SETTINGS = ("batch", "model", "dtype")
+# The curves of a record: title, what stays the same along one, x and y with their units, and whether x is logarithmic.
+_CURVES = (
+    ("Latency and throughput", ("model", "dtype", "img_size"), ("ms", "ms a call"), ("images_per_s", "images/s")),
+    ("Batch", ("model", "dtype", "img_size"), ("requested_batch", "images a call"), ("images_per_s", "images/s")),
+    ("Tokens", ("model", "dtype", "requested_batch"), ("tokens", "tokens an image"), ("TFLOP_per_s", "TFLOP/s")),
+    ("Model size", ("dtype", "requested_batch"), ("GFLOP_per_image", "GFLOP an image"), ("TFLOP_per_s", "TFLOP/s")),
+)  # fmt: skip
+
+
+def read_any(path: str | Path) -> Record:
+    """A record of any of our benchmarks, from its JSON file or the folder that holds it.
+
+    Raises:
+        OSError: there is no such file.
+        ValueError: it is not a record of ours.
+    """
+    path = Path(path)
+    path = path / RECORD_NAME if path.is_dir() else path
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from None
+    if not isinstance(found, dict) or not isinstance(found.get("machine"), dict) or "rows" not in found:
+        raise ValueError(f"{path}: not a record: accepted is JSON of vit-fast bench, gpu-check, kernels --host --json")
+    return read_record(path) if _is_bench(found) else found
+
+
+def render(records: Mapping[str, Record]) -> str:
+    """The page.
+
+    Args:
+        records: By the name under which each is shown; see read_any.
+    """
+    curves: list[dict[str, Any]] = []
+    parts = []
+    for name, record in records.items():
+        parts.append(f"<h2>{escape(name)}</h2>")
+        parts += _bench(record, curves) if _is_bench(record) else [_other(record)]
+        parts.append(_details("Environment", _table("environment", ("", ""), _flat(record, "machine", "plan"))))
+    parts += ["<h2>Kernels, as compiled</h2>", _kernels()]
+    page = _TEMPLATE.read_text(encoding="utf-8")
+    page = page.replace("<!-- body -->", "\n".join(parts), 1)
+    # "</script>" in a name must not end the element
+    return page.replace("/* curves */", json.dumps(curves, allow_nan=False).replace("<", "\\u003c"), 1)
+
+
+def _is_bench(record: Mapping[str, Any]) -> bool:
+    return str(record.get("format", "")).startswith("vit-fast-bench/")
+
+
+def _bench(record: Record, curves: list[dict[str, Any]]) -> Iterable[str]:
+    yield f"<p>{escape(heading(record))}; {escape(ceilings_line(record))}.</p>"
+    if reasons := objections(record):
+        yield f'<p class="objection" role="note">Not to be cited: {escape("; ".join(reasons))}.</p>'
+    columns = filled_columns(record)
+    measured = [row for rows in contests(record).values() for row in rows if row["status"] == "measured"]
+    cells = {
+        "subject": [label(row) for row in measured],
+        "batch": [str(row["requested_batch"]) for row in measured],
+        **{column.title: [column.cell(row) for row in measured] for column in columns},
+        "model": [row["model"] for row in measured],
+        "dtype": [row["dtype"] for row in measured],
+    }
+    # what all rows have in common stands above them, where a narrow screen needs no column for it
+    common = {title: values[0] for title, values in cells.items() if title in _SETTINGS and len(set(values)) == 1}
+    titles = [title for title in cells if title not in common]
+    caption = ", ".join([*(f"{title} {value}" for title, value in common.items()), "a title sorts"])
+    yield _table(caption, titles, list(zip(*(cells[title] for title in titles), strict=True)))
+    if notes := not_measured(record):
+        yield "<p>Not measured:</p><ul>" + "".join(f"<li>{escape(note)}</li>" for note in notes) + "</ul>"
+    for title, same, x, y in _CURVES:
+        for group, series in _series(measured, same, x[0], y[0]).items():
+            yield _figure(curves, {"title": f"{title}: {group}", "x": x[1], "y": y[1], "series": series})
+    if roofline := _roofline(record, measured):
+        yield _figure(curves, roofline)
+    yield f"<p>The same again:</p><pre tabindex=0>{escape(command(record))}</pre>"
+
+
+def _figure(curves: list[dict[str, Any]], curve: dict[str, Any]) -> str:
+    curves.append(curve)
+    return f'<figure data-curve="{len(curves) - 1}"><figcaption>{escape(curve["title"])}</figcaption></figure>'
+
+
+def _series(rows: Iterable[Row], same: Sequence[str], x: str, y: str) -> dict[str, list[dict[str, Any]]]:
+    """By what stays the same, a line for each subject that has two places to go through."""
+    groups: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for row in rows:
+        if row.get(x) is not None and row.get(y) is not None and all(field in row for field in same):
+            group = ", ".join("x".join(map(str, v)) if isinstance(v := row[f], list) else f"{f} {v}" for f in same)
+            point = {"x": row[x], "y": row[y], "tip": f"{label(row)}, batch {row['batch']}: {row[x]:.4g}, {row[y]:.4g}"}
+            groups.setdefault(group, {}).setdefault(row["subject"], []).append(point | _kind(row))
+    return {
+        group: [
+            {"name": name, "points": sorted(points, key=lambda point: point["x"])} for name, points in lines.items()
+        ]
+        for group, lines in groups.items()
+        if any(len({point["x"] for point in points}) > 1 for points in lines.values())
+    }
+
+
+def _kind(row: Row) -> dict[str, bool]:
+    return {"peer": row["peer"], "compiled": row["compile_mode"] != "none"}
+
+
+def _roofline(record: Record, rows: Sequence[Row]) -> dict[str, Any] | None:
+    """Every row under what the machine reached in that run; None for records that count no bytes."""
+    ceilings = record["ceilings"]
+    counted = [row for row in rows if row.get("bytes")]
+    if not counted or not ceilings:
+        return None
+    series: dict[str, list[dict[str, Any]]] = {}
+    for row in counted:
+        x = row["FLOP"] / row["bytes"]
+        tip = f"{label(row)}, {row['model']}, {row['dtype']}, batch {row['batch']}: {row['TFLOP_per_s']:.3g} TFLOP/s"
+        series.setdefault(row["subject"], []).append({"x": x, "y": row["TFLOP_per_s"], "tip": tip} | _kind(row))
+    return {
+        "title": "Roofline: rows under the ceilings of the same run",
+        "x": "FLOP a byte, of operands and results of all products", "y": "TFLOP/s",
+        "series": [{"name": name, "points": points} for name, points in series.items()],
+        "scatter": True,
+        "roofs": [
+            {"name": dtype, "flat": value, "slope": ceilings["copy_GB_per_s"] / 1e3}
+            for dtype, value in ceilings["matmul_TFLOP_per_s"].items()
+        ],
+    }  # fmt: skip
+
+
+def _other(record: Record) -> str:
+    """The rows of a record without curves, one column for each field that is a number, a word or a measured median."""
+    rows = [{name: _plain(value) for name, value in row.items()} for row in record["rows"]]
+    names = [name for name in dict.fromkeys(name for row in rows for name in row) if any(row.get(name) for row in rows)]
+    first = f"<p>{escape(str(record['note']))}</p>" if record.get("note") else ""
+    return first + _table("a title sorts", names, [[row.get(name, "") for name in names] for row in rows])
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, dict):
+        return _plain(value.get("median"))
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return value if isinstance(value, str | int) and not isinstance(value, bool) else ""
+
+
+def _kernels() -> str:
+    """What the compiler made of the kernels: a line for each architecture and kernel, the worst of its builds."""
+    baseline = json.loads(_BASELINE.read_bytes())
+    groups: dict[tuple[str, str], list[dict[str, int]]] = {}
+    for key, counts in baseline["builds"].items():
+        arch, kernel, _ = key.split("/", 2)
+        groups.setdefault((arch, kernel), []).append(counts)
+    rows = [
+        (
+            kernel, arch, len(builds), max(b["registers"] for b in builds),
+            f"{max(b['shared_bytes'] for b in builds) / 1024:.0f}", min(b["ctas_per_sm"] for b in builds),
+            *(sum(bool(b[name]) for b in builds) for name in ("hmma", "hgmma", "tcgen05", "tma_loads")),
+        )
+        for (arch, kernel), builds in groups.items()
+    ]  # fmt: skip
+    titles = (
+        "kernel", "arch", "builds", "most registers", "most shared KiB", "least CTAs/SM", "HMMA", "HGMMA", "TCGEN05",
+        "TMA",
+    )  # fmt: skip
+    text = f"Compiled without a GPU by triton {escape(str(baseline['triton']))}; the last four count builds."
+    return f"<p>{text}</p>" + _table("a title sorts", titles, rows)
+
+
+def _table(caption: str, titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table that scrolls by itself; the first cell of a row is its heading."""
+    head = "".join(f'<th scope=col aria-sort="none">{escape(title)}</th>' for title in titles)
+    lines = []
+    for first, *others in rows:
+        cells = "".join(f"<td>{escape(str(cell))}</td>" for cell in others)
+        lines.append(f"<tr><th scope=row>{escape(str(first))}</th>{cells}</tr>\n")
+    return (
+        f'<div class="scroll" role="region" aria-label="{escape(caption)}" tabindex=0><table><caption>{escape(caption)}'
+        f"</caption><thead><tr>{head}</tr></thead><tbody>\n{''.join(lines)}</tbody></table></div>"
+    )
+
+
+def _details(summary: str, content: str) -> str:
+    return f"<details><summary>{escape(summary)}</summary>{content}</details>"
+
+
+def _flat(record: Mapping[str, Any], *names: str) -> list[tuple[str, str]]:
+    """Nested values as lines of "a.b": value."""
+    found = []
+    for name in names:
+        value = record.get(name)
+        if isinstance(value, dict):
+            found += [(f"{name}.{key}", text) for key, text in _flat(value, *value)]
+        elif value is not None:
+            found.append((name, ", ".join(map(str, value)) if isinstance(value, list) else str(value)))
+    return found

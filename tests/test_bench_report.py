@@ -1,0 +1,251 @@
+"""The HTML report: whole and readable by a parser alone, and what its script does, seen in a browser.
+
+The browser is any Chromium on the path, or the one that CHROME_BIN names; without one these tests are skipped.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import html.parser
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from vit_fast.benchmarks import html_report, records, report
+from vit_fast.cli import main
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMITTED = ROOT / "benchmarks" / "results" / "cpu-2core" / "record.json"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome", "chromium-headless-shell")
+VOID = {"meta", "br", "hr", "img", "input", "link"}
+
+
+class Page(html.parser.HTMLParser):
+    """Text of each element with the tags around it; an element that is closed by another's tag is an error."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tables: list[list[list[str]]] = []
+        self.texts: dict[str, list[str]] = {}
+        self.attributes: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.attributes.append((tag, dict(attributes)))
+        if tag in VOID:
+            return
+        self.open.append(tag)
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("th", "td"):
+            self.tables[-1][-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open:
+            self.texts.setdefault(self.open[-1], []).append(data)
+            if self.open[-1] in ("th", "td"):
+                self.tables[-1][-1][-1] += data
+
+
+@pytest.fixture
+def record() -> records.Record:
+    return records.read_record(COMMITTED)
+
+
+def table_of(page: Page, title: str) -> list[list[str]]:
+    return next(table for table in page.tables if title in table[0])
+
+
+def test_every_measured_row_and_its_figures_are_in_the_table(record):
+    page = Page(html_report.render({"run": record}))
+    head, *lines = table_of(page, "images/s")
+    measured = [row for row in record["rows"] if row["status"] == "measured"]
+    assert len(lines) == len(measured)
+    for row in measured:
+        (line,) = [x for x in lines if x[0] == row["subject"] and x[1] == str(row["batch"])]
+        for column in report.filled_columns(record):
+            assert line[head.index(column.title)] == column.cell(row)
+
+
+def test_names_of_strangers_stay_text(record):
+    hostile = '</script><script>alert("x")</script><b>'
+    record["rows"][0]["subject"] = hostile
+    record["rows"][1].update(status="failed", reason=hostile)
+    record["machine"]["device"] = hostile
+    text = html_report.render({hostile: record})
+    page = Page(text)
+    assert text.count("<script") == html_report.render({}).count("<script")
+    assert hostile in [line[0] for line in table_of(page, "images/s")]
+    assert any(hostile in text for text in page.texts["li"])
+
+
+def test_needs_no_network(record):
+    text = html_report.render({"run": record})
+    assert not re.search(r"""(src|href)\s*=|@import|url\(|fetch\(|import\(""", text)
+    policy = next(a["content"] for tag, a in Page(text).attributes if a.get("http-equiv"))
+    assert policy.startswith("default-src 'none'")
+
+
+def test_a_record_that_nobody_should_cite_says_so(record):
+    assert report.objections(record) == []
+    assert "Not to be cited" not in html_report.render({"run": record})
+    busy, above, cut = (copy.deepcopy(record) for _ in range(3))
+    busy["machine"]["load_average"] = 7.5
+    above["rows"][2]["ceiling_share"] = 1.25
+    cut["interrupted"] = True
+    for spoilt, word in ((busy, "load 7.5"), (above, "ceiling"), (cut, "interrupted")):
+        (reason,) = report.objections(spoilt)
+        assert word in reason
+        assert word in "".join(Page(html_report.render({"run": spoilt})).texts["p"])
+
+
+def test_command_measures_the_same_again(record):
+    words = report.command(record).split()
+    assert words[:2] == ["vit-fast", "bench"]
+    for option in ("models", "batch-sizes", "dtypes", "subjects", "device"):
+        value = record["plan"][option.replace("-", "_")]
+        given = words[words.index(f"--{option}") + 1]
+        assert given == (",".join(map(str, value)) if isinstance(value, list) else value)
+
+
+def test_kernels_are_summed_up_by_their_worst_build():
+    page = Page(html_report.render({}))
+    head, *lines = table_of(page, "most registers")
+    builds = json.loads((ROOT / "kernels" / "baseline.json").read_text())["builds"]
+    assert sum(int(line[head.index("builds")]) for line in lines) == len(builds)
+    line = next(line for line in lines if line[:2] == ["matmul_residual", "sm_90"])
+    own = [counts for key, counts in builds.items() if key.startswith("sm_90/matmul_residual/")]
+    assert line[head.index("most registers")] == str(max(counts["registers"] for counts in own))
+    assert line[head.index("HGMMA")] == str(sum(counts["hgmma"] > 0 for counts in own))
+
+
+def test_other_records_are_tables_of_their_rows(tmp_path):
+    host = {
+        "note": "Host only",
+        "machine": {"cpu": "a cpu"},
+        "rows": [{"name": "block", "launches": 5.0, "ours_us": {"median": 123.4, "p20": 1.0}, "timm_us": None}],
+    }
+    (tmp_path / "record.json").write_text(json.dumps(host))
+    page = Page(html_report.render({"host": html_report.read_any(tmp_path)}))
+    assert page.tables[0] == [["name", "launches", "ours_us"], ["block", "5", "123.4"]]
+
+
+def test_command_writes_a_page(tmp_path, capsys):
+    out = tmp_path / "page.html"
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(COMMITTED), "--out", str(out)])
+    assert not ended.value.code
+    assert table_of(Page(out.read_text()), "images/s")
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"rows": []}', '{"format": "vit-fast-bench/99", "machine": {}, "rows": []}']
+)
+def test_what_is_no_record_is_one_clear_line(content, tmp_path, capsys):
+    (tmp_path / "x.json").write_text(content)
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(tmp_path / "x.json"), "--out", str(tmp_path / "page.html")])
+    assert ended.value.code == 2
+    assert "x.json: " in capsys.readouterr().err
+    assert not (tmp_path / "page.html").exists()
+
+
+@functools.cache
+def browser() -> str | None:
+    return os.environ.get("CHROME_BIN") or next(filter(None, map(shutil.which, BROWSERS)), None)
+
+
+def run_in_browser(page: str, script: str, folder: Path, *flags: str) -> tuple[dict, str]:
+    """What a script finds in the page, and all that the browser's console says."""
+    if browser() is None:
+        pytest.skip("no Chromium on the path, and CHROME_BIN is not set")
+    probe = f"<script>document.body.textContent = JSON.stringify((() => {{ {script} }})())</script></body>"
+    (folder / "page.html").write_text(page.replace("</body>", probe))
+    done = subprocess.run(
+        [browser(), "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom",
+         f"--user-data-dir={folder / 'profile'}", *flags, (folder / "page.html").as_uri()],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    body = re.search(r"<body>(.*)</body>", done.stdout, re.DOTALL)
+    assert body, done.stderr
+    console = "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
+    return json.loads(html.unescape(body[1])), console
+
+
+def test_titles_sort_in_a_browser_and_nothing_is_on_its_console(record, tmp_path):
+    record["rows"][0]["images_per_s"] = 1234.0  # is written 1,234
+    record["rows"][3]["TFLOP_per_s"] = None
+    script = """
+        const table = document.querySelector("table"), heads = [...table.tHead.rows[0].cells];
+        const read = column => [...table.tBodies[0].rows].map(row => row.cells[column].textContent);
+        const found = {};
+        for (const head of heads) {
+            const title = head.textContent;
+            head.querySelector("button").click();
+            found[title] = [read(head.cellIndex), head.ariaSort];
+            head.querySelector("button").click();
+            found[title].push(read(head.cellIndex), head.ariaSort, heads.filter(h => h.ariaSort !== "none").length);
+        }
+        return found;
+    """
+    found, console = run_in_browser(html_report.render({"run": record}), script, tmp_path)
+    assert console == ""
+
+    def key(text: str) -> float | str:
+        try:
+            return float(text.strip("[%").split(", ")[0].replace(",", ""))
+        except ValueError:
+            return text
+
+    assert found["images/s"][0][-1] == "1,234"
+    assert {"subject", "images/s", "ms", "[p20, p80]", "TFLOP/s", "of ceiling", "max error"} <= set(found)
+    for rising, first, falling, second, marked in found.values():
+        filled = [text for text in rising if text]
+        assert filled == sorted(filled, key=key)
+        assert rising[: len(filled)] == filled, "empty cells come last"
+        assert [text for text in falling if text] == sorted(filled, key=key, reverse=True)
+        assert not any(falling[len(filled) :])
+        assert (first, second, marked) == ("ascending", "descending", 1)
+
+
+def test_curves_are_drawn_and_a_phone_does_not_scroll_sideways(record, tmp_path):
+    for row in record["rows"]:
+        row.update(FLOP=2.5e9 * row["batch"], bytes=23e6 + 4e6 * row["batch"])
+    script = """
+        const box = document.documentElement, figures = [...document.querySelectorAll("figure")];
+        return { wide: box.scrollWidth - box.clientWidth, width: box.clientWidth, figures: figures.map(figure => ({
+            title: figure.querySelector("figcaption").textContent,
+            marks: figure.querySelectorAll("circle, rect").length,
+            lines: figure.querySelectorAll("g polyline").length, roofs: figure.querySelectorAll(".roof").length,
+            finite: !/NaN|Infinity|undefined/.test(figure.innerHTML), names: figure.querySelectorAll("li").length,
+            label: figure.querySelector("svg").getAttribute("aria-label") })) };
+    """
+    found, console = run_in_browser(html_report.render({"run": record}), script, tmp_path, "--window-size=400,900")
+    assert console == ""
+    assert found["wide"] == 0 and found["width"] <= 500
+    subjects = {row["subject"] for row in record["rows"]}
+    assert [figure["title"].split(":")[0] for figure in found["figures"]] == [
+        "Latency and throughput",
+        "Batch",
+        "Roofline",
+    ]
+    for figure in found["figures"]:
+        roofline = figure["title"].startswith("Roofline")
+        assert figure["finite"] and figure["title"] in figure["label"]
+        assert figure["marks"] == len(record["rows"])
+        assert (figure["lines"], figure["roofs"]) == ((0, 1) if roofline else (len(subjects), 0))
+        assert figure["names"] == len(subjects)
