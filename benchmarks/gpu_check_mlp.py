@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR
+from vit_fast.ops.linear import linear_residual
 
 from .gpu_check_rows import KERNEL_S, OPERATOR_PROTOCOL, ROTATIONS, Context, Cost, Found, Row, judge, measure
 from .timing import Call
@@ -178,16 +179,15 @@ def _backward_call(function: Callable[..., Tensor], inputs: list[Tensor], parame
 
 
 def _fill_matmul(shape: Shape, context: Context) -> Found:
-    from vit_fast.kernels.linear import linear_residual
-
+    linear = partial(linear_residual, bias=None, layer_scale=None, residual=None)
     inputs = [torch.randn(shape.rows, shape.width, device=context.device).bfloat16() for _ in range(ROTATIONS)]
     weight = torch.randn(shape.hidden, shape.width, device=context.device).bfloat16()
     exact = inputs[0].double() @ weight.double().t()
-    ours, cublas = linear_residual(inputs[0], weight, None, None, None)[0], inputs[0] @ weight.t()
+    ours, cublas = linear(inputs[0], weight)[0], inputs[0] @ weight.t()
     found = judge([ours], [cublas], [exact], FORWARD_FACTOR)
     del ours, cublas, exact
     makers: dict[str, Callable[[], Call]] = {
-        "ours": lambda: lambda index: linear_residual(inputs[index % ROTATIONS], weight, None, None, None),
+        "ours": lambda: lambda index: linear(inputs[index % ROTATIONS], weight),
         "cuBLAS": lambda: lambda index: inputs[index % ROTATIONS] @ weight.t(),
     }
     moved = 2 * shape.rows * (shape.width + shape.hidden)

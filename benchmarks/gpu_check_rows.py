@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vit_fast import accuracy
 from vit_fast.accuracy import Measure
 
-from .. import accuracy
 from .machine import measure_ceilings
 from .timing import Call, Protocol, peak_memory_of_call, time_interleaved
 

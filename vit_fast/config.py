@@ -245,24 +245,26 @@ class ViTConfig:
         """Floating-point operations of one image's forward pass through the matrix products, 2 per multiply-add."""
         C, F, N = self.embed_dim, self.hidden_dim, self.seqlen
         block = 2 * N * (4 * C * C + 2 * C * F) + 4 * N * N * C
-        return self._embed_flops() + self.depth * block + self._head_flops()
+        return _embed_flops(self) + self.depth * block + _head_flops(self)
 
-    def _embed_flops(self) -> int:
-        flops, channels, (height, width) = 0, self.in_chans, self.image_hw
-        for out_channels in self.stem_channels:
-            height, width = height // 2, width // 2
-            flops += 2 * height * width * 9 * channels * out_channels
-            channels = out_channels
-        return flops + 2 * self.num_patches * channels * self.patch_hw[0] * self.patch_hw[1] * self.embed_dim
 
-    def _head_flops(self) -> int:
-        C, F, P = self.embed_dim, self.hidden_dim, self.num_patches
-        pooled_rows = {"token": 1 + int(self.distilled), "avg": 1, "map": 1, "": self.seqlen}[self.global_pool]
-        flops = 2 * pooled_rows * C * self.num_classes
-        if self.global_pool == "map":
-            # k and v of every patch, scores and mixing, proj, and the pool's own MLP; q is computed once a batch
-            flops += 4 * P * C * C + 4 * P * C + 2 * C * C + 4 * C * F
-        return flops
+def _embed_flops(config: ViTConfig) -> int:
+    flops, channels, (height, width) = 0, config.in_chans, config.image_hw
+    for out_channels in config.stem_channels:
+        height, width = height // 2, width // 2
+        flops += 2 * height * width * 9 * channels * out_channels
+        channels = out_channels
+    return flops + 2 * config.num_patches * channels * config.patch_hw[0] * config.patch_hw[1] * config.embed_dim
+
+
+def _head_flops(config: ViTConfig) -> int:
+    C, F, P = config.embed_dim, config.hidden_dim, config.num_patches
+    pooled_rows = {"token": 1 + int(config.distilled), "avg": 1, "map": 1, "": config.seqlen}[config.global_pool]
+    flops = 2 * pooled_rows * C * config.num_classes
+    if config.global_pool == "map":
+        # k and v of every patch, scores and mixing, proj, and the pool's own MLP; q is computed once a batch
+        flops += 4 * P * C * C + 4 * P * C + 2 * C * C + 4 * C * F
+    return flops
 
 
 def _pair(name: str, value: int | Size) -> Size:

@@ -1,0 +1,142 @@
+"""How the source is built: who imports whom, without circles, as CONTRIBUTING says; and nothing too long to read."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TOP_FOLDERS = ("vit_fast", "kernels", "export", "benchmarks")
+MAX_FILE, MAX_CLASS = 400, 200  # lines
+YET_TO_OPEN = [["vit_fast.block", "vit_fast.model"]]
+
+
+def _find_modules() -> dict[str, Path]:
+    """Every file of the source by the name that it is imported by."""
+    found = {}
+    for folder in TOP_FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            if folder == "vit_fast" and parts[1] in TOP_FOLDERS:
+                continue  # a symbolic link, on Pythons whose rglob follows them
+            parts = parts if folder == "vit_fast" else ("vit_fast", *parts)
+            found[".".join(parts).removesuffix(".__init__")] = path
+    return found
+
+
+MODULES = _find_modules()
+
+
+def _imports(module: str, *, typing: bool) -> set[str]:
+    """The modules of ours that one imports, also inside functions; those for the type checker alone if asked for."""
+    path = MODULES[module]
+    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    found: set[str] = set()
+    for node in _statements(ast.parse(path.read_text()), typing=typing):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*base, *([node.module] if node.module else [])])
+            names = {f"{source}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES else source for name in names}
+    return (found & MODULES.keys()) - {module}
+
+
+def _statements(tree: ast.AST, *, typing: bool) -> Iterator[ast.AST]:
+    for node in ast.iter_child_nodes(tree):
+        if not typing and isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            continue
+        yield node
+        yield from _statements(node, typing=typing)
+
+
+def _circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """What is left when all that imports nothing left, and all that nothing left imports, is taken away."""
+    graph = {module: set(imported) for module, imported in graph.items()}
+    while True:
+        imported = set().union(*graph.values())
+        loose = {module for module, targets in graph.items() if not targets or module not in imported}
+        if not loose:
+            return [sorted(graph)] if graph else []
+        graph = {module: targets - loose for module, targets in graph.items() if module not in loose}
+
+
+@pytest.mark.parametrize("typing", [False, True])
+def test_no_circle_of_imports(typing: bool) -> None:
+    """Imports inside functions count. For the type checker, the package itself may name what it gives lazily."""
+    graph = {module: _imports(module, typing=typing) for module in MODULES}
+    assert len(graph) > 100
+    if typing:
+        graph["vit_fast"] = _imports("vit_fast", typing=False)
+    assert _circles(graph) in ([], YET_TO_OPEN)
+
+
+def test_circles_are_found() -> None:
+    assert _circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == [["b", "c"]]
+    assert _circles({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+
+
+def _folder(module: str) -> str:
+    """As CONTRIBUTING writes it."""
+    inside = "/".join(MODULES[module].parent.relative_to(ROOT).parts)
+    return f"`{inside}/`"
+
+
+def _table() -> dict[str, str]:
+    """What each folder may import, by CONTRIBUTING."""
+    rows = re.findall(r"^\| (`.+?/`) \| .+ \| (.+) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    return dict(rows)
+
+
+def test_contributing_says_which_folder_imports_which() -> None:
+    table = _table()
+    assert set(table) == {_folder(module) for module in MODULES} | {"`tests/`"}
+    wrong = []
+    for module in MODULES:
+        allowed = table[_folder(module)]
+        for imported in sorted(_imports(module, typing=True)):
+            folder = _folder(imported)
+            if folder != _folder(module) and folder not in allowed and allowed != "everything":
+                wrong.append(f"{module} imports {imported}")
+    assert wrong == []
+
+
+def test_ops_is_the_door_to_the_kernels() -> None:
+    """But for the files that CONTRIBUTING names, which look at the kernels themselves."""
+    sentence = re.search(
+        r"Beside `vit_fast/ops/`,(.+?)import `kernels/`", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL
+    )
+    assert sentence is not None
+    named = set(re.findall(r"`(.+?\.py)`", sentence[1]))
+    found = {
+        str(MODULES[module].relative_to(ROOT))
+        for module in MODULES
+        if not module.startswith(("vit_fast.ops", "vit_fast.kernels"))
+        and any(imported.startswith("vit_fast.kernels") for imported in _imports(module, typing=True))
+    }
+    assert found == named
+
+
+def test_export_and_benchmarks_import_across_folders_absolutely() -> None:
+    """What is relative there ends in the folder: an editor opened at the root does not know of the links."""
+    for module, path in MODULES.items():
+        if path.parent.name in ("export", "benchmarks"):
+            levels = [node.level for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+            assert max(levels, default=0) <= 1, module
+
+
+def test_no_file_and_no_class_is_too_long() -> None:
+    too_long = []
+    for path in MODULES.values():
+        text = path.read_text()
+        if (lines := text.count("\n")) > MAX_FILE:
+            too_long.append(f"{path.name}: {lines} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef) and (length := (node.end_lineno or 0) - node.lineno + 1) > MAX_CLASS:
+                too_long.append(f"{path.name}, class {node.name}: {length} lines")
+    assert too_long == []
