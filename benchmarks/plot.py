@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from typing import Any
 
 from .records import Record
@@ -11,7 +12,10 @@ from .rows import Row
 
 OURS, PEER, INK, FAINT = "#0f766e", "#94a3b8", "#1e293b", "#64748b"
 COMPILED_HATCH = "////"
-BAR_INCHES, TITLE_INCHES, HEAD_INCHES, FOOT_INCHES, WIDTH_INCHES = 0.32, 0.55, 0.6, 1.05, 10.0
+BAR_INCHES, TITLE_INCHES, HEAD_INCHES, LINE_INCHES, WIDTH_INCHES = 0.32, 0.55, 0.6, 0.13, 10.0
+# Characters of the foot that fit beside one another, of wide ones.
+FOOT_CHARACTERS = 150
+LABEL_SHARE = 0.0085  # of the width, a character of a subject's name
 
 
 def draw(record: Record) -> bytes:
@@ -27,7 +31,10 @@ def draw(record: Record) -> bytes:
     # A contest in which nothing was measured is named at the foot, unless there is nothing else to draw.
     panels = {title: rows for title, rows in contests(record).items() if _measured(rows)} or contests(record)
     heights = [max(1, len(_measured(rows))) * BAR_INCHES for rows in panels.values()]
-    total = HEAD_INCHES + sum(height + TITLE_INCHES for height in heights) + FOOT_INCHES
+    lines = [heading(record), ceilings_line(record), *(_shortened(line) for line in not_measured(record)[:4])]
+    foot = "\n".join(part for line in lines for part in textwrap.wrap(line, FOOT_CHARACTERS))
+    foot_inches = 0.4 + LINE_INCHES * (foot.count("\n") + 1)
+    total = HEAD_INCHES + sum(height + TITLE_INCHES for height in heights) + foot_inches
     figure = Figure(figsize=(WIDTH_INCHES, total), dpi=150, facecolor="white")
     FigureCanvasAgg(figure)
     title = "ViT throughput, images per second"
@@ -43,12 +50,12 @@ def draw(record: Record) -> bytes:
         handles=handles, loc="center right", bbox_to_anchor=anchor, ncols=4, frameon=False, fontsize=8, labelcolor=INK
     )
     bottom = total - HEAD_INCHES
+    left = max(0.23, LABEL_SHARE * max((len(label(row)) for rows in panels.values() for row in rows), default=0))
     for (name, rows), height in zip(panels.items(), heights, strict=True):
         bottom -= height + TITLE_INCHES
-        axes = figure.add_axes((0.23, bottom / total, 0.57, height / total))
+        axes = figure.add_axes((left, bottom / total, 0.8 - left, height / total))
         _draw_panel(axes, name, rows)
-    lines = [heading(record), ceilings_line(record), *(_shortened(line) for line in not_measured(record)[:4])]
-    figure.text(0.02, (FOOT_INCHES - 0.25) / total, "\n".join(lines), size=7, color=FAINT, va="top", parse_math=False)
+    figure.text(0.02, (foot_inches - 0.25) / total, foot, size=7, color=FAINT, va="top", parse_math=False)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()

@@ -39,6 +39,7 @@ COLUMNS = (
     Column("host ms", lambda row: _number(row, "host_ms"), essential=True),
     Column("TFLOP/s", lambda row: _number(row, "TFLOP_per_s"), essential=True),
     Column("of ceiling", lambda row: _number(row, "ceiling_share", "{:.0%}")),
+    Column("floor ms", lambda row: _number(row, "floor_ms", "{:.4g}")),
     Column("x best peer", lambda row: _number(row, "ratio_to_best_peer", "{:.2f}"), essential=True),
     Column("peak MiB", lambda row: _number(row, "peak_MiB", "{:,.1f}")),
     Column("max error", lambda row: _number(row, "max_error", "{:.1e}")),

@@ -12,6 +12,7 @@ from vit_fast.config import ViTConfig
 
 from .correctness import Verdict
 from .machine import short_name
+from .roofline import total, work
 from .subjects import Selection
 from .timing import Timing
 
@@ -30,6 +31,11 @@ SPEED_FIELDS = (
     "host_ms",
     "TFLOP_per_s",
     "ceiling_share",
+    "FLOP",
+    "bytes",
+    "tokens",
+    "GFLOP_per_image",
+    "floor_ms",
     "ratio_to_best_peer",
     "best_peer",
 )
@@ -88,7 +94,9 @@ def add_verdict(row: Row, verdict: Verdict) -> None:
 def add_timing(row: Row, timing: Timing, group: Group, ceilings: dict[str, Any]) -> None:
     """Puts down the figures that follow from a time: images and operations a second, share of the ceiling."""
     images_per_s = group.batch_size / timing.ms * 1e3
-    tflops = images_per_s * group.config.flops_per_image() / 1e12
+    least = total(work(group.config, group.batch_size).values())
+    matmul = ceilings["matmul_TFLOP_per_s"][row["dtype"]]
+    tflops = least.flop / timing.ms / 1e9
     row.update(
         images_per_s=images_per_s,
         ms=timing.ms,
@@ -97,7 +105,12 @@ def add_timing(row: Row, timing: Timing, group: Group, ceilings: dict[str, Any])
         repeats=timing.repeats,
         host_ms=timing.host_ms,
         TFLOP_per_s=tflops,
-        ceiling_share=tflops / ceilings["matmul_TFLOP_per_s"][row["dtype"]],
+        ceiling_share=tflops / matmul,
+        FLOP=least.flop,
+        bytes=least.elements * group.dtype.itemsize,
+        tokens=group.config.seqlen,
+        GFLOP_per_image=least.flop / group.batch_size / 1e9,
+        floor_ms=least.floor_ms(group.dtype.itemsize, matmul, ceilings["copy_GB_per_s"]),
     )
 
 

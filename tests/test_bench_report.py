@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import html.parser
+import io
 import json
 import os
 import re
@@ -15,9 +16,11 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
-from vit_fast.benchmarks import html_report, records, report
+from vit_fast.benchmarks import html_report, plot, records, report
 from vit_fast.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -162,6 +165,16 @@ def test_what_is_no_record_is_one_clear_line(content, tmp_path, capsys):
     assert ended.value.code == 2
     assert "x.json: " in capsys.readouterr().err
     assert not (tmp_path / "page.html").exists()
+
+
+def test_nothing_in_the_plot_is_cut_at_its_edges(record):
+    record["machine"]["device"] = "NVIDIA GB300 NVL72 with a name of uncommon length, " + "W" * 20
+    record["rows"][0]["subject"] = "transformers+fused+compile:max-autotune"
+    record["rows"][3].update(status="failed", reason="M " * 90)
+    pixels = np.asarray(Image.open(io.BytesIO(plot.draw(record))).convert("L"))
+    assert pixels.min() < 128
+    for edge in (pixels[:, :12], pixels[:, -12:], pixels[:12], pixels[-12:]):
+        assert edge.min() == 255
 
 
 @functools.cache

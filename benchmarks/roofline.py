@@ -1,0 +1,106 @@
+"""What a model must do at least: operations and bytes of its products, by formula and by counting, and their time.
+
+Counted are matrix products, convolutions and attention: 2 operations a multiply-add, and the bytes of operands and
+results, each once. What lies between products (norms, activations, residuals) can be fused into them and counts
+nothing, so the floor is that of a model whose every product runs at the machine's ceiling and reads nothing twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from ..config import ViTConfig
+
+
+@dataclass(frozen=True)
+class Work:
+    """Operations and elements moved; elements, not bytes, so that it is the same in every dtype."""
+
+    flop: int = 0
+    elements: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.flop + other.flop, self.elements + other.elements)
+
+    def floor_ms(self, itemsize: int, tflops: float, gb_per_s: float) -> float:
+        """The longer of computing at the one ceiling and moving at the other."""
+        return max(self.flop / tflops / 1e9, self.elements * itemsize / gb_per_s / 1e6)
+
+
+def work(config: ViTConfig, batch: int) -> dict[str, Work]:
+    """By part, what a forward pass over a batch does."""
+    B, C, F, N = batch, config.embed_dim, config.hidden_dim, config.seqlen
+    M = B * N
+    linears = [_linear(M, C, 3 * C, config.qkv_bias), _linear(M, C, C), _linear(M, C, F), _linear(M, F, C)]
+    return {
+        "embedding": total(_embedding(config, B)),
+        "linears": total(config.depth * linears),
+        "attention": total(config.depth * [Work(4 * B * N * N * C, 4 * M * C)]),
+        "head": total(_head(config, B)),
+    }
+
+
+def total(works: Iterable[Work]) -> Work:
+    return sum(works, Work())
+
+
+def _linear(M: int, K: int, N: int, bias: bool = True) -> Work:
+    return Work(2 * M * K * N, M * K + K * N + M * N + (N if bias else 0))
+
+
+def _embedding(config: ViTConfig, B: int) -> Iterator[Work]:
+    channels, (height, width) = config.in_chans, config.image_hw
+    for out in config.stem_channels:
+        before, height, width = height * width, height // 2, width // 2
+        flop = 2 * B * height * width * 9 * channels * out
+        yield Work(flop, B * channels * before + 9 * channels * out + B * out * height * width)
+        channels = out
+    patch, C = config.patch_hw[0] * config.patch_hw[1], config.embed_dim
+    positions = B * config.num_patches
+    bias = 0 if config.pre_norm else C
+    moved = B * channels * height * width + channels * patch * C + bias + positions * C
+    yield Work(2 * positions * channels * patch * C, moved)
+
+
+def _head(config: ViTConfig, B: int) -> Iterator[Work]:
+    C, F, P = config.embed_dim, config.hidden_dim, config.num_patches
+    if config.global_pool == "map":
+        yield _linear(1, C, C)  # the query, once a batch
+        yield _linear(B * P, C, 2 * C)
+        yield Work(4 * B * P * C, 2 * B * C + 2 * B * P * C)
+        yield from (_linear(B, C, C), _linear(B, C, F), _linear(B, F, C))
+    if config.num_classes:
+        rows = B * config.seqlen if config.global_pool == "" else B
+        yield from (1 + config.distilled) * [_linear(rows, C, config.num_classes)]
+
+
+class Counter(TorchDispatchMode):
+    """Counts what happens inside it, by torch's own formulas of operations; not for inference_mode.
+
+    Attributes:
+        work: Operations and elements so far.
+    """
+
+    work = Work()
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        packet = func._overloadpacket
+        if packet in flop_registry:
+            flop = flop_registry[packet](*args, **(kwargs or {}), out_val=out)
+        elif "scaled_dot_product" in str(packet):  # torch has no formula for that of a CPU
+            flop = sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
+        else:
+            return out
+        result = out[0] if isinstance(out, tuple) else out
+        moved = sum(tensor.numel() for tensor in (*args, result) if isinstance(tensor, Tensor))
+        self.work += Work(flop, moved)
+        return out

@@ -1,0 +1,59 @@
+"""What a model must do at least, by formula, by torch's counter, and by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import vit_fast
+from vit_fast.benchmarks.roofline import Counter, Work, total, work
+from vit_fast.variants import get_variant, list_models
+
+VARIANTS = {
+    "plain": {},
+    "registers": {"reg_tokens": 4, "class_token": True},
+    "no bias, two heads": {"qkv_bias": False, "distilled": True},
+    "map": {"global_pool": "map", "class_token": False},
+    "mean": {"global_pool": "avg"},
+    "every token": {"global_pool": "", "num_classes": 5},
+    "no head": {"num_classes": 0},
+    "hybrid": {"stem_channels": (8, 16), "patch_size": 2},
+    "clip": {"pre_norm": True, "img_size": (40, 24)},
+}
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("overrides", VARIANTS.values(), ids=VARIANTS)
+def test_formula_is_what_torch_counts(overrides, batch):
+    model = vit_fast.create_model("vit_test", backend="sdpa", **overrides).eval()
+    with torch.no_grad(), Counter() as counter:
+        model(torch.randn(batch, 3, *model.config.image_hw))
+    assert total(work(model.config, batch).values()) == counter.work
+
+
+def test_formula_is_the_one_of_the_models_table():
+    for name in list_models("*"):
+        config = get_variant(name).config
+        once_a_batch = 2 * config.embed_dim**2 if config.global_pool == "map" else 0
+        assert total(work(config, 4).values()).flop == 4 * config.flops_per_image() + once_a_batch, name
+
+
+def test_a_products_work_by_hand():
+    """One linear of 6 rows, 4 to 5: 240 operations; 24 + 20 + 5 + 30 elements."""
+    with torch.no_grad(), Counter() as counter:
+        torch.nn.Linear(4, 5)(torch.randn(6, 4))
+    assert counter.work == Work(240, 79)
+
+
+def test_floor_is_the_longer_of_computing_and_moving():
+    """1e9 operations at 1 TFLOP/s: 1 ms; 1e6 elements of 2 bytes at 1 GB/s: 2 ms, of 4 bytes at 100 GB/s: 0.04 ms."""
+    assert Work(10**9, 10**6).floor_ms(2, 1.0, 1.0) == pytest.approx(2.0)
+    assert Work(10**9, 10**6).floor_ms(4, 1.0, 100.0) == pytest.approx(1.0)
+
+
+def test_vit_b_by_hand():
+    config = get_variant("vit_base_patch16_224").config
+    parts = work(config, 256)
+    assert total(parts.values()).flop == 256 * config.flops_per_image()
+    assert parts["linears"].flop == 256 * 197 * config.depth * 24 * 768**2
+    assert parts["attention"].elements == 256 * 197 * config.depth * 4 * 768
