@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from ..config import ViTConfig
+from vit_fast.config import ViTConfig
 
 
 @dataclass(frozen=True)
