@@ -1,4 +1,4 @@
-"""Two records side by side: the same rows paired, their ratio, and whether the difference is more than the spread."""
+"""Two records side by side: the same rows paired, the ratio and its interval, what that says at their resolution."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from .records import Record
-from .rows import Row
+from .resolution import QUIET_RUN, UNKNOWN, compare_rows
+from .rows import Row, resolution_of
 
 # What must be equal for two rows to be about the same thing.
 KEY_FIELDS = ("model", "dtype", "requested_batch", "batch", "subject")
@@ -19,20 +20,17 @@ class Pair:
     Attributes:
         first: Its row in the first record.
         second: Its row in the second.
-        ratio: Images a second of the second over the first.
-        overlap: Whether the intervals from the 20th to the 80th percentile have a time in common.
+        ratio: Images a second of the second over the first; interval is that ratio's, None without samples.
+        resolution: Below which share these two records cannot tell a difference.
+        verdict: See resolution.verdict.
     """
 
     first: Row
     second: Row
     ratio: float
-    overlap: bool
-
-    @property
-    def verdict(self) -> str:
-        if self.overlap:
-            return "no difference beyond the spread"
-        return "faster" if self.ratio > 1 else "slower"
+    interval: list[float] | None
+    resolution: float
+    verdict: str
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,8 @@ class Comparison:
                     **{field: pair.first[field] for field in KEY_FIELDS},
                     "images_per_s": [pair.first["images_per_s"], pair.second["images_per_s"]],
                     "ratio": pair.ratio,
-                    "intervals_overlap": pair.overlap,
+                    "interval": pair.interval,
+                    "resolution": pair.resolution if pair.resolution != float("inf") else None,
                     "verdict": pair.verdict,
                 }
                 for pair in self.pairs
@@ -63,6 +62,7 @@ class Comparison:
 def compare(first: Record, second: Record) -> Comparison:
     """Pairs the rows of two records by model, dtype, batch and subject."""
     rows, others = ({_key(row): row for row in record["rows"]} for record in (first, second))
+    drift = _drift(first["ceilings"], second["ceilings"])
     pairs, unpaired = [], []
     for key in dict.fromkeys([*rows, *others]):
         row, other = rows.get(key), others.get(key)
@@ -72,18 +72,42 @@ def compare(first: Record, second: Record) -> Comparison:
         elif row["status"] != "measured" or other["status"] != "measured":
             unpaired.append(f"{name}: {row['status']} in the first, {other['status']} in the second")
         else:
-            overlap = row["ms_p20"] <= other["ms_p80"] and other["ms_p20"] <= row["ms_p80"]
-            pairs.append(Pair(row, other, other["images_per_s"] / row["images_per_s"], overlap))
-    return Comparison(pairs, unpaired, _warnings(first, second))
+            resolution = max(resolution_of(row, first["controls"]), resolution_of(other, second["controls"]), drift)
+            pairs.append(_pair(row, other, resolution))
+    return Comparison(pairs, unpaired, _warnings(first, second, drift, pairs))
+
+
+def _pair(row: Row, other: Row, resolution: float) -> Pair:
+    if not row["samples_ms"] or not other["samples_ms"]:
+        return Pair(row, other, other["images_per_s"] / row["images_per_s"], None, resolution, UNKNOWN)
+    found = compare_rows(row, other, resolution, paired=False)
+    return Pair(row, other, found["ratio"], found["interval"], resolution, found["verdict"])
+
+
+def _drift(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """By what share the machine itself was another, as its ceilings say: a control from run to run."""
+    if not one or not other:
+        return 0.0
+    both = [(one["copy_GB_per_s"], other["copy_GB_per_s"])]
+    both += [
+        (reached, other["matmul_TFLOP_per_s"][dtype])
+        for dtype, reached in one["matmul_TFLOP_per_s"].items()
+        if dtype in other["matmul_TFLOP_per_s"]
+    ]
+    return max(max(pair) / min(pair) for pair in both) - 1
 
 
 def _key(row: Row) -> tuple[Any, ...]:
     return tuple(row[field] for field in KEY_FIELDS)
 
 
-def _warnings(first: Record, second: Record) -> list[str]:
-    """What differs between two records beside the code: machine, threads, versions, images."""
+def _warnings(first: Record, second: Record, drift: float, pairs: list[Pair]) -> list[str]:
+    """What differs between two records beside the code: machine, threads, versions, images; and who was busy."""
     warnings = []
+    for name, record in (("first", first), ("second", second)):
+        warnings += [f"the {name} is BUSY: {reason}" for reason in record["busy"]]
+        if not record["rows"]:
+            warnings.append(f"the {name} has no rows")
     for field in ("device", "threads", "packages", "float32_matmul_precision"):
         one, other = first["machine"][field], second["machine"][field]
         if one != other:
@@ -93,4 +117,8 @@ def _warnings(first: Record, second: Record) -> list[str]:
             warnings.append(f"{field} differs: {one} and {other}")
     if first["plan"]["images"] != second["plan"]["images"]:
         warnings.append("images differ")
+    if drift > 0.01:
+        warnings.append(f"the machine's own ceilings differ by {drift:.1%}: no smaller difference is told")
+    if any(pair.verdict == UNKNOWN for pair in pairs):
+        warnings.append(f"some pairs cannot be ranked; {QUIET_RUN}")
     return warnings

@@ -44,11 +44,15 @@ class Expected:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a subject's outputs are right, by how much they are off, and why they are not right."""
+    """Whether a subject's outputs are right, by how much they are off, and why they are not right.
+
+    `agreement` is the share of the checked images whose largest output is the definition's.
+    """
 
     max_error: float
     allowed_error: float
     reason: str | None
+    agreement: float | None = None
 
     @property
     def passed(self) -> bool:
@@ -99,7 +103,8 @@ def judge(subject: Subject, task: Task, expected: Expected, outputs: object) -> 
         if error > limits[measure]:
             in_what = "" if measure == "largest" else " in root mean square"
             return Verdict(errors["largest"], limit, f"off by {error:.3g}{in_what}, allowed is {limits[measure]:.3g}")
-    return Verdict(errors["largest"], limit, None)
+    agreement = float((checked.argmax(-1).cpu() == expected.outputs.argmax(-1)).double().mean())
+    return Verdict(errors["largest"], limit, None, agreement)
 
 
 def describe_rule() -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .records import RECORD_NAME, Record, read_record
-from .report import ceilings_line, command, contests, filled_columns, heading, label, not_measured, objections
+from .report import ceilings_line, command, contests, filled_columns, heading, label, not_measured, objections, remarks
 from .rows import Row
 
 REPORT_NAME = "report.html"
@@ -75,6 +75,8 @@ def _bench(record: Record, curves: list[dict[str, Any]]) -> Iterable[str]:
     yield f"<p>{escape(heading(record))}; {escape(ceilings_line(record))}.</p>"
     if reasons := objections(record):
         yield f'<p class="objection" role="note">Not to be cited: {escape("; ".join(reasons))}.</p>'
+    if record["controls"]:
+        yield "<ul>" + "".join(f"<li>{escape(remark)}</li>" for remark in remarks(record)) + "</ul>"
     columns = filled_columns(record)
     measured = [row for rows in contests(record).values() for row in rows if row["status"] == "measured"]
     cells = {

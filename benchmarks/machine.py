@@ -9,7 +9,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def describe(device: torch.device | str) -> dict[str, Any]:
         "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load_average": round(os.getloadavg()[0], 2),
-        "memory_GiB": _memory_gib(),
+        "memory_GiB": None if (there := memory_bytes(torch.device("cpu"))) is None else round(there / 2**30, 1),
         "os": platform.platform(),
         "python": platform.python_version(),
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
@@ -47,7 +47,7 @@ def describe(device: torch.device | str) -> dict[str, Any]:
 
 
 def measure_ceilings(device: torch.device | str, dtypes: Sequence[torch.dtype]) -> dict[str, Any]:
-    """What this device reaches at best, now: a large copy in GB/s, a square matmul in TFLOP/s for each dtype.
+    """What this device reaches now, at its fastest: a large copy in GB/s, a square matmul in TFLOP/s for each dtype.
 
     Copying counts what is read and what is written. The sizes are part of the answer: 8192 on a GPU, smaller on a CPU.
     """
@@ -57,16 +57,28 @@ def measure_ceilings(device: torch.device | str, dtypes: Sequence[torch.dtype]) 
     for dtype in dict.fromkeys(dtypes):
         left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
         timing = time_call(functools.partial(_matmul, left, right), device, CEILING_PROTOCOL)
-        matmul[short_name(dtype)] = 2 * size**3 / (timing.ms * 1e9)
+        matmul[short_name(dtype)] = 2 * size**3 / (min(timing.samples_ms) * 1e9)
     source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     timing = time_call(lambda _: target.copy_(source), device, CEILING_PROTOCOL)
     return {
-        "copy_GB_per_s": 2 * nbytes / (timing.ms * 1e6),
+        "copy_GB_per_s": 2 * nbytes / (min(timing.samples_ms) * 1e6),
         "copy_bytes": nbytes,
         "matmul_TFLOP_per_s": matmul,
         "matmul_size": size,
     }
+
+
+def best_ceilings(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The best of several, over a run: what a neighbour takes away for a while is no limit of the machine."""
+    if not measured:
+        return {}
+    matmul = {
+        dtype: max(each["matmul_TFLOP_per_s"].get(dtype, 0.0) for each in measured)
+        for dtype in dict.fromkeys(dtype for each in measured for dtype in each["matmul_TFLOP_per_s"])
+    }
+    copy = max(each["copy_GB_per_s"] for each in measured)
+    return measured[0] | {"copy_GB_per_s": copy, "matmul_TFLOP_per_s": matmul, "taken": len(measured)}
 
 
 def _matmul(left: Tensor, right: Tensor, _: int) -> Tensor:
@@ -88,7 +100,7 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def slug(machine: dict[str, Any]) -> str:
+def slug(machine: Mapping[str, Any]) -> str:
     """The device's name as part of a folder's name."""
     return re.sub(r"[^a-z0-9]+", "-", machine["device"].lower()).strip("-")
 
@@ -104,10 +116,10 @@ def commit() -> str | None:
     root = checkout()
     if root is None:
         return None
-    head = _output(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"])
+    head = output(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"])
     if head is None:
         return None
-    changes = _output(["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"])
+    changes = output(["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"])
     return f"{head}-dirty" if changes else head
 
 
@@ -119,8 +131,8 @@ def _device_name(device: torch.device) -> str:
 
 def _describe_gpu(device: torch.device) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(device)
-    query = ["nvidia-smi", f"--id={_bus_id(properties)}", "--format=csv,noheader"]
-    reported = _output([*query, "--query-gpu=driver_version,power.limit,clocks.max.sm"])
+    query = ["nvidia-smi", f"--id={bus_id(properties)}", "--format=csv,noheader"]
+    reported = output([*query, "--query-gpu=driver_version,power.limit,clocks.max.sm"])
     driver, power_limit, max_clock = (reported or "").split(", ") if (reported or "").count(", ") == 2 else (None,) * 3
     return {
         "name": properties.name,
@@ -136,18 +148,25 @@ def _describe_gpu(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _bus_id(properties: Any) -> str:
-    return f"{properties.pci_domain_id:08x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+def bus_id(properties: Any) -> str:
+    return f"{properties.pci_domain_id:08x}:{properties.pcibus_id:02x}:{properties.pci_device_id:02x}.0"
 
 
-def _memory_gib() -> float | None:
+def memory_bytes(device: torch.device) -> int | None:
+    """What the device, or this process on a CPU, may use at most; None where nobody says."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
     try:
-        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+        installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
         return None
+    try:
+        return min(installed, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (ValueError, OSError):  # no such file, or "max"
+        return installed
 
 
-def _output(command: list[str]) -> str | None:
+def output(command: list[str]) -> str | None:
     """What a command prints, without its last newline; None when there is no such command or it fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()

@@ -5,28 +5,22 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from vit_fast.config import ViTConfig
 from vit_fast.data import default_photograph, find_images, read_image
 from vit_fast.variants import get_variant, list_models
 
 from .inputs import MAX_VIEWS
-from .machine import short_name
+from .machine import memory_bytes, short_name
 from .subjects import Selection, choose
 from .timing import Protocol
 
-DTYPES = {
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 # Sizes that are worth measuring on the device. On two CPU cores, one compilation that starts just before the budget is
 # spent, and what follows it, still ends within three minutes.
@@ -53,6 +47,7 @@ class Plan:
         images: Photographs that fill the batches.
         time_budget_s: Seconds after which nothing new is started; infinite when there is none.
         protocol: How long a measurement is.
+        request: What make_plan was asked for, as plain data from which it makes the same plan again.
     """
 
     models: tuple[str, ...]
@@ -63,6 +58,7 @@ class Plan:
     images: tuple[Path, ...]
     time_budget_s: float
     protocol: Protocol
+    request: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for the record; images by name only."""
@@ -110,7 +106,7 @@ def make_plan(
     budget = DEFAULT_TIME_BUDGET_S[kind] if time_budget_s is None else time_budget_s
     if not budget >= 0:
         raise ValueError(f"time_budget_s={budget}: accepted is a number of seconds >= 0 (0: no limit)")
-    return Plan(
+    plan = Plan(
         models=_models(DEFAULT_MODELS[kind] if models is None else models),
         batch_sizes=_batch_sizes(DEFAULT_BATCH_SIZES[kind] if batch_sizes is None else batch_sizes),
         dtypes=_dtypes(DEFAULT_DTYPES[kind] if dtypes is None else dtypes),
@@ -119,7 +115,33 @@ def make_plan(
         images=_images(images),
         time_budget_s=budget or math.inf,
         protocol=PROTOCOLS[kind] if protocol is None else protocol,
+        request={
+            "images": [str(Path(image).absolute()) for image in images],
+            "models": models,
+            "batch_sizes": batch_sizes,
+            "dtypes": dtypes,
+            "subjects": subjects,
+            "compile_modes": compile_modes,
+            "device": str(where),
+            "time_budget_s": time_budget_s,
+        },
     )
+    for model in plan.models:
+        _refuse_what_cannot_fit(get_variant(model).config, plan)
+    return plan
+
+
+def _refuse_what_cannot_fit(config: ViTConfig, plan: Plan) -> None:
+    """The least that a call holds at once: its inputs in two rotations, the residual stream and one hidden layer."""
+    itemsize = min(dtype.itemsize for dtype in plan.dtypes)
+    pixels, values = config.image_hw[0] * config.image_hw[1] * config.in_chans, config.embed_dim + config.hidden_dim
+    most, there = max(plan.batch_sizes), memory_bytes(plan.device)
+    needed = most * itemsize * (2 * pixels + config.seqlen * values)
+    if there is not None and needed > there:
+        raise ValueError(
+            f"batch size {most}: needs at least {needed / 2**30:,.0f} GiB, {plan.device} has {there / 2**30:,.0f} GiB;"
+            f" accepted here is up to {max(1, most * there // needed):,}"
+        )
 
 
 def _device(name: str) -> torch.device:

@@ -8,6 +8,7 @@ from typing import Any
 
 from .records import Record
 from .report import ceilings_line, contests, format_rate, heading, label, not_measured
+from .resolution import SAME, UNKNOWN
 from .rows import Row
 
 OURS, PEER, INK, FAINT = "#0f766e", "#94a3b8", "#1e293b", "#64748b"
@@ -87,7 +88,8 @@ def _draw_panel(axes: Any, title: str, rows: list[Row]) -> None:
         axes.plot([slow, fast], [position, position], color=INK, linewidth=1.2, solid_capstyle="butt")
         texts = {1.02: format_rate(rate)}
         if row["ratio_to_best_peer"] is not None:
-            texts[1.14] = f"{row['ratio_to_best_peer']:.2f}x best peer"
+            told = {SAME: "no difference", UNKNOWN: "not ranked"}.get(row["verdict"])
+            texts[1.14] = told or f"{row['ratio_to_best_peer']:.2f}x best peer"
         for x, text in texts.items():
             axes.text(x, position, text, transform=axes.get_yaxis_transform(), va="center", fontsize=8.5, color=INK)
     axes.set_yticks(range(len(measured)), [label(row) for row in measured])

@@ -19,7 +19,7 @@ _BLOCK = re.compile(r"(<!-- record: (\S+) -->\n).*?(<!-- /record -->)", re.DOTAL
 
 
 def fill(document: str, folder: Path) -> str:
-    """The document with every block replaced by its record's table.
+    """The document with every block replaced by its record's table; of a busy machine no figure goes into a document.
 
     Args:
         document: Markdown.

@@ -1,19 +1,23 @@
-"""Records on disk: a folder with record.json, the table as text, and the plot; written whole or not at all."""
+"""Records on disk: a folder with record.json, the tables and the plot.
+
+While a run goes on, what it found stands line by line in FOLDER.partial/rows.jsonl, written through to the disk, so
+that a killed run can be resumed; FOLDER itself appears whole, when everything is in it.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from .machine import checkout, slug
 
-RECORD_NAME = "record.json"
+FORMAT = "vit-fast-bench/2"
+RECORD_NAME, JOURNAL_NAME, PARTIAL = "record.json", "rows.jsonl", ".partial"
+_FORMAT_1 = "vit-fast-bench/1"
 Record = dict[str, Any]
 
 
@@ -23,10 +27,10 @@ def default_base() -> Path:
     return Path("vit-fast-results") if root is None else root / "benchmarks" / "results" / "local"
 
 
-def default_folder(record: Record) -> Path:
+def default_folder(machine: Mapping[str, Any]) -> Path:
     """A folder of its own for a record, named by date and machine."""
-    date = re.sub(r"[^0-9T]", "", record["machine"]["date"].partition("+")[0]).replace("T", "-")
-    return _not_taken(default_base() / f"{date}-{slug(record['machine'])}")
+    date = re.sub(r"[^0-9T]", "", machine["date"].partition("+")[0]).replace("T", "-")
+    return _not_taken(default_base() / f"{date}-{slug(machine)}")
 
 
 def check_folder(folder: Path) -> None:
@@ -40,6 +44,8 @@ def check_folder(folder: Path) -> None:
         raise ValueError(f"{folder}: is a file; accepted is a new or empty folder")
     if folder.is_dir() and any(folder.iterdir()):
         raise ValueError(f"{folder}: is not empty; accepted is a new or empty folder")
+    if (partial := _partial(folder)).exists():
+        raise ValueError(f"{partial}: holds an unfinished run; accepted is --resume {folder}, or another folder")
     existing = folder.absolute()
     while not existing.exists():
         existing = existing.parent
@@ -49,23 +55,87 @@ def check_folder(folder: Path) -> None:
         raise PermissionError(f"{folder}: {existing} may not be written to")
 
 
-def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Writes files into a folder that appears whole: made beside it under another name, then renamed.
+def _partial(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name.removesuffix(PARTIAL)}{PARTIAL}")
 
-    Raises:
-        ValueError, OSError: see check_folder; and whatever the disk says. Nothing is left behind.
+
+class Journal:
+    """What a run has found so far, kept on the disk line by line; see begin and resume.
+
+    Attributes:
+        folder: Where the record will be.
+        header: What the first line says: the run's request and its machine.
+        entries: What the other lines say, each (kind, value).
     """
-    check_folder(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
+
+    def __init__(self, folder: Path, header: dict[str, Any], entries: list[tuple[str, Any]]) -> None:
+        self.folder, self.header, self.entries = folder, header, entries
+        self._path = _partial(folder) / JOURNAL_NAME
+
+    @classmethod
+    def begin(cls, folder: Path, request: Mapping[str, Any], machine: Mapping[str, Any]) -> Journal:
+        """Of a new run.
+
+        Raises:
+            ValueError, OSError: see check_folder.
+        """
+        check_folder(folder)
+        _partial(folder).mkdir(parents=True)
+        journal = cls(folder, {"format": FORMAT, "request": dict(request), "machine": dict(machine)}, [])
+        journal._write("header", journal.header)
+        return journal
+
+    @classmethod
+    def resume(cls, folder: Path) -> Journal:
+        """Of a run that was ended before it was through.
+
+        Args:
+            folder: What `--out` was, or that with .partial.
+        Raises:
+            ValueError: there is no such run, or it is of another format.
+        """
+        folder = folder.with_name(folder.name.removesuffix(PARTIAL))
+        path = _partial(folder) / JOURNAL_NAME
+        if (folder / JOURNAL_NAME).is_file():  # ended by Ctrl-C, with tables of what there was
+            folder.replace(_partial(folder))
+        if not path.is_file():
+            raise ValueError(f"{folder}: no unfinished run is there ({path} is missing)")
+        whole = path.read_bytes()
+        text = whole[: whole.rfind(b"\n") + 1]  # the last line may have been cut
+        lines = [json.loads(line) for line in text.splitlines()]
+        if not lines or lines[0]["kind"] != "header" or lines[0]["value"]["format"] != FORMAT:
+            raise ValueError(f"{path}: is no journal of {FORMAT}")
+        os.truncate(path, len(text))
+        return cls(folder, lines[0]["value"], [(line["kind"], line["value"]) for line in lines[1:]])
+
+    def check_machine(self, machine: Mapping[str, Any]) -> None:
+        """Refuses to go on with other hardware, versions or code.
+
+        Raises:
+            ValueError: says what differs.
+        """
+        before = self.header["machine"]
+        for name in ("device", "threads", "packages", "commit"):
+            if before[name] != machine[name]:
+                raise ValueError(f"{self.folder}: {name} was {before[name]}, is {machine[name]}: accepted is the same")
+
+    def add(self, kind: str, value: object) -> None:
+        self.entries.append((kind, value))
+        self._write(kind, value)
+
+    def _write(self, kind: str, value: object) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps({"kind": kind, "value": value}, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def finish(self, files: Mapping[str, bytes], *, keep: bool) -> None:
+        """Puts the files into the record's folder, which appears with all of them; keep: the run can be resumed."""
         for name, content in files.items():
-            (beside / name).write_bytes(content)
-        beside.chmod(0o755)  # mkdtemp's folders are for their owner only
-        beside.rename(folder)
-    except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
-        raise
+            (self._path.parent / name).write_bytes(content)
+        if not keep:
+            self._path.unlink()
+        self._path.parent.replace(self.folder)
 
 
 def to_json(record: Record) -> bytes:
@@ -88,9 +158,25 @@ def read_record(path: str | Path) -> Record:
         raise ValueError(f"{path}: not JSON: {error}") from None
     if not isinstance(record, dict) or not str(record.get("format", "")).startswith("vit-fast-bench/"):
         raise ValueError(f"{path}: not a record of vit-fast bench")
-    if record["format"] != "vit-fast-bench/1":
-        raise ValueError(f"{path}: is {record['format']}, accepted is vit-fast-bench/1")
-    return record
+    if record["format"] not in (FORMAT, _FORMAT_1):
+        raise ValueError(f"{path}: is {record['format']}, accepted is {FORMAT}")
+    missing = [name for name in ("machine", "plan", "ceilings", "rows") if name not in record]
+    if missing or not isinstance(record["rows"], list):
+        raise ValueError(f"{path}: is a record without {', '.join(missing) or 'a list of rows'}")
+    return _from_format_1(record) if record["format"] == _FORMAT_1 else record
+
+
+def _from_format_1(record: Record) -> Record:
+    """A record from before there were controls: what it does not say is None; it was BUSY when its load was high."""
+    machine = record["machine"]
+    load, cores = machine["load_average"], machine["cpu_cores"]
+    busy = [f"load {load} on {cores} cores when the run began"] if load > cores / 2 else []
+    fields = ("samples_ms", "ratio_interval", "verdict", "agreement", "defect")
+    rows = [dict.fromkeys(fields) | {"precision": row["dtype"]} | row for row in record["rows"]]
+    for row in rows:
+        if (row["ceiling_share"] or 0) > 1:
+            row["defect"], row["ceiling_share"] = f"{row['ceiling_share']:.2f}x its ceiling", None
+    return record | {"rows": rows, "controls": [], "busy": busy}
 
 
 def _not_taken(folder: Path) -> Path:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .records import Record
-from .rows import Row
+from .resolution import QUIET_RUN, SAME, UNKNOWN, UNRANKABLE
+from .rows import Row, resolution_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -32,37 +33,79 @@ def format_rate(images_per_s: float) -> str:
     return f"{images_per_s:,.0f}" if images_per_s >= 100 else f"{images_per_s:.3g}"
 
 
+def format_share(share: float) -> str:
+    return f"{share:.1%}" if share != float("inf") else "unknown"
+
+
+def _ratio(row: Row) -> str:
+    """To the best peer, with its interval; in words where that is no difference or says nothing."""
+    if row["ratio_to_best_peer"] is None:
+        return ""
+    text = f"{row['ratio_to_best_peer']:.2f}"
+    if row["ratio_interval"] is None:
+        return text
+    if row["verdict"] == UNKNOWN:
+        return "?"
+    low, high = row["ratio_interval"]
+    return f"{text} [{low:.2f}, {high:.2f}]" + (" =" if row["verdict"] == SAME else "")
+
+
 COLUMNS = (
     Column("images/s", lambda row: format_rate(row["images_per_s"]), essential=True),
     Column("ms", lambda row: f"{row['ms']:.4g}", essential=True),
     Column("[p20, p80]", lambda row: f"[{row['ms_p20']:.4g}, {row['ms_p80']:.4g}]", essential=True),
     Column("host ms", lambda row: _number(row, "host_ms"), essential=True),
     Column("TFLOP/s", lambda row: _number(row, "TFLOP_per_s"), essential=True),
-    Column("of ceiling", lambda row: _number(row, "ceiling_share", "{:.0%}")),
+    Column("of ceiling", lambda row: "above" if row["defect"] else _number(row, "ceiling_share", "{:.0%}")),
     Column("floor ms", lambda row: _number(row, "floor_ms", "{:.4g}")),
-    Column("x best peer", lambda row: _number(row, "ratio_to_best_peer", "{:.2f}"), essential=True),
+    Column("x best peer", _ratio, essential=True),
     Column("peak MiB", lambda row: _number(row, "peak_MiB", "{:,.1f}")),
     Column("max error", lambda row: _number(row, "max_error", "{:.1e}")),
+    Column("agrees", lambda row: _number(row, "agreement", "{:.0%}") if is_lower(row) else "", essential=True),
 )
 
 # Columns that a terminal needs for the whole table.
-FULL_WIDTH = 126
+FULL_WIDTH = 140
+
+
+def is_lower(row: Row) -> bool:
+    """Whether it computes in fewer bits than its contest's dtype."""
+    return bool(row["precision"] != row["dtype"])
 
 
 def contests(record: Record) -> dict[str, list[Row]]:
-    """The rows by what they compete in, fastest first, then those without figures."""
+    """The rows by what they compete in, fastest first, those of lower precision after the others."""
     grouped: dict[str, list[Row]] = {}
     for row in record["rows"]:
         size = "x".join(map(str, row["img_size"]))
         title = f"{row['model']}, {row['dtype']}, batch {row['requested_batch']}, {size}"
         grouped.setdefault(title, []).append(row)
     for rows in grouped.values():
-        rows.sort(key=lambda row: -(row["images_per_s"] or 0))
+        rows.sort(key=lambda row: (is_lower(row), -(row["images_per_s"] or 0)))
     return grouped
 
 
+def remarks(record: Record) -> list[str]:
+    """What a reader must know before any figure: busy, what can be told apart, what is above its ceiling."""
+    lines = [f"BUSY: {reason}" for reason in record["busy"]]
+    for title, rows in contests(record).items():
+        if not any(row["status"] == "measured" for row in rows):
+            continue
+        resolution = resolution_of(rows[0], record["controls"])
+        if resolution == float("inf"):
+            lines.append(f"{title}: no control, so no difference is told")
+        elif resolution > UNRANKABLE:
+            lines.append(
+                f"{title}: nothing here can be ranked: identical code differed by {resolution:.0%}; {QUIET_RUN}"
+            )
+        else:
+            lines.append(f"{title}: resolution {resolution:.1%}; within it, and marked =, there is no difference")
+        lines += [f"{title}: DEFECT: {label(row)} at {row['defect']}" for row in rows if row["defect"]]
+    return lines
+
+
 def heading(record: Record) -> str:
-    """Machine, versions, commit and date, in a line; and whether the machine was busy with something else."""
+    """Machine, versions, commit and date, in a line; and whether the machine was BUSY with something else."""
     machine = record["machine"]
     packages = machine["packages"]
     names = ("torch", "triton", "timm", "transformers", "torchvision")
@@ -71,20 +114,14 @@ def heading(record: Record) -> str:
     driver = f", driver {gpu['driver']}" if gpu and gpu["driver"] else ""
     commit = f", commit {machine['commit']}" if machine["commit"] else ""
     date = machine["date"].partition("T")[0]
-    cores, load = machine["cpu_cores"], machine["load_average"]
-    busy = f"; BUSY when the run began: load {load} on {cores} cores" if load > cores / 2 else ""
+    busy = "; BUSY" if record["busy"] else ""
     return f"{machine['device']}{driver}; {versions}; vit-fast {record['vit_fast']}{commit}; {date}{busy}"
 
 
 def objections(record: Record) -> list[str]:
     """Why nobody should cite a record: a busy machine, a row above its ceiling, a run that was cut short."""
-    machine = record["machine"]
-    found = []
-    if machine["load_average"] > machine["cpu_cores"] / 2:
-        found.append(f"the machine was BUSY: load {machine['load_average']} on {machine['cpu_cores']} cores")
-    above = [label(row) for row in record["rows"] if (row.get("ceiling_share") or 0) > 1]
-    if above:
-        found.append(f"faster than the ceiling measured in the same run: {', '.join(dict.fromkeys(above))}")
+    found = [f"the machine was BUSY: {reason}" for reason in record["busy"]]
+    found += [f"{label(row)} is at {row['defect']}" for row in record["rows"] if row["defect"]]
     if record.get("interrupted"):
         found.append("the run was interrupted")
     return found
@@ -113,9 +150,10 @@ def ceilings_line(record: Record) -> str:
 
 
 def label(row: Row) -> str:
-    """The subject, with the batch when it is not the one that was asked for."""
-    reduced = row["batch"] != row["requested_batch"]
-    return f"{row['subject']} (batch {row['batch']})" if reduced else str(row["subject"])
+    """The subject; with its precision when that is lower, and the batch when it is not the one that was asked for."""
+    notes = [str(row["precision"])] if is_lower(row) else []
+    notes += [f"batch {row['batch']}"] if row["batch"] != row["requested_batch"] else []
+    return f"{row['subject']} ({', '.join(notes)})" if notes else str(row["subject"])
 
 
 def not_measured(record: Record) -> list[str]:
@@ -149,8 +187,10 @@ def rich_tables(record: Record, width: int) -> list[Table]:
         table.add_column("subject", no_wrap=True)
         for column in columns:
             table.add_column(escape(column.title), justify="right", no_wrap=True)
-        for row in rows:
+        for number, row in enumerate(rows):
             if row["status"] == "measured":
+                if is_lower(row) and (number == 0 or not is_lower(rows[number - 1])):
+                    table.add_section()
                 table.add_row(escape(label(row)), *(escape(column.cell(row)) for column in columns))
         if table.row_count:
             tables.append(table)
@@ -168,6 +208,8 @@ def markdown(record: Record) -> str:
                 cells = [row["model"], row["dtype"], str(row["requested_batch"]), f"`{label(row)}`"]
                 lines.append(_markdown_line([*cells, *(column.cell(row) for column in columns)]))
     text = "\n".join([f"Measured on {heading(record)}; {ceilings_line(record)}.", "", *lines]) + "\n"
+    if record["controls"]:
+        text += "\n" + "".join(f"- {remark}\n" for remark in remarks(record))
     if notes := not_measured(record):
         text += "\nNot measured:\n\n" + "".join(f"- {note}\n" for note in notes)
     return text

@@ -10,9 +10,10 @@ import torch
 
 from vit_fast.config import ViTConfig
 
+from . import resolution
 from .correctness import Verdict
 from .machine import short_name
-from .roofline import total, work
+from .roofline import Work, total, work
 from .subjects import Selection
 from .timing import Timing
 
@@ -30,6 +31,7 @@ SPEED_FIELDS = (
     "repeats",
     "host_ms",
     "TFLOP_per_s",
+    "samples_ms",
     "ceiling_share",
     "FLOP",
     "bytes",
@@ -37,7 +39,10 @@ SPEED_FIELDS = (
     "GFLOP_per_image",
     "floor_ms",
     "ratio_to_best_peer",
+    "ratio_interval",
+    "verdict",
     "best_peer",
+    "defect",
 )
 
 
@@ -71,6 +76,7 @@ def make_row(group: Group, selection: Selection, status: Status, reason: str | N
         "compile_mode": selection.mode,
         "model": group.model,
         "dtype": short_name(group.dtype),
+        "precision": selection.subject.precision or short_name(group.dtype),
         "batch": group.batch_size,
         "requested_batch": group.requested_batch_size,
         "img_size": list(group.config.image_hw),
@@ -78,6 +84,7 @@ def make_row(group: Group, selection: Selection, status: Status, reason: str | N
         "reason": reason,
         "max_error": None,
         "allowed_error": None,
+        "agreement": None,
         "first_call_s": None,
         "peak_MiB": None,
     }
@@ -89,14 +96,13 @@ def add_verdict(row: Row, verdict: Verdict) -> None:
     """Puts down how far off the outputs are; infinite becomes None, which JSON can say."""
     row["max_error"] = verdict.max_error if verdict.max_error != float("inf") else None
     row["allowed_error"] = verdict.allowed_error
+    row["agreement"] = verdict.agreement
 
 
-def add_timing(row: Row, timing: Timing, group: Group, ceilings: dict[str, Any]) -> None:
-    """Puts down the figures that follow from a time: images and operations a second, share of the ceiling."""
+def add_timing(row: Row, timing: Timing, group: Group) -> None:
+    """Puts down the figures that follow from a time: images and operations a second."""
     images_per_s = group.batch_size / timing.ms * 1e3
     least = total(work(group.config, group.batch_size).values())
-    matmul = ceilings["matmul_TFLOP_per_s"][row["dtype"]]
-    tflops = least.flop / timing.ms / 1e9
     row.update(
         images_per_s=images_per_s,
         ms=timing.ms,
@@ -104,29 +110,62 @@ def add_timing(row: Row, timing: Timing, group: Group, ceilings: dict[str, Any])
         ms_p80=timing.ms_p80,
         repeats=timing.repeats,
         host_ms=timing.host_ms,
-        TFLOP_per_s=tflops,
-        ceiling_share=tflops / matmul,
+        samples_ms=[float(f"{sample:.6g}") for sample in timing.samples_ms],
+        TFLOP_per_s=least.flop / timing.ms / 1e9,
         FLOP=least.flop,
         bytes=least.elements * group.dtype.itemsize,
         tokens=group.config.seqlen,
         GFLOP_per_image=least.flop / group.batch_size / 1e9,
-        floor_ms=least.floor_ms(group.dtype.itemsize, matmul, ceilings["copy_GB_per_s"]),
     )
 
 
-def add_ratios(rows: Sequence[Row]) -> None:
-    """Gives every measured row its ratio to the fastest peer of the same model, dtype and requested batch."""
-    for row in rows:
-        peers = [
-            other
-            for other in rows
-            if other["peer"] and other["status"] == "measured" and _contest(other) == _contest(row)
-        ]
-        if row["status"] == "measured" and peers:
-            best = max(peers, key=lambda peer: peer["images_per_s"])
-            row["best_peer"] = best["subject"]
-            row["ratio_to_best_peer"] = row["images_per_s"] / best["images_per_s"]
+def make_control(group: Group, subject: str, timing: Timing, again: Timing, conditions: dict[str, Any]) -> Row:
+    """What a group's best call, timed under two names, and the machine's state say of the group's figures."""
+    return {
+        "subject": subject,
+        "model": group.model,
+        "dtype": short_name(group.dtype),
+        "batch": group.batch_size,
+        "requested_batch": group.requested_batch_size,
+        "ms": [timing.ms, again.ms],
+        **resolution.control(timing.samples_ms, again.samples_ms),
+        "conditions": conditions,
+    }
 
 
-def _contest(row: Row) -> tuple[Any, ...]:
+def finish(rows: Sequence[Row], ceilings: dict[str, Any], controls: Sequence[Row]) -> None:
+    """What follows from a whole run: shares of the ceiling, and ratios to the fastest peer with their verdicts.
+
+    The peer is the fastest of the same model, dtype and requested batch. A share above 1 is not given: the row names it
+    as a defect, of the ceiling or of the formula.
+    """
+    measured = [row for row in rows if row["status"] == "measured"]
+    for row in measured:
+        ceiling = ceilings.get("matmul_TFLOP_per_s", {}).get(row["precision"])
+        share = row["TFLOP_per_s"] / ceiling if ceiling else None
+        above = share is not None and share > 1
+        row["ceiling_share"] = None if above else share
+        row["defect"] = f"{share:.2f}x the matmul ceiling of this run" if above else None
+        if ceiling:
+            row["floor_ms"] = Work(row["FLOP"], row["bytes"]).floor_ms(1, ceiling, ceilings["copy_GB_per_s"])
+        peers = [other for other in measured if other["peer"] and contest(other) == contest(row)]
+        if not peers:
+            continue
+        best = max(peers, key=lambda peer: peer["images_per_s"])
+        row["best_peer"] = best["subject"]
+        if row is best:
+            row["ratio_to_best_peer"] = 1.0
+            continue
+        found = resolution.compare_rows(best, row, resolution_of(row, controls), paired=best["batch"] == row["batch"])
+        row.update(ratio_to_best_peer=found["ratio"], ratio_interval=found["interval"], verdict=found["verdict"])
+
+
+def resolution_of(row: Row, controls: Sequence[Row]) -> float:
+    """The resolution of the contest that a row is in: the worst of its controls; infinite where there is none."""
+    found = [control["resolution"] for control in controls if contest(control) == contest(row)]
+    return max(found, default=float("inf"))
+
+
+def contest(row: Row) -> tuple[Any, ...]:
+    """What rows compete in."""
     return row["model"], row["dtype"], row["requested_batch"]

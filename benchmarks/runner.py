@@ -1,11 +1,12 @@
 """Runs a plan: builds each subject, checks it, then times those that are right in turns. Gives the record.
 
 Nothing that goes wrong with one subject loses another: what is missing, refused, wrong, broken or too large becomes a
-row that says so. Ctrl-C keeps what was measured.
+row that says so. Ctrl-C keeps what was measured, and a journal keeps it when the process is killed.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import time
 from collections.abc import Mapping, Sequence
@@ -16,17 +17,19 @@ from torch import Tensor
 
 from vit_fast.variants import get_variant
 
+from .conditions import Conditions
 from .correctness import Expected, describe_rule, expect
 from .inputs import MAX_VIEWS, image_views, random_weights, rotating_batches, rounded
-from .machine import describe, measure_ceilings, short_name
+from .machine import best_ceilings, describe, measure_ceilings, short_name
 from .plan import Plan
 from .preparation import Prepared, TooLarge, describe_error, is_out_of_memory, out_of_memory_is_too_large, prepare
-from .rows import Group, Row, Status, add_ratios, add_timing, make_row
+from .records import FORMAT, Journal
+from .rows import Group, Row, Status, add_timing, contest, finish, make_control, make_row
 from .subjects import Selection, Task
 from .timing import Call, Samples, Timing, time_interleaved
 
-FORMAT = "vit-fast-bench/1"
-
+# Under this name the best call of a group is timed a second time.
+AGAIN = "again"
 # A measurement cut short, by Ctrl-C or the time budget, still counts when it reaches MEASURE's floor.
 FLOOR_REPEATS, FLOOR_MS, FLOOR_LEAST_REPEATS = 50, 200.0, 3
 
@@ -56,57 +59,85 @@ class Silent:
     def say(self, text: str) -> None: ...
 
 
-def run(plan: Plan, listener: Listener | None = None) -> dict[str, Any]:
+def run(plan: Plan, listener: Listener | None = None, journal: Journal | None = None) -> dict[str, Any]:
     """Does what the plan says.
 
     Args:
         plan: See make_plan.
         listener: Told about progress; None means nobody.
+        journal: Where rows are put down as they come; what it holds already is not measured again.
     Returns:
-        The record: plain data for JSON, with machine, ceilings, plan and one row for each selection of each group.
+        The record: plain data for JSON, with machine, ceilings, controls, plan and one row for each selection of each
+        group.
     """
-    return _Run(plan, Silent() if listener is None else listener).record()
+    return _Run(plan, Silent() if listener is None else listener, journal).record()
 
 
 class _Run:
-    def __init__(self, plan: Plan, listener: Listener) -> None:
-        self.plan, self.listener = plan, listener
-        self.rows: list[Row] = []
+    def __init__(self, plan: Plan, listener: Listener, journal: Journal | None) -> None:
+        self.plan, self.listener, self.journal = plan, listener, journal
+        found = [] if journal is None else journal.entries
+        self.rows, self.controls, self.ceilings = (
+            [value for kind, value in found if kind == wanted] for wanted in ("row", "control", "ceilings")
+        )
         self.start = time.perf_counter()
         self.group_deadline_s = plan.time_budget_s
-        self.ceilings: dict[str, Any] = {}
 
     def record(self) -> dict[str, Any]:
         from vit_fast import __version__
 
         plan = self.plan
-        machine = describe(plan.device)
+        machine = describe(plan.device) if self.journal is None else self.journal.header["machine"]
         groups = _groups(plan)
-        self.listener.start(2 * len(groups) * len(plan.selections) + 1)
+        left = {group: self._without_row(group) for group in groups}
+        self.listener.start(2 * sum(map(len, left.values())) + 1 + len(groups))
         interrupted = False
         try:
-            self.listener.now("the machine's ceilings")
-            self.ceilings = measure_ceilings(plan.device, plan.dtypes)
-            self.listener.done(1)
+            self._take_ceilings()
             for number, group in enumerate(groups):
                 self._give_share(len(groups) - number)
-                self._run_group(group, plan.selections)
+                if left[group]:
+                    self._run_group(group, left[group])
+                self._take_ceilings()
         except KeyboardInterrupt:
             interrupted = True
             self.listener.say("interrupted: keeping what was measured")
         self._account_for_the_rest(groups, interrupted)
-        add_ratios(self.rows)
+        self.rows.sort(key=functools.partial(_planned_place, groups, plan.selections))
+        ceilings = best_ceilings(self.ceilings)
+        finish(self.rows, ceilings, self.controls)
         return {
             "format": FORMAT,
             "vit_fast": __version__,
             "machine": machine,
-            "ceilings": self.ceilings,
+            "ceilings": ceilings,
+            "controls": self.controls,
+            "busy": list(dict.fromkeys(reason for each in self.controls for reason in each["conditions"]["busy"])),
             "plan": plan.to_dict(),
             "correctness_rule": describe_rule(),
             "interrupted": interrupted,
             "seconds": round(time.perf_counter() - self.start, 1),
             "rows": self.rows,
         }
+
+    def _note(self, kind: str, value: Row) -> None:
+        """Puts a finding down, here and, unless it is only that something was not reached, in the journal."""
+        {"row": self.rows, "control": self.controls, "ceilings": self.ceilings}[kind].append(value)
+        if self.journal is not None and value.get("status") not in ("skipped", "interrupted"):
+            self.journal.add(kind, value)
+
+    def _take_ceilings(self) -> None:
+        """Before, between and after the groups, as what else runs on the machine comes and goes."""
+        self.listener.now("the machine's ceilings")
+        precisions = {selection.subject.precision for selection in self.plan.selections}
+        dtypes = [*self.plan.dtypes, *(dtype for dtype in (torch.bfloat16,) if short_name(dtype) in precisions)]
+        self._note("ceilings", measure_ceilings(self.plan.device, dtypes))
+        self.listener.done(1)
+
+    def _without_row(self, group: Group) -> list[Selection]:
+        wanted = (group.model, short_name(group.dtype), group.batch_size)
+        there = {row["subject"] for row in self.rows if contest(row) == wanted}
+        return [selection for selection in self.plan.selections if selection.label not in there]
 
     def _run_group(self, group: Group, selections: Sequence[Selection]) -> None:
         """Prepares, checks and times; what did not fit is done again with half of the batch."""
@@ -122,7 +153,8 @@ class _Run:
         names = ", ".join(selection.label for selection in too_large)
         if group.batch_size == 1:
             self.listener.say(f"{group}: out of memory: {names}")
-            self.rows += [make_row(group, s, "out of memory", "batch 1 does not fit") for s in too_large]
+            for selection in too_large:
+                self._note("row", make_row(group, selection, "out of memory", "batch 1 does not fit"))
             return
         half = Group(group.model, group.config, group.dtype, group.batch_size // 2, group.requested_batch_size)
         self.listener.say(f"{group}: out of memory, going on with batch {half.batch_size}: {names}")
@@ -143,7 +175,8 @@ class _Run:
             raise
         except Exception as error:  # eager itself cannot do this here, such as a dtype that an operator lacks
             self.listener.say(f"{group}: the definition FAILED: {describe_error(error)}")
-            self.rows += [make_row(group, s, "failed", f"definition: {describe_error(error)}") for s in selections]
+            for selection in selections:
+                self._note("row", make_row(group, selection, "failed", f"definition: {describe_error(error)}"))
             return []
         prepared: dict[str, Prepared] = {}
         too_large = []
@@ -174,14 +207,14 @@ class _Run:
         """Builds, compiles and checks a subject; a row that says why when there is nothing to time."""
         subject = selection.subject
         if missing := subject.missing_packages():
-            self.rows.append(make_row(group, selection, "not installed", f"pip install {' '.join(missing)}"))
+            self._note("row", make_row(group, selection, "not installed", f"pip install {' '.join(missing)}"))
             return None
         if self._is_too_late(selection, others):
-            self.rows.append(make_row(group, selection, "skipped", "the time budget is spent"))
+            self._note("row", make_row(group, selection, "skipped", "the time budget is spent"))
             return None
         ready, row = prepare(selection, group, task, batches, expected)
         if ready is None:
-            self.rows.append(row)
+            self._note("row", row)
             if row["status"] in ("wrong", "failed"):
                 self.listener.say(f"{group}: {selection.label} is {row['status'].upper()}: {row['reason'][:200]}")
         return ready
@@ -201,12 +234,15 @@ class _Run:
 
                 return run_it
 
-            watch = _Watch(self, len(prepared))
+            best = min(prepared, key=lambda name: prepared[name].call_s)
+            watch, conditions = _Watch(self, len(prepared)), Conditions(self.plan.device)
             calls = {name: tracked(name, ready.call) for name, ready in prepared.items()}
+            calls[AGAIN] = tracked(best, prepared[best].call)
             try:
-                timings = time_interleaved(calls, self.plan.device, self.plan.protocol, on_round=watch)
+                with conditions.watch():
+                    timings = time_interleaved(calls, self.plan.device, self.plan.protocol, on_round=watch)
             except KeyboardInterrupt:
-                self._add_timed(group, prepared, watch.timings(), "interrupted")
+                self._add_timed(group, prepared, best, watch.timings(), conditions, "interrupted")
                 raise
             except Exception as error:
                 broken = prepared.pop(running)
@@ -214,23 +250,31 @@ class _Run:
                     too_large.append(broken.selection)
                 else:
                     broken.row.update(status="failed", reason=f"while it was timed: {describe_error(error)}")
-                    self.rows.append(broken.row)
+                    self._note("row", broken.row)
             else:
-                self._add_timed(group, prepared, timings, "skipped")
+                self._add_timed(group, prepared, best, timings, conditions, "skipped")
                 break
             # Not inside the handler, where the exception still holds the frames and their tensors.
             _release_memory(self.plan.device, forget_compiled=False)
         return too_large
 
     def _add_timed(
-        self, group: Group, prepared: Mapping[str, Prepared], timings: Mapping[str, Timing], otherwise: Status
+        self,
+        group: Group,
+        prepared: Mapping[str, Prepared],
+        best: str,
+        timings: Mapping[str, Timing],
+        conditions: Conditions,
+        otherwise: Status,
     ) -> None:
+        if best in timings and AGAIN in timings:
+            self._note("control", make_control(group, best, timings[best], timings[AGAIN], conditions.summary()))
         for name, ready in prepared.items():
             if name in timings:
-                add_timing(ready.row, timings[name], group, self.ceilings)
+                add_timing(ready.row, timings[name], group)
             else:
                 ready.row.update(status=otherwise, reason="before there were enough repeats")
-            self.rows.append(ready.row)
+            self._note("row", ready.row)
 
     def elapsed_s(self) -> float:
         return time.perf_counter() - self.start
@@ -249,16 +293,9 @@ class _Run:
     def _account_for_the_rest(self, groups: Sequence[Group], interrupted: bool) -> None:
         """A row for everything that was planned and never came to be."""
         for group in groups:
-            there = {
-                row["subject"]
-                for row in self.rows
-                if (row["model"], row["dtype"], row["requested_batch"])
-                == (group.model, short_name(group.dtype), group.batch_size)
-            }
-            for selection in self.plan.selections:
-                if selection.label not in there:
-                    status: Status = "interrupted" if interrupted else "skipped"
-                    self.rows.append(make_row(group, selection, status, "not reached"))
+            for selection in self._without_row(group):
+                status: Status = "interrupted" if interrupted else "skipped"
+                self._note("row", make_row(group, selection, status, "not reached"))
 
 
 class _Watch:
@@ -301,6 +338,11 @@ def _groups(plan: Plan) -> list[Group]:
         for dtype in plan.dtypes
         for batch_size in plan.batch_sizes
     ]
+
+
+def _planned_place(groups: Sequence[Group], selections: Sequence[Selection], row: Row) -> tuple[int, int]:
+    contests = [(group.model, short_name(group.dtype), group.batch_size) for group in groups]
+    return contests.index(contest(row)), [selection.label for selection in selections].index(row["subject"])
 
 
 def _release_memory(device: torch.device, forget_compiled: bool = True) -> None:

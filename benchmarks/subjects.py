@@ -103,7 +103,8 @@ class Subject:
         fullgraph: Whether compiling must find one graph, or fail.
         context: Entered around every call.
         budget: Largest acceptable error by eager's own error in that dtype and the largest output; None means the
-            rule of correctness.allowed_error. For subjects that compute in fewer bits than task.dtype.
+            rule of vit_fast.accuracy. For subjects that compute in fewer bits than task.dtype.
+        precision: In what it computes where that is fewer bits than task.dtype, such as "int8".
     """
 
     name: str
@@ -115,6 +116,7 @@ class Subject:
     fullgraph: bool = False
     context: Callable[[], AbstractContextManager[object]] = nullcontext
     budget: Callable[[float, float], float] | None = None
+    precision: str | None = None
 
     def missing_packages(self) -> list[str]:
         return [package for package in self.packages if importlib.util.find_spec(package) is None]

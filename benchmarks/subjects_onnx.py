@@ -74,5 +74,6 @@ for name, summary, int8, io_binding in (
             peer=False,
             compilable=False,
             budget=(lambda eager_error, largest: INT8_BUDGET * largest) if int8 else None,
+            precision="int8" if int8 else None,
         )
     )

@@ -82,6 +82,7 @@ class Timing:
         repeats: Timed calls.
         host_ms: What the host needs to queue a call, median; None where the host itself computes.
         host_bound: Whether launches were to be hidden and could not be: then ms holds time of the host.
+        samples_ms: The calls one by one, in the order of their rounds.
     """
 
     ms: float
@@ -90,6 +91,7 @@ class Timing:
     repeats: int
     host_ms: float | None = None
     host_bound: bool = False
+    samples_ms: tuple[float, ...] = ()
 
     @classmethod
     def from_samples(
@@ -100,7 +102,7 @@ class Timing:
             raise ValueError("samples_ms is empty: accepted is at least one sample")
         p20, median, p80 = (percentile(samples_ms, share) for share in (0.2, 0.5, 0.8))
         host = percentile(host_ms, 0.5) if host_ms else None
-        return cls(median, p20, p80, len(samples_ms), host, host_bound)
+        return cls(median, p20, p80, len(samples_ms), host, host_bound, tuple(samples_ms))
 
 
 def percentile(samples: Sequence[float], share: float) -> float:

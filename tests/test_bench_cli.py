@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from vit_fast.benchmarks import machine, plot, readme_table, records, report
+from vit_fast.benchmarks import machine, plot, readme_table, records, report, runner
 from vit_fast.cli import main
 from vit_fast.commands.bench import patient_interrupt
 
@@ -85,6 +85,9 @@ def test_a_run_prints_a_table_and_writes_record_table_and_plot(tmp_path: Path, p
         (["--compile-modes", "fastest"], "max-autotune"),
         (["--batch-sizes", "0"], "batch size 0"),
         (["--batch-sizes", "1,x"], "1,x"),
+        (["--batch-sizes", "99999999999"], "needs at least"),
+        (["--dtypes", "float32"], "fp32, fp16, bf16"),
+        (["--resume", "{folder}"], "no unfinished run is there"),
         (["--dtypes", "fp8"], "fp32, fp16, bf16"),
         (["--device", "toaster"], "toaster"),
         (["--device", "cuda:63"], "CUDA devices here"),
@@ -139,31 +142,57 @@ def test_the_second_ctrl_c_does_not_lose_what_the_first_kept() -> None:
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     target = tmp_path / "run"
+    journal = records.Journal.begin(target, {}, {})
     with pytest.raises(IsADirectoryError):
-        records.write_folder(target, {"a": b"a", ".": b"cannot be written"})
-    assert list(tmp_path.iterdir()) == []
-    records.write_folder(target, {"a": b"a"})
+        journal.finish({"a": b"a", ".": b"cannot be written"}, keep=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.partial"]
+    records.Journal.resume(target).finish({"a": b"a"}, keep=False)
     assert (target / "a").read_bytes() == b"a"
     with pytest.raises(ValueError, match="not empty"):
-        records.write_folder(target, {"a": b"b"})
-    assert (target / "a").read_bytes() == b"a"
+        records.Journal.begin(target, {}, {})
 
 
 def test_default_folder_names_date_and_machine_and_is_never_taken(record: dict, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(records, "checkout", lambda: None)
-    first = records.default_folder(record)
+    first = records.default_folder(record["machine"])
     assert first.parent == Path("vit-fast-results")
     assert first.name.startswith(record["machine"]["date"][:10].replace("-", ""))
     first.mkdir(parents=True)
-    assert records.default_folder(record) == first.with_name(first.name + "-2")
+    assert records.default_folder(record["machine"]) == first.with_name(first.name + "-2")
     monkeypatch.setattr(records, "checkout", lambda: tmp_path)
     assert records.default_base() == tmp_path / "benchmarks" / "results" / "local"
 
 
+def test_an_interrupted_run_is_written_and_can_go_on(tmp_path: Path, photographs: Path, capsys, monkeypatch) -> None:
+    """Interrupted before anything is timed; resumed by the folder that it named."""
+    folder, timed = tmp_path / "run", runner.time_interleaved
+
+    def press(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "time_interleaved", press)
+    arguments = ("bench", str(photographs), *SMALL, "--subjects", "eager,sdpa", "--out", str(folder))
+    assert vit_fast(*arguments) == 130
+    assert f"--resume {folder}" in capsys.readouterr().out
+    assert {row["status"] for row in records.read_record(folder)["rows"]} == {"interrupted"}
+    monkeypatch.setattr(runner, "time_interleaved", timed)
+    assert vit_fast("bench", "--resume", str(folder), "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told == records.read_record(folder)
+    assert [row["status"] for row in told["rows"]] == ["measured", "measured"]
+    assert sorted(path.name for path in folder.iterdir()) == ["plot.png", "record.json", "report.html", "table.md"]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("{", "not JSON"), ("[]", "not a record"), ('{"format": "vit-fast-bench/9"}', "vit-fast-bench/9")],
+    [
+        ("{", "not JSON"),
+        ("[]", "not a record"),
+        ('{"format": "vit-fast-bench/9"}', "vit-fast-bench/9"),
+        ('{"format": "vit-fast-bench/2", "machine": {}}', "without plan, ceilings, rows"),
+        ('{"format": "vit-fast-bench/2", "machine": {}, "plan": {}, "ceilings": {}, "rows": 1}', "a list of rows"),
+    ],
 )
 def test_a_file_that_is_no_record_is_refused(content: str, message: str, tmp_path: Path, capsys) -> None:
     path = tmp_path / "record.json"
@@ -173,35 +202,95 @@ def test_a_file_that_is_no_record_is_refused(content: str, message: str, tmp_pat
     assert vit_fast("compare", str(tmp_path / "none.json"), str(path)) == 2
 
 
-def test_compare_pairs_rows_and_tells_difference_from_spread(record: dict, tmp_path: Path, capsys) -> None:
-    later = copy.deepcopy(record)
-    by_subject = {row["subject"]: row for row in later["rows"]}
-    for subject, factor in (("eager", 0.01), ("sdpa", 1.0), ("timm", 100.0)):
-        row = by_subject[subject]
-        row["images_per_s"] /= factor
-        for field in ("ms", "ms_p20", "ms_p80"):
-            row[field] *= factor
-    later["rows"].append({**by_subject["sdpa"], "subject": "new"})
-    later["machine"]["threads"] += 1
-    for name, content in (("a.json", record), ("b.json", later)):
-        (tmp_path / name).write_bytes(records.to_json(content))
-    paths = [str(tmp_path / name) for name in ("a.json", "b.json")]
-    assert vit_fast("compare", *paths, "--json") == 0
+def exact(record: dict, resolution: float = 0.02, factors: dict[str, float] | None = None) -> dict:
+    """A record whose rows took 10 ms each, times a factor by subject, and whose control says this resolution."""
+    made = copy.deepcopy(record)
+    for row in made["rows"]:
+        ms = 10 * (factors or {}).get(row["subject"], 1.0)
+        samples = [ms * wobble for wobble in (0.999, 1.0, 1.001) * 4]
+        row.update(ms=ms, images_per_s=row["batch"] / ms * 1e3, samples_ms=samples)
+    made["controls"][0]["resolution"] = resolution
+    made["busy"] = []
+    return made
+
+
+def compared(tmp_path: Path, first: dict, second: dict, capsys) -> dict:
+    paths = [tmp_path / name for name in ("a.json", "b.json")]
+    for path, content in zip(paths, (first, second), strict=True):
+        path.write_bytes(records.to_json(content))
+    assert vit_fast("compare", *map(str, paths)) == 0
+    printed = capsys.readouterr().out
+    assert vit_fast("compare", *map(str, paths), "--json") == 0
     told = json.loads(capsys.readouterr().out)
-    verdicts = {pair["subject"]: (pair["verdict"], pair["intervals_overlap"]) for pair in told["pairs"]}
-    assert verdicts == {
-        "eager": ("faster", False),
-        "sdpa": ("no difference beyond the spread", True),
-        "timm": ("slower", False),
-    }
+    assert all(pair["verdict"] in printed for pair in told["pairs"])
+    return told
+
+
+def test_compare_pairs_rows_and_tells_difference_from_noise(record: dict, tmp_path: Path, capsys) -> None:
+    first = exact(record)
+    later = exact(record, factors={"eager": 0.5, "sdpa": 0.99, "timm": 1.25})
+    later["rows"].append({**later["rows"][1], "subject": "new"})
+    later["machine"]["threads"] += 1
+    told = compared(tmp_path, first, later, capsys)
+    verdicts = {pair["subject"]: pair["verdict"] for pair in told["pairs"]}
+    assert verdicts == {"eager": "faster", "sdpa": "no difference", "timm": "slower"}
     assert {pair["subject"]: pair["ratio"] for pair in told["pairs"]} == pytest.approx(
-        {"eager": 100, "sdpa": 1, "timm": 0.01}
+        {"eager": 2, "sdpa": 1 / 0.99, "timm": 0.8}
     )
+    for pair in told["pairs"]:
+        low, high = pair["interval"]
+        assert low <= pair["ratio"] <= high < low * 1.01
     assert told["unpaired"] == ["vit_test fp32 batch 2 new: only in the second"]
     assert len(told["warnings"]) == 1
     assert "threads" in told["warnings"][0]
-    assert vit_fast("compare", *paths) == 0
-    assert "faster" in capsys.readouterr().out
+
+
+def test_compare_ranks_nothing_where_identical_code_differs(record: dict, tmp_path: Path, capsys) -> None:
+    busy = exact(record, resolution=0.5, factors={"timm": 13.0})
+    busy["busy"] = ["other processes took 80% of the processors"]
+    told = compared(tmp_path, exact(record), busy, capsys)
+    assert {pair["verdict"] for pair in told["pairs"]} == {"cannot be ranked"}
+    assert any("the second is BUSY: other processes took 80%" in warning for warning in told["warnings"])
+    assert any("for a quiet run" in warning for warning in told["warnings"])
+
+
+def test_compare_tells_no_difference_that_the_machine_itself_made(record: dict, tmp_path: Path, capsys) -> None:
+    later = exact(record, factors=dict.fromkeys(("eager", "sdpa", "timm"), 1.05))
+    later["ceilings"]["copy_GB_per_s"] /= 1.08
+    told = compared(tmp_path, exact(record), later, capsys)
+    assert {pair["verdict"] for pair in told["pairs"]} == {"no difference"}
+    assert any("ceilings differ by 8.0%" in warning for warning in told["warnings"])
+
+
+def test_a_record_without_rows_is_compared_to_nothing_and_said_so(record: dict, tmp_path: Path, capsys) -> None:
+    told = compared(tmp_path, exact(record) | {"rows": []}, exact(record), capsys)
+    assert told["pairs"] == [] and "the first has no rows" in told["warnings"]
+
+
+def test_a_table_says_what_it_can_tell_apart(record: dict) -> None:
+    (line,) = report.remarks(exact(record, resolution=0.031))
+    assert line.startswith("vit_test, fp32, batch 2, 32x32: resolution 3.1%")
+    (line,) = report.remarks(exact(record, resolution=0.34))
+    assert "nothing here can be ranked: identical code differed by 34%; for a quiet run" in line
+    above = exact(record)
+    above["rows"][0].update(ceiling_share=None, defect="1.25x the matmul ceiling of this run")
+    above["busy"] = ["reason"]
+    busy, _, defect = report.remarks(above)
+    assert busy == "BUSY: reason" and "DEFECT: eager at 1.25x the matmul ceiling" in defect
+    text = report.markdown(above)
+    assert "125%" not in text and "| above |" in text and "DEFECT" in text
+
+
+@pytest.mark.parametrize("defect", ["busy", "above"])
+def test_a_doubtful_record_fills_no_document(defect: str, record: dict, tmp_path: Path) -> None:
+    doubtful = exact(record)
+    if defect == "busy":
+        doubtful["busy"] = ["reason"]
+    else:
+        doubtful["rows"][0]["defect"] = "1.25x the matmul ceiling of this run"
+    (tmp_path / "r.json").write_bytes(records.to_json(doubtful))
+    with pytest.raises(ValueError, match="not to be cited"):
+        readme_table.fill("<!-- record: r.json -->\n<!-- /record -->\n", tmp_path)
 
 
 def test_rows_without_figures_are_named_once_with_their_reason(record: dict) -> None:
@@ -227,21 +316,16 @@ def test_rows_without_figures_are_named_once_with_their_reason(record: dict) -> 
 
 
 def test_the_heading_names_machine_versions_and_date_and_a_busy_machine(record: dict) -> None:
-    quiet = copy.deepcopy(record)
-    quiet["machine"].update(load_average=0.1, cpu_cores=2)
+    quiet = exact(record)
     line = report.heading(quiet)
     for part in (quiet["machine"]["device"], quiet["machine"]["packages"]["torch"], quiet["machine"]["date"][:10]):
         assert part in line
     assert "BUSY" not in line
-    quiet["machine"]["load_average"] = 6.5
-    assert "load 6.5 on 2 cores" in report.heading(quiet)
+    assert "BUSY" in report.heading(quiet | {"busy": ["reason"]})
 
 
 def test_blocks_of_a_document_are_filled_from_their_records(record: dict, tmp_path: Path, capsys) -> None:
-    record = copy.deepcopy(record)
-    record["machine"]["load_average"] = 0.0  # whatever runs beside this test; a busy record is refused
-    for row in record["rows"]:
-        row["ceiling_share"] = 0.5
+    record = exact(record)
     (tmp_path / "r.json").write_bytes(records.to_json(record))
     document = tmp_path / "README.md"
     document.write_text("before\n<!-- record: r.json -->\nold\n<!-- /record -->\nafter\n")

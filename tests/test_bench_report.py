@@ -107,8 +107,8 @@ def test_a_record_that_nobody_should_cite_says_so(record):
     assert report.objections(record) == []
     assert "Not to be cited" not in html_report.render({"run": record})
     busy, above, cut = (copy.deepcopy(record) for _ in range(3))
-    busy["machine"]["load_average"] = 7.5
-    above["rows"][2]["ceiling_share"] = 1.25
+    busy["busy"] = ["load 7.5"]
+    above["rows"][2]["defect"] = "1.25x the matmul ceiling"
     cut["interrupted"] = True
     for spoilt, word in ((busy, "load 7.5"), (above, "ceiling"), (cut, "interrupted")):
         (reason,) = report.objections(spoilt)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
-from vit_fast.benchmarks import runner, subjects
+from vit_fast.benchmarks import machine, records, runner, subjects
+from vit_fast.benchmarks.machine import best_ceilings
 from vit_fast.benchmarks.plan import DEFAULT_BATCH_SIZES, Plan, make_plan
 from vit_fast.benchmarks.rows import SPEED_FIELDS
 from vit_fast.benchmarks.subjects import Subject, Task, choose, parse_label
@@ -91,15 +96,25 @@ def test_a_record_holds_every_figure_and_they_agree() -> None:
         assert row["repeats"] == 4
         assert row["images_per_s"] == pytest.approx(row["batch"] / row["ms"] * 1000)
         assert row["TFLOP_per_s"] == pytest.approx(row["images_per_s"] * flops / 1e12)
-        assert row["ceiling_share"] == pytest.approx(row["TFLOP_per_s"] / ceiling)
+        if row["TFLOP_per_s"] <= ceiling:
+            assert row["ceiling_share"] == pytest.approx(row["TFLOP_per_s"] / ceiling)
         assert row["max_error"] <= row["allowed_error"] < 1e-3
         assert 0.3 < row["peak_MiB"] < 20
         rivals = [r for r in record["rows"] if r["batch"] == row["batch"] and r["subject"] in ("timm", "transformers")]
         best = max(rivals, key=lambda rival: rival["images_per_s"])
         assert row["best_peer"] == best["subject"]
+        assert len(row["samples_ms"]) == 4
+        if row is not best:
+            low, high = row["ratio_interval"]
+            assert low <= high and row["verdict"] in ("faster", "slower", "no difference", "cannot be ranked")
         assert row["ratio_to_best_peer"] == pytest.approx(row["images_per_s"] / best["images_per_s"])
     assert notes.steps == pytest.approx(notes.total)
     assert not record["interrupted"]
+    assert [(control["batch"], len(control["ms"])) for control in record["controls"]] == [(1, 2), (4, 2)]
+    assert all(
+        control["resolution"] >= 0 and control["conditions"]["busy"] is not None for control in record["controls"]
+    )
+    assert record["ceilings"]["taken"] == 3  # before, between and after
 
 
 def test_a_wrong_subject_gets_no_speed_and_the_right_ones_keep_theirs(add) -> None:
@@ -315,3 +330,83 @@ def test_labels_carry_compile_modes() -> None:
 def test_unknown_subjects_and_modes_are_refused(labels, modes, message) -> None:
     with pytest.raises(ValueError, match=message):
         choose(labels, modes, torch.device("cpu"))
+
+
+def test_a_row_above_its_ceiling_is_a_named_defect_and_no_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    low = {"copy_GB_per_s": 1.0, "copy_bytes": 1, "matmul_TFLOP_per_s": {"fp32": 1e-9}, "matmul_size": 1}
+    monkeypatch.setattr(runner, "measure_ceilings", lambda *_: low)
+    row = runner.run(plan("sdpa"))["rows"][0]
+    assert row["ceiling_share"] is None and row["defect"].endswith("x the matmul ceiling of this run")
+
+
+def test_the_best_ceiling_of_a_run_counts() -> None:
+    taken = [
+        {"copy_GB_per_s": copy, "copy_bytes": 1, "matmul_TFLOP_per_s": {"fp32": matmul}, "matmul_size": 1}
+        for copy, matmul in ((1.0, 5.0), (3.0, 2.0), (2.0, 4.0))
+    ]
+    best = best_ceilings(taken)
+    assert (best["copy_GB_per_s"], best["matmul_TFLOP_per_s"], best["taken"]) == (3.0, {"fp32": 5.0}, 3)
+
+
+def test_a_batch_that_no_memory_holds_is_refused_before_anything_is_built() -> None:
+    with pytest.raises(ValueError, match=r"batch size 99999999999: needs at least [\d,]+ GiB, cpu has [\d,]+ GiB"):
+        plan("eager", batch_sizes=(1, 99999999999))
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from vit_fast.benchmarks import machine, plan, records, runner, subjects
+from vit_fast.benchmarks.subjects_ours import build
+from vit_fast.benchmarks.timing import Protocol
+
+machine.MATMUL_SIZE["cpu"], machine.COPY_BYTES["cpu"] = 64, 2**16
+
+def deadly(task):
+    if task.batch_size == 2:
+        os.kill(os.getpid(), 9)
+    return build("sdpa", task)
+
+subjects.register(subjects.Subject("deadly", "for a test", deadly))
+chosen = plan.make_plan(models=["vit_test"], batch_sizes=[1, 2], dtypes=["fp32"], subjects=["eager", "deadly"],
+    device="cpu", protocol=Protocol(repeats=4, seconds=60.0, least_repeats=3, warmup_repeats=1))
+journal = records.Journal.begin(Path(sys.argv[1]), chosen.request, machine.describe("cpu"))
+runner.run(chosen, None, journal)
+"""
+
+
+def test_kill_9_keeps_the_rows_and_the_run_can_go_on(add, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    ended = subprocess.run([sys.executable, "-c", KILLED, str(folder)], capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    assert not folder.exists()
+    with pytest.raises(ValueError, match=r"run\.partial: holds an unfinished run; accepted is --resume"):
+        records.check_folder(folder)
+    with (tmp_path / "run.partial" / "rows.jsonl").open("a") as file:
+        file.write('{"kind": "row", "val')  # cut in the middle of a line
+    add("deadly", lambda task: build("sdpa", task))
+    journal = records.Journal.resume(folder)
+    before = [value for kind, value in journal.entries if kind == "row"]
+    assert [(row["subject"], row["batch"], row["status"]) for row in before] == [
+        ("eager", 1, "measured"),
+        ("deadly", 1, "measured"),
+    ]
+    again = dataclasses.replace(make_plan(**journal.header["request"]), protocol=QUICK)
+    record = runner.run(again, None, journal)
+    assert [(row["batch"], row["subject"], row["status"]) for row in record["rows"]] == [
+        (batch, subject, "measured") for batch in (1, 2) for subject in ("eager", "deadly")
+    ]
+    assert [row["ms"] for row in record["rows"][:2]] == [row["ms"] for row in before]
+    assert record["ceilings"]["taken"] >= 4
+    journal.finish({"record.json": records.to_json(record)}, keep=False)
+    assert records.read_record(folder)["rows"] == record["rows"]
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    with pytest.raises(ValueError, match="no unfinished run is there"):
+        records.Journal.resume(folder)
+
+
+def test_a_run_is_not_gone_on_with_on_another_machine(tmp_path: Path) -> None:
+    journal = records.Journal.begin(tmp_path / "run", {}, machine.describe("cpu"))
+    journal.check_machine(machine.describe("cpu"))
+    with pytest.raises(ValueError, match=r"commit was .* is another"):
+        journal.check_machine(machine.describe("cpu") | {"commit": "another"})

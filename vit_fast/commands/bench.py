@@ -40,6 +40,10 @@ def bench(
     time_budget: Annotated[
         float | None, typer.Option(help="Seconds after which nothing new is started; 0: no limit.", metavar="SECONDS")
     ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with the run that ended before it was through.", metavar="FOLDER")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the record; all else goes to stderr.")] = False,
     list_subjects: Annotated[bool, typer.Option("--list-subjects", help="Show what can be measured.")] = False,
 ) -> None:
     """Measures images per second, side by side and in turns, each subject checked against the definition first.
@@ -50,36 +54,46 @@ def bench(
     """
     from rich.console import Console
 
+    from ..benchmarks.machine import describe
     from ..benchmarks.plan import make_plan
-    from ..benchmarks.records import check_folder, default_base, default_folder
+    from ..benchmarks.records import Journal, default_folder, to_json
     from ..benchmarks.report import FULL_WIDTH
     from ..benchmarks.runner import run
 
-    console = Console()
+    console = Console(stderr=as_json)
     if not console.is_terminal:
         console.width = FULL_WIDTH
     if list_subjects:
         _print_subjects(console)
         return
-    plan = make_plan(
-        images or (),
-        models=_split(models),
-        batch_sizes=_integers("--batch-sizes", batch_sizes),
-        dtypes=_split(dtypes),
-        subjects=_split(subjects),
-        compile_modes=_split(compile_modes),
-        device=device,
-        time_budget_s=time_budget,
-    )
-    check_folder(default_base() / "record" if out is None else out)
+    if resume is None:
+        plan = make_plan(
+            images or (),
+            models=_split(models),
+            batch_sizes=_integers("--batch-sizes", batch_sizes),
+            dtypes=_split(dtypes),
+            subjects=_split(subjects),
+            compile_modes=_split(compile_modes),
+            device=device,
+            time_budget_s=time_budget,
+        )
+        machine = describe(plan.device)
+        journal = Journal.begin(default_folder(machine) if out is None else out, plan.request, machine)
+    else:
+        journal = Journal.resume(resume)
+        plan = make_plan(**journal.header["request"])
+        journal.check_machine(describe(plan.device))
     with patient_interrupt():
         with _Progress(console) as progress:
-            record = run(plan, progress)
+            record = run(plan, progress, journal)
         _print_record(console, record)
-        folder = default_folder(record) if out is None else out
-        _write(folder, record)
-    console.print(f"written: {folder}/ (record.json, table.md, plot.png, report.html)", soft_wrap=True, highlight=False)
+        journal.finish(_files(journal.folder.name, record), keep=record["interrupted"])
+    names = "record.json, table.md, plot.png, report.html"
+    console.print(f"written: {journal.folder}/ ({names})", soft_wrap=True, highlight=False)
+    if as_json:
+        typer.echo(to_json(record), nl=False)
     if record["interrupted"]:
+        console.print(f"to go on: vit-fast bench --resume {journal.folder}", soft_wrap=True, highlight=False)
         raise typer.Exit(130)
     if any(row["status"] in ("wrong", "failed") for row in record["rows"]):
         raise typer.Exit(1)
@@ -87,7 +101,7 @@ def bench(
 
 @contextlib.contextmanager
 def patient_interrupt() -> Iterator[None]:
-    """Lets the first Ctrl-C end the measuring and the second pass, so that what was measured is still written.
+    """Lets the first Ctrl-C or SIGTERM end the measuring and the second pass: what was measured is still written.
 
     The third ends everything, in case the first was lost in somebody else's code.
     """
@@ -102,11 +116,12 @@ def patient_interrupt() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # Python delivers signals to the main thread only
         return
-    before = signal.signal(signal.SIGINT, handle)
+    before = {which: signal.signal(which, handle) for which in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for which, handler in before.items():
+            signal.signal(which, handler)
 
 
 def _split(value: str | None) -> list[str] | None:
@@ -136,9 +151,9 @@ def _print_subjects(console: Console) -> None:
 
 
 def _print_record(console: Console, record: dict[str, Any]) -> None:
-    from ..benchmarks.report import FULL_WIDTH, ceilings_line, heading, not_measured, rich_tables
+    from ..benchmarks.report import FULL_WIDTH, ceilings_line, heading, not_measured, remarks, rich_tables
 
-    for line in (heading(record), ceilings_line(record)):
+    for line in (heading(record), ceilings_line(record), *remarks(record)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     for table in rich_tables(record, console.width):
         console.print(table)
@@ -148,15 +163,14 @@ def _print_record(console: Console, record: dict[str, Any]) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _write(folder: Path, record: dict[str, Any]) -> None:
+def _files(name: str, record: dict[str, Any]) -> dict[str, bytes]:
     from ..benchmarks.html_report import REPORT_NAME, render
     from ..benchmarks.plot import draw
-    from ..benchmarks.records import RECORD_NAME, to_json, write_folder
+    from ..benchmarks.records import RECORD_NAME, to_json
     from ..benchmarks.report import markdown
 
     files = {RECORD_NAME: to_json(record), "table.md": markdown(record).encode(), "plot.png": draw(record)}
-    files[REPORT_NAME] = render({folder.name: record}).encode()
-    write_folder(folder, files)
+    return files | {REPORT_NAME: render({name: record}).encode()}
 
 
 class _Progress:

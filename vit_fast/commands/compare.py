@@ -18,7 +18,7 @@ def compare(
     second: Annotated[Path, typer.Argument(help="Another: what is compared.")],
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
-    """Pairs the rows of two records: the ratio, and whether their p20-p80 intervals overlap."""
+    """Pairs the rows of two records: each ratio with its interval, and what it says at the records' resolution."""
     from ..benchmarks.comparison import compare as compare_records
     from ..benchmarks.records import read_record
 
@@ -30,21 +30,23 @@ def compare(
     from rich.console import Console
     from rich.table import Table
 
-    from ..benchmarks.report import format_rate
+    from ..benchmarks.report import FULL_WIDTH, format_rate, format_share
 
     console = Console()
+    if not console.is_terminal:
+        console.width = FULL_WIDTH
     table = Table(title="second / first, images per second", title_justify="left")
     for name in ("model", "dtype", "batch", "subject"):
         table.add_column(name, no_wrap=True)
-    for name in ("first", "second", "ratio"):
+    for name in ("first", "second", "ratio", "interval", "resolution"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("p20-p80")
+    table.add_column("verdict", no_wrap=True)
     for pair in comparison.pairs:
         row = pair.first
         rates = (format_rate(side["images_per_s"]) for side in (pair.first, pair.second))
-        table.add_row(
-            row["model"], row["dtype"], str(row["batch"]), row["subject"], *rates, f"{pair.ratio:.3f}", pair.verdict
-        )
+        interval = "" if pair.interval is None else "[{:.3f}, {:.3f}]".format(*pair.interval)
+        limits = (f"{pair.ratio:.3f}", interval, format_share(pair.resolution))
+        table.add_row(row["model"], row["dtype"], str(row["batch"]), row["subject"], *rates, *limits, pair.verdict)
     console.print(table)
     for line in (*comparison.warnings, *comparison.unpaired):
         console.print(line, markup=False, highlight=False, soft_wrap=True)

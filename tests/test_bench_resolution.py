@@ -1,0 +1,112 @@
+"""What a run can tell apart, on simulated machines: a clock with drift, bursts and outliers, and a quiet one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from vit_fast.benchmarks import conditions, resolution
+from vit_fast.benchmarks.conditions import Conditions
+from vit_fast.benchmarks.timing import Protocol, time_interleaved
+
+CPU = torch.device("cpu")
+
+
+class Machine:
+    """A clock that calls advance by what they would take here, and what else happens on this machine."""
+
+    def __init__(self, seed: int, *, noisy: bool) -> None:
+        self.random, self.noisy = np.random.default_rng(seed), noisy
+        self.now_ms = self.burst_ends_ms = 0.0
+        self.drift, self.period_ms, self.burst = 0.0, self.random.uniform(5e3, 6e4), 1.0
+        if noisy:
+            self.drift = self.random.uniform(0, 0.5)
+
+    def spend(self, ms: float) -> None:
+        ms *= float(np.exp(self.random.normal(0, 0.05 if self.noisy else 0.01)))
+        if self.noisy:
+            ms *= 1 + self.drift * np.sin(2 * np.pi * self.now_ms / self.period_ms) ** 2
+            if self.now_ms > self.burst_ends_ms and self.random.random() < 0.02:
+                self.burst_ends_ms = self.now_ms + self.random.exponential(300)
+                self.burst = self.random.uniform(1.2, 3)
+            ms *= self.burst if self.now_ms < self.burst_ends_ms else 1.0
+            ms += self.random.exponential(30) if self.random.random() < 0.03 else 0.0
+        self.now_ms += ms
+
+
+def measure(
+    machine: Machine, times_ms: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> dict[str, tuple[float, ...]]:
+    """The subjects' samples as time_interleaved takes them by that machine's clock."""
+    monkeypatch.setattr("vit_fast.benchmarks.timing.time.perf_counter_ns", lambda: int(machine.now_ms * 1e6))
+    calls = {name: (lambda _, ms=ms: machine.spend(ms)) for name, ms in times_ms.items()}
+    timings = time_interleaved(calls, CPU, Protocol(repeats=50, seconds=1e9, warmup_repeats=1, warmup_seconds=0))
+    return {name: timing.samples_ms for name, timing in timings.items()}
+
+
+def verdict(samples: dict[str, tuple[float, ...]], base: str, other: str) -> str:
+    within = resolution.control(samples["first"], samples["again"])["resolution"]
+    rows = {
+        name: {"samples_ms": taken, "images_per_s": 1 / np.median(taken), "batch": 1} for name, taken in samples.items()
+    }
+    return str(resolution.compare_rows(rows[base], rows[other], within, paired=True)["verdict"])
+
+
+def test_identical_subjects_are_never_told_apart_on_noisy_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = dict.fromkeys(("first", "again", "a", "b"), 10.0)
+    told = [verdict(measure(Machine(seed, noisy=True), times, monkeypatch), "a", "b") for seed in range(20)]
+    assert set(told) <= {"no difference", "cannot be ranked"}
+    assert "no difference" in told
+
+
+def test_five_per_cent_are_found_on_a_quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = dict.fromkeys(("first", "again", "a"), 10.0) | {"b": 10.5}
+    told = [verdict(measure(Machine(seed, noisy=False), times, monkeypatch), "b", "a") for seed in range(20)]
+    assert told.count("faster") >= 19
+    told = [verdict(measure(Machine(seed, noisy=False), times, monkeypatch), "a", "b") for seed in range(20)]
+    assert told.count("slower") >= 19
+
+
+def test_a_subject_of_known_duration_is_measured_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = measure(Machine(0, noisy=False), {"first": 7.0, "other": 21.0}, monkeypatch)
+    assert np.median(samples["first"]) == pytest.approx(7.0, rel=0.01)
+    low, high = resolution.ratio_interval(samples["other"], samples["first"], paired=True)
+    assert low < 3.0 < high < low * 1.02
+
+
+def test_the_resolution_is_the_far_end_of_what_identical_code_did() -> None:
+    found = resolution.control([10.0] * 10, [12.0] * 10)
+    assert found["ratio"] == pytest.approx(10 / 12) and found["resolution"] == pytest.approx(0.2)
+    assert resolution.verdict(1.19, (1.1, 1.3), 0.2) == "cannot be ranked"
+    assert resolution.verdict(1.05, (1.02, 1.08), 0.06) == "no difference"
+    assert resolution.verdict(1.05, (0.99, 1.1), 0.01) == "no difference"
+    assert resolution.verdict(1.05, (1.02, 1.08), 0.04) == "faster"
+    assert resolution.verdict(0.95, (0.93, 0.97), 0.04) == "slower"
+
+
+def test_what_others_take_is_told_from_what_we_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processors for ten seconds: we work 8 of the 20 seconds, others 6, and the quota stops us for one."""
+    readings = iter([((100.0, 2), 3.0), ((114.0, 2), 4.0)])
+    now, own = iter([50.0, 60.0]), iter([(1.0, 0, 0, 0), (9.0, 0, 0, 0)])
+    busy, throttled = [], []
+    for taken in readings:
+        busy.append(taken[0])
+        throttled.append(taken[1])
+    monkeypatch.setattr(conditions, "_busy_seconds", iter(busy).__next__)
+    monkeypatch.setattr(conditions, "_throttled_seconds", iter(throttled).__next__)
+    monkeypatch.setattr(conditions.time, "perf_counter", now.__next__)
+    monkeypatch.setattr(conditions.os, "times", lambda: type("Times", (), dict(zip(FIELDS, next(own), strict=True))))
+    found = Conditions(CPU)
+    with found.watch():
+        pass
+    told = found.summary()
+    assert (told["others_share"], told["throttled_share"]) == (0.3, 0.1)
+    assert [reason.partition(" took")[0] for reason in told["busy"]] == [
+        "other processes",
+        "the cgroup's quota stopped this one for 10% of the time",
+    ]
+    assert Conditions(CPU).summary()["busy"] == []
+
+
+FIELDS = ("user", "system", "children_user", "children_system")
