@@ -73,23 +73,41 @@ def run(plan: Plan, listener: Listener | None = None, journal: Journal | None = 
     return _Run(plan, Silent() if listener is None else listener, journal).record()
 
 
-class _Run:
-    def __init__(self, plan: Plan, listener: Listener, journal: Journal | None) -> None:
-        self.plan, self.listener, self.journal = plan, listener, journal
+class _Findings:
+    """What a run has found, here and in its journal; with a journal of before, also what was found then."""
+
+    def __init__(self, journal: Journal | None) -> None:
+        self._journal = journal
         found = [] if journal is None else journal.entries
         self.rows, self.controls, self.ceilings = (
             [value for kind, value in found if kind == wanted] for wanted in ("row", "control", "ceilings")
         )
+
+    def add(self, kind: str, value: Row) -> None:
+        """Puts a finding down; what only was not reached stays out of the journal."""
+        {"row": self.rows, "control": self.controls, "ceilings": self.ceilings}[kind].append(value)
+        if self._journal is not None and value.get("status") not in ("skipped", "interrupted"):
+            self._journal.add(kind, value)
+
+    def left(self, group: Group, selections: Sequence[Selection]) -> list[Selection]:
+        """Those without a row in this group."""
+        wanted = (group.model, short_name(group.dtype), group.batch_size)
+        there = {row["subject"] for row in self.rows if contest(row) == wanted}
+        return [selection for selection in selections if selection.label not in there]
+
+
+class _Run:
+    def __init__(self, plan: Plan, listener: Listener, journal: Journal | None) -> None:
+        self.plan, self.listener, self.journal = plan, listener, journal
+        self.found = _Findings(journal)
         self.start = time.perf_counter()
         self.group_deadline_s = plan.time_budget_s
 
     def record(self) -> dict[str, Any]:
-        from vit_fast import __version__
-
         plan = self.plan
         machine = describe(plan.device) if self.journal is None else self.journal.header["machine"]
         groups = _groups(plan)
-        left = {group: self._without_row(group) for group in groups}
+        left = {group: self.found.left(group, self.plan.selections) for group in groups}
         self.listener.start(2 * sum(map(len, left.values())) + 1 + len(groups))
         interrupted = False
         try:
@@ -103,41 +121,19 @@ class _Run:
             interrupted = True
             self.listener.say("interrupted: keeping what was measured")
         self._account_for_the_rest(groups, interrupted)
-        self.rows.sort(key=functools.partial(_planned_place, groups, plan.selections))
-        ceilings = best_ceilings(self.ceilings)
-        finish(self.rows, ceilings, self.controls)
-        return {
-            "format": FORMAT,
-            "vit_fast": __version__,
-            "machine": machine,
-            "ceilings": ceilings,
-            "controls": self.controls,
-            "busy": list(dict.fromkeys(reason for each in self.controls for reason in each["conditions"]["busy"])),
-            "plan": plan.to_dict(),
-            "correctness_rule": describe_rule(),
+        self.found.rows.sort(key=functools.partial(_planned_place, groups, plan.selections))
+        return _finished(plan, machine, self.found) | {
             "interrupted": interrupted,
             "seconds": round(time.perf_counter() - self.start, 1),
-            "rows": self.rows,
         }
-
-    def _note(self, kind: str, value: Row) -> None:
-        """Puts a finding down, here and, unless it is only that something was not reached, in the journal."""
-        {"row": self.rows, "control": self.controls, "ceilings": self.ceilings}[kind].append(value)
-        if self.journal is not None and value.get("status") not in ("skipped", "interrupted"):
-            self.journal.add(kind, value)
 
     def _take_ceilings(self) -> None:
         """Before, between and after the groups, as what else runs on the machine comes and goes."""
         self.listener.now("the machine's ceilings")
         precisions = {selection.subject.precision for selection in self.plan.selections}
         dtypes = [*self.plan.dtypes, *(dtype for dtype in (torch.bfloat16,) if short_name(dtype) in precisions)]
-        self._note("ceilings", measure_ceilings(self.plan.device, dtypes))
+        self.found.add("ceilings", measure_ceilings(self.plan.device, dtypes))
         self.listener.done(1)
-
-    def _without_row(self, group: Group) -> list[Selection]:
-        wanted = (group.model, short_name(group.dtype), group.batch_size)
-        there = {row["subject"] for row in self.rows if contest(row) == wanted}
-        return [selection for selection in self.plan.selections if selection.label not in there]
 
     def _run_group(self, group: Group, selections: Sequence[Selection]) -> None:
         """Prepares, checks and times; what did not fit is done again with half of the batch."""
@@ -154,7 +150,7 @@ class _Run:
         if group.batch_size == 1:
             self.listener.say(f"{group}: out of memory: {names}")
             for selection in too_large:
-                self._note("row", make_row(group, selection, "out of memory", "batch 1 does not fit"))
+                self.found.add("row", make_row(group, selection, "out of memory", "batch 1 does not fit"))
             return
         half = Group(group.model, group.config, group.dtype, group.batch_size // 2, group.requested_batch_size)
         self.listener.say(f"{group}: out of memory, going on with batch {half.batch_size}: {names}")
@@ -176,7 +172,7 @@ class _Run:
         except Exception as error:  # eager itself cannot do this here, such as a dtype that an operator lacks
             self.listener.say(f"{group}: the definition FAILED: {describe_error(error)}")
             for selection in selections:
-                self._note("row", make_row(group, selection, "failed", f"definition: {describe_error(error)}"))
+                self.found.add("row", make_row(group, selection, "failed", f"definition: {describe_error(error)}"))
             return []
         prepared: dict[str, Prepared] = {}
         too_large = []
@@ -207,14 +203,14 @@ class _Run:
         """Builds, compiles and checks a subject; a row that says why when there is nothing to time."""
         subject = selection.subject
         if missing := subject.missing_packages():
-            self._note("row", make_row(group, selection, "not installed", f"pip install {' '.join(missing)}"))
+            self.found.add("row", make_row(group, selection, "not installed", f"pip install {' '.join(missing)}"))
             return None
         if self._is_too_late(selection, others):
-            self._note("row", make_row(group, selection, "skipped", "the time budget is spent"))
+            self.found.add("row", make_row(group, selection, "skipped", "the time budget is spent"))
             return None
         ready, row = prepare(selection, group, task, batches, expected)
         if ready is None:
-            self._note("row", row)
+            self.found.add("row", row)
             if row["status"] in ("wrong", "failed"):
                 self.listener.say(f"{group}: {selection.label} is {row['status'].upper()}: {row['reason'][:200]}")
         return ready
@@ -250,7 +246,7 @@ class _Run:
                     too_large.append(broken.selection)
                 else:
                     broken.row.update(status="failed", reason=f"while it was timed: {describe_error(error)}")
-                    self._note("row", broken.row)
+                    self.found.add("row", broken.row)
             else:
                 self._add_timed(group, prepared, best, timings, conditions, "skipped")
                 break
@@ -268,13 +264,13 @@ class _Run:
         otherwise: Status,
     ) -> None:
         if best in timings and AGAIN in timings:
-            self._note("control", make_control(group, best, timings[best], timings[AGAIN], conditions.summary()))
+            self.found.add("control", make_control(group, best, timings[best], timings[AGAIN], conditions.summary()))
         for name, ready in prepared.items():
             if name in timings:
                 add_timing(ready.row, timings[name], group)
             else:
                 ready.row.update(status=otherwise, reason="before there were enough repeats")
-            self._note("row", ready.row)
+            self.found.add("row", ready.row)
 
     def elapsed_s(self) -> float:
         return time.perf_counter() - self.start
@@ -293,9 +289,28 @@ class _Run:
     def _account_for_the_rest(self, groups: Sequence[Group], interrupted: bool) -> None:
         """A row for everything that was planned and never came to be."""
         for group in groups:
-            for selection in self._without_row(group):
+            for selection in self.found.left(group, self.plan.selections):
                 status: Status = "interrupted" if interrupted else "skipped"
-                self._note("row", make_row(group, selection, status, "not reached"))
+                self.found.add("row", make_row(group, selection, status, "not reached"))
+
+
+def _finished(plan: Plan, machine: dict[str, Any], found: _Findings) -> dict[str, Any]:
+    from vit_fast import __version__
+
+    ceilings = best_ceilings(found.ceilings)
+    finish(found.rows, ceilings, found.controls)
+    busy = dict.fromkeys(reason for control in found.controls for reason in control["conditions"]["busy"])
+    return {
+        "format": FORMAT,
+        "vit_fast": __version__,
+        "machine": machine,
+        "ceilings": ceilings,
+        "controls": found.controls,
+        "busy": list(busy),
+        "plan": plan.to_dict(),
+        "correctness_rule": describe_rule(),
+        "rows": found.rows,
+    }
 
 
 class _Watch:
