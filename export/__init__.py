@@ -17,18 +17,18 @@ from vit_fast.errors import MissingPackageError
 if TYPE_CHECKING:
     from .deployment import write_triton_repository
     from .exporter import export_onnx
-    from .files import ModelFileError
     from .metadata import inspect_onnx
+    from .model_files import ModelFileError
     from .report import ExportReport
     from .runner import OnnxRunner, ProviderError
-    from .verify import VerificationError
+    from .verification import VerificationError
 
 _LAZY = {
     "ExportReport": ".report",
-    "ModelFileError": ".files",
+    "ModelFileError": ".model_files",
     "OnnxRunner": ".runner",
     "ProviderError": ".runner",
-    "VerificationError": ".verify",
+    "VerificationError": ".verification",
     "export_onnx": ".exporter",
     "inspect_onnx": ".metadata",
     "write_triton_repository": ".deployment",

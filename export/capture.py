@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.libraries.image_model import ImageModel, Output
 
-from . import attention
+from . import attention_nodes
 from .options import ExportOptions
 
 INPUT, BATCH = "images", "batch"
@@ -39,7 +39,7 @@ class _Exported(nn.Module):
 
 
 def capture(vit: ImageModel, options: ExportOptions) -> ir.Model:
-    """The model as an ONNX graph in which every attention is one placeholder node (see attention.py).
+    """The model as an ONNX graph in which every attention is one placeholder node (see attention_nodes.py).
 
     Args:
         vit: The model. For fp16 and bf16 a copy in that dtype is made for the time of the capture.
@@ -96,7 +96,7 @@ def _to_onnx(exported: Any, options: ExportOptions) -> ir.Model:
             opset_version=options.opset,
             input_names=[INPUT],
             output_names=["features" if options.output == "features" else options.output],
-            custom_translation_table=attention.translation_table(),
+            custom_translation_table=attention_nodes.translation_table(),
             verbose=False,
         )
     except Exception as error:

@@ -16,8 +16,8 @@ import onnx
 
 from vit_fast.files import folder_aside
 
-from .files import ModelFileError, external_tensors, read_proto
 from .metadata import OnnxInfo, describe
+from .model_files import ModelFileError, external_tensors, read_proto
 
 DATA_TYPES = {
     "float": "TYPE_FP32", "float16": "TYPE_FP16", "bfloat16": "TYPE_BF16", "double": "TYPE_FP64",

@@ -20,17 +20,17 @@ from vit_fast.libraries import recognise
 from vit_fast.libraries.image_model import ImageModel, Output
 from vit_fast.version import __version__
 
-from . import files
+from . import model_files
 from .capture import capture
-from .fusion import count_nodes, forget_inner_shapes, optimise
 from .graphs import prepend
 from .metadata import metadata_for, write_metadata
+from .optimise import count_nodes, forget_inner_shapes, optimise
 from .options import ATTENTION_OPSET, ExportOptions, Precision, Target, opset_for
 from .photographs import as_inputs, photographs
 from .preprocessing import preprocessing_model
 from .quantise import quantise_dynamic, quantise_static
 from .report import ExportReport
-from .verify import BATCHES, verify_file, verify_preprocessing
+from .verification import BATCHES, verify_file, verify_preprocessing
 
 CALIBRATION_IMAGES = 32
 
@@ -115,7 +115,7 @@ def export_onnx(
         report.nodes = dict(count_nodes(graph))
         external = _external(graph, options)
         with clock("write"):
-            files.save(graph, aside, external)
+            model_files.save(graph, aside, external)
         del graph
         outcome: dict[str, Any] | None = None
         if verify:
@@ -182,8 +182,8 @@ def _finish(graph: ir.Model, vit: ImageModel, options: ExportOptions) -> None:
 
 
 def _external(graph: ir.Model, options: ExportOptions) -> bool:
-    size = files.weight_bytes(graph)
-    if size <= files.PROTOBUF_LIMIT:
+    size = model_files.weight_bytes(graph)
+    if size <= model_files.PROTOBUF_LIMIT:
         return bool(options.external_data)
     if options.external_data is False:
         raise ValueError(f"external_data=False: {size / 1e9:.1f} GB of weights do not fit into one file (2 GB)")

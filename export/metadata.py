@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -13,9 +12,9 @@ import onnx
 
 from vit_fast.config import DataConfig
 from vit_fast.libraries.image_model import ImageModel
-from vit_fast.version import __version__
+from vit_fast.version import __version__, installed
 
-from .files import ModelFileError, read_proto
+from .model_files import ModelFileError, read_proto
 from .options import ExportOptions
 
 if TYPE_CHECKING:
@@ -104,20 +103,11 @@ def metadata_for(
         "precision": options.precision,
         "target": options.target,
         "source": source,
-        "versions": {"vit-fast": __version__} | installed_versions(),
+        "versions": {"vit-fast": __version__}
+        | {package: version for package in PACKAGES if (version := installed(package))},
         "verification": verification or "not verified",
     }
     return {PREFIX + key: json.dumps(value, default=str) for key, value in facts.items()}
-
-
-def installed_versions() -> dict[str, str]:
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 def write_metadata(path: Path, metadata: dict[str, str]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from vit_fast.errors import VitFastError
 
-from .files import ModelFileError
+from .model_files import ModelFileError
 
 CPU, CUDA, TENSORRT = "CPUExecutionProvider", "CUDAExecutionProvider", "TensorrtExecutionProvider"
 DEVICES = {"cpu": CPU, "cuda": CUDA, "tensorrt": TENSORRT}

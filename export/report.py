@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .fusion import Fusion
+from .optimise import Fusion
 
 if TYPE_CHECKING:
     from rich.table import Table

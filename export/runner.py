@@ -13,8 +13,8 @@ from vit_fast.errors import UnsupportedInputError
 from vit_fast.libraries.image_model import Output
 
 from .execution import Execution
-from .files import ModelFileError
 from .metadata import OnnxInfo, inspect_onnx
+from .model_files import ModelFileError
 from .providers import DEVICES, ProviderError, open_session, parse_device, reasons_against
 from .signature import Signature, read_signature
 

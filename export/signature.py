@@ -10,8 +10,8 @@ import numpy as np
 
 from vit_fast.config import Size
 
-from .files import ModelFileError
 from .metadata import OnnxInfo
+from .model_files import ModelFileError
 
 _DTYPES = {"float": np.float32, "float16": np.float16, "double": np.float64, "uint8": np.uint8}
 

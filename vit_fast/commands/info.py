@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import json
 import platform
 from typing import Annotated, Any
@@ -59,13 +57,13 @@ def collect() -> dict[str, Any]:
     """Everything that `vit-fast info` prints, as plain data."""
     import torch
 
-    from .. import __version__
+    from ..version import __version__, installed
 
     return {
         "vit_fast": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: installed(name) for name in PACKAGES},
         "devices": [{"device": str(device), "description": describe_device(device)} for device in _devices(torch)],
         "backends": [row for device in _devices(torch) for row in _backend_rows(device)],
     }
@@ -105,13 +103,6 @@ def _backend_rows(device: Any) -> list[dict[str, Any]]:
             remarks = ["in Triton's interpreter: right, and very slow"]
         rows.append({"backend": backend, "device": str(device), "available": not reasons, "reasons": remarks})
     return rows
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _processor_name() -> str:

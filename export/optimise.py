@@ -12,7 +12,7 @@ import onnx_ir.passes.common as common_passes
 
 from vit_fast.libraries.image_model import ImageModel
 
-from . import attention
+from . import attention_nodes
 from .graphs import Writer, constant_of, replace
 from .options import ATTENTION_OPSET, ExportOptions
 
@@ -46,7 +46,7 @@ class Fusion:
         return asdict(self)
 
 
-def attention_form(options: ExportOptions) -> attention.Form:
+def attention_form(options: ExportOptions) -> attention_nodes.Form:
     """The form in which a target takes attention."""
     if options.targets_ort:
         return "multi_head_attention"
@@ -62,7 +62,7 @@ def optimise(model: ir.Model, vit: ImageModel, options: ExportOptions) -> list[F
         One entry a fusion that the target calls for.
     """
     form = attention_form(options)
-    lowered = attention.lower_attention(model, form)
+    lowered = attention_nodes.lower_attention(model, form)
     common_passes.RemoveUnusedNodesPass()(model)
     _cancel_transposes(model)
     missing = vit.attentions - lowered.sites
@@ -75,8 +75,8 @@ def optimise(model: ir.Model, vit: ImageModel, options: ExportOptions) -> list[F
     fusions.append(Fusion("packed qkv", lowered.packed, vit.depth, "" if lowered.packed >= vit.depth else note))
     if options.targets_ort:
         fusions += _fuse_for_ort(model, vit, options)
-        model.opset_imports[attention.MICROSOFT] = 1
-    model.opset_imports.pop(attention.DOMAIN, None)
+        model.opset_imports[attention_nodes.MICROSOFT] = 1
+    model.opset_imports.pop(attention_nodes.DOMAIN, None)
     common_passes.RemoveUnusedNodesPass()(model)
     counts = count_nodes(model)
     norms = counts[LAYER_NORM] + counts[SKIP_NORM]
@@ -127,7 +127,7 @@ def _fuse_erf_gelu(model: ir.Model) -> None:
             value = consumers[0].outputs[0]
         is_x, is_half = [v is x for v in others[1:]], [_is_constant(v, 0.5) for v in others[1:]]
         if len(others) == 3 and _is_constant(others[0], 1.0) and sum(is_x) == 1 and sum(is_half) == 1:
-            gelu = Writer(model.graph, f"{erf.name}.gelu", before=erf).op("Gelu", x, domain=attention.MICROSOFT)
+            gelu = Writer(model.graph, f"{erf.name}.gelu", before=erf).op("Gelu", x, domain=attention_nodes.MICROSOFT)
             replace(value, gelu)
     common_passes.RemoveUnusedNodesPass()(model)
 

@@ -3,7 +3,7 @@
     softmax(scale * q k^T) v
 
 torch's exporter is told (custom_translation_table) to write every scaled_dot_product_attention as one placeholder node;
-layout.py finds out how q, k and v were cut out of the linear before it; here it is written again for a target.
+projections.py finds out how q, k and v were cut out of the linear before it; here it is written again for a target.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import onnx
 import onnx_ir as ir
 
 from .graphs import Writer, constant_of, replace
-from .layout import Projection, Sizes, merged_output, projection_of
+from .projections import Projection, Sizes, merged_output, projection_of
 
 DOMAIN = "vit_fast.placeholder"
 SDPA = "Sdpa"
