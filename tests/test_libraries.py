@@ -6,16 +6,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from vit_fast import UnsupportedInputError, VisionTransformer, ViTConfig
-from vit_fast.config import Activation
 from vit_fast.libraries import PEERS, timm, torchvision, transformers, transformers_config
 from vit_fast.libraries.peers import take_weights
+from vit_fast.ops.reference import ACTIVATIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY: dict[str, Any] = {
@@ -54,7 +54,7 @@ def test_a_peer_holds_our_weights_and_nothing_else(family: str) -> None:
     assert all(torch.equal(back.tensors[name], weights[name]) for name in weights)
 
 
-@pytest.mark.parametrize("act_layer", get_args(Activation))
+@pytest.mark.parametrize("act_layer", ACTIVATIONS)
 def test_transformers_has_a_name_for_each_activation(act_layer: str) -> None:
     config = ViTConfig(**TINY, act_layer=act_layer)
     written = transformers.build_peer(config).config.to_dict()

@@ -106,6 +106,12 @@ def test_contributing_says_which_folder_imports_which() -> None:
     assert wrong == []
 
 
+def test_contributing_names_files_that_exist() -> None:
+    paths = re.findall(r"`([\w/.-]+/[\w.-]*)`", (ROOT / "CONTRIBUTING.md").read_text())
+    assert len(paths) > 20
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
 def test_ops_is_the_door_to_the_kernels() -> None:
     """But for the files that CONTRIBUTING names, which look at the kernels themselves."""
     sentence = re.search(

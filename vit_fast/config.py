@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from .ops.reference import ACTIVATIONS
+
 GlobalPool = Literal["token", "avg", "map", ""]
 PosEmbed = Literal["learn", "sincos1d", "sincos2d"]
-Activation = Literal["gelu", "gelu_tanh", "relu", "quick_gelu", "silu"]
 Interpolation = Literal["bicubic", "bilinear", "nearest", "lanczos"]
 CropMode = Literal["center", "squash"]
 
@@ -78,7 +79,8 @@ class ViTConfig:
         pre_norm: LayerNorm before the blocks and a patch embedding without bias (CLIP).
         global_pool: "token" (class token), "avg" (mean of the patches), "map" (SigLIP's attention pooling), "" (none).
         fc_norm: Whether the final LayerNorm comes after pooling; None means only when global_pool is "avg".
-        act_layer: Activation of the MLP: "gelu" is exact; "gelu_tanh", "quick_gelu", "relu", "silu".
+        act_layer: Activation of the MLP, one of ops.reference.ACTIVATIONS: "gelu" is exact; "gelu_tanh", "quick_gelu",
+            "relu", "silu".
         norm_eps: epsilon of every LayerNorm.
         dynamic_img_size: Accept other image sizes than img_size by interpolating the position embedding.
         stem_channels: Output channels of the hybrid's convolutional stem, each layer halving the image; () is none.
@@ -110,7 +112,7 @@ class ViTConfig:
     pre_norm: bool = False
     global_pool: GlobalPool = "token"
     fc_norm: bool | None = None
-    act_layer: Activation = "gelu"
+    act_layer: str = "gelu"
     norm_eps: float = 1e-6
     dynamic_img_size: bool = False
     stem_channels: tuple[int, ...] = ()
@@ -142,7 +144,7 @@ class ViTConfig:
                 raise ValueError(f"{name}={getattr(self, name)}: accepted is a probability in [0, 1)")
         _check_choice("global_pool", self.global_pool, get_args(GlobalPool))
         _check_choice("pos_embed", self.pos_embed, get_args(PosEmbed))
-        _check_choice("act_layer", self.act_layer, get_args(Activation))
+        _check_choice("act_layer", self.act_layer, tuple(ACTIVATIONS))
         if self.norm_eps <= 0:
             raise ValueError(f"norm_eps={self.norm_eps}: accepted is a positive number")
         if self.mlp_ratio <= 0 or self.hidden_dim < 1:
