@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
+from types import ModuleType
 
 from torch import nn
 
 from vit_fast.fusion import fuse
+from vit_fast.libraries import PEERS
 
 from . import subjects_peers
 from .subjects import Subject, Task, register
 
 
-def build(peer: str, task: Task) -> nn.Module:
+def build(peer: ModuleType, task: Task) -> nn.Module:
     """The peer's model with every attention and MLP fused, by the kernels where they can run.
 
     Raises:
@@ -23,13 +25,13 @@ def build(peer: str, task: Task) -> nn.Module:
     return model
 
 
-for name in subjects_peers.PEERS:
+for library in PEERS:
     register(
         Subject(
-            f"{name}+fused",
-            f"{name}'s model after vit_fast.fuse",
-            functools.partial(build, name),
-            packages=(name,),
+            f"{library.NAME}+fused",
+            f"{library.NAME}'s model after vit_fast.fuse",
+            functools.partial(build, library),
+            packages=(library.NAME,),
             fullgraph=True,
         )
     )

@@ -7,32 +7,26 @@ express is refused with every reason.
 from __future__ import annotations
 
 import functools
+from types import ModuleType
 
 from torch import Tensor, nn
 
-from vit_fast.libraries import timm, torchvision, transformers
+from vit_fast.libraries import PEERS, transformers
 from vit_fast.libraries.peers import take_weights
 
 from .subjects import Subject, Task, register
 
-PEERS = {
-    "timm": (timm, "timm's VisionTransformer"),
-    "transformers": (transformers, "transformers' ViTForImageClassification, attn_implementation='sdpa'"),
-    "torchvision": (torchvision, "torchvision's VisionTransformer"),
-}
 
-
-def build(peer: str, task: Task) -> nn.Module:
-    """The peer's model with our weights, all of them, on the task's device.
+def build(peer: ModuleType, task: Task) -> nn.Module:
+    """The model of a library's with our weights, all of them, on the task's device.
 
     Raises:
         UnsupportedInputError: the library has no such model; every reason.
     """
-    library, _ = PEERS[peer]
-    model = library.build_peer(task.config).to(device=task.device, dtype=task.dtype)
-    take_weights(model, task.weights, library.convert, task.config)
+    model = peer.build_peer(task.config).to(device=task.device, dtype=task.dtype)
+    take_weights(model, task.weights, peer.convert, task.config)
     model = model.eval().requires_grad_(False)
-    return _LogitsOf(model) if library is transformers else model
+    return _LogitsOf(model) if peer is transformers else model
 
 
 class _LogitsOf(nn.Module):
@@ -46,5 +40,7 @@ class _LogitsOf(nn.Module):
         return self.model(pixel_values=images).logits
 
 
-for name, (_, summary) in PEERS.items():
-    register(Subject(name, summary, functools.partial(build, name), packages=(name,), peer=True))
+for library in PEERS:
+    register(
+        Subject(library.NAME, library.PEER, functools.partial(build, library), packages=(library.NAME,), peer=True)
+    )

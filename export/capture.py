@@ -54,7 +54,7 @@ def capture(vit: ImageModel, options: ExportOptions) -> ir.Model:
         vit = vit.copy_in(dtype)
     example = torch.randn(2, vit.in_chans, *_example_size(vit, options))
     module = _Exported(vit, options.output, dtype, options.dynamic_size).eval()
-    with vit.prepared("sdpa", options.dynamic_size), _quiet(), torch.no_grad():
+    with vit.exporting("sdpa", options.dynamic_size), _quiet(), torch.no_grad():
         exported = _torch_export(module, example, vit, options)
         model = _to_onnx(exported, options)
     _rename_symbols(model)

@@ -142,7 +142,7 @@ def _run_preprocessing(data: DataConfig, image_hw: Size, in_chans: int, opset: i
 
 
 def _eager(vit: ImageModel, inputs: torch.Tensor, options: ExportOptions) -> np.ndarray:
-    with vit.prepared("eager", options.dynamic_size), torch.inference_mode():
+    with vit.exporting("eager", options.dynamic_size), torch.inference_mode():
         result = torch.cat([vit.forward(one, options.output, options.dynamic_size) for one in inputs.split(4)])
     return result.double().numpy()
 

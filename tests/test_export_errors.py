@@ -20,7 +20,7 @@ import vit_fast
 from vit_fast.cli import main
 from vit_fast.data import ImageError, default_photograph
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.export import VerificationError, export_onnx, exporter, files, inspect_onnx, write_triton_repository
+from vit_fast.export import VerificationError, export_onnx, exporter, inspect_onnx, model_files, write_triton_repository
 from vit_fast.files import file_aside
 
 
@@ -184,7 +184,7 @@ def test_a_file_that_computes_something_else_is_not_left(
     model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One weight, changed by one per mille between the model and the file, is found."""
-    real = files.save
+    real = model_files.save
 
     def save_damaged(graph: Any, path: Path, external: bool) -> None:
         real(graph, path, external)
@@ -194,7 +194,7 @@ def test_a_file_that_computes_something_else_is_not_left(
         tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
         onnx.save(proto, path)
 
-    monkeypatch.setattr(files, "save", save_damaged)
+    monkeypatch.setattr(model_files, "save", save_damaged)
     (tmp_path / "m.onnx").write_text("the old file")
     with pytest.raises(VerificationError, match=r"fp32 file differs from eager at batch .* accepted is max <= 1e-05"):
         export_onnx(model, tmp_path / "m.onnx")

@@ -19,7 +19,7 @@ from torch import nn
 import vit_fast
 from vit_fast.config import DataConfig
 from vit_fast.data import default_photograph, make_transform, read_image
-from vit_fast.export import OnnxRunner, export_onnx, files, inspect_onnx, verify
+from vit_fast.export import OnnxRunner, export_onnx, inspect_onnx, model_files, verification
 from vit_fast.export.options import ExportOptions
 from vit_fast.export.photographs import photographs
 from vit_fast.export.preprocessing import preprocessing_model
@@ -235,7 +235,7 @@ def test_probabilities_are_held_to_the_same_standard_as_logits(precision: Any) -
     expected = logits.softmax(-1).numpy()
 
     def passes(other: torch.Tensor) -> bool:
-        return verify._compare(other.softmax(-1).float().numpy(), expected, (32, 32), options).passed
+        return verification._compare(other.softmax(-1).float().numpy(), expected, (32, 32), options).passed
 
     assert passes(logits)
     assert not passes(unrelated) and not passes(3 * unrelated)
@@ -282,7 +282,7 @@ def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
 def test_weights_beside_the_file_when_they_are_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Above protobuf's limit (lowered here) the weights go beside without being asked; inside is refused."""
     model = make("vit")
-    monkeypatch.setattr(files, "PROTOBUF_LIMIT", 10_000)
+    monkeypatch.setattr(model_files, "PROTOBUF_LIMIT", 10_000)
     report = export_onnx(model, tmp_path / "big.onnx")
     assert report.external_data == "big.onnx.data" and report.verified
     assert sorted(p.name for p in tmp_path.iterdir()) == ["big.onnx", "big.onnx.data"]

@@ -4,7 +4,7 @@ A library's file holds what applies to it:
 
 - NAME; SIGNATURE, a pattern that finds its weights, and `convert`, which translates their names to ours (timm's);
 - `wrote` and `read_config`, for the configuration files of its repositories (transformers': transformers_config.py);
-- `build_peer`, the same architecture by its own class;
+- PEER, what its own class of our architecture is, and `build_peer`, which makes it;
 - `recognise`, what a model at hand takes and gives, for export.
 """
 

@@ -54,7 +54,7 @@ class ImageModel(abc.ABC):
     takes_bytes: bool = False
 
     @abc.abstractmethod
-    def prepare(self, undo: contextlib.ExitStack, dynamic_size: bool) -> None:
+    def make_exportable(self, undo: contextlib.ExitStack, dynamic_size: bool) -> None:
         """Switches the model to what exports, and any image size if asked; `undo` switches it back.
 
         Raises:
@@ -83,7 +83,7 @@ class ImageModel(abc.ABC):
         return dataclasses.replace(self, model=copy.deepcopy(self.model).to(dtype))
 
     @contextlib.contextmanager
-    def prepared(self, backend: str, dynamic_size: bool) -> Iterator[None]:
+    def exporting(self, backend: str, dynamic_size: bool) -> Iterator[None]:
         """For the time of export or of a reference run: this backend everywhere, any image size if asked.
 
         Nothing is copied; whatever is switched is switched back.
@@ -94,7 +94,7 @@ class ImageModel(abc.ABC):
                 for attribute in ("backend", "vit_fast_backend"):
                     if isinstance(getattr(module, attribute, None), str) and (ours or attribute != "backend"):
                         switch(undo, module, attribute, backend)
-            self.prepare(undo, dynamic_size)
+            self.make_exportable(undo, dynamic_size)
             yield
 
 

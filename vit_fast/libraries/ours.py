@@ -47,7 +47,7 @@ def _variant_of(config: ViTConfig, data_config: DataConfig) -> str | None:
 class OurModel(TimmInterface):
     """Our VisionTransformer."""
 
-    def prepare(self, undo: contextlib.ExitStack, dynamic_size: bool) -> None:
+    def make_exportable(self, undo: contextlib.ExitStack, dynamic_size: bool) -> None:
         model: Any = self.model
         if model.config.dynamic_img_size != dynamic_size:
             config = model.config.replace(dynamic_img_size=dynamic_size)

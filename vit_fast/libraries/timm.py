@@ -21,6 +21,7 @@ from .rename import Converted, Rule, rename
 from .repository import Facts
 
 NAME = "timm"
+PEER = "timm's VisionTransformer"
 SIGNATURE = r"(^|^visual\.trunk\.)patch_embed\.proj\.weight$"
 
 RULES: tuple[Rule, ...] = (
@@ -171,7 +172,7 @@ def _describe(model: Any) -> ImageModel:
 class TimmModel(TimmInterface):
     """A model of timm's."""
 
-    def prepare(self, undo: contextlib.ExitStack, dynamic_size: bool) -> None:
+    def make_exportable(self, undo: contextlib.ExitStack, dynamic_size: bool) -> None:
         model: Any = self.model
         if not dynamic_size or model.dynamic_img_size:
             return

@@ -17,6 +17,7 @@ from .peers import plain_vit_reasons, reasons, refuse
 from .rename import Converted, Rule, rename
 
 NAME = "torchvision"
+PEER = "torchvision's VisionTransformer"
 SIGNATURE = r"^encoder\.layers\.encoder_layer_0\."
 
 _BLOCK = r"encoder\.layers\.encoder_layer_(\d+)\."
@@ -99,7 +100,7 @@ def _describe(model: Any) -> ImageModel:
 class TorchvisionModel(ImageModel):
     """torchvision's VisionTransformer."""
 
-    def prepare(self, undo: contextlib.ExitStack, dynamic_size: bool) -> None:
+    def make_exportable(self, undo: contextlib.ExitStack, dynamic_size: bool) -> None:
         if dynamic_size:
             raise UnsupportedInputError(
                 "dynamic_size with torchvision's VisionTransformer",

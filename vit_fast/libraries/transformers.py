@@ -23,6 +23,7 @@ from .rename import Converted, Rule, rename
 from .transformers_config import ACTIVATIONS
 
 NAME = "transformers"
+PEER = "transformers' ViTForImageClassification, attn_implementation='sdpa'"
 SIGNATURE = r"(^|\.)embeddings\.(patch_embeddings\.projection|patch_embedding)\.weight$"
 
 _VIT_PREFIX = r"(?:vit\.|deit\.|dinov2\.|dinov2_with_registers\.)?"
@@ -223,7 +224,7 @@ def _describe(model: Any) -> ImageModel:
 class TransformersModel(ImageModel):
     """A vision model of transformers'."""
 
-    def prepare(self, undo: contextlib.ExitStack, dynamic_size: bool) -> None:
+    def make_exportable(self, undo: contextlib.ExitStack, dynamic_size: bool) -> None:
         """Attention without the mask that transformers would otherwise make (all true: images have no padding)."""
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
