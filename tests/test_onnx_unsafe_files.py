@@ -1,0 +1,165 @@
+"""Damaged, foreign and unsafe ONNX files: refused by name, and nothing outside the model's folder is read."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+from onnx_models import make
+
+from vit_fast.data import default_photograph
+from vit_fast.export import ModelFileError, OnnxRunner, export_onnx, inspect_onnx
+
+NAMES = [f"thing {i}" for i in range(10)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("onnx")
+    model = make("vit")
+    export_onnx(model, folder / "plain.onnx", class_names=NAMES, verify=False)
+    export_onnx(model, folder / "beside.onnx", external_data=True, verify=False)
+    return folder
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.99])
+def test_truncated(folder: Path, tmp_path: Path, share: float) -> None:
+    content = (folder / "plain.onnx").read_bytes()
+    (tmp_path / "m.onnx").write_bytes(content[: int(share * len(content))])
+    with pytest.raises(ModelFileError, match=r"m\.onnx: "):
+        OnnxRunner(tmp_path / "m.onnx", "cpu")
+
+
+def test_foreign_and_missing(folder: Path, tmp_path: Path) -> None:
+    shutil.copy(default_photograph(), tmp_path / "photo.onnx")
+    (tmp_path / "text.onnx").write_text("not a model\n" * 100)
+    for path, message in (
+        (tmp_path / "photo.onnx", "not an ONNX"),
+        (tmp_path / "text.onnx", "not an ONNX"),
+        (tmp_path / "absent.onnx", "no such file"),
+        (tmp_path, "is a folder"),
+    ):
+        for read in (inspect_onnx, OnnxRunner):
+            with pytest.raises(ModelFileError, match=message):
+                read(path)
+
+
+def test_a_model_that_takes_no_images(tmp_path: Path) -> None:
+    value = onnx.helper.make_tensor_value_info
+    node = onnx.helper.make_node("Relu", ["tokens"], ["y"])
+    graph = onnx.helper.make_graph(
+        [node], "g", [value("tokens", onnx.TensorProto.FLOAT, [1, 5])], [value("y", onnx.TensorProto.FLOAT, [1, 5])]
+    )
+    onnx.save(onnx.helper.make_model(graph), tmp_path / "m.onnx")
+    with pytest.raises(ModelFileError, match=r"input tokens is float \[1, 5\]: accepted are"):
+        OnnxRunner(tmp_path / "m.onnx")
+
+
+def test_damaged_metadata(folder: Path, tmp_path: Path) -> None:
+    proto = onnx.load(folder / "plain.onnx")
+    for entry in proto.metadata_props:
+        if entry.key == "vit_fast.data_config":
+            entry.value = '{"mean": '
+    onnx.save(proto, tmp_path / "m.onnx")
+    with pytest.raises(ModelFileError, match="its metadata is damaged"):
+        OnnxRunner(tmp_path / "m.onnx")
+    for key, value, message in (
+        ("class_names", json.dumps(NAMES[:7]), "damaged: 7 class names for 10 outputs"),
+        ("image_hw", '["a", "b"]', "damaged: image_hw is"),
+        ("patch_hw", "[0, 8]", "damaged: patch_hw is"),
+    ):
+        proto = onnx.load(folder / "plain.onnx")
+        for entry in proto.metadata_props:
+            if entry.key == f"vit_fast.{key}":
+                entry.value = value
+        onnx.save(proto, tmp_path / "m.onnx")
+        with pytest.raises(ModelFileError, match=message):
+            OnnxRunner(tmp_path / "m.onnx")
+
+
+def test_metadata_of_others_means_nothing_here(folder: Path, tmp_path: Path) -> None:
+    proto = onnx.load(folder / "plain.onnx")
+    del proto.metadata_props[:]
+    onnx.helper.set_model_props(proto, {"dynamic_size": "yes", "patch_hw": "large", "image_hw": "7"})
+    onnx.save(proto, tmp_path / "m.onnx")
+    runner = OnnxRunner(tmp_path / "m.onnx", "cpu")
+    assert runner.image_hw == (32, 32)
+    assert runner(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
+
+
+def _with_location(folder: Path, tmp_path: Path, location: str, **fields: str) -> Path:
+    proto = onnx.load(folder / "beside.onnx", load_external_data=False)
+    for tensor in proto.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = location
+            elif entry.key in fields:
+                entry.value = fields[entry.key]
+    inside = tmp_path / "inside"
+    inside.mkdir(exist_ok=True)
+    (inside / "m.onnx").write_bytes(proto.SerializeToString())
+    return inside / "m.onnx"
+
+
+def test_external_data_cannot_leave_the_folder(folder: Path, tmp_path: Path) -> None:
+    """Every way out is refused, though the bytes there are the right ones."""
+    secret = tmp_path / "secret.data"
+    shutil.copy(folder / "beside.onnx.data", secret)
+    path = _with_location(folder, tmp_path, "weights.data")
+    weights = path.parent / "weights.data"
+
+    os.link(secret, weights)
+    for read in (OnnxRunner, inspect_onnx):
+        with pytest.raises(ModelFileError, match="hard link"):
+            read(path)
+    weights.unlink()
+    weights.symlink_to(secret)
+    with pytest.raises(ModelFileError, match="symbolic link"):
+        OnnxRunner(path)
+    weights.unlink()
+    with pytest.raises(ModelFileError, match="does not exist"):
+        OnnxRunner(path)
+    (path.parent / "sub").symlink_to(tmp_path, target_is_directory=True)
+    for location in ("sub/secret.data", "../secret.data", str(secret), "x/../../secret.data", "", ".", "C:\\x.data"):
+        with pytest.raises(ModelFileError, match="external data refused"):
+            OnnxRunner(_with_location(folder, tmp_path, location))
+    shutil.copy(secret, weights)
+    assert OnnxRunner(_with_location(folder, tmp_path, "weights.data"), "cpu")(torch.zeros(1, 3, 32, 32)).shape == (
+        1,
+        10,
+    )
+
+
+def test_external_data_too_short(folder: Path, tmp_path: Path) -> None:
+    path = _with_location(folder, tmp_path, "weights.data")
+    (path.parent / "weights.data").write_bytes((folder / "beside.onnx.data").read_bytes()[:-5000])
+    with pytest.raises(ModelFileError, match=r"has \d+ bytes, \d+ are needed"):
+        OnnxRunner(path)
+    shutil.copy(folder / "beside.onnx.data", path.parent / "weights.data")
+    with pytest.raises(ModelFileError, match="are needed"):
+        OnnxRunner(_with_location(folder, tmp_path, "weights.data", offset="99999999999"))
+    with pytest.raises(ModelFileError, match="no number"):
+        OnnxRunner(_with_location(folder, tmp_path, "weights.data", length="many"))
+
+
+def test_external_data_lies_beside_the_name_given(folder: Path, tmp_path: Path) -> None:
+    """A link to a model: what ONNX Runtime reads, beside the link, is what is checked."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").mkdir()
+    for name in ("beside.onnx", "beside.onnx.data"):
+        shutil.copy(folder / name, tmp_path / "real" / name)
+    link = tmp_path / "link" / "beside.onnx"
+    link.symlink_to(tmp_path / "real" / "beside.onnx")
+    with pytest.raises(ModelFileError, match="does not exist"):
+        OnnxRunner(link, "cpu")
+    os.link(tmp_path / "real" / "beside.onnx.data", link.parent / "beside.onnx.data")
+    with pytest.raises(ModelFileError, match="hard link"):
+        OnnxRunner(link, "cpu")
+    (link.parent / "beside.onnx.data").unlink()
+    shutil.copy(folder / "beside.onnx.data", link.parent / "beside.onnx.data")
+    assert OnnxRunner(link, "cpu")(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
