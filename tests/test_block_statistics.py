@@ -27,13 +27,13 @@ def model() -> VisionTransformer:
 def handed_on(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether statistics came in, a block each."""
     seen: list[bool] = []
-    fused_block = block_module.fused_block
+    run_block = block_module.run_block
 
-    def spy(block, x, statistics=None, next_eps=None):
+    def spy(parts, x, statistics=None, **how):
         seen.append(statistics is not None)
-        return fused_block(block, x, statistics, next_eps)
+        return run_block(parts, x, statistics, **how)
 
-    monkeypatch.setattr(block_module, "fused_block", spy)
+    monkeypatch.setattr(block_module, "run_block", spy)
     return seen
 
 

@@ -85,10 +85,10 @@ def test_the_kernels_run_in_evaluation_though_fused_in_training() -> None:
     inputs = {name: tensor.to(DEVICE) for name, tensor in subject.inputs().items()}
     twin = copy.deepcopy(model)
     vit_fast.fuse(model, "triton").require_all()
-    assert not model.blocks[0].runs_whole()
+    assert model.blocks[0].whole() is None
     assert model.blocks[0].runs_as_it_was()
     model.eval()
-    assert model.blocks[0].runs_whole()
+    assert model.blocks[0].whole() is not None
     assert not model.blocks[0].runs_as_it_was()
     torch.testing.assert_close(subject.run(model, inputs), subject.run(twin.eval(), inputs), rtol=1e-4, atol=1e-4)
 

@@ -305,15 +305,15 @@ def test_nothing_is_half_fused_after_an_error(monkeypatch: pytest.MonkeyPatch) -
     model = SUBJECTS["timm-vit"].build()
     classes = [type(module) for module in model.modules()]
     attributes = [dict(vars(module)) for module in model.modules()]
-    prepare, calls = common.FusedNormMlp.prepare, []
+    set_backend, calls = common.FusedNormMlp.set_fused_backend, []
 
-    def fail_the_second_time(self: common.FusedNormMlp) -> None:
+    def fail_the_second_time(self: common.FusedNormMlp, request: str) -> None:
         calls.append(1)
         if len(calls) == 2:
             raise MemoryError("the second block")
-        prepare(self)
+        set_backend(self, request)
 
-    monkeypatch.setattr(common.FusedNormMlp, "prepare", fail_the_second_time)
+    monkeypatch.setattr(common.FusedNormMlp, "set_fused_backend", fail_the_second_time)
     with pytest.raises(MemoryError, match="the second block"):
         vit_fast.fuse(model)
     assert [type(module) for module in model.modules()] == classes
@@ -372,12 +372,15 @@ def test_fusing_again_looks_at_a_changed_block_again(change: str) -> None:
     torch.testing.assert_close(model(images), expected)
 
 
-def test_fusing_again_takes_an_activation_replaced_since() -> None:
+def test_an_activation_replaced_since_is_taken_at_once_and_by_fusing_again() -> None:
     model, images = tiny_timm().eval(), torch.randn(2, 3, 32, 32)
+    twin = copy.deepcopy(model)
     vit_fast.fuse(model).require_all()
-    model.blocks[0].mlp.act = nn.ReLU()
-    expected = model(images)
-    assert model.blocks[0].runs_as_it_was()
+    for each in (model, twin):
+        each.blocks[0].mlp.act = nn.ReLU()
+    expected = twin(images)
+    assert not model.blocks[0].runs_as_it_was()
+    torch.testing.assert_close(model(images), expected)
     vit_fast.fuse(model).require_all()
     assert not model.blocks[0].runs_as_it_was()
     torch.testing.assert_close(model(images), expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from kernel_support import DEVICE, HAS_GPU
 from torch import nn
 
 import vit_fast
-from vit_fast.integrations.whole_block import FusedBlockBase
+from vit_fast import block
+from vit_fast.integrations.common import FusedNormMlp
 
 if not HAS_GPU:
     from interpreter_speed import search_once
@@ -108,19 +110,20 @@ def test_the_triton_backend_is_as_exact_as_the_formulas(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["timm-vit", "transformers-clip", "torchvision-vit"])
 def test_whole_blocks_run_as_kernels_until_somebody_looks_inside(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, calls = FusedBlockBase.whole_block, []
+    run_block, calls = block.run_block, []
 
-    def count(self: FusedBlockBase, x: torch.Tensor) -> torch.Tensor:
-        calls.append(self)
-        return whole(self, x)
+    def count(parts: block.BlockParts, *args: Any, **how: Any) -> Any:
+        if how.get("attend") is None:
+            calls.append(parts.watch.owner)
+        return run_block(parts, *args, **how)
 
-    monkeypatch.setattr(FusedBlockBase, "whole_block", count)
+    monkeypatch.setattr(block, "run_block", count)
     subject = SUBJECTS[name]
     model, inputs = subject.build().eval().to(DEVICE), on_device(subject.inputs())
     with torch.no_grad():
         expected = subject.run(model, inputs)
         vit_fast.fuse(model, backend="triton")
-        first, second = (module for module in model.modules() if isinstance(module, FusedBlockBase))
+        first, second = (module for module in model.modules() if isinstance(module, FusedNormMlp))
         torch.testing.assert_close(subject.run(model, inputs), expected, rtol=1e-3, atol=1e-3)
         assert calls == [first, second]
         seen = []
@@ -153,7 +156,7 @@ def test_triton_with_layer_scale_and_drop_path_or_autocast(drop_path: float, aut
 
 
 def test_the_fused_operators_are_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vit_fast.integrations import common, timm, transformers_attention
+    from vit_fast.integrations import timm, transformers_attention
 
     calls: list[str] = []
 
@@ -166,7 +169,7 @@ def test_the_fused_operators_are_what_runs(monkeypatch: pytest.MonkeyPatch) -> N
 
         monkeypatch.setattr(module, name, count)
 
-    counted(common, "layer_norm_mlp")
+    counted(block, "layer_norm_mlp")
     counted(timm, "attention_qkvpacked")
     counted(transformers_attention, "attention")
     for name, attention in (("timm-vit", "attention_qkvpacked"), ("transformers-vit", "attention")):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import vit_fast
 from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR
-from vit_fast.block import can_fuse
+from vit_fast.block import parts_of
 from vit_fast.data import default_photograph, read_image
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.model import Block, VisionTransformer
@@ -186,9 +186,9 @@ def _parametrize_proj(block: Block) -> None:
 @pytest.mark.parametrize("change", [_replace_qkv, _hook_norm, _parametrize_proj])
 def test_a_block_that_was_changed_is_not_fused(change: Any) -> None:
     model = _model()
-    assert can_fuse(_first_block(model))
+    assert parts_of(_first_block(model)).attention is not None
     change(_first_block(model))
-    assert not can_fuse(_first_block(model))
+    assert parts_of(_first_block(model)).attention is None
     images = _photograph_tiles(2)[0].to(DEVICE)
     vit_fast.set_backend(model, "eager")
     expected = model(images)
@@ -200,7 +200,7 @@ def test_dropout_in_training_is_refused_and_in_evaluation_fused() -> None:
     model, images = _with_backend(_model(proj_drop_rate=0.2), "triton"), _photograph_tiles(2)[0].to(DEVICE)
     with pytest.raises(UnsupportedInputError, match="dropout"):
         model.train()(images)
-    assert can_fuse(_first_block(model.eval()))
+    assert _first_block(model.eval()).whole() is not None
     assert model(images).isfinite().all()
 
 

@@ -1,110 +1,264 @@
-"""Whole encoder blocks by the Triton kernels: four matmuls and attention, and no pointwise pass between them.
+"""A pre-norm encoder block as data, whatever library it comes from, and the one place where its kernels follow.
 
 qkv = LN(x) Wqkv^T + b              LayerNorm folded into the matmul
 a   = attention(qkv)
 x   = x + ls (a Wproj^T + b)        residual and LayerScale in the epilogue, which leaves the row statistics
 h   = act(LN(x) W1^T + b1)          that this LayerNorm takes over
 x   = x + ls (h W2^T + b2)          likewise, for the LayerNorm of the next block
+
+A library reads its blocks into `BlockParts` (`reading.py` helps); what cannot be read past stays a module, and the
+parts say why. They hold modules and names, never tensors: a Parameter may be replaced at any time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TYPE_CHECKING, TypeGuard
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from .layers import is_touched, norm_and_mlp_are_plain, scaling_is_plain
 from .ops.attention import attention_qkvpacked, is_exporting
-from .ops.layer_norm_mlp import fused_layer_norm_mlp
+from .ops.backends import constant_to_compiler
+from .ops.layer_norm_mlp import fused_layer_norm_mlp, layer_norm_mlp
 from .ops.linear import layer_norm_linear, linear_residual
+from .plain import Watch, is_touched
+from .row_statistics import counted, recall, remember
 
-if TYPE_CHECKING:
-    from .model import Block
+Slot = tuple[Any, str]  # a module and the name of one of its attributes
 
 
-def can_fuse(block: Block) -> bool:
-    """Whether a block computes exactly what `fused_block` does.
+@dataclass(frozen=True, eq=False)
+class AttentionParts:
+    """x + drop_path(layer_scale * proj(attention(qkv(norm(x))))).
 
-    Not where its parts were replaced or wrapped (LoRA, quantised or parametrised layers), carry hooks that would not
-    run, drop elements at random, or are being exported to a runtime that does not know our operators.
+    Attributes:
+        module: The attention layer.
+        norm: A LayerNorm.
+        qkv: Weight and bias of one linear layer, or of three.
+        num_heads: Of the attention.
+        scale: Multiplier of q k^T; None means D**-0.5.
+        proj: A linear layer.
+        layer_scale: The vector [C]; None where there is none.
+        drop_path: A module with drop_prob, or None.
+        dropouts: Probabilities that are dropped with in training.
     """
-    if is_exporting():
-        return False
-    from .model import Attention
 
-    attn, mlp = block.attn, block.mlp
-    if not norm_and_mlp_are_plain(block.norm2, mlp) or type(attn) is not Attention:
-        return False
-    if type(attn.proj_drop) is not nn.Dropout:
-        return False
-    if block.training and (attn.attn_drop_rate or attn.proj_drop.p or mlp.drop.p):
-        return False
-    if not (type(block.norm1) is nn.LayerNorm and type(attn.qkv) is type(attn.proj) is nn.Linear):
-        return False
-    if any(is_touched(part) for part in block.modules() if part is not block):
-        return False
-    scalings = ((block.ls1, block.drop_path1), (block.ls2, block.drop_path2))
-    return all(scaling_is_plain(*pair) for pair in scalings)
+    module: Any
+    norm: Any
+    qkv: tuple[tuple[Slot, Slot], ...]
+    num_heads: int
+    scale: float | None
+    proj: Any
+    layer_scale: Slot | None
+    drop_path: Any
+    dropouts: tuple[Slot, ...]
 
 
-def run_blocks(blocks: nn.Sequential, x: Tensor) -> Tensor:
-    """blocks(x), [B, N, C] -> [B, N, C]; where all are fused, each takes its first row statistics from the one before.
+@dataclass(frozen=True, eq=False)
+class MlpParts:
+    """x + drop_path(layer_scale * fc2(activation(fc1(norm(x))))); attributes as in AttentionParts."""
 
-    A block that is wrapped, replaced or carries hooks is called as a module, and so are all the others then.
+    norm: Any
+    fc1: Any
+    activation: str
+    fc2: Any
+    layer_scale: Slot | None
+    drop_path: Any
+    dropouts: tuple[Slot, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class BlockParts:
+    """What a block was read into.
+
+    Attributes:
+        attention: Its first half; None where that stays modules.
+        mlp: Its second half, likewise.
+        attention_reasons: Why the first half stays; empty where it does not.
+        mlp_reasons: Likewise of the second half.
+        watch: Whether all this still stands.
     """
-    fused = [block for block in blocks if _is_fused(block)]
-    if len(fused) < len(blocks) or any(is_touched(part) for part in (blocks, *blocks)):
-        return blocks(x)
-    statistics: Tensor | None = None
-    for block, following in zip_longest(fused, fused[1:]):
-        next_eps = None if following is None else following.norm1.eps
-        x, statistics = fused_block(block, x, statistics, next_eps)
-    return x
+
+    attention: AttentionParts | None
+    mlp: MlpParts | None
+    attention_reasons: tuple[str, ...]
+    mlp_reasons: tuple[str, ...]
+    watch: Watch
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # a copy of the block, or one that was pickled, is read again
 
 
-def _is_fused(block: nn.Module) -> TypeGuard[Block]:
-    from .model import Block
+def parts_of(block: Any) -> BlockParts:
+    """The parts of a block, read anew where it is not what it was."""
+    if torch.compiler.is_compiling():
+        _read_again(block)
+        compiled: BlockParts = block.vit_fast_parts
+        compiled.watch.guard()
+        return compiled
+    parts: BlockParts | None = block.__dict__.get("vit_fast_parts")
+    if parts is None or not parts.watch.holds(block):
+        block.__dict__["vit_fast_parts"] = parts = block.read()
+    return parts
 
-    return type(block) is Block and block.backend == "triton" and can_fuse(block)
+
+@constant_to_compiler
+def _read_again(block: Any) -> bool:
+    """torch.compile calls this while it traces."""
+    parts = block.__dict__.get("vit_fast_parts")
+    if parts is None or not parts.watch.holds(block):
+        block.__dict__["vit_fast_parts"] = block.read()
+    return True
 
 
-def fused_block(
-    block: Block, x: Tensor, statistics: Tensor | None = None, next_eps: float | None = None
+def drops(dropouts: tuple[Slot, ...]) -> bool:
+    """Whether elements are dropped at random now."""
+    return any(owner.training and getattr(owner, name) for owner, name in dropouts)
+
+
+def runs_whole(parts: BlockParts, backend: str) -> bool:
+    """Whether the block is nothing but kernels now: none of it is a module, drops elements, or is being exported."""
+    if backend != "triton" or parts.attention is None or parts.mlp is None or is_exporting():
+        return False
+    return not (drops(parts.attention.dropouts) or drops(parts.mlp.dropouts))
+
+
+def run_block(
+    parts: BlockParts,
+    x: Tensor,
+    statistics: Tensor | None = None,
+    *,
+    backend: str = "triton",
+    attend: Callable[[Tensor], Tensor] | None = None,
+    next_eps: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """What `Block.forward` does, with row statistics handed in and out.
+    """A block whose second half is ours, with row statistics handed in and out.
 
     Args:
-        block: can_fuse(block) holds.
+        parts: Of the block; neither half drops elements now.
         x: [B, N, C].
-        statistics: (mean, rstd) of the rows of x for norm1, fp32 [2, B N]; None computes them.
+        statistics: Of the rows of x for the first LayerNorm, as the block before gave them; None computes them.
+        backend: What computes the second half.
+        attend: x -> x + attention, where the first half stays modules; None where it is ours.
         next_eps: Epsilon of the LayerNorm that follows; None means that its statistics are not wanted.
     Returns:
         [B, N, C], and the statistics of its rows where they were wanted, they are of half precision, and nothing came
         after the last matmul.
     """
-    attn, mlp, norm1, norm2 = block.attn, block.mlp, block.norm1, block.norm2
-    qkv = layer_norm_linear(
-        x, norm1.weight, norm1.bias, attn.qkv.weight, attn.qkv.bias, eps=norm1.eps, statistics=statistics
-    )
-    mixed = attention_qkvpacked(qkv.unflatten(-1, (3, attn.num_heads, -1)), backend="triton").flatten(2)
-    dropping = block.training and block.drop_path1.drop_prob > 0
-    x, statistics = _add_branch(block, x, mixed, dropping)
-    dropping = block.training and block.drop_path2.drop_prob > 0
+    mlp: Any = parts.mlp
+    if attend is not None:
+        x, statistics = attend(x), None
+    else:
+        x, statistics = _attention_half(parts.attention, x, statistics, mlp.norm.eps)
+    if backend != "triton" or is_exporting():
+        return run_mlp(mlp, x, backend), None
+    dropping = _drops_path(mlp.drop_path)
     y, emitted = fused_layer_norm_mlp(
-        x, statistics, norm2.weight, norm2.bias, mlp.fc1.weight, mlp.fc1.bias, mlp.fc2.weight, mlp.fc2.bias,
-        eps=norm2.eps, activation=mlp.activation, layer_scale=getattr(block.ls2, "gamma", None), residual=not dropping,
-        next_eps=None if dropping else next_eps,
+        x, statistics, *_mlp_tensors(mlp), eps=mlp.norm.eps, activation=mlp.activation,
+        layer_scale=_scale(mlp), residual=not dropping, next_eps=None if dropping else next_eps,
     )  # fmt: skip
-    if dropping:
-        return x + block.drop_path2(y), None
-    return y, emitted
+    return (x + mlp.drop_path(y), None) if dropping else (y, emitted)
 
 
-def _add_branch(block: Block, x: Tensor, mixed: Tensor, dropping: bool) -> tuple[Tensor, Tensor | None]:
-    """x + drop_path(ls (mixed Wproj^T + b)), and its row statistics where nothing comes after the matmul."""
-    proj, scale = block.attn.proj, getattr(block.ls1, "gamma", None)
-    if dropping:
-        branch, _ = linear_residual(mixed, proj.weight, proj.bias, layer_scale=scale, residual=None)
-        return x + block.drop_path1(branch), None
-    return linear_residual(mixed, proj.weight, proj.bias, layer_scale=scale, residual=x, next_eps=block.norm2.eps)
+def run_mlp(parts: MlpParts, x: Tensor, backend: str) -> Tensor:
+    """The second half of a block by itself, [..., C] -> [..., C]."""
+    dropping = _drops_path(parts.drop_path)
+    branch_or_sum = layer_norm_mlp(
+        x, *_mlp_tensors(parts), eps=parts.norm.eps, activation=parts.activation, layer_scale=_scale(parts),
+        residual=not dropping, backend=backend,
+    )  # fmt: skip
+    return x + parts.drop_path(branch_or_sum) if dropping else branch_or_sum
+
+
+def _attention_half(parts: Any, x: Tensor, statistics: Tensor | None, next_eps: float) -> tuple[Tensor, Tensor | None]:
+    norm, proj = parts.norm, parts.proj
+    weight, bias = _joined(parts.qkv)
+    qkv = layer_norm_linear(
+        x, _tensor(norm, "weight"), _tensor(norm, "bias"), weight, bias, eps=norm.eps, statistics=statistics
+    )
+    packed = qkv.unflatten(-1, (3, parts.num_heads, -1))
+    mixed = attention_qkvpacked(packed, scale=parts.scale, backend="triton").flatten(2)
+    weight, bias = _tensor(proj, "weight"), _tensor(proj, "bias")
+    if _drops_path(parts.drop_path):
+        branch, _ = linear_residual(mixed, weight, bias, layer_scale=_scale(parts), residual=None)
+        return x + parts.drop_path(branch), None
+    return linear_residual(mixed, weight, bias, layer_scale=_scale(parts), residual=x, next_eps=next_eps)
+
+
+def _joined(linears: tuple[tuple[Slot, Slot], ...]) -> tuple[Any, Any]:
+    """One weight [3 C, C] and bias of three linear layers."""
+    weights, biases = ([_tensor(*linear[i]) for linear in linears] for i in range(2))
+    if len(weights) == 1:
+        return weights[0], biases[0]
+    if all(bias is None for bias in biases):
+        return torch.cat(weights), None
+    absent = weights[0].new_zeros(weights[0].shape[0])  # BEiT's keys have no bias
+    return torch.cat(weights), torch.cat([absent if bias is None else bias for bias in biases])
+
+
+def _mlp_tensors(parts: MlpParts) -> tuple[Any, ...]:
+    """norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias."""
+    return tuple(_tensor(part, name) for part in (parts.norm, parts.fc1, parts.fc2) for name in ("weight", "bias"))
+
+
+def _tensor(owner: nn.Module, name: str) -> Any:
+    """The attribute without nn.Module's own look-up, which is slow; FSDP keeps weights outside of _parameters."""
+    if torch.compiler.is_compiling():
+        return getattr(owner, name)
+    own = owner.__dict__
+    return own[name] if name in own else own["_parameters"].get(name)
+
+
+def _scale(parts: AttentionParts | MlpParts) -> Any:
+    return None if parts.layer_scale is None else _tensor(*parts.layer_scale)
+
+
+def _drops_path(drop_path: Any) -> bool:
+    return drop_path is not None and bool(drop_path.training and drop_path.drop_prob)
+
+
+def forward_block(
+    block: Any, parts: BlockParts, x: Tensor, *, backend: str, attend: Callable[[Tensor], Tensor] | None
+) -> Tensor:
+    """`run_block` for a block that its library's own loop calls, [B, N, C] -> [B, N, C].
+
+    The row statistics of what the block before returned are taken over where x is that very tensor, untouched.
+    """
+    if backend != "triton" or parts.attention is None or torch.compiler.is_compiling() or is_touched(block):
+        return run_block(parts, x, backend=backend, attend=attend)[0]
+    eps = parts.attention.norm.eps
+    statistics = recall(x, eps) if attend is None else None
+    with counted():
+        y, emitted = run_block(parts, x, statistics, backend=backend, attend=attend, next_eps=eps)
+    remember(y, emitted, eps)
+    return y
+
+
+def run_blocks(blocks: nn.Sequential, x: Tensor) -> Tensor:
+    """What a Sequential of blocks does, [B, N, C] -> [B, N, C].
+
+    Where all run whole, each takes its first row statistics from the one before. A block that is wrapped, replaced or
+    carries hooks is called as a module, and so are all the others then.
+    """
+    ready: list[Any] = []
+    for block in blocks:
+        known: Any = block if hasattr(block, "whole") and not is_touched(block) else None
+        ready.append(known and known.whole())
+    if None in ready:
+        return nn.Sequential.forward(blocks, x)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    statistics: Tensor | None = None
+    for parts, following in zip_longest(ready, ready[1:]):
+        next_eps = None if following is None else following.attention.norm.eps
+        x, statistics = run_block(parts, x, statistics, next_eps=next_eps)
+    return x
+
+
+class Blocks(nn.Sequential):
+    """The blocks of a model of ours."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, N, C] -> [B, N, C]."""
+        return run_blocks(self, x)

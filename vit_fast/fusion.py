@@ -5,19 +5,19 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from .errors import UnsupportedInputError
 from .fusion_report import FusionReport, ModuleReport
-from .integrations import fused_form, left_reason
-from .integrations.common import FusedModule, device_of, dtype_of, triton_reasons
-from .integrations.native import NativeChange, native_models
+from .integrations import fused_form, left_reason, ours
+from .integrations.common import Finding, FusedModule, device_of, dtype_of, triton_reasons
 from .integrations.patch_embed import FusedPatchConv, FusedPatchEmbed, check_normalize, find_patch_conv
-from .layers import PatchEmbed, forward_is_replaced
+from .layers import PatchEmbed
+from .model import VisionTransformer
 from .ops.backends import auto_reasons, resolve_backend, triton_unavailable_reasons
+from .plain import forward_is_replaced
 
 LOOKS_FUSABLE = re.compile(r"(Attention|Attn|Mlp|MLP|FFN|FeedForward)(?![a-z])|Attention$")
 
@@ -56,9 +56,7 @@ def fuse(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}: accepted is a torch.nn.Module")
     resolved = _checked_backend(model, backend)
-    plan = _Plan(backend, resolved)
-    plan.add_native(model)
-    plan.add_modules(model)
+    plan = _Plan(model, backend, resolved)
     if normalize is not None:
         plan.add_normalize(model, *check_normalize(normalize))
     plan.apply()
@@ -82,126 +80,154 @@ def unfuse(model: nn.Module) -> None:
         )
     for _, module in fused:
         _give_class_back(module)
-    for native in native_models(model):
-        NativeChange(native).undo()
+    for part in model.modules():
+        if isinstance(part, VisionTransformer):
+            ours.give_backend_back(part)
 
 
-Undo = Callable[[], None]
+Change = tuple[Sequence[nn.Module], Callable[[], None]]  # the modules whose class or attributes it touches, and it
 
 
-@dataclass
 class _Plan:
-    """Everything that fuse will do, decided before anything is done."""
+    """One walk over a model: a row for everything that may be fused, and the changes that it takes."""
 
-    requested: str
-    resolved: str
-    rows: list[ModuleReport] = field(default_factory=list)
-    changes: list[Callable[[], Undo]] = field(default_factory=list)
-    seen: set[int] = field(default_factory=set)  # modules that a row speaks for
+    def __init__(self, model: nn.Module, requested: str, resolved: str) -> None:
+        self.requested, self.resolved = requested, resolved
+        self.rows: list[ModuleReport] = []
+        self.changes: list[Change] = []
+        self._spoken_for: dict[nn.Module, bool] = {}
+        self.visit("", model)
 
-    def add_native(self, model: nn.Module) -> None:
-        for native in native_models(model):
-            change = NativeChange(native)
-            prefix = _name_in(model, native)
-            everywhere = change.model_reasons(self.requested, self.resolved)
-            parts, left = list(change.parts()), []
-            for name, part, kind in parts:
-                full_name = f"{prefix}.{name}" if prefix else name
-                reasons = change.part_reasons(part, self.resolved) + everywhere
-                notes = [] if reasons else change.notes(part, self.requested, self.resolved)
-                self.rows.append(_row(full_name, part, kind, reasons, notes))
-                if reasons:
-                    left.append(part)
-            self.seen.update(id(module) for module in native.modules())
-            if everywhere:
-                left, request = [], change.request_before()
-            else:
-                request = self.requested if len(left) < len(parts) else None
-            if request is not None:
-                self.changes.append(functools.partial(change.apply, request, left))
+    def visit(self, name: str, module: nn.Module, inside_unknown: bool = False) -> bool:
+        """Adds the rows of a module and of all inside it; says whether there are any.
 
-    def add_modules(self, model: nn.Module) -> None:
-        for name, module in model.named_modules():
-            if id(module) in self.seen:
-                continue
-            if isinstance(module, FusedModule):
-                self._add_fused_before(name, module)
-                continue
-            form = fused_form(type(module))
-            if form is not None:
-                self._add(name, module, form)
-            elif reason := _reason_to_leave(module):
-                self.seen.add(id(module))
-                self.seen.update(id(child) for child in module.modules() if not _has_its_own_row(child))
-                part = "norm + MLP" if "Block" in type(module).__name__ else "attention"
-                self.rows.append(_row(name, module, part, [reason]))
-        self._add_unknown(model)
+        Args:
+            inside_unknown: Whether something around it has a row already, or will have: a class that only looks like
+                attention or an MLP is none of its own then.
+        """
+        if module in self._spoken_for:
+            return self._spoken_for[module]
+        self._spoken_for[module] = True
+        if isinstance(module, VisionTransformer):
+            self._ours(name, module)
+            return True
+        if isinstance(module, FusedPatchConv):
+            return True
+        if isinstance(module, FusedModule):
+            left = self._fused(name, module)
+        elif form := fused_form(type(module)):
+            left = self._fusable(name, module, form)
+        else:
+            return self._other(name, module, inside_unknown)
+        self._children(name, module, inside_unknown=left)
+        return True
 
-    def add_normalize(self, model: nn.Module, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-        found = find_patch_conv(model)
-        reasons = ["the model has no convolution that could be its patch embedding"]
-        if found is not None:
-            name, conv = found
-            if isinstance(conv, FusedPatchConv):
-                self.rows.append(_row(name, conv, FusedPatchConv.kind))
-                self.changes.append(lambda: _set_attributes(conv, vit_fast_mean=mean, vit_fast_std=std))
-                return
-            reasons = FusedPatchConv.reasons(conv)
-            if conv.in_channels != len(mean):
-                reasons.append(f"{name} takes {conv.in_channels} channels: normalize has {len(mean)}")
-        if found is None or reasons:
-            raise ValueError("normalize cannot be folded into this model: " + "; ".join(reasons))
-        self.rows.append(_row(name, conv, FusedPatchConv.kind, notes=FusedPatchConv.notes(conv)))
-        self.changes.append(lambda: _give_class(conv, FusedPatchConv, "auto", vit_fast_mean=mean, vit_fast_std=std))
-        for owner in model.modules():
-            if type(owner) is PatchEmbed and any(part is conv for part in owner.modules()):
-                self.changes.append(lambda owner=owner: _give_class(owner, FusedPatchEmbed, "auto"))  # type: ignore[misc]
+    def _children(self, name: str, module: nn.Module, inside_unknown: bool) -> bool:
+        prefix = f"{name}." if name else ""
+        found = [self.visit(prefix + own, child, inside_unknown) for own, child in module.named_children()]
+        return any(found)
 
-    def apply(self) -> None:
-        """All of it, or none: what was done is undone when something fails."""
-        undos: list[Undo] = []
-        try:
-            for change in self.changes:
-                undos.append(change())
-        except BaseException:
-            for undo in reversed(undos):
-                undo()
-            raise
+    def _other(self, name: str, module: nn.Module, inside_unknown: bool) -> bool:
+        """A module without a fused form: one that is left for a known reason, looks fusable, or is none of ours."""
+        if reason := _reason_to_leave(module):
+            part = "norm + MLP" if "Block" in type(module).__name__ else "attention"
+            self.rows.append(_row(name, module, part, [reason]))
+            self._children(name, module, inside_unknown=True)
+            return True
+        looks_fusable = LOOKS_FUSABLE.search(type(module).__name__) is not None
+        found = self._children(name, module, inside_unknown or looks_fusable)
+        if looks_fusable and not (found or inside_unknown) and next(module.parameters(), None) is not None:
+            part = "attention" if "Att" in type(module).__name__ else "norm + MLP"
+            reason = f"{type(module).__qualname__} is not a class vit_fast knows"
+            self.rows.append(_row(name, module, part, [reason]))
+            found = True
+        self._spoken_for[module] = found
+        return found
 
-    def _add(self, name: str, module: nn.Module, form: type[FusedModule]) -> None:
-        reasons = _instance_reasons(module, form) or form.reasons(module)
+    def _ours(self, prefix: str, model: VisionTransformer) -> None:
+        everywhere = ours.model_reasons(model, self.requested, self.resolved)
+        parts, left = list(ours.parts(model)), []
+        for name, part, kind in parts:
+            reasons = ours.part_reasons(part, self.resolved) + everywhere
+            notes = [] if reasons else ours.notes(model, part, self.requested, self.resolved)
+            self.rows.append(_row(f"{prefix}.{name}" if prefix else name, part, kind, reasons, notes))
+            if reasons:
+                left.append(part)
+        touched = [model, *(part for _, part, _ in parts)]
+        request: str | None = self.requested
+        if everywhere:
+            request, left = model.__dict__.get(ours.BEFORE), []
+        elif len(left) == len(parts):
+            return
+        if request is not None:
+            self.changes.append((touched, functools.partial(ours.choose_backend, model, request, left)))
+
+    def _fusable(self, name: str, module: nn.Module, form: type[FusedModule]) -> bool:
+        """A module of a class that has a fused form; says whether it is left."""
+        finding = form.examine(module)
+        reasons: Sequence[str] = _instance_reasons(module, form) or finding.reasons
         notes: list[str] = []
         if not reasons:
             reasons, notes = self._about_triton(module, form)
-        self.rows.append(_row(name, module, form.kind, reasons, form.notes(module) + notes if not reasons else ()))
-        self.seen.add(id(module))
-        if not reasons:
-            for child in form.bypassed(module):
-                self.seen.add(id(child))
-            self.changes.append(lambda: _give_class(module, form, self.requested))
-        else:
-            self.seen.update(id(child) for child in module.modules() if fused_form(type(child)) is None)
+        self.rows.append(_row(name, module, form.kind, reasons, () if reasons else [*finding.notes, *notes]))
+        if reasons:
+            return True
+        self._spoken_for.update(dict.fromkeys(finding.bypassed, True))
+        self.changes.append(([module], lambda: _give_class(module, form, self.requested)))
+        return False
 
-    def _add_fused_before(self, name: str, module: FusedModule) -> None:
+    def _fused(self, name: str, module: FusedModule) -> bool:
+        """A module that was fused earlier; says whether it can no longer be."""
         form = type(module)
-        self.seen.add(id(module))
-        if form.kind == FusedPatchConv.kind:
-            return
-        reasons = _reasons_now(module)
+        finding = form.examine(module)
+        reasons = _reasons_now(module, finding)
         notes: list[str] = []
         if not reasons:
             reasons, notes = self._about_triton(module, form)
         self.rows.append(_row(name, module, form.kind, reasons, () if reasons else ("already fused", *notes)))
         if not reasons:
-            self.seen.update(id(child) for child in form.bypassed(module))
-            self.changes.append(lambda: _fuse_again(module, self.requested))
-            return
-        inside = [child for child in module.modules() if not isinstance(child, FusedModule)]
-        self.seen.update(id(child) for child in inside if fused_form(type(child)) is None)
-        if "original" in vars(form) and not forward_is_replaced(module):
-            self.changes.append(lambda: _give_class_back(module))
+            self._spoken_for.update(dict.fromkeys(finding.bypassed, True))
+            self.changes.append(([module], lambda: _fuse_again(module, self.requested)))
+        elif "original" in vars(form) and not forward_is_replaced(module):
+            self.changes.append(([module], lambda: _give_class_back(module)))
         else:  # fully_shard gave it another class, or the forward set on it may call the one it had: that must work
-            self.changes.append(lambda: _set_backend(module, "sdpa"))
+            self.changes.append(([module], lambda: module.set_fused_backend("sdpa")))
+        return bool(reasons)
+
+    def add_normalize(self, model: nn.Module, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+        found = find_patch_conv(model)
+        reasons: list[str] = ["the model has no convolution that could be its patch embedding"]
+        if found is not None:
+            name, conv = found
+            folded = {"vit_fast_mean": mean, "vit_fast_std": std}
+            if isinstance(conv, FusedPatchConv):
+                self.rows.append(_row(name, conv, FusedPatchConv.kind))
+                self.changes.append(([conv], lambda: conv.__dict__.update(folded)))
+                return
+            finding = FusedPatchConv.examine(conv)
+            reasons = list(finding.reasons)
+            if conv.in_channels != len(mean):
+                reasons.append(f"{name} takes {conv.in_channels} channels: normalize has {len(mean)}")
+        if found is None or reasons:
+            raise ValueError("normalize cannot be folded into this model: " + "; ".join(reasons))
+        self.rows.append(_row(name, conv, FusedPatchConv.kind, notes=finding.notes))
+        self.changes.append(([conv], lambda: _give_class(conv, FusedPatchConv, "auto", **folded)))
+        for owner in model.modules():
+            if type(owner) is PatchEmbed and any(part is conv for part in owner.modules()):
+                self.changes.append(([owner], functools.partial(_give_class, owner, FusedPatchEmbed, "auto")))
+
+    def apply(self) -> None:
+        """All of it, or none: what was done is undone when something fails."""
+        kept = [(module, type(module), dict(module.__dict__)) for modules, _ in self.changes for module in modules]
+        try:
+            for _, change in self.changes:
+                change()
+        except BaseException:
+            for module, cls, attributes in kept:
+                module.__class__ = cls
+                module.__dict__.clear()
+                module.__dict__.update(attributes)
+            raise
 
     def _about_triton(self, module: nn.Module, form: type[FusedModule]) -> tuple[list[str], list[str]]:
         """Why the kernels cannot do this module: reasons to leave it, or a note where "auto" takes sdpa instead."""
@@ -214,17 +240,6 @@ class _Plan:
             return [], []
         why = [] if backend == "triton" else unable or auto_reasons(place, dtype)
         return [], [f"it runs with backend {backend}" + ("" if not why else ": " + "; ".join(why))]
-
-    def _add_unknown(self, model: nn.Module) -> None:
-        """What looks like attention or an MLP, has weights, and no row speaks for it or for something inside it."""
-        for name, module in model.named_modules():
-            if id(module) in self.seen or not LOOKS_FUSABLE.search(type(module).__name__):
-                continue
-            if any(id(child) in self.seen for child in module.modules()) or next(module.parameters(), None) is None:
-                continue
-            self.seen.update(id(child) for child in module.modules())
-            part = "attention" if "Att" in type(module).__name__ else "norm + MLP"
-            self.rows.append(_row(name, module, part, [f"{type(module).__qualname__} is not a class vit_fast knows"]))
 
 
 def _checked_backend(model: nn.Module, backend: str) -> str:
@@ -247,13 +262,13 @@ def _instance_reasons(module: nn.Module, form: type[FusedModule]) -> list[str]:
     return reasons
 
 
-def _reasons_now(module: FusedModule) -> list[str]:
+def _reasons_now(module: FusedModule, finding: Finding) -> list[str]:
     """Why a module that was fused earlier can no longer be.
 
     Sharded weights are none: fully_shard came after fuse, and gathers them before forward runs.
     """
     reasons = ["its forward was replaced on the instance"] if forward_is_replaced(module) else []
-    return reasons + [reason for reason in type(module).reasons(module) if " is a DTensor: " not in reason]
+    return reasons + [reason for reason in finding.reasons if " is a DTensor: " not in reason]
 
 
 def _reason_to_leave(module: nn.Module) -> str | None:
@@ -275,74 +290,25 @@ def _reason_to_leave(module: nn.Module) -> str | None:
     return None
 
 
-def _has_its_own_row(module: nn.Module) -> bool:
-    return fused_form(type(module)) is not None or _reason_to_leave(module) is not None
+def _give_class(module: nn.Module, form: type[FusedModule], backend: str, **attributes: Any) -> None:
+    """Makes the module an instance of its fused class."""
+    module.__dict__.pop("forward", None)  # transformers 4 leaves the class's own behind, which would win over ours
+    module.__class__ = form
+    module.__dict__.update(attributes)
+    fused: Any = module
+    _fuse_again(fused, backend)
 
 
-def _give_class(module: nn.Module, form: type[FusedModule], backend: str, **attributes: Any) -> Undo:
-    """Makes the module an instance of its fused class; gives back what undoes it."""
-
-    def undo() -> None:
-        module.__class__ = before
-        for name in set(module.__dict__) - set(kept):
-            del module.__dict__[name]
-        module.__dict__.update(kept)
-
-    before, kept = type(module), dict(module.__dict__)
-    try:
-        module.__dict__.pop("forward", None)  # transformers 4 leaves the class's own behind, which would win over ours
-        module.__class__ = form
-        module.__dict__.update(attributes)
-        fused: Any = module
-        fused.prepare()
-        fused.set_fused_backend(backend)
-    except BaseException:
-        undo()
-        raise
-    return undo
+def _fuse_again(module: FusedModule, backend: str) -> None:
+    module.prepare()
+    module.set_fused_backend(backend)
 
 
-def _give_class_back(module: FusedModule) -> Undo:
-    def undo() -> None:
-        module.__class__ = form
-        module.__dict__.clear()
-        module.__dict__.update(kept)
-
-    form, kept = type(module), dict(module.__dict__)
+def _give_class_back(module: FusedModule) -> None:
     module.__dict__.pop("forward", None)  # as above
     for name in [name for name in module.__dict__ if name.startswith("vit_fast_")]:
         del module.__dict__[name]
     module.__class__ = type(module).original  # type: ignore[assignment]  # a class of another library
-    return undo
-
-
-def _fuse_again(module: FusedModule, backend: str) -> Undo:
-    """Records anew what the children are now, which may have been replaced since, and sets the backend."""
-
-    def undo() -> None:
-        module.__dict__.clear()
-        module.__dict__.update(kept)
-
-    kept = dict(module.__dict__)
-    try:
-        module.prepare()
-        module.set_fused_backend(backend)
-    except BaseException:
-        undo()
-        raise
-    return undo
-
-
-def _set_backend(module: FusedModule, backend: str) -> Undo:
-    before = module.vit_fast_request
-    module.set_fused_backend(backend)
-    return lambda: module.set_fused_backend(before)
-
-
-def _set_attributes(module: nn.Module, **attributes: Any) -> Undo:
-    before = {name: module.__dict__[name] for name in attributes}
-    module.__dict__.update(attributes)
-    return lambda: module.__dict__.update(before)
 
 
 def _row(
@@ -351,10 +317,6 @@ def _row(
     form = type(module)
     class_name = form.original.__qualname__ if issubclass(form, FusedModule) else form.__qualname__
     return ModuleReport(name, class_name, part, not reasons, tuple(reasons), tuple(notes))
-
-
-def _name_in(model: nn.Module, wanted: nn.Module) -> str:
-    return next(name for name, module in model.named_modules() if module is wanted)
 
 
 def _class_name(model: nn.Module, name: str) -> str:

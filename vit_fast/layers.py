@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .block import BlockParts, MlpParts, drops, parts_of, run_mlp
 from .config import Size, ViTConfig
 from .ops import attention as attention_op
-from .ops import layer_norm_mlp
 from .ops.reference import ACTIVATIONS
+from .reading import Reader, read_block
 
 
 class PatchEmbed(nn.Module):
@@ -161,69 +163,21 @@ class Mlp(nn.Module):
         return self.drop(self.fc2(self.drop(ACTIVATIONS[self.activation](self.fc1(x)))))
 
 
-def is_touched(module: nn.Module) -> bool:
-    """Whether a module has to be called: it carries hooks, a forward or weights other than its class's."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or forward_is_replaced(module)
-        or not weights_are_plain(module)
-    )
-
-
-def forward_is_replaced(module: nn.Module) -> bool:
-    """Whether the instance has a forward other than its class's own.
-
-    Its own stands there, too, after transformers 4 has made a module or accelerate has taken its hooks away.
-    """
-    if "forward" not in module.__dict__:
-        return False
-    forward = module.__dict__["forward"]
-    own = getattr(forward, "__self__", None) is module
-    return not (own and getattr(forward, "__func__", None) is type(module).forward)
-
-
-def weights_are_plain(module: nn.Module) -> bool:
-    """Whether the module's own Parameters are ordinary tensors, not of a class that computes in its own way.
-
-    torchao quantises so, and DTensor shards so: the class of the module stays what it was.
-    """
-    return all(is_plain(parameter) for parameter in module._parameters.values())
-
-
-def is_plain(tensor: Tensor | None) -> bool:
-    return tensor is None or type(tensor) in (nn.Parameter, Tensor)
-
-
-def norm_and_mlp_are_plain(norm: nn.Module, mlp: nn.Module) -> bool:
-    """Whether these modules are exactly what `layer_norm_mlp` computes with their parameters.
-
-    Not where one was replaced or wrapped (LoRA, a quantised or parametrised layer), or carries hooks: then they must be
-    called.
-    """
-    if type(mlp) is not Mlp or type(norm) is not nn.LayerNorm:
-        return False
-    if not (type(mlp.fc1) is type(mlp.fc2) is nn.Linear and type(mlp.drop) is nn.Dropout):
-        return False
-    return not any(map(is_touched, (norm, *mlp.modules())))
-
-
-def scaling_is_plain(scale: nn.Module, drop_path: nn.Module) -> bool:
-    """Whether LayerScale and drop path of a branch are what an operator takes them for, and nobody hooked into them."""
-    if type(scale) not in (LayerScale, nn.Identity) or type(drop_path) is not DropPath:
-        return False
-    return not (is_touched(scale) or is_touched(drop_path))
+def read_norm_mlp(block: Reader, norm: str = "norm", **rest: Any) -> MlpParts | None:
+    """The LayerNorm and the `Mlp` of a block of ours, of which only the norm's name varies."""
+    inside = {"mlp": (Mlp,)} | rest.pop("inside", {})
+    return block.mlp(norm, "mlp.fc1", "mlp.activation", "mlp.fc2", inside=inside, dropouts=("mlp.drop",), **rest)
 
 
 class AttentionPool(nn.Module):
     """SigLIP's head: one learned query attends to every patch, then an MLP with a residual; arXiv 2303.15343."""
 
+    vit_fast_parts: BlockParts | None = None
+
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         C = config.embed_dim
-        self.num_heads, self.head_dim, self.eps = config.num_heads, config.head_dim, config.norm_eps
+        self.num_heads, self.head_dim = config.num_heads, config.head_dim
         self.backend = "sdpa"
         self.latent = nn.Parameter(torch.empty(1, 1, C))
         self.q = nn.Linear(C, C)
@@ -240,10 +194,11 @@ class AttentionPool(nn.Module):
         k, v = self.kv(x).reshape(B, N, 2, *heads).permute(2, 0, 3, 1, 4).unbind(0)
         pooled = attention_op(q, k, v, backend=self.backend).transpose(1, 2).reshape(B, 1, C)
         pooled = self.proj(pooled)
-        norm, mlp = self.norm, self.mlp
-        if not norm_and_mlp_are_plain(norm, mlp):
-            return (pooled + mlp(norm(pooled)))[:, 0]
-        return layer_norm_mlp(
-            pooled, norm.weight, norm.bias, mlp.fc1.weight, mlp.fc1.bias, mlp.fc2.weight, mlp.fc2.bias,
-            eps=self.eps, activation=mlp.activation, backend=self.backend,
-        )[:, 0]  # fmt: skip
+        mlp = parts_of(self).mlp
+        if mlp is None or drops(mlp.dropouts):
+            return (pooled + self.mlp(self.norm(pooled)))[:, 0]
+        return run_mlp(mlp, pooled, self.backend)[:, 0]
+
+    def read(self) -> BlockParts:
+        """Its second half, as of a block."""
+        return read_block(self, read_norm_mlp)

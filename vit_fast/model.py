@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .block import can_fuse, fused_block, run_blocks
+from .block import AttentionParts, BlockParts, Blocks, MlpParts, drops, forward_block, parts_of, runs_whole
 from .config import DataConfig, Size, ViTConfig
 from .errors import UnsupportedInputError
 from .layers import (
@@ -28,14 +28,14 @@ from .layers import (
     Mlp,
     PatchEmbed,
     fixed_pos_embed,
-    norm_and_mlp_are_plain,
+    read_norm_mlp,
     resample_pos_embed,
-    scaling_is_plain,
 )
-from .ops import attention_qkvpacked, layer_norm_mlp, reference, scaled_dot_product_attention
+from .ops import attention_qkvpacked, reference, scaled_dot_product_attention
 from .ops.attention_op import DTYPES as KERNEL_DTYPES
 from .ops.attention_op import MAX_HEAD_DIM, MIN_HEAD_DIM
 from .ops.backends import resolve_backend
+from .reading import Reader, read_block
 
 
 class Attention(nn.Module):
@@ -81,6 +81,8 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """A pre-norm encoder block: equations 2 and 3, each branch with optional LayerScale and drop path."""
 
+    vit_fast_parts: BlockParts | None = None
+
     def __init__(self, config: ViTConfig, drop_path: float) -> None:
         super().__init__()
         C = config.embed_dim
@@ -95,35 +97,59 @@ class Block(nn.Module):
         self.drop_path2 = DropPath(drop_path)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, N, C] -> [B, N, C]."""
-        if self.backend == "triton" and can_fuse(self):
-            return fused_block(self, x)[0]
-        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x))))
-        return self._mlp(x)
+        """[B, N, C] -> [B, N, C]; each half as kernels or one operator where nothing in it is a module to be called."""
+        parts = parts_of(self)
+        if parts.mlp is None:
+            x = self._attend(x)
+            return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+        if not drops(parts.mlp.dropouts):
+            attend = None if runs_whole(parts, self.backend) else self._attend
+            return forward_block(self, parts, x, backend=self.backend, attend=attend)
+        x = self._attend(x)
+        if self.backend == "triton":
+            raise UnsupportedInputError(
+                "layer_norm_mlp with backend='triton'",
+                [f"dropout {self.mlp.drop.p} inside the MLP in training"],
+            )
+        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+
+    def whole(self) -> BlockParts | None:
+        """Its parts where it is nothing but kernels now."""
+        parts = parts_of(self)
+        return parts if runs_whole(parts, self.backend) else None
+
+    def read(self) -> BlockParts:
+        """What it consists of."""
+        return read_block(self, read_mlp, read_attention)
 
     def attention_map(self, x: Tensor) -> Tensor:
         """The attention weights [B, H, N, N] of this block's input [B, N, C]."""
         return self.attn.attention_map(self.norm1(x))
 
-    def _mlp(self, x: Tensor) -> Tensor:
-        """Equation 3, as one operator where nothing stands between its parts: no dropout, no hook, no wrapped layer."""
-        norm, mlp = self.norm2, self.mlp
-        if not (norm_and_mlp_are_plain(norm, mlp) and scaling_is_plain(self.ls2, self.drop_path2)):
-            return x + self.drop_path2(self.ls2(mlp(norm(x))))
-        if self.training and mlp.drop.p:
-            if self.backend == "triton":
-                raise UnsupportedInputError(
-                    "layer_norm_mlp with backend='triton'",
-                    [f"dropout {mlp.drop.p} inside the MLP in training"],
-                )
-            return x + self.drop_path2(self.ls2(mlp(norm(x))))
-        dropping = self.training and self.drop_path2.drop_prob > 0
-        branch_or_sum = layer_norm_mlp(
-            x, norm.weight, norm.bias, mlp.fc1.weight, mlp.fc1.bias, mlp.fc2.weight, mlp.fc2.bias,
-            eps=norm.eps, activation=mlp.activation, layer_scale=getattr(self.ls2, "gamma", None),
-            residual=not dropping, backend=self.backend,
-        )  # fmt: skip
-        return x + self.drop_path2(branch_or_sum) if dropping else branch_or_sum
+    def _attend(self, x: Tensor) -> Tensor:
+        return x + self.drop_path1(self.ls1(self.attn(self.norm1(x))))
+
+
+def read_attention(block: Reader) -> AttentionParts | None:
+    """Equation 2 of a block of ours."""
+    return block.attention(
+        "attn",
+        "norm1",
+        ("attn.qkv",),
+        "attn.proj",
+        inside={"attn": (Attention,), "ls1": (LayerScale, nn.Identity), "drop_path1": (DropPath,)},
+        dropouts=("attn.proj_drop",),
+        rates=("attn.attn_drop_rate",),
+        num_heads=block.value("attn.num_heads"),
+        layer_scale="ls1.gamma",
+        drop_path="drop_path1",
+    )
+
+
+def read_mlp(block: Reader) -> MlpParts | None:
+    """Equation 3 of a block of ours."""
+    inside = {"ls2": (LayerScale, nn.Identity), "drop_path2": (DropPath,)}
+    return read_norm_mlp(block, "norm2", inside=inside, layer_scale="ls2.gamma", drop_path="drop_path2")
 
 
 class VisionTransformer(nn.Module):
@@ -170,7 +196,7 @@ class VisionTransformer(nn.Module):
         self.pos_drop = nn.Dropout(config.pos_drop_rate)
         self.norm_pre = _norm(config, config.pre_norm)
         drop_paths = [config.drop_path_rate * i / max(config.depth - 1, 1) for i in range(config.depth)]
-        self.blocks = nn.Sequential(*(Block(config, drop_path) for drop_path in drop_paths))
+        self.blocks = Blocks(*(Block(config, drop_path) for drop_path in drop_paths))
         self.norm = _norm(config, not config.norm_after_pool)
         self.attn_pool = AttentionPool(config) if config.global_pool == "map" else None
         self.fc_norm = _norm(config, config.norm_after_pool)
@@ -194,7 +220,7 @@ class VisionTransformer(nn.Module):
             for block in self.blocks:
                 z = checkpoint(block, z, use_reentrant=False)
         else:
-            z = run_blocks(self.blocks, z)
+            z = self.blocks(z)
         return self.norm(z)
 
     def embed(self, images: Tensor) -> Tensor:

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers import PatchEmbed
-from .common import FusedModule, describe, fused_form_of
+from ..reading import describe
+from .common import Finding, FusedModule, fused_form_of
 
 CENTRE = 128.0
 POWER = 64.0  # bytes are divided by it and weights multiplied
@@ -31,19 +32,15 @@ class FusedPatchConv(FusedModule, nn.Conv2d):
     vit_fast_std: tuple[float, ...]
 
     @classmethod
-    def reasons(cls, module: Any) -> list[str]:
+    def examine(cls, module: Any) -> Finding:
         if type(module) is not nn.Conv2d:
-            return [f"the patch embedding is {describe(module)}: accepted is torch.nn.Conv2d"]
+            return Finding([f"the patch embedding is {describe(module)}: accepted is torch.nn.Conv2d"])
         reasons = []
         if any(module.padding) if isinstance(module.padding, tuple) else module.padding != "valid":
             reasons.append(f"it pads by {module.padding}: zero is not a picture's zero before normalisation")
         if module.groups != 1:
             reasons.append(f"it has {module.groups} groups: accepted is 1")
-        return reasons
-
-    @classmethod
-    def notes(cls, module: Any) -> list[str]:
-        return ["the model now takes pictures in 0..255, uint8 or floating, not normalised ones"]
+        return Finding(reasons, ["the model now takes pictures in 0..255, uint8 or floating, not normalised ones"])
 
     def forward(self, input: Tensor) -> Tensor:
         """Bytes [B, channels, height, width] -> [B, C, rows, columns]."""
@@ -68,8 +65,8 @@ class FusedPatchEmbed(FusedModule, PatchEmbed):
     kind = "normalisation"
 
     @classmethod
-    def reasons(cls, module: Any) -> list[str]:
-        return []
+    def examine(cls, module: Any) -> Finding:
+        return Finding()
 
     def forward(self, images: Tensor) -> Any:
         """Bytes [B, channels, height, width] -> what PatchEmbed returns."""

@@ -15,19 +15,11 @@ from timm.layers.attention_pool import AttentionPoolLatent
 from timm.models.vision_transformer import Block, LayerScale  # 1.0.20 has a LayerScale of its own here
 from torch import Tensor, nn
 
-from ..layers import is_touched
+from ..block import AttentionParts, MlpParts
 from ..ops import attention, attention_qkvpacked
-from ..ops.linear import layer_norm_linear
-from .common import (
-    FusedModule,
-    FusedNormMlp,
-    NormMlp,
-    at,
-    dropout_notes,
-    fused_form_of,
-    touch_reasons,
-)
-from .whole_block import AttentionHalf, FusedBlockBase
+from ..plain import is_touched
+from ..reading import Reader
+from .common import Finding, FusedModule, FusedNormMlp, fused_form_of
 
 LEFT = {
     "ResPostBlock": "it normalises after the MLP, not before it",
@@ -53,15 +45,11 @@ class FusedAttention(FusedModule, Attention):
     kind = "attention"
 
     @classmethod
-    def reasons(cls, module: Any) -> list[str]:
-        dropout = module.attn_drop
-        if type(dropout) is not nn.Dropout:
-            return [f"attn_drop is a {type(dropout).__qualname__}: accepted is torch.nn.Dropout"]
-        return touch_reasons("attn_drop", dropout)
-
-    @classmethod
-    def notes(cls, module: Any) -> list[str]:
-        return dropout_notes("attn_drop", at(module, "attn_drop").p)
+    def examine(cls, module: Any) -> Finding:
+        reader = Reader(module)
+        reader.dropout("attn_drop")
+        reader.judge()
+        return Finding(reader.reasons, reader.notes)
 
     @classmethod
     def head_width(cls, module: Any) -> int:
@@ -86,60 +74,51 @@ class FusedAttention(FusedModule, Attention):
         return self.proj_drop(self.proj(mixed))
 
 
-FIRST_HALF = AttentionHalf(
-    norm="norm1",
-    attention="attn",
-    out="attn.proj",
-    linears=("attn.qkv",),
-    identities=("attn.q_norm", "attn.k_norm", "attn.norm"),
-    dropouts=("attn.attn_drop", "attn.proj_drop"),
-    layer_scale="ls1.gamma",
-    drop_path="drop_path1",
-)
-
-
 @fused_form_of(Block)
-class FusedBlock(FusedBlockBase, Block):
-    """timm's Block with norm2, MLP, LayerScale and residual as one operator; see whole_block for the rest."""
+class FusedBlock(FusedNormMlp, Block):
+    """timm's Block with norm2, MLP, LayerScale and residual as one operator, or altogether a chain of kernels."""
 
     @classmethod
-    def parts_of(cls, module: Any) -> NormMlp:
-        return NormMlp(
-            norm="norm2",
-            fc1="mlp.fc1",
-            activation="mlp.act",
-            fc2="mlp.fc2",
-            containers=("mlp", "ls2"),
-            identities=("mlp.norm",),
+    def read_attention(cls, block: Reader) -> AttentionParts | None:
+        block.nothing("attn.gate")
+        return block.attention(
+            "attn",
+            "norm1",
+            ("attn.qkv",),
+            "attn.proj",
+            inside={"attn": (FusedAttention,), "ls1": (LayerScale, nn.Identity)},
+            empty=("attn.q_norm", "attn.k_norm", "attn.norm"),
+            dropouts=("attn.attn_drop", "attn.proj_drop"),
+            num_heads=block.value("attn.num_heads"),
+            layer_scale="ls1.gamma",
+            drop_path="drop_path1",
+        )
+
+    @classmethod
+    def read_mlp(cls, block: Reader) -> MlpParts | None:
+        return block.mlp(
+            "norm2",
+            "mlp.fc1",
+            "mlp.act",
+            "mlp.fc2",
+            inside={"mlp": (Mlp,), "ls2": (LayerScale, nn.Identity)},
+            empty=("mlp.norm",),
             dropouts=("mlp.drop1", "mlp.drop2"),
             layer_scale="ls2.gamma",
             drop_path="drop_path2",
         )
 
-    @classmethod
-    def container_classes(cls, module: Any) -> tuple[type, ...]:
-        return (Mlp, LayerScale, nn.Identity)
-
-    @classmethod
-    def first_half_of(cls, module: Any) -> AttentionHalf | None:
-        if getattr(module.attn, "gate", None) is not None or type(module.ls1) not in (LayerScale, nn.Identity):
-            return None
-        return FIRST_HALF
-
-    def mixed_heads(self, x: Tensor) -> Tensor:
-        norm, attn = self.norm1, self.attn
-        qkv = layer_norm_linear(x, norm.weight, norm.bias, attn.qkv.weight, attn.qkv.bias, eps=norm.eps)
-        return attention_qkvpacked(qkv.unflatten(-1, (3, attn.num_heads, -1)), backend="triton").flatten(2)
-
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """[B, N, C] -> [B, N, C]."""
         extra: dict[str, Any] = {"is_causal": True} if is_causal else {}
-        if self.runs_as_it_was():
+        parts = self.ready()
+        if parts is None:
             return super().forward(x, attn_mask=attn_mask, **extra)
-        if attn_mask is None and not is_causal and self.runs_whole():
-            return self.whole_block(x)
-        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), attn_mask=attn_mask, **extra)))
-        return self.norm_mlp(x)
+
+        def attend(x: Tensor) -> Tensor:
+            return x + self.drop_path1(self.ls1(self.attn(self.norm1(x), attn_mask=attn_mask, **extra)))
+
+        return self.run_as_block(parts, x, attend, ordinary=attn_mask is None and not is_causal)
 
 
 @fused_form_of(AttentionPoolLatent)
@@ -149,15 +128,9 @@ class FusedAttentionPoolLatent(FusedNormMlp, AttentionPoolLatent):
     kind = "attention, norm + MLP"
 
     @classmethod
-    def parts_of(cls, module: Any) -> NormMlp | None:
-        if module.mlp is None:
-            return None
-        dropouts = ("mlp.drop1", "mlp.drop2")
-        return NormMlp("norm", "mlp.fc1", "mlp.act", "mlp.fc2", ("mlp",), identities=("mlp.norm",), dropouts=dropouts)
-
-    @classmethod
-    def container_classes(cls, module: Any) -> tuple[type, ...]:
-        return (Mlp,)
+    def read_mlp(cls, block: Reader) -> MlpParts | None:
+        inside, dropouts = {"mlp": (Mlp,)}, ("mlp.drop1", "mlp.drop2")
+        return block.mlp("norm", "mlp.fc1", "mlp.act", "mlp.fc2", inside=inside, empty=("mlp.norm",), dropouts=dropouts)
 
     @classmethod
     def head_width(cls, module: Any) -> int:
@@ -165,9 +138,10 @@ class FusedAttentionPoolLatent(FusedNormMlp, AttentionPoolLatent):
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         """Tokens [B, N, C] -> pooled [B, C]."""
+        parts = self.ready()
         if attn_mask is not None:
             return super().forward(x, attn_mask=attn_mask)
-        if self.runs_as_it_was():
+        if parts is None:
             return super().forward(x)
         B, N, _ = x.shape
         if self.pos_embed is not None:
@@ -176,7 +150,7 @@ class FusedAttentionPoolLatent(FusedNormMlp, AttentionPoolLatent):
         k, v = self.kv(x).reshape(B, N, 2, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         pooled = attention(q, k, v, backend=self.vit_fast_backend).transpose(1, 2).reshape(B, self.latent_len, -1)
-        pooled = self.norm_mlp(self.proj_drop(self.proj(pooled)))
+        pooled = self.norm_mlp(parts, self.proj_drop(self.proj(pooled)))
         if self.pool == "token":
             return pooled[:, 0]
         return pooled.mean(1) if self.pool == "avg" else pooled

@@ -7,17 +7,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers import is_touched, weights_are_plain
+from ..block import MlpParts
 from ..ops import attention_qkvpacked
-from .common import (
-    FusedModule,
-    FusedNormMlp,
-    NormMlp,
-    dropout_notes,
-    fused_form_of,
-    tensor_reasons,
-    touch_reasons,
-)
+from ..plain import is_plain, is_touched, tensor_reasons, touch_reasons
+from ..reading import Reader, dropout_notes
+from .common import Finding, FusedModule, FusedNormMlp, fused_form_of
 
 
 @fused_form_of(nn.MultiheadAttention)
@@ -30,9 +24,9 @@ class FusedMultiheadAttention(FusedModule, nn.MultiheadAttention):
     kind = "attention"
 
     @classmethod
-    def reasons(cls, module: Any) -> list[str]:
+    def examine(cls, module: Any) -> Finding:
         if module.in_proj_weight is None:
-            return ["its keys and values have widths of their own (kdim, vdim)"]
+            return Finding(["its keys and values have widths of their own (kdim, vdim)"])
         reasons = tensor_reasons("in_proj_weight", module.in_proj_weight)
         if module.bias_k is not None or module.bias_v is not None:
             reasons.append("it appends learned tokens to keys and values (add_bias_kv)")
@@ -40,12 +34,9 @@ class FusedMultiheadAttention(FusedModule, nn.MultiheadAttention):
             reasons.append("it appends a zero token to keys and values (add_zero_attn)")
         if type(module.out_proj) is not nn.modules.linear.NonDynamicallyQuantizableLinear:
             reasons.append(f"out_proj is a {type(module.out_proj).__qualname__}: accepted is torch's own linear")
-        return reasons + touch_reasons("out_proj", module.out_proj)
-
-    @classmethod
-    def notes(cls, module: Any) -> list[str]:
         notes = ["other calls than mha(x, x, x, need_weights=False) without masks run as they were"]
-        return notes + (dropout_notes("attention", module.dropout) if isinstance(module.dropout, float) else [])
+        notes += dropout_notes("attention", module.dropout) if isinstance(module.dropout, float) else []
+        return Finding(reasons + touch_reasons("out_proj", module.out_proj), notes)
 
     @classmethod
     def head_width(cls, module: Any) -> int:
@@ -67,7 +58,7 @@ class FusedMultiheadAttention(FusedModule, nn.MultiheadAttention):
         self_attention = query is key and key is value and query.dim() == 3 and not query.is_nested
         dropping = self.training and self.dropout > 0
         changed = type(self.out_proj) is not nn.modules.linear.NonDynamicallyQuantizableLinear
-        changed = changed or not weights_are_plain(self)
+        changed = changed or not all(map(is_plain, self._parameters.values()))
         if masked or need_weights or not self_attention or dropping or changed or is_touched(self.out_proj):
             return super().forward(
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
@@ -84,24 +75,11 @@ class FusedTransformerEncoderLayer(FusedNormMlp, nn.TransformerEncoderLayer):
     """A pre-norm TransformerEncoderLayer with norm2, feed-forward and residual as one operator."""
 
     @classmethod
-    def parts_of(cls, module: Any) -> NormMlp:
-        return NormMlp(
-            norm="norm2",
-            fc1="linear1",
-            activation="activation",
-            fc2="linear2",
-            dropouts=("dropout", "dropout2"),
-        )
-
-    @classmethod
-    def container_classes(cls, module: Any) -> tuple[type, ...]:
-        return ()
-
-    @classmethod
-    def reasons(cls, module: Any) -> list[str]:
-        if not module.norm_first:
-            return ["it normalises after the residual: accepted is norm_first=True"]
-        return super().reasons(module)
+    def read_mlp(cls, block: Reader) -> MlpParts | None:
+        if not block.value("norm_first"):
+            block.reasons.append("it normalises after the residual: accepted is norm_first=True")
+            return None
+        return block.mlp("norm2", "linear1", "activation", "linear2", dropouts=("dropout", "dropout2"))
 
     def forward(
         self,
@@ -113,11 +91,12 @@ class FusedTransformerEncoderLayer(FusedNormMlp, nn.TransformerEncoderLayer):
         """[B, N, C] (or [N, B, C] without batch_first) -> the same."""
         masks: dict[str, Any] = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask}
         given = is_causal or any(mask is not None for mask in masks.values())
-        if given or src.is_nested or self.runs_as_it_was():
+        parts = self.ready()
+        if given or src.is_nested or parts is None:
             return super().forward(src, src_mask, src_key_padding_mask, is_causal)
         normed = self.norm1(src)
         mixed, _ = self.self_attn(normed, normed, normed, need_weights=False)
-        return self.norm_mlp(src + self.dropout1(mixed))
+        return self.norm_mlp(parts, src + self.dropout1(mixed))
 
 
 FORMS: dict[type[nn.Module], type[FusedModule]] = {

@@ -17,16 +17,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .common import FusedModule, NormMlp, at, fused_form_of
+from ..block import AttentionParts, MlpParts
+from ..reading import Reader, describe
+from .common import FusedModule, FusedNormMlp, fused_form_of
 from .transformers_attention import (
     ATTENTION_NAME,
+    DROPOUT_RATES,
     FusedPoolingHead,
     FusedSelfAttention,
     attention_forward,
     container_classes_beside,
+    projections_of,
     register_attention,
 )
-from .whole_block import AttentionHalf, FusedBlockBase
 
 __all__ = ["ATTENTION_NAME", "attention_forward", "fused_form", "left_reason", "register_attention"]
 
@@ -35,124 +38,126 @@ register_attention()
 
 @dataclass(frozen=True)
 class Layer:
-    """Where an encoder layer keeps its first half: x + after(attention(norm(x)))."""
+    """How an encoder layer names its parts: x + after(attention(norm(x))), then norm and MLP.
 
-    norm: str
+    Attributes:
+        norms: The two LayerNorms.
+        attention: The attention layer.
+        after: Modules called and Parameters multiplied behind it, in order.
+        dropouts, drop_path: Of either half.
+        layer_scales: Parameters, or dotted paths to them.
+        scale_modules: Modules that hold those.
+    """
+
+    norms: tuple[str, str]
     attention: str
-    after: tuple[str, ...]  # modules called and Parameters multiplied, in order
-    mlp: tuple[NormMlp, ...]  # by version of transformers, newest first
+    after: tuple[str, ...] = ()
     dropouts: tuple[str, ...] = ()
-    layer_scale: str | None = None
     drop_path: str | None = None
-
-    def first_halves(self) -> Iterator[AttentionHalf]:
-        """By the name of the output linear; transformers 4 has it elsewhere for most models, and none fits."""
-        for out in ("o_proj", "out_proj"):
-            yield AttentionHalf(
-                norm=self.norm,
-                attention=self.attention,
-                out=f"{self.attention}.{out}",
-                dropouts=self.dropouts,
-                layer_scale=self.layer_scale,
-                drop_path=self.drop_path,
-            )
+    layer_scales: tuple[str | None, str | None] = (None, None)
+    scale_modules: tuple[str, ...] = ()
 
 
-def _mlp(norm: str, activation: str = "activation_fn", **rest: Any) -> NormMlp:
-    return NormMlp(norm, "mlp.fc1", f"mlp.{activation}", "mlp.fc2", containers=("mlp", *rest.pop("also", ())), **rest)
-
-
-def _intermediate(**rest: Any) -> NormMlp:
-    """transformers 4: the two linears live in `intermediate` and `output`."""
-    return NormMlp(
-        "layernorm_after",
-        "intermediate.dense",
-        "intermediate.intermediate_act_fn",
-        "output.dense",
-        containers=("intermediate", "output"),
-        dropouts=("output.dropout",),
-        **rest,
-    )
-
-
-VIT = Layer(
-    "layernorm_before",
-    "attention",
-    ("dropout",),
-    (_mlp("layernorm_after", dropouts=("dropout",)), _intermediate()),
-    dropouts=("dropout",),
-)
+VIT = Layer(("layernorm_before", "layernorm_after"), "attention", ("dropout",), dropouts=("dropout",))
 BEIT = Layer(
-    "layernorm_before",
+    ("layernorm_before", "layernorm_after"),
     "attention",
     ("dropout", "lambda_1", "drop_path"),
-    (
-        _mlp("layernorm_after", dropouts=("dropout",), layer_scale="lambda_2", drop_path="drop_path"),
-        _intermediate(layer_scale="lambda_2", drop_path="drop_path"),
-    ),
     dropouts=("dropout",),
-    layer_scale="lambda_1",
     drop_path="drop_path",
+    layer_scales=("lambda_1", "lambda_2"),
 )
 DINOV2 = Layer(
-    "norm1",
+    ("norm1", "norm2"),
     "attention",
     ("layer_scale1", "drop_path"),
-    tuple(
-        _mlp("norm2", name, also=("layer_scale2",), layer_scale="layer_scale2.lambda1", drop_path="drop_path")
-        for name in ("activation_fn", "activation")
-    ),
-    layer_scale="layer_scale1.lambda1",
     drop_path="drop_path",
+    layer_scales=("layer_scale1.lambda1", "layer_scale2.lambda1"),
+    scale_modules=("layer_scale1", "layer_scale2"),
 )
-CLIP = Layer("layer_norm1", "self_attn", (), (_mlp("layer_norm2"),))
+CLIP = Layer(("layer_norm1", "layer_norm2"), "self_attn")
 
 
-class FusedLayer(FusedBlockBase):
+class FusedLayer(FusedNormMlp):
     """An encoder layer of transformers with its second norm, MLP, LayerScale and residual as one operator.
 
-    Its three projections stay linears of torch; see whole_block for the rest.
+    Or altogether a chain of kernels, where the attention layer has all four projections: in transformers 4 most do not.
     """
 
     layer_spec: Layer
     returns_tuple: bool
 
     @classmethod
-    def parts_of(cls, module: Any) -> NormMlp | None:
-        return next((parts for parts in cls.layer_spec.mlp if parts.fits(module)), None)
-
-    @classmethod
-    def container_classes(cls, module: Any) -> tuple[type, ...]:
-        return container_classes_beside(cls.original)
-
-    @classmethod
-    def first_half_of(cls, module: Any) -> AttentionHalf | None:
-        if getattr(module, "relative_position_bias", None) is not None:
+    def read_attention(cls, block: Reader) -> AttentionParts | None:
+        layer = cls.layer_spec
+        name, module = layer.attention, block.reach(layer.attention)
+        block.nothing("relative_position_bias")
+        names = projections_of(module)
+        if names is None or names.out is None or "original" not in vars(type(module)):
+            block.reasons.append(f"{name} is {describe(module)}: accepted is a fused one with four projections")
             return None
-        return next((half for half in cls.layer_spec.first_halves() if at(module, half.out) is not None), None)
+        linears = [block.linear(f"{name}.{linear}") for linear in (names.query, names.key, names.value)]
+        if not block.judge() or len({linear.weight.shape for linear in linears}) > 1:
+            return None
+        rate = next(rate for rate in DROPOUT_RATES if hasattr(module, rate))
+        return block.attention(
+            name,
+            layer.norms[0],
+            tuple(f"{name}.{linear}" for linear in (names.query, names.key, names.value)),
+            f"{name}.{names.out}",
+            inside={path: container_classes_beside(cls.original) for path in layer.scale_modules[:1]},
+            dropouts=layer.dropouts,
+            rates=(f"{name}.{rate}",),
+            num_heads=linears[0].out_features // type(module).head_width(module),
+            scale=module.vit_fast_scale,
+            layer_scale=layer.layer_scales[0],
+            drop_path=layer.drop_path,
+        )
 
-    def mixed_heads(self, x: Tensor) -> Tensor:
-        spec = type(self).layer_spec
-        mixed: Tensor = getattr(self, spec.attention).mixed_heads(getattr(self, spec.norm)(x))
-        return mixed
+    @classmethod
+    def read_mlp(cls, block: Reader) -> MlpParts | None:
+        layer, known = cls.layer_spec, container_classes_beside(cls.original)
+        if block.at("intermediate.dense") is not None:  # transformers 4: the two linears live apart
+            linears = ("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense")
+            inside: tuple[str, ...] = ("intermediate", "output")
+            dropouts = tuple(f"output.{name}" for name in layer.dropouts)
+        else:
+            activation = "activation" if block.at("mlp.activation_fn") is None else "activation_fn"
+            linears, inside, dropouts = ("mlp.fc1", f"mlp.{activation}", "mlp.fc2"), ("mlp",), layer.dropouts
+        if any(block.at(path) is None for path in linears):
+            mlp = describe(block.reach("mlp"))
+            block.reasons.append(f"its MLP is {mlp}: accepted is fc2(activation(fc1(x))) where vit_fast knows it")
+            return None
+        return block.mlp(
+            layer.norms[1],
+            *linears,
+            inside=dict.fromkeys((*inside, *layer.scale_modules[1:]), known),
+            dropouts=dropouts,
+            layer_scale=layer.layer_scales[1],
+            drop_path=layer.drop_path,
+        )
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
         """[B, N, C] -> the same, in the tuple that this version of transformers wants."""
-        if self.runs_as_it_was():
+        parts = self.ready()
+        if parts is None:
             return super().forward(hidden_states, *args, **kwargs)
         layer = type(self).layer_spec
-        attention_layer = getattr(self, layer.attention)
-        if self.runs_whole() and not attention_layer.runs_as_it_was(args, kwargs):
-            output = self.whole_block(hidden_states)
-            return (output,) if type(self).returns_tuple else output
-        branch, extras = self.attend(getattr(self, layer.norm)(hidden_states), *args, **kwargs)
-        for name in layer.after:
-            part = getattr(self, name, None)
-            if isinstance(part, nn.Module):
-                branch = part(branch)
-            elif part is not None:
-                branch = part * branch
-        output = self.norm_mlp(branch + hidden_states)
+        extras: tuple[Any, ...] = ()
+
+        def attend(x: Tensor) -> Tensor:
+            nonlocal extras
+            branch, extras = self.attend(getattr(self, layer.norms[0])(x), *args, **kwargs)
+            for name in layer.after:
+                part = getattr(self, name, None)
+                if isinstance(part, nn.Module):
+                    branch = part(branch)
+                elif part is not None:
+                    branch = part * branch
+            return branch + x
+
+        ordinary = parts.attention is not None and not parts.attention.module.runs_as_it_was(args, kwargs)
+        output = self.run_as_block(parts, hidden_states, attend, ordinary)
         return (output, *extras) if type(self).returns_tuple else output
 
     def attend(self, normed: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Any, ...]]:

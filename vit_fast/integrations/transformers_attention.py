@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,18 +12,12 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from ..block import MlpParts
 from ..errors import UnsupportedInputError
-from ..layers import is_touched
 from ..ops import attention
-from .common import (
-    FusedModule,
-    FusedNormMlp,
-    NormMlp,
-    at,
-    describe,
-    dropout_notes,
-    touch_reasons,
-)
+from ..plain import is_touched, touch_reasons
+from ..reading import Reader, describe, dropout_notes
+from .common import Finding, FusedModule, FusedNormMlp
 
 try:
     from transformers import AttentionMaskInterface
@@ -129,6 +124,9 @@ PROJECTIONS = (
 )
 
 
+DROPOUT_RATES = ("attention_dropout", "dropout_prob", "dropout")  # the first that an attention layer has
+
+
 def projections_of(module: nn.Module) -> Projections | None:
     for names in PROJECTIONS:
         if all(hasattr(module, name) for name in (names.query, names.key, names.value, names.out) if name):
@@ -151,9 +149,9 @@ class FusedSelfAttention(FusedModule):
     vit_fast_scale: float
 
     @classmethod
-    def reasons(cls, module: Any) -> list[str]:
+    def examine(cls, module: Any) -> Finding:
         if projections_of(module) is None or first_attribute(module, "scaling", "scale") is None:
-            return ["it does not compute attention through transformers' attention interface"]
+            return Finding(["it does not compute attention through transformers' attention interface"])
         reasons = []
         biases = ("use_relative_position_bias", "use_shared_relative_position_bias")
         if any(getattr(module.config, name, False) for name in biases):
@@ -163,11 +161,7 @@ class FusedSelfAttention(FusedModule):
         if module.config._attn_implementation == "eager":
             advice = "make the model with attn_implementation='sdpa'"
             reasons.append(f"attn_implementation='eager' returns attention weights: {advice}")
-        return reasons
-
-    @classmethod
-    def notes(cls, module: Any) -> list[str]:
-        return dropout_notes("attention", _dropout(module))
+        return Finding(reasons, dropout_notes("attention", _dropout(module)))
 
     @classmethod
     def head_width(cls, module: Any) -> int:
@@ -206,7 +200,7 @@ class FusedSelfAttention(FusedModule):
 
 
 def _dropout(module: nn.Module) -> float:
-    p = first_attribute(module, "attention_dropout", "dropout_prob", "dropout")
+    p = first_attribute(module, *DROPOUT_RATES)
     return p.p if isinstance(p, nn.Dropout) else p
 
 
@@ -214,7 +208,7 @@ def container_classes_beside(original: type[nn.Module]) -> tuple[type, ...]:
     """The MLP classes that a model's own module defines."""
     return tuple(
         thing
-        for name, thing in vars(inspect.getmodule(original)).items()
+        for name, thing in vars(sys.modules[original.__module__]).items()
         if isinstance(thing, type) and name.endswith(MLP_CONTAINERS) and issubclass(thing, nn.Module)
     )
 
@@ -225,28 +219,18 @@ class FusedPoolingHead(FusedNormMlp):
     kind = "attention, norm + MLP"
 
     @classmethod
-    def parts_of(cls, module: Any) -> NormMlp:
-        return NormMlp("layernorm", "mlp.fc1", "mlp.activation_fn", "mlp.fc2", containers=("mlp",))
+    def read_mlp(cls, block: Reader) -> MlpParts | None:
+        inside = {"mlp": container_classes_beside(cls.original)}
+        return block.mlp("layernorm", "mlp.fc1", "mlp.activation_fn", "mlp.fc2", inside=inside)
 
     @classmethod
-    def container_classes(cls, module: Any) -> tuple[type, ...]:
-        return container_classes_beside(cls.original)
-
-    @classmethod
-    def reasons(cls, module: Any) -> list[str]:
-        mha = module.attention
+    def examine(cls, module: Any) -> Finding:
+        mha, mlp = module.attention, super().examine(module)
         if type(mha) is not nn.MultiheadAttention:
-            return [f"attention is {describe(mha)}: accepted is torch.nn.MultiheadAttention"]
-        reasons = touch_reasons("attention", mha)
-        return reasons + touch_reasons("attention.out_proj", mha.out_proj) + super().reasons(module)
-
-    @classmethod
-    def notes(cls, module: Any) -> list[str]:
-        return dropout_notes("attention", module.attention.dropout) + super().notes(module)
-
-    @classmethod
-    def bypassed(cls, module: Any) -> list[nn.Module]:
-        return [*super().bypassed(module), *at(module, "attention").modules()]
+            return Finding([f"attention is {describe(mha)}: accepted is torch.nn.MultiheadAttention"])
+        reasons = touch_reasons("attention", mha) + touch_reasons("attention.out_proj", mha.out_proj)
+        notes = dropout_notes("attention", mha.dropout)
+        return Finding([*reasons, *mlp.reasons], [*notes, *mlp.notes], [*mlp.bypassed, *mha.modules()])
 
     @classmethod
     def head_width(cls, module: Any) -> int:
@@ -259,7 +243,8 @@ class FusedPoolingHead(FusedNormMlp):
             return super().forward(hidden_state, attention_mask)
         changed = type(mha) is not nn.MultiheadAttention or is_touched(mha) or is_touched(mha.out_proj)
         changed = changed or (self.training and mha.dropout)
-        if changed or self.runs_as_it_was():
+        parts = self.ready()
+        if changed or parts is None:
             return super().forward(hidden_state)
         C = mha.embed_dim
         weight, bias = mha.in_proj_weight, mha.in_proj_bias
@@ -268,4 +253,5 @@ class FusedPoolingHead(FusedNormMlp):
         kv = F.linear(hidden_state, weight[C:], bias[C:]).unflatten(-1, (2, mha.num_heads, -1))
         k, v = kv.permute(2, 0, 3, 1, 4).unbind(0)
         pooled = attention(q, k, v, backend=self.vit_fast_backend).transpose(1, 2).flatten(2)
-        return self.norm_mlp(F.linear(pooled, mha.out_proj.weight, mha.out_proj.bias))[:, 0]
+        pooled = F.linear(pooled, mha.out_proj.weight, mha.out_proj.bias)
+        return self.norm_mlp(parts, pooled)[:, 0]

@@ -1,0 +1,310 @@
+"""How a library's file reads its modules into parts: by paths, with every reason against reading past what is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .block import AttentionParts, BlockParts, MlpParts, Slot
+from .ops import reference
+from .plain import Watch, tensor_reasons, touch_reasons
+
+ACTIVATION_CLASSES = {
+    "torch.nn.modules.activation.ReLU": "relu",
+    "torch.nn.modules.activation.SiLU": "silu",
+    "timm.layers.activations.GELU": "gelu",
+    "timm.layers.activations.GELUTanh": "gelu_tanh",
+    "timm.layers.activations.QuickGELU": "quick_gelu",
+    "transformers.activations.GELUActivation": "gelu",
+    "transformers.activations.GELUTanh": "gelu_tanh",
+    "transformers.activations.PytorchGELUTanh": "gelu_tanh",
+    "transformers.activations.QuickGELUActivation": "quick_gelu",
+    "transformers.activations.SiLUActivation": "silu",
+}
+ACTIVATION_FUNCTIONS: dict[Any, str] = {F.gelu: "gelu", F.relu: "relu", torch.relu: "relu", F.silu: "silu"}
+NORM_CLASSES = ("torch.nn.modules.normalization.LayerNorm", "timm.layers.norm.LayerNorm")
+LINEAR_CLASSES = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)  # the latter in MultiheadAttention
+
+Classes = tuple[type, ...]
+
+
+class Looker:
+    """Looks at one module, and all that is in it.
+
+    Every module on the way to a part is one whose forward is left uncalled, so all of them are judged and watched.
+
+    Args:
+        owner: The module; what it carries itself, hooks for one, is none of a reading's business.
+    Attributes:
+        reasons: Why it cannot be read past what was looked at so far.
+        notes: What to know where it can.
+    """
+
+    def __init__(self, owner: nn.Module) -> None:
+        self.owner = owner
+        self.reasons: list[str] = []
+        self.notes: list[str] = []
+        self.edges: dict[str, tuple[nn.Module, str, nn.Module]] = {}
+        self.values: list[tuple[Any, str, object]] = []
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """What was read past."""
+        return [child for _, _, child in self.edges.values()]
+
+    def at(self, path: str) -> Any:
+        """The attribute at a dotted path, or None when some part of the path is missing."""
+        found: Any = self.owner
+        for name in path.split("."):
+            found = getattr(found, name, None)
+            if found is None:
+                return None
+        return found
+
+    def reach(self, path: str) -> Any:
+        """`at`, with every module on the way, and at its end, watched."""
+        parent: Any = self.owner
+        names = path.split(".")
+        for i, name in enumerate(names):
+            child = getattr(parent, name, None)
+            if isinstance(child, nn.Module):
+                self.edges[".".join(names[: i + 1])] = (parent, name, child)
+            elif child is None or not isinstance(child, Tensor):
+                self.values.append((parent, name, child))
+            if child is None:
+                return None
+            parent = child
+        return parent
+
+    def value(self, path: str) -> Any:
+        """An attribute that is no module, watched."""
+        path, _, name = path.rpartition(".")
+        owner = self.at(path) if path else self.owner
+        value = getattr(owner, name, None)
+        self.values.append((owner, name, value))
+        return value
+
+    def inside(self, path: str, classes: Classes) -> bool:
+        """Whether a module that holds or passes on what is between the parts is of a known class."""
+        module = self.reach(path)
+        if type(module) in classes:
+            return True
+        accepted = " or ".join(dict.fromkeys(_class_name(cls) for cls in classes)) or "none"
+        self.reasons.append(f"{path} is {describe(module)}: accepted is {accepted}")
+        return False
+
+    def _all_inside(self, inside: Mapping[str, Classes]) -> bool:
+        known = [self.inside(path, classes) for path, classes in inside.items()]
+        return all(known)
+
+    def judge(self) -> bool:
+        """Whether everything that was looked at may be read past; the last thing to ask."""
+        for path, (_, _, child) in self.edges.items():
+            self.reasons += touch_reasons(path, child)
+        return not self.reasons
+
+
+class Reader(Looker):
+    """Reads one module: what a part of a block may be, and the two halves of a block."""
+
+    def norm(self, path: str) -> Any:
+        norm = self.reach(path)
+        if class_path(norm) not in NORM_CLASSES:
+            self.reasons.append(f"{path} is {describe(norm)}: accepted is LayerNorm")
+        elif len(norm.normalized_shape) != 1:
+            self.reasons.append(f"{path} normalises over {tuple(norm.normalized_shape)}: accepted is the last axis")
+        elif getattr(norm, "_fast_norm", False):
+            self.reasons.append(
+                f"{path} uses timm's fast norm, which rounds its statistics: call timm.layers.set_fast_norm(False)"
+            )
+        return norm
+
+    def linear(self, path: str, classes: Classes = (nn.Linear,)) -> Any:
+        """A linear layer; not one that is wrapped (LoRA), quantised or parametrized."""
+        linear = self.reach(path)
+        if type(linear) not in classes:
+            self.reasons.append(f"{path} is a {class_path(linear)}: accepted is torch.nn.Linear itself")
+        return linear
+
+    def activation(self, path: str) -> str:
+        activation = self.reach(path)
+        if isinstance(activation, nn.GELU):
+            self.value(f"{path}.approximate")
+        name = activation_name(activation)
+        if name is None:
+            known = ", ".join(reference.ACTIVATIONS)
+            self.reasons.append(f"{path} is {describe(activation)}: accepted are {known}")
+        return name or ""
+
+    def nothing(self, path: str) -> None:
+        """A place that must be empty: absent, or an Identity."""
+        module = self.reach(path)
+        if module is not None and type(module) is not nn.Identity:
+            self.reasons.append(f"{path} is {describe(module)}: accepted is none")
+
+    def dropout(self, path: str) -> Slot:
+        dropout = self.reach(path)
+        if type(dropout) is not nn.Dropout:
+            self.reasons.append(f"{path} is {describe(dropout)}: accepted is torch.nn.Dropout")
+        else:
+            self.notes += dropout_notes(path, dropout.p)
+        return dropout, "p"
+
+    def rate(self, path: str) -> Slot:
+        """A probability of dropout that is a plain attribute."""
+        path, _, name = path.rpartition(".")
+        return self.at(path), name
+
+    def drop_path(self, path: str | None) -> Any:
+        drop_path = self.reach(path) if path else None
+        if drop_path is None or type(drop_path) is nn.Identity:
+            return None
+        if not hasattr(drop_path, "drop_prob"):
+            self.reasons.append(f"{path} is {describe(drop_path)}: accepted is a DropPath with drop_prob")
+        return drop_path
+
+    def layer_scale(self, path: str | None) -> Slot | None:
+        """Where the vector is; None where the path leads nowhere, or to the number 1."""
+        if path is None:
+            return None
+        scale = self.reach(path)
+        if isinstance(scale, Tensor):
+            self.reasons += tensor_reasons(path, scale)
+            owner, _, name = path.rpartition(".")
+            return (self.at(owner) if owner else self.owner), name
+        if scale is not None and scale != 1.0:
+            self.reasons.append(f"{path} is {scale!r}: accepted is a Parameter")
+        return None
+
+    def mlp(
+        self,
+        norm: str,
+        fc1: str,
+        activation: str,
+        fc2: str,
+        *,
+        inside: Mapping[str, Classes] | None = None,
+        empty: Iterable[str] = (),
+        dropouts: Iterable[str] = (),
+        layer_scale: str | None = None,
+        drop_path: str | None = None,
+    ) -> MlpParts | None:
+        """The second half of a block by the paths of its parts; None with `reasons` where it has to stay.
+
+        Args:
+            inside: Modules that hold parts, or one of them alone, and what they may be.
+            empty: Places that may hold nothing but an Identity.
+            dropouts, layer_scale, drop_path: As in MlpParts.
+        """
+        if not self._all_inside(inside or {}):
+            return None
+        parts = MlpParts(
+            norm=self.norm(norm),
+            fc1=self.linear(fc1),
+            activation=self.activation(activation),
+            fc2=self.linear(fc2),
+            layer_scale=self.layer_scale(layer_scale),
+            drop_path=self.drop_path(drop_path),
+            dropouts=tuple(self.dropout(path) for path in dropouts),
+        )
+        for path in empty:
+            self.nothing(path)
+        return parts if self.judge() else None
+
+    def attention(
+        self,
+        module: str,
+        norm: str,
+        qkv: tuple[str, ...],
+        proj: str,
+        *,
+        inside: Mapping[str, Classes] | None = None,
+        empty: Iterable[str] = (),
+        dropouts: Iterable[str] = (),
+        rates: Iterable[str] = (),
+        num_heads: int,
+        scale: float | None = None,
+        layer_scale: str | None = None,
+        drop_path: str | None = None,
+    ) -> AttentionParts | None:
+        """The first half of a block by the paths of its parts; None with `reasons` where it has to stay.
+
+        Args:
+            module: The attention layer.
+            qkv: One linear layer, or three; or a MultiheadAttention, which holds the weights itself.
+            rates: Probabilities of dropout that are plain attributes.
+            inside, empty: As in `mlp`.
+            dropouts, num_heads, scale, layer_scale, drop_path: As in AttentionParts.
+        """
+        if not self._all_inside(inside or {}):
+            return None
+        parts = AttentionParts(
+            module=self.reach(module),
+            norm=self.norm(norm),
+            qkv=tuple(map(self._projection, qkv)),
+            num_heads=num_heads,
+            scale=scale,
+            proj=self.linear(proj, LINEAR_CLASSES),
+            layer_scale=self.layer_scale(layer_scale),
+            drop_path=self.drop_path(drop_path),
+            dropouts=(*map(self.dropout, dropouts), *map(self.rate, rates)),
+        )
+        for path in empty:
+            self.nothing(path)
+        return parts if self.judge() else None
+
+    def _projection(self, path: str) -> tuple[Slot, Slot]:
+        if isinstance(self.at(path), nn.MultiheadAttention):
+            mha = self.reach(path)
+            return (mha, "in_proj_weight"), (mha, "in_proj_bias")
+        linear = self.linear(path)
+        return (linear, "weight"), (linear, "bias")
+
+
+def read_block(
+    block: nn.Module,
+    read_mlp: Callable[[Reader], MlpParts | None],
+    read_attention: Callable[[Reader], AttentionParts | None] | None = None,
+) -> BlockParts:
+    """The parts of a block, its halves read apart, so that one may stay where the other need not."""
+    first, second = Reader(block), Reader(block)
+    attention = None if read_attention is None else read_attention(first)
+    mlp = read_mlp(second)
+    edges = {id(edge[2]): edge for reader in (first, second) for edge in reader.edges.values()}
+    watch = Watch(block, list(edges.values()), first.values + second.values)
+    return BlockParts(attention, mlp, tuple(first.reasons), tuple(second.reasons), watch)
+
+
+def activation_name(activation: Any) -> str | None:
+    """The operator's name of an activation: a module, a function or that name; None when it has none."""
+    if type(activation) is nn.GELU:
+        return "gelu_tanh" if activation.approximate == "tanh" else "gelu"
+    if isinstance(activation, str):
+        return activation if activation in reference.ACTIVATIONS else None
+    if isinstance(activation, nn.Module):
+        return ACTIVATION_CLASSES.get(class_path(activation))
+    return ACTIVATION_FUNCTIONS.get(activation)
+
+
+def dropout_notes(name: str, p: float) -> list[str]:
+    return [f"in training it runs as it was, because {name} drops with probability {p}"] if p else []
+
+
+def class_path(thing: object) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+def describe(thing: object) -> str:
+    if thing is None:
+        return "absent"
+    name = type(thing).__qualname__
+    return ("an " if name[:1] in "AEIO" else "a ") + name
+
+
+def _class_name(cls: type) -> str:
+    library = cls.__module__.partition(".")[0]
+    return f"the {cls.__qualname__} of {'ours' if library == 'vit_fast' else library}"
