@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-import importlib.metadata
 import os
 import platform
 import re
@@ -15,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from vit_fast.version import installed
 
 from .timing import Protocol, time_call
 
@@ -39,7 +40,7 @@ def describe(device: torch.device | str) -> dict[str, Any]:
         "memory_GiB": None if (there := memory_bytes(torch.device("cpu"))) is None else round(there / 2**30, 1),
         "os": platform.platform(),
         "python": platform.python_version(),
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "packages": {name: version for name in PACKAGES if (version := installed(name))},
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -171,11 +172,4 @@ def output(command: list[str]) -> str | None:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
         return None

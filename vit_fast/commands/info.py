@@ -73,8 +73,10 @@ def describe_device(device: Any) -> str:
     """A device in words: name, capability, memory, driver; or the processor and its threads."""
     import torch
 
+    from ..benchmarks.machine import cpu_name
+
     if device.type != "cuda":
-        return f"{_processor_name()}, {torch.get_num_threads()} threads"
+        return f"{cpu_name()}, {torch.get_num_threads()} threads"
     properties = torch.cuda.get_device_properties(device)
     return (
         f"{properties.name}, capability {properties.major}.{properties.minor}, "
@@ -103,14 +105,3 @@ def _backend_rows(device: Any) -> list[dict[str, Any]]:
             remarks = ["in Triton's interpreter: right, and very slow"]
         rows.append({"backend": backend, "device": str(device), "available": not reasons, "reasons": remarks})
     return rows
-
-
-def _processor_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:  # noqa: PTH123  # a kernel interface, not a file of ours
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from ..config import ViTConfig
 from ..errors import UnsupportedInputError
-from . import google, openai, ours, timm, torchvision, transformers
+from . import google, openai, ours, timm, torchvision, transformers, transformers_config
 from .image_model import ImageModel
 from .rename import Converted, strip_wrappers
 
 NAMED_WEIGHTS = (google, torchvision, transformers, openai, timm)
+CONFIGURATIONS = (timm, transformers_config)
 PEERS = (timm, transformers, torchvision)
 IMAGE_MODELS = (ours, timm, transformers, torchvision)
 

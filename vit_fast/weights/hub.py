@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..libraries import timm, transformers_config
+from ..libraries import CONFIGURATIONS, transformers_config
 from .source import SUFFIXES, Source, WeightsError, read_file, tensors_of
 
 WEIGHT_FILES = (
@@ -168,7 +168,7 @@ def _open(name: str, fetch: _Fetch) -> Source:
         found.notes.append("no config.json: head size, preprocessing and class names are the model's own")
         return found
     config = _read_json(config_file)
-    library = next((library for library in (timm, transformers_config) if library.wrote(config)), None)
+    library = next((library for library in CONFIGURATIONS if library.wrote(config)), None)
     if library is None:
         found.notes.append("config.json is of no known library: not used")
         return found
