@@ -8,7 +8,7 @@ from types import ModuleType
 from torch import nn
 
 from vit_fast.fusion import fuse
-from vit_fast.libraries import PEERS
+from vit_fast.libraries.known import PEERS
 
 from . import subjects_peers
 from .subjects import Subject, Task, register

@@ -11,7 +11,8 @@ from types import ModuleType
 
 from torch import Tensor, nn
 
-from vit_fast.libraries import PEERS, transformers
+from vit_fast.libraries import transformers
+from vit_fast.libraries.known import PEERS
 from vit_fast.libraries.peers import take_weights
 
 from .subjects import Subject, Task, register

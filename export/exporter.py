@@ -16,8 +16,8 @@ from torch import nn
 from vit_fast.config import DataConfig
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.files import file_aside
-from vit_fast.libraries import recognise
 from vit_fast.libraries.image_model import ImageModel, Output
+from vit_fast.libraries.known import recognise
 from vit_fast.version import __version__
 
 from . import model_files

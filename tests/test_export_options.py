@@ -353,6 +353,6 @@ def test_vit_base_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["vit_base_patch16_224", "deit_base_patch16_224", "vit_test"])
 def test_a_model_of_ours_is_called_by_its_own_name(name):
     """ViT-B and DeiT-B have one shape; their images are prepared differently."""
-    from vit_fast.libraries import recognise
+    from vit_fast.libraries.known import recognise
 
     assert recognise(vit_fast.create_model(name)).name == name

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from vit_fast import UnsupportedInputError, VisionTransformer, ViTConfig
-from vit_fast.libraries import PEERS, timm, torchvision, transformers, transformers_config
+from vit_fast.libraries import timm, torchvision, transformers, transformers_config
+from vit_fast.libraries.known import PEERS
 from vit_fast.libraries.peers import take_weights
 from vit_fast.ops.reference import ACTIVATIONS
 

@@ -17,7 +17,7 @@ from onnx_models import FAMILIES, SIZE, make, randomised, transformers_deit_with
 from vit_fast.export import capture as capture_module
 from vit_fast.export import export_onnx, exporter
 from vit_fast.export.options import newest_opset
-from vit_fast.libraries import recognise
+from vit_fast.libraries.known import recognise
 
 OPSETS = (18, 20, 23, newest_opset())
 ATTENTIONS = {"siglip": 3, "timm_siglip": 3}

@@ -10,23 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .block import AttentionParts, BlockParts, MlpParts, Slot
+from .libraries import timm, transformers
 from .ops import reference
 from .plain import Watch, tensor_reasons, touch_reasons
 
 ACTIVATION_CLASSES = {
     "torch.nn.modules.activation.ReLU": "relu",
     "torch.nn.modules.activation.SiLU": "silu",
-    "timm.layers.activations.GELU": "gelu",
-    "timm.layers.activations.GELUTanh": "gelu_tanh",
-    "timm.layers.activations.QuickGELU": "quick_gelu",
-    "transformers.activations.GELUActivation": "gelu",
-    "transformers.activations.GELUTanh": "gelu_tanh",
-    "transformers.activations.PytorchGELUTanh": "gelu_tanh",
-    "transformers.activations.QuickGELUActivation": "quick_gelu",
-    "transformers.activations.SiLUActivation": "silu",
+    **timm.ACTIVATION_CLASSES,
+    **transformers.ACTIVATION_CLASSES,
 }
 ACTIVATION_FUNCTIONS: dict[Any, str] = {F.gelu: "gelu", F.relu: "relu", torch.relu: "relu", F.silu: "silu"}
-NORM_CLASSES = ("torch.nn.modules.normalization.LayerNorm", "timm.layers.norm.LayerNorm")
+NORM_CLASSES = ("torch.nn.modules.normalization.LayerNorm", *timm.NORM_CLASSES)
 LINEAR_CLASSES = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)  # the latter in MultiheadAttention
 
 Classes = tuple[type, ...]

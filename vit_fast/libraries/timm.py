@@ -22,6 +22,12 @@ from .repository import Facts
 
 NAME = "timm"
 PEER = "timm's VisionTransformer"
+ACTIVATION_CLASSES = {
+    "timm.layers.activations.GELU": "gelu",
+    "timm.layers.activations.GELUTanh": "gelu_tanh",
+    "timm.layers.activations.QuickGELU": "quick_gelu",
+}
+NORM_CLASSES = ("timm.layers.norm.LayerNorm",)
 SIGNATURE = r"(^|^visual\.trunk\.)patch_embed\.proj\.weight$"
 
 RULES: tuple[Rule, ...] = (

@@ -24,6 +24,13 @@ from .transformers_config import ACTIVATIONS
 
 NAME = "transformers"
 PEER = "transformers' ViTForImageClassification, attn_implementation='sdpa'"
+ACTIVATION_CLASSES = {
+    "transformers.activations.GELUActivation": "gelu",
+    "transformers.activations.GELUTanh": "gelu_tanh",
+    "transformers.activations.PytorchGELUTanh": "gelu_tanh",
+    "transformers.activations.QuickGELUActivation": "quick_gelu",
+    "transformers.activations.SiLUActivation": "silu",
+}
 SIGNATURE = r"(^|\.)embeddings\.(patch_embeddings\.projection|patch_embedding)\.weight$"
 
 _VIT_PREFIX = r"(?:vit\.|deit\.|dinov2\.|dinov2_with_registers\.)?"

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..libraries import CONFIGURATIONS, transformers_config
+from ..libraries import transformers_config
+from ..libraries.known import CONFIGURATIONS
 from .source import SUFFIXES, Source, WeightsError, read_file, tensors_of
 
 WEIGHT_FILES = (

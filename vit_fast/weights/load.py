@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import libraries
 from ..config import Size
 from ..files import file_aside
 from ..layers import resample_pos_embed
+from ..libraries import known
 from ..libraries.rename import Converted
 from ..model import VisionTransformer, set_backend
 from ..version import __version__
@@ -180,10 +180,10 @@ class _Fit:
         self.config = model.config
         self.source = source
         self.wanted = model.state_dict()
-        converted = libraries.convert(source.tensors, model.config)
+        converted = known.convert(source.tensors, model.config)
         if converted is None:
             raise WeightsError(
-                f"{source.name}: names of no known layout ({libraries.known_names()}); it holds "
+                f"{source.name}: names of no known layout ({known.known_names()}); it holds "
                 f"{_listed(sorted(source.tensors))}"
             )
         layout = "vit-fast" if source.name.endswith(".safetensors") and source.config else converted.layout

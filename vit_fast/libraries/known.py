@@ -1,0 +1,66 @@
+"""Every library that is known, and finding the one that weights, a configuration or a model are of."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ..config import ViTConfig
+from ..errors import UnsupportedInputError
+from . import google, openai, ours, timm, torchvision, transformers, transformers_config
+from .image_model import ImageModel
+from .rename import Converted, strip_wrappers
+
+NAMED_WEIGHTS = (google, torchvision, transformers, openai, timm)
+CONFIGURATIONS = (timm, transformers_config)
+PEERS = (timm, transformers, torchvision)
+IMAGE_MODELS = (ours, timm, transformers, torchvision)
+
+
+def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted | None:
+    """A state dict in timm's names, with what was renamed and ignored on the way.
+
+    Args:
+        state: Parameters under any of the known libraries' names, also behind `module.` or `_orig_mod.`.
+        config: The model they are for: decides where a class position goes.
+    Returns:
+        None where no library recognises the names.
+    """
+    state = strip_wrappers(state)
+    for library in NAMED_WEIGHTS:
+        if any(re.search(library.SIGNATURE, name) for name in state):
+            return library.convert(state, config)
+    return None
+
+
+def known_names() -> str:
+    """Whose names of weights are known, for messages."""
+    return ", ".join(library.NAME for library in NAMED_WEIGHTS)
+
+
+def recognise(model: nn.Module) -> ImageModel:
+    """Recognises a model to be exported.
+
+    Returns:
+        What its library knows of it, with the module in evaluation mode, in fp32 on the CPU; a copy where it was not.
+    Raises:
+        UnsupportedInputError: it belongs to no library that is known, or is a kind of model that takes no images.
+    """
+    found = next((found for library in IMAGE_MODELS if (found := library.recognise(model)) is not None), None)
+    if found is None:
+        raise UnsupportedInputError(
+            f"export of a {type(model).__module__}.{type(model).__qualname__}",
+            ["accepted are VisionTransformer models of vit_fast, timm, transformers and torchvision"],
+        )
+    if any(p.dtype != torch.float32 or p.device.type != "cpu" for p in model.parameters()) or model.training:
+        if next(model.parameters()).device.type == "meta":
+            raise UnsupportedInputError("export", ["the model's weights are on the meta device: there are none"])
+        found.model = copy.deepcopy(model).to("cpu", torch.float32).eval()
+    if any(hasattr(module, "vit_fast_mean") for module in model.modules()):
+        found.takes_bytes = True
+        found.set_data_config(found.data_config)
+    return found
