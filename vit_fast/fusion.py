@@ -12,7 +12,7 @@ from torch import nn
 from .errors import UnsupportedInputError
 from .fusion_report import FusionReport, ModuleReport
 from .integrations import fused_form, left_reason, ours
-from .integrations.common import Finding, FusedModule, device_of, dtype_of, triton_reasons
+from .integrations.common import Finding, FusedBlocks, FusedModule, FusedNormMlp, device_of, dtype_of, triton_reasons
 from .integrations.patch_embed import FusedPatchConv, FusedPatchEmbed, check_normalize, find_patch_conv
 from .layers import PatchEmbed
 from .model import VisionTransformer
@@ -96,6 +96,7 @@ class _Plan:
         self.rows: list[ModuleReport] = []
         self.changes: list[Change] = []
         self._spoken_for: dict[nn.Module, bool] = {}
+        self._blocks: set[nn.Module] = set()  # whose norm and MLP are fused from now on
         self.visit("", model)
 
     def visit(self, name: str, module: nn.Module, inside_unknown: bool = False) -> bool:
@@ -113,6 +114,8 @@ class _Plan:
             return True
         if isinstance(module, FusedPatchConv):
             return True
+        if isinstance(module, FusedBlocks):
+            return self._children(name, module, inside_unknown)
         if isinstance(module, FusedModule):
             left = self._fused(name, module)
         elif form := fused_form(type(module)):
@@ -134,6 +137,12 @@ class _Plan:
             self.rows.append(_row(name, module, part, [reason]))
             self._children(name, module, inside_unknown=True)
             return True
+        if type(module) is nn.Sequential:
+            found = self._children(name, module, inside_unknown)
+            if len(module) > 1 and all(block in self._blocks for block in module):
+                self.changes.append(([module], lambda: _give_class(module, FusedBlocks, self.requested)))
+            self._spoken_for[module] = found
+            return found
         looks_fusable = LOOKS_FUSABLE.search(type(module).__name__) is not None
         found = self._children(name, module, inside_unknown or looks_fusable)
         if looks_fusable and not (found or inside_unknown) and next(module.parameters(), None) is not None:
@@ -173,6 +182,8 @@ class _Plan:
         if reasons:
             return True
         self._spoken_for.update(dict.fromkeys(finding.bypassed, True))
+        if issubclass(form, FusedNormMlp):
+            self._blocks.add(module)
         self.changes.append(([module], lambda: _give_class(module, form, self.requested)))
         return False
 

@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..block import AttentionParts, BlockParts, MlpParts, drops, forward_block, parts_of, run_mlp, runs_whole
+from ..block import (
+    AttentionParts,
+    BlockParts,
+    MlpParts,
+    drops,
+    forward_block,
+    parts_of,
+    run_blocks,
+    run_mlp,
+    runs_whole,
+)
 from ..ops.attention_op import DTYPES, MAX_HEAD_DIM, MIN_HEAD_DIM
 from ..ops.backends import resolve_backend
 from ..reading import Reader, read_block
@@ -203,3 +213,14 @@ class FusedNormMlp(FusedModule):
         """
         by_modules = None if ordinary and self._runs_whole(parts) else attend
         return forward_block(self, parts, x, backend=self.vit_fast_backend, attend=by_modules)
+
+
+@fused_form_of(nn.Sequential)
+class FusedBlocks(FusedModule, nn.Sequential):
+    """A Sequential of nothing but fused blocks, which hands the row statistics from each to the next."""
+
+    kind = "blocks"
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[B, N, C] -> [B, N, C]."""
+        return run_blocks(self, input)

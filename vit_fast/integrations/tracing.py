@@ -25,7 +25,8 @@ def show_original_to_tracers(cls: type[nn.Module], original: type[nn.Module], eq
     if original.__module__.startswith("transformers."):
         return  # its layers' own wrapper of forward has to stay the outermost; neither tracer takes its models anyway
     fused_forward, original_forward = cls.forward, original.forward
-    proxy_among, stays_whole = first_proxy, not equivalent or original.__module__.startswith(_LEAVES)
+    leaf = original.__module__.startswith(_LEAVES) and not issubclass(original, nn.Sequential)
+    proxy_among, stays_whole = first_proxy, not equivalent or leaf
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         proxy = proxy_among(args, kwargs)

@@ -1,0 +1,207 @@
+"""Row statistics that travel from block to block beside the hidden states: of every library, right, and never stale."""
+
+from __future__ import annotations
+
+import copy
+import io
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fused_models import LIBRARIES, SUBJECTS, Subject, assert_gradients_within, assert_within, gradients, in_fp64
+from kernel_support import DEVICE, HAS_GPU
+from torch import Tensor, nn
+
+import vit_fast
+from vit_fast import block as block_module
+from vit_fast.integrations.common import FusedNormMlp
+
+if not HAS_GPU:
+    from interpreter_speed import search_once
+
+    search_once()
+
+every_library = pytest.mark.parametrize("library", LIBRARIES)
+
+
+@pytest.fixture
+def handed_on(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether statistics came in, a block each."""
+    seen: list[bool] = []
+    run_block = block_module.run_block
+
+    def spy(parts: Any, x: Tensor, statistics: Tensor | None = None, **how: Any) -> Any:
+        seen.append(statistics is not None)
+        return run_block(parts, x, statistics, **how)
+
+    monkeypatch.setattr(block_module, "run_block", spy)
+    return seen
+
+
+def half(library: str) -> tuple[Subject, nn.Module, dict[str, Tensor]]:
+    subject = SUBJECTS[LIBRARIES[library]]
+    inputs = {name: tensor.to(DEVICE, torch.bfloat16) for name, tensor in subject.inputs().items()}
+    return subject, subject.build().to(DEVICE, torch.bfloat16).eval(), inputs
+
+
+@every_library
+def test_every_librarys_blocks_hand_them_on(library: str, handed_on: list[bool]) -> None:
+    subject, model, inputs = half(library)
+    exact, exact_grads = in_fp64(subject, model, inputs)
+    before, before_grads = gradients(subject, model, inputs)
+    vit_fast.fuse(model, "triton").require_all()
+    modes: list[Callable[[], Any]] = [torch.no_grad, torch.inference_mode]
+    for mode in modes:
+        handed_on.clear()
+        with mode():
+            output = subject.run(model, inputs)
+        assert handed_on == [False, True]
+        assert_within(output, before, exact, 2, "output")
+    handed_on.clear()
+    output, grads = gradients(subject, model, inputs)
+    assert handed_on == [False, True]
+    assert_within(output, before, exact, 2, "output")
+    assert_gradients_within(grads, before_grads, exact_grads, 3)
+
+
+def in_place(x: Tensor) -> Tensor:
+    return x.mul_(3)
+
+
+def through_a_view(x: Tensor) -> Tensor:
+    x[:, 1:].add_(2)
+    return x
+
+
+def other_data(x: Tensor) -> Tensor:
+    x.data = x.data * 3
+    return x
+
+
+def another_tensor(x: Tensor) -> Tensor:
+    return x * 3
+
+
+BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "in place": in_place,
+    "a view": through_a_view,
+    "other data": other_data,
+    "another tensor": another_tensor,
+    "a copy": copy.deepcopy,
+}
+
+
+def blocks_of(library: str) -> list[nn.Module]:
+    _, model, _ = half(library)
+    vit_fast.fuse(model, "triton").require_all()
+    return [part for part in model.modules() if isinstance(part, FusedNormMlp) or type(part).__name__ == "Block"]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("change", BETWEEN)
+def test_what_is_done_between_blocks_is_seen(change: str, mode: Callable[[], Any], handed_on: list[bool]) -> None:
+    first, second = blocks_of("timm")
+    tokens = torch.randn(2, 5, 64, dtype=torch.bfloat16, device=DEVICE)
+    with mode():
+        untouched = first(tokens)
+        handed = second(untouched)
+        assert handed_on == [False, True]
+        x = BETWEEN[change](first(tokens))
+        found, expected = second(x), second(x.clone())
+    assert handed_on[2:] == [False, False, False]
+    assert torch.equal(found, expected)
+    assert change == "a copy" or not torch.equal(found, handed)
+
+
+def write_data(module: nn.Module, args: Any, output: Tensor) -> None:
+    output.data.mul_(3)  # which torch does not count
+
+
+@pytest.mark.parametrize("where", ["first", "second"])
+def test_hooks_between_blocks_run_and_end_it(where: str, handed_on: list[bool]) -> None:
+    first, second = blocks_of("transformers")
+    tokens = torch.randn(2, 5, 64, dtype=torch.bfloat16, device=DEVICE)
+    with torch.no_grad():
+        x = first(tokens)
+        expected = second(x * 3)
+        if where == "first":
+            first.register_forward_hook(write_data)
+        else:
+            second.register_forward_pre_hook(lambda module, args: write_data(module, args, args[0]))
+        handed_on.clear()
+        found = second(first(tokens))
+    assert handed_on == [False, False]
+    assert torch.equal(found, expected)
+
+
+def test_nothing_is_handed_to_another_thread_or_after_another_block(handed_on: list[bool]) -> None:
+    first, second = blocks_of("timm")
+    tokens = torch.randn(2, 5, 64, dtype=torch.bfloat16, device=DEVICE)
+    with torch.no_grad():
+        x = first(tokens)
+        worker = threading.Thread(target=torch.no_grad()(second), args=(x,))
+        worker.start()
+        worker.join()
+        first(tokens)
+        second(x)
+    assert handed_on == [False, False, False, False]
+
+
+def test_hidden_states_stay_ordinary_tensors() -> None:
+    """They are saved without a trace of ours, and what was remembered goes with them."""
+    from vit_fast.row_statistics import _last
+
+    first, _ = blocks_of("timm")
+    with torch.no_grad():
+        x = first(torch.randn(2, 5, 64, dtype=torch.bfloat16, device=DEVICE))
+    assert vars(x) == {}
+    saved = io.BytesIO()
+    torch.save(x, saved)
+    saved.seek(0)
+    assert torch.equal(torch.load(saved, weights_only=True), x)
+    assert _last.entry is not None
+    del x
+    assert _last.entry is None
+
+
+@pytest.mark.parametrize("library", ["timm", "transformers", "ours"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_blocks_do_the_same_twice(library: str, reentrant: bool) -> None:
+    """torch compares what is kept for the backward in both runs; the statistics are of the kept."""
+    subject, model, inputs = half(library)
+    vit_fast.fuse(model, "triton").require_all()
+    _, exact_grads = in_fp64(subject, model_unfused(model), inputs)
+    _, before_grads = gradients(subject, model_unfused(model), inputs)
+    model.train()
+    if library == "transformers":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    else:
+        model.set_grad_checkpointing(True)
+    _, grads = gradients(subject, model, inputs)
+    assert_gradients_within(grads, before_grads, exact_grads, 3)
+
+
+def model_unfused(model: nn.Module) -> nn.Module:
+    twin = copy.deepcopy(model)
+    vit_fast.unfuse(twin)
+    return twin
+
+
+@pytest.mark.parametrize("library", ["timm", "torchvision", "ours"])
+def test_a_compiled_model_hands_them_on_where_its_blocks_are_a_sequential(library: str) -> None:
+    subject, model, inputs = half(library)
+    vit_fast.fuse(model, "triton").require_all()
+    graphs = []
+
+    def keep(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    with torch.no_grad():
+        found = subject.run(torch.compile(model, backend=keep, fullgraph=True), inputs)
+        assert torch.equal(found, subject.run(model, inputs))
+    assert len(graphs) == 1
+    linears = [node for node in graphs[0].graph.nodes if "vit_fast.layer_norm_linear" in str(node.target)]
+    assert [node.args[1] is not None for node in linears] == [False, True]
