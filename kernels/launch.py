@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,17 +64,21 @@ class Launch:
                 f"grid {self.grid} is too large: at most {MAX_GRID_0} programs on axis 0, 65535 on the others"
             )
         with _on_device(self.device):
-            if not isinstance(self.kernel, triton.JITFunction) or _is_watched(self.kernel):
+            if not isinstance(self.kernel, triton.JITFunction) or is_watched(self.kernel):
                 self._run_by_triton()
+                if listening.listener is not None:
+                    listening.listener(self, None)
                 return
             driver = triton.runtime.driver.active
             device = driver.get_current_device()
             key = self._specialisation(device)
             ready = _ready.get(key)
             if ready is None:
-                _keep(key, self.kernel, self._run_by_triton())
+                ready = _keep(key, self.kernel, self._run_by_triton())
             else:
                 ready.launch(self, driver.get_current_stream(device))
+        if listening.listener is not None:
+            listening.listener(self, ready)
 
     def _run_by_triton(self) -> Any:
         return self.kernel[self.grid](**self.args, **self.constants, **self.options())
@@ -88,7 +93,7 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class _Ready:
+class Ready:
     """A compiled kernel that needs no more than its arguments in their order."""
 
     kernel: Any  # held, so that no other takes its id
@@ -106,16 +111,26 @@ class _Ready:
 
 # By `Launch._specialisation`. Triton's own way from the arguments to the compiled kernel takes several times as long as
 # the launch; `vit-fast kernels --host` measures both.
-_ready: dict[tuple[Any, ...], _Ready] = {}
+_ready: dict[tuple[Any, ...], Ready] = {}
 MAX_READY = 4096
 
 
-def _keep(key: tuple[Any, ...], kernel: Any, compiled: Any) -> None:
+class _Listening(threading.local):
+    """Who is told of the launches of this thread, and of the compiled kernel of each, None where it is not kept."""
+
+    listener: Callable[[Launch, Ready | None], None] | None = None
+
+
+listening = _Listening()
+
+
+def _keep(key: tuple[Any, ...], kernel: Any, compiled: Any) -> Ready | None:
     if not isinstance(compiled, CompiledKernel):  # still compiling, or left to a hook
-        return
+        return None
     if len(_ready) >= MAX_READY:
         _ready.clear()
-    _ready[key] = _Ready(kernel, compiled, tuple(parameter.name for parameter in kernel.params))
+    ready = _ready[key] = Ready(kernel, compiled, tuple(parameter.name for parameter in kernel.params))
+    return ready
 
 
 def _specialised_by(value: Any) -> Any:
@@ -130,17 +145,16 @@ def _specialised_by(value: Any) -> Any:
     return kind if kind is float else (kind, value)  # True is 1 to a dictionary, and not to triton
 
 
-def _is_watched(kernel: Any) -> bool:
-    """Whether someone listens to launches or debugs them: triton's own way then serves them all."""
+def is_watched(*kernels: Any) -> bool:
+    """Whether someone listens to launches or debugs these kernels: triton's own way then serves them all."""
     runtime = triton.knobs.runtime
     return bool(
         getattr(runtime.launch_enter_hook, "calls", runtime.launch_enter_hook)
         or getattr(runtime.launch_exit_hook, "calls", runtime.launch_exit_hook)
         or runtime.add_stages_inspection_hook
         or runtime.debug
-        or kernel.debug
-        or kernel.pre_run_hooks
         or triton.knobs.compilation.instrumentation_mode
+        or any(kernel.debug or kernel.pre_run_hooks for kernel in kernels)
     )
 
 

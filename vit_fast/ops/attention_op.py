@@ -20,6 +20,7 @@ from ..errors import UnsupportedInputError
 from .backends import triton_unavailable_reasons
 from .checks import refuse_double_backward, refuse_vmap
 from .flops import flop_formula
+from .operators import differentiable, fake, operator
 from .transforms import transformable
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -89,7 +90,7 @@ def _last_stride_one(grad: Tensor) -> Tensor:
     return grad if grad.stride(-1) == 1 else grad.contiguous()
 
 
-@torch.library.custom_op("vit_fast::attention", mutates_args=())
+@operator("vit_fast::attention")
 def attention_op(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """softmax(scale q k^T) v as [B, H, N_q, D], and its log-sum-exp [B, H, N_q], fp32, base 2."""
     _require_supported(q, k, v, scale)
@@ -100,12 +101,12 @@ def attention_op(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor,
     return out, lse
 
 
-@attention_op.register_fake
+@fake(attention_op)
 def _(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     return _new_output(q), _new_lse(q)
 
 
-@torch.library.custom_op("vit_fast::attention_backward", mutates_args=())
+@operator("vit_fast::attention_backward")
 def attention_backward_op(
     grad_output: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -122,14 +123,14 @@ def _new_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
     return dq, dk, dv
 
 
-@attention_backward_op.register_fake
+@fake(attention_backward_op)
 def _(
     grad_output: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _new_gradients(q, k, v)
 
 
-@torch.library.custom_op("vit_fast::attention_qkvpacked", mutates_args=())
+@operator("vit_fast::attention_qkvpacked")
 def attention_qkvpacked_op(qkv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """softmax(scale q k^T) v of qkv [B, N, 3, H, D] as [B, N, H, D], and its log-sum-exp [B, H, N], fp32, base 2."""
     q, k, v = _heads_first(qkv)
@@ -141,13 +142,13 @@ def attention_qkvpacked_op(qkv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     return out.transpose(1, 2), lse
 
 
-@attention_qkvpacked_op.register_fake
+@fake(attention_qkvpacked_op)
 def _(qkv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     q, _, _ = _heads_first(qkv)
     return _new_output(q).transpose(1, 2), _new_lse(q)
 
 
-@torch.library.custom_op("vit_fast::attention_qkvpacked_backward", mutates_args=())
+@operator("vit_fast::attention_qkvpacked_backward")
 def attention_qkvpacked_backward_op(grad_output: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, scale: float) -> Tensor:
     """d qkv [B, N, 3, H, D] of `attention_qkvpacked_op`, contiguous: the three gradients written in place in one."""
     from ..kernels.attention import attention_backward
@@ -160,7 +161,7 @@ def attention_qkvpacked_backward_op(grad_output: Tensor, qkv: Tensor, out: Tenso
     return grad
 
 
-@attention_qkvpacked_backward_op.register_fake
+@fake(attention_qkvpacked_backward_op)
 def _(grad_output: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, scale: float) -> Tensor:
     return qkv.new_empty(qkv.shape)
 
@@ -184,10 +185,10 @@ def _qkvpacked_backward(ctx: Any, grad_output: Tensor | None, _: Tensor | None) 
     return _backward_qkvpacked(grad_output, *ctx.saved_tensors, ctx.scale), None
 
 
-attention_op.register_autograd(_attention_backward, setup_context=_save)
-attention_qkvpacked_op.register_autograd(_qkvpacked_backward, setup_context=_save)
-attention_backward_op.register_autograd(refuse_double_backward("attention"))
-attention_qkvpacked_backward_op.register_autograd(refuse_double_backward("attention"))
+differentiable(attention_op, _save, _attention_backward)
+differentiable(attention_qkvpacked_op, _save, _qkvpacked_backward)
+differentiable(attention_backward_op, None, refuse_double_backward("attention"))
+differentiable(attention_qkvpacked_backward_op, None, refuse_double_backward("attention"))
 attention_kernel = transformable("attention", attention_op, _save, _attention_backward)
 attention_qkvpacked_kernel = transformable("attention", attention_qkvpacked_op, _save, _qkvpacked_backward)
 _backward = transformable("attention", attention_backward_op)
@@ -198,7 +199,7 @@ for _operator in (
     attention_qkvpacked_op,
     attention_qkvpacked_backward_op,
 ):
-    _operator.register_vmap(refuse_vmap("attention"))
+    torch.library.register_vmap(_operator, refuse_vmap("attention"))
 
 
 def attention_flop(batch: int, heads: int, n_q: int, n_kv: int, head_dim: int) -> int:

@@ -29,10 +29,11 @@ from .checks import (
 )
 from .flops import flop_formula
 from .kept_rows import fake_made_rows, input_dtype, made_rows, rows_to_keep
+from .operators import differentiable, fake, operator
 from .transforms import transformable
 
 
-@torch.library.custom_op("vit_fast::layer_norm_mlp", mutates_args=())
+@operator("vit_fast::layer_norm_mlp")
 def layer_norm_mlp_op(
     x: Tensor, statistics: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
     fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None,
@@ -59,7 +60,7 @@ def layer_norm_mlp_op(
     return y.view(x.shape), no_tensor(x) if emitted is None else emitted
 
 
-@layer_norm_mlp_op.register_fake
+@fake(layer_norm_mlp_op)
 def _(
     x: Tensor, statistics: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
     fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None,
@@ -77,7 +78,7 @@ def _output_dtype(x: Tensor, layer_scale: Tensor | None, residual: bool, dtype: 
     return dtype
 
 
-@torch.library.custom_op("vit_fast::layer_norm_mlp_training", mutates_args=())
+@operator("vit_fast::layer_norm_mlp_training")
 def layer_norm_mlp_training_op(
     x: Tensor, statistics: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
     fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None,
@@ -103,7 +104,7 @@ def layer_norm_mlp_training_op(
     return y.view(x.shape), no_tensor(x) if emitted is None else emitted, z, *made_rows(x, statistics, known)
 
 
-@layer_norm_mlp_training_op.register_fake
+@fake(layer_norm_mlp_training_op)
 def _(
     x: Tensor, statistics: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
     fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None,
@@ -115,7 +116,7 @@ def _(
     return y, new_statistics(x, next_eps is not None), z, *fake_made_rows(x, statistics, dtype)
 
 
-@torch.library.custom_op("vit_fast::layer_norm_mlp_backward", mutates_args=())
+@operator("vit_fast::layer_norm_mlp_backward")
 def layer_norm_mlp_backward_op(
     grad_output: Tensor, rows: Tensor, statistics: Tensor, z: Tensor, norm_weight: Tensor | None,
     norm_bias: Tensor | None, fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor,
@@ -141,7 +142,7 @@ def layer_norm_mlp_backward_op(
     )  # fmt: skip
 
 
-@layer_norm_mlp_backward_op.register_fake
+@fake(layer_norm_mlp_backward_op)
 def _(
     grad_output: Tensor, rows: Tensor, statistics: Tensor, z: Tensor, norm_weight: Tensor | None,
     norm_bias: Tensor | None, fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor,
@@ -170,12 +171,12 @@ def _backward(ctx: Any, grad_output: Tensor | None, *_: Tensor | None) -> tuple[
     return (dx, None, *present, None, None, None, None, None)
 
 
-layer_norm_mlp_training_op.register_autograd(_backward, setup_context=_save)
-layer_norm_mlp_backward_op.register_autograd(refuse_double_backward("layer_norm_mlp"))
+differentiable(layer_norm_mlp_training_op, _save, _backward)
+differentiable(layer_norm_mlp_backward_op, None, refuse_double_backward("layer_norm_mlp"))
 layer_norm_mlp_training = transformable("layer_norm_mlp", layer_norm_mlp_training_op, _save, _backward)
 _backward_kernels = transformable("layer_norm_mlp", layer_norm_mlp_backward_op)
 for _operator in (layer_norm_mlp_op, layer_norm_mlp_training_op, layer_norm_mlp_backward_op):
-    _operator.register_vmap(refuse_vmap("layer_norm_mlp"))
+    torch.library.register_vmap(_operator, refuse_vmap("layer_norm_mlp"))
 
 
 def layer_norm_mlp_flop(rows: int, width: int, hidden: int) -> int:

@@ -26,13 +26,14 @@ from .checks import (
 )
 from .flops import flop_formula
 from .kept_rows import fake_made_rows, input_dtype, made_rows, rows_to_keep
+from .operators import differentiable, fake, operator
 from .transforms import transformable
 
 if TYPE_CHECKING:
     from ..kernels.layer_norm import RowStatistics
 
 
-@torch.library.custom_op("vit_fast::layer_norm_linear", mutates_args=())
+@operator("vit_fast::layer_norm_linear")
 def layer_norm_linear_op(
     x: Tensor, statistics: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
     weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype,
@@ -41,7 +42,7 @@ def layer_norm_linear_op(
     return _layer_norm_linear(x, statistics, norm_weight, norm_bias, weight, bias, eps, dtype)[0]
 
 
-@layer_norm_linear_op.register_fake
+@fake(layer_norm_linear_op)
 def _(
     x: Tensor, statistics: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
     weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype,
@@ -49,7 +50,7 @@ def _(
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
 
 
-@torch.library.custom_op("vit_fast::layer_norm_linear_training", mutates_args=())
+@operator("vit_fast::layer_norm_linear_training")
 def layer_norm_linear_training_op(
     x: Tensor, statistics: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
     weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype,
@@ -59,7 +60,7 @@ def layer_norm_linear_training_op(
     return out, *made_rows(x, statistics, known)
 
 
-@layer_norm_linear_training_op.register_fake
+@fake(layer_norm_linear_training_op)
 def _(
     x: Tensor, statistics: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
     weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype,
@@ -81,7 +82,7 @@ def _layer_norm_linear(
     return linear.layer_norm_linear(known, folded).view(*x.shape[:-1], weight.shape[0]), known
 
 
-@torch.library.custom_op("vit_fast::layer_norm_linear_backward", mutates_args=())
+@operator("vit_fast::layer_norm_linear_backward")
 def layer_norm_linear_backward_op(
     grad_output: Tensor, rows: Tensor, statistics: Tensor,
     norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
@@ -100,7 +101,7 @@ def layer_norm_linear_backward_op(
     )  # fmt: skip
 
 
-@layer_norm_linear_backward_op.register_fake
+@fake(layer_norm_linear_backward_op)
 def _(
     grad_output: Tensor, rows: Tensor, statistics: Tensor,
     norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
@@ -110,7 +111,7 @@ def _(
     return (dx, *gradients)  # type: ignore[return-value]  # four parameters, four gradients
 
 
-@torch.library.custom_op("vit_fast::linear_residual", mutates_args=())
+@operator("vit_fast::linear_residual")
 def linear_residual_op(
     h: Tensor, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None, residual: Tensor | None,
     next_eps: float | None,
@@ -130,7 +131,7 @@ def linear_residual_op(
     return y.view(*h.shape[:-1], weight.shape[0]), no_tensor(h) if emitted is None else emitted
 
 
-@linear_residual_op.register_fake
+@fake(linear_residual_op)
 def _(
     h: Tensor, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None, residual: Tensor | None,
     next_eps: float | None,
@@ -146,7 +147,7 @@ def sum_dtype(h: Tensor, layer_scale: Tensor | None, residual: Tensor | None) ->
     return h.dtype if layer_scale is None else torch.promote_types(h.dtype, layer_scale.dtype)
 
 
-@torch.library.custom_op("vit_fast::linear_residual_backward", mutates_args=())
+@operator("vit_fast::linear_residual_backward")
 def linear_residual_backward_op(
     grad_output: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -159,7 +160,7 @@ def linear_residual_backward_op(
     return dh.view(h.shape), d_weight, like_parameter(d_bias, bias, h), like_parameter(d_scale, layer_scale, h)
 
 
-@linear_residual_backward_op.register_fake
+@fake(linear_residual_backward_op)
 def _(
     grad_output: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -203,10 +204,10 @@ def _linear_residual_backward(ctx: Any, grad_output: Tensor | None, _: Tensor | 
     )  # fmt: skip
 
 
-layer_norm_linear_training_op.register_autograd(_layer_norm_linear_backward, setup_context=_save_layer_norm_linear)
-linear_residual_op.register_autograd(_linear_residual_backward, setup_context=_save_linear_residual)
-layer_norm_linear_backward_op.register_autograd(refuse_double_backward("layer_norm_linear"))
-linear_residual_backward_op.register_autograd(refuse_double_backward("linear_residual"))
+differentiable(layer_norm_linear_training_op, _save_layer_norm_linear, _layer_norm_linear_backward)
+differentiable(linear_residual_op, _save_linear_residual, _linear_residual_backward)
+differentiable(layer_norm_linear_backward_op, None, refuse_double_backward("layer_norm_linear"))
+differentiable(linear_residual_backward_op, None, refuse_double_backward("linear_residual"))
 layer_norm_linear_training = transformable(
     "layer_norm_linear", layer_norm_linear_training_op, _save_layer_norm_linear, _layer_norm_linear_backward
 )
@@ -222,7 +223,7 @@ for _operator in (
     linear_residual_op,
     linear_residual_backward_op,
 ):
-    _operator.register_vmap(refuse_vmap("a fused linear layer"))
+    torch.library.register_vmap(_operator, refuse_vmap("a fused linear layer"))
 
 
 @flop_formula([torch.ops.vit_fast.layer_norm_linear, torch.ops.vit_fast.layer_norm_linear_training])

@@ -1,6 +1,6 @@
 """The Triton operators under torch.func and forward-mode derivatives.
 
-A `torch.library.custom_op` refuses torch.func's grad and vjp with an error about `setup_context`, and lets a
+An operator of its own refuses torch.func's grad and vjp with an error about `setup_context`, and lets a
 forward-mode tangent pass as if it were zero. Where a transform or a dual level is active, the operator runs inside a
 `torch.autograd.Function` instead, which torch.func differentiates and which is asked for the tangent: reverse mode
 works, the rest is refused by name. Elsewhere the operator is called as it is.

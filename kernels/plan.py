@@ -1,0 +1,130 @@
+"""Launch plans: what an operator launches, recorded when it first runs, and from then on launched without being asked.
+
+    result = run(function, arguments)        # function(*arguments), by its plan where there is one
+
+`function` allocates, builds launches and runs them; which, depends on the shapes, strides, dtypes, devices and
+alignments of its tensors, on its other arguments, and on torch's setting for fp32 products. So all of these are the key
+of a plan. A plan holds the compiled kernels with their grids and arguments, every address as an offset into an input or
+into a buffer. To replay one, the buffers are allocated, and the kernels launched on the current stream. Tensor maps are
+kept by address.
+
+What a function may do: allocate, take views, launch, and call torch operators on such tensors, which a replay calls
+again in their place. Of anything else (a tensor from elsewhere, a result that is no tensor) no plan is made, and the
+function runs each time. Buffers that only kernels use share one allocation, where those that are never needed at the
+same time lie on top of each other; so nothing may read what it did not write.
+
+Under Triton's interpreter, and while someone listens to launches, functions simply run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from .launch import is_interpreted, is_watched
+from .plan_steps import Step, Values, View
+
+Function = Callable[..., Any]
+
+MAX_PLANS = 2048
+_plans: dict[tuple[Any, ...], Plan | None] = {}  # None: it cannot be planned
+_UNSEEN: Any = object()
+_INTERPRETED = is_interpreted()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one call does, for any addresses.
+
+    Args:
+        device: Of all tensors.
+        buffers: Arguments of `torch.empty_strided`: shape, strides, dtype; numbered behind the inputs.
+        steps: What is done in order, with the values that nobody needs behind it. The results of torch operators are
+            numbered as they come.
+        outputs: The results.
+        single: Whether the result is one tensor, not a tuple.
+        kernels: The functions decorated with `triton.jit`.
+    """
+
+    device: torch.device
+    buffers: tuple[tuple[Sequence[int], Sequence[int], torch.dtype], ...]
+    steps: tuple[tuple[Step, tuple[int, ...]], ...]
+    outputs: tuple[View, ...]
+    single: bool
+    kernels: tuple[Any, ...]
+
+    def replay(self, values: Values, addresses: list[int]) -> Any:
+        """The results, from the tensors of a call and their addresses, to which both lists are added."""
+        if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
+            with torch.cuda.device(self.device):
+                return self._replay(values, addresses)
+        return self._replay(values, addresses)
+
+    def _replay(self, values: Values, addresses: list[int]) -> Any:
+        device = self.device
+        for shape, stride, dtype in self.buffers:
+            buffer = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            values.append(buffer)
+            addresses.append(buffer.data_ptr())
+        driver = triton.runtime.driver.active
+        stream = driver.get_current_stream(driver.get_current_device())
+        for step, drops in self.steps:
+            step(stream, values, addresses)
+            for value in drops:
+                values[value] = None
+        made = tuple([view.of(values) for view in self.outputs])
+        return made[0] if self.single else made
+
+
+def run(function: Function, arguments: Sequence[Any]) -> Any:
+    """function(*arguments), replayed where its plan is known.
+
+    Args:
+        arguments: Tensors, None, and hashable values. No result may share memory with one of the tensors.
+    """
+    if _INTERPRETED:
+        return function(*arguments)
+    key: list[Any] = [function, torch.backends.cuda.matmul.fp32_precision]
+    tensors: list[Tensor] = []
+    addresses: list[int] = []
+    for value in arguments:
+        if isinstance(value, Tensor):
+            address = value.data_ptr()
+            tensors.append(value)
+            addresses.append(address)
+            key += (value.shape, value.stride(), value.dtype, value.get_device(), address & 15)
+        else:
+            key.append(value)
+    found = tuple(key)
+    plan = _plans.get(found, _UNSEEN)
+    if plan is _UNSEEN:
+        return function(*arguments) if is_watched() else _record(found, function, arguments)
+    if plan is None or is_watched(*plan.kernels):
+        return function(*arguments)
+    return plan.replay(tensors, addresses)
+
+
+def forget() -> None:
+    """Drop every plan: for whoever changes by hand what decides the launches."""
+    _plans.clear()
+
+
+def plans() -> list[Plan | None]:
+    """The plans kept; None for each call that could not be planned."""
+    return list(_plans.values())
+
+
+def _record(key: tuple[Any, ...], function: Function, arguments: Sequence[Any]) -> Any:
+    from .plan_recorder import record
+
+    result, complete, plan = record(function, arguments)
+    if len(_plans) >= MAX_PLANS:
+        _plans.clear()
+    if complete:
+        _plans[key] = plan
+    return result

@@ -1,0 +1,280 @@
+"""How a launch plan comes about: a function runs once, and what it allocates, views, computes and launches is noted.
+
+Tensors are followed by identity: a view belongs to the value that it was made of, whoever else shares the memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .launch import Launch, Ready, ceil_div, listening
+from .plan import Plan
+from .plan_steps import At, Base, PlannedLaunch, Step, TorchCall, View
+
+_ALIGNMENT = 256  # bytes, of a buffer in the arena
+_ATEN = torch.ops.aten
+_ALLOCATIONS = {
+    _ATEN.empty.memory_format, _ATEN.empty_strided.default, _ATEN.empty_like.default,
+    _ATEN.new_empty.default, _ATEN.new_empty_strided.default,
+}  # fmt: skip
+_UNREPEATABLE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+class _UnplannableError(Exception):
+    """Something that a plan could not repeat; says what."""
+
+
+def record(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any, bool, Plan | None]:
+    """function(*arguments), whether all of it was seen, and its plan; None where there can be none."""
+    # an alias each: a tensor handed in twice must not be taken for one input
+    own = [value.detach() if isinstance(value, Tensor) else value for value in arguments]
+    recorder = _Recorder([value for value in own if isinstance(value, Tensor)])
+    with _noting(recorder.launched), recorder:
+        result = function(*own)
+    try:
+        return result, recorder.complete, recorder.plan(result)
+    except _UnplannableError:
+        return result, recorder.complete, None
+
+
+@contextmanager
+def _noting(listener: Callable[[Launch, Ready | None], None]) -> Iterator[None]:
+    outer, listening.listener = listening.listener, listener
+    try:
+        yield
+    finally:
+        listening.listener = outer
+
+
+@dataclass(frozen=True)
+class _Value:
+    """Memory that a plan deals with: an input, a buffer, or the result of a torch operator."""
+
+    kind: str
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    bytes: int
+
+    def is_all_of(self, view: View) -> bool:
+        """Whether a view is this memory, perhaps in another shape."""
+        return not view.at.offset and view.shape.numel() * view.dtype.itemsize == self.bytes
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes every torch operator below autograd while it is entered, and every launch that it is told of."""
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.complete = True  # whether every launch was made by a compiled kernel that can be launched again
+        self._device = inputs[0].device if inputs else torch.device("cpu")
+        self._values: list[_Value] = []
+        self._steps: list[Step] = []
+        self._kernels: dict[int, Any] = {}
+        self._where: Any = WeakIdKeyDictionary()  # tensor -> number of its value, address at which that starts
+        self._reason = "" if inputs else "no argument is a tensor"
+        if any(tensor.device != self._device for tensor in inputs):
+            self._reason = "arguments on several devices"
+            return
+        for tensor in inputs:
+            self._add(tensor, "input")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        try:
+            self._note(func, args, kwargs or {}, result)
+        except _UnplannableError as error:
+            self._reason = self._reason or str(error)
+        return result
+
+    def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if func in _ALLOCATIONS:
+            self._add(result, "buffer")
+            return
+        flat = pytree.tree_leaves((args, kwargs))
+        own = {tensor.untyped_storage()._cdata: tensor for tensor in flat if isinstance(tensor, Tensor)}
+        made = pytree.tree_leaves(result)
+        if not all(isinstance(tensor, Tensor) for tensor in made) or _UNREPEATABLE & set(func.tags):
+            raise _UnplannableError(f"{func} gives other things than tensors of known shapes")
+        fresh = [tensor for tensor in made if tensor.untyped_storage()._cdata not in own]
+        if not fresh and not func._schema.is_mutable:
+            for tensor in made:
+                self._where[tensor] = self._place(own[tensor.untyped_storage()._cdata])
+            return
+        if fresh and len(fresh) < len(made):
+            raise _UnplannableError(f"{func} gives views beside new tensors")
+        positional = tuple(map(self._argument, args))
+        named = {name: self._argument(value) for name, value in kwargs.items()}
+        for tensor in fresh:
+            self._add(tensor, "result")
+        self._steps.append(TorchCall(func, positional, named, len(fresh)))
+
+    def launched(self, launch: Launch, ready: Ready | None) -> None:
+        """A launch was made by this compiled kernel; None where triton kept it to itself."""
+        try:
+            self._steps.append(self._planned(launch, ready))
+        except _UnplannableError as error:
+            self._reason = self._reason or str(error)
+
+    def _planned(self, launch: Launch, ready: Ready | None) -> PlannedLaunch:
+        if ready is None:
+            self.complete = False
+            raise _UnplannableError("a kernel was not compiled yet")
+        from triton.backends.nvidia.driver import CudaLauncher  # not everywhere, but where it has just launched
+
+        launcher = ready.compiled.run
+        if not isinstance(launcher, CudaLauncher) or launcher.global_scratch_size or launcher.profile_scratch_size:
+            raise _UnplannableError("a launcher that asks for memory of its own")
+        self._kernels[id(launch.kernel)] = launch.kernel
+        everything = {**launch.constants, **launch.args}
+        values = [self._planned_value(everything[name]) for name in ready.names]
+        x, y, z = (*launch.grid, 1, 1)[:3]
+        try:
+            return PlannedLaunch(ready, (x, y, z), values)
+        except LookupError as error:
+            raise _UnplannableError(str(error)) from error
+
+    def _planned_value(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._at(value) if value.numel() else 0  # nobody reads there
+        if not isinstance(value, TensorDescriptor):
+            return value
+        elsewhere = copy.copy(value)
+        elsewhere.base = Base(value.base.data_ptr(), self._at(value.base))
+        return elsewhere
+
+    def _add(self, tensor: Tensor, kind: str) -> None:
+        if tensor.device != self._device:
+            raise _UnplannableError(f"a tensor on {tensor.device} beside those on {self._device}")
+        self._where[tensor] = (len(self._values), tensor.data_ptr())
+        size = tensor.untyped_storage().nbytes()
+        self._values.append(_Value(kind, tensor.shape, tensor.stride(), tensor.dtype, size))
+
+    def _place(self, tensor: Tensor) -> tuple[int, int]:
+        place: tuple[int, int] | None = self._where.get(tensor)
+        if place is None:
+            raise _UnplannableError("a tensor that is neither an argument nor made here")
+        return place
+
+    def _at(self, tensor: Tensor) -> At:
+        number, start = self._place(tensor)
+        return At(number, tensor.data_ptr() - start)
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [self._argument(item) for item in value]
+        return self._view(value) if isinstance(value, Tensor) else value
+
+    def _view(self, tensor: Tensor) -> View:
+        number, start = self._place(tensor)
+        if tensor.dtype != self._values[number].dtype:
+            raise _UnplannableError("memory read as another dtype")
+        at = At(number, tensor.data_ptr() - start if tensor.numel() else 0)
+        return View(at, tensor.shape, tensor.stride(), tensor.dtype)
+
+    def plan(self, result: Any) -> Plan:
+        """The plan of what was noted, with these results.
+
+        Raises:
+            _UnplannableError: there is something that it could not repeat.
+        """
+        if self._reason:
+            raise _UnplannableError(self._reason)
+        single = isinstance(result, Tensor)
+        flat = [result] if single else result
+        if not all(isinstance(value, Tensor) for value in flat):
+            raise _UnplannableError("a result is no tensor")
+        outputs = [self._view(tensor) for tensor in flat]
+        if any(self._values[view.at.value].kind == "input" for view in outputs):
+            raise _UnplannableError("a result is a view of an argument")
+        places, buffers = self._arrange(outputs)
+        steps: list[Step] = [step.moved(places) for step in self._steps]
+        moved_outputs = tuple(view.moved(places) for view in outputs)
+        drops = _last_uses(steps, {view.at.value for view in moved_outputs}, self._count("input"))
+        kernels = tuple(self._kernels.values())
+        return Plan(self._device, buffers, tuple(zip(steps, drops)), moved_outputs, single, kernels)
+
+    def _count(self, kind: str) -> int:
+        return sum(value.kind == kind for value in self._values)
+
+    def _arrange(self, outputs: Sequence[View]) -> tuple[dict[int, At], tuple[Any, ...]]:
+        """Where each value lies in a replay, and what is allocated: the inputs first, then buffers, then results."""
+        launched = _uses(self._steps, PlannedLaunch)
+        as_tensor = {view.at.value for view in outputs} | set(_uses(self._steps, TorchCall))
+        inputs = self._count("input")
+        places = {number: At(number, 0) for number in range(inputs)}
+        buffers: list[Any] = []
+        shared = []
+        for number, value in enumerate(self._values):
+            if value.kind != "buffer":
+                continue
+            if number in as_tensor:
+                places[number] = At(inputs + len(buffers), 0)
+                views = [view for view in outputs if view.at.value == number]
+                own = views[0] if len(views) == 1 and value.is_all_of(views[0]) else value
+                buffers.append((own.shape, own.stride, own.dtype))
+            elif number in launched:
+                shared.append(number)
+        if shared:
+            offsets, size = _overlay({number: (self._values[number].bytes, *launched[number]) for number in shared})
+            places |= {number: At(inputs + len(buffers), offsets[number]) for number in shared}
+            buffers.append(((size,), (1,), torch.uint8))
+        following = inputs + len(buffers)
+        for number, value in enumerate(self._values):
+            if value.kind == "result":
+                places[number] = At(following, 0)
+                following += 1
+        return places, tuple(buffers)
+
+
+def _uses(steps: Sequence[Step], kind: type) -> dict[int, tuple[int, int]]:
+    """The first and the last of these steps that use a value."""
+    found: dict[int, tuple[int, int]] = {}
+    for position, step in enumerate(steps):
+        if isinstance(step, kind):
+            for value in step.uses():
+                found[value] = (found.get(value, (position, 0))[0], position)
+    return found
+
+
+def _last_uses(steps: Sequence[Step], kept: set[int], inputs: int) -> list[tuple[int, ...]]:
+    """The values that nobody needs behind each step."""
+    last = {value: position for position, step in enumerate(steps) for value in step.uses()}
+    return [
+        tuple(value for value, at in last.items() if at == position and value >= inputs and value not in kept)
+        for position in range(len(steps))
+    ]
+
+
+def _overlay(needs: dict[int, tuple[int, int, int]]) -> tuple[dict[int, int], int]:
+    """Offsets in one piece of memory, and its size in bytes.
+
+    Args:
+        needs: Of each buffer its bytes, and the first and the last step that use it.
+    """
+    offsets: dict[int, int] = {}
+    for number, (size, first, last) in sorted(needs.items(), key=lambda item: -item[1][0]):
+        taken = sorted(
+            (offsets[other], offsets[other] + needs[other][0])
+            for other in offsets
+            if needs[other][1] <= last and first <= needs[other][2]
+        )
+        offset = 0
+        for start, end in taken:
+            if offset + size <= start:
+                break
+            offset = max(offset, ceil_div(end, _ALIGNMENT) * _ALIGNMENT)
+        offsets[number] = offset
+    return offsets, math.ceil(max(offset + needs[number][0] for number, offset in offsets.items()))

@@ -1,0 +1,233 @@
+"""The steps of a launch plan: kernel launches and torch operators, ready but for the memory they work on.
+
+What a step works on is given by number: the inputs of a plan, its buffers, then the results of its torch operators.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .launch import Ready
+
+Values = list[Any]  # the tensors of a replay by number; None once dropped
+MAX_MAPS = 256  # addresses for which a tensor map is kept
+
+
+@dataclass(frozen=True)
+class At:
+    """An address: bytes past the start of a value."""
+
+    value: int
+    offset: int
+
+    def moved(self, places: Mapping[int, At]) -> At:
+        """The same, where values lie at other places."""
+        place = places[self.value]
+        return At(place.value, place.offset + self.offset)
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor over the memory of a value."""
+
+    at: At
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def moved(self, places: Mapping[int, At]) -> View:
+        """The same, where values lie at other places."""
+        return replace(self, at=self.at.moved(places))
+
+    def of(self, values: Values) -> Tensor:
+        """The tensor, in a replay."""
+        base: Tensor = values[self.at.value]
+        if not self.at.offset and base.shape == self.shape and base.stride() == self.stride:
+            return base
+        start = base.storage_offset() + self.at.offset // base.element_size()
+        return base.as_strided(self.shape, self.stride, start)
+
+
+class PlannedLaunch:
+    """A kernel launch but for addresses and stream: a call of the function in C that Triton's own launcher ends in.
+
+    Args:
+        ready: The compiled kernel, kept alive.
+        grid: As in `Launch`, of three axes.
+        values: In the order of the kernel's parameters, constants included; in place of a tensor an `At`, in place of a
+            tensor descriptor one whose base is a `Base`.
+    Raises:
+        LookupError: this Triton launches in another way.
+    """
+
+    def __init__(self, ready: Ready, grid: tuple[int, int, int], values: Sequence[Any]) -> None:
+        self.ready, self.grid = ready, grid
+        compiled = ready.compiled
+        self._launch, arguments, encoders = _intercept(compiled, grid, values)
+        self._nested = isinstance(arguments[-1], list | tuple)  # triton 3.7 hands the kernel's own over as one
+        self._front = tuple(arguments[4:-1]) if self._nested else ()
+        self.arguments = list(arguments[-1] if self._nested else arguments[4:])
+        self.pointers = {place: at for place, at in enumerate(self.arguments) if isinstance(at, At)}
+        places = [place for place, value in enumerate(self.arguments) if type(value).__name__ == "PyCUtensorMap"]
+        if len(places) != len(encoders):
+            raise LookupError("a tensor descriptor that did not become a tensor map")
+        self.maps = dict(zip(places, encoders))
+        self._prepare()
+
+    def _prepare(self) -> None:
+        self._at_pointers = [(place, at.value, at.offset) for place, at in self.pointers.items()]
+        self._at_maps = [(place, made.at.value, made.at.offset, made) for place, made in self.maps.items()]
+
+    def moved(self, places: Mapping[int, At]) -> PlannedLaunch:
+        """The same, where values lie at other places."""
+        other = copy.copy(self)
+        other.pointers = {place: at.moved(places) for place, at in self.pointers.items()}
+        other.maps = {place: made.moved(places) for place, made in self.maps.items()}
+        other._prepare()
+        return other
+
+    def uses(self) -> list[int]:
+        """Numbers of the values it reads or writes."""
+        return [at.value for at in (*self.pointers.values(), *(made.at for made in self.maps.values()))]
+
+    def __call__(self, stream: int, values: Values, addresses: list[int]) -> None:
+        arguments = self.arguments.copy()
+        for place, value, offset in self._at_pointers:
+            arguments[place] = addresses[value] + offset
+        for place, value, offset, maps in self._at_maps:
+            address = addresses[value] + offset
+            arguments[place] = maps.kept.get(address) or maps.encode(address)
+        if self._nested:
+            self._launch(*self.grid, stream, *self._front, arguments)
+        else:
+            self._launch(*self.grid, stream, *arguments)
+
+
+class Base:
+    """Stands for the tensor of a descriptor, of which Triton's launcher wants the address only."""
+
+    def __init__(self, address: int, at: At) -> None:
+        self._address, self.at = address, at
+
+    def data_ptr(self) -> int:
+        """Where it starts."""
+        return self._address
+
+
+class TensorMaps:
+    """The tensor maps of one descriptor at the addresses where it was.
+
+    Args:
+        descriptor: Its base matters only where `make` is called.
+        at: Where it starts.
+        make: What Triton's launcher makes of a descriptor: a list that starts with the map.
+    """
+
+    def __init__(self, descriptor: TensorDescriptor, at: At, make: Callable[[TensorDescriptor], list[Any]]) -> None:
+        self.descriptor, self.at, self.make = descriptor, at, make
+        self.kept: dict[int, Any] = {}
+
+    def moved(self, places: Mapping[int, At]) -> TensorMaps:
+        """The same, where values lie at other places."""
+        return TensorMaps(self.descriptor, self.at.moved(places), self.make)
+
+    def encode(self, address: int) -> Any:
+        """The map for an address, kept from now on."""
+        descriptor = copy.copy(self.descriptor)
+        descriptor.base = Base(address, self.at)
+        made = self.make(descriptor)[0]
+        if len(self.kept) >= MAX_MAPS:
+            self.kept.clear()
+        self.kept[address] = made
+        return made
+
+
+def _intercept(
+    compiled: Any, grid: tuple[int, int, int], values: Sequence[Any]
+) -> tuple[Callable[..., None], tuple[Any, ...], list[TensorMaps]]:
+    """The function in C behind a launcher, what it would be called with, and how its tensor maps are made."""
+    notes: list[tuple[Any, ...]] = []
+
+    def note(*arguments: Any) -> None:
+        notes.append(arguments)
+
+    launch, other = compiled.run.launch, copy.copy(compiled.run)
+    other.launch, encoders = note, []
+    described = [value for value in values if isinstance(value, TensorDescriptor)]
+    if described:  # the launcher is a closure that expands them, and then calls its own `launcher`
+        cells = dict(zip(launch.__code__.co_freevars, launch.__closure__ or ()))
+        make, metadata = launch.__globals__["make_tensordesc_arg"], cells["tensordesc_meta"].cell_contents
+        noting = cells | {"launcher": types.CellType(note)}
+        other.launch = types.FunctionType(launch.__code__, launch.__globals__, closure=tuple(noting.values()))
+        launch = cells["launcher"].cell_contents
+        encoders = [
+            TensorMaps(descriptor, descriptor.base.at, partial(make, metadata=meta))
+            for descriptor, meta in zip(described, metadata)
+        ]
+    other(*grid, 0, compiled.function, compiled.packed_metadata, None, None, None, *values)
+    return launch, notes[0], encoders
+
+
+@dataclass(frozen=True)
+class TorchCall:
+    """A torch operator, called again.
+
+    Args:
+        operator: An overload of torch.ops.
+        positional, named: Its arguments, with `View` in place of tensors.
+        results: How many values it adds: it returns as many tensors.
+    """
+
+    operator: Any
+    positional: tuple[Any, ...]
+    named: dict[str, Any]
+    results: int
+
+    def __call__(self, stream: int, values: Values, addresses: list[int]) -> None:
+        named = {name: _given(value, values) for name, value in self.named.items()}
+        made = self.operator(*[_given(value, values) for value in self.positional], **named)
+        if self.results:
+            for tensor in [made] if isinstance(made, Tensor) else made:
+                values.append(tensor)
+                addresses.append(tensor.data_ptr())
+
+    def _views(self) -> list[View]:
+        flat = [item for value in (*self.positional, *self.named.values()) for item in _flat(value)]
+        return [item for item in flat if isinstance(item, View)]
+
+    def uses(self) -> list[int]:
+        """Numbers of the values it reads or writes."""
+        return [view.at.value for view in self._views()]
+
+    def moved(self, places: Mapping[int, At]) -> TorchCall:
+        """The same, where values lie at other places."""
+
+        def move(value: Any) -> Any:
+            if isinstance(value, list):
+                return [move(item) for item in value]
+            return value.moved(places) if isinstance(value, View) else value
+
+        named = {name: move(value) for name, value in self.named.items()}
+        return TorchCall(self.operator, tuple(map(move, self.positional)), named, self.results)
+
+
+def _given(value: Any, values: Values) -> Any:
+    if isinstance(value, View):
+        return value.of(values)
+    return [_given(item, values) for item in value] if isinstance(value, list) else value
+
+
+def _flat(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+Step = PlannedLaunch | TorchCall
