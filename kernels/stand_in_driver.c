@@ -234,8 +234,13 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuui
   const char *rule = broken_rule(map, size, rank, address, dims, strides, box, steps, interleave, swizzle);
   stand_in_descriptors++;
   memset(map, 0, sizeof *map);
-  if (rule == NULL)
+  if (rule == NULL) { /* what it describes, so that two can be compared: the address, the rest in 15 words */
+    map->opaque[0] = (cuuint64_t)address;
+    map->opaque[1] = (cuuint64_t)type << 32 | rank << 16 | swizzle << 8 | fill;
+    for (unsigned i = 0; i < rank; i++)
+      map->opaque[2 + 2 * i] = dims[i] << 16 | box[i], map->opaque[3 + 2 * i] = i + 1 < rank ? strides[i] : 0;
     return CUDA_SUCCESS;
+  }
   char text[TEXT];
   int used = snprintf(text, TEXT, "tensor map: %s; address %p, %u bytes an element, swizzle %d", rule, address, size,
                       (int)swizzle);

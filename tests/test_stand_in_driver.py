@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in 
 CASES = Path(__file__).with_name("launch_cases.py")
 PLANTED = Path(__file__).with_name("planted_launches.py")
 KEPT = Path(__file__).with_name("kept_launches.py")
+PLANS = Path(__file__).with_name("planned_launches.py")
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
 
@@ -102,6 +103,11 @@ def planted(environment: dict[str, str]) -> dict[str, Any]:
 
 def test_kept_kernels_are_those_that_triton_would_choose(environment: dict[str, str]) -> None:
     assert run_python([str(KEPT)], environment) == "ok"
+
+
+@pytest.mark.timeout(1000)
+def test_a_plan_launches_what_the_call_without_it_launches(environment: dict[str, str]) -> None:
+    assert run_python([str(PLANS)], environment, 900) == "ok"
 
 
 def test_a_legal_launch_is_counted(planted: dict[str, Any]) -> None:
