@@ -105,9 +105,8 @@ def test_kept_kernels_are_those_that_triton_would_choose(environment: dict[str, 
     assert run_python([str(KEPT)], environment) == "ok"
 
 
-@pytest.mark.timeout(1000)
 def test_a_plan_launches_what_the_call_without_it_launches(environment: dict[str, str]) -> None:
-    assert run_python([str(PLANS)], environment, 900) == "ok"
+    assert run_python([str(PLANS)], environment, 1700) == "ok"
 
 
 def test_a_legal_launch_is_counted(planted: dict[str, Any]) -> None:
