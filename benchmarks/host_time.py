@@ -11,6 +11,7 @@ process CPU time, the empty driver calls included. It leaves out what only a GPU
 
 from __future__ import annotations
 
+import copy
 import gc
 import importlib.util
 import json
@@ -28,8 +29,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from vit_fast import block as block_module
 from vit_fast import create_model
+from vit_fast.block import run_blocks
+from vit_fast.ops.attention import attention_qkvpacked
+from vit_fast.ops.layer_norm_mlp import fused_layer_norm_mlp
+from vit_fast.ops.linear import layer_norm_linear, linear_residual
 
 from .machine import describe
 
@@ -42,13 +46,6 @@ NOTE = (
 )
 MODEL = "vit_base_patch16_224"
 DEPTH = 4
-# What a block calls, by the name under which `vit_fast.block` knows it.
-OPERATORS = {
-    "LN + qkv": "layer_norm_linear",
-    "attention": "attention_qkvpacked",
-    "proj + residual": "linear_residual",
-    "LN + MLP": "fused_layer_norm_mlp",
-}
 NARROW = {"embed_dim": 64, "num_heads": 1, "img_size": 32, "patch_size": 8}
 REPEATS = 15
 SECONDS_A_REPEAT = 0.02
@@ -119,21 +116,33 @@ def run_child(arch: str, what: str) -> None:
             "note": NOTE, "arch": arch, "machine": machine, "kernels": driver.counters().modules,
             "violations": driver.violations(),
         }  # fmt: skip
-        report["rows"] = _rows(counts)
+        compiled = compiled_subjects(**NARROW)
+        counts |= {name: count(driver, subject) for name, subject in compiled.items()}
+        report["rows"] = _rows(our_subjects(**NARROW) | compiled, counts)
     print(json.dumps(report))
 
 
 def our_subjects(**changes: Any) -> dict[str, Subject]:
-    """The rows of our own blocks: each operator as a block calls it, a block in inference, and in training.
+    """The rows of our own blocks: single operators, a block in inference and in training.
 
     Args:
         changes: Fields of ViT-B's configuration to replace.
     """
-    model = create_model(MODEL, backend="triton", depth=DEPTH, num_classes=0, **changes).bfloat16().eval()
-    x = torch.zeros(1, model.config.seqlen, model.config.embed_dim, dtype=torch.bfloat16)
-    run = partial(block_module.run_blocks, model.blocks)
-    subjects = {name: Subject(_without_gradient(call)) for name, call in _operator_calls(partial(run, x)).items()}
-    return subjects | _block_subjects(model.blocks, run, x)
+    model, x = _model_and_tokens(**changes)
+    subjects = {name: Subject(_without_gradient(call)) for name, call in _operator_calls(model.blocks[0], x).items()}
+    return subjects | _block_subjects(model.blocks, run_blocks, x)
+
+
+def compiled_subjects(**changes: Any) -> dict[str, Subject]:
+    """Our blocks under torch.compile, as one graph; arguments as of `our_subjects`."""
+    model, x = _model_and_tokens(**changes)
+    compiled = torch.compile(partial(run_blocks, model.blocks.eval()), fullgraph=True, dynamic=False)
+    return {"block, inference, compiled": Subject(_without_gradient(partial(compiled, x)), DEPTH)}
+
+
+def _model_and_tokens(**changes: Any) -> tuple[Any, Tensor]:
+    model = create_model(MODEL, backend="triton", depth=DEPTH, num_classes=0, **changes).bfloat16()
+    return model, torch.zeros(1, model.config.seqlen, model.config.embed_dim, dtype=torch.bfloat16)
 
 
 def timm_subjects() -> dict[str, Subject]:
@@ -144,28 +153,23 @@ def timm_subjects() -> dict[str, Subject]:
 
     width, heads = NARROW["embed_dim"], NARROW["num_heads"]
     tokens = (NARROW["img_size"] // NARROW["patch_size"]) ** 2 + 1
-    blocks = nn.Sequential(*(Block(width, heads, qkv_bias=True) for _ in range(DEPTH))).bfloat16().eval()
-    return _block_subjects(blocks, blocks, torch.zeros(1, tokens, width, dtype=torch.bfloat16))
+    blocks = nn.Sequential(*(Block(width, heads, qkv_bias=True) for _ in range(DEPTH))).bfloat16()
+    return _block_subjects(blocks, nn.Sequential.forward, torch.zeros(1, tokens, width, dtype=torch.bfloat16))
 
 
-def _block_subjects(blocks: nn.Sequential, run: Callable[[Tensor], Tensor], x: Tensor) -> dict[str, Subject]:
-    wanted = (x.clone().requires_grad_(), *blocks.parameters())
+def _block_subjects(
+    blocks: nn.Sequential, run: Callable[[nn.Sequential, Tensor], Tensor], x: Tensor
+) -> dict[str, Subject]:
+    evaluated, trained = copy.deepcopy(blocks).eval(), blocks.train()
+    wanted = (x.clone().requires_grad_(), *trained.parameters())
     grad_output = torch.zeros_like(x)
 
-    def forward() -> Tensor:
-        blocks.train()
-        return run(wanted[0])
-
     def step() -> object:
-        return torch.autograd.grad(forward(), wanted, grad_output)
-
-    def inference() -> Tensor:
-        blocks.eval()
-        return run(x)
+        return torch.autograd.grad(run(trained, wanted[0]), wanted, grad_output)
 
     return {
-        "block, inference": Subject(_without_gradient(inference), DEPTH),
-        "block, training forward": Subject(forward, DEPTH),
+        "block, inference": Subject(_without_gradient(partial(run, evaluated, x)), DEPTH),
+        "block, training forward": Subject(partial(run, trained, wanted[0]), DEPTH),
         "block, forward + backward": Subject(step, DEPTH),
     }
 
@@ -174,31 +178,36 @@ def _without_gradient(call: Call) -> Call:
     return torch.no_grad()(call)
 
 
-def _operator_calls(run: Call) -> dict[str, Call]:
-    """The operators of the second block, with the arguments it calls them with: the first has no statistics yet."""
-    made: dict[str, list[Call]] = {name: [] for name in OPERATORS}
-    originals = {name: getattr(block_module, attribute) for name, attribute in OPERATORS.items()}
-
-    def recorder(name: str) -> Callable[..., Any]:
-        def record(*args: Any, **kwargs: Any) -> Any:
-            made[name].append(partial(originals[name], *args, **kwargs))
-            return originals[name](*args, **kwargs)
-
-        return record
-
-    try:
-        for name, attribute in OPERATORS.items():
-            setattr(block_module, attribute, recorder(name))
-        _without_gradient(run)()
-    finally:
-        for name, attribute in OPERATORS.items():
-            setattr(block_module, attribute, originals[name])
-    return {name: calls[1] for name, calls in made.items()}
+def _operator_calls(block: Any, x: Tensor) -> dict[str, Call]:
+    """The single operators with the tensors of one of our blocks, and row statistics handed from one to the next."""
+    attn, mlp, norm1, norm2 = block.attn, block.mlp, block.norm1, block.norm2
+    with torch.no_grad():
+        qkv = layer_norm_linear(x, norm1.weight, norm1.bias, attn.qkv.weight, attn.qkv.bias, eps=norm1.eps)
+        packed = qkv.unflatten(-1, (3, attn.num_heads, -1))
+        proj = partial(
+            linear_residual, attention_qkvpacked(packed, backend="triton").flatten(2), attn.proj.weight, attn.proj.bias,
+            layer_scale=None, residual=x, next_eps=norm2.eps,
+        )  # fmt: skip
+        _, statistics = proj()
+    return {
+        "LN + qkv": partial(
+            layer_norm_linear, x, norm1.weight, norm1.bias, attn.qkv.weight, attn.qkv.bias, eps=norm1.eps,
+            statistics=statistics,
+        ),
+        "attention": partial(attention_qkvpacked, packed, backend="triton"),
+        "proj + residual": proj,
+        "LN + MLP": partial(
+            fused_layer_norm_mlp, x, statistics, norm2.weight, norm2.bias, mlp.fc1.weight, mlp.fc1.bias,
+            mlp.fc2.weight, mlp.fc2.bias, eps=norm2.eps, activation=mlp.activation, layer_scale=None, residual=True,
+            next_eps=norm1.eps,
+        ),
+    }  # fmt: skip
 
 
 def count(driver: StandInDriver, subject: Subject) -> dict[str, float]:
-    """Launches and descriptors a block, in the steady state: the call before compiles, and prepares what is kept."""
-    subject.call()
+    """Launches and descriptors a block, in the steady state: the calls before compile, and prepare what is kept."""
+    for _ in range(4):
+        subject.call()
     before = driver.counters()
     subject.call()
     after = driver.counters()
@@ -208,8 +217,8 @@ def count(driver: StandInDriver, subject: Subject) -> dict[str, float]:
     }
 
 
-def _rows(counts: Mapping[str, dict[str, float]]) -> list[dict[str, Any]]:
-    ours, timm = our_subjects(**NARROW), timm_subjects()
+def _rows(ours: Mapping[str, Subject], counts: Mapping[str, dict[str, float]]) -> list[dict[str, Any]]:
+    timm = timm_subjects()
     both = {("ours", name): subject for name, subject in ours.items()}
     both |= {("timm", name): subject for name, subject in timm.items()}
     times = _host_us(both)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from .ops.attention import attention_qkvpacked, is_exporting
 from .ops.backends import constant_to_compiler
+from .ops.block import BlockTensors, fused_block
 from .ops.layer_norm_mlp import fused_layer_norm_mlp, layer_norm_mlp
 from .ops.linear import layer_norm_linear, linear_residual
 from .plain import Watch, is_touched
@@ -149,10 +150,18 @@ def run_block(
         after the last matmul.
     """
     mlp: Any = parts.mlp
+    attention: Any = parts.attention
+    if attend is None and backend == "triton" and not is_exporting():
+        if not (_drops_path(attention.drop_path) or _drops_path(mlp.drop_path)):  # nothing comes between the kernels
+            return fused_block(
+                x, statistics, _block_tensors(attention, mlp), heads=attention.num_heads,
+                attention_scale=attention.scale, eps=(attention.norm.eps, mlp.norm.eps), activation=mlp.activation,
+                next_eps=next_eps,
+            )  # fmt: skip
     if attend is not None:
         x, statistics = attend(x), None
     else:
-        x, statistics = _attention_half(parts.attention, x, statistics, mlp.norm.eps)
+        x, statistics = _attention_half(attention, x, statistics, mlp.norm.eps)
     if backend != "triton" or is_exporting():
         return run_mlp(mlp, x, backend), None
     dropping = _drops_path(mlp.drop_path)
@@ -202,6 +211,14 @@ def _joined(linears: tuple[tuple[Slot, Slot], ...]) -> tuple[Any, Any]:
 def _mlp_tensors(parts: MlpParts) -> tuple[Any, ...]:
     """norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias."""
     return tuple(_tensor(part, name) for part in (parts.norm, parts.fc1, parts.fc2) for name in ("weight", "bias"))
+
+
+def _block_tensors(attention: AttentionParts, mlp: MlpParts) -> BlockTensors:
+    norm, proj = attention.norm, attention.proj
+    return BlockTensors(
+        _tensor(norm, "weight"), _tensor(norm, "bias"), *_joined(attention.qkv),
+        _tensor(proj, "weight"), _tensor(proj, "bias"), _scale(attention), *_mlp_tensors(mlp), _scale(mlp),
+    )  # fmt: skip
 
 
 def _tensor(owner: nn.Module, name: str) -> Any:

@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 
+_functions: dict[Any, Callable[..., Any]] = {}
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -35,9 +37,16 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
         schema = torch.library.infer_schema(function, mutates_args=())
         library.define(short + schema, tags=(torch.Tag.pt2_compliant_tag,))
         library.impl(short, implementation, "CompositeExplicitAutograd")
-        return getattr(getattr(torch.ops, namespace), short).default
+        registered = getattr(getattr(torch.ops, namespace), short).default
+        _functions[registered] = function
+        return registered
 
     return decorate
+
+
+def function_of(operator: Any) -> Callable[..., Any]:
+    """The function that was registered as an operator: for one that is made of others."""
+    return _functions[operator]
 
 
 def fake(operator: Any) -> Callable[[Function], Function]:

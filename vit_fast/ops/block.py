@@ -1,0 +1,91 @@
+"""A whole pre-norm encoder block by the Triton kernels, as one operator.
+
+    x = x + scale1 * proj(attention(qkv(norm1(x))))
+    x = x + scale2 * fc2(activation(fc1(norm2(x))))
+
+For a block in which nothing but these comes between the kernels: no dropout, no drop path, no module of somebody's own.
+The operators in `linear.py`, `attention.py` and `layer_norm_mlp.py`, of which it is made, are for the others.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .block_op import block_op, block_training
+from .checks import matmul_dtype, require_one_device
+from .layer_norm_mlp import needs_gradient, residual_stream
+
+
+class BlockTensors(NamedTuple):
+    """The parameters of a block; None for the absent ones.
+
+    Attributes:
+        norm1_weight, norm1_bias: The first LayerNorm's [C].
+        qkv_weight, qkv_bias: One linear layer of q, k and v, [3 H D, C] and [3 H D].
+        proj_weight, proj_bias: [C, H D] and [C].
+        scale1: LayerScale of the attention branch [C].
+        norm2_weight, norm2_bias: The second LayerNorm's [C].
+        fc1_weight, fc1_bias: [F, C] and [F].
+        fc2_weight, fc2_bias: [C, F] and [C].
+        scale2: LayerScale of the MLP branch [C].
+    """
+
+    norm1_weight: Tensor | None
+    norm1_bias: Tensor | None
+    qkv_weight: Tensor
+    qkv_bias: Tensor | None
+    proj_weight: Tensor
+    proj_bias: Tensor | None
+    scale1: Tensor | None
+    norm2_weight: Tensor | None
+    norm2_bias: Tensor | None
+    fc1_weight: Tensor
+    fc1_bias: Tensor | None
+    fc2_weight: Tensor
+    fc2_bias: Tensor | None
+    scale2: Tensor | None
+
+
+def fused_block(
+    x: Tensor,
+    statistics: Tensor | None,
+    tensors: BlockTensors,
+    *,
+    heads: int,
+    attention_scale: float | None,
+    eps: tuple[float, float],
+    activation: str,
+    next_eps: float | None,
+) -> tuple[Tensor, Tensor | None]:
+    """A block, with row statistics handed in and out.
+
+    Args:
+        x: [B, N, C]; fp32, fp16 or bf16.
+        statistics: Of the rows of x, as the block before gave them; None computes them. Those of fp32 x are not used.
+        tensors: The parameters, in x's dtype, autocast's, or fp32.
+        heads: H.
+        attention_scale: Multiplier of q k^T; None means D**-0.5.
+        eps: Of the two LayerNorms, in units of x squared.
+        activation: One of `reference.ACTIVATIONS`.
+        next_eps: Epsilon of the LayerNorm that follows; None means that its statistics are not wanted.
+    Returns:
+        [B, N, C] in x.dtype, in place of fp16 and bf16 in autocast's where that is on; and the statistics of its rows,
+        None where they were not wanted and of fp32 rows.
+    Raises:
+        UnsupportedInputError: the kernels cannot run this input; lists all reasons.
+    """
+    dtype, x = matmul_dtype(x), residual_stream(x)
+    if x.dtype == torch.float32:  # rows that the next LayerNorm normalises itself
+        next_eps = None
+    require_one_device("a block", x, tensors._asdict(), dtype)
+    if attention_scale is None:
+        attention_scale = (tensors.qkv_weight.shape[0] // (3 * heads)) ** -0.5
+    arguments = (x, statistics, *tensors, heads, attention_scale, *eps, activation, next_eps, dtype)
+    if needs_gradient(x, *tensors):
+        y, emitted, *_ = block_training(*arguments)
+    else:
+        y, emitted = block_op(*arguments)
+    return y, None if next_eps is None else emitted

@@ -1,0 +1,191 @@
+"""A whole encoder block as one operator: what four operators do one after another, for one call of torch's dispatcher.
+
+- `vit_fast::block` for inference;
+- `vit_fast::block_training`, which also returns what `vit_fast::block_backward` needs.
+
+Each is made of the functions of the operators in `linear_op.py`, `attention_op.py` and `layer_norm_mlp_op.py`, so that
+they are the definition: the same kernels, the same bits. Statistics are as there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .attention_op import (
+    attention_flop,
+    attention_qkvpacked_backward_op,
+    attention_qkvpacked_op,
+)
+from .checks import new_statistics, no_tensor, refuse_double_backward, refuse_vmap, rows_of
+from .flops import flop_formula
+from .kept_rows import fake_made_rows, input_dtype, rows_to_keep
+from .layer_norm_mlp_op import (
+    layer_norm_mlp_backward_op,
+    layer_norm_mlp_op,
+    layer_norm_mlp_training_op,
+)
+from .linear_op import (
+    layer_norm_linear_backward_op,
+    layer_norm_linear_op,
+    layer_norm_linear_training_op,
+    linear_residual_backward_op,
+    linear_residual_op,
+)
+from .operators import differentiable, fake, function_of, operator
+from .transforms import transformable
+
+_linear, _linear_training = function_of(layer_norm_linear_op), function_of(layer_norm_linear_training_op)
+_linear_backward = function_of(layer_norm_linear_backward_op)
+_attention, _attention_backward = function_of(attention_qkvpacked_op), function_of(attention_qkvpacked_backward_op)
+_residual, _residual_backward = function_of(linear_residual_op), function_of(linear_residual_backward_op)
+_mlp, _mlp_training = function_of(layer_norm_mlp_op), function_of(layer_norm_mlp_training_op)
+_mlp_backward = function_of(layer_norm_mlp_backward_op)
+
+
+@operator("vit_fast::block")
+def block_op(
+    x: Tensor, statistics: Tensor | None, norm1_weight: Tensor | None, norm1_bias: Tensor | None,
+    qkv_weight: Tensor, qkv_bias: Tensor | None, proj_weight: Tensor, proj_bias: Tensor | None,
+    scale1: Tensor | None, norm2_weight: Tensor | None, norm2_bias: Tensor | None, fc1_weight: Tensor,
+    fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None, scale2: Tensor | None,
+    heads: int, attention_scale: float, eps1: float, eps2: float, activation: str, next_eps: float | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The block's output [B, N, C] for x [B, N, C], and with `next_eps` the statistics of its rows, which are of half
+    precision."""
+    qkv = _linear(x, statistics, norm1_weight, norm1_bias, qkv_weight, qkv_bias, eps1, dtype)
+    mixed, _ = _attention(qkv.unflatten(-1, (3, heads, -1)), attention_scale)
+    middle_eps = None if x.dtype == torch.float32 else eps2  # fp32 rows are normalised by who reads them
+    x, between = _residual(mixed.flatten(2), proj_weight, proj_bias, scale1, x, middle_eps)
+    known = None if middle_eps is None else between
+    result: tuple[Tensor, Tensor] = _mlp(
+        x, known, norm2_weight, norm2_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias,
+        scale2, eps2, activation, True, next_eps, dtype,
+    )  # fmt: skip
+    return result
+
+
+@fake(block_op)
+def _(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    *_, next_eps, _ = args
+    return x.new_empty(x.shape), new_statistics(x, next_eps is not None)
+
+
+@operator("vit_fast::block_training")
+def block_training_op(
+    x: Tensor, statistics: Tensor | None, norm1_weight: Tensor | None, norm1_bias: Tensor | None,
+    qkv_weight: Tensor, qkv_bias: Tensor | None, proj_weight: Tensor, proj_bias: Tensor | None,
+    scale1: Tensor | None, norm2_weight: Tensor | None, norm2_bias: Tensor | None, fc1_weight: Tensor,
+    fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None, scale2: Tensor | None,
+    heads: int, attention_scale: float, eps1: float, eps2: float, activation: str, next_eps: float | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """As `block`, and for the backward: the rows and statistics that the first LayerNorm made, qkv [B, N, 3, H, D], the
+    attention's output [B, N, H, D] and log-sum-exp, rows and statistics of the second LayerNorm, and fc1's output."""
+    flat, *first = _linear_training(x, statistics, norm1_weight, norm1_bias, qkv_weight, qkv_bias, eps1, dtype)
+    qkv = flat.unflatten(-1, (3, heads, -1))
+    mixed, lse = _attention(qkv, attention_scale)
+    middle_eps = None if x.dtype == torch.float32 else eps2
+    x, between = _residual(mixed.flatten(2), proj_weight, proj_bias, scale1, x, middle_eps)
+    known = None if middle_eps is None else between
+    y, emitted, z, *made = _mlp_training(
+        x, known, norm2_weight, norm2_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias,
+        scale2, eps2, activation, True, next_eps, dtype,
+    )  # fmt: skip
+    return y, emitted, *first, qkv, mixed, lse, *rows_to_keep(x, known, *made), z
+
+
+@fake(block_training_op)
+def _(x: Tensor, statistics: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+    qkv_weight, fc1_weight = args[2], args[9]
+    heads, _, _, _, _, next_eps, dtype = args[14:]
+    (B, N, _), width = x.shape, qkv_weight.shape[0] // 3
+    qkv = x.new_empty((B, N, 3, heads, width // heads), dtype=dtype)
+    mixed = x.new_empty((B, N, heads, width // heads), dtype=dtype)
+    lse = x.new_empty((B, heads, N), dtype=torch.float32)
+    second = fake_made_rows(x, None, dtype)
+    if x.dtype != torch.float32:
+        second = x.new_empty(x.shape), second[1]
+    return (
+        x.new_empty(x.shape), new_statistics(x, next_eps is not None), *fake_made_rows(x, statistics, dtype),
+        qkv, mixed, lse, *second, x.new_empty((B * N, fc1_weight.shape[0]), dtype=dtype),
+    )  # fmt: skip
+
+
+@operator("vit_fast::block_backward")
+def block_backward_op(
+    grad_output: Tensor, rows1: Tensor, statistics1: Tensor, qkv: Tensor, mixed: Tensor, lse: Tensor, rows2: Tensor,
+    statistics2: Tensor, z: Tensor, norm1_weight: Tensor | None, norm1_bias: Tensor | None,
+    qkv_weight: Tensor, qkv_bias: Tensor | None, proj_weight: Tensor, proj_bias: Tensor | None,
+    scale1: Tensor | None, norm2_weight: Tensor | None, norm2_bias: Tensor | None, fc1_weight: Tensor,
+    fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None, scale2: Tensor | None,
+    attention_scale: float, activation: str,
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
+    Tensor,
+]:  # fmt: skip
+    """Gradients of x and of the fourteen parameters; of an absent one an empty tensor."""
+    stream, *second = _mlp_backward(
+        grad_output, rows2, statistics2, z, norm2_weight, norm2_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias,
+        scale2, activation, True,
+    )  # fmt: skip
+    d_flat, *third = _residual_backward(stream, mixed.flatten(2), proj_weight, proj_bias, scale1)
+    d_qkv = _attention_backward(d_flat.view(mixed.shape), qkv, mixed, lse, attention_scale)
+    dx, *first = _linear_backward(d_qkv.flatten(2), rows1, statistics1, norm1_weight, norm1_bias, qkv_weight, qkv_bias)
+    return dx.add_(stream), *first, *third, *second
+
+
+@fake(block_backward_op)
+def _(grad_output: Tensor, rows1: Tensor, statistics1: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    *parameters, _, _ = args[6:]
+    gradients = (no_tensor(rows1) if p is None else p.new_empty(p.shape) for p in parameters)
+    return rows1.new_empty(grad_output.shape, dtype=input_dtype(rows1, statistics1)), *gradients
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, given, *parameters = inputs[:16]
+    _, ctx.attention_scale, _, _, ctx.activation, _, _ = inputs[16:]
+    _, emitted, rows, statistics, *kept = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(emitted, rows, statistics, *kept)
+    ctx.save_for_backward(*rows_to_keep(x, given, rows, statistics), *kept, *parameters)
+
+
+def _backward(ctx: Any, grad_output: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad_output is None:
+        return (None,) * 23
+    saved = ctx.saved_tensors  # once: under checkpointing a second look is an error
+    dx, *gradients = _backward_kernels(grad_output, *saved, ctx.attention_scale, ctx.activation)
+    present = [None if parameter is None else gradient for parameter, gradient in zip(saved[8:], gradients)]
+    return (dx, None, *present, *(None,) * 7)
+
+
+differentiable(block_training_op, _save, _backward)
+differentiable(block_backward_op, None, refuse_double_backward("a block"))
+block_training = transformable("a block", block_training_op, _save, _backward)
+_backward_kernels = transformable("a block", block_backward_op)
+for _operator in (block_op, block_training_op, block_backward_op):
+    torch.library.register_vmap(_operator, refuse_vmap("a block"))
+
+
+def _block_flop(rows: int, tokens: int, width: int, inner: int, hidden: int) -> tuple[int, int]:
+    """FLOP of the matmuls and of the attention of a forward; rows are those of all images, inner is H D."""
+    matmuls = 2 * rows * width * (3 * inner + inner + 2 * hidden)
+    return matmuls, attention_flop(rows // max(tokens, 1), 1, tokens, tokens, inner)
+
+
+@flop_formula([torch.ops.vit_fast.block, torch.ops.vit_fast.block_training])
+def _(x: Any, statistics: Any, *args: Any, **kwargs: Any) -> int:
+    qkv_weight, fc1_weight = args[2], args[9]
+    return sum(_block_flop(rows_of(x), int(x[-2]), int(x[-1]), int(qkv_weight[0]) // 3, int(fc1_weight[0])))
+
+
+@flop_formula(torch.ops.vit_fast.block_backward)
+def _(grad_output: Any, *args: Any, **kwargs: Any) -> int:
+    qkv_weight, fc1_weight = args[10], args[17]
+    tokens, width = int(grad_output[-2]), int(grad_output[-1])
+    matmuls, attention = _block_flop(rows_of(grad_output), tokens, width, int(qkv_weight[0]) // 3, int(fc1_weight[0]))
+    return 2 * matmuls + attention * 5 // 2
