@@ -19,15 +19,14 @@ Under Triton's interpreter, and while someone listens to launches, functions sim
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from .launch import is_interpreted, is_watched
-from .plan_steps import Step, Values, View
+from .plan_recorder import record
+from .plan_steps import Plan
 
 Function = Callable[..., Any]
 
@@ -35,50 +34,6 @@ MAX_PLANS = 2048
 _plans: dict[tuple[Any, ...], Plan | None] = {}  # None: it cannot be planned
 _UNSEEN: Any = object()
 _INTERPRETED = is_interpreted()
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What one call does, for any addresses.
-
-    Args:
-        device: Of all tensors.
-        buffers: Arguments of `torch.empty_strided`: shape, strides, dtype; numbered behind the inputs.
-        steps: What is done in order, with the values that nobody needs behind it. The results of torch operators are
-            numbered as they come.
-        outputs: The results.
-        single: Whether the result is one tensor, not a tuple.
-        kernels: The functions decorated with `triton.jit`.
-    """
-
-    device: torch.device
-    buffers: tuple[tuple[Sequence[int], Sequence[int], torch.dtype], ...]
-    steps: tuple[tuple[Step, tuple[int, ...]], ...]
-    outputs: tuple[View, ...]
-    single: bool
-    kernels: tuple[Any, ...]
-
-    def replay(self, values: Values, addresses: list[int]) -> Any:
-        """The results, from the tensors of a call and their addresses, to which both lists are added."""
-        if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
-            with torch.cuda.device(self.device):
-                return self._replay(values, addresses)
-        return self._replay(values, addresses)
-
-    def _replay(self, values: Values, addresses: list[int]) -> Any:
-        device = self.device
-        for shape, stride, dtype in self.buffers:
-            buffer = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-            values.append(buffer)
-            addresses.append(buffer.data_ptr())
-        driver = triton.runtime.driver.active
-        stream = driver.get_current_stream(driver.get_current_device())
-        for step, drops in self.steps:
-            step(stream, values, addresses)
-            for value in drops:
-                values[value] = None
-        made = tuple([view.of(values) for view in self.outputs])
-        return made[0] if self.single else made
 
 
 def run(function: Function, arguments: Sequence[Any]) -> Any:
@@ -120,8 +75,6 @@ def plans() -> list[Plan | None]:
 
 
 def _record(key: tuple[Any, ...], function: Function, arguments: Sequence[Any]) -> Any:
-    from .plan_recorder import record
-
     result, complete, plan = record(function, arguments)
     if len(_plans) >= MAX_PLANS:
         _plans.clear()

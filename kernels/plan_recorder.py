@@ -20,8 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .launch import Launch, Ready, ceil_div, listening
-from .plan import Plan
-from .plan_steps import At, Base, PlannedLaunch, Step, TorchCall, View
+from .plan_steps import At, Base, Plan, PlannedLaunch, Step, TorchCall, View
 
 _ALIGNMENT = 256  # bytes, of a buffer in the arena
 _ATEN = torch.ops.aten

@@ -1,4 +1,4 @@
-"""The steps of a launch plan: kernel launches and torch operators, ready but for the memory they work on.
+"""What a launch plan is: kernel launches and torch operators, ready but for the memory they work on.
 
 What a step works on is given by number: the inputs of a plan, its buffers, then the results of its torch operators.
 """
@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -231,3 +232,47 @@ def _flat(value: Any) -> list[Any]:
 
 
 Step = PlannedLaunch | TorchCall
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one call does, for any addresses.
+
+    Args:
+        device: Of all tensors.
+        buffers: Arguments of `torch.empty_strided`: shape, strides, dtype; numbered behind the inputs.
+        steps: What is done in order, with the values that nobody needs behind it. The results of torch operators are
+            numbered as they come.
+        outputs: The results.
+        single: Whether the result is one tensor, not a tuple.
+        kernels: The functions decorated with `triton.jit`.
+    """
+
+    device: torch.device
+    buffers: tuple[tuple[Sequence[int], Sequence[int], torch.dtype], ...]
+    steps: tuple[tuple[Step, tuple[int, ...]], ...]
+    outputs: tuple[View, ...]
+    single: bool
+    kernels: tuple[Any, ...]
+
+    def replay(self, values: Values, addresses: list[int]) -> Any:
+        """The results, from the tensors of a call and their addresses, to which both lists are added."""
+        if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
+            with torch.cuda.device(self.device):
+                return self._replay(values, addresses)
+        return self._replay(values, addresses)
+
+    def _replay(self, values: Values, addresses: list[int]) -> Any:
+        device = self.device
+        for shape, stride, dtype in self.buffers:
+            buffer = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            values.append(buffer)
+            addresses.append(buffer.data_ptr())
+        driver = triton.runtime.driver.active
+        stream = driver.get_current_stream(driver.get_current_device())
+        for step, drops in self.steps:
+            step(stream, values, addresses)
+            for value in drops:
+                values[value] = None
+        made = tuple([view.of(values) for view in self.outputs])
+        return made[0] if self.single else made

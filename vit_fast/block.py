@@ -151,13 +151,11 @@ def run_block(
     """
     mlp: Any = parts.mlp
     attention: Any = parts.attention
-    if attend is None and backend == "triton" and not is_exporting():
-        if not (_drops_path(attention.drop_path) or _drops_path(mlp.drop_path)):  # nothing comes between the kernels
-            return fused_block(
-                x, statistics, _block_tensors(attention, mlp), heads=attention.num_heads,
-                attention_scale=attention.scale, eps=(attention.norm.eps, mlp.norm.eps), activation=mlp.activation,
-                next_eps=next_eps,
-            )  # fmt: skip
+    if attend is None and backend == "triton" and not is_exporting() and not _drops_a_path(attention, mlp):
+        return fused_block(
+            x, statistics, _block_tensors(attention, mlp), heads=attention.num_heads, attention_scale=attention.scale,
+            eps=(attention.norm.eps, mlp.norm.eps), activation=mlp.activation, next_eps=next_eps,
+        )  # fmt: skip
     if attend is not None:
         x, statistics = attend(x), None
     else:
@@ -214,11 +212,10 @@ def _mlp_tensors(parts: MlpParts) -> tuple[Any, ...]:
 
 
 def _block_tensors(attention: AttentionParts, mlp: MlpParts) -> BlockTensors:
-    norm, proj = attention.norm, attention.proj
-    return BlockTensors(
-        _tensor(norm, "weight"), _tensor(norm, "bias"), *_joined(attention.qkv),
-        _tensor(proj, "weight"), _tensor(proj, "bias"), _scale(attention), *_mlp_tensors(mlp), _scale(mlp),
-    )  # fmt: skip
+    slots = ((attention.norm, "weight"), (attention.norm, "bias"), (attention.proj, "weight"), (attention.proj, "bias"))
+    norm_weight, norm_bias, proj_weight, proj_bias = (_tensor(*slot) for slot in slots)
+    first = (norm_weight, norm_bias, *_joined(attention.qkv), proj_weight, proj_bias, _scale(attention))
+    return BlockTensors._make((*first, *_mlp_tensors(mlp), _scale(mlp)))
 
 
 def _tensor(owner: nn.Module, name: str) -> Any:
@@ -231,6 +228,10 @@ def _tensor(owner: nn.Module, name: str) -> Any:
 
 def _scale(parts: AttentionParts | MlpParts) -> Any:
     return None if parts.layer_scale is None else _tensor(*parts.layer_scale)
+
+
+def _drops_a_path(attention: AttentionParts, mlp: MlpParts) -> bool:
+    return _drops_path(attention.drop_path) or _drops_path(mlp.drop_path)
 
 
 def _drops_path(drop_path: Any) -> bool:
