@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from fused_models import assert_within
+from mlp_support import make_bf16_exact
 from torch import nn
 
 import vit_fast
 from vit_fast import block as block_module
 from vit_fast.model import VisionTransformer
+
+make_bf16_exact()
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # a CPU runs Triton's interpreter
 
