@@ -10,7 +10,7 @@ from .resolution import QUIET_RUN, UNKNOWN, compare_rows
 from .rows import Row, resolution_of
 
 # What must be equal for two rows to be about the same thing.
-KEY_FIELDS = ("model", "dtype", "requested_batch", "batch", "subject")
+KEY_FIELDS = ("model", "task", "dtype", "requested_batch", "batch", "subject")
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,32 @@ alike there is but one, and how far off eager is there a matter of luck.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from vit_fast.accuracy import FORWARD_FACTOR, NOISE, Measure, allowed_error, error_of, size_of
+from vit_fast import accuracy
+from vit_fast.accuracy import (
+    FORWARD_FACTOR,
+    GRADIENT_FACTOR,
+    NOISE,
+    Measure,
+    allowed_error,
+    error_of,
+    size_of,
+)
 
+from . import subjects_given
 from .subjects import Subject, Task
 from .subjects_ours import build
+from .training import TrainingStep
 
 MAX_CHECKED_IMAGES = 8
+# Of the outputs' size, for a file that ONNX Runtime rewrites, against the same file unchanged.
+ONNX_TOLERANCE = 0.01
 MEASURES: tuple[Measure, ...] = ("largest", "rms")
 
 
@@ -31,11 +46,13 @@ class Expected:
         rows: Which images of the batch are checked, spread over it.
         outputs: The definition's outputs for these, fp64, on the CPU.
         eager_error: Our eager model's error in the group's dtype, by measure.
+        norms: Of a training step, the norm of all parameters' gradients [1]: eager's, and in fp64.
     """
 
     rows: list[int]
     outputs: Tensor
     eager_error: dict[Measure, float]
+    norms: tuple[Tensor, Tensor] | None = None
 
     @property
     def largest_output(self) -> float:
@@ -69,10 +86,35 @@ def expect(task: Task, images: Tensor) -> Expected:
     rows = spread(len(images), MAX_CHECKED_IMAGES)
     noise = torch.randn((MAX_CHECKED_IMAGES, *images.shape[1:]), generator=torch.Generator().manual_seed(0))
     chosen = torch.cat([images[rows], noise.to(images)])
+    if task.model.onnx is not None:
+        outputs = _unoptimised(task)(images[rows])
+        return Expected(rows, outputs, {measure: ONNX_TOLERANCE * size_of(outputs, measure) for measure in MEASURES})
+    exact_model, eager_model = _definition(_in_fp64(task)), _definition(task)
+    if task.training:
+        exact_step = TrainingStep(exact_model, exact_model, amp=False)
+        exact, exact_norm = exact_step.gradients(images[rows].double(), list(range(len(rows))), rows)
+        eager_step = TrainingStep(eager_model, eager_model, amp=task.amp)
+        eager, norm = eager_step.gradients(images[rows], list(range(len(rows))), rows)
+        errors = {measure: error_of(eager, exact, measure) for measure in MEASURES}
+        return Expected(rows, exact.cpu(), errors, (norm.cpu(), exact_norm.cpu()))
     with torch.inference_mode():
-        exact = build("eager", _in_fp64(task))(chosen.double()).cpu()
-        eager = build("eager", task)(chosen)
+        exact = exact_model(chosen.double()).cpu()
+        eager = eager_model(chosen)
     return Expected(rows, exact[: len(rows)], {measure: error_of(eager, exact, measure) for measure in MEASURES})
+
+
+def _definition(task: Task) -> nn.Module:
+    """Our eager model; of a model that was given, itself."""
+    return build("eager", task) if task.model.kind == "ours" else subjects_given.build(task)
+
+
+def _unoptimised(task: Task) -> Callable[[Tensor], Tensor]:
+    """A file as ONNX Runtime runs it without rewriting it: there is no other definition of it."""
+    from vit_fast.export import OnnxRunner
+
+    assert task.model.onnx is not None
+    runner = OnnxRunner(task.model.onnx, "cpu", image_hw=task.model.image_hw, optimise=False)
+    return lambda images: torch.as_tensor(runner(images.float().cpu())).double()
 
 
 def spread(count: int, most: int) -> list[int]:
@@ -83,14 +125,20 @@ def spread(count: int, most: int) -> list[int]:
 
 
 def judge(subject: Subject, task: Task, expected: Expected, outputs: object) -> Verdict:
-    """Holds a subject's outputs for a whole batch against what is expected."""
+    """Holds a subject's outputs for a whole batch (in training, its gradients) against what is expected."""
+    factor, dtype = GRADIENT_FACTOR if task.training else FORWARD_FACTOR, torch.bfloat16 if task.amp else task.dtype
     limits = {
-        measure: allowed_error(expected.eager_error[measure], expected.outputs, task.dtype, measure=measure)
+        measure: allowed_error(expected.eager_error[measure], expected.outputs, dtype, factor, measure)
         for measure in MEASURES
     }
     if subject.budget is not None:
         limits = {"largest": subject.budget(expected.eager_error["largest"], expected.largest_output)}
     limit = limits["largest"]
+    if expected.norms is not None and isinstance(outputs, tuple):
+        outputs, norm = outputs
+        of_norm = accuracy.judge(norm.to(dtype).cpu(), *expected.norms, factor)
+        if not of_norm.passed:
+            return Verdict(of_norm.error, of_norm.allowed, f"the norm of all parameters' gradients is {of_norm}")
     shape = (task.batch_size, *expected.outputs.shape[1:])
     if not isinstance(outputs, Tensor) or tuple(outputs.shape) != shape:
         found = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
@@ -103,6 +151,8 @@ def judge(subject: Subject, task: Task, expected: Expected, outputs: object) -> 
         if error > limits[measure]:
             in_what = "" if measure == "largest" else " in root mean square"
             return Verdict(errors["largest"], limit, f"off by {error:.3g}{in_what}, allowed is {limits[measure]:.3g}")
+    if task.training:
+        return Verdict(errors["largest"], limit, None)
     agreement = float((checked.argmax(-1).cpu() == expected.outputs.argmax(-1)).double().mean())
     return Verdict(errors["largest"], limit, None, agreement)
 
@@ -110,19 +160,12 @@ def judge(subject: Subject, task: Task, expected: Expected, outputs: object) -> 
 def describe_rule() -> str:
     """The rule in words, for the record."""
     return (
-        f"error against eager in fp64 <= {FORWARD_FACTOR} x eager's error in that dtype + eps(dtype) / 2 x the outputs'"
-        f" size, for root mean squares and, with {NOISE:g} more, for the largest; on up to {MAX_CHECKED_IMAGES} images"
-        " of the batch; all outputs finite"
+        f"error against eager in fp64 <= {FORWARD_FACTOR} x (gradients: {GRADIENT_FACTOR} x)"
+        " eager's error in that dtype + eps(dtype) / 2 x the outputs' size, for root mean squares and,"
+        f" with {NOISE:g} more, for the largest; on up to {MAX_CHECKED_IMAGES} images of the batch; all outputs finite"
     )
 
 
 def _in_fp64(task: Task) -> Task:
-    return Task(
-        model=task.model,
-        config=task.config,
-        data_config=task.data_config,
-        weights={name: tensor.double() for name, tensor in task.weights.items()},
-        dtype=torch.float64,
-        device=task.device,
-        batch_size=task.batch_size,
-    )
+    weights = None if task.weights is None else {name: tensor.double() for name, tensor in task.weights.items()}
+    return dataclasses.replace(task, weights=weights, dtype=torch.float64, amp=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +11,11 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from vit_fast.config import DataConfig, ViTConfig
+from vit_fast.config import ViTConfig
 from vit_fast.data import make_transform, read_image
 from vit_fast.model import VisionTransformer
 
+from .models import Model
 from .timing import cold_copies
 
 # Preparing an image costs milliseconds; more different ones than this make no batch more real.
@@ -56,19 +57,19 @@ def _draw(name: str, parameter: Tensor, owner: nn.Module, generator: torch.Gener
     return 0.3 * noise
 
 
-def rounded(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+def rounded(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """The weights in a dtype, so that every subject, and the fp64 definition, starts from the same numbers."""
     return {name: tensor.to(dtype) for name, tensor in weights.items()}
 
 
-def image_views(paths: Sequence[Path], data_config: DataConfig, config: ViTConfig, count: int, seed: int = 0) -> Tensor:
+def image_views(paths: Sequence[Path], model: Model, count: int, seed: int = 0) -> Tensor:
     """Views of photographs, prepared as for prediction: [count, in_chans, height, width], fp32, on the CPU.
 
     The first are the photographs whole; further ones are random crops of them (35 to 100 % of the area, aspect ratio
     3:4 to 4:3, mirrored half of the time), so that a batch larger than the number of photographs is still of real,
     different images.
     """
-    transform = make_transform(data_config, config.image_hw, config.in_chans)
+    transform = make_transform(model.data, model.image_hw, model.in_chans)
     images = [read_image(path) for path in paths[:count]]
     generator = np.random.default_rng(seed)
     views = []

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vit_fast.config import ViTConfig
+from vit_fast.config import Size
 from vit_fast.data import default_photograph, find_images, read_image
-from vit_fast.variants import get_variant, list_models
 
 from .inputs import MAX_VIEWS
 from .machine import memory_bytes, short_name
+from .models import Model, find_models
+from .rows import Group
 from .subjects import Selection, choose
 from .timing import Protocol
 
@@ -39,34 +40,49 @@ class Plan:
     """A checked run: every model x dtype x batch size, for every selection.
 
     Attributes:
-        models: Names of variants.
+        models: What is measured.
         batch_sizes: Images a call.
         dtypes: Of parameters and images.
-        selections: Subjects in their compile modes.
+        selections: Subjects in their compile modes, by kind of model.
         device: Where everything runs.
         images: Photographs that fill the batches.
         time_budget_s: Seconds after which nothing new is started; infinite when there is none.
         protocol: How long a measurement is.
+        training: Whether training steps are measured; amp: under autocast in bf16.
         request: What make_plan was asked for, as plain data from which it makes the same plan again.
     """
 
-    models: tuple[str, ...]
+    models: tuple[Model, ...]
     batch_sizes: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
-    selections: tuple[Selection, ...]
+    selections: Mapping[str, tuple[Selection, ...]]
     device: torch.device
     images: tuple[Path, ...]
     time_budget_s: float
     protocol: Protocol
+    training: bool = False
+    amp: bool = False
     request: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    def groups(self) -> list[Group]:
+        """What is measured in turns, in its order."""
+        return [
+            Group(model, dtype, batch_size, batch_size, self.training, self.amp)
+            for model in self.models
+            for dtype in self.dtypes
+            for batch_size in self.batch_sizes
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for the record; images by name only."""
         return {
-            "models": list(self.models),
+            "models": [model.name for model in self.models],
+            "img_size": self.request.get("img_size"),
+            "train": self.training,
+            "amp": self.amp,
             "batch_sizes": list(self.batch_sizes),
             "dtypes": [short_name(dtype) for dtype in self.dtypes],
-            "subjects": [selection.label for selection in self.selections],
+            "subjects": list(dict.fromkeys(s.label for chosen in self.selections.values() for s in chosen)),
             "device": str(self.device),
             "images": [path.name for path in self.images],
             "time_budget_s": self.time_budget_s if math.isfinite(self.time_budget_s) else None,
@@ -82,6 +98,9 @@ def make_plan(
     dtypes: Sequence[str] | None = None,
     subjects: Sequence[str] | None = None,
     compile_modes: Sequence[str] | None = None,
+    img_size: Sequence[int] | None = None,
+    train: bool = False,
+    amp: bool = False,
     device: str = "auto",
     time_budget_s: float | None = None,
     protocol: Protocol | None = None,
@@ -90,11 +109,14 @@ def make_plan(
 
     Args:
         images: Files and folders; none means a photograph that is on this machine already.
-        models: Names of variants, or patterns such as `vit_*_patch16_224`.
+        models: Names, patterns, ids, files or functions; see models.find_models.
         batch_sizes: Images a call, each at least 1.
         dtypes: "fp32", "fp16", "bf16".
         subjects: See subjects.parse_label.
         compile_modes: Modes in which subjects that name none are measured; see subjects.COMPILE_MODES.
+        img_size: Height and width of the images; None means each model's own.
+        train: Measure training steps (forward, backward, AdamW), not inference.
+        amp: The forward of these under autocast in bf16, the parameters in fp32.
         device: "auto" (CUDA where there is one), or what torch.device takes.
         time_budget_s: Seconds; 0 means without limit.
         protocol: How long a measurement is.
@@ -106,15 +128,22 @@ def make_plan(
     budget = DEFAULT_TIME_BUDGET_S[kind] if time_budget_s is None else time_budget_s
     if not budget >= 0:
         raise ValueError(f"time_budget_s={budget}: accepted is a number of seconds >= 0 (0: no limit)")
+    if amp and (not train or dtypes not in (None, ["fp32"])):
+        raise ValueError("--amp: accepted with --train, and with --dtypes fp32 or none: the parameters stay in fp32")
+    size = None if img_size is None else _img_size(img_size)
+    wanted = [find_models(word, size) for word in (DEFAULT_MODELS[kind] if models is None else models)]
+    found = _some("models", [model for each in wanted for model in each])
     plan = Plan(
-        models=_models(DEFAULT_MODELS[kind] if models is None else models),
+        models=found,
         batch_sizes=_batch_sizes(DEFAULT_BATCH_SIZES[kind] if batch_sizes is None else batch_sizes),
-        dtypes=_dtypes(DEFAULT_DTYPES[kind] if dtypes is None else dtypes),
-        selections=tuple(choose(subjects, compile_modes, where)),
+        dtypes=_dtypes(("fp32",) if amp else DEFAULT_DTYPES[kind] if dtypes is None else dtypes),
+        selections={m.kind: tuple(choose(subjects, compile_modes, where, m.kind, train)) for m in found},
         device=where,
         images=_images(images),
         time_budget_s=budget or math.inf,
         protocol=PROTOCOLS[kind] if protocol is None else protocol,
+        training=train,
+        amp=amp,
         request={
             "images": [str(Path(image).absolute()) for image in images],
             "models": models,
@@ -122,21 +151,25 @@ def make_plan(
             "dtypes": dtypes,
             "subjects": subjects,
             "compile_modes": compile_modes,
+            "img_size": img_size,
+            "train": train,
+            "amp": amp,
             "device": str(where),
             "time_budget_s": time_budget_s,
         },
     )
     for model in plan.models:
-        _refuse_what_cannot_fit(get_variant(model).config, plan)
+        _refuse_what_cannot_fit(model, plan)
     return plan
 
 
-def _refuse_what_cannot_fit(config: ViTConfig, plan: Plan) -> None:
+def _refuse_what_cannot_fit(model: Model, plan: Plan) -> None:
     """The least that a call holds at once: its inputs in two rotations, the residual stream and one hidden layer."""
     itemsize = min(dtype.itemsize for dtype in plan.dtypes)
-    pixels, values = config.image_hw[0] * config.image_hw[1] * config.in_chans, config.embed_dim + config.hidden_dim
+    pixels, config = model.image_hw[0] * model.image_hw[1] * model.in_chans, model.config
+    values = 0 if config is None else config.seqlen * (config.embed_dim + config.hidden_dim)
     most, there = max(plan.batch_sizes), memory_bytes(plan.device)
-    needed = most * itemsize * (2 * pixels + config.seqlen * values)
+    needed = most * itemsize * (2 * pixels + values)
     if there is not None and needed > there:
         raise ValueError(
             f"batch size {most}: needs at least {needed / 2**30:,.0f} GiB, {plan.device} has {there / 2**30:,.0f} GiB;"
@@ -158,14 +191,10 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _models(patterns: Sequence[str]) -> tuple[str, ...]:
-    names: list[str] = []
-    for pattern in patterns:
-        matching = list_models(pattern)
-        if not matching:
-            get_variant(pattern)  # raises, naming the nearest
-        names += matching
-    return _some("models", names)
+def _img_size(sides: Sequence[int]) -> Size:
+    if len(sides) not in (1, 2) or min(sides) < 1:
+        raise ValueError(f"--img-size {'x'.join(map(str, sides))}: accepted are a side, or HEIGHTxWIDTH, in pixels")
+    return sides[0], sides[-1]
 
 
 def _batch_sizes(sizes: Sequence[int]) -> tuple[int, ...]:

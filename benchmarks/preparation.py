@@ -16,6 +16,7 @@ from .correctness import Expected, judge
 from .rows import Group, Row, add_verdict, make_row
 from .subjects import Selection, Task, compile_selection
 from .timing import Call, peak_memory_of_call, synchronise
+from .training import TrainingStep
 
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
@@ -70,12 +71,19 @@ def _build_and_check(
     device, subject = task.device, selection.subject
     before = _allocated(device)
     function = subject.build(task)
-    call = _caller(selection, compile_selection(selection, function), batches)
+    compiled = compile_selection(selection, function)
+    outputs: list[object] = []
+    if task.training:
+        call, check = _trainer(selection, function, compiled, batches, task, expected.rows)
+        outputs.append(check())
+    else:
+        call = _caller(selection, compiled, batches)
     first_call_s = _seconds(lambda: call(0), device)
     # A CUDA graph replays from its third call on: this one is checked, after another batch went through.
     call(1)
-    outputs: list[object] = []
-    call_s = _seconds(lambda: outputs.append(call(0)), device)
+    last: list[object] = []
+    call_s = _seconds(lambda: last.append(call(0)), device)
+    outputs = outputs or last
     verdict = judge(subject, task, expected, outputs.pop())
     row = make_row(group, selection, "measured" if verdict.passed else "wrong", verdict.reason)
     add_verdict(row, verdict)
@@ -97,6 +105,30 @@ def _caller(selection: Selection, compiled: Callable[[Tensor], Tensor], batches:
             return compiled(batches[number % len(batches)])
 
     return call
+
+
+def _trainer(
+    selection: Selection,
+    function: object,
+    compiled: Callable[[Tensor], Tensor],
+    batches: list[Tensor],
+    task: Task,
+    rows: list[int],
+) -> tuple[Call, Callable[[], object]]:
+    """A training step on the batch of a number, and the gradients that are checked."""
+    if not isinstance(function, nn.Module):
+        raise UnsupportedInputError(selection.label, ["only modules of torch are trained"])
+    step = TrainingStep(function, compiled, amp=task.amp)
+
+    def call(number: int) -> None:
+        with selection.subject.context():
+            step(batches[number % len(batches)])
+
+    def check() -> object:
+        with selection.subject.context():
+            return step.gradients(batches[0], rows)
+
+    return call, check
 
 
 @contextlib.contextmanager

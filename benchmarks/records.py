@@ -172,7 +172,7 @@ def _from_format_1(record: Record) -> Record:
     load, cores = machine["load_average"], machine["cpu_cores"]
     busy = [f"load {load} on {cores} cores when the run began"] if load > cores / 2 else []
     fields = ("samples_ms", "ratio_interval", "verdict", "agreement", "defect")
-    rows = [dict.fromkeys(fields) | {"precision": row["dtype"]} | row for row in record["rows"]]
+    rows = [dict.fromkeys(fields) | {"precision": row["dtype"], "task": "inference"} | row for row in record["rows"]]
     for row in rows:
         if (row["ceiling_share"] or 0) > 1:
             row["defect"], row["ceiling_share"] = f"{row['ceiling_share']:.2f}x its ceiling", None

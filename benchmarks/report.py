@@ -78,7 +78,8 @@ def contests(record: Record) -> dict[str, list[Row]]:
     grouped: dict[str, list[Row]] = {}
     for row in record["rows"]:
         size = "x".join(map(str, row["img_size"]))
-        title = f"{row['model']}, {row['dtype']}, batch {row['requested_batch']}, {size}"
+        task = "" if row["task"] == "inference" else ", training step"
+        title = f"{row['model']}{task}, {row['dtype']}, batch {row['requested_batch']}, {size}"
         grouped.setdefault(title, []).append(row)
     for rows in grouped.values():
         rows.sort(key=lambda row: (is_lower(row), -(row["images_per_s"] or 0)))
@@ -132,8 +133,13 @@ def command(record: Record) -> str:
     words = ["vit-fast", "bench"]
     if record["plan"]["images"] != ["grace_hopper.jpg"]:
         words += record["plan"]["images"]
+    words += [f"--{name}" for name in ("train", "amp") if record["plan"].get(name)]
+    if size := record["plan"].get("img_size"):
+        words += ["--img-size", "x".join(map(str, size))]
     for name in ("models", "batch_sizes", "dtypes", "subjects", "device"):
         value = record["plan"][name]
+        if name == "dtypes" and record["plan"].get("amp"):
+            continue
         words += [f"--{name.replace('_', '-')}", ",".join(map(str, value)) if isinstance(value, list) else str(value)]
     return shlex.join(words)
 

@@ -8,11 +8,10 @@ from typing import Any, Literal
 
 import torch
 
-from vit_fast.config import ViTConfig
-
 from . import resolution
 from .correctness import Verdict
 from .machine import short_name
+from .models import Model
 from .roofline import Work, total, work
 from .subjects import Selection
 from .timing import Timing
@@ -51,21 +50,39 @@ class Group:
     """Selections that are measured in turns: one model, one dtype, one batch size.
 
     Attributes:
-        model: The variant's name.
-        config: Its shape.
+        model: What is computed.
         dtype: Of parameters and images.
         batch_size: Images a call.
         requested_batch_size: What was asked for; larger when that did not fit into memory.
+        training: Whether a training step is measured; amp: under autocast in bf16.
     """
 
-    model: str
-    config: ViTConfig
+    model: Model
     dtype: torch.dtype
     batch_size: int
     requested_batch_size: int
+    training: bool = False
+    amp: bool = False
 
     def __str__(self) -> str:
-        return f"{self.model} {short_name(self.dtype)} batch {self.batch_size}"
+        return f"{self.model.name} {self.dtype_name} batch {self.batch_size}{' training' if self.training else ''}"
+
+    @property
+    def dtype_name(self) -> str:
+        return "amp" if self.amp else short_name(self.dtype)
+
+    @property
+    def contest(self) -> tuple[str, str, int]:
+        """What its rows compete in; see contest."""
+        return self.model.name, self.dtype_name, self.requested_batch_size
+
+    def work(self) -> tuple[int | None, int | None]:
+        """Operations and bytes of a call, those of a training step three times those of inference; None uncounted."""
+        times = 3 if self.training else 1
+        if self.model.config is None:
+            return self.model.flops and times * self.batch_size * self.model.flops, None
+        least = total(work(self.model.config, self.batch_size).values())
+        return times * least.flop, times * least.elements * self.dtype.itemsize
 
 
 def make_row(group: Group, selection: Selection, status: Status, reason: str | None = None) -> Row:
@@ -74,12 +91,13 @@ def make_row(group: Group, selection: Selection, status: Status, reason: str | N
         "subject": selection.label,
         "peer": selection.subject.peer,
         "compile_mode": selection.mode,
-        "model": group.model,
-        "dtype": short_name(group.dtype),
-        "precision": selection.subject.precision or short_name(group.dtype),
+        "model": group.model.name,
+        "task": "training" if group.training else "inference",
+        "dtype": group.dtype_name,
+        "precision": selection.subject.precision or group.dtype_name,
         "batch": group.batch_size,
         "requested_batch": group.requested_batch_size,
-        "img_size": list(group.config.image_hw),
+        "img_size": list(group.model.image_hw),
         "status": status,
         "reason": reason,
         "max_error": None,
@@ -102,7 +120,7 @@ def add_verdict(row: Row, verdict: Verdict) -> None:
 def add_timing(row: Row, timing: Timing, group: Group) -> None:
     """Puts down the figures that follow from a time: images and operations a second."""
     images_per_s = group.batch_size / timing.ms * 1e3
-    least = total(work(group.config, group.batch_size).values())
+    flop, moved = group.work()
     row.update(
         images_per_s=images_per_s,
         ms=timing.ms,
@@ -111,11 +129,11 @@ def add_timing(row: Row, timing: Timing, group: Group) -> None:
         repeats=timing.repeats,
         host_ms=timing.host_ms,
         samples_ms=[float(f"{sample:.6g}") for sample in timing.samples_ms],
-        TFLOP_per_s=least.flop / timing.ms / 1e9,
-        FLOP=least.flop,
-        bytes=least.elements * group.dtype.itemsize,
-        tokens=group.config.seqlen,
-        GFLOP_per_image=least.flop / group.batch_size / 1e9,
+        TFLOP_per_s=flop and flop / timing.ms / 1e9,
+        FLOP=flop,
+        bytes=moved,
+        tokens=group.model.config and group.model.config.seqlen,
+        GFLOP_per_image=flop and flop / group.batch_size / 1e9,
     )
 
 
@@ -123,8 +141,8 @@ def make_control(group: Group, subject: str, timing: Timing, again: Timing, cond
     """What a group's best call, timed under two names, and the machine's state say of the group's figures."""
     return {
         "subject": subject,
-        "model": group.model,
-        "dtype": short_name(group.dtype),
+        "model": group.model.name,
+        "dtype": group.dtype_name,
         "batch": group.batch_size,
         "requested_batch": group.requested_batch_size,
         "ms": [timing.ms, again.ms],
@@ -141,12 +159,13 @@ def finish(rows: Sequence[Row], ceilings: dict[str, Any], controls: Sequence[Row
     """
     measured = [row for row in rows if row["status"] == "measured"]
     for row in measured:
-        ceiling = ceilings.get("matmul_TFLOP_per_s", {}).get(row["precision"])
-        share = row["TFLOP_per_s"] / ceiling if ceiling else None
+        reached = ceilings.get("matmul_TFLOP_per_s", {})
+        ceiling = reached.get("bf16" if row["precision"] == "amp" else row["precision"])
+        share = row["TFLOP_per_s"] / ceiling if ceiling and row["TFLOP_per_s"] else None
         above = share is not None and share > 1
         row["ceiling_share"] = None if above else share
         row["defect"] = f"{share:.2f}x the matmul ceiling of this run" if above else None
-        if ceiling:
+        if ceiling and row["bytes"]:
             row["floor_ms"] = Work(row["FLOP"], row["bytes"]).floor_ms(1, ceiling, ceilings["copy_GB_per_s"])
         peers = [other for other in measured if other["peer"] and contest(other) == contest(row)]
         if not peers:

@@ -6,6 +6,7 @@ row that says so. Ctrl-C keeps what was measured, and a journal keeps it when th
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import time
@@ -15,12 +16,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from vit_fast.variants import get_variant
-
 from .conditions import Conditions
 from .correctness import Expected, describe_rule, expect
 from .inputs import MAX_VIEWS, image_views, random_weights, rotating_batches, rounded
-from .machine import best_ceilings, describe, measure_ceilings, short_name
+from .machine import best_ceilings, describe, measure_ceilings
 from .plan import Plan
 from .preparation import Prepared, TooLarge, describe_error, is_out_of_memory, out_of_memory_is_too_large, prepare
 from .records import FORMAT, Journal
@@ -91,8 +90,7 @@ class _Findings:
 
     def left(self, group: Group, selections: Sequence[Selection]) -> list[Selection]:
         """Those without a row in this group."""
-        wanted = (group.model, short_name(group.dtype), group.batch_size)
-        there = {row["subject"] for row in self.rows if contest(row) == wanted}
+        there = {row["subject"] for row in self.rows if contest(row) == group.contest}
         return [selection for selection in selections if selection.label not in there]
 
 
@@ -106,8 +104,8 @@ class _Run:
     def record(self) -> dict[str, Any]:
         plan = self.plan
         machine = describe(plan.device) if self.journal is None else self.journal.header["machine"]
-        groups = _groups(plan)
-        left = {group: self.found.left(group, self.plan.selections) for group in groups}
+        groups = plan.groups()
+        left = {group: self.found.left(group, plan.selections[group.model.kind]) for group in groups}
         self.listener.start(2 * sum(map(len, left.values())) + 1 + len(groups))
         interrupted = False
         try:
@@ -121,7 +119,7 @@ class _Run:
             interrupted = True
             self.listener.say("interrupted: keeping what was measured")
         self._account_for_the_rest(groups, interrupted)
-        self.found.rows.sort(key=functools.partial(_planned_place, groups, plan.selections))
+        self.found.rows.sort(key=functools.partial(_planned_place, plan))
         return _finished(plan, machine, self.found) | {
             "interrupted": interrupted,
             "seconds": round(time.perf_counter() - self.start, 1),
@@ -130,8 +128,9 @@ class _Run:
     def _take_ceilings(self) -> None:
         """Before, between and after the groups, as what else runs on the machine comes and goes."""
         self.listener.now("the machine's ceilings")
-        precisions = {selection.subject.precision for selection in self.plan.selections}
-        dtypes = [*self.plan.dtypes, *(dtype for dtype in (torch.bfloat16,) if short_name(dtype) in precisions)]
+        chosen = [selection for selections in self.plan.selections.values() for selection in selections]
+        lower = self.plan.amp or any(selection.subject.precision == "bf16" for selection in chosen)
+        dtypes = [*self.plan.dtypes, *([torch.bfloat16] if lower else [])]
         self.found.add("ceilings", measure_ceilings(self.plan.device, dtypes))
         self.listener.done(1)
 
@@ -152,17 +151,18 @@ class _Run:
             for selection in too_large:
                 self.found.add("row", make_row(group, selection, "out of memory", "batch 1 does not fit"))
             return
-        half = Group(group.model, group.config, group.dtype, group.batch_size // 2, group.requested_batch_size)
+        half = dataclasses.replace(group, batch_size=group.batch_size // 2)
         self.listener.say(f"{group}: out of memory, going on with batch {half.batch_size}: {names}")
         self._run_group(half, too_large)
 
     def _measure_group(self, group: Group, selections: Sequence[Selection]) -> list[Selection]:
         """Adds a row for every selection but those that did not fit, which are returned."""
-        plan, variant = self.plan, get_variant(group.model)
+        plan, model = self.plan, group.model
         self.listener.now(f"{group}: images and the fp64 definition")
-        weights = rounded(random_weights(group.config), group.dtype)
-        task = Task(group.model, group.config, variant.data, weights, group.dtype, plan.device, group.batch_size)
-        views = image_views(plan.images, variant.data, group.config, max(8, min(group.batch_size, MAX_VIEWS)))
+        weights = model.weights if model.config is None or model.weights else random_weights(model.config)
+        weights = weights and rounded(weights, group.dtype)
+        task = Task(model, weights, group.dtype, plan.device, group.batch_size, group.training, group.amp)
+        views = image_views(plan.images, model, max(8, min(group.batch_size, MAX_VIEWS)))
         try:
             with out_of_memory_is_too_large():
                 batches = rotating_batches(views, task.batch_size, task.dtype, task.device)
@@ -276,20 +276,20 @@ class _Run:
         return time.perf_counter() - self.start
 
     def _give_share(self, groups_left: int) -> None:
-        """Lets the next group spend time on autotuning, which takes minutes, but leave some for the groups after it."""
+        """Lets the next group spend time on compiling, which may take minutes, and leave some for those after it."""
         left_s = self.plan.time_budget_s - self.elapsed_s()
         self.group_deadline_s = self.elapsed_s() + left_s * 2 / (groups_left + 1)
 
     def _is_too_late(self, selection: Selection, others: Sequence[Prepared]) -> bool:
         """Whether the time is spent, with the timing of those prepared before; one compilation may exceed it."""
-        deadline_s = self.group_deadline_s if selection.mode == "max-autotune" else self.plan.time_budget_s
+        deadline_s = self.group_deadline_s if selection.mode != "none" else self.plan.time_budget_s
         ahead = sum(other.call_s for other in others) * FLOOR_LEAST_REPEATS
         return self.elapsed_s() + ahead > deadline_s
 
     def _account_for_the_rest(self, groups: Sequence[Group], interrupted: bool) -> None:
         """A row for everything that was planned and never came to be."""
         for group in groups:
-            for selection in self.found.left(group, self.plan.selections):
+            for selection in self.found.left(group, self.plan.selections[group.model.kind]):
                 status: Status = "interrupted" if interrupted else "skipped"
                 self.found.add("row", make_row(group, selection, status, "not reached"))
 
@@ -346,18 +346,11 @@ class _Watch:
         }
 
 
-def _groups(plan: Plan) -> list[Group]:
-    return [
-        Group(model, get_variant(model).config, dtype, batch_size, batch_size)
-        for model in plan.models
-        for dtype in plan.dtypes
-        for batch_size in plan.batch_sizes
-    ]
-
-
-def _planned_place(groups: Sequence[Group], selections: Sequence[Selection], row: Row) -> tuple[int, int]:
-    contests = [(group.model, short_name(group.dtype), group.batch_size) for group in groups]
-    return contests.index(contest(row)), [selection.label for selection in selections].index(row["subject"])
+def _planned_place(plan: Plan, row: Row) -> tuple[int, int]:
+    groups = plan.groups()
+    number = [group.contest for group in groups].index(contest(row))
+    selections = plan.selections[groups[number].model.kind]
+    return number, [selection.label for selection in selections].index(row["subject"])
 
 
 def _release_memory(device: torch.device, forget_compiled: bool = True) -> None:

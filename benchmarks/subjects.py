@@ -18,9 +18,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vit_fast.config import DataConfig, ViTConfig
+from vit_fast.config import ViTConfig
+from vit_fast.errors import UnsupportedInputError
 
-PROVIDERS = ("subjects_ours", "subjects_peers", "subjects_fused", "subjects_onnx")
+from .models import Model
+
+PROVIDERS = ("subjects_ours", "subjects_peers", "subjects_fused", "subjects_onnx", "subjects_given")
 
 # How `--compile-modes` and the part behind "+compile:" are written; "none" is the subject as it is.
 COMPILE_MODES = ("none", "default", "reduce-overhead", "max-autotune")
@@ -28,14 +31,18 @@ COMPILE_MODES = ("none", "default", "reduce-overhead", "max-autotune")
 # Should the time budget end a run early, what comes first is there.
 DEFAULT_LABELS = {
     "cpu": (
-        "eager",
         "sdpa",
         "timm",
+        "onnxruntime",
+        "onnxruntime-int8",
+        "sdpa-bf16",
+        "timm+fused",
         "transformers",
+        "torchvision",
+        "eager",
+        "timm+compile",
         "sdpa+compile",
         "eager+compile",
-        "torchvision",
-        "timm+compile",
     ),
     "cuda": (
         "eager",
@@ -64,27 +71,43 @@ DEFAULT_LABELS = {
 }
 
 
+# For models that are not of our shapes: as modules, and as files.
+GIVEN_LABELS = ("given", "given+fused", "given-bf16", "onnxruntime", "given+compile", "given+fused+compile")
+ONNX_LABELS = ("onnxruntime", "onnxruntime-nobinding")
+
+
 @dataclass(frozen=True)
 class Task:
     """What every subject of a group is asked to compute.
 
     Attributes:
-        model: The variant's name.
-        config: Its shape.
-        data_config: Its preprocessing.
-        weights: Parameters under our (timm's) names, on the CPU, in dtype.
+        model: Its shape, preprocessing, or the model itself.
+        weights: Parameters under our (timm's) names, on the CPU, in dtype; None of a model that has its own.
         dtype: Of parameters, images and logits.
         device: Where it runs.
         batch_size: Images a call.
+        training: Whether a training step is asked for, not inference.
+        amp: Whether that runs under autocast in bf16.
     """
 
-    model: str
-    config: ViTConfig
-    data_config: DataConfig
-    weights: Mapping[str, Tensor]
+    model: Model
+    weights: Mapping[str, Tensor] | None
     dtype: torch.dtype
     device: torch.device
     batch_size: int
+    training: bool = False
+    amp: bool = False
+
+    @property
+    def ours(self) -> tuple[ViTConfig, Mapping[str, Tensor]]:
+        """The shape and weights that every library can build.
+
+        Raises:
+            UnsupportedInputError: the model is of another kind.
+        """
+        if self.model.config is None or self.weights is None:
+            raise UnsupportedInputError("this subject", [f"{self.model.name} is not of one of our shapes"])
+        return self.model.config, self.weights
 
 
 @dataclass(frozen=True)
@@ -196,20 +219,35 @@ def select(name: str, mode: str) -> Selection:
     return Selection(subject, mode)
 
 
-def choose(labels: Sequence[str] | None, modes: Sequence[str] | None, device: torch.device) -> list[Selection]:
+def default_labels(device: torch.device, kind: str, training: bool) -> tuple[str, ...]:
+    """What is worth measuring of a kind of model (see models.Model) on a device; only modules are trained."""
+    labels = {"ours": DEFAULT_LABELS[device.type], "given": GIVEN_LABELS, "onnx": ONNX_LABELS}[kind]
+    return tuple(label for label in labels if not (training and ("onnx" in label or label.endswith("-bf16"))))
+
+
+def choose(
+    labels: Sequence[str] | None,
+    modes: Sequence[str] | None,
+    device: torch.device,
+    kind: str = "ours",
+    training: bool = False,
+) -> list[Selection]:
     """The selections of a run.
 
     Args:
         labels: Subjects, with or without a compile mode; None means those worth measuring on this device.
         modes: Compile modes for the subjects that name none. None means as they are.
         device: Where it runs.
+        kind: Of the model.
+        training: Whether a training step is measured.
     Raises:
         ValueError: see parse_label.
     """
+    default = default_labels(device, kind, training)
     if labels is None and modes is None:
-        return [parse_label(label) for label in DEFAULT_LABELS[device.type]]
+        return [parse_label(label) for label in default]
     if labels is None:
-        labels = list(dict.fromkeys(label.partition("+compile")[0] for label in DEFAULT_LABELS[device.type]))
+        labels = list(dict.fromkeys(label.partition("+compile")[0] for label in default))
     chosen: list[Selection] = []
     for label in labels:
         parsed = parse_label(label)

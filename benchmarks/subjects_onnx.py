@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vit_fast.data import default_photograph
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.model import VisionTransformer
 
+from . import subjects_ours
+from .models import OutputOf
 from .subjects import Subject, Task, register
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
@@ -37,19 +39,20 @@ def build(int8: bool, io_binding: bool, task: Task) -> Callable[[Tensor], Tensor
         raise UnsupportedInputError("onnxruntime", [f"no file in {task.dtype} runs on {task.device.type}"])
     if int8 and task.dtype != torch.float32:
         raise UnsupportedInputError("onnxruntime-int8", [f"it replaces fp32, not {task.dtype}"])
-    model = VisionTransformer(task.config, data_config=task.data_config, backend="sdpa")
-    model.load_state_dict({name: tensor.float() for name, tensor in task.weights.items()})
+    if task.model.onnx is not None and (int8 or precision != "fp32"):
+        raise UnsupportedInputError("onnxruntime", [f"{task.model.name} is run as it is: accepted is fp32, not int8"])
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.onnx"
-        export_onnx(
-            model.eval(),
-            path,
-            opset=BF16_OPSET if precision == "bf16" else OPSET,
-            precision="int8" if int8 else precision,  # type: ignore[arg-type]  # PRECISIONS holds accepted ones
-            target="ort-cuda" if task.device.type == "cuda" else "ort-cpu",
-            calibration=[default_photograph()] if int8 else None,
-            verify=False,  # the benchmark's own gate does that, on its images
-        )
+        path = task.model.onnx or Path(folder) / "model.onnx"
+        if task.model.onnx is None:
+            export_onnx(
+                _exportable(task),
+                path,
+                opset=BF16_OPSET if precision == "bf16" else OPSET,
+                precision="int8" if int8 else precision,  # type: ignore[arg-type]  # PRECISIONS holds accepted ones
+                target="ort-cuda" if task.device.type == "cuda" else "ort-cpu",
+                calibration=[default_photograph()] if int8 else None,
+                verify=False,  # the benchmark's own gate does that, on its images
+            )
         threads = torch.get_num_threads() if task.device.type == "cpu" else None
         runner = OnnxRunner(path, str(task.device), threads=threads, max_batch=task.batch_size, io_binding=io_binding)
 
@@ -58,6 +61,13 @@ def build(int8: bool, io_binding: bool, task: Task) -> Callable[[Tensor], Tensor
         return logits.to(task.dtype)
 
     return run
+
+
+def _exportable(task: Task) -> nn.Module:
+    if task.model.make is not None:
+        model = task.model.make()
+        return model.model if isinstance(model, OutputOf) else model
+    return subjects_ours.build("sdpa", dataclasses.replace(task, dtype=torch.float32, device=torch.device("cpu")))
 
 
 for name, summary, int8, io_binding in (

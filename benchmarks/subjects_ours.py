@@ -15,10 +15,11 @@ from .subjects import Subject, Task, register
 
 def build(backend: str, task: Task) -> VisionTransformer:
     """Our model with the task's weights."""
+    config, weights = task.ours
     with torch.device("meta"):
-        model = VisionTransformer(task.config, data_config=task.data_config, backend="eager")
+        model = VisionTransformer(config, data_config=task.model.data, backend="eager")
     model = model.to_empty(device=task.device).to(task.dtype)
-    model.load_state_dict(dict(task.weights))
+    model.load_state_dict(dict(weights))
     set_backend(model, backend)
     return model.eval().requires_grad_(False)
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 from types import ModuleType
 
-from torch import Tensor, nn
+from torch import nn
 
 from vit_fast.libraries import transformers
 from vit_fast.libraries.known import PEERS
 from vit_fast.libraries.peers import take_weights
 
+from .models import OutputOf
 from .subjects import Subject, Task, register
 
 
@@ -24,21 +25,11 @@ def build(peer: ModuleType, task: Task) -> nn.Module:
     Raises:
         UnsupportedInputError: the library has no such model; every reason.
     """
-    model = peer.build_peer(task.config).to(device=task.device, dtype=task.dtype)
-    take_weights(model, task.weights, peer.convert, task.config)
+    config, weights = task.ours
+    model = peer.build_peer(config).to(device=task.device, dtype=task.dtype)
+    take_weights(model, weights, peer.convert, config)
     model = model.eval().requires_grad_(False)
-    return _LogitsOf(model) if peer is transformers else model
-
-
-class _LogitsOf(nn.Module):
-    """A transformers model, taking images alone and giving its logits alone."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.model(pixel_values=images).logits
+    return OutputOf(model) if peer is transformers else model
 
 
 for library in PEERS:

@@ -14,11 +14,11 @@ import torch
 
 from vit_fast.benchmarks.correctness import expect, judge
 from vit_fast.benchmarks.inputs import image_views, random_weights, rounded
+from vit_fast.benchmarks.models import find_models
 from vit_fast.benchmarks.subjects import DEFAULT_LABELS, Task, compile_selection, parse_label
 from vit_fast.benchmarks.timing import synchronise
 from vit_fast.data import default_photograph
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.variants import get_variant
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MODEL, DTYPE, BATCH_SIZES = {
@@ -30,13 +30,12 @@ MODEL, DTYPE, BATCH_SIZES = {
 @pytest.mark.parametrize("batch_size", BATCH_SIZES)
 @pytest.mark.parametrize("label", DEFAULT_LABELS[DEVICE.type])
 def test_model(benchmark: Any, label: str, batch_size: int) -> None:
-    selection, variant = parse_label(label), get_variant(MODEL)
+    selection, (model,) = parse_label(label), find_models(MODEL, None)
     if missing := selection.subject.missing_packages():
         pytest.skip(f"{label}: not installed: {', '.join(missing)}")
-    weights = rounded(random_weights(variant.config), DTYPE)
-    task = Task(MODEL, variant.config, variant.data, weights, DTYPE, DEVICE, batch_size)
-    views = image_views([default_photograph()], variant.data, variant.config, max(8, batch_size))
-    images = views[:batch_size].to(DEVICE, DTYPE)
+    assert model.config is not None
+    task = Task(model, rounded(random_weights(model.config), DTYPE), DTYPE, DEVICE, batch_size)
+    images = image_views([default_photograph()], model, batch_size).to(DEVICE, DTYPE)
     try:
         function = compile_selection(selection, selection.subject.build(task))
     except UnsupportedInputError as refusal:

@@ -12,6 +12,7 @@ from torch import Tensor
 from vit_fast import ViTConfig
 from vit_fast.benchmarks.correctness import Expected, expect, judge, spread
 from vit_fast.benchmarks.inputs import image_views, random_weights, rotating_batches, rounded
+from vit_fast.benchmarks.models import describe_ours, find_models
 from vit_fast.benchmarks.subjects import Subject, Task, get_subject
 from vit_fast.benchmarks.subjects_ours import build
 from vit_fast.data import default_photograph
@@ -31,8 +32,9 @@ def shrunk(name: str, **overrides: object) -> ViTConfig:
 def make_task(config: ViTConfig, dtype: torch.dtype = torch.float32, batch_size: int = 4) -> tuple[Task, Tensor]:
     data = get_variant("vit_test").data
     weights = rounded(random_weights(config), dtype)
-    task = Task("vit_test", config, data, weights, dtype, CPU, batch_size=4)
-    return task, image_views([default_photograph()], data, config, 4).to(dtype)
+    model = describe_ours("vit_test", config, data, None)
+    task = Task(model, weights, dtype, CPU, batch_size=4)
+    return task, image_views([default_photograph()], model, 4).to(dtype)
 
 
 def verdict_of(subject: Subject, task: Task, images: Tensor, expected: Expected) -> str | None:
@@ -102,18 +104,24 @@ def forgets_positions(task: Task) -> object:
 
 def attends_uniformly(task: Task) -> object:
     weights = dict(task.weights)
+    width = task.ours[0].embed_dim
     for name in [name for name in weights if ".attn.qkv." in name]:
-        weights[name] = torch.cat([0 * weights[name][: task.config.embed_dim], weights[name][task.config.embed_dim :]])
+        weights[name] = torch.cat([0 * weights[name][:width], weights[name][width:]])
     return build("sdpa", dataclasses.replace(task, weights=weights))
 
 
+def reshaped(task: Task, **fields: object) -> Task:
+    config = task.ours[0].replace(**fields)
+    return dataclasses.replace(task, model=describe_ours("vit_test", config, task.model.data, None))
+
+
 def uses_another_gelu(task: Task) -> object:
-    return build("sdpa", dataclasses.replace(task, config=task.config.replace(act_layer="quick_gelu")))
+    return build("sdpa", reshaped(task, act_layer="quick_gelu"))
 
 
 def forgets_a_block(task: Task) -> object:
     weights = {name: tensor for name, tensor in task.weights.items() if not name.startswith("blocks.1.")}
-    return build("sdpa", dataclasses.replace(task, config=task.config.replace(depth=1), weights=weights))
+    return build("sdpa", dataclasses.replace(reshaped(task, depth=1), weights=weights))
 
 
 @pytest.mark.parametrize("mistake", [ignores_the_image, forgets_positions, attends_uniformly, forgets_a_block])
@@ -180,12 +188,12 @@ def test_no_parameter_is_zero_or_uniform() -> None:
 
 
 def test_batches_are_real_different_images_in_memory_of_their_own() -> None:
-    variant = get_variant("vit_test")
-    views = image_views([default_photograph()], variant.data, variant.config, 6)
-    whole = image_views([default_photograph()], variant.data, variant.config, 1)
+    (model,) = find_models("vit_test", None)
+    views = image_views([default_photograph()], model, 6)
+    whole = image_views([default_photograph()], model, 1)
     assert torch.equal(views[0], whole[0])
     assert len({view.numpy().tobytes() for view in views}) == 6
-    assert torch.equal(views, image_views([default_photograph()], variant.data, variant.config, 6))
+    assert torch.equal(views, image_views([default_photograph()], model, 6))
     batches = rotating_batches(views.repeat(1, 1, 16, 16), 3, torch.float32, CPU)
     assert len({batch.data_ptr() for batch in batches}) == len(batches) >= 2
     assert all(batch.shape == (3, 3, 512, 512) and batch.std() > 0.1 for batch in batches)

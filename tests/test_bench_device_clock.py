@@ -12,11 +12,11 @@ import torch
 
 from vit_fast.benchmarks import device_clock, machine, timing
 from vit_fast.benchmarks.device_clock import DeviceClock, calibrate
+from vit_fast.benchmarks.models import find_models
 from vit_fast.benchmarks.report import markdown
 from vit_fast.benchmarks.rows import Group, add_timing, make_row
 from vit_fast.benchmarks.subjects import parse_label
 from vit_fast.benchmarks.timing import Protocol, time_interleaved
-from vit_fast.variants import get_variant
 
 QUICK = Protocol(repeats=9, seconds=0.0, least_repeats=9, warmup_repeats=1, launch="hidden")
 COUNTED = Protocol(repeats=9, seconds=0.0, least_repeats=9, warmup_repeats=1)
@@ -176,7 +176,7 @@ def test_a_cpu_has_no_time_of_the_host() -> None:
 
 def test_a_record_gives_the_hosts_time_in_a_column_of_its_own(gpu: Simulated) -> None:
     """Only where there is one: a table of a CPU has no such column."""
-    group = Group("vit_test", get_variant("vit_test").config, torch.float32, 2, 2)
+    group = Group(*find_models("vit_test", None), torch.float32, 2, 2)
     record = {
         "rows": [],
         "ceilings": {},

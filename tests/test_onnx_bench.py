@@ -9,6 +9,7 @@ import vit_fast
 from vit_fast.benchmarks import export_check
 from vit_fast.benchmarks.correctness import expect, judge
 from vit_fast.benchmarks.inputs import random_weights
+from vit_fast.benchmarks.models import find_models
 from vit_fast.benchmarks.subjects import Task, get_subject
 from vit_fast.errors import UnsupportedInputError
 
@@ -16,7 +17,8 @@ from vit_fast.errors import UnsupportedInputError
 def make_task(dtype: torch.dtype = torch.float32) -> Task:
     model = vit_fast.create_model("vit_test")
     weights = {name: tensor.to(dtype) for name, tensor in random_weights(model.config).items()}  # type: ignore[arg-type]
-    return Task("vit_test", model.config, model.data_config, weights, dtype, torch.device("cpu"), batch_size=3)
+    (described,) = find_models("vit_test", None)
+    return Task(described, weights, dtype, torch.device("cpu"), batch_size=3)
 
 
 @pytest.mark.parametrize("name", ["onnxruntime", "onnxruntime-int8"])

@@ -25,7 +25,17 @@ def bench(
         list[Path] | None,
         typer.Argument(help="Photographs or folders of them; default: one that matplotlib's wheel brings."),
     ] = None,
-    models: Annotated[str | None, typer.Option(help="Names or patterns, separated by commas.", metavar="A,B")] = None,
+    models: Annotated[
+        str | None,
+        typer.Option(
+            help="Separated by commas: our names or patterns, timm:NAME, hf:FOLDER, a weights file, a file.onnx, or "
+            "module:function that gives a module.",
+            metavar="A,B",
+        ),
+    ] = None,
+    img_size: Annotated[str | None, typer.Option(help="Pixels a side; default: the model's.", metavar="N|HxW")] = None,
+    train: Annotated[bool, typer.Option("--train", help="Training steps: forward, backward, AdamW.")] = False,
+    amp: Annotated[bool, typer.Option("--amp", help="With --train: forward under autocast in bf16.")] = False,
     batch_sizes: Annotated[str | None, typer.Option(help="Images a call.", metavar="1,8")] = None,
     dtypes: Annotated[str | None, typer.Option(help="fp32, fp16, bf16.", metavar="A,B")] = None,
     subjects: Annotated[
@@ -74,6 +84,9 @@ def bench(
             dtypes=_split(dtypes),
             subjects=_split(subjects),
             compile_modes=_split(compile_modes),
+            img_size=_integers("--img-size", img_size, "x"),
+            train=train,
+            amp=amp,
             device=device,
             time_budget_s=time_budget,
         )
@@ -124,16 +137,16 @@ def patient_interrupt() -> Iterator[None]:
             signal.signal(which, handler)
 
 
-def _split(value: str | None) -> list[str] | None:
-    return None if value is None else [part.strip() for part in value.split(",") if part.strip()]
+def _split(value: str | None, separator: str = ",") -> list[str] | None:
+    return None if value is None else [part.strip() for part in value.split(separator) if part.strip()]
 
 
-def _integers(option: str, value: str | None) -> list[int] | None:
-    parts = _split(value)
+def _integers(option: str, value: str | None, separator: str = ",") -> list[int] | None:
+    parts = _split(value, separator)
     try:
         return None if parts is None else [int(part) for part in parts]
     except ValueError:
-        raise ValueError(f"{option} {value}: accepted are integers separated by commas") from None
+        raise ValueError(f"{option} {value}: accepted are integers separated by {separator!r}") from None
 
 
 def _print_subjects(console: Console) -> None:

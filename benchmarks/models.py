@@ -1,0 +1,218 @@
+"""What is measured: variants of ours, and models as they were given, by id, file or function.
+
+vit_small_patch16_224, vit_*_patch16_224     our variants, with random weights
+model.safetensors, a folder, a Hub id        weights that say their shape, see vit_fast.load
+timm:NAME                                    timm.create_model(NAME), random weights
+hf:FOLDER or hf:ID                           transformers, by its config; with the weights of a folder that has them
+model.onnx                                   a file for ONNX Runtime
+module:function                              function() gives an nn.Module of images
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from vit_fast.config import DataConfig, Size, ViTConfig
+from vit_fast.errors import UnsupportedInputError
+from vit_fast.variants import get_variant, list_models
+from vit_fast.weights.source import SUFFIXES
+
+_WITH_LIBRARY = re.compile(r"(timm|hf):(.+)")
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A model to measure.
+
+    Attributes:
+        name: As it is written in tables: what was asked for, of a file its name alone.
+        image_hw: Height and width of its images; in_chans their channels.
+        data: How photographs are prepared for it.
+        flops: Of one image: multiplications and additions; None where nobody counts them.
+        config: Its shape, where it is one of ours: every library then builds it, with the same weights.
+        weights: Of that shape, under our names; None means random ones.
+        make: Where it is not: makes the model itself, in fp32 on the CPU.
+        onnx: Where it is a file: its path.
+    """
+
+    name: str
+    image_hw: Size
+    in_chans: int
+    data: DataConfig
+    flops: int | None
+    config: ViTConfig | None = None
+    weights: Mapping[str, Tensor] | None = None
+    make: Callable[[], nn.Module] | None = None
+    onnx: Path | None = None
+
+    @property
+    def kind(self) -> str:
+        """Which subjects can compute it: those of "ours", "given" or "onnx"."""
+        return "ours" if self.config is not None else "onnx" if self.onnx is not None else "given"
+
+
+def find_models(given: str, img_size: Size | None) -> list[Model]:
+    """The models that a word of `--models` means; see the head of this file.
+
+    Args:
+        given: The word.
+        img_size: Height and width of the images; None means the model's own.
+    Raises:
+        ValueError: nothing is meant by it, or it cannot be made; names what is accepted.
+    """
+    if matched := _WITH_LIBRARY.fullmatch(given):
+        make = {"timm": _timm, "hf": _transformers}[matched[1]]
+        return [_given(given, *make(matched[2], img_size))]
+    if given.endswith(".onnx"):
+        return [_onnx(Path(given), img_size)]
+    if given.endswith(SUFFIXES) or Path(given).is_dir():
+        return [_of_weights(given, img_size)]
+    if _FUNCTION.fullmatch(given):
+        return [_given(given, _function(given), img_size or (224, 224), DataConfig())]
+    if "/" in given and not list_models(given):
+        return [_of_weights(given, img_size)]
+    names = list_models(given)
+    if not names:
+        get_variant(given)  # raises, naming the nearest
+    return [_variant(name, img_size) for name in names]
+
+
+def _variant(name: str, img_size: Size | None) -> Model:
+    variant = get_variant(name)
+    config = variant.config if img_size is None else variant.config.replace(img_size=img_size)
+    return describe_ours(name, config, variant.data, None)
+
+
+def describe_ours(name: str, config: ViTConfig, data: DataConfig, weights: Mapping[str, Tensor] | None) -> Model:
+    """A model of one of our shapes; without weights they are random."""
+    return Model(name, config.image_hw, config.in_chans, data, config.flops_per_image(), config=config, weights=weights)
+
+
+def _of_weights(source: str, img_size: Size | None) -> Model:
+    from vit_fast.weights.load import load
+
+    model = load(source, backend="sdpa")
+    name = Path(source).name if Path(source).exists() else source
+    if img_size not in (None, model.config.image_hw):
+        raise ValueError(f"--img-size with {name}: its weights are for {model.config.image_hw}; accepted is that")
+    weights = {key: tensor.float() for key, tensor in model.state_dict().items()}
+    return describe_ours(name, model.config, model.data_config, weights)
+
+
+def _onnx(path: Path, img_size: Size | None) -> Model:
+    from vit_fast.export import OnnxRunner
+
+    runner = OnnxRunner(path, "cpu", image_hw=img_size)
+    if runner.image_hw is None:
+        raise ValueError(f"{path.name}: leaves the size of its images open: accepted is --img-size N with it")
+    data = runner.data_config if isinstance(runner.data_config, DataConfig) else DataConfig()
+    return Model(path.name, runner.image_hw, runner.in_chans, data, None, onnx=path)
+
+
+def _given(name: str, make: Callable[[], nn.Module], image_hw: Size, data: DataConfig) -> Model:
+    """A model as it is; made once here, to see that it takes images and what they cost."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = make()
+    in_chans = next((part.in_channels for part in model.modules() if isinstance(part, nn.Conv2d)), 3)
+    counter = FlopCounterMode(display=False)
+    try:
+        with counter, torch.inference_mode(), sdpa_kernel(SDPBackend.MATH):  # of formulas that every product has
+            model(torch.zeros(1, in_chans, *image_hw))
+    except Exception as error:  # a model may refuse in any way
+        raise ValueError(f"{name}: does not take images {image_hw}: {' '.join(str(error).split())[:200]}") from None
+    return Model(name, image_hw, in_chans, data, counter.get_total_flops(), make=make)
+
+
+def _timm(name: str, img_size: Size | None) -> tuple[Callable[[], nn.Module], Size, DataConfig]:
+    import timm
+
+    if not timm.is_model(name):
+        nearest = ", ".join(timm.list_models(f"*{name.partition('.')[0]}*")[:3])
+        raise ValueError(f"timm:{name}: timm {timm.__version__} has none; {nearest or 'see timm.list_models'}")
+    options: dict[str, Any] = {} if img_size is None else {"img_size": img_size}
+    try:
+        model = timm.create_model(name, **options)
+    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+        raise ValueError(f"timm:{name}: {error}") from None
+    known = timm.data.resolve_model_data_config(model)
+    data = DataConfig(mean=tuple(known["mean"]), std=tuple(known["std"]))
+    height, width = img_size or known["input_size"][1:]
+    return functools.partial(_seeded, functools.partial(timm.create_model, name, **options)), (height, width), data
+
+
+def _transformers(name: str, img_size: Size | None) -> tuple[Callable[[], nn.Module], Size, DataConfig]:
+    from transformers import AutoConfig, AutoModel, AutoModelForImageClassification
+
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"hf:{name}: {' '.join(str(error).split())[:200]}") from None
+    config = getattr(config, "vision_config", config)
+    if img_size is not None:
+        config.image_size = img_size[0] if img_size[0] == img_size[1] else img_size
+    if getattr(config, "image_size", None) is None:
+        raise ValueError(f"hf:{name}: its config says no image_size; accepted is a vision model")
+    weights = any(Path(name).glob("*.safetensors"))
+
+    def make() -> nn.Module:
+        for auto in (AutoModelForImageClassification, AutoModel):
+            try:
+                model = auto.from_pretrained(name, config=config) if weights else auto.from_config(config)
+            except ValueError:  # this kind of model has no such head
+                continue
+            return OutputOf(model)
+        raise UnsupportedInputError(f"hf:{name}", [f"transformers makes no model of {type(config).__name__}"])
+
+    side = config.image_size
+    height, width = (side, side) if isinstance(side, int) else side
+    return functools.partial(_seeded, make), (height, width), DataConfig()
+
+
+def _function(name: str) -> Callable[[], nn.Module]:
+    module, _, function = name.partition(":")
+    try:
+        make = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{name}: {error}; accepted is module:function, importable from here") from None
+
+    def checked() -> nn.Module:
+        model = make()
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"{name}() gives a {type(model).__name__}: accepted is an nn.Module of images")
+        return model.eval()
+
+    return functools.partial(_seeded, checked)
+
+
+def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    """The same random weights each time; the caller's random numbers stay as they are."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return make().eval().float()
+
+
+class OutputOf(nn.Module):
+    """A transformers model, taking images alone and giving its logits, or pooled features, alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Tensor:
+        found = self.model(pixel_values=images)
+        for name in ("logits", "pooler_output"):
+            if (output := getattr(found, name, None)) is not None:
+                return output
+        return found.last_hidden_state[:, 0]
