@@ -1,0 +1,213 @@
+"""Models of one's own in the benchmark: by id, file and function; and training steps, held by their gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import vit_fast
+from vit_fast.benchmarks import machine, runner, subjects
+from vit_fast.benchmarks.models import find_models
+from vit_fast.benchmarks.plan import make_plan
+from vit_fast.benchmarks.report import command
+from vit_fast.benchmarks.subjects import Subject, Task, choose
+from vit_fast.benchmarks.subjects_ours import build
+from vit_fast.benchmarks.timing import Protocol
+from vit_fast.cli import main
+
+QUICK = Protocol(repeats=4, seconds=60.0, least_repeats=3, warmup_repeats=1)
+MODULE = """
+import torch
+from torch import nn
+
+def convolution():
+    return nn.Sequential(nn.Conv2d(3, 8, 8, 8), nn.Flatten(), nn.Linear(256, 5))
+
+def number():
+    return 5
+"""
+
+
+@pytest.fixture(autouse=True)
+def small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(machine.MATMUL_SIZE, "cpu", 64)
+    monkeypatch.setitem(machine.COPY_BYTES, "cpu", 2**16)
+
+
+@pytest.fixture
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a module of models can be imported, and small files of every kind lie."""
+    (tmp_path / "my_models.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_models", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def measure(model: str, *labels: str, **fields: object) -> list[dict]:
+    plan = make_plan(models=[model], batch_sizes=[2], subjects=labels or None, device="cpu", protocol=QUICK, **fields)
+    return runner.run(plan)["rows"]
+
+
+def assert_measured(rows: list[dict], *labels: str) -> None:
+    assert {row["subject"]: row["status"] for row in rows} == dict.fromkeys(labels, "measured"), rows
+
+
+def test_a_timm_id_is_measured_as_it_is_and_fused_and_exported() -> None:
+    rows = measure("timm:test_vit", "given", "given+fused", "onnxruntime", "given-bf16", img_size=[64])
+    assert_measured(rows, "given", "given+fused", "onnxruntime", "given-bf16")
+    given, _, _, in_bf16 = rows
+    assert given["model"] == "timm:test_vit" and given["img_size"] == [64, 64] and given["best_peer"] == "given"
+    assert given["TFLOP_per_s"] > 0 and given["FLOP"] == in_bf16["FLOP"]
+    assert (in_bf16["precision"], in_bf16["dtype"]) == ("bf16", "fp32") and 0 <= in_bf16["agreement"] <= 1
+    assert in_bf16["max_error"] > 10 * given["max_error"]
+
+
+def test_a_model_counts_what_our_formula_counts() -> None:
+    ours, timms = (find_models(name, (64, 64))[0] for name in ("vit_tiny_patch16_224", "timm:vit_tiny_patch16_224"))
+    assert timms.flops == ours.flops
+
+
+def test_a_transformers_folder_is_measured_with_its_weights(in_a_folder: Path) -> None:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    made = ViTForImageClassification(ViTConfig(**shape, image_size=32, patch_size=8, num_labels=7)).eval()
+    made.save_pretrained(in_a_folder / "mine")
+    (model,) = find_models("hf:mine", None)
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(model.make()(images), made(pixel_values=images).logits)
+    assert_measured(measure("hf:mine", "given", "given+fused"), "given", "given+fused")
+
+
+def test_weights_are_measured_beside_the_peers(in_a_folder: Path) -> None:
+    model = vit_fast.create_model("vit_test")
+    vit_fast.save(model, "mine.safetensors")
+    (found,) = find_models("mine.safetensors", None)
+    assert torch.equal(found.weights["head.weight"], model.head.weight)
+    assert_measured(measure("mine.safetensors", "sdpa", "timm"), "sdpa", "timm")
+    with pytest.raises(ValueError, match=r"its weights are for \(32, 32\)"):
+        find_models("mine.safetensors", (64, 64))
+
+
+def test_an_onnx_file_is_measured_as_it_is(in_a_folder: Path) -> None:
+    vit_fast.export.export_onnx(vit_fast.create_model("vit_test"), in_a_folder / "mine.onnx", verify=False)
+    rows = measure("mine.onnx")
+    assert_measured(rows, "onnxruntime", "onnxruntime-nobinding")
+    assert rows[0]["TFLOP_per_s"] is None and rows[0]["model"] == "mine.onnx"
+
+
+def test_a_function_gives_a_model(in_a_folder: Path) -> None:
+    rows = measure("my_models:convolution", "given", "given+fused", img_size=[32, 64])
+    given, fused = rows
+    assert given["status"] == "measured" and given["img_size"] == [32, 64]
+    assert fused["status"] == "unsupported" and "no attention or MLP" in fused["reason"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--models", "timm:test_vitt"], "timm:test_vitt"),
+        (["--models", "hf:nowhere"], "hf:nowhere"),
+        (["--models", "none.onnx"], "none.onnx"),
+        (["--models", "none.safetensors"], "none.safetensors"),
+        (["--models", "my_models:none"], "accepted is module:function"),
+        (["--models", "no_such_module:none"], "no_such_module"),
+        (["--models", "my_models:number"], "gives a int: accepted is an nn.Module"),
+        (["--models", "timm:test_vit", "--img-size", "63"], "timm:test_vit"),
+        (["--models", "vit_test", "--img-size", "1x2x3"], "accepted are a side, or HEIGHTxWIDTH"),
+        (["--models", "vit_test", "--img-size", "ax2"], "--img-size ax2"),
+        (["--models", "vit_test", "--amp"], "accepted with --train"),
+        (["--models", "vit_test", "--train", "--amp", "--dtypes", "bf16"], "the parameters stay in fp32"),
+    ],
+)
+def test_what_is_no_model_is_one_line_and_status_2(in_a_folder: Path, arguments, message, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *arguments])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and message in error and error.count("\n") == 1, error
+
+
+@pytest.mark.parametrize("fields", [{}, {"dtypes": ["bf16"]}, {"amp": True}], ids=["fp32", "bf16", "amp"])
+def test_training_steps_of_every_library_pass_and_count_three_times(fields: dict) -> None:
+    rows = measure("vit_test", "sdpa", "timm", "transformers", "torchvision", train=True, **fields)
+    assert_measured(rows, "sdpa", "timm", "transformers", "torchvision")
+    assert {(row["task"], row["dtype"]) for row in rows} == {
+        ("training", "amp" if "amp" in fields else fields.get("dtypes", ["fp32"])[0])
+    }
+    (inference,) = measure("vit_test", "sdpa")
+    assert rows[0]["FLOP"] == 3 * inference["FLOP"]
+
+
+class _Scale(torch.autograd.Function):
+    """The identity, whose gradient is too large."""
+
+    @staticmethod
+    def forward(context: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: object, gradient: Tensor) -> Tensor:
+        return 1.01 * gradient
+
+
+class _Wrong(nn.Module):
+    def __init__(self, model: nn.Module, forgets: bool) -> None:
+        super().__init__()
+        self.model, self.forgets = model, forgets
+
+    def forward(self, images: Tensor) -> Tensor:
+        if not self.forgets:
+            return self.model(_Scale.apply(images))
+        bias = self.model.blocks[0].mlp.fc1.bias
+        return torch.func.functional_call(self.model, {"blocks.0.mlp.fc1.bias": bias.detach()}, (images,))
+
+
+@pytest.mark.parametrize(("forgets", "reason"), [(False, "off by"), (True, "the norm of all parameters' gradients")])
+def test_a_wrong_gradient_gets_no_speed(forgets: bool, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs are right: of a gradient that is too large, and of a parameter that is forgotten."""
+    subjects.all_subjects()
+    wrong = Subject("wrong", "for a test", lambda task: _Wrong(build("sdpa", task), forgets))
+    monkeypatch.setitem(subjects._SUBJECTS, "wrong", wrong)
+    (right,) = measure("vit_test", "wrong")
+    assert right["status"] == "measured"
+    (row,) = measure("vit_test", "wrong", train=True)
+    assert row["status"] == "wrong" and reason in row["reason"] and row["ms"] is None
+
+
+def test_only_modules_are_trained() -> None:
+    (row,) = measure("vit_test", "onnxruntime", train=True)
+    assert row["status"] == "unsupported" and "only modules of torch are trained" in row["reason"]
+    labels = {selection.label for selection in choose(None, None, torch.device("cpu"), "ours", training=True)}
+    assert {"sdpa", "timm", "timm+fused"} <= labels and not any("onnx" in label for label in labels)
+
+
+def test_the_default_on_a_cpu_shows_what_is_to_be_gained() -> None:
+    labels = [selection.label for selection in choose(None, None, torch.device("cpu"))]
+    assert {"onnxruntime", "onnxruntime-int8", "sdpa-bf16", "timm", "timm+fused"} <= set(labels[:6])
+
+
+def test_the_command_of_a_record_measures_the_same(in_a_folder: Path) -> None:
+    plan = make_plan(models=["timm:test_vit"], train=True, amp=True, img_size=[64], batch_sizes=[2], device="cpu")
+    text = command({"plan": plan.to_dict()})
+    assert "--models timm:test_vit" in text and "--train --amp --img-size 64" in text and "--dtypes" not in text
+    again = make_plan(**plan.request)
+    assert dataclasses.replace(again, models=()) == dataclasses.replace(plan, models=())
+
+
+def test_our_subjects_refuse_a_model_of_another_shape() -> None:
+    (model,) = find_models("timm:test_vit", (64, 64))
+    task = Task(model, None, torch.float32, torch.device("cpu"), 1)
+    for name in ("eager", "timm", "given"):
+        subject = subjects.get_subject(name)
+        if name == "given":
+            assert isinstance(subject.build(task), nn.Module)
+        else:
+            with pytest.raises(vit_fast.UnsupportedInputError, match="not of one of our shapes"):
+                subject.build(task)
