@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import vit_fast
 from vit_fast.config import DataConfig, Size, ViTConfig
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.variants import get_variant, list_models
-from vit_fast.weights.source import SUFFIXES
 
 _WITH_LIBRARY = re.compile(r"(timm|hf):(.+)")
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -76,11 +76,9 @@ def find_models(given: str, img_size: Size | None) -> list[Model]:
         return [_given(given, *make(matched[2], img_size))]
     if given.endswith(".onnx"):
         return [_onnx(Path(given), img_size)]
-    if given.endswith(SUFFIXES) or Path(given).is_dir():
-        return [_of_weights(given, img_size)]
     if _FUNCTION.fullmatch(given):
         return [_given(given, _function(given), img_size or (224, 224), DataConfig())]
-    if "/" in given and not list_models(given):
+    if "/" in given or "." in given or Path(given).is_dir():  # none of our names has them
         return [_of_weights(given, img_size)]
     names = list_models(given)
     if not names:
@@ -100,9 +98,7 @@ def describe_ours(name: str, config: ViTConfig, data: DataConfig, weights: Mappi
 
 
 def _of_weights(source: str, img_size: Size | None) -> Model:
-    from vit_fast.weights.load import load
-
-    model = load(source, backend="sdpa")
+    model = vit_fast.load(source, backend="sdpa")
     name = Path(source).name if Path(source).exists() else source
     if img_size not in (None, model.config.image_hw):
         raise ValueError(f"--img-size with {name}: its weights are for {model.config.image_hw}; accepted is that")
