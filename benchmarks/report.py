@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table: its title, how a measured row fills it, and whether a narrow terminal keeps it."""
+    """A column of the table: its title, how a measured row fills it, and how soon a narrow terminal leaves it out."""
 
     title: str
     cell: Callable[[Row], str]
-    essential: bool = False
+    rank: int
 
 
 def _number(row: Row, field: str, pattern: str = "{:.3g}") -> str:
@@ -51,21 +51,21 @@ def _ratio(row: Row) -> str:
 
 
 COLUMNS = (
-    Column("images/s", lambda row: format_rate(row["images_per_s"]), essential=True),
-    Column("ms", lambda row: f"{row['ms']:.4g}", essential=True),
-    Column("[p20, p80]", lambda row: f"[{row['ms_p20']:.4g}, {row['ms_p80']:.4g}]", essential=True),
-    Column("host ms", lambda row: _number(row, "host_ms"), essential=True),
-    Column("TFLOP/s", lambda row: _number(row, "TFLOP_per_s"), essential=True),
-    Column("of ceiling", lambda row: "above" if row["defect"] else _number(row, "ceiling_share", "{:.0%}")),
-    Column("floor ms", lambda row: _number(row, "floor_ms", "{:.4g}")),
-    Column("x best peer", _ratio, essential=True),
-    Column("peak MiB", lambda row: _number(row, "peak_MiB", "{:,.1f}")),
-    Column("max error", lambda row: _number(row, "max_error", "{:.1e}")),
-    Column("agrees", lambda row: _number(row, "agreement", "{:.0%}") if is_lower(row) else "", essential=True),
+    Column("images/s", lambda row: format_rate(row["images_per_s"]), 0),
+    Column("ms", lambda row: f"{row['ms']:.4g}", 2),
+    Column("[p20, p80]", lambda row: f"[{row['ms_p20']:.4g}, {row['ms_p80']:.4g}]", 4),
+    Column("host ms", lambda row: _number(row, "host_ms"), 3),
+    Column("TFLOP/s", lambda row: _number(row, "TFLOP_per_s"), 5),
+    Column("of ceiling", lambda row: "above" if row["defect"] else _number(row, "ceiling_share", "{:.0%}"), 6),
+    Column("floor ms", lambda row: _number(row, "floor_ms", "{:.4g}"), 9),
+    Column("x best peer", _ratio, 1),
+    Column("peak MiB", lambda row: _number(row, "peak_MiB", "{:,.1f}"), 7),
+    Column("max error", lambda row: _number(row, "max_error", "{:.1e}"), 8),
+    Column("agrees", lambda row: _number(row, "agreement", "{:.0%}") if is_lower(row) else "", 2),
 )
 
-# Columns that a terminal needs for the whole table.
-FULL_WIDTH = 140
+# Characters a line where nobody says: wide enough for the whole table.
+FULL_WIDTH = 160
 
 
 def is_lower(row: Row) -> bool:
@@ -180,13 +180,36 @@ def filled_columns(record: Record) -> list[Column]:
     return [column for column in COLUMNS if any(column.cell(row) for row in measured)]
 
 
+def _fitting_columns(record: Record, width: int) -> list[Column]:
+    """The columns that a terminal of so many characters shows whole, beside the subject."""
+    measured = [row for row in record["rows"] if row["status"] == "measured"]
+    columns = filled_columns(record)
+    left = width - max((len(label(row)) for row in measured), default=0) - 2
+    widths = {
+        column.title: max(len(text) for text in (column.title, *map(column.cell, measured))) for column in columns
+    }
+    kept = set()
+    for column in sorted(columns, key=lambda column: column.rank):
+        left -= widths[column.title] + 3
+        if left < 0:
+            break
+        kept.add(column.title)
+    return [column for column in columns if column.title in kept]
+
+
+def columns_left_out(record: Record, width: int) -> list[str]:
+    """Titles of what rich_tables has no room for."""
+    kept = _fitting_columns(record, width)
+    return [column.title for column in filled_columns(record) if column not in kept]
+
+
 def rich_tables(record: Record, width: int) -> list[Table]:
     """One table of the measured rows for each model, dtype and batch size; a narrow one leaves columns out."""
     from rich import box
     from rich.markup import escape
     from rich.table import Table
 
-    columns = [column for column in filled_columns(record) if width >= FULL_WIDTH or column.essential]
+    columns = _fitting_columns(record, width)
     tables = []
     for title, rows in contests(record).items():
         table = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import signal
 from pathlib import Path
 
 import pytest
 from PIL import Image
+from rich.console import Console
 
 from vit_fast.benchmarks import machine, plot, readme_table, records, report, runner
 from vit_fast.cli import main
@@ -345,3 +347,20 @@ def test_tables_in_the_documents_are_those_of_the_committed_records() -> None:
         assert readme_table.fill(text, root) == text, (
             f"run: python -m vit_fast.benchmarks.readme_table --fill {document.name}"
         )
+
+
+@pytest.mark.parametrize("width", [80, 100, 126, 200])
+def test_a_table_shows_whole_words_in_any_terminal(width: int, record: dict) -> None:
+    """What has no room is left out, and named; nothing is cut or broken."""
+    shown = exact(record)
+    shown["rows"][0]["subject"] = "onnxruntime-nobinding"
+    console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
+    (table,) = report.rich_tables(shown, width)
+    console.print(table)
+    text = console.file.getvalue()
+    left_out = report.columns_left_out(shown, width)
+    assert "…" not in text and max(map(len, text.splitlines())) <= width
+    for column in report.filled_columns(shown):
+        assert (column.title in text) != (column.title in left_out), column.title
+    assert "images/s" in text and "x best peer" in text
+    assert left_out or width > 126

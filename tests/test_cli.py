@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
+import typer
 
 import vit_fast
 from vit_fast import cli
@@ -67,3 +71,58 @@ def test_a_defect_of_ours_is_not_dressed_as_bad_input(monkeypatch):
     monkeypatch.setattr(cli, "make_app", lambda: lambda **_: broken())
     with pytest.raises(KeyError):
         cli.main(["info"])
+
+
+def test_version(capsys):
+    status, out, _ = run(capsys, "--version")
+    assert (status, out) == (0, f"vit-fast {vit_fast.__version__}\n")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["bench", "--help"], ["--version"]])
+def test_help_does_not_wait_for_torch(arguments: list[str]) -> None:
+    code = (
+        "import sys; from vit_fast import cli\n"
+        f"try: cli.main({arguments!r})\n"
+        "finally: print(sorted({'torch', 'numpy', 'triton', 'timm'} & set(sys.modules)))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_package_is_whole_whether_torch_came_before_it_or_not() -> None:
+    """Every public name; the operators are registered where torch is there already."""
+    everything = "assert all(hasattr(vit_fast, name) for name in vit_fast.__all__)"
+    for code in (
+        f"import vit_fast; {everything}",
+        f"import torch, vit_fast; torch.ops.vit_fast.attention; {everything}",
+    ):
+        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert found.returncode == 0, found.stderr
+
+
+def test_the_shell_completes_commands() -> None:
+    environment = {**os.environ, "_VIT_FAST_COMPLETE": "complete_bash", "COMP_WORDS": "vit-fast be", "COMP_CWORD": "1"}
+    code = "from vit_fast import cli; cli.main([])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert found.stdout.split() == ["bench"], found.stderr
+
+
+def test_a_thing_has_one_name_in_all_commands() -> None:
+    """Where a command writes is --out, and precisions are fp32, fp16, bf16."""
+    app = typer.main.get_command(cli.make_app())
+    for name, command in app.commands.items():
+        for parameter in command.params:
+            assert "--output" not in parameter.opts, name
+            if "dtype" in (parameter.name or "") or parameter.name == "precision":
+                assert parameter.default in ("fp32", None), name
+                assert "float32" not in parameter.help, name
+
+
+def test_an_old_name_of_a_precision_is_refused(capsys, tmp_path):
+    (tmp_path / "images").mkdir()
+    status, _, err = run(
+        capsys, "train", str(tmp_path / "images"), "--model", "vit_test", "--out", str(tmp_path / "out"),
+        "--dtype", "float32",
+    )  # fmt: skip
+    assert status == 2 and "accepted are fp32, bf16" in err

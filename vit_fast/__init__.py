@@ -3,41 +3,49 @@
     model = vit_fast.create_model("vit_base_patch16_224")
     logits = model(images)
 
-Everything public is listed in __all__; heavy parts are imported when first used.
+Everything public is listed in __all__; what is heavy, torch with it, is imported when first used.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
-from . import ops
-from .config import DataConfig, ViTConfig
-from .errors import UnsupportedInputError, VitFastError
-from .factory import create_model
-from .model import VisionTransformer, set_backend
-from .variants import list_models
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from . import export
+    from . import export, ops
+    from .config import DataConfig, ViTConfig
+    from .errors import UnsupportedInputError, VitFastError
+    from .factory import create_model
     from .fusion import fuse, unfuse
     from .fusion_report import FusionReport
+    from .model import VisionTransformer, set_backend
     from .runtime import GraphRunner, compile
+    from .variants import list_models
     from .weights import load, load_weights, save
 
 _LAZY = {
+    "DataConfig": ".config",
     "FusionReport": ".fusion_report",
     "GraphRunner": ".runtime",
+    "UnsupportedInputError": ".errors",
+    "ViTConfig": ".config",
+    "VisionTransformer": ".model",
+    "VitFastError": ".errors",
     "compile": ".runtime",
+    "create_model": ".factory",
     "fuse": ".fusion",
+    "list_models": ".variants",
     "load": ".weights",
     "load_weights": ".weights",
     "save": ".weights",
+    "set_backend": ".model",
     "unfuse": ".fusion",
 }
 
-_LAZY_PACKAGES = ("export",)
+_LAZY_PACKAGES = ("config", "errors", "export", "factory", "model", "ops", "variants")
 
 __all__ = [
     "DataConfig",
@@ -71,3 +79,9 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(set(globals()) | set(__all__))
+
+
+# Without torch nothing is computed, as in `vit-fast --help`, which should not wait for it. With it the operators are
+# registered at once, for programs that were exported with them and are loaded after this import.
+if "torch" in sys.modules:
+    importlib.import_module(".factory", __name__)

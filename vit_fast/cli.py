@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import sys
+from typing import Annotated
 
 import typer
 
 from .errors import VitFastError
+from .version import __version__
 
 COMMANDS = (
     "info",
@@ -30,14 +32,27 @@ def make_app() -> typer.Typer:
     """The typer application with every command registered."""
     app = typer.Typer(
         name="vit-fast",
-        help="Measure, export and speed up Vision Transformers.",
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
     )
+    app.callback()(_before_every_command)
     for name in COMMANDS:
         importlib.import_module(f".commands.{name}", __package__).register(app)
     return app
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"vit-fast {__version__}")
+        raise typer.Exit
+
+
+def _before_every_command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Measure, export and speed up Vision Transformers."""
 
 
 def main(args: list[str] | None = None) -> None:

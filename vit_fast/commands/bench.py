@@ -164,16 +164,16 @@ def _print_subjects(console: Console) -> None:
 
 
 def _print_record(console: Console, record: dict[str, Any]) -> None:
-    from ..benchmarks.report import FULL_WIDTH, ceilings_line, heading, not_measured, remarks, rich_tables
+    from ..benchmarks.report import ceilings_line, columns_left_out, heading, not_measured, remarks, rich_tables
 
     for line in (heading(record), ceilings_line(record), *remarks(record)):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(line, highlight=False, markup=False, soft_wrap=not console.is_terminal)
     for table in rich_tables(record, console.width):
         console.print(table)
-    if console.width < FULL_WIDTH:
-        console.print("share of the ceiling, peak memory and error: in table.md, or in a wider terminal")
+    if left_out := columns_left_out(record, console.width):
+        console.print(f"{', '.join(left_out)}: in table.md, or in a wider terminal", markup=False, highlight=False)
     for line in not_measured(record):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(line, highlight=False, markup=False, soft_wrap=not console.is_terminal)
 
 
 def _files(name: str, record: dict[str, Any]) -> dict[str, bytes]:

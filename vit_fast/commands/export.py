@@ -17,7 +17,7 @@ def export(
     model: Annotated[
         str | None, typer.Argument(help="A variant of `vit-fast models`, or a Hugging Face Hub id.")
     ] = None,
-    out: Annotated[Path | None, typer.Option("--output", "-o", help="The .onnx file to write.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="The .onnx file to write.")] = None,
     weights: Annotated[str | None, typer.Option(help="A weights file or a Hugging Face Hub id; else random.")] = None,
     target: Annotated[str, typer.Option(help="generic, ort-cpu, ort-cuda or tensorrt.")] = "generic",
     opset: Annotated[int | None, typer.Option(help="ONNX operator set, 18 or newer; by default 20 (bf16: 22).")] = None,

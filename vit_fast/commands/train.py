@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
+
+_DTYPES: dict[str, Literal["float32", "bfloat16"]] = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 def register(app: typer.Typer) -> None:
@@ -25,7 +27,7 @@ def train_command(
     warmup_epochs: Annotated[float, typer.Option()] = 1.0,
     drop_path: Annotated[float, typer.Option(help="Stochastic depth of the last block.")] = 0.0,
     img_size: Annotated[int | None, typer.Option(help="Height and width; None means the model's own.")] = None,
-    dtype: Annotated[str, typer.Option(help="float32, or bfloat16 by autocast.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="fp32, or bf16 by autocast.")] = "fp32",
     backend: Annotated[str, typer.Option(help="auto, eager, sdpa or triton.")] = "auto",
     augment: Annotated[bool, typer.Option(help="Random crops and mirroring.")] = True,
     grad_checkpointing: Annotated[bool, typer.Option(help="Less memory, one more forward pass.")] = False,
@@ -33,6 +35,9 @@ def train_command(
     resume: Annotated[bool, typer.Option("--resume", help="Go on after the last finished epoch in --out.")] = False,
 ) -> None:
     """Trains a model on a folder of images, and says loss and accuracy after every epoch."""
+    if dtype not in _DTYPES:
+        raise ValueError(f"--dtype {dtype}: accepted are {', '.join(_DTYPES)}")
+
     import torch
 
     from ..factory import create_model
@@ -41,7 +46,7 @@ def train_command(
 
     config = TrainConfig(
         epochs=epochs, batch_size=batch_size, lr=lr, weight_decay=weight_decay, warmup_epochs=warmup_epochs,
-        dtype=dtype,  # type: ignore[arg-type]  # TrainConfig checks it
+        dtype=_DTYPES[dtype],
         grad_checkpointing=grad_checkpointing, augment=augment, seed=seed,
     )  # fmt: skip
     overrides: dict[str, Any] = {"num_classes": len(class_names_of(folder)), "drop_path_rate": drop_path}
