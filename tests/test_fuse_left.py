@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import vit_fast
+from vit_fast import fused as common
 from vit_fast import fusion
-from vit_fast.integrations import common
 
 SETTINGS: dict[str, Any] = {"img_size": 32, "depth": 1, "embed_dim": 64, "num_heads": 2, "num_classes": 5}
 

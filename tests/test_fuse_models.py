@@ -13,7 +13,7 @@ from torch import nn
 
 import vit_fast
 from vit_fast import block
-from vit_fast.integrations.common import FusedNormMlp
+from vit_fast.fused import FusedNormMlp
 
 if not HAS_GPU:
     from interpreter_speed import search_once
@@ -156,7 +156,7 @@ def test_triton_with_layer_scale_and_drop_path_or_autocast(drop_path: float, aut
 
 
 def test_the_fused_operators_are_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vit_fast.integrations import timm, transformers_attention
+    from vit_fast.libraries import timm, transformers_attention
 
     calls: list[str] = []
 

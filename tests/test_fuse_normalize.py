@@ -11,7 +11,7 @@ from fused_models import SUBJECTS, Subject
 from torch import Tensor, nn
 
 import vit_fast
-from vit_fast.integrations.patch_embed import FusedPatchConv
+from vit_fast.patch_embed import FusedPatchConv
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 NAMES = [name for name in SUBJECTS if name not in ("transformers-siglip2", "torch-encoder")]

@@ -12,7 +12,7 @@ from fused_models import SUBJECTS
 from torch import Tensor, nn
 
 import vit_fast
-from vit_fast.integrations.common import FusedModule
+from vit_fast.fused import FusedModule
 
 TRACEABLE = [name for name in SUBJECTS if name.startswith("timm") or name == "torchvision-vit"]
 SCRIPTABLE = [*TRACEABLE, "torch-encoder"]

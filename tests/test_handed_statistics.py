@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import vit_fast
 from vit_fast import block as block_module
-from vit_fast.integrations.common import FusedNormMlp
+from vit_fast.fused import FusedNormMlp
 
 if not HAS_GPU:
     from interpreter_speed import search_once

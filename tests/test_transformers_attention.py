@@ -38,7 +38,7 @@ def interface_inputs() -> tuple[nn.Module, Tensor, Tensor, Tensor]:
 
 def test_the_attention_interface_refuses_what_sdpa_would_drop() -> None:
     pytest.importorskip("transformers")
-    from vit_fast.integrations.transformers_attention import REFUSED, attention_forward
+    from vit_fast.integrations.transformers import REFUSED, attention_forward
 
     assert {"softcap", "s_aux", "sinks", "head_mask", "indices", "block_indices"} <= set(REFUSED)
     for name in REFUSED:
@@ -51,7 +51,7 @@ def test_the_attention_interface_refuses_what_sdpa_would_drop() -> None:
 
 def test_the_attention_interface_hands_on_what_it_does_not_know() -> None:
     transformers = pytest.importorskip("transformers")
-    from vit_fast.integrations.transformers_attention import ALL_ATTENTION_FUNCTIONS, REFUSED, attention_forward
+    from vit_fast.integrations.transformers import ALL_ATTENTION_FUNCTIONS, REFUSED, attention_forward
 
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
     module, q, k, v = interface_inputs()

@@ -10,13 +10,14 @@ from typing import Any
 from torch import nn
 
 from .errors import UnsupportedInputError
+from .fused import Finding, FusedBlocks, FusedModule, FusedNormMlp, device_of, dtype_of, triton_reasons
 from .fusion_report import FusionReport, ModuleReport
-from .integrations import fused_form, left_reason, ours
-from .integrations.common import Finding, FusedBlocks, FusedModule, FusedNormMlp, device_of, dtype_of, triton_reasons
-from .integrations.patch_embed import FusedPatchConv, FusedPatchEmbed, check_normalize, find_patch_conv
 from .layers import PatchEmbed
+from .libraries import ours
+from .libraries.known import fused_form, left_reason
 from .model import VisionTransformer
 from .ops.backends import auto_reasons, resolve_backend, triton_unavailable_reasons
+from .patch_embed import FusedPatchConv, FusedPatchEmbed, check_normalize, find_patch_conv
 from .plain import forward_is_replaced
 
 LOOKS_FUSABLE = re.compile(r"(Attention|Attn|Mlp|MLP|FFN|FeedForward)(?![a-z])|Attention$")

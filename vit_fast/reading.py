@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .block import AttentionParts, BlockParts, MlpParts, Slot
-from .libraries import timm, transformers
 from .ops import reference
 from .plain import Watch, tensor_reasons, touch_reasons
 
-ACTIVATION_CLASSES = {
-    "torch.nn.modules.activation.ReLU": "relu",
-    "torch.nn.modules.activation.SiLU": "silu",
-    **timm.ACTIVATION_CLASSES,
-    **transformers.ACTIVATION_CLASSES,
-}
 ACTIVATION_FUNCTIONS: dict[Any, str] = {F.gelu: "gelu", F.relu: "relu", torch.relu: "relu", F.silu: "silu"}
-NORM_CLASSES = ("torch.nn.modules.normalization.LayerNorm", *timm.NORM_CLASSES)
 LINEAR_CLASSES = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)  # the latter in MultiheadAttention
 
 Classes = tuple[type, ...]
@@ -104,11 +96,22 @@ class Looker:
 
 
 class Reader(Looker):
-    """Reads one module: what a part of a block may be, and the two halves of a block."""
+    """Reads one module: what a part of a block may be, and the two halves of a block.
+
+    Attributes:
+        activation_classes: The operator's name of each activation, by its class's dotted path; a library adds its own.
+        norm_classes: Classes that compute LayerNorm, likewise.
+    """
+
+    activation_classes: ClassVar[Mapping[str, str]] = {
+        "torch.nn.modules.activation.ReLU": "relu",
+        "torch.nn.modules.activation.SiLU": "silu",
+    }
+    norm_classes: ClassVar[tuple[str, ...]] = ("torch.nn.modules.normalization.LayerNorm",)
 
     def norm(self, path: str) -> Any:
         norm = self.reach(path)
-        if class_path(norm) not in NORM_CLASSES:
+        if class_path(norm) not in self.norm_classes:
             self.reasons.append(f"{path} is {describe(norm)}: accepted is LayerNorm")
         elif len(norm.normalized_shape) != 1:
             self.reasons.append(f"{path} normalises over {tuple(norm.normalized_shape)}: accepted is the last axis")
@@ -129,11 +132,21 @@ class Reader(Looker):
         activation = self.reach(path)
         if isinstance(activation, nn.GELU):
             self.value(f"{path}.approximate")
-        name = activation_name(activation)
+        name = self._activation_name(activation)
         if name is None:
             known = ", ".join(reference.ACTIVATIONS)
             self.reasons.append(f"{path} is {describe(activation)}: accepted are {known}")
         return name or ""
+
+    def _activation_name(self, activation: Any) -> str | None:
+        """The operator's name of an activation: a module, a function or that name; None when it has none."""
+        if type(activation) is nn.GELU:
+            return "gelu_tanh" if activation.approximate == "tanh" else "gelu"
+        if isinstance(activation, str):
+            return activation if activation in reference.ACTIVATIONS else None
+        if isinstance(activation, nn.Module):
+            return self.activation_classes.get(class_path(activation))
+        return ACTIVATION_FUNCTIONS.get(activation)
 
     def nothing(self, path: str) -> None:
         """A place that must be empty: absent, or an Identity."""
@@ -264,25 +277,15 @@ def read_block(
     block: nn.Module,
     read_mlp: Callable[[Reader], MlpParts | None],
     read_attention: Callable[[Reader], AttentionParts | None] | None = None,
+    reader: type[Reader] = Reader,
 ) -> BlockParts:
     """The parts of a block, its halves read apart, so that one may stay where the other need not."""
-    first, second = Reader(block), Reader(block)
+    first, second = reader(block), reader(block)
     attention = None if read_attention is None else read_attention(first)
     mlp = read_mlp(second)
     edges = {id(edge[2]): edge for reader in (first, second) for edge in reader.edges.values()}
     watch = Watch(block, list(edges.values()), first.values + second.values)
     return BlockParts(attention, mlp, tuple(first.reasons), tuple(second.reasons), watch)
-
-
-def activation_name(activation: Any) -> str | None:
-    """The operator's name of an activation: a module, a function or that name; None when it has none."""
-    if type(activation) is nn.GELU:
-        return "gelu_tanh" if activation.approximate == "tanh" else "gelu"
-    if isinstance(activation, str):
-        return activation if activation in reference.ACTIVATIONS else None
-    if isinstance(activation, nn.Module):
-        return ACTIVATION_CLASSES.get(class_path(activation))
-    return ACTIVATION_FUNCTIONS.get(activation)
 
 
 def dropout_notes(name: str, p: float) -> list[str]:

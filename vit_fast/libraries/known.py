@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ..config import ViTConfig
 from ..errors import UnsupportedInputError
-from . import google, openai, ours, timm, torchvision, transformers, transformers_config
+from ..fused import FusedModule
+from . import google, openai, ours, timm, torch_nn, torchvision, transformers, transformers_blocks, transformers_config
 from .image_model import ImageModel
 from .rename import Converted, strip_wrappers
 
@@ -19,6 +20,7 @@ NAMED_WEIGHTS = (google, torchvision, transformers, openai, timm)
 CONFIGURATIONS = (timm, transformers_config)
 PEERS = (timm, transformers, torchvision)
 IMAGE_MODELS = (ours, timm, transformers, torchvision)
+FUSABLE = {"timm": timm, "transformers": transformers_blocks, "torchvision": torchvision, "torch": torch_nn}
 
 
 def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted | None:
@@ -64,3 +66,15 @@ def recognise(model: nn.Module) -> ImageModel:
         found.takes_bytes = True
         found.set_data_config(found.data_config)
     return found
+
+
+def fused_form(cls: type[nn.Module]) -> type[FusedModule] | None:
+    """The fused class that instances of exactly this class can be given, or None."""
+    library = FUSABLE.get(cls.__module__.partition(".")[0])
+    return None if library is None else library.fused_form(cls)
+
+
+def left_reason(cls: type[nn.Module]) -> str | None:
+    """Why a class is never fused, where that is known."""
+    library = FUSABLE.get(cls.__module__.partition(".")[0])
+    return None if library is None else library.left_reason(cls)

@@ -16,9 +16,9 @@ import hashlib
 import json
 from pathlib import Path
 
-from ..files import folder_aside
+from .files import folder_aside
 
-PACKAGE = Path(__file__).resolve().parents[1]
+PACKAGE = Path(__file__).resolve().parent
 NAME = "vit-fast-kernels"
 VERSION = 1  # of the interface: the Hub keeps one branch a version
 VARIANT = Path("build") / "torch-universal"

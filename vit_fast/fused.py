@@ -1,4 +1,4 @@
-"""What every integration shares: the mixin of fused classes, and the reasons why a module is left as it is.
+"""The classes that `fuse` gives to modules of other libraries.
 
 A module is fused by giving this one instance another class, a subclass of its own with another `forward`. Nothing else
 about it changes: the object, its Parameters, its children, its hooks and its state_dict keys are the ones that were
@@ -7,14 +7,15 @@ there, so optimizers, EMA copies, DDP and FSDP notice nothing, and undoing it is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import importlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ..block import (
+from .block import (
     AttentionParts,
     BlockParts,
     MlpParts,
@@ -25,9 +26,9 @@ from ..block import (
     run_mlp,
     runs_whole,
 )
-from ..ops.attention_op import DTYPES, MAX_HEAD_DIM, MIN_HEAD_DIM
-from ..ops.backends import resolve_backend
-from ..reading import Reader, read_block
+from .ops.attention_op import DTYPES, MAX_HEAD_DIM, MIN_HEAD_DIM
+from .ops.backends import resolve_backend
+from .reading import Reader, read_block
 from .tracing import show_original_to_tracers
 
 FusedClass = TypeVar("FusedClass", bound="type[FusedModule]")
@@ -128,6 +129,52 @@ def fused_form_of(original: type[nn.Module], *, equivalent: bool = True) -> Call
     return decorate
 
 
+def fused_class(module: Any, mixin: type[FusedModule]) -> tuple[type, ...]:
+    """The class of a module, where that is one made of the mixin by `fuse` and of nothing else since."""
+    cls = type(module)
+    return (cls,) if issubclass(cls, mixin) and "original" in vars(cls) else ()
+
+
+class Forms:
+    """The fused classes of one library's file.
+
+    Each is made when its original is first seen, for the library may be absent and is slow to import. It is then a
+    global of the file under the name "Fused" and the original's, by which pickle finds it.
+
+    Args:
+        file: The file's globals.
+        mixins: What makes a fused class of an original, by the original's dotted path.
+    """
+
+    def __init__(self, file: dict[str, Any], mixins: Mapping[str, type[FusedModule]]) -> None:
+        self._file, self._mixins = file, mixins
+
+    def of(self, original: type[nn.Module]) -> type[FusedModule] | None:
+        """The fused class that instances of exactly this class can be given, or None."""
+        mixin = self._mixins.get(f"{original.__module__}.{original.__qualname__}")
+        if mixin is None:
+            return None
+        name = f"Fused{original.__name__}"
+        made: type[FusedModule] | None = self._file.get(name)
+        if made is None or made.original is not original:
+            about = {"__module__": self._file["__name__"], "__qualname__": name, "__doc__": mixin.__doc__}
+            made = fused_form_of(original)(type(name, (mixin, original), about))
+            self._file[name] = made
+        return made
+
+    def named(self, name: str) -> type[FusedModule]:
+        """The fused class of this name, which imports its library.
+
+        Raises:
+            AttributeError: there is none.
+        """
+        for path in self._mixins:
+            module, _, original = path.rpartition(".")
+            if name == f"Fused{original}" and (made := self.of(getattr(importlib.import_module(module), original))):
+                return made
+        raise AttributeError(f"module {self._file['__name__']!r} has no attribute {name!r}")
+
+
 def device_of(module: nn.Module) -> torch.device:
     """The device of the first parameter, or buffer; the CPU where there is none."""
     for tensor in (*module.parameters(), *module.buffers()):
@@ -157,6 +204,7 @@ class FusedNormMlp(FusedModule):
     """
 
     kind = "norm + MLP"
+    reader: ClassVar[type[Reader]] = Reader
     vit_fast_parts: BlockParts | None = None
 
     @classmethod
@@ -171,13 +219,13 @@ class FusedNormMlp(FusedModule):
 
     @classmethod
     def examine(cls, module: Any) -> Finding:
-        reader = Reader(module)
+        reader = cls.reader(module)
         cls.read_mlp(reader)
         return Finding(reader.reasons, reader.notes, reader.modules)
 
     def read(self) -> BlockParts:
         """What the module consists of now."""
-        return read_block(self, self.read_mlp, self.read_attention)
+        return read_block(self, self.read_mlp, self.read_attention, self.reader)
 
     def ready(self) -> BlockParts | None:
         """Its parts; None where something between norm and MLP has to run: dropout, a hook, a wrapped child."""

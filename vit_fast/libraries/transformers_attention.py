@@ -1,31 +1,21 @@
-"""transformers' attention layers: the official hook, the fused self-attention, and SigLIP's pooling head."""
+"""transformers' attention layers: the fused self-attention, and SigLIP's pooling head."""
 
 from __future__ import annotations
 
-import inspect
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from ..block import MlpParts
-from ..errors import UnsupportedInputError
+from ..fused import Finding, FusedModule, FusedNormMlp
 from ..ops import attention
 from ..plain import is_touched, touch_reasons
 from ..reading import Reader, describe, dropout_notes
-from .common import Finding, FusedModule, FusedNormMlp
-
-try:
-    from transformers import AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
-except ImportError:  # a version without it makes no masks for vision models either
-    AttentionMaskInterface = None
-
-ATTENTION_NAME = "vit_fast"
+from .transformers import ACTIVATION_CLASSES
 
 MLP_CONTAINERS = ("MLP", "Intermediate", "Output", "LayerScale")
 
@@ -34,77 +24,16 @@ MLP_CONTAINERS = ("MLP", "Intermediate", "Output", "LayerScale")
 NEUTRAL = frozenset(
     {"interpolate_pos_encoding", "num_items_in_batch", "output_hidden_states", "output_router_logits", "return_dict"}
 )
-# These change it, and transformers' sdpa function drops them:
-REFUSED = {
-    "block_indices": "sparse attention",
-    "head_mask": "a factor a head",
-    "indices": "sparse attention",
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
-    "softcap": "capped logits",
-}
-if "position_bias" not in inspect.signature(sdpa_attention_forward).parameters:  # transformers 4
-    REFUSED["position_bias"] = "a bias on the logits"
-# Everything else is handed on to it: is_causal, position_bias, cache, output_attentions, sliding_window, cu_seq_lens_q,
-# max_length_q, position_ids and what is not known yet.
 
 
-def attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """transformers' attention function named "vit_fast": our operator, torch's where it does not apply.
-
-    Args:
-        module: The attention layer that calls.
-        query: [B, H, N, D].
-        key: [B, H or a divisor of it, N, D].
-        value: Shaped as key.
-        attention_mask: With a mask, causality, grouped heads, dropout or a keyword that is not NEUTRAL, transformers'
-            sdpa function runs.
-        scaling: Multiplier of q k^T; None means D**-0.5.
-        dropout: Probability.
-        **kwargs: Whatever else the model gives; None and False count as not given.
-    Returns:
-        [B, N, H, D] contiguous, and None instead of weights.
-    Raises:
-        UnsupportedInputError: a keyword asks for what transformers' sdpa function would leave out.
-    """
-    if refused := [name for name in REFUSED if _given(kwargs.get(name))]:
-        advice = "accepted is none: make the model with attn_implementation='eager'"
-        raise UnsupportedInputError(
-            f"attn_implementation={ATTENTION_NAME!r} in {type(module).__name__}",
-            [f"{name} ({REFUSED[name]}) is given: {advice}" for name in refused],
-        )
-    causal = kwargs.get("is_causal")
-    causal = getattr(module, "is_causal", True) if causal is None else causal  # True as in transformers' sdpa function
-    plain = attention_mask is None and not dropout and not causal and not _says_more(kwargs)
-    if not plain or key.shape != value.shape or key.shape[:2] != query.shape[:2]:
-        sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        return sdpa(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
-    return attention(query, key, value, scale=scaling).transpose(1, 2).contiguous(), None
-
-
-def _given(value: Any) -> bool:
+def given(value: Any) -> bool:
+    """Whether a keyword argument says anything; None and False do not."""
     return value is not None and value is not False
 
 
-def _says_more(kwargs: dict[str, Any]) -> bool:
+def says_more(kwargs: dict[str, Any]) -> bool:
     """Whether a keyword argument may be about attention."""
-    return any(name not in NEUTRAL and _given(value) for name, value in kwargs.items())
-
-
-def register_attention() -> None:
-    """Makes attn_implementation="vit_fast" known; importing vit_fast.integrations.transformers calls it."""
-    AttentionInterface.register(ATTENTION_NAME, attention_forward)
-    if AttentionMaskInterface is not None:
-        AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
+    return any(name not in NEUTRAL and given(value) for name, value in kwargs.items())
 
 
 @dataclass(frozen=True)
@@ -122,8 +51,6 @@ PROJECTIONS = (
     Projections("q_proj", "k_proj", "v_proj", "out_proj"),
     Projections("query", "key", "value", None),
 )
-
-
 DROPOUT_RATES = ("attention_dropout", "dropout_prob", "dropout")  # the first that an attention layer has
 
 
@@ -183,7 +110,7 @@ class FusedSelfAttention(FusedModule):
 
     def runs_as_it_was(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call is for transformers' own forward."""
-        unusual = any(map(_given, args)) or _says_more(kwargs)
+        unusual = any(map(given, args)) or says_more(kwargs)
         eager = self.config._attn_implementation == "eager"
         return bool(unusual or eager or (self.training and _dropout(self)))
 
@@ -213,10 +140,17 @@ def container_classes_beside(original: type[nn.Module]) -> tuple[type, ...]:
     )
 
 
+class TransformersReader(Reader):
+    """Reads a module that may hold transformers' own activations."""
+
+    activation_classes: ClassVar[Mapping[str, str]] = {**Reader.activation_classes, **ACTIVATION_CLASSES}
+
+
 class FusedPoolingHead(FusedNormMlp):
     """SigLIP's pooling head: one query a picture attends to all tokens, then norm, MLP and residual."""
 
     kind = "attention, norm + MLP"
+    reader = TransformersReader
 
     @classmethod
     def read_mlp(cls, block: Reader) -> MlpParts | None:

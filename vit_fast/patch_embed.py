@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers import PatchEmbed
-from ..reading import describe
-from .common import Finding, FusedModule, fused_form_of
+from .fused import Finding, FusedModule, fused_form_of
+from .layers import PatchEmbed
+from .reading import describe
 
 CENTRE = 128.0
 POWER = 64.0  # bytes are divided by it and weights multiplied

@@ -1,0 +1,239 @@
+"""transformers' vision models, 4.53 and newer: ViT, DeiT, DINOv2 (with registers), CLIP, SigLIP, SigLIP 2, BEiT."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from ..block import AttentionParts, MlpParts
+from ..fused import Forms, FusedModule, FusedNormMlp, fused_class
+from ..reading import Reader, describe
+from .transformers_attention import (
+    DROPOUT_RATES,
+    FusedPoolingHead,
+    FusedSelfAttention,
+    TransformersReader,
+    container_classes_beside,
+    projections_of,
+)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """How an encoder layer names its parts: x + after(attention(norm(x))), then norm and MLP.
+
+    Attributes:
+        norms: The two LayerNorms.
+        attention: The attention layer.
+        after: Modules called and Parameters multiplied behind it, in order.
+        dropouts, drop_path: Of either half.
+        layer_scales: Parameters, or dotted paths to them.
+        scale_modules: Modules that hold those.
+    """
+
+    norms: tuple[str, str]
+    attention: str
+    after: tuple[str, ...] = ()
+    dropouts: tuple[str, ...] = ()
+    drop_path: str | None = None
+    layer_scales: tuple[str | None, str | None] = (None, None)
+    scale_modules: tuple[str, ...] = ()
+
+
+VIT = Layer(("layernorm_before", "layernorm_after"), "attention", ("dropout",), dropouts=("dropout",))
+BEIT = Layer(
+    ("layernorm_before", "layernorm_after"),
+    "attention",
+    ("dropout", "lambda_1", "drop_path"),
+    dropouts=("dropout",),
+    drop_path="drop_path",
+    layer_scales=("lambda_1", "lambda_2"),
+)
+DINOV2 = Layer(
+    ("norm1", "norm2"),
+    "attention",
+    ("layer_scale1", "drop_path"),
+    drop_path="drop_path",
+    layer_scales=("layer_scale1.lambda1", "layer_scale2.lambda1"),
+    scale_modules=("layer_scale1", "layer_scale2"),
+)
+CLIP = Layer(("layer_norm1", "layer_norm2"), "self_attn")
+
+
+class FusedLayer(FusedNormMlp):
+    """An encoder layer of transformers with its second norm, MLP, LayerScale and residual as one operator.
+
+    Or altogether a chain of kernels, where the attention layer has all four projections: in transformers 4 most do not.
+    """
+
+    reader = TransformersReader
+    layer_spec: ClassVar[Layer]
+    vit_fast_returns_tuple: bool
+
+    @classmethod
+    def read_attention(cls, block: Reader) -> AttentionParts | None:
+        layer = cls.layer_spec
+        name, module = layer.attention, block.reach(layer.attention)
+        block.nothing("relative_position_bias")
+        names = projections_of(module)
+        if names is None or names.out is None or not fused_class(module, FusedSelfAttention):
+            block.reasons.append(f"{name} is {describe(module)}: accepted is a fused one with four projections")
+            return None
+        linears = [block.linear(f"{name}.{linear}") for linear in (names.query, names.key, names.value)]
+        if not block.judge() or len({linear.weight.shape for linear in linears}) > 1:
+            return None
+        rate = next(rate for rate in DROPOUT_RATES if hasattr(module, rate))
+        return block.attention(
+            name,
+            layer.norms[0],
+            tuple(f"{name}.{linear}" for linear in (names.query, names.key, names.value)),
+            f"{name}.{names.out}",
+            inside={path: container_classes_beside(cls.original) for path in layer.scale_modules[:1]},
+            dropouts=layer.dropouts,
+            rates=(f"{name}.{rate}",),
+            num_heads=linears[0].out_features // type(module).head_width(module),
+            scale=module.vit_fast_scale,
+            layer_scale=layer.layer_scales[0],
+            drop_path=layer.drop_path,
+        )
+
+    @classmethod
+    def read_mlp(cls, block: Reader) -> MlpParts | None:
+        layer, known = cls.layer_spec, container_classes_beside(cls.original)
+        if block.at("intermediate.dense") is not None:  # transformers 4: the two linears live apart
+            linears = ("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense")
+            inside: tuple[str, ...] = ("intermediate", "output")
+            dropouts = tuple(f"output.{name}" for name in layer.dropouts)
+        else:
+            activation = "activation" if block.at("mlp.activation_fn") is None else "activation_fn"
+            linears, inside, dropouts = ("mlp.fc1", f"mlp.{activation}", "mlp.fc2"), ("mlp",), layer.dropouts
+        if any(block.at(path) is None for path in linears):
+            mlp = describe(block.reach("mlp"))
+            block.reasons.append(f"its MLP is {mlp}: accepted is fc2(activation(fc1(x))) where vit_fast knows it")
+            return None
+        return block.mlp(
+            layer.norms[1],
+            *linears,
+            inside=dict.fromkeys((*inside, *layer.scale_modules[1:]), known),
+            dropouts=dropouts,
+            layer_scale=layer.layer_scales[1],
+            drop_path=layer.drop_path,
+        )
+
+    def prepare(self) -> None:
+        returned = inspect.signature(type(self).original_forward).return_annotation
+        self.vit_fast_returns_tuple = "tuple" in str(returned).lower()  # nothing else tells the versions apart
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
+        """[B, N, C] -> the same, in the tuple that this version of transformers wants."""
+        parts = self.ready()
+        if parts is None:
+            return super().forward(hidden_states, *args, **kwargs)
+        layer = type(self).layer_spec
+        extras: tuple[Any, ...] = ()
+
+        def attend(x: Tensor) -> Tensor:
+            nonlocal extras
+            branch, extras = self.attend(getattr(self, layer.norms[0])(x), *args, **kwargs)
+            for name in layer.after:
+                part = getattr(self, name, None)
+                if isinstance(part, nn.Module):
+                    branch = part(branch)
+                elif part is not None:
+                    branch = part * branch
+            return branch + x
+
+        ordinary = parts.attention is not None and not parts.attention.module.runs_as_it_was(args, kwargs)
+        output = self.run_as_block(parts, hidden_states, attend, ordinary)
+        return (output, *extras) if self.vit_fast_returns_tuple else output
+
+    def attend(self, normed: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Any, ...]]:
+        """The attention layer's output, and whatever else it returned."""
+        result = getattr(self, type(self).layer_spec.attention)(normed, *args, **kwargs)
+        if isinstance(result, tuple):
+            return result[0], tuple(extra for extra in result[1:] if extra is not None)
+        return result, ()
+
+
+class FusedLayerWithBias(FusedLayer):
+    """BEiT's layer makes its attention's position bias; transformers 4 leaves that to the attention."""
+
+    def attend(self, normed: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Any, ...]]:
+        if not hasattr(self, "relative_position_bias"):
+            return super().attend(normed, *args, **kwargs)
+        return self._attend_with_bias(normed, *args, **kwargs)
+
+    def _attend_with_bias(
+        self,
+        normed: Tensor,
+        attention_mask: Tensor | None = None,
+        interpolate_pos_encoding: bool = False,
+        resolution: tuple[int, int] | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, tuple[Any, ...]]:
+        if self.relative_position_bias is not None:
+            if resolution is None:
+                raise ValueError("resolution is None: a BEiT layer with a position bias needs (height, width)")
+            window = (resolution[0] // self.patch_size, resolution[1] // self.patch_size)
+            bias = self.relative_position_bias(window, interpolate_pos_encoding, dim_size=normed.shape[1])
+            attention_mask = bias if attention_mask is None else bias + attention_mask
+        return super().attend(normed, attention_mask=attention_mask, **kwargs)
+
+
+def _layer(spec: Layer, base: type[FusedLayer] = FusedLayer) -> type[FusedLayer]:
+    return type(base.__name__, (base,), {"layer_spec": spec, "__doc__": base.__doc__})
+
+
+# Of each model: its layer, and what its classes' names begin with.
+LAYERS: dict[str, tuple[type[FusedLayer], str]] = {
+    "vit": (_layer(VIT), "ViT"),
+    "deit": (_layer(VIT), "DeiT"),
+    "dinov2": (_layer(DINOV2), "Dinov2"),
+    "dinov2_with_registers": (_layer(DINOV2), "Dinov2WithRegisters"),
+    "clip": (_layer(CLIP), "CLIPEncoder"),
+    "siglip": (_layer(CLIP), "SiglipEncoder"),
+    "siglip2": (_layer(CLIP), "Siglip2Encoder"),
+    "beit": (_layer(BEIT, FusedLayerWithBias), "Beit"),
+}
+
+
+def _mixins() -> dict[str, type[FusedModule]]:
+    found: dict[str, type[FusedModule]] = {}
+    for model, (layer, name) in LAYERS.items():
+        home, short = f"transformers.models.{model}.modeling_{model}", name.removesuffix("Encoder")
+        found[f"{home}.{name}Layer"] = layer
+        for attention in ("Attention", "SelfAttention"):
+            found[f"{home}.{short}{attention}"] = FusedSelfAttention
+        found[f"{home}.{short}MultiheadAttentionPoolingHead"] = FusedPoolingHead
+    return found
+
+
+FORMS = Forms(globals(), _mixins())
+
+
+def __getattr__(name: str) -> Any:
+    return FORMS.named(name)
+
+
+def fused_form(cls: type[nn.Module]) -> type[FusedModule] | None:
+    """The fused class for one of transformers', or None."""
+    return None if _only_wraps_attention(cls) else FORMS.of(cls)
+
+
+def _only_wraps_attention(cls: type[nn.Module]) -> bool:
+    """transformers 4 has ViTAttention around ViTSelfAttention and ViTSelfOutput: the inner one is fused."""
+    if not cls.__name__.endswith("Attention") or cls.__name__.endswith("SelfAttention"):
+        return False
+    return hasattr(inspect.getmodule(cls), cls.__name__.replace("Attention", "SelfAttention"))
+
+
+def left_reason(cls: type[nn.Module]) -> str | None:
+    """Why a class of transformers' is never fused, where that is known."""
+    if "Rope" in cls.__name__ or "DINOv3" in cls.__name__:
+        return "rotary positions"
+    if cls.__name__ == "BeitSdpaSelfAttention":
+        return "it adds a relative position bias"
+    return None
