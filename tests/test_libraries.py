@@ -55,6 +55,10 @@ def test_a_peer_holds_our_weights_and_nothing_else(family: str) -> None:
     assert all(torch.equal(back.tensors[name], weights[name]) for name in weights)
 
 
+def test_every_library_that_builds_a_peer_is_tested() -> None:
+    assert {library for library, _ in FAMILIES.values()} == set(PEERS)
+
+
 @pytest.mark.parametrize("act_layer", ACTIVATIONS)
 def test_transformers_has_a_name_for_each_activation(act_layer: str) -> None:
     config = ViTConfig(**TINY, act_layer=act_layer)

@@ -22,11 +22,12 @@ def take_weights(
     Args:
         model: Made for `config`; its parameters keep dtype and device.
         weights: By our names.
-        convert: The library's, which says what each of our tensors is made of. It may rename and join: a tensor that
-            it changed in any other way has not the same elements, and is refused by its shape.
+        convert: The library's, which says what each of our tensors is made of; for this model it must rename and join
+            alone, which tests/test_libraries.py holds of every library that builds one.
         config: The shape of both.
     Raises:
-        UnsupportedInputError: one of the two has a parameter that the other lacks.
+        UnsupportedInputError: one of the two has a parameter that the other lacks; nothing was changed.
+        RuntimeError: a parameter has another shape.
     """
     theirs = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
     converted = convert(theirs, config)
