@@ -117,8 +117,9 @@ class Watch:
             if now is not value and now != value:
                 return False
         for attributes, name in self._absent:
-            if name in attributes or name in attributes["_modules"] or name in attributes["_parameters"]:
-                return False
+            for place in (attributes, attributes["_modules"], attributes["_parameters"]):
+                if place.get(name) is not None:
+                    return False
         return all(getattr(owner, name, None) == value for owner, name, value in self._others)
 
     def guard(self) -> None:
