@@ -73,6 +73,12 @@ class Plan:
             for batch_size in self.batch_sizes
         ]
 
+    def product_dtypes(self) -> list[torch.dtype]:
+        """In which the subjects multiply."""
+        chosen = [selection for selections in self.selections.values() for selection in selections]
+        lower = self.amp or any(selection.subject.precision == "bf16" for selection in chosen)
+        return [*self.dtypes, *([torch.bfloat16] if lower else [])]
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for the record; images by name only."""
         return {

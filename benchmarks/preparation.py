@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import FrameType
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +21,8 @@ from .subjects import Selection, Task, compile_selection
 from .timing import Call, peak_memory_of_call, synchronise
 from .training import TrainingStep
 
+# For building, compiling and checking one subject, and for one round of timing; autotuning takes minutes.
+SUBJECT_SECONDS = 900.0
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 
@@ -38,6 +43,34 @@ class Prepared:
     call_s: float
 
 
+@contextlib.contextmanager
+def at_most(seconds: float) -> Iterator[Callable[[], None]]:
+    """Ends what hangs, wherever Python gets to run; outside the main thread, where no signal comes, nothing is ended.
+
+    Yields:
+        What gives as much time again.
+    Raises:
+        TimeoutError: in the block, after so many seconds.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"more than {seconds:g} s")
+
+    def again() -> None:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    before = signal.signal(signal.SIGALRM, end)
+    again()
+    try:
+        yield again
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 class TooLarge(Exception):
     """A subject, or the inputs themselves, did not fit into memory."""
 
@@ -53,7 +86,7 @@ def prepare(
         TooLarge: memory ran out.
     """
     try:
-        with out_of_memory_is_too_large():
+        with out_of_memory_is_too_large(), at_most(SUBJECT_SECONDS):
             return _build_and_check(selection, group, task, batches, expected)
     except TooLarge:
         raise

@@ -106,7 +106,9 @@ class Journal:
         if not lines or lines[0]["kind"] != "header" or lines[0]["value"]["format"] != FORMAT:
             raise ValueError(f"{path}: is no journal of {FORMAT}")
         os.truncate(path, len(text))
-        return cls(folder, lines[0]["value"], [(line["kind"], line["value"]) for line in lines[1:]])
+        journal = cls(folder, lines[0]["value"], [(line["kind"], line["value"]) for line in lines[1:]])
+        journal.add("resumed", None)
+        return journal
 
     def check_machine(self, machine: Mapping[str, Any]) -> None:
         """Refuses to go on with other hardware, versions or code.

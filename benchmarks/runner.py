@@ -9,19 +9,30 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from . import preparation
 from .conditions import Conditions
 from .correctness import Expected, describe_rule, expect
 from .inputs import MAX_VIEWS, image_views, random_weights, rotating_batches, rounded
 from .machine import best_ceilings, describe, measure_ceilings
 from .plan import Plan
-from .preparation import Prepared, TooLarge, describe_error, is_out_of_memory, out_of_memory_is_too_large, prepare
+from .preparation import (
+    Prepared,
+    TooLarge,
+    at_most,
+    describe_error,
+    is_out_of_memory,
+    out_of_memory_is_too_large,
+    prepare,
+)
 from .records import FORMAT, Journal
 from .rows import Group, Row, Status, add_timing, contest, finish, make_control, make_row
 from .subjects import Selection, Task
@@ -81,6 +92,19 @@ class _Findings:
         self.rows, self.controls, self.ceilings = (
             [value for kind, value in found if kind == wanted] for wanted in ("row", "control", "ceilings")
         )
+        begun = [
+            tuple(a) for (kind, a), (after, _) in itertools.pairwise(found) if (kind, after) == ("begun", "resumed")
+        ]
+        self._ended = Counter(begun)
+
+    def begin(self, group: Group, selection: Selection) -> None:
+        """Puts down what is begun, in case it takes the process with it."""
+        if self._journal is not None:
+            self._journal.add("begun", [*group.contest, selection.label])
+
+    def has_ended(self, group: Group, selection: Selection) -> bool:
+        """Whether the process ended twice while this was prepared; once may have been for another reason."""
+        return self._ended[(*group.contest, selection.label)] > 1
 
     def add(self, kind: str, value: Row) -> None:
         """Puts a finding down; what only was not reached stays out of the journal."""
@@ -128,10 +152,7 @@ class _Run:
     def _take_ceilings(self) -> None:
         """Before, between and after the groups, as what else runs on the machine comes and goes."""
         self.listener.now("the machine's ceilings")
-        chosen = [selection for selections in self.plan.selections.values() for selection in selections]
-        lower = self.plan.amp or any(selection.subject.precision == "bf16" for selection in chosen)
-        dtypes = [*self.plan.dtypes, *([torch.bfloat16] if lower else [])]
-        self.found.add("ceilings", measure_ceilings(self.plan.device, dtypes))
+        self.found.add("ceilings", measure_ceilings(self.plan.device, self.plan.product_dtypes()))
         self.listener.done(1)
 
     def _run_group(self, group: Group, selections: Sequence[Selection]) -> None:
@@ -208,6 +229,11 @@ class _Run:
         if self._is_too_late(selection, others):
             self.found.add("row", make_row(group, selection, "skipped", "the time budget is spent"))
             return None
+        if self.found.has_ended(group, selection):
+            reason = "the process ended while this was prepared, twice"
+            self.found.add("row", make_row(group, selection, "failed", reason))
+            return None
+        self.found.begin(group, selection)
         ready, row = prepare(selection, group, task, batches, expected)
         if ready is None:
             self.found.add("row", row)
@@ -235,7 +261,7 @@ class _Run:
             calls = {name: tracked(name, ready.call) for name, ready in prepared.items()}
             calls[AGAIN] = tracked(best, prepared[best].call)
             try:
-                with conditions.watch():
+                with conditions.watch(), at_most(preparation.SUBJECT_SECONDS) as watch.again:
                     timings = time_interleaved(calls, self.plan.device, self.plan.protocol, on_round=watch)
             except KeyboardInterrupt:
                 self._add_timed(group, prepared, best, watch.timings(), conditions, "interrupted")
@@ -319,10 +345,12 @@ class _Watch:
     def __init__(self, owner: _Run, subjects: int) -> None:
         self.owner, self.subjects = owner, subjects
         self.samples: Mapping[str, Samples] = {}
+        self.again: Callable[[], None] = lambda: None
         self.told = 0.0
 
     def __call__(self, number: int, samples: Mapping[str, Samples]) -> bool:
         self.samples = samples
+        self.again()
         protocol = self.owner.plan.protocol
         slowest = min(
             max(

@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -403,6 +404,50 @@ def test_kill_9_keeps_the_rows_and_the_run_can_go_on(add, tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     with pytest.raises(ValueError, match="no unfinished run is there"):
         records.Journal.resume(folder)
+
+
+AGAIN = KILLED.replace("records.Journal.begin(Path(sys.argv[1]), chosen.request, machine.describe(\"cpu\"))",
+                       "records.Journal.resume(Path(sys.argv[1]))")  # fmt: skip
+
+
+def test_what_ends_the_process_twice_is_failed_and_leaves_the_others(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    for script in (KILLED, AGAIN):
+        ended = subprocess.run([sys.executable, "-c", script, str(folder)], capture_output=True, text=True)
+        assert ended.returncode == -signal.SIGKILL, ended.stderr
+    ended = subprocess.run([sys.executable, "-c", AGAIN, str(folder)], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    found = [value for kind, value in records.Journal.resume(folder).entries if kind == "row"]
+    assert {(row["subject"], row["batch"]): row["status"] for row in found} == {
+        ("eager", 1): "measured",
+        ("deadly", 1): "measured",
+        ("eager", 2): "measured",
+        ("deadly", 2): "failed",
+    }
+    assert any("the process ended while this was prepared" in (row["reason"] or "") for row in found)
+
+
+@pytest.mark.parametrize("calls_before", [0, 6], ids=["while it is checked", "while it is timed"])
+def test_what_hangs_is_ended_and_leaves_the_others(calls_before: int, add, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is long for all others, and never waited for: the hanging one lets the clock strike itself."""
+
+    def hanging(task: Task) -> object:
+        model, calls = build("sdpa", task), []
+
+        def answer(images: torch.Tensor) -> torch.Tensor:
+            calls.append(1)
+            if len(calls) > calls_before:
+                signal.setitimer(signal.ITIMER_REAL, 1e-3)
+                time.sleep(600)
+            return model(images)
+
+        return answer
+
+    add("hanging", hanging)
+    rows = rows_by_subject(runner.run(plan("hanging", "eager")))
+    assert rows["hanging"]["status"] == "failed" and "TimeoutError: more than 900 s" in rows["hanging"]["reason"]
+    assert_no_speed(rows["hanging"])
+    assert rows["eager"]["status"] == "measured"
 
 
 def test_a_run_is_not_gone_on_with_on_another_machine(tmp_path: Path) -> None:
