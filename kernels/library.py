@@ -9,22 +9,11 @@ Which way runs is decided by `matmul_policy.prefers_library` from measurements; 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from .activations import TORCH_ACTIVATIONS
 from .layer_norm import FoldedLinear, RowStatistics
-
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "identity": lambda x: x,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "relu": F.relu,
-    "silu": F.silu,
-}
 
 
 def linear_residual(
@@ -49,7 +38,9 @@ def layer_norm_linear(rows: RowStatistics, folded: FoldedLinear, activation: str
     if z is None and (activation == "relu" or (activation == "gelu_tanh" and normalised.is_cuda)):
         return torch._addmm_activation(shift, normalised, folded.weight.t(), use_gelu=activation == "gelu_tanh")
     argument = torch.addmm(shift, normalised, folded.weight.t(), out=z)
-    return _ACTIVATIONS[activation](argument) if activation != "identity" or z is None else argument.clone()
+    if activation == "identity":
+        return argument if z is None else argument.clone()
+    return TORCH_ACTIVATIONS[activation](argument)
 
 
 def _normalised(rows: RowStatistics) -> Tensor:
