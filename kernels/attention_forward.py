@@ -30,11 +30,27 @@ from .attention_policy import ForwardConfig, cover
 from .attention_tiles import dot_add, dot_tile, dot_transposed, load_tile, store_tile, zero_tile
 from .launch import Launch
 
+# Lengths of which the row kernel makes no difference between those that need the same number of these. By 16 keys the
+# one for 197 would hold two programs a multiprocessor on sm_90, not three; by 8 its loop is half a percent longer than
+# with the length itself as a constant.
+LENGTH_CLASS = tl.constexpr(8)
+
 
 @triton.jit
 def _masked_tail(scores, start, n_kv, KEYS: tl.constexpr):
     """Scores [ROWS, KEYS] with -inf for keys past the last; every row keeps a real key elsewhere or here."""
     return tl.where((start + tl.arange(0, KEYS))[None, :] < n_kv, scores, float("-inf"))
+
+
+@triton.jit
+def _masked_row(scores, n_kv, START: tl.constexpr, KEYS: tl.constexpr, SURE: tl.constexpr):
+    """Scores [ROWS, KEYS] of keys from START on, with -inf for keys past the last.
+
+    SURE < n_kv <= SURE + LENGTH_CLASS tells the compiler all but LENGTH_CLASS columns: the others cost nothing.
+    """
+    key = START + tl.arange(0, KEYS)
+    real = (key < SURE) | ((key < SURE + LENGTH_CLASS) & (key < n_kv))
+    return tl.where(real[None, :], scores, float("-inf"))
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
@@ -43,10 +59,10 @@ def _attention_fwd_row_kernel(
     lse_ptr,  # fp32 [B, H, N_q], contiguous
     q_stride_b, q_stride_h, q_stride_n, k_stride_b, k_stride_h, k_stride_n,
     v_stride_b, v_stride_h, v_stride_n, o_stride_b, o_stride_h, o_stride_n,
-    n_heads, n_q, qk_scale,
-    N_KV: tl.constexpr, D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr,
+    n_heads, n_q, n_kv, qk_scale,
+    D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr,
     BLOCK_M: tl.constexpr, TILES: tl.constexpr,
-    CHUNK_A: tl.constexpr, CHUNK_B: tl.constexpr, CHUNK_C: tl.constexpr, MASKED: tl.constexpr,
+    CHUNK_A: tl.constexpr, CHUNK_B: tl.constexpr, CHUNK_C: tl.constexpr, SURE: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, ALIGN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     groups = tl.cdiv(n_q, BLOCK_M * TILES)
@@ -62,29 +78,29 @@ def _attention_fwd_row_kernel(
 
     # K and V of the head, [CHUNK, D] each; only the last chunk can pass the end
     ka, ka_hi = load_tile(
-        k_a, k_a_hi, b, h, k_stride_b, k_stride_h, k_stride_n, 0, N_KV, CHUNK_A, D, LO, HI, TMA, WIDE, ALIGN, MASK_A
+        k_a, k_a_hi, b, h, k_stride_b, k_stride_h, k_stride_n, 0, n_kv, CHUNK_A, D, LO, HI, TMA, WIDE, ALIGN, MASK_A
     )
     if TWO:
         kb, kb_hi = load_tile(
-            k_b, k_b_hi, b, h, k_stride_b, k_stride_h, k_stride_n, CHUNK_A, N_KV, CHUNK_B, D, LO, HI, TMA, WIDE,
+            k_b, k_b_hi, b, h, k_stride_b, k_stride_h, k_stride_n, CHUNK_A, n_kv, CHUNK_B, D, LO, HI, TMA, WIDE,
             ALIGN, MASK_B,
         )  # fmt: skip
     if THREE:
         kc, kc_hi = load_tile(
-            k_c, k_c_hi, b, h, k_stride_b, k_stride_h, k_stride_n, START_C, N_KV, CHUNK_C, D, LO, HI, TMA, WIDE,
+            k_c, k_c_hi, b, h, k_stride_b, k_stride_h, k_stride_n, START_C, n_kv, CHUNK_C, D, LO, HI, TMA, WIDE,
             ALIGN, MASKED,
         )  # fmt: skip
     va, va_hi = load_tile(
-        v_a, v_a_hi, b, h, v_stride_b, v_stride_h, v_stride_n, 0, N_KV, CHUNK_A, D, LO, HI, TMA, WIDE, ALIGN, MASK_A
+        v_a, v_a_hi, b, h, v_stride_b, v_stride_h, v_stride_n, 0, n_kv, CHUNK_A, D, LO, HI, TMA, WIDE, ALIGN, MASK_A
     )
     if TWO:
         vb, vb_hi = load_tile(
-            v_b, v_b_hi, b, h, v_stride_b, v_stride_h, v_stride_n, CHUNK_A, N_KV, CHUNK_B, D, LO, HI, TMA, WIDE,
+            v_b, v_b_hi, b, h, v_stride_b, v_stride_h, v_stride_n, CHUNK_A, n_kv, CHUNK_B, D, LO, HI, TMA, WIDE,
             ALIGN, MASK_B,
         )  # fmt: skip
     if THREE:
         vc, vc_hi = load_tile(
-            v_c, v_c_hi, b, h, v_stride_b, v_stride_h, v_stride_n, START_C, N_KV, CHUNK_C, D, LO, HI, TMA, WIDE,
+            v_c, v_c_hi, b, h, v_stride_b, v_stride_h, v_stride_n, START_C, n_kv, CHUNK_C, D, LO, HI, TMA, WIDE,
             ALIGN, MASKED,
         )  # fmt: skip
 
@@ -95,17 +111,17 @@ def _attention_fwd_row_kernel(
         )
         sa = dot_transposed(qt, qt_hi, ka, ka_hi, HI, PRECISION)  # [BLOCK_M, CHUNK_A]
         if MASK_A:
-            sa = _masked_tail(sa, 0, N_KV, CHUNK_A)
+            sa = _masked_row(sa, n_kv, 0, CHUNK_A, SURE)
         row_max = tl.max(sa, 1)
         if TWO:
             sb = dot_transposed(qt, qt_hi, kb, kb_hi, HI, PRECISION)
             if MASK_B:
-                sb = _masked_tail(sb, CHUNK_A, N_KV, CHUNK_B)
+                sb = _masked_row(sb, n_kv, CHUNK_A, CHUNK_B, SURE)
             row_max = tl.maximum(row_max, tl.max(sb, 1))
         if THREE:
             sc = dot_transposed(qt, qt_hi, kc, kc_hi, HI, PRECISION)
             if MASKED:
-                sc = _masked_tail(sc, START_C, N_KV, CHUNK_C)
+                sc = _masked_row(sc, n_kv, START_C, CHUNK_C, SURE)
             row_max = tl.maximum(row_max, tl.max(sc, 1))
         row_max = row_max * qk_scale
 
@@ -254,11 +270,9 @@ def forward_launch(
             "CHUNK_A": chunks[0],
             "CHUNK_B": chunks[1],
             "CHUNK_C": chunks[2],
+            "SURE": (n_kv - 1) // LENGTH_CLASS.value * LENGTH_CLASS.value,
             "MASKED": sum(chunks) != n_kv,
-            # compile-time: a mask that depends on a runtime length costs 40 registers a thread
-            "N_KV": n_kv,
         }
-        lengths = {"n_q": n_q}
         kernel = _attention_fwd_row_kernel
     else:
         rest = n_kv % config.block_n
@@ -271,7 +285,6 @@ def forward_launch(
             "TAIL_C": tail[1],
             "MASKED": sum(tail) != rest,
         }
-        lengths = {"n_q": n_q, "n_kv": n_kv}
         kernel = _attention_fwd_looped_kernel
     args = {**tile_arguments("q", q, config.block_m, tma), **tile_arguments("o", o, config.block_m, tma)}
     for letter, rows in zip("abc", chunks):
@@ -279,7 +292,7 @@ def forward_launch(
         args |= tile_arguments(f"v_{letter}", v, rows, tma)
     for name, tensor in (("q", q), ("k", k), ("v", v), ("o", o)):
         args |= stride_arguments(name, tensor, constants["ALIGN"])
-    args |= {"lse_ptr": lse, "n_heads": heads, **lengths, "qk_scale": scale * LOG2_E}
+    args |= {"lse_ptr": lse, "n_heads": heads, "n_q": n_q, "n_kv": n_kv, "qk_scale": scale * LOG2_E}
     return Launch(
         kernel=kernel,
         grid=(batch * heads * groups,),
