@@ -32,7 +32,7 @@ from vit_fast.kernels.attention_forward import forward_launch
 from vit_fast.kernels.attention_policy import BackwardConfig, ForwardConfig
 
 # Every length and every head size of the grid; each length meets one (head size, heads, dtype) in turn.
-LENGTHS = (1, 2, 16, 17, 49, 50, 64, 65, 127, 128, 129, 196, 197, 198, 201, 255, 256, 257, 577)
+LENGTHS = (1, 2, 8, 9, 16, 17, 49, 50, 64, 65, 127, 128, 129, 196, 197, 198, 200, 201, 233, 240, 255, 256, 257, 577)
 HEAD_DIMS = (16, 32, 48, 64, 72, 80, 88, 96, 128)
 _turn = zip(cycle((64, 16, 80, 32, 72, 48, 96)), cycle((1, 3)), cycle((torch.float16, torch.bfloat16)))
 LENGTH_CASES = [(n, d, h, dtype) for n, (d, h, dtype) in zip(LENGTHS, _turn)]

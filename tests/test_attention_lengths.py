@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ pytest.importorskip("triton", reason="the kernels need triton")
 from vit_fast.kernels import offline
 
 LENGTHS = (1, 2, 15, 16, 17, 197, 577, 1025)
-ALL = list(itertools.product(LENGTHS, LENGTHS))
+ALL = [*itertools.product(LENGTHS, LENGTHS), *((n, n) for n in range(4, 257, 8))]  # the latter: one of each class
 # one query, one key, and both kernels of the forward
 DECISIVE = [(1, 1), (1, 577), (17, 2)]
 
@@ -26,7 +27,7 @@ from vit_fast.kernels.attention_offline import builds_of_lengths
 arch, lengths = sys.argv[1], json.loads(sys.argv[2])
 seen, bad = set(), []
 for build in builds_of_lengths(arch, lengths):
-    variant = (build.kernel, repr(offline._specialise(build.launch)), repr(build.launch.options()))
+    variant = offline.specialisation(build.launch)
     if variant in seen:
         continue
     seen.add(variant)
@@ -39,6 +40,35 @@ print(json.dumps([len(seen), bad]))
 """
 
 
+_COUNT = """
+import json
+from vit_fast.kernels import offline
+from vit_fast.kernels.attention_offline import builds_of_lengths
+found = {}
+for build in builds_of_lengths("sm_90", [(n, n) for n in range(1, 257)]):
+    found.setdefault(build.kernel, {}).setdefault(offline.specialisation(build.launch), []).append(build.case)
+print(json.dumps({kernel: list(cases.values()) for kernel, cases in found.items()}))
+"""
+
+
+def run_compiler(code: str, *arguments: str) -> Any:
+    """What a program prints as JSON, in a process that is not the interpreter's."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr[-2000:]
+    return json.loads(run.stdout)
+
+
+def test_short_lengths_share_kernels() -> None:
+    """256 lengths: a row kernel for eight of them, one more where they fill its chunks; a few for the gradients."""
+    found = run_compiler(_COUNT)
+    assert set(found) == {"attention_fwd_row", "attention_bwd_dq", "attention_bwd_dkdv"}
+    assert len(found["attention_fwd_row"]) <= 47
+    assert len(found["attention_bwd_dq"]) <= 6 and len(found["attention_bwd_dkdv"]) <= 6
+    (usual,) = (cases for cases in found["attention_fwd_row"] if any(" N197 " in case for case in cases))
+    assert len(usual) == 8
+
+
 @pytest.mark.parametrize(
     ("arch", "lengths"),
     [
@@ -47,10 +77,5 @@ print(json.dumps([len(seen), bad]))
     ],
 )
 def test_every_length_compiles_within_the_limits(arch: str, lengths: list[tuple[int, int]]) -> None:
-    """In a process that is not the interpreter's."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", _COMPILE, arch, json.dumps(lengths)]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr[-2000:]
-    compiled, bad = json.loads(run.stdout)
+    compiled, bad = run_compiler(_COMPILE, arch, json.dumps(lengths))
     assert compiled >= 5 and bad == []
