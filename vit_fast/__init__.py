@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .model import VisionTransformer, set_backend
     from .runtime import GraphRunner, compile
     from .variants import list_models
+    from .warmup import WarmUp, warm_up
     from .weights import load, load_weights, save
 
 _LAZY = {
@@ -34,6 +35,7 @@ _LAZY = {
     "ViTConfig": ".config",
     "VisionTransformer": ".model",
     "VitFastError": ".errors",
+    "WarmUp": ".warmup",
     "compile": ".runtime",
     "create_model": ".factory",
     "fuse": ".fusion",
@@ -43,6 +45,7 @@ _LAZY = {
     "save": ".weights",
     "set_backend": ".model",
     "unfuse": ".fusion",
+    "warm_up": ".warmup",
 }
 
 _LAZY_PACKAGES = ("config", "errors", "export", "factory", "model", "ops", "variants")
@@ -55,6 +58,7 @@ __all__ = [
     "ViTConfig",
     "VisionTransformer",
     "VitFastError",
+    "WarmUp",
     "compile",
     "create_model",
     "export",
@@ -66,6 +70,7 @@ __all__ = [
     "save",
     "set_backend",
     "unfuse",
+    "warm_up",
 ]
 
 

@@ -24,6 +24,12 @@ def kernels(
     tune: Annotated[
         bool, typer.Option("--tune", help="On a GPU: search the attention configurations and write their table.")
     ] = False,
+    warm_up: Annotated[
+        str | None,
+        typer.Option("--warm-up", help="On a GPU: compile what this model needs in bf16, into Triton's cache."),
+    ] = None,
+    batch_sizes: Annotated[str, typer.Option(help="With --warm-up: batch sizes, separated by commas.")] = "1",
+    training: Annotated[bool, typer.Option(help="With --warm-up: for training steps.")] = False,
     host: Annotated[
         bool,
         typer.Option("--host", help="Without a GPU: what the host spends to launch a block (sm_90 unless --arch)."),
@@ -32,6 +38,9 @@ def kernels(
     """Compiles the kernels for the named architectures, without a GPU; exits with 1 if one spills or became worse."""
     if host:
         _print_host_time("sm_90" if arch == DEFAULT_ARCHS else arch, as_json=as_json)
+        return
+    if warm_up is not None:
+        _warm_up(warm_up, batch_sizes, training)
         return
     if tune:
         from ..kernels.attention_tuning import tune as search
@@ -53,6 +62,45 @@ def kernels(
         _print_summary(report)
     if any(row["problems"] for row in report["builds"]):
         raise typer.Exit(1)
+
+
+def _warm_up(name: str, batch_sizes: str, training: bool) -> None:
+    import torch
+
+    from .. import create_model
+    from ..warmup import warm_up
+
+    try:
+        sizes = [int(size) for size in batch_sizes.split(",")]
+    except ValueError:
+        raise ValueError(f"--batch-sizes {batch_sizes}: accepted are integers separated by commas") from None
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = create_model(name, backend="triton").to(device, torch.bfloat16)
+    with _Progress("kernels compiled") as progress:
+        done = warm_up(model, sizes, training, progress=progress)
+    typer.echo(str(done))
+
+
+class _Progress:
+    """A bar on stderr with the time left, for whoever is called with how many are done, and of how many."""
+
+    def __init__(self, what: str) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn(what), TextColumn("left:"))
+        self.bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+        self._task = self.bar.add_task(what, total=None)
+
+    def __enter__(self) -> _Progress:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def __call__(self, done: int, total: int) -> None:
+        self.bar.update(self._task, completed=done, total=total)
 
 
 def _print_host_time(arch: str, *, as_json: bool) -> None:

@@ -1,0 +1,89 @@
+"""warm_up: afterwards calls compile nothing, the model is as it was, and what is wrong is said."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import vit_fast
+from vit_fast.cli import main
+
+pytest.importorskip("triton", reason="the kernels need triton")
+
+CALLS = Path(__file__).with_name("warm_up_calls.py")
+
+
+def run_python(command: list[str], environment: dict[str, str]) -> str:
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Of a child: not the interpreter's, with a cache that the children share."""
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    path = os.pathsep.join(entry for entry in (str(Path(__file__).parents[1]), kept.get("PYTHONPATH")) if entry)
+    cache = str(tmp_path_factory.mktemp("triton-cache"))
+    return kept | {"TRITON_CACHE_DIR": cache, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in driver is for machines without a GPU")
+def test_calls_compile_nothing_afterwards(environment: dict[str, str]) -> None:
+    """Ours and a fused model, inference and training; then from the cache on disk in a process of its own."""
+    assert run_python([str(CALLS), "cold"], environment) == "ok"
+    assert run_python([str(CALLS), "warm"], environment) == "ok"
+
+
+_COMMAND = """
+from vit_fast.cli import main
+from vit_fast.kernels import stand_in_driver
+stand_in_driver.install("sm_90")
+main(["kernels", "--warm-up", "vit_test", "--batch-sizes", "1,2"])
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in driver is for machines without a GPU")
+def test_the_command_says_what_was_compiled(environment: dict[str, str]) -> None:
+    out = run_python(["-c", _COMMAND], environment)
+    assert "kernels in" in out and "compiled" in out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is something to compile")
+def test_without_a_gpu_there_is_nothing_to_compile(capsys: pytest.CaptureFixture[str]) -> None:
+    model = vit_fast.create_model("vit_test")
+    done = vit_fast.warm_up(model, [1], progress=lambda *_: pytest.fail("nothing is done"))
+    assert (done.kernels, done.compiled) == (0, 0)
+    assert done.reasons and str(done).startswith("nothing to compile: ")
+    with pytest.raises(SystemExit, match="0"):
+        main(["kernels", "--warm-up", "vit_test"])
+    assert "nothing to compile: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("batch_sizes", [[], [0], [1, -2], [1.5], ["8"]])
+def test_batch_sizes_that_are_none(batch_sizes: list[int]) -> None:
+    with pytest.raises(ValueError, match="batch_sizes="):
+        vit_fast.warm_up(vit_fast.create_model("vit_test"), batch_sizes)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 32, 32), (3,)])
+def test_examples_that_are_none(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="example has shape"):
+        vit_fast.warm_up(vit_fast.create_model("vit_test"), [1], example=torch.zeros(shape))
+
+
+def test_a_model_of_unknown_input_needs_an_example() -> None:
+    with pytest.raises(ValueError, match="Linear of unknown input: give an example"):
+        vit_fast.warm_up(nn.Linear(2, 2), [1])
+
+
+def test_the_command_refuses_what_is_no_batch_size(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["kernels", "--warm-up", "vit_test", "--batch-sizes", "1,x"])
+    assert caught.value.code == 2 and "--batch-sizes" in capsys.readouterr().err

@@ -1,0 +1,130 @@
+"""What warm_up compiles is what calls then launch; asserted in a process with the stand-in driver.
+
+python tests/warm_up_calls.py cold|warm
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor, nn
+
+import vit_fast
+from vit_fast.kernels import precompile, stand_in_driver
+
+BATCHES = (1, 4)
+SIZES = {"depth": 2, "embed_dim": 64, "num_heads": 1, "img_size": 32, "patch_size": 8, "num_classes": 3}
+
+
+def ours() -> nn.Module:
+    return vit_fast.create_model("vit_base_patch16_224", backend="triton", **SIZES).bfloat16()
+
+
+def fused() -> nn.Module:
+    """timm's, whose parts after fusing are of the same kinds."""
+    import timm
+
+    model = timm.create_model("vit_base_patch16_224", **SIZES).bfloat16()
+    vit_fast.fuse(model, backend="triton")
+    return model
+
+
+def call(model: nn.Module, batch: int, training: bool) -> None:
+    images = torch.zeros(batch, 3, 32, 32, dtype=torch.bfloat16)
+    model.train(training)
+    with torch.set_grad_enabled(training):
+        out = model(images)
+    if training:
+        out.backward(torch.zeros_like(out))
+
+
+def assert_nothing_compiles(model: nn.Module, training: bool, driver: stand_in_driver.StandInDriver) -> None:
+    """What triton asks its cache for is heard by the hook before; nothing is asked for."""
+    asked: list[str] = []
+    triton.knobs.runtime.jit_cache_hook = lambda **compiled: asked.append(compiled["fn"].name)
+    before = driver.counters().launches
+    for batch in BATCHES:
+        call(model, batch, training)
+    triton.knobs.runtime.jit_cache_hook = None
+    assert driver.counters().launches > before
+    assert asked == []
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    modes = {name: module.training for name, module in model.named_modules()}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    return {"modes": modes, "gradients": gradients, "tensors": tensors, "random": torch.get_rng_state()}
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
+    return torch.equal(one, other) if isinstance(one, Tensor) else one is other
+
+
+def with_changing_parts() -> nn.Module:
+    """A BatchNorm counts, dropout draws random numbers."""
+    return nn.Sequential(nn.BatchNorm2d(3), nn.Dropout(0.5), ours()).bfloat16()
+
+
+def leaves_no_trace(driver: stand_in_driver.StandInDriver) -> None:
+    model = with_changing_parts()
+    before = state_of(model)
+    images = torch.zeros(1, 3, 32, 32, dtype=torch.bfloat16)
+    vit_fast.warm_up(model, [3], training=True, example=images)
+    assert same(state_of(model), before)
+    launched = driver.counters().launches
+    call(model, 3, training=True)
+    assert driver.counters().launches > launched
+
+
+def failures() -> None:
+    """A kernel that does not compile is an error in triton's words, here and in processes beside; others are tried."""
+    model = ours()
+    with precompile.collect() as requests, torch.no_grad():
+        model.eval()(torch.zeros(9, 3, 32, 32, dtype=torch.bfloat16))
+        model.float()(torch.zeros(9, 3, 32, 32))
+    assert len(requests) >= 2 * precompile.KERNELS_A_PROCESS
+    broken = precompile.Request(requests[1].module, requests[1].name, requests[1].data.replace("constexpr", "nothing"))
+    for compiler in (lambda: precompile.compile_all([broken]), lambda: list(precompile._compile_beside([broken] * 4))):
+        try:
+            compiler()
+        except RuntimeError as error:
+            assert f"{broken.name} does not compile" in str(error)
+        else:
+            raise AssertionError("compiled what is broken")
+
+
+def record(seen: list[tuple[int, int]], done: int, total: int) -> None:
+    seen.append((done, total))
+
+
+def main(cache: str) -> None:
+    torch.set_num_threads(1)
+    driver = stand_in_driver.install("sm_90")
+    for make in (ours, fused) if cache == "cold" else (fused, ours):  # the second needs few that the first does not
+        for training in (False, True):
+            model = make()
+            seen: list[tuple[int, int]] = []
+            done = vit_fast.warm_up(model, BATCHES, training, progress=partial(record, seen))
+            assert seen == [(n, done.kernels) for n in range(1, done.kernels + 1)]
+            if (cache, make) in (("cold", ours), ("warm", fused)):
+                assert done.kernels > 0
+                assert (done.compiled > 0) == (cache == "cold")
+            assert_nothing_compiles(model, training, driver)
+            again = vit_fast.warm_up(model, BATCHES, training)
+            assert (again.kernels, again.compiled) == (0, 0)
+    if cache == "cold":
+        leaves_no_trace(driver)
+        failures()
+    assert driver.violations() == []
+    sys.stdout.write("ok")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
