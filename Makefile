@@ -11,7 +11,7 @@ PIP     := $(BIN)/python -m pip install --disable-pip-version-check -q -c constr
 SOURCES := vit_fast kernels export benchmarks tests
 READY   := $(VENV)/.ready
 
-.PHONY: bench test test-full lint format typecheck kernels verify gpu-check benchmark-suite wheel clean
+.PHONY: bench test test-full lint format typecheck kernels verify gpu-check bench-suite wheel clean
 
 bench: $(READY)
 	$(BIN)/vit-fast bench $(ARGS)
@@ -44,8 +44,8 @@ OUT ?= benchmarks/results/local/gpu-check
 gpu-check:
 	$(PYTHON) -m vit_fast.benchmarks.gpu_check --out $(OUT) $(ARGS)
 
-benchmark-suite: $(READY)
-	$(BIN)/python -m pytest benchmarks -o python_files='suite_*.py' -o addopts=--import-mode=importlib $(ARGS)
+bench-suite: $(READY)
+	$(BIN)/python -m pytest benchmarks -o python_files=suite.py -o addopts=--import-mode=importlib $(ARGS)
 
 wheel: $(READY)
 	$(BIN)/python -m build --wheel --sdist --no-isolation

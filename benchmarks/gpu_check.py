@@ -28,9 +28,8 @@ from typing import Any
 
 import torch
 
-from . import gpu_check_attention as attention
-from . import gpu_check_mlp as mlp
 from . import gpu_check_models as models
+from . import gpu_check_operators as operators
 from .gpu_check_rows import KERNEL_S, NO_TIME, Cost, Found, Row, ceilings
 from .gpu_check_worker import Worker
 from .machine import describe
@@ -89,29 +88,27 @@ _VIT_S, _VIT_B, _VIT_L = (f"vit_{size}_patch16_224" for size in ("small", "base"
 ROWS: tuple[Row, ...] = (
     Row("machine", "ceilings", Cost(_START_S, 0.0, 3.0), ceilings, important=True),
     tests("tests, first", ("-k", _FIRST, "tests/test_attention_kernel.py", "tests/test_mlp_kernels.py"), 13, 2.0),
-    *attention.rows(attention.TARGET, important=True),
-    *mlp.rows(mlp.TARGET, important=True),
+    *operators.rows(operators.ATTENTION, 1, 2, important=True),
+    *operators.rows(operators.MLP, 4, 6, important=True),
     models.row(_VIT_B, 256, kernels=3, important=True),
     models.row(_VIT_B, 1, kernels=6, important=True),
     models.row(_VIT_B, 128, kernels=4, training=True, important=True),
     models.row(_VIT_B, 256, kernels=0, compiled=True),
     models.row(_VIT_B, 1, kernels=0, compiled=True),
     models.row(_VIT_B, 128, kernels=0, training=True, compiled=True),
-    *mlp.rows(mlp.TARGET, compiled=True),
-    mlp.matmul_row(mlp.TARGET),
+    *operators.rows(operators.MLP, compiled=True),
+    operators.matmul_row(operators.MLP),
     models.row(_VIT_S, 256, kernels=3),
     models.row(_VIT_L, 128, kernels=2),
     tests("tests that need a GPU", ("-m", "gpu", *_gpu_test_files()), 24, 20.0),
     tests("tests of the MLP, compiled", ("-k", _MLP, *_MLP_FILES), 157, 5.0, _PROCESSES),
     tests("tests of attention, compiled", ("-k", _ATTENTION, "tests/test_attention_kernel.py"), 110, 5.0, _PROCESSES),
     Row("models", "fused models", Cost(20.0, 10.0, 10.0), command=_FUSED_MODELS, packages=_BENCH_PACKAGES),
-    *attention.rows(attention.LARGE),
-    *attention.rows(attention.TARGET, compiled=True),
-    *(row for shape, forward, backward in attention.OTHERS for row in attention.rows(shape, forward, backward)),
-    *(row for shape, forward, backward in mlp.OTHERS for row in mlp.rows(shape, forward, backward)),
-    *attention.rows(attention.LARGE, compiled=True),
-    *attention.rows(attention.SMALL, on_gpu=False),
-    *mlp.rows(mlp.SMALL, on_gpu=False),
+    *operators.rows(operators.LARGE_ATTENTION, 1, 2),
+    *operators.rows(operators.ATTENTION, compiled=True),
+    *(row for task, forward, backward in operators.OTHERS for row in operators.rows(task, forward, backward)),
+    *operators.rows(operators.LARGE_ATTENTION, compiled=True),
+    *(row for task in operators.SMALL for row in operators.rows(task, on_gpu=False)),
 )
 PARTS = tuple(dict.fromkeys(row.part for row in ROWS))
 

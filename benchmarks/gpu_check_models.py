@@ -64,7 +64,7 @@ def _fill(name: str, batch: int, training: bool, compiled: bool, context: Contex
             found = judge([runner(images)[:2]], [eager], [exact], FORWARD_FACTOR, "rms")
     if not found["correct"]:
         return found
-    call: Callable[[Any, Tensor], Call] = partial(_training_step, ours.config.num_classes) if training else _inference
+    call: Callable[[Any, Tensor], Call] = partial(training_step, ours.config.num_classes) if training else _inference
     makers: dict[str, Callable[[], Call]] = {"ours": lambda: call(runner, images)}
     if not training:
         makers["ours eager"] = lambda: call(ours, images)
@@ -102,7 +102,8 @@ def _inference(model: Callable[[Tensor], Tensor], images: Tensor) -> Call:
     return infer
 
 
-def _training_step(classes: int, model: nn.Module, images: Tensor) -> Call:
+def training_step(classes: int, model: nn.Module, images: Tensor) -> Call:
+    """Forward, backward and AdamW on random labels."""
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-5, fused=True)
     labels = torch.randint(0, classes, (images.shape[0],), device=images.device)
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import vit_fast
-from vit_fast.benchmarks import gpu_check, gpu_check_attention, gpu_check_mlp, gpu_check_models, gpu_check_rows
+from vit_fast.benchmarks import gpu_check, gpu_check_models, gpu_check_rows, operators
 from vit_fast.benchmarks.gpu_check_rows import Context, Cost, Found, Row
 from vit_fast.benchmarks.timing import Protocol, Timing
 
@@ -214,35 +214,30 @@ def test_rows_of_other_parts_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_attention_is_checked_at_the_batch_that_is_timed(backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = gpu_check_attention.Shape("small", 5, 20, 2, 16)
-    batches, factors = [], torch.ones(5, 1, 1, 1)
+@pytest.mark.parametrize(
+    ("task", "size"),
+    [(operators.Attention("small", 5, 20, 2, 16), 5), (operators.LayerNormMlp("small", 70, 64, 128), 70)],
+    ids=["attention", "mlp"],
+)
+def test_ours_is_checked_at_the_size_that_is_timed_and_to_its_end(task, size, backward, monkeypatch) -> None:
+    """The last image, or the last row, alone goes wrong."""
+    sizes, factors, entrants = [], torch.ones(size), type(task).entrants
 
-    def ours(qkv: torch.Tensor) -> torch.Tensor:
-        batches.append(qkv.shape[0])
-        return gpu_check_attention._eager(qkv) * factors.to(qkv.dtype)
+    def with_faults(self: operators.Operator) -> dict[str, operators.Function]:
+        eager = entrants(self)["eager"]
 
-    monkeypatch.setattr(gpu_check_attention, "_ours", ours)
-    assert gpu_check_attention.check(shape, backward, CPU)["correct"]
-    factors[-1] = 1.1  # the last image alone goes wrong
-    assert not gpu_check_attention.check(shape, backward, CPU)["correct"]
-    assert batches == [5, 5]
+        def ours(*leaves: torch.Tensor) -> torch.Tensor:
+            sizes.append(len(leaves[0]))
+            out = eager(*leaves)
+            return out * factors.to(out.dtype).view(-1, *[1] * (out.ndim - 1))
 
+        return entrants(self) | {"triton": ours}
 
-@pytest.mark.parametrize("backward", [False, True])
-def test_the_mlp_is_checked_on_every_row_that_is_timed(backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    factors, made = torch.ones(70, 1), gpu_check_mlp._with_backend
-
-    def with_backend(backend: str) -> Callable[..., torch.Tensor]:
-        function = made("eager")
-        if backend == "eager":
-            return function
-        return lambda x, *parameters: function(x, *parameters) * factors.to(x.dtype)
-
-    monkeypatch.setattr(gpu_check_mlp, "_with_backend", with_backend)
-    assert gpu_check_mlp.check(gpu_check_mlp.SMALL, backward, CPU)["correct"]
+    monkeypatch.setattr(type(task), "entrants", with_faults)
+    assert operators.check(task, "triton", backward, CPU.device, CPU.dtype)["correct"]
     factors[-1] = 1.1
-    assert not gpu_check_mlp.check(gpu_check_mlp.SMALL, backward, CPU)["correct"]
+    assert not operators.check(task, "triton", backward, CPU.device, CPU.dtype)["correct"]
+    assert sizes == [size, size]
 
 
 def test_nan_is_wrong() -> None:

@@ -1,0 +1,69 @@
+"""The pytest-benchmark suite, whole, at the smallest model; and that a slower run is found by comparing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vit_fast.variants import get_variant
+
+ROOT = Path(__file__).resolve().parents[1]
+# One round each; one of what torch.compile takes its time for.
+QUICK = ("--benchmark-min-rounds=1", "--benchmark-max-time=0", "--benchmark-min-time=0")
+NOT_SLOW = "not compile and not flex or mlp-compiled-backward"
+
+
+def suite(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "benchmarks", "-o", "python_files=suite.py", "-p", "no:cacheprovider"]
+    environment = os.environ | {"VIT_FAST_SUITE_MODEL": "vit_test", "PYTHONPATH": str(ROOT)}
+    environment.pop("TRITON_INTERPRET", None)  # nothing here is for the interpreter, which takes minutes
+    return subprocess.run(
+        [*command, "-o", "addopts=--import-mode=importlib", *QUICK, *arguments],
+        capture_output=True, text=True, cwd=ROOT, env=environment,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    path = tmp_path_factory.mktemp("suite") / "record.json"
+    done = suite("-k", NOT_SLOW, f"--benchmark-json={path}", "-q")
+    assert done.returncode == 0, done.stdout[-3000:]
+    return json.loads(path.read_text())
+
+
+def test_every_suite_runs(record):
+    names = {run["name"] for run in record["benchmarks"]}
+    for expected in (
+        "test_operator[attention-sdpa-forward]", "test_operator[attention-eager-backward]",
+        "test_operator[mlp-eager-forward]", "test_operator[mlp-compiled-backward]", "test_block[timm+fused-backward]",
+        "test_block[sdpa-forward]", "test_model[sdpa-1]", "test_model[timm-4]", "test_training_step[timm+fused]",
+        "test_export[fp32]", "test_export[int8]", "test_cold_start[sdpa]",
+    ):  # fmt: skip
+        assert expected in names
+    assert not any("triton" in name for name in names), "nothing runs on a CPU what needs a GPU"
+
+
+def test_figures_follow_from_the_times(record):
+    runs = {run["name"]: run for run in record["benchmarks"]}
+    run = runs["test_model[sdpa-4]"]
+    seconds = run["stats"]["median"]
+    flops = get_variant("vit_test").config.flops_per_image()
+    assert run["extra_info"]["images_per_s"] == pytest.approx(4 / seconds)
+    assert run["extra_info"]["TFLOP_per_s"] == pytest.approx(4 * flops / seconds / 1e12)
+    assert run["group"] == "vit_test batch 4, torch.float32, cpu"
+
+
+@pytest.mark.parametrize(("factor", "status"), [(1e-4, 1), (1e4, 0)])
+def test_a_slower_run_fails_the_comparison(record, factor, status, tmp_path):
+    (run,) = [run for run in record["benchmarks"] if run["name"] == "test_operator[mlp-eager-forward]"]
+    stats = {name: value * factor if isinstance(value, float) else value for name, value in run["stats"].items()}
+    before = tmp_path / "before.json"
+    before.write_text(json.dumps(record | {"benchmarks": [run | {"stats": stats}]}))
+    fail = "--benchmark-compare-fail=median:1000%"
+    done = suite("-k", "mlp-eager-forward", f"--benchmark-compare={before}", fail)
+    assert done.returncode == status, done.stdout[-3000:]
