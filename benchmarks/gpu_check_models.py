@@ -13,13 +13,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vit_fast.accuracy import FORWARD_FACTOR
 
 from .gpu_check_rows import KERNEL_S, Context, Cost, Found, Row, judge, measure
 from .timing import Call, Protocol
+from .training import TrainingStep
 
 THROUGHPUT = Protocol(repeats=10, seconds=0.5, launch="hidden")
 LATENCY = Protocol(repeats=50, seconds=0.5, launch="counted")
@@ -64,7 +64,7 @@ def _fill(name: str, batch: int, training: bool, compiled: bool, context: Contex
             found = judge([runner(images)[:2]], [eager], [exact], FORWARD_FACTOR, "rms")
     if not found["correct"]:
         return found
-    call: Callable[[Any, Tensor], Call] = partial(training_step, ours.config.num_classes) if training else _inference
+    call: Callable[[Any, Tensor], Call] = _training if training else _inference
     makers: dict[str, Callable[[], Call]] = {"ours": lambda: call(runner, images)}
     if not training:
         makers["ours eager"] = lambda: call(ours, images)
@@ -102,14 +102,6 @@ def _inference(model: Callable[[Tensor], Tensor], images: Tensor) -> Call:
     return infer
 
 
-def training_step(classes: int, model: nn.Module, images: Tensor) -> Call:
-    """Forward, backward and AdamW on random labels."""
-    optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-5, fused=True)
-    labels = torch.randint(0, classes, (images.shape[0],), device=images.device)
-
-    def step(_: int) -> object:
-        optimizer.zero_grad()
-        F.cross_entropy(model(images).float(), labels).backward()
-        return optimizer.step()
-
-    return step
+def _training(model: nn.Module, images: Tensor) -> Call:
+    step = TrainingStep(model, model, amp=False)
+    return lambda _: step(images)

@@ -26,15 +26,15 @@ import vit_fast
 from vit_fast import accuracy
 from vit_fast.benchmarks.correctness import Expected, expect, judge
 from vit_fast.benchmarks.device_clock import Instant
-from vit_fast.benchmarks.gpu_check_models import training_step
 from vit_fast.benchmarks.inputs import image_views, random_weights, rotating_batches, rounded
+from vit_fast.benchmarks.models import find_models
 from vit_fast.benchmarks.operators import Attention, LayerNormMlp, Operator, call, check
 from vit_fast.benchmarks.roofline import total, work
 from vit_fast.benchmarks.subjects import DEFAULT_LABELS, Selection, Task, compile_selection, parse_label
 from vit_fast.benchmarks.timing import Call, cold_copies
+from vit_fast.benchmarks.training import TrainingStep
 from vit_fast.data import default_photograph
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.variants import get_variant
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DEFAULT_MODEL, DTYPE, BATCH_SIZES = {
@@ -42,8 +42,9 @@ DEFAULT_MODEL, DTYPE, BATCH_SIZES = {
     "cuda": ("vit_base_patch16_224", torch.bfloat16, (1, 64)),
 }[DEVICE.type]
 NAME = os.environ.get("VIT_FAST_SUITE_MODEL", DEFAULT_MODEL)
-VARIANT, BATCH = get_variant(NAME), BATCH_SIZES[-1]
-CONFIG = VARIANT.config
+(MODEL,), BATCH = find_models(NAME, None), BATCH_SIZES[-1]
+assert MODEL.config is not None, "accepted is one of our variants"
+CONFIG = MODEL.config
 OPERATORS: tuple[Operator, ...] = (
     Attention(NAME, BATCH, CONFIG.seqlen, CONFIG.num_heads, CONFIG.head_dim),
     LayerNormMlp(NAME, BATCH * CONFIG.seqlen, CONFIG.embed_dim, CONFIG.hidden_dim, "gelu_tanh"),
@@ -143,12 +144,12 @@ def test_model(benchmark: Any, label: str, batch: int) -> None:
 
 @pytest.mark.parametrize("label", BLOCKS)
 def test_training_step(benchmark: Any, label: str) -> None:
-    model = built(label, task_of(BATCH))[1].requires_grad_(True)
-    images = images_of(BATCH)[0][0]
-    step = training_step(CONFIG.num_classes, model, images)
-    skip_what_cannot_run(lambda: step(0))
+    model, images = built(label, task_of(BATCH))[1], images_of(BATCH)[0]
+    step = TrainingStep(model, model, amp=False)
+    skip_what_cannot_run(lambda: step(images[0]))
     flop = 3 * total(work(CONFIG, BATCH).values()).flop
-    measure(benchmark, f"training step of {NAME} batch {BATCH}", step, flop)
+    group = f"training step of {NAME} batch {BATCH}"
+    measure(benchmark, group, lambda number: step(images[number % len(images)]), flop)
 
 
 @ON_THE_HOST
@@ -185,13 +186,13 @@ def test_cold_start(benchmark: Any, backend: str) -> None:
 
 @functools.cache
 def task_of(batch: int) -> Task:
-    return Task(NAME, CONFIG, VARIANT.data, rounded(random_weights(CONFIG), DTYPE), DTYPE, DEVICE, batch)
+    return Task(MODEL, rounded(random_weights(CONFIG), DTYPE), DTYPE, DEVICE, batch)
 
 
 @functools.cache
 def images_of(batch: int) -> tuple[list[Tensor], Expected]:
     """Batches in turns, and what the first must give."""
-    views = image_views([default_photograph()], VARIANT.data, CONFIG, max(8, batch))
+    views = image_views([default_photograph()], MODEL, max(8, batch))
     batches = rotating_batches(views, batch, DTYPE, DEVICE)
     return batches, expect(task_of(batch), batches[0])
 
