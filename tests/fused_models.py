@@ -125,13 +125,21 @@ SUBJECTS: dict[str, Subject] = {
     "torch-encoder": Subject(_encoder, lambda: {"src": torch.randn(2, 5, 64)}, lambda tokens: tokens),
     "ours": Subject(_ours, images("images"), lambda logits: logits),
 }
-# Deep enough for errors to add up along the residual stream.
-DEEP = {
-    "timm": timm_subject("vit_tiny_patch16_224", depth=24),
-    "transformers": transformers_subject("ViTForImageClassification", "ViTConfig", "logits", num_hidden_layers=24),
-    "torchvision": Subject(functools.partial(_torchvision, 24), images("x"), lambda logits: logits),
-    "ours": Subject(functools.partial(_ours, 24), images("images"), lambda logits: logits),
-}
+
+
+def of_depth(depth: int) -> dict[str, Subject]:
+    """A model of so many blocks of each library."""
+    return {
+        "timm": timm_subject("vit_tiny_patch16_224", depth=depth),
+        "transformers": transformers_subject(
+            "ViTForImageClassification", "ViTConfig", "logits", num_hidden_layers=depth
+        ),
+        "torchvision": Subject(functools.partial(_torchvision, depth), images("x"), lambda logits: logits),
+        "ours": Subject(functools.partial(_ours, depth), images("images"), lambda logits: logits),
+    }
+
+
+DEEP = of_depth(24)  # deep enough for errors to add up along the residual stream
 LIBRARIES = {"timm": "timm-vit", "transformers": "transformers-vit", "torchvision": "torchvision-vit", "ours": "ours"}
 
 

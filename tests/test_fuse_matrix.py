@@ -74,7 +74,8 @@ def test_the_kernels_compile_without_a_graph_break_and_export_without_themselves
         found = subject.run(torch.compile(model, backend=keep, fullgraph=True), inputs)
         torch.testing.assert_close(found.cpu(), expected, rtol=1e-3, atol=1e-3)
         assert len(graphs) == 1
-        assert str(graphs[0].graph).count("vit_fast.linear_residual") == 2
+        ends = ("vit_fast.linear_residual", "vit_fast.block")  # of what a block's first half is, or all of it
+        assert sum(str(node.target).startswith(ends) for node in graphs[0].graph.nodes) == 2
     program = torch.export.export(model, (), inputs)
     assert "vit_fast" not in str(program.graph)
     torch.testing.assert_close(subject.output(program.module()(**inputs)).cpu(), expected, rtol=1e-3, atol=1e-3)

@@ -95,6 +95,38 @@ def test_a_block_launches_no_more_than_it_needs(environment: dict[str, str]) -> 
     assert counts["block, inference"]["descriptors"] <= 22
 
 
+_LIBRARY_COUNTS = """
+import json
+import torch
+from fused_models import of_depth
+import vit_fast
+from vit_fast.kernels import stand_in_driver
+driver = stand_in_driver.install("sm_90")
+counts = {}
+for depth in (1, 3):
+    for library, subject in of_depth(depth).items():
+        model = subject.build().bfloat16().eval()
+        inputs = {name: tensor.bfloat16() for name, tensor in subject.inputs().items()}
+        vit_fast.fuse(model, "triton").require_all()
+        with torch.no_grad():
+            subject.run(model, inputs)
+            before = driver.counters().launches
+            subject.run(model, inputs)
+        counts.setdefault(library, []).append(driver.counters().launches - before)
+print(json.dumps(counts))
+"""
+
+
+def test_a_fused_model_of_every_library_launches_what_ours_does(environment: dict[str, str]) -> None:
+    """Row statistics are made once a model, by a launch before the first block."""
+    path = os.pathsep.join([environment["PYTHONPATH"], str(Path(__file__).parent)])
+    counts = json.loads(run_python(["-c", _LIBRARY_COUNTS], environment | {"PYTHONPATH": path}))
+    assert set(counts) == {"timm", "transformers", "torchvision", "ours"}
+    for shallow, deep in counts.values():
+        assert deep - shallow <= 2 * 9
+        assert abs(deep - counts["ours"][1]) <= 1
+
+
 @pytest.fixture(scope="module")
 def planted(environment: dict[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(run_python([str(PLANTED)], environment))
