@@ -15,26 +15,22 @@ import json
 import resource
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+from vit_fast.files import file_aside
 
-from . import machine
-from .inputs import random_weights
-from .timing import Protocol, time_interleaved
+from .plan import make_plan
+from .runner import run
+from .timing import Protocol
 
 MODEL = "vit_base_patch16_224"
 BATCHES = (1, 8)
 PROTOCOL = Protocol(repeats=30, seconds=6.0, least_repeats=7, warmup_repeats=2)
-BASELINE = "eager torch (sdpa)"
-OURS, OURS_INT8 = "vit_fast.export, ort-cpu, fp32", "vit_fast.export, ort-cpu, int8"
+BASELINE, OURS, OURS_INT8 = "sdpa", "onnxruntime", "onnxruntime-int8"
 CUDA_TARGET = "H200: fp16 on CUDA <= compiled torch at batch 1"
-PEER_FILES = ("torch.onnx.export", "timm onnx_export")
+PEER_FILES = ("torch-onnx", "timm-onnx")
 
 
 def main(args: list[str] | None = None) -> None:
@@ -43,10 +39,8 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--model", default=MODEL)
     given = parser.parse_args(args)
     record = measure(given.model)
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    beside = given.out.with_name(f".{given.out.name}.partial")
-    beside.write_text(json.dumps(record, indent=1) + "\n")
-    beside.replace(given.out)
+    with file_aside(given.out) as aside:
+        aside.write_text(json.dumps(record, indent=1) + "\n")
     for row in record["rows"]:
         print(f"batch {row['batch']}: {row['subject']:32s} {row['ms']:8.1f} ms  {row['ratio_to_eager']:.3f}x eager")
     for target in record["targets"]:
@@ -58,27 +52,24 @@ def main(args: list[str] | None = None) -> None:
 
 def measure(name: str) -> dict[str, Any]:
     """The record: machine, cost of the export, one row a subject and batch, and whether each target was met."""
-    from vit_fast.factory import create_model
-
-    model = create_model(name, backend="sdpa")
-    model.load_state_dict(random_weights(model.config))
-    with tempfile.TemporaryDirectory() as folder:
-        cost = export_cost(name)
-        subjects, errors = make_subjects(model, name, Path(folder))
-        rows = []
-        for batch in BATCHES:
-            peer = timm_subject(model, name, Path(folder), batch)
-            rows += time_batch(subjects | peer, model.config.image_hw, batch)
+    labels = (BASELINE, OURS, OURS_INT8, *PEER_FILES)
+    plan = make_plan(
+        models=[name], batch_sizes=BATCHES, dtypes=["fp32"], subjects=labels, device="cpu", time_budget_s=0,
+        protocol=PROTOCOL,
+    )  # fmt: skip
+    cost = export_cost(name)
+    record = run(plan)
+    measured = [row for row in record["rows"] if row["status"] == "measured"]
+    eager = {row["batch"]: row["ms"] for row in measured if row["subject"] == BASELINE}
+    rows = [row | {"ratio_to_eager": row["ms"] / eager[row["batch"]]} for row in measured]
     return {
-        "format": "vit-fast-export-check/1",
+        "format": "vit-fast-export-check/2",
         "model": name,
-        "machine": machine.describe("cpu"),
         "protocol": f"in turns, median of at least {PROTOCOL.least_repeats} calls",
         "export": cost,
-        "max_error_of_our_files": errors,
         "rows": rows,
         "targets": judge(rows, cost),
-    }
+    } | {name: record[name] for name in ("machine", "busy", "controls")}
 
 
 def export_cost(name: str) -> dict[str, float]:
@@ -95,77 +86,6 @@ def export_cost(name: str) -> dict[str, float]:
     seconds = time.perf_counter() - start
     peak_kib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     return {"seconds": round(seconds, 1), "peak_MiB": round(peak_kib / 1024, 1)}
-
-
-def make_subjects(
-    model: Any, name: str, folder: Path
-) -> tuple[dict[str, Callable[[Tensor], object]], dict[str, float | None]]:
-    """Eager torch, our files and the peers' files of the same weights, each as a function of images."""
-    from vit_fast.data import default_photograph
-    from vit_fast.export import OnnxRunner, export_onnx
-
-    threads = torch.get_num_threads()
-    height, width = model.config.image_hw
-    fp32 = export_onnx(model, folder / "fp32.onnx", target="ort-cpu")
-    int8 = export_onnx(
-        model, folder / "int8.onnx", target="ort-cpu", precision="int8", calibration=[default_photograph()]
-    )
-    torch.onnx.export(
-        model,
-        (torch.randn(2, 3, height, width),),
-        folder / "torch.onnx",
-        dynamo=True,
-        dynamic_shapes=({0: torch.export.Dim("batch")},),
-        verbose=False,
-    )
-    files = {OURS: "fp32.onnx", OURS_INT8: "int8.onnx", PEER_FILES[0]: "torch.onnx"}
-    subjects: dict[str, Callable[[Tensor], object]] = {BASELINE: torch.inference_mode()(model)}
-    for subject, file in files.items():
-        subjects[subject] = OnnxRunner(folder / file, "cpu", threads=threads)
-    return subjects, {OURS: fp32.max_error, OURS_INT8: max(check.rms_error for check in int8.checks)}
-
-
-def timm_subject(model: Any, name: str, folder: Path, batch: int) -> dict[str, Callable[[Tensor], object]]:
-    """timm's own exporter on timm's own model, whose file has a fixed batch; empty when timm is not installed."""
-    from vit_fast.export import OnnxRunner
-
-    try:
-        import timm
-        from timm.utils.onnx import onnx_export
-    except ImportError:
-        return {}
-    peer = timm.create_model(name, pretrained=False, exportable=True)
-    peer.load_state_dict(model.state_dict())
-    path = folder / f"timm-{batch}.onnx"
-    example = torch.randn(batch, 3, *model.config.image_hw)
-    onnx_export(peer.eval(), str(path), example_input=example, check=False, use_dynamo=True)
-    return {PEER_FILES[1]: OnnxRunner(path, "cpu", threads=torch.get_num_threads())}
-
-
-def time_batch(
-    subjects: dict[str, Callable[[Tensor], object]], image_hw: tuple[int, int], batch: int
-) -> list[dict[str, Any]]:
-    """One row a subject."""
-    rotation = [torch.randn(batch, 3, *image_hw) for _ in range(4)]
-    calls = {
-        name: (lambda number, subject=subject: subject(rotation[number % len(rotation)]))
-        for name, subject in subjects.items()
-    }
-    timings = time_interleaved(calls, "cpu", PROTOCOL)
-    eager = timings[BASELINE].ms
-    return [
-        {
-            "subject": name,
-            "batch": batch,
-            "ms": timing.ms,
-            "ms_p20": timing.ms_p20,
-            "ms_p80": timing.ms_p80,
-            "repeats": timing.repeats,
-            "images_per_s": 1e3 * batch / timing.ms,
-            "ratio_to_eager": timing.ms / eager,
-        }
-        for name, timing in timings.items()
-    ]
 
 
 def judge(rows: list[dict[str, Any]], cost: dict[str, float]) -> list[dict[str, Any]]:

@@ -226,7 +226,7 @@ class _Run:
         if missing := subject.missing_packages():
             self.found.add("row", make_row(group, selection, "not installed", f"pip install {' '.join(missing)}"))
             return None
-        if self._is_too_late(selection, others):
+        if self._is_too_late(others):
             self.found.add("row", make_row(group, selection, "skipped", "the time budget is spent"))
             return None
         if self.found.has_ended(group, selection):
@@ -302,15 +302,14 @@ class _Run:
         return time.perf_counter() - self.start
 
     def _give_share(self, groups_left: int) -> None:
-        """Lets the next group spend time on compiling, which may take minutes, and leave some for those after it."""
+        """Gives the next group twice as much of the time that is left as each of those after it."""
         left_s = self.plan.time_budget_s - self.elapsed_s()
         self.group_deadline_s = self.elapsed_s() + left_s * 2 / (groups_left + 1)
 
-    def _is_too_late(self, selection: Selection, others: Sequence[Prepared]) -> bool:
-        """Whether the time is spent, with the timing of those prepared before; one compilation may exceed it."""
-        deadline_s = self.group_deadline_s if selection.mode != "none" else self.plan.time_budget_s
+    def _is_too_late(self, others: Sequence[Prepared]) -> bool:
+        """Whether the group's time is spent, with the timing of those prepared before; a compilation may exceed it."""
         ahead = sum(other.call_s for other in others) * FLOOR_LEAST_REPEATS
-        return self.elapsed_s() + ahead > deadline_s
+        return self.elapsed_s() + ahead > self.group_deadline_s
 
     def _account_for_the_rest(self, groups: Sequence[Group], interrupted: bool) -> None:
         """A row for everything that was planned and never came to be."""
