@@ -186,7 +186,7 @@ def _operator_calls(block: Any, x: Tensor) -> dict[str, Call]:
         packed = qkv.unflatten(-1, (3, attn.num_heads, -1))
         proj = partial(
             linear_residual, attention_qkvpacked(packed, backend="triton").flatten(2), attn.proj.weight, attn.proj.bias,
-            layer_scale=None, residual=x, next_eps=norm2.eps,
+            layer_scale=None, residual=x, next_statistics=True,
         )  # fmt: skip
         _, statistics = proj()
     return {
@@ -199,7 +199,7 @@ def _operator_calls(block: Any, x: Tensor) -> dict[str, Call]:
         "LN + MLP": partial(
             fused_layer_norm_mlp, x, statistics, norm2.weight, norm2.bias, mlp.fc1.weight, mlp.fc1.bias,
             mlp.fc2.weight, mlp.fc2.bias, eps=norm2.eps, activation=mlp.activation, layer_scale=None, residual=True,
-            next_eps=norm1.eps,
+            next_statistics=True,
         ),
     }  # fmt: skip
 

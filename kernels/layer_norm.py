@@ -10,15 +10,15 @@ With gamma, beta the affine of the LayerNorm, W [F, C] and b the linear layer, m
 so that a matmul reads x as it lies and LayerNorm costs two numbers a row in its epilogue. Dropping s would cost 16 %
 relative error in bf16 on rows whose mean is 100 times their spread.
 
-Three kernels: the statistics of the rows, the same combined from the partial statistics that the matmul before left
-behind (Chan, Golub and LeVeque, 1983), and the preparation of W'', s and c.
+The statistics come from whoever wrote x, of pieces of its columns (`row_parts.py`), and whoever reads x combines them
+(Chan, Golub and LeVeque, 1983): no launch of their own, but for an x that no kernel of ours wrote.
 
 Two cases need care:
 - fp32 rows, be it that everything is fp32 or that autocast keeps the residual stream so beside half-precision matmuls.
   A product of W'' with x itself would lose what the mean has in excess of the spread, and fp16 cannot hold every x: the
-  statistics pass also writes (x - mean) rstd in the dtype of the matmuls, and z = that W''^T + c.
+  rows are normalised first, (x - mean) rstd in the dtype of the matmuls, and z = that W''^T + c.
 - A constant row of fp16 or bf16, where rstd is 1 / sqrt(eps) and would multiply the rounding noise of mean s - x W''.
-  Its rstd is stored negative: the forward takes max(rstd, 0) and so returns c, as LayerNorm does; the backward, whose
+  Its rstd is negative: the forward takes max(rstd, 0) and so returns c, as LayerNorm does; the backward, whose
   gradient through a constant row is not zero, applies the magnitude where nothing cancels (see `matmul.py`).
 
 Source: LayerNorm, arXiv 1607.06450; the folding is vit-fast's own derivation, checked in fp64 by the tests.
@@ -34,28 +34,117 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import Launch, ceil_div
+from .row_parts import PIECE, row_parts
 
 # A row of fp16 or bf16 is constant or has a spread of at least 2^-11 / sqrt(C) of its mean: far above this.
 _CONSTANT_ROW = tl.constexpr(1e-6)
 _MAX_CHUNK = 2048
+_PIECE = tl.constexpr(PIECE)
+_AT_ONCE = tl.constexpr(16)  # pieces of rows
+_ROWS = 64
 
 
 @triton.jit
-def _finish_statistics(mean, variance, eps, FLAG_CONSTANT: tl.constexpr):
-    """rstd of rows, negative where FLAG_CONSTANT and the row is constant."""
+def piece_statistics(values, col, N, COLS: tl.constexpr):
+    """Mean and sum of squared deviations, [ROWS] each, of fp32 columns col .. col + COLS of rows of N columns."""
+    inside = ((col + tl.arange(0, COLS)) < N)[None, :]
+    count = tl.maximum(tl.minimum(N - col, COLS), 1).to(tl.float32)
+    values = tl.where(inside, values, 0.0)
+    mean = tl.sum(values, 1) / count
+    deviation = tl.where(inside, values - mean[:, None], 0.0)
+    return mean, tl.sum(deviation * deviation, 1)
+
+
+@triton.jit
+def _merge(mean, squares, count, other_mean, other_squares, other_count):
+    """Mean and sum of squared deviations of count + other_count numbers from those of both parts."""
+    share = other_count / (count + other_count)
+    offset = other_mean - mean
+    return mean + share * offset, squares + other_squares + count * share * offset * offset
+
+
+@triton.jit
+def merge_halves(left, right, col, N, COLS: tl.constexpr):
+    """What `piece_statistics` of columns col .. col + 2 COLS are, from those of its halves."""
+    count = tl.maximum(tl.minimum(N - col, COLS), 1).to(tl.float32)
+    other = tl.maximum(tl.minimum(N - col - COLS, COLS), 0).to(tl.float32)
+    return _merge(left[0], left[1], count, right[0], right[1], other)
+
+
+@triton.jit
+def store_statistics(part_ptr, mean, squares, row, col, M, N, ROWS: tl.constexpr, PARTS: tl.constexpr):
+    """Statistics [ROWS] of the piece of columns that begins at `col`, or nothing past the last column."""
+    step = tl.arange(0, ROWS)
+    part = part_ptr + tl.cast(row, tl.int64) * (2 * PARTS) + col // _PIECE + step * (2 * PARTS)
+    mask = (row + step < M) & (col < N)
+    tl.store(part, mean, mask=mask)
+    tl.store(part + PARTS, squares, mask=mask)
+
+
+@triton.jit
+def combine_statistics(part_ptr, row, M, C, eps, ROWS: tl.constexpr, PARTS: tl.constexpr):
+    """(mean, rstd) [ROWS] of rows of C columns; rstd is negative for a constant row.
+
+    Pieces are summed along the first axis: along the second the compiler would give the tile that the rows belong to
+    the layout of these loads.
+    """
+    step = tl.arange(0, ROWS)
+    inside = (row + step < M)[None, :]
+    base = part_ptr + tl.cast(row, tl.int64) * (2 * PARTS)
+    mean = tl.zeros((ROWS,), tl.float32)
+    squares = tl.zeros((ROWS,), tl.float32)
+    for first in tl.static_range(0, PARTS, _AT_ONCE):
+        parts = first + tl.arange(0, _AT_ONCE)
+        counts = tl.maximum(tl.minimum(C - parts * _PIECE, _PIECE), 0)[:, None]
+        pointers = base + (step[None, :] * (2 * PARTS) + parts[:, None])
+        mask = (parts < PARTS)[:, None] & inside
+        means = tl.load(pointers, mask=mask, other=0.0)
+        found = tl.load(pointers + PARTS, mask=mask, other=0.0)
+        counts = counts.to(tl.float32)
+        count = tl.minimum(C - first * _PIECE, _AT_ONCE * _PIECE).to(tl.float32)
+        of_these = tl.sum(counts * means, 0) / count
+        offset = means - of_these[None, :]
+        found += counts * offset * offset
+        merged = _merge(mean, squares, first * _PIECE * 1.0, of_these, tl.sum(found, 0), count)
+        mean = merged[0]
+        squares = merged[1]
+    variance = squares / C
+    limit = _CONSTANT_ROW * mean
     rstd = tl.math.rsqrt(variance + eps)
-    if FLAG_CONSTANT:
-        limit = _CONSTANT_ROW * mean
-        rstd = tl.where(variance <= limit * limit, -rstd, rstd)
-    return rstd
+    return mean, tl.where(variance <= limit * limit, -rstd, rstd)
 
 
 @triton.jit
 def _row_statistics_kernel(
-    x_ptr,  # [M, C]
-    mean_ptr,  # fp32 [M], or None where the rows are written normalised
+    x_ptr,  # [M, C] fp16 or bf16
+    part_ptr,  # fp32 [M, 2, PARTS]
+    M, C,
+    ROWS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) // PARTS * ROWS
+    col = tl.program_id(0) % PARTS * _PIECE
+    rows = row + tl.arange(0, ROWS)
+    cols = col + tl.arange(0, _PIECE)
+    mask = (rows < M)[:, None] & (cols < C)[None, :]
+    x = tl.load(x_ptr + (rows.to(tl.int64)[:, None] * C + cols[None, :]), mask=mask, other=0.0)
+    mean, squares = piece_statistics(x.to(tl.float32), col, C, _PIECE)
+    store_statistics(part_ptr, mean, squares, row, col, M, C, ROWS, PARTS)
+
+
+@triton.jit
+def _combine_statistics_kernel(part_ptr, mean_ptr, rstd_ptr, M, C, eps, ROWS: tl.constexpr, PARTS: tl.constexpr):
+    row = tl.program_id(0) * ROWS
+    mean, rstd = combine_statistics(part_ptr, row, M, C, eps, ROWS, PARTS)
+    rows = row + tl.arange(0, ROWS)
+    tl.store(mean_ptr + rows, mean, mask=rows < M)
+    tl.store(rstd_ptr + rows, rstd, mask=rows < M)
+
+
+@triton.jit
+def _normalise_kernel(
+    x_ptr,  # [M, C] fp32
     rstd_ptr,  # fp32 [M]
-    normalised_ptr,  # [M, C] (x - mean) rstd, or None
+    normalised_ptr,  # [M, C] (x - mean) rstd
     M, C, eps,
     ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -66,65 +155,35 @@ def _row_statistics_kernel(
     for first in tl.range(0, C, BLOCK_C):
         cols = first + tl.arange(0, BLOCK_C)
         mask = inside[:, None] & (cols < C)[None, :]
-        total += tl.sum(tl.load(x_ptr + start + cols[None, :], mask=mask, other=0.0).to(tl.float32), 1)
+        total += tl.sum(tl.load(x_ptr + start + cols[None, :], mask=mask, other=0.0), 1)
     mean = total / C
-    if normalised_ptr is not None:
-        # what the sum has lost to rounding: a constant row then becomes exact zeros
-        left = tl.zeros((ROWS,), tl.float32)
-        for first in tl.range(0, C, BLOCK_C):
-            cols = first + tl.arange(0, BLOCK_C)
-            mask = inside[:, None] & (cols < C)[None, :]
-            x = tl.load(x_ptr + start + cols[None, :], mask=mask, other=0.0)
-            left += tl.sum(tl.where(mask, x - mean[:, None], 0.0), 1)
-        mean += left / C
+    # what the sum has lost to rounding: a constant row then becomes exact zeros
+    left = tl.zeros((ROWS,), tl.float32)
+    for first in tl.range(0, C, BLOCK_C):
+        cols = first + tl.arange(0, BLOCK_C)
+        mask = inside[:, None] & (cols < C)[None, :]
+        x = tl.load(x_ptr + start + cols[None, :], mask=mask, other=0.0)
+        left += tl.sum(tl.where(mask, x - mean[:, None], 0.0), 1)
+    mean += left / C
     squares = tl.zeros((ROWS,), tl.float32)
     for first in tl.range(0, C, BLOCK_C):
         cols = first + tl.arange(0, BLOCK_C)
         mask = inside[:, None] & (cols < C)[None, :]
-        x = tl.load(x_ptr + start + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + start + cols[None, :], mask=mask, other=0.0)
         deviation = tl.where(mask, x - mean[:, None], 0.0)
         squares += tl.sum(deviation * deviation, 1)
-    rstd = _finish_statistics(mean, squares / C, eps, normalised_ptr is None)
+    rstd = tl.math.rsqrt(squares / C + eps)
     tl.store(rstd_ptr + rows, rstd, mask=inside)
-    if normalised_ptr is None:
-        tl.store(mean_ptr + rows, mean, mask=inside)
-    else:
-        for first in tl.range(0, C, BLOCK_C):
-            cols = first + tl.arange(0, BLOCK_C)
-            mask = inside[:, None] & (cols < C)[None, :]
-            x = tl.load(x_ptr + start + cols[None, :], mask=mask, other=0.0)
-            normalised = (x - mean[:, None]) * rstd[:, None]
-            tl.store(normalised_ptr + start + cols[None, :], normalised.to(normalised_ptr.dtype.element_ty), mask=mask)
+    for first in tl.range(0, C, BLOCK_C):
+        cols = first + tl.arange(0, BLOCK_C)
+        mask = inside[:, None] & (cols < C)[None, :]
+        x = tl.load(x_ptr + start + cols[None, :], mask=mask, other=0.0)
+        normalised = (x - mean[:, None]) * rstd[:, None]
+        tl.store(normalised_ptr + start + cols[None, :], normalised.to(normalised_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _combine_statistics_kernel(
-    part_ptr,  # fp32 [parts, 2, M]: mean and sum of squared deviations of PIECE columns each
-    mean_ptr,  # fp32 [M]
-    rstd_ptr,  # fp32 [M]
-    M, C, parts, eps,
-    PIECE: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = rows < M
-    total = tl.zeros((ROWS,), tl.float32)
-    for part in tl.range(0, parts):
-        count = tl.maximum(tl.minimum(C - part * PIECE, PIECE), 0)
-        total += count * tl.load(part_ptr + tl.cast(part, tl.int64) * 2 * M + rows, mask=inside, other=0.0)
-    mean = total / C
-    squares = tl.zeros((ROWS,), tl.float32)
-    for part in tl.range(0, parts):
-        count = tl.maximum(tl.minimum(C - part * PIECE, PIECE), 0)
-        source = part_ptr + tl.cast(part, tl.int64) * 2 * M + rows
-        offset = tl.load(source, mask=inside, other=0.0) - mean
-        squares += tl.load(source + M, mask=inside, other=0.0) + count * offset * offset
-    rstd = _finish_statistics(mean, squares / C, eps, True)
-    tl.store(mean_ptr + rows, mean, mask=inside)
-    tl.store(rstd_ptr + rows, rstd, mask=inside)
-
-
-@triton.jit
-def _load_columns(pointer, cols, C, DEFAULT: tl.constexpr):
+def load_columns(pointer, cols, C, DEFAULT: tl.constexpr):
     """[BLOCK_C] of a vector [C] in fp32; DEFAULT throughout where there is none."""
     if pointer is None:
         return tl.full(cols.shape, DEFAULT, tl.float32)
@@ -148,20 +207,20 @@ def _prepare_weight_kernel(
     inside = rows < F
     start = rows.to(tl.int64)[:, None] * C
     total = tl.zeros((ROWS,), tl.float32)
-    shift = _load_columns(bias_ptr, rows, F, 0.0)
+    shift = load_columns(bias_ptr, rows, F, 0.0)
     for first in tl.range(0, C, BLOCK_C):
         cols = first + tl.arange(0, BLOCK_C)
         mask = inside[:, None] & (cols < C)[None, :]
         weight = tl.load(weight_ptr + start + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        total += tl.sum(weight * _load_columns(gamma_ptr, cols, C, 1.0)[None, :], 1)
-        shift += tl.sum(weight * _load_columns(beta_ptr, cols, C, 0.0)[None, :], 1)
+        total += tl.sum(weight * load_columns(gamma_ptr, cols, C, 1.0)[None, :], 1)
+        shift += tl.sum(weight * load_columns(beta_ptr, cols, C, 0.0)[None, :], 1)
     mean = total / C
     left = tl.zeros((ROWS,), tl.float32)
     for first in tl.range(0, C, BLOCK_C):
         cols = first + tl.arange(0, BLOCK_C)
         mask = inside[:, None] & (cols < C)[None, :]
         weight = tl.load(weight_ptr + start + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        centred = tl.where(mask, weight * _load_columns(gamma_ptr, cols, C, 1.0)[None, :] - mean[:, None], 0.0)
+        centred = tl.where(mask, weight * load_columns(gamma_ptr, cols, C, 1.0)[None, :] - mean[:, None], 0.0)
         folded = centred.to(folded_ptr.dtype.element_ty)
         tl.store(folded_ptr + start + cols[None, :], folded, mask=mask)
         left += tl.sum(folded.to(tl.float32), 1)
@@ -170,8 +229,29 @@ def _prepare_weight_kernel(
 
 
 @dataclass(frozen=True)
+class InputRows:
+    """What a folded linear layer reads.
+
+    Args:
+        source: What the matmul reads, [M, C] in its dtype: x, or (x - mean) rstd where x is fp32.
+        statistics: Of the rows of x: as `row_parts.py` has them, fp32 [M, 2, parts]; rstd alone, fp32 [1, M], where
+            `source` is normalised.
+        eps: Added to the variance.
+    """
+
+    source: Tensor
+    statistics: Tensor
+    eps: float
+
+    @property
+    def part(self) -> Tensor | None:
+        """The statistics that are to be combined; None where `source` is normalised."""
+        return self.statistics if self.statistics.dim() == 3 else None
+
+
+@dataclass(frozen=True)
 class RowStatistics:
-    """What a folded linear layer needs of its input, forward and backward.
+    """What the backward of a folded linear layer needs of its input.
 
     Args:
         source: What the matmuls read, [M, C] in their dtype: x, or (x - mean) rstd where x is fp32.
@@ -224,43 +304,30 @@ def chunk(width: int) -> tuple[int, int]:
     return block, max(1, 4096 // block // 2)
 
 
-def row_statistics_launch(x: Tensor, eps: float, statistics: Tensor, normalised: Tensor | None) -> Launch:
-    """Statistics of the rows of x [M, C], as `RowStatistics` has them, and the normalised rows unless None."""
+def row_statistics_launch(x: Tensor, part: Tensor) -> Launch:
+    """Statistics of the rows of x [M, C], fp16 or bf16, as `row_parts.py` has them."""
+    M, C = x.shape
+    args = {"x_ptr": x, "part_ptr": part, "M": M, "C": C}
+    constants = {"ROWS": _ROWS, "PARTS": row_parts(C)}
+    programs = ceil_div(M, _ROWS) * row_parts(C)
+    return Launch(_row_statistics_kernel, (programs,), args, constants, num_warps=4, device=x.device)
+
+
+def combine_statistics_launch(part: Tensor, C: int, eps: float, statistics: Tensor) -> Launch:
+    """(mean, rstd) of rows of C columns, fp32 [2, M], where no matmul of ours combines them."""
+    M = part.shape[0]
+    args = {"part_ptr": part, "mean_ptr": statistics[0], "rstd_ptr": statistics[1], "M": M, "C": C, "eps": eps}
+    constants = {"ROWS": _ROWS, "PARTS": row_parts(C)}
+    return Launch(_combine_statistics_kernel, (ceil_div(M, _ROWS),), args, constants, num_warps=4, device=part.device)
+
+
+def normalise_launch(x: Tensor, eps: float, rstd: Tensor, normalised: Tensor) -> Launch:
+    """(x - mean) rstd [M, C] of fp32 rows, in the dtype of `normalised`, and rstd fp32 [1, M]."""
     M, C = x.shape
     block, rows = chunk(C)
-    mean = statistics[0] if normalised is None else None
-    return Launch(
-        _row_statistics_kernel,
-        (ceil_div(M, rows),),
-        {
-            "x_ptr": x,
-            "mean_ptr": mean,
-            "rstd_ptr": statistics[-1],
-            "normalised_ptr": normalised,
-            "M": M,
-            "C": C,
-            "eps": eps,
-        },
-        {"ROWS": rows, "BLOCK_C": block},
-        num_warps=4,
-        device=x.device,
-    )
-
-
-def combine_statistics_launch(part: Tensor, piece: int, C: int, eps: float, statistics: Tensor) -> Launch:
-    """Partial statistics fp32 [parts, 2, M] of `piece` columns each into those of rows of C columns, fp32 [2, M]."""
-    parts, _, M = part.shape
-    return Launch(
-        _combine_statistics_kernel,
-        (ceil_div(M, 128),),
-        {
-            "part_ptr": part, "mean_ptr": statistics[0], "rstd_ptr": statistics[1],
-            "M": M, "C": C, "parts": parts, "eps": eps,
-        },
-        {"PIECE": piece, "ROWS": 128},
-        num_warps=4,
-        device=part.device,
-    )  # fmt: skip
+    args = {"x_ptr": x, "rstd_ptr": rstd, "normalised_ptr": normalised, "M": M, "C": C, "eps": eps}
+    constants = {"ROWS": rows, "BLOCK_C": block}
+    return Launch(_normalise_kernel, (ceil_div(M, rows),), args, constants, num_warps=4, device=x.device)
 
 
 def prepare_weight_launch(
@@ -282,25 +349,29 @@ def prepare_weight_launch(
     )  # fmt: skip
 
 
-def row_statistics(x: Tensor, eps: float, known: Tensor | None, dtype: torch.dtype) -> RowStatistics:
-    """Statistics of the rows of x.
+def input_rows(x: Tensor, eps: float, part: Tensor | None, dtype: torch.dtype) -> InputRows:
+    """x as a folded linear layer reads it.
 
     Args:
         x: [M, C], contiguous.
         eps: Added to the variance.
-        known: (mean, rstd) of half-precision rows, fp32 [2, M], where they are known already; fp32 rows are normalised
-            anew.
+        part: Statistics of half-precision rows, where whoever wrote them left some; fp32 rows are normalised anew.
         dtype: Of the matmuls: that of x, or a half precision beside fp32 x.
     """
-    M = x.shape[0]
-    if x.dtype != torch.float32:
-        if known is None:
-            known = torch.empty(2, M, dtype=torch.float32, device=x.device)
-            row_statistics_launch(x, eps, known, None).run()
-        return RowStatistics(x, known)
-    rows = RowStatistics(torch.empty_like(x, dtype=dtype), torch.empty(1, M, dtype=torch.float32, device=x.device))
-    row_statistics_launch(x, eps, rows.statistics, rows.source).run()
-    return rows
+    M, C = x.shape
+    if x.dtype == torch.float32:
+        normalised, rstd = torch.empty_like(x, dtype=dtype), x.new_empty(1, M)
+        normalise_launch(x, eps, rstd, normalised).run()
+        return InputRows(normalised, rstd, eps)
+    if part is None:
+        part = new_statistics(M, C, x.device)
+        row_statistics_launch(x, part).run()
+    return InputRows(x, part, eps)
+
+
+def new_statistics(M: int, C: int, device: torch.device) -> Tensor:
+    """Room for the statistics of M rows of C columns."""
+    return torch.empty(M, 2, row_parts(C), dtype=torch.float32, device=device)
 
 
 def fold_linear(

@@ -8,7 +8,7 @@ Backward: `layer_norm_linear_gradients`; for an MLP `activation_gradient`, `inpu
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,7 +20,14 @@ from .gradients import (
     layer_norm_gradient,
     residual_weight_gradients,
 )
-from .layer_norm import FoldedLinear, RowStatistics, combine_statistics_launch, row_statistics_launch
+from .layer_norm import (
+    FoldedLinear,
+    InputRows,
+    RowStatistics,
+    combine_statistics_launch,
+    new_statistics,
+    row_statistics_launch,
+)
 from .matmul_launch import Operands, matmul_launch
 from .matmul_policy import matmul_config, prefers_library, residual_config, split_count
 from .split_k import finish_residual_launch
@@ -43,68 +50,84 @@ class FoldedGradient:
     shifted_sum: Tensor
 
 
-def layer_norm_linear(rows: RowStatistics, folded: FoldedLinear, activation: str = "identity") -> Tensor:
+def layer_norm_linear(rows: InputRows, folded: FoldedLinear, activation: str = "identity") -> Tensor:
     """act(LayerNorm(x) W^T + b) [M, F]."""
-    return _layer_norm_linear(rows, folded, activation, None)
+    return _layer_norm_linear(rows, folded, activation, None, None)
 
 
-def layer_norm_linear_keeping(rows: RowStatistics, folded: FoldedLinear, activation: str) -> tuple[Tensor, Tensor]:
-    """As `layer_norm_linear`, and the argument z [M, F] of the activation, for the backward."""
-    z = rows.source.new_empty((rows.source.shape[0], folded.weight.shape[0]))
-    return _layer_norm_linear(rows, folded, activation, z), z
+def layer_norm_linear_keeping(
+    rows: InputRows, folded: FoldedLinear, activation: str = "identity"
+) -> tuple[Tensor, Tensor, RowStatistics]:
+    """As `layer_norm_linear`, and for the backward the argument z [M, F] of the activation and the rows' statistics.
+
+    Without an activation z is the result itself.
+    """
+    source, M = rows.source, rows.source.shape[0]
+    z = None if activation == "identity" else source.new_empty((M, folded.weight.shape[0]))
+    finished = None if rows.part is None else torch.empty(2, M, dtype=torch.float32, device=source.device)
+    out = _layer_norm_linear(rows, folded, activation, z, finished)
+    return out, out if z is None else z, RowStatistics(source, rows.statistics if finished is None else finished)
 
 
-def _layer_norm_linear(rows: RowStatistics, folded: FoldedLinear, activation: str, z: Tensor | None) -> Tensor:
-    x = rows.source
-    out = x.new_empty((x.shape[0], folded.weight.shape[0]))
+def _layer_norm_linear(
+    rows: InputRows, folded: FoldedLinear, activation: str, z: Tensor | None, finished: Tensor | None
+) -> Tensor:
+    source = rows.source
+    out = source.new_empty((source.shape[0], folded.weight.shape[0]))
+    mean, rstd = (None, None) if finished is None else finished
     operands = Operands(
-        x, folded.weight, out, b_is_nk=True, z=z, mean=rows.mean, rstd=rows.rstd,
+        source, folded.weight, out, b_is_nk=True, z=z, mean=mean, rstd=rstd, row_part=rows.part, eps=rows.eps,
         bias=folded.shift, weight_sum=folded.weight_sum,
     )  # fmt: skip
     if prefers_library(operands, "layer_norm"):
-        return library.layer_norm_linear(rows, folded, activation, z)
+        return library.layer_norm_linear(_statistics(rows, finished), folded, activation, z)
     config = matmul_config(operands, "layer_norm")
     matmul_launch(operands, epilogue="layer_norm", config=config, activation=activation).run()
     return out
 
 
+def _statistics(rows: InputRows, finished: Tensor | None) -> RowStatistics:
+    """The statistics of whole rows by a launch of their own, into `finished` where there is room already."""
+    if rows.part is None:
+        return RowStatistics(rows.source, rows.statistics)
+    M, C = rows.source.shape
+    if finished is None:
+        finished = torch.empty(2, M, dtype=torch.float32, device=rows.source.device)
+    combine_statistics_launch(rows.part, C, rows.eps, finished).run()
+    return RowStatistics(rows.source, finished)
+
+
 def linear_residual(
     h: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, residual: Tensor | None,
-    statistics_eps: float | None = None, dtype: torch.dtype | None = None,
+    statistics: bool = False, dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """[residual +] scale (h W^T + b) [M, C], and with `statistics_eps` (mean, rstd) of its rows, fp32 [2, M].
+    """[residual +] scale (h W^T + b) [M, C], and where wanted the statistics of its rows as `row_parts.py` has them.
 
     Args:
         residual: In the dtype of h or in fp32; so is the result then.
-        statistics_eps: Epsilon of the LayerNorm that follows; only for half-precision results.
+        statistics: Whether a LayerNorm follows that takes them over; only for half-precision results.
         dtype: Of the result where there is no residual; None means that of h.
     """
     M, C = h.shape[0], weight.shape[0]
     bias, scale = (vector if vector is None else vector.contiguous() for vector in (bias, scale))
     dtype = dtype or h.dtype if residual is None else residual.dtype
+    row_part = new_statistics(M, C, h.device) if statistics else None
     out = torch.empty(M, C, dtype=dtype, device=h.device)
-    statistics = None if statistics_eps is None else torch.empty(2, M, dtype=torch.float32, device=h.device)
-    operands = Operands(h, weight, out, b_is_nk=True, residual=residual, bias=bias, scale=scale)
+    operands = Operands(h, weight, out, b_is_nk=True, residual=residual, bias=bias, scale=scale, row_part=row_part)
     if prefers_library(operands, "residual"):
         out = library.linear_residual(h, weight, bias, scale, residual, dtype)
-        if statistics is not None and statistics_eps is not None:
-            row_statistics_launch(out, statistics_eps, statistics, None).run()
-        return out, statistics
+        if row_part is not None:
+            row_statistics_launch(out, row_part).run()
+        return out, row_part
     config, splits = residual_config(operands)
-    if splits > 1:
-        part = torch.empty(splits, M, C, dtype=torch.float32, device=h.device)
-        parts = Operands(h, weight, part, b_is_nk=True)
-        matmul_launch(parts, epilogue="partial", config=config, split_k=splits).run()
-        finish_residual_launch(part, bias, scale, residual, out, statistics, statistics_eps or 0.0).run()
-        return out, statistics
-    if statistics is None or statistics_eps is None:
+    if splits == 1:
         matmul_launch(operands, epilogue="residual", config=config).run()
-        return out, None
-    part = torch.empty(config.row_parts(C), 2, M, dtype=torch.float32, device=h.device)
-    operands = replace(operands, row_part=part)
-    matmul_launch(operands, epilogue="residual", config=config).run()
-    combine_statistics_launch(part, config.piece, C, statistics_eps, statistics).run()
-    return out, statistics
+        return out, row_part
+    part = torch.empty(splits, M, C, dtype=torch.float32, device=h.device)
+    parts = Operands(h, weight, part, b_is_nk=True)
+    matmul_launch(parts, epilogue="partial", config=config, split_k=splits).run()
+    finish_residual_launch(part, bias, scale, residual, out, row_part).run()
+    return out, row_part
 
 
 def scaled_weight(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

@@ -6,8 +6,9 @@ gradients, B as [N, K], the layout of torch's Linear.
 
 The epilogues, with acc = A B of row m and column n:
 
-- "layer_norm":      out = act(z), z = rstd (acc - mean weight_sum) + bias; LayerNorm folded into a linear layer.
-- "residual":        out = [residual +] [scale] (acc + bias), optionally with partial row statistics of out.
+- "layer_norm":      out = act(z), z = rstd (acc - mean weight_sum) + bias; LayerNorm folded into a linear layer. Mean
+                     and rstd are combined here from the statistics of pieces of A's rows, and kept where wanted.
+- "residual":        out = [residual +] [scale] (acc + bias), optionally with such statistics of its rows.
 - "activation_grad": h = act(z), out = rstd acc act'(z), with partial sums for the gradients of LayerNorm and biases.
 - "layer_norm_grad": out = [residual +] acc - (x - mean) coefficient; the LayerNorm backward of a row.
 - "partial":         out[split] = acc over one of SPLIT_K parts of K, fp32, summed later in a fixed order.
@@ -34,8 +35,11 @@ import triton.language as tl
 
 from .activations import activate, activate_with_slope
 from .launch import is_interpreted
+from .layer_norm import combine_statistics, merge_halves, piece_statistics, store_statistics
+from .row_parts import PIECE
 
 _INTERPRETED = tl.constexpr(is_interpreted())
+_PIECE = tl.constexpr(PIECE)
 
 
 @triton.jit
@@ -152,9 +156,10 @@ def _layer_norm_epilogue(
 
 @triton.jit
 def _residual_epilogue(
-    acc, out, addend, bias_ptr, scale_ptr, row_part_ptr, row, col, M, N,
+    acc, out, addend, bias_ptr, scale_ptr, row, col, M, N,
     ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
+    """Stores what the epilogue makes of acc, and returns it as stored."""
     cols = col + tl.arange(0, COLS)
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
@@ -164,18 +169,7 @@ def _residual_epilogue(
         acc += addend.to(tl.float32)
     value = acc.to(DTYPE)
     _store_tile(out, value, row, col, M, N, ROWS, COLS, TMA)
-    if row_part_ptr is not None:
-        # mean and sum of squared deviations of the values as stored, to be combined over the row's pieces
-        valid = (cols < N)[None, :]
-        count = tl.maximum(tl.minimum(N - col, COLS), 1).to(tl.float32)
-        stored = tl.where(valid, value.to(tl.float32), 0.0)
-        mean = tl.sum(stored, 1) / count
-        deviation = tl.where(valid, stored - mean[:, None], 0.0)
-        squares = tl.sum(deviation * deviation, 1)
-        rows = row + tl.arange(0, ROWS)
-        part = row_part_ptr + tl.cast(col // COLS, tl.int64) * 2 * M + rows
-        tl.store(part, mean, mask=rows < M)
-        tl.store(part + M, squares, mask=rows < M)
+    return value
 
 
 @triton.jit
@@ -257,20 +251,21 @@ def _matmul_kernel(
     h,  # [M, N] activation, stored by "activation_grad" unless None
     x,  # [M, N] input of the LayerNorm, read by "layer_norm_grad"
     residual,  # [M, N] added to the result unless None; of "residual" always a pointer
-    mean_ptr,  # fp32 [M]; None: the rows were normalised beforehand
-    rstd_ptr,  # fp32 [M], negative for a constant row (see layer_norm.py)
+    mean_ptr,  # fp32 [M], stored by "layer_norm" unless None; else None: the rows were normalised beforehand
+    rstd_ptr,  # fp32 [M], negative for a constant row (see layer_norm.py); stored by "layer_norm" unless None
     coefficient_ptr,  # fp32 [M]
     bias_ptr,  # [N]
     weight_sum_ptr,  # fp32 [N]
     scale_ptr,  # "residual": [N]; "activation_grad": fp32 [1], what B was divided by
-    row_part_ptr,  # fp32: "residual" [N / piece, 2, M], "activation_grad" [N / piece, M]
+    row_part_ptr,  # fp32: "activation_grad" [N / piece, M]; "residual", stored, and "layer_norm", read: row statistics
     column_part_ptr,  # fp32 [M / BLOCK_M, 2, N]
-    M, N, K,
+    M, N, K, eps,
     EPILOGUE: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr,  # DTYPE: of out, z and h
     PRECISION: tl.constexpr,
     A_IS_KM: tl.constexpr, B_IS_NK: tl.constexpr, TMA: tl.constexpr, FLATTEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SUB_TILES: tl.constexpr, GROUP_M: tl.constexpr, SPLIT_K: tl.constexpr,
+    PARTS: tl.constexpr,  # of row statistics
     ALIGN: tl.constexpr,  # divides the length of every row that is read or written by tiles
 ):  # fmt: skip
     # The sizes are not specialised: a K of 1 as a constant would fold its loop away and have the compiler pipeline the
@@ -306,9 +301,15 @@ def _matmul_kernel(
         if EPILOGUE == "layer_norm":
             row_scale = tl.full((BLOCK_M,), 1.0, tl.float32)
             row_shift = tl.zeros((BLOCK_M,), tl.float32)
-            if mean_ptr is not None:
-                row_scale = tl.maximum(_load_rows(rstd_ptr, row, M, BLOCK_M), 0.0)
-                row_shift = -row_scale * _load_rows(mean_ptr, row, M, BLOCK_M)
+            if row_part_ptr is not None:
+                mean, rstd = combine_statistics(row_part_ptr, row, M, K, eps, BLOCK_M, PARTS)
+                row_scale = tl.maximum(rstd, 0.0)
+                row_shift = -row_scale * mean
+                if mean_ptr is not None:
+                    rows = row + tl.arange(0, BLOCK_M)
+                    once = (rows < M) & (tile_n == 0)
+                    tl.store(mean_ptr + rows, mean, mask=once)
+                    tl.store(rstd_ptr + rows, rstd, mask=once)
         if EPILOGUE == "activation_grad":
             rstd = tl.full((BLOCK_M,), 1.0, tl.float32)
             if mean_ptr is not None:
@@ -335,10 +336,22 @@ def _matmul_kernel(
                     )  # fmt: skip
                 elif EPILOGUE == "residual":
                     addend = added[i] if residual is not None else None
-                    _residual_epilogue(
-                        pieces[i], out, addend, bias_ptr, scale_ptr, row_part_ptr, row, col + i * COLS, M, N,
+                    value = _residual_epilogue(
+                        pieces[i], out, addend, bias_ptr, scale_ptr, row, col + i * COLS, M, N,
                         BLOCK_M, COLS, TMA, DTYPE,
                     )  # fmt: skip
+                    if row_part_ptr is not None:
+                        found = piece_statistics(value.to(tl.float32), col + i * COLS, N, COLS)
+                        first = col + i * COLS
+                        if COLS < _PIECE:
+                            tl.static_assert(2 * COLS == _PIECE, "an epilogue works on a piece of the columns or half")
+                            if i % 2 == 0:
+                                left = found
+                            else:
+                                first -= COLS
+                                found = merge_halves(left, found, first, N, COLS)
+                        if COLS == _PIECE or i % 2 == 1:
+                            store_statistics(row_part_ptr, found[0], found[1], row, first, M, N, BLOCK_M, PARTS)
                 elif EPILOGUE == "activation_grad":
                     _activation_grad_epilogue(
                         pieces[i], out, z, h, bias_ptr, scale_ptr, row_part_ptr, column_part_ptr, rstd, mean,

@@ -37,6 +37,7 @@ class MatmulConfig:
             of this one. Not for the "partial" epilogue, which hardly has one.
         ctas_per_sm: Programs a multiprocessor holds: the persistent grid is that many times the multiprocessors.
         group_m: Rows of tiles that are walked over together.
+        maxnreg: Registers a thread may use; None leaves it to the compiler.
     """
 
     block_m: int
@@ -49,6 +50,7 @@ class MatmulConfig:
     flatten: bool = False
     ctas_per_sm: int = 1
     group_m: int = 8
+    maxnreg: int | None = None
 
     @property
     def piece(self) -> int:
@@ -60,7 +62,7 @@ class MatmulConfig:
         return ceil_div(M, self.block_m) * ceil_div(N, self.block_n)
 
     def row_parts(self, N: int) -> int:
-        """Pieces that cover a row of N columns: the leading size of `row_part`."""
+        """Pieces that cover a row of N columns: the leading size of `row_part` in "activation_grad"."""
         return ceil_div(N, self.block_n) * self.sub_tiles
 
     def column_parts(self, M: int) -> int:
@@ -76,6 +78,9 @@ class Operands:
         a: [M, K], or [K, M] where `a_is_km`.
         b: [K, N], or [N, K] where `b_is_nk`.
         out: [M, N]; of the "partial" epilogue fp32 [split_k, M, N].
+        row_part: Of the "layer_norm" epilogue the statistics of A's rows, of "residual" those of the rows of `out`, as
+            `row_parts.py` has them.
+        eps: Added to the variance of A's rows.
         x, residual: [M, N], like `out` in the dtype of the residual stream: that of `a` and `b`, or fp32 beside them.
     """
 
@@ -96,6 +101,7 @@ class Operands:
     scale: Tensor | None = None
     row_part: Tensor | None = None
     column_part: Tensor | None = None
+    eps: float = 0.0
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -160,7 +166,7 @@ def matmul_launch(
         "residual": o.residual if epilogue == "residual" else piece(o.residual),
         "mean_ptr": o.mean, "rstd_ptr": o.rstd, "coefficient_ptr": o.coefficient,
         "bias_ptr": o.bias, "weight_sum_ptr": o.weight_sum, "scale_ptr": o.scale,
-        "row_part_ptr": o.row_part, "column_part_ptr": o.column_part, "M": M, "N": N, "K": K,
+        "row_part_ptr": o.row_part, "column_part_ptr": o.column_part, "M": M, "N": N, "K": K, "eps": o.eps,
     }  # fmt: skip
     constants = {
         "EPILOGUE": epilogue, "ACTIVATION": activation, "DTYPE": TL_DTYPES[o.out.dtype],
@@ -169,10 +175,11 @@ def matmul_launch(
         "FLATTEN": config.flatten and epilogue != "partial",
         "BLOCK_M": rows, "BLOCK_N": cols, "BLOCK_K": depth,
         "SUB_TILES": config.sub_tiles, "GROUP_M": config.group_m, "SPLIT_K": split_k,
+        "PARTS": 0 if o.row_part is None or epilogue == "activation_grad" else o.row_part.shape[2],
         "ALIGN": math.gcd(16, *(tensor.shape[-1] for tensor in o.tiled())),
     }  # fmt: skip
     programs = min(config.tiles(M, N) * split_k, gpu_of(o.a.device).sm_count * config.ctas_per_sm)
     return Launch(
         _matmul_kernel, (programs,), args, constants,
-        num_warps=config.num_warps, num_stages=config.num_stages, device=o.a.device,
+        num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.maxnreg, device=o.a.device,
     )  # fmt: skip

@@ -23,12 +23,14 @@ from .layer_norm import (
     FoldedLinear,
     RowStatistics,
     combine_statistics_launch,
+    normalise_launch,
     prepare_weight_launch,
     row_statistics_launch,
 )
 from .matmul_launch import EPILOGUES, MatmulConfig, Operands, matmul_launch
 from .matmul_policy import config_table, may_split
 from .offline import Build
+from .row_parts import row_parts
 from .split_k import finish_residual_launch
 
 _M, _C, _F = 50_432, 768, 3072
@@ -43,17 +45,18 @@ def _layer_norm(dtype: torch.dtype, keep_z: bool, stream: torch.dtype | None = N
     half = (stream or dtype).itemsize == 2  # fp32 rows were normalised beforehand
     return Operands(
         _meta(_M, _C, dtype=dtype), _meta(_F, _C, dtype=dtype), _meta(_M, _F, dtype=dtype), b_is_nk=True,
-        z=_meta(_M, _F, dtype=dtype) if keep_z else None, mean=_meta(_M) if half else None, rstd=_meta(_M),
-        bias=_meta(_F), weight_sum=_meta(_F),
+        z=_meta(_M, _F, dtype=dtype) if keep_z else None, row_part=_meta(_M, 2, row_parts(_C)) if half else None,
+        mean=_meta(_M) if half and keep_z else None, rstd=_meta(_M) if half and keep_z else None,
+        bias=_meta(_F), weight_sum=_meta(_F), eps=1e-6,
     )  # fmt: skip
 
 
-def _residual(dtype: torch.dtype, stream: torch.dtype, config: MatmulConfig) -> Operands:
+def _residual(dtype: torch.dtype, stream: torch.dtype) -> Operands:
     narrow = _meta(_M, _C, dtype=stream)
     return Operands(
         _meta(_M, _F, dtype=dtype), _meta(_C, _F, dtype=dtype), narrow, b_is_nk=True,
         residual=narrow, bias=_meta(_C, dtype=dtype), scale=_meta(_C, dtype=dtype),
-        row_part=_meta(config.row_parts(_C), 2, _M),
+        row_part=_meta(_M, 2, row_parts(_C)) if stream.itemsize == 2 else None,
     )  # fmt: skip
 
 
@@ -96,10 +99,10 @@ def _matmul_cases(
     elif epilogue == "residual":
         for stream in streams:
             what = "bias, LayerScale, residual, statistics" + (" in fp32" if stream != dtype else "")
-            yield what, _residual(dtype, stream, config), "identity", 1
+            yield what, _residual(dtype, stream), "identity", 1
         yield "product alone", _product(dtype), "identity", 1
         if may_split(arch):
-            whole = _residual(dtype, dtype, config)
+            whole = _residual(dtype, dtype)
             yield "5 parts", Operands(whole.a, whole.b, _meta(5, _M, _C), b_is_nk=True), "identity", 5
     elif epilogue == "activation_grad":
         for activation in ACTIVATIONS if widest else ACTIVATIONS[:1]:
@@ -159,12 +162,14 @@ def _small_launches(dtype: torch.dtype, stream: torch.dtype) -> Iterator[tuple[s
     weight, vector, bias = _meta(_F, _C, dtype=stream), _meta(_C, dtype=stream), _meta(_F, dtype=stream)
     normalised = stream == torch.float32
     known = RowStatistics(rows, _meta(1 if normalised else 2, _M))
-    yield "row_statistics", row_statistics_launch(x, 1e-6, known.statistics, rows if normalised else None)
-    if not normalised:
-        yield "combine_statistics", combine_statistics_launch(_meta(12, 2, _M), 64, _C, 1e-6, _meta(2, _M))
-    statistics = None if normalised else _meta(2, _M)
-    finish = finish_residual_launch(_meta(5, _M, _C), vector, vector, x, x, statistics, 1e-6)
-    yield "finish_residual", finish
+    part = None
+    if normalised:
+        yield "normalise", normalise_launch(x, 1e-6, known.statistics, rows)
+    else:
+        part = _meta(_M, 2, row_parts(_C))
+        yield "row_statistics", row_statistics_launch(x, part)
+        yield "combine_statistics", combine_statistics_launch(part, _C, 1e-6, known.statistics)
+    yield "finish_residual", finish_residual_launch(_meta(5, _M, _C), vector, vector, x, x, part)
     folded = FoldedLinear(_meta(_F, _C, dtype=dtype), _meta(_F), _meta(_F))
     yield "prepare_weight", prepare_weight_launch(weight, vector, vector, bias, folded)
     yield "layer_norm_grad", layer_norm_grad_launch(rows, known, x, None if normalised else rows)

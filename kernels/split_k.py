@@ -1,10 +1,10 @@
 """The end of a "residual" matmul that was cut along K: its parts summed, and what its epilogue would have done.
 
-    out = [residual +] [scale] (sum over parts + bias), with (mean, rstd) of its rows where a LayerNorm follows
+    out = [residual +] [scale] (sum over parts + bias), with statistics of its rows where a LayerNorm follows
 
 A few rows give too few tiles to fill a GPU; parts of K give more of them (split-K). The parts are the "partial"
-epilogue's, fp32, and are added here in their order: no atomics, the same bits each run. A program has whole rows in its
-registers, so their statistics need no launch of their own.
+epilogue's, fp32, and are added here in their order: no atomics, the same bits each run. A program has one piece of
+the columns, as long as the statistics have it (`row_parts.py`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import Launch, ceil_div
-from .layer_norm import _finish_statistics, _load_columns, chunk
+from .layer_norm import load_columns, piece_statistics, store_statistics
+from .row_parts import PIECE, row_parts
 
-MAX_WIDTH = 2048  # columns of a row that a program holds
+_ROWS = 16  # few rows are what this is for: many programs, not large ones
+_PIECE = tl.constexpr(PIECE)
 
 
 @triton.jit
@@ -26,49 +28,40 @@ def _finish_residual_kernel(
     scale_ptr,  # [C] or None
     residual_ptr,  # [M, C] or None
     out_ptr,  # [M, C]
-    mean_ptr,  # fp32 [M], or None: no statistics are wanted
-    rstd_ptr,  # fp32 [M], or None
-    splits, M, C, eps,
-    ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+    row_part_ptr,  # fp32 [M, 2, PARTS], or None: no statistics are wanted
+    splits, M, C,
+    ROWS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    cols = tl.arange(0, BLOCK_C)
+    row = tl.program_id(0) // PARTS * ROWS
+    col = tl.program_id(0) % PARTS * _PIECE
+    rows = row + tl.arange(0, ROWS)
+    cols = col + tl.arange(0, _PIECE)
     mask = (rows < M)[:, None] & (cols < C)[None, :]
     offsets = rows.to(tl.int64)[:, None] * C + cols[None, :]
-    value = tl.zeros((ROWS, BLOCK_C), tl.float32)
+    value = tl.zeros((ROWS, _PIECE), tl.float32)
     for split in tl.range(0, splits):
         value += tl.load(part_ptr + tl.cast(split, tl.int64) * M * C + offsets, mask=mask, other=0.0)
-    value += _load_columns(bias_ptr, cols, C, 0.0)[None, :]
-    value *= _load_columns(scale_ptr, cols, C, 1.0)[None, :]
+    value += load_columns(bias_ptr, cols, C, 0.0)[None, :]
+    value *= load_columns(scale_ptr, cols, C, 1.0)[None, :]
     if residual_ptr is not None:
         value += tl.load(residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     stored = value.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + offsets, stored, mask=mask)
-    if mean_ptr is not None:
-        value = tl.where(mask, stored.to(tl.float32), 0.0)
-        mean = tl.sum(value, 1) / C
-        deviation = tl.where(mask, value - mean[:, None], 0.0)
-        rstd = _finish_statistics(mean, tl.sum(deviation * deviation, 1) / C, eps, True)
-        tl.store(mean_ptr + rows, mean, mask=rows < M)
-        tl.store(rstd_ptr + rows, rstd, mask=rows < M)
+    if row_part_ptr is not None:
+        mean, squares = piece_statistics(stored.to(tl.float32), col, C, _PIECE)
+        store_statistics(row_part_ptr, mean, squares, row, col, M, C, ROWS, PARTS)
 
 
 def finish_residual_launch(
     part: Tensor, bias: Tensor | None, scale: Tensor | None, residual: Tensor | None, out: Tensor,
-    statistics: Tensor | None, eps: float,
+    row_part: Tensor | None,
 ) -> Launch:  # fmt: skip
-    """The call that sums parts fp32 [splits, M, C] into out [M, C], C <= MAX_WIDTH, and its row statistics fp32 [2, M].
-
-    Args:
-        statistics: None where they are not wanted.
-        eps: Of the LayerNorm that follows.
-    """
+    """The call that sums parts fp32 [splits, M, C] into out [M, C], and the statistics of its rows unless None."""
     splits, M, C = part.shape
-    block, rows = chunk(C)
-    mean, rstd = (None, None) if statistics is None else statistics
     args = {
         "part_ptr": part, "bias_ptr": bias, "scale_ptr": scale, "residual_ptr": residual, "out_ptr": out,
-        "mean_ptr": mean, "rstd_ptr": rstd, "splits": splits, "M": M, "C": C, "eps": eps,
+        "row_part_ptr": row_part, "splits": splits, "M": M, "C": C,
     }  # fmt: skip
-    constants = {"ROWS": rows, "BLOCK_C": block}
-    return Launch(_finish_residual_kernel, (ceil_div(M, rows),), args, constants, num_warps=4, device=out.device)
+    constants = {"ROWS": _ROWS, "PARTS": row_parts(C)}
+    programs = ceil_div(M, _ROWS) * row_parts(C)
+    return Launch(_finish_residual_kernel, (programs,), args, constants, num_warps=4, device=out.device)

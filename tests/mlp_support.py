@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR, judge
+from vit_fast.kernels.row_parts import PIECE
 from vit_fast.ops import layer_norm_mlp
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -81,6 +82,22 @@ def make_case(M: int, C: int, F: int, dtype: torch.dtype, *, mean: float = 0.0, 
     )  # fmt: skip
     case = Case(normal(M, C, shift=mean), parameters, normal(C, scale=0.3, shift=0.5), normal(M, C), **choices)
     return case.to(dtype)
+
+
+def statistics_of(x: Tensor) -> Tensor:
+    """Statistics of the rows of x [..., C] as one operator hands them to the next: fp32 [M, 2, parts]."""
+    rows = x.detach().float().flatten(0, -2)
+    pieces = rows.split(PIECE, 1)
+    found = [torch.stack((piece.mean(1), piece.var(1, unbiased=False) * piece.shape[1]), 1) for piece in pieces]
+    return torch.stack(found, 2)
+
+
+def combined(part: Tensor, width: int, eps: float) -> tuple[Tensor, Tensor]:
+    """(mean, rstd) of rows of `width` columns in fp64, from statistics of their pieces."""
+    counts = torch.tensor([min(PIECE, width - first) for first in range(0, width, PIECE)], device=part.device).double()
+    means, squares = part.double().unbind(1)
+    mean = (counts * means).sum(1) / width
+    return mean, torch.rsqrt((squares + counts * (means - mean[:, None]) ** 2).sum(1) / width + eps)
 
 
 def assert_rule(

@@ -170,7 +170,7 @@ def cases() -> Iterator[tuple[Any, Arguments]]:
         fc1, fc2 = zeros(hidden, width, dtype=weights), zeros(width, hidden, dtype=weights)
         bias1 = zeros(hidden, dtype=weights)
         mlp = (*vectors[:2], fc1, bias1, fc2, vectors[2], vectors[3])
-        next_eps = None if dtype == FP32 else 1e-6
+        wanted = dtype != FP32
         yield layer_norm_linear_op, (x, None, *vectors[:2], fc1, bias1, 1e-6, dtype)
         yield layer_norm_linear_op, (x, None, None, None, fc1, None, 1e-6, dtype)
         training = (x, None, *vectors[:2], fc1, bias1, 1e-6, dtype)
@@ -179,10 +179,10 @@ def cases() -> Iterator[tuple[Any, Arguments]]:
         kept = made if dtype == FP32 else x
         yield layer_norm_linear_backward_op, (out, kept, statistics, *vectors[:2], fc1, bias1)
         h = zeros(rows, hidden, dtype=dtype, offset=offset)
-        yield linear_residual_op, (h, fc2, vectors[2], vectors[3], x, next_eps)
+        yield linear_residual_op, (h, fc2, vectors[2], vectors[3], x, wanted)
         yield linear_residual_backward_op, (x, h, fc2, vectors[2], vectors[3])
-        yield layer_norm_mlp_op, (x, None, *mlp, 1e-6, "gelu", True, next_eps, dtype)
-        training = (x, None, *mlp, 1e-6, "gelu", True, next_eps, dtype)
+        yield layer_norm_mlp_op, (x, None, *mlp, 1e-6, "gelu", True, wanted, dtype)
+        training = (x, None, *mlp, 1e-6, "gelu", True, wanted, dtype)
         yield layer_norm_mlp_training_op, training
         y, _, z, made, statistics = layer_norm_mlp_training_op(*training)
         kept = made if dtype == FP32 else x

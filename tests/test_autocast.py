@@ -86,7 +86,7 @@ def _half_block(tensors: list[Tensor], fused: bool) -> Tensor:
     x, gamma, beta, weight = tensors
     if fused:
         h = layer_norm_linear(x, gamma, beta, weight, None, eps=1e-6)
-        return linear_residual(h, weight.t(), beta, layer_scale=gamma, residual=x, next_eps=1e-6)[0]
+        return linear_residual(h, weight.t(), beta, layer_scale=gamma, residual=x, next_statistics=True)[0]
     h = torch.nn.functional.linear(torch.nn.functional.layer_norm(x, x.shape[-1:], gamma, beta, 1e-6), weight)
     return x + gamma * torch.nn.functional.linear(h, weight.t(), beta)
 

@@ -27,7 +27,7 @@ SHAPES = BlockTensors(
 NEEDED = ("qkv_weight", "proj_weight", "fc1_weight", "fc2_weight")
 OPTIONAL = {name: None for name in SHAPES._fields if name not in NEEDED}
 SETTINGS: dict[str, Any] = {
-    "heads": HEADS, "attention_scale": None, "eps": (1e-6, 1e-5), "activation": "gelu", "next_eps": 1e-6,
+    "heads": HEADS, "attention_scale": None, "eps": (1e-6, 1e-5), "activation": "gelu", "next_statistics": True,
 }  # fmt: skip
 
 
@@ -47,10 +47,10 @@ def by_four(x: Tensor, statistics: Tensor | None, t: BlockTensors) -> tuple[Tens
     eps1, eps2 = SETTINGS["eps"]
     qkv = layer_norm_linear(x, t.norm1_weight, t.norm1_bias, t.qkv_weight, t.qkv_bias, eps=eps1, statistics=statistics)
     mixed = attention_qkvpacked(qkv.unflatten(-1, (3, HEADS, -1)), backend="triton").flatten(2)
-    x, statistics = linear_residual(mixed, t.proj_weight, t.proj_bias, layer_scale=t.scale1, residual=x, next_eps=eps2)
+    x, statistics = linear_residual(mixed, t.proj_weight, t.proj_bias, layer_scale=t.scale1, residual=x, next_statistics=True)
     return fused_layer_norm_mlp(
         x, statistics, t.norm2_weight, t.norm2_bias, t.fc1_weight, t.fc1_bias, t.fc2_weight, t.fc2_bias,
-        eps=eps2, activation="gelu", layer_scale=t.scale2, residual=True, next_eps=SETTINGS["next_eps"],
+        eps=eps2, activation="gelu", layer_scale=t.scale2, residual=True, next_statistics=True,
     )  # fmt: skip
 
 
@@ -96,17 +96,17 @@ def test_under_autocast(dtype: torch.dtype) -> None:
         hold(x, tensors)
 
 
-def arguments(x: Tensor, tensors: BlockTensors, next_eps: float | None = None) -> tuple[Any, ...]:
-    return (x, None, *tensors, HEADS, 0.25, 1e-6, 1e-5, "gelu", next_eps, x.dtype)
+def arguments(x: Tensor, tensors: BlockTensors, next_statistics: bool = False) -> tuple[Any, ...]:
+    return (x, None, *tensors, HEADS, 0.25, 1e-6, 1e-5, "gelu", next_statistics, x.dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_opcheck(dtype: torch.dtype) -> None:
-    next_eps = None if dtype == torch.float32 else 1e-6
+    wanted = dtype != torch.float32
     x, tensors = make(dtype)
-    torch.library.opcheck(block_training_op, arguments(x, tensors, next_eps))
+    torch.library.opcheck(block_training_op, arguments(x, tensors, wanted))
     detached = BlockTensors(*(tensor.detach() for tensor in tensors))
-    torch.library.opcheck(block_op, arguments(x.detach(), detached, next_eps))
+    torch.library.opcheck(block_op, arguments(x.detach(), detached, wanted))
     y, _, rows, statistics, *kept = block_training_op(*arguments(x.detach(), detached))
     rows = rows if dtype == torch.float32 else x.detach()
     torch.library.opcheck(block_backward_op, (y, rows, statistics, *kept, *detached, 0.25, "gelu"))

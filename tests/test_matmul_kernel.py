@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from kernel_support import DEVICE, FORWARD_FACTOR, assert_as_exact_as_eager, nan_like
+from mlp_support import combined, statistics_of
 from torch import Tensor
 
 from vit_fast.kernels import layer_norm, linear, matmul_policy
 from vit_fast.kernels.activations import ACTIVATIONS
-from vit_fast.kernels.matmul_launch import Operands, matmul_launch
+from vit_fast.kernels.matmul_launch import MatmulConfig, Operands, matmul_launch
 from vit_fast.kernels.matmul_policy import matmul_config
 
 HALF = (torch.float16, torch.bfloat16)
@@ -73,32 +74,28 @@ def _formula(tensors: tuple[Tensor | None, ...], precision: torch.dtype) -> Tens
     return out if residual is None else out + residual
 
 
-def _check_statistics(out: Tensor, statistics: Tensor) -> None:
-    exact = out.double()
-    torch.testing.assert_close(statistics[0].double(), exact.mean(1), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(
-        statistics[1].double(), (exact.var(1, correction=0) + 1e-6).rsqrt(), rtol=1e-5, atol=1e-5
-    )
+def _check_statistics(out: Tensor, part: Tensor) -> None:
+    found, exact = (combined(statistics, out.shape[1], 1e-6) for statistics in (part, statistics_of(out)))
+    torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("stream", [None, torch.float32], ids=["stream of h", "fp32 stream"])
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("splits", [2, 3, 7])  # of 4 steps of K: parts of 2, of 2 and none, of 1 and none
-@pytest.mark.parametrize("C", [48, 33], ids=["TMA", "pointers"])
+@pytest.mark.parametrize("C", [48, 33, 200], ids=["TMA", "pointers", "pieces"])
 def test_parts_of_k_are_summed(
     C: int, splits: int, dtype: torch.dtype, stream: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensors = _branch(70, C, dtype, stream or dtype)
     config = matmul_config(Operands(tensors[0], tensors[1], tensors[4], b_is_nk=True), "partial")
     monkeypatch.setattr(linear, "residual_config", lambda operands: (config, splits))
-    eps = None if stream else 1e-6
-    out, statistics = linear.linear_residual(*tensors, statistics_eps=eps)
+    out, statistics = linear.linear_residual(*tensors, statistics=stream is None)
     assert out.dtype == (stream or dtype)
     eager = _formula(tensors, stream or dtype)
     assert_as_exact_as_eager("out", out, eager, _formula(tensors, torch.float64), FORWARD_FACTOR)
     if statistics is not None:
         _check_statistics(out, statistics)
-    again, _ = linear.linear_residual(*tensors, statistics_eps=eps)
+    again, _ = linear.linear_residual(*tensors, statistics=stream is None)
     assert torch.equal(out, again)
 
 
@@ -116,12 +113,13 @@ def test_the_library_computes_the_same_residual(
         None if present in ("no scale", "product alone") else scale,
         None if present in ("no residual", "product alone") else residual,
     )  # fmt: skip
-    eps = None if stream or tensors[4] is None else 1e-6
-    out, statistics = linear.linear_residual(*tensors, statistics_eps=eps, dtype=stream or torch.bfloat16)
+    wanted = stream is None and tensors[4] is not None
+    out, statistics = linear.linear_residual(*tensors, statistics=wanted, dtype=stream or torch.bfloat16)
     assert out.dtype == (stream or torch.bfloat16)
     eager = _formula(tuple(None if t is None else t.bfloat16() for t in tensors), torch.bfloat16)
     assert_as_exact_as_eager("out", out.bfloat16(), eager, _formula(tensors, torch.float64), FORWARD_FACTOR)
-    if eps is not None and statistics is not None:
+    if wanted:
+        assert statistics is not None
         _check_statistics(out, statistics)
 
 
@@ -136,12 +134,15 @@ def test_the_library_computes_the_same_layer_norm_linear(
     x[5] = 3.0  # a constant row
     bias = normal(48, seed=4)
     folded = layer_norm.fold_linear(weight, *vectors, bias, dtype)
-    rows = layer_norm.row_statistics(x, 1e-6, None, dtype)
+    rows = layer_norm.input_rows(x, 1e-6, None, dtype)
     run = linear.layer_norm_linear_keeping if keeping else linear.layer_norm_linear
     ours = run(rows, folded, activation)
     monkeypatch.setattr(matmul_policy, "_library_table", lambda: {"sm_90": {"layer_norm/half": [[48, 96, 1, 70]]}})
     monkeypatch.setattr(linear, "matmul_launch", _never)
     theirs = run(rows, folded, activation)
+    if keeping:
+        (*ours, mine), (*theirs, other) = ours, theirs
+        torch.testing.assert_close(other.statistics, mine.statistics)
     for mine, other in zip(*((pair if keeping else (pair,)) for pair in (ours, theirs))):
         torch.testing.assert_close(other, mine, rtol=3e-2, atol=3e-2)
 
@@ -160,3 +161,15 @@ def test_the_library_is_taken_only_where_it_was_measured(monkeypatch: pytest.Mon
 
 def _never(*args: object, **kwargs: object) -> None:
     raise AssertionError("our matmul was launched")
+
+
+@pytest.mark.parametrize("sub_tiles", [1, 2, 4])
+@pytest.mark.parametrize("C", [200, 33, 64, 260])
+def test_statistics_of_pieces_of_every_size(C: int, sub_tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An epilogue that works on 32 columns at a time writes the same pieces of 64; the last may be short."""
+    config = MatmulConfig(64, 64 * sub_tiles if sub_tiles < 4 else 128, 32, sub_tiles=sub_tiles)
+    monkeypatch.setattr(linear, "residual_config", lambda operands: (config, 1))
+    tensors = _branch(70, C, torch.float16, torch.float16)
+    out, part = linear.linear_residual(*tensors, statistics=True)
+    assert part is not None
+    _check_statistics(out, part)

@@ -22,6 +22,7 @@ from vit_fast.kernels.device import REFERENCE_GPU
 from vit_fast.kernels.launch import Launch
 from vit_fast.kernels.matmul_launch import EPILOGUES, MatmulConfig, Operands, fits_tma, matmul_launch
 from vit_fast.kernels.matmul_policy import choose_split, config_table, predicted_cycles
+from vit_fast.kernels.row_parts import row_parts
 
 SIZES = (1, 2, 15, 16, 17, 768)
 HALF = torch.bfloat16
@@ -42,9 +43,10 @@ def operands(epilogue: str, M: int, N: int, K: int, dtype: torch.dtype = HALF) -
         return Operands(meta(K, M, dtype=dtype), b, meta(1, M, N), a_is_km=True)
     if epilogue == "layer_norm":
         weight = meta(N, K, dtype=dtype)
-        return Operands(a, weight, full, b_is_nk=True, z=full, mean=row, rstd=row, bias=column, weight_sum=column)
+        given = {"mean": row, "rstd": row, "row_part": meta(M, 2, row_parts(K)), "bias": column, "weight_sum": column}
+        return Operands(a, weight, full, b_is_nk=True, z=full, **given)
     if epilogue == "residual":
-        part = meta(N // 16 + 4, 2, M)
+        part = meta(M, 2, row_parts(N))
         weight = meta(N, K, dtype=dtype)
         return Operands(a, weight, full, b_is_nk=True, residual=full, bias=column, scale=column, row_part=part)
     if epilogue == "activation_grad":

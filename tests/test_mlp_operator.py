@@ -8,7 +8,7 @@ import mlp_support as support
 import pytest
 import torch
 import torch.nn.functional as F
-from mlp_support import DEVICE, Case, assert_rule, make_case
+from mlp_support import DEVICE, Case, assert_rule, combined, make_case, statistics_of
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -37,26 +37,22 @@ def _operator_arguments(case: Case, **changes: Any) -> tuple[Any, ...]:
     arguments = {
         "x": case.x.detach().view(2, 9, -1).requires_grad_(), "statistics": None,
         **dict(zip(support.NAMES, case.parameters)), "layer_scale": case.layer_scale,
-        "eps": 1e-6, "activation": "gelu", "residual": True, "next_eps": None, "dtype": case.x.dtype,
+        "eps": 1e-6, "activation": "gelu", "residual": True, "next_statistics": False, "dtype": case.x.dtype,
     }  # fmt: skip
     return tuple({**arguments, **changes}.values())
 
 
-def _statistics(x: Tensor) -> Tensor:
-    rows = x.detach().float().flatten(0, -2)
-    return torch.stack((rows.mean(1), torch.rsqrt(rows.var(1, unbiased=False) + 1e-6)))
-
-
-@pytest.mark.parametrize("next_eps", [None, 1e-5])
-def test_opcheck_of_training(case: Case, next_eps: float | None) -> None:
-    torch.library.opcheck(layer_norm_mlp_training_op, _operator_arguments(case, next_eps=next_eps))
+@pytest.mark.parametrize("wanted", [True, False])
+def test_opcheck_of_training(case: Case, wanted: bool) -> None:
+    torch.library.opcheck(layer_norm_mlp_training_op, _operator_arguments(case, next_statistics=wanted))
 
 
 @pytest.mark.parametrize("handed_in", [True, False])
 def test_opcheck_of_training_in_half_precision(case: Case, handed_in: bool) -> None:
     half = case.to(torch.bfloat16)
-    statistics = _statistics(half.x) if handed_in else None
-    torch.library.opcheck(layer_norm_mlp_training_op, _operator_arguments(half, statistics=statistics, next_eps=1e-5))
+    statistics = statistics_of(half.x) if handed_in else None
+    arguments = _operator_arguments(half, statistics=statistics, next_statistics=True)
+    torch.library.opcheck(layer_norm_mlp_training_op, arguments)
 
 
 @pytest.mark.parametrize("residual", [True, False])
@@ -71,7 +67,7 @@ def test_opcheck_of_training_with_absent_parameters(case: Case) -> None:
 
 
 def test_opcheck_of_inference(case: Case) -> None:
-    arguments = (a.detach() if isinstance(a, Tensor) else a for a in _operator_arguments(case, next_eps=1e-5))
+    arguments = (a.detach() if isinstance(a, Tensor) else a for a in _operator_arguments(case, next_statistics=True))
     torch.library.opcheck(layer_norm_mlp_op, tuple(arguments))
 
 
@@ -89,16 +85,16 @@ def test_opcheck_of_the_linear_layers() -> None:
         (x, None, *parameters, torch.float32),
         (x, None, *parameters, torch.bfloat16),
         (half, None, *parameters, torch.bfloat16),
-        (half, _statistics(half), *parameters, torch.bfloat16),
+        (half, statistics_of(half), *parameters, torch.bfloat16),
     ):
         torch.library.opcheck(layer_norm_linear_training_op, arguments)
     detached = (t.detach() for t in (gamma, beta, weight, bias))
     torch.library.opcheck(layer_norm_linear_op, (x.detach(), None, *detached, 1e-6, torch.float32))
     h = torch.randn(2, 9, 48, device=DEVICE, requires_grad=True)
     back = weight.detach().t().contiguous().requires_grad_()
-    torch.library.opcheck(linear_residual_op, (h, back, beta, gamma, x, 1e-6))
-    torch.library.opcheck(linear_residual_op, (h.detach().half().requires_grad_(), back, beta, gamma, x, None))
-    torch.library.opcheck(linear_residual_op, (h, back, None, None, None, None))
+    torch.library.opcheck(linear_residual_op, (h, back, beta, gamma, x, True))
+    torch.library.opcheck(linear_residual_op, (h.detach().half().requires_grad_(), back, beta, gamma, x, False))
+    torch.library.opcheck(linear_residual_op, (h, back, None, None, None, False))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -117,15 +113,13 @@ def test_linear_layers_against_fp64(dtype: torch.dtype) -> None:
     def fused(tensors: list[Tensor]) -> tuple[Tensor, ...]:
         x, gamma, beta, weight, bias = tensors
         h = layer_norm_linear(x, gamma, beta, weight, bias, eps=1e-6)
-        y, statistics = linear_residual(h, weight.t(), beta, layer_scale=gamma, residual=x, next_eps=1e-6)
-        rows = y.detach().double().flatten(0, -2)
+        y, statistics = linear_residual(h, weight.t(), beta, layer_scale=gamma, residual=x, next_statistics=True)
         if dtype == torch.float32:  # which the next LayerNorm normalises itself
             assert statistics is None
             return y, *tensors
         assert statistics is not None
-        assert torch.allclose(statistics[0].double(), rows.mean(1), atol=1e-5)
-        rstd = torch.rsqrt(rows.var(1, unbiased=False) + 1e-6)
-        assert torch.allclose(statistics[1].double(), rstd, rtol=1e-5)
+        found, exact = (combined(part, 32, 1e-6) for part in (statistics, statistics_of(y)))
+        torch.testing.assert_close(found, exact, atol=1e-5, rtol=1e-5)
         return y, *tensors
 
     def results(run: Any, target: torch.dtype) -> dict[str, Tensor]:
@@ -162,16 +156,37 @@ def test_layer_norm_linear_of_unusual_rows(unusual: str, dtype: torch.dtype) -> 
     assert_rule(results(dtype, True), results(dtype, False), results(torch.float64, False))
 
 
-def test_statistics_handed_in_give_the_same_result(case: Case) -> None:
+@pytest.mark.parametrize("width", [32, 100, 1100])
+@pytest.mark.parametrize("rows", ["usual", "constant", "far from 0", "pieces apart"])
+def test_statistics_handed_in_give_the_same_result(rows: str, width: int) -> None:
+    """Of one piece, of a last one that is shorter, and of more than are combined at once."""
+    x, weight = torch.randn(18, width, device=DEVICE), torch.randn(48, width, device=DEVICE) * width**-0.5
+    if rows == "constant":
+        x[::3] = 3.1
+    elif rows == "far from 0":
+        x += 100
+    elif rows == "pieces apart":
+        x[:, :64] += 50
+    x, weight = x.bfloat16(), weight.bfloat16()
+    exact = F.linear(F.layer_norm(x.double(), (width,), eps=1e-5), weight.double())
+    eager = F.linear(F.layer_norm(x, (width,), eps=1e-5), weight)
+    given = layer_norm_linear(x, None, None, weight, None, eps=1e-5, statistics=statistics_of(x))
+    computed = layer_norm_linear(x, None, None, weight, None, eps=1e-5)
+    for ours in (given, computed):
+        assert_rule({"y": ours}, {"y": eager}, {"y": exact})
+
+
+def test_the_reader_applies_its_own_epsilon(case: Case) -> None:
     half = case.to(torch.bfloat16)
     identity = torch.eye(32, device=DEVICE, dtype=torch.bfloat16)
     with torch.no_grad():
-        x, statistics = linear_residual(half.x, identity, None, layer_scale=None, residual=None, next_eps=1e-6)
+        x, statistics = linear_residual(half.x, identity, None, layer_scale=None, residual=None, next_statistics=True)
         assert torch.equal(x, half.x)
-        options = {"eps": 1e-6, "activation": "gelu", "layer_scale": half.layer_scale, "residual": True}
-        given, _ = fused_layer_norm_mlp(x, statistics, *half.parameters, **options)
-        computed, _ = fused_layer_norm_mlp(x, None, *half.parameters, **options)
-    assert (given - computed).abs().max() <= 2**-7 * computed.abs().max()
+        for eps in (1e-6, 0.5):
+            options = {"eps": eps, "activation": "gelu", "layer_scale": half.layer_scale, "residual": True}
+            given, _ = fused_layer_norm_mlp(x, statistics, *half.parameters, **options)
+            computed, _ = fused_layer_norm_mlp(x, None, *half.parameters, **options)
+            assert (given - computed).abs().max() <= 2**-7 * computed.abs().max()
 
 
 def test_compile_with_dynamic_batch(case: Case) -> None:

@@ -87,9 +87,9 @@ def test_a_block_launches_no_more_than_it_needs(environment: dict[str, str]) -> 
     launches = {name: count["launches"] for name, count in counts.items()}
     assert launches["attention"] == 1
     assert launches["LN + qkv"] <= 2
-    assert launches["proj + residual"] <= 2
-    assert launches["LN + MLP"] <= 4
-    assert 4 <= launches["block, inference"] <= 9
+    assert launches["proj + residual"] == 1
+    assert launches["LN + MLP"] <= 3
+    assert 5 <= launches["block, inference"] <= 7.25  # one of four blocks computes its first statistics
     assert launches["block, inference"] <= launches["block, training forward"] <= 9
     assert launches["block, training forward"] < launches["block, forward + backward"] <= 27
     assert counts["block, inference"]["descriptors"] <= 22

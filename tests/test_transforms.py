@@ -38,7 +38,7 @@ def _linear(x: Tensor, backend: str) -> Tensor:
 def _residual(x: Tensor, backend: str) -> Tensor:
     weight, bias, scale = PARAMETERS["residual"]
     if backend == "triton":
-        return linear_residual(x, weight, bias, layer_scale=scale, residual=x, next_eps=1e-6)[0]
+        return linear_residual(x, weight, bias, layer_scale=scale, residual=x, next_statistics=True)[0]
     return x + scale * F.linear(x, weight, bias)
 
 

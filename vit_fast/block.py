@@ -134,7 +134,7 @@ def run_block(
     *,
     backend: str = "triton",
     attend: Callable[[Tensor], Tensor] | None = None,
-    next_eps: float | None = None,
+    next_statistics: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """A block whose second half is ours, with row statistics handed in and out.
 
@@ -144,7 +144,7 @@ def run_block(
         statistics: Of the rows of x for the first LayerNorm, as the block before gave them; None computes them.
         backend: What computes the second half.
         attend: x -> x + attention, where the first half stays modules; None where it is ours.
-        next_eps: Epsilon of the LayerNorm that follows; None means that its statistics are not wanted.
+        next_statistics: Whether a LayerNorm follows that takes the statistics of the rows over.
     Returns:
         [B, N, C], and the statistics of its rows where they were wanted, they are of half precision, and nothing came
         after the last matmul.
@@ -154,18 +154,18 @@ def run_block(
     if attend is None and backend == "triton" and not is_exporting() and not _drops_a_path(attention, mlp):
         return fused_block(
             x, statistics, _block_tensors(attention, mlp), heads=attention.num_heads, attention_scale=attention.scale,
-            eps=(attention.norm.eps, mlp.norm.eps), activation=mlp.activation, next_eps=next_eps,
+            eps=(attention.norm.eps, mlp.norm.eps), activation=mlp.activation, next_statistics=next_statistics,
         )  # fmt: skip
     if attend is not None:
         x, statistics = attend(x), None
     else:
-        x, statistics = _attention_half(attention, x, statistics, mlp.norm.eps)
+        x, statistics = _attention_half(attention, x, statistics)
     if backend != "triton" or is_exporting():
         return run_mlp(mlp, x, backend), None
     dropping = _drops_path(mlp.drop_path)
     y, emitted = fused_layer_norm_mlp(
         x, statistics, *_mlp_tensors(mlp), eps=mlp.norm.eps, activation=mlp.activation,
-        layer_scale=_scale(mlp), residual=not dropping, next_eps=None if dropping else next_eps,
+        layer_scale=_scale(mlp), residual=not dropping, next_statistics=next_statistics and not dropping,
     )  # fmt: skip
     return (x + mlp.drop_path(y), None) if dropping else (y, emitted)
 
@@ -180,7 +180,7 @@ def run_mlp(parts: MlpParts, x: Tensor, backend: str) -> Tensor:
     return x + parts.drop_path(branch_or_sum) if dropping else branch_or_sum
 
 
-def _attention_half(parts: Any, x: Tensor, statistics: Tensor | None, next_eps: float) -> tuple[Tensor, Tensor | None]:
+def _attention_half(parts: Any, x: Tensor, statistics: Tensor | None) -> tuple[Tensor, Tensor | None]:
     norm, proj = parts.norm, parts.proj
     weight, bias = _joined(parts.qkv)
     qkv = layer_norm_linear(
@@ -192,7 +192,7 @@ def _attention_half(parts: Any, x: Tensor, statistics: Tensor | None, next_eps: 
     if _drops_path(parts.drop_path):
         branch, _ = linear_residual(mixed, weight, bias, layer_scale=_scale(parts), residual=None)
         return x + parts.drop_path(branch), None
-    return linear_residual(mixed, weight, bias, layer_scale=_scale(parts), residual=x, next_eps=next_eps)
+    return linear_residual(mixed, weight, bias, layer_scale=_scale(parts), residual=x, next_statistics=True)
 
 
 def _joined(linears: tuple[tuple[Slot, Slot], ...]) -> tuple[Any, Any]:
@@ -247,11 +247,10 @@ def forward_block(
     """
     if backend != "triton" or parts.attention is None or torch.compiler.is_compiling() or is_touched(block):
         return run_block(parts, x, backend=backend, attend=attend)[0]
-    eps = parts.attention.norm.eps
-    statistics = recall(x, eps) if attend is None else None
+    statistics = recall(x) if attend is None else None
     with counted():
-        y, emitted = run_block(parts, x, statistics, backend=backend, attend=attend, next_eps=eps)
-    remember(y, emitted, eps)
+        y, emitted = run_block(parts, x, statistics, backend=backend, attend=attend, next_statistics=True)
+    remember(y, emitted)
     return y
 
 
@@ -269,8 +268,7 @@ def run_blocks(blocks: nn.Sequential, x: Tensor) -> Tensor:
         return nn.Sequential.forward(blocks, x)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     statistics: Tensor | None = None
     for parts, following in zip_longest(ready, ready[1:]):
-        next_eps = None if following is None else following.attention.norm.eps
-        x, statistics = run_block(parts, x, statistics, next_eps=next_eps)
+        x, statistics = run_block(parts, x, statistics, next_statistics=following is not None)
     return x
 
 

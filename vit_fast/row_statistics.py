@@ -27,7 +27,6 @@ class _Entry:
     key: tuple[int, ...]
     alive: weakref.ref[Tensor]  # drops the entry when the tensor goes, whose id another may then have
     statistics: Tensor
-    eps: float
 
 
 class _Last(threading.local):
@@ -37,13 +36,12 @@ class _Last(threading.local):
 _last = _Last()
 
 
-def remember(y: Tensor, statistics: Tensor | None, eps: float) -> None:
+def remember(y: Tensor, statistics: Tensor | None) -> None:
     """Keeps the statistics of the rows of y, as long as y lives and no other block has returned something.
 
     Args:
         y: What a block returns.
         statistics: As its last operator gave them; None where it gave none.
-        eps: Epsilon that they were made with.
     """
     last = _last
     last.entry = None
@@ -54,13 +52,13 @@ def remember(y: Tensor, statistics: Tensor | None, eps: float) -> None:
         if last.entry is not None and last.entry.alive is gone:
             last.entry = None
 
-    last.entry = _Entry(_key(y), weakref.ref(y, forget), statistics, eps)
+    last.entry = _Entry(_key(y), weakref.ref(y, forget), statistics)
 
 
-def recall(x: Tensor, eps: float) -> Tensor | None:
-    """The statistics of the rows of x, if x is what the block before returned, and with this epsilon; else None."""
+def recall(x: Tensor) -> Tensor | None:
+    """The statistics of the rows of x, if x is what the block before returned; else None."""
     entry = _last.entry
-    if entry is None or entry.key[0] != id(x) or entry.eps != eps or not _is_followed(x) or entry.key != _key(x):
+    if entry is None or entry.key[0] != id(x) or not _is_followed(x) or entry.key != _key(x):
         return None
     return entry.statistics
 

@@ -58,7 +58,7 @@ def fused_block(
     attention_scale: float | None,
     eps: tuple[float, float],
     activation: str,
-    next_eps: float | None,
+    next_statistics: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """A block, with row statistics handed in and out.
 
@@ -70,7 +70,7 @@ def fused_block(
         attention_scale: Multiplier of q k^T; None means D**-0.5.
         eps: Of the two LayerNorms, in units of x squared.
         activation: One of `reference.ACTIVATIONS`.
-        next_eps: Epsilon of the LayerNorm that follows; None means that its statistics are not wanted.
+        next_statistics: Whether a LayerNorm follows that takes the statistics of the rows over.
     Returns:
         [B, N, C] in x.dtype, in place of fp16 and bf16 in autocast's where that is on; and the statistics of its rows,
         None where they were not wanted and of fp32 rows.
@@ -78,14 +78,13 @@ def fused_block(
         UnsupportedInputError: the kernels cannot run this input; lists all reasons.
     """
     dtype, x = matmul_dtype(x), residual_stream(x)
-    if x.dtype == torch.float32:  # rows that the next LayerNorm normalises itself
-        next_eps = None
+    wanted = next_statistics and x.dtype != torch.float32  # rows that the next LayerNorm normalises itself
     require_one_device("a block", x, tensors._asdict(), dtype)
     if attention_scale is None:
         attention_scale = (tensors.qkv_weight.shape[0] // (3 * heads)) ** -0.5
-    arguments = (x, statistics, *tensors, heads, attention_scale, *eps, activation, next_eps, dtype)
+    arguments = (x, statistics, *tensors, heads, attention_scale, *eps, activation, wanted, dtype)
     if needs_gradient(x, *tensors):
         y, emitted, *_ = block_training(*arguments)
     else:
         y, emitted = block_op(*arguments)
-    return y, None if next_eps is None else emitted
+    return y, emitted if wanted else None

@@ -19,9 +19,9 @@ from .attention_op import (
     attention_qkvpacked_backward_op,
     attention_qkvpacked_op,
 )
-from .checks import new_statistics, no_tensor, refuse_double_backward, refuse_vmap, rows_of
+from .checks import no_tensor, refuse_double_backward, refuse_vmap, rows_of
 from .flops import flop_formula
-from .kept_rows import fake_made_rows, input_dtype, rows_to_keep
+from .kept_rows import fake_made_rows, fake_statistics, input_dtype, rows_to_keep
 from .layer_norm_mlp_op import (
     layer_norm_mlp_backward_op,
     layer_norm_mlp_op,
@@ -51,27 +51,27 @@ def block_op(
     qkv_weight: Tensor, qkv_bias: Tensor | None, proj_weight: Tensor, proj_bias: Tensor | None,
     scale1: Tensor | None, norm2_weight: Tensor | None, norm2_bias: Tensor | None, fc1_weight: Tensor,
     fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None, scale2: Tensor | None,
-    heads: int, attention_scale: float, eps1: float, eps2: float, activation: str, next_eps: float | None,
+    heads: int, attention_scale: float, eps1: float, eps2: float, activation: str, next_statistics: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The block's output [B, N, C] for x [B, N, C], and with `next_eps` the statistics of its rows, which are of half
+    """The block's output [B, N, C] for x [B, N, C], and with `next_statistics` those of its rows, which are of half
     precision."""
     qkv = _linear(x, statistics, norm1_weight, norm1_bias, qkv_weight, qkv_bias, eps1, dtype)
     mixed, _ = _attention(qkv.unflatten(-1, (3, heads, -1)), attention_scale)
-    middle_eps = None if x.dtype == torch.float32 else eps2  # fp32 rows are normalised by who reads them
-    x, between = _residual(mixed.flatten(2), proj_weight, proj_bias, scale1, x, middle_eps)
-    known = None if middle_eps is None else between
+    wanted = x.dtype != torch.float32  # fp32 rows are normalised by who reads them
+    x, between = _residual(mixed.flatten(2), proj_weight, proj_bias, scale1, x, wanted)
+    known = between if wanted else None
     result: tuple[Tensor, Tensor] = _mlp(
         x, known, norm2_weight, norm2_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias,
-        scale2, eps2, activation, True, next_eps, dtype,
+        scale2, eps2, activation, True, next_statistics, dtype,
     )  # fmt: skip
     return result
 
 
 @fake(block_op)
 def _(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    *_, next_eps, _ = args
-    return x.new_empty(x.shape), new_statistics(x, next_eps is not None)
+    *_, wanted, _ = args
+    return x.new_empty(x.shape), fake_statistics(x, x.shape[-1], wanted)
 
 
 @operator("vit_fast::block_training")
@@ -80,7 +80,7 @@ def block_training_op(
     qkv_weight: Tensor, qkv_bias: Tensor | None, proj_weight: Tensor, proj_bias: Tensor | None,
     scale1: Tensor | None, norm2_weight: Tensor | None, norm2_bias: Tensor | None, fc1_weight: Tensor,
     fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None, scale2: Tensor | None,
-    heads: int, attention_scale: float, eps1: float, eps2: float, activation: str, next_eps: float | None,
+    heads: int, attention_scale: float, eps1: float, eps2: float, activation: str, next_statistics: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """As `block`, and for the backward: the rows and statistics that the first LayerNorm made, qkv [B, N, 3, H, D], the
@@ -88,29 +88,29 @@ def block_training_op(
     flat, *first = _linear_training(x, statistics, norm1_weight, norm1_bias, qkv_weight, qkv_bias, eps1, dtype)
     qkv = flat.unflatten(-1, (3, heads, -1))
     mixed, lse = _attention(qkv, attention_scale)
-    middle_eps = None if x.dtype == torch.float32 else eps2
-    x, between = _residual(mixed.flatten(2), proj_weight, proj_bias, scale1, x, middle_eps)
-    known = None if middle_eps is None else between
+    wanted = x.dtype != torch.float32
+    x, between = _residual(mixed.flatten(2), proj_weight, proj_bias, scale1, x, wanted)
+    known = between if wanted else None
     y, emitted, z, *made = _mlp_training(
         x, known, norm2_weight, norm2_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias,
-        scale2, eps2, activation, True, next_eps, dtype,
+        scale2, eps2, activation, True, next_statistics, dtype,
     )  # fmt: skip
-    return y, emitted, *first, qkv, mixed, lse, *rows_to_keep(x, known, *made), z
+    return y, emitted, *first, qkv, mixed, lse, *rows_to_keep(x, *made), z
 
 
 @fake(block_training_op)
 def _(x: Tensor, statistics: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
     qkv_weight, fc1_weight = args[2], args[9]
-    heads, _, _, _, _, next_eps, dtype = args[14:]
+    heads, _, _, _, _, wanted, dtype = args[14:]
     (B, N, _), width = x.shape, qkv_weight.shape[0] // 3
     qkv = x.new_empty((B, N, 3, heads, width // heads), dtype=dtype)
     mixed = x.new_empty((B, N, heads, width // heads), dtype=dtype)
     lse = x.new_empty((B, heads, N), dtype=torch.float32)
-    second = fake_made_rows(x, None, dtype)
+    second = fake_made_rows(x, dtype)
     if x.dtype != torch.float32:
         second = x.new_empty(x.shape), second[1]
     return (
-        x.new_empty(x.shape), new_statistics(x, next_eps is not None), *fake_made_rows(x, statistics, dtype),
+        x.new_empty(x.shape), fake_statistics(x, x.shape[-1], wanted), *fake_made_rows(x, dtype),
         qkv, mixed, lse, *second, x.new_empty((B * N, fc1_weight.shape[0]), dtype=dtype),
     )  # fmt: skip
 
@@ -146,12 +146,12 @@ def _(grad_output: Tensor, rows1: Tensor, statistics1: Tensor, *args: Any) -> tu
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, given, *parameters = inputs[:16]
+    x, _, *parameters = inputs[:16]
     _, ctx.attention_scale, _, _, ctx.activation, _, _ = inputs[16:]
     _, emitted, rows, statistics, *kept = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(emitted, rows, statistics, *kept)
-    ctx.save_for_backward(*rows_to_keep(x, given, rows, statistics), *kept, *parameters)
+    ctx.save_for_backward(*rows_to_keep(x, rows, statistics), *kept, *parameters)
 
 
 def _backward(ctx: Any, grad_output: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:

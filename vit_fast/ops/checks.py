@@ -75,11 +75,6 @@ def no_tensor(like: Tensor) -> Tensor:
     return like.new_empty(0, dtype=torch.float32)
 
 
-def new_statistics(x: Tensor, present: bool) -> Tensor:
-    """Room for the statistics [2, M] of rows [..., C]; no tensor where they are not asked for."""
-    return x.new_empty((2, x.numel() // x.shape[-1]), dtype=torch.float32) if present else no_tensor(x)
-
-
 def like_parameter(gradient: Tensor | None, parameter: Tensor | None, like: Tensor) -> Tensor:
     """A gradient in its parameter's dtype; no tensor, on the device of `like`, where there is no parameter."""
     if gradient is None or parameter is None:

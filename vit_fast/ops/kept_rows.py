@@ -1,7 +1,9 @@
-"""What a LayerNorm's backward needs of its input, as an operator returns and autograd keeps it.
+"""Row statistics as operators return them: for the LayerNorm that follows, and for the backward of their own.
 
-fp32 rows are kept normalised, in the dtype of the matmuls, with rstd as fp32 [1, M]. Half-precision rows are kept as
-they lie, with (mean, rstd) as fp32 [2, M]. An operator returns what it made: no result may be one of its inputs.
+What goes from operator to operator is of pieces of columns, fp32 [M, 2, row_parts(C)]; whoever reads it combines it
+with an epsilon of its own (`kernels/row_parts.py`). For its backward an operator keeps its rows: those of fp32
+normalised, in the dtype of the matmuls, with rstd as fp32 [1, M]; those of half precision as they lie, with (mean,
+rstd) as fp32 [2, M]. No result of an operator may be one of its inputs.
 """
 
 from __future__ import annotations
@@ -11,32 +13,35 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .checks import new_statistics, no_tensor
+from ..kernels.row_parts import row_parts
+from .checks import no_tensor
 
 if TYPE_CHECKING:
     from ..kernels.layer_norm import RowStatistics
 
 
-def made_rows(x: Tensor, given: Tensor | None, known: RowStatistics) -> tuple[Tensor, Tensor]:
-    """(rows, statistics) as far as the operator made them; no tensors in place of x and of statistics handed in."""
-    if x.dtype == torch.float32:
-        return known.source, known.statistics
-    return no_tensor(x), known.statistics if given is None else no_tensor(x)
+def fake_statistics(x: Tensor, width: int, present: bool) -> Tensor:
+    """Room for the statistics of rows of `width` columns, as many as x [..., C] has; no tensor where not wanted."""
+    rows = x.numel() // x.shape[-1]
+    return x.new_empty((rows, 2, row_parts(width)), dtype=torch.float32) if present else no_tensor(x)
 
 
-def fake_made_rows(x: Tensor, given: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def made_rows(x: Tensor, known: RowStatistics) -> tuple[Tensor, Tensor]:
+    """(rows, statistics) as far as the operator made them: no tensor in place of x."""
+    return known.source if x.dtype == torch.float32 else no_tensor(x), known.statistics
+
+
+def fake_made_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Room for `made_rows` where the matmuls are of a dtype."""
+    M, C = x.numel() // x.shape[-1], x.shape[-1]
     if x.dtype == torch.float32:
-        M, C = x.numel() // x.shape[-1], x.shape[-1]
         return x.new_empty((M, C), dtype=dtype), x.new_empty((1, M))
-    return no_tensor(x), new_statistics(x, given is None)
+    return no_tensor(x), x.new_empty((2, M), dtype=torch.float32)
 
 
-def rows_to_keep(x: Tensor, given: Tensor | None, made: Tensor, statistics: Tensor) -> tuple[Tensor, Tensor]:
-    """(rows, statistics) for the backward, from an operator's inputs and what it made."""
-    if x.dtype == torch.float32:
-        return made, statistics
-    return x, statistics if given is None else given
+def rows_to_keep(x: Tensor, made: Tensor, statistics: Tensor) -> tuple[Tensor, Tensor]:
+    """(rows, statistics) for the backward, from an operator's input and what it made."""
+    return made if x.dtype == torch.float32 else x, statistics
 
 
 def input_dtype(rows: Tensor, statistics: Tensor) -> torch.dtype:

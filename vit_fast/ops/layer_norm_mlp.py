@@ -79,29 +79,28 @@ def fused_layer_norm_mlp(
     activation: str,
     layer_scale: Tensor | None,
     residual: bool,
-    next_eps: float | None = None,
+    next_statistics: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """`layer_norm_mlp` by the Triton kernels, with row statistics handed in and out.
 
     Args:
-        statistics: (mean, rstd) of the rows of x, fp32 [2, M], as the operator before gave them; None computes them.
-        next_eps: Epsilon of the LayerNorm that follows: its statistics are then returned as well.
+        statistics: Of the rows of x, as the operator before gave them; None computes them.
+        next_statistics: Whether a LayerNorm follows that takes the statistics of the rows over.
     Returns:
-        [..., C] in the dtype of `layer_norm_mlp`, and the statistics of its rows fp32 [2, M]; None of fp32 rows and
-        where they were not wanted.
+        [..., C] in the dtype of `layer_norm_mlp`, and the statistics of its rows, as `kept_rows.py` has them; None
+        where they are not wanted and of fp32 rows, which the next LayerNorm normalises itself.
     """
     dtype, x = matmul_dtype(x), residual_stream(x)
-    if x.dtype == torch.float32:  # rows that the next LayerNorm normalises itself
-        next_eps = None
+    wanted = next_statistics and x.dtype != torch.float32
     parameters = {
         "norm_weight": norm_weight, "norm_bias": norm_bias, "fc1_weight": fc1_weight, "fc1_bias": fc1_bias,
         "fc2_weight": fc2_weight, "fc2_bias": fc2_bias, "layer_scale": layer_scale,
     }  # fmt: skip
     require_one_device("layer_norm_mlp", x, parameters, dtype)
-    arguments = (x, statistics, *parameters.values(), eps, activation, residual, next_eps, dtype)
+    arguments = (x, statistics, *parameters.values(), eps, activation, residual, wanted, dtype)
     training = needs_gradient(x, *parameters.values())
     y, emitted, *_ = layer_norm_mlp_training(*arguments) if training else layer_norm_mlp_op(*arguments)
-    return y, None if next_eps is None else emitted
+    return y, emitted if wanted else None
 
 
 def residual_stream(x: Tensor) -> Tensor:

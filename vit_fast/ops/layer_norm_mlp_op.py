@@ -3,8 +3,8 @@
 - `vit_fast::layer_norm_mlp` for inference;
 - `vit_fast::layer_norm_mlp_training`, which also returns what `vit_fast::layer_norm_mlp_backward` needs.
 
-Statistics are (mean, rstd) of rows as one tensor fp32 [2, M]. They are a function of their rows, handed from one
-operator to the next so that they need not be computed twice: the gradient through them is part of the LayerNorm's own.
+Statistics are as in `kept_rows.py`: a function of their rows, handed from one operator to the next so that they need
+not be computed twice. The gradient through them is part of the LayerNorm's own.
 
 Only torch is needed to register and trace them; Triton and the kernels are imported when one first runs.
 """
@@ -20,7 +20,6 @@ from .checks import (
     contiguous_rows,
     in_dtype,
     like_parameter,
-    new_statistics,
     no_tensor,
     refuse_double_backward,
     refuse_vmap,
@@ -28,7 +27,7 @@ from .checks import (
     rows_of,
 )
 from .flops import flop_formula
-from .kept_rows import fake_made_rows, input_dtype, made_rows, rows_to_keep
+from .kept_rows import fake_made_rows, fake_statistics, input_dtype, made_rows, rows_to_keep
 from .operators import differentiable, fake, operator
 from .transforms import transformable
 
@@ -37,10 +36,10 @@ from .transforms import transformable
 def layer_norm_mlp_op(
     x: Tensor, statistics: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
     fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None,
-    layer_scale: Tensor | None, eps: float, activation: str, residual: bool, next_eps: float | None,
+    layer_scale: Tensor | None, eps: float, activation: str, residual: bool, next_statistics: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """[x +] ls (act(LN(x) W1^T + b1) W2^T + b2) [..., C] by matmuls of `dtype`, and with `next_eps` the statistics
+    """[x +] ls (act(LN(x) W1^T + b1) W2^T + b2) [..., C] by matmuls of `dtype`, and with `next_statistics` those
     of its rows, which are of half precision."""
     parameters = {
         "norm_weight": norm_weight, "norm_bias": norm_bias, "fc1_weight": fc1_weight, "fc1_bias": fc1_bias,
@@ -51,10 +50,9 @@ def layer_norm_mlp_op(
 
     rows = contiguous_rows(x)
     folded = layer_norm.fold_linear(fc1_weight, norm_weight, norm_bias, fc1_bias, dtype)
-    known = layer_norm.row_statistics(rows, eps, statistics, dtype)
-    h = linear.layer_norm_linear(known, folded, activation)
+    h = linear.layer_norm_linear(layer_norm.input_rows(rows, eps, statistics, dtype), folded, activation)
     y, emitted = linear.linear_residual(
-        h, in_dtype(fc2_weight, dtype), fc2_bias, layer_scale, rows if residual else None, next_eps,
+        h, in_dtype(fc2_weight, dtype), fc2_bias, layer_scale, rows if residual else None, next_statistics,
         _output_dtype(x, layer_scale, residual, dtype),
     )  # fmt: skip
     return y.view(x.shape), no_tensor(x) if emitted is None else emitted
@@ -64,11 +62,11 @@ def layer_norm_mlp_op(
 def _(
     x: Tensor, statistics: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
     fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None,
-    layer_scale: Tensor | None, eps: float, activation: str, residual: bool, next_eps: float | None,
+    layer_scale: Tensor | None, eps: float, activation: str, residual: bool, next_statistics: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     y = x.new_empty(x.shape, dtype=_output_dtype(x, layer_scale, residual, dtype))
-    return y, new_statistics(x, next_eps is not None)
+    return y, fake_statistics(x, x.shape[-1], next_statistics)
 
 
 def _output_dtype(x: Tensor, layer_scale: Tensor | None, residual: bool, dtype: torch.dtype) -> torch.dtype:
@@ -82,7 +80,7 @@ def _output_dtype(x: Tensor, layer_scale: Tensor | None, residual: bool, dtype: 
 def layer_norm_mlp_training_op(
     x: Tensor, statistics: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
     fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None,
-    layer_scale: Tensor | None, eps: float, activation: str, residual: bool, next_eps: float | None,
+    layer_scale: Tensor | None, eps: float, activation: str, residual: bool, next_statistics: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """As `layer_norm_mlp`, and fc1's output z [M, F] and the rows and statistics that it made for the backward."""
@@ -95,25 +93,25 @@ def layer_norm_mlp_training_op(
 
     rows = contiguous_rows(x)
     folded = layer_norm.fold_linear(fc1_weight, norm_weight, norm_bias, fc1_bias, dtype)
-    known = layer_norm.row_statistics(rows, eps, statistics, dtype)
-    h, z = linear.layer_norm_linear_keeping(known, folded, activation)
+    known = layer_norm.input_rows(rows, eps, statistics, dtype)
+    h, z, kept = linear.layer_norm_linear_keeping(known, folded, activation)
     y, emitted = linear.linear_residual(
-        h, in_dtype(fc2_weight, dtype), fc2_bias, layer_scale, rows if residual else None, next_eps,
+        h, in_dtype(fc2_weight, dtype), fc2_bias, layer_scale, rows if residual else None, next_statistics,
         _output_dtype(x, layer_scale, residual, dtype),
     )  # fmt: skip
-    return y.view(x.shape), no_tensor(x) if emitted is None else emitted, z, *made_rows(x, statistics, known)
+    return y.view(x.shape), no_tensor(x) if emitted is None else emitted, z, *made_rows(x, kept)
 
 
 @fake(layer_norm_mlp_training_op)
 def _(
     x: Tensor, statistics: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
     fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None,
-    layer_scale: Tensor | None, eps: float, activation: str, residual: bool, next_eps: float | None,
+    layer_scale: Tensor | None, eps: float, activation: str, residual: bool, next_statistics: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     y = x.new_empty(x.shape, dtype=_output_dtype(x, layer_scale, residual, dtype))
     z = x.new_empty((x.numel() // x.shape[-1], fc1_weight.shape[0]), dtype=dtype)
-    return y, new_statistics(x, next_eps is not None), z, *fake_made_rows(x, statistics, dtype)
+    return y, fake_statistics(x, x.shape[-1], next_statistics), z, *fake_made_rows(x, dtype)
 
 
 @operator("vit_fast::layer_norm_mlp_backward")
@@ -155,11 +153,11 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, given, *parameters, _, ctx.activation, ctx.residual, _, _ = inputs
+    x, _, *parameters, _, ctx.activation, ctx.residual, _, _ = inputs
     _, emitted, z, *made = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(emitted, z, *made)
-    ctx.save_for_backward(*rows_to_keep(x, given, *made), z, *parameters)
+    ctx.save_for_backward(*rows_to_keep(x, *made), z, *parameters)
 
 
 def _backward(ctx: Any, grad_output: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:

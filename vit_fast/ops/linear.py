@@ -30,7 +30,8 @@ def layer_norm_linear(
         norm_weight, norm_bias: LayerNorm's affine [C]; None means ones, zeros.
         weight, bias: The linear layer's, [F, C] and [F]; bias None means zeros.
         eps: LayerNorm's epsilon, in units of x squared.
-        statistics: (mean, rstd) of the rows of x, fp32 [2, M]; None computes them. Those of fp32 x are not used.
+        statistics: Of the rows of x, as the operator before gave them; None computes them. Those of fp32 x are not
+            used.
     Returns:
         [..., F] in x.dtype, in autocast's where autocast is on.
     Raises:
@@ -50,7 +51,7 @@ def linear_residual(
     *,
     layer_scale: Tensor | None,
     residual: Tensor | None,
-    next_eps: float | None = None,
+    next_statistics: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """[residual +] layer_scale * (h W^T + b).
 
@@ -59,17 +60,17 @@ def linear_residual(
         weight, bias: [C, F] and [C]; bias None means zeros.
         layer_scale: [C]; None means ones.
         residual: [..., C]; None adds nothing.
-        next_eps: Epsilon of the LayerNorm that follows; None means that its statistics are not wanted.
+        next_statistics: Whether a LayerNorm follows that takes the statistics of the rows over.
     Returns:
         [..., C] in residual.dtype, without one in h.dtype or in layer_scale's where that is fp32; autocast's, where it
-        is on, in place of fp16 and bf16. And (mean, rstd) of its rows, fp32 [2, M], or None of fp32 rows.
+        is on, in place of fp16 and bf16. And the statistics of its rows, as `kept_rows.py` has them, or None where they
+        are not wanted and of fp32 rows, which the next LayerNorm normalises itself.
     Raises:
         UnsupportedInputError: the kernels cannot run this input; lists all reasons.
     """
     h = h.to(matmul_dtype(h))
     if residual is not None:
         residual = residual_stream(residual)
-    if sum_dtype(h, layer_scale, residual) == torch.float32:  # rows that the next LayerNorm normalises itself
-        next_eps = None
-    y, statistics = linear_residual_kernel(h, weight, bias, layer_scale, residual, next_eps)
-    return y, None if next_eps is None else statistics
+    wanted = next_statistics and sum_dtype(h, layer_scale, residual) != torch.float32
+    y, statistics = linear_residual_kernel(h, weight, bias, layer_scale, residual, wanted)
+    return y, statistics if wanted else None

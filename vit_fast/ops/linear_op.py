@@ -3,7 +3,7 @@
 - `vit_fast::layer_norm_linear` for inference, `..._training`, and `..._backward`;
 - `vit_fast::linear_residual` and `vit_fast::linear_residual_backward`.
 
-Statistics are as in `layer_norm_mlp_op.py`. Only torch is needed to register and trace these operators.
+Statistics are as in `kept_rows.py`. Only torch is needed to register and trace these operators.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from .checks import (
     contiguous_rows,
     in_dtype,
     like_parameter,
-    new_statistics,
     no_tensor,
     refuse_double_backward,
     refuse_vmap,
@@ -25,12 +24,12 @@ from .checks import (
     rows_of,
 )
 from .flops import flop_formula
-from .kept_rows import fake_made_rows, input_dtype, made_rows, rows_to_keep
+from .kept_rows import fake_made_rows, fake_statistics, input_dtype, made_rows, rows_to_keep
 from .operators import differentiable, fake, operator
 from .transforms import transformable
 
 if TYPE_CHECKING:
-    from ..kernels.layer_norm import RowStatistics
+    from ..kernels.layer_norm import FoldedLinear, InputRows
 
 
 @operator("vit_fast::layer_norm_linear")
@@ -39,7 +38,10 @@ def layer_norm_linear_op(
     weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """LN(x) W^T + b: x [..., C], W [F, C] -> [..., F] in `dtype`."""
-    return _layer_norm_linear(x, statistics, norm_weight, norm_bias, weight, bias, eps, dtype)[0]
+    from ..kernels import linear
+
+    out = linear.layer_norm_linear(*_inputs(x, statistics, norm_weight, norm_bias, weight, bias, eps, dtype))
+    return out.view(*x.shape[:-1], weight.shape[0])
 
 
 @fake(layer_norm_linear_op)
@@ -56,8 +58,11 @@ def layer_norm_linear_training_op(
     weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As `layer_norm_linear`, and the rows and statistics that it made for the backward."""
-    out, known = _layer_norm_linear(x, statistics, norm_weight, norm_bias, weight, bias, eps, dtype)
-    return out, *made_rows(x, statistics, known)
+    from ..kernels import linear
+
+    inputs = _inputs(x, statistics, norm_weight, norm_bias, weight, bias, eps, dtype)
+    out, _, known = linear.layer_norm_linear_keeping(*inputs)
+    return out.view(*x.shape[:-1], weight.shape[0]), *made_rows(x, known)
 
 
 @fake(layer_norm_linear_training_op)
@@ -66,20 +71,19 @@ def _(
     weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     out = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
-    return out, *fake_made_rows(x, statistics, dtype)
+    return out, *fake_made_rows(x, dtype)
 
 
-def _layer_norm_linear(
+def _inputs(
     x: Tensor, statistics: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
     weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype,
-) -> tuple[Tensor, RowStatistics]:  # fmt: skip
+) -> tuple[InputRows, FoldedLinear]:  # fmt: skip
     parameters = {"norm_weight": norm_weight, "norm_bias": norm_bias, "weight": weight, "bias": bias}
     require_supported("layer_norm_linear", x, parameters, dtype)
-    from ..kernels import layer_norm, linear
+    from ..kernels import layer_norm
 
     folded = layer_norm.fold_linear(weight, norm_weight, norm_bias, bias, dtype)
-    known = layer_norm.row_statistics(contiguous_rows(x), eps, statistics, dtype)
-    return linear.layer_norm_linear(known, folded).view(*x.shape[:-1], weight.shape[0]), known
+    return layer_norm.input_rows(contiguous_rows(x), eps, statistics, dtype), folded
 
 
 @operator("vit_fast::layer_norm_linear_backward")
@@ -114,11 +118,11 @@ def _(
 @operator("vit_fast::linear_residual")
 def linear_residual_op(
     h: Tensor, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None, residual: Tensor | None,
-    next_eps: float | None,
+    next_statistics: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """[residual +] ls (h W^T + b): h [..., F], W [C, F] -> [..., C] in `sum_dtype`.
 
-    With `next_eps` also the statistics of its rows, which are of half precision.
+    With `next_statistics` also the statistics of its rows, which are of half precision.
     """
     parameters = {"weight": weight, "bias": bias, "layer_scale": layer_scale, "residual": residual}
     require_supported("linear_residual", h, parameters, h.dtype)
@@ -127,17 +131,18 @@ def linear_residual_op(
     second = in_dtype(weight, h.dtype)
     base = None if residual is None else contiguous_rows(residual)
     dtype = sum_dtype(h, layer_scale, residual)
-    y, emitted = linear.linear_residual(contiguous_rows(h), second, bias, layer_scale, base, next_eps, dtype)
+    y, emitted = linear.linear_residual(contiguous_rows(h), second, bias, layer_scale, base, next_statistics, dtype)
     return y.view(*h.shape[:-1], weight.shape[0]), no_tensor(h) if emitted is None else emitted
 
 
 @fake(linear_residual_op)
 def _(
     h: Tensor, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None, residual: Tensor | None,
-    next_eps: float | None,
+    next_statistics: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    dtype = sum_dtype(h, layer_scale, residual)
-    return h.new_empty((*h.shape[:-1], weight.shape[0]), dtype=dtype), new_statistics(h, next_eps is not None)
+    width = weight.shape[0]
+    y = h.new_empty((*h.shape[:-1], width), dtype=sum_dtype(h, layer_scale, residual))
+    return y, fake_statistics(h, width, next_statistics)
 
 
 def sum_dtype(h: Tensor, layer_scale: Tensor | None, residual: Tensor | None) -> torch.dtype:
@@ -169,11 +174,11 @@ def _(
 
 
 def _save_layer_norm_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, given, *parameters, _, _ = inputs
+    x, _, *parameters, _, _ = inputs
     _, *made = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*made)
-    ctx.save_for_backward(*rows_to_keep(x, given, *made), *parameters)
+    ctx.save_for_backward(*rows_to_keep(x, *made), *parameters)
 
 
 def _layer_norm_linear_backward(ctx: Any, grad_output: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
