@@ -1,27 +1,17 @@
-"""LayerNorm folded into the linear layer that follows it.
-
-With gamma, beta the affine of the LayerNorm, W [F, C] and b the linear layer, mean and rstd of a row x:
-
-    W'' = W gamma - rowmean(W gamma), rounded to the dtype of x
-    s   = rowsum(W''), what the rounding left
-    c   = W beta + b
-    z   = rstd (x W''^T - mean s) + c          = LayerNorm(x) W^T + b
-
-so that a matmul reads x as it lies and LayerNorm costs two numbers a row in its epilogue. Dropping s would cost 16 %
-relative error in bf16 on rows whose mean is 100 times their spread.
+"""The rows of a LayerNorm that is folded into the linear layer after it (`folding.py`), and their statistics.
 
 The statistics come from whoever wrote x, of pieces of its columns (`row_parts.py`), and whoever reads x combines them
 (Chan, Golub and LeVeque, 1983): no launch of their own, but for an x that no kernel of ours wrote.
 
 Two cases need care:
 - fp32 rows, be it that everything is fp32 or that autocast keeps the residual stream so beside half-precision matmuls.
-  A product of W'' with x itself would lose what the mean has in excess of the spread, and fp16 cannot hold every x: the
-  rows are normalised first, (x - mean) rstd in the dtype of the matmuls, and z = that W''^T + c.
+  A product of the folded weight W'' with x itself would lose what the mean has in excess of the spread, and fp16 cannot
+  hold every x: the rows are normalised first, (x - mean) rstd in the dtype of the matmuls, and z = that W''^T + c.
 - A constant row of fp16 or bf16, where rstd is 1 / sqrt(eps) and would multiply the rounding noise of mean s - x W''.
   Its rstd is negative: the forward takes max(rstd, 0) and so returns c, as LayerNorm does; the backward, whose
   gradient through a constant row is not zero, applies the magnitude where nothing cancels (see `matmul.py`).
 
-Source: LayerNorm, arXiv 1607.06450; the folding is vit-fast's own derivation, checked in fp64 by the tests.
+Source: LayerNorm, arXiv 1607.06450.
 """
 
 from __future__ import annotations
@@ -182,52 +172,6 @@ def _normalise_kernel(
         tl.store(normalised_ptr + start + cols[None, :], normalised.to(normalised_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def load_columns(pointer, cols, C, DEFAULT: tl.constexpr):
-    """[BLOCK_C] of a vector [C] in fp32; DEFAULT throughout where there is none."""
-    if pointer is None:
-        return tl.full(cols.shape, DEFAULT, tl.float32)
-    else:
-        return tl.load(pointer + cols, mask=cols < C, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _prepare_weight_kernel(
-    weight_ptr,  # [F, C]
-    gamma_ptr,  # [C] or None
-    beta_ptr,  # [C] or None
-    bias_ptr,  # [F] or None
-    folded_ptr,  # [F, C] W'', in the dtype of x
-    sum_ptr,  # fp32 [F] s
-    shift_ptr,  # fp32 [F] c
-    F, C,
-    ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = rows < F
-    start = rows.to(tl.int64)[:, None] * C
-    total = tl.zeros((ROWS,), tl.float32)
-    shift = load_columns(bias_ptr, rows, F, 0.0)
-    for first in tl.range(0, C, BLOCK_C):
-        cols = first + tl.arange(0, BLOCK_C)
-        mask = inside[:, None] & (cols < C)[None, :]
-        weight = tl.load(weight_ptr + start + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        total += tl.sum(weight * load_columns(gamma_ptr, cols, C, 1.0)[None, :], 1)
-        shift += tl.sum(weight * load_columns(beta_ptr, cols, C, 0.0)[None, :], 1)
-    mean = total / C
-    left = tl.zeros((ROWS,), tl.float32)
-    for first in tl.range(0, C, BLOCK_C):
-        cols = first + tl.arange(0, BLOCK_C)
-        mask = inside[:, None] & (cols < C)[None, :]
-        weight = tl.load(weight_ptr + start + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        centred = tl.where(mask, weight * load_columns(gamma_ptr, cols, C, 1.0)[None, :] - mean[:, None], 0.0)
-        folded = centred.to(folded_ptr.dtype.element_ty)
-        tl.store(folded_ptr + start + cols[None, :], folded, mask=mask)
-        left += tl.sum(folded.to(tl.float32), 1)
-    tl.store(sum_ptr + rows, left, mask=inside)
-    tl.store(shift_ptr + rows, shift, mask=inside)
-
-
 @dataclass(frozen=True)
 class InputRows:
     """What a folded linear layer reads.
@@ -283,21 +227,6 @@ def is_normalised(statistics: Tensor) -> bool:
     return statistics.shape[0] == 1
 
 
-@dataclass(frozen=True)
-class FoldedLinear:
-    """A linear layer with the LayerNorm before it folded in.
-
-    Args:
-        weight: W'' [F, C], the dtype of x.
-        weight_sum: s, fp32 [F].
-        shift: c, fp32 [F].
-    """
-
-    weight: Tensor
-    weight_sum: Tensor
-    shift: Tensor
-
-
 def chunk(width: int) -> tuple[int, int]:
     """Columns a step and rows a program of a kernel that reduces rows of this width."""
     block = min(triton.next_power_of_2(width), _MAX_CHUNK)
@@ -330,25 +259,6 @@ def normalise_launch(x: Tensor, eps: float, rstd: Tensor, normalised: Tensor) ->
     return Launch(_normalise_kernel, (ceil_div(M, rows),), args, constants, num_warps=4, device=x.device)
 
 
-def prepare_weight_launch(
-    weight: Tensor, gamma: Tensor | None, beta: Tensor | None, bias: Tensor | None, folded: FoldedLinear
-) -> Launch:
-    """Fold a LayerNorm's affine into weight [F, C] and bias [F], into the tensors of `folded`."""
-    F, C = weight.shape
-    block, rows = chunk(C)
-    return Launch(
-        _prepare_weight_kernel,
-        (ceil_div(F, rows),),
-        {
-            "weight_ptr": weight, "gamma_ptr": gamma, "beta_ptr": beta, "bias_ptr": bias,
-            "folded_ptr": folded.weight, "sum_ptr": folded.weight_sum, "shift_ptr": folded.shift, "F": F, "C": C,
-        },
-        {"ROWS": rows, "BLOCK_C": block},
-        num_warps=4,
-        device=weight.device,
-    )  # fmt: skip
-
-
 def input_rows(x: Tensor, eps: float, part: Tensor | None, dtype: torch.dtype) -> InputRows:
     """x as a folded linear layer reads it.
 
@@ -372,15 +282,3 @@ def input_rows(x: Tensor, eps: float, part: Tensor | None, dtype: torch.dtype) -
 def new_statistics(M: int, C: int, device: torch.device) -> Tensor:
     """Room for the statistics of M rows of C columns."""
     return torch.empty(M, 2, row_parts(C), dtype=torch.float32, device=device)
-
-
-def fold_linear(
-    weight: Tensor, gamma: Tensor | None, beta: Tensor | None, bias: Tensor | None, dtype: torch.dtype
-) -> FoldedLinear:
-    """Prepare a linear layer, weight [F, C], for inputs of a dtype."""
-    weight = weight.contiguous()
-    gamma, beta, bias = (vector if vector is None else vector.contiguous() for vector in (gamma, beta, bias))
-    sums, shift = (torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device) for _ in range(2))
-    folded = FoldedLinear(torch.empty_like(weight, dtype=dtype), sums, shift)
-    prepare_weight_launch(weight, gamma, beta, bias, folded).run()
-    return folded

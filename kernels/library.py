@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from .activations import TORCH_ACTIVATIONS
-from .layer_norm import FoldedLinear, RowStatistics
+from .folding import FoldedLinear
+from .layer_norm import RowStatistics
 
 
 def linear_residual(

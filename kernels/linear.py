@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import library
+from .folding import FoldedLinear
 from .gradients import (
     folded_weight_gradients,
     gradient_coefficient,
@@ -21,7 +22,6 @@ from .gradients import (
     residual_weight_gradients,
 )
 from .layer_norm import (
-    FoldedLinear,
     InputRows,
     RowStatistics,
     combine_statistics_launch,

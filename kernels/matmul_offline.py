@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .activations import ACTIVATIONS
 from .device import matrix_instruction
+from .folding import FoldedLinear, NormedLinear, fold_launch
 from .gradients import (
     coefficient_launch,
     folded_weight_grad_launch,
@@ -20,11 +21,9 @@ from .gradients import (
 )
 from .launch import Launch
 from .layer_norm import (
-    FoldedLinear,
     RowStatistics,
     combine_statistics_launch,
     normalise_launch,
-    prepare_weight_launch,
     row_statistics_launch,
 )
 from .matmul_launch import EPILOGUES, MatmulConfig, Operands, matmul_launch
@@ -170,8 +169,10 @@ def _small_launches(dtype: torch.dtype, stream: torch.dtype) -> Iterator[tuple[s
         yield "row_statistics", row_statistics_launch(x, part)
         yield "combine_statistics", combine_statistics_launch(part, _C, 1e-6, known.statistics)
     yield "finish_residual", finish_residual_launch(_meta(5, _M, _C), vector, vector, x, x, part)
+    linear = NormedLinear(weight, bias, vector, vector)
     folded = FoldedLinear(_meta(_F, _C, dtype=dtype), _meta(_F), _meta(_F))
-    yield "prepare_weight", prepare_weight_launch(weight, vector, vector, bias, folded)
+    yield "fold of one", fold_launch([linear], [folded])
+    yield "fold of two", fold_launch([linear] * 2, [folded] * 2)
     yield "layer_norm_grad", layer_norm_grad_launch(rows, known, x, None if normalised else rows)
     yield "coefficient", coefficient_launch(_meta(48, _M), known, _meta(_M))
     parts = _meta(_F // 32, _C)

@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .folding import load_columns
 from .launch import Launch, ceil_div
-from .layer_norm import load_columns, piece_statistics, store_statistics
+from .layer_norm import piece_statistics, store_statistics
 from .row_parts import PIECE, row_parts
 
 _ROWS = 16  # few rows are what this is for: many programs, not large ones

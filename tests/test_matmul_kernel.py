@@ -8,7 +8,7 @@ from kernel_support import DEVICE, FORWARD_FACTOR, assert_as_exact_as_eager, nan
 from mlp_support import combined, statistics_of
 from torch import Tensor
 
-from vit_fast.kernels import layer_norm, linear, matmul_policy
+from vit_fast.kernels import folding, layer_norm, linear, matmul_policy
 from vit_fast.kernels.activations import ACTIVATIONS
 from vit_fast.kernels.matmul_launch import MatmulConfig, Operands, matmul_launch
 from vit_fast.kernels.matmul_policy import matmul_config
@@ -133,7 +133,7 @@ def test_the_library_computes_the_same_layer_norm_linear(
     x, weight, vectors = normal(70, 96, dtype=stream), normal(48, 96, seed=1) / 10, [normal(96, seed=i) for i in (2, 3)]
     x[5] = 3.0  # a constant row
     bias = normal(48, seed=4)
-    folded = layer_norm.fold_linear(weight, *vectors, bias, dtype)
+    folded = folding.fold_linear(weight, *vectors, bias, dtype)
     rows = layer_norm.input_rows(x, 1e-6, None, dtype)
     run = linear.layer_norm_linear_keeping if keeping else linear.layer_norm_linear
     ours = run(rows, folded, activation)
@@ -173,3 +173,35 @@ def test_statistics_of_pieces_of_every_size(C: int, sub_tiles: int, monkeypatch:
     out, part = linear.linear_residual(*tensors, statistics=True)
     assert part is not None
     _check_statistics(out, part)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+def test_linears_are_folded_together(count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As each by itself to the bit, whatever is absent; two in one launch. The formula in fp64 is met."""
+    linears = [
+        folding.NormedLinear(normal(48, 96, seed=1), normal(48, seed=2), normal(96, seed=3), normal(96, seed=4)),
+        folding.NormedLinear(normal(33, 40, seed=5).t().contiguous().t(), None, None, normal(40, seed=6)),
+        folding.NormedLinear(normal(7, 2100, seed=7), None, normal(2100, seed=8), None),
+    ][:count]
+    alone = [folding.fold_linear(one.weight, one.gamma, one.beta, one.bias, dtype) for one in linears]
+    launches = []
+    run = folding.Launch.run
+    monkeypatch.setattr(folding.Launch, "run", lambda self: (launches.append(self), run(self)))
+    together = folding.fold_linears(linears, dtype)
+    assert len(launches) == (count + 1) // 2
+    for one, single, folded in zip(linears, alone, together, strict=True):
+        scaled = one.weight.double() * (1 if one.gamma is None else one.gamma.double())
+        centred = scaled - scaled.mean(1, keepdim=True)
+        shift = (0 if one.beta is None else one.weight.double() @ one.beta.double()) + (
+            0 if one.bias is None else one.bias
+        )
+        assert folded.weight.dtype == dtype
+        torch.testing.assert_close(folded.weight.double(), centred, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
+        torch.testing.assert_close(folded.weight_sum.double(), folded.weight.double().sum(1), rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(
+            folded.shift.double(), torch.zeros_like(folded.shift).double() + shift, rtol=1e-5, atol=1e-4
+        )
+        for name in ("weight", "weight_sum", "shift"):
+            if one.weight.shape[1] == max(other.weight.shape[1] for other in linears):  # cut into the same chunks
+                assert torch.equal(getattr(single, name), getattr(folded, name))

@@ -46,10 +46,10 @@ def layer_norm_mlp_op(
         "fc2_weight": fc2_weight, "fc2_bias": fc2_bias, "layer_scale": layer_scale,
     }  # fmt: skip
     require_supported("layer_norm_mlp", x, parameters, dtype)
-    from ..kernels import layer_norm, linear
+    from ..kernels import folding, layer_norm, linear
 
     rows = contiguous_rows(x)
-    folded = layer_norm.fold_linear(fc1_weight, norm_weight, norm_bias, fc1_bias, dtype)
+    folded = folding.fold_linear(fc1_weight, norm_weight, norm_bias, fc1_bias, dtype)
     h = linear.layer_norm_linear(layer_norm.input_rows(rows, eps, statistics, dtype), folded, activation)
     y, emitted = linear.linear_residual(
         h, in_dtype(fc2_weight, dtype), fc2_bias, layer_scale, rows if residual else None, next_statistics,
@@ -89,10 +89,10 @@ def layer_norm_mlp_training_op(
         "fc2_weight": fc2_weight, "fc2_bias": fc2_bias, "layer_scale": layer_scale,
     }  # fmt: skip
     require_supported("layer_norm_mlp", x, parameters, dtype)
-    from ..kernels import layer_norm, linear
+    from ..kernels import folding, layer_norm, linear
 
     rows = contiguous_rows(x)
-    folded = layer_norm.fold_linear(fc1_weight, norm_weight, norm_bias, fc1_bias, dtype)
+    folded = folding.fold_linear(fc1_weight, norm_weight, norm_bias, fc1_bias, dtype)
     known = layer_norm.input_rows(rows, eps, statistics, dtype)
     h, z, kept = linear.layer_norm_linear_keeping(known, folded, activation)
     y, emitted = linear.linear_residual(
@@ -121,13 +121,13 @@ def layer_norm_mlp_backward_op(
     fc2_bias: Tensor | None, layer_scale: Tensor | None, activation: str, residual: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x and of the seven parameters; of an absent one an empty tensor."""
-    from ..kernels import layer_norm, linear
+    from ..kernels import folding, layer_norm, linear
 
     known = layer_norm.RowStatistics(contiguous_rows(rows), statistics)
     stream = contiguous_rows(grad_output)
     dy = stream.to(rows.dtype)
     first, second = fc1_weight.contiguous(), fc2_weight.contiguous()
-    folded = layer_norm.fold_linear(first, norm_weight, norm_bias, fc1_bias, rows.dtype)
+    folded = folding.fold_linear(first, norm_weight, norm_bias, fc1_bias, rows.dtype)
     gradient, h = linear.activation_gradient(dy, second, layer_scale, z, known, folded, activation)
     d_second, d_bias2, d_scale = linear.residual_gradients(dy, h, second, fc2_bias, layer_scale)
     del h

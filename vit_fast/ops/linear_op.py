@@ -29,7 +29,8 @@ from .operators import differentiable, fake, operator
 from .transforms import transformable
 
 if TYPE_CHECKING:
-    from ..kernels.layer_norm import FoldedLinear, InputRows
+    from ..kernels.folding import FoldedLinear
+    from ..kernels.layer_norm import InputRows
 
 
 @operator("vit_fast::layer_norm_linear")
@@ -80,9 +81,9 @@ def _inputs(
 ) -> tuple[InputRows, FoldedLinear]:  # fmt: skip
     parameters = {"norm_weight": norm_weight, "norm_bias": norm_bias, "weight": weight, "bias": bias}
     require_supported("layer_norm_linear", x, parameters, dtype)
-    from ..kernels import layer_norm
+    from ..kernels import folding, layer_norm
 
-    folded = layer_norm.fold_linear(weight, norm_weight, norm_bias, bias, dtype)
+    folded = folding.fold_linear(weight, norm_weight, norm_bias, bias, dtype)
     return layer_norm.input_rows(contiguous_rows(x), eps, statistics, dtype), folded
 
 
@@ -92,10 +93,10 @@ def layer_norm_linear_backward_op(
     norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, norm_weight, norm_bias, weight, bias; of an absent one an empty tensor."""
-    from ..kernels import layer_norm, linear
+    from ..kernels import folding, layer_norm, linear
 
     known = layer_norm.RowStatistics(contiguous_rows(rows), statistics)
-    folded = layer_norm.fold_linear(weight, norm_weight, norm_bias, bias, rows.dtype)
+    folded = folding.fold_linear(weight, norm_weight, norm_bias, bias, rows.dtype)
     dx, d_weight, d_gamma, d_beta, d_bias = linear.layer_norm_linear_gradients(
         contiguous_rows(grad_output), known, folded, weight.contiguous(), norm_weight, norm_bias
     )

@@ -1,0 +1,168 @@
+"""LayerNorm folded into the linear layer that follows it.
+
+With gamma, beta the affine of the LayerNorm, W [F, C] and b the linear layer, mean and rstd of a row x:
+
+    W'' = W gamma - rowmean(W gamma), rounded to the dtype of x
+    s   = rowsum(W''), what the rounding left
+    c   = W beta + b
+    z   = rstd (x W''^T - mean s) + c          = LayerNorm(x) W^T + b
+
+so that a matmul reads x as it lies and LayerNorm costs two numbers a row in its epilogue. Dropping s would cost 16 %
+relative error in bf16 on rows whose mean is 100 times their spread. One launch folds two linear layers, as many as a
+block has behind LayerNorms.
+
+Source: vit-fast's own derivation, checked in fp64 by the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import Launch, ceil_div
+from .layer_norm import chunk
+
+
+@triton.jit
+def load_columns(pointer, cols, C, DEFAULT: tl.constexpr):
+    """[BLOCK_C] of a vector [C] in fp32; DEFAULT throughout where there is none."""
+    if pointer is None:
+        return tl.full(cols.shape, DEFAULT, tl.float32)
+    else:
+        return tl.load(pointer + cols, mask=cols < C, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _fold_rows(
+    weight_ptr, gamma_ptr, beta_ptr, bias_ptr, folded_ptr, sum_ptr, shift_ptr, program, F, C,
+    ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """The `program`-th ROWS rows of a linear layer."""
+    rows = program * ROWS + tl.arange(0, ROWS)
+    inside = rows < F
+    start = rows.to(tl.int64)[:, None] * C
+    total = tl.zeros((ROWS,), tl.float32)
+    shift = load_columns(bias_ptr, rows, F, 0.0)
+    for first in tl.range(0, C, BLOCK_C):
+        cols = first + tl.arange(0, BLOCK_C)
+        mask = inside[:, None] & (cols < C)[None, :]
+        weight = tl.load(weight_ptr + start + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        total += tl.sum(weight * load_columns(gamma_ptr, cols, C, 1.0)[None, :], 1)
+        shift += tl.sum(weight * load_columns(beta_ptr, cols, C, 0.0)[None, :], 1)
+    mean = total / C
+    left = tl.zeros((ROWS,), tl.float32)
+    for first in tl.range(0, C, BLOCK_C):
+        cols = first + tl.arange(0, BLOCK_C)
+        mask = inside[:, None] & (cols < C)[None, :]
+        weight = tl.load(weight_ptr + start + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        centred = tl.where(mask, weight * load_columns(gamma_ptr, cols, C, 1.0)[None, :] - mean[:, None], 0.0)
+        folded = centred.to(folded_ptr.dtype.element_ty)
+        tl.store(folded_ptr + start + cols[None, :], folded, mask=mask)
+        left += tl.sum(folded.to(tl.float32), 1)
+    tl.store(sum_ptr + rows, left, mask=inside)
+    tl.store(shift_ptr + rows, shift, mask=inside)
+
+
+@triton.jit
+def _fold_kernel(
+    weight_ptr,  # [F, C]
+    gamma_ptr,  # [C] or None
+    beta_ptr,  # [C] or None
+    bias_ptr,  # [F] or None
+    folded_ptr,  # [F, C] W'', in the dtype of x
+    sum_ptr,  # fp32 [F] s
+    shift_ptr,  # fp32 [F] c
+    weight2_ptr, gamma2_ptr, beta2_ptr, bias2_ptr, folded2_ptr, sum2_ptr, shift2_ptr,  # of another, or None
+    F, C, F2, C2,
+    ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    first = tl.cdiv(F, ROWS)
+    if program < first:
+        _fold_rows(
+            weight_ptr, gamma_ptr, beta_ptr, bias_ptr, folded_ptr, sum_ptr, shift_ptr, program, F, C, ROWS, BLOCK_C
+        )
+    elif weight2_ptr is not None:
+        _fold_rows(
+            weight2_ptr, gamma2_ptr, beta2_ptr, bias2_ptr, folded2_ptr, sum2_ptr, shift2_ptr, program - first, F2, C2,
+            ROWS, BLOCK_C,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class NormedLinear:
+    """A linear layer with the LayerNorm before it.
+
+    Args:
+        weight: [F, C].
+        bias: [F]; None means zeros.
+        gamma, beta: The LayerNorm's affine [C]; None means ones, zeros.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    gamma: Tensor | None
+    beta: Tensor | None
+
+    def contiguous(self) -> NormedLinear:
+        """The same in dense memory."""
+        bias, gamma, beta = (v if v is None else v.contiguous() for v in (self.bias, self.gamma, self.beta))
+        return NormedLinear(self.weight.contiguous(), bias, gamma, beta)
+
+
+@dataclass(frozen=True)
+class FoldedLinear:
+    """A linear layer with the LayerNorm before it folded in.
+
+    Args:
+        weight: W'' [F, C], the dtype of x.
+        weight_sum: s, fp32 [F].
+        shift: c, fp32 [F].
+    """
+
+    weight: Tensor
+    weight_sum: Tensor
+    shift: Tensor
+
+
+def fold_launch(linears: Sequence[NormedLinear], folded: Sequence[FoldedLinear]) -> Launch:
+    """Fold one or two linear layers, of dense tensors, into those of `folded`."""
+    args: dict[str, Any] = {}
+    block, rows = chunk(max(linear.weight.shape[1] for linear in linears))
+    for index, suffix in enumerate(("", "2")):
+        linear, into = (linears[index], folded[index]) if index < len(linears) else (None, None)
+        F, C = linear.weight.shape if linear else (0, 0)
+        args |= {
+            f"weight{suffix}_ptr": linear and linear.weight, f"gamma{suffix}_ptr": linear and linear.gamma,
+            f"beta{suffix}_ptr": linear and linear.beta, f"bias{suffix}_ptr": linear and linear.bias,
+            f"folded{suffix}_ptr": into and into.weight, f"sum{suffix}_ptr": into and into.weight_sum,
+            f"shift{suffix}_ptr": into and into.shift, f"F{suffix}": F, f"C{suffix}": C,
+        }  # fmt: skip
+    programs = sum(ceil_div(linear.weight.shape[0], rows) for linear in linears)
+    constants = {"ROWS": rows, "BLOCK_C": block}
+    return Launch(_fold_kernel, (programs,), args, constants, num_warps=4, device=linears[0].weight.device)
+
+
+def fold_linears(linears: Sequence[NormedLinear], dtype: torch.dtype) -> list[FoldedLinear]:
+    """Fold the LayerNorms before linear layers into them, for inputs of a dtype: one launch for every two."""
+    folded = []
+    dense = [linear.contiguous() for linear in linears]
+    for linear in dense:
+        sums, shift = (linear.weight.new_empty(linear.weight.shape[0], dtype=torch.float32) for _ in range(2))
+        folded.append(FoldedLinear(torch.empty_like(linear.weight, dtype=dtype), sums, shift))
+    for first in range(0, len(dense), 2):
+        fold_launch(dense[first : first + 2], folded[first : first + 2]).run()
+    return folded
+
+
+def fold_linear(
+    weight: Tensor, gamma: Tensor | None, beta: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> FoldedLinear:
+    """`fold_linears` of one: weight [F, C]."""
+    return fold_linears([NormedLinear(weight, bias, gamma, beta)], dtype)[0]
