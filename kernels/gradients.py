@@ -10,7 +10,8 @@ gradient of z, g = dz W'' that of n, U = dz^T n:
     db     = sum_m dz
 
 mean_c(g) is 0 but for rounding, as the rows of W'' sum to 0, and C mean_c(g n) = sum_f dz (z - c). Hence two ways:
-- A linear layer whose dz is at hand (qkv): one pass over g and x, which also writes n where it does not lie there.
+- A linear layer whose dz is at hand (qkv): one pass over dz W and x, with g = dz W gamma, so that nothing needs to be
+  folded; it also writes n where that does not lie there.
 - Behind an activation, where dz leaves a matmul, its epilogue sums dz (z - c) and stores dz~ = rstd dz, so that x is
   read as it lies: U = dz~^T x less (sum_m dz~ mean) on every column. No pass over x or g is left.
 
@@ -34,6 +35,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .folding import NormedLinear, load_columns
 from .launch import Launch, ceil_div
 from .layer_norm import RowStatistics, chunk
 from .matmul import _inside, _load_tile, _offsets, _store_tile
@@ -43,7 +45,8 @@ _ROWS, _COLS = 32, 128
 
 @triton.jit
 def _layer_norm_grad_kernel(
-    grad_ptr,  # [M, C] g, the gradient of the normalised rows
+    grad_ptr,  # [M, C] dz W, the gradient of the LayerNorm's result
+    gamma_ptr,  # [C] or None
     source_ptr,  # [M, C] x; n itself where there is no mean
     mean_ptr,  # fp32 [M] or None
     rstd_ptr,  # fp32 [M], negative for a constant row where there is a mean
@@ -67,6 +70,7 @@ def _layer_norm_grad_kernel(
         cols = first + tl.arange(0, BLOCK_C)
         mask = inside[:, None] & (cols < C)[None, :]
         grad = tl.load(grad_ptr + start + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        grad *= load_columns(gamma_ptr, cols, C, 1.0)[None, :]
         source = tl.load(source_ptr + start + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         total += tl.sum(grad, 1)
         along += tl.sum(grad * ((source - shift[:, None]) * scale[:, None]), 1)
@@ -76,30 +80,13 @@ def _layer_norm_grad_kernel(
         cols = first + tl.arange(0, BLOCK_C)
         mask = inside[:, None] & (cols < C)[None, :]
         grad = tl.load(grad_ptr + start + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        grad *= load_columns(gamma_ptr, cols, C, 1.0)[None, :]
         source = tl.load(source_ptr + start + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         normalised = (source - shift[:, None]) * scale[:, None]
         if mean_ptr is not None:
             tl.store(normalised_ptr + start + cols[None, :], normalised.to(normalised_ptr.dtype.element_ty), mask=mask)
         dx = tl.abs(rstd)[:, None] * (grad - total[:, None] - normalised * along[:, None])
         tl.store(out_ptr + start + cols[None, :], dx.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _coefficient_kernel(
-    part_ptr,  # fp32 [parts, M] of sum_f dz (z - c)
-    rstd_ptr,  # fp32 [M]
-    out_ptr,  # fp32 [M]
-    M, C, parts,
-    NORMALISED: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = rows < M
-    total = tl.zeros((ROWS,), tl.float32)
-    for part in tl.range(0, parts):
-        total += tl.load(part_ptr + tl.cast(part, tl.int64) * M + rows, mask=inside, other=0.0)
-    rstd = tl.load(rstd_ptr + rows, mask=inside, other=0.0)
-    factor = rstd if NORMALISED else rstd * rstd
-    tl.store(out_ptr + rows, total * factor / C, mask=inside)
 
 
 @triton.jit
@@ -114,18 +101,30 @@ def _sum_splits(part_ptr, splits, row, col, M, N, ROWS: tl.constexpr, COLS: tl.c
 
 
 @triton.jit
+def _sum_column_parts(part_ptr, parts, stride, col, N, COLS: tl.constexpr):
+    """[COLS] sums over fp32 parts that lie `stride` apart, each of at least N columns."""
+    cols = col + tl.arange(0, COLS)
+    total = tl.zeros((COLS,), tl.float32)
+    for first in tl.range(0, parts, 16):
+        part = first + tl.arange(0, 16)
+        mask = (part < parts)[:, None] & (cols < N)[None, :]
+        pointers = part_ptr + (part.to(tl.int64)[:, None] * stride + cols[None, :])
+        total += tl.sum(tl.load(pointers, mask=mask, other=0.0), 0)
+    return total
+
+
+@triton.jit
 def _folded_weight_grad_kernel(
     part_ptr,  # fp32 [splits, F, C] of dz~^T x, or of dz^T n
-    grad_sum_ptr,  # fp32 [F] sum_m dz
-    shifted_sum_ptr,  # fp32 [F] sum_m dz~ mean; None for dz^T n
+    column_part_ptr,  # fp32 [sums, 2, F] of sum_m dz and sum_m dz~ mean; for dz^T n [sums, F] of the former
     weight_ptr,  # [F, C]
     gamma_ptr,  # [C] or None
     beta_ptr,  # [C] or None
     out_ptr,  # [F, C] dW
-    gamma_part_ptr,  # fp32 [F / ROWS, C]
-    beta_part_ptr,  # fp32 [F / ROWS, C]
-    F, C, splits,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
+    bias_grad_ptr,  # [F], or None
+    vector_part_ptr,  # fp32 [F / ROWS, 2, C] of dgamma and dbeta
+    F, C, splits, sums,
+    SHIFTED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     tiles_c = tl.cdiv(C, COLS)
     tile_f = tl.program_id(0) // tiles_c
@@ -133,18 +132,38 @@ def _folded_weight_grad_kernel(
     col = tl.program_id(0) % tiles_c * COLS
     rows = row + tl.arange(0, ROWS)
     cols = col + tl.arange(0, COLS)
-    grad_sum = tl.load(grad_sum_ptr + rows, mask=rows < F, other=0.0)
+    stride = 2 * F if SHIFTED else F
+    grad_sum = _sum_column_parts(column_part_ptr, sums, stride, row, F, ROWS)
     u = _sum_splits(part_ptr, splits, row, col, F, C, ROWS, COLS)
-    if shifted_sum_ptr is not None:
-        u -= tl.load(shifted_sum_ptr + rows, mask=rows < F, other=0.0)[:, None]
+    if SHIFTED:
+        u -= _sum_column_parts(column_part_ptr + F, sums, stride, row, F, ROWS)[:, None]
+    if bias_grad_ptr is not None:
+        tl.store(bias_grad_ptr + rows, grad_sum.to(bias_grad_ptr.dtype.element_ty), mask=(rows < F) & (col == 0))
     weight = _load_tile(weight_ptr, row, col, F, C, ROWS, COLS, False).to(tl.float32)
-    tl.store(gamma_part_ptr + tile_f * C + cols, tl.sum(u * weight, 0), mask=cols < C)
-    tl.store(beta_part_ptr + tile_f * C + cols, tl.sum(grad_sum[:, None] * weight, 0), mask=cols < C)
-    if gamma_ptr is not None:
-        u *= tl.load(gamma_ptr + cols, mask=cols < C, other=0.0).to(tl.float32)[None, :]
-    if beta_ptr is not None:
-        u += grad_sum[:, None] * tl.load(beta_ptr + cols, mask=cols < C, other=0.0).to(tl.float32)[None, :]
+    vectors = vector_part_ptr + tile_f * 2 * C + cols
+    tl.store(vectors, tl.sum(u * weight, 0), mask=cols < C)
+    tl.store(vectors + C, tl.sum(grad_sum[:, None] * weight, 0), mask=cols < C)
+    u *= load_columns(gamma_ptr, cols, C, 1.0)[None, :]
+    u += grad_sum[:, None] * load_columns(beta_ptr, cols, C, 0.0)[None, :]
     _store_tile(out_ptr, u.to(out_ptr.dtype.element_ty), row, col, F, C, ROWS, COLS, False)
+
+
+@triton.jit
+def _affine_grad_kernel(
+    part_ptr,  # fp32 [parts, 2, C]
+    gamma_grad_ptr,  # [C] or None
+    beta_grad_ptr,  # [C] or None
+    parts, C,
+    COLS: tl.constexpr,
+):  # fmt: skip
+    col = tl.program_id(0) * COLS
+    cols = col + tl.arange(0, COLS)
+    if gamma_grad_ptr is not None:
+        total = _sum_column_parts(part_ptr, parts, 2 * C, col, C, COLS)
+        tl.store(gamma_grad_ptr + cols, total.to(gamma_grad_ptr.dtype.element_ty), mask=cols < C)
+    if beta_grad_ptr is not None:
+        total = _sum_column_parts(part_ptr + C, parts, 2 * C, col, C, COLS)
+        tl.store(beta_grad_ptr + cols, total.to(beta_grad_ptr.dtype.element_ty), mask=cols < C)
 
 
 @triton.jit
@@ -171,56 +190,47 @@ def _residual_weight_grad_kernel(
     _store_tile(out_ptr, v.to(out_ptr.dtype.element_ty), row, col, C, F, ROWS, COLS, False)
 
 
-def layer_norm_grad_launch(grad: Tensor, rows: RowStatistics, out: Tensor, normalised: Tensor | None) -> Launch:
-    """dx into `out` [M, C] from g [M, C]; the normalised rows into `normalised` where `rows` does not hold them."""
+def layer_norm_grad_launch(
+    grad: Tensor, gamma: Tensor | None, rows: RowStatistics, out: Tensor, normalised: Tensor | None
+) -> Launch:
+    """dx into `out` [M, C] from dz W [M, C]; the normalised rows into `normalised` where `rows` does not hold them."""
     M, C = grad.shape
     block, count = chunk(C)
     args = {
-        "grad_ptr": grad, "source_ptr": rows.source, "mean_ptr": rows.mean, "rstd_ptr": rows.rstd, "out_ptr": out,
-        "normalised_ptr": normalised, "M": M, "C": C,
+        "grad_ptr": grad, "gamma_ptr": gamma, "source_ptr": rows.source, "mean_ptr": rows.mean,
+        "rstd_ptr": rows.rstd, "out_ptr": out, "normalised_ptr": normalised, "M": M, "C": C,
     }  # fmt: skip
     constants = {"ROWS": count, "BLOCK_C": block}
     return Launch(_layer_norm_grad_kernel, (ceil_div(M, count),), args, constants, num_warps=4, device=grad.device)
 
 
-def coefficient_launch(part: Tensor, rows: RowStatistics, out: Tensor) -> Launch:
-    """The coefficient of the LayerNorm's input in its gradient, fp32 [M], from parts fp32 [parts, M]."""
-    parts, M = part.shape
-    args = {
-        "part_ptr": part, "rstd_ptr": rows.rstd, "out_ptr": out, "M": M, "C": rows.source.shape[1], "parts": parts,
-    }  # fmt: skip
-    constants = {"NORMALISED": rows.mean is None, "ROWS": 128}
-    return Launch(_coefficient_kernel, (ceil_div(M, 128),), args, constants, num_warps=4, device=part.device)
-
-
-def layer_norm_gradient(grad: Tensor, rows: RowStatistics) -> tuple[Tensor, Tensor]:
-    """dx [M, C] from g [M, C], and the normalised rows, in the dtype of the matmuls."""
+def layer_norm_gradient(grad: Tensor, gamma: Tensor | None, rows: RowStatistics) -> tuple[Tensor, Tensor]:
+    """dx [M, C] from dz W [M, C], and the normalised rows, in the dtype of the matmuls."""
     out = torch.empty_like(grad, dtype=rows.input_dtype)
     normalised = None if rows.mean is None else torch.empty_like(rows.source)
-    layer_norm_grad_launch(grad, rows, out, normalised).run()
+    layer_norm_grad_launch(grad, gamma, rows, out, normalised).run()
     return out, rows.source if normalised is None else normalised
 
 
-def gradient_coefficient(part: Tensor, rows: RowStatistics) -> Tensor:
-    """What `coefficient_launch` computes."""
-    out = torch.empty(part.shape[1], dtype=torch.float32, device=part.device)
-    coefficient_launch(part, rows, out).run()
-    return out
-
-
 def folded_weight_grad_launch(
-    part: Tensor, grad_sum: Tensor, shifted_sum: Tensor | None, weight: Tensor, gamma: Tensor | None,
-    beta: Tensor | None, out: Tensor, gamma_part: Tensor, beta_part: Tensor,
-) -> Launch:  # fmt: skip
-    """dW of a linear layer behind a LayerNorm, with partial dgamma and dbeta."""
+    part: Tensor, column_part: Tensor, linear: NormedLinear, out: Tensor, bias_grad: Tensor | None, vector_part: Tensor
+) -> Launch:
+    """dW and db of a linear layer behind a LayerNorm, with partial dgamma and dbeta."""
     splits, F, C = part.shape
     args = {
-        "part_ptr": part, "grad_sum_ptr": grad_sum, "shifted_sum_ptr": shifted_sum, "weight_ptr": weight,
-        "gamma_ptr": gamma, "beta_ptr": beta, "out_ptr": out, "gamma_part_ptr": gamma_part,
-        "beta_part_ptr": beta_part, "F": F, "C": C, "splits": splits,
+        "part_ptr": part, "column_part_ptr": column_part, "weight_ptr": linear.weight, "gamma_ptr": linear.gamma,
+        "beta_ptr": linear.beta, "out_ptr": out, "bias_grad_ptr": bias_grad, "vector_part_ptr": vector_part,
+        "F": F, "C": C, "splits": splits, "sums": column_part.shape[0],
     }  # fmt: skip
-    constants = {"ROWS": _ROWS, "COLS": _COLS}
+    constants = {"SHIFTED": column_part.dim() == 3, "ROWS": _ROWS, "COLS": _COLS}
     return Launch(_folded_weight_grad_kernel, (_tiles(F, C),), args, constants, num_warps=4, device=part.device)
+
+
+def affine_grad_launch(part: Tensor, gamma_grad: Tensor | None, beta_grad: Tensor | None) -> Launch:
+    """dgamma and dbeta [C], unless None, from parts fp32 [parts, 2, C]."""
+    parts, _, C = part.shape
+    args = {"part_ptr": part, "gamma_grad_ptr": gamma_grad, "beta_grad_ptr": beta_grad, "parts": parts, "C": C}
+    return Launch(_affine_grad_kernel, (ceil_div(C, _ROWS),), args, {"COLS": _ROWS}, num_warps=4, device=part.device)
 
 
 def residual_weight_grad_launch(
@@ -241,20 +251,23 @@ def _tiles(rows: int, cols: int) -> int:
 
 
 def folded_weight_gradients(
-    part: Tensor,
-    grad_sum: Tensor,
-    shifted_sum: Tensor | None,
-    weight: Tensor,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dW in the dtype of `weight`, dgamma and dbeta in fp32."""
-    F, C = weight.shape
-    gamma, beta = (vector if vector is None else vector.contiguous() for vector in (gamma, beta))
-    out = torch.empty_like(weight)
-    gamma_part, beta_part = torch.empty(2, ceil_div(F, _ROWS), C, dtype=torch.float32, device=weight.device)
-    folded_weight_grad_launch(part, grad_sum, shifted_sum, weight, gamma, beta, out, gamma_part, beta_part).run()
-    return out, gamma_part.sum(0), beta_part.sum(0)
+    part: Tensor, column_part: Tensor, linear: NormedLinear
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of weight, gamma, beta and bias in their dtypes; None of an absent one.
+
+    Args:
+        part: fp32 [splits, F, C] of dz~^T x, or of dz^T n.
+        column_part: fp32 [sums, 2, F] of sum_m dz and sum_m dz~ mean, or [sums, F] of the former.
+        linear: Of dense tensors.
+    """
+    F, C = linear.weight.shape
+    out = torch.empty_like(linear.weight)
+    bias, gamma, beta = (v if v is None else torch.empty_like(v) for v in (linear.bias, linear.gamma, linear.beta))
+    vectors = torch.empty(ceil_div(F, _ROWS), 2, C, dtype=torch.float32, device=part.device)
+    folded_weight_grad_launch(part, column_part, linear, out, bias, vectors).run()
+    if gamma is not None or beta is not None:
+        affine_grad_launch(vectors, gamma, beta).run()
+    return out, gamma, beta, bias
 
 
 def residual_weight_gradients(part: Tensor, weight: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from . import library
-from .folding import FoldedLinear
+from .folding import FoldedLinear, NormedLinear
 from .gradients import (
     folded_weight_gradients,
-    gradient_coefficient,
     layer_norm_gradient,
     residual_weight_gradients,
 )
@@ -39,15 +38,13 @@ class FoldedGradient:
 
     Args:
         scaled: dz~ = rstd dz [M, F], the dtype of z; dz itself in the rows that are constant or were normalised.
-        coefficient: rstd^2 sum_f dz (z - c) / C, of rows that were normalised rstd sum_f dz (z - c) / C; fp32 [M].
-        grad_sum: sum_m dz, fp32 [F]: the gradient of the bias.
-        shifted_sum: sum_m dz~ mean, fp32 [F].
+        row_part: sum_f dz (z - c) in parts, fp32 [M, parts].
+        column_part: sum_m dz and sum_m dz~ mean in parts, fp32 [sums, 2, F].
     """
 
     scaled: Tensor
-    coefficient: Tensor
-    grad_sum: Tensor
-    shifted_sum: Tensor
+    row_part: Tensor
+    column_part: Tensor
 
 
 def layer_norm_linear(rows: InputRows, folded: FoldedLinear, activation: str = "identity") -> Tensor:
@@ -162,15 +159,14 @@ def activation_gradient(
     operands = Operands(grad, scaled, out, z=z, h=h, mean=rows.mean, rstd=rows.rstd, bias=folded.shift)
     config = matmul_config(operands, "activation_grad")
     M, F = z.shape
-    row_part = torch.empty(config.row_parts(F), M, dtype=torch.float32, device=z.device)
+    row_part = torch.empty(M, config.row_parts(F), dtype=torch.float32, device=z.device)
     column_part = torch.empty(config.column_parts(M), 2, F, dtype=torch.float32, device=z.device)
     operands = Operands(
         grad, scaled, out, z=z, h=h, mean=rows.mean, rstd=rows.rstd, bias=folded.shift, scale=factor,
         row_part=row_part, column_part=column_part,
     )  # fmt: skip
     matmul_launch(operands, epilogue="activation_grad", config=config, activation=activation).run()
-    grad_sum, shifted_sum = column_part.sum(0)
-    return FoldedGradient(out, gradient_coefficient(row_part, rows), grad_sum, shifted_sum), h
+    return FoldedGradient(out, row_part, column_part), h
 
 
 def input_gradient(
@@ -180,7 +176,7 @@ def input_gradient(
     out = torch.empty_like(rows.source, dtype=rows.input_dtype)
     operands = Operands(
         gradient.scaled, folded.weight, out, x=rows.source, residual=residual, mean=rows.mean,
-        rstd=rows.rstd, coefficient=gradient.coefficient,
+        rstd=rows.rstd, row_part=gradient.row_part,
     )  # fmt: skip
     matmul_launch(operands, epilogue="layer_norm_grad", config=matmul_config(operands, "layer_norm_grad")).run()
     return out
@@ -213,24 +209,21 @@ def _partial_products(a: Tensor, b: Tensor) -> Tensor:
 
 
 def layer_norm_linear_gradients(
-    grad: Tensor, rows: RowStatistics, folded: FoldedLinear, weight: Tensor, gamma: Tensor | None, beta: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dx in the dtype of x and dW in that of `weight`; dgamma, dbeta and db in fp32. grad is dz [M, F] itself."""
-    dx, normalised = layer_norm_gradient(_product(grad, folded.weight), rows)
-    grad_sum = grad.sum(0, dtype=torch.float32)
-    part = _partial_products(grad, normalised)
-    return dx, *folded_weight_gradients(part, grad_sum, None, weight, gamma, beta), grad_sum
+    grad: Tensor, rows: RowStatistics, linear: NormedLinear
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """dx in the dtype of x; dW, dgamma, dbeta and db in those of the parameters. grad is dz [M, F] itself."""
+    product = _product(grad, linear.weight.to(grad.dtype))
+    dx, normalised = layer_norm_gradient(product, linear.gamma, rows)
+    grad_sum = grad.sum(0, dtype=torch.float32, keepdim=True)
+    return dx, *folded_weight_gradients(_partial_products(grad, normalised), grad_sum, linear)
 
 
 def folded_gradients(
-    gradient: FoldedGradient, rows: RowStatistics, weight: Tensor, gamma: Tensor | None, beta: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dW in the dtype of `weight`; dgamma, dbeta and db in fp32."""
+    gradient: FoldedGradient, rows: RowStatistics, linear: NormedLinear
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """dW, dgamma, dbeta and db in the dtypes of the parameters."""
     part = _partial_products(gradient.scaled, rows.source)
-    weight_grad, gamma_grad, beta_grad = folded_weight_gradients(
-        part, gradient.grad_sum, gradient.shifted_sum, weight, gamma, beta
-    )
-    return weight_grad, gamma_grad, beta_grad, gradient.grad_sum
+    return folded_weight_gradients(part, gradient.column_part, linear)
 
 
 def residual_gradients(

@@ -10,7 +10,8 @@ The epilogues, with acc = A B of row m and column n:
                      and rstd are combined here from the statistics of pieces of A's rows, and kept where wanted.
 - "residual":        out = [residual +] [scale] (acc + bias), optionally with such statistics of its rows.
 - "activation_grad": h = act(z), out = rstd acc act'(z), with partial sums for the gradients of LayerNorm and biases.
-- "layer_norm_grad": out = [residual +] acc - (x - mean) coefficient; the LayerNorm backward of a row.
+- "layer_norm_grad": out = [residual +] acc - (x - mean) coefficient; the LayerNorm backward of a row, with
+                     coefficient = rstd^2 / N times its sum of dz (z - c), which "activation_grad" left in parts.
 - "partial":         out[split] = acc over one of SPLIT_K parts of K, fp32, summed later in a fixed order.
 
 Rows that were normalised beforehand have no mean: rstd is then 1 throughout, but for the end of the way back, where
@@ -191,7 +192,7 @@ def _in_layout_of(tile, anchor):
 def _activation_grad_epilogue(
     acc, out, z, h, bias_ptr, scale_ptr, row_part_ptr, column_part_ptr, rstd, mean, row, col, M, N,
     ROWS: tl.constexpr, COLS: tl.constexpr, ACTIVATION: tl.constexpr, TMA: tl.constexpr,
-    DTYPE: tl.constexpr,
+    DTYPE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     cols = col + tl.arange(0, COLS)
     rows = row + tl.arange(0, ROWS)
@@ -205,8 +206,8 @@ def _activation_grad_epilogue(
     bias = tl.load(bias_ptr + cols, mask=cols < N, other=0.0)
     # rows past M have a zero gradient; columns past N have one as well, so the bias loaded there is of no account
     along_row = tl.sum(grad * (pre - bias[None, :]), 1)
-    part = row_part_ptr + tl.cast(col // COLS, tl.int64) * M + rows
-    tl.store(part, along_row, mask=rows < M)
+    part = row_part_ptr + tl.cast(row, tl.int64) * PARTS + col // COLS + tl.arange(0, ROWS) * PARTS
+    tl.store(part, along_row, mask=(rows < M) & (col < N))
     scaled = (grad * rstd[:, None]).to(DTYPE)
     _store_tile(out, scaled, row, col, M, N, ROWS, COLS, TMA)
     # of the rounded values: the weight gradient subtracts mean times exactly what its matmul summed
@@ -242,6 +243,19 @@ def _load_rows(pointer, row, M, ROWS: tl.constexpr):
     return tl.load(pointer + rows, mask=rows < M, other=0.0)
 
 
+@triton.jit
+def _sum_row_parts(pointer, row, M, ROWS: tl.constexpr, PARTS: tl.constexpr):
+    """[ROWS] sums of the rows of fp32 [M, PARTS]; along the first axis for the reason given in `combine_statistics`."""
+    step = tl.arange(0, ROWS)
+    base = pointer + tl.cast(row, tl.int64) * PARTS
+    total = tl.zeros((ROWS,), tl.float32)
+    for first in tl.static_range(0, PARTS, 16):
+        parts = first + tl.arange(0, 16)
+        mask = (parts < PARTS)[:, None] & (row + step < M)[None, :]
+        total += tl.sum(tl.load(base + (step[None, :] * PARTS + parts[:, None]), mask=mask, other=0.0), 0)
+    return total
+
+
 @triton.jit(do_not_specialize=["M", "N", "K"])
 def _matmul_kernel(
     a,  # [M, K], or [K, M] where A_IS_KM
@@ -253,11 +267,11 @@ def _matmul_kernel(
     residual,  # [M, N] added to the result unless None; of "residual" always a pointer
     mean_ptr,  # fp32 [M], stored by "layer_norm" unless None; else None: the rows were normalised beforehand
     rstd_ptr,  # fp32 [M], negative for a constant row (see layer_norm.py); stored by "layer_norm" unless None
-    coefficient_ptr,  # fp32 [M]
     bias_ptr,  # [N]
     weight_sum_ptr,  # fp32 [N]
     scale_ptr,  # "residual": [N]; "activation_grad": fp32 [1], what B was divided by
-    row_part_ptr,  # fp32: "activation_grad" [N / piece, M]; "residual", stored, and "layer_norm", read: row statistics
+    row_part_ptr,  # fp32: row statistics, stored by "residual", read by "layer_norm"; sums over pieces of the columns,
+    # [M, PARTS], stored by "activation_grad", read by "layer_norm_grad"
     column_part_ptr,  # fp32 [M / BLOCK_M, 2, N]
     M, N, K, eps,
     EPILOGUE: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr,  # DTYPE: of out, z and h
@@ -265,7 +279,7 @@ def _matmul_kernel(
     A_IS_KM: tl.constexpr, B_IS_NK: tl.constexpr, TMA: tl.constexpr, FLATTEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SUB_TILES: tl.constexpr, GROUP_M: tl.constexpr, SPLIT_K: tl.constexpr,
-    PARTS: tl.constexpr,  # of row statistics
+    PARTS: tl.constexpr,  # of a row in row_part_ptr
     ALIGN: tl.constexpr,  # divides the length of every row that is read or written by tiles
 ):  # fmt: skip
     # The sizes are not specialised: a K of 1 as a constant would fold its loop away and have the compiler pipeline the
@@ -315,9 +329,10 @@ def _matmul_kernel(
             if mean_ptr is not None:
                 rstd = weight_gradient_scale(_load_rows(rstd_ptr, row, M, BLOCK_M))
         if EPILOGUE == "layer_norm_grad":
-            coefficient = _load_rows(coefficient_ptr, row, M, BLOCK_M)
             row_scale = _load_rows(rstd_ptr, row, M, BLOCK_M)
+            coefficient = _sum_row_parts(row_part_ptr, row, M, BLOCK_M, PARTS) * row_scale / N
             if mean_ptr is not None:
+                coefficient *= row_scale
                 row_scale = tl.where(row_scale < 0.0, -row_scale, 1.0)
         if EPILOGUE == "activation_grad" or EPILOGUE == "layer_norm_grad":
             mean = tl.zeros((BLOCK_M,), tl.float32)
@@ -355,7 +370,7 @@ def _matmul_kernel(
                 elif EPILOGUE == "activation_grad":
                     _activation_grad_epilogue(
                         pieces[i], out, z, h, bias_ptr, scale_ptr, row_part_ptr, column_part_ptr, rstd, mean,
-                        row, col + i * COLS, M, N, BLOCK_M, COLS, ACTIVATION, TMA, DTYPE,
+                        row, col + i * COLS, M, N, BLOCK_M, COLS, ACTIVATION, TMA, DTYPE, PARTS,
                     )  # fmt: skip
                 else:
                     tl.static_assert(EPILOGUE == "layer_norm_grad", "unknown epilogue")

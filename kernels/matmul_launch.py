@@ -62,8 +62,8 @@ class MatmulConfig:
         return ceil_div(M, self.block_m) * ceil_div(N, self.block_n)
 
     def row_parts(self, N: int) -> int:
-        """Pieces that cover a row of N columns: the leading size of `row_part` in "activation_grad"."""
-        return ceil_div(N, self.block_n) * self.sub_tiles
+        """Pieces that cover a row of N columns: the last size of `row_part` in "activation_grad"."""
+        return ceil_div(N, self.piece)
 
     def column_parts(self, M: int) -> int:
         """Tiles that cover a column of M rows: the leading size of `column_part`."""
@@ -79,7 +79,7 @@ class Operands:
         b: [K, N], or [N, K] where `b_is_nk`.
         out: [M, N]; of the "partial" epilogue fp32 [split_k, M, N].
         row_part: Of the "layer_norm" epilogue the statistics of A's rows, of "residual" those of the rows of `out`, as
-            `row_parts.py` has them.
+            `row_parts.py` has them; of "activation_grad" and "layer_norm_grad" sums over pieces of rows [M, parts].
         eps: Added to the variance of A's rows.
         x, residual: [M, N], like `out` in the dtype of the residual stream: that of `a` and `b`, or fp32 beside them.
     """
@@ -95,7 +95,6 @@ class Operands:
     residual: Tensor | None = None
     mean: Tensor | None = None
     rstd: Tensor | None = None
-    coefficient: Tensor | None = None
     bias: Tensor | None = None
     weight_sum: Tensor | None = None
     scale: Tensor | None = None
@@ -164,7 +163,7 @@ def matmul_launch(
         "out": o.out if epilogue == "partial" else piece(o.out),
         "z": piece(o.z), "h": piece(o.h), "x": piece(o.x),
         "residual": o.residual if epilogue == "residual" else piece(o.residual),
-        "mean_ptr": o.mean, "rstd_ptr": o.rstd, "coefficient_ptr": o.coefficient,
+        "mean_ptr": o.mean, "rstd_ptr": o.rstd,
         "bias_ptr": o.bias, "weight_sum_ptr": o.weight_sum, "scale_ptr": o.scale,
         "row_part_ptr": o.row_part, "column_part_ptr": o.column_part, "M": M, "N": N, "K": K, "eps": o.eps,
     }  # fmt: skip
@@ -175,7 +174,7 @@ def matmul_launch(
         "FLATTEN": config.flatten and epilogue != "partial",
         "BLOCK_M": rows, "BLOCK_N": cols, "BLOCK_K": depth,
         "SUB_TILES": config.sub_tiles, "GROUP_M": config.group_m, "SPLIT_K": split_k,
-        "PARTS": 0 if o.row_part is None or epilogue == "activation_grad" else o.row_part.shape[2],
+        "PARTS": 0 if o.row_part is None else o.row_part.shape[-1],
         "ALIGN": math.gcd(16, *(tensor.shape[-1] for tensor in o.tiled())),
     }  # fmt: skip
     programs = min(config.tiles(M, N) * split_k, gpu_of(o.a.device).sm_count * config.ctas_per_sm)

@@ -14,7 +14,7 @@ from .activations import ACTIVATIONS
 from .device import matrix_instruction
 from .folding import FoldedLinear, NormedLinear, fold_launch
 from .gradients import (
-    coefficient_launch,
+    affine_grad_launch,
     folded_weight_grad_launch,
     layer_norm_grad_launch,
     residual_weight_grad_launch,
@@ -70,7 +70,7 @@ def _activation_grad(
     return Operands(
         _meta(_M, _C, dtype=dtype), _meta(_C, _F, dtype=dtype), hidden, z=hidden, h=hidden,
         mean=_meta(_M) if half else None, rstd=_meta(_M), bias=_meta(_F), scale=factor,
-        row_part=_meta(config.row_parts(_F), _M), column_part=_meta(config.column_parts(_M), 2, _F),
+        row_part=_meta(_M, config.row_parts(_F)), column_part=_meta(config.column_parts(_M), 2, _F),
     )  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def _layer_norm_grad(dtype: torch.dtype, stream: torch.dtype) -> Operands:
     narrow = _meta(_M, _C, dtype=stream)
     return Operands(
         _meta(_M, _F, dtype=dtype), _meta(_F, _C, dtype=dtype), narrow, x=narrow, residual=narrow,
-        mean=_meta(_M) if stream.itemsize == 2 else None, rstd=_meta(_M), coefficient=_meta(_M),
+        mean=_meta(_M) if stream.itemsize == 2 else None, rstd=_meta(_M), row_part=_meta(_M, 48),
     )  # fmt: skip
 
 
@@ -173,13 +173,12 @@ def _small_launches(dtype: torch.dtype, stream: torch.dtype) -> Iterator[tuple[s
     folded = FoldedLinear(_meta(_F, _C, dtype=dtype), _meta(_F), _meta(_F))
     yield "fold of one", fold_launch([linear], [folded])
     yield "fold of two", fold_launch([linear] * 2, [folded] * 2)
-    yield "layer_norm_grad", layer_norm_grad_launch(rows, known, x, None if normalised else rows)
-    yield "coefficient", coefficient_launch(_meta(48, _M), known, _meta(_M))
-    parts = _meta(_F // 32, _C)
-    yield (
-        "folded_weight_grad",
-        folded_weight_grad_launch(_meta(5, _F, _C), _meta(_F), _meta(_F), weight, vector, vector, weight, parts, parts),
-    )
+    yield "layer_norm_grad", layer_norm_grad_launch(rows, vector, known, x, None if normalised else rows)
+    parts = _meta(_F // 32, 2, _C)
+    for what, sums in (("", _meta(394, 2, _F)), (" of normalised rows", _meta(1, _F))):
+        launch = folded_weight_grad_launch(_meta(5, _F, _C), sums, linear, weight, bias, parts)
+        yield f"folded_weight_grad{what}", launch
+    yield "affine_grad", affine_grad_launch(parts, vector, vector)
     wide = _meta(_C, _F, dtype=stream)
     yield (
         "residual_weight_grad",

@@ -47,7 +47,9 @@ def by_four(x: Tensor, statistics: Tensor | None, t: BlockTensors) -> tuple[Tens
     eps1, eps2 = SETTINGS["eps"]
     qkv = layer_norm_linear(x, t.norm1_weight, t.norm1_bias, t.qkv_weight, t.qkv_bias, eps=eps1, statistics=statistics)
     mixed = attention_qkvpacked(qkv.unflatten(-1, (3, HEADS, -1)), backend="triton").flatten(2)
-    x, statistics = linear_residual(mixed, t.proj_weight, t.proj_bias, layer_scale=t.scale1, residual=x, next_statistics=True)
+    x, statistics = linear_residual(
+        mixed, t.proj_weight, t.proj_bias, layer_scale=t.scale1, residual=x, next_statistics=True
+    )
     return fused_layer_norm_mlp(
         x, statistics, t.norm2_weight, t.norm2_bias, t.fc1_weight, t.fc1_bias, t.fc2_weight, t.fc2_bias,
         eps=eps2, activation="gelu", layer_scale=t.scale2, residual=True, next_statistics=True,

@@ -45,16 +45,17 @@ def test_a_residual_in_fp32_is_added_and_kept_in_fp32(N: int, dtype: torch.dtype
 def test_an_input_gradient_in_fp32(N: int, dtype: torch.dtype) -> None:
     a, b = normal(70, 64, dtype=dtype), normal(64, N, dtype=dtype, seed=1)
     x, residual = normal(70, N, seed=2), normal(70, N, seed=3)
-    mean, rstd, coefficient = normal(70, seed=4), normal(70, seed=5).abs(), normal(70, seed=6)
+    mean, rstd, parts = normal(70, seed=4), normal(70, seed=5).abs(), normal(70, 19, seed=6)
     (out,) = nan_like(x)
-    operands = Operands(a, b, out, x=x, residual=residual, mean=mean, rstd=rstd, coefficient=coefficient)
+    operands = Operands(a, b, out, x=x, residual=residual, mean=mean, rstd=rstd, row_part=parts)
     config = matmul_config(operands, "layer_norm_grad")
     assert config.tma == (N == 48)
     matmul_launch(operands, epilogue="layer_norm_grad", config=config).run()
 
     def formula(precision: torch.dtype) -> Tensor:
-        a_, b_, x_, residual_, mean_, coefficient_ = (t.to(precision) for t in (a, b, x, residual, mean, coefficient))
-        return residual_ + a_ @ b_ - (x_ - mean_[:, None]) * coefficient_[:, None]
+        a_, b_, x_, residual_, mean_, parts_ = (t.to(precision) for t in (a, b, x, residual, mean, parts))
+        coefficient = rstd.to(precision) ** 2 * parts_.sum(1) / N
+        return residual_ + a_ @ b_ - (x_ - mean_[:, None]) * coefficient[:, None]
 
     assert_as_exact_as_eager("out", out, formula(torch.float32), formula(torch.float64), FORWARD_FACTOR)
 

@@ -50,9 +50,9 @@ def operands(epilogue: str, M: int, N: int, K: int, dtype: torch.dtype = HALF) -
         weight = meta(N, K, dtype=dtype)
         return Operands(a, weight, full, b_is_nk=True, residual=full, bias=column, scale=column, row_part=part)
     if epilogue == "activation_grad":
-        parts = {"row_part": meta(N // 16 + 4, M), "column_part": meta(M // 16 + 4, 2, N)}
+        parts = {"row_part": meta(M, N // 16 + 4), "column_part": meta(M // 16 + 4, 2, N)}
         return Operands(a, b, full, z=full, h=full, mean=row, rstd=row, bias=column, **parts)
-    return Operands(a, b, full, x=full, residual=full, mean=row, rstd=row, coefficient=row)
+    return Operands(a, b, full, x=full, residual=full, mean=row, rstd=row, row_part=meta(M, 48))
 
 
 def best_whole(table: Sequence[MatmulConfig], given: Operands, sm_count: int) -> MatmulConfig:

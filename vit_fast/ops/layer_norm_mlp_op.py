@@ -126,16 +126,17 @@ def layer_norm_mlp_backward_op(
     known = layer_norm.RowStatistics(contiguous_rows(rows), statistics)
     stream = contiguous_rows(grad_output)
     dy = stream.to(rows.dtype)
-    first, second = fc1_weight.contiguous(), fc2_weight.contiguous()
-    folded = folding.fold_linear(first, norm_weight, norm_bias, fc1_bias, rows.dtype)
+    first = folding.NormedLinear(fc1_weight, fc1_bias, norm_weight, norm_bias).contiguous()
+    (folded,) = folding.fold_linears([first], rows.dtype)
+    second = fc2_weight.contiguous()
     gradient, h = linear.activation_gradient(dy, second, layer_scale, z, known, folded, activation)
     d_second, d_bias2, d_scale = linear.residual_gradients(dy, h, second, fc2_bias, layer_scale)
     del h
     dx = linear.input_gradient(gradient, known, folded, stream if residual else None)
-    d_first, d_gamma, d_beta, d_bias1 = linear.folded_gradients(gradient, known, first, norm_weight, norm_bias)
+    gradients = linear.folded_gradients(gradient, known, first)
+    d_first, d_gamma, d_beta, d_bias1 = (no_tensor(rows) if each is None else each for each in gradients)
     return (
-        dx.view(grad_output.shape), like_parameter(d_gamma, norm_weight, rows),
-        like_parameter(d_beta, norm_bias, rows), d_first, like_parameter(d_bias1, fc1_bias, rows),
+        dx.view(grad_output.shape), d_gamma, d_beta, d_first, d_bias1,
         d_second, like_parameter(d_bias2, fc2_bias, rows), like_parameter(d_scale, layer_scale, rows),
     )  # fmt: skip
 

@@ -96,14 +96,10 @@ def layer_norm_linear_backward_op(
     from ..kernels import folding, layer_norm, linear
 
     known = layer_norm.RowStatistics(contiguous_rows(rows), statistics)
-    folded = folding.fold_linear(weight, norm_weight, norm_bias, bias, rows.dtype)
-    dx, d_weight, d_gamma, d_beta, d_bias = linear.layer_norm_linear_gradients(
-        contiguous_rows(grad_output), known, folded, weight.contiguous(), norm_weight, norm_bias
-    )
-    return (
-        dx.view(*grad_output.shape[:-1], weight.shape[1]), like_parameter(d_gamma, norm_weight, rows),
-        like_parameter(d_beta, norm_bias, rows), d_weight, like_parameter(d_bias, bias, rows),
-    )  # fmt: skip
+    normed = folding.NormedLinear(weight, bias, norm_weight, norm_bias).contiguous()
+    dx, *gradients = linear.layer_norm_linear_gradients(contiguous_rows(grad_output), known, normed)
+    d_weight, d_gamma, d_beta, d_bias = (no_tensor(rows) if gradient is None else gradient for gradient in gradients)
+    return dx.view(*grad_output.shape[:-1], weight.shape[1]), d_gamma, d_beta, d_weight, d_bias
 
 
 @fake(layer_norm_linear_backward_op)
