@@ -161,8 +161,6 @@ def fold_linears(linears: Sequence[NormedLinear], dtype: torch.dtype) -> list[Fo
     return folded
 
 
-def fold_linear(
-    weight: Tensor, gamma: Tensor | None, beta: Tensor | None, bias: Tensor | None, dtype: torch.dtype
-) -> FoldedLinear:
-    """`fold_linears` of one: weight [F, C]."""
-    return fold_linears([NormedLinear(weight, bias, gamma, beta)], dtype)[0]
+def fold_linear(linear: NormedLinear, dtype: torch.dtype) -> FoldedLinear:
+    """`fold_linears` of one."""
+    return fold_linears([linear], dtype)[0]

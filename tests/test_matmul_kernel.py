@@ -134,7 +134,7 @@ def test_the_library_computes_the_same_layer_norm_linear(
     x, weight, vectors = normal(70, 96, dtype=stream), normal(48, 96, seed=1) / 10, [normal(96, seed=i) for i in (2, 3)]
     x[5] = 3.0  # a constant row
     bias = normal(48, seed=4)
-    folded = folding.fold_linear(weight, *vectors, bias, dtype)
+    folded = folding.fold_linear(folding.NormedLinear(weight, bias, *vectors), dtype)
     rows = layer_norm.input_rows(x, 1e-6, None, dtype)
     run = linear.layer_norm_linear_keeping if keeping else linear.layer_norm_linear
     ours = run(rows, folded, activation)
@@ -185,7 +185,7 @@ def test_linears_are_folded_together(count: int, dtype: torch.dtype, monkeypatch
         folding.NormedLinear(normal(33, 40, seed=5).t().contiguous().t(), None, None, normal(40, seed=6)),
         folding.NormedLinear(normal(7, 2100, seed=7), None, normal(2100, seed=8), None),
     ][:count]
-    alone = [folding.fold_linear(one.weight, one.gamma, one.beta, one.bias, dtype) for one in linears]
+    alone = [folding.fold_linear(one, dtype) for one in linears]
     launches = []
     run = folding.Launch.run
     monkeypatch.setattr(folding.Launch, "run", lambda self: (launches.append(self), run(self)))

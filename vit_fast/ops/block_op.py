@@ -9,7 +9,7 @@ they are the definition: the same kernels, the same bits. Statistics are as ther
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,26 +22,24 @@ from .attention_op import (
 from .checks import no_tensor, refuse_double_backward, refuse_vmap, rows_of
 from .flops import flop_formula
 from .kept_rows import fake_made_rows, fake_statistics, input_dtype, rows_to_keep
-from .layer_norm_mlp_op import (
-    layer_norm_mlp_backward_op,
-    layer_norm_mlp_op,
-    layer_norm_mlp_training_op,
-)
+from .layer_norm_mlp_op import folded_mlp, folded_mlp_training, layer_norm_mlp_backward_op, normed_mlp
 from .linear_op import (
+    folded_linear,
+    folded_linear_training,
     layer_norm_linear_backward_op,
-    layer_norm_linear_op,
-    layer_norm_linear_training_op,
     linear_residual_backward_op,
     linear_residual_op,
+    normed_linear,
 )
 from .operators import differentiable, fake, function_of, operator
 from .transforms import transformable
 
-_linear, _linear_training = function_of(layer_norm_linear_op), function_of(layer_norm_linear_training_op)
+if TYPE_CHECKING:
+    from ..kernels.folding import FoldedLinear
+
 _linear_backward = function_of(layer_norm_linear_backward_op)
 _attention, _attention_backward = function_of(attention_qkvpacked_op), function_of(attention_qkvpacked_backward_op)
 _residual, _residual_backward = function_of(linear_residual_op), function_of(linear_residual_backward_op)
-_mlp, _mlp_training = function_of(layer_norm_mlp_op), function_of(layer_norm_mlp_training_op)
 _mlp_backward = function_of(layer_norm_mlp_backward_op)
 
 
@@ -56,16 +54,31 @@ def block_op(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The block's output [B, N, C] for x [B, N, C], and with `next_statistics` those of its rows, which are of half
     precision."""
-    qkv = _linear(x, statistics, norm1_weight, norm1_bias, qkv_weight, qkv_bias, eps1, dtype)
+    first, second = _folded(
+        x, norm1_weight, norm1_bias, qkv_weight, qkv_bias, norm2_weight, norm2_bias, fc1_weight, fc1_bias, fc2_weight,
+        fc2_bias, scale2, dtype,
+    )  # fmt: skip
+    qkv = folded_linear(x, statistics, first, eps1, dtype)
     mixed, _ = _attention(qkv.unflatten(-1, (3, heads, -1)), attention_scale)
     wanted = x.dtype != torch.float32  # fp32 rows are normalised by who reads them
     x, between = _residual(mixed.flatten(2), proj_weight, proj_bias, scale1, x, wanted)
     known = between if wanted else None
-    result: tuple[Tensor, Tensor] = _mlp(
-        x, known, norm2_weight, norm2_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias,
-        scale2, eps2, activation, True, next_statistics, dtype,
+    return folded_mlp(
+        x, known, second, fc2_weight, fc2_bias, scale2, eps2, activation, True, next_statistics, dtype
     )  # fmt: skip
-    return result
+
+
+def _folded(
+    x: Tensor, norm1_weight: Tensor | None, norm1_bias: Tensor | None, qkv_weight: Tensor, qkv_bias: Tensor | None,
+    norm2_weight: Tensor | None, norm2_bias: Tensor | None, fc1_weight: Tensor, fc1_bias: Tensor | None,
+    fc2_weight: Tensor, fc2_bias: Tensor | None, scale2: Tensor | None, dtype: torch.dtype,
+) -> list[FoldedLinear]:  # fmt: skip
+    """qkv and fc1 with the LayerNorms before them, in one launch."""
+    from ..kernels.folding import fold_linears
+
+    qkv = normed_linear(x, norm1_weight, norm1_bias, qkv_weight, qkv_bias, dtype)
+    fc1 = normed_mlp(x, norm2_weight, norm2_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, scale2, dtype)
+    return fold_linears([qkv, fc1], dtype)
 
 
 @fake(block_op)
@@ -85,15 +98,18 @@ def block_training_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """As `block`, and for the backward: the rows and statistics that the first LayerNorm made, qkv [B, N, 3, H, D], the
     attention's output [B, N, H, D] and log-sum-exp, rows and statistics of the second LayerNorm, and fc1's output."""
-    flat, *first = _linear_training(x, statistics, norm1_weight, norm1_bias, qkv_weight, qkv_bias, eps1, dtype)
+    folded = _folded(
+        x, norm1_weight, norm1_bias, qkv_weight, qkv_bias, norm2_weight, norm2_bias, fc1_weight, fc1_bias, fc2_weight,
+        fc2_bias, scale2, dtype,
+    )  # fmt: skip
+    flat, *first = folded_linear_training(x, statistics, folded[0], eps1, dtype)
     qkv = flat.unflatten(-1, (3, heads, -1))
     mixed, lse = _attention(qkv, attention_scale)
     wanted = x.dtype != torch.float32
     x, between = _residual(mixed.flatten(2), proj_weight, proj_bias, scale1, x, wanted)
     known = between if wanted else None
-    y, emitted, z, *made = _mlp_training(
-        x, known, norm2_weight, norm2_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias,
-        scale2, eps2, activation, True, next_statistics, dtype,
+    y, emitted, z, *made = folded_mlp_training(
+        x, known, folded[1], fc2_weight, fc2_bias, scale2, eps2, activation, True, next_statistics, dtype
     )  # fmt: skip
     return y, emitted, *first, qkv, mixed, lse, *rows_to_keep(x, *made), z
 

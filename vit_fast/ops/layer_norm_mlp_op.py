@@ -11,7 +11,7 @@ Only torch is needed to register and trace them; Triton and the kernels are impo
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ from .kept_rows import fake_made_rows, fake_statistics, input_dtype, made_rows, 
 from .operators import differentiable, fake, operator
 from .transforms import transformable
 
+if TYPE_CHECKING:
+    from ..kernels.folding import FoldedLinear, NormedLinear
+
 
 @operator("vit_fast::layer_norm_mlp")
 def layer_norm_mlp_op(
@@ -41,21 +44,15 @@ def layer_norm_mlp_op(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """[x +] ls (act(LN(x) W1^T + b1) W2^T + b2) [..., C] by matmuls of `dtype`, and with `next_statistics` those
     of its rows, which are of half precision."""
-    parameters = {
-        "norm_weight": norm_weight, "norm_bias": norm_bias, "fc1_weight": fc1_weight, "fc1_bias": fc1_bias,
-        "fc2_weight": fc2_weight, "fc2_bias": fc2_bias, "layer_scale": layer_scale,
-    }  # fmt: skip
-    require_supported("layer_norm_mlp", x, parameters, dtype)
-    from ..kernels import folding, layer_norm, linear
+    from ..kernels import folding
 
-    rows = contiguous_rows(x)
-    folded = folding.fold_linear(fc1_weight, norm_weight, norm_bias, fc1_bias, dtype)
-    h = linear.layer_norm_linear(layer_norm.input_rows(rows, eps, statistics, dtype), folded, activation)
-    y, emitted = linear.linear_residual(
-        h, in_dtype(fc2_weight, dtype), fc2_bias, layer_scale, rows if residual else None, next_statistics,
-        _output_dtype(x, layer_scale, residual, dtype),
+    normed = normed_mlp(
+        x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, dtype
     )  # fmt: skip
-    return y.view(x.shape), no_tensor(x) if emitted is None else emitted
+    return folded_mlp(
+        x, statistics, folding.fold_linear(normed, dtype), fc2_weight, fc2_bias, layer_scale,
+        eps, activation, residual, next_statistics, dtype,
+    )  # fmt: skip
 
 
 @fake(layer_norm_mlp_op)
@@ -84,22 +81,15 @@ def layer_norm_mlp_training_op(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """As `layer_norm_mlp`, and fc1's output z [M, F] and the rows and statistics that it made for the backward."""
-    parameters = {
-        "norm_weight": norm_weight, "norm_bias": norm_bias, "fc1_weight": fc1_weight, "fc1_bias": fc1_bias,
-        "fc2_weight": fc2_weight, "fc2_bias": fc2_bias, "layer_scale": layer_scale,
-    }  # fmt: skip
-    require_supported("layer_norm_mlp", x, parameters, dtype)
-    from ..kernels import folding, layer_norm, linear
+    from ..kernels import folding
 
-    rows = contiguous_rows(x)
-    folded = folding.fold_linear(fc1_weight, norm_weight, norm_bias, fc1_bias, dtype)
-    known = layer_norm.input_rows(rows, eps, statistics, dtype)
-    h, z, kept = linear.layer_norm_linear_keeping(known, folded, activation)
-    y, emitted = linear.linear_residual(
-        h, in_dtype(fc2_weight, dtype), fc2_bias, layer_scale, rows if residual else None, next_statistics,
-        _output_dtype(x, layer_scale, residual, dtype),
+    normed = normed_mlp(
+        x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, dtype
     )  # fmt: skip
-    return y.view(x.shape), no_tensor(x) if emitted is None else emitted, z, *made_rows(x, kept)
+    return folded_mlp_training(
+        x, statistics, folding.fold_linear(normed, dtype), fc2_weight, fc2_bias, layer_scale,
+        eps, activation, residual, next_statistics, dtype,
+    )  # fmt: skip
 
 
 @fake(layer_norm_mlp_training_op)
@@ -112,6 +102,54 @@ def _(
     y = x.new_empty(x.shape, dtype=_output_dtype(x, layer_scale, residual, dtype))
     z = x.new_empty((x.numel() // x.shape[-1], fc1_weight.shape[0]), dtype=dtype)
     return y, fake_statistics(x, x.shape[-1], next_statistics), z, *fake_made_rows(x, dtype)
+
+
+def normed_mlp(
+    x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, fc1_weight: Tensor, fc1_bias: Tensor | None,
+    fc2_weight: Tensor, fc2_bias: Tensor | None, layer_scale: Tensor | None, dtype: torch.dtype,
+) -> NormedLinear:  # fmt: skip
+    """LayerNorm and fc1 of `layer_norm_mlp`, to be folded; all its parameters are checked."""
+    parameters = {
+        "norm_weight": norm_weight, "norm_bias": norm_bias, "fc1_weight": fc1_weight, "fc1_bias": fc1_bias,
+        "fc2_weight": fc2_weight, "fc2_bias": fc2_bias, "layer_scale": layer_scale,
+    }  # fmt: skip
+    require_supported("layer_norm_mlp", x, parameters, dtype)
+    from ..kernels.folding import NormedLinear
+
+    return NormedLinear(fc1_weight, fc1_bias, norm_weight, norm_bias)
+
+
+def folded_mlp(
+    x: Tensor, statistics: Tensor | None, folded: FoldedLinear, fc2_weight: Tensor, fc2_bias: Tensor | None,
+    layer_scale: Tensor | None, eps: float, activation: str, residual: bool, next_statistics: bool, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`layer_norm_mlp` of an fc1 that is folded already."""
+    from ..kernels import layer_norm, linear
+
+    rows = contiguous_rows(x)
+    h = linear.layer_norm_linear(layer_norm.input_rows(rows, eps, statistics, dtype), folded, activation)
+    y, emitted = linear.linear_residual(
+        h, in_dtype(fc2_weight, dtype), fc2_bias, layer_scale, rows if residual else None, next_statistics,
+        _output_dtype(x, layer_scale, residual, dtype),
+    )  # fmt: skip
+    return y.view(x.shape), no_tensor(x) if emitted is None else emitted
+
+
+def folded_mlp_training(
+    x: Tensor, statistics: Tensor | None, folded: FoldedLinear, fc2_weight: Tensor, fc2_bias: Tensor | None,
+    layer_scale: Tensor | None, eps: float, activation: str, residual: bool, next_statistics: bool, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`layer_norm_mlp_training` of an fc1 that is folded already."""
+    from ..kernels import layer_norm, linear
+
+    rows = contiguous_rows(x)
+    known = layer_norm.input_rows(rows, eps, statistics, dtype)
+    h, z, kept = linear.layer_norm_linear_keeping(known, folded, activation)
+    y, emitted = linear.linear_residual(
+        h, in_dtype(fc2_weight, dtype), fc2_bias, layer_scale, rows if residual else None, next_statistics,
+        _output_dtype(x, layer_scale, residual, dtype),
+    )  # fmt: skip
+    return y.view(x.shape), no_tensor(x) if emitted is None else emitted, z, *made_rows(x, kept)
 
 
 @operator("vit_fast::layer_norm_mlp_backward")
@@ -127,7 +165,7 @@ def layer_norm_mlp_backward_op(
     stream = contiguous_rows(grad_output)
     dy = stream.to(rows.dtype)
     first = folding.NormedLinear(fc1_weight, fc1_bias, norm_weight, norm_bias).contiguous()
-    (folded,) = folding.fold_linears([first], rows.dtype)
+    folded = folding.fold_linear(first, rows.dtype)
     second = fc2_weight.contiguous()
     gradient, h = linear.activation_gradient(dy, second, layer_scale, z, known, folded, activation)
     d_second, d_bias2, d_scale = linear.residual_gradients(dy, h, second, fc2_bias, layer_scale)

@@ -29,8 +29,7 @@ from .operators import differentiable, fake, operator
 from .transforms import transformable
 
 if TYPE_CHECKING:
-    from ..kernels.folding import FoldedLinear
-    from ..kernels.layer_norm import InputRows
+    from ..kernels.folding import FoldedLinear, NormedLinear
 
 
 @operator("vit_fast::layer_norm_linear")
@@ -39,10 +38,10 @@ def layer_norm_linear_op(
     weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """LN(x) W^T + b: x [..., C], W [F, C] -> [..., F] in `dtype`."""
-    from ..kernels import linear
+    from ..kernels import folding
 
-    out = linear.layer_norm_linear(*_inputs(x, statistics, norm_weight, norm_bias, weight, bias, eps, dtype))
-    return out.view(*x.shape[:-1], weight.shape[0])
+    normed = normed_linear(x, norm_weight, norm_bias, weight, bias, dtype)
+    return folded_linear(x, statistics, folding.fold_linear(normed, dtype), eps, dtype)
 
 
 @fake(layer_norm_linear_op)
@@ -59,11 +58,10 @@ def layer_norm_linear_training_op(
     weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As `layer_norm_linear`, and the rows and statistics that it made for the backward."""
-    from ..kernels import linear
+    from ..kernels import folding
 
-    inputs = _inputs(x, statistics, norm_weight, norm_bias, weight, bias, eps, dtype)
-    out, _, known = linear.layer_norm_linear_keeping(*inputs)
-    return out.view(*x.shape[:-1], weight.shape[0]), *made_rows(x, known)
+    normed = normed_linear(x, norm_weight, norm_bias, weight, bias, dtype)
+    return folded_linear_training(x, statistics, folding.fold_linear(normed, dtype), eps, dtype)
 
 
 @fake(layer_norm_linear_training_op)
@@ -75,16 +73,35 @@ def _(
     return out, *fake_made_rows(x, dtype)
 
 
-def _inputs(
-    x: Tensor, statistics: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
-    weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype,
-) -> tuple[InputRows, FoldedLinear]:  # fmt: skip
+def normed_linear(
+    x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
+    dtype: torch.dtype,
+) -> NormedLinear:  # fmt: skip
+    """The parameters of `layer_norm_linear`, checked, to be folded."""
     parameters = {"norm_weight": norm_weight, "norm_bias": norm_bias, "weight": weight, "bias": bias}
     require_supported("layer_norm_linear", x, parameters, dtype)
-    from ..kernels import folding, layer_norm
+    from ..kernels.folding import NormedLinear
 
-    folded = folding.fold_linear(weight, norm_weight, norm_bias, bias, dtype)
-    return layer_norm.input_rows(contiguous_rows(x), eps, statistics, dtype), folded
+    return NormedLinear(weight, bias, norm_weight, norm_bias)
+
+
+def folded_linear(x: Tensor, statistics: Tensor | None, folded: FoldedLinear, eps: float, dtype: torch.dtype) -> Tensor:
+    """`layer_norm_linear` of parameters that are folded already."""
+    from ..kernels import layer_norm, linear
+
+    rows = layer_norm.input_rows(contiguous_rows(x), eps, statistics, dtype)
+    return linear.layer_norm_linear(rows, folded).view(*x.shape[:-1], folded.shift.shape[0])
+
+
+def folded_linear_training(
+    x: Tensor, statistics: Tensor | None, folded: FoldedLinear, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`layer_norm_linear_training` of parameters that are folded already."""
+    from ..kernels import layer_norm, linear
+
+    rows = layer_norm.input_rows(contiguous_rows(x), eps, statistics, dtype)
+    out, _, known = linear.layer_norm_linear_keeping(rows, folded)
+    return out.view(*x.shape[:-1], folded.shift.shape[0]), *made_rows(x, known)
 
 
 @operator("vit_fast::layer_norm_linear_backward")
