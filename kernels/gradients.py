@@ -30,6 +30,8 @@ against fp64 autograd by the tests.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -114,22 +116,14 @@ def _sum_column_parts(part_ptr, parts, stride, col, N, COLS: tl.constexpr):
 
 
 @triton.jit
-def _folded_weight_grad_kernel(
-    part_ptr,  # fp32 [splits, F, C] of dz~^T x, or of dz^T n
-    column_part_ptr,  # fp32 [sums, 2, F] of sum_m dz and sum_m dz~ mean; for dz^T n [sums, F] of the former
-    weight_ptr,  # [F, C]
-    gamma_ptr,  # [C] or None
-    beta_ptr,  # [C] or None
-    out_ptr,  # [F, C] dW
-    bias_grad_ptr,  # [F], or None
-    vector_part_ptr,  # fp32 [F / ROWS, 2, C] of dgamma and dbeta
-    F, C, splits, sums,
-    SHIFTED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+def _folded_tile(
+    part_ptr, column_part_ptr, weight_ptr, gamma_ptr, beta_ptr, out_ptr, bias_grad_ptr, vector_part_ptr,
+    program, F, C, splits, sums, SHIFTED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     tiles_c = tl.cdiv(C, COLS)
-    tile_f = tl.program_id(0) // tiles_c
+    tile_f = program // tiles_c
     row = tile_f * ROWS
-    col = tl.program_id(0) % tiles_c * COLS
+    col = program % tiles_c * COLS
     rows = row + tl.arange(0, ROWS)
     cols = col + tl.arange(0, COLS)
     stride = 2 * F if SHIFTED else F
@@ -149,6 +143,59 @@ def _folded_weight_grad_kernel(
 
 
 @triton.jit
+def _residual_tile(
+    part_ptr, weight_ptr, scale_ptr, out_ptr, scale_part_ptr, program, C, F, splits,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    tiles_f = tl.cdiv(F, COLS)
+    row = program // tiles_f * ROWS
+    tile_f = program % tiles_f
+    col = tile_f * COLS
+    rows = row + tl.arange(0, ROWS)
+    v = _sum_splits(part_ptr, splits, row, col, C, F, ROWS, COLS)
+    if scale_part_ptr is not None:
+        weight = _load_tile(weight_ptr, row, col, C, F, ROWS, COLS, False).to(tl.float32)
+        tl.store(scale_part_ptr + tile_f * C + rows, tl.sum(v * weight, 1), mask=rows < C)
+    if scale_ptr is not None:
+        v *= tl.load(scale_ptr + rows, mask=rows < C, other=0.0).to(tl.float32)[:, None]
+    _store_tile(out_ptr, v.to(out_ptr.dtype.element_ty), row, col, C, F, ROWS, COLS, False)
+
+
+@triton.jit
+def _weight_grad_kernel(
+    part_ptr,  # fp32 [splits, F, C] of dz~^T x, or of dz^T n; None: no linear layer behind a LayerNorm
+    column_part_ptr,  # fp32 [sums, 2, F] of sum_m dz and sum_m dz~ mean; for dz^T n [sums, F] of the former
+    weight_ptr,  # [F, C]
+    gamma_ptr,  # [C] or None
+    beta_ptr,  # [C] or None
+    out_ptr,  # [F, C] dW
+    bias_grad_ptr,  # [F], or None
+    vector_part_ptr,  # fp32 [F / ROWS, 2, C] of dgamma and dbeta
+    part2_ptr,  # fp32 [splits2, C2, F2] of dy^T h; None: no linear layer before a residual
+    weight2_ptr,  # [C2, F2]
+    scale_ptr,  # [C2] or None
+    out2_ptr,  # [C2, F2] dW
+    scale_part_ptr,  # fp32 [F2 / COLS, C2] of sum_f V W, or None
+    F, C, splits, sums, C2, F2, splits2,
+    SHIFTED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    first = tl.cdiv(F, ROWS) * tl.cdiv(C, COLS)
+    if part_ptr is not None:
+        if program < first:
+            _folded_tile(
+                part_ptr, column_part_ptr, weight_ptr, gamma_ptr, beta_ptr, out_ptr, bias_grad_ptr, vector_part_ptr,
+                program, F, C, splits, sums, SHIFTED, ROWS, COLS,
+            )  # fmt: skip
+    if part2_ptr is not None:
+        if program >= first:
+            _residual_tile(
+                part2_ptr, weight2_ptr, scale_ptr, out2_ptr, scale_part_ptr, program - first, C2, F2, splits2,
+                ROWS, COLS,
+            )  # fmt: skip
+
+
+@triton.jit
 def _affine_grad_kernel(
     part_ptr,  # fp32 [parts, 2, C]
     gamma_grad_ptr,  # [C] or None
@@ -164,30 +211,6 @@ def _affine_grad_kernel(
     if beta_grad_ptr is not None:
         total = _sum_column_parts(part_ptr + C, parts, 2 * C, col, C, COLS)
         tl.store(beta_grad_ptr + cols, total.to(beta_grad_ptr.dtype.element_ty), mask=cols < C)
-
-
-@triton.jit
-def _residual_weight_grad_kernel(
-    part_ptr,  # fp32 [splits, C, F] of dy^T h
-    weight_ptr,  # [C, F]
-    scale_ptr,  # [C] or None
-    out_ptr,  # [C, F] dW
-    scale_part_ptr,  # fp32 [F / COLS, C] of sum_f V W, or None
-    C, F, splits,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    tiles_f = tl.cdiv(F, COLS)
-    row = tl.program_id(0) // tiles_f * ROWS
-    tile_f = tl.program_id(0) % tiles_f
-    col = tile_f * COLS
-    rows = row + tl.arange(0, ROWS)
-    v = _sum_splits(part_ptr, splits, row, col, C, F, ROWS, COLS)
-    if scale_part_ptr is not None:
-        weight = _load_tile(weight_ptr, row, col, C, F, ROWS, COLS, False).to(tl.float32)
-        tl.store(scale_part_ptr + tile_f * C + rows, tl.sum(v * weight, 1), mask=rows < C)
-    if scale_ptr is not None:
-        v *= tl.load(scale_ptr + rows, mask=rows < C, other=0.0).to(tl.float32)[:, None]
-    _store_tile(out_ptr, v.to(out_ptr.dtype.element_ty), row, col, C, F, ROWS, COLS, False)
 
 
 def layer_norm_grad_launch(
@@ -212,18 +235,71 @@ def layer_norm_gradient(grad: Tensor, gamma: Tensor | None, rows: RowStatistics)
     return out, rows.source if normalised is None else normalised
 
 
-def folded_weight_grad_launch(
-    part: Tensor, column_part: Tensor, linear: NormedLinear, out: Tensor, bias_grad: Tensor | None, vector_part: Tensor
-) -> Launch:
-    """dW and db of a linear layer behind a LayerNorm, with partial dgamma and dbeta."""
-    splits, F, C = part.shape
+@dataclass(frozen=True)
+class FoldedProducts:
+    """What the gradients of a linear layer behind a LayerNorm are made of.
+
+    Args:
+        part: fp32 [splits, F, C] of dz~^T x, or of dz^T n.
+        column_part: fp32 [sums, 2, F] of sum_m dz and sum_m dz~ mean, or [sums, F] of the former.
+        linear: Of dense tensors.
+    """
+
+    part: Tensor
+    column_part: Tensor
+    linear: NormedLinear
+
+
+@dataclass(frozen=True)
+class ResidualProducts:
+    """What the gradients of a linear layer before a residual are made of.
+
+    Args:
+        part: fp32 [splits, C, F] of dy^T h.
+        weight: [C, F], dense.
+        scale: LayerScale [C], dense, or None.
+    """
+
+    part: Tensor
+    weight: Tensor
+    scale: Tensor | None
+
+
+@dataclass(frozen=True)
+class FoldedGradients:
+    """Of a linear layer and the LayerNorm before it, in the dtypes of the parameters; None of an absent one."""
+
+    weight: Tensor
+    gamma: Tensor | None
+    beta: Tensor | None
+    bias: Tensor | None
+
+
+def weight_grad_launch(
+    folded: FoldedProducts | None, gradients: FoldedGradients | None, vector_part: Tensor | None,
+    residual: ResidualProducts | None, out: Tensor | None, scale_part: Tensor | None,
+) -> Launch:  # fmt: skip
+    """dW and db of a linear layer behind a LayerNorm with partial dgamma and dbeta [F / 32, 2, C], and dW of one before
+    a residual with partial sums over f of the gradient of LayerScale, fp32 [F / 128, C]; None of one of the two.
+    """
+    splits, F, C = (0, 0, 0) if folded is None else folded.part.shape
+    splits2, C2, F2 = (0, 0, 0) if residual is None else residual.part.shape
+    linear = None if folded is None else folded.linear
     args = {
-        "part_ptr": part, "column_part_ptr": column_part, "weight_ptr": linear.weight, "gamma_ptr": linear.gamma,
-        "beta_ptr": linear.beta, "out_ptr": out, "bias_grad_ptr": bias_grad, "vector_part_ptr": vector_part,
-        "F": F, "C": C, "splits": splits, "sums": column_part.shape[0],
+        "part_ptr": folded and folded.part, "column_part_ptr": folded and folded.column_part,
+        "weight_ptr": linear and linear.weight, "gamma_ptr": linear and linear.gamma,
+        "beta_ptr": linear and linear.beta, "out_ptr": gradients and gradients.weight,
+        "bias_grad_ptr": gradients and gradients.bias, "vector_part_ptr": vector_part,
+        "part2_ptr": residual and residual.part, "weight2_ptr": residual and residual.weight,
+        "scale_ptr": residual and residual.scale, "out2_ptr": out, "scale_part_ptr": scale_part,
+        "F": F, "C": C, "splits": splits, "sums": folded.column_part.shape[0] if folded else 0,
+        "C2": C2, "F2": F2, "splits2": splits2,
     }  # fmt: skip
-    constants = {"SHIFTED": column_part.dim() == 3, "ROWS": _ROWS, "COLS": _COLS}
-    return Launch(_folded_weight_grad_kernel, (_tiles(F, C),), args, constants, num_warps=4, device=part.device)
+    shifted = folded is not None and folded.column_part.dim() == 3
+    constants = {"SHIFTED": shifted, "ROWS": _ROWS, "COLS": _COLS}
+    device = next(products.part.device for products in (folded, residual) if products is not None)
+    programs = _tiles(F, C) + _tiles(C2, F2)
+    return Launch(_weight_grad_kernel, (programs,), args, constants, num_warps=4, device=device)
 
 
 def affine_grad_launch(part: Tensor, gamma_grad: Tensor | None, beta_grad: Tensor | None) -> Launch:
@@ -233,50 +309,32 @@ def affine_grad_launch(part: Tensor, gamma_grad: Tensor | None, beta_grad: Tenso
     return Launch(_affine_grad_kernel, (ceil_div(C, _ROWS),), args, {"COLS": _ROWS}, num_warps=4, device=part.device)
 
 
-def residual_weight_grad_launch(
-    part: Tensor, weight: Tensor, scale: Tensor | None, out: Tensor, scale_part: Tensor | None
-) -> Launch:
-    """dW of a linear layer before a residual, with partial sums over f of the gradient of LayerScale."""
-    splits, C, F = part.shape
-    args = {
-        "part_ptr": part, "weight_ptr": weight, "scale_ptr": scale, "out_ptr": out, "scale_part_ptr": scale_part,
-        "C": C, "F": F, "splits": splits,
-    }  # fmt: skip
-    constants = {"ROWS": _ROWS, "COLS": _COLS}
-    return Launch(_residual_weight_grad_kernel, (_tiles(C, F),), args, constants, num_warps=4, device=part.device)
-
-
 def _tiles(rows: int, cols: int) -> int:
     return ceil_div(rows, _ROWS) * ceil_div(cols, _COLS)
 
 
-def folded_weight_gradients(
-    part: Tensor, column_part: Tensor, linear: NormedLinear
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of weight, gamma, beta and bias in their dtypes; None of an absent one.
+def weight_gradients(
+    folded: FoldedProducts | None, residual: ResidualProducts | None
+) -> tuple[FoldedGradients | None, Tensor | None, Tensor | None]:
+    """The gradients of one linear layer or of two, in one launch for their weights and one for a LayerNorm's affine.
 
-    Args:
-        part: fp32 [splits, F, C] of dz~^T x, or of dz^T n.
-        column_part: fp32 [sums, 2, F] of sum_m dz and sum_m dz~ mean, or [sums, F] of the former.
-        linear: Of dense tensors.
+    Returns:
+        Those of `folded`; dW of `residual` in the dtype of its weight; and its sum_f V W in fp32 [C] where it has a
+        LayerScale. None of what is None.
     """
-    F, C = linear.weight.shape
-    out = torch.empty_like(linear.weight)
-    bias, gamma, beta = (v if v is None else torch.empty_like(v) for v in (linear.bias, linear.gamma, linear.beta))
-    vectors = torch.empty(ceil_div(F, _ROWS), 2, C, dtype=torch.float32, device=part.device)
-    folded_weight_grad_launch(part, column_part, linear, out, bias, vectors).run()
-    if gamma is not None or beta is not None:
-        affine_grad_launch(vectors, gamma, beta).run()
-    return out, gamma, beta, bias
-
-
-def residual_weight_gradients(part: Tensor, weight: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """dW in the dtype of `weight`, and sum_f V W in fp32 [C] where there is a LayerScale."""
-    C, F = weight.shape
-    out = torch.empty_like(weight)
-    scale_part = None
-    if scale is not None:
-        scale = scale.contiguous()
-        scale_part = torch.empty(ceil_div(F, _COLS), C, dtype=torch.float32, device=weight.device)
-    residual_weight_grad_launch(part, weight, scale, out, scale_part).run()
-    return out, None if scale_part is None else scale_part.sum(0)
+    found = vectors = out = scale_part = None
+    if folded is not None:
+        linear = folded.linear
+        F, C = linear.weight.shape
+        given = (linear.weight, linear.gamma, linear.beta, linear.bias)
+        found = FoldedGradients(*(v if v is None else torch.empty_like(v) for v in given))  # type: ignore[arg-type]
+        vectors = torch.empty(ceil_div(F, _ROWS), 2, C, dtype=torch.float32, device=linear.weight.device)
+    if residual is not None:
+        C, F = residual.weight.shape
+        out = torch.empty_like(residual.weight)
+        if residual.scale is not None:
+            scale_part = torch.empty(ceil_div(F, _COLS), C, dtype=torch.float32, device=out.device)
+    weight_grad_launch(folded, found, vectors, residual, out, scale_part).run()
+    if found is not None and vectors is not None and not (found.gamma is None and found.beta is None):
+        affine_grad_launch(vectors, found.gamma, found.beta).run()
+    return found, out, None if scale_part is None else scale_part.sum(0)

@@ -2,8 +2,9 @@
 
 Forward: `layer_norm_linear` (LayerNorm, linear, activation; `_keeping` for training) and `linear_residual` (linear,
 LayerScale, residual).
-Backward: `layer_norm_linear_gradients`; for an MLP `activation_gradient`, `input_gradient`, `folded_gradients` and
-`residual_gradients`, which the operators compose. All tensors are contiguous, rows [M, *].
+Backward: `layer_norm_linear_products` and `residual_products`; for an MLP `activation_gradient`, `input_gradient` and
+`folded_products`; the operators compose them, and finish with `gradients.weight_gradients`. All tensors are contiguous,
+rows [M, *].
 """
 
 from __future__ import annotations
@@ -15,11 +16,7 @@ from torch import Tensor
 
 from . import library
 from .folding import FoldedLinear, NormedLinear
-from .gradients import (
-    folded_weight_gradients,
-    layer_norm_gradient,
-    residual_weight_gradients,
-)
+from .gradients import FoldedProducts, ResidualProducts, layer_norm_gradient
 from .layer_norm import (
     InputRows,
     RowStatistics,
@@ -208,32 +205,38 @@ def _partial_products(a: Tensor, b: Tensor) -> Tensor:
     return out
 
 
-def layer_norm_linear_gradients(
+def layer_norm_linear_products(
     grad: Tensor, rows: RowStatistics, linear: NormedLinear
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """dx in the dtype of x; dW, dgamma, dbeta and db in those of the parameters. grad is dz [M, F] itself."""
+) -> tuple[Tensor, FoldedProducts]:
+    """dx in the dtype of x, and what the gradients of the parameters are made of. grad is dz [M, F] itself."""
     product = _product(grad, linear.weight.to(grad.dtype))
     dx, normalised = layer_norm_gradient(product, linear.gamma, rows)
     grad_sum = grad.sum(0, dtype=torch.float32, keepdim=True)
-    return dx, *folded_weight_gradients(_partial_products(grad, normalised), grad_sum, linear)
+    return dx, FoldedProducts(_partial_products(grad, normalised), grad_sum, linear)
 
 
-def folded_gradients(
-    gradient: FoldedGradient, rows: RowStatistics, linear: NormedLinear
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """dW, dgamma, dbeta and db in the dtypes of the parameters."""
-    part = _partial_products(gradient.scaled, rows.source)
-    return folded_weight_gradients(part, gradient.column_part, linear)
+def folded_products(gradient: FoldedGradient, rows: RowStatistics, linear: NormedLinear) -> FoldedProducts:
+    """What the gradients of the parameters are made of."""
+    return FoldedProducts(_partial_products(gradient.scaled, rows.source), gradient.column_part, linear)
 
 
-def residual_gradients(
-    grad: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dW in the dtype of `weight`; db and the gradient of LayerScale in fp32."""
-    weight_grad, scale_grad = residual_weight_gradients(_partial_products(grad, h), weight, scale)
-    grad_sum = grad.sum(0, dtype=torch.float32)
+def residual_products(grad: Tensor, h: Tensor, weight: Tensor, scale: Tensor | None) -> ResidualProducts:
+    """What the gradients of [C, F] weight and scale are made of: grad [M, C], h [M, F]."""
+    return ResidualProducts(_partial_products(grad, h), weight, None if scale is None else scale.contiguous())
+
+
+def residual_vector_gradients(
+    grad: Tensor, bias: Tensor | None, scale: Tensor | None, scale_grad: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """db and the gradient of LayerScale in the dtypes of the parameters; None of an absent one.
+
+    Args:
+        grad: dy [M, C].
+        scale_grad: sum_f V W in fp32 [C], where there is a LayerScale.
+    """
     if scale is None or scale_grad is None:
-        return weight_grad, grad_sum, None
-    if bias is not None:
-        scale_grad = scale_grad + bias * grad_sum
-    return weight_grad, grad_sum * scale, scale_grad
+        return None if bias is None else grad.sum(0, dtype=bias.dtype), None
+    if bias is None:
+        return None, scale_grad.to(scale.dtype)
+    grad_sum = grad.sum(0, dtype=torch.float32)
+    return (grad_sum * scale).to(bias.dtype), (scale_grad + bias * grad_sum).to(scale.dtype)

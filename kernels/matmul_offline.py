@@ -14,10 +14,12 @@ from .activations import ACTIVATIONS
 from .device import matrix_instruction
 from .folding import FoldedLinear, NormedLinear, fold_launch
 from .gradients import (
+    FoldedGradients,
+    FoldedProducts,
+    ResidualProducts,
     affine_grad_launch,
-    folded_weight_grad_launch,
     layer_norm_grad_launch,
-    residual_weight_grad_launch,
+    weight_grad_launch,
 )
 from .launch import Launch
 from .layer_norm import (
@@ -175,15 +177,14 @@ def _small_launches(dtype: torch.dtype, stream: torch.dtype) -> Iterator[tuple[s
     yield "fold of two", fold_launch([linear] * 2, [folded] * 2)
     yield "layer_norm_grad", layer_norm_grad_launch(rows, vector, known, x, None if normalised else rows)
     parts = _meta(_F // 32, 2, _C)
-    for what, sums in (("", _meta(394, 2, _F)), (" of normalised rows", _meta(1, _F))):
-        launch = folded_weight_grad_launch(_meta(5, _F, _C), sums, linear, weight, bias, parts)
-        yield f"folded_weight_grad{what}", launch
+    gradients, wide = FoldedGradients(weight, vector, vector, bias), _meta(_C, _F, dtype=stream)
+    residual = (ResidualProducts(_meta(5, _C, _F), wide, vector), wide, _meta(_F // 128, _C))
+    for what, sums in (("fc1", _meta(394, 2, _F)), ("qkv", _meta(1, _F))):
+        products = FoldedProducts(_meta(5, _F, _C), sums, linear)
+        yield f"weight_grad of {what}", weight_grad_launch(products, gradients, parts, None, None, None)
+        yield f"weight_grad of {what} and another", weight_grad_launch(products, gradients, parts, *residual)
+    yield "weight_grad before a residual", weight_grad_launch(None, None, None, *residual)
     yield "affine_grad", affine_grad_launch(parts, vector, vector)
-    wide = _meta(_C, _F, dtype=stream)
-    yield (
-        "residual_weight_grad",
-        residual_weight_grad_launch(_meta(5, _C, _F), wide, vector, wide, _meta(_F // 128, _C)),
-    )
 
 
 def offline_builds(arch: str) -> Iterator[Build]:

@@ -19,15 +19,16 @@ from .attention_op import (
     attention_qkvpacked_backward_op,
     attention_qkvpacked_op,
 )
-from .checks import no_tensor, refuse_double_backward, refuse_vmap, rows_of
+from .checks import contiguous_rows, no_tensor, present, refuse_double_backward, refuse_vmap, rows_of
 from .flops import flop_formula
 from .kept_rows import fake_made_rows, fake_statistics, input_dtype, rows_to_keep
 from .layer_norm_mlp_op import folded_mlp, folded_mlp_training, layer_norm_mlp_backward_op, normed_mlp
 from .linear_op import (
+    branch_products,
+    folded_gradients,
     folded_linear,
     folded_linear_training,
-    layer_norm_linear_backward_op,
-    linear_residual_backward_op,
+    linear_products,
     linear_residual_op,
     normed_linear,
 )
@@ -37,9 +38,8 @@ from .transforms import transformable
 if TYPE_CHECKING:
     from ..kernels.folding import FoldedLinear
 
-_linear_backward = function_of(layer_norm_linear_backward_op)
 _attention, _attention_backward = function_of(attention_qkvpacked_op), function_of(attention_qkvpacked_backward_op)
-_residual, _residual_backward = function_of(linear_residual_op), function_of(linear_residual_backward_op)
+_residual = function_of(linear_residual_op)
 _mlp_backward = function_of(layer_norm_mlp_backward_op)
 
 
@@ -148,9 +148,18 @@ def block_backward_op(
         grad_output, rows2, statistics2, z, norm2_weight, norm2_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias,
         scale2, activation, True,
     )  # fmt: skip
-    d_flat, *third = _residual_backward(stream, mixed.flatten(2), proj_weight, proj_bias, scale1)
-    d_qkv = _attention_backward(d_flat.view(mixed.shape), qkv, mixed, lse, attention_scale)
-    dx, *first = _linear_backward(d_qkv.flatten(2), rows1, statistics1, norm1_weight, norm1_bias, qkv_weight, qkv_bias)
+    from ..kernels import gradients, linear
+
+    dy = contiguous_rows(stream).to(mixed.dtype)
+    d_mixed, residual = branch_products(dy, mixed.flatten(2), proj_weight, scale1)
+    d_qkv = _attention_backward(d_mixed.view(mixed.shape), qkv, mixed, lse, attention_scale)
+    dx, folded = linear_products(
+        d_qkv.flatten(2), rows1, statistics1, norm1_weight, norm1_bias, qkv_weight, qkv_bias
+    )  # fmt: skip
+    found, d_proj, along = gradients.weight_gradients(folded, residual)
+    d_bias, d_scale = linear.residual_vector_gradients(dy, proj_bias, scale1, along)
+    first = folded_gradients(found, rows1)
+    third = (present(each, rows1) for each in (d_proj, d_bias, d_scale))
     return dx.add_(stream), *first, *third, *second
 
 

@@ -75,11 +75,9 @@ def no_tensor(like: Tensor) -> Tensor:
     return like.new_empty(0, dtype=torch.float32)
 
 
-def like_parameter(gradient: Tensor | None, parameter: Tensor | None, like: Tensor) -> Tensor:
-    """A gradient in its parameter's dtype; no tensor, on the device of `like`, where there is no parameter."""
-    if gradient is None or parameter is None:
-        return no_tensor(like)
-    return gradient.to(parameter.dtype)
+def present(gradient: Tensor | None, like: Tensor) -> Tensor:
+    """A gradient; no tensor, on the device of `like`, where there is none."""
+    return no_tensor(like) if gradient is None else gradient
 
 
 def rows_of(shape: Sequence[int]) -> int:

@@ -19,8 +19,8 @@ from torch import Tensor
 from .checks import (
     contiguous_rows,
     in_dtype,
-    like_parameter,
     no_tensor,
+    present,
     refuse_double_backward,
     refuse_vmap,
     require_supported,
@@ -28,6 +28,7 @@ from .checks import (
 )
 from .flops import flop_formula
 from .kept_rows import fake_made_rows, fake_statistics, input_dtype, made_rows, rows_to_keep
+from .linear_op import folded_gradients
 from .operators import differentiable, fake, operator
 from .transforms import transformable
 
@@ -159,7 +160,7 @@ def layer_norm_mlp_backward_op(
     fc2_bias: Tensor | None, layer_scale: Tensor | None, activation: str, residual: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x and of the seven parameters; of an absent one an empty tensor."""
-    from ..kernels import folding, layer_norm, linear
+    from ..kernels import folding, gradients, layer_norm, linear
 
     known = layer_norm.RowStatistics(contiguous_rows(rows), statistics)
     stream = contiguous_rows(grad_output)
@@ -168,15 +169,13 @@ def layer_norm_mlp_backward_op(
     folded = folding.fold_linear(first, rows.dtype)
     second = fc2_weight.contiguous()
     gradient, h = linear.activation_gradient(dy, second, layer_scale, z, known, folded, activation)
-    d_second, d_bias2, d_scale = linear.residual_gradients(dy, h, second, fc2_bias, layer_scale)
+    products = linear.residual_products(dy, h, second, layer_scale)
     del h
     dx = linear.input_gradient(gradient, known, folded, stream if residual else None)
-    gradients = linear.folded_gradients(gradient, known, first)
-    d_first, d_gamma, d_beta, d_bias1 = (no_tensor(rows) if each is None else each for each in gradients)
-    return (
-        dx.view(grad_output.shape), d_gamma, d_beta, d_first, d_bias1,
-        d_second, like_parameter(d_bias2, fc2_bias, rows), like_parameter(d_scale, layer_scale, rows),
-    )  # fmt: skip
+    found, d_second, along = gradients.weight_gradients(linear.folded_products(gradient, known, first), products)
+    d_bias2, d_scale = linear.residual_vector_gradients(dy, fc2_bias, layer_scale, along)
+    last = (present(each, rows) for each in (d_second, d_bias2, d_scale))
+    return dx.view(grad_output.shape), *folded_gradients(found, rows), *last  # type: ignore[return-value]  # seven
 
 
 @fake(layer_norm_mlp_backward_op)

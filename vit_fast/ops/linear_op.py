@@ -16,8 +16,8 @@ from torch import Tensor
 from .checks import (
     contiguous_rows,
     in_dtype,
-    like_parameter,
     no_tensor,
+    present,
     refuse_double_backward,
     refuse_vmap,
     require_supported,
@@ -30,6 +30,7 @@ from .transforms import transformable
 
 if TYPE_CHECKING:
     from ..kernels.folding import FoldedLinear, NormedLinear
+    from ..kernels.gradients import FoldedProducts, ResidualProducts
 
 
 @operator("vit_fast::layer_norm_linear")
@@ -110,13 +111,29 @@ def layer_norm_linear_backward_op(
     norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, norm_weight, norm_bias, weight, bias; of an absent one an empty tensor."""
+    from ..kernels import gradients
+
+    dx, products = linear_products(grad_output, rows, statistics, norm_weight, norm_bias, weight, bias)
+    found, _, _ = gradients.weight_gradients(products, None)
+    return dx, *folded_gradients(found, rows)
+
+
+def linear_products(
+    grad_output: Tensor, rows: Tensor, statistics: Tensor,
+    norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
+) -> tuple[Tensor, FoldedProducts]:  # fmt: skip
+    """The gradient of x, and what those of the parameters are made of."""
     from ..kernels import folding, layer_norm, linear
 
     known = layer_norm.RowStatistics(contiguous_rows(rows), statistics)
     normed = folding.NormedLinear(weight, bias, norm_weight, norm_bias).contiguous()
-    dx, *gradients = linear.layer_norm_linear_gradients(contiguous_rows(grad_output), known, normed)
-    d_weight, d_gamma, d_beta, d_bias = (no_tensor(rows) if gradient is None else gradient for gradient in gradients)
-    return dx.view(*grad_output.shape[:-1], weight.shape[1]), d_gamma, d_beta, d_weight, d_bias
+    dx, products = linear.layer_norm_linear_products(contiguous_rows(grad_output), known, normed)
+    return dx.view(*grad_output.shape[:-1], weight.shape[1]), products
+
+
+def folded_gradients(found: Any, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of norm_weight, norm_bias, weight, bias from `FoldedGradients`; of an absent one an empty tensor."""
+    return present(found.gamma, like), present(found.beta, like), found.weight, present(found.bias, like)
 
 
 @fake(layer_norm_linear_backward_op)
@@ -171,12 +188,24 @@ def linear_residual_backward_op(
     grad_output: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of h, weight, bias, layer_scale; of an absent one an empty tensor."""
+    from ..kernels import gradients, linear
+
+    dy = contiguous_rows(grad_output).to(h.dtype)
+    dh, products = branch_products(dy, h, weight, layer_scale)
+    _, d_weight, along = gradients.weight_gradients(None, products)
+    d_bias, d_scale = linear.residual_vector_gradients(dy, bias, layer_scale, along)
+    return dh, present(d_weight, h), present(d_bias, h), present(d_scale, h)
+
+
+def branch_products(
+    dy: Tensor, h: Tensor, weight: Tensor, layer_scale: Tensor | None
+) -> tuple[Tensor, ResidualProducts]:
+    """The gradient of h, and what those of weight and LayerScale are made of, from dy [M, C] in the dtype of h."""
     from ..kernels import linear
 
-    dy, contiguous = contiguous_rows(grad_output).to(h.dtype), weight.contiguous()
-    dh = linear.product_gradient(dy, contiguous, layer_scale)
-    d_weight, d_bias, d_scale = linear.residual_gradients(dy, contiguous_rows(h), contiguous, bias, layer_scale)
-    return dh.view(h.shape), d_weight, like_parameter(d_bias, bias, h), like_parameter(d_scale, layer_scale, h)
+    dense = weight.contiguous()
+    dh = linear.product_gradient(dy, dense, layer_scale)
+    return dh.view(h.shape), linear.residual_products(dy, contiguous_rows(h), dense, layer_scale)
 
 
 @fake(linear_residual_backward_op)
