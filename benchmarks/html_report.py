@@ -13,6 +13,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from .explain import tables
 from .records import RECORD_NAME, Record, read_record
 from .report import ceilings_line, command, contests, filled_columns, heading, label, not_measured, objections, remarks
 from .rows import Row
@@ -98,6 +99,8 @@ def _bench(record: Record, curves: list[dict[str, Any]]) -> Iterable[str]:
             yield _figure(curves, {"title": f"{title}: {group}", "x": x[1], "y": y[1], "series": series})
     if roofline := _roofline(record, measured):
         yield _figure(curves, roofline)
+    for caption, titles, lines in tables(record):
+        yield _table(f"{caption}; a title sorts", titles, lines)
     yield f"<p>The same again:</p><pre tabindex=0>{escape(command(record))}</pre>"
 
 

@@ -49,6 +49,7 @@ class Plan:
         time_budget_s: Seconds after which nothing new is started; infinite when there is none.
         protocol: How long a measurement is.
         training: Whether training steps are measured; amp: under autocast in bf16.
+        explain: Whether every subject is profiled, too.
         request: What make_plan was asked for, as plain data from which it makes the same plan again.
     """
 
@@ -62,6 +63,7 @@ class Plan:
     protocol: Protocol
     training: bool = False
     amp: bool = False
+    explain: bool = False
     request: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def groups(self) -> list[Group]:
@@ -86,6 +88,7 @@ class Plan:
             "img_size": self.request.get("img_size"),
             "train": self.training,
             "amp": self.amp,
+            "explain": self.explain,
             "batch_sizes": list(self.batch_sizes),
             "dtypes": [short_name(dtype) for dtype in self.dtypes],
             "subjects": list(dict.fromkeys(s.label for chosen in self.selections.values() for s in chosen)),
@@ -107,6 +110,7 @@ def make_plan(
     img_size: Sequence[int] | None = None,
     train: bool = False,
     amp: bool = False,
+    explain: bool = False,
     device: str = "auto",
     time_budget_s: float | None = None,
     protocol: Protocol | None = None,
@@ -123,6 +127,7 @@ def make_plan(
         img_size: Height and width of the images; None means each model's own.
         train: Measure training steps (forward, backward, AdamW), not inference.
         amp: The forward of these under autocast in bf16, the parameters in fp32.
+        explain: Profile every subject, too; see explain.explain.
         device: "auto" (CUDA where there is one), or what torch.device takes.
         time_budget_s: Seconds; 0 means without limit.
         protocol: How long a measurement is.
@@ -150,6 +155,7 @@ def make_plan(
         protocol=PROTOCOLS[kind] if protocol is None else protocol,
         training=train,
         amp=amp,
+        explain=explain,
         request={
             "images": [str(Path(image).absolute()) for image in images],
             "models": models,
@@ -160,6 +166,7 @@ def make_plan(
             "img_size": img_size,
             "train": train,
             "amp": amp,
+            "explain": explain,
             "device": str(where),
             "time_budget_s": time_budget_s,
         },

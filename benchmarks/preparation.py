@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from vit_fast.errors import UnsupportedInputError
 
 from .correctness import Expected, judge
+from .explain import explain
 from .rows import Group, Row, add_verdict, make_row
 from .subjects import Selection, Task, compile_selection
 from .timing import Call, peak_memory_of_call, synchronise
@@ -76,9 +77,9 @@ class TooLarge(Exception):
 
 
 def prepare(
-    selection: Selection, group: Group, task: Task, batches: list[Tensor], expected: Expected
+    selection: Selection, group: Group, task: Task, batches: list[Tensor], expected: Expected, *, explained: bool
 ) -> tuple[Prepared | None, Row]:
-    """Builds a subject and checks it.
+    """Builds a subject, checks it, and profiles it where it is to be explained, too.
 
     Returns:
         What can be timed, or None, and the row; without anything to time, the row says why.
@@ -87,7 +88,10 @@ def prepare(
     """
     try:
         with out_of_memory_is_too_large(), at_most(SUBJECT_SECONDS):
-            return _build_and_check(selection, group, task, batches, expected)
+            ready, row = _build_and_check(selection, group, task, batches, expected)
+            if ready is not None and explained:
+                row["explained"] = explain(ready.call, task.device, group)
+            return ready, row
     except TooLarge:
         raise
     except UnsupportedInputError as error:

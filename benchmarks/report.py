@@ -133,7 +133,7 @@ def command(record: Record) -> str:
     words = ["vit-fast", "bench"]
     if record["plan"]["images"] != ["grace_hopper.jpg"]:
         words += record["plan"]["images"]
-    words += [f"--{name}" for name in ("train", "amp") if record["plan"].get(name)]
+    words += [f"--{name}" for name in ("train", "amp", "explain") if record["plan"].get(name)]
     if size := record["plan"].get("img_size"):
         words += ["--img-size", "x".join(map(str, size))]
     for name in ("models", "batch_sizes", "dtypes", "subjects", "device"):

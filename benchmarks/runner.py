@@ -234,7 +234,7 @@ class _Run:
             self.found.add("row", make_row(group, selection, "failed", reason))
             return None
         self.found.begin(group, selection)
-        ready, row = prepare(selection, group, task, batches, expected)
+        ready, row = prepare(selection, group, task, batches, expected, explained=self.plan.explain)
         if ready is None:
             self.found.add("row", row)
             if row["status"] in ("wrong", "failed"):

@@ -235,7 +235,7 @@ def peak_memory_of_call(call: Callable[[], object], device: torch.device) -> int
         synchronise(device)
         return int(torch.cuda.max_memory_allocated(device) - before)
     with (
-        _without_profiler_chatter(),
+        without_profiler_chatter(),
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler,
     ):
         call()
@@ -243,7 +243,7 @@ def peak_memory_of_call(call: Callable[[], object], device: torch.device) -> int
 
 
 @contextlib.contextmanager
-def _without_profiler_chatter() -> Iterator[None]:
+def without_profiler_chatter() -> Iterator[None]:
     """Keeps the lines that torch's profiler writes about its own start and stop from the process's standard error."""
     sys.stderr.flush()
     kept = os.dup(2)

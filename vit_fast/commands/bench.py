@@ -36,6 +36,9 @@ def bench(
     img_size: Annotated[str | None, typer.Option(help="Pixels a side; default: the model's.", metavar="N|HxW")] = None,
     train: Annotated[bool, typer.Option("--train", help="Training steps: forward, backward, AdamW.")] = False,
     amp: Annotated[bool, typer.Option("--amp", help="With --train: forward under autocast in bf16.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Also where the time goes, by part and kernel, beside the least it takes.")
+    ] = False,
     batch_sizes: Annotated[str | None, typer.Option(help="Images a call.", metavar="1,8")] = None,
     dtypes: Annotated[str | None, typer.Option(help="fp32, fp16, bf16.", metavar="A,B")] = None,
     subjects: Annotated[
@@ -87,6 +90,7 @@ def bench(
             img_size=_integers("--img-size", img_size, "x"),
             train=train,
             amp=amp,
+            explain=explain,
             device=device,
             time_budget_s=time_budget,
         )
@@ -164,12 +168,22 @@ def _print_subjects(console: Console) -> None:
 
 
 def _print_record(console: Console, record: dict[str, Any]) -> None:
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    from ..benchmarks.explain import tables
     from ..benchmarks.report import ceilings_line, columns_left_out, heading, not_measured, remarks, rich_tables
 
     for line in (heading(record), ceilings_line(record), *remarks(record)):
         console.print(line, highlight=False, markup=False, soft_wrap=not console.is_terminal)
     for table in rich_tables(record, console.width):
         console.print(table)
+    for caption, titles, cells in tables(record):
+        explained = Table(*titles, title=caption, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        for row in cells:
+            explained.add_row(*map(escape, row))
+        console.print(explained)
     if left_out := columns_left_out(record, console.width):
         console.print(f"{', '.join(left_out)}: in table.md, or in a wider terminal", markup=False, highlight=False)
     for line in not_measured(record):

@@ -1,0 +1,125 @@
+"""Where the time of a call goes, by part and kernel, beside what each part must take: `vit-fast bench --explain`.
+
+By torch's profiler, in calls of their own: its overhead never reaches a row's figures. On a GPU the kernels' own names
+say what they belong to, on a CPU those of the operators; what torch.compile has fused is a part of its own, and so is
+eager attention's share of matrix products on a GPU, which cannot be told from the linears'.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from .records import Record
+from .report import contests, label
+from .roofline import Work, work
+from .rows import Group, Row
+from .timing import Call, synchronise, without_profiler_chatter
+
+CALLS = 3
+MOST_KERNELS = 3  # of each part are named
+COMPILED, REST = "compiled, fused", "the rest"
+# The first that is found in a name; in the order in which tables show them.
+_PARTS = {
+    "attention": "attention|attn|flash|fmha|softmax|bmm",
+    "embedding": "conv(?!ert)",
+    COMPILED: "^triton_(?!tem)|cpp_fused|compiled|inductor|torchdynamo",
+    "linears": "addmm|::mm|linear|mlp|matmul|gemm|nvjet|triton_tem",
+    "norms": "layer_?norm|group_?norm|statistics",
+    "activations": "gelu|silu|relu|sigmoid|tanh|erf",
+}
+
+
+def part_of(name: str) -> str:
+    """What an operator or a kernel of this name belongs to."""
+    return next((part for part, words in _PARTS.items() if re.search(words, name.lower())), REST)
+
+
+def explain(call: Call, device: torch.device, group: Group) -> dict[str, Any]:
+    """Profiles some calls of a warm subject.
+
+    Args:
+        call: What is profiled; see Call.
+        device: Where it computes.
+        group: What it computes.
+    Returns:
+        Plain data for a row: kernels [part, name, calls, ms] of one call of the subject, longest first; and what each
+        part must do, [operations, bytes], of shapes that are ours.
+    """
+    on_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]
+    with without_profiler_chatter(), profile(activities=activities) as profiler:
+        for number in range(CALLS):
+            call(number)
+        synchronise(device)
+    kernels = []
+    for event in profiler.key_averages():
+        us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        if us and (event.device_type == DeviceType.CUDA) == on_gpu:
+            kernels.append([part_of(event.key), event.key, event.count / CALLS, us / 1e3 / CALLS])
+    least: dict[str, Work] = {}
+    if group.model.config is not None:
+        least = work(group.model.config, group.batch_size)
+        # a head is a linear among others, for a profiler
+        least["linears"] += least.pop("head")
+    times = 3 if group.training else 1
+    return {
+        "kernels": sorted(kernels, key=lambda kernel: -kernel[3]),
+        "least": {
+            part: [times * some.flop, times * some.elements * group.dtype.itemsize] for part, some in least.items()
+        },
+    }
+
+
+def tables(record: Record) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """Of every contest that was explained: caption, titles and rows; the parts of all subjects, then their kernels."""
+    for title, rows in contests(record).items():
+        explained = [row for row in rows if row.get("explained") and row["status"] == "measured"]
+        if explained:
+            yield f"Where the time goes, ms a call: {title}", *_parts(record, explained)
+            yield f"Longest kernels: {title}", ["kernel", "subject", "part", "calls", "ms"], _kernels(explained)
+
+
+def _parts(record: Record, rows: list[Row]) -> tuple[list[str], list[list[str]]]:
+    ceilings, dtype = record["ceilings"], rows[0]["dtype"]
+    matmul = ceilings.get("matmul_TFLOP_per_s", {}).get("bf16" if dtype == "amp" else dtype)
+    least = rows[0]["explained"]["least"] if matmul else {}
+    floors = {
+        part: Work(flop, moved).floor_ms(1, matmul, ceilings["copy_GB_per_s"]) for part, (flop, moved) in least.items()
+    }
+    spent: list[dict[str, float]] = []
+    for row in rows:
+        spent.append(defaultdict(float))
+        for part, _, _, ms in row["explained"]["kernels"]:
+            spent[-1][part] += ms
+    lines = [
+        [
+            part,
+            f"{floors[part]:.4g}" if part in floors else "",
+            *(f"{parts[part]:.4g}" if part in parts else "" for parts in spent),
+        ]
+        for part in (*_PARTS, REST)
+        if part in floors or any(part in parts for parts in spent)
+    ]
+    floor, sums = sum(floors.values()), [sum(parts.values()) for parts in spent]
+    lines.append(["sum", f"{floor:.4g}", *(f"{total:.4g}" for total in sums)])
+    lines.append(["above the floor", "", *(f"{total - floor:.4g}" for total in sums)])
+    lines.append(["measured without profiler", "", *(f"{row['ms']:.4g}" for row in rows)])
+    return ["part", "floor", *map(label, rows)], lines
+
+
+def _kernels(rows: list[Row]) -> list[list[str]]:
+    lines = []
+    for row in rows:
+        seen: dict[str, int] = defaultdict(int)
+        for part, name, calls, ms in row["explained"]["kernels"]:
+            seen[part] += 1
+            if seen[part] <= MOST_KERNELS:
+                lines.append([name, label(row), part, f"{calls:g}", f"{ms:.4g}"])
+    return lines
