@@ -34,11 +34,14 @@ KERNELS_A_PROCESS = 4
 
 @dataclass(frozen=True)
 class Request:
-    """A kernel to compile: where the function is, and how it is specialised, as triton writes that down."""
+    """A kernel to compile: where the function is, how it is specialised, in the words of triton, and for what GPU."""
 
     module: str
     name: str
     data: str
+    backend: str
+    arch: int
+    warp_size: int
 
     def compile(self) -> bool:
         """Take it from triton's cache on disk, or compile it; whether the latter."""
@@ -71,7 +74,9 @@ def collect() -> Iterator[list[Request]]:
     def hook(*, fn: Any, compile: dict[str, Any], **rest: Any) -> bool | None:
         if threading.get_ident() != thread or not fn.module.startswith(f"{__package__}."):
             return before(fn=fn, compile=compile, **rest) if before is not None else None
-        found[Request(fn.module, fn.name, compile["specialization_data"])] = None
+        target = triton.runtime.driver.active.get_current_target()
+        data = compile["specialization_data"]
+        found[Request(fn.module, fn.name, data, target.backend, target.arch, target.warp_size)] = None
         return True
 
     runtime.jit_cache_hook = hook
@@ -196,7 +201,8 @@ def serve() -> None:
     os.dup2(2, 1)  # what a compiler prints is no answer
     for line in sys.stdin:
         request = Request(**json.loads(line))
-        triton.runtime.driver.set_active(_Driver(GPUTarget(**json.loads(request.data)["target"])))
+        target = GPUTarget(request.backend, request.arch, request.warp_size)
+        triton.runtime.driver.set_active(_Driver(target))
         try:
             answer: bool | str = request.compile()
         except Exception as error:  # whatever the compiler raises

@@ -6,6 +6,7 @@ python tests/warm_up_calls.py cold|warm
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -90,7 +91,7 @@ def failures() -> None:
         model.eval()(torch.zeros(9, 3, 32, 32, dtype=torch.bfloat16))
         model.float()(torch.zeros(9, 3, 32, 32))
     assert len(requests) >= 2 * precompile.KERNELS_A_PROCESS
-    broken = precompile.Request(requests[1].module, requests[1].name, requests[1].data.replace("constexpr", "nothing"))
+    broken = replace(requests[1], data=requests[1].data.replace("constexpr", "nothing"))
     for compiler in (lambda: precompile.compile_all([broken]), lambda: list(precompile._compile_beside([broken] * 4))):
         try:
             compiler()
