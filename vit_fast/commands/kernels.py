@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Annotated, Any
 
 import typer
 
+_SAMPLE = 10  # builds, about, from which the time of all is estimated
 DEFAULT_ARCHS = "sm_80,sm_86,sm_89,sm_90,sm_100,sm_103,sm_120"
 
 
@@ -134,9 +136,9 @@ def collect(archs: list[str], *, core: bool, update_baseline: bool, progress: bo
     wanted = [(arch, build) for arch in archs for build in offline.builds(arch) if build.core or not core]
     before = baseline.read_baseline() if baseline.BASELINE_PATH.exists() else {"triton": None, "builds": {}}
     comparable = baseline.is_comparable(before) and not update_baseline
-    rows: list[dict[str, Any]] = []
     found: dict[str, Any] = {}
-    for arch, build in wanted:
+
+    def compile_one(arch: str, build: Any) -> dict[str, Any]:
         row: dict[str, Any] = {"arch": arch, "kernel": build.kernel, "case": build.case}
         try:
             stats = offline.compile_build(build, arch)
@@ -148,17 +150,36 @@ def collect(archs: list[str], *, core: bool, update_baseline: bool, progress: bo
             row["problems"] = offline.problems(build, stats, arch)
             if comparable:
                 row["problems"] += baseline.regressions(before, build.key(arch), stats)
-        rows.append(row)
-        if progress:
-            typer.echo(_line(row))
+        return row
+
+    # a few of all over the list first: from them the time of the others is told
+    step = max(3, len(wanted) // _SAMPLE)
+    order = sorted(range(len(wanted)), key=lambda index: index % step != 0)
+    sample = len(wanted[::step])
+    typer.echo(f"{len(wanted)} builds to compile; how long that takes is estimated from {sample} of them", err=True)
+    rows: dict[int, dict[str, Any]] = {}
+    start = time.perf_counter()
+    with _Progress("builds compiled") as bar:
+        for done, index in enumerate(order, start=1):
+            rows[index] = compile_one(*wanted[index])
+            if progress:
+                typer.echo(_line(rows[index]))
+            bar(done, len(wanted))
+            if done == sample < len(wanted):
+                left = (time.perf_counter() - start) / sample * (len(wanted) - sample)
+                typer.echo(f"about {_duration(left)} for the other {len(wanted) - sample}", err=True)
     if update_baseline:
         baseline.write_baseline(found)
     return {
         "triton": triton.__version__,
         "baseline_triton": before["triton"],
         "compared_with_baseline": comparable,
-        "builds": rows,
+        "builds": [rows[index] for index in range(len(wanted))],
     }
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} seconds" if seconds < 90 else f"{seconds / 60:.0f} minutes"
 
 
 def _last_line(error: Exception) -> str:
