@@ -17,9 +17,11 @@ import triton
 from torch import Tensor
 from triton.backends.nvidia import driver as nvidia
 
+import vit_fast
 from vit_fast.kernels import plan, plan_recorder, stand_in_driver
 from vit_fast.kernels.launch import Launch
 from vit_fast.ops.attention_op import attention_backward_op, attention_op, attention_qkvpacked_op
+from vit_fast.ops.block_op import block_backward_op, block_op, block_training_op
 from vit_fast.ops.layer_norm_mlp_op import layer_norm_mlp_backward_op, layer_norm_mlp_op, layer_norm_mlp_training_op
 from vit_fast.ops.linear_op import (
     layer_norm_linear_backward_op,
@@ -197,7 +199,40 @@ def cases() -> Iterator[tuple[Any, Arguments]]:
         yield attention_backward_op, (one, one, one, one, out, lse, 0.125)
 
 
-def one_plan_serves_one_tensor_thrice_and_three(driver: stand_in_driver.StandInDriver) -> None:
+def block_cases() -> Iterator[tuple[Any, Arguments]]:
+    """Whole blocks of half precision, of fp32 parameters beside it, and of fp32."""
+    for dtype, weights in ((BF16, BF16), (BF16, FP32), (FP32, FP32)):
+        x = zeros(1, 17, 64, dtype=dtype)
+        shapes = (64,), (64,), (192, 64), (192,), (64, 64), (64,), (64,), (64,), (64,), (128, 64), (128,), (64, 128)
+        tensors = [zeros(*shape, dtype=weights) for shape in (*shapes, (64,), (64,))]
+        call = (x, None, *tensors, 1, 0.125, 1e-6, 1e-5, "gelu", None if dtype == FP32 else 1e-6, dtype)
+        yield block_op, call
+        yield block_training_op, call
+        y, _, rows, statistics, *kept = block_training_op(*call)
+        rows = rows if dtype == FP32 else x
+        yield block_backward_op, (y, rows, statistics, *kept, *tensors, 0.125, "gelu")
+
+
+def steady_state() -> None:
+    """A model's second step builds no launch: forward, backward and inference."""
+    model = vit_fast.create_model("vit_test", backend="triton", depth=3).bfloat16()
+    images = torch.zeros(2, 3, 32, 32, dtype=BF16)
+
+    def step() -> None:
+        model(images).sum().backward()
+        with torch.no_grad():
+            model(images)
+
+    step()
+    build, built = Launch.__init__, []
+    Launch.__init__ = lambda self, *args, **kwargs: built.append(build(self, *args, **kwargs))  # type: ignore[method-assign]
+    step()
+    Launch.__init__ = build  # type: ignore[method-assign]
+    assert built == []
+    assert None not in plan.plans()
+
+
+def one_plan_serves_one_tensor_thrice_and_three() -> None:
     """What was recorded with one tensor as q, k and v reads three when it is given three."""
     plan.forget()
     one, others = zeros(1, 2, 17, 64), [zeros(1, 2, 17, 64) for _ in range(3)]
@@ -386,10 +421,11 @@ def main() -> None:
     listen()
     driver = stand_in_driver.install("sm_90")
     kept = keep_what_is_recorded()
-    for operator, arguments in cases():
+    for operator, arguments in (*cases(), *block_cases()):
         hold(operator, arguments, kept)
-    one_plan_serves_one_tensor_thrice_and_three(driver)
+    one_plan_serves_one_tensor_thrice_and_three()
     precision()
+    steady_state()
     torch_operators()
     unplannable()
     errors()
