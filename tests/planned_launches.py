@@ -21,6 +21,7 @@ import vit_fast
 from vit_fast.kernels import plan, plan_recorder, stand_in_driver
 from vit_fast.kernels.launch import Launch
 from vit_fast.ops.attention_op import attention_backward_op, attention_op, attention_qkvpacked_op
+from vit_fast.ops.block import BlockTensors, fold
 from vit_fast.ops.block_op import block_backward_op, block_op, block_training_op
 from vit_fast.ops.layer_norm_mlp_op import layer_norm_mlp_backward_op, layer_norm_mlp_op, layer_norm_mlp_training_op
 from vit_fast.ops.linear_op import (
@@ -205,8 +206,13 @@ def block_cases() -> Iterator[tuple[Any, Arguments]]:
         x = zeros(1, 17, 64, dtype=dtype)
         shapes = (64,), (64,), (192, 64), (192,), (64, 64), (64,), (64,), (64,), (64,), (128, 64), (128,), (64, 128)
         tensors = [zeros(*shape, dtype=weights) for shape in (*shapes, (64,), (64,))]
-        call = (x, None, *tensors, 1, 0.125, 1e-6, 1e-5, "gelu", None if dtype == FP32 else 1e-6, dtype)
-        yield block_op, call
+        settings = (1, 0.125, 1e-6, 1e-5, "gelu", dtype != FP32, dtype)
+        for inner in (
+            BlockTensors._make((*tensors, None, None)),
+            fold(BlockTensors._make((*tensors, None, None)), dtype),
+        ):
+            yield block_op, (x, None, *inner, *settings)
+        call = (x, None, *tensors, *settings)
         yield block_training_op, call
         y, _, rows, statistics, *kept = block_training_op(*call)
         rows = rows if dtype == FP32 else x

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vit_fast import UnsupportedInputError
 from vit_fast.ops.attention import attention_qkvpacked
-from vit_fast.ops.block import BlockTensors, fused_block
+from vit_fast.ops.block import BlockTensors, fold, fused_block
 from vit_fast.ops.block_op import block_backward_op, block_op, block_training_op
 from vit_fast.ops.layer_norm_mlp import fused_layer_norm_mlp
 from vit_fast.ops.linear import layer_norm_linear, linear_residual
@@ -39,7 +39,7 @@ def make(dtype: torch.dtype, parameter_dtype: torch.dtype | None = None, **absen
         return (0.5 * torch.randn(shape, generator=generator)).to(DEVICE, target).requires_grad_()
 
     x = leaf((2, 5, WIDTH), dtype)
-    return x, BlockTensors(*(leaf(shape, parameter_dtype or dtype) for shape in SHAPES))._replace(**absent)
+    return x, BlockTensors(*(leaf(shape, parameter_dtype or dtype) for shape in SHAPES[:14]))._replace(**absent)
 
 
 def by_four(x: Tensor, statistics: Tensor | None, t: BlockTensors) -> tuple[Tensor, Tensor | None]:
@@ -102,21 +102,45 @@ def arguments(x: Tensor, tensors: BlockTensors, next_statistics: bool = False) -
     return (x, None, *tensors, HEADS, 0.25, 1e-6, 1e-5, "gelu", next_statistics, x.dtype)
 
 
+def of_training(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Without the sums of folded weights."""
+    return *arguments[:16], *arguments[18:]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_opcheck(dtype: torch.dtype) -> None:
     wanted = dtype != torch.float32
     x, tensors = make(dtype)
-    torch.library.opcheck(block_training_op, arguments(x, tensors, wanted))
-    detached = BlockTensors(*(tensor.detach() for tensor in tensors))
+    torch.library.opcheck(block_training_op, of_training(arguments(x, tensors, wanted)))
+    detached = BlockTensors(*(tensor.detach() for tensor in tensors[:14]))
     torch.library.opcheck(block_op, arguments(x.detach(), detached, wanted))
-    y, _, rows, statistics, *kept = block_training_op(*arguments(x.detach(), detached))
+    y, _, rows, statistics, *kept = block_training_op(*of_training(arguments(x.detach(), detached)))
     rows = rows if dtype == torch.float32 else x.detach()
-    torch.library.opcheck(block_backward_op, (y, rows, statistics, *kept, *detached, 0.25, "gelu"))
+    torch.library.opcheck(block_backward_op, (y, rows, statistics, *kept, *detached[:14], 0.25, "gelu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_folded_beforehand_it_is_the_same(dtype: torch.dtype) -> None:
+    x, tensors = make(dtype, torch.float32)
+    with torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16):
+        frozen = fold(tensors, torch.bfloat16)
+        assert_equal(by_one(x, None, frozen), by_one(x, None, tensors))
+        torch.library.opcheck(block_op, (*arguments(x.detach(), frozen)[:-1], torch.bfloat16))
+        tensors.fc1_weight.zero_()  # it follows no change
+        assert not torch.equal(by_one(x, None, frozen)[0], by_one(x, None, tensors)[0])
+    with pytest.raises(UnsupportedInputError, match="they give no gradient"):
+        by_one(x, None, frozen)
+
+
+def test_what_was_folded_for_another_dtype_is_refused() -> None:
+    x, tensors = make(torch.bfloat16)
+    with torch.no_grad(), pytest.raises(UnsupportedInputError, match=r"folded for torch\.float32"):
+        by_one(x, None, fold(tensors, torch.float32))
 
 
 def test_opcheck_with_nothing_optional() -> None:
     x, tensors = make(torch.float32, **OPTIONAL)
-    torch.library.opcheck(block_training_op, arguments(x, tensors))
+    torch.library.opcheck(block_training_op, of_training(arguments(x, tensors)))
 
 
 def test_compiled_it_is_one_graph_with_one_operator_a_direction() -> None:

@@ -153,7 +153,7 @@ def run_block(
     attention: Any = parts.attention
     if attend is None and backend == "triton" and not is_exporting() and not _drops_a_path(attention, mlp):
         return fused_block(
-            x, statistics, _block_tensors(attention, mlp), heads=attention.num_heads, attention_scale=attention.scale,
+            x, statistics, block_tensors(attention, mlp), heads=attention.num_heads, attention_scale=attention.scale,
             eps=(attention.norm.eps, mlp.norm.eps), activation=mlp.activation, next_statistics=next_statistics,
         )  # fmt: skip
     if attend is not None:
@@ -211,11 +211,13 @@ def _mlp_tensors(parts: MlpParts) -> tuple[Any, ...]:
     return tuple(_tensor(part, name) for part in (parts.norm, parts.fc1, parts.fc2) for name in ("weight", "bias"))
 
 
-def _block_tensors(attention: AttentionParts, mlp: MlpParts) -> BlockTensors:
+def block_tensors(attention: AttentionParts, mlp: MlpParts) -> BlockTensors:
+    """The parameters of a block as they are now; three linear layers of q, k and v joined."""
     slots = ((attention.norm, "weight"), (attention.norm, "bias"), (attention.proj, "weight"), (attention.proj, "bias"))
     norm_weight, norm_bias, proj_weight, proj_bias = (_tensor(*slot) for slot in slots)
     first = (norm_weight, norm_bias, *_joined(attention.qkv), proj_weight, proj_bias, _scale(attention))
-    return BlockTensors._make((*first, *_mlp_tensors(mlp), _scale(mlp)))
+    everything: Any = (*first, *_mlp_tensors(mlp), _scale(mlp))
+    return BlockTensors(*everything)
 
 
 def _tensor(owner: nn.Module, name: str) -> Any:

@@ -4,7 +4,8 @@
 - `vit_fast::block_training`, which also returns what `vit_fast::block_backward` needs.
 
 Each is made of the functions of the operators in `linear_op.py`, `attention_op.py` and `layer_norm_mlp_op.py`, so that
-they are the definition: the same kernels, the same bits. Statistics are as there.
+they are the definition: the same kernels, the same bits. Statistics are as there. With `qkv_sum` and `fc1_sum` the
+LayerNorms are folded already, as `fold` in `block.py` does.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..errors import UnsupportedInputError
 from .attention_op import (
     attention_flop,
     attention_qkvpacked_backward_op,
@@ -49,14 +51,14 @@ def block_op(
     qkv_weight: Tensor, qkv_bias: Tensor | None, proj_weight: Tensor, proj_bias: Tensor | None,
     scale1: Tensor | None, norm2_weight: Tensor | None, norm2_bias: Tensor | None, fc1_weight: Tensor,
     fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None, scale2: Tensor | None,
-    heads: int, attention_scale: float, eps1: float, eps2: float, activation: str, next_statistics: bool,
-    dtype: torch.dtype,
+    qkv_sum: Tensor | None, fc1_sum: Tensor | None, heads: int, attention_scale: float, eps1: float, eps2: float,
+    activation: str, next_statistics: bool, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The block's output [B, N, C] for x [B, N, C], and with `next_statistics` those of its rows, which are of half
     precision."""
     first, second = _folded(
         x, norm1_weight, norm1_bias, qkv_weight, qkv_bias, norm2_weight, norm2_bias, fc1_weight, fc1_bias, fc2_weight,
-        fc2_bias, scale2, dtype,
+        fc2_bias, scale2, dtype, qkv_sum, fc1_sum,
     )  # fmt: skip
     qkv = folded_linear(x, statistics, first, eps1, dtype)
     mixed, _ = _attention(qkv.unflatten(-1, (3, heads, -1)), attention_scale)
@@ -72,13 +74,20 @@ def _folded(
     x: Tensor, norm1_weight: Tensor | None, norm1_bias: Tensor | None, qkv_weight: Tensor, qkv_bias: Tensor | None,
     norm2_weight: Tensor | None, norm2_bias: Tensor | None, fc1_weight: Tensor, fc1_bias: Tensor | None,
     fc2_weight: Tensor, fc2_bias: Tensor | None, scale2: Tensor | None, dtype: torch.dtype,
+    qkv_sum: Tensor | None = None, fc1_sum: Tensor | None = None,
 ) -> list[FoldedLinear]:  # fmt: skip
-    """qkv and fc1 with the LayerNorms before them, in one launch."""
-    from ..kernels.folding import fold_linears
+    """qkv and fc1 with the LayerNorms before them: folded already where the sums are there, else in one launch."""
+    from ..kernels.folding import FoldedLinear, fold_linears
 
     qkv = normed_linear(x, norm1_weight, norm1_bias, qkv_weight, qkv_bias, dtype)
     fc1 = normed_mlp(x, norm2_weight, norm2_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, scale2, dtype)
-    return fold_linears([qkv, fc1], dtype)
+    if qkv_sum is None:
+        return fold_linears([qkv, fc1], dtype)
+    if qkv_weight.dtype != dtype:
+        reason = f"its weights were folded for {qkv_weight.dtype}, the matmuls are of {dtype}: fold them again"
+        raise UnsupportedInputError("a block of folded weights", [reason])
+    folded: Any = (qkv_weight, qkv_sum, qkv_bias), (fc1_weight, fc1_sum, fc1_bias)
+    return [FoldedLinear(*tensors) for tensors in folded]
 
 
 @fake(block_op)
