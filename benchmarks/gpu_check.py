@@ -18,6 +18,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -239,6 +240,8 @@ class Runner:
     def _command(self, row: Row, seconds: float) -> Found:
         name = row.name.replace(",", "").replace(" ", "_")
         log = self.out / f"{name}.log"
+        for folder in (self.out / name, self.out / f"{name}.partial"):  # of an earlier run, finished or ended
+            shutil.rmtree(folder, ignore_errors=True)
         # a command that knows its time ends itself; the limit is for one that hangs
         values = {"{folder}": str(self.out / name), "{seconds}": str(int(max(seconds - 15, 5)))}
         environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}

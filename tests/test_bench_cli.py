@@ -89,7 +89,8 @@ def test_a_run_prints_a_table_and_writes_record_table_and_plot(tmp_path: Path, p
         (["--batch-sizes", "1,x"], "1,x"),
         (["--batch-sizes", "99999999999"], "needs at least"),
         (["--dtypes", "float32"], "fp32, fp16, bf16"),
-        (["--resume", "{folder}"], "no unfinished run is there"),
+        (["--resume", "{folder}", "--train"], "accepted beside it is --json"),
+        (["--resume", "{text}"], "accepted beside it is --json"),
         (["--dtypes", "fp8"], "fp32, fp16, bf16"),
         (["--device", "toaster"], "toaster"),
         (["--device", "cuda:63"], "CUDA devices here"),
@@ -164,6 +165,11 @@ def test_default_folder_names_date_and_machine_and_is_never_taken(record: dict, 
     assert records.default_folder(record["machine"]) == first.with_name(first.name + "-2")
     monkeypatch.setattr(records, "checkout", lambda: tmp_path)
     assert records.default_base() == tmp_path / "benchmarks" / "results" / "local"
+
+
+def test_a_run_that_is_not_there_cannot_go_on(tmp_path: Path, capsys) -> None:
+    assert vit_fast("bench", "--resume", str(tmp_path)) == 2
+    assert "no unfinished run is there" in capsys.readouterr().err
 
 
 def test_an_interrupted_run_is_written_and_can_go_on(tmp_path: Path, photographs: Path, capsys, monkeypatch) -> None:

@@ -203,6 +203,16 @@ def test_unknown_parts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--parts has nonsense: accepted are machine, tests, attention, mlp, models" in capsys.readouterr().err
 
 
+def test_a_row_starts_in_a_folder_of_its_own_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an earlier run of it left, finished or ended, is not in its way."""
+    code = "import pathlib, sys; [pathlib.Path(sys.argv[1] + end).mkdir() for end in ('', '.partial')]"
+    row = replace(_command("a row", code), command=(sys.executable, "-c", code, "{folder}"))
+    for _ in range(2):
+        status, (found,) = _run((row,), tmp_path, monkeypatch)
+        assert status == 0 and found["outcome"] == "passed"
+        assert (tmp_path / "a_row").is_dir() and (tmp_path / "a_row.partial").is_dir()
+
+
 def test_rows_of_other_parts_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = tuple(replace(_command(part, "pass"), part=part) for part in ("attention", "mlp"))
     _run(rows, tmp_path, monkeypatch, "--parts", "attention")
