@@ -90,6 +90,7 @@ def test_a_run_prints_a_table_and_writes_record_table_and_plot(tmp_path: Path, p
         (["--batch-sizes", "99999999999"], "needs at least"),
         (["--dtypes", "float32"], "fp32, fp16, bf16"),
         (["--resume", "{folder}", "--train"], "accepted beside it is --json"),
+        (["--resume", "{folder}", "--explain"], "accepted beside it is --json"),
         (["--resume", "{text}"], "accepted beside it is --json"),
         (["--dtypes", "fp8"], "fp32, fp16, bf16"),
         (["--device", "toaster"], "toaster"),

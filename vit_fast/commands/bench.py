@@ -98,7 +98,7 @@ def bench(
         journal = Journal.begin(default_folder(machine) if out is None else out, plan.request, machine)
     else:
         asked = (images, models, img_size, batch_sizes, dtypes, subjects, compile_modes, out, time_budget)
-        if any(value is not None for value in asked) or train or amp or device != "auto":
+        if any(value is not None for value in asked) or train or amp or explain or device != "auto":
             raise ValueError(f"--resume {resume}: does what that run was asked for; accepted beside it is --json")
         journal = Journal.resume(resume)
         plan = make_plan(**journal.header["request"])
