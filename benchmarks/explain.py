@@ -109,8 +109,13 @@ def _parts(record: Record, rows: list[Row]) -> tuple[list[str], list[list[str]]]
     ]
     floor, sums = sum(floors.values()), [sum(parts.values()) for parts in spent]
     lines.append(["sum", f"{floor:.4g}", *(f"{total:.4g}" for total in sums)])
-    lines.append(["above the floor", "", *(f"{total - floor:.4g}" for total in sums)])
-    lines.append(["measured without profiler", "", *(f"{row['ms']:.4g}" for row in rows)])
+    measured = [row["ms"] for row in rows]
+    lines.append(["measured without profiler", "", *(f"{ms:.4g}" for ms in measured)])
+    # the host's own time, and what the profiler does not see, such as ONNX Runtime
+    outside = [max(ms - total, 0.0) for ms, total in zip(measured, sums, strict=True)]
+    lines.append(["of it in no kernel", "", *(f"{ms:.4g}" for ms in outside)])
+    if floors:
+        lines.append(["above the floor", "", *(f"{ms - floor:.4g}" for ms in measured)])
     return ["part", "floor", *map(label, rows)], lines
 
 

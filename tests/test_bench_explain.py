@@ -68,7 +68,8 @@ def test_a_run_explains_every_subject_side_by_side_and_what_is_lost(monkeypatch)
     options = {"models": ["vit_test"], "batch_sizes": [2], "dtypes": ["fp32"], "device": "cpu", "protocol": quick}
     record = run(make_plan(subjects=["eager", "sdpa"], explain=True, **options))
     record["ceilings"].update(copy_GB_per_s=1.0, matmul_TFLOP_per_s={"fp32": 1.0})
-    for row in record["rows"]:
+    for row, ms in zip(record["rows"], (6.0, 4.0), strict=True):
+        row["ms"] = ms
         assert {kernel[0] for kernel in row["explained"]["kernels"]} >= {"attention", "linears", "norms", "embedding"}
         row["explained"]["kernels"] = [
             ["linears", "addmm", 9, 3.0],
@@ -83,7 +84,9 @@ def test_a_run_explains_every_subject_side_by_side_and_what_is_lost(monkeypatch)
     assert lines["attention"]["floor"] == f"{4 * work(config, 2)['attention'].elements / 1e6:.4g}"  # at 1 GB/s, in ms
     floor = 4 * total(work(config, 2).values()).elements / 1e6
     assert (lines["linears"]["sdpa"], lines[REST]["floor"], lines["sum"]["eager"]) == ("3", "", "4.5")
-    assert lines["above the floor"]["eager"] == f"{4.5 - floor:.4g}"
+    assert (lines["of it in no kernel"]["eager"], lines["of it in no kernel"]["sdpa"]) == ("1.5", "0")
+    assert lines["above the floor"]["eager"] == f"{6 - floor:.4g}"
+    assert lines["above the floor"]["sdpa"] == f"{4 - floor:.4g}"
     assert ["cat", "sdpa", REST, "1", "0.5"] in kernels
     page = html_report.render({"run": record})
     assert "above the floor" in page and "--explain" in page
