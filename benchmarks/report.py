@@ -241,6 +241,7 @@ def markdown(record: Record) -> str:
         text += "\n" + "".join(f"- {remark}\n" for remark in remarks(record))
     if notes := not_measured(record):
         text += "\nNot measured:\n\n" + "".join(f"- {note}\n" for note in notes)
+    text += f"\nThe same again: `{command(record)}`; a row alone with its own model, dtype, batch and subject.\n"
     return text
 
 

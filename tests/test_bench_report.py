@@ -125,6 +125,10 @@ def test_command_measures_the_same_again(record):
         assert given == (",".join(map(str, value)) if isinstance(value, list) else value)
 
 
+def test_a_table_says_how_to_measure_it_again(record):
+    assert f"`{report.command(record)}`" in report.markdown(record)
+
+
 def test_kernels_are_summed_up_by_their_worst_build():
     page = Page(html_report.render({}))
     head, *lines = table_of(page, "most registers")
