@@ -41,7 +41,9 @@ def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[Matmul
     elif not (tma and reads_descriptors(arch)):
         table = _pointer_table(arch, kind, epilogue)
     elif kind == "tf32":
-        table = _TF32_BLACKWELL if blackwell else _TF32_HOPPER
+        table = _TF32_HOPPER
+        if blackwell:
+            table = _TF32_BLACKWELL_HALVES if epilogue == "activation_grad" else _TF32_BLACKWELL
     elif hopper:
         table = _HALF_HOPPER_LAYER_NORM if epilogue == "layer_norm" else _HALF_HOPPER
     else:
@@ -76,6 +78,7 @@ _TF32_HOPPER = (
     MatmulConfig(64, 64, 32, num_warps=4, num_stages=3, tma=True, ctas_per_sm=2),
 )
 _TF32_BLACKWELL = (MatmulConfig(64, 64, 32, num_warps=4, num_stages=3, tma=True, ctas_per_sm=2),)
+_TF32_BLACKWELL_HALVES = (replace(_TF32_BLACKWELL[0], sub_tiles=2),)
 
 
 def _pointer_table(arch: str, kind: str, epilogue: str) -> tuple[MatmulConfig, ...]:
