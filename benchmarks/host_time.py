@@ -29,10 +29,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from vit_fast import create_model
-from vit_fast.block import block_tensors, run_blocks
+from vit_fast import create_model, freeze
+from vit_fast.block import run_blocks
 from vit_fast.ops.attention import attention_qkvpacked
-from vit_fast.ops.block import fold, fused_block
 from vit_fast.ops.layer_norm_mlp import fused_layer_norm_mlp
 from vit_fast.ops.linear import layer_norm_linear, linear_residual
 
@@ -131,26 +130,10 @@ def our_subjects(**changes: Any) -> dict[str, Subject]:
     """
     model, x = _model_and_tokens(**changes)
     subjects = {name: Subject(_without_gradient(call)) for name, call in _operator_calls(model.blocks[0], x).items()}
-    subjects["block, inference, folded"] = Subject(_without_gradient(_folded_blocks(model.blocks, x)), DEPTH)
+    frozen = copy.deepcopy(model.blocks).eval()
+    freeze(frozen)
+    subjects["block, inference, frozen"] = Subject(_without_gradient(partial(run_blocks, frozen, x)), DEPTH)
     return subjects | _block_subjects(model.blocks, run_blocks, x)
-
-
-def _folded_blocks(blocks: nn.Sequential, x: Tensor) -> Call:
-    """The operator alone, block after block, with weights that were folded beforehand."""
-    all_parts: list[Any] = [block.whole() for block in blocks.eval()]  # type: ignore[operator]  # blocks of ours
-    folded = [fold(block_tensors(parts.attention, parts.mlp), x.dtype) for parts in all_parts]
-    heads, eps = all_parts[0].attention.num_heads, all_parts[0].mlp.norm.eps
-
-    def run() -> Tensor:
-        y, statistics = x, None
-        for tensors in folded:
-            y, statistics = fused_block(
-                y, statistics, tensors, heads=heads, attention_scale=None, eps=(eps, eps), activation="gelu",
-                next_statistics=True,
-            )  # fmt: skip
-        return y
-
-    return run
 
 
 def compiled_subjects(**changes: Any) -> dict[str, Subject]:

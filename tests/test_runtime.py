@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
 from fused_models import SUBJECTS
+from kernel_support import DEVICE
 from torch import nn
 
 import vit_fast
@@ -201,3 +203,38 @@ def test_a_fused_model_on_a_side_stream() -> None:
             found = model(images)
         stream.synchronize()
     torch.testing.assert_close(found, expected)
+
+
+def test_refresh_takes_over_what_torch_cannot_see() -> None:
+    model = vit_fast.create_model("vit_test", backend="triton", depth=1, device=DEVICE)
+    vit_fast.freeze(model)
+    x = torch.randn(2, 3, 32, 32, device=DEVICE)
+    runner = vit_fast.GraphRunner(model, x, batch_sizes=(2,), fallback="eager")
+    before = runner(x)
+    model.blocks[0].attn.qkv.weight.data.normal_()
+    runner.refresh()
+    expected = copy.deepcopy(model)(x)
+    torch.testing.assert_close(runner(x), expected, rtol=1e-2, atol=1e-2)
+    assert not torch.allclose(before, expected, atol=1e-2)
+
+
+@pytest.mark.gpu
+def test_graphs_follow_the_weights_and_fold_none() -> None:
+    model = vit_fast.create_model("vit_test", backend="triton", dtype=torch.bfloat16, device="cuda")
+    x = torch.randn(2, 3, 32, 32, device="cuda", dtype=torch.bfloat16)
+    runner = vit_fast.GraphRunner(model, x, batch_sizes=(2,))
+    model.train().eval()  # gives up its own, and the graphs' memory stays
+    for change in (lambda p: p.mul_(2), lambda p: p.data.mul_(0.5)):
+        with torch.no_grad():
+            change(model.blocks[0].attn.qkv.weight)
+        runner.refresh()
+        with torch.no_grad():
+            torch.testing.assert_close(runner(x), model(x), rtol=2e-2, atol=2e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    model(x).sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        torch.testing.assert_close(runner(x), model(x), rtol=2e-2, atol=2e-2)
+    model.blocks[0].norm1.weight = nn.Parameter(model.blocks[0].norm1.weight.clone())
+    with pytest.raises(RuntimeError, match="replaced or moved since the capture"):
+        runner.refresh()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .config import DataConfig, ViTConfig
     from .errors import UnsupportedInputError, VitFastError
     from .factory import create_model
+    from .freezing import freeze, unfreeze
     from .fusion import fuse, unfuse
     from .fusion_report import FusionReport
     from .model import VisionTransformer, set_backend
@@ -38,12 +39,14 @@ _LAZY = {
     "WarmUp": ".warmup",
     "compile": ".runtime",
     "create_model": ".factory",
+    "freeze": ".freezing",
     "fuse": ".fusion",
     "list_models": ".variants",
     "load": ".weights",
     "load_weights": ".weights",
     "save": ".weights",
     "set_backend": ".model",
+    "unfreeze": ".freezing",
     "unfuse": ".fusion",
     "warm_up": ".warmup",
 }
@@ -62,6 +65,7 @@ __all__ = [
     "compile",
     "create_model",
     "export",
+    "freeze",
     "fuse",
     "list_models",
     "load",
@@ -69,6 +73,7 @@ __all__ = [
     "ops",
     "save",
     "set_backend",
+    "unfreeze",
     "unfuse",
     "warm_up",
 ]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -23,7 +24,9 @@ from torch import Tensor, nn
 from .ops.attention import attention_qkvpacked, is_exporting
 from .ops.backends import constant_to_compiler
 from .ops.block import BlockTensors, fused_block
-from .ops.layer_norm_mlp import fused_layer_norm_mlp, layer_norm_mlp
+from .ops.checks import matmul_dtype
+from .ops.frozen import Frozen
+from .ops.layer_norm_mlp import fused_layer_norm_mlp, layer_norm_mlp, needs_gradient
 from .ops.linear import layer_norm_linear, linear_residual
 from .plain import Watch, is_touched
 from .row_statistics import counted, recall, remember
@@ -71,7 +74,7 @@ class MlpParts:
     dropouts: tuple[Slot, ...]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class BlockParts:
     """What a block was read into.
 
@@ -81,6 +84,7 @@ class BlockParts:
         attention_reasons: Why the first half stays; empty where it does not.
         mlp_reasons: Likewise of the second half.
         watch: Whether all this still stands.
+        frozen: qkv and fc1 with their LayerNorms folded in, where they are kept (`freezing.py`).
     """
 
     attention: AttentionParts | None
@@ -88,6 +92,7 @@ class BlockParts:
     attention_reasons: tuple[str, ...]
     mlp_reasons: tuple[str, ...]
     watch: Watch
+    frozen: Frozen | None = None
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # a copy of the block, or one that was pickled, is read again
@@ -153,7 +158,7 @@ def run_block(
     attention: Any = parts.attention
     if attend is None and backend == "triton" and not is_exporting() and not _drops_a_path(attention, mlp):
         return fused_block(
-            x, statistics, block_tensors(attention, mlp), heads=attention.num_heads, attention_scale=attention.scale,
+            x, statistics, _tensors_for(parts, x), heads=attention.num_heads, attention_scale=attention.scale,
             eps=(attention.norm.eps, mlp.norm.eps), activation=mlp.activation, next_statistics=next_statistics,
         )  # fmt: skip
     if attend is not None:
@@ -183,12 +188,10 @@ def run_mlp(parts: MlpParts, x: Tensor, backend: str) -> Tensor:
 def _attention_half(parts: Any, x: Tensor, statistics: Tensor | None) -> tuple[Tensor, Tensor | None]:
     norm, proj = parts.norm, parts.proj
     weight, bias = _joined(parts.qkv)
-    qkv = layer_norm_linear(
-        x, _tensor(norm, "weight"), _tensor(norm, "bias"), weight, bias, eps=norm.eps, statistics=statistics
-    )
+    qkv = layer_norm_linear(x, *_tensors(norm), weight, bias, eps=norm.eps, statistics=statistics)
     packed = qkv.unflatten(-1, (3, parts.num_heads, -1))
     mixed = attention_qkvpacked(packed, scale=parts.scale, backend="triton").flatten(2)
-    weight, bias = _tensor(proj, "weight"), _tensor(proj, "bias")
+    weight, bias = _tensors(proj)
     if _drops_path(parts.drop_path):
         branch, _ = linear_residual(mixed, weight, bias, layer_scale=_scale(parts), residual=None)
         return x + parts.drop_path(branch), None
@@ -208,16 +211,49 @@ def _joined(linears: tuple[tuple[Slot, Slot], ...]) -> tuple[Any, Any]:
 
 def _mlp_tensors(parts: MlpParts) -> tuple[Any, ...]:
     """norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias."""
-    return tuple(_tensor(part, name) for part in (parts.norm, parts.fc1, parts.fc2) for name in ("weight", "bias"))
+    return (*_tensors(parts.norm), *_tensors(parts.fc1), *_tensors(parts.fc2))
 
 
 def block_tensors(attention: AttentionParts, mlp: MlpParts) -> BlockTensors:
     """The parameters of a block as they are now; three linear layers of q, k and v joined."""
-    slots = ((attention.norm, "weight"), (attention.norm, "bias"), (attention.proj, "weight"), (attention.proj, "bias"))
-    norm_weight, norm_bias, proj_weight, proj_bias = (_tensor(*slot) for slot in slots)
-    first = (norm_weight, norm_bias, *_joined(attention.qkv), proj_weight, proj_bias, _scale(attention))
+    first = (*_tensors(attention.norm), *_joined(attention.qkv), *_tensors(attention.proj), _scale(attention))
     everything: Any = (*first, *_mlp_tensors(mlp), _scale(mlp))
     return BlockTensors(*everything)
+
+
+def _tensors_for(parts: BlockParts, x: Tensor) -> BlockTensors:
+    """The kept folding with what else a block has, where it is of the right dtype and no gradients are wanted."""
+    attention: Any = parts.attention
+    mlp: Any = parts.mlp
+    frozen = parts.frozen
+    if frozen is not None and frozen.dtype == matmul_dtype(x):
+        proj, fc2 = (*_tensors(attention.proj), _scale(attention)), (*_tensors(mlp.fc2), _scale(mlp))
+        if not needs_gradient(x, *proj, *fc2, *_frozen_sources(attention, mlp)):
+            return frozen.with_others(proj, fc2)
+    return block_tensors(attention, mlp)
+
+
+def freeze_parts(parts: BlockParts) -> None:
+    """Folds the LayerNorms of a whole block, and keeps the result; where it is kept already, in the same memory."""
+    attention: Any = parts.attention
+    mlp: Any = parts.mlp
+    dtype = matmul_dtype(_tensor(mlp.fc1, "weight"))
+    if parts.frozen is None or parts.frozen.dtype != dtype:
+        parts.frozen = Frozen(partial(_frozen_sources, attention, mlp), partial(block_tensors, attention, mlp), dtype)
+    else:
+        parts.frozen.refresh()
+
+
+def _frozen_sources(attention: AttentionParts, mlp: MlpParts) -> tuple[Tensor | None, ...]:
+    """The parameters that something is kept of, as they are now: of LayerNorms, qkv and fc1, and the other weights."""
+    projections = [_tensor(*slot) for linear in attention.qkv for slot in linear]
+    others = _tensor(attention.proj, "weight"), _tensor(mlp.fc2, "weight")
+    return (*_tensors(attention.norm), *projections, *_tensors(mlp.norm), *_tensors(mlp.fc1), *others)
+
+
+def _tensors(owner: nn.Module) -> tuple[Any, Any]:
+    """Weight and bias."""
+    return _tensor(owner, "weight"), _tensor(owner, "bias")
 
 
 def _tensor(owner: nn.Module, name: str) -> Any:

@@ -26,6 +26,7 @@ from .block import (
     run_mlp,
     runs_whole,
 )
+from .freezing import Freezable
 from .ops.attention_op import DTYPES, MAX_HEAD_DIM, MIN_HEAD_DIM
 from .ops.backends import resolve_backend
 from .reading import Reader, read_block
@@ -197,7 +198,7 @@ def triton_reasons(head_width: int | None, dtype: torch.dtype | None) -> list[st
     return reasons
 
 
-class FusedNormMlp(FusedModule):
+class FusedNormMlp(Freezable, FusedModule):
     """A module whose norm and MLP are one operator; a block, whose kernels follow one another where nothing intervenes.
 
     A child that gets a hook, a wrapper or another class after fuse is honoured: what holds it then runs as it was.
@@ -205,7 +206,6 @@ class FusedNormMlp(FusedModule):
 
     kind = "norm + MLP"
     reader: ClassVar[type[Reader]] = Reader
-    vit_fast_parts: BlockParts | None = None
 
     @classmethod
     def read_mlp(cls, block: Reader) -> MlpParts | None:

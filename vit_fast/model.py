@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from .block import AttentionParts, BlockParts, Blocks, MlpParts, drops, forward_block, parts_of, runs_whole
 from .config import DataConfig, Size, ViTConfig
 from .errors import UnsupportedInputError
+from .freezing import Freezable
 from .layers import (
     AttentionPool,
     DropPath,
@@ -78,10 +79,8 @@ class Attention(nn.Module):
         return scaled_dot_product_attention(q, k, v, dropout_p=self.attn_drop_rate).transpose(1, 2)
 
 
-class Block(nn.Module):
+class Block(Freezable):
     """A pre-norm encoder block: equations 2 and 3, each branch with optional LayerScale and drop path."""
-
-    vit_fast_parts: BlockParts | None = None
 
     def __init__(self, config: ViTConfig, drop_path: float) -> None:
         super().__init__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .errors import UnsupportedInputError
+from .freezing import freeze, frozen_of
+from .ops.frozen import Frozen
 
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 Fallback = Literal["error", "eager"]
@@ -40,7 +43,22 @@ def compile(
     compiled: Any = torch.compile(model, mode=mode, fullgraph=fullgraph, dynamic=None if dynamic_batch else False)
     if dynamic_batch:
         compiled.register_forward_pre_hook(_mark_batch_dynamic, with_kwargs=True)
+    if mode in ("reduce-overhead", "max-autotune"):
+        compiled.register_forward_pre_hook(_look_after_frozen)
     return compiled
+
+
+_at_fixed_addresses: weakref.WeakSet[Frozen] = weakref.WeakSet()
+
+
+def _look_after_frozen(module: nn.Module, args: Any) -> None:
+    """Does what a replayed graph cannot: takes changed weights over. Frozen ones are not copied at each replay."""
+    for frozen in frozen_of(module):
+        if frozen not in _at_fixed_addresses:
+            for tensor in frozen.tensors:
+                torch._dynamo.mark_static_address(tensor)
+            _at_fixed_addresses.add(frozen)
+        frozen.ensure_current()
 
 
 def _mark_batch_dynamic(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -70,8 +88,9 @@ class GraphRunner:
     out; a larger batch is cut into pieces. Calls from several threads or streams are safe: they take turns, and each
     waits on the device for the one before.
 
-    The model must not change after the capture: not its parameters' storage (in-place updates of their values are
-    seen), its device, its dtype, nor its mode. It is captured in evaluation mode and without gradients.
+    The model is frozen (`vit_fast.freeze`), so that no weight is folded inside a graph, and captured in evaluation mode
+    and without gradients. Changed values of its parameters are taken over at the next call where torch can see them,
+    and by refresh() in any case. Their storage, device and dtype must not change, nor the model's mode.
 
     Args:
         model: On one CUDA device. A model compiled with mode "reduce-overhead" or "max-autotune" makes CUDA graphs of
@@ -106,6 +125,10 @@ class GraphRunner:
         self.captured = not reasons
         self._image_shape, self._dtype, self._device = example.shape[1:], example.dtype, example.device
         self._lock = threading.Lock()
+        if self.captured:
+            freeze(self.model)
+        self._frozen = frozen_of(self.model)  # held: the graphs read their memory, also when the model gives them up
+        self._captured_from = [(parameter, parameter.data_ptr()) for parameter in self.model.parameters()]
         sizes = self.batch_sizes if self.captured else ()
         self._graphs = {size: _Graph(self.model, example, size) for size in sizes}
         self._last_done: torch.cuda.Event | None = None
@@ -128,12 +151,31 @@ class GraphRunner:
             stream = torch.cuda.current_stream(self._device)
             if self._last_done is not None:
                 stream.wait_event(self._last_done)
+            for frozen in self._frozen:
+                frozen.ensure_current()
             outputs, start = [], 0
             for count, size in pick_batches(len(images), self.batch_sizes):
                 outputs.append(self._graphs[size].replay(images[start : start + count]))
                 start += count
             self._last_done = stream.record_event()
         return outputs[0] if len(outputs) == 1 else pytree.tree_map(lambda *parts: torch.cat(parts), *outputs)
+
+    def refresh(self) -> None:
+        """Takes over the weights as they are now, also what torch could not see changing (`.data`, other libraries).
+
+        Raises:
+            RuntimeError: parameters were replaced or lie elsewhere since the capture.
+        """
+        now = list(self.model.parameters())
+        held = len(now) == len(self._captured_from) and all(
+            parameter is before and parameter.data_ptr() == address
+            for parameter, (before, address) in zip(now, self._captured_from)
+        )
+        if self.captured and not held:
+            raise RuntimeError("parameters were replaced or moved since the capture: make another GraphRunner")
+        with self._lock:
+            for frozen in self._frozen:
+                frozen.refresh()
 
 
 def _no_graph_reasons(model: nn.Module, example: Tensor) -> list[str]:

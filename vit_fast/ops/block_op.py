@@ -10,7 +10,8 @@ LayerNorms are folded already, as `fold` in `block.py` does.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import weakref
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -45,7 +46,27 @@ _residual = function_of(linear_residual_op)
 _mlp_backward = function_of(layer_norm_mlp_backward_op)
 
 
-@operator("vit_fast::block")
+class Kept(Protocol):
+    """A folding that is kept from call to call."""
+
+    def ensure_current(self) -> None:
+        """Folds again, into the same memory, where the weights are seen to have changed."""
+
+    def forget(self, stepped: set[int]) -> None:
+        """Is not current, if it is made of one of these tensors, by id."""
+
+
+KEPT: weakref.WeakValueDictionary[int, Kept] = weakref.WeakValueDictionary()
+"""By the address of the folded weight of qkv."""
+
+
+def _ensure_current(x: Tensor, statistics: Tensor | None, *tensors: Any) -> None:
+    """Runs before every launch, also of a compiled graph, where nobody else could look."""
+    if KEPT and (kept := KEPT.get(tensors[2].data_ptr())) is not None:
+        kept.ensure_current()
+
+
+@operator("vit_fast::block", before=_ensure_current)
 def block_op(
     x: Tensor, statistics: Tensor | None, norm1_weight: Tensor | None, norm1_bias: Tensor | None,
     qkv_weight: Tensor, qkv_bias: Tensor | None, proj_weight: Tensor, proj_bias: Tensor | None,

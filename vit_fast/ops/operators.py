@@ -20,17 +20,20 @@ _functions: dict[Any, Callable[..., Any]] = {}
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
+def operator(name: str, before: Callable[..., object] | None = None) -> Callable[[Callable[..., Any]], Any]:
     """Decorator: registers a function of tensors as an operator, for every device, and returns that.
 
     Args:
         name: "namespace::name". The schema is that of the function's annotations; it changes none of its arguments, and
             no result shares memory with one.
+        before: Called with the arguments of every call, what is planned included.
     """
     namespace, short = name.split("::")
 
     def decorate(function: Callable[..., Any]) -> Any:
         def implementation(*args: Any) -> Any:
+            if before is not None:
+                before(*args)
             return _plan_runner()(function, args)
 
         library = _library(namespace)

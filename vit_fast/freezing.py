@@ -1,0 +1,92 @@
+"""freeze(model) and unfreeze(model): LayerNorm folded into the weights once, instead of in every forward."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from torch import nn
+
+from .block import BlockParts, freeze_parts
+from .ops.frozen import Frozen
+
+
+class Freezable(nn.Module):
+    """A block whose folded weights can be kept; it gives them up where its weights are about to change or move."""
+
+    vit_fast_parts: BlockParts | None = None
+
+    def whole(self) -> BlockParts | None:
+        """Its parts where it is nothing but kernels now."""
+        raise NotImplementedError
+
+    def drop_frozen(self) -> None:
+        """Folds anew in every forward again."""
+        parts = self.__dict__.get("vit_fast_parts")
+        if parts is not None:
+            parts.frozen = None
+
+    def train(self, mode: bool = True) -> Self:
+        if mode:
+            self.drop_frozen()
+        return super().train(mode)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Runs on .to(), .cuda() and the like."""
+        self.drop_frozen()
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """Runs in load_state_dict of whatever holds this block."""
+        self.drop_frozen()
+        super()._load_from_state_dict(*args)
+
+
+def freeze(model: nn.Module) -> tuple[str, ...]:
+    """Folds every LayerNorm of a model's blocks into the linear layer behind it, and keeps the result for inference.
+
+    Without it the weights are folded anew in every forward, which is always right and costs one launch a block. Frozen,
+    a block makes five: qkv, attention, proj, fc1, fc2. What is kept is a second copy of the qkv and fc1 weights, in the
+    dtype of the matmuls: autocast's where this is called under autocast, else the weights' own. A forward in another
+    dtype, one in training mode, and one that needs gradients use the weights themselves.
+
+    The copies last until unfreeze(model), train(), load_state_dict(), or a move to another device or dtype. They follow
+    what torch can see of changed weights: steps of its optimizers, writes that its version counters count, parameters
+    that were replaced; freezing again follows everything. What it cannot see is what you promise by calling this: that
+    nobody writes to the weights through `.data` or through other libraries (a merge of LoRA weights by peft, for one)
+    without calling freeze again. A copy or a pickle of the model is not frozen.
+
+    Args:
+        model: A VisionTransformer, or a model fused by vit_fast.fuse, in evaluation mode. Blocks that the kernels do
+            not compute as a whole (another backend, a wrapped or hooked part) are left as they are.
+    Returns:
+        The names of the blocks that are frozen now.
+    Raises:
+        TypeError: model is no module.
+        ValueError: the model is in training mode.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}: accepted is a torch.nn.Module")
+    frozen = []
+    for name, block in model.named_modules():
+        if not isinstance(block, Freezable):
+            continue
+        if block.training:
+            raise ValueError(f"{name or 'model'} is in training mode: accepted is evaluation mode, call eval() first")
+        parts = block.whole()
+        if parts is not None:
+            freeze_parts(parts)
+            frozen.append(name)
+    return tuple(frozen)
+
+
+def unfreeze(model: nn.Module) -> None:
+    """Undoes freeze: the weights are folded in every forward again. A model that is not frozen is left alone."""
+    for module in model.modules():
+        if isinstance(module, Freezable):
+            module.drop_frozen()
+
+
+def frozen_of(model: nn.Module) -> list[Frozen]:
+    """What is kept of a model's blocks."""
+    parts = [module.__dict__.get("vit_fast_parts") for module in model.modules() if isinstance(module, Freezable)]
+    return [each.frozen for each in parts if each is not None and each.frozen is not None]

@@ -1,0 +1,126 @@
+"""Folded weights that are kept from call to call, and looked after.
+
+A kept folding is right for as long as its sources are the tensors that it was made of, with the values that they had.
+So it is made anew, in the same memory, when a source is another tensor, lies elsewhere, or was written to in a way that
+torch counts; and after a step of any of torch's optimizers, whose fused forms are not counted. What torch sees in
+neither way (writes through `.data`, by numpy, by another library) is not followed: see `vit_fast.freeze`.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from .block import BlockTensors, fold
+from .block_op import KEPT
+
+
+class Frozen:
+    """The folded linear layers of one block.
+
+    Args:
+        sources: Gives the parameters as they are now.
+        block: Gives all parameters of the block, as they are folded.
+        dtype: Of the matmuls.
+    Attributes:
+        dtype: That.
+        tensors: W'', c and s of qkv, then of fc1; where the weights are of another dtype, those of proj and fc2 behind
+            them; the same tensors for as long as this lives.
+    """
+
+    def __init__(
+        self,
+        sources: Callable[[], tuple[Tensor | None, ...]],
+        block: Callable[[], BlockTensors],
+        dtype: torch.dtype,
+    ) -> None:
+        self.dtype = dtype
+        self.tensors: list[Tensor] = []
+        self._sources, self._block = sources, block
+        self._lock = threading.Lock()
+        self._made_of: _State = []
+        self.refresh()
+        _follow_optimizers()
+        KEPT[self.tensors[0].data_ptr()] = self
+
+    def refresh(self) -> None:
+        """Folds the weights as they are now, into the memory that is there.
+
+        Raises:
+            RuntimeError: they changed in shape or device.
+        """
+        with self._lock, torch.no_grad():
+            made_of = _state(self._sources())
+            block = self._block()
+            t = fold(block, self.dtype)
+            found: Any = [t.qkv_weight, t.qkv_bias, t.qkv_sum, t.fc1_weight, t.fc1_bias, t.fc1_sum]
+            if block.proj_weight.dtype != self.dtype or block.fc2_weight.dtype != self.dtype:
+                found += [t.proj_weight, t.fc2_weight]
+            if not self.tensors:
+                self.tensors = found
+            elif any(new.shape != old.shape or new.device != old.device for new, old in zip(found, self.tensors)):
+                raise RuntimeError(
+                    "frozen weights have changed their shape or device: call vit_fast.freeze again, and make graph "
+                    "runners anew"
+                )
+            else:
+                torch._foreach_copy_(self.tensors, found)
+            self._made_of = made_of
+
+    def with_others(
+        self, proj: tuple[Tensor, Tensor | None, Tensor | None], fc2: tuple[Tensor, Tensor | None, Tensor | None]
+    ) -> BlockTensors:
+        """A block of what is kept; weight, bias and LayerScale of proj, and of fc2, as they are now."""
+        qkv_weight, qkv_bias, qkv_sum, fc1_weight, fc1_bias, fc1_sum, *cast = self.tensors
+        if cast:
+            proj, fc2 = (cast[0], *proj[1:]), (cast[1], *fc2[1:])
+        return BlockTensors(
+            None, None, qkv_weight, qkv_bias, *proj, None, None, fc1_weight, fc1_bias, *fc2, qkv_sum, fc1_sum
+        )
+
+    def ensure_current(self) -> None:
+        """`refresh`, where the weights are seen to have changed since."""
+        made_of = self._made_of
+        now = self._sources()
+        if len(made_of) != len(now):
+            self.refresh()
+            return
+        for tensor, (held, version, address) in zip(now, made_of):
+            if tensor is not held or (
+                tensor is not None and (_version(tensor) != version or tensor.data_ptr() != address)
+            ):
+                self.refresh()
+                return
+
+    def forget(self, stepped: set[int]) -> None:
+        """Is to be refreshed when next used, if it is made of one of these tensors, by id."""
+        if any(id(held) in stepped for held, _, _ in self._made_of):
+            self._made_of = []
+
+
+_State = list[tuple[Tensor | None, int, int]]
+
+
+def _state(tensors: tuple[Tensor | None, ...]) -> _State:
+    """What tells tensors from others and from their own later values; it holds them, so that none takes their id."""
+    return [(t, 0, 0) if t is None else (t, _version(t), t.data_ptr()) for t in tensors]
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+@functools.cache
+def _follow_optimizers() -> None:
+    def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for frozen in list(KEPT.values()):
+            frozen.forget(parameters)
+
+    register_optimizer_step_post_hook(stepped)
