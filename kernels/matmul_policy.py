@@ -47,7 +47,8 @@ def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[Matmul
     elif hopper:
         table = _HALF_HOPPER_LAYER_NORM if epilogue == "layer_norm" else _HALF_HOPPER
     else:
-        table = _HALF_BLACKWELL_HEAVY if epilogue in _HEAVY else _HALF_BLACKWELL
+        special = {"layer_norm": _HALF_BLACKWELL_LAYER_NORM, "residual": _HALF_BLACKWELL_RESIDUAL}
+        table = special.get(epilogue, _HALF_BLACKWELL_HEAVY if epilogue in _HEAVY else _HALF_BLACKWELL)
     # a weight gradient is as large as its weight: splitting K, not small tiles, fills the multiprocessors
     return table[:1] if epilogue == "partial" else table
 
@@ -68,6 +69,13 @@ _HALF_BLACKWELL = (
     MatmulConfig(128, 256, 64, sub_tiles=4, num_warps=8, num_stages=3, tma=True, flatten=True),
     MatmulConfig(128, 128, 64, sub_tiles=4, num_warps=4, num_stages=3, tma=True, ctas_per_sm=2),
     MatmulConfig(64, 64, 64, num_warps=4, num_stages=4, tma=True, ctas_per_sm=2),
+)
+# Where row statistics are combined or left behind, the compiler spills in another form, or without the limit.
+_HALF_BLACKWELL_LAYER_NORM = (_HALF_BLACKWELL[0], replace(_HALF_BLACKWELL[1], maxnreg=184), _HALF_BLACKWELL[2])
+_HALF_BLACKWELL_RESIDUAL = (
+    replace(_HALF_BLACKWELL[0], maxnreg=248),
+    MatmulConfig(128, 128, 64, sub_tiles=2, num_warps=8, num_stages=3, tma=True),
+    _HALF_BLACKWELL[2],
 )
 _HALF_BLACKWELL_HEAVY = (
     MatmulConfig(128, 128, 64, sub_tiles=2, num_warps=8, num_stages=3, tma=True),
