@@ -45,7 +45,7 @@ from .matmul import _inside, _load_tile, _offsets, _store_tile
 _ROWS, _COLS = 32, 128
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["rstd_ptr"])
 def _layer_norm_grad_kernel(
     grad_ptr,  # [M, C] dz W, the gradient of the LayerNorm's result
     gamma_ptr,  # [C] or None
@@ -161,7 +161,7 @@ def _residual_tile(
     _store_tile(out_ptr, v.to(out_ptr.dtype.element_ty), row, col, C, F, ROWS, COLS, False)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "sums", "splits2"])
 def _weight_grad_kernel(
     part_ptr,  # fp32 [splits, F, C] of dz~^T x, or of dz^T n; None: no linear layer behind a LayerNorm
     column_part_ptr,  # fp32 [sums, 2, F] of sum_m dz and sum_m dz~ mean; for dz^T n [sums, F] of the former
@@ -195,7 +195,7 @@ def _weight_grad_kernel(
             )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _affine_grad_kernel(
     part_ptr,  # fp32 [parts, 2, C]
     gamma_grad_ptr,  # [C] or None

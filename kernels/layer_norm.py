@@ -104,7 +104,7 @@ def combine_statistics(part_ptr, row, M, C, eps, ROWS: tl.constexpr, PARTS: tl.c
     return mean, tl.where(variance <= limit * limit, -rstd, rstd)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _row_statistics_kernel(
     x_ptr,  # [M, C] fp16 or bf16
     part_ptr,  # fp32 [M, 2, PARTS]
@@ -121,7 +121,7 @@ def _row_statistics_kernel(
     store_statistics(part_ptr, mean, squares, row, col, M, C, ROWS, PARTS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _combine_statistics_kernel(part_ptr, mean_ptr, rstd_ptr, M, C, eps, ROWS: tl.constexpr, PARTS: tl.constexpr):
     row = tl.program_id(0) * ROWS
     mean, rstd = combine_statistics(part_ptr, row, M, C, eps, ROWS, PARTS)
@@ -130,7 +130,7 @@ def _combine_statistics_kernel(part_ptr, mean_ptr, rstd_ptr, M, C, eps, ROWS: tl
     tl.store(rstd_ptr + rows, rstd, mask=rows < M)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _normalise_kernel(
     x_ptr,  # [M, C] fp32
     rstd_ptr,  # fp32 [M]

@@ -12,7 +12,7 @@ The epilogues, with acc = A B of row m and column n:
 - "activation_grad": h = act(z), out = rstd acc act'(z), with partial sums for the gradients of LayerNorm and biases.
 - "layer_norm_grad": out = [residual +] acc - (x - mean) coefficient; the LayerNorm backward of a row, with
                      coefficient = rstd^2 / N times its sum of dz (z - c), which "activation_grad" left in parts.
-- "partial":         out[split] = acc over one of SPLIT_K parts of K, fp32, summed later in a fixed order.
+- "partial":         out[split] = acc over one of `splits` parts of K, fp32, summed later in a fixed order.
 
 Rows that were normalised beforehand have no mean: rstd is then 1 throughout, but for the end of the way back, where
 "layer_norm_grad" takes it: out = [residual +] rstd acc - x coefficient.
@@ -256,11 +256,12 @@ def _sum_row_parts(pointer, row, M, ROWS: tl.constexpr, PARTS: tl.constexpr):
     return total
 
 
-@triton.jit(do_not_specialize=["M", "N", "K"])
+# Nothing that goes with the number of rows is compiled anew: not where the second half of [2, M] statistics begins.
+@triton.jit(do_not_specialize=["M", "N", "K", "splits"], do_not_specialize_on_alignment=["mean_ptr", "rstd_ptr"])
 def _matmul_kernel(
     a,  # [M, K], or [K, M] where A_IS_KM
     b,  # [K, N], or [N, K] where B_IS_NK
-    out,  # [M, N]; "partial": fp32 [SPLIT_K, M, N]
+    out,  # [M, N]; "partial": fp32 [splits, M, N]
     z,  # [M, N] pre-activation: stored by "layer_norm" unless None, read by "activation_grad"
     h,  # [M, N] activation, stored by "activation_grad" unless None
     x,  # [M, N] input of the LayerNorm, read by "layer_norm_grad"
@@ -273,12 +274,12 @@ def _matmul_kernel(
     row_part_ptr,  # fp32: row statistics, stored by "residual", read by "layer_norm"; sums over pieces of the columns,
     # [M, PARTS], stored by "activation_grad", read by "layer_norm_grad"
     column_part_ptr,  # fp32 [M / BLOCK_M, 2, N]
-    M, N, K, eps,
+    M, N, K, eps, splits,
     EPILOGUE: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr,  # DTYPE: of out, z and h
     PRECISION: tl.constexpr,
     A_IS_KM: tl.constexpr, B_IS_NK: tl.constexpr, TMA: tl.constexpr, FLATTEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SUB_TILES: tl.constexpr, GROUP_M: tl.constexpr, SPLIT_K: tl.constexpr,
+    SUB_TILES: tl.constexpr, GROUP_M: tl.constexpr,
     PARTS: tl.constexpr,  # of a row in row_part_ptr
     ALIGN: tl.constexpr,  # divides the length of every row that is read or written by tiles
 ):  # fmt: skip
@@ -294,14 +295,15 @@ def _matmul_kernel(
     tiles = tiles_m * tiles_n
     k_steps = tl.cdiv(K, BLOCK_K)
     COLS: tl.constexpr = BLOCK_N // SUB_TILES
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n * SPLIT_K, tl.num_programs(0), flatten=FLATTEN):
-        tile_m, tile_n = _tile_position(tile % tiles if SPLIT_K > 1 else tile, tiles_m, tiles_n, GROUP_M)
+    units = tiles * splits if EPILOGUE == "partial" else tiles
+    for tile in tl.range(tl.program_id(0), units, tl.num_programs(0), flatten=FLATTEN):
+        tile_m, tile_n = _tile_position(tile % tiles if EPILOGUE == "partial" else tile, tiles_m, tiles_n, GROUP_M)
         row = tile_m * BLOCK_M
         col = tile_n * BLOCK_N
         k_start = 0
         k_stop = K
-        if SPLIT_K > 1:
-            steps = tl.cdiv(k_steps, SPLIT_K) * BLOCK_K
+        if EPILOGUE == "partial":
+            steps = tl.cdiv(k_steps, splits) * BLOCK_K
             k_start = tile // tiles * steps
             k_stop = min(K, k_start + steps)
         acc = _accumulate(

@@ -166,6 +166,7 @@ def matmul_launch(
         "mean_ptr": o.mean, "rstd_ptr": o.rstd,
         "bias_ptr": o.bias, "weight_sum_ptr": o.weight_sum, "scale_ptr": o.scale,
         "row_part_ptr": o.row_part, "column_part_ptr": o.column_part, "M": M, "N": N, "K": K, "eps": o.eps,
+        "splits": split_k,
     }  # fmt: skip
     constants = {
         "EPILOGUE": epilogue, "ACTIVATION": activation, "DTYPE": TL_DTYPES[o.out.dtype],
@@ -173,7 +174,7 @@ def matmul_launch(
         "A_IS_KM": o.a_is_km, "B_IS_NK": o.b_is_nk, "TMA": config.tma,
         "FLATTEN": config.flatten and epilogue != "partial",
         "BLOCK_M": rows, "BLOCK_N": cols, "BLOCK_K": depth,
-        "SUB_TILES": config.sub_tiles, "GROUP_M": config.group_m, "SPLIT_K": split_k,
+        "SUB_TILES": config.sub_tiles, "GROUP_M": config.group_m,
         "PARTS": 0 if o.row_part is None else o.row_part.shape[-1],
         "ALIGN": math.gcd(16, *(tensor.shape[-1] for tensor in o.tiled())),
     }  # fmt: skip

@@ -203,7 +203,7 @@ def _specialise(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tu
             constants[name] = value
             continue
         signature[name], divisible = _type_of(value)
-        if divisible and not parameter.do_not_specialize:
+        if divisible and not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment):
             attributes[(index,)] = [["tt.divisibility", 16]]
     return signature, constants, attributes
 

@@ -22,7 +22,7 @@ _ROWS = 16  # few rows are what this is for: many programs, not large ones
 _PIECE = tl.constexpr(PIECE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "M"])
 def _finish_residual_kernel(
     part_ptr,  # fp32 [splits, M, C]
     bias_ptr,  # [C] or None
