@@ -28,6 +28,7 @@ from .ops.checks import matmul_dtype
 from .ops.frozen import Frozen
 from .ops.layer_norm_mlp import fused_layer_norm_mlp, layer_norm_mlp, needs_gradient
 from .ops.linear import layer_norm_linear, linear_residual
+from .ops.transforms import in_transform
 from .plain import Watch, is_touched
 from .row_statistics import counted, recall, remember
 
@@ -228,7 +229,7 @@ def _tensors_for(parts: BlockParts, x: Tensor) -> BlockTensors:
     frozen = parts.frozen
     if frozen is not None and frozen.dtype == matmul_dtype(x):
         proj, fc2 = (*_tensors(attention.proj), _scale(attention)), (*_tensors(mlp.fc2), _scale(mlp))
-        if not needs_gradient(x, *proj, *fc2, *_frozen_sources(attention, mlp)):
+        if not (torch.is_grad_enabled() or in_transform()) or not needs_gradient(x, *block_tensors(attention, mlp)):
             return frozen.with_others(proj, fc2)
     return block_tensors(attention, mlp)
 
@@ -239,16 +240,17 @@ def freeze_parts(parts: BlockParts) -> None:
     mlp: Any = parts.mlp
     dtype = matmul_dtype(_tensor(mlp.fc1, "weight"))
     if parts.frozen is None or parts.frozen.dtype != dtype:
-        parts.frozen = Frozen(partial(_frozen_sources, attention, mlp), partial(block_tensors, attention, mlp), dtype)
+        parts.frozen = Frozen(_frozen_sources(attention, mlp), partial(block_tensors, attention, mlp), dtype)
     else:
         parts.frozen.refresh()
 
 
-def _frozen_sources(attention: AttentionParts, mlp: MlpParts) -> tuple[Tensor | None, ...]:
-    """The parameters that something is kept of, as they are now: of LayerNorms, qkv and fc1, and the other weights."""
-    projections = [_tensor(*slot) for linear in attention.qkv for slot in linear]
-    others = _tensor(attention.proj, "weight"), _tensor(mlp.fc2, "weight")
-    return (*_tensors(attention.norm), *projections, *_tensors(mlp.norm), *_tensors(mlp.fc1), *others)
+def _frozen_sources(attention: AttentionParts, mlp: MlpParts) -> list[Slot]:
+    """The parameters that something is kept of: of LayerNorms, qkv and fc1, and the other weights."""
+    modules = (attention.norm, mlp.norm, mlp.fc1)
+    others = ((attention.proj, "weight"), (mlp.fc2, "weight"))
+    slots = [(module, name) for module in modules for name in ("weight", "bias")]
+    return [*slots, *(slot for linear in attention.qkv for slot in linear), *others]
 
 
 def _tensors(owner: nn.Module) -> tuple[Any, Any]:

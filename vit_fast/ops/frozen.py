@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .block import BlockTensors, fold
@@ -25,7 +25,7 @@ class Frozen:
     """The folded linear layers of one block.
 
     Args:
-        sources: Gives the parameters as they are now.
+        sources: Where the parameters are: modules, and names of their attributes.
         block: Gives all parameters of the block, as they are folded.
         dtype: Of the matmuls.
     Attributes:
@@ -36,7 +36,7 @@ class Frozen:
 
     def __init__(
         self,
-        sources: Callable[[], tuple[Tensor | None, ...]],
+        sources: Sequence[tuple[nn.Module, str]],
         block: Callable[[], BlockTensors],
         dtype: torch.dtype,
     ) -> None:
@@ -44,7 +44,7 @@ class Frozen:
         self.tensors: list[Tensor] = []
         self._sources, self._block = sources, block
         self._lock = threading.Lock()
-        self._made_of: _State = []
+        self._made_of: list[_Source] = []
         self.refresh()
         _follow_optimizers()
         KEPT[self.tensors[0].data_ptr()] = self
@@ -56,7 +56,7 @@ class Frozen:
             RuntimeError: they changed in shape or device.
         """
         with self._lock, torch.no_grad():
-            made_of = _state(self._sources())
+            made_of = [_look(owner, name) for owner, name in self._sources]
             block = self._block()
             t = fold(block, self.dtype)
             found: Any = [t.qkv_weight, t.qkv_bias, t.qkv_sum, t.fc1_weight, t.fc1_bias, t.fc1_sum]
@@ -86,30 +86,33 @@ class Frozen:
 
     def ensure_current(self) -> None:
         """`refresh`, where the weights are seen to have changed since."""
-        made_of = self._made_of
-        now = self._sources()
-        if len(made_of) != len(now):
+        for own, parameters, name, held, version, address in self._made_of:
+            now = own[name] if name in own else parameters.get(name)
+            if now is held and (held is None or (_version(held) == version and held.data_ptr() == address)):
+                continue
             self.refresh()
             return
-        for tensor, (held, version, address) in zip(now, made_of):
-            if tensor is not held or (
-                tensor is not None and (_version(tensor) != version or tensor.data_ptr() != address)
-            ):
-                self.refresh()
-                return
+        if not self._made_of:
+            self.refresh()
 
     def forget(self, stepped: set[int]) -> None:
         """Is to be refreshed when next used, if it is made of one of these tensors, by id."""
-        if any(id(held) in stepped for held, _, _ in self._made_of):
+        if any(id(held) in stepped for _, _, _, held, _, _ in self._made_of):
             self._made_of = []
 
 
-_State = list[tuple[Tensor | None, int, int]]
+# Of a module its __dict__ and parameters, a name, and the tensor of that name as it was: itself, held so that no other
+# takes its place, its version and its address. This is looked at in every forward, past nn.Module's slow look-up.
+_Source = tuple[dict[str, Any], dict[str, Any], str, Tensor | None, int, int]
 
 
-def _state(tensors: tuple[Tensor | None, ...]) -> _State:
-    """What tells tensors from others and from their own later values; it holds them, so that none takes their id."""
-    return [(t, 0, 0) if t is None else (t, _version(t), t.data_ptr()) for t in tensors]
+def _look(owner: nn.Module, name: str) -> _Source:
+    own: dict[str, Any] = owner.__dict__
+    parameters: dict[str, Any] = owner._parameters
+    tensor = own[name] if name in own else parameters.get(name)
+    if tensor is None:
+        return own, parameters, name, None, 0, 0
+    return own, parameters, name, tensor, _version(tensor), tensor.data_ptr()
 
 
 def _version(tensor: Tensor) -> int:
