@@ -125,6 +125,24 @@ def _other_memory(model: VisionTransformer) -> None:
         parameter.data = parameter.data * 2
 
 
+def _other_memory_twice(model: VisionTransformer) -> None:
+    """An allocator hands out the first memory again."""
+    weight = model.blocks[0].attn.qkv.weight
+    for _ in range(2):
+        weight.data = weight.data * 2
+
+
+def _buffer(model: VisionTransformer) -> None:
+    layer = model.blocks[0].attn.qkv
+    del layer.bias
+    layer.register_buffer("bias", torch.randn(len(layer.weight), device=DEVICE))
+
+
+def _in_inference_mode(model: VisionTransformer) -> None:
+    with torch.inference_mode():
+        model.blocks[0].mlp.fc1.weight[0].mul_(-3)
+
+
 def _train(model: VisionTransformer) -> None:
     model.train()
     for parameter in model.parameters():
@@ -144,6 +162,9 @@ SEEN = {
     "load_state_dict": _load,
     "load_state_dict assign": _assign,
     "other memory": _other_memory,
+    "other memory twice": _other_memory_twice,
+    "a buffer": _buffer,
+    "in inference mode": _in_inference_mode,
     "train and eval": _train,
 }
 
@@ -269,6 +290,58 @@ def test_what_can_be_frozen() -> None:
     model = ours()
     model.blocks[0].attn.proj.register_forward_hook(lambda *_: None)
     assert vit_fast.freeze(model) == ("blocks.1",)
+
+
+def test_steps_of_sharded_weights_are_followed(folds: list[int]) -> None:
+    """fully_shard gathers weights, which an optimizer knows as shards only, into the same tensors without a count."""
+
+    class Shard(nn.Parameter):
+        pass
+
+    def step(parameter: nn.Parameter) -> None:
+        parameter.grad = torch.ones_like(parameter)
+        torch.optim.SGD([parameter], lr=0.1).step()
+
+    model, x = ours(), images()
+    vit_fast.freeze(model)
+    before = assert_current(model, x)
+    weight = model.blocks[0].attn.qkv.weight
+    step(Shard(torch.zeros(1)))
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(weight):
+        weight.mul_(-1)
+    assert not torch.allclose(assert_current(model, x), before, atol=1e-3)
+    folds.clear()
+    step(nn.Parameter(torch.zeros(1)))
+    with torch.no_grad():
+        model(x)
+    assert not folds, "ordinary weights of another model are none of its own"
+
+
+@pytest.mark.gpu
+def test_other_streams_wait_for_what_is_folded_anew() -> None:
+    model, x = ours(), images()
+    vit_fast.freeze(model)
+    assert_current(model, x)
+    _in_place(model)
+    torch.cuda.synchronize()
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.no_grad():
+        with torch.cuda.stream(first):
+            torch.cuda._sleep(10**9)
+            model(x)
+        with torch.cuda.stream(second):
+            found = model(x)
+        torch.cuda.synchronize()
+        torch.testing.assert_close(found, copy.deepcopy(model)(x), rtol=0, atol=0)
+
+
+def test_frozen_in_inference_mode_it_is_followed_outside() -> None:
+    model, x = ours(), images()
+    with torch.inference_mode():
+        vit_fast.freeze(model)
+    before = assert_current(model, x)
+    _in_place(model)
+    assert not torch.allclose(assert_current(model, x), before, atol=1e-3)
 
 
 def test_made_in_inference_mode() -> None:

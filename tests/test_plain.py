@@ -119,6 +119,20 @@ def test_parameters_are_not_kept() -> None:
     torch.testing.assert_close(block(x), hidden + block.ls2(block.mlp(block.norm2(hidden))))
 
 
+@pytest.mark.parametrize("path", ["norm2.weight", "norm2.bias", "mlp.fc1.bias", "mlp.fc2.weight", "ls2.gamma"])
+def test_a_parameter_that_became_a_buffer_is_still_used(path: str) -> None:
+    block, x = a_block(), torch.randn(2, 5, 64)
+    for parameter in block.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    expected = block(x)
+    owner, _, name = path.rpartition(".")
+    layer = block.get_submodule(owner)
+    value = getattr(layer, name).detach()
+    delattr(layer, name)
+    layer.register_buffer(name, value)
+    torch.testing.assert_close(block(x), expected)
+
+
 def shallow(block: Block) -> Block:
     return copy.copy(block)
 

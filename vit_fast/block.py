@@ -263,7 +263,10 @@ def _tensor(owner: nn.Module, name: str) -> Any:
     if torch.compiler.is_compiling():
         return getattr(owner, name)
     own = owner.__dict__
-    return own[name] if name in own else own["_parameters"].get(name)
+    if name in own:
+        return own[name]
+    parameters = own["_parameters"]
+    return parameters[name] if name in parameters else getattr(owner, name)  # it may be a buffer by now
 
 
 def _scale(parts: AttentionParts | MlpParts) -> Any:

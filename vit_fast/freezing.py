@@ -52,8 +52,9 @@ def freeze(model: nn.Module) -> tuple[str, ...]:
     The copies last until unfreeze(model), train(), load_state_dict(), or a move to another device or dtype. They follow
     what torch can see of changed weights: steps of its optimizers, writes that its version counters count, parameters
     that were replaced; freezing again follows everything. What it cannot see is what you promise by calling this: that
-    nobody writes to the weights through `.data` or through other libraries (a merge of LoRA weights by peft, for one)
-    without calling freeze again. A copy or a pickle of the model is not frozen.
+    nobody writes to the weights through `.data`, by torch.distributed's collectives, by replaying a captured training
+    step, or through other libraries (a merge of LoRA weights by peft, for one) without calling freeze again. A copy or
+    a pickle of the model is not frozen.
 
     Args:
         model: A VisionTransformer, or a model fused by vit_fast.fuse, in evaluation mode. Blocks that the kernels do

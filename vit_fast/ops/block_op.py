@@ -52,8 +52,8 @@ class Kept(Protocol):
     def ensure_current(self) -> None:
         """Folds again, into the same memory, where the weights are seen to have changed."""
 
-    def forget(self, stepped: set[int]) -> None:
-        """Is not current, if it is made of one of these tensors, by id."""
+    def forget(self, stepped: set[int] | None) -> None:
+        """Is not current, if it is made of one of these tensors, by id; None stands for all."""
 
 
 KEPT: weakref.WeakValueDictionary[int, Kept] = weakref.WeakValueDictionary()

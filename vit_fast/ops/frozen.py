@@ -3,7 +3,8 @@
 A kept folding is right for as long as its sources are the tensors that it was made of, with the values that they had.
 So it is made anew, in the same memory, when a source is another tensor, lies elsewhere, or was written to in a way that
 torch counts; and after a step of any of torch's optimizers, whose fused forms are not counted. What torch sees in
-neither way (writes through `.data`, by numpy, by another library) is not followed: see `vit_fast.freeze`.
+neither way (writes through `.data`, by numpy, by collectives, by another library) is not followed: see
+`vit_fast.freeze`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ..plain import is_plain
 from .block import BlockTensors, fold
 from .block_op import KEPT
 
@@ -55,7 +57,8 @@ class Frozen:
         Raises:
             RuntimeError: they changed in shape or device.
         """
-        with self._lock, torch.no_grad():
+        # an inference tensor could not be written to outside of inference mode
+        with self._lock, torch.inference_mode(False), torch.no_grad():
             made_of = [_look(owner, name) for owner, name in self._sources]
             block = self._block()
             t = fold(block, self.dtype)
@@ -71,7 +74,7 @@ class Frozen:
                 )
             else:
                 torch._foreach_copy_(self.tensors, found)
-            self._made_of = made_of
+            self._made_of = made_of if _has_run(self.tensors[0]) else []
 
     def with_others(
         self, proj: tuple[Tensor, Tensor | None, Tensor | None], fc2: tuple[Tensor, Tensor | None, Tensor | None]
@@ -86,8 +89,8 @@ class Frozen:
 
     def ensure_current(self) -> None:
         """`refresh`, where the weights are seen to have changed since."""
-        for own, parameters, name, held, version, address in self._made_of:
-            now = own[name] if name in own else parameters.get(name)
+        for own, place, name, held, version, address, _ in self._made_of:
+            now = own[name] if name in own else place.get(name, _GONE)
             if now is held and (held is None or (_version(held) == version and held.data_ptr() == address)):
                 continue
             self.refresh()
@@ -95,24 +98,37 @@ class Frozen:
         if not self._made_of:
             self.refresh()
 
-    def forget(self, stepped: set[int]) -> None:
-        """Is to be refreshed when next used, if it is made of one of these tensors, by id."""
-        if any(id(held) in stepped for _, _, _, held, _, _ in self._made_of):
+    def forget(self, stepped: set[int] | None) -> None:
+        """Is to be refreshed when next used, if it is made of one of these tensors, by id; None stands for all."""
+        if stepped is None or any(id(held) in stepped for _, _, _, held, *_ in self._made_of):
             self._made_of = []
 
 
-# Of a module its __dict__ and parameters, a name, and the tensor of that name as it was: itself, held so that no other
-# takes its place, its version and its address. This is looked at in every forward, past nn.Module's slow look-up.
-_Source = tuple[dict[str, Any], dict[str, Any], str, Tensor | None, int, int]
+# Of a module its __dict__ and where in it the parameter is, a name, and the tensor of that name as it was: itself, held
+# so that no other takes its place, its version, its address, and its memory. That is held for a parameter that is moved
+# twice (to another dtype and back, for one): it would come to lie where it was, with other values. This is looked at in
+# every forward, past nn.Module's slow look-up.
+_Source = tuple[dict[str, Any], dict[str, Any], str, Tensor | None, int, int, torch.UntypedStorage | None]
+_GONE = object()
 
 
 def _look(owner: nn.Module, name: str) -> _Source:
     own: dict[str, Any] = owner.__dict__
-    parameters: dict[str, Any] = owner._parameters
-    tensor = own[name] if name in own else parameters.get(name)
+    place: dict[str, Any] = next((each for each in (own, owner._parameters, owner._buffers) if name in each), {})
+    tensor = place.get(name)
     if tensor is None:
-        return own, parameters, name, None, 0, 0
-    return own, parameters, name, tensor, _version(tensor), tensor.data_ptr()
+        return own, place, name, None, 0, 0, None
+    return own, place, name, tensor, _version(tensor), tensor.data_ptr(), tensor.untyped_storage()
+
+
+def _has_run(tensor: Tensor) -> bool:
+    """Waits for what writes a tensor, since other streams read it without; False where that is only being captured."""
+    if not tensor.is_cuda:
+        return True
+    if torch.cuda.is_current_stream_capturing():
+        return False
+    torch.cuda.current_stream(tensor.device).synchronize()
+    return True
 
 
 def _version(tensor: Tensor) -> int:
@@ -122,8 +138,10 @@ def _version(tensor: Tensor) -> int:
 @functools.cache
 def _follow_optimizers() -> None:
     def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        # FSDP steps what it gathers the weights from, into tensors whose versions it keeps from being counted
+        stepped = {id(p) for p in parameters} if all(map(is_plain, parameters)) else None
         for frozen in list(KEPT.values()):
-            frozen.forget(parameters)
+            frozen.forget(stepped)
 
     register_optimizer_step_post_hook(stepped)
