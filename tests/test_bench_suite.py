@@ -22,21 +22,21 @@ def suite(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "benchmarks", "-o", "python_files=suite.py", "-p", "no:cacheprovider"]
     environment = os.environ | {"VIT_FAST_SUITE_MODEL": "vit_test", "PYTHONPATH": str(ROOT)}
     environment.pop("TRITON_INTERPRET", None)  # nothing here is for the interpreter, which takes minutes
+    environment.pop("PYTEST_XDIST_WORKER", None)  # pytest-benchmark would take it for one, and measure nothing
     return subprocess.run(
         [*command, "-o", "addopts=--import-mode=importlib", *QUICK, *arguments],
         capture_output=True, text=True, cwd=ROOT, env=environment,
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def record(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    path = tmp_path_factory.mktemp("suite") / "record.json"
-    done = suite("-k", NOT_SLOW, f"--benchmark-json={path}", "-q")
+def run_suite(selected: str, path: Path) -> dict:
+    done = suite("-k", selected, f"--benchmark-json={path}", "-q")
     assert done.returncode == 0, done.stdout[-3000:]
     return json.loads(path.read_text())
 
 
-def test_every_suite_runs(record):
+def test_every_suite_runs_and_figures_follow_from_its_times(tmp_path):
+    record = run_suite(NOT_SLOW, tmp_path / "record.json")
     names = {run["name"] for run in record["benchmarks"]}
     for expected in (
         "test_operator[attention-sdpa-forward]", "test_operator[attention-eager-backward]",
@@ -47,8 +47,6 @@ def test_every_suite_runs(record):
         assert expected in names
     assert not any("triton" in name for name in names), "nothing runs on a CPU what needs a GPU"
 
-
-def test_figures_follow_from_the_times(record):
     runs = {run["name"]: run for run in record["benchmarks"]}
     run = runs["test_model[sdpa-4]"]
     seconds = run["stats"]["median"]
@@ -58,12 +56,13 @@ def test_figures_follow_from_the_times(record):
     assert run["group"] == "vit_test batch 4, torch.float32, cpu"
 
 
-@pytest.mark.parametrize(("factor", "status"), [(1e-4, 1), (1e4, 0)])
-def test_a_slower_run_fails_the_comparison(record, factor, status, tmp_path):
-    (run,) = [run for run in record["benchmarks"] if run["name"] == "test_operator[mlp-eager-forward]"]
-    stats = {name: value * factor if isinstance(value, float) else value for name, value in run["stats"].items()}
+def test_a_slower_run_fails_the_comparison(tmp_path):
+    record = run_suite("mlp-eager-forward", tmp_path / "record.json")
+    (run,) = record["benchmarks"]
     before = tmp_path / "before.json"
-    before.write_text(json.dumps(record | {"benchmarks": [run | {"stats": stats}]}))
-    fail = "--benchmark-compare-fail=median:1000%"
-    done = suite("-k", "mlp-eager-forward", f"--benchmark-compare={before}", fail)
-    assert done.returncode == status, done.stdout[-3000:]
+    for factor, status in ((1e-4, 1), (1e4, 0)):
+        stats = {name: value * factor if isinstance(value, float) else value for name, value in run["stats"].items()}
+        before.write_text(json.dumps(record | {"benchmarks": [run | {"stats": stats}]}))
+        fail = "--benchmark-compare-fail=median:1000%"
+        done = suite("-k", "mlp-eager-forward", f"--benchmark-compare={before}", fail)
+        assert done.returncode == status, done.stdout[-3000:]
