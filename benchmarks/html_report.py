@@ -133,7 +133,7 @@ def _kind(row: Row) -> dict[str, bool]:
 def _roofline(record: Record, rows: Sequence[Row]) -> dict[str, Any] | None:
     """Every row under what the machine reached in that run; None for records that count no bytes."""
     ceilings = record["ceilings"]
-    counted = [row for row in rows if row.get("bytes")]
+    counted = [row for row in rows if row.get("bytes") and row["TFLOP_per_s"]]
     if not counted or not ceilings:
         return None
     series: dict[str, list[dict[str, Any]]] = {}

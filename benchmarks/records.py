@@ -17,7 +17,6 @@ from .machine import checkout, slug
 
 FORMAT = "vit-fast-bench/2"
 RECORD_NAME, JOURNAL_NAME, PARTIAL = "record.json", "rows.jsonl", ".partial"
-_FORMAT_1 = "vit-fast-bench/1"
 Record = dict[str, Any]
 
 
@@ -160,25 +159,12 @@ def read_record(path: str | Path) -> Record:
         raise ValueError(f"{path}: not JSON: {error}") from None
     if not isinstance(record, dict) or not str(record.get("format", "")).startswith("vit-fast-bench/"):
         raise ValueError(f"{path}: not a record of vit-fast bench")
-    if record["format"] not in (FORMAT, _FORMAT_1):
+    if record["format"] != FORMAT:
         raise ValueError(f"{path}: is {record['format']}, accepted is {FORMAT}")
     missing = [name for name in ("machine", "plan", "ceilings", "rows") if name not in record]
     if missing or not isinstance(record["rows"], list):
         raise ValueError(f"{path}: is a record without {', '.join(missing) or 'a list of rows'}")
-    return _from_format_1(record) if record["format"] == _FORMAT_1 else record
-
-
-def _from_format_1(record: Record) -> Record:
-    """A record from before there were controls: what it does not say is None; it was BUSY when its load was high."""
-    machine = record["machine"]
-    load, cores = machine["load_average"], machine["cpu_cores"]
-    busy = [f"load {load} on {cores} cores when the run began"] if load > cores / 2 else []
-    fields = ("samples_ms", "ratio_interval", "verdict", "agreement", "defect")
-    rows = [dict.fromkeys(fields) | {"precision": row["dtype"], "task": "inference"} | row for row in record["rows"]]
-    for row in rows:
-        if (row["ceiling_share"] or 0) > 1:
-            row["defect"], row["ceiling_share"] = f"{row['ceiling_share']:.2f}x its ceiling", None
-    return record | {"rows": rows, "controls": [], "busy": busy}
+    return record
 
 
 def _not_taken(folder: Path) -> Path:

@@ -79,7 +79,7 @@ def test_every_measured_row_and_its_figures_are_in_the_table(record):
     measured = [row for row in record["rows"] if row["status"] == "measured"]
     assert len(lines) == len(measured)
     for row in measured:
-        (line,) = [x for x in lines if x[0] == row["subject"] and x[1] == str(row["batch"])]
+        (line,) = [x for x in lines if x[0] == report.label(row) and x[1] == str(row["batch"])]
         for column in report.filled_columns(record):
             assert line[head.index(column.title)] == column.cell(row)
 

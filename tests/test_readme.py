@@ -58,7 +58,9 @@ def test_no_committed_record_is_one_that_nobody_should_cite():
         assert not objections(read_record(path)), path
 
 
-@pytest.mark.parametrize(("place", "value"), [("machine.load_average", 7.5), ("rows.3.ceiling_share", 1.25)])
+@pytest.mark.parametrize(
+    ("place", "value"), [("busy", ["load 7.5 on 2 cores"]), ("rows.3.defect", "1.25x its ceiling")]
+)
 def test_a_table_of_a_busy_record_or_one_above_its_ceiling_is_refused(place, value, tmp_path):
     record = json.loads((ROOT / re.search(r"<!-- record: (\S+) -->", README)[1]).read_text())
     *path, last = [int(name) if name.isdigit() else name for name in place.split(".")]
