@@ -102,7 +102,9 @@ def _pointer_table(arch: str, kind: str, epilogue: str) -> tuple[MatmulConfig, .
     depth = 64 if kind == "half" and hopper else 32
     small = 64 if kind == "half" else 32
     quarters = kind == "half" and (blackwell or (arch == "sm_120" and epilogue == "activation_grad"))
-    halves = (kind == "half" and blackwell) or (kind == "tf32" and arch == "sm_120")
+    halves = (kind == "half" and (blackwell or (epilogue == "activation_grad" and not hopper))) or (
+        kind == "tf32" and arch == "sm_120"
+    )
     return (
         MatmulConfig(128, width, depth, sub_tiles=4 if quarters else 2, num_warps=8, num_stages=3),
         MatmulConfig(64, 64, small, sub_tiles=2 if halves else 1, num_warps=4, num_stages=3, ctas_per_sm=2),
