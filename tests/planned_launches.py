@@ -69,7 +69,7 @@ def keep_what_is_recorded() -> list[Tensor]:
         kept.append(tensor)
         add(self, tensor, kind)
 
-    plan_recorder._Recorder._add = add_and_keep  # type: ignore[method-assign]
+    plan_recorder._Recorder._add = add_and_keep  # type: ignore[method-assign]  # a spy
     return kept
 
 
@@ -231,9 +231,9 @@ def steady_state() -> None:
 
     step()
     build, built = Launch.__init__, []
-    Launch.__init__ = lambda self, *args, **kwargs: built.append(build(self, *args, **kwargs))  # type: ignore[method-assign]
+    Launch.__init__ = lambda self, *args, **kwargs: built.append(build(self, *args, **kwargs))  # type: ignore[method-assign]  # a spy
     step()
-    Launch.__init__ = build  # type: ignore[method-assign]
+    Launch.__init__ = build  # type: ignore[method-assign]  # a spy
     assert built == []
     assert None not in plan.plans()
 

@@ -70,13 +70,15 @@ def test_statistics_change_nothing_but_the_work(model, handed_on):
 @pytest.mark.parametrize("part", ["blocks", "blocks.1", "blocks.1.attn", "blocks.1.mlp.fc1", "blocks.1.norm2"])
 def test_hooks_still_run(model, handed_on, part):
     called: list[str] = []
+    model.bfloat16()  # of fp32 rows no statistics are handed on in any case
     expected, _ = run(model)
+    assert handed_on == [False, True, True]
     model.get_submodule(part).register_forward_hook(lambda *_: called.append(part))
     handed_on.clear()
     logits, _ = run(model)
     assert called == [part]
     assert True not in handed_on
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits, expected, atol=0.05, rtol=0.05)  # a few roundings to bf16 apart
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa", "triton"])

@@ -284,6 +284,11 @@ def test_what_can_be_frozen() -> None:
         vit_fast.freeze(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"blocks\.0 is in training mode: accepted is evaluation mode"):
         vit_fast.freeze(ours().train())
+    half = ours()
+    half.blocks[1].train()
+    with pytest.raises(ValueError, match=r"blocks\.1 is in training mode"):
+        vit_fast.freeze(half)
+    assert not is_frozen(half), "all or nothing"
     model = ours()
     vit_fast.set_backend(model, "sdpa")
     assert vit_fast.freeze(model) == () and not is_frozen(model)

@@ -229,7 +229,10 @@ def _tensors_for(parts: BlockParts, x: Tensor) -> BlockTensors:
     frozen = parts.frozen
     if frozen is not None and frozen.dtype == matmul_dtype(x):
         proj, fc2 = (*_tensors(attention.proj), _scale(attention)), (*_tensors(mlp.fc2), _scale(mlp))
-        if not (torch.is_grad_enabled() or in_transform()) or not needs_gradient(x, *block_tensors(attention, mlp)):
+        # gathered only where gradients can be wanted at all: this runs in every forward
+        if not (torch.is_grad_enabled() or in_transform()) or not needs_gradient(
+            x, *proj, *fc2, *(_tensor(*slot) for slot in _frozen_sources(attention, mlp))
+        ):
             return frozen.with_others(proj, fc2)
     return block_tensors(attention, mlp)
 

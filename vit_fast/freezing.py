@@ -63,16 +63,16 @@ def freeze(model: nn.Module) -> tuple[str, ...]:
         The names of the blocks that are frozen now.
     Raises:
         TypeError: model is no module.
-        ValueError: the model is in training mode.
+        ValueError: a block is in training mode; nothing is frozen then.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}: accepted is a torch.nn.Module")
-    frozen = []
-    for name, block in model.named_modules():
-        if not isinstance(block, Freezable):
-            continue
+    blocks = [(name, module) for name, module in model.named_modules() if isinstance(module, Freezable)]
+    for name, block in blocks:
         if block.training:
             raise ValueError(f"{name or 'model'} is in training mode: accepted is evaluation mode, call eval() first")
+    frozen = []
+    for name, block in blocks:
         parts = block.whole()
         if parts is not None:
             freeze_parts(parts)

@@ -1,6 +1,6 @@
 """Operators as torch knows them: schema, implementation, autograd.
 
-`torch.library.custom_op` gives the same for several times the host's time a call. Here the dispatcher finds the
+`torch.library.custom_op` gives the same with more of the host's work a call: here the dispatcher finds the
 implementation at once, and autograd's part is one `torch.autograd.Function`. The implementation runs by its launch plan
 (`kernels/plan.py`): on shapes seen before nothing of it is executed but its launches, so what it checks is checked once
 for them. A vmap rule is registered by torch's own `register_vmap`.
