@@ -77,7 +77,7 @@ def test_hooks_still_run(model, handed_on, part):
     handed_on.clear()
     logits, _ = run(model)
     assert called == [part]
-    assert True not in handed_on
+    assert (True in handed_on) == (part == "blocks"), "a hook on all of them is between none"
     torch.testing.assert_close(logits, expected, atol=0.05, rtol=0.05)  # a few roundings to bf16 apart
 
 
