@@ -1,13 +1,19 @@
 """The operators: one signature each, computed by the eager formula, torch's fused kernels or ours."""
 
 from .attention import attention, attention_qkvpacked, scaled_dot_product_attention
+from .descriptions import Norm, QkNorm, Rope
 from .layer_norm_mlp import layer_norm_mlp
 from .layer_norm_mlp_module import LayerNormMLP
+from .rotary import qk_norm_rope
 
 __all__ = [
     "LayerNormMLP",
+    "Norm",
+    "QkNorm",
+    "Rope",
     "attention",
     "attention_qkvpacked",
     "layer_norm_mlp",
+    "qk_norm_rope",
     "scaled_dot_product_attention",
 ]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..errors import UnsupportedInputError
 from . import reference
 from .attention import is_exporting
 from .backends import resolve_backend
 from .checks import matmul_dtype, require_one_device
+from .descriptions import Norm, check_norm
 from .layer_norm_mlp_op import layer_norm_mlp_op, layer_norm_mlp_training
 from .transforms import in_transform
 
@@ -26,15 +28,21 @@ def layer_norm_mlp(
     activation: str = "gelu",
     layer_scale: Tensor | None = None,
     residual: bool = True,
+    norm: str = "layer_norm",
+    gate_weight: Tensor | None = None,
+    gate_bias: Tensor | None = None,
+    inner_norm: Norm | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """The second half of a pre-norm block: [x +] layer_scale * (act(LN(x) W1^T + b1) W2^T + b2).
 
+    With a gate (SwiGLU, GEGLU) act(LN(x) Wg^T + bg) * (LN(x) W1^T + b1) takes the place of act(LN(x) W1^T + b1).
+
     Args:
         x: Tokens [..., C]; fp32, fp16 or bf16 (fp64 too with eager and sdpa).
         norm_weight: LayerNorm's gamma [C]; None means ones.
-        norm_bias: LayerNorm's beta [C]; None means zeros.
-        fc1_weight: First linear's weight [F, C].
+        norm_bias: LayerNorm's beta [C]; None means zeros. An RMSNorm has none.
+        fc1_weight: First linear's weight [F, C]; with a gate that of the linear layer it multiplies ("up").
         fc1_bias: Its bias [F]; None means zeros.
         fc2_weight: Second linear's weight [C, F].
         fc2_bias: Its bias [C]; None means zeros.
@@ -42,6 +50,10 @@ def layer_norm_mlp(
         activation: "gelu" (exact), "gelu_tanh", "quick_gelu", "relu" or "silu".
         layer_scale: Per-channel multiplier of the branch [C]; None means ones.
         residual: Whether x is added to the branch.
+        norm: "layer_norm", or "rms_norm": x / sqrt(mean square + eps).
+        gate_weight: The gate's weight [F, C]; None means no gate. Of a layer that packs both, the one half of its rows.
+        gate_bias: Its bias [F]; None means zeros.
+        inner_norm: A norm of the hidden layer [F] before the second linear, as EVA-02 has it; None means none.
         backend: "eager", "sdpa", "triton" or "auto" (by x's device). eager and sdpa are the same formula here. triton
             accumulates in fp32 and also takes fp32 parameters with fp16 or bf16 x.
     Returns:
@@ -51,18 +63,29 @@ def layer_norm_mlp(
         UnsupportedInputError: this backend cannot run this input; lists all reasons.
     Source: section 3.1 of arXiv 2010.11929; how triton folds LayerNorm into the matmul, `kernels/layer_norm.py`.
     """
-    _check_inputs(x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, activation)
+    parameters = (norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias)
+    _check_inputs(x, *parameters, layer_scale, activation, gate_weight, gate_bias)
+    check_norm("norm", Norm(norm_weight, norm_bias, eps, norm), x.shape[-1])
+    if inner_norm is not None:
+        check_norm("inner_norm", inner_norm, fc1_weight.shape[0])
     backend = resolve_backend(backend, x.device, x.dtype)
     if backend == "triton" and not is_exporting():
+        reasons = [f"norm is {norm!r}: accepted is 'layer_norm'"] if norm != "layer_norm" else []
+        reasons += [f"{name} is given: accepted is None" for name in _given(gate=gate_weight, inner_norm=inner_norm)]
+        if reasons:
+            raise UnsupportedInputError("layer_norm_mlp with backend='triton'", reasons)
         y, _ = fused_layer_norm_mlp(
-            x, None, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias,
-            eps=eps, activation=activation, layer_scale=layer_scale, residual=residual,
-        )  # fmt: skip
+            x, None, *parameters, eps=eps, activation=activation, layer_scale=layer_scale, residual=residual
+        )
         return y
     return reference.layer_norm_mlp(
-        x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias,
-        eps=eps, activation=activation, layer_scale=layer_scale, residual=residual,
+        x, *parameters, eps=eps, activation=activation, layer_scale=layer_scale, residual=residual,
+        norm=norm, gate_weight=gate_weight, gate_bias=gate_bias, inner_norm=inner_norm,
     )  # fmt: skip
+
+
+def _given(**arguments: object) -> list[str]:
+    return [name for name, value in arguments.items() if value is not None]
 
 
 def fused_layer_norm_mlp(
@@ -125,6 +148,8 @@ def _check_inputs(
     fc2_bias: Tensor | None,
     layer_scale: Tensor | None,
     activation: str,
+    gate_weight: Tensor | None,
+    gate_bias: Tensor | None,
 ) -> None:
     if activation not in reference.ACTIVATIONS:
         raise ValueError(f"activation={activation!r}: accepted are {', '.join(map(repr, reference.ACTIVATIONS))}")
@@ -141,7 +166,11 @@ def _check_inputs(
         ("fc2_weight", fc2_weight, (C, F)),
         ("fc2_bias", fc2_bias, (C,)),
         ("layer_scale", layer_scale, (C,)),
+        ("gate_weight", gate_weight, (F, C)),
+        ("gate_bias", gate_bias, (F,)),
     )
+    if gate_weight is None and gate_bias is not None:
+        raise ValueError("gate_bias is given, gate_weight is None: accepted are both, or a gate_weight alone")
     for name, tensor, shape in expected:
         if tensor is not None and tuple(tensor.shape) != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}: accepted is {shape} for x of width {C}")

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .descriptions import Norm, QkNorm, Rope
+
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, dropout_p: float = 0.0) -> Tensor:
     """softmax(scale * q k^T) v for q [B, H, N_q, D] and k, v [B, H, N_kv, D]; scale None means D**-0.5."""
@@ -39,6 +41,36 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def normalise(x: Tensor, norm: Norm) -> Tensor:
+    """LayerNorm or RMSNorm over the last dimension, as torch has them: statistics in fp32, one rounding."""
+    if norm.kind == "rms_norm":
+        return F.rms_norm(x, (x.shape[-1],), norm.weight, norm.eps)
+    return F.layer_norm(x, (x.shape[-1],), norm.weight, norm.bias, norm.eps)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
+    """x [..., D] with its pairs turned by cos, sin [..., D/2], in x.dtype; see ops.Rope."""
+    first, second = (x[..., ::2], x[..., 1::2]) if layout == "interleaved" else x.chunk(2, -1)
+    turned = first * cos - second * sin, second * cos + first * sin
+    joined = torch.stack(turned, -1).flatten(-2) if layout == "interleaved" else torch.cat(turned, -1)
+    return joined.to(x.dtype)
+
+
+def qk_norm_rope(qkv: Tensor, qk_norm: QkNorm | None, rope: Rope | None) -> Tensor:
+    """[B, N, 3, H, D] with q and k normalised and rotated by tables [B or 1, H or 1, T, D/2]; see ops.qk_norm_rope."""
+    q, k, v = qkv.unbind(2)
+    if qk_norm is not None:
+        start = -1 if qk_norm.over == "head" else -2
+        q, k = (
+            normalise(x.flatten(start), norm).view(x.shape).to(qkv.dtype)
+            for x, norm in ((q, qk_norm.q), (k, qk_norm.k))
+        )
+    if rope is not None:
+        cos, sin = rope.cos.transpose(1, 2), rope.sin.transpose(1, 2)
+        q, k = (torch.cat((x[:, : rope.prefix], rotate(x[:, rope.prefix :], cos, sin, rope.layout)), 1) for x in (q, k))
+    return torch.stack((q, k, v), 2)
+
+
 def layer_norm_mlp(
     x: Tensor,
     norm_weight: Tensor | None,
@@ -52,10 +84,23 @@ def layer_norm_mlp(
     activation: str = "gelu",
     layer_scale: Tensor | None = None,
     residual: bool = True,
+    norm: str = "layer_norm",
+    gate_weight: Tensor | None = None,
+    gate_bias: Tensor | None = None,
+    inner_norm: Norm | None = None,
 ) -> Tensor:
-    """[x +] layer_scale * (act(LN(x) W1^T + b1) W2^T + b2); see ops.layer_norm_mlp for the arguments."""
-    normed = F.layer_norm(x, (x.shape[-1],), norm_weight, norm_bias, eps)
-    hidden = ACTIVATIONS[activation](F.linear(normed, fc1_weight, fc1_bias))
+    """[x +] layer_scale * (h W2^T + b2), h = act(norm(x) W1^T + b1) or act(norm(x) Wg^T + bg) * (norm(x) W1^T + b1).
+
+    See ops.layer_norm_mlp for the arguments.
+    """
+    normed = normalise(x, Norm(norm_weight, norm_bias, eps, norm))
+    hidden = F.linear(normed, fc1_weight, fc1_bias)
+    if gate_weight is None:
+        hidden = ACTIVATIONS[activation](hidden)
+    else:
+        hidden = ACTIVATIONS[activation](F.linear(normed, gate_weight, gate_bias)) * hidden
+    if inner_norm is not None:
+        hidden = normalise(hidden, inner_norm)
     branch = F.linear(hidden, fc2_weight, fc2_bias)
     if layer_scale is not None:
         branch = branch * layer_scale

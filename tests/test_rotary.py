@@ -1,0 +1,151 @@
+"""qk-norm and rotary positions on packed qkv, against what timm and transformers do to q and k."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from kernel_support import DEVICE
+from timm.layers.pos_embed_sincos import apply_rot_embed_cat
+from torch import Tensor
+from transformers.models.dinov3_vit.modeling_dinov3_vit import apply_rotary_pos_emb
+from transformers.models.internvl.modeling_internvl import InternVLVisionRMSNorm
+from transformers.models.llama4.modeling_llama4 import vision_apply_rotary_emb
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
+
+from vit_fast.ops import Norm, QkNorm, Rope, qk_norm_rope
+
+BACKENDS = ("eager", "sdpa")
+B, N, H, D = 2, 7, 3, 8
+
+
+def _qkv(dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(B, N, 3, H, D, device=DEVICE, dtype=dtype)
+
+
+def _angles(*shape: int) -> Tensor:
+    return torch.randn(shape, device=DEVICE, dtype=torch.float64) * 3
+
+
+def _each(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as the libraries have them, [B, H, N, D]."""
+    q, k, v = qkv.transpose(1, 3).unbind(2)
+    return q, k, v
+
+
+def _assert_same(found: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
+    torch.testing.assert_close(found, torch.stack((q, k, v), 2).transpose(1, 3))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("prefix", [0, 1, 5])
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("half", [True, False])
+@pytest.mark.parametrize("leading", [(), (B,), (B, 1), (1, H), (B, H)])
+def test_rotation_is_timms(backend: str, prefix: int, wide: bool, half: bool, leading: tuple[int, ...]) -> None:
+    qkv, angles = _qkv(), _angles(*leading, N - prefix, D // 2)
+    full = torch.cat((angles, angles), -1) if half else angles.repeat_interleave(2, -1)
+    embedding = torch.cat((full.sin(), full.cos()), -1)
+    q, k, v = _each(qkv)
+    if len(leading) == 1:
+        embedding = embedding[:, None]
+    q, k = (
+        torch.cat((x[:, :, :prefix], apply_rot_embed_cat(x[:, :, prefix:], embedding, half=half)), 2) for x in (q, k)
+    )
+    given = full if wide else angles
+    rope = Rope(given.cos(), given.sin(), prefix, "half" if half else "interleaved")
+    _assert_same(qk_norm_rope(qkv, rope=rope, backend=backend), q, k, v)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rotation_is_that_of_dinov3_in_transformers(backend: str) -> None:
+    qkv, angles = _qkv(), _angles(N - 5, D // 2).tile(2)
+    q, k, v = _each(qkv)
+    q, k = apply_rotary_pos_emb(q, k, angles.cos(), angles.sin())
+    _assert_same(qk_norm_rope(qkv, rope=Rope(angles.cos(), angles.sin(), 5), backend=backend), q, k, v)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rotation_of_a_packed_batch_is_that_of_qwen(backend: str) -> None:
+    qkv, angles = torch.randn(N, 3, H, D, device=DEVICE), _angles(N, D // 2).tile(2)
+    q, k, v = qkv.unbind(1)
+    q, k = apply_rotary_pos_emb_vision(q, k, angles.cos(), angles.sin())
+    found = qk_norm_rope(qkv, rope=Rope(angles.cos().float(), angles.sin().float()), backend=backend)
+    torch.testing.assert_close(found, torch.stack((q, k, v), 1))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rotation_is_that_of_llama4(backend: str) -> None:
+    qkv, angles = _qkv(torch.float32), _angles(N, D // 2).float()
+    q, k, v = qkv.unbind(2)
+    q, k = vision_apply_rotary_emb(q, k, torch.polar(torch.ones_like(angles), angles))
+    found = qk_norm_rope(qkv, rope=Rope(angles.cos(), angles.sin(), 0, "interleaved"), backend=backend)
+    torch.testing.assert_close(found, torch.stack((q, k, v), 2))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
+def test_norm_of_each_head(backend: str, affine: bool, kind: str) -> None:
+    qkv = _qkv()
+    one, two = (
+        Norm(_angles(D) if affine else None, _angles(D) if affine and kind == "layer_norm" else None, 1e-3, kind)
+        for _ in range(2)
+    )
+    q, k, v = _each(qkv)
+    if kind == "layer_norm":
+        q, k = (F.layer_norm(x, (D,), norm.weight, norm.bias, 1e-3) for x, norm in ((q, one), (k, two)))
+    else:
+        q, k = (F.rms_norm(x, (D,), norm.weight, 1e-3) for x, norm in ((q, one), (k, two)))
+    _assert_same(qk_norm_rope(qkv, qk_norm=QkNorm(one, two), backend=backend), q, k, v)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_norm_over_the_width_is_that_of_internvl(backend: str) -> None:
+    qkv = _qkv(torch.float32)
+    modules = [InternVLVisionRMSNorm(H * D).to(DEVICE) for _ in range(2)]
+    for module in modules:
+        torch.nn.init.normal_(module.weight)
+    q, k = (module(x.flatten(2)).view(x.shape) for module, x in zip(modules, qkv.unbind(2)))
+    norms = [Norm(module.weight, None, 1e-6, "rms_norm") for module in modules]
+    found = qk_norm_rope(qkv, qk_norm=QkNorm(*norms, "width"), backend=backend)
+    torch.testing.assert_close(found, torch.stack((q, k, qkv[:, :, 2]), 2))
+
+
+def test_result_is_in_the_dtype_of_qkv() -> None:
+    angles = _angles(N, D // 2)
+    norm = Norm(torch.ones(D, device=DEVICE, dtype=torch.bfloat16))
+    rope = Rope(angles.cos(), angles.sin())
+    found = qk_norm_rope(_qkv(torch.bfloat16), qk_norm=QkNorm(norm, norm), rope=rope, backend="eager")
+    assert found.dtype == torch.bfloat16
+
+
+_TABLE = torch.zeros(N, D // 2)
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"rope": Rope(_TABLE, _TABLE, 1)}, r"rope.cos has shape \(7, 4\): accepted are \(6, 4\)"),
+        ({"rope": Rope(_TABLE, _TABLE[:, :3])}, r"rope.sin \(7, 3\)"),
+        ({"rope": Rope(_TABLE[:, :3], _TABLE[:, :3])}, "a last dimension of 8"),
+        ({"rope": Rope(_TABLE, _TABLE, 8)}, "rope.prefix=8 for 7 tokens"),
+        ({"rope": Rope(_TABLE, _TABLE, 0, "halves")}, "rope.layout='halves': accepted are 'half', 'interleaved'"),
+        ({"qk_norm": QkNorm(Norm(), Norm(), "heads")}, "qk_norm.over='heads': accepted are 'head', 'width'"),
+        ({"qk_norm": QkNorm(Norm(kind="rms"), Norm())}, "qk_norm.q is 'rms': accepted are 'layer_norm', 'rms_norm'"),
+        ({"qk_norm": QkNorm(Norm(), Norm(torch.ones(H * D)))}, r"qk_norm.k has a weight of shape \(24,\): .* \(8,\)"),
+        ({"qk_norm": QkNorm(Norm(), Norm(torch.ones(D)), "width")}, r"shape \(8,\): accepted is \(24,\)"),
+        ({"qk_norm": QkNorm(Norm(bias=torch.ones(D), kind="rms_norm"), Norm())}, "an RMSNorm has none"),
+        ({"qk_norm": QkNorm(Norm(eps=1e-5), Norm())}, "eps 1e-05, qk_norm.k layer_norm with 1e-06: they must agree"),
+    ],
+)
+def test_refusals(choices: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        qk_norm_rope(torch.zeros(B, N, 3, H, D), **choices, backend="eager")
+
+
+def test_refuses_what_is_not_packed() -> None:
+    with pytest.raises(ValueError, match=r"accepted are \[B, N, 3, H, D\] and \[total, 3, H, D\]"):
+        qk_norm_rope(torch.zeros(B, N, H, D), backend="eager")

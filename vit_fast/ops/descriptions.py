@@ -1,0 +1,114 @@
+"""Norms and rotary positions as data: arguments of the operators that are more than one tensor."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+NORMS = ("layer_norm", "rms_norm")
+OVER = ("head", "width")
+LAYOUTS = ("half", "interleaved")
+
+
+class Norm(NamedTuple):
+    """A LayerNorm or RMSNorm over the last dimension.
+
+    Attributes:
+        weight: gamma [C]; None means ones.
+        bias: beta [C]; None means zeros. An RMSNorm has none.
+        eps: In units of x squared: added to the variance, or to the mean square.
+        kind: "layer_norm", (x - mean) / sqrt(variance + eps), or "rms_norm", x / sqrt(mean square + eps).
+    """
+
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    eps: float = 1e-6
+    kind: str = "layer_norm"
+
+
+class QkNorm(NamedTuple):
+    """The norms of q and k.
+
+    Attributes:
+        q, k: Of one kind and epsilon; weight and bias are [D], over the width [H D].
+        over: "head": each head by itself; "width": all heads of a token together.
+    """
+
+    q: Norm
+    k: Norm
+    over: str = "head"
+
+
+class Rope(NamedTuple):
+    """Rotary positions: channels of q and k turned in pairs, (a, b) -> (a cos - b sin, b cos + a sin).
+
+    Attributes:
+        cos, sin: Of any floating dtype: [T, d], shared by images and heads; [B, T, d], by heads; or [B, H, T, d] with
+            B or H of 1 where shared; T = N - prefix. d is D/2, a number a pair (of the kernels' liking), or D, where
+            each pair's number stands twice, in places that follow from the layout; the first of them is read.
+        prefix: The first tokens of each sequence (class, registers), which stay as they are.
+        layout: "half": channels j and j + D/2 are a pair; "interleaved": 2j and 2j + 1.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    prefix: int = 0
+    layout: str = "half"
+
+
+def check_norm(name: str, norm: Norm, width: int) -> None:
+    """Raises ValueError unless this is a norm of rows of `width` channels; `name` is the argument's."""
+    if norm.kind not in NORMS:
+        raise ValueError(f"{name} is {norm.kind!r}: accepted are {', '.join(map(repr, NORMS))}")
+    if norm.kind == "rms_norm" and norm.bias is not None:
+        raise ValueError(f"{name} is 'rms_norm' and has a bias: accepted is None, an RMSNorm has none")
+    for part, tensor in (("weight", norm.weight), ("bias", norm.bias)):
+        if tensor is not None and tuple(tensor.shape) != (width,):
+            raise ValueError(f"{name} has a {part} of shape {tuple(tensor.shape)}: accepted is {(width,)}")
+
+
+def check_qk_norm(qk_norm: QkNorm, heads: int, head_dim: int) -> None:
+    """Raises ValueError unless these are norms of that many heads of D channels."""
+    q, k, over = qk_norm
+    if over not in OVER:
+        raise ValueError(f"qk_norm.over={over!r}: accepted are {', '.join(map(repr, OVER))}")
+    width = head_dim if over == "head" else heads * head_dim
+    check_norm("qk_norm.q", q, width)
+    check_norm("qk_norm.k", k, width)
+    if (q.kind, q.eps) != (k.kind, k.eps):
+        raise ValueError(f"qk_norm.q is {q.kind} with eps {q.eps}, qk_norm.k {k.kind} with {k.eps}: they must agree")
+
+
+def checked_rope(rope: Rope, qkv: Tensor) -> Rope:
+    """The same with tables [B or 1, H or 1, T, D/2].
+
+    Raises:
+        ValueError: they do not fit qkv [B, N, 3, H, D].
+    """
+    B, N, _, H, D = qkv.shape
+    cos, sin, prefix, layout = rope
+    if layout not in LAYOUTS:
+        raise ValueError(f"rope.layout={layout!r}: accepted are {', '.join(map(repr, LAYOUTS))}")
+    if D % 2 or not 0 <= prefix <= N:
+        raise ValueError(f"rope.prefix={prefix} for {N} tokens of heads of {D}: accepted are 0 to {N}, an even head")
+    if cos.shape != sin.shape:
+        raise ValueError(f"rope.cos has shape {tuple(cos.shape)}, rope.sin {tuple(sin.shape)}: they must be equal")
+    T = N - prefix
+    accepted = {
+        2: cos.shape[:-1] == (T,),
+        3: cos.shape[:-1] == (B, T),
+        4: cos.dim() == 4 and cos.shape[0] in (1, B) and cos.shape[1] in (1, H) and cos.shape[2] == T,
+    }
+    if not accepted.get(cos.dim(), False) or cos.shape[-1] not in (D, D // 2):
+        raise ValueError(
+            f"rope.cos has shape {tuple(cos.shape)}: accepted are {(T, D // 2)}, {(B, T, D // 2)} and "
+            f"{(B, H, T, D // 2)}, B or H of 1 where shared, or a last dimension of {D}"
+        )
+    return Rope(_by_pair(cos, D, layout), _by_pair(sin, D, layout), prefix, layout)
+
+
+def _by_pair(table: Tensor, head_dim: int, layout: str) -> Tensor:
+    if table.shape[-1] == head_dim:
+        table = table[..., ::2] if layout == "interleaved" else table[..., : head_dim // 2]
+    return table[None, None] if table.dim() == 2 else table[:, None] if table.dim() == 3 else table
