@@ -191,7 +191,7 @@ def test_a_forward_replaced_on_an_instance_or_in_the_library(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("name", "settings", "reason"),
     [
-        ("eva02_tiny_patch14_224", {"img_size": 28}, "EvaBlock: it belongs to a model with rotary positions"),
+        ("eva02_tiny_patch14_224", {"img_size": 28}, "mlp is a GluMlp: accepted is the Mlp of timm"),
         ("vit_tiny_patch16_224", {"block_fn": "ResPostBlock"}, "ResPostBlock: it normalises after the MLP"),
         ("vit_tiny_patch16_224", {"block_fn": "ParallelScalingBlock"}, "its attention and MLP share one linear"),
         ("vit_tiny_patch16_224", {"mlp_layer": "SwiGLUPacked", "embed_dim": 48}, "mlp is a GluMlp"),

@@ -156,7 +156,7 @@ def test_triton_with_layer_scale_and_drop_path_or_autocast(drop_path: float, aut
 
 
 def test_the_fused_operators_are_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vit_fast.libraries import timm, transformers_attention
+    from vit_fast.libraries import timm_blocks, transformers_attention
 
     calls: list[str] = []
 
@@ -170,7 +170,7 @@ def test_the_fused_operators_are_what_runs(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(module, name, count)
 
     counted(block, "layer_norm_mlp")
-    counted(timm, "attention_qkvpacked")
+    counted(timm_blocks, "attention_qkvpacked")
     counted(transformers_attention, "attention")
     for name, attention in (("timm-vit", "attention_qkvpacked"), ("transformers-vit", "attention")):
         subject = SUBJECTS[name]

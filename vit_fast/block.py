@@ -1,19 +1,15 @@
-"""A pre-norm encoder block as data, whatever library it comes from, and the one place where its kernels follow.
+"""A pre-norm encoder block by its parts (`parts.py`): the one place where its kernels follow.
 
 qkv = LN(x) Wqkv^T + b              LayerNorm folded into the matmul
 a   = attention(qkv)
 x   = x + ls (a Wproj^T + b)        residual and LayerScale in the epilogue, which leaves the row statistics
 h   = act(LN(x) W1^T + b1)          that this LayerNorm takes over
 x   = x + ls (h W2^T + b2)          likewise, for the LayerNorm of the next block
-
-A library reads its blocks into `BlockParts` (`reading.py` helps); what cannot be read past stays a module, and the
-parts say why. They hold modules and names, never tensors: a Parameter may be replaced at any time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -29,74 +25,19 @@ from .ops.frozen import Frozen
 from .ops.layer_norm_mlp import fused_layer_norm_mlp, layer_norm_mlp, needs_gradient
 from .ops.linear import layer_norm_linear, linear_residual
 from .ops.transforms import in_transform
-from .plain import Watch, is_touched
+from .parts import (
+    AttentionParts,
+    BlockParts,
+    MlpParts,
+    Slot,
+    block_tensors,
+    frozen_sources,
+    scale_of,
+    tensor_of,
+    tensors_of,
+)
+from .plain import is_touched
 from .row_statistics import counted, recall, remember
-
-Slot = tuple[Any, str]  # a module and the name of one of its attributes
-
-
-@dataclass(frozen=True, eq=False)
-class AttentionParts:
-    """x + drop_path(layer_scale * proj(attention(qkv(norm(x))))).
-
-    Attributes:
-        module: The attention layer.
-        norm: A LayerNorm.
-        qkv: Weight and bias of one linear layer, or of three.
-        num_heads: Of the attention.
-        scale: Multiplier of q k^T; None means D**-0.5.
-        proj: A linear layer.
-        layer_scale: The vector [C]; None where there is none.
-        drop_path: A module with drop_prob, or None.
-        dropouts: Probabilities that are dropped with in training.
-    """
-
-    module: Any
-    norm: Any
-    qkv: tuple[tuple[Slot, Slot], ...]
-    num_heads: int
-    scale: float | None
-    proj: Any
-    layer_scale: Slot | None
-    drop_path: Any
-    dropouts: tuple[Slot, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class MlpParts:
-    """x + drop_path(layer_scale * fc2(activation(fc1(norm(x))))); attributes as in AttentionParts."""
-
-    norm: Any
-    fc1: Any
-    activation: str
-    fc2: Any
-    layer_scale: Slot | None
-    drop_path: Any
-    dropouts: tuple[Slot, ...]
-
-
-@dataclass(eq=False)
-class BlockParts:
-    """What a block was read into.
-
-    Attributes:
-        attention: Its first half; None where that stays modules.
-        mlp: Its second half, likewise.
-        attention_reasons: Why the first half stays; empty where it does not.
-        mlp_reasons: Likewise of the second half.
-        watch: Whether all this still stands.
-        frozen: qkv and fc1 with their LayerNorms folded in, where they are kept (`freezing.py`).
-    """
-
-    attention: AttentionParts | None
-    mlp: MlpParts | None
-    attention_reasons: tuple[str, ...]
-    mlp_reasons: tuple[str, ...]
-    watch: Watch
-    frozen: Frozen | None = None
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()  # a copy of the block, or one that was pickled, is read again
 
 
 def parts_of(block: Any) -> BlockParts:
@@ -170,8 +111,8 @@ def run_block(
         return run_mlp(mlp, x, backend), None
     dropping = _drops_path(mlp.drop_path)
     y, emitted = fused_layer_norm_mlp(
-        x, statistics, *_mlp_tensors(mlp), eps=mlp.norm.eps, activation=mlp.activation,
-        layer_scale=_scale(mlp), residual=not dropping, next_statistics=next_statistics and not dropping,
+        x, statistics, *mlp.tensors(), eps=mlp.norm.eps, activation=mlp.activation,
+        layer_scale=scale_of(mlp), residual=not dropping, next_statistics=next_statistics and not dropping,
     )  # fmt: skip
     return (x + mlp.drop_path(y), None) if dropping else (y, emitted)
 
@@ -180,46 +121,22 @@ def run_mlp(parts: MlpParts, x: Tensor, backend: str) -> Tensor:
     """The second half of a block by itself, [..., C] -> [..., C]."""
     dropping = _drops_path(parts.drop_path)
     branch_or_sum = layer_norm_mlp(
-        x, *_mlp_tensors(parts), eps=parts.norm.eps, activation=parts.activation, layer_scale=_scale(parts),
+        x, *parts.tensors(), eps=parts.norm.eps, activation=parts.activation, layer_scale=scale_of(parts),
         residual=not dropping, backend=backend,
     )  # fmt: skip
     return x + parts.drop_path(branch_or_sum) if dropping else branch_or_sum
 
 
-def _attention_half(parts: Any, x: Tensor, statistics: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    norm, proj = parts.norm, parts.proj
-    weight, bias = _joined(parts.qkv)
-    qkv = layer_norm_linear(x, *_tensors(norm), weight, bias, eps=norm.eps, statistics=statistics)
+def _attention_half(parts: AttentionParts, x: Tensor, statistics: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    weight, bias = parts.qkv.tensors()
+    qkv = layer_norm_linear(x, *parts.norm.tensors(), weight, bias, eps=parts.norm.eps, statistics=statistics)
     packed = qkv.unflatten(-1, (3, parts.num_heads, -1))
     mixed = attention_qkvpacked(packed, scale=parts.scale, backend="triton").flatten(2)
-    weight, bias = _tensors(proj)
+    weight, bias = tensors_of(parts.proj)
     if _drops_path(parts.drop_path):
-        branch, _ = linear_residual(mixed, weight, bias, layer_scale=_scale(parts), residual=None)
+        branch, _ = linear_residual(mixed, weight, bias, layer_scale=scale_of(parts), residual=None)
         return x + parts.drop_path(branch), None
-    return linear_residual(mixed, weight, bias, layer_scale=_scale(parts), residual=x, next_statistics=True)
-
-
-def _joined(linears: tuple[tuple[Slot, Slot], ...]) -> tuple[Any, Any]:
-    """One weight [3 C, C] and bias of three linear layers."""
-    weights, biases = ([_tensor(*linear[i]) for linear in linears] for i in range(2))
-    if len(weights) == 1:
-        return weights[0], biases[0]
-    if all(bias is None for bias in biases):
-        return torch.cat(weights), None
-    absent = weights[0].new_zeros(weights[0].shape[0])  # BEiT's keys have no bias
-    return torch.cat(weights), torch.cat([absent if bias is None else bias for bias in biases])
-
-
-def _mlp_tensors(parts: MlpParts) -> tuple[Any, ...]:
-    """norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias."""
-    return (*_tensors(parts.norm), *_tensors(parts.fc1), *_tensors(parts.fc2))
-
-
-def block_tensors(attention: AttentionParts, mlp: MlpParts) -> BlockTensors:
-    """The parameters of a block as they are now; three linear layers of q, k and v joined."""
-    first = (*_tensors(attention.norm), *_joined(attention.qkv), *_tensors(attention.proj), _scale(attention))
-    everything: Any = (*first, *_mlp_tensors(mlp), _scale(mlp))
-    return BlockTensors(*everything)
+    return linear_residual(mixed, weight, bias, layer_scale=scale_of(parts), residual=x, next_statistics=True)
 
 
 def _tensors_for(parts: BlockParts, x: Tensor) -> BlockTensors:
@@ -228,10 +145,10 @@ def _tensors_for(parts: BlockParts, x: Tensor) -> BlockTensors:
     mlp: Any = parts.mlp
     frozen = parts.frozen
     if frozen is not None and frozen.dtype == matmul_dtype(x):
-        proj, fc2 = (*_tensors(attention.proj), _scale(attention)), (*_tensors(mlp.fc2), _scale(mlp))
+        proj, fc2 = (*tensors_of(attention.proj), scale_of(attention)), (*tensors_of(mlp.fc2), scale_of(mlp))
         # gathered only where gradients can be wanted at all: this runs in every forward
         if not (torch.is_grad_enabled() or in_transform()) or not needs_gradient(
-            x, *proj, *fc2, *(_tensor(*slot) for slot in _frozen_sources(attention, mlp))
+            x, *proj, *fc2, *(tensor_of(*slot) for slot in frozen_sources(attention, mlp))
         ):
             return frozen.with_others(proj, fc2)
     return block_tensors(attention, mlp)
@@ -241,39 +158,11 @@ def freeze_parts(parts: BlockParts) -> None:
     """Folds the LayerNorms of a whole block, and keeps the result; where it is kept already, in the same memory."""
     attention: Any = parts.attention
     mlp: Any = parts.mlp
-    dtype = matmul_dtype(_tensor(mlp.fc1, "weight"))
+    dtype = matmul_dtype(tensor_of(*mlp.fc1.weights[0]))
     if parts.frozen is None or parts.frozen.dtype != dtype:
-        parts.frozen = Frozen(_frozen_sources(attention, mlp), partial(block_tensors, attention, mlp), dtype)
+        parts.frozen = Frozen(frozen_sources(attention, mlp), partial(block_tensors, attention, mlp), dtype)
     else:
         parts.frozen.refresh()
-
-
-def _frozen_sources(attention: AttentionParts, mlp: MlpParts) -> list[Slot]:
-    """The parameters that something is kept of: of LayerNorms, qkv and fc1, and the other weights."""
-    modules = (attention.norm, mlp.norm, mlp.fc1)
-    others = ((attention.proj, "weight"), (mlp.fc2, "weight"))
-    slots = [(module, name) for module in modules for name in ("weight", "bias")]
-    return [*slots, *(slot for linear in attention.qkv for slot in linear), *others]
-
-
-def _tensors(owner: nn.Module) -> tuple[Any, Any]:
-    """Weight and bias."""
-    return _tensor(owner, "weight"), _tensor(owner, "bias")
-
-
-def _tensor(owner: nn.Module, name: str) -> Any:
-    """The attribute without nn.Module's own look-up, which is slow; FSDP keeps weights outside of _parameters."""
-    if torch.compiler.is_compiling():
-        return getattr(owner, name)
-    own = owner.__dict__
-    if name in own:
-        return own[name]
-    parameters = own["_parameters"]
-    return parameters[name] if name in parameters else getattr(owner, name)  # it may be a buffer by now
-
-
-def _scale(parts: AttentionParts | MlpParts) -> Any:
-    return None if parts.layer_scale is None else _tensor(*parts.layer_scale)
 
 
 def _drops_a_path(attention: AttentionParts, mlp: MlpParts) -> bool:

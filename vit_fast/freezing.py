@@ -6,8 +6,9 @@ from typing import Any, Self
 
 from torch import nn
 
-from .block import BlockParts, freeze_parts
+from .block import freeze_parts
 from .ops.frozen import Frozen
+from .parts import BlockParts
 
 
 class Freezable(nn.Module):

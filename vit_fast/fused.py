@@ -15,20 +15,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .block import (
-    AttentionParts,
-    BlockParts,
-    MlpParts,
-    drops,
-    forward_block,
-    parts_of,
-    run_blocks,
-    run_mlp,
-    runs_whole,
-)
+from .block import drops, forward_block, parts_of, run_blocks, run_mlp, runs_whole
 from .freezing import Freezable
 from .ops.attention_op import DTYPES, MAX_HEAD_DIM, MIN_HEAD_DIM
 from .ops.backends import resolve_backend
+from .parts import AttentionParts, BlockParts, MlpParts
 from .reading import Reader, read_block
 from .tracing import show_original_to_tracers
 

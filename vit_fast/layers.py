@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .block import BlockParts, MlpParts, drops, parts_of, run_mlp
+from .block import drops, parts_of, run_mlp
 from .config import Size, ViTConfig
 from .ops import attention as attention_op
 from .ops.reference import ACTIVATIONS
+from .parts import BlockParts, MlpParts
 from .reading import Reader, read_block
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .block import AttentionParts, BlockParts, Blocks, MlpParts, drops, forward_block, parts_of, runs_whole
+from .block import Blocks, drops, forward_block, parts_of, runs_whole
 from .config import DataConfig, Size, ViTConfig
 from .errors import UnsupportedInputError
 from .freezing import Freezable
@@ -36,6 +36,7 @@ from .ops import attention_qkvpacked, reference, scaled_dot_product_attention
 from .ops.attention_op import DTYPES as KERNEL_DTYPES
 from .ops.attention_op import MAX_HEAD_DIM, MIN_HEAD_DIM
 from .ops.backends import resolve_backend
+from .parts import AttentionParts, BlockParts, MlpParts
 from .reading import Reader, read_block
 
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .block import AttentionParts, BlockParts, MlpParts, Slot
 from .ops import reference
+from .parts import AttentionParts, BlockParts, LinearParts, MlpParts, NormParts, Slot
 from .plain import Watch, tensor_reasons, touch_reasons
 
 ACTIVATION_FUNCTIONS: dict[Any, str] = {F.gelu: "gelu", F.relu: "relu", torch.relu: "relu", F.silu: "silu"}
@@ -100,18 +100,19 @@ class Reader(Looker):
 
     Attributes:
         activation_classes: The operator's name of each activation, by its class's dotted path; a library adds its own.
-        norm_classes: Classes that compute LayerNorm, likewise.
+        norm_classes: The kind of each normalisation, likewise.
     """
 
     activation_classes: ClassVar[Mapping[str, str]] = {
         "torch.nn.modules.activation.ReLU": "relu",
         "torch.nn.modules.activation.SiLU": "silu",
     }
-    norm_classes: ClassVar[tuple[str, ...]] = ("torch.nn.modules.normalization.LayerNorm",)
+    norm_classes: ClassVar[Mapping[str, str]] = {"torch.nn.modules.normalization.LayerNorm": "layer_norm"}
 
-    def norm(self, path: str) -> Any:
+    def norm(self, path: str) -> NormParts:
         norm = self.reach(path)
-        if class_path(norm) not in self.norm_classes:
+        kind = self.norm_classes.get(class_path(norm))
+        if kind is None:
             self.reasons.append(f"{path} is {describe(norm)}: accepted is LayerNorm")
         elif len(norm.normalized_shape) != 1:
             self.reasons.append(f"{path} normalises over {tuple(norm.normalized_shape)}: accepted is the last axis")
@@ -119,7 +120,7 @@ class Reader(Looker):
             self.reasons.append(
                 f"{path} uses timm's fast norm, which rounds its statistics: call timm.layers.set_fast_norm(False)"
             )
-        return norm
+        return NormParts(norm, kind or "", self.value(f"{path}.eps"))
 
     def linear(self, path: str, classes: Classes = (nn.Linear,)) -> Any:
         """A linear layer; not one that is wrapped (LoRA), quantised or parametrized."""
@@ -212,7 +213,7 @@ class Reader(Looker):
             return None
         parts = MlpParts(
             norm=self.norm(norm),
-            fc1=self.linear(fc1),
+            fc1=self._joined((fc1,)),
             activation=self.activation(activation),
             fc2=self.linear(fc2),
             layer_scale=self.layer_scale(layer_scale),
@@ -253,7 +254,7 @@ class Reader(Looker):
         parts = AttentionParts(
             module=self.reach(module),
             norm=self.norm(norm),
-            qkv=tuple(map(self._projection, qkv)),
+            qkv=self._joined(qkv),
             num_heads=num_heads,
             scale=scale,
             proj=self.linear(proj, LINEAR_CLASSES),
@@ -265,12 +266,15 @@ class Reader(Looker):
             self.nothing(path)
         return parts if self.judge() else None
 
-    def _projection(self, path: str) -> tuple[Slot, Slot]:
-        if isinstance(self.at(path), nn.MultiheadAttention):
-            mha = self.reach(path)
-            return (mha, "in_proj_weight"), (mha, "in_proj_bias")
-        linear = self.linear(path)
-        return (linear, "weight"), (linear, "bias")
+    def _joined(self, paths: tuple[str, ...]) -> LinearParts:
+        """Linear layers of one input; a MultiheadAttention among them stands for the projection that it holds."""
+        weights, biases = [], []
+        for path in paths:
+            holds_it = isinstance(self.at(path), nn.MultiheadAttention)
+            owner = self.reach(path) if holds_it else self.linear(path)
+            weights.append((owner, "in_proj_weight" if holds_it else "weight"))
+            biases.append((owner, "in_proj_bias" if holds_it else "bias"))
+        return LinearParts(tuple(weights), tuple(biases))
 
 
 def read_block(

@@ -5,8 +5,8 @@ timm.create_model("vit_base_patch16_224", block_fn=FusedBlock, attn_layer=FusedA
 
 from __future__ import annotations
 
-from ..libraries import timm
+from ..libraries import timm_blocks
 
-FusedAttention = timm.FORMS.named("FusedAttention")
-FusedBlock = timm.FORMS.named("FusedBlock")
-FusedAttentionPoolLatent = timm.FORMS.named("FusedAttentionPoolLatent")
+FusedAttention = timm_blocks.FORMS.named("FusedAttention")
+FusedBlock = timm_blocks.FORMS.named("FusedBlock")
+FusedAttentionPoolLatent = timm_blocks.FORMS.named("FusedAttentionPoolLatent")

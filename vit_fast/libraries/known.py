@@ -12,7 +12,18 @@ from torch import Tensor, nn
 from ..config import ViTConfig
 from ..errors import UnsupportedInputError
 from ..fused import FusedModule
-from . import google, openai, ours, timm, torch_nn, torchvision, transformers, transformers_blocks, transformers_config
+from . import (
+    google,
+    openai,
+    ours,
+    timm,
+    timm_blocks,
+    torch_nn,
+    torchvision,
+    transformers,
+    transformers_blocks,
+    transformers_config,
+)
 from .image_model import ImageModel
 from .rename import Converted, strip_wrappers
 
@@ -20,7 +31,7 @@ NAMED_WEIGHTS = (google, torchvision, transformers, openai, timm)
 CONFIGURATIONS = (timm, transformers_config)
 PEERS = (timm, transformers, torchvision)
 IMAGE_MODELS = (ours, timm, transformers, torchvision)
-FUSABLE = {"timm": timm, "transformers": transformers_blocks, "torchvision": torchvision, "torch": torch_nn}
+FUSABLE = {"timm": timm_blocks, "transformers": transformers_blocks, "torchvision": torchvision, "torch": torch_nn}
 
 
 def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted | None:

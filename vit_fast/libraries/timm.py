@@ -1,6 +1,7 @@
 """timm: its names, which are ours, its config.json, its VisionTransformer with our weights, and its models for export.
 
-The names also of its old files, of the original DeiT and DINOv2 ones, and of timm towers in OpenCLIP.
+The names also of its old files, of the original DeiT and DINOv2 ones, and of timm towers in OpenCLIP. Its blocks
+are in timm_blocks.py.
 """
 
 from __future__ import annotations
@@ -8,17 +9,12 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 
-from ..block import AttentionParts, MlpParts
 from ..config import DataConfig, ViTConfig
 from ..errors import UnsupportedInputError
-from ..fused import Finding, Forms, FusedModule, FusedNormMlp, fused_class
-from ..ops import attention, attention_qkvpacked
-from ..plain import is_touched
-from ..reading import Reader
 from ..variants import get_variant
 from .image_model import ImageModel, TimmInterface, comes_from, pair, switch
 from .peers import reasons, refuse
@@ -32,7 +28,7 @@ ACTIVATION_CLASSES = {
     "timm.layers.activations.GELUTanh": "gelu_tanh",
     "timm.layers.activations.QuickGELU": "quick_gelu",
 }
-NORM_CLASSES = ("timm.layers.norm.LayerNorm",)
+NORM_CLASSES = {"timm.layers.norm.LayerNorm": "layer_norm"}
 SIGNATURE = r"(^|^visual\.trunk\.)patch_embed\.proj\.weight$"
 
 RULES: tuple[Rule, ...] = (
@@ -195,183 +191,3 @@ class TimmModel(TimmInterface):
         switch(undo, model, "dynamic_img_size", True)
         for name, value in (("strict_img_size", False), ("flatten", False), ("output_fmt", Format.NHWC)):
             switch(undo, embed, name, value)
-
-
-# --- fusing -------------------------------------------------------------------------------------------------
-
-LEFT = {
-    "ResPostBlock": "it normalises after the MLP, not before it",
-    "ParallelScalingBlock": "its attention and MLP share one linear",
-    "DiffParallelScalingBlock": "its attention and MLP share one linear",
-    "ParallelThingsBlock": "it runs several branches side by side",
-    "AttentionRope": "rotary positions",
-    "EvaAttention": "rotary positions",
-    "EvaBlock": "it belongs to a model with rotary positions",
-    "EvaBlockPostNorm": "it normalises after the MLP, not before it",
-    "DiffAttention": "it subtracts two attention maps",
-    "DiffAttentionRope": "it subtracts two attention maps",
-}
-
-
-class AttentionForm(FusedModule):
-    """timm's Attention with our operator between its linears, which still run as modules.
-
-    With a mask, a causal flag, attention dropout in training or a changed attn_drop, timm's own forward runs.
-    """
-
-    kind = "attention"
-
-    @classmethod
-    def examine(cls, module: Any) -> Finding:
-        reader = Reader(module)
-        reader.dropout("attn_drop")
-        reader.judge()
-        return Finding(reader.reasons, reader.notes)
-
-    @classmethod
-    def head_width(cls, module: Any) -> int:
-        return int(module.head_dim)
-
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """[B, N, C] -> [B, N, dim_out]."""
-        changed = type(self.attn_drop) is not nn.Dropout or is_touched(self.attn_drop)
-        if attn_mask is not None or is_causal or changed or (self.training and self.attn_drop.p):
-            extra: dict[str, Any] = {"is_causal": True} if is_causal else {}
-            return super().forward(x, attn_mask=attn_mask, **extra)
-        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # [B, N, 3, H, D]
-        if type(self.q_norm) is nn.Identity and type(self.k_norm) is nn.Identity:
-            mixed = attention_qkvpacked(qkv, backend=self.vit_fast_backend)
-        else:
-            q, k, v = qkv.transpose(1, 3).unbind(2)
-            q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
-            mixed = attention(q, k, v, backend=self.vit_fast_backend).transpose(1, 2)
-        mixed = self.norm(mixed.flatten(2))
-        if getattr(self, "gate", None) is not None:
-            mixed = mixed * self.gate(x).sigmoid()
-        return self.proj_drop(self.proj(mixed))
-
-
-class TimmReader(Reader):
-    """Reads a module that may hold timm's own activations and norms."""
-
-    activation_classes: ClassVar[Mapping[str, str]] = {**Reader.activation_classes, **ACTIVATION_CLASSES}
-    norm_classes = (*Reader.norm_classes, *NORM_CLASSES)
-
-
-class BlockForm(FusedNormMlp):
-    """timm's Block with norm2, MLP, LayerScale and residual as one operator, or altogether a chain of kernels."""
-
-    reader = TimmReader
-
-    @classmethod
-    def read_attention(cls, block: Reader) -> AttentionParts | None:
-        block.nothing("attn.gate")
-        return block.attention(
-            "attn",
-            "norm1",
-            ("attn.qkv",),
-            "attn.proj",
-            inside={"attn": fused_class(block.at("attn"), AttentionForm), "ls1": _scales()},
-            empty=("attn.q_norm", "attn.k_norm", "attn.norm"),
-            dropouts=("attn.attn_drop", "attn.proj_drop"),
-            num_heads=block.value("attn.num_heads"),
-            layer_scale="ls1.gamma",
-            drop_path="drop_path1",
-        )
-
-    @classmethod
-    def read_mlp(cls, block: Reader) -> MlpParts | None:
-        return block.mlp(
-            "norm2",
-            "mlp.fc1",
-            "mlp.act",
-            "mlp.fc2",
-            inside={"mlp": _mlps(), "ls2": _scales()},
-            empty=("mlp.norm",),
-            dropouts=("mlp.drop1", "mlp.drop2"),
-            layer_scale="ls2.gamma",
-            drop_path="drop_path2",
-        )
-
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """[B, N, C] -> [B, N, C]."""
-        extra: dict[str, Any] = {"is_causal": True} if is_causal else {}
-        parts = self.ready()
-        if parts is None:
-            return super().forward(x, attn_mask=attn_mask, **extra)
-
-        def attend(x: Tensor) -> Tensor:
-            return x + self.drop_path1(self.ls1(self.attn(self.norm1(x), attn_mask=attn_mask, **extra)))
-
-        return self.run_as_block(parts, x, attend, ordinary=attn_mask is None and not is_causal)
-
-
-class AttentionPoolLatentForm(FusedNormMlp):
-    """SigLIP's pooling head: a learned query attends to all tokens, then norm, MLP and residual."""
-
-    reader = TimmReader
-    kind = "attention, norm + MLP"
-
-    @classmethod
-    def read_mlp(cls, block: Reader) -> MlpParts | None:
-        inside, dropouts = {"mlp": _mlps()}, ("mlp.drop1", "mlp.drop2")
-        return block.mlp("norm", "mlp.fc1", "mlp.act", "mlp.fc2", inside=inside, empty=("mlp.norm",), dropouts=dropouts)
-
-    @classmethod
-    def head_width(cls, module: Any) -> int:
-        return int(module.head_dim)
-
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-        """Tokens [B, N, C] -> pooled [B, C]."""
-        parts = self.ready()
-        if attn_mask is not None:
-            return super().forward(x, attn_mask=attn_mask)
-        if parts is None:
-            return super().forward(x)
-        B, N, _ = x.shape
-        if self.pos_embed is not None:
-            x = x + self.pos_embed.unsqueeze(0).to(x.dtype)
-        q = self.q(self.latent.expand(B, -1, -1)).reshape(B, self.latent_len, self.num_heads, -1).transpose(1, 2)
-        k, v = self.kv(x).reshape(B, N, 2, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
-        q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
-        pooled = attention(q, k, v, backend=self.vit_fast_backend).transpose(1, 2).reshape(B, self.latent_len, -1)
-        pooled = self.norm_mlp(parts, self.proj_drop(self.proj(pooled)))
-        if self.pool == "token":
-            return pooled[:, 0]
-        return pooled.mean(1) if self.pool == "avg" else pooled
-
-
-def _mlps() -> tuple[type, ...]:
-    from timm.layers import Mlp
-
-    return (Mlp,)
-
-
-def _scales() -> tuple[type, ...]:
-    from timm.models.vision_transformer import LayerScale  # 1.0.20 has one of its own here
-
-    return LayerScale, nn.Identity
-
-
-FORMS = Forms(
-    globals(),
-    {
-        "timm.layers.attention.Attention": AttentionForm,
-        "timm.models.vision_transformer.Block": BlockForm,
-        "timm.layers.attention_pool.AttentionPoolLatent": AttentionPoolLatentForm,
-    },
-)
-
-
-def __getattr__(name: str) -> Any:
-    return FORMS.named(name)
-
-
-def fused_form(cls: type[nn.Module]) -> type[FusedModule] | None:
-    """The fused class for one of timm's, or None."""
-    return FORMS.of(cls)
-
-
-def left_reason(cls: type[nn.Module]) -> str | None:
-    """Why a class of timm's is never fused, where that is known."""
-    return LEFT.get(cls.__name__)

@@ -7,9 +7,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..block import MlpParts
 from ..fused import Finding, FusedModule, FusedNormMlp, fused_form_of
 from ..ops import attention_qkvpacked
+from ..parts import MlpParts
 from ..plain import is_plain, is_touched, tensor_reasons, touch_reasons
 from ..reading import Reader, dropout_notes
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..block import AttentionParts, MlpParts
 from ..config import ViTConfig
 from ..errors import UnsupportedInputError
 from ..fused import Forms, FusedModule, FusedNormMlp, fused_class
+from ..parts import AttentionParts, MlpParts
 from ..reading import Reader
 from .image_model import Head, ImageModel, comes_from
 from .peers import plain_vit_reasons, reasons, refuse

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..block import MlpParts
 from ..fused import Finding, FusedModule, FusedNormMlp
 from ..ops import attention
+from ..parts import MlpParts
 from ..plain import is_touched, touch_reasons
 from ..reading import Reader, describe, dropout_notes
 from .transformers import ACTIVATION_CLASSES

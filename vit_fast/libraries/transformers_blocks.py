@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from ..block import AttentionParts, MlpParts
 from ..fused import Forms, FusedModule, FusedNormMlp, fused_class
+from ..parts import AttentionParts, MlpParts
 from ..reading import Reader, describe
 from .transformers_attention import (
     DROPOUT_RATES,

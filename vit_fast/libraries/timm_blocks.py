@@ -1,0 +1,267 @@
+"""timm's attention layers and blocks, 1.0.20 and newer: of its VisionTransformer, and of its Eva."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..fused import Finding, Forms, FusedModule, FusedNormMlp, fused_class
+from ..ops import attention, attention_qkvpacked
+from ..parts import AttentionParts, MlpParts
+from ..plain import is_touched
+from ..reading import Reader
+from .timm import ACTIVATION_CLASSES, NORM_CLASSES
+
+LEFT = {
+    "ResPostBlock": "it normalises after the MLP, not before it",
+    "ParallelScalingBlock": "its attention and MLP share one linear",
+    "DiffParallelScalingBlock": "its attention and MLP share one linear",
+    "ParallelThingsBlock": "it runs several branches side by side",
+    "EvaBlockPostNorm": "it normalises after the MLP, not before it",
+    "DiffAttention": "it subtracts two attention maps",
+    "DiffAttentionRope": "it subtracts two attention maps",
+}
+
+
+class _AttentionLayer(FusedModule):
+    """An attention layer of timm's with our operator between its linears, which still run as modules.
+
+    With a mask, a causal flag, attention dropout in training or a changed attn_drop, timm's own forward runs.
+    """
+
+    kind = "attention"
+
+    @classmethod
+    def examine(cls, module: Any) -> Finding:
+        reader = Reader(module)
+        reader.dropout("attn_drop")
+        reader.judge()
+        return Finding(reader.reasons, reader.notes)
+
+    @classmethod
+    def head_width(cls, module: Any) -> int:
+        return int(module.head_dim)
+
+    def runs_as_it_was(self, attn_mask: Tensor | None, is_causal: bool) -> bool:
+        """Whether a call is for timm's own forward."""
+        changed = type(self.attn_drop) is not nn.Dropout or is_touched(self.attn_drop)
+        return attn_mask is not None or is_causal or changed or bool(self.training and self.attn_drop.p)
+
+    def project(self, mixed: Tensor, x: Tensor) -> Tensor:
+        """What follows attention: heads [B, N, H, D] and the layer's input [B, N, C] -> [B, N, dim_out]."""
+        mixed = self.norm(mixed.flatten(2))
+        if getattr(self, "gate", None) is not None:
+            mixed = mixed * self.gate(x).sigmoid()
+        return self.proj_drop(self.proj(mixed))
+
+
+class AttentionForm(_AttentionLayer):
+    """timm's Attention with our operator between its linears."""
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """[B, N, C] -> [B, N, dim_out]."""
+        if self.runs_as_it_was(attn_mask, is_causal):
+            return super().forward(x, attn_mask=attn_mask, **_causal(is_causal))
+        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # [B, N, 3, H, D]
+        if type(self.q_norm) is nn.Identity and type(self.k_norm) is nn.Identity:
+            mixed = attention_qkvpacked(qkv, backend=self.vit_fast_backend)
+        else:
+            q, k, v = qkv.transpose(1, 3).unbind(2)
+            q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+            mixed = attention(q, k, v, backend=self.vit_fast_backend).transpose(1, 2)
+        return self.project(mixed, x)
+
+
+class RotaryAttentionForm(_AttentionLayer):
+    """timm's EvaAttention and AttentionRope, with our operator between their linears."""
+
+    def forward(
+        self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        """[B, N, C], and sines and cosines [..., N - prefix, 2 D] -> [B, N, dim_out]."""
+        if self.runs_as_it_was(attn_mask, is_causal):
+            return super().forward(x, rope=rope, attn_mask=attn_mask, **_causal(is_causal))
+        q, k, v = self._heads(x)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if rope is not None:
+            q, k = (self._rotate(part, rope).to(v.dtype) for part in (q, k))
+        if (groups := getattr(self, "num_kv_groups", 1)) > 1:
+            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        return self.project(attention(q, k, v, backend=self.vit_fast_backend).transpose(1, 2), x)
+
+    def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v, [B, H, N, D], k and v perhaps of fewer heads."""
+        if self.qkv is None:
+            projected = [linear(x) for linear in (self.q_proj, self.k_proj, self.v_proj)]
+        elif getattr(self, "q_bias", None) is None:
+            projected = list(self.qkv(x).chunk(3, dim=-1))
+        else:
+            bias = torch.cat([self.q_bias, self.k_bias, self.v_bias])
+            qkv = self.qkv(x) + bias if self.qkv_bias_separate else F.linear(x, self.qkv.weight, bias)
+            projected = list(qkv.chunk(3, dim=-1))
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in projected)
+        return q, k, v
+
+    def _rotate(self, x: Tensor, rope: Tensor) -> Tensor:
+        """q or k [B, H, N, D] with all but its prefix tokens rotated, in the dtype that x and rope promote to."""
+        from timm.layers import apply_rot_embed_cat
+
+        prefix = self.num_prefix_tokens
+        half = {"half": True} if getattr(self, "rotate_half", False) else {}
+        rotated = apply_rot_embed_cat(x[:, :, prefix:], rope, **half)
+        return torch.cat([x[:, :, :prefix], rotated], dim=2)
+
+
+class TimmReader(Reader):
+    """Reads a module that may hold timm's own activations and norms."""
+
+    activation_classes: ClassVar[Mapping[str, str]] = {**Reader.activation_classes, **ACTIVATION_CLASSES}
+    norm_classes: ClassVar[Mapping[str, str]] = {**Reader.norm_classes, **NORM_CLASSES}
+
+
+class BlockForm(FusedNormMlp):
+    """timm's Block with norm2, MLP, LayerScale and residual as one operator, or altogether a chain of kernels."""
+
+    reader = TimmReader
+
+    @classmethod
+    def read_attention(cls, block: Reader) -> AttentionParts | None:
+        block.nothing("attn.gate")
+        return block.attention(
+            "attn",
+            "norm1",
+            ("attn.qkv",),
+            "attn.proj",
+            inside={"attn": fused_class(block.at("attn"), AttentionForm), "ls1": _scales()},
+            empty=("attn.q_norm", "attn.k_norm", "attn.norm"),
+            dropouts=("attn.attn_drop", "attn.proj_drop"),
+            num_heads=block.value("attn.num_heads"),
+            layer_scale="ls1.gamma",
+            drop_path="drop_path1",
+        )
+
+    @classmethod
+    def read_mlp(cls, block: Reader) -> MlpParts | None:
+        return read_mlp(block, "norm2", {"ls2": _scales()}, layer_scale="ls2.gamma", drop_path="drop_path2")
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """[B, N, C] -> [B, N, C]."""
+        extra = _causal(is_causal)
+        parts = self.ready()
+        if parts is None:
+            return super().forward(x, attn_mask=attn_mask, **extra)
+
+        def attend(x: Tensor) -> Tensor:
+            return x + self.drop_path1(self.ls1(self.attn(self.norm1(x), attn_mask=attn_mask, **extra)))
+
+        return self.run_as_block(parts, x, attend, ordinary=attn_mask is None and not is_causal)
+
+
+class EvaBlockForm(FusedNormMlp):
+    """timm's EvaBlock, likewise."""
+
+    reader = TimmReader
+
+    @classmethod
+    def read_mlp(cls, block: Reader) -> MlpParts | None:
+        return read_mlp(block, "norm2", {}, layer_scale="gamma_2", drop_path="drop_path2")
+
+    def forward(
+        self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        """[B, N, C] -> [B, N, C]."""
+        extra = _causal(is_causal)
+        parts = self.ready()
+        if parts is None:
+            return super().forward(x, rope=rope, attn_mask=attn_mask, **extra)
+
+        def attend(x: Tensor) -> Tensor:
+            branch = self.attn(self.norm1(x), rope=rope, attn_mask=attn_mask, **extra)
+            return x + self.drop_path1(branch if self.gamma_1 is None else self.gamma_1 * branch)
+
+        return self.run_as_block(parts, x, attend, ordinary=attn_mask is None and not is_causal)
+
+
+class AttentionPoolLatentForm(FusedNormMlp):
+    """SigLIP's pooling head: a learned query attends to all tokens, then norm, MLP and residual."""
+
+    reader = TimmReader
+    kind = "attention, norm + MLP"
+
+    @classmethod
+    def read_mlp(cls, block: Reader) -> MlpParts | None:
+        return read_mlp(block, "norm", {})
+
+    @classmethod
+    def head_width(cls, module: Any) -> int:
+        return int(module.head_dim)
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        """Tokens [B, N, C] -> pooled [B, C]."""
+        parts = self.ready()
+        if attn_mask is not None:
+            return super().forward(x, attn_mask=attn_mask)
+        if parts is None:
+            return super().forward(x)
+        B, N, _ = x.shape
+        if self.pos_embed is not None:
+            x = x + self.pos_embed.unsqueeze(0).to(x.dtype)
+        q = self.q(self.latent.expand(B, -1, -1)).reshape(B, self.latent_len, self.num_heads, -1).transpose(1, 2)
+        k, v = self.kv(x).reshape(B, N, 2, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+        pooled = attention(q, k, v, backend=self.vit_fast_backend).transpose(1, 2).reshape(B, self.latent_len, -1)
+        pooled = self.norm_mlp(parts, self.proj_drop(self.proj(pooled)))
+        if self.pool == "token":
+            return pooled[:, 0]
+        return pooled.mean(1) if self.pool == "avg" else pooled
+
+
+def read_mlp(block: Reader, norm: str, inside: Mapping[str, tuple[type, ...]], **rest: Any) -> MlpParts | None:
+    """A norm and the `mlp` of a block."""
+    from timm.layers import Mlp
+
+    linears, dropouts = ("mlp.fc1", "mlp.act", "mlp.fc2"), ("mlp.drop1", "mlp.drop2")
+    inside = {"mlp": (Mlp,), **inside}
+    return block.mlp(norm, *linears, inside=inside, empty=("mlp.norm",), dropouts=dropouts, **rest)
+
+
+def _causal(is_causal: bool) -> dict[str, Any]:
+    """The flag as an argument where it is set: 1.0.20 does not know it."""
+    return {"is_causal": True} if is_causal else {}
+
+
+def _scales() -> tuple[type, ...]:
+    from timm.models.vision_transformer import LayerScale  # 1.0.20 has one of its own here
+
+    return LayerScale, nn.Identity
+
+
+FORMS = Forms(
+    globals(),
+    {
+        "timm.layers.attention.Attention": AttentionForm,
+        "timm.layers.attention.AttentionRope": RotaryAttentionForm,
+        "timm.models.eva.EvaAttention": RotaryAttentionForm,
+        "timm.models.vision_transformer.Block": BlockForm,
+        "timm.models.eva.EvaBlock": EvaBlockForm,
+        "timm.layers.attention_pool.AttentionPoolLatent": AttentionPoolLatentForm,
+    },
+)
+
+
+def __getattr__(name: str) -> Any:
+    return FORMS.named(name)
+
+
+def fused_form(cls: type[nn.Module]) -> type[FusedModule] | None:
+    """The fused class for one of timm's, or None."""
+    return FORMS.of(cls)
+
+
+def left_reason(cls: type[nn.Module]) -> str | None:
+    """Why a class of timm's is never fused, where that is known."""
+    return LEFT.get(cls.__name__)

@@ -1,0 +1,177 @@
+"""A pre-norm encoder block as data, whatever library it comes from.
+
+A library reads its blocks into `BlockParts` (`reading.py` helps); what cannot be read past stays a module, and the
+parts say why. They hold modules and names, never tensors: a Parameter may be replaced at any time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .ops.block import BlockTensors
+from .ops.frozen import Frozen
+from .plain import Watch
+
+Slot = tuple[Any, str]  # a module and the name of one of its attributes
+
+
+@dataclass(frozen=True, eq=False)
+class NormParts:
+    """A normalisation over the last axis.
+
+    Attributes:
+        module: Holds weight and, of a LayerNorm, bias.
+        kind: "layer_norm" or "rms_norm".
+        eps: Epsilon, in units of x squared.
+    """
+
+    module: Any
+    kind: str
+    eps: float
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Where its parameters are."""
+        names = ("weight", "bias") if self.kind == "layer_norm" else ("weight",)
+        return tuple((self.module, name) for name in names)
+
+    def tensors(self) -> tuple[Any, Any]:
+        """Weight and bias; None where there is none."""
+        bias = tensor_of(self.module, "bias") if self.kind == "layer_norm" else None
+        return tensor_of(self.module, "weight"), bias
+
+
+@dataclass(frozen=True, eq=False)
+class LinearParts:
+    """A linear layer, or several with one input as one, their rows joined: q, k and v.
+
+    Attributes:
+        weights: One weight, or one a layer.
+        biases: Likewise, not necessarily as many: timm's EVA has one weight and three biases.
+    """
+
+    weights: tuple[Slot, ...]
+    biases: tuple[Slot, ...]
+
+    def tensors(self) -> tuple[Any, Any]:
+        """Weight and bias."""
+        weights = [tensor_of(*slot) for slot in self.weights]
+        biases = [tensor_of(*slot) for slot in self.biases]
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        if len(biases) == 1:
+            return weight, biases[0]
+        if all(bias is None for bias in biases):
+            return weight, None
+        absent = weight.new_zeros(weight.shape[0] // len(biases))  # BEiT's keys have no bias
+        return weight, torch.cat([absent if bias is None else bias for bias in biases])
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionParts:
+    """x + drop_path(layer_scale * proj(attention(qkv(norm(x))))).
+
+    Attributes:
+        module: The attention layer.
+        norm: What comes first.
+        qkv: The projections to q, k and v, of equal width.
+        num_heads: Of the attention.
+        scale: Multiplier of q k^T; None means D**-0.5.
+        proj: A linear layer.
+        layer_scale: The vector [C]; None where there is none.
+        drop_path: A module with drop_prob, or None.
+        dropouts: Probabilities that are dropped with in training.
+    """
+
+    module: Any
+    norm: NormParts
+    qkv: LinearParts
+    num_heads: int
+    scale: float | None
+    proj: Any
+    layer_scale: Slot | None
+    drop_path: Any
+    dropouts: tuple[Slot, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class MlpParts:
+    """x + drop_path(layer_scale * fc2(activation(fc1(norm(x))))); attributes as in AttentionParts."""
+
+    norm: NormParts
+    fc1: LinearParts
+    activation: str
+    fc2: Any
+    layer_scale: Slot | None
+    drop_path: Any
+    dropouts: tuple[Slot, ...]
+
+    def tensors(self) -> tuple[Any, ...]:
+        """norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias."""
+        return (*self.norm.tensors(), *self.fc1.tensors(), *tensors_of(self.fc2))
+
+
+@dataclass(eq=False)
+class BlockParts:
+    """What a block was read into.
+
+    Attributes:
+        attention: Its first half; None where that stays modules.
+        mlp: Its second half, likewise.
+        attention_reasons: Why the first half stays; empty where it does not.
+        mlp_reasons: Likewise of the second half.
+        watch: Whether all this still stands.
+        frozen: qkv and fc1 with their norms folded in, where they are kept (`freezing.py`).
+    """
+
+    attention: AttentionParts | None
+    mlp: MlpParts | None
+    attention_reasons: tuple[str, ...]
+    mlp_reasons: tuple[str, ...]
+    watch: Watch
+    frozen: Frozen | None = None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # a copy of the block, or one that was pickled, is read again
+
+
+def scale_of(parts: AttentionParts | MlpParts) -> Any:
+    """The LayerScale of a half, or None."""
+    return None if parts.layer_scale is None else tensor_of(*parts.layer_scale)
+
+
+def block_tensors(attention: AttentionParts, mlp: MlpParts) -> BlockTensors:
+    """The parameters of a block as they are now; separate linear layers of q, k and v joined."""
+    first = (*attention.norm.tensors(), *attention.qkv.tensors(), *tensors_of(attention.proj), scale_of(attention))
+    everything: Any = (*first, *mlp.tensors(), scale_of(mlp))
+    return BlockTensors(*everything)
+
+
+def frozen_sources(attention: AttentionParts, mlp: MlpParts) -> list[Slot]:
+    """The parameters that something is kept of where a block is frozen: of norms, qkv and fc1, and other weights."""
+    linears = (attention.qkv, mlp.fc1)
+    return [
+        *(slot for norm in (attention.norm, mlp.norm) for slot in norm.slots),
+        *(slot for linear in linears for slot in (*linear.weights, *linear.biases)),
+        (attention.proj, "weight"),
+        (mlp.fc2, "weight"),
+    ]
+
+
+def tensors_of(owner: nn.Module) -> tuple[Any, Any]:
+    """Weight and bias."""
+    return tensor_of(owner, "weight"), tensor_of(owner, "bias")
+
+
+def tensor_of(owner: nn.Module, name: str) -> Any:
+    """The attribute without nn.Module's own look-up, which is slow; FSDP keeps weights outside of _parameters."""
+    if torch.compiler.is_compiling():
+        return getattr(owner, name)
+    own = owner.__dict__
+    if name in own:
+        return own[name]
+    parameters = own["_parameters"]
+    return parameters[name] if name in parameters else getattr(owner, name)  # it may be a buffer by now
