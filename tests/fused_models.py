@@ -52,6 +52,8 @@ def timm_subject(name: str, size: int = IMAGE, **overrides: Any) -> Subject:
     def make() -> nn.Module:
         timm = pytest.importorskip("timm")
         settings = {"img_size": size, "depth": 2, "embed_dim": 64, "num_heads": 2, "num_classes": 5} | overrides
+        if isinstance(settings.get("mlp_layer"), str):
+            settings["mlp_layer"] = getattr(timm.layers, settings["mlp_layer"])
         return timm.create_model(name, **settings)
 
     return Subject(make, images("x", size), lambda logits: logits)
@@ -110,6 +112,11 @@ SUBJECTS: dict[str, Subject] = {
     "timm-dinov3": timm_subject("vit_small_patch16_dinov3"),
     "timm-dinov3-biases": timm_subject("vit_small_patch16_dinov3_qkvb"),
     "timm-perception-encoder": timm_subject("vit_pe_core_tiny_patch16_384", attn_pool_num_heads=2),
+    "timm-eva02": timm_subject("eva02_tiny_patch14_224", size=28),
+    "timm-eva02-norms-inside": timm_subject("eva02_base_patch16_clip_224"),
+    "timm-dinov3-gated": timm_subject("vit_small_plus_patch16_dinov3"),
+    "timm-gated": timm_subject("vit_tiny_patch16_224", mlp_layer="SwiGLUPacked", norm_layer="rmsnorm"),
+    "timm-norm-inside": timm_subject("vit_tiny_patch16_224", scale_mlp_norm=True, scale_attn_norm=True),
     "timm-rope-mixed": timm_subject("vit_small_patch16_rope_mixed_ape_224"),
     "transformers-vit": transformers_subject("ViTForImageClassification", "ViTConfig", "logits"),
     "transformers-deit": transformers_subject("DeiTModel", "DeiTConfig"),

@@ -191,12 +191,15 @@ def test_a_forward_replaced_on_an_instance_or_in_the_library(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("name", "settings", "reason"),
     [
-        ("eva02_tiny_patch14_224", {"img_size": 28}, "mlp is a GluMlp: accepted is the Mlp of timm"),
+        ("eva02_enormous_patch14_clip_224", {"img_size": 28}, "EvaBlockPostNorm: it normalises after the MLP"),
         ("vit_tiny_patch16_224", {"block_fn": "ResPostBlock"}, "ResPostBlock: it normalises after the MLP"),
         ("vit_tiny_patch16_224", {"block_fn": "ParallelScalingBlock"}, "its attention and MLP share one linear"),
-        ("vit_tiny_patch16_224", {"mlp_layer": "SwiGLUPacked", "embed_dim": 48}, "mlp is a GluMlp"),
-        ("vit_tiny_patch16_224", {"scale_mlp_norm": True}, "mlp.norm is a LayerNorm: accepted is none"),
-        ("vit_tiny_patch16_224", {"norm_layer": "rmsnorm"}, "norm2 is a RmsNorm: accepted is LayerNorm"),
+        ("vit_tiny_patch16_224", {"mlp_layer": "GatedMlp", "embed_dim": 48}, "mlp is a GatedMlp: accepted is"),
+        (
+            "vit_tiny_patch16_224",
+            {"norm_layer": "simplenorm"},
+            "norm2 is a SimpleNorm: accepted are LayerNorm and RMSN",
+        ),
         ("beit_base_patch16_224", {}, "is not a class vit_fast knows"),
     ],
 )
@@ -466,7 +469,8 @@ NATIVE_CHANGES: dict[str, tuple[Callable[[nn.Module], None], str]] = {
     "parametrization": (parametrize_fc1, "ParametrizedLinear: accepted is torch.nn.Linear itself"),
     "hook on the norm": (lambda block: halve_output(block.norm2), "norm2 carries hooks, which would no longer run"),
     "hook on a linear": (lambda block: halve_output(block.mlp.fc2), "mlp.fc2 carries hooks, which would no longer run"),
-    "other norm": (lambda block: setattr(block, "norm2", nn.RMSNorm(64)), "norm2 is a RMSNorm: accepted is"),
+    "other norm": (lambda block: setattr(block, "norm2", nn.Softmax(-1)), "norm2 is a Softmax: accepted are"),
+    "no epsilon": (lambda block: setattr(block, "norm2", nn.RMSNorm(64)), "norm2.eps is None, which depends on"),
     "other MLP": (
         lambda block: setattr(block, "mlp", nn.Linear(64, 64)),
         "mlp is a Linear: accepted is the Mlp of ours",

@@ -111,8 +111,8 @@ def run_block(
         return run_mlp(mlp, x, backend), None
     dropping = _drops_path(mlp.drop_path)
     y, emitted = fused_layer_norm_mlp(
-        x, statistics, *mlp.tensors(), eps=mlp.norm.eps, activation=mlp.activation,
-        layer_scale=scale_of(mlp), residual=not dropping, next_statistics=next_statistics and not dropping,
+        x, statistics, *mlp.tensors(), **mlp.options(), residual=not dropping,
+        next_statistics=next_statistics and not dropping,
     )  # fmt: skip
     return (x + mlp.drop_path(y), None) if dropping else (y, emitted)
 
@@ -121,8 +121,7 @@ def run_mlp(parts: MlpParts, x: Tensor, backend: str) -> Tensor:
     """The second half of a block by itself, [..., C] -> [..., C]."""
     dropping = _drops_path(parts.drop_path)
     branch_or_sum = layer_norm_mlp(
-        x, *parts.tensors(), eps=parts.norm.eps, activation=parts.activation, layer_scale=scale_of(parts),
-        residual=not dropping, backend=backend,
+        x, *parts.tensors(), **parts.options(), residual=not dropping, backend=backend
     )  # fmt: skip
     return x + parts.drop_path(branch_or_sum) if dropping else branch_or_sum
 

@@ -79,6 +79,11 @@ class FusedModule(nn.Module):
         """Width of an attention head, in channels; None where there is no attention."""
         return None
 
+    @classmethod
+    def triton_reasons(cls, module: Any) -> list[str]:
+        """Why the kernels cannot do an instance."""
+        return triton_reasons(cls.head_width(module), dtype_of(module))
+
     def prepare(self) -> None:
         """Records what forward needs beyond the original's attributes; runs once the class is set."""
 
@@ -86,7 +91,7 @@ class FusedModule(nn.Module):
         """Resolves "auto" for the device, the dtype and the head width: triton where it can run, else sdpa."""
         self.vit_fast_request = request
         self.vit_fast_backend = resolve_backend(request, device_of(self), dtype_of(self))
-        if request == "auto" and triton_reasons(type(self).head_width(self), dtype_of(self)):
+        if request == "auto" and type(self).triton_reasons(self):
             self.vit_fast_backend = "sdpa"
 
     def _apply(self, fn: Any, recurse: bool = True) -> FusedModule:
@@ -213,6 +218,11 @@ class FusedNormMlp(Freezable, FusedModule):
         reader = cls.reader(module)
         cls.read_mlp(reader)
         return Finding(reader.reasons, reader.notes, reader.modules)
+
+    @classmethod
+    def triton_reasons(cls, module: Any) -> list[str]:
+        mlp = cls.read_mlp(cls.reader(module))
+        return super().triton_reasons(module) + ([] if mlp is None else mlp.kernel_reasons())
 
     def read(self) -> BlockParts:
         """What the module consists of now."""

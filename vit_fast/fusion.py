@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from .errors import UnsupportedInputError
-from .fused import Finding, FusedBlocks, FusedModule, FusedNormMlp, device_of, dtype_of, triton_reasons
+from .fused import Finding, FusedBlocks, FusedModule, FusedNormMlp, device_of, dtype_of
 from .fusion_report import FusionReport, ModuleReport
 from .layers import PatchEmbed
 from .libraries import ours
@@ -243,7 +243,7 @@ class _Plan:
 
     def _about_triton(self, module: nn.Module, form: type[FusedModule]) -> tuple[list[str], list[str]]:
         """Why the kernels cannot do this module: reasons to leave it, or a note where "auto" takes sdpa instead."""
-        unable = triton_reasons(form.head_width(module), dtype_of(module)) if self.resolved == "triton" else []
+        unable = form.triton_reasons(module) if self.resolved == "triton" else []
         if self.requested != "auto":
             return unable, []
         place, dtype = device_of(module), dtype_of(module)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from .ops.block import BlockTensors
+from .ops.descriptions import Norm
 from .ops.frozen import Frozen
 from .plain import Watch
 
@@ -44,6 +45,10 @@ class NormParts:
         bias = tensor_of(self.module, "bias") if self.kind == "layer_norm" else None
         return tensor_of(self.module, "weight"), bias
 
+    def now(self) -> Norm:
+        """As an operator takes it."""
+        return Norm(*self.tensors(), self.eps, self.kind)
+
 
 @dataclass(frozen=True, eq=False)
 class LinearParts:
@@ -52,13 +57,19 @@ class LinearParts:
     Attributes:
         weights: One weight, or one a layer.
         biases: Likewise, not necessarily as many: timm's EVA has one weight and three biases.
+        half: Which half of the rows, 0 or 1, of a layer that packs two, gate and up; None means all.
     """
 
     weights: tuple[Slot, ...]
     biases: tuple[Slot, ...]
+    half: int | None = None
 
     def tensors(self) -> tuple[Any, Any]:
-        """Weight and bias."""
+        """Weight and bias; None where there is none."""
+        if self.half is not None:
+            packed = tensor_of(*self.weights[0]), tensor_of(*self.biases[0])
+            weight, bias = (None if each is None else each.chunk(2)[self.half] for each in packed)
+            return weight, bias
         weights = [tensor_of(*slot) for slot in self.weights]
         biases = [tensor_of(*slot) for slot in self.biases]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
@@ -99,7 +110,15 @@ class AttentionParts:
 
 @dataclass(frozen=True, eq=False)
 class MlpParts:
-    """x + drop_path(layer_scale * fc2(activation(fc1(norm(x))))); attributes as in AttentionParts."""
+    """x + drop_path(layer_scale * fc2(inner_norm(hidden))), after norm; attributes else as in AttentionParts.
+
+    Attributes:
+        fc1: hidden = activation(fc1(norm(x))); with a gate activation(gate(norm(x))) * fc1(norm(x)).
+        gate: That; None where there is none.
+        activation: The operator's name of it.
+        inner_norm: EVA-02's; None where there is none.
+        fc2: A linear layer.
+    """
 
     norm: NormParts
     fc1: LinearParts
@@ -108,10 +127,30 @@ class MlpParts:
     layer_scale: Slot | None
     drop_path: Any
     dropouts: tuple[Slot, ...]
+    gate: LinearParts | None = None
+    inner_norm: NormParts | None = None
 
     def tensors(self) -> tuple[Any, ...]:
         """norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias."""
         return (*self.norm.tensors(), *self.fc1.tensors(), *tensors_of(self.fc2))
+
+    def options(self) -> dict[str, Any]:
+        """What the operator takes beside them."""
+        options = {"eps": self.norm.eps, "activation": self.activation, "layer_scale": scale_of(self)}
+        if self.norm.kind != "layer_norm":
+            options["norm"] = self.norm.kind
+        if self.gate is not None:
+            options["gate_weight"], options["gate_bias"] = self.gate.tensors()
+        if self.inner_norm is not None:
+            options["inner_norm"] = self.inner_norm.now()
+        return options
+
+    def kernel_reasons(self) -> list[str]:
+        """Why the triton kernels cannot compute it."""
+        reasons = ["its norm is an RMSNorm"] if self.norm.kind != "layer_norm" else []
+        reasons += ["its MLP has a gate"] if self.gate is not None else []
+        reasons += ["its MLP has a norm inside"] if self.inner_norm is not None else []
+        return [f"{reason}: the triton kernels take none" for reason in reasons]
 
 
 @dataclass(eq=False)

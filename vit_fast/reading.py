@@ -107,20 +107,30 @@ class Reader(Looker):
         "torch.nn.modules.activation.ReLU": "relu",
         "torch.nn.modules.activation.SiLU": "silu",
     }
-    norm_classes: ClassVar[Mapping[str, str]] = {"torch.nn.modules.normalization.LayerNorm": "layer_norm"}
+    norm_classes: ClassVar[Mapping[str, str]] = {
+        "torch.nn.modules.normalization.LayerNorm": "layer_norm",
+        "torch.nn.modules.normalization.RMSNorm": "rms_norm",
+    }
 
     def norm(self, path: str) -> NormParts:
         norm = self.reach(path)
         kind = self.norm_classes.get(class_path(norm))
+        eps = self.value(f"{path}.{'variance_epsilon' if hasattr(norm, 'variance_epsilon') else 'eps'}")
         if kind is None:
-            self.reasons.append(f"{path} is {describe(norm)}: accepted is LayerNorm")
-        elif len(norm.normalized_shape) != 1:
-            self.reasons.append(f"{path} normalises over {tuple(norm.normalized_shape)}: accepted is the last axis")
+            self.reasons.append(f"{path} is {describe(norm)}: accepted are LayerNorm and RMSNorm")
+        elif norm.weight is not None and norm.weight.dim() != 1:
+            self.reasons.append(f"{path} normalises over {tuple(norm.weight.shape)}: accepted is the last axis")
+        elif eps is None:
+            self.reasons.append(f"{path}.eps is None, which depends on the dtype: accepted is a number")
         elif getattr(norm, "_fast_norm", False):
             self.reasons.append(
                 f"{path} uses timm's fast norm, which rounds its statistics: call timm.layers.set_fast_norm(False)"
             )
-        return NormParts(norm, kind or "", self.value(f"{path}.eps"))
+        return NormParts(norm, kind or "", eps)
+
+    def norm_or_nothing(self, path: str) -> NormParts | None:
+        """A norm where there may be one; None where the place is absent or an Identity."""
+        return None if type(self.reach(path)) in (type(None), nn.Identity) else self.norm(path)
 
     def linear(self, path: str, classes: Classes = (nn.Linear,)) -> Any:
         """A linear layer; not one that is wrapped (LoRA), quantised or parametrized."""
@@ -196,6 +206,9 @@ class Reader(Looker):
         activation: str,
         fc2: str,
         *,
+        gate: str | None = None,
+        gate_half: int | None = None,
+        inner_norm: str | None = None,
         inside: Mapping[str, Classes] | None = None,
         empty: Iterable[str] = (),
         dropouts: Iterable[str] = (),
@@ -205,6 +218,9 @@ class Reader(Looker):
         """The second half of a block by the paths of its parts; None with `reasons` where it has to stay.
 
         Args:
+            gate: The gate's linear layer, where it has one of its own.
+            gate_half: Which half of fc1 is the gate, 0 or 1, where both are packed.
+            inner_norm: Where a norm may be before fc2.
             inside: Modules that hold parts, or one of them alone, and what they may be.
             empty: Places that may hold nothing but an Identity.
             dropouts, layer_scale, drop_path: As in MlpParts.
@@ -213,8 +229,10 @@ class Reader(Looker):
             return None
         parts = MlpParts(
             norm=self.norm(norm),
-            fc1=self._joined((fc1,)),
+            fc1=self._joined((fc1,), None if gate_half is None else 1 - gate_half),
+            gate=None if gate is None and gate_half is None else self._joined((gate or fc1,), gate_half),
             activation=self.activation(activation),
+            inner_norm=None if inner_norm is None else self.norm_or_nothing(inner_norm),
             fc2=self.linear(fc2),
             layer_scale=self.layer_scale(layer_scale),
             drop_path=self.drop_path(drop_path),
@@ -266,7 +284,7 @@ class Reader(Looker):
             self.nothing(path)
         return parts if self.judge() else None
 
-    def _joined(self, paths: tuple[str, ...]) -> LinearParts:
+    def _joined(self, paths: tuple[str, ...], half: int | None = None) -> LinearParts:
         """Linear layers of one input; a MultiheadAttention among them stands for the projection that it holds."""
         weights, biases = [], []
         for path in paths:
@@ -274,7 +292,7 @@ class Reader(Looker):
             owner = self.reach(path) if holds_it else self.linear(path)
             weights.append((owner, "in_proj_weight" if holds_it else "weight"))
             biases.append((owner, "in_proj_bias" if holds_it else "bias"))
-        return LinearParts(tuple(weights), tuple(biases))
+        return LinearParts(tuple(weights), tuple(biases), half)
 
 
 def read_block(

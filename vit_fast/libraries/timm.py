@@ -28,7 +28,12 @@ ACTIVATION_CLASSES = {
     "timm.layers.activations.GELUTanh": "gelu_tanh",
     "timm.layers.activations.QuickGELU": "quick_gelu",
 }
-NORM_CLASSES = {"timm.layers.norm.LayerNorm": "layer_norm"}
+NORM_CLASSES = {
+    "timm.layers.norm.LayerNorm": "layer_norm",
+    "timm.layers.norm.LayerNormFp32": "layer_norm",
+    "timm.layers.norm.RmsNorm": "rms_norm",
+    "timm.layers.norm.RmsNormFp32": "rms_norm",
+}
 SIGNATURE = r"(^|^visual\.trunk\.)patch_embed\.proj\.weight$"
 
 RULES: tuple[Rule, ...] = (

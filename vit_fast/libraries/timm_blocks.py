@@ -221,12 +221,17 @@ class AttentionPoolLatentForm(FusedNormMlp):
 
 
 def read_mlp(block: Reader, norm: str, inside: Mapping[str, tuple[type, ...]], **rest: Any) -> MlpParts | None:
-    """A norm and the `mlp` of a block."""
-    from timm.layers import Mlp
+    """A norm and the `mlp` of a block: timm's Mlp, its GluMlp, which packs the gate, or its SwiGLU."""
+    from timm.layers import GluMlp, Mlp, SwiGLU
 
-    linears, dropouts = ("mlp.fc1", "mlp.act", "mlp.fc2"), ("mlp.drop1", "mlp.drop2")
-    inside = {"mlp": (Mlp,), **inside}
-    return block.mlp(norm, *linears, inside=inside, empty=("mlp.norm",), dropouts=dropouts, **rest)
+    fc1, kind = "mlp.fc1", type(block.at("mlp"))
+    if kind is GluMlp:
+        rest["gate_half"] = int(block.value("mlp.gate_last"))
+    elif kind is SwiGLU:
+        fc1, rest["gate"] = "mlp.fc1_x", "mlp.fc1_g"
+    inside = {"mlp": (Mlp, GluMlp, SwiGLU), **inside}
+    dropouts = ("mlp.drop1", "mlp.drop2")
+    return block.mlp(norm, fc1, "mlp.act", "mlp.fc2", inside=inside, inner_norm="mlp.norm", dropouts=dropouts, **rest)
 
 
 def _causal(is_causal: bool) -> dict[str, Any]:

@@ -49,6 +49,7 @@ class Projections:
 PROJECTIONS = (
     Projections("q_proj", "k_proj", "v_proj", "o_proj"),
     Projections("q_proj", "k_proj", "v_proj", "out_proj"),
+    Projections("q_proj", "k_proj", "v_proj", "projection_layer"),
     Projections("query", "key", "value", None),
 )
 DROPOUT_RATES = ("attention_dropout", "dropout_prob", "dropout")  # the first that an attention layer has
