@@ -78,6 +78,9 @@ def check_qk_norm(qk_norm: QkNorm, heads: int, head_dim: int) -> None:
     check_norm("qk_norm.k", k, width)
     if (q.kind, q.eps) != (k.kind, k.eps):
         raise ValueError(f"qk_norm.q is {q.kind} with eps {q.eps}, qk_norm.k {k.kind} with {k.eps}: they must agree")
+    for part in ("weight", "bias"):
+        if (getattr(q, part) is None) != (getattr(k, part) is None):
+            raise ValueError(f"one of qk_norm.q and qk_norm.k has a {part}: accepted are both or neither")
 
 
 def checked_rope(rope: Rope, qkv: Tensor) -> Rope:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..errors import UnsupportedInputError
 from . import reference
 from .attention import is_exporting
 from .backends import resolve_backend
 from .descriptions import QkNorm, Rope, check_qk_norm, checked_rope
+from .rotary_op import qk_norm_rope_kernel
 
 
 def qk_norm_rope(
@@ -39,5 +39,5 @@ def qk_norm_rope(
         rope = checked_rope(rope, qkv)
     backend = resolve_backend(backend, qkv.device, qkv.dtype)
     if backend == "triton" and not is_exporting():
-        raise UnsupportedInputError("qk_norm_rope with backend='triton'", ["there is no kernel for it yet"])
+        return qk_norm_rope_kernel(qkv, qk_norm, rope)
     return reference.qk_norm_rope(qkv, qk_norm, rope)

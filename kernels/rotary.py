@@ -1,0 +1,328 @@
+"""qk-norm and rotary positions on packed qkv [B, N, 3, H, D], forward and backward, for heads of any even size.
+
+With n the normalised head (or row of heads), w and b the norm's affine, pairs (y_1, y_2) of the channels of y = n w + b
+and the angle of a pair at the token:
+
+    out_1 = y_1 cos - y_2 sin,  out_2 = y_2 cos + y_1 sin
+
+Pairs are channels j and j + D/2, or 2j and 2j + 1; the first `prefix` tokens are not rotated. Backward turns by the
+opposite angle, dy = R^T dout, and then, with dn = dy w and means over what was normalised together,
+
+    dx = rstd (dn - mean(dn) - n mean(dn n)),  dw = sum dy n,  db = sum dy
+
+without mean(dn) for RMSNorm. n is computed again from x. Sums go by programs, each over tokens of its own in a fixed
+order, and are added up after: the same bits each run.
+
+A program works on ROWS heads, of one token or of several, as two tiles [ROWS, BLOCK]: the first and the second member
+of each pair. What is v is copied where the result is not the input itself.
+
+Source: arXiv 2104.09864, 2302.05442; differentiation of the formulas above, held against fp64 autograd by the tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .device import gpu_of
+from .launch import Launch, ceil_div
+
+_TILE = 1024  # elements of each of a program's two tiles, unless a norm over the width asks for more
+
+
+@triton.jit
+def _load_pairs(pointer, offsets, pairs, inside, D: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Both members of pairs in fp32, from rows of D channels that start at `offsets`."""
+    if INTERLEAVED:
+        first = tl.load(pointer + (offsets + 2 * pairs), mask=inside, other=0.0)
+        second = tl.load(pointer + (offsets + 2 * pairs + 1), mask=inside, other=0.0)
+    else:
+        first = tl.load(pointer + (offsets + pairs), mask=inside, other=0.0)
+        second = tl.load(pointer + (offsets + pairs + D // 2), mask=inside, other=0.0)
+    return first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
+def _store_pairs(pointer, first, second, offsets, pairs, inside, D: tl.constexpr, INTERLEAVED: tl.constexpr):
+    first = first.to(pointer.dtype.element_ty)
+    second = second.to(pointer.dtype.element_ty)
+    if INTERLEAVED:
+        tl.store(pointer + (offsets + 2 * pairs), first, mask=inside)
+        tl.store(pointer + (offsets + 2 * pairs + 1), second, mask=inside)
+    else:
+        tl.store(pointer + (offsets + pairs), first, mask=inside)
+        tl.store(pointer + (offsets + pairs + D // 2), second, mask=inside)
+
+
+@triton.jit
+def _load_affine(
+    q_ptr, k_ptr, which, head, pairs, inside, D: tl.constexpr, WIDE: tl.constexpr, INTERLEAVED: tl.constexpr
+):
+    """Of a vector of the norm of q (which = 0) or of k, [D] or where WIDE [H D], what the rows take."""
+    start = head * D if WIDE else head * 0
+    if which == 0:
+        first, second = _load_pairs(q_ptr, start, pairs, inside, D, INTERLEAVED)
+    else:
+        first, second = _load_pairs(k_ptr, start, pairs, inside, D, INTERLEAVED)
+    return first, second
+
+
+@triton.jit
+def _load_angles(
+    cos_ptr, sin_ptr, token, head, pairs, inside, N, prefix, image_rows, head_rows, D: tl.constexpr
+):  # fmt: skip
+    """cos and sin [ROWS, BLOCK] of the pairs; 1 and 0 of tokens that are not rotated."""
+    position = token % N - prefix
+    row = (token // N).to(tl.int64) * image_rows + head * head_rows + position
+    offsets = row * (D // 2) + pairs
+    rotated = inside & (position >= 0)
+    cos = tl.load(cos_ptr + offsets, mask=rotated, other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + offsets, mask=rotated, other=0.0).to(tl.float32)
+    return cos, sin
+
+
+@triton.jit
+def _mean(first, second, H, D: tl.constexpr, WIDE: tl.constexpr):
+    """Mean over a head [ROWS, 1], or over all heads of the tile, which belong to one token."""
+    sums = tl.sum(first + second, 1)
+    if WIDE:
+        return tl.sum(sums, 0) / (H * D)
+    else:
+        return sums[:, None] / D
+
+
+@triton.jit
+def _normalise(first, second, inside, eps, H, D: tl.constexpr, RMS: tl.constexpr, WIDE: tl.constexpr):
+    """The normalised pairs, zeros outside, and rstd."""
+    if not RMS:
+        mean = _mean(first, second, H, D, WIDE)
+        first = tl.where(inside, first - mean, 0.0)
+        second = tl.where(inside, second - mean, 0.0)
+    rstd = tl.math.rsqrt(_mean(first * first, second * second, H, D, WIDE) + eps)
+    return first * rstd, second * rstd, rstd
+
+
+@triton.jit
+def _heads(block, M, H, ROWS: tl.constexpr, WIDE: tl.constexpr):
+    """Token and head of each row of the `block`-th tile, and whether there is such a row; all [ROWS, 1]."""
+    step = tl.arange(0, ROWS)[:, None]
+    if WIDE:
+        return block + step * 0, step, (step < H) & (block < M)
+    else:
+        row = tl.cast(block, tl.int64) * ROWS + step
+        return (row // H).to(tl.int32), (row % H).to(tl.int32), row < tl.cast(M, tl.int64) * H
+
+
+@triton.jit(do_not_specialize=["M", "N", "H", "prefix", "image_rows", "head_rows"])
+def _qk_norm_rope_kernel(
+    x_ptr,  # [M, 3, H, D]
+    out_ptr,  # likewise, or x itself
+    q_weight_ptr, k_weight_ptr,  # [D], or where WIDE [H D]; both None: ones
+    q_bias_ptr, k_bias_ptr,  # likewise; both None: zeros
+    cos_ptr, sin_ptr,  # [*, D / 2]; None: nothing is rotated
+    M, N, H, prefix, eps,
+    image_rows, head_rows,  # rows of the tables from image to image and from head to head; 0 where shared
+    D: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, INTERLEAVED: tl.constexpr,
+    INVERSE: tl.constexpr,  # turns back
+    PARTS: tl.constexpr,  # 2: q and k; 3: v is copied as well
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    which = tl.program_id(0) % PARTS
+    token, head, is_row = _heads(tl.program_id(0) // PARTS, M, H, ROWS, WIDE)
+    pairs = tl.arange(0, BLOCK)[None, :]
+    inside = is_row & (pairs < D // 2)
+    offsets = ((token.to(tl.int64) * 3 + which) * H + head) * D
+    first, second = _load_pairs(x_ptr, offsets, pairs, inside, D, INTERLEAVED)
+    if which < 2:
+        if NORM != "none":
+            first, second, _ = _normalise(first, second, inside, eps, H, D, NORM == "rms_norm", WIDE)
+            if q_weight_ptr is not None:
+                weight1, weight2 = _load_affine(
+                    q_weight_ptr, k_weight_ptr, which, head, pairs, inside, D, WIDE, INTERLEAVED
+                )
+                first *= weight1
+                second *= weight2
+            if q_bias_ptr is not None:
+                bias1, bias2 = _load_affine(q_bias_ptr, k_bias_ptr, which, head, pairs, inside, D, WIDE, INTERLEAVED)
+                first += bias1
+                second += bias2
+        if cos_ptr is not None:
+            cos, sin = _load_angles(cos_ptr, sin_ptr, token, head, pairs, inside, N, prefix, image_rows, head_rows, D)
+            if INVERSE:
+                sin = -sin
+            turned = second * cos + first * sin
+            first = first * cos - second * sin
+            second = turned
+    _store_pairs(out_ptr, first, second, offsets, pairs, inside, D, INTERLEAVED)
+
+
+@triton.jit(do_not_specialize=["M", "N", "H", "prefix", "image_rows", "head_rows", "blocks"])
+def _qk_norm_rope_grad_kernel(
+    grad_ptr,  # [M, 3, H, D]
+    x_ptr,  # likewise, before norm and rotation
+    out_ptr,  # likewise, or grad itself
+    q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr,  # as in the forward
+    part_ptr,  # fp32 [programs of a part, 2, 2, D or H D]: of q and k the sums for weight and bias, by program
+    M, N, H, prefix, eps, image_rows, head_rows,
+    blocks,  # tiles of q, of k
+    D: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, INTERLEAVED: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    which = tl.program_id(0) % PARTS
+    program = tl.program_id(0) // PARTS
+    pairs = tl.arange(0, BLOCK)[None, :]
+    zeros = tl.zeros((ROWS, BLOCK), tl.float32)
+    weight_sum1, weight_sum2, bias_sum1, bias_sum2 = zeros, zeros, zeros, zeros
+    for block in tl.range(program, blocks, tl.num_programs(0) // PARTS):
+        token, head, is_row = _heads(block, M, H, ROWS, WIDE)
+        inside = is_row & (pairs < D // 2)
+        offsets = ((token.to(tl.int64) * 3 + which) * H + head) * D
+        grad1, grad2 = _load_pairs(grad_ptr, offsets, pairs, inside, D, INTERLEAVED)
+        if which < 2:
+            if cos_ptr is not None:
+                cos, sin = _load_angles(
+                    cos_ptr, sin_ptr, token, head, pairs, inside, N, prefix, image_rows, head_rows, D
+                )
+                turned = grad2 * cos - grad1 * sin
+                grad1 = grad1 * cos + grad2 * sin
+                grad2 = turned
+            x1, x2 = _load_pairs(x_ptr, offsets, pairs, inside, D, INTERLEAVED)
+            x1, x2, rstd = _normalise(x1, x2, inside, eps, H, D, NORM == "rms_norm", WIDE)
+            if part_ptr is not None:
+                weight_sum1 += grad1 * x1
+                weight_sum2 += grad2 * x2
+                bias_sum1 += grad1
+                bias_sum2 += grad2
+            if q_weight_ptr is not None:
+                weight1, weight2 = _load_affine(
+                    q_weight_ptr, k_weight_ptr, which, head, pairs, inside, D, WIDE, INTERLEAVED
+                )
+                grad1 *= weight1
+                grad2 *= weight2
+            along = _mean(grad1 * x1, grad2 * x2, H, D, WIDE)
+            shift = along * 0.0 if NORM == "rms_norm" else _mean(grad1, grad2, H, D, WIDE)
+            grad1 = rstd * (grad1 - shift - x1 * along)
+            grad2 = rstd * (grad2 - shift - x2 * along)
+        _store_pairs(out_ptr, grad1, grad2, offsets, pairs, inside, D, INTERLEAVED)
+    if part_ptr is not None:
+        if which < 2:
+            if WIDE:
+                head = tl.arange(0, ROWS)[:, None]
+                inside = (head < H) & (pairs < D // 2)
+                base = part_ptr + tl.cast(program * 2 + which, tl.int64) * (2 * H * D)
+                _store_pairs(base, weight_sum1, weight_sum2, head * D, pairs, inside, D, INTERLEAVED)
+                _store_pairs(base + H * D, bias_sum1, bias_sum2, head * D, pairs, inside, D, INTERLEAVED)
+            else:
+                inside = pairs < D // 2
+                base = part_ptr + tl.cast(program * 2 + which, tl.int64) * (2 * D)
+                first, second = tl.sum(weight_sum1, 0)[None, :], tl.sum(weight_sum2, 0)[None, :]
+                _store_pairs(base, first, second, 0, pairs, inside, D, INTERLEAVED)
+                first, second = tl.sum(bias_sum1, 0)[None, :], tl.sum(bias_sum2, 0)[None, :]
+                _store_pairs(base + D, first, second, 0, pairs, inside, D, INTERLEAVED)
+
+
+@dataclass(frozen=True)
+class QkvSettings:
+    """What is done to q and k; of dense tensors.
+
+    Args:
+        weights, biases: Of the norms of q and k, each [D], or [H D] where `wide`; None: ones, zeros.
+        tables: cos and sin [B or 1, H or 1, T, D / 2]; None: nothing is rotated.
+        norm: "layer_norm", "rms_norm" or "none".
+        eps: Of the norms.
+        wide: Whether all heads of a token are normalised together.
+        prefix: Tokens that are not rotated.
+        interleaved: Whether channels 2j and 2j + 1 are a pair, in place of j and j + D/2.
+    """
+
+    weights: tuple[Tensor, Tensor] | None = None
+    biases: tuple[Tensor, Tensor] | None = None
+    tables: tuple[Tensor, Tensor] | None = None
+    norm: str = "none"
+    eps: float = 0.0
+    wide: bool = False
+    prefix: int = 0
+    interleaved: bool = False
+
+
+def _arguments(x: Tensor, settings: QkvSettings) -> tuple[dict[str, Any], dict[str, Any], int, int]:
+    """Arguments and constants that both kernels have, the tiles of q, and the warps of a program."""
+    s = settings
+    B, N, _, H, D = x.shape
+    (cos, sin), (q_weight, k_weight) = s.tables or (None, None), s.weights or (None, None)
+    images, heads, T, _ = (1, 1, 0, 0) if cos is None else cos.shape
+    args = {
+        "x_ptr": x, "q_weight_ptr": q_weight, "k_weight_ptr": k_weight, "cos_ptr": cos, "sin_ptr": sin,
+        "M": B * N, "N": N, "H": H, "prefix": s.prefix, "eps": s.eps,
+        "image_rows": heads * T if images > 1 else 0, "head_rows": T if heads > 1 else 0,
+    }  # fmt: skip
+    block = triton.next_power_of_2(D // 2)
+    rows = triton.next_power_of_2(H) if s.wide else max(1, _TILE // block)
+    constants = {
+        "D": D, "NORM": s.norm, "WIDE": s.wide, "INTERLEAVED": s.interleaved, "ROWS": rows, "BLOCK": block,
+    }  # fmt: skip
+    blocks = B * N if s.wide else ceil_div(B * N * H, rows)
+    return args, constants, blocks, 4 if rows * block <= _TILE else 8
+
+
+def qk_norm_rope_launch(x: Tensor, out: Tensor, settings: QkvSettings, inverse: bool = False) -> Launch:
+    """q and k of x [B, N, 3, H, D] normalised and rotated into `out`, which may be x; v is copied where it is not.
+
+    Args:
+        inverse: Turns back, the gradient of a rotation without norms.
+    """
+    args, constants, blocks, warps = _arguments(x, settings)
+    biases = settings.biases
+    args |= {"out_ptr": out, "q_bias_ptr": biases and biases[0], "k_bias_ptr": biases and biases[1]}
+    parts = 2 if out is x else 3
+    constants |= {"INVERSE": inverse, "PARTS": parts}
+    return Launch(_qk_norm_rope_kernel, (blocks * parts,), args, constants, num_warps=warps, device=x.device)
+
+
+def qk_norm_rope_grad_launch(
+    grad: Tensor, x: Tensor, out: Tensor, part: Tensor | None, settings: QkvSettings
+) -> Launch:
+    """The gradient of x [B, N, 3, H, D] into `out`, which may be `grad`, where there are norms.
+
+    Args:
+        part: fp32 [programs, 2, 2, D or H D], of q and k the sums for weight and bias; None: they are not wanted.
+    """
+    args, constants, blocks, warps = _arguments(x, settings)
+    parts = 2 if out is grad else 3
+    args |= {"grad_ptr": grad, "out_ptr": out, "part_ptr": part, "blocks": blocks}
+    programs = blocks if part is None else part.shape[0]
+    constants |= {"PARTS": parts}
+    return Launch(_qk_norm_rope_grad_kernel, (programs * parts,), args, constants, num_warps=warps, device=x.device)
+
+
+def qk_norm_rope(x: Tensor, settings: QkvSettings) -> Tensor:
+    """x [B, N, 3, H, D], contiguous, with q and k normalised and rotated, as a tensor of its own."""
+    out = torch.empty_like(x)
+    qk_norm_rope_launch(x, out, settings).run()
+    return out
+
+
+def qk_norm_rope_gradients(grad: Tensor, x: Tensor | None, settings: QkvSettings) -> tuple[Tensor, Tensor | None]:
+    """The gradient of x, and fp32 [2, 2, D or H D]: of q and k those of weight and bias; None without norms.
+
+    Args:
+        grad: [B, N, 3, H, D], contiguous.
+        x: Likewise, the forward's; not needed without norms.
+    """
+    out = torch.empty_like(grad)
+    if x is None:
+        qk_norm_rope_launch(grad, out, settings, inverse=True).run()
+        return out, None
+    part = None
+    if settings.weights is not None or settings.biases is not None:
+        _, _, blocks, _ = _arguments(x, settings)
+        programs = max(1, min(blocks, 2 * gpu_of(x.device).sm_count))
+        width = x.shape[-2] * x.shape[-1] if settings.wide else x.shape[-1]
+        part = torch.empty(programs, 2, 2, width, dtype=torch.float32, device=x.device)
+    qk_norm_rope_grad_launch(grad, x, out, part, settings).run()
+    return out, None if part is None else part.sum(0)

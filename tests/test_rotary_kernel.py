@@ -1,0 +1,176 @@
+"""The kernel of qk-norm and rotary positions, forward and backward, against the eager definition in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_support import DEVICE, DTYPES, assert_as_exact_as_eager
+from torch import Tensor
+
+from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR
+from vit_fast.errors import UnsupportedInputError
+from vit_fast.kernels import rotary
+from vit_fast.ops import Norm, QkNorm, Rope, qk_norm_rope
+from vit_fast.ops.rotary_op import qk_norm_rope_op
+
+Shape = tuple[int, int, int, int]  # B, N, H, D
+
+
+def _leaves(shape: Shape, norm: str, over: str, affine: bool) -> list[Tensor]:
+    """qkv, and of the norms of q and k what they have."""
+    B, N, H, D = shape
+    width = D if over == "head" else H * D
+    count = 0 if norm == "none" or not affine else 2 if norm == "rms_norm" else 4
+    shift = torch.randn(1, device=DEVICE, dtype=torch.float64)
+    qkv = torch.randn(B, N, 3, H, D, device=DEVICE, dtype=torch.float64) + shift
+    return [qkv, *(torch.randn(width, device=DEVICE, dtype=torch.float64) * 0.3 + 1 for _ in range(count))]
+
+
+def _tables(shape: Shape, leading: Sequence[int], prefix: int) -> tuple[Tensor, Tensor]:
+    angles = torch.randn(*leading, shape[1] - prefix, shape[3] // 2, device=DEVICE) * 3
+    return angles.cos(), angles.sin()
+
+
+def _run(
+    leaves: list[Tensor], grad: Tensor, dtype: torch.dtype, backend: str, norm: str, over: str, rope: Rope | None
+) -> list[Tensor]:
+    """The output, and gradients of all leaves, with these in a dtype."""
+    leaves = [leaf.detach().to(dtype).requires_grad_() for leaf in leaves]
+    qkv, *vectors = leaves
+    weights = vectors[:2] or [None, None]
+    biases = vectors[2:] or [None, None]
+    norms = [Norm(weight, bias, 1e-3, norm) for weight, bias in zip(weights, biases)]
+    if rope is not None and dtype == torch.float64:
+        rope = rope._replace(cos=rope.cos.double(), sin=rope.sin.double())
+    qk_norm = None if norm == "none" else QkNorm(*norms, over)
+    out = qk_norm_rope(qkv, qk_norm=qk_norm, rope=rope, backend=backend)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad.to(dtype))]
+
+
+def _check(
+    shape: Shape, dtype: torch.dtype, *, norm: str = "none", over: str = "head", affine: bool = True,
+    rope: Rope | None = None,
+) -> None:  # fmt: skip
+    leaves = [leaf.to(dtype) for leaf in _leaves(shape, norm, over, affine)]
+    grad = torch.randn(leaves[0].shape, device=DEVICE).to(dtype)
+    ours, eager, exact = (
+        _run(leaves, grad, kind, backend, norm, over, rope)
+        for kind, backend in ((dtype, "triton"), (dtype, "eager"), (torch.float64, "eager"))
+    )
+    for index, (one, two, three) in enumerate(zip(ours, eager, exact)):
+        factor = GRADIENT_FACTOR if index else FORWARD_FACTOR
+        assert_as_exact_as_eager("d " * bool(index) + str(index), one, two, three, factor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.parametrize("D", [64, 72, 80, 128])
+def test_heads_of_all_sizes(D: int, layout: str, dtype: torch.dtype) -> None:
+    shape = (2, 7, 3, D)
+    _check(shape, dtype, rope=Rope(*_tables(shape, (), 1), 1, layout))
+
+
+@pytest.mark.parametrize("D", [64, 72])
+@pytest.mark.parametrize("over", ["head", "width"])
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("rotated", [True, False])
+def test_norms(D: int, over: str, norm: str, affine: bool, rotated: bool) -> None:
+    shape = (2, 5, 3, D)
+    rope = Rope(*_tables(shape, (), 1), 1) if rotated else None
+    _check(shape, torch.bfloat16, norm=norm, over=over, affine=affine, rope=rope)
+    _check(shape, torch.float32, norm=norm, over=over, affine=affine, rope=rope)
+
+
+@pytest.mark.parametrize("leading", [(), (2,), (2, 1), (1, 3), (2, 3)])
+@pytest.mark.parametrize("prefix", [0, 1, 5, 7])
+def test_tables_of_all_kinds(leading: tuple[int, ...], prefix: int) -> None:
+    shape = (2, 7, 3, 16)
+    _check(shape, torch.float16, rope=Rope(*_tables(shape, leading, prefix), prefix, "interleaved"))
+
+
+@given(
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 5), st.sampled_from([2, 6, 36, 64, 72, 80])),
+    norm=st.sampled_from(["none", "layer_norm", "rms_norm"]),
+    over=st.sampled_from(["head", "width"]),
+    rotated=st.booleans(),
+    prefix=st.sampled_from([0, 1, 5]),
+    layout=st.sampled_from(["half", "interleaved"]),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_drawn(
+    shape: Shape, norm: str, over: str, rotated: bool, prefix: int, layout: str, dtype: torch.dtype
+) -> None:  # fmt: skip
+    prefix = min(prefix, shape[1])
+    rope = Rope(*_tables(shape, (), prefix), prefix, layout) if rotated else None
+    _check(shape, dtype, norm=norm, over=over, rope=rope)
+
+
+def test_a_batch_without_tokens() -> None:
+    for shape in ((0, 5, 2, 8), (2, 0, 2, 8)):
+        _check(shape, torch.float32, norm="layer_norm", rope=Rope(*_tables(shape, (), 0)))
+
+
+def test_a_strided_input() -> None:
+    wide = torch.randn(2, 5, 3, 2, 16, device=DEVICE)
+    rope = Rope(*_tables((2, 5, 2, 8), (), 0))
+    found = qk_norm_rope(wide[..., ::2], rope=rope, backend="triton")
+    torch.testing.assert_close(found, qk_norm_rope(wide[..., ::2], rope=rope, backend="eager"))
+
+
+@pytest.mark.parametrize("norm", ["none", "rms_norm"])
+def test_in_place_leaves_v_alone(norm: str) -> None:
+    x = torch.randn(2, 5, 3, 2, 16, device=DEVICE)
+    cos, sin = (table[None, None] for table in _tables((2, 5, 2, 16), (), 0))
+    settings = rotary.QkvSettings(tables=(cos, sin), norm=norm, eps=1e-6)
+    expected = rotary.qk_norm_rope(x, settings)
+    x[:, :, 2] = float("nan")
+    rotary.qk_norm_rope_launch(x, x, settings).run()
+    torch.testing.assert_close(x[:, :, :2], expected[:, :, :2], rtol=0, atol=0)
+    assert x[:, :, 2].isnan().all()
+
+
+def test_nan_stays_in_its_head() -> None:
+    x = torch.randn(2, 5, 3, 2, 16, device=DEVICE)
+    x[1, 2, 0, 1, 3] = float("nan")
+    found = qk_norm_rope(
+        x, qk_norm=QkNorm(Norm(), Norm()), rope=Rope(*_tables((2, 5, 2, 16), (), 1), 1), backend="triton"
+    )
+    lost = torch.zeros(2, 5, 3, 2, 16, dtype=torch.bool, device=DEVICE)
+    lost[1, 2, 0, 1] = True
+    assert torch.equal(found.isnan(), lost)
+
+
+def _arguments(**changes: Any) -> tuple[Any, ...]:
+    cos, sin = (table[None, None] for table in _tables((2, 5, 2, 16), (), 1))
+    vectors = {name: torch.randn(16, device=DEVICE).requires_grad_() for name in ("qw", "qb", "kw", "kb")}
+    arguments = {
+        "qkv": torch.randn(2, 5, 3, 2, 16, device=DEVICE).requires_grad_(), **vectors, "cos": cos, "sin": sin,
+        "norm": "layer_norm", "eps": 1e-6, "over": "head", "prefix": 1, "layout": "half",
+    }  # fmt: skip
+    return tuple({**arguments, **changes}.values())
+
+
+_NO_NORM = {"qw": None, "qb": None, "kw": None, "kb": None, "norm": "none"}
+
+
+@pytest.mark.parametrize("changes", [{}, _NO_NORM, {"cos": None, "sin": None}, {"qb": None, "kb": None}])
+def test_opcheck(changes: dict[str, Any]) -> None:
+    torch.library.opcheck(qk_norm_rope_op, _arguments(**changes))
+
+
+def test_refuses_tables_that_learn() -> None:
+    cos, sin = _tables((2, 5, 2, 16), (), 0)
+    with pytest.raises(UnsupportedInputError, match=r"rope\.cos requires a gradient"):
+        qk_norm_rope(torch.randn(2, 5, 3, 2, 16, device=DEVICE), rope=Rope(cos.requires_grad_(), sin), backend="triton")
+
+
+def test_refuses_dtypes_and_odd_heads() -> None:
+    qkv = torch.randn(2, 5, 3, 2, 15, device=DEVICE, dtype=torch.float64)
+    with pytest.raises(UnsupportedInputError, match=r"qkv is torch.float64(.|\n)*15 channels: accepted is an even"):
+        qk_norm_rope(qkv, qk_norm=QkNorm(Norm(), Norm()), backend="triton")
