@@ -102,6 +102,7 @@ def _siglip2_inputs() -> dict[str, Tensor]:
     }
 
 
+INTERNVL: dict[str, Any] = {"image_size": [32, 32], "patch_size": [16, 16]}
 SUBJECTS: dict[str, Subject] = {
     "timm-vit": timm_subject("vit_tiny_patch16_224"),
     "timm-deit-distilled": timm_subject("deit_tiny_distilled_patch16_224"),
@@ -132,6 +133,18 @@ SUBJECTS: dict[str, Subject] = {
         lambda result: result.pooler_output,
     ),
     "transformers-beit": transformers_subject("BeitModel", "BeitConfig", use_relative_position_bias=True),
+    "transformers-dinov2-giant": transformers_subject("Dinov2Model", "Dinov2Config", use_swiglu_ffn=True),
+    "transformers-dinov3": transformers_subject("DINOv3ViTModel", "DINOv3ViTConfig", num_register_tokens=4),
+    "transformers-dinov3-gated": transformers_subject(
+        "DINOv3ViTModel", "DINOv3ViTConfig", use_gated_mlp=True, hidden_act="silu", num_register_tokens=2
+    ),
+    "transformers-aimv2": transformers_subject("Aimv2VisionModel", "Aimv2VisionConfig"),
+    "transformers-internvl": transformers_subject(
+        "InternVLVisionModel", "InternVLVisionConfig", image_size=[32, 32], patch_size=[16, 16]
+    ),
+    "transformers-internvl-6b": transformers_subject(
+        "InternVLVisionModel", "InternVLVisionConfig", norm_type="rms_norm", use_qk_norm=True, **INTERNVL
+    ),
     "torchvision-vit": Subject(_torchvision, images("x"), lambda logits: logits),
     "torch-encoder": Subject(_encoder, lambda: {"src": torch.randn(2, 5, 64)}, lambda tokens: tokens),
     "ours": Subject(_ours, images("images"), lambda logits: logits),

@@ -31,6 +31,10 @@ ACTIVATION_CLASSES = {
     "transformers.activations.QuickGELUActivation": "quick_gelu",
     "transformers.activations.SiLUActivation": "silu",
 }
+NORM_CLASSES = {
+    "transformers.models.aimv2.modeling_aimv2.Aimv2RMSNorm": "rms_norm",
+    "transformers.models.internvl.modeling_internvl.InternVLVisionRMSNorm": "rms_norm",
+}
 SIGNATURE = r"(^|\.)embeddings\.(patch_embeddings\.projection|patch_embedding)\.weight$"
 
 _VIT_PREFIX = r"(?:vit\.|deit\.|dinov2\.|dinov2_with_registers\.)?"

@@ -7,17 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..fused import Finding, FusedModule, FusedNormMlp
-from ..ops import attention
+from ..ops import Rope, attention, attention_qkvpacked, qk_norm_rope
 from ..parts import MlpParts
 from ..plain import is_touched, touch_reasons
 from ..reading import Reader, describe, dropout_notes
-from .transformers import ACTIVATION_CLASSES
+from .transformers import ACTIVATION_CLASSES, NORM_CLASSES
 
-MLP_CONTAINERS = ("MLP", "Intermediate", "Output", "LayerScale")
+MLP_CONTAINERS = ("MLP", "FFN", "Intermediate", "Output", "LayerScale")
 
 # What models of transformers 4.53 to 5.23 give an attention function beside query, key, value, mask, scaling, dropout.
 # These say nothing about attention:
@@ -52,6 +53,8 @@ PROJECTIONS = (
     Projections("q_proj", "k_proj", "v_proj", "projection_layer"),
     Projections("query", "key", "value", None),
 )
+QK_NORMS = ("q_norm", "k_norm")  # over the whole width, before it is split into heads
+AFTERWARDS = ("projection_dropout",)  # behind the output linear
 DROPOUT_RATES = ("attention_dropout", "dropout_prob", "dropout")  # the first that an attention layer has
 
 
@@ -106,8 +109,15 @@ class FusedSelfAttention(FusedModule):
         """[B, N, C] -> [B, N, C] and None instead of weights."""
         if self.runs_as_it_was(args, kwargs):
             return super().forward(hidden_states, *args, **kwargs)
-        mixed, out = self.mixed_heads(hidden_states), self.vit_fast_names.out
-        return (getattr(self, out)(mixed) if out else mixed), None
+        mixed, out = self.mixed_heads(hidden_states, self.rope_of(hidden_states, kwargs)), self.vit_fast_names.out
+        projected = getattr(self, out)(mixed) if out else mixed
+        for name in AFTERWARDS:
+            projected = getattr(self, name)(projected) if hasattr(self, name) else projected
+        return projected, None
+
+    def rope_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Rope | None:
+        """The rotary positions that a call gives; None where the layer has none."""
+        return None
 
     def runs_as_it_was(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call is for transformers' own forward."""
@@ -115,16 +125,31 @@ class FusedSelfAttention(FusedModule):
         eager = self.config._attn_implementation == "eager"
         return bool(unusual or eager or (self.training and _dropout(self)))
 
-    def mixed_heads(self, hidden_states: Tensor) -> Tensor:
+    def mixed_heads(self, hidden_states: Tensor, rope: Rope | None) -> Tensor:
         """[B, N, C] -> [B, N, H * D], before the output linear."""
         names = self.vit_fast_names
-        D = type(self).head_width(self)
-        q, k, v = (
-            getattr(self, name)(hidden_states).unflatten(-1, (-1, D)).transpose(1, 2)
-            for name in (names.query, names.key, names.value)
-        )
+        projected = [getattr(self, name)(hidden_states) for name in (names.query, names.key, names.value)]
+        for i, norm in enumerate(QK_NORMS):
+            projected[i] = getattr(self, norm)(projected[i]) if hasattr(self, norm) else projected[i]
+        parts = [part.unflatten(-1, (-1, type(self).head_width(self))) for part in projected]
+        if rope is not None:
+            qkv = qk_norm_rope(torch.stack(parts, 2), rope=rope, backend="sdpa")
+            return attention_qkvpacked(qkv, scale=self.vit_fast_scale, backend=self.vit_fast_backend).flatten(2)
+        q, k, v = (part.transpose(1, 2) for part in parts)
         mixed = attention(q, k, v, scale=self.vit_fast_scale, backend=self.vit_fast_backend)
         return mixed.transpose(1, 2).flatten(2)
+
+
+class FusedRotarySelfAttention(FusedSelfAttention):
+    """One that is given cosines and sines by its caller, for the last tokens: the first ones have no position."""
+
+    def runs_as_it_was(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        rest = {name: value for name, value in kwargs.items() if name != "position_embeddings"}
+        return kwargs.get("position_embeddings") is None or super().runs_as_it_was(args, rest)
+
+    def rope_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Rope:
+        cos, sin = kwargs["position_embeddings"]
+        return Rope(cos, sin, prefix=hidden_states.shape[1] - cos.shape[-2], layout="half")
 
 
 def _dropout(module: nn.Module) -> float:
@@ -142,9 +167,10 @@ def container_classes_beside(original: type[nn.Module]) -> tuple[type, ...]:
 
 
 class TransformersReader(Reader):
-    """Reads a module that may hold transformers' own activations."""
+    """Reads a module that may hold transformers' own activations and norms."""
 
     activation_classes: ClassVar[Mapping[str, str]] = {**Reader.activation_classes, **ACTIVATION_CLASSES}
+    norm_classes: ClassVar[Mapping[str, str]] = {**Reader.norm_classes, **NORM_CLASSES}
 
 
 class FusedPoolingHead(FusedNormMlp):
@@ -190,3 +216,25 @@ class FusedPoolingHead(FusedNormMlp):
         pooled = attention(q, k, v, backend=self.vit_fast_backend).transpose(1, 2).flatten(2)
         pooled = F.linear(pooled, mha.out_proj.weight, mha.out_proj.bias)
         return self.norm_mlp(parts, pooled)[:, 0]
+
+
+class FusedAttentionPoolingHead(FusedModule):
+    """AIMv2's pooling head: a learned query attends to all tokens."""
+
+    kind = "attention"
+
+    @classmethod
+    def examine(cls, module: Any) -> Finding:
+        return Finding()
+
+    @classmethod
+    def head_width(cls, module: Any) -> int:
+        return int(module.hidden_size // module.num_heads)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Tokens [B, N, C] -> pooled [B, C]."""
+        tokens = self.cls_token.expand(hidden_states.shape[0], -1, -1), self.k_proj(hidden_states)
+        parts = (*tokens, self.v_proj(hidden_states))
+        q, k, v = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in parts)
+        pooled: Tensor = self.output_proj(attention(q, k, v, backend=self.vit_fast_backend).transpose(1, 2).flatten(1))
+        return pooled

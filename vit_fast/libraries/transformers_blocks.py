@@ -13,7 +13,9 @@ from ..parts import AttentionParts, MlpParts
 from ..reading import Reader, describe
 from .transformers_attention import (
     DROPOUT_RATES,
+    FusedAttentionPoolingHead,
     FusedPoolingHead,
+    FusedRotarySelfAttention,
     FusedSelfAttention,
     TransformersReader,
     container_classes_beside,
@@ -29,6 +31,7 @@ class Layer:
         norms: The two LayerNorms.
         attention: The attention layer.
         after: Modules called and Parameters multiplied behind it, in order.
+        mlp: The MLP.
         dropouts, drop_path: Of either half.
         layer_scales: Parameters, or dotted paths to them.
         scale_modules: Modules that hold those.
@@ -37,11 +40,35 @@ class Layer:
     norms: tuple[str, str]
     attention: str
     after: tuple[str, ...] = ()
+    mlp: str = "mlp"
     dropouts: tuple[str, ...] = ()
     drop_path: str | None = None
     layer_scales: tuple[str | None, str | None] = (None, None)
     scale_modules: tuple[str, ...] = ()
 
+
+@dataclass(frozen=True)
+class Mlp:
+    """How an MLP names its parts; of transformers 4's two modules by their paths from the layer."""
+
+    fc1: str
+    activation: str
+    fc2: str
+    gate: str | None = None
+
+    def paths(self, layer: Layer) -> tuple[str, ...]:
+        """The dotted paths of them all from the layer, the gate's last."""
+        names = [name for name in (self.fc1, self.activation, self.fc2, self.gate) if name]
+        return tuple(name if "." in name else f"{layer.mlp}.{name}" for name in names)
+
+
+MLPS = (
+    Mlp("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense"),
+    Mlp("fc1", "activation_fn", "fc2"),
+    Mlp("fc1", "activation", "fc2"),
+    Mlp("up_proj", "act_fn", "down_proj", "gate_proj"),
+    Mlp("up_proj", "act_fn", "down_proj"),
+)
 
 VIT = Layer(("layernorm_before", "layernorm_after"), "attention", ("dropout",), dropouts=("dropout",))
 BEIT = Layer(
@@ -60,6 +87,14 @@ DINOV2 = Layer(
     layer_scales=("layer_scale1.lambda1", "layer_scale2.lambda1"),
     scale_modules=("layer_scale1", "layer_scale2"),
 )
+INTERNVL = Layer(
+    ("layernorm_before", "layernorm_after"),
+    "attention",
+    ("lambda_1",),
+    dropouts=("dropout",),
+    layer_scales=("lambda_1", "lambda_2"),
+)
+AIMV2 = Layer(("rms_norm1", "rms_norm2"), "attention", mlp="ffn")
 CLIP = Layer(("layer_norm1", "layer_norm2"), "self_attn")
 
 
@@ -103,20 +138,22 @@ class FusedLayer(FusedNormMlp):
     @classmethod
     def read_mlp(cls, block: Reader) -> MlpParts | None:
         layer, known = cls.layer_spec, container_classes_beside(cls.original)
-        if block.at("intermediate.dense") is not None:  # transformers 4: the two linears live apart
-            linears = ("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense")
-            inside: tuple[str, ...] = ("intermediate", "output")
-            dropouts = tuple(f"output.{name}" for name in layer.dropouts)
-        else:
-            activation = "activation" if block.at("mlp.activation_fn") is None else "activation_fn"
-            linears, inside, dropouts = ("mlp.fc1", f"mlp.{activation}", "mlp.fc2"), ("mlp",), layer.dropouts
-        if any(block.at(path) is None for path in linears):
-            mlp = describe(block.reach("mlp"))
-            block.reasons.append(f"its MLP is {mlp}: accepted is fc2(activation(fc1(x))) where vit_fast knows it")
+        inside: tuple[str, ...] = (layer.mlp,)
+        dropouts = layer.dropouts
+        names = next((names for names in MLPS if all(block.at(path) is not None for path in names.paths(layer))), None)
+        if names is None:
+            mlp = describe(block.reach(layer.mlp))
+            block.reasons.append(f"its MLP is {mlp}: accepted is one of two or three linears that vit_fast knows")
             return None
+        if names.fc1.startswith("intermediate."):  # transformers 4: the two linears live apart
+            inside, dropouts = ("intermediate", "output"), tuple(f"output.{name}" for name in layer.dropouts)
+        fc1, activation, fc2, *gate = names.paths(layer)
         return block.mlp(
             layer.norms[1],
-            *linears,
+            fc1,
+            activation,
+            fc2,
+            gate=gate[0] if gate else None,
             inside=dict.fromkeys((*inside, *layer.scale_modules[1:]), known),
             dropouts=dropouts,
             layer_scale=layer.layer_scales[1],
@@ -197,7 +234,13 @@ LAYERS: dict[str, tuple[type[FusedLayer], str]] = {
     "siglip": (_layer(CLIP), "SiglipEncoder"),
     "siglip2": (_layer(CLIP), "Siglip2Encoder"),
     "beit": (_layer(BEIT, FusedLayerWithBias), "Beit"),
+    "dinov3_vit": (_layer(DINOV2), "DINOv3ViT"),
+    "aimv2": (_layer(AIMV2), "Aimv2Encoder"),
+    "internvl": (_layer(INTERNVL), "InternVLVision"),
 }
+
+
+ROTARY = {"dinov3_vit"}
 
 
 def _mixins() -> dict[str, type[FusedModule]]:
@@ -206,8 +249,9 @@ def _mixins() -> dict[str, type[FusedModule]]:
         home, short = f"transformers.models.{model}.modeling_{model}", name.removesuffix("Encoder")
         found[f"{home}.{name}Layer"] = layer
         for attention in ("Attention", "SelfAttention"):
-            found[f"{home}.{short}{attention}"] = FusedSelfAttention
+            found[f"{home}.{short}{attention}"] = FusedRotarySelfAttention if model in ROTARY else FusedSelfAttention
         found[f"{home}.{short}MultiheadAttentionPoolingHead"] = FusedPoolingHead
+        found[f"{home}.{short}AttentionPoolingHead"] = FusedAttentionPoolingHead
     return found
 
 
@@ -232,7 +276,7 @@ def _only_wraps_attention(cls: type[nn.Module]) -> bool:
 
 def left_reason(cls: type[nn.Module]) -> str | None:
     """Why a class of transformers' is never fused, where that is known."""
-    if "Rope" in cls.__name__ or "DINOv3" in cls.__name__:
+    if "Rope" in cls.__name__ and "Attention" in cls.__name__:
         return "rotary positions"
     if cls.__name__ == "BeitSdpaSelfAttention":
         return "it adds a relative position bias"
