@@ -164,7 +164,13 @@ def of_depth(depth: int) -> dict[str, Subject]:
 
 
 DEEP = of_depth(24)  # deep enough for errors to add up along the residual stream
-LIBRARIES = {"timm": "timm-vit", "transformers": "transformers-vit", "torchvision": "torchvision-vit", "ours": "ours"}
+LIBRARIES = {
+    "timm": "timm-vit",
+    "timm-rotary": "timm-dinov3",
+    "transformers": "transformers-vit",
+    "torchvision": "torchvision-vit",
+    "ours": "ours",
+}
 
 
 def gradients(subject: Subject, model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

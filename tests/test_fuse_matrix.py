@@ -125,6 +125,7 @@ def test_gradient_checkpointing_as_the_library_does_it(library: str) -> None:
     output, grads = gradients(subject, model, inputs)
     norms = {
         "timm": "blocks.0.norm1",
+        "timm-rotary": "blocks.0.norm1",
         "ours": "blocks.0.norm1",
         "transformers": "0.layernorm_before",
         "torchvision": "encoder.layers.encoder_layer_0.ln_1",

@@ -92,7 +92,17 @@ def on_device(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.to(DEVICE) for name, tensor in inputs.items()}
 
 
-TRITON = ["timm-dinov2-registers", "timm-siglip", "transformers-vit", "transformers-dinov2", "torchvision-vit", "ours"]
+TRITON = [
+    "timm-dinov2-registers",
+    "timm-siglip",
+    "timm-qk-norm",
+    "timm-dinov3-biases",
+    "transformers-vit",
+    "transformers-dinov2",
+    "transformers-dinov3",
+    "torchvision-vit",
+    "ours",
+]
 
 
 @pytest.mark.parametrize("name", TRITON)
@@ -108,7 +118,9 @@ def test_the_triton_backend_is_as_exact_as_the_formulas(name: str) -> None:
     assert_gradients_within(after_grads, before_grads, exact_grads, 3)
 
 
-@pytest.mark.parametrize("name", ["timm-vit", "transformers-clip", "torchvision-vit"])
+@pytest.mark.parametrize(
+    "name", ["timm-vit", "timm-dinov3", "transformers-clip", "transformers-dinov3", "torchvision-vit"]
+)
 def test_whole_blocks_run_as_kernels_until_somebody_looks_inside(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run_block, calls = block.run_block, []
 

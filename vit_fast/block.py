@@ -21,9 +21,11 @@ from .ops.attention import attention_qkvpacked, is_exporting
 from .ops.backends import constant_to_compiler
 from .ops.block import BlockTensors, fused_block
 from .ops.checks import matmul_dtype
+from .ops.descriptions import Rope
 from .ops.frozen import Frozen
 from .ops.layer_norm_mlp import fused_layer_norm_mlp, layer_norm_mlp, needs_gradient
 from .ops.linear import layer_norm_linear, linear_residual
+from .ops.rotary import qk_norm_rope
 from .ops.transforms import in_transform
 from .parts import (
     AttentionParts,
@@ -71,6 +73,8 @@ def runs_whole(parts: BlockParts, backend: str) -> bool:
     """Whether the block is nothing but kernels now: none of it is a module, drops elements, or is being exported."""
     if backend != "triton" or parts.attention is None or parts.mlp is None or is_exporting():
         return False
+    if parts.attention.norm.kind != "layer_norm":
+        return False
     return not (drops(parts.attention.dropouts) or drops(parts.mlp.dropouts))
 
 
@@ -79,6 +83,7 @@ def run_block(
     x: Tensor,
     statistics: Tensor | None = None,
     *,
+    rope: Rope | None = None,
     backend: str = "triton",
     attend: Callable[[Tensor], Tensor] | None = None,
     next_statistics: bool = False,
@@ -89,6 +94,7 @@ def run_block(
         parts: Of the block; neither half drops elements now.
         x: [B, N, C].
         statistics: Of the rows of x for the first LayerNorm, as the block before gave them; None computes them.
+        rope: Rotary positions of q and k, where the first half is ours.
         backend: What computes the second half.
         attend: x -> x + attention, where the first half stays modules; None where it is ours.
         next_statistics: Whether a LayerNorm follows that takes the statistics of the rows over.
@@ -98,7 +104,8 @@ def run_block(
     """
     mlp: Any = parts.mlp
     attention: Any = parts.attention
-    if attend is None and backend == "triton" and not is_exporting() and not _drops_a_path(attention, mlp):
+    in_one = attend is None and backend == "triton" and rope is None and attention.qk_norm is None
+    if in_one and not is_exporting() and not _drops_a_path(attention, mlp):
         return fused_block(
             x, statistics, _tensors_for(parts, x), heads=attention.num_heads, attention_scale=attention.scale,
             eps=(attention.norm.eps, mlp.norm.eps), activation=mlp.activation, next_statistics=next_statistics,
@@ -106,7 +113,7 @@ def run_block(
     if attend is not None:
         x, statistics = attend(x), None
     else:
-        x, statistics = _attention_half(attention, x, statistics)
+        x, statistics = _attention_half(attention, x, statistics, rope)
     if backend != "triton" or is_exporting():
         return run_mlp(mlp, x, backend), None
     dropping = _drops_path(mlp.drop_path)
@@ -126,10 +133,15 @@ def run_mlp(parts: MlpParts, x: Tensor, backend: str) -> Tensor:
     return x + parts.drop_path(branch_or_sum) if dropping else branch_or_sum
 
 
-def _attention_half(parts: AttentionParts, x: Tensor, statistics: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _attention_half(
+    parts: AttentionParts, x: Tensor, statistics: Tensor | None, rope: Rope | None
+) -> tuple[Tensor, Tensor | None]:
     weight, bias = parts.qkv.tensors()
     qkv = layer_norm_linear(x, *parts.norm.tensors(), weight, bias, eps=parts.norm.eps, statistics=statistics)
     packed = qkv.unflatten(-1, (3, parts.num_heads, -1))
+    if rope is not None or parts.qk_norm is not None:
+        qk_norm = None if parts.qk_norm is None else parts.qk_norm.now()
+        packed = qk_norm_rope(packed, qk_norm=qk_norm, rope=rope, backend="triton")
     mixed = attention_qkvpacked(packed, scale=parts.scale, backend="triton").flatten(2)
     weight, bias = tensors_of(parts.proj)
     if _drops_path(parts.drop_path):
@@ -173,17 +185,23 @@ def _drops_path(drop_path: Any) -> bool:
 
 
 def forward_block(
-    block: Any, parts: BlockParts, x: Tensor, *, backend: str, attend: Callable[[Tensor], Tensor] | None
+    block: Any,
+    parts: BlockParts,
+    x: Tensor,
+    *,
+    rope: Rope | None = None,
+    backend: str,
+    attend: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
     """`run_block` for a block that its library's own loop calls, [B, N, C] -> [B, N, C].
 
     The row statistics of what the block before returned are taken over where x is that very tensor, untouched.
     """
     if backend != "triton" or parts.attention is None or torch.compiler.is_compiling() or is_touched(block):
-        return run_block(parts, x, backend=backend, attend=attend)[0]
+        return run_block(parts, x, rope=rope, backend=backend, attend=attend)[0]
     statistics = recall(x) if attend is None else None
     with counted():
-        y, emitted = run_block(parts, x, statistics, backend=backend, attend=attend, next_statistics=True)
+        y, emitted = run_block(parts, x, statistics, rope=rope, backend=backend, attend=attend, next_statistics=True)
     remember(y, emitted)
     return y
 

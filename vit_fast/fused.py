@@ -19,6 +19,7 @@ from .block import drops, forward_block, parts_of, run_blocks, run_mlp, runs_who
 from .freezing import Freezable
 from .ops.attention_op import DTYPES, MAX_HEAD_DIM, MIN_HEAD_DIM
 from .ops.backends import resolve_backend
+from .ops.descriptions import Rope
 from .parts import AttentionParts, BlockParts, MlpParts
 from .reading import Reader, read_block
 from .tracing import show_original_to_tracers
@@ -251,7 +252,12 @@ class FusedNormMlp(Freezable, FusedModule):
         return run_mlp(mlp, x, self.vit_fast_backend)
 
     def run_as_block(
-        self, parts: BlockParts, x: Tensor, attend: Callable[[Tensor], Tensor], ordinary: bool = True
+        self,
+        parts: BlockParts,
+        x: Tensor,
+        attend: Callable[[Tensor], Tensor],
+        ordinary: bool = True,
+        rope: Rope | None = None,
     ) -> Tensor:
         """The module as a block, [B, N, C] -> [B, N, C].
 
@@ -259,9 +265,10 @@ class FusedNormMlp(Freezable, FusedModule):
             parts: Of ready().
             attend: x -> x + attention by the modules, for where they have to run.
             ordinary: Whether the call asks for nothing but attention without masks.
+            rope: Its rotary positions, where it is ordinary and has some.
         """
         by_modules = None if ordinary and self._runs_whole(parts) else attend
-        return forward_block(self, parts, x, backend=self.vit_fast_backend, attend=by_modules)
+        return forward_block(self, parts, x, rope=rope, backend=self.vit_fast_backend, attend=by_modules)
 
 
 @fused_form_of(nn.Sequential)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .ops.block import BlockTensors
-from .ops.descriptions import Norm
+from .ops.descriptions import Norm, QkNorm
 from .ops.frozen import Frozen
 from .plain import Watch
 
@@ -82,13 +82,27 @@ class LinearParts:
 
 
 @dataclass(frozen=True, eq=False)
+class QkNormParts:
+    """The norms of q and k, each head by itself (over "head") or all of a token's together ("width")."""
+
+    q: NormParts
+    k: NormParts
+    over: str
+
+    def now(self) -> QkNorm:
+        """As an operator takes it."""
+        return QkNorm(self.q.now(), self.k.now(), self.over)
+
+
+@dataclass(frozen=True, eq=False)
 class AttentionParts:
-    """x + drop_path(layer_scale * proj(attention(qkv(norm(x))))).
+    """x + drop_path(layer_scale * proj(attention(qkv(norm(x))))); rotary positions are given with each call.
 
     Attributes:
         module: The attention layer.
         norm: What comes first.
         qkv: The projections to q, k and v, of equal width.
+        qk_norm: Of q and k, before they are rotated; None where there is none.
         num_heads: Of the attention.
         scale: Multiplier of q k^T; None means D**-0.5.
         proj: A linear layer.
@@ -106,6 +120,7 @@ class AttentionParts:
     layer_scale: Slot | None
     drop_path: Any
     dropouts: tuple[Slot, ...]
+    qk_norm: QkNormParts | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .ops import reference
-from .parts import AttentionParts, BlockParts, LinearParts, MlpParts, NormParts, Slot
+from .parts import AttentionParts, BlockParts, LinearParts, MlpParts, NormParts, QkNormParts, Slot
 from .plain import Watch, tensor_reasons, touch_reasons
 
 ACTIVATION_FUNCTIONS: dict[Any, str] = {F.gelu: "gelu", F.relu: "relu", torch.relu: "relu", F.silu: "silu"}
@@ -95,8 +95,8 @@ class Looker:
         return not self.reasons
 
 
-class Reader(Looker):
-    """Reads one module: what a part of a block may be, and the two halves of a block.
+class PartReader(Looker):
+    """Reads one module: what a part of a block may be.
 
     Attributes:
         activation_classes: The operator's name of each activation, by its class's dotted path; a library adds its own.
@@ -199,6 +199,36 @@ class Reader(Looker):
             self.reasons.append(f"{path} is {scale!r}: accepted is a Parameter")
         return None
 
+    def _joined(self, paths: tuple[str, ...], half: int | None = None) -> LinearParts:
+        """Linear layers of one input; a MultiheadAttention among them stands for the projection that it holds."""
+        weights, biases = [], []
+        for path in paths:
+            holds_it = isinstance(self.at(path), nn.MultiheadAttention)
+            owner = self.reach(path) if holds_it else self.linear(path)
+            weights.append((owner, "in_proj_weight" if holds_it else "weight"))
+            biases.append((owner, "in_proj_bias" if holds_it else "bias"))
+        return LinearParts(tuple(weights), tuple(biases), half)
+
+    def _with_biases(self, paths: tuple[str, ...], biases: tuple[str, ...]) -> LinearParts:
+        slots = []
+        for path in biases:
+            self.reasons += tensor_reasons(path, self.reach(path))
+            owner, _, name = path.rpartition(".")
+            slots.append((self.at(owner), name))
+        return LinearParts(self._joined(paths).weights, tuple(slots))
+
+    def _qk_norm(self, q: str, k: str, over: str) -> QkNormParts | None:
+        of_q, of_k = self.norm_or_nothing(q), self.norm_or_nothing(k)
+        if of_q is None or of_k is None or (of_q.kind, of_q.eps) != (of_k.kind, of_k.eps):
+            if of_q is not of_k:
+                self.reasons.append(f"{q} and {k} differ: accepted are two norms of one kind and epsilon, or none")
+            return None
+        return QkNormParts(of_q, of_k, over)
+
+
+class Reader(PartReader):
+    """Reads one module: the two halves of a block."""
+
     def mlp(
         self,
         norm: str,
@@ -249,6 +279,9 @@ class Reader(Looker):
         qkv: tuple[str, ...],
         proj: str,
         *,
+        biases: tuple[str, ...] | None = None,
+        qk_norm: tuple[str, str] | None = None,
+        qk_norm_over: str = "head",
         inside: Mapping[str, Classes] | None = None,
         empty: Iterable[str] = (),
         dropouts: Iterable[str] = (),
@@ -263,6 +296,9 @@ class Reader(Looker):
         Args:
             module: The attention layer.
             qkv: One linear layer, or three; or a MultiheadAttention, which holds the weights itself.
+            biases: Where those of qkv are, if not in the linear layers.
+            qk_norm: Where norms of q and of k may be.
+            qk_norm_over: As in QkNormParts.
             rates: Probabilities of dropout that are plain attributes.
             inside, empty: As in `mlp`.
             dropouts, num_heads, scale, layer_scale, drop_path: As in AttentionParts.
@@ -272,7 +308,8 @@ class Reader(Looker):
         parts = AttentionParts(
             module=self.reach(module),
             norm=self.norm(norm),
-            qkv=self._joined(qkv),
+            qkv=self._joined(qkv) if biases is None else self._with_biases(qkv, biases),
+            qk_norm=None if qk_norm is None else self._qk_norm(*qk_norm, qk_norm_over),
             num_heads=num_heads,
             scale=scale,
             proj=self.linear(proj, LINEAR_CLASSES),
@@ -283,16 +320,6 @@ class Reader(Looker):
         for path in empty:
             self.nothing(path)
         return parts if self.judge() else None
-
-    def _joined(self, paths: tuple[str, ...], half: int | None = None) -> LinearParts:
-        """Linear layers of one input; a MultiheadAttention among them stands for the projection that it holds."""
-        weights, biases = [], []
-        for path in paths:
-            holds_it = isinstance(self.at(path), nn.MultiheadAttention)
-            owner = self.reach(path) if holds_it else self.linear(path)
-            weights.append((owner, "in_proj_weight" if holds_it else "weight"))
-            biases.append((owner, "in_proj_bias" if holds_it else "bias"))
-        return LinearParts(tuple(weights), tuple(biases), half)
 
 
 def read_block(

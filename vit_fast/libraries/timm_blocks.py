@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..fused import Finding, Forms, FusedModule, FusedNormMlp, fused_class
-from ..ops import attention, attention_qkvpacked
+from ..ops import Rope, attention, attention_qkvpacked, qk_norm_rope
 from ..parts import AttentionParts, MlpParts
 from ..plain import is_touched
 from ..reading import Reader
@@ -51,6 +51,15 @@ class _AttentionLayer(FusedModule):
         changed = type(self.attn_drop) is not nn.Dropout or is_touched(self.attn_drop)
         return attn_mask is not None or is_causal or changed or bool(self.training and self.attn_drop.p)
 
+    def mix(self, qkv: Tensor, rope: Rope | None = None) -> Tensor:
+        """Attention of packed projections [B, N, 3, H, D], normalised and rotated -> [B, N, H, D]."""
+        if not (type(self.q_norm) is nn.Identity and type(self.k_norm) is nn.Identity):
+            q, k, v = qkv.unbind(2)
+            qkv = torch.stack((self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), v), 2)
+        if rope is not None:
+            qkv = qk_norm_rope(qkv, rope=rope, backend="sdpa" if learns(rope) else self.vit_fast_backend)
+        return attention_qkvpacked(qkv, backend=self.vit_fast_backend)
+
     def project(self, mixed: Tensor, x: Tensor) -> Tensor:
         """What follows attention: heads [B, N, H, D] and the layer's input [B, N, C] -> [B, N, dim_out]."""
         mixed = self.norm(mixed.flatten(2))
@@ -66,54 +75,42 @@ class AttentionForm(_AttentionLayer):
         """[B, N, C] -> [B, N, dim_out]."""
         if self.runs_as_it_was(attn_mask, is_causal):
             return super().forward(x, attn_mask=attn_mask, **_causal(is_causal))
-        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # [B, N, 3, H, D]
-        if type(self.q_norm) is nn.Identity and type(self.k_norm) is nn.Identity:
-            mixed = attention_qkvpacked(qkv, backend=self.vit_fast_backend)
-        else:
-            q, k, v = qkv.transpose(1, 3).unbind(2)
-            q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
-            mixed = attention(q, k, v, backend=self.vit_fast_backend).transpose(1, 2)
-        return self.project(mixed, x)
+        return self.project(self.mix(self.qkv(x).unflatten(-1, (3, self.num_heads, -1))), x)
 
 
 class RotaryAttentionForm(_AttentionLayer):
-    """timm's EvaAttention and AttentionRope, with our operator between their linears."""
+    """timm's EvaAttention and AttentionRope, with our operators between their linears."""
 
     def forward(
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        """[B, N, C], and sines and cosines [..., N - prefix, 2 D] -> [B, N, dim_out]."""
+        """[B, N, C], and sines and cosines as of `rope_of` -> [B, N, dim_out]."""
         if self.runs_as_it_was(attn_mask, is_causal):
             return super().forward(x, rope=rope, attn_mask=attn_mask, **_causal(is_causal))
-        q, k, v = self._heads(x)
-        q, k = self.q_norm(q), self.k_norm(k)
-        if rope is not None:
-            q, k = (self._rotate(part, rope).to(v.dtype) for part in (q, k))
-        if (groups := getattr(self, "num_kv_groups", 1)) > 1:
-            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        return self.project(attention(q, k, v, backend=self.vit_fast_backend).transpose(1, 2), x)
+        return self.project(self.mix(self._packed(x), self.rope_of(rope)), x)
 
-    def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v, [B, H, N, D], k and v perhaps of fewer heads."""
+    def rope_of(self, rope: Tensor | None) -> Rope | None:
+        """timm's sines and cosines, side by side: [N - prefix, 2 D], [H, N - prefix, 2 D], or [B, 1 or H, ...]."""
+        if rope is None:
+            return None
+        sin, cos = (rope[None] if rope.dim() == 3 else rope).chunk(2, -1)
+        return Rope(cos, sin, self.num_prefix_tokens, "half" if getattr(self, "rotate_half", False) else "interleaved")
+
+    def _packed(self, x: Tensor) -> Tensor:
+        """[B, N, C] -> [B, N, 3, H, D]; fewer heads of k and v are repeated."""
         if self.qkv is None:
-            projected = [linear(x) for linear in (self.q_proj, self.k_proj, self.v_proj)]
-        elif getattr(self, "q_bias", None) is None:
-            projected = list(self.qkv(x).chunk(3, dim=-1))
+            q, k, v = (
+                linear(x).unflatten(-1, (-1, self.head_dim)) for linear in (self.q_proj, self.k_proj, self.v_proj)
+            )
+            if (groups := getattr(self, "num_kv_groups", 1)) > 1:
+                k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
+            return torch.stack((q, k, v), 2)
+        if getattr(self, "q_bias", None) is None:
+            qkv = self.qkv(x)
         else:
             bias = torch.cat([self.q_bias, self.k_bias, self.v_bias])
             qkv = self.qkv(x) + bias if self.qkv_bias_separate else F.linear(x, self.qkv.weight, bias)
-            projected = list(qkv.chunk(3, dim=-1))
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in projected)
-        return q, k, v
-
-    def _rotate(self, x: Tensor, rope: Tensor) -> Tensor:
-        """q or k [B, H, N, D] with all but its prefix tokens rotated, in the dtype that x and rope promote to."""
-        from timm.layers import apply_rot_embed_cat
-
-        prefix = self.num_prefix_tokens
-        half = {"half": True} if getattr(self, "rotate_half", False) else {}
-        rotated = apply_rot_embed_cat(x[:, :, prefix:], rope, **half)
-        return torch.cat([x[:, :, :prefix], rotated], dim=2)
+        return qkv.unflatten(-1, (3, self.num_heads, -1))
 
 
 class TimmReader(Reader):
@@ -136,8 +133,9 @@ class BlockForm(FusedNormMlp):
             "norm1",
             ("attn.qkv",),
             "attn.proj",
+            qk_norm=("attn.q_norm", "attn.k_norm"),
             inside={"attn": fused_class(block.at("attn"), AttentionForm), "ls1": _scales()},
-            empty=("attn.q_norm", "attn.k_norm", "attn.norm"),
+            empty=("attn.norm",),
             dropouts=("attn.attn_drop", "attn.proj_drop"),
             num_heads=block.value("attn.num_heads"),
             layer_scale="ls1.gamma",
@@ -167,6 +165,28 @@ class EvaBlockForm(FusedNormMlp):
     reader = TimmReader
 
     @classmethod
+    def read_attention(cls, block: Reader) -> AttentionParts | None:
+        block.nothing("attn.gate")
+        if (groups := block.value("attn.num_kv_groups")) not in (None, 1):
+            block.reasons.append(f"attn has {groups} heads of q for one of k and v: accepted is one")
+        packed = block.at("attn.qkv") is not None
+        own_biases = packed and block.at("attn.q_bias") is not None
+        return block.attention(
+            "attn",
+            "norm1",
+            ("attn.qkv",) if packed else ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
+            "attn.proj",
+            biases=("attn.q_bias", "attn.k_bias", "attn.v_bias") if own_biases else None,
+            qk_norm=("attn.q_norm", "attn.k_norm"),
+            inside={"attn": fused_class(block.at("attn"), RotaryAttentionForm)},
+            empty=("attn.norm",),
+            dropouts=("attn.attn_drop", "attn.proj_drop"),
+            num_heads=block.value("attn.num_heads"),
+            layer_scale="gamma_1",
+            drop_path="drop_path1",
+        )
+
+    @classmethod
     def read_mlp(cls, block: Reader) -> MlpParts | None:
         return read_mlp(block, "norm2", {}, layer_scale="gamma_2", drop_path="drop_path2")
 
@@ -183,7 +203,9 @@ class EvaBlockForm(FusedNormMlp):
             branch = self.attn(self.norm1(x), rope=rope, attn_mask=attn_mask, **extra)
             return x + self.drop_path1(branch if self.gamma_1 is None else self.gamma_1 * branch)
 
-        return self.run_as_block(parts, x, attend, ordinary=attn_mask is None and not is_causal)
+        tables = None if parts.attention is None else parts.attention.module.rope_of(rope)
+        ordinary = attn_mask is None and not is_causal and not (tables and learns(tables))
+        return self.run_as_block(parts, x, attend, ordinary, tables)
 
 
 class AttentionPoolLatentForm(FusedNormMlp):
@@ -232,6 +254,11 @@ def read_mlp(block: Reader, norm: str, inside: Mapping[str, tuple[type, ...]], *
     inside = {"mlp": (Mlp, GluMlp, SwiGLU), **inside}
     dropouts = ("mlp.drop1", "mlp.drop2")
     return block.mlp(norm, fc1, "mlp.act", "mlp.fc2", inside=inside, inner_norm="mlp.norm", dropouts=dropouts, **rest)
+
+
+def learns(rope: Rope) -> bool:
+    """Whether the tables want gradients, as RoPE-Mixed's do in training: torch has to rotate then."""
+    return rope.cos.requires_grad and torch.is_grad_enabled()
 
 
 def _causal(is_causal: bool) -> dict[str, Any]:

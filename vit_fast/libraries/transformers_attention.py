@@ -133,7 +133,7 @@ class FusedSelfAttention(FusedModule):
             projected[i] = getattr(self, norm)(projected[i]) if hasattr(self, norm) else projected[i]
         parts = [part.unflatten(-1, (-1, type(self).head_width(self))) for part in projected]
         if rope is not None:
-            qkv = qk_norm_rope(torch.stack(parts, 2), rope=rope, backend="sdpa")
+            qkv = qk_norm_rope(torch.stack(parts, 2), rope=rope, backend=self.vit_fast_backend)
             return attention_qkvpacked(qkv, scale=self.vit_fast_scale, backend=self.vit_fast_backend).flatten(2)
         q, k, v = (part.transpose(1, 2) for part in parts)
         mixed = attention(q, k, v, scale=self.vit_fast_scale, backend=self.vit_fast_backend)

@@ -12,7 +12,9 @@ from ..fused import Forms, FusedModule, FusedNormMlp, fused_class
 from ..parts import AttentionParts, MlpParts
 from ..reading import Reader, describe
 from .transformers_attention import (
+    AFTERWARDS,
     DROPOUT_RATES,
+    QK_NORMS,
     FusedAttentionPoolingHead,
     FusedPoolingHead,
     FusedRotarySelfAttention,
@@ -129,6 +131,9 @@ class FusedLayer(FusedNormMlp):
             inside={path: container_classes_beside(cls.original) for path in layer.scale_modules[:1]},
             dropouts=layer.dropouts,
             rates=(f"{name}.{rate}",),
+            empty=[f"{name}.{after}" for after in AFTERWARDS],
+            qk_norm=(f"{name}.{QK_NORMS[0]}", f"{name}.{QK_NORMS[1]}"),
+            qk_norm_over="width",
             num_heads=linears[0].out_features // type(module).head_width(module),
             scale=module.vit_fast_scale,
             layer_scale=layer.layer_scales[0],
@@ -183,8 +188,10 @@ class FusedLayer(FusedNormMlp):
                     branch = part * branch
             return branch + x
 
-        ordinary = parts.attention is not None and not parts.attention.module.runs_as_it_was(args, kwargs)
-        output = self.run_as_block(parts, hidden_states, attend, ordinary)
+        rope = None
+        if ordinary := parts.attention is not None and not parts.attention.module.runs_as_it_was(args, kwargs):
+            rope = parts.attention.module.rope_of(hidden_states, kwargs)
+        output = self.run_as_block(parts, hidden_states, attend, ordinary, rope)
         return (output, *extras) if self.vit_fast_returns_tuple else output
 
     def attend(self, normed: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Any, ...]]:

@@ -98,12 +98,13 @@ def checked_rope(rope: Rope, qkv: Tensor) -> Rope:
     if cos.shape != sin.shape:
         raise ValueError(f"rope.cos has shape {tuple(cos.shape)}, rope.sin {tuple(sin.shape)}: they must be equal")
     T = N - prefix
-    accepted = {
-        2: cos.shape[:-1] == (T,),
-        3: cos.shape[:-1] == (B, T),
-        4: cos.dim() == 4 and cos.shape[0] in (1, B) and cos.shape[1] in (1, H) and cos.shape[2] == T,
-    }
-    if not accepted.get(cos.dim(), False) or cos.shape[-1] not in (D, D // 2):
+    # of its own rank alone: a comparison with B would fix the batch size while exporting
+    accepted = (
+        (cos.dim() == 2 and cos.shape[0] == T)
+        or (cos.dim() == 3 and cos.shape[:-1] == (B, T))
+        or (cos.dim() == 4 and cos.shape[0] in (1, B) and cos.shape[1] in (1, H) and cos.shape[2] == T)
+    )
+    if not accepted or cos.shape[-1] not in (D, D // 2):
         raise ValueError(
             f"rope.cos has shape {tuple(cos.shape)}: accepted are {(T, D // 2)}, {(B, T, D // 2)} and "
             f"{(B, H, T, D // 2)}, B or H of 1 where shared, or a last dimension of {D}"

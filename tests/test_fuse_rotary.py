@@ -1,0 +1,130 @@
+"""Fused blocks with rotary positions: other image sizes, positions that training augments or learns, grouped heads."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from fused_models import SUBJECTS, Subject, assert_gradients_within, assert_within, gradients, in_fp64, timm_subject
+from kernel_support import DEVICE
+from torch import nn
+
+import vit_fast
+from vit_fast.libraries import timm_blocks, transformers_attention
+
+RESIZED = {
+    "timm": SUBJECTS["timm-dinov3"],
+    "timm-eva02": timm_subject("eva02_tiny_patch14_224", size=28, dynamic_img_size=True),
+    "timm-perception-encoder": timm_subject(
+        "vit_pe_core_tiny_patch16_384", attn_pool_num_heads=2, dynamic_img_size=True
+    ),
+    "transformers": SUBJECTS["transformers-dinov3"],
+}
+
+
+@pytest.mark.parametrize(("name", "size"), [(name, (42, 84) if name == "timm-eva02" else (48, 64)) for name in RESIZED])
+def test_other_image_sizes(name: str, size: tuple[int, int]) -> None:
+    subject = RESIZED[name]
+    model = subject.build()
+    (key,) = subject.inputs()
+    inputs = {key: torch.randn(2, 3, *size)}
+    exact, exact_grads = in_fp64(subject, model, inputs)
+    before, before_grads = gradients(subject, model, inputs)
+    vit_fast.fuse(model, backend="sdpa").require_all()
+    after, after_grads = gradients(subject, model, inputs)
+    assert_within(after, before, exact, 2, "output")
+    assert_gradients_within(after_grads, before_grads, exact_grads, 3)
+
+
+AUGMENTED = {
+    "jitter": {"rope_shift_coords": 0.3, "rope_jitter_coords": 1.5, "rope_rescale_coords": 2.0},
+    "dropped patches": {"patch_drop_rate": 0.5},  # each image keeps its own: a table an image
+    "dropped patches, learned": {"patch_drop_rate": 0.5, "rope_type": "mixed", "rope_rotate_half": False},
+}
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "triton"])
+@pytest.mark.parametrize("name", AUGMENTED)
+def test_positions_that_training_augments(name: str, backend: str) -> None:
+    subject = timm_subject("vit_small_patch16_dinov3", size=64, depth=1, embed_dim=32, **AUGMENTED[name])
+    model = subject.build().to(DEVICE).train()
+    twin = copy.deepcopy(model)
+    report = vit_fast.fuse(twin, backend=backend)
+    report.require_all()
+    inputs = {key: value.to(DEVICE) for key, value in subject.inputs().items()}
+    found = []
+    for computed in (model, twin):
+        torch.manual_seed(3)
+        found.append(gradients(subject, computed, inputs))
+    (before, before_grads), (after, after_grads) = found
+    torch.testing.assert_close(after, before, rtol=1e-3, atol=1e-4)
+    for key, grad in after_grads.items():
+        torch.testing.assert_close(grad, before_grads[key], rtol=1e-3, atol=1e-4 * max(1.0, grad.abs().max().item()))
+    with torch.no_grad():
+        model.eval(), twin.eval()
+        torch.testing.assert_close(subject.run(twin, inputs), subject.run(model, inputs), rtol=1e-3, atol=1e-4)
+
+
+def test_fewer_heads_of_keys_run_our_attention_between_the_modules() -> None:
+    subject = timm_subject(
+        "vit_small_patch16_dinov3", attn_type="rope", qkv_fused=False, num_kv_heads=1, qk_norm=True, qkv_bias=True
+    )
+    model, inputs = subject.build(), subject.inputs()
+    exact, exact_grads = in_fp64(subject, model, inputs)
+    before, before_grads = gradients(subject, model, inputs)
+    vit_fast.fuse(model, backend="sdpa").require_all()
+    after, after_grads = gradients(subject, model, inputs)
+    assert_within(after, before, exact, 2, "output")
+    assert_gradients_within(after_grads, before_grads, exact_grads, 3)
+    assert model.blocks[0].read().attention_reasons == ("attn has 2 heads of q for one of k and v: accepted is one",)
+
+
+@pytest.mark.parametrize("mask", [True, False])
+def test_a_mask_runs_the_original(mask: bool) -> None:
+    model = SUBJECTS["timm-dinov3"].build().eval()
+    images = torch.randn(2, 3, 32, 32)
+    extra: dict[str, Any] = {"attn_mask": torch.rand(9, 9) > 0.3} if mask else {"is_causal": True}
+    with torch.no_grad():
+        expected = model(images, **extra)
+        vit_fast.fuse(model)
+        torch.testing.assert_close(model(images, **extra), expected)
+
+
+@pytest.mark.parametrize("name", ["timm-dinov3", "transformers-dinov3", "transformers-internvl-6b"])
+def test_half_precision_is_no_worse_than_the_original(name: str) -> None:
+    subject = SUBJECTS[name]
+    model = subject.build().eval().to(torch.bfloat16)
+    inputs = {key: value.to(torch.bfloat16) for key, value in subject.inputs().items()}
+    exact, _ = in_fp64(subject, model, inputs)
+    with torch.no_grad():
+        before = subject.run(model, inputs)
+        vit_fast.fuse(model, backend="sdpa")
+        assert_within(subject.run(model, inputs), before, exact, 2, "output")
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "operator"),
+    [
+        ("timm-dinov3", timm_blocks, "attention_qkvpacked"),
+        ("transformers-dinov3", transformers_attention, "attention_qkvpacked"),
+        ("transformers-aimv2", transformers_attention, "attention"),
+    ],
+)
+def test_our_operators_are_what_runs(name: str, where: Any, operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    for each in (operator, "qk_norm_rope"):
+        original = getattr(where, each)
+
+        def count(*args: object, _each: str = each, _original: Any = original, **kwargs: object) -> object:
+            calls.append(_each)
+            return _original(*args, **kwargs)
+
+        monkeypatch.setattr(where, each, count)
+    subject: Subject = SUBJECTS[name]
+    model: nn.Module = subject.build()
+    vit_fast.fuse(model)
+    subject.run(model, subject.inputs())
+    rotated = ["qk_norm_rope", operator] if "dinov3" in name else [operator]
+    assert calls[: 2 * len(rotated)] == rotated * 2
