@@ -20,7 +20,9 @@ SAME, FASTER, SLOWER, UNKNOWN = "no difference", "faster", "slower", "cannot be 
 QUIET_RUN = "for a quiet run: end what else runs here, fix the clocks, or give the run cores of its own (taskset -c)"
 
 
-def ratio_interval(base_ms: Sequence[float], other_ms: Sequence[float], *, paired: bool) -> tuple[float, float]:
+def ratio_interval(
+    base_ms: Sequence[float], other_ms: Sequence[float], *, paired: bool, share: float = 0.5
+) -> tuple[float, float]:
     """An interval for how many times as fast the other is: median(base_ms) / median(other_ms).
 
     Moving blocks of neighbouring samples are drawn, as bursts and drift last for several.
@@ -29,12 +31,13 @@ def ratio_interval(base_ms: Sequence[float], other_ms: Sequence[float], *, paire
         base_ms: Durations, at least one.
         other_ms: Those of the other; in ms, as they were taken.
         paired: Whether samples of the same number were taken in the same turn, and share what the machine did then.
+        share: Of the calls that are compared by the longest of them; 0.5 compares medians.
     """
     generator = np.random.default_rng(0)
     base, other = np.asarray(base_ms), np.asarray(other_ms)
     rows = _blocks(len(base), generator)
     others = rows if paired and len(base) == len(other) else _blocks(len(other), generator)
-    ratios = np.median(base[rows], axis=1) / np.median(other[others], axis=1)
+    ratios = np.quantile(base[rows], share, axis=1) / np.quantile(other[others], share, axis=1)
     low, high = np.quantile(ratios, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return float(low), float(high)
 
@@ -46,10 +49,10 @@ def _blocks(count: int, generator: np.random.Generator) -> np.ndarray:
     return ((starts + np.arange(length)) % count).reshape(RESAMPLES, -1)[:, :count]
 
 
-def control(first_ms: Sequence[float], again_ms: Sequence[float]) -> dict[str, Any]:
+def control(first_ms: Sequence[float], again_ms: Sequence[float], *, share: float = 0.5) -> dict[str, Any]:
     """The A/A control: identical code timed in the same turns, and the resolution that follows, as a share."""
-    low, high = ratio_interval(first_ms, again_ms, paired=True)
-    ratio = float(np.median(first_ms) / np.median(again_ms))
+    low, high = ratio_interval(first_ms, again_ms, paired=True, share=share)
+    ratio = float(np.quantile(first_ms, share) / np.quantile(again_ms, share))
     return {"ratio": ratio, "interval": [low, high], "resolution": max(high, 1 / low, ratio, 1 / ratio) - 1}
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .fusion_report import FusionReport
     from .model import VisionTransformer, set_backend
     from .runtime import GraphRunner, compile
+    from .tuning.optimization import Optimization, load_optimized, optimize
     from .variants import list_models
     from .warmup import WarmUp, warm_up
     from .weights import load, load_weights, save
@@ -32,6 +33,7 @@ _LAZY = {
     "DataConfig": ".config",
     "FusionReport": ".fusion_report",
     "GraphRunner": ".runtime",
+    "Optimization": ".tuning.optimization",
     "UnsupportedInputError": ".errors",
     "ViTConfig": ".config",
     "VisionTransformer": ".model",
@@ -43,7 +45,9 @@ _LAZY = {
     "fuse": ".fusion",
     "list_models": ".variants",
     "load": ".weights",
+    "load_optimized": ".tuning.optimization",
     "load_weights": ".weights",
+    "optimize": ".tuning.optimization",
     "save": ".weights",
     "set_backend": ".model",
     "unfreeze": ".freezing",
@@ -57,6 +61,7 @@ __all__ = [
     "DataConfig",
     "FusionReport",
     "GraphRunner",
+    "Optimization",
     "UnsupportedInputError",
     "ViTConfig",
     "VisionTransformer",
@@ -69,8 +74,10 @@ __all__ = [
     "fuse",
     "list_models",
     "load",
+    "load_optimized",
     "load_weights",
     "ops",
+    "optimize",
     "save",
     "set_backend",
     "unfreeze",

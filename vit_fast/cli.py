@@ -22,6 +22,7 @@ COMMANDS = (
     "predict",
     "train",
     "export",
+    "optimize",
     "hf_kernel",
 )
 

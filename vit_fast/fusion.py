@@ -19,6 +19,7 @@ from .model import VisionTransformer
 from .ops.backends import auto_reasons, resolve_backend, triton_unavailable_reasons
 from .patch_embed import FusedPatchConv, FusedPatchEmbed, check_normalize, find_patch_conv
 from .plain import forward_is_replaced
+from .tuning.answers import known_backend
 
 LOOKS_FUSABLE = re.compile(r"(Attention|Attn|Mlp|MLP|FFN|FeedForward)(?![a-z])|Attention$")
 
@@ -44,7 +45,8 @@ def fuse(
         model: Any module; everything inside it is looked at.
         backend: "triton", "sdpa", "eager", or "auto": triton on a CUDA device where it runs, for fp16, bf16, and fp32
             with TF32 or under autocast; else sdpa. "auto" is resolved now, and again when the model is moved or
-            converted.
+            converted. Where `vit_fast.optimize` has found another one to be faster for such a model on this machine,
+            it stands for that, for good.
         normalize: (mean, std) of pictures in 0..1, a number a channel. The patch embedding then takes pictures in
             0..255, uint8 or floating, and normalises within its convolution.
     Returns:
@@ -57,11 +59,16 @@ def fuse(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}: accepted is a torch.nn.Module")
     resolved = _checked_backend(model, backend)
+    known = known_backend(model) if backend == "auto" else None
+    if known is not None and known != resolved:
+        backend = resolved = known
     plan = _Plan(model, backend, resolved)
     if normalize is not None:
         plan.add_normalize(model, *check_normalize(normalize))
     plan.apply()
     why = auto_reasons(device_of(model), dtype_of(model)) if backend == "auto" and resolved != "triton" else ()
+    if known is not None:
+        why = ("vit_fast.optimize found it to be the fastest here",)
     return FusionReport(resolved, tuple(plan.rows), why)
 
 

@@ -1,0 +1,310 @@
+"""vit_fast.optimize: every choice is a right drop-in, what is found is kept, and nothing answers stale."""
+
+from __future__ import annotations
+
+import copy
+import json
+import multiprocessing
+from pathlib import Path
+
+import pytest
+import torch
+from fused_models import assert_within
+from torch import Tensor, nn
+
+import vit_fast
+from vit_fast.errors import UnsupportedInputError
+from vit_fast.tuning import answers, choices
+from vit_fast.tuning.build import build
+from vit_fast.tuning.choices import Choice
+from vit_fast.tuning.planner import Refused
+from vit_fast.tuning.trials import Expected, Rule, Trials
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("VIT_FAST_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    model = vit_fast.create_model("vit_test", backend="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+@pytest.fixture
+def images() -> Tensor:
+    return torch.randn(4, 3, 32, 32)
+
+
+@pytest.fixture
+def one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what is built in no time is tried."""
+    every = choices.candidates
+    module = "vit_fast.tuning.optimization.candidates"
+    monkeypatch.setattr(module, lambda *how: [choice for choice in every(*how) if choice.engine == "torch"])
+
+
+CHOICES = [
+    Choice(),
+    Choice(attention="sdpa", mlp="sdpa"),
+    Choice(attention="sdpa", mlp="eager"),
+    Choice(attention="sdpa"),
+    Choice(channels_last=True),
+    Choice(split=3),
+    Choice(threads=1),
+    Choice(attention="sdpa", mlp="sdpa", precision="bf16", split=2),
+    Choice("onnxruntime"),
+    Choice("onnxruntime", precision="int8", split=1),
+    pytest.param(Choice("compile", frozen=True), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
+def test_every_choice_is_a_drop_in(model, images, choice) -> None:
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    expected = model(images)
+    optimized = build(choice, model, images, expected, ())
+    output = optimized(images)
+    assert output.dtype == expected.dtype and output.shape == expected.shape and not output.requires_grad
+    if choice.precision is None:
+        assert_within(output, expected, copy.deepcopy(model).double()(images.double()), 2, choice.name)
+    else:
+        assert torch.nn.functional.cosine_similarity(output, expected).min() > 0.9
+        assert not torch.equal(output, expected), "it computes in fewer bits"
+    assert optimized(images[:1]).shape[0] == 1
+    assert optimized.config is model.config and optimized.head.weight is model.head.weight
+    assert optimized.state_dict().keys() == before.keys()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    torch.testing.assert_close(model(images), expected)
+
+
+def test_parts_run_the_backends_that_were_asked_for(images) -> None:
+    timm = pytest.importorskip("timm")
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2).eval()
+    optimized = build(Choice(attention="sdpa", mlp="eager"), model, images, model(images), ())
+    work = optimized._function
+    assert {block.vit_fast_backend for block in work.blocks} == {"eager"}
+    assert {block.attn.vit_fast_backend for block in work.blocks} == {"sdpa"}
+    assert type(model.blocks[0]).__module__.startswith("timm")
+
+
+class Dictionary(nn.Module):
+    """Gives what transformers' models give: named outputs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor, scale: float = 1.0) -> dict[str, Tensor]:
+        logits = self.model(images) * scale
+        return {"logits": logits, "best": logits.argmax(1)}
+
+
+def test_named_outputs_and_arguments(model, images) -> None:
+    given = Dictionary(model)
+    expected = given(images, 2.0)
+    optimized = build(
+        Choice(attention="sdpa", mlp="sdpa", precision="bf16", split=3), given, (images, 2.0), expected, ()
+    )
+    output = optimized(images, scale=2.0)
+    assert output.keys() == expected.keys()
+    assert [value.dtype for value in output.values()] == [torch.float32, torch.int64]
+    with pytest.raises(UnsupportedInputError, match="give one tensor"):
+        build(Choice("onnxruntime"), given, images, expected, ())
+
+
+def test_changed_weights_are_followed_or_refused(model, images) -> None:
+    expected = model(images)
+    shared = build(Choice(attention="sdpa", mlp="sdpa"), model, images, expected, ())
+    own = build(Choice(precision="bf16"), model, images, expected, ())
+    with torch.no_grad():
+        model.head.weight.mul_(2)
+    torch.testing.assert_close(shared(images), model(images), atol=1e-4, rtol=1e-4)
+    with pytest.raises(UnsupportedInputError, match="weights were changed"):
+        own(images)
+
+
+def test_hooks_and_training_are_refused(model, images) -> None:
+    optimized = build(Choice(attention="sdpa", mlp="sdpa"), model, images, model(images), ())
+    handle = model.blocks[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(UnsupportedInputError, match=r"blocks\.0 carries hooks"):
+        optimized(images)
+    with pytest.raises(UnsupportedInputError, match=r"blocks\.0 carries hooks"):
+        build(Choice("compile"), model, images, model(images), ())
+    as_given = build(Choice(), model, images, model(images), ())
+    as_given(images)
+    handle.remove()
+    optimized(images)
+    with pytest.raises(UnsupportedInputError, match="training mode"):
+        optimized.train()(images)
+    model.train()
+    with pytest.raises(UnsupportedInputError, match="training mode"):
+        as_given(images)
+
+
+def test_what_cannot_be_had_says_why(model, images) -> None:
+    with pytest.raises(UnsupportedInputError, match="CUDA"):
+        build(Choice(graphs=True), model, images, model(images), ())
+    with pytest.raises(UnsupportedInputError, match="nothing in the model can be frozen"):
+        build(Choice(frozen=True), model, images, model(images), ())
+    plain = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 10))
+    with pytest.raises(UnsupportedInputError, match="nothing in the model is known"):
+        build(Choice(attention="sdpa", mlp="sdpa"), plain, images, plain(images), ())
+
+
+def trials_of(model: nn.Module, images: Tensor, **rule) -> Trials:
+    return Trials(model, images, Expected(model, images, ()), (), Rule(0.99, **rule))
+
+
+def test_wrong_answers_are_refused(model, images, monkeypatch) -> None:
+    trials = trials_of(model, images)
+    wrong = nn.Linear(1, 1)
+    for change, reason in (
+        (lambda output: output + 1e-3, "off by"),
+        (lambda output: output[:2], "instead of"),
+        (lambda output: output * float("nan"), "NaN"),
+    ):
+        function = lambda values, change=change: change(model(values))  # noqa: E731
+        with pytest.raises(Refused, match=reason):
+            trials.expected.check(function, Choice(channels_last=True), trials.rule)
+    turned = lambda values: model(values).roll(1, 1)  # noqa: E731
+    with pytest.raises(Refused, match="of the answers"):
+        trials.expected.check(turned, Choice(precision="bf16"), trials.rule)
+    del wrong
+
+
+def test_memory_limit(model, images) -> None:
+    trials = trials_of(model, images, memory_limit=10)
+    with pytest.raises(Refused, match="memory_limit"):
+        trials.prepare(Choice(attention="sdpa", mlp="sdpa"), 60)
+    trials.prepare(Choice(), 60)
+
+
+@pytest.mark.parametrize("objective", ["throughput", "latency"])
+def test_finds_keeps_and_gives_again(model, images, one_engine, objective) -> None:
+    model.train()
+    told: list[str] = []
+    first = vit_fast.optimize(
+        model, images, budget_s=3, latency_or_throughput=objective, progress=lambda what, seconds: told.append(what)
+    )
+    assert model.training and model.blocks[0].training
+    model.eval()
+    assert told[0] == "as given" and first.table[0].choice == Choice() and first.table[0].ratio == 1
+    assert {row.choice.name for row in first.table} >= {"as given", "fused sdpa"}
+    assert [row.reason for row in first.table].count(None) == 1
+    chosen = next(row for row in first.table if row.reason is None)
+    assert chosen.choice == first.choice == first.model.choice
+    assert first.gain >= 1 and not first.kept
+    assert "images/s" in str(first)
+    torch.testing.assert_close(first.model(images), model(images), atol=1e-4, rtol=1e-4)
+
+    second = vit_fast.optimize(model, images, budget_s=3, latency_or_throughput=objective)
+    assert second.kept and second.choice == first.choice and second.table == ()
+    assert "kept from before" in str(second)
+    other = vit_fast.optimize(model, images[:2], budget_s=1, latency_or_throughput=objective)
+    assert not other.kept, "another batch"
+    assert not vit_fast.optimize(model, images, budget_s=1, latency_or_throughput=objective, again=True).kept
+
+
+def test_answers_with_loss_hold_for_these_weights_alone(model, images, one_engine) -> None:
+    found = vit_fast.optimize(model, images, budget_s=2, lossless=False, allow=["bf16"], min_agreement=0.0)
+    assert any(row.choice.precision == "bf16" and row.ms for row in found.table)
+    assert vit_fast.optimize(model, images, budget_s=2, lossless=False, allow=["bf16"], min_agreement=0.0).kept
+    with torch.no_grad():
+        model.head.weight.add_(1)
+    assert not vit_fast.optimize(model, images, budget_s=1, lossless=False, allow=["bf16"], min_agreement=0.0).kept
+
+
+def test_save_and_load(model, images, one_engine, tmp_path) -> None:
+    found = vit_fast.optimize(model, images, budget_s=2)
+    found.save(tmp_path / "fast.json")
+    loaded = vit_fast.load_optimized(tmp_path / "fast.json", model)
+    assert loaded.choice == found.choice
+    torch.testing.assert_close(loaded(images), model(images), atol=1e-4, rtol=1e-4)
+    other = vit_fast.create_model("vit_test", depth=1)
+    with pytest.raises(ValueError, match="of other shapes"):
+        vit_fast.load_optimized(tmp_path / "fast.json", other)
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(ValueError, match="format None"):
+        vit_fast.load_optimized(tmp_path / "bad.json", model)
+
+
+def test_where_answers_are_kept(monkeypatch, tmp_path) -> None:
+    monkeypatch.delenv("VIT_FAST_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert answers.folder() == tmp_path / "vit_fast" / "answers"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert answers.folder() == Path.home() / ".cache" / "vit_fast" / "answers"
+
+
+def test_foreign_answers_are_ignored_with_a_word(model, images, one_engine) -> None:
+    vit_fast.optimize(model, images, budget_s=1)
+    (path,) = answers.folder().glob("*.json")
+    for text in ("", "[1]", '{"format": 99}', json.dumps({"format": 1, "key": {}, "choice": {"x": 1}, "figures": {}})):
+        path.write_text(text)
+        with pytest.warns(UserWarning, match="ignored"):
+            assert not vit_fast.optimize(model, images, budget_s=1).kept
+    assert answers.clear() == 1 and list(answers.all_answers()) == []
+
+
+def _keep_many(number: int) -> None:
+    for turn in range(20):
+        answers.keep(answers.Answer({"machine": {}, "model": "m"}, Choice(split=number + 1), {"turn": turn}))
+
+
+def test_processes_may_race_for_an_answer() -> None:
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_keep_many, args=(number,)) for number in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    found = answers.look_up({"machine": {}, "model": "m"})
+    assert found is not None and found.figures == {"turn": 19}
+    assert [path.name for path in answers.folder().iterdir()] == [path.name for path in answers.folder().glob("*.json")]
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"budget_s": 0}, "budget_s=0"),
+        ({"min_agreement": 2}, "min_agreement=2"),
+        ({"latency_or_throughput": "both"}, "latency_or_throughput='both'"),
+        ({"memory_limit": 0}, "memory_limit=0"),
+        ({"allow": ["bf16"]}, "lossless=False"),
+        ({"lossless": False, "allow": ["int4"]}, "allow has 'int4'"),
+        ({"example": torch.zeros(0, 3, 32, 32)}, "example"),
+        ({"example": "images"}, "example"),
+    ],
+)
+def test_bad_arguments(model, images, how, message) -> None:
+    arguments = {"example": images} | how
+    with pytest.raises(ValueError, match=message):
+        vit_fast.optimize(model, **arguments)
+
+
+def test_a_choice_has_one_name_and_comes_back_from_a_file() -> None:
+    everything = [*choices.candidates(torch.device("cpu"), choices.PRECISIONS), *CHOICES[:-1]]
+    everything += choices.variations(Choice(), torch.device("cpu"), 8)
+    assert len({choice.name for choice in everything}) == len(set(everything))
+    assert all(Choice.from_dict(choice.to_dict()) == choice for choice in everything)
+    with pytest.raises(ValueError, match="accepted are engine"):
+        Choice.from_dict({"colour": "red"})
+    assert Choice().plainness == 0 < Choice(attention="sdpa", mlp="sdpa").plainness < Choice("compile").plainness
+
+
+def test_what_is_tried_on_a_gpu(monkeypatch) -> None:
+    monkeypatch.setattr(choices, "triton_unavailable_reasons", lambda device: ())
+    names = [choice.name for choice in choices.candidates(torch.device("cuda"), ["fp16"])]
+    assert {"fused triton", "fused triton, frozen, graphs", "attention triton, MLP sdpa"} <= set(names)
+    assert {"fused triton, torch.compile", "fused triton, fp16", "ONNX Runtime, fp16"} <= set(names)
+    assert not any("bf16" in name or "int8" in name or "threads" in name for name in names)
+    monkeypatch.setattr(choices, "triton_unavailable_reasons", lambda device: ("no compiler",))
+    assert not any("triton" in choice.name for choice in choices.candidates(torch.device("cuda"), []))

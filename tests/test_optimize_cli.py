@@ -1,0 +1,149 @@
+"""`vit-fast optimize` and `vit-fast cache`, and what they write."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import vit_fast
+from vit_fast.cli import main
+from vit_fast.tuning import answers, choices, deployable
+from vit_fast.tuning.choices import Choice
+from vit_fast.tuning.entry import open_model
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("VIT_FAST_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def only(monkeypatch: pytest.MonkeyPatch):
+    """Makes one choice the only one, which wins whatever the clock says."""
+
+    def choose(choice: Choice) -> None:
+        module = "vit_fast.tuning.optimization"
+        monkeypatch.setattr(f"{module}.candidates", lambda *_: [choice])
+        monkeypatch.setattr("vit_fast.tuning.trials.variations", lambda *_: [])
+        take = vit_fast.tuning.trials.Trials.call_ms
+        factor = {choice: 0.01}
+        monkeypatch.setattr(
+            vit_fast.tuning.trials.Trials,
+            "call_ms",
+            lambda self, candidate, number: take(self, candidate, number) * factor.get(candidate, 1.0),
+        )
+
+    return choose
+
+
+def run(*arguments: str) -> int:
+    try:
+        main([*arguments])
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    return 0
+
+
+def test_table_answer_and_cache(capsys: pytest.CaptureFixture[str], tmp_path: Path, only) -> None:
+    only(Choice(attention="sdpa", mlp="sdpa"))
+    saved = tmp_path / "fast.json"
+    assert run("optimize", "vit_test", "--batch", "2", "--budget", "2", "--save", str(saved)) == 0
+    said = capsys.readouterr().out
+    assert "as given" in said and "fused sdpa" in said and "times as fast" in said
+    model = vit_fast.create_model("vit_test")
+    assert vit_fast.load_optimized(saved, model).choice == Choice(attention="sdpa", mlp="sdpa")
+
+    assert run("optimize", "vit_test", "--batch", "2", "--budget", "2") == 0
+    assert "kept from before" in capsys.readouterr().out
+    assert run("cache") == 0
+    said = capsys.readouterr().out
+    assert said.startswith("1 kept in") and "throughput, 2x3x32x32 torch.float32" in said and "fused sdpa" in said
+    assert run("cache", "--json") == 0
+    (kept,) = json.loads(capsys.readouterr().out)
+    assert kept["choice"] == {"attention": "sdpa", "mlp": "sdpa"}
+    assert run("cache", "--clear") == 0 and list(answers.all_answers()) == []
+
+
+def test_json(capsys: pytest.CaptureFixture[str], only) -> None:
+    only(Choice(precision="bf16", attention="sdpa", mlp="sdpa"))
+    assert run("optimize", "vit_test", "--allow", "bf16", "--min-agreement", "0", "--budget", "2", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["name"] == "fused sdpa, bf16" == found["table"][1]["name"]
+    assert found["key"]["asked"]["allow"] == ["bf16"] and found["figures"]["gain"] > 1
+    assert 0 <= found["table"][1]["checked"]["agreement"] <= 1
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [Choice("onnxruntime"), Choice(attention="sdpa", mlp="sdpa", precision="bf16")],
+    ids=lambda choice: choice.name,
+)
+def test_export_writes_what_runs_elsewhere(choice: Choice, only, tmp_path: Path) -> None:
+    only(choice)
+    folder = tmp_path / "deployed"
+    allow = ["--allow", "bf16", "--min-agreement", "0"] if choice.precision else []
+    assert run("optimize", "vit_test", "--batch", "2", "--budget", "60", *allow, "--export", str(folder)) == 0
+    described = json.loads((folder / deployable.FIGURES).read_text())
+    assert Choice.from_dict(described["choice"]) == choice
+    opened = open_model("vit_test", 2, ())
+    expected = opened.module(opened.example)
+    if choice.engine == "onnxruntime":
+        from vit_fast.export import OnnxRunner
+
+        output = OnnxRunner(folder / described["file"], "cpu")(opened.example)
+        torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-4)
+    else:
+        program = torch.export.load(folder / described["file"])
+        output = program.module()(opened.example.bfloat16())
+        torch.testing.assert_close(output.float(), expected, atol=0.3, rtol=0.1)
+    assert run("optimize", "vit_test", "--export", str(folder)) == 2, "a folder that is not empty"
+
+
+@pytest.mark.slow
+def test_export_of_what_torch_compiles(only, tmp_path: Path) -> None:
+    only(Choice("compile"))
+    folder = tmp_path / "deployed"
+    assert run("optimize", "vit_test", "--batch", "2", "--budget", "200", "--export", str(folder)) == 0
+    opened = open_model("vit_test", 2, ())
+    compiled = torch._inductor.aoti_load_package(str(folder / "model.pt2"))
+    torch.testing.assert_close(compiled(opened.example), opened.module(opened.example), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("vit_tst",), "vit_test"),
+        (("vit_*_patch16_224",), "accepted is one of them"),
+        (("missing.onnx",), "missing.onnx"),
+        (("vit_test", "--allow", "int4"), "int4"),
+        (("vit_test", "--img-size", "big"), "--img-size big"),
+        (("vit_test", "--images", "missing.jpg"), "missing.jpg"),
+    ],
+)
+def test_bad_words(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("optimize", *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_fuse_takes_what_is_known_of_this_machine(monkeypatch: pytest.MonkeyPatch, only, capsys) -> None:
+    opened = open_model("timm:test_vit", 1, ())
+    report = vit_fast.fuse(opened.module)
+    assert report.backend == "sdpa"
+    vit_fast.unfuse(opened.module)
+    only(Choice(attention="eager", mlp="eager"))
+    found = vit_fast.optimize(opened.module, opened.example, budget_s=5)
+    assert found.choice.attention == "eager"
+    report = vit_fast.fuse(opened.module)
+    assert report.backend == "eager"
+    assert "vit_fast.optimize found it to be the fastest here" in str(report)
+    other = open_model("timm:vit_tiny_patch16_224", 1, (), img_size=[32])
+    assert vit_fast.fuse(other.module).backend == "sdpa"
+
+
+def test_candidates_are_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choices, "installed", lambda name: None)
+    engines = {choice.engine for choice in choices.candidates(torch.device("cpu"), ["bf16", "int8"])}
+    assert engines == {"torch", "compile"}

@@ -1,0 +1,157 @@
+"""`vit-fast optimize`: the fastest right way to run a model on this machine; `vit-fast cache`: what was found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from ..tuning.optimization import Optimization
+
+
+def register(app: typer.Typer) -> None:
+    app.command(name="optimize")(optimize)
+    app.command(name="cache")(cache)
+
+
+def optimize(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="One of our names, timm:NAME, hf:FOLDER, a weights file, or module:function that gives a module."
+        ),
+    ],
+    batch: Annotated[int, typer.Option(help="Images a call.", min=1)] = 1,
+    img_size: Annotated[str | None, typer.Option(help="Pixels a side; default: the model's.", metavar="N|HxW")] = None,
+    allow: Annotated[
+        str | None, typer.Option(help="Number formats that may lose accuracy: bf16, fp16, int8.", metavar="A,B")
+    ] = None,
+    min_agreement: Annotated[
+        float, typer.Option(help="Share of images that these must answer as the model does.", min=0, max=1)
+    ] = 0.99,
+    images: Annotated[
+        list[Path] | None, typer.Option(help="Photographs or folders of them; default: one of matplotlib's wheel.")
+    ] = None,
+    budget: Annotated[float, typer.Option(help="Seconds for the search.", min=1)] = 100,
+    latency: Annotated[bool, typer.Option("--latency", help="Compare what nine of ten calls stay below.")] = False,
+    memory_limit: Annotated[float | None, typer.Option(help="MiB beside the model itself.", min=0.001)] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    again: Annotated[bool, typer.Option("--again", help="Search although an answer is kept.")] = False,
+    save: Annotated[Path | None, typer.Option(help="Write what vit_fast.load_optimized reads.")] = None,
+    export: Annotated[
+        Path | None, typer.Option(help="New or empty folder for what was chosen in deployable form, with its figures.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output; all else goes to stderr.")] = False,
+) -> None:
+    """Tries what could be faster, holds each against the model, and keeps the best for this machine.
+
+    Our own models are compared to plain eager PyTorch, others to what they are. Ctrl-C gives the best so far.
+    """
+    from rich.console import Console
+
+    from ..benchmarks.report import FULL_WIDTH
+    from ..tuning import deployable
+    from ..tuning.entry import open_model
+    from ..tuning.optimization import optimize as run
+
+    if export is not None:
+        deployable.check_folder(export)
+    console = Console(stderr=as_json)
+    if not console.is_terminal:
+        console.width = FULL_WIDTH
+    opened = open_model(model, batch, images or (), device, _pixels(img_size))
+    with console.status(model) as status:
+        result = run(
+            opened.module,
+            opened.example,
+            budget_s=budget,
+            lossless=allow is None,
+            allow=None if allow is None else [name.strip() for name in allow.split(",")],  # type: ignore[misc]  # checked
+            min_agreement=min_agreement,
+            calibration=opened.photographs,
+            images=opened.others,
+            latency_or_throughput="latency" if latency else "throughput",
+            memory_limit=None if memory_limit is None else int(memory_limit * 2**20),
+            again=again,
+            progress=lambda what, seconds: status.update(f"{model}: {seconds:.0f} of {budget:.0f} s: {what}"),
+        )
+    if result.table:
+        console.print(_table(result))
+    console.print(f"{opened.name}, batch {batch}: {result}", soft_wrap=True, highlight=False)
+    if save is not None:
+        result.save(save)
+        console.print(f"written: {save}", soft_wrap=True, highlight=False)
+    if export is not None:
+        for path in deployable.write(result, opened.module, opened.example, export, opened.photographs):
+            console.print(f"written: {path}", soft_wrap=True, highlight=False)
+    if as_json:
+        rows = [_plain(row) for row in result.table]
+        typer.echo(json.dumps(result.answer.to_dict() | {"name": result.choice.name, "table": rows}, indent=2))
+
+
+def _pixels(text: str | None) -> list[int] | None:
+    try:
+        return None if text is None else [int(side) for side in text.split("x")]
+    except ValueError:
+        raise ValueError(f"--img-size {text}: accepted are a side, or HEIGHTxWIDTH, in pixels") from None
+
+
+def _plain(row: Any) -> dict[str, Any]:
+    facts = {**vars(row), "choice": row.choice.to_dict(), "name": row.choice.name}
+    return facts | {"checked": None if row.checked is None else vars(row.checked)}
+
+
+def _table(result: Optimization) -> Any:
+    from rich.table import Table
+
+    table = Table(title=f"{result.objective}, in order of trial", title_justify="left")
+    table.add_column("choice")
+    for name in ("ms", "images/s", "x as given", "max error", "agrees", "peak MiB", "first call s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("why not")
+    for row in result.table:
+        interval = "" if row.ratio_interval is None else " [{:.2f}, {:.2f}]".format(*row.ratio_interval)
+        timed = (
+            ["", "", ""]
+            if row.ms is None
+            else [f"{row.ms:.4g}", f"{row.images_per_s:.4g}", f"{row.ratio:.2f}{interval}"]
+        )
+        found = row.checked
+        checked = ["", "", "", ""]
+        if found is not None:
+            checked = [
+                f"{found.error:.1e}",
+                f"{found.agreement:.1%}",
+                f"{found.peak_bytes / 2**20:.0f}",
+                f"{found.first_call_s:.1f}",
+            ]
+        name = f"[bold]{row.choice.name}[/bold]" if row.choice == result.choice else row.choice.name
+        table.add_row(name, *timed, *checked, row.reason or "[bold]chosen[/bold]")
+    return table
+
+
+def cache(
+    clear: Annotated[bool, typer.Option("--clear", help="Remove all kept answers.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+) -> None:
+    """Shows what `optimize` has found on this machine, or removes it."""
+    from ..tuning import answers
+
+    if clear:
+        typer.echo(f"removed {answers.clear()} from {answers.folder()}")
+        return
+    found = list(answers.all_answers())
+    if as_json:
+        typer.echo(json.dumps([answer.to_dict() for _, answer in found], indent=2))
+        return
+    typer.echo(f"{len(found)} kept in {answers.folder()}")
+    for path, answer in found:
+        key = answer.key
+        shapes = " ".join("x".join(map(str, shape)) + f" {dtype}" for shape, dtype in key["example"])
+        typer.echo(
+            f"{path.stem}  {key['asked']['objective']}, {shapes}, model {key['model']}, {key['machine']['device']}: "
+            f"{answer.choice.name}, {answer.figures['gain']:.2f} times as fast as given"
+        )

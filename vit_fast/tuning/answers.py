@@ -1,0 +1,182 @@
+"""Answers that are kept: for this machine, these versions, this model and these shapes, which choice was best.
+
+One small JSON file each under ~/.cache/vit_fast/answers; XDG_CACHE_HOME moves it, VIT_FAST_CACHE names it. What cannot
+be read is ignored with a warning; writing replaces a file at once, so that processes may race.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..files import file_aside
+from ..version import __version__, installed
+from .choices import Choice
+
+FORMAT = 1
+PACKAGES = ("torch", "triton", "onnxruntime", "onnxruntime-gpu", "timm", "transformers")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was found once.
+
+    Attributes:
+        key: What it holds for, as plain data; see key_of.
+        choice: What to run.
+        figures: What was measured, as plain data.
+    """
+
+    key: dict[str, Any]
+    choice: Choice
+    figures: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"format": FORMAT, "key": self.key, "choice": self.choice.to_dict(), "figures": self.figures}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Answer:
+        """What to_dict gave.
+
+        Raises:
+            ValueError: it is something else, or of another format.
+        """
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            found = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise ValueError(f"format {found!r}: accepted is an answer of format {FORMAT}")
+        parts = [data.get(name) for name in ("key", "choice", "figures")]
+        if not all(isinstance(part, dict) for part in parts):
+            raise ValueError("key, choice and figures: accepted are three objects")
+        return cls(parts[0], Choice.from_dict(parts[1]), parts[2])  # type: ignore[arg-type]  # objects, as checked
+
+
+def folder() -> Path:
+    """Where answers lie."""
+    if named := os.environ.get("VIT_FAST_CACHE"):
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vit_fast" / "answers"
+
+
+def key_of(model: nn.Module, example: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    """What an answer holds for: machine, versions, the model's shape, the example's, and what was asked.
+
+    Args:
+        model: Its class, and the names, shapes and dtypes of its tensors, count; where loss is allowed, its values too.
+        example: What it is called with.
+        asked: What decides beside these, as plain data.
+    """
+    tensors = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
+    return {
+        "machine": machine(tensors[0].device),
+        "model": model_key(model),
+        "weights": weights_digest(model) if asked.get("allow") else None,
+        "example": [[list(tensor.shape), str(tensor.dtype)] for tensor in tensors],
+        "asked": asked,
+    }
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Device, driver and versions."""
+    versions = {name: version for name in PACKAGES if (version := installed(name)) is not None}
+    versions |= {"vit_fast": __version__, "python": platform.python_version()}
+    if device.type != "cuda":
+        from vit_fast.benchmarks.machine import cpu_name
+
+        return {"device": cpu_name(), "threads": torch.get_num_threads(), "versions": versions}
+    properties = torch.cuda.get_device_properties(device)
+    driver = getattr(torch._C, "_cuda_getDriverVersion")()  # noqa: B009  # builds without CUDA lack it
+    return {"device": properties.name, "driver": driver, "cuda": torch.version.cuda, "versions": versions}
+
+
+def model_key(model: nn.Module) -> str:
+    """A model's class and its tensors' names, shapes and dtypes, in a few letters."""
+    described = [f"{type(model).__module__}.{type(model).__qualname__}"]
+    described += [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in model.state_dict().items()]
+    return hashlib.sha256("\n".join(described).encode()).hexdigest()[:16]
+
+
+def weights_digest(model: nn.Module) -> str:
+    """The values of a model's tensors, in a few letters."""
+    digest = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
+    return digest.hexdigest()[:16]
+
+
+def known_backend(model: nn.Module) -> str | None:
+    """The backend of our operators that was the fastest for models like this one on this machine, where that is kept.
+
+    Of several answers, the newest that runs in torch with one backend for all parts.
+    """
+    if not folder().exists():
+        return None
+    parameter = next(model.parameters(), None)
+    if parameter is None or parameter.device.type == "meta":
+        return None
+    here, like = machine(parameter.device), model_key(model)
+    for _, answer in all_answers():
+        choice, key = answer.choice, answer.key
+        one = choice.attention is not None and choice.attention == choice.mlp and choice.engine != "onnxruntime"
+        if one and key.get("machine") == here and key.get("model") == like:
+            return choice.attention
+    return None
+
+
+def look_up(key: dict[str, Any]) -> Answer | None:
+    """The kept answer for exactly this, or None."""
+    path = _path(key)
+    answer = _read(path) if path.exists() else None
+    return answer if answer is not None and answer.key == key else None
+
+
+def keep(answer: Answer) -> Path:
+    """Keeps an answer in place of an older one for the same.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    path = _path(answer.key)
+    with file_aside(path) as aside:
+        aside.write_text(json.dumps(answer.to_dict(), indent=1))
+    return path
+
+
+def all_answers() -> Iterator[tuple[Path, Answer]]:
+    """Every kept answer that can be read, the newest first."""
+    paths = sorted(folder().glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in paths:
+        answer = _read(path)
+        if answer is not None:
+            yield path, answer
+
+
+def clear() -> int:
+    """Removes all kept answers, readable or not; returns how many there were."""
+    paths = list(folder().glob("*.json"))
+    for path in paths:
+        path.unlink(missing_ok=True)
+    return len(paths)
+
+
+def _path(key: dict[str, Any]) -> Path:
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+    return folder() / f"{name}.json"
+
+
+def _read(path: Path) -> Answer | None:
+    try:
+        return Answer.from_dict(json.loads(path.read_text()))
+    except (OSError, ValueError) as error:
+        warnings.warn(f"{path}: not an answer of vit_fast.optimize, ignored ({error})", stacklevel=3)
+        return None

@@ -1,0 +1,80 @@
+"""What was chosen, in a form that runs without this search: an ONNX file, or torch's own package."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import UnsupportedInputError
+from ..files import folder_aside
+from .build import arguments, prepared_module, write_onnx
+from .choices import DTYPES
+from .optimization import Optimization
+
+FIGURES = "optimize.json"
+
+
+def check_folder(folder: Path) -> None:
+    """Refuses a place that is taken, before anything is searched.
+
+    Raises:
+        OSError: it is no folder, or not an empty one.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder}: accepted is a new or empty folder")
+
+
+def write(
+    result: Optimization, model: nn.Module, example: Any, folder: Path, photographs: tuple[Path, ...]
+) -> list[Path]:
+    """Writes a folder with what was chosen and its figures.
+
+    ONNX Runtime's choice as model.onnx; what torch.compile runs as an AOTInductor package, model.pt2, for
+    `torch._inductor.aoti_load_package`; what torch runs as an exported program, model.pt2, for `torch.export.load`
+    (after `import vit_fast`, whose operators are in it). Inputs are in the choice's number format; threads, CUDA graphs
+    and the splitting of batches are the caller's, and stand in optimize.json.
+
+    Returns:
+        The files.
+    Raises:
+        OSError: the folder is taken or cannot be written.
+        UnsupportedInputError: torch cannot export the model, for instance.
+    """
+    check_folder(folder)
+    choice = result.choice
+    with folder_aside(folder) as aside:
+        if choice.engine == "onnxruntime":
+            path = aside / "model.onnx"
+            write_onnx(choice, model, path, arguments(example)[0], photographs)
+        else:
+            path = aside / "model.pt2"
+            _write_program(prepared_module(choice, model), result, example, path)
+        (aside / FIGURES).write_text(
+            json.dumps(result.answer.to_dict() | {"name": choice.name, "file": path.name}, indent=1) + "\n"
+        )
+        names = sorted(part.name for part in aside.iterdir())
+    return [folder / name for name in names]
+
+
+def _write_program(work: nn.Module, result: Optimization, example: Any, path: Path) -> None:
+    choice = result.choice
+    inputs = arguments(example)
+    if choice.precision is not None:
+        inputs = tuple(
+            value.to(DTYPES[choice.precision]) if getattr(value, "is_floating_point", bool)() else value
+            for value in inputs
+        )
+    try:
+        with torch.no_grad():
+            program = torch.export.export(work, inputs)
+    except Exception as error:  # torch raises many kinds for what it cannot trace
+        reason = " ".join(str(error).split())[:200]
+        raise UnsupportedInputError(f"export of {choice.name!r}", [f"torch.export: {reason}"]) from None
+    if choice.engine == "torch":
+        torch.export.save(program, path)
+    else:
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path))

@@ -1,0 +1,289 @@
+"""`vit_fast.optimize`: the fastest right way to run a model on this machine, found by trying, and kept.
+
+result = vit_fast.optimize(model, images)
+print(result)
+logits = result.model(images)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from vit_fast.benchmarks.resolution import ratio_interval
+from vit_fast.benchmarks.timing import percentile
+
+from ..files import file_aside
+from . import answers
+from .answers import Answer
+from .choices import GIVEN, PRECISIONS, Choice, Precision, candidates
+from .drop_in import Optimized
+from .planner import SHARE, Found, Objective, Refused, Trial, paired, search
+from .trials import Checked, Expected, Rule, Trials, device_of_example
+
+# What was found once may take so long to build again.
+REBUILDING_S = 1800.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of a choice.
+
+    Attributes:
+        choice: It.
+        ms: Of a call: the median, or for the objective "latency" what nine of ten stay below.
+        images_per_s: By that; with an interval.
+        ratio: How many times as fast as the model as it was given; with an interval.
+        checked: Errors, agreement, first call and memory; None where it gave no outputs, or wrong ones.
+        reason: Why it was not tried or not taken; None of the one that was.
+    """
+
+    choice: Choice
+    ms: float | None
+    images_per_s: float | None
+    images_per_s_interval: tuple[float, float] | None
+    ratio: float | None
+    ratio_interval: tuple[float, float] | None
+    checked: Checked | None
+    reason: str | None
+
+
+@dataclass(frozen=True, eq=False)
+class Optimization:
+    """What `optimize` found; print it.
+
+    Attributes:
+        model: Takes the place of the model that was given.
+        choice: How it runs.
+        table: Every choice that was thought of, the given one first; empty where a kept answer was taken.
+        gain: How many times as fast the choice is as what was given.
+        over_compile: How many times as fast as the best that torch.compile alone gave; None where that was not tried.
+        resolution: Below which share of difference nothing could be told; None where that was not measured.
+        objective: "throughput" or "latency".
+        kept: Whether this is an answer of before, built and checked again.
+        answer: What is kept of it.
+    """
+
+    model: Optimized
+    choice: Choice
+    table: tuple[Row, ...]
+    gain: float
+    over_compile: float | None
+    resolution: float | None
+    objective: str
+    kept: bool
+    answer: Answer
+
+    def __str__(self) -> str:
+        figures = self.answer.figures
+        said = [f"{self.choice.name}: {self.gain:.2f} times as fast as the model as it was given"]
+        if self.choice == GIVEN:
+            said = ["the model as it was given: nothing that was tried is faster"]
+        if self.over_compile is not None:
+            said.append(f"{self.over_compile:.2f} times as fast as torch.compile alone")
+        said.append(f"{figures['images_per_s']:.4g} images/s, {figures['ms']:.4g} ms a call")
+        if figures["agreement"] is not None and self.choice.precision is not None:
+            said.append(f"{figures['agreement']:.1%} of the answers are the model's own")
+        if self.resolution is not None:
+            said.append(f"differences below {self.resolution:.1%} cannot be told here")
+        tried = sum(row.ms is not None for row in self.table)
+        how = "kept from before, checked again" if self.kept else f"{tried} of {len(self.table)} choices measured"
+        return f"{'; '.join(said)} ({how})."
+
+    def save(self, path: str | Path) -> None:
+        """Writes what `load_optimized` reads: the choice, what it holds for, and its figures; not the weights.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        with file_aside(Path(path)) as aside:
+            aside.write_text(json.dumps(self.answer.to_dict(), indent=1))
+
+
+def optimize(
+    model: nn.Module,
+    example: Any,
+    *,
+    budget_s: float = 120,
+    lossless: bool = True,
+    min_agreement: float = 0.99,
+    calibration: Sequence[str | Path] | None = None,
+    latency_or_throughput: Objective = "throughput",
+    memory_limit: int | None = None,
+    allow: Collection[Precision] | None = None,
+    images: Sequence[Tensor] = (),
+    again: bool = False,
+    progress: Callable[[str, float], None] | None = None,
+) -> Optimization:
+    """Finds the fastest right way to run a model on this machine.
+
+    Backends of our operators by part, torch.compile, CUDA graphs, prepared weights, ONNX Runtime, threads, splitting
+    the batch and, where loss is allowed, fewer bits: each is built, held against the model, and timed in turns with the
+    others, the losers dropped early. The model itself is not changed, and what is found is never slower as far as this
+    machine can tell. The answer is kept (see `vit-fast cache`); a second call builds and checks it without search.
+
+    Args:
+        model: Any module; it is called in evaluation mode, without gradients.
+        example: What it will be called with: images [B, channels, height, width], or a tuple of arguments, on the
+            model's device.
+        budget_s: Seconds for the search.
+        lossless: Whether only what passes the rule of `vit_fast.accuracy` is taken: at most twice as far off as the
+            model itself is, against fp64. Else what keeps min_agreement is, too.
+        min_agreement: The share of images that a lossy choice must answer as the model does: the same largest output
+            or, of outputs that are no classes, nearly the same direction. Judged on the example and on `images`.
+        calibration: Image files and folders for int8; None means the photograph inside matplotlib's wheel.
+        latency_or_throughput: "throughput": the median duration of a call; "latency": what nine of ten stay below.
+        memory_limit: Bytes that a choice may take beyond the model: weights of its own and the peak of a call.
+        allow: Number formats that may be tried where loss is allowed: "bf16", "fp16", "int8"; None means all.
+        images: More batches like the example, to judge agreement on.
+        again: Whether to search although an answer is kept.
+        progress: Called with what is being tried, and after how many seconds.
+    Returns:
+        The model's replacement, and what was tried. Ctrl-C gives the best so far.
+    Raises:
+        ValueError: an argument is not one of those accepted.
+        Exception: whatever the model itself raises for the example.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}: accepted is a torch.nn.Module")
+    allowed = _check(budget_s, lossless, min_agreement, latency_or_throughput, memory_limit, allow)
+    device = device_of_example(example)
+    asked = {
+        "objective": latency_or_throughput,
+        "allow": sorted(allowed),
+        "min_agreement": min_agreement if allowed else None,
+        "memory_limit": memory_limit,
+    }
+    was_training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        key = answers.key_of(model, example, asked)
+        expected = Expected(model, example, images)
+        trials = Trials(model, example, expected, tuple(calibration or ()), Rule(min_agreement, memory_limit), progress)
+        kept = None if again else answers.look_up(key)
+        if kept is not None:
+            try:
+                return _rebuilt(kept, trials)
+            except Refused:
+                pass  # it does not hold any more: search
+        found = search(trials, GIVEN, candidates(device, allowed), budget_s=budget_s, objective=latency_or_throughput)
+        return _result(found, trials, key, latency_or_throughput)
+    finally:
+        for module in was_training:
+            module.training = True
+
+
+def load_optimized(
+    path: str | Path, model: nn.Module, example: Any = None, *, calibration: Sequence[str | Path] | None = None
+) -> Optimized:
+    """Makes of a model what `Optimization.save` wrote, on this machine, and checks it.
+
+    Args:
+        path: The file.
+        model: Of the same architecture; its weights may be others.
+        example: What it will be called with; None means random images of the shape that the answer was found for.
+        calibration: As for optimize.
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no such file, or was written for a model of other shapes.
+        Refused: the choice cannot be had here, or does not keep what was asked of it.
+    """
+    try:
+        answer = Answer.from_dict(json.loads(Path(path).read_text()))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    if answer.key["model"] != answers.model_key(model):
+        raise ValueError(f"{path}: was written for a model of other shapes than this {type(model).__name__}")
+    if example is None:
+        parameter = next(model.parameters())
+        shape = answer.key["example"][0][0]
+        example = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(parameter)
+    asked = answer.key["asked"]
+    rule = Rule(asked["min_agreement"] or 0.0, asked["memory_limit"])
+    model.eval()
+    trials = Trials(model, example, Expected(model, example, ()), tuple(calibration or ()), rule)
+    trials.prepare(answer.choice, REBUILDING_S)
+    return trials.prepared[answer.choice][0]
+
+
+def _check(
+    budget_s: float, lossless: bool, min_agreement: float, objective: str, memory_limit: int | None,
+    allow: Collection[Precision] | None,
+) -> frozenset[Precision]:  # fmt: skip
+    """The number formats that may be tried."""
+    if not budget_s > 0:
+        raise ValueError(f"budget_s={budget_s}: accepted is a number of seconds above 0")
+    if not 0 <= min_agreement <= 1:
+        raise ValueError(f"min_agreement={min_agreement}: accepted is a share from 0 to 1")
+    if objective not in SHARE:
+        raise ValueError(f"latency_or_throughput={objective!r}: accepted are {', '.join(map(repr, SHARE))}")
+    if memory_limit is not None and memory_limit < 1:
+        raise ValueError(f"memory_limit={memory_limit}: accepted is a number of bytes above 0, or None")
+    if lossless and allow:
+        raise ValueError(f"allow={sorted(allow)} with lossless=True: accepted is lossless=False with it")
+    for name in allow or ():
+        if name not in PRECISIONS:
+            raise ValueError(f"allow has {name!r}: accepted are {', '.join(PRECISIONS)}")
+    return frozenset() if lossless else frozenset(PRECISIONS if allow is None else allow)
+
+
+def _rebuilt(answer: Answer, trials: Trials) -> Optimization:
+    trials.prepare(answer.choice, REBUILDING_S)
+    figures = answer.figures
+    return Optimization(
+        trials.prepared[answer.choice][0], answer.choice, (), figures["gain"], figures["over_compile"],
+        figures["resolution"], answer.key["asked"]["objective"], True, answer,
+    )  # fmt: skip
+
+
+def _result(found: Found[Choice], trials: Trials, key: dict[str, Any], objective: Objective) -> Optimization:
+    given, share = found.of(GIVEN), SHARE[objective]
+    rows = tuple(_row(trial, given, trials, share) for trial in found.trials)
+    chosen = next(row for row in rows if row.choice == found.chosen)
+    compiled = [row.ratio for row in rows if row.ratio is not None and _is_compile_alone(row.choice)]
+    gain = chosen.ratio or 1.0
+    over_compile = gain / max(compiled) if compiled and not _is_compile_alone(found.chosen) else None
+    figures = {
+        "gain": gain,
+        "over_compile": over_compile,
+        "resolution": found.resolution,
+        "ms": chosen.ms,
+        "images_per_s": chosen.images_per_s,
+        **vars(trials.checked[found.chosen]),
+    }
+    answer = Answer(key, found.chosen, figures)
+    if not found.interrupted:
+        answers.keep(answer)
+    return Optimization(
+        trials.prepared[found.chosen][0], found.chosen, rows, gain, over_compile, found.resolution, objective,
+        False, answer,
+    )  # fmt: skip
+
+
+def _is_compile_alone(choice: Choice) -> bool:
+    """Whether this is what torch.compile does to the model by itself."""
+    return choice in [
+        Choice(engine, frozen=frozen) for engine in ("compile", "max-autotune") for frozen in (False, True)
+    ]
+
+
+def _row(trial: Trial[Choice], given: Trial[Choice], trials: Trials, share: float) -> Row:
+    batch = next(leaf for leaf in pytree.tree_leaves(trials.example) if isinstance(leaf, Tensor)).shape[0]
+    ms = ratio = rate = interval = None
+    if trial.samples_ms:
+        ms = percentile(trial.samples_ms, share)
+        before, after = paired(given.samples_ms, trial.samples_ms)
+        ratio = percentile(before, share) / percentile(after, share)
+        low, high = ratio_interval(before, after, paired=True, share=share)
+        interval = (low, high)
+        base = batch * 1e3 / percentile(before, share)
+        rate = (base * low, base * high)
+    checked = trials.checked.get(trial.candidate)
+    return Row(trial.candidate, ms, ms and batch * 1e3 / ms, rate, ratio, interval, checked, trial.reason)
