@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -72,7 +73,9 @@ def transformers_subject(model: str, config: str, pick: str = "last_hidden_state
         } | overrides
         if "num_patches" in settings:
             del settings["image_size"]
-        return getattr(transformers, model)(getattr(transformers, config)(**settings))
+        home, _, name = model.rpartition(".")
+        owner = importlib.import_module(f"transformers.models.{home}") if home else transformers
+        return getattr(owner, name)(getattr(owner, config)(**settings))
 
     return Subject(make, images("pixel_values"), lambda result: getattr(result, pick))
 
@@ -118,6 +121,8 @@ SUBJECTS: dict[str, Subject] = {
     "timm-dinov3-gated": timm_subject("vit_small_plus_patch16_dinov3"),
     "timm-gated": timm_subject("vit_tiny_patch16_224", mlp_layer="SwiGLUPacked", norm_layer="rmsnorm"),
     "timm-norm-inside": timm_subject("vit_tiny_patch16_224", scale_mlp_norm=True, scale_attn_norm=True),
+    "timm-deepseek": timm_subject("deepseek_vit_412m", size=28),
+    "timm-qwen3": timm_subject("qwen3_vit_88m"),
     "timm-rope-mixed": timm_subject("vit_small_patch16_rope_mixed_ape_224"),
     "transformers-vit": transformers_subject("ViTForImageClassification", "ViTConfig", "logits"),
     "transformers-deit": transformers_subject("DeiTModel", "DeiTConfig"),
@@ -144,6 +149,26 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "transformers-internvl-6b": transformers_subject(
         "InternVLVisionModel", "InternVLVisionConfig", norm_type="rms_norm", use_qk_norm=True, **INTERNVL
+    ),
+    "transformers-ijepa": transformers_subject("IJepaModel", "IJepaConfig"),
+    "transformers-vit-mae": Subject(
+        transformers_subject("ViTMAEModel", "ViTMAEConfig", mask_ratio=0.0).make,
+        lambda: {"pixel_values": torch.randn(2, 3, IMAGE, IMAGE), "noise": torch.rand(2, 4)},
+        lambda result: result.last_hidden_state,
+    ),
+    "transformers-vit-msn": transformers_subject("ViTMSNModel", "ViTMSNConfig"),
+    "transformers-vivit": Subject(
+        transformers_subject("VivitModel", "VivitConfig", num_frames=2, tubelet_size=[2, 16, 16]).make,
+        lambda: {"pixel_values": torch.randn(2, 2, 3, IMAGE, IMAGE)},
+        lambda result: result.last_hidden_state,
+    ),
+    "transformers-tipsv2": transformers_subject("Tipsv2VisionModel", "Tipsv2VisionConfig", mlp_ratio=2),
+    "transformers-altclip": transformers_subject("AltCLIPVisionModel", "AltCLIPVisionConfig"),
+    "transformers-chinese-clip": transformers_subject("ChineseCLIPVisionModel", "ChineseCLIPVisionConfig"),
+    "transformers-clipseg": transformers_subject("CLIPSegVisionModel", "CLIPSegVisionConfig"),
+    "transformers-metaclip2": transformers_subject("MetaClip2VisionModel", "MetaClip2VisionConfig"),
+    "transformers-ovis2": transformers_subject(
+        "ovis2.modeling_ovis2.Ovis2VisionModel", "Ovis2VisionConfig", "pooler_output", vocab_size=32
     ),
     "torchvision-vit": Subject(_torchvision, images("x"), lambda logits: logits),
     "torch-encoder": Subject(_encoder, lambda: {"src": torch.randn(2, 5, 64)}, lambda tokens: tokens),

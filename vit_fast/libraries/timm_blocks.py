@@ -160,7 +160,7 @@ class BlockForm(FusedNormMlp):
 
 
 class EvaBlockForm(FusedNormMlp):
-    """timm's EvaBlock, likewise."""
+    """timm's EvaBlock, likewise, and DeepseekVitBlock, which has no LayerScale."""
 
     reader = TimmReader
 
@@ -194,14 +194,15 @@ class EvaBlockForm(FusedNormMlp):
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
         """[B, N, C] -> [B, N, C]."""
-        extra = _causal(is_causal)
+        extra = _causal(is_causal) | ({} if attn_mask is None else {"attn_mask": attn_mask})
         parts = self.ready()
         if parts is None:
-            return super().forward(x, rope=rope, attn_mask=attn_mask, **extra)
+            return super().forward(x, rope=rope, **extra)
 
         def attend(x: Tensor) -> Tensor:
-            branch = self.attn(self.norm1(x), rope=rope, attn_mask=attn_mask, **extra)
-            return x + self.drop_path1(branch if self.gamma_1 is None else self.gamma_1 * branch)
+            branch = self.attn(self.norm1(x), rope=rope, **extra)
+            scale = getattr(self, "gamma_1", None)
+            return x + self.drop_path1(branch if scale is None else scale * branch)
 
         tables = None if parts.attention is None else parts.attention.module.rope_of(rope)
         ordinary = attn_mask is None and not is_causal and not (tables and learns(tables))
@@ -280,6 +281,7 @@ FORMS = Forms(
         "timm.models.eva.EvaAttention": RotaryAttentionForm,
         "timm.models.vision_transformer.Block": BlockForm,
         "timm.models.eva.EvaBlock": EvaBlockForm,
+        "timm.models.deepseek_vit.DeepseekVitBlock": EvaBlockForm,
         "timm.layers.attention_pool.AttentionPoolLatent": AttentionPoolLatentForm,
     },
 )

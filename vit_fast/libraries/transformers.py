@@ -27,6 +27,8 @@ PEER = "transformers' ViTForImageClassification, attn_implementation='sdpa'"
 ACTIVATION_CLASSES = {
     "transformers.activations.GELUActivation": "gelu",
     "transformers.activations.GELUTanh": "gelu_tanh",
+    "transformers.activations.FastGELUActivation": "gelu_tanh",
+    "transformers.activations.NewGELUActivation": "gelu_tanh",
     "transformers.activations.PytorchGELUTanh": "gelu_tanh",
     "transformers.activations.QuickGELUActivation": "quick_gelu",
     "transformers.activations.SiLUActivation": "silu",
@@ -34,6 +36,7 @@ ACTIVATION_CLASSES = {
 NORM_CLASSES = {
     "transformers.models.aimv2.modeling_aimv2.Aimv2RMSNorm": "rms_norm",
     "transformers.models.internvl.modeling_internvl.InternVLVisionRMSNorm": "rms_norm",
+    "transformers.models.ovis2.modeling_ovis2.Ovis2RMSNorm": "rms_norm",
 }
 SIGNATURE = r"(^|\.)embeddings\.(patch_embeddings\.projection|patch_embedding)\.weight$"
 

@@ -244,10 +244,24 @@ LAYERS: dict[str, tuple[type[FusedLayer], str]] = {
     "dinov3_vit": (_layer(DINOV2), "DINOv3ViT"),
     "aimv2": (_layer(AIMV2), "Aimv2Encoder"),
     "internvl": (_layer(INTERNVL), "InternVLVision"),
+    # those whose layers are copies of the ones above
+    "ijepa": (_layer(VIT), "IJepa"),
+    "vit_mae": (_layer(VIT), "ViTMAE"),
+    "vit_msn": (_layer(VIT), "ViTMSN"),
+    "vivit": (_layer(VIT), "Vivit"),
+    "eomt": (_layer(DINOV2), "Eomt"),
+    "eomt_dinov3": (_layer(DINOV2), "EomtDinov3"),
+    "tipsv2": (_layer(DINOV2), "Tipsv2Vision"),
+    "altclip": (_layer(CLIP), "AltCLIPEncoder"),
+    "chinese_clip": (_layer(CLIP), "ChineseCLIPVision"),
+    "clipseg": (_layer(CLIP), "CLIPSegEncoder"),
+    "metaclip_2": (_layer(CLIP), "MetaClip2Encoder"),
+    "unlimited_ocr": (_layer(CLIP), "UnlimitedOcrEncoder"),
+    "ovis2": (_layer(AIMV2), "Ovis2VisionEncoder"),
 }
 
 
-ROTARY = {"dinov3_vit"}
+ROTARY = {"dinov3_vit", "eomt_dinov3"}
 
 
 def _mixins() -> dict[str, type[FusedModule]]:
