@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from . import export, ops
+    from . import export, figures, ops
     from .config import DataConfig, ViTConfig
     from .errors import UnsupportedInputError, VitFastError
     from .factory import create_model
@@ -55,7 +55,7 @@ _LAZY = {
     "warm_up": ".warmup",
 }
 
-_LAZY_PACKAGES = ("config", "errors", "export", "factory", "model", "ops", "variants")
+_LAZY_PACKAGES = ("config", "errors", "export", "factory", "figures", "model", "ops", "variants")
 
 __all__ = [
     "DataConfig",
@@ -70,6 +70,7 @@ __all__ = [
     "compile",
     "create_model",
     "export",
+    "figures",
     "freeze",
     "fuse",
     "list_models",

@@ -23,6 +23,7 @@ COMMANDS = (
     "train",
     "export",
     "optimize",
+    "show",
     "hf_kernel",
 )
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .words import integers, split_words
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -82,12 +84,12 @@ def bench(
     if resume is None:
         plan = make_plan(
             images or (),
-            models=_split(models),
-            batch_sizes=_integers("--batch-sizes", batch_sizes),
-            dtypes=_split(dtypes),
-            subjects=_split(subjects),
-            compile_modes=_split(compile_modes),
-            img_size=_integers("--img-size", img_size, "x"),
+            models=split_words(models),
+            batch_sizes=integers("--batch-sizes", batch_sizes),
+            dtypes=split_words(dtypes),
+            subjects=split_words(subjects),
+            compile_modes=split_words(compile_modes),
+            img_size=integers("--img-size", img_size, "x"),
             train=train,
             amp=amp,
             explain=explain,
@@ -142,18 +144,6 @@ def patient_interrupt() -> Iterator[None]:
     finally:
         for which, handler in before.items():
             signal.signal(which, handler)
-
-
-def _split(value: str | None, separator: str = ",") -> list[str] | None:
-    return None if value is None else [part.strip() for part in value.split(separator) if part.strip()]
-
-
-def _integers(option: str, value: str | None, separator: str = ",") -> list[int] | None:
-    parts = _split(value, separator)
-    try:
-        return None if parts is None else [int(part) for part in parts]
-    except ValueError:
-        raise ValueError(f"{option} {value}: accepted are integers separated by {separator!r}") from None
 
 
 def _print_subjects(console: Console) -> None:

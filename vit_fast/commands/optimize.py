@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .words import integers
+
 if TYPE_CHECKING:
     from ..tuning.optimization import Optimization
 
@@ -62,7 +64,7 @@ def optimize(
     console = Console(stderr=as_json)
     if not console.is_terminal:
         console.width = FULL_WIDTH
-    opened = open_model(model, batch, images or (), device, _pixels(img_size))
+    opened = open_model(model, batch, images or (), device, integers("--img-size", img_size, "x"))
     with console.status(model) as status:
         result = run(
             opened.module,
@@ -80,7 +82,7 @@ def optimize(
         )
     if result.table:
         console.print(_table(result))
-    console.print(f"{opened.name}, batch {batch}: {result}", soft_wrap=True, highlight=False)
+    console.print(f"{opened.model.name}, batch {batch}: {result}", soft_wrap=True, highlight=False)
     if save is not None:
         result.save(save)
         console.print(f"written: {save}", soft_wrap=True, highlight=False)
@@ -90,13 +92,6 @@ def optimize(
     if as_json:
         rows = [_plain(row) for row in result.table]
         typer.echo(json.dumps(result.answer.to_dict() | {"name": result.choice.name, "table": rows}, indent=2))
-
-
-def _pixels(text: str | None) -> list[int] | None:
-    try:
-        return None if text is None else [int(side) for side in text.split("x")]
-    except ValueError:
-        raise ValueError(f"--img-size {text}: accepted are a side, or HEIGHTxWIDTH, in pixels") from None
 
 
 def _plain(row: Any) -> dict[str, Any]:

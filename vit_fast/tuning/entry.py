@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from vit_fast.benchmarks import subjects_given, subjects_ours
 from vit_fast.benchmarks.inputs import MAX_VIEWS, image_views, random_weights
+from vit_fast.benchmarks.models import Model
 from vit_fast.benchmarks.plan import make_plan
 from vit_fast.benchmarks.subjects import Task
 
@@ -20,17 +21,17 @@ OTHER_BATCHES = 3
 
 @dataclass(frozen=True)
 class Opened:
-    """A model to optimize.
+    """A model to work with.
 
     Attributes:
-        name: As tables have it.
+        model: Its name, size and preprocessing.
         module: It, in evaluation mode, in fp32 on its device; one of ours on the eager backend.
         example: A batch of photographs as it takes them.
         others: More such batches.
         photographs: The files that they were made of.
     """
 
-    name: str
+    model: Model
     module: nn.Module
     example: Tensor
     others: list[Tensor]
@@ -62,4 +63,4 @@ def open_model(
     module = subjects_ours.build("eager", task) if model.kind == "ours" else subjects_given.build(task)
     views = image_views(plan.images, model, max(batch, min(MAX_VIEWS, batch * (1 + OTHER_BATCHES)))).to(plan.device)
     batches = [part for part in views.split(batch) if len(part) == batch]
-    return Opened(model.name, module, batches[0], batches[1:], plan.images)
+    return Opened(model, module, batches[0], batches[1:], plan.images)

@@ -1,0 +1,184 @@
+"""Figures of what a model sees: the right numbers behind them, from any library; and the command that draws them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from fused_models import SUBJECTS
+from PIL import Image
+from torch import Tensor, nn
+
+import vit_fast
+from vit_fast import figures
+from vit_fast.cli import main
+from vit_fast.commands.show import FIGURES
+from vit_fast.errors import UnsupportedInputError
+from vit_fast.figures.sight import Sight, components, patch_filters, position_embedding
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    model = vit_fast.create_model("vit_test", depth=3).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def test_attention_is_what_the_model_attends_to(model) -> None:
+    images = torch.randn(2, 3, 32, 32)
+    before = copy.deepcopy(model.state_dict())
+    sight = figures.look(model, images)
+    expected = model.attention_maps(images)
+    assert len(sight.attention) == 3 and sight.grid == (4, 4) and sight.prefix == 1
+    for block, weights in expected.items():
+        torch.testing.assert_close(sight.attention[block], weights, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        sight.features.flatten(1, 2), model.forward_features(images)[:, 1:], atol=1e-4, rtol=1e-4
+    )
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix"),
+    [
+        ("timm-vit", 1),
+        ("timm-dinov2-registers", 5),
+        ("timm-siglip", 0),
+        ("timm-dinov3", 5),
+        ("transformers-vit", 1),
+        ("transformers-clip", 1),
+        ("torchvision-vit", 1),
+    ],
+)
+def test_every_library(name: str, prefix: int) -> None:
+    subject = SUBJECTS[name]
+    model = subject.build().eval()
+    (images,) = subject.inputs().values()
+    sight = figures.look(model, images)
+    assert sight.prefix == prefix
+    assert {weights.shape[-1] for weights in sight.attention} == {prefix + sight.grid[0] * sight.grid[1]}
+    for weights in sight.attention:
+        torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
+    assert sight.features.shape[:3] == (2, *sight.grid)
+    if name == "transformers-vit":
+        model.set_attn_implementation("eager")
+        with torch.no_grad():
+            expected = model(images, output_attentions=True).attentions
+        torch.testing.assert_close(list(sight.attention), list(expected), atol=1e-5, rtol=1e-4)
+    if name.startswith("timm"):
+        with torch.no_grad():
+            features = model.forward_features(images)[:, prefix:]
+        torch.testing.assert_close(sight.features.flatten(1, 2), features, atol=1e-4, rtol=1e-4)
+
+
+def test_rollout_and_distance_by_hand() -> None:
+    """Two patches in a row; the class token looks at the second alone, each patch at itself or at the other."""
+    itself, other = torch.eye(3), torch.eye(3)[[0, 2, 1]]
+    itself[0] = other[0] = torch.tensor([0.0, 0.0, 1.0])
+    sight = Sight((1, 2), 1, (torch.stack([itself, other])[None],), torch.zeros(1, 1, 2, 4))
+    torch.testing.assert_close(sight.distances((16.0, 16.0)), torch.tensor([[0.0, 16.0]]))
+    expected = torch.tensor([[0.0, 0.5], [0.75, 0.25], [0.25, 0.75]])
+    torch.testing.assert_close(sight.rollout()[0], expected)
+
+
+def test_components_find_what_varies() -> None:
+    directions = torch.linalg.qr(torch.randn(8, 8)).Q[:2]
+    rows = torch.randn(200, 2) * torch.tensor([5.0, 1.0]) @ directions + 3
+    found, coordinates = components(rows, 2)
+    torch.testing.assert_close((found @ directions.T).abs(), torch.eye(2), atol=0.1, rtol=0)
+    torch.testing.assert_close(coordinates @ found + rows.mean(0), rows, atol=1e-4, rtol=1e-4)
+
+
+def test_positions_and_filters_of_each_library(model) -> None:
+    torch.testing.assert_close(position_embedding(model, 16), model.pos_embed[0, 1:].detach())
+    assert patch_filters(model).shape == model.patch_embed.proj.weight.shape
+    other = SUBJECTS["transformers-vit"].build()
+    found = position_embedding(other, 4)
+    torch.testing.assert_close(found, other.vit.embeddings.position_embeddings[0, 1:].detach())
+    with pytest.raises(UnsupportedInputError, match="named after positions"):
+        position_embedding(nn.Linear(3, 3), 16)
+    with pytest.raises(UnsupportedInputError, match="first convolution"):
+        patch_filters(nn.Linear(3, 3))
+    with pytest.raises(UnsupportedInputError, match="no attention"):
+        figures.look(nn.Conv2d(3, 8, 8), torch.randn(1, 3, 32, 32))
+
+
+def pixels(figure) -> np.ndarray:
+    figure.canvas.draw()
+    return np.asarray(figure.canvas.buffer_rgba())[..., :3]
+
+
+@pytest.mark.parametrize("name", ["patches", "positions", "attention", "rollout", "attention_distance", "features"])
+def test_figures_are_drawn_from_the_picture(model, name: str, tmp_path: Path) -> None:
+    """Each is a picture with something in it, the same again for the same picture, another for another."""
+    drawn = [pixels(getattr(figures, name)(model)) for _ in range(2)]
+    assert drawn[0].std() > 5 and np.array_equal(*drawn)
+    path = tmp_path / "other.png"
+    Image.fromarray((np.random.default_rng(0).random((64, 48, 3)) * 255).astype(np.uint8)).save(path)
+    other = pixels(getattr(figures, name)(model, path))
+    assert np.array_equal(drawn[0], other) == (name == "positions"), "positions alone are the model's own"
+
+
+def test_patches_show_the_picture(model) -> None:
+    """A picture of one colour a patch: each is found in its place, with white between."""
+    colours = np.random.default_rng(0).integers(0, 200, (4, 4, 3)).astype(np.uint8)
+    picture = figures.open_picture(model, Image.fromarray(colours.repeat(8, 0).repeat(8, 1)))
+    sheet = figures.patches(model, picture).axes[0].images[0].get_array()
+    assert sheet.shape[:2] == (35, 35)
+    np.testing.assert_allclose(sheet[4::9, 4::9], colours / 255, atol=0.02)
+    assert (sheet[8::9] == 1).all()
+
+
+def test_blocks_and_heads_are_chosen(model) -> None:
+    figure = figures.attention(model, blocks=[0, -1], heads=[1])
+    assert [axes.get_title() for axes in figure.axes] == ["block 0, head 1", "block 2, head 1"]
+    with pytest.raises(ValueError, match="blocks has 3: accepted is -3 to 2"):
+        figures.attention(model, blocks=[3])
+    with pytest.raises(ValueError, match="heads has 9"):
+        figures.attention(model, heads=[9])
+
+
+def run(*arguments: str) -> int:
+    try:
+        main([*arguments])
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    return 0
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "seen"
+    assert run("show", "vit_test", "--out", str(out), "--heads", "0") == 0
+    assert {path.stem for path in out.iterdir()} == set(FIGURES)
+    assert capsys.readouterr().out.count("written: ") == len(FIGURES)
+    for path in out.iterdir():
+        with Image.open(path) as picture:
+            assert min(picture.size) > 100
+    assert run("show", "vit_test", "--figures", "colours") == 2
+    assert "--figures colours: accepted are patches" in capsys.readouterr().err
+    assert run("show", "vit_test", "--blocks", "x") == 2
+    assert run("show", "vit_test", str(tmp_path / "missing.jpg")) == 2
+
+
+def test_what_a_model_lacks_is_said_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "seen"
+    words = ("timm:vit_small_patch16_dinov3", "--img-size", "32", "--figures", "positions,rollout", "--out", str(out))
+    assert run("show", *words) == 0
+    assert [path.name for path in out.iterdir()] == ["rollout.png"]
+    assert "no positions: " in capsys.readouterr().err
+
+
+def test_an_image_of_another_shape(model) -> None:
+    wide = vit_fast.create_model("vit_test", img_size=(32, 64)).eval()
+    sight = figures.look(wide, torch.randn(1, 3, 32, 64))
+    assert sight.grid == (4, 8)
+    picture = figures.open_picture(wide)
+    assert picture.shown.shape == (32, 64, 3) and isinstance(picture.images, Tensor)
+    assert picture.shown.min() >= 0 and picture.shown.max() <= 1
+    figures.rollout(wide, picture)

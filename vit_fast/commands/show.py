@@ -1,0 +1,63 @@
+"""`vit-fast show`: what a model sees, as pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .words import integers
+
+FIGURES = ("patches", "filters", "positions", "attention", "rollout", "attention_distance", "features")
+
+
+def register(app: typer.Typer) -> None:
+    app.command(name="show")(show)
+
+
+def show(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A weights file, one of our names, timm:NAME, hf:FOLDER, or module:function that gives a module."
+        ),
+    ],
+    image: Annotated[Path | None, typer.Argument(help="A photograph; default: one of matplotlib's wheel.")] = None,
+    figures: Annotated[str, typer.Option(help=f"Of {', '.join(FIGURES)}.", metavar="A,B")] = ",".join(FIGURES),
+    blocks: Annotated[str, typer.Option(help="For attention; negative ones from the end.", metavar="0,-1")] = "0,-1",
+    heads: Annotated[str | None, typer.Option(help="For attention; default: all.", metavar="0,1")] = None,
+    img_size: Annotated[str | None, typer.Option(help="Pixels a side; default: the model's.", metavar="N|HxW")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the pictures, FIGURE.png each.")] = Path("figures"),
+) -> None:
+    """Draws patches, filters, positions, attention and features of a model, as PNG files.
+
+    What a model does not have (rotary positions are not learned) is said, and left out.
+    """
+    from .. import figures as drawn
+    from ..errors import UnsupportedInputError
+    from ..files import file_aside
+    from ..tuning.entry import open_model
+
+    wanted = [name.strip() for name in figures.split(",")]
+    for name in wanted:
+        if name not in FIGURES:
+            raise ValueError(f"--figures {name}: accepted are {', '.join(FIGURES)}")
+    of_attention = {"blocks": integers("--blocks", blocks), "heads": integers("--heads", heads)}
+    opened = open_model(model, 1, [] if image is None else [image], "cpu", integers("--img-size", img_size, "x"))
+    picture = drawn.open_picture(
+        opened.module, image or opened.photographs[0], data_config=opened.model.data, image_hw=opened.model.image_hw
+    )
+    for name in wanted:
+        try:
+            if name == "filters":
+                figure = drawn.filters(opened.module)
+            else:
+                figure = getattr(drawn, name)(opened.module, picture, **(of_attention if name == "attention" else {}))
+        except UnsupportedInputError as error:
+            typer.echo(f"no {name}: {error}", err=True)
+            continue
+        path = out / f"{name}.png"
+        with file_aside(path) as aside:
+            figure.savefig(aside)
+        typer.echo(f"written: {path}")

@@ -1,0 +1,15 @@
+"""Options that hold several values."""
+
+from __future__ import annotations
+
+
+def split_words(value: str | None, separator: str = ",") -> list[str] | None:
+    return None if value is None else [part.strip() for part in value.split(separator) if part.strip()]
+
+
+def integers(option: str, value: str | None, separator: str = ",") -> list[int] | None:
+    parts = split_words(value, separator)
+    try:
+        return None if parts is None else [int(part) for part in parts]
+    except ValueError:
+        raise ValueError(f"{option} {value}: accepted are integers separated by {separator!r}") from None

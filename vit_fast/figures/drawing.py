@@ -1,0 +1,244 @@
+"""The figures. Each function gives a matplotlib Figure, drawn without a display, in the style of the bench's plot."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from PIL import Image
+from torch import Tensor, nn
+
+from vit_fast.benchmarks.plot import FAINT, INK, OURS
+
+from .sight import Picture, Sight, components, look, open_picture, patch_filters, position_embedding
+
+PANEL_INCHES, TITLE_INCHES = 1.6, 0.4
+HEAT, MAP = "inferno", "viridis"
+
+Given = str | Path | Image.Image | Picture | None
+
+
+def patches(model: nn.Module, image: Given = None) -> Figure:
+    """The patches as the model gets them: the picture cut up, in its grid.
+
+    Args:
+        model: Any that `vit_fast.fuse` knows.
+        image: A file, Pillow's image or a Picture; None means the photograph inside matplotlib's wheel.
+    """
+    picture = _picture(model, image)
+    rows, columns = look(model, picture.images).grid
+    figure = _figure(5.0 * columns / max(rows, columns), 5.0 * rows / max(rows, columns))
+    height, width = (side // count for side, count in zip(picture.shown.shape[:2], (rows, columns)))
+    gap = max(1, width // 8)
+    sheet = np.ones((rows * (height + gap) - gap, columns * (width + gap) - gap, 3), np.float32)
+    for row in range(rows):
+        for column in range(columns):
+            top, left = row * (height + gap), column * (width + gap)
+            sheet[top : top + height, left : left + width] = picture.shown[
+                row * height : (row + 1) * height, column * width : (column + 1) * width
+            ]
+    _show(figure, (0, 0, 1, 1), sheet)
+    _title(figure, f"{rows} x {columns} = {rows * columns} patches of {height} x {width} pixels")
+    return figure
+
+
+def positions(model: nn.Module, image: Given = None) -> Figure:
+    """Similarity of each learned position to all others: the paper's figure 7, in the middle.
+
+    Source: "An Image is Worth 16x16 Words", arXiv 2010.11929, figure 7. Arguments as in `patches`.
+
+    Raises:
+        UnsupportedInputError: the model learns no positions.
+    """
+    grid = look(model, _picture(model, image).images).grid
+    found = torch.nn.functional.normalize(position_embedding(model, math.prod(grid)), dim=-1)
+    similarity = (found @ found.T).reshape(*grid, *grid)
+    # every row of a small grid; of a larger one as many as can be seen
+    rows, columns = (np.unique(np.linspace(0, count - 1, min(count, 14)).round().astype(int)) for count in grid)
+    figure = _figure(6.0, 6.0 * len(rows) / len(columns))
+    for i, row in enumerate(rows):
+        for j, column in enumerate(columns):
+            box = (j / len(columns), 1 - (i + 1) / len(rows), 0.9 / len(columns), 0.9 / len(rows))
+            _show(figure, box, similarity[row, column].numpy(), cmap=MAP, vmin=-1, vmax=1)
+    _title(figure, "cosine similarity of each position embedding with all others, -1 dark to 1 light")
+    return figure
+
+
+def filters(model: nn.Module, count: int = 28) -> Figure:
+    """The first principal components of the patch embedding's filters, as colours: the paper's figure 7, on the left.
+
+    Args:
+        model: Any with a patch embedding that is a convolution.
+        count: Components to draw.
+    """
+    weight = patch_filters(model)
+    found, _ = components(weight.flatten(1), min(count, *weight.flatten(1).shape))
+    shown = found.unflatten(1, weight.shape[1:]).permute(0, 2, 3, 1)
+    columns = min(7, len(shown))
+    rows = math.ceil(len(shown) / columns)
+    figure = _figure(columns * 0.8, rows * 0.8)
+    for number, picture in enumerate(shown):
+        box = (number % columns / columns, 1 - (number // columns + 1) / rows, 0.92 / columns, 0.92 / rows)
+        _show(figure, box, _stretched(picture).expand(-1, -1, 3).numpy())
+    _title(figure, f"patch embedding: {len(shown)} principal components of {len(weight)} filters")
+    return figure
+
+
+def attention(
+    model: nn.Module, image: Given = None, *, blocks: Sequence[int] = (0, -1), heads: Sequence[int] | None = None
+) -> Figure:
+    """Where the class token looks (without one, all patches together), by block and head, over the picture.
+
+    Args:
+        model: Any that `vit_fast.fuse` knows.
+        image: As in `patches`.
+        blocks: Indices, negative ones from the end.
+        heads: Indices; None means all.
+    Raises:
+        ValueError: a block or head does not exist.
+    """
+    picture = _picture(model, image)
+    sight = look(model, picture.images)
+    depth, of_head = len(sight.attention), range(sight.attention[0].shape[1])
+    for block in blocks:
+        if not -depth <= block < depth:
+            raise ValueError(f"blocks has {block}: accepted is {-depth} to {depth - 1}")
+    heads = of_head if heads is None else heads
+    for head in heads:
+        if head not in of_head:
+            raise ValueError(f"heads has {head}: accepted is 0 to {len(of_head) - 1}")
+    maps = {
+        (f"block {block % depth}", f"head {head}"): _looked_at(sight, sight.attention[block][0, head])
+        for block in blocks
+        for head in heads
+    }
+    who = "the class token" if sight.prefix else "the patches together"
+    return _over(picture, maps, len(heads), f"where {who} look{'s' if sight.prefix else ''}")
+
+
+def rollout(model: nn.Module, image: Given = None) -> Figure:
+    """Attention rollout: through all blocks, how much of each patch reaches the class token (or all patches).
+
+    Source: "Quantifying Attention Flow in Transformers", arXiv 2005.00928. Arguments as in `patches`.
+    """
+    picture = _picture(model, image)
+    sight = look(model, picture.images)
+    flow = sight.rollout()[0]
+    reached = (flow[0] if sight.prefix else flow.mean(0)).reshape(sight.grid)
+    return _over(
+        picture, {("the picture", ""): None, ("rollout", ""): reached}, 2, "attention rollout over the picture"
+    )
+
+
+def attention_distance(model: nn.Module, image: Given = None) -> Figure:
+    """Mean attention distance in pixels by depth and head: the paper's figure 11.
+
+    Source: "An Image is Worth 16x16 Words", arXiv 2010.11929, appendix D.7. Arguments as in `patches`.
+    """
+    picture = _picture(model, image)
+    sight = look(model, picture.images)
+    sides = [side / count for side, count in zip(picture.shown.shape[:2], sight.grid)]
+    found = sight.distances(sides).numpy()
+    figure = _figure(5.5, 3.6)
+    axes = figure.add_axes((0.12, 0.16, 0.84, 0.74))
+    depth, heads = found.shape
+    for head in range(heads):
+        axes.scatter(range(depth), found[:, head], s=18, color=OURS, alpha=0.75, linewidths=0)
+    axes.plot(range(depth), found.mean(1), color=FAINT, linewidth=1)
+    axes.set_xlabel("block", color=INK)
+    axes.set_ylabel("mean attention distance, pixels", color=INK)
+    axes.set_ylim(0, 1.1 * found.max())
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(colors=FAINT)
+    _title(figure, f"{heads} heads a block, and their mean")
+    return figure
+
+
+def features(model: nn.Module, image: Given = None) -> Figure:
+    """The first three principal components of the patches' features as red, green and blue, as DINO shows them.
+
+    Source: "DINOv2: Learning Robust Visual Features without Supervision", arXiv 2304.07193, figure 1. Arguments as in
+    `patches`.
+    """
+    picture = _picture(model, image)
+    found = look(model, picture.images).features[0]
+    _, coordinates = components(found.flatten(0, 1), min(3, *found.flatten(0, 1).shape))
+    colours = _stretched(coordinates.unflatten(0, found.shape[:2]), by_channel=True)
+    height, width = picture.shown.shape[:2]
+    figure = _figure(
+        2 * PANEL_INCHES * 1.6 * width / max(height, width), PANEL_INCHES * 1.6 * height / max(height, width)
+    )
+    _show(figure, (0, 0, 0.49, 1), picture.shown)
+    _show(figure, (0.51, 0, 0.49, 1), colours.numpy())
+    _title(figure, "features of the patches: three principal components as colours")
+    return figure
+
+
+def _picture(model: nn.Module, image: Given) -> Picture:
+    return image if isinstance(image, Picture) else open_picture(model, image)
+
+
+def _looked_at(sight: Sight, weights: Tensor) -> Tensor:
+    """[rows, columns] of where the first token looks, or all patches together where there is none before them."""
+    row = weights[0, sight.prefix :] if sight.prefix else weights.mean(0)
+    return row.reshape(sight.grid)
+
+
+def _over(picture: Picture, maps: Mapping[tuple[str, str], Tensor | None], columns: int, title: str) -> Figure:
+    """Maps over the picture, in rows of so many; of None the picture alone."""
+    rows = math.ceil(len(maps) / columns)
+    height, width = picture.shown.shape[:2]
+    panel_h = PANEL_INCHES * height / max(height, width)
+    figure = _figure(columns * PANEL_INCHES, rows * (panel_h + 0.25))
+    for number, ((block, head), values) in enumerate(maps.items()):
+        row, column = divmod(number, columns)
+        box = (column / columns, 1 - (row + 1) / rows, 0.96 / columns, 0.96 / rows * panel_h / (panel_h + 0.25))
+        axes = _show(
+            figure, box, picture.shown if values is None else picture.shown.mean(-1), cmap="gray", vmin=0, vmax=1
+        )
+        if values is not None:
+            axes.imshow(values.numpy(), cmap=HEAT, alpha=0.65, interpolation="bilinear", extent=(0, width, height, 0))
+        axes.set_title(", ".join(word for word in (block, head) if word), fontsize=7, color=FAINT, pad=2)
+    _title(figure, title)
+    return figure
+
+
+def _figure(width: float, height: float) -> Figure:
+    """A figure with room for `width` x `height` inches of drawing below its title."""
+    figure = Figure(figsize=(max(width, 3.2), height + TITLE_INCHES), dpi=150, facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _title(figure: Figure, text: str) -> None:
+    """In one line, smaller where it would not fit."""
+    width, height = figure.get_size_inches()
+    size = min(9.0, 125 * width / max(len(text), 1))
+    figure.text(0.02, 1 - TITLE_INCHES / 2 / height, text, size=size, color=INK, va="center", weight="bold")
+
+
+def _show(figure: Figure, box: tuple[float, float, float, float], pixels: Any, **how: Any) -> Any:
+    """Draws pixels into a box of the area below the title, in shares of it."""
+    left, bottom, width, height = box
+    share = 1 - TITLE_INCHES / figure.get_size_inches()[1]
+    axes = figure.add_axes((0.02 + 0.96 * left, 0.02 + (share - 0.02) * bottom, 0.96 * width, (share - 0.02) * height))
+    axes.set_axis_off()
+    rows, columns = np.asarray(pixels).shape[:2]
+    axes.imshow(pixels, extent=(0, columns, rows, 0), **how)
+    return axes
+
+
+def _stretched(values: Tensor, by_channel: bool = False) -> Tensor:
+    """Values [rows, columns, channels] stretched to 0..1, each channel for itself or all alike."""
+    over = (0, 1) if by_channel else (0, 1, 2)
+    low, high = values.amin(over, keepdim=True), values.amax(over, keepdim=True)
+    return (values - low) / (high - low).clamp_min(1e-12)

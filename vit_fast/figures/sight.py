@@ -1,0 +1,242 @@
+"""Looks at a model while it looks at a picture: attention weights, features of patches, positions, filters.
+
+A copy of the model is fused with torch's own attention, so that every library's attention goes through one function,
+where it is seen. Which tokens are patches follows from the convolution that made them.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..config import DataConfig, Size
+from ..data import default_photograph, make_transform, read_image
+from ..errors import UnsupportedInputError
+from ..fusion import fuse, unfuse
+from ..libraries.known import recognise
+from ..ops import reference
+
+# Class, distillation and register tokens before the patches; no model has more.
+MOST_PREFIX_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture as a model gets it, and as people see it.
+
+    Attributes:
+        images: [1, channels, height, width], normalised.
+        shown: The same region [height, width, 3], 0..1.
+    """
+
+    images: Tensor
+    shown: np.ndarray
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What was seen in one forward pass.
+
+    Attributes:
+        grid: Rows and columns of patches.
+        prefix: Tokens before the patches.
+        attention: Of each block its weights [B, H, N, N] in fp32; row i says where token i looks.
+        features: Of the patches after the last block and norm, [B, rows, columns, C] in fp32.
+    """
+
+    grid: Size
+    prefix: int
+    attention: tuple[Tensor, ...]
+    features: Tensor
+
+    def of_patches(self, block: int) -> Tensor:
+        """Where patches look among patches, [B, H, patches, patches], rows that sum to one."""
+        weights = self.attention[block][..., self.prefix :, self.prefix :]
+        return weights / weights.sum(-1, keepdim=True)
+
+    def rollout(self) -> Tensor:
+        """How much of each patch reaches each token through all blocks, [B, N, patches].
+
+        Heads are averaged, half of each block is its residual. Source: "Quantifying Attention Flow in Transformers",
+        arXiv 2005.00928.
+        """
+        flow = torch.eye(self.attention[0].shape[-1]).expand(self.attention[0].shape[0], -1, -1)
+        for weights in self.attention:
+            mixed = weights.mean(1)
+            flow = (0.5 * mixed + 0.5 * torch.eye(mixed.shape[-1])) @ flow
+        return flow[..., self.prefix :]
+
+    def distances(self, patch_px: Sequence[float]) -> Tensor:
+        """Mean distance of attention in pixels, [blocks, H]; between the middles of patches, over the picture.
+
+        Source: "An Image is Worth 16x16 Words", arXiv 2010.11929, figure 11 (appendix D.7).
+        """
+        places = torch.cartesian_prod(*(torch.arange(count).float() * side for count, side in zip(self.grid, patch_px)))
+        apart = torch.cdist(places, places)
+        found = [(self.of_patches(block) * apart).sum(-1).mean((0, 2)) for block in range(len(self.attention))]
+        return torch.stack(found)
+
+
+class _Watcher(TorchFunctionMode):
+    """Notes what goes by: the weights of attention, the shapes that convolutions give, tokens.
+
+    Attributes:
+        attention: Weights [B, H, N_q, N_kv].
+        convolutions: [B, C, rows, columns].
+        tokens: By their number and width, the last tensor [B, N, C].
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention: list[Tensor] = []
+        self.convolutions: list[torch.Size] = []
+        self.tokens: dict[tuple[int, int], Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            self.attention.append(_weights(*args, **kwargs))
+        elif func is F.conv2d:
+            self.convolutions.append(output.shape)
+        elif isinstance(output, Tensor) and output.dim() == 3:
+            self.tokens[output.shape[1], output.shape[2]] = output
+        return output
+
+
+def _weights(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """Attention weights [B, H, N_q, N_kv], of what torch's function is called with."""
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+    if attn_mask is None and not is_causal:
+        return reference.attention_weights(query.float(), key.float(), scale=scale).cpu()
+    scores = query.float() @ key.float().transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+    if attn_mask is not None:
+        added = torch.zeros_like(scores)
+        scores += added.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else attn_mask
+    return scores.softmax(-1).cpu()
+
+
+@torch.no_grad()
+def look(model: nn.Module, images: Tensor) -> Sight:
+    """Runs a copy of a model on images and notes what it attends to.
+
+    Args:
+        model: Any that `vit_fast.fuse` knows. Left as it is.
+        images: [B, channels, height, width] as the model takes them.
+    Raises:
+        UnsupportedInputError: no attention over patches was seen, or not which tokens are patches.
+    """
+    work = copy.deepcopy(model).eval()
+    unfuse(work)
+    fuse(work, "sdpa")
+    with _Watcher() as seen:
+        work(images)
+    what = f"looking at a {type(model).__name__}"
+    attention = [weights for weights in seen.attention if weights.dim() == 4 and weights.shape[2] == weights.shape[3]]
+    if not attention:
+        raise UnsupportedInputError(what, ["no attention over its tokens goes through vit_fast.fuse"])
+    count = max(weights.shape[-1] for weights in attention)
+    of_patches = [shape for shape in seen.convolutions if 0 <= count - math.prod(shape[2:]) <= MOST_PREFIX_TOKENS]
+    if not of_patches:
+        came = [tuple(shape) for shape in seen.convolutions]
+        raise UnsupportedInputError(what, [f"it has {count} tokens, but no convolution gives about as many: {came}"])
+    _, width, rows, columns = of_patches[-1]
+    prefix = count - rows * columns
+    features = seen.tokens[count, width][:, prefix:].float().cpu()
+    weights = tuple(weights for weights in attention if weights.shape[-1] == count)
+    return Sight((rows, columns), prefix, weights, features.unflatten(1, (rows, columns)))
+
+
+def open_picture(
+    model: nn.Module,
+    image: str | Path | Image.Image | None = None,
+    *,
+    data_config: DataConfig | None = None,
+    image_hw: Size | None = None,
+) -> Picture:
+    """A picture, prepared for a model.
+
+    Args:
+        model: Says size, channels and preprocessing, where its library is known.
+        image: A file, or Pillow's image; None means the photograph inside matplotlib's wheel.
+        data_config: How to prepare it; None means as the model says, else DataConfig's defaults.
+        image_hw: Height and width in pixels; None means the model's own.
+    Raises:
+        ImageError: the file is missing or no image.
+        UnsupportedInputError: image_hw is None, and the model's library is not known.
+    """
+    in_chans = 3
+    if image_hw is None or data_config is None:
+        known = recognise(model)
+        image_hw, data_config = image_hw or known.image_hw, data_config or known.data_config or DataConfig()
+        in_chans = known.in_chans
+    picture = image if isinstance(image, Image.Image) else read_image(default_photograph() if image is None else image)
+    prepared = make_transform(data_config, image_hw, in_chans)(picture)
+    plain = DataConfig.from_dict({**vars(data_config), "mean": (0.0,) * 3, "std": (1.0,) * 3})
+    shown = make_transform(plain, image_hw, 3)(picture)
+    parameter = next(model.parameters())
+    return Picture(prepared.unsqueeze(0).to(parameter), shown.permute(1, 2, 0).numpy())
+
+
+def position_embedding(model: nn.Module, patches: int) -> Tensor:
+    """The learned positions of the patches, [patches, C], those of tokens before them left out.
+
+    Args:
+        model: Any.
+        patches: How many there are in the images that the model was made for.
+    Raises:
+        UnsupportedInputError: the model learns none, as with rotary positions.
+    """
+    for name, parameter in model.named_parameters():
+        if "pos" not in name.lower() or parameter.dim() < 2:
+            continue
+        found = parameter.detach().float().cpu()
+        if found.dim() == 4 and found.shape[0] == 1:  # [1, C, rows, columns] or [1, rows, columns, C]
+            found = found.flatten(2).transpose(1, 2) if math.prod(found.shape[2:]) == patches else found.flatten(1, 2)
+        found = found.reshape(-1, found.shape[-1])
+        if 0 <= len(found) - patches <= MOST_PREFIX_TOKENS:
+            return found[len(found) - patches :]
+    reason = f"no parameter named after positions has {patches} rows: learned positions are accepted, one a patch"
+    raise UnsupportedInputError(f"the positions of a {type(model).__name__}", [reason])
+
+
+def patch_filters(model: nn.Module) -> Tensor:
+    """The patch embedding's filters, [C, channels, height, width].
+
+    Raises:
+        UnsupportedInputError: the model has no convolution, or its first is no patch embedding of pictures.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            weight = module.weight.detach().float().cpu()
+            if weight.shape[1] in (1, 3):
+                return weight
+    reason = "accepted is a first convolution over 1 or 3 channels"
+    raise UnsupportedInputError(f"the filters of a {type(model).__name__}", [reason])
+
+
+def components(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The first principal components [count, width] of rows [n, width], and the rows' coordinates [n, count]."""
+    centred = rows - rows.mean(0)
+    _, _, directions = torch.linalg.svd(centred.double(), full_matrices=False)
+    found = directions[:count]
+    # of either sign, the one whose largest entry is positive: the same picture each time
+    found = found * found.gather(1, found.abs().argmax(1, keepdim=True)).sign()
+    return found.float(), (centred.double() @ found.T).float()
