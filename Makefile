@@ -11,7 +11,7 @@ PIP     := $(BIN)/python -m pip install --disable-pip-version-check -q -c constr
 SOURCES := vit_fast kernels export benchmarks tests
 READY   := $(VENV)/.ready
 
-.PHONY: bench test test-full lint format typecheck kernels verify gpu-check bench-suite wheel clean
+.PHONY: bench test test-full lint format typecheck docs kernels verify gpu-check bench-suite wheel clean
 
 bench: $(READY)
 	$(BIN)/vit-fast bench $(ARGS)
@@ -32,6 +32,9 @@ format: $(READY)
 
 typecheck: $(READY)
 	$(BIN)/mypy -p vit_fast
+
+docs: $(READY)
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
 kernels: $(READY)
 	$(BIN)/vit-fast kernels $(ARGS)

@@ -40,7 +40,10 @@ def models(
             str(row["num_heads"]),
             "x".join(map(str, row["img_size"])),
         )
-    Console().print(table)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 120  # names and figures whole, whoever reads them
+    console.print(table)
 
 
 def model_rows(pattern: str) -> list[dict[str, Any]]:

@@ -1,0 +1,16 @@
+"""Sphinx: `make docs` writes docs/_build/html, offline and without a warning."""
+
+from importlib.metadata import version as installed
+
+project = "vit-fast"
+author = "the vit-fast authors"
+release = version = installed("vit-fast")
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = "vit-fast"
+html_static_path = ["_static"]
+myst_heading_anchors = 3
+autodoc_typehints = "description"
+autodoc_member_order = "bysource"
+napoleon_use_ivar = True  # attributes are listed once, with their class

@@ -1,0 +1,40 @@
+"""The guide: every block of Python runs, in the order of its page; it builds offline and without a warning."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = {path.relative_to(DOCS).as_posix(): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
+WITH_CODE = [name for name, text in PAGES.items() if "```python" in text]
+
+
+@pytest.mark.parametrize("page", WITH_CODE)
+def test_python_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for number, block in enumerate(re.findall(r"```python\n(.*?)```", PAGES[page], re.DOTALL)):
+        exec(compile(block, f"{page}, block {number}", "exec"), names)
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
+def test_the_tutorial_has_the_steps_of_the_paper() -> None:
+    text = PAGES["tutorial.md"]
+    for shape in ("(1, 196, 768)", "(1, 197, 768)", "64 + 1", "24 * 24 + 1", "(1, 12, 197, 197)"):
+        assert shape in text
+
+
+def test_it_builds_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "-d", str(tmp_path / "trees")]
+    built = subprocess.run([*command, str(DOCS), str(tmp_path / "html")], capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    for page in PAGES:
+        html = (tmp_path / "html" / page).with_suffix(".html").read_text()
+        assert not re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="https?://', html), "it needs no network"
+    assert "vit_fast.fuse" in (tmp_path / "html" / "reference.html").read_text()
