@@ -11,7 +11,7 @@ PIP     := $(BIN)/python -m pip install --disable-pip-version-check -q -c constr
 SOURCES := vit_fast kernels export benchmarks tests
 READY   := $(VENV)/.ready
 
-.PHONY: bench test test-full lint format typecheck docs kernels verify gpu-check bench-suite wheel clean
+.PHONY: bench test test-full lint format typecheck docs classes kernels verify gpu-check bench-suite wheel clean
 
 bench: $(READY)
 	$(BIN)/vit-fast bench $(ARGS)
@@ -49,6 +49,9 @@ gpu-check:
 
 bench-suite: $(READY)
 	$(BIN)/python -m pytest benchmarks -o python_files=suite.py -o addopts=--import-mode=importlib $(ARGS)
+
+classes: $(READY)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/fused_classes.py > docs/classes.md
 
 wheel: $(READY)
 	$(BIN)/python -m build --wheel --sdist --no-isolation

@@ -11,8 +11,9 @@ from torch import nn
 
 import vit_fast
 from vit_fast.config import ViTConfig
-from vit_fast.layers import DropPath, fixed_pos_embed, resample_pos_embed
+from vit_fast.layers import DropPath
 from vit_fast.model import VisionTransformer
+from vit_fast.positions import fixed_pos_embed, resample_pos_embed
 
 
 def make(backend: str = "sdpa", **overrides) -> VisionTransformer:

@@ -210,7 +210,7 @@ def test_positions_of_a_rectangular_grid_survive_a_file(tmp_path: Path) -> None:
     square = create_model("vit_test")
     report = load_weights(square, path)
     assert report.interpolated == ["pos_embed: 2x8 -> 4x4 patches"]
-    expected = vit_fast.layers.resample_pos_embed(wide.pos_embed, (2, 8), (4, 4), 1)
+    expected = vit_fast.positions.resample_pos_embed(wide.pos_embed, (2, 8), (4, 4), 1)
     assert torch.equal(square.pos_embed, expected)
 
 

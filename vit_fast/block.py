@@ -206,7 +206,7 @@ def forward_block(
     return y
 
 
-def run_blocks(blocks: nn.Sequential, x: Tensor) -> Tensor:
+def run_blocks(blocks: nn.Sequential, x: Tensor, rope: Rope | None = None) -> Tensor:
     """What a Sequential of blocks does, [B, N, C] -> [B, N, C].
 
     Where all run whole, each takes its first row statistics from the one before. A block that is wrapped, replaced or
@@ -217,16 +217,23 @@ def run_blocks(blocks: nn.Sequential, x: Tensor) -> Tensor:
         known: Any = block if hasattr(block, "whole") and not is_touched(block) else None
         ready.append(known and known.whole())
     if None in ready:
-        return nn.Sequential.forward(blocks, x)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        for block in blocks:
+            x = block(x, *positions_of(rope))
+        return x
     statistics: Tensor | None = None
     for parts, following in zip_longest(ready, ready[1:]):
-        x, statistics = run_block(parts, x, statistics, next_statistics=following is not None)
+        x, statistics = run_block(parts, x, statistics, rope=rope, next_statistics=following is not None)
     return x
+
+
+def positions_of(rope: Rope | None) -> tuple[Rope, ...]:
+    """What a block is given beside its tokens: nothing in a model without rotary positions."""
+    return () if rope is None else (rope,)
 
 
 class Blocks(nn.Sequential):
     """The blocks of a model of ours."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope | None = None) -> Tensor:
         """[B, N, C] -> [B, N, C]."""
-        return run_blocks(self, x)
+        return run_blocks(self, x, rope)

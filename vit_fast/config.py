@@ -11,7 +11,9 @@ from typing import Any, Literal, get_args
 from .ops.reference import ACTIVATIONS
 
 GlobalPool = Literal["token", "avg", "map", ""]
-PosEmbed = Literal["learn", "sincos1d", "sincos2d"]
+PosEmbed = Literal["learn", "sincos1d", "sincos2d", "none"]
+NormLayer = Literal["layer_norm", "rms_norm"]
+MlpLayer = Literal["mlp", "swiglu"]
 Interpolation = Literal["bicubic", "bilinear", "nearest", "lanczos"]
 CropMode = Literal["center", "squash"]
 
@@ -57,6 +59,41 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary positions of the patches: pairs of q's and k's channels turned by angles of row and column.
+
+    Half of the pairs turn by one axis, half by the other, at D/4 frequencies temperature^(-4 i / D).
+
+    Attributes:
+        coordinates: "centred": patch centres in (-1, 1), times 2 pi (DINOv3); "index": 0, 1, 2 ... (EVA-02).
+        temperature: The longest period over the shortest.
+        layout: "half" turns channels j and j + D/2 together, "interleaved" 2j and 2j + 1.
+        reference_grid: Indices are scaled as if the grid had these (rows, columns); None leaves them.
+        offset: Added to indices.
+        columns_first: Whether the first half of the pairs turns by the column.
+    """
+
+    coordinates: Literal["centred", "index"] = "centred"
+    temperature: float = 100.0
+    layout: Literal["half", "interleaved"] = "half"
+    reference_grid: Size | None = None
+    offset: float = 0.0
+    columns_first: bool = False
+
+    def __post_init__(self) -> None:
+        _check_choice("coordinates", self.coordinates, ("centred", "index"))
+        _check_choice("layout", self.layout, ("half", "interleaved"))
+        _check_number("temperature", self.temperature)
+        _check_number("offset", self.offset)
+        if self.temperature <= 0:
+            raise ValueError(f"temperature={self.temperature}: accepted is a positive number")
+        if self.reference_grid is not None:
+            object.__setattr__(self, "reference_grid", _pair("reference_grid", self.reference_grid))
+        if self.coordinates == "centred" and (self.reference_grid is not None or self.offset):
+            raise ValueError("coordinates='centred' with reference_grid or offset: accepted with 'index' only")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ViTConfig:
     """The shape of a Vision Transformer; timm's names.
 
@@ -74,14 +111,19 @@ class ViTConfig:
         class_token: Whether a learned class token is put before the patches.
         distilled: Whether DeiT's distillation token and second head exist (needs class_token).
         reg_tokens: Register tokens behind the class token ("Vision Transformers Need Registers", arXiv 2309.16588).
-        pos_embed: "learn"ed, or fixed: "sincos1d" (arXiv 1706.03762, patches in reading order), "sincos2d".
+        pos_embed: "learn"ed, or fixed: "sincos1d" (arXiv 1706.03762, patches in reading order), "sincos2d"; or "none".
         no_embed_class: Whether the position embedding covers the patches only.
         pre_norm: LayerNorm before the blocks and a patch embedding without bias (CLIP).
         global_pool: "token" (class token), "avg" (mean of the patches), "map" (SigLIP's attention pooling), "" (none).
         fc_norm: Whether the final LayerNorm comes after pooling; None means only when global_pool is "avg".
         act_layer: Activation of the MLP, one of ops.reference.ACTIVATIONS: "gelu" is exact; "gelu_tanh", "quick_gelu",
             "relu", "silu".
-        norm_eps: epsilon of every LayerNorm.
+        norm_layer: Every norm: "layer_norm" or "rms_norm".
+        norm_eps: epsilon of every norm.
+        mlp_layer: "mlp", fc2(act(fc1(x))), or "swiglu", fc2(act(gate(x)) * up(x)), gate and up packed in fc1.
+        scale_mlp_norm: Whether a norm is before fc2 (EVA-02).
+        qk_norm: Whether q and k are normalised, each head by itself.
+        rope: Rotary positions of the patches; None means none.
         dynamic_img_size: Accept other image sizes than img_size by interpolating the position embedding.
         stem_channels: Output channels of the hybrid's convolutional stem, each layer halving the image; () is none.
         drop_rate: Dropout before the head.
@@ -113,7 +155,12 @@ class ViTConfig:
     global_pool: GlobalPool = "token"
     fc_norm: bool | None = None
     act_layer: str = "gelu"
+    norm_layer: NormLayer = "layer_norm"
     norm_eps: float = 1e-6
+    mlp_layer: MlpLayer = "mlp"
+    scale_mlp_norm: bool = False
+    qk_norm: bool = False
+    rope: RopeConfig | None = None
     dynamic_img_size: bool = False
     stem_channels: tuple[int, ...] = ()
     drop_rate: float = 0.0
@@ -144,33 +191,10 @@ class ViTConfig:
                 raise ValueError(f"{name}={getattr(self, name)}: accepted is a probability in [0, 1)")
         _check_choice("global_pool", self.global_pool, get_args(GlobalPool))
         _check_choice("pos_embed", self.pos_embed, get_args(PosEmbed))
+        _check_choice("norm_layer", self.norm_layer, get_args(NormLayer))
+        _check_choice("mlp_layer", self.mlp_layer, get_args(MlpLayer))
         _check_choice("act_layer", self.act_layer, tuple(ACTIVATIONS))
-        if self.norm_eps <= 0:
-            raise ValueError(f"norm_eps={self.norm_eps}: accepted is a positive number")
-        if self.mlp_ratio <= 0 or self.hidden_dim < 1:
-            raise ValueError(f"mlp_ratio={self.mlp_ratio}: accepted is a positive ratio with at least one hidden unit")
-        if self.embed_dim % self.num_heads:
-            raise ValueError(
-                f"embed_dim={self.embed_dim} with num_heads={self.num_heads}: embed_dim must divide by num_heads"
-            )
-        for axis, pixels, cell in zip(("height", "width"), self.image_hw, self.patch_pixels, strict=True):
-            if pixels % cell:
-                raise ValueError(
-                    f"img_size={self.img_size}: the {axis} {pixels} must divide by the patch's {cell} pixels "
-                    f"(patch_size={self.patch_size}, stem stride {self.stem_stride})"
-                )
-        if self.global_pool == "token" and not self.class_token:
-            raise ValueError(
-                "global_pool='token' with class_token=False: accepted without a class token: 'avg', 'map', ''"
-            )
-        if self.distilled and not (self.class_token and self.global_pool == "token"):
-            raise ValueError("distilled=True: accepted only with class_token=True and global_pool='token'")
-        if self.distilled and self.reg_tokens:
-            raise ValueError(f"distilled=True with reg_tokens={self.reg_tokens}: accepted is reg_tokens=0")
-        if self.pos_embed == "sincos2d" and self.embed_dim % 4:
-            raise ValueError(f"embed_dim={self.embed_dim}: pos_embed='sincos2d' accepts a multiple of 4")
-        if self.pos_embed == "sincos1d" and self.embed_dim % 2:
-            raise ValueError(f"embed_dim={self.embed_dim}: pos_embed='sincos1d' accepts a multiple of 2")
+        _check_together(self)
 
     @property
     def image_hw(self) -> Size:
@@ -205,6 +229,11 @@ class ViTConfig:
         return int(self.class_token) + int(self.distilled) + self.reg_tokens
 
     @property
+    def pos_embed_covers_prefix(self) -> bool:
+        """Whether those tokens have a learned position, too."""
+        return self.pos_embed == "learn" and not self.no_embed_class
+
+    @property
     def seqlen(self) -> int:
         """Tokens N that the blocks see."""
         return self.num_prefix_tokens + self.num_patches
@@ -222,6 +251,10 @@ class ViTConfig:
     def norm_after_pool(self) -> bool:
         return self.global_pool == "avg" if self.fc_norm is None else self.fc_norm
 
+    @property
+    def _mlp_matrices(self) -> int:
+        return 3 if self.mlp_layer == "swiglu" else 2
+
     def replace(self, **overrides: Any) -> ViTConfig:
         """A copy with these fields changed and checked; an unknown field is a ValueError that lists the known ones."""
         known = {field.name for field in dataclasses.fields(self)}
@@ -235,19 +268,52 @@ class ViTConfig:
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> ViTConfig:
         """From to_dict's mapping, also after a trip through JSON; unknown names raise ValueError."""
-        return cls(**_known_fields(cls, fields))
+        known = _known_fields(cls, fields)
+        if isinstance(known.get("rope"), Mapping):
+            known["rope"] = RopeConfig(**_known_fields(RopeConfig, known["rope"]))
+        return cls(**known)
 
     def num_parameters(self) -> int:
         """Parameters in the blocks and the position embedding, which are nearly all."""
         C = self.embed_dim
         positions = self.seqlen * C if self.pos_embed == "learn" else 0
-        return positions + self.depth * (4 * C * C + 2 * C * self.hidden_dim)
+        return positions + self.depth * (4 * C * C + self._mlp_matrices * C * self.hidden_dim)
 
     def flops_per_image(self) -> int:
         """Floating-point operations of one image's forward pass through the matrix products, 2 per multiply-add."""
         C, F, N = self.embed_dim, self.hidden_dim, self.seqlen
-        block = 2 * N * (4 * C * C + 2 * C * F) + 4 * N * N * C
+        block = 2 * N * (4 * C * C + self._mlp_matrices * C * F) + 4 * N * N * C
         return _embed_flops(self) + self.depth * block + _head_flops(self)
+
+
+def _check_together(config: ViTConfig) -> None:
+    """What fields accept in the light of others."""
+    if config.norm_eps <= 0:
+        raise ValueError(f"norm_eps={config.norm_eps}: accepted is a positive number")
+    if config.mlp_ratio <= 0 or config.hidden_dim < 1:
+        raise ValueError(f"mlp_ratio={config.mlp_ratio}: accepted is a positive ratio with at least one hidden unit")
+    if config.embed_dim % config.num_heads:
+        raise ValueError(
+            f"embed_dim={config.embed_dim} with num_heads={config.num_heads}: embed_dim must divide by num_heads"
+        )
+    for axis, pixels, cell in zip(("height", "width"), config.image_hw, config.patch_pixels, strict=True):
+        if pixels % cell:
+            raise ValueError(
+                f"img_size={config.img_size}: the {axis} {pixels} must divide by the patch's {cell} pixels "
+                f"(patch_size={config.patch_size}, stem stride {config.stem_stride})"
+            )
+    if config.global_pool == "token" and not config.class_token:
+        raise ValueError("global_pool='token' with class_token=False: accepted without a class token: 'avg', 'map', ''")
+    if config.distilled and not (config.class_token and config.global_pool == "token"):
+        raise ValueError("distilled=True: accepted only with class_token=True and global_pool='token'")
+    if config.distilled and config.reg_tokens:
+        raise ValueError(f"distilled=True with reg_tokens={config.reg_tokens}: accepted is reg_tokens=0")
+    if config.rope is not None and config.head_dim % 4:
+        raise ValueError(f"a head of {config.head_dim} channels: rope accepts a multiple of 4")
+    if config.pos_embed == "sincos2d" and config.embed_dim % 4:
+        raise ValueError(f"embed_dim={config.embed_dim}: pos_embed='sincos2d' accepts a multiple of 4")
+    if config.pos_embed == "sincos1d" and config.embed_dim % 2:
+        raise ValueError(f"embed_dim={config.embed_dim}: pos_embed='sincos1d' accepts a multiple of 2")
 
 
 def _embed_flops(config: ViTConfig) -> int:
@@ -291,7 +357,7 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name}={value!r}: accepted are {', '.join(map(repr, choices))}")
 
 
-def _known_fields(cls: type[ViTConfig] | type[DataConfig], fields: Mapping[str, Any]) -> dict[str, Any]:
+def _known_fields(cls: type[ViTConfig | DataConfig | RopeConfig], fields: Mapping[str, Any]) -> dict[str, Any]:
     known = {field.name for field in dataclasses.fields(cls)}
     if unknown := sorted(set(fields) - known):
         raise ValueError(f"unknown {cls.__name__} field {', '.join(unknown)}: accepted are {', '.join(sorted(known))}")

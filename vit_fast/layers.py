@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .block import drops, parts_of, run_mlp
@@ -86,43 +85,6 @@ def conv_stem(in_chans: int, channels: tuple[int, ...]) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def sincos_1d(positions: Tensor, dim: int) -> Tensor:
-    """Sines and cosines of positions [P] at dim/2 geometric frequencies: [P, dim]; arXiv 1706.03762, section 3.5."""
-    frequencies = 10000.0 ** (-torch.arange(dim // 2, dtype=positions.dtype, device=positions.device) / (dim // 2))
-    angles = positions[:, None] * frequencies
-    return torch.cat([angles.sin(), angles.cos()], dim=1)
-
-
-def fixed_pos_embed(kind: str, grid: Size, dim: int, device: torch.device | None = None) -> Tensor:
-    """The unlearned position embedding of a patch grid, [1, rows * columns, dim] in fp32.
-
-    "sincos1d" numbers the patches in reading order; "sincos2d" gives half the width to the row and half to the column.
-    """
-    rows, columns = (torch.arange(n, dtype=torch.float64, device=device) for n in grid)
-    if kind == "sincos1d":
-        embedding = sincos_1d(torch.arange(grid[0] * grid[1], dtype=torch.float64, device=device), dim)
-    else:
-        per_row, per_column = sincos_1d(rows, dim // 2), sincos_1d(columns, dim // 2)
-        planes = per_column[None].expand(grid[0], -1, -1), per_row[:, None].expand(-1, grid[1], -1)
-        embedding = torch.cat(planes, dim=2).flatten(0, 1)
-    return embedding[None].float()
-
-
-def resample_pos_embed(pos_embed: Tensor, old_grid: Size, new_grid: Size, num_prefix_tokens: int) -> Tensor:
-    """A learned position embedding [1, prefix + old patches, C] for another patch grid: bicubic, antialiased, in fp32.
-
-    The first num_prefix_tokens rows are kept as they are. The same grid gives the same tensor back.
-    """
-    # Asked first: comparing sizes while exporting would fix them in the graph.
-    if not torch.compiler.is_exporting() and old_grid == new_grid:
-        return pos_embed
-    prefix, patches = pos_embed[:, :num_prefix_tokens], pos_embed[:, num_prefix_tokens:]
-    plane = patches.float().reshape(1, old_grid[0], old_grid[1], -1).permute(0, 3, 1, 2)
-    plane = F.interpolate(plane, size=new_grid, mode="bicubic", antialias=True, align_corners=False)
-    patches = plane.permute(0, 2, 3, 1).flatten(1, 2).to(pos_embed.dtype)
-    return torch.cat([prefix, patches], dim=1)
-
-
 class LayerScale(nn.Module):
     """Multiplies the branch by a learned vector; CaiT, arXiv 2103.17239."""
 
@@ -150,24 +112,61 @@ class DropPath(nn.Module):
         return x * (mask / keep_prob)
 
 
+def make_norm(config: ViTConfig, width: int) -> nn.Module:
+    """A norm of the config's kind."""
+    kind = nn.RMSNorm if config.norm_layer == "rms_norm" else nn.LayerNorm
+    return kind(width, eps=config.norm_eps)
+
+
 class Mlp(nn.Module):
     """The parameters of a two-layer MLP; `layer_norm_mlp` computes with them."""
 
-    def __init__(self, dim: int, hidden_dim: int, activation: str, drop: float = 0.0) -> None:
+    def __init__(self, config: ViTConfig, drop: float = 0.0) -> None:
         super().__init__()
-        self.activation = activation
-        self.fc1 = nn.Linear(dim, hidden_dim)
-        self.fc2 = nn.Linear(hidden_dim, dim)
+        C, F = config.embed_dim, config.hidden_dim
+        self.activation = config.act_layer
+        self.fc1 = nn.Linear(C, F)
+        self.norm = make_norm(config, F) if config.scale_mlp_norm else nn.Identity()
+        self.fc2 = nn.Linear(F, C)
         self.drop = nn.Dropout(drop)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.drop(self.fc2(self.drop(ACTIVATIONS[self.activation](self.fc1(x)))))
+        return self.drop(self.fc2(self.norm(self.drop(self.hidden(x)))))
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """[..., C] -> [..., F]."""
+        return ACTIVATIONS[self.activation](self.fc1(x))
+
+
+class GatedMlp(Mlp):
+    """The parameters of a gated MLP (SwiGLU, arXiv 2002.05202); the rows of fc1 are the gate's, then up's."""
+
+    def __init__(self, config: ViTConfig, drop: float = 0.0) -> None:
+        super().__init__(config, drop)
+        self.fc1 = nn.Linear(config.embed_dim, 2 * config.hidden_dim)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        gate, up = self.fc1(x).chunk(2, dim=-1)
+        return ACTIVATIONS[self.activation](gate) * up
+
+
+MLPS: dict[str, type[Mlp]] = {"mlp": Mlp, "swiglu": GatedMlp}
 
 
 def read_norm_mlp(block: Reader, norm: str = "norm", **rest: Any) -> MlpParts | None:
-    """The LayerNorm and the `Mlp` of a block of ours, of which only the norm's name varies."""
-    inside = {"mlp": (Mlp,)} | rest.pop("inside", {})
-    return block.mlp(norm, "mlp.fc1", "mlp.activation", "mlp.fc2", inside=inside, dropouts=("mlp.drop",), **rest)
+    """The norm and the MLP of a block of ours, of which only the norm's name varies."""
+    inside = {"mlp": tuple(MLPS.values())} | rest.pop("inside", {})
+    return block.mlp(
+        norm,
+        "mlp.fc1",
+        "mlp.activation",
+        "mlp.fc2",
+        gate_half=0 if type(block.at("mlp")) is GatedMlp else None,
+        inner_norm="mlp.norm",
+        inside=inside,
+        dropouts=("mlp.drop",),
+        **rest,
+    )
 
 
 class AttentionPool(nn.Module):
@@ -184,8 +183,8 @@ class AttentionPool(nn.Module):
         self.q = nn.Linear(C, C)
         self.kv = nn.Linear(C, 2 * C)
         self.proj = nn.Linear(C, C)
-        self.norm = nn.LayerNorm(C, eps=config.norm_eps)
-        self.mlp = Mlp(C, config.hidden_dim, config.act_layer)
+        self.norm = make_norm(config, C)
+        self.mlp = MLPS[config.mlp_layer](config)
 
     def forward(self, x: Tensor) -> Tensor:
         """Patches [B, N, C] -> [B, C]."""

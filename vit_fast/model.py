@@ -18,138 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .block import Blocks, drops, forward_block, parts_of, runs_whole
-from .config import DataConfig, Size, ViTConfig
-from .errors import UnsupportedInputError
-from .freezing import Freezable
-from .layers import (
-    AttentionPool,
-    DropPath,
-    LayerScale,
-    Mlp,
-    PatchEmbed,
-    fixed_pos_embed,
-    read_norm_mlp,
-    resample_pos_embed,
-)
-from .ops import attention_qkvpacked, reference, scaled_dot_product_attention
+from .block import Blocks, positions_of
+from .config import DataConfig, ViTConfig
+from .encoder_block import Attention, Block
+from .layers import AttentionPool, PatchEmbed, make_norm
+from .ops import Rope
 from .ops.attention_op import DTYPES as KERNEL_DTYPES
 from .ops.attention_op import MAX_HEAD_DIM, MIN_HEAD_DIM
 from .ops.backends import resolve_backend
-from .parts import AttentionParts, BlockParts, MlpParts
-from .reading import Reader, read_block
-
-
-class Attention(nn.Module):
-    """Multi-head self-attention, MSA of equation 2: one qkv linear, softmax attention per head, one output linear."""
-
-    def __init__(self, config: ViTConfig) -> None:
-        super().__init__()
-        self.num_heads, self.head_dim = config.num_heads, config.head_dim
-        self.attn_drop_rate = config.attn_drop_rate
-        self.backend = "sdpa"
-        self.qkv = nn.Linear(config.embed_dim, 3 * config.embed_dim, bias=config.qkv_bias)
-        self.proj = nn.Linear(config.embed_dim, config.embed_dim)
-        self.proj_drop = nn.Dropout(config.proj_drop_rate)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, N, C] -> [B, N, C]."""
-        qkv = self._project(x)  # [B, N, 3, H, D]
-        if self.training and self.attn_drop_rate:
-            mixed = self._attention_with_dropout(qkv)
-        else:
-            mixed = attention_qkvpacked(qkv, backend=self.backend)
-        return self.proj_drop(self.proj(mixed.flatten(2)))
-
-    def attention_map(self, x: Tensor) -> Tensor:
-        """softmax(q k^T / sqrt(D)) of tokens [B, N, C]: [B, H, N, N], rows sum to one."""
-        q, k, _ = self._project(x).transpose(1, 3).unbind(2)
-        return reference.attention_weights(q, k)
-
-    def _project(self, x: Tensor) -> Tensor:
-        return self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
-
-    def _attention_with_dropout(self, qkv: Tensor) -> Tensor:
-        if self.backend == "triton":
-            raise UnsupportedInputError(
-                "attention with backend='triton'", [f"dropout {self.attn_drop_rate} in training"]
-            )
-        q, k, v = qkv.transpose(1, 3).unbind(2)
-        if self.backend == "eager":
-            return reference.attention(q, k, v, dropout_p=self.attn_drop_rate).transpose(1, 2)
-        return scaled_dot_product_attention(q, k, v, dropout_p=self.attn_drop_rate).transpose(1, 2)
-
-
-class Block(Freezable):
-    """A pre-norm encoder block: equations 2 and 3, each branch with optional LayerScale and drop path."""
-
-    def __init__(self, config: ViTConfig, drop_path: float) -> None:
-        super().__init__()
-        C = config.embed_dim
-        self.backend, self.head_dim = "sdpa", config.head_dim
-        self.norm1 = nn.LayerNorm(C, eps=config.norm_eps)
-        self.attn = Attention(config)
-        self.ls1 = _layer_scale(config)
-        self.drop_path1 = DropPath(drop_path)
-        self.norm2 = nn.LayerNorm(C, eps=config.norm_eps)
-        self.mlp = Mlp(C, config.hidden_dim, config.act_layer, config.proj_drop_rate)
-        self.ls2 = _layer_scale(config)
-        self.drop_path2 = DropPath(drop_path)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, N, C] -> [B, N, C]; each half as kernels or one operator where nothing in it is a module to be called."""
-        parts = parts_of(self)
-        if parts.mlp is None:
-            x = self._attend(x)
-            return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
-        if not drops(parts.mlp.dropouts):
-            attend = None if runs_whole(parts, self.backend) else self._attend
-            return forward_block(self, parts, x, backend=self.backend, attend=attend)
-        x = self._attend(x)
-        if self.backend == "triton":
-            raise UnsupportedInputError(
-                "layer_norm_mlp with backend='triton'",
-                [f"dropout {self.mlp.drop.p} inside the MLP in training"],
-            )
-        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
-
-    def whole(self) -> BlockParts | None:
-        """Its parts where it is nothing but kernels now."""
-        parts = parts_of(self)
-        return parts if runs_whole(parts, self.backend) else None
-
-    def read(self) -> BlockParts:
-        """What it consists of."""
-        return read_block(self, read_mlp, read_attention)
-
-    def attention_map(self, x: Tensor) -> Tensor:
-        """The attention weights [B, H, N, N] of this block's input [B, N, C]."""
-        return self.attn.attention_map(self.norm1(x))
-
-    def _attend(self, x: Tensor) -> Tensor:
-        return x + self.drop_path1(self.ls1(self.attn(self.norm1(x))))
-
-
-def read_attention(block: Reader) -> AttentionParts | None:
-    """Equation 2 of a block of ours."""
-    return block.attention(
-        "attn",
-        "norm1",
-        ("attn.qkv",),
-        "attn.proj",
-        inside={"attn": (Attention,), "ls1": (LayerScale, nn.Identity), "drop_path1": (DropPath,)},
-        dropouts=("attn.proj_drop",),
-        rates=("attn.attn_drop_rate",),
-        num_heads=block.value("attn.num_heads"),
-        layer_scale="ls1.gamma",
-        drop_path="drop_path1",
-    )
-
-
-def read_mlp(block: Reader) -> MlpParts | None:
-    """Equation 3 of a block of ours."""
-    inside = {"ls2": (LayerScale, nn.Identity), "drop_path2": (DropPath,)}
-    return read_norm_mlp(block, "norm2", inside=inside, layer_scale="ls2.gamma", drop_path="drop_path2")
+from .positions import pos_embed_for, rope_of
 
 
 class VisionTransformer(nn.Module):
@@ -216,23 +93,34 @@ class VisionTransformer(nn.Module):
     def forward_features(self, images: Tensor) -> Tensor:
         """Images -> normalised tokens [B, N, C] (normalised after pooling instead where the config says so)."""
         z = self.embed(images)
+        rope = self.rope(images, z)
         if self.grad_checkpointing and self.training:
             for block in self.blocks:
-                z = checkpoint(block, z, use_reentrant=False)
+                z = checkpoint(block, z, *positions_of(rope), use_reentrant=False)
         else:
-            z = self.blocks(z)
+            z = self.blocks(z, rope)
         return self.norm(z)
 
     def embed(self, images: Tensor) -> Tensor:
         """Equation 1: images -> tokens [B, N, C], prefix tokens first."""
         patches, grid = self.patch_embed(images)
-        pos_embed = self._pos_embed_for(grid, patches.device).to(patches.dtype)
+        pos_embed = pos_embed_for(self.config, self.pos_embed, grid, patches)
         prefix = [token.expand(patches.shape[0], -1, -1) for token in self._prefix_tokens()]
-        if self._pos_embed_covers_prefix:
+        if pos_embed is None:
+            z = torch.cat([*prefix, patches], dim=1)
+        elif self.config.pos_embed_covers_prefix:
             z = torch.cat([*prefix, patches], dim=1) + pos_embed
         else:
             z = torch.cat([*prefix, patches + pos_embed], dim=1)
         return self.norm_pre(self.pos_drop(z))
+
+    def rope(self, images: Tensor, z: Tensor) -> Rope | None:
+        """The rotary positions of the images' tokens z; None where the model has none."""
+        config, (height, width) = self.config, self.config.patch_pixels
+        if config.rope is None:
+            return None
+        grid = images.shape[2] // height, images.shape[3] // width
+        return rope_of(config.rope, grid, config.head_dim, config.num_prefix_tokens, like=z)
 
     def pool(self, tokens: Tensor) -> Tensor:
         """[B, N, C] -> [B, C] by config.global_pool; "" gives the tokens back."""
@@ -270,14 +158,15 @@ class VisionTransformer(nn.Module):
             wanted.add(index % depth)
         maps: dict[int, Tensor] = {}
         z = self.embed(images)
+        rope = self.rope(images, z)
         for index, block in enumerate(self.blocks):
             if index in wanted:
                 if not isinstance(block, Block):
                     raise ValueError(f"block {index} is a {type(block).__name__}: accepted is a Block of ours")
-                maps[index] = block.attention_map(z)
+                maps[index] = block.attention_map(z, rope)
             if len(maps) == len(wanted):
                 break
-            z = block(z)
+            z = block(z, *positions_of(rope))
         return maps
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
@@ -309,26 +198,13 @@ class VisionTransformer(nn.Module):
         if self.attn_pool is not None:
             nn.init.trunc_normal_(self.attn_pool.latent, std=self.embed_dim**-0.5)
 
-    @property
-    def _pos_embed_covers_prefix(self) -> bool:
-        return self.config.pos_embed == "learn" and not self.config.no_embed_class
-
     def _make_pos_embed(self) -> nn.Parameter | None:
         """Learned positions are a parameter; fixed ones are computed from the grid."""
         config = self.config
         if config.pos_embed != "learn":
             return None
-        prefix = config.num_prefix_tokens if self._pos_embed_covers_prefix else 0
+        prefix = config.num_prefix_tokens if config.pos_embed_covers_prefix else 0
         return nn.Parameter(torch.empty(1, prefix + config.num_patches, config.embed_dim))
-
-    def _pos_embed_for(self, grid: Size, device: torch.device) -> Tensor:
-        config = self.config
-        if self.pos_embed is None:
-            return fixed_pos_embed(config.pos_embed, grid, config.embed_dim, device=device)
-        if not config.dynamic_img_size:
-            return self.pos_embed
-        prefix = config.num_prefix_tokens if self._pos_embed_covers_prefix else 0
-        return resample_pos_embed(self.pos_embed, config.grid_size, grid, prefix)
 
     def _prefix_tokens(self) -> list[Tensor]:
         return [token for token in (self.cls_token, self.dist_token, self.reg_token) if token is not None]
@@ -371,18 +247,15 @@ def set_backend(model: nn.Module, backend: str) -> None:
     for owner in owners:
         # "auto" is triton only where its attention can run: 16 <= head_dim <= 128, and no fp64
         fits = parameter.dtype in KERNEL_DTYPES and MIN_HEAD_DIM <= owner.head_dim <= MAX_HEAD_DIM
+        fits = fits and not (isinstance(owner, Block) and owner.kernel_reasons())
         owner.backend = "sdpa" if backend == "auto" and not fits else resolved
     for part in model.modules():
         if isinstance(part, VisionTransformer):
             part.requested_backend = backend
 
 
-def _layer_scale(config: ViTConfig) -> nn.Module:
-    return nn.Identity() if config.init_values is None else LayerScale(config.embed_dim, config.init_values)
-
-
 def _norm(config: ViTConfig, present: bool) -> nn.Module:
-    return nn.LayerNorm(config.embed_dim, eps=config.norm_eps) if present else nn.Identity()
+    return make_norm(config, config.embed_dim) if present else nn.Identity()
 
 
 def _head(config: ViTConfig) -> nn.Module:

@@ -7,15 +7,17 @@ import fnmatch
 from dataclasses import dataclass
 from typing import Any
 
-from .config import DataConfig, ViTConfig
+from .config import DataConfig, RopeConfig, ViTConfig
 
-TINY = {"embed_dim": 192, "depth": 12, "num_heads": 3}
-SMALL = {"embed_dim": 384, "depth": 12, "num_heads": 6}
-MEDIUM = {"embed_dim": 512, "depth": 12, "num_heads": 8}
-BASE = {"embed_dim": 768, "depth": 12, "num_heads": 12}
-LARGE = {"embed_dim": 1024, "depth": 24, "num_heads": 16}
-HUGE = {"embed_dim": 1280, "depth": 32, "num_heads": 16}
-SO400M = {"embed_dim": 1152, "depth": 27, "num_heads": 16, "mlp_ratio": 3.7362}
+Shape = dict[str, Any]
+
+TINY: Shape = {"embed_dim": 192, "depth": 12, "num_heads": 3}
+SMALL: Shape = {"embed_dim": 384, "depth": 12, "num_heads": 6}
+MEDIUM: Shape = {"embed_dim": 512, "depth": 12, "num_heads": 8}
+BASE: Shape = {"embed_dim": 768, "depth": 12, "num_heads": 12}
+LARGE: Shape = {"embed_dim": 1024, "depth": 24, "num_heads": 16}
+HUGE: Shape = {"embed_dim": 1280, "depth": 32, "num_heads": 16}
+SO400M: Shape = {"embed_dim": 1152, "depth": 27, "num_heads": 16, "mlp_ratio": 3.7362}
 
 DEIT3 = {"no_embed_class": True, "init_values": 1e-6}
 DINOV2 = {"img_size": 518, "patch_size": 14, "init_values": 1e-5, "num_classes": 0}
@@ -23,11 +25,37 @@ DINOV2_REG4 = {**DINOV2, "reg_tokens": 4, "no_embed_class": True}
 CLIP = {"pre_norm": True, "norm_eps": 1e-5}
 SIGLIP = {"class_token": False, "global_pool": "map", "num_classes": 0}
 
+DINOV3 = {
+    "img_size": 256,
+    "class_token": True,
+    "reg_tokens": 4,
+    "pos_embed": "none",
+    "rope": RopeConfig(),
+    "qkv_bias": False,
+    "init_values": 1e-5,
+    "norm_eps": 1e-5,
+    "global_pool": "avg",
+    "fc_norm": False,
+    "num_classes": 0,
+    "dynamic_img_size": True,
+}
+DINOV3_BIASES = {**DINOV3, "qkv_bias": True}
+SWIGLU: Shape = {"mlp_layer": "swiglu", "act_layer": "silu"}
+EVA02 = {
+    **SWIGLU,
+    "patch_size": 14,
+    "mlp_ratio": 4 * 2 / 3,
+    "rope": RopeConfig(coordinates="index", temperature=10000.0, layout="interleaved", reference_grid=(16, 16)),
+    "global_pool": "avg",
+}
+
 INCEPTION = DataConfig()
 INCEPTION_FULL = DataConfig(crop_pct=1.0)
 IMAGENET = DataConfig(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 IMAGENET_FULL = DataConfig(mean=IMAGENET.mean, std=IMAGENET.std, crop_pct=1.0)
 OPENAI = DataConfig(mean=(0.48145466, 0.4578275, 0.40821073), std=(0.26862954, 0.26130258, 0.27577711))
+OPENAI_FULL = DataConfig(mean=OPENAI.mean, std=OPENAI.std, crop_pct=1.0)
+OPENAI_SQUASHED = DataConfig(mean=OPENAI.mean, std=OPENAI.std, crop_pct=1.0, crop_mode="squash")
 
 
 @dataclass(frozen=True)
@@ -41,7 +69,7 @@ class Variant:
 _VARIANTS: dict[str, Variant] = {}
 
 
-def _add(name: str, data: DataConfig, *shapes: dict[str, Any], **fields: Any) -> None:
+def _add(name: str, data: DataConfig, *shapes: Shape, **fields: Any) -> None:
     merged: dict[str, Any] = {}
     for shape in shapes:
         merged |= shape
@@ -112,6 +140,26 @@ for _img in (256, 384, 512):
         img_size=_img,
         act_layer="gelu_tanh",
     )
+
+for _size, _shape in (
+    ("small", SMALL),
+    ("small_plus", SMALL | SWIGLU),
+    ("base", BASE),
+    ("large", LARGE),
+    ("huge_plus", HUGE | SWIGLU | {"num_heads": 20}),
+):
+    _add(f"vit_{_size}_patch16_dinov3", IMAGENET_FULL, _shape, DINOV3)
+    _add(f"vit_{_size}_patch16_dinov3_qkvb", IMAGENET_FULL, _shape, DINOV3_BIASES)
+_add("vit_7b_patch16_dinov3", IMAGENET_FULL, SWIGLU, DINOV3, embed_dim=4096, depth=40, num_heads=32, mlp_ratio=2.0)
+
+for _size, _shape, _img, _data in (
+    ("tiny", TINY, 336, OPENAI_FULL),
+    ("small", SMALL, 336, OPENAI_FULL),
+    ("base", BASE | {"scale_mlp_norm": True}, 448, OPENAI_SQUASHED),
+    ("large", LARGE | {"scale_mlp_norm": True}, 448, OPENAI_SQUASHED),
+):
+    _add(f"eva02_{_size}_patch14_224", OPENAI, _shape, EVA02, num_classes=0)
+    _add(f"eva02_{_size}_patch14_{_img}", _data, _shape, EVA02, img_size=_img)
 
 # Section 3.1's hybrid: 16-pixel tokens made of a stride-16 feature map (patch 1) or of a stride-4 one (patch 4).
 _add("vit_small_hybrid_patch1_224", INCEPTION, SMALL, patch_size=1, stem_channels=(48, 96, 192, 384))

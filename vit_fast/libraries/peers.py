@@ -57,6 +57,11 @@ def plain_vit_reasons(config: ViTConfig) -> list[str]:
         norm_after_pool=(False,),
         init_values=(None,),
         stem_channels=((),),
+        norm_layer=("layer_norm",),
+        mlp_layer=("mlp",),
+        scale_mlp_norm=(False,),
+        qk_norm=(False,),
+        rope=(None,),
     )
 
 

@@ -70,6 +70,19 @@ def rename(state: Mapping[str, Tensor], layout: str, rules: Sequence[Rule]) -> C
     return converted
 
 
+def with_key_biases(state: Mapping[str, Tensor], q_bias: str) -> Mapping[str, Tensor]:
+    """With zeros for the keys' bias where q has one and k none, as in EVA-02 and DINOv3.
+
+    Args:
+        q_bias: A pattern of the name of q's, in which group 2 follows the letter.
+    """
+    found = dict(state)
+    for name, tensor in state.items():
+        if match := re.fullmatch(q_bias, name):
+            found.setdefault(f"{match[1]}k{match[2]}", torch.zeros_like(tensor))
+    return found
+
+
 def strip_wrappers(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Without the prefixes that DataParallel and torch.compile put before every name."""
     for prefix in ("module.", "_orig_mod."):

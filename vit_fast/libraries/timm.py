@@ -18,7 +18,7 @@ from ..errors import UnsupportedInputError
 from ..variants import get_variant
 from .image_model import ImageModel, TimmInterface, comes_from, pair, switch
 from .peers import reasons, refuse
-from .rename import Converted, Rule, rename
+from .rename import Converted, Rule, rename, with_key_biases
 from .repository import Facts
 
 NAME = "timm"
@@ -42,12 +42,20 @@ RULES: tuple[Rule, ...] = (
     (r"mask_token", None),
     (r"register_tokens", "reg_token"),
     (r"blocks\.(\d+)\.gamma_([12])", r"blocks.\1.ls\2.gamma"),
+    (r"(blocks\.\d+\.attn)\.(?:q_bias|q_proj\.bias)", r"\1.qkv.bias@0of3"),
+    (r"(blocks\.\d+\.attn)\.(?:k_bias|k_proj\.bias)", r"\1.qkv.bias@1of3"),
+    (r"(blocks\.\d+\.attn)\.(?:v_bias|v_proj\.bias)", r"\1.qkv.bias@2of3"),
+    (r"(blocks\.\d+\.attn)\.q_proj\.weight", r"\1.qkv.weight@0of3"),
+    (r"(blocks\.\d+\.attn)\.k_proj\.weight", r"\1.qkv.weight@1of3"),
+    (r"(blocks\.\d+\.attn)\.v_proj\.weight", r"\1.qkv.weight@2of3"),
+    (r"(blocks\.\d+\.mlp)\.fc1_g\.(weight|bias)", r"\1.fc1.\2@0of2"),
+    (r"(blocks\.\d+\.mlp)\.fc1_x\.(weight|bias)", r"\1.fc1.\2@1of2"),
 )
 
 
 def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
     """Nearly the identity; DINOv2's original files with registers keep a class position that timm adds to the token."""
-    converted = rename(state, NAME, RULES)
+    converted = rename(with_key_biases(state, r"(blocks\.\d+\.attn\.)q(_bias|_proj\.bias)"), NAME, RULES)
     if "register_tokens" in state and config.no_embed_class and {"cls_token", "pos_embed"} <= set(converted.tensors):
         converted.fold_class_position()
     weight = converted.tensors["patch_embed.proj.weight"]
@@ -117,7 +125,8 @@ def build_peer(config: ViTConfig) -> nn.Module:
     Raises:
         UnsupportedInputError: timm has no such model; every reason.
     """
-    refuse(NAME, reasons(config, pos_embed=("learn",), stem_channels=((),)))
+    accepted = {"pos_embed": ("learn",), "stem_channels": ((),), "rope": (None,), "mlp_layer": ("mlp",)}
+    refuse(NAME, reasons(config, **accepted, norm_layer=("layer_norm",), scale_mlp_norm=(False,)))
     from timm.models.deit import VisionTransformerDistilled
     from timm.models.vision_transformer import VisionTransformer
 
@@ -134,7 +143,7 @@ def build_peer(config: ViTConfig) -> nn.Module:
 # What timm's VisionTransformer and ViTConfig call alike.
 _SHARED_FIELDS = (
     "in_chans", "num_classes", "global_pool", "embed_dim", "depth", "num_heads", "mlp_ratio", "qkv_bias", "init_values",
-    "class_token", "no_embed_class", "reg_tokens", "pre_norm", "fc_norm", "act_layer",
+    "class_token", "no_embed_class", "reg_tokens", "pre_norm", "fc_norm", "act_layer", "qk_norm",
 )  # fmt: skip
 
 

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from ..config import Size
 from ..files import file_aside
-from ..layers import resample_pos_embed
 from ..libraries import known
 from ..libraries.rename import Converted
 from ..model import VisionTransformer, set_backend
+from ..positions import resample_pos_embed
 from ..version import __version__
 from .hub import open_source
 from .source import METADATA_KEY, Source, WeightsError

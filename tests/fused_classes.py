@@ -1,0 +1,179 @@
+"""The table of every Vision Transformer of timm and transformers, and what fuse does with it: docs/classes.md.
+
+`make classes` writes it anew; the models are made on the meta device, where weights take no memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import pkgutil
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import vit_fast
+
+TABLE = Path(__file__).parents[1] / "docs" / "classes.md"
+LIBRARIES = ("timm", "transformers")
+HEADER = """# Every Vision Transformer of timm and transformers
+
+What `vit_fast.fuse` says of each class with attention, made as its library makes it by default: {versions}.
+Written by `make classes`; `tests/test_fused_classes.py` holds it true.
+
+"fused": all attention and all norm + MLP pairs run our operators. "partly" and "left" come with fuse's reasons.
+Of timm a class is judged by its first model; where that is fused, or some of it, by all. Models of images and text are
+judged by their vision tower.
+"""
+# of timm: convolutional networks with some attention in them
+CONVOLUTIONAL = {"byobnet", "byoanet", "resnest", "sknet", "cpubone", "lowformer", "mobilenetv5"}
+# of transformers: parts of models, heads on them, and models that are no classes of their own
+NO_TOWER = re.compile(
+    r"For[A-Z]|PreTrained(Model)?$|Backbone$|Text|Decoder|Encoder(Model)?$|Processor|WithProjection|Stack$"
+)
+UNKNOWN = " is not a class vit_fast knows"
+SHALLOW = ("num_hidden_layers", "depth")
+
+
+class Row(NamedTuple):
+    """One line of the table: the module of a class in its library, its name, what was made of it, what fuse said."""
+
+    where: str
+    name: str
+    judged: str
+    outcome: str
+
+    def __str__(self) -> str:
+        return f"| {' | '.join(self)} |"
+
+
+def outcome(model: nn.Module) -> str | None:
+    """What fuse does with a model; None where it holds no attention."""
+    report = vit_fast.fuse(model, backend="sdpa")
+    if not any("attention" in module.part or "Block" in module.class_name for module in report.modules):
+        return None
+    reasons = list(dict.fromkeys(reason for module in report.left for reason in module.reasons))
+    unknown = [reason.removesuffix(UNKNOWN) for reason in reasons if reason.endswith(UNKNOWN)]
+    said = [reason for reason in reasons if not reason.endswith(UNKNOWN)]
+    said += [f"not known: {', '.join(unknown)}"] if unknown else []
+    return f"{'partly' if report.fused else 'left'}: {'; '.join(said)}" if said else "fused"
+
+
+def timm_groups() -> dict[tuple[str, str], list[str]]:
+    """The names of timm's models by the module and the class that they are of."""
+    import timm
+
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name in timm.list_models():
+        entry = timm.model_entrypoint(name)
+        made = inspect.signature(entry).return_annotation
+        where = entry.__module__.removeprefix("timm.models.")
+        groups.setdefault((where, getattr(made, "__name__", "")), []).append(name)
+    return {group: names for group, names in groups.items() if group[0] not in CONVOLUTIONAL}
+
+
+def timm_outcome(name: str) -> tuple[str, str | None]:
+    """The class of one of timm's models, and what fuse does with it."""
+    import timm
+
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    return type(model).__name__, outcome(model)
+
+
+def timm_rows() -> Iterator[Row]:
+    for (where, _), names in sorted(timm_groups().items()):
+        judged: dict[tuple[str, str], list[str]] = {}
+        for name in names:
+            cls, found = timm_outcome(name)
+            if found is not None:
+                judged.setdefault((cls, found), []).append(name)
+            if not any(not said.startswith("left:") for _, said in judged):
+                break  # its relatives are left for the same
+        for (cls, found), alike in judged.items():
+            more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
+            yield Row(where, cls, alike[0] + more, found)
+
+
+def transformers_classes() -> Iterator[tuple[str, type[nn.Module]]]:
+    """The folder and class of every model of transformers' that takes images and nothing but images."""
+    import transformers
+    from transformers import PreTrainedModel, models
+
+    transformers.utils.logging.set_verbosity_error()
+    for folder in sorted(module.name for module in pkgutil.iter_modules(models.__path__)):
+        path = Path(models.__path__[0]) / folder
+        for file in sorted(path.glob("modeling_*.py")):
+            if "pixel_values" not in file.read_text():
+                continue
+            module = importlib.import_module(f"transformers.models.{folder}.{file.stem}")
+            for name, cls in vars(module).items():
+                own = isinstance(cls, type) and cls.__module__ == module.__name__ and issubclass(cls, PreTrainedModel)
+                if own and not NO_TOWER.search(name) and _is_tower(cls):
+                    yield folder, cls
+
+
+def _is_tower(cls: Any) -> bool:
+    config = getattr(cls, "config_class", None)
+    if config is None or getattr(config, "sub_configs", None):
+        return False
+    return re.search("pixel_values|patches|grid_thw", str(inspect.signature(cls.forward))) is not None
+
+
+def transformers_outcome(cls: Any) -> str | None:
+    """What fuse does with a model of a class, of two layers where the number can be said."""
+    config = cls.config_class()
+    for name in SHALLOW:
+        if isinstance(getattr(config, name, None), int):
+            with contextlib.suppress(NotImplementedError):  # a name that stands for a list of depths
+                setattr(config, name, 2)
+    with torch.device("meta"):
+        return outcome(cls(config))
+
+
+def transformers_rows() -> Iterator[Row]:
+    for folder, cls in transformers_classes():
+        try:
+            found = transformers_outcome(cls)
+        except ImportError as error:  # of a library that it needs
+            missing = re.search(r"requires the (\w+)|named '(\w+)'", str(error))
+            found = f"not looked at: it needs {next(filter(None, missing.groups())) if missing else 'more libraries'}"
+        if found is not None:
+            yield Row(folder, cls.__name__, "its default", found)
+
+
+def versions() -> str:
+    return ", ".join(f"{name} {importlib.import_module(name).__version__}" for name in LIBRARIES)
+
+
+def table() -> str:
+    """The whole document."""
+    lines = [HEADER.format(versions=versions())]
+    for library, rows in (("timm", timm_rows), ("transformers", transformers_rows)):
+        found = list(rows())
+        fused = sum(row.outcome == "fused" for row in found)
+        lines += [
+            f"\n## {library}: {fused} of {len(found)} fused\n",
+            "| module | class | judged by | outcome |",
+            "|---|---|---|---|",
+        ]
+        lines += map(str, found)
+    return "\n".join(lines) + "\n"
+
+
+@functools.cache
+def committed() -> str:
+    return TABLE.read_text()
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    sys.stdout.write(table())

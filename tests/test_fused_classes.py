@@ -1,0 +1,37 @@
+"""docs/classes.md says what fuse does."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+from fused_classes import LIBRARIES, Row, committed, table, timm_outcome, transformers_outcome, versions
+
+for library in LIBRARIES:
+    pytest.importorskip(library)
+pytestmark = pytest.mark.skipif(versions() not in committed(), reason="the table is of other versions")
+
+
+@pytest.mark.parametrize(
+    ("where", "name"), [("qwen3_vit", "qwen3_vit_88m"), ("hiera", "hiera_base_224"), ("nest", "nest_base")]
+)
+def test_a_class_of_timm_is_as_the_table_says(where: str, name: str) -> None:
+    cls, found = timm_outcome(name)
+    line = next(line for line in committed().splitlines() if line.startswith(f"| {where} | {cls} | {name}"))
+    assert line.endswith(f" | {found} |")
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [("dinov3_vit", "DINOv3ViTModel"), ("aimv2", "Aimv2VisionModel"), ("swin", "SwinModel"), ("vilt", "ViltModel")],
+)
+def test_a_class_of_transformers_is_as_the_table_says(folder: str, name: str) -> None:
+    cls = getattr(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"), name)
+    found = transformers_outcome(cls)
+    assert found is not None
+    assert str(Row(folder, name, "its default", found)) in committed()
+
+
+@pytest.mark.slow
+def test_the_whole_table() -> None:
+    assert table() == committed(), "make classes"

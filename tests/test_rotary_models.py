@@ -1,0 +1,150 @@
+"""Our DINOv3 and EVA-02 beside timm's: weights, outputs, positions at other sizes, gradients and backends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fused_models import double_inputs
+from kernel_support import DEVICE, HAS_GPU
+from torch import Tensor, nn
+
+import vit_fast
+from vit_fast.accuracy import judge
+
+timm = pytest.importorskip("timm")
+
+if not HAS_GPU:
+    from interpreter_speed import search_once
+
+    search_once()
+
+TINY: dict[str, Any] = {"depth": 2, "embed_dim": 64, "num_heads": 2, "num_classes": 5}
+NAMES = [
+    "vit_small_patch16_dinov3",
+    "vit_small_patch16_dinov3_qkvb",
+    "vit_small_plus_patch16_dinov3",
+    "vit_7b_patch16_dinov3",
+    "eva02_tiny_patch14_224",
+    "eva02_base_patch14_448",
+]
+
+
+def pair(name: str, **overrides: Any) -> tuple[nn.Module, nn.Module]:
+    """timm's model with random weights, and ours with the same."""
+    torch.manual_seed(0)
+    settings = TINY | {"img_size": 64 if "16" in name else 56} | overrides
+    theirs = timm.create_model(name, **settings).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    ours = vit_fast.create_model(name, backend="sdpa", **settings).eval()
+    vit_fast.load_weights(ours, theirs.state_dict())
+    return theirs, ours
+
+
+def outputs(model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
+    images = images.clone().requires_grad_()
+    logits = model(images)
+    logits.square().sum().backward()
+    assert images.grad is not None
+    return logits.detach(), images.grad
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", NAMES)
+def test_outputs_and_gradients_are_timms(name: str, backend: str) -> None:
+    theirs, ours = pair(name)
+    vit_fast.set_backend(ours, backend)
+    images = torch.randn(2, 3, *ours.config.image_hw)
+    expected, found = outputs(theirs, images), outputs(ours, images)
+    exact = outputs(theirs.double(), double_inputs({"x": images})["x"])
+    for ours_, theirs_, truth in zip(found, expected, exact, strict=True):
+        assert judge(ours_, theirs_, truth, 2, "rms").passed
+
+
+@pytest.mark.parametrize("name", ["vit_small_patch16_dinov3", "eva02_tiny_patch14_224"])
+def test_positions_of_other_image_sizes_are_timms(name: str) -> None:
+    theirs, ours = pair(name, dynamic_img_size=True)
+    height, width = ours.config.patch_hw
+    for rows, columns in ((4, 4), (3, 6), (5, 2)):
+        images = torch.randn(2, 3, rows * height, columns * width)
+        with torch.no_grad():
+            torch.testing.assert_close(ours(images), theirs(images), rtol=1e-4, atol=1e-4)
+
+
+def test_the_kernels_give_the_same() -> None:
+    _, ours = pair("vit_small_patch16_dinov3_qkvb", embed_dim=32)
+    ours.to(DEVICE)
+    images = torch.randn(2, 3, *ours.config.image_hw, device=DEVICE)
+    expected = outputs(ours, images)
+    vit_fast.set_backend(ours, "triton")
+    for found, before in zip(outputs(ours, images), expected, strict=True):
+        torch.testing.assert_close(found, before, rtol=1e-3, atol=1e-3 * before.abs().max().item())
+
+
+def test_attention_maps_are_of_rotated_q_and_k() -> None:
+    theirs, ours = pair("vit_small_patch16_dinov3")
+    images, seen = torch.randn(2, 3, 64, 64), []
+    attention = theirs.blocks[1].attn
+    attention.fused_attn = False
+    attention.attn_drop.register_forward_hook(lambda module, args, output: seen.append(output))
+    with torch.no_grad():
+        theirs(images)
+        torch.testing.assert_close(ours.attention_maps(images, [1])[1], seen[0], rtol=1e-4, atol=1e-5)
+
+
+def test_qk_norm_and_rms_norm() -> None:
+    fields = {"qk_norm": True, "norm_layer": "rms_norm", "mlp_layer": "swiglu", "act_layer": "silu"}
+    model = vit_fast.create_model("vit_test", backend="sdpa", **fields).eval()
+    theirs = timm.models.vision_transformer.VisionTransformer(
+        img_size=32, patch_size=8, embed_dim=64, depth=2, num_heads=2, num_classes=10, qk_norm=True,
+        norm_layer=lambda *args, **kw: timm.layers.RmsNorm(*args, eps=1e-6, **kw), mlp_layer=timm.layers.SwiGLUPacked,
+        mlp_ratio=8, act_layer=nn.SiLU,
+    ).eval()  # fmt: skip
+    vit_fast.load_weights(model, theirs.state_dict())
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(model(images), theirs(images), rtol=1e-4, atol=1e-5)
+
+
+def test_compile_checkpointing_and_a_trip_through_a_file(tmp_path: Any) -> None:
+    _, model = pair("vit_small_plus_patch16_dinov3")
+    images = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        expected = model(images)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(images), expected)
+    vit_fast.save(model, tmp_path / "model.safetensors")
+    again = vit_fast.load(tmp_path / "model.safetensors", backend="sdpa").eval()
+    assert again.config == model.config
+    with torch.no_grad():
+        torch.testing.assert_close(again(images), expected)
+    plain = outputs(model.train(), images)
+    model.set_grad_checkpointing(True)
+    for found, before in zip(outputs(model, images), plain, strict=True):
+        torch.testing.assert_close(found, before)
+
+
+def test_kept_positions_made_in_inference_mode_serve_training() -> None:
+    _, model = pair("vit_small_patch16_dinov3", img_size=80)
+    images = torch.randn(1, 3, 80, 80)
+    with torch.inference_mode():
+        model(images)
+    outputs(model, images)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rope": vit_fast.config.RopeConfig(), "embed_dim": 60, "num_heads": 6}, "rope accepts a multiple of 4"),
+        ({"mlp_layer": "gated"}, "mlp_layer='gated': accepted are 'mlp', 'swiglu'"),
+        ({"norm_layer": "batch_norm"}, "norm_layer='batch_norm': accepted are"),
+    ],
+)
+def test_what_a_config_refuses(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        vit_fast.create_model("vit_test", **fields)
+    with pytest.raises(ValueError, match="accepted with 'index' only"):
+        vit_fast.config.RopeConfig(offset=1.0)

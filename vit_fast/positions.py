@@ -1,0 +1,114 @@
+"""Where patches are: learned and fixed position embeddings, and the tables of rotary positions."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .config import RopeConfig, Size, ViTConfig
+from .ops import Rope
+
+
+def pos_embed_for(config: ViTConfig, learned: Tensor | None, grid: Size, patches: Tensor) -> Tensor | None:
+    """The position embedding of a patch grid, in the patches' dtype; None where the config has none."""
+    if config.pos_embed == "none":
+        return None
+    if learned is None:
+        pos_embed = fixed_pos_embed(config.pos_embed, grid, config.embed_dim, device=patches.device)
+    elif not config.dynamic_img_size:
+        pos_embed = learned
+    else:
+        prefix = config.num_prefix_tokens if config.pos_embed_covers_prefix else 0
+        pos_embed = resample_pos_embed(learned, config.grid_size, grid, prefix)
+    return pos_embed.to(patches.dtype)
+
+
+def sincos_1d(positions: Tensor, dim: int) -> Tensor:
+    """Sines and cosines of positions [P] at dim/2 geometric frequencies: [P, dim]; arXiv 1706.03762, section 3.5."""
+    angles = positions[:, None] * frequencies(dim // 2, 10000.0, positions)
+    return torch.cat([angles.sin(), angles.cos()], dim=1)
+
+
+def frequencies(count: int, temperature: float, like: Tensor) -> Tensor:
+    """temperature^(-i / count), [count], of dtype and device of `like`."""
+    return temperature ** (-torch.arange(count, dtype=like.dtype, device=like.device) / count)
+
+
+def fixed_pos_embed(kind: str, grid: Size, dim: int, device: torch.device | None = None) -> Tensor:
+    """The unlearned position embedding of a patch grid, [1, rows * columns, dim] in fp32.
+
+    "sincos1d" numbers the patches in reading order; "sincos2d" gives half the width to the row and half to the column.
+    """
+    rows, columns = (torch.arange(n, dtype=torch.float64, device=device) for n in grid)
+    if kind == "sincos1d":
+        embedding = sincos_1d(torch.arange(grid[0] * grid[1], dtype=torch.float64, device=device), dim)
+    else:
+        per_row, per_column = sincos_1d(rows, dim // 2), sincos_1d(columns, dim // 2)
+        planes = per_column[None].expand(grid[0], -1, -1), per_row[:, None].expand(-1, grid[1], -1)
+        embedding = torch.cat(planes, dim=2).flatten(0, 1)
+    return embedding[None].float()
+
+
+def resample_pos_embed(pos_embed: Tensor, old_grid: Size, new_grid: Size, num_prefix_tokens: int) -> Tensor:
+    """A learned position embedding [1, prefix + old patches, C] for another patch grid: bicubic, antialiased, in fp32.
+
+    The first num_prefix_tokens rows are kept as they are. The same grid gives the same tensor back.
+    """
+    # Asked first: comparing sizes while exporting would fix them in the graph.
+    if not torch.compiler.is_exporting() and old_grid == new_grid:
+        return pos_embed
+    prefix, patches = pos_embed[:, :num_prefix_tokens], pos_embed[:, num_prefix_tokens:]
+    plane = patches.float().reshape(1, old_grid[0], old_grid[1], -1).permute(0, 3, 1, 2)
+    plane = F.interpolate(plane, size=new_grid, mode="bicubic", antialias=True, align_corners=False)
+    patches = plane.permute(0, 2, 3, 1).flatten(1, 2).to(pos_embed.dtype)
+    return torch.cat([prefix, patches], dim=1)
+
+
+def rope_of(config: RopeConfig, grid: Size, head_dim: int, prefix: int, like: Tensor) -> Rope:
+    """The rotary positions of a patch grid.
+
+    Args:
+        config: What turns by what.
+        grid: Rows and columns of patches.
+        head_dim: D.
+        prefix: Tokens before the patches, which have no position.
+        like: Gives the device; the tables are fp32 (fp64 for fp64).
+    Returns:
+        Tables [rows * columns, D/2].
+    Source: RoFormer, arXiv 2104.09864; in two dimensions EVA-02, arXiv 2303.11331, and DINOv3, arXiv 2508.10104.
+    """
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    known = isinstance(grid[0], int) and isinstance(grid[1], int) and not torch.compiler.is_compiling()
+    tables = _kept_tables if known and like.device.type != "meta" else _rope_tables
+    return Rope(*tables(config, grid, head_dim, like.device, dtype), prefix, config.layout)
+
+
+def _rope_tables(
+    config: RopeConfig, grid: Size, head_dim: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines."""
+    axes = [torch.arange(n, dtype=torch.float32, device=device) for n in grid]
+    if config.coordinates == "centred":
+        axes = [2 * math.pi * (2 * ((axis + 0.5) / n) - 1) for axis, n in zip(axes, grid)]
+    else:
+        scales = (1.0, 1.0) if config.reference_grid is None else config.reference_grid
+        sizes = (1, 1) if config.reference_grid is None else grid
+        axes = [(axis + config.offset) / n * scale for axis, n, scale in zip(axes, sizes, scales)]
+    planes = [axes[0][:, None].expand(grid), axes[1][None].expand(grid)]
+    if config.columns_first:
+        planes.reverse()
+    turns = torch.stack(planes, dim=-1)[..., None] * frequencies(head_dim // 4, config.temperature, axes[0])
+    angles = turns.flatten(2).flatten(0, 1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+@functools.lru_cache(maxsize=32)
+def _kept_tables(
+    config: RopeConfig, grid: Size, head_dim: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(False):  # they may be used where gradients are recorded later
+        return _rope_tables(config, grid, head_dim, device, dtype)
