@@ -1,18 +1,24 @@
 """Fused softmax attention, forward and backward: the entry points that the operators call.
 
-Tensors are views [B, H, N, D] of any strides whose last is 1, so the qkv linear's output is read as it lies and the
-gradients are written into one packed tensor. Nothing of size N x N exists at any time.
+Of a batch in which every query meets every key, and of sequences of any lengths (attention_varlen.py). Tensors are
+views [B, H, N, D] of any strides whose last is 1, so the qkv linear's output is read as it lies and the gradients are
+written into one packed tensor. Nothing of size N x N exists at any time.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 
 from .attention_backward import dkdv_launch, dq_launch
 from .attention_forward import forward_launch
 from .attention_launch import layout_of
-from .attention_policy import Problem, dkdv_config, dq_config, forward_config
+from .attention_policy import Problem, dkdv_config, dq_config, forward_config, varlen_configs
+from .attention_varlen import varlen_forward_launch
+from .attention_varlen_backward import varlen_dkdv_launch, varlen_dq_launch
 from .device import gpu_of, product_kind
+from .launch import ceil_div
 
 MIN_HEAD_DIM = 16
 MAX_HEAD_DIM = 128
@@ -79,3 +85,65 @@ def attention_backward(
     inverse = torch.empty_like(lse) if for_dq.exact_backward else None
     dq_launch(q, k, v, o, do, lse, dq, delta, inverse, scale, dq_config(for_dq), precision).run()
     dkdv_launch(q, k, v, do, lse, delta, inverse, dk, dv, scale, dkdv_config(for_dkdv), precision).run()
+
+
+def varlen_problem_of(
+    q: torch.Tensor, k: torch.Tensor, *others: torch.Tensor, sequences: torch.Tensor | None, longest: int
+) -> Problem:
+    """`problem_of` sequences: of their mean length where that is below the longest, which one outlier decides."""
+    problem = problem_of(q, k, *others)
+    if sequences is None:
+        return problem
+    usual = min(longest, ceil_div(q.shape[2], max(sequences.shape[0] - 1, 1)))
+    return replace(problem, n_q=usual, n_kv=usual)
+
+
+def varlen_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    sequences: torch.Tensor | None = None,
+    keep: torch.Tensor | None = None,
+    longest: int = 0,
+) -> None:
+    """Write o and its log-sum-exp, each sequence by itself, or without the keys that are not kept.
+
+    Args:
+        q: As for `attention_forward`, and so are k, v, o, lse and scale; B is 1 where packed.
+        sequences: Packed: int32 [S + 1], contiguous, on the device: where each sequence starts and the last one ends.
+        keep: Masked: bool [B, N_kv], last stride 1. One of the two is given.
+        longest: Packed: of the tokens of a sequence. It decides tiles, never what is computed.
+    """
+    problem = varlen_problem_of(q, k, v, o, sequences=sequences, longest=longest)
+    config, _, _ = varlen_configs(problem)
+    varlen_forward_launch(q, k, v, o, lse, sequences, keep, scale, config, problem.precision).run()
+
+
+def varlen_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    do: torch.Tensor,
+    lse: torch.Tensor,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    scale: float,
+    sequences: torch.Tensor | None = None,
+    keep: torch.Tensor | None = None,
+    longest: int = 0,
+) -> None:
+    """Write dq, dk and dv for the gradient `do` of o: as `attention_backward`, of what `varlen_forward` was given."""
+    for_dq = varlen_problem_of(q, k, v, o, do, dq, sequences=sequences, longest=longest)
+    for_dkdv = varlen_problem_of(q, k, v, do, dk, dv, sequences=sequences, longest=longest)
+    precision = for_dq.backward_precision
+    delta = torch.empty_like(lse)
+    inverse = torch.empty_like(lse) if for_dq.exact_backward else None
+    _, config, _ = varlen_configs(for_dq)
+    varlen_dq_launch(q, k, v, o, do, lse, dq, delta, inverse, sequences, keep, scale, config, precision).run()
+    _, _, config = varlen_configs(for_dkdv)
+    varlen_dkdv_launch(q, k, v, do, lse, delta, inverse, dk, dv, sequences, keep, scale, config, precision).run()

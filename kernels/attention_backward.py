@@ -30,6 +30,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .attention_forward import real_keys
 from .attention_launch import (
     LOG2_E,
     UNSPECIALISED,
@@ -44,9 +45,9 @@ from .launch import Launch
 
 
 @triton.jit
-def _dq_step(
+def dq_step(
     k, k_hi, v, v_hi, b, h, k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n,
-    start, n_kv, qk_scale, qt, qt_hi, dot, dot_hi, lse, delta, dq, dq_hi, total, excess, mean, mean_hi,
+    keep, start, n_kv, qk_scale, qt, qt_hi, dot, dot_hi, lse, delta, dq, dq_hi, total, excess, mean, mean_hi,
     KEYS: tl.constexpr, D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, ALIGN: tl.constexpr, MASKED: tl.constexpr,
     EXACT: tl.constexpr,
@@ -63,9 +64,9 @@ def _dq_step(
     )
     scores = dot_transposed(qt, qt_hi, kt, kt_hi, HI, PRECISION)  # [BLOCK_M, KEYS]
     p = tl.math.exp2(scores * qk_scale - lse[:, None])
-    if MASKED:
+    if MASKED or keep is not None:
         # a key that is not there has score 0, which may overflow p where every real score is far below
-        p = tl.where((start + tl.arange(0, KEYS))[None, :] < n_kv, p, 0.0)
+        p = tl.where(real_keys(keep, start, n_kv, KEYS)[None, :], p, 0.0)
     dp = dot_transposed(dot, dot_hi, vt, vt_hi, HI, PRECISION)
     ds = p * (dp - delta[:, None])
     dq, dq_hi = dot_add(ds, kt, kt_hi, dq, dq_hi, HI, PRECISION)
@@ -74,6 +75,40 @@ def _dq_step(
         excess += tl.sum(ds, 1)
         mean, mean_hi = dot_add(p, kt, kt_hi, mean, mean_hi, HI, PRECISION)
     return dq, dq_hi, total, excess, mean, mean_hi
+
+
+@triton.jit
+def query_tile(
+    q, q_hi, do, do_hi, o, o_hi, lse_ptr, delta_ptr, b, h,
+    q_stride_b, q_stride_h, q_stride_n, do_stride_b, do_stride_h, do_stride_n, o_stride_b, o_stride_h, o_stride_n,
+    row_offset, start, n_q,
+    ROWS: tl.constexpr, D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr,
+    TMA: tl.constexpr, WIDE: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """What dq needs of queries start .. start + ROWS: q, do, lse and delta, which it writes. `row_offset`: of row 0."""
+    do_early, do_early_hi = load_tile(
+        do, do_hi, b, h, do_stride_b, do_stride_h, do_stride_n, start, n_q, ROWS, D, LO, HI, TMA, WIDE, ALIGN, True
+    )
+    ot, ot_hi = load_tile(
+        o, o_hi, b, h, o_stride_b, o_stride_h, o_stride_n, start, n_q, ROWS, D, LO, HI, TMA, WIDE, ALIGN, True
+    )
+    delta = tl.sum(do_early.to(tl.float32) * ot.to(tl.float32), 1)
+    if HI > 0:
+        delta += tl.sum(do_early_hi.to(tl.float32) * ot_hi.to(tl.float32), 1)
+    rows = start + tl.arange(0, ROWS)
+    row_offset += rows
+    tl.store(delta_ptr + row_offset, delta, mask=rows < n_q)
+    # Read do and delta again: one tile for both uses would stay in registers in the layout of the sum, and spill.
+    tl.debug_barrier()
+    delta = tl.load(delta_ptr + row_offset, mask=rows < n_q, other=0.0)
+    qt, qt_hi = load_tile(
+        q, q_hi, b, h, q_stride_b, q_stride_h, q_stride_n, start, n_q, ROWS, D, LO, HI, TMA, WIDE, ALIGN, True
+    )
+    dot, dot_hi = load_tile(
+        do, do_hi, b, h, do_stride_b, do_stride_h, do_stride_n, start, n_q, ROWS, D, LO, HI, TMA, WIDE, ALIGN, True
+    )
+    lse = tl.load(lse_ptr + row_offset, mask=rows < n_q, other=float("inf"))
+    return qt, qt_hi, dot, dot_hi, lse, delta
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
@@ -97,51 +132,35 @@ def _attention_bwd_dq_kernel(
     h = bh % n_heads
     n_full = n_kv // BLOCK_N * BLOCK_N
 
-    do_early, do_early_hi = load_tile(
-        do, do_hi, b, h, do_stride_b, do_stride_h, do_stride_n, start, n_q, BLOCK_M, D, LO, HI, TMA, WIDE, ALIGN, True
-    )
-    ot, ot_hi = load_tile(
-        o, o_hi, b, h, o_stride_b, o_stride_h, o_stride_n, start, n_q, BLOCK_M, D, LO, HI, TMA, WIDE, ALIGN, True
-    )
-    delta = tl.sum(do_early.to(tl.float32) * ot.to(tl.float32), 1)
-    if HI > 0:
-        delta += tl.sum(do_early_hi.to(tl.float32) * ot_hi.to(tl.float32), 1)
     rows = start + tl.arange(0, BLOCK_M)
-    row_offset = bh.to(tl.int64) * n_q + rows
-    tl.store(delta_ptr + row_offset, delta, mask=rows < n_q)
-    # Read do and delta again: one tile for both uses would stay in registers in the layout of the sum, and spill.
-    tl.debug_barrier()
-    delta = tl.load(delta_ptr + row_offset, mask=rows < n_q, other=0.0)
-    qt, qt_hi = load_tile(
-        q, q_hi, b, h, q_stride_b, q_stride_h, q_stride_n, start, n_q, BLOCK_M, D, LO, HI, TMA, WIDE, ALIGN, True
-    )
-    dot, dot_hi = load_tile(
-        do, do_hi, b, h, do_stride_b, do_stride_h, do_stride_n, start, n_q, BLOCK_M, D, LO, HI, TMA, WIDE, ALIGN, True
-    )
-    lse = tl.load(lse_ptr + row_offset, mask=rows < n_q, other=float("inf"))
-
+    row_offset = bh.to(tl.int64) * n_q
+    qt, qt_hi, dot, dot_hi, lse, delta = query_tile(
+        q, q_hi, do, do_hi, o, o_hi, lse_ptr, delta_ptr, b, h,
+        q_stride_b, q_stride_h, q_stride_n, do_stride_b, do_stride_h, do_stride_n, o_stride_b, o_stride_h, o_stride_n,
+        row_offset, start, n_q, BLOCK_M, D, LO, HI, TMA, WIDE, ALIGN,
+    )  # fmt: skip
     EXACT: tl.constexpr = inverse_ptr is not None
     acc, acc_hi = zero_tile(BLOCK_M, LO, HI)
     total = tl.zeros((BLOCK_M,), tl.float32)
     excess = tl.zeros((BLOCK_M,), tl.float32)
     mean, mean_hi = zero_tile(BLOCK_M, LO, HI)
     for n in tl.range(0, n_full, BLOCK_N, num_stages=STAGES):
-        acc, acc_hi, total, excess, mean, mean_hi = _dq_step(
+        acc, acc_hi, total, excess, mean, mean_hi = dq_step(
             k_a, k_a_hi, v_a, v_a_hi, b, h, k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n,
-            n, n_kv, qk_scale, qt, qt_hi, dot, dot_hi, lse, delta, acc, acc_hi, total, excess, mean, mean_hi,
+            None, n, n_kv, qk_scale, qt, qt_hi, dot, dot_hi, lse, delta, acc, acc_hi, total, excess, mean, mean_hi,
             BLOCK_N, D, LO, HI, PRECISION, TMA, WIDE, ALIGN, False, EXACT,
         )  # fmt: skip
     if TAIL > 0:
-        acc, acc_hi, total, excess, mean, mean_hi = _dq_step(
+        acc, acc_hi, total, excess, mean, mean_hi = dq_step(
             k_b, k_b_hi, v_b, v_b_hi, b, h, k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n,
-            n_full, n_kv, qk_scale, qt, qt_hi, dot, dot_hi, lse, delta, acc, acc_hi, total, excess, mean, mean_hi,
+            None, n_full, n_kv, qk_scale, qt, qt_hi, dot, dot_hi, lse, delta, acc, acc_hi, total, excess, mean, mean_hi,
             TAIL, D, LO, HI, PRECISION, TMA, WIDE, ALIGN, MASKED, EXACT,
         )  # fmt: skip
     if EXACT:
         inverse = 1.0 / tl.where(rows < n_q, total, 1.0)
         excess *= inverse
-        tl.store(delta_ptr + row_offset, delta + excess, mask=rows < n_q)
-        tl.store(inverse_ptr + row_offset, inverse, mask=rows < n_q)
+        tl.store(delta_ptr + row_offset + rows, delta + excess, mask=rows < n_q)
+        tl.store(inverse_ptr + row_offset + rows, inverse, mask=rows < n_q)
         acc = (acc - mean * excess[:, None]) * inverse[:, None]
         if HI > 0:
             acc_hi = (acc_hi - mean_hi * excess[:, None]) * inverse[:, None]
@@ -152,7 +171,7 @@ def _attention_bwd_dq_kernel(
 
 
 @triton.jit
-def _dkdv_step(
+def dkdv_step(
     q, q_hi, do, do_hi, b, h, q_stride_b, q_stride_h, q_stride_n, do_stride_b, do_stride_h, do_stride_n,
     lse_ptr, delta_ptr, inverse_ptr, row_offset, start, n_q, qk_scale, kt, kt_hi, vt, vt_hi, dk, dk_hi, dv, dv_hi,
     QUERIES: tl.constexpr, D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr,
@@ -214,7 +233,7 @@ def _attention_bwd_dkdv_kernel(
     dkt, dkt_hi = zero_tile(BLOCK_N, LO, HI)
     dvt, dvt_hi = zero_tile(BLOCK_N, LO, HI)
     for m in tl.range(0, n_full, BLOCK_M, num_stages=STAGES):
-        dkt, dkt_hi, dvt, dvt_hi = _dkdv_step(
+        dkt, dkt_hi, dvt, dvt_hi = dkdv_step(
             q_a, q_a_hi, do_a, do_a_hi, b, h, q_stride_b, q_stride_h, q_stride_n,
             do_stride_b, do_stride_h, do_stride_n,
             lse_ptr, delta_ptr, inverse_ptr, row_offset, m, n_q, qk_scale,
@@ -222,7 +241,7 @@ def _attention_bwd_dkdv_kernel(
             BLOCK_M, D, LO, HI, PRECISION, TMA, WIDE, ALIGN, False,
         )  # fmt: skip
     if TAIL > 0:
-        dkt, dkt_hi, dvt, dvt_hi = _dkdv_step(
+        dkt, dkt_hi, dvt, dvt_hi = dkdv_step(
             q_b, q_b_hi, do_b, do_b_hi, b, h, q_stride_b, q_stride_h, q_stride_n,
             do_stride_b, do_stride_h, do_stride_n,
             lse_ptr, delta_ptr, inverse_ptr, row_offset, n_full, n_q, qk_scale,
@@ -275,7 +294,7 @@ def dq_launch(
     return Launch(
         kernel=_attention_bwd_dq_kernel,
         grid=(batch * heads * -(-n_q // config.block_m),),
-        args=args | _common_arguments(q, k, lse, delta, inverse, scale),
+        args=args | common_arguments(q, k, lse, delta, inverse, scale),
         constants=constants,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -317,7 +336,7 @@ def dkdv_launch(
     return Launch(
         kernel=_attention_bwd_dkdv_kernel,
         grid=(batch * heads * -(-n_kv // config.block_n),),
-        args=args | _common_arguments(q, k, lse, delta, inverse, scale),
+        args=args | common_arguments(q, k, lse, delta, inverse, scale),
         constants=constants,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -326,7 +345,7 @@ def dkdv_launch(
     )
 
 
-def _common_arguments(
+def common_arguments(
     q: torch.Tensor,
     k: torch.Tensor,
     lse: torch.Tensor,

@@ -37,9 +37,13 @@ LENGTH_CLASS = tl.constexpr(8)
 
 
 @triton.jit
-def _masked_tail(scores, start, n_kv, KEYS: tl.constexpr):
-    """Scores [ROWS, KEYS] with -inf for keys past the last; every row keeps a real key elsewhere or here."""
-    return tl.where((start + tl.arange(0, KEYS))[None, :] < n_kv, scores, float("-inf"))
+def real_keys(keep, start, n_kv, KEYS: tl.constexpr):
+    """Which of keys start .. start + KEYS there are: before n_kv and, unless None, true in `keep`, a row of bool."""
+    key = start + tl.arange(0, KEYS)
+    real = key < n_kv
+    if keep is not None:
+        real = real & (tl.load(keep + key, mask=real, other=0) != 0)
+    return real
 
 
 @triton.jit
@@ -147,13 +151,16 @@ def _attention_fwd_row_kernel(
 
 
 @triton.jit
-def _online_step(
+def online_step(
     k, k_hi, v, v_hi, b, h, k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n,
-    start, n_kv, qk_scale, qt, qt_hi, row_max, total, acc, acc_hi,
+    keep, start, n_kv, qk_scale, qt, qt_hi, row_max, total, acc, acc_hi,
     KEYS: tl.constexpr, D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, ALIGN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Take in keys start .. start + KEYS: new running maximum, sum and weighted values of a query tile."""
+    """Take in keys start .. start + KEYS: new running maximum, sum and weighted values of a query tile.
+
+    `keep` as for `real_keys`: with it a row may have had no key yet, and its maximum then is -inf.
+    """
     kt, kt_hi = load_tile(
         k, k_hi, b, h, k_stride_b, k_stride_h, k_stride_n, start, n_kv, KEYS, D, LO, HI, TMA, WIDE, ALIGN, MASKED
     )
@@ -161,11 +168,14 @@ def _online_step(
         v, v_hi, b, h, v_stride_b, v_stride_h, v_stride_n, start, n_kv, KEYS, D, LO, HI, TMA, WIDE, ALIGN, MASKED
     )
     scores = dot_transposed(qt, qt_hi, kt, kt_hi, HI, PRECISION)  # [BLOCK_M, KEYS]
-    if MASKED:
-        scores = _masked_tail(scores, start, n_kv, KEYS)
+    if MASKED or keep is not None:
+        scores = tl.where(real_keys(keep, start, n_kv, KEYS)[None, :], scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1) * qk_scale)
-    p = tl.math.exp2(scores * qk_scale - new_max[:, None])
-    rescale = tl.math.exp2(row_max - new_max)
+    shift = new_max
+    if keep is not None:
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    p = tl.math.exp2(scores * qk_scale - shift[:, None])
+    rescale = tl.math.exp2(row_max - shift)
     total = total * rescale + tl.sum(p, 1)
     acc = acc * rescale[:, None]
     if HI > 0:
@@ -201,21 +211,21 @@ def _attention_fwd_looped_kernel(
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc, acc_hi = zero_tile(BLOCK_M, LO, HI)
     for n in tl.range(0, n_full, BLOCK_N, num_stages=STAGES):
-        row_max, total, acc, acc_hi = _online_step(
+        row_max, total, acc, acc_hi = online_step(
             k_a, k_a_hi, v_a, v_a_hi, b, h, k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n,
-            n, n_kv, qk_scale, qt, qt_hi, row_max, total, acc, acc_hi,
+            None, n, n_kv, qk_scale, qt, qt_hi, row_max, total, acc, acc_hi,
             BLOCK_N, D, LO, HI, PRECISION, TMA, WIDE, ALIGN, False,
         )  # fmt: skip
     if TAIL_B > 0:
-        row_max, total, acc, acc_hi = _online_step(
+        row_max, total, acc, acc_hi = online_step(
             k_b, k_b_hi, v_b, v_b_hi, b, h, k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n,
-            n_full, n_kv, qk_scale, qt, qt_hi, row_max, total, acc, acc_hi,
+            None, n_full, n_kv, qk_scale, qt, qt_hi, row_max, total, acc, acc_hi,
             TAIL_B, D, LO, HI, PRECISION, TMA, WIDE, ALIGN, MASKED and TAIL_C == 0,
         )  # fmt: skip
     if TAIL_C > 0:
-        row_max, total, acc, acc_hi = _online_step(
+        row_max, total, acc, acc_hi = online_step(
             k_c, k_c_hi, v_c, v_c_hi, b, h, k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n,
-            n_full + TAIL_B, n_kv, qk_scale, qt, qt_hi, row_max, total, acc, acc_hi,
+            None, n_full + TAIL_B, n_kv, qk_scale, qt, qt_hi, row_max, total, acc, acc_hi,
             TAIL_C, D, LO, HI, PRECISION, TMA, WIDE, ALIGN, MASKED,
         )  # fmt: skip
 

@@ -9,7 +9,9 @@ import torch
 
 from .attention_backward import dkdv_launch, dq_launch
 from .attention_forward import forward_launch
-from .attention_policy import ROW_CHUNKS, Problem, dkdv_config, dq_config, forward_config
+from .attention_policy import ROW_CHUNKS, Problem, dkdv_config, dq_config, forward_config, varlen_configs
+from .attention_varlen import varlen_forward_launch
+from .attention_varlen_backward import varlen_dkdv_launch, varlen_dq_launch
 from .device import REFERENCE_GPU, matrix_instruction
 from .offline import Build
 
@@ -21,6 +23,11 @@ _HALF_SHAPES = (
 _FP32_SHAPES = ((197, 64), (257, 80), (577, 128))
 _TUNED_SHAPES = ((197, 64), (256, 72), (197, 80))
 _CORE_SHAPES = ((197, 64), (577, 64), (257, 80))
+# (mean length of packed sequences, head_dim): images and windows of Qwen-VL, SigLIP 2, and every other tile width.
+_PACKED_SHAPES = (
+    (1024, 80), (64, 80), (1024, 64), (1024, 72), (1024, 128), (64, 128), (1024, 96), (1024, 48), (1024, 32),
+)  # fmt: skip
+_MASKED_SHAPES = ((256, 72), (1024, 64), (1024, 128))
 _HEADS = 4
 _FULL_BATCH = 256  # fills every GPU several times
 _SMALL_BATCH = 1
@@ -100,6 +107,8 @@ def offline_builds(arch: str) -> Iterator[Build]:
     for case in _cases(arch):
         yield from _builds(case)
     yield from _tuned_builds(arch)
+    for case, form in _varlen_cases(arch):
+        yield from _varlen_builds(case, form)
 
 
 def _cases(arch: str) -> Iterator[_Case]:
@@ -134,6 +143,42 @@ def _tuned_builds(arch: str) -> Iterator[Build]:
             launch = forward_launch(q, k, v, case.output(), case.row_values(), head_dim**-0.5, config)
             name = f"{case.name} {chunks} x {block_n}"
             yield Build("attention_fwd_row", name, launch, needs=case.needs(tma=True))
+
+
+def _varlen_cases(arch: str) -> Iterator[tuple[_Case, str]]:
+    for form, shapes in (("packed", _PACKED_SHAPES), ("masked", _MASKED_SHAPES)):
+        for tokens, head_dim in shapes:
+            for layout in ("tma", "scalar"):
+                yield _Case(arch, torch.bfloat16, "half", tokens, head_dim, _FULL_BATCH, layout), form
+        for element in ("ieee", "tf32"):
+            for tokens, head_dim in _FP32_SHAPES:
+                yield _Case(arch, torch.float32, element, tokens, head_dim, _FULL_BATCH, "tma"), form
+
+
+def _varlen_builds(case: _Case, form: str) -> Iterator[Build]:
+    """The kernels over sequences of any lengths: packed, then all images of the batch are one row of tokens; masked."""
+    problem, scale = case.problem(), case.head_dim**-0.5
+    tensors = [*case.packed(), *case.packed(), case.output(), case.output()]
+    sequences: torch.Tensor | None = None
+    keep: torch.Tensor | None = torch.empty((case.batch, case.tokens), dtype=torch.bool, device="meta")
+    if form == "packed":
+        tensors = [tensor.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for tensor in tensors]
+        sequences, keep = torch.empty(case.batch + 1, dtype=torch.int32, device="meta"), None
+    q, k, v, dq, dk, dv, o, do = tensors
+    lse, delta = (torch.empty(q.shape[:3], dtype=torch.float32, device="meta") for _ in range(2))
+    inverse = torch.empty_like(lse) if problem.exact_backward else None
+    forward, for_dq, for_dkdv = varlen_configs(problem)
+    precision, ragged = problem.backward_precision, (sequences, keep, scale)
+    launches = {
+        "fwd": varlen_forward_launch(q, k, v, o, lse, *ragged, forward, problem.precision),
+        "dq": varlen_dq_launch(q, k, v, o, do, lse, dq, delta, inverse, *ragged, for_dq, precision),
+        "dkdv": varlen_dkdv_launch(q, k, v, do, lse, delta, inverse, dk, dv, *ragged, for_dkdv, precision),
+    }
+    core = (case.tokens, case.head_dim, form) == (1024, 80, "packed") or (case.arch == "sm_90" and case.head_dim == 72)
+    core = core and case.layout == "tma"
+    for name, launch in launches.items():
+        needs = tuple(need for need in case.needs(launch.constants["TMA"]) if need != "UTMASTG")  # stores are masked
+        yield Build(f"attention_varlen_{name}", f"{case.name} {form}", launch, core=core, needs=needs)
 
 
 def _builds(case: _Case) -> Iterator[Build]:

@@ -13,6 +13,7 @@ from .device import dot_precision, generation, reads_descriptors
 TABLE_PATH = Path(__file__).with_name("attention_table.json")
 MAX_ROW_KEYS = 256
 MIN_BLOCK = 16
+SHORT = 64  # tokens of a sequence for which larger tiles would be mostly empty: the windows of Qwen2.5-VL
 # (largest chunk, chunks) of the row scheme, the one by rule first. Each holds MAX_ROW_KEYS, because a class of the
 # measured table has every length up to that.
 ROW_CHUNKS = ((128, 3), (128, 2), (256, 1))
@@ -181,6 +182,25 @@ def dkdv_config(problem: Problem) -> BackwardConfig:
     """The configuration of the dk, dv kernel."""
     measured = _measured(problem, "dkdv")
     return BackwardConfig(**measured) if measured else _dkdv_rule(problem)
+
+
+def varlen_configs(problem: Problem) -> tuple[ForwardConfig, BackwardConfig, BackwardConfig]:
+    """The configurations of the forward, dq and dk, dv kernels over sequences of n_q = n_kv tokens at most.
+
+    Those of one long sequence; where none fills such a tile, of half the size.
+    """
+    long = replace(problem, n_q=max(problem.n_q, MAX_ROW_KEYS + 1), n_kv=max(problem.n_kv, MAX_ROW_KEYS + 1))
+    forward, dq, dkdv = forward_config(long), dq_config(long), dkdv_config(long)
+    if problem.n_q <= SHORT or (problem.generation == "ampere" and problem.width <= 32):
+        forward = replace(forward, block_m=min(forward.block_m, SHORT))
+    if problem.n_kv <= SHORT:
+        forward = replace(forward, block_n=min(forward.block_n, SHORT))
+    # the tile that ends a sequence is as large as the others, and masked: what it holds beside them spills in these
+    if problem.element == "ieee":
+        forward = replace(forward, block_n=min(forward.block_n, 32))
+    if dkdv.tma and problem.width == 128:
+        dkdv = replace(dkdv, num_warps=8)
+    return forward, dq, dkdv
 
 
 def _fill(problem: Problem, config: ForwardConfig) -> int:

@@ -1,6 +1,7 @@
 """The operators: one signature each, computed by the eager formula, torch's fused kernels or ours."""
 
 from .attention import attention, attention_qkvpacked, scaled_dot_product_attention
+from .attention_varlen import attention_varlen, attention_varlen_qkvpacked
 from .descriptions import Norm, QkNorm, Rope
 from .layer_norm_mlp import layer_norm_mlp
 from .layer_norm_mlp_module import LayerNormMLP
@@ -13,6 +14,8 @@ __all__ = [
     "Rope",
     "attention",
     "attention_qkvpacked",
+    "attention_varlen",
+    "attention_varlen_qkvpacked",
     "layer_norm_mlp",
     "qk_norm_rope",
     "scaled_dot_product_attention",

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from . import reference
 from .attention_op import attention_kernel, attention_qkvpacked_kernel, unsupported_reasons
+from .attention_varlen_op import attention_masked_kernel
 from .backends import constant_to_compiler, resolve_backend
 from .checks import matmul_dtype
 from .transforms import in_transform
@@ -15,7 +16,15 @@ from .transforms import in_transform
 DTYPES = ("torch.float32", "torch.float16", "torch.bfloat16", "torch.float64")
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, backend: str = "auto") -> Tensor:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    key_mask: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
     """Softmax attention, softmax(scale * q k^T) v, not causal.
 
     Args:
@@ -24,6 +33,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, ba
         k: Keys [B, H, N_kv, D], q's dtype and device.
         v: Values, shaped as k.
         scale: Multiplier of q k^T, dimensionless. None means D**-0.5.
+        key_mask: bool [B, N_kv], True for the keys that are there: of padded images. A row without any key is 0.
         backend: "eager", "sdpa", "triton" or "auto" (by q's device).
     Returns:
         [B, H, N_q, D] in q.dtype (under autocast, with sdpa and triton, in autocast's), accumulated in fp32.
@@ -34,13 +44,19 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, ba
     """
     backend = resolve_backend(backend, q.device, q.dtype)
     if backend == "triton":
-        q, k, v = _autocast(q, k, v)
+        q, k, v = autocast(q, k, v)
     _check_inputs(q, k, v)
+    if key_mask is not None:
+        _check_key_mask(key_mask, k)
     if backend == "eager":
-        return reference.attention(q, k, v, scale=scale)
+        return reference.attention(q, k, v, scale=scale, key_mask=key_mask)
     if backend == "sdpa" or is_exporting():
-        return F.scaled_dot_product_attention(q, k, v, scale=scale)
-    out: Tensor = attention_kernel(q, k, v, _scale_of(q, scale))[0]
+        mask = None if key_mask is None else key_mask[:, None, None, :]
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
+    if key_mask is not None:
+        out: Tensor = attention_masked_kernel(q, k, v, key_mask, scale_of(q, scale))[0]
+    else:
+        out = attention_kernel(q, k, v, scale_of(q, scale))[0]
     return out
 
 
@@ -61,9 +77,9 @@ def attention_qkvpacked(qkv: Tensor, *, scale: float | None = None, backend: str
         raise ValueError(f"qkv has shape {tuple(qkv.shape)}: accepted is [B, N, 3, H, D]")
     backend = resolve_backend(backend, qkv.device, qkv.dtype)
     if backend == "triton" and not is_exporting():
-        (qkv,) = _autocast(qkv)
-        _check_dtype("qkv", qkv)
-        out: Tensor = attention_qkvpacked_kernel(qkv, _scale_of(qkv, scale))[0]
+        (qkv,) = autocast(qkv)
+        check_dtype("qkv", qkv)
+        out: Tensor = attention_qkvpacked_kernel(qkv, scale_of(qkv, scale))[0]
         return out
     q, k, v = qkv.transpose(1, 3).unbind(2)  # each [B, H, N, D], views
     return attention(q, k, v, scale=scale, backend=backend).transpose(1, 2)
@@ -81,22 +97,40 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """Stands in for torch.nn.functional.scaled_dot_product_attention: same signature, same answers.
 
-    A mask, dropout, causality, grouped queries, and whatever else the kernel does not do go to torch's own function; so
-    does everything inside a torch.func transform, and where torch's fused kernels are switched off (`sdpa_kernel`).
+    A boolean mask that is the same for all queries and heads, of padding, is for our kernel too: one whose sizes or
+    strides say so, since its values are not looked at. Any other mask, dropout, causality, grouped queries, and
+    whatever else the kernel does not do go to torch's own function; so does everything inside a torch.func transform,
+    and where torch's fused kernels are switched off (`sdpa_kernel`).
     """
-    plain = attn_mask is None and dropout_p == 0.0 and not is_causal and not enable_gqa
-    if plain and all(_is_ordinary(tensor) for tensor in (query, key, value)) and _auto_is_triton(query):
-        q, k, v = _autocast(query, key, value)
-        if not unsupported_reasons(q, k, v, _scale_of(q, scale)):
-            return attention(q, k, v, scale=scale, backend="triton")
+    plain = dropout_p == 0.0 and not is_causal and not enable_gqa
+    tensors = [tensor for tensor in (query, key, value, attn_mask) if tensor is not None]
+    if plain and all(map(_is_ordinary, tensors)) and _auto_is_triton(query):
+        q, k, v = autocast(query, key, value)
+        key_mask = None if attn_mask is None else key_mask_of(attn_mask, q, k)
+        understood = attn_mask is None or key_mask is not None
+        if understood and not unsupported_reasons(q, k, v, scale_of(q, scale)):
+            return attention(q, k, v, scale=scale, key_mask=key_mask, backend="triton")
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
 
 
-def _scale_of(tensor: Tensor, scale: float | None) -> float:
+def scale_of(tensor: Tensor, scale: float | None) -> float:
     # without channels there is nothing to scale; a symbolic width stays symbolic
     return max(tensor.shape[-1], 1) ** -0.5 if scale is None else float(scale)
+
+
+def key_mask_of(attn_mask: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
+    """The bool [B, N_kv] that a mask of scaled_dot_product_attention is; None where its form says more than that."""
+    shape = (*query.shape[:3], key.shape[2])
+    sizes = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
+    fits = attn_mask.dim() > 1 and len(sizes) == 4 and all(size in (1, whole) for size, whole in zip(sizes, shape))
+    if attn_mask.dtype != torch.bool or attn_mask.device != key.device or not fits:
+        return None
+    whole = attn_mask.expand(shape)
+    if any(size > 1 and stride for size, stride in zip(shape[1:3], whole.stride()[1:3])):
+        return None
+    return whole[:, 0, 0]
 
 
 def _is_ordinary(tensor: Tensor) -> bool:
@@ -123,21 +157,29 @@ def is_exporting() -> bool:
     return torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in autocast's dtype where autocast is on, as torch does for its own attention."""
     return tuple(tensor.to(matmul_dtype(tensor)) for tensor in tensors)
 
 
-def _check_dtype(name: str, tensor: Tensor) -> None:
+def check_dtype(name: str, tensor: Tensor) -> None:
     if str(tensor.dtype) not in DTYPES:
         raise ValueError(f"{name} is {tensor.dtype}: accepted are {', '.join(DTYPES)}")
+
+
+def _check_key_mask(key_mask: Tensor, k: Tensor) -> None:
+    accepted = f"bool [{k.shape[0]}, {k.shape[2]}] on {k.device}"
+    if key_mask.dtype != torch.bool or key_mask.device != k.device:
+        raise ValueError(f"key_mask is {key_mask.dtype} on {key_mask.device}: accepted is {accepted}")
+    if key_mask.dim() != 2 or key_mask.shape != (k.shape[0], k.shape[2]):
+        raise ValueError(f"key_mask has shape {tuple(key_mask.shape)}: accepted is {accepted}")
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}: accepted is [B, H, N, D]")
-        _check_dtype(name, tensor)
+        check_dtype(name, tensor)
         if tensor.dtype != q.dtype or tensor.device != q.device:
             raise ValueError(
                 f"{name} is {tensor.dtype} on {tensor.device}, q is {q.dtype} on {q.device}: they must agree"

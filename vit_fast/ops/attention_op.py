@@ -75,17 +75,17 @@ def _heads_first(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _new_output(q: Tensor) -> Tensor:
+def new_output(q: Tensor) -> Tensor:
     """[B, H, N, D] that lies in memory as [B, N, H, D], so that joining the heads copies nothing."""
     batch, heads, tokens, head_dim = q.shape
     return q.new_empty((batch, tokens, heads, head_dim)).transpose(1, 2)
 
 
-def _new_lse(q: Tensor) -> Tensor:
+def new_lse(q: Tensor) -> Tensor:
     return q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _last_stride_one(grad: Tensor) -> Tensor:
+def last_stride_one(grad: Tensor) -> Tensor:
     """Autograd hands over gradients of any layout, such as the expanded scalar of `sum`; the kernel needs rows."""
     return grad if grad.stride(-1) == 1 else grad.contiguous()
 
@@ -96,14 +96,14 @@ def attention_op(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor,
     _require_supported(q, k, v, scale)
     from ..kernels.attention import attention_forward
 
-    out, lse = _new_output(q), _new_lse(q)
+    out, lse = new_output(q), new_lse(q)
     attention_forward(q, k, v, out, lse, scale)
     return out, lse
 
 
 @fake(attention_op)
 def _(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    return _new_output(q), _new_lse(q)
+    return new_output(q), new_lse(q)
 
 
 @operator("vit_fast::attention_backward")
@@ -113,12 +113,12 @@ def attention_backward_op(
     """dq, dk, dv of `attention_op`, contiguous."""
     from ..kernels.attention import attention_backward
 
-    dq, dk, dv = _new_gradients(q, k, v)
-    attention_backward(q, k, v, out, _last_stride_one(grad_output), lse, dq, dk, dv, scale)
+    dq, dk, dv = new_gradients(q, k, v)
+    attention_backward(q, k, v, out, last_stride_one(grad_output), lse, dq, dk, dv, scale)
     return dq, dk, dv
 
 
-def _new_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def new_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (tensor.new_empty(tensor.shape) for tensor in (q, k, v))
     return dq, dk, dv
 
@@ -127,7 +127,7 @@ def _new_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
 def _(
     grad_output: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _new_gradients(q, k, v)
+    return new_gradients(q, k, v)
 
 
 @operator("vit_fast::attention_qkvpacked")
@@ -137,7 +137,7 @@ def attention_qkvpacked_op(qkv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     _require_supported(q, k, v, scale)
     from ..kernels.attention import attention_forward
 
-    out, lse = _new_output(q), _new_lse(q)
+    out, lse = new_output(q), new_lse(q)
     attention_forward(q, k, v, out, lse, scale)
     return out.transpose(1, 2), lse
 
@@ -145,7 +145,7 @@ def attention_qkvpacked_op(qkv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
 @fake(attention_qkvpacked_op)
 def _(qkv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     q, _, _ = _heads_first(qkv)
-    return _new_output(q).transpose(1, 2), _new_lse(q)
+    return new_output(q).transpose(1, 2), new_lse(q)
 
 
 @operator("vit_fast::attention_qkvpacked_backward")
@@ -156,7 +156,7 @@ def attention_qkvpacked_backward_op(grad_output: Tensor, qkv: Tensor, out: Tenso
     q, k, v = _heads_first(qkv)
     grad = qkv.new_empty(qkv.shape)
     dq, dk, dv = _heads_first(grad)
-    do = _last_stride_one(grad_output).transpose(1, 2)
+    do = last_stride_one(grad_output).transpose(1, 2)
     attention_backward(q, k, v, out.transpose(1, 2), do, lse, dq, dk, dv, scale)
     return grad
 

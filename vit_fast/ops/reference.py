@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -11,16 +12,47 @@ from torch import Tensor
 from .descriptions import Norm, QkNorm, Rope
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, dropout_p: float = 0.0) -> Tensor:
-    """softmax(scale * q k^T) v for q [B, H, N_q, D] and k, v [B, H, N_kv, D]; scale None means D**-0.5."""
-    weights = attention_weights(q, k, scale=scale)
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    key_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """softmax(scale * q k^T) v for q [B, H, N_q, D] and k, v [B, H, N_kv, D]; scale None means D**-0.5.
+
+    Of the keys that are true in key_mask [B, N_kv]; without any a row is 0.
+    """
+    weights = attention_weights(q, k, scale=scale, key_mask=key_mask)
     return F.dropout(weights, dropout_p) @ v if dropout_p else weights @ v
 
 
-def attention_weights(q: Tensor, k: Tensor, *, scale: float | None = None) -> Tensor:
-    """softmax(scale * q k^T), [B, H, N_q, N_kv]; rows sum to one."""
+def attention_weights(q: Tensor, k: Tensor, *, scale: float | None = None, key_mask: Tensor | None = None) -> Tensor:
+    """softmax(scale * q k^T), [B, H, N_q, N_kv]; rows sum to one, or are 0 where key_mask leaves no key."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return (q * scale @ k.transpose(-2, -1)).softmax(dim=-1)
+    scores = q * scale @ k.transpose(-2, -1)
+    if key_mask is None:
+        return scores.softmax(dim=-1)
+    kept = key_mask[:, None, None, :]
+    return scores.masked_fill(~kept, -torch.inf).softmax(dim=-1).masked_fill(~kept, 0)
+
+
+def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, scale: float | None = None) -> Tensor:
+    """`attention` of each sequence by itself: tokens cu_seqlens[i] to cu_seqlens[i + 1] of q, k, v [total, H, D].
+
+    Tokens behind the last sequence are in none, and their outputs 0.
+    """
+    q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
+    bounds = cu_seqlens.tolist()
+    mixed = [
+        attention(q[:, :, start:end], k[:, :, start:end], v[:, :, start:end], scale=scale)
+        for start, end in itertools.pairwise(bounds)
+    ]
+    everything = torch.ones((), dtype=torch.bool, device=q.device)
+    mixed.append(q[:, :, bounds[-1] :].masked_fill(everything, 0))  # 0 of NaN too, with a gradient of 0
+    return torch.cat(mixed, dim=2)[0].transpose(0, 1)
 
 
 def quick_gelu(x: Tensor) -> Tensor:

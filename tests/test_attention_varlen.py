@@ -1,0 +1,392 @@
+"""Attention over sequences of any lengths: the kernels against fp64, packed and masked, and their operators."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_support import (
+    DEVICE,
+    FORWARD_FACTOR,
+    GRADIENT_FACTOR,
+    assert_as_exact_as_eager,
+    attention_with_gradients,
+    nan_like,
+    nan_output,
+)
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from vit_fast import ops
+from vit_fast.errors import UnsupportedInputError
+from vit_fast.ops import reference
+from vit_fast.ops.attention_varlen_op import (
+    as_batch,
+    attention_masked_backward_op,
+    attention_masked_op,
+    attention_varlen_backward_op,
+    attention_varlen_op,
+    attention_varlen_qkvpacked_backward_op,
+    attention_varlen_qkvpacked_op,
+)
+
+pytest.importorskip("triton", reason="the kernels need triton")
+
+from vit_fast.kernels.attention import varlen_backward, varlen_forward
+from vit_fast.kernels.attention_policy import varlen_configs
+
+BACKENDS = ("eager", "sdpa", "triton")
+NAMES = ("o", "dq", "dk", "dv")
+
+
+def sequences_of(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=DEVICE)
+
+
+def packed(total: int, heads: int, head_dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(total, 3, heads, head_dim, device=DEVICE).to(dtype)
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float, **which: Any) -> tuple[Tensor, ...]:
+    """o, dq, dk, dv of the kernels, written over NaN."""
+    o, lse = nan_output(q)
+    varlen_forward(q, k, v, o, lse, scale, **which)
+    gradients = nan_like(q.contiguous(), k.contiguous(), v.contiguous())
+    varlen_backward(q, k, v, o, do, lse, *gradients, scale, **which)
+    return o, *gradients
+
+
+def check_packed(lengths: list[int], behind: int, qkv: Tensor, scale: float) -> None:
+    """Every sequence against fp64; what is behind the last is 0."""
+    q, k, v = (as_batch(part) for part in qkv.unbind(1))
+    do = torch.randn_like(q)
+    found = run(q, k, v, do, scale, sequences=sequences_of(lengths), longest=max(lengths, default=0))
+    bounds = [0, *itertools.accumulate(lengths)]
+    for start, end in itertools.pairwise(bounds):
+        if start < end:
+            own = [tensor[:, :, start:end] for tensor in (q, k, v, do)]
+            check_all([tensor[:, :, start:end] for tensor in found], own, scale)
+    assert behind == qkv.shape[0] - bounds[-1]
+    assert all((tensor[:, :, bounds[-1] :] == 0).all() for tensor in found)
+
+
+def check_all(found: Any, inputs: list[Tensor], scale: float) -> None:
+    exact = attention_with_gradients(*inputs, scale, torch.float64)  # type: ignore[call-arg]
+    eager = attention_with_gradients(*inputs, scale, inputs[0].dtype)  # type: ignore[call-arg]
+    for name, value, usual, right in zip(NAMES, found, eager, exact):
+        factor = FORWARD_FACTOR if name == "o" else GRADIENT_FACTOR
+        assert_as_exact_as_eager(name, value, usual, right, factor)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "head_dim", "dtype"),
+    [
+        ([5, 0, 17, 64, 70], 2, 64, torch.float16),
+        ([130, 1, 0, 0, 33], 1, 72, torch.bfloat16),
+        ([20, 30], 1, 80, torch.float32),
+        ([200], 1, 128, torch.float16),
+        ([64, 64, 64], 2, 80, torch.bfloat16),
+        ([0, 0, 3], 3, 16, torch.float32),
+        ([], 1, 32, torch.float16),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("behind", [0, 3])
+def test_packed(lengths: list[int], heads: int, head_dim: int, dtype: torch.dtype, behind: int) -> None:
+    if not sum(lengths) + behind:
+        pytest.skip("nothing at all: an operator's case")
+    check_packed(lengths, behind, packed(sum(lengths) + behind, heads, head_dim, dtype), head_dim**-0.5)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 70), max_size=5),
+    heads=st.integers(1, 2),
+    head_dim=st.sampled_from((64, 72, 80, 128)),
+    dtype=st.sampled_from((torch.float16, torch.bfloat16)),
+    sharpness=st.floats(0.1, 1.5),
+    behind=st.integers(0, 20),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_drawn_packed(
+    lengths: list[int], heads: int, head_dim: int, dtype: torch.dtype, sharpness: float, behind: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    if sum(lengths) + behind:
+        qkv = packed(sum(lengths) + behind, heads, head_dim, dtype)
+        check_packed(lengths, behind, qkv, sharpness * head_dim**-0.5)
+
+
+def test_a_sequence_is_found_among_thousands() -> None:
+    """The search in two steps: more sequences than one step holds, one that is long, empty ones in between."""
+    lengths = [1, 0, 2] * 100 + [150] + [0] * 50 + [3]
+    qkv = packed(sum(lengths), 1, 16, torch.float16)
+    q, k, v = qkv.unbind(1)
+    out = ops.attention_varlen(q, k, v, sequences_of(lengths), 150, backend="triton")
+    right = reference.attention_varlen(q.double(), k.double(), v.double(), sequences_of(lengths))
+    eager = reference.attention_varlen(q, k, v, sequences_of(lengths))
+    assert_as_exact_as_eager("o", out, eager, right, FORWARD_FACTOR)
+
+
+@given(
+    data=st.data(),
+    batch=st.integers(1, 3),
+    n_q=st.integers(1, 40),
+    n_kv=st.integers(1, 150),
+    head_dim=st.sampled_from((64, 72, 80, 128)),
+    dtype=st.sampled_from((torch.float16, torch.bfloat16, torch.float32)),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_drawn_masks(
+    data: st.DataObject, batch: int, n_q: int, n_kv: int, head_dim: int, dtype: torch.dtype, seed: int
+) -> None:
+    """Any pattern of keys, none at all too; the definition is torch's own with every other key cut out."""
+    torch.manual_seed(seed)
+    q, do = torch.randn(2, batch, 2, n_q, head_dim, device=DEVICE).to(dtype)
+    k, v = torch.randn(2, batch, 2, n_kv, head_dim, device=DEVICE).to(dtype)
+    share = data.draw(st.sampled_from((0.0, 0.1, 0.6, 1.0)))
+    keep = torch.rand(batch, n_kv, device=DEVICE) < share
+    found = run(q, k, v, do, head_dim**-0.5, keep=keep)
+    for image in range(batch):
+        kept = keep[image].nonzero()[:, 0]
+        o, dq, dk, dv = (tensor[image : image + 1] for tensor in found)
+        assert (dk[:, :, ~keep[image]] == 0).all() and (dv[:, :, ~keep[image]] == 0).all()
+        if not len(kept):
+            assert (o == 0).all() and (dq == 0).all()
+            continue
+        own = [t[image : image + 1] for t in (q, k, v, do)]
+        own = [own[0], own[1][:, :, kept], own[2][:, :, kept], own[3]]
+        check_all((o, dq, dk[:, :, kept], dv[:, :, kept]), own, head_dim**-0.5)
+
+
+def test_a_mask_of_one_image_or_of_another_layout() -> None:
+    q, k, v = torch.randn(3, 2, 1, 20, 32, device=DEVICE).unbind(0)
+    row = torch.arange(20, device=DEVICE) < 13
+    apart = torch.zeros(20, 2, dtype=torch.bool, device=DEVICE)
+    apart[:, 1] = row
+    right = ops.attention(q, k, v, key_mask=row.expand(2, 20).contiguous(), backend="triton")
+    for mask in (row.expand(2, 20), apart[:, 1:].transpose(0, 1).expand(2, 20)):
+        assert torch.equal(ops.attention(q, k, v, key_mask=mask, backend="triton"), right)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nan_stays_in_its_sequence(backend: str) -> None:
+    """In a tail tile too, which lies in memory just before the others."""
+    lengths = [20, 70, 5]
+    qkv = packed(sum(lengths), 2, 16).requires_grad_()
+    right = ops.attention_varlen_qkvpacked(qkv, sequences_of(lengths), 70, backend=backend)
+    (right_grad,) = torch.autograd.grad(right.sum(), qkv)
+    spoilt = qkv.detach().clone()
+    spoilt[20:90] = float("nan")
+    spoilt.requires_grad_()
+    out = ops.attention_varlen_qkvpacked(spoilt, sequences_of(lengths), 70, backend=backend)
+    (grad,) = torch.autograd.grad(out.sum(), spoilt)
+    for found, expected in ((out, right), (grad, right_grad)):
+        assert torch.equal(found[:20], expected[:20]) and torch.equal(found[90:], expected[90:])
+        assert found[20:90].isnan().all() or found is grad
+    assert out[20:90].isnan().all() and grad[20:90].isnan().any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_packed_is_equal_to_padded(backend: str) -> None:
+    """The padded definition: a batch as long as its longest, with the padding masked."""
+    lengths, longest = [3, 0, 9, 9], 9
+    bounds = sequences_of(lengths)
+    q, k, v = packed(sum(lengths), 2, 16).requires_grad_().unbind(1)
+    keep = torch.arange(longest, device=DEVICE) < torch.tensor(lengths, device=DEVICE)[:, None]
+
+    def padded(tensor: Tensor) -> Tensor:
+        whole = tensor.new_zeros(len(lengths), longest, *tensor.shape[1:])
+        return whole.masked_scatter(keep[..., None, None], tensor).transpose(1, 2)
+
+    expected = ops.attention(padded(q), padded(k), padded(v), key_mask=keep, backend=backend).transpose(1, 2)[keep]
+    torch.testing.assert_close(ops.attention_varlen(q, k, v, bounds, longest, backend=backend), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_backends_agree_with_gradients(backend: str) -> None:
+    lengths = [4, 0, 11, 11, 2]
+    bounds = sequences_of(lengths)
+    qkv = packed(sum(lengths) + 2, 2, 16).requires_grad_()
+    right = reference.attention_varlen(*qkv.unbind(1), bounds, scale=0.3)
+    (right_grad,) = torch.autograd.grad(right.sin().sum(), qkv)
+    out = ops.attention_varlen_qkvpacked(qkv, bounds, 11, scale=0.3, backend=backend)
+    apart = ops.attention_varlen(*qkv.unbind(1), bounds, 11, scale=0.3, backend=backend)
+    for value in (out, apart):
+        (grad,) = torch.autograd.grad(value.sin().sum(), qkv)
+        torch.testing.assert_close(value, right)
+        torch.testing.assert_close(grad, right_grad)
+    assert out.is_contiguous()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("sequences", [[0], [0, 0, 0]])
+def test_no_tokens(backend: str, sequences: list[int]) -> None:
+    qkv = packed(0, 2, 16).requires_grad_()
+    bounds = torch.tensor(sequences, dtype=torch.int32, device=DEVICE)
+    out = ops.attention_varlen_qkvpacked(qkv, bounds, 0, backend=backend)
+    assert out.shape == (0, 2, 16)
+    (grad,) = torch.autograd.grad(out.sum(), qkv)
+    assert grad.shape == qkv.shape
+
+
+def test_opcheck() -> None:
+    bounds, qkv = sequences_of([5, 0, 9]), packed(14, 2, 16)
+    q, k, v = (part.contiguous() for part in qkv.unbind(1))
+    own = qkv.clone().requires_grad_()
+    torch.library.opcheck(attention_varlen_qkvpacked_op, (own, bounds, 9, 0.25))
+    torch.library.opcheck(attention_varlen_op, (*(t.clone().requires_grad_() for t in (q, k, v)), bounds, 9, 0.25))
+    out, lse = attention_varlen_op(q, k, v, bounds, 9, 0.25)
+    do = torch.randn_like(out)
+    torch.library.opcheck(attention_varlen_backward_op, (do, q, k, v, bounds, out, lse, 9, 0.25))
+    torch.library.opcheck(attention_varlen_qkvpacked_backward_op, (do, qkv, bounds, out, lse, 9, 0.25))
+    q, k, v = torch.randn(3, 2, 2, 5, 16, device=DEVICE)
+    keep = torch.tensor([[True, False, True, True, False], [True] * 5], device=DEVICE)
+    torch.library.opcheck(attention_masked_op, (*(t.clone().requires_grad_() for t in (q, k, v)), keep, 0.25))
+    out, lse = attention_masked_op(q, k, v, keep, 0.25)
+    torch.library.opcheck(attention_masked_backward_op, (torch.randn_like(out), q, k, v, keep, out, lse, 0.25))
+
+
+def test_compiles_whole_with_dynamic_lengths() -> None:
+    def function(qkv: Tensor, bounds: Tensor, longest: int) -> Tensor:
+        return ops.attention_varlen_qkvpacked(qkv * 2, bounds, longest, backend="triton").sin()
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+    for lengths in ([4, 5], [3, 8, 1], [20]):
+        qkv, bounds = packed(sum(lengths), 2, 16).requires_grad_(), sequences_of(lengths)
+        right, value = (f(qkv, bounds, max(lengths)) for f in (function, compiled))
+        torch.testing.assert_close(value, right)
+        grads = [torch.autograd.grad(result.sum(), qkv)[0] for result in (right, value)]
+        torch.testing.assert_close(grads[1], grads[0])
+
+
+class _Packed(torch.nn.Module):
+    def forward(self, qkv: Tensor, bounds: Tensor) -> Tensor:
+        return ops.attention_varlen_qkvpacked(qkv, bounds, 9, backend="triton")
+
+
+def test_an_exported_program_holds_torchs_attention() -> None:
+    """For other lengths than it was exported with, too: tokens behind the last sequence included."""
+    qkv = packed(16, 2, 16)
+    program = torch.export.export(_Packed(), (qkv, sequences_of([5, 0, 9])))
+    assert not any("vit_fast" in str(node.target) for node in program.graph.nodes)
+    for lengths in ([5, 0, 9], [2, 2, 7]):
+        bounds = sequences_of(lengths)
+        torch.testing.assert_close(program.module()(qkv, bounds), _Packed()(qkv, bounds))
+
+
+def test_vmap_and_second_derivatives_are_refused() -> None:
+    qkv, bounds = packed(6, 2, 16).requires_grad_(), sequences_of([2, 4])
+    with pytest.raises(UnsupportedInputError, match="vmap"):
+        torch.vmap(lambda x: ops.attention_varlen_qkvpacked(x, bounds, 4, backend="triton"))(torch.stack([qkv, qkv]))
+    (grad,) = torch.autograd.grad(
+        ops.attention_varlen_qkvpacked(qkv, bounds, 4, backend="triton").sum(), qkv, create_graph=True
+    )
+    with pytest.raises(UnsupportedInputError, match="second derivative"):
+        grad.sum().backward()
+
+
+def test_flop_formulas() -> None:
+    """Sequences of one length: what the shapes tell is exact."""
+    qkv, bounds = packed(20, 2, 16).requires_grad_(), sequences_of([5, 5, 5, 5])
+    with FlopCounterMode(display=False) as counter:
+        ops.attention_varlen_qkvpacked(qkv, bounds, 5, backend="triton").sum().backward()
+    assert counter.get_total_flops() == 14 * 4 * 2 * 5 * 5 * 16
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda q, bounds: (q, q[:, :1], q, bounds, 4), r"k has shape \(6, 1, 16\): accepted is \[total, H, D\]"),
+        (lambda q, bounds: (q[None], q, q, bounds, 4), "q has shape"),
+        (lambda q, bounds: (q, q, q.half(), bounds, 4), "v is torch.float16"),
+        (lambda q, bounds: (q.long(),) * 3 + (bounds, 4), "int64"),
+        (lambda q, bounds: (q, q, q, bounds.long(), 4), "cu_seqlens is torch.int64 on .*: accepted is torch.int32"),
+        (lambda q, bounds: (q, q, q, bounds.to("meta"), 4), "cu_seqlens is torch.int32 on meta"),
+        (lambda q, bounds: (q, q, q, bounds[None], 4), r"cu_seqlens has shape \(1, 3\): accepted is \[S \+ 1\]"),
+        (lambda q, bounds: (q, q, q, bounds, -1), "max_seqlen is -1: accepted is an int of at least 0"),
+        (lambda q, bounds: (q, q, q, bounds, bounds.max()), "max_seqlen is tensor"),
+    ],
+)
+def test_bad_inputs_are_named(change: Callable[..., tuple[Any, ...]], message: str, backend: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ops.attention_varlen(*change(packed(6, 2, 16)[:, 0], sequences_of([2, 4])), backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("bounds", [[1, 6], [0, 4, 2], [0, 7], [0, 5, 6]])
+def test_wrong_lengths_are_found_where_they_are_read(bounds: list[int], backend: str) -> None:
+    q = packed(6, 2, 16)[:, 0]
+    sequences = torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ValueError, match=r"(cu_seqlens is \[|max_seqlen is 4)"):
+        ops.attention_varlen(q, q, q, sequences, 4, backend=backend)
+
+
+def test_wrong_lengths_touch_no_other_memory() -> None:
+    """Where nobody reads them: outputs are NaN or numbers, what lies beside the tensors stays as it was."""
+    room = torch.full((30, 3, 1, 16), 7.0, device=DEVICE)
+    q, k, v = (as_batch(part) for part in room[10:20].unbind(1))
+    _, lse = nan_output(q)
+    for bounds in ([0, 25], [-4, 6], [0, 8, 3, 40]):
+        sequences = torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
+        varlen_forward(q, k, v, as_batch(room[10:20, 0]), lse, 0.25, sequences=sequences, longest=10)
+        assert (room[:10] == 7).all() and (room[20:] == 7).all()
+
+
+def test_packed_input_of_the_wrong_shape() -> None:
+    with pytest.raises(ValueError, match=r"qkv has shape \(6, 2, 2, 16\): accepted is \[total, 3, H, D\]"):
+        ops.attention_varlen_qkvpacked(torch.randn(6, 2, 2, 16), sequences_of([6]), 6)
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (torch.ones(2, 9), "key_mask is torch.float32"),
+        (torch.ones(9, dtype=torch.bool), r"key_mask has shape \(9,\): accepted is bool \[2, 9\]"),
+        (torch.ones(2, 5, dtype=torch.bool), "key_mask has shape"),
+    ],
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bad_key_masks_are_named(mask: Tensor, message: str, backend: str) -> None:
+    q, k = torch.randn(2, 2, 5, 32, device=DEVICE), torch.randn(2, 2, 9, 32, device=DEVICE)
+    with pytest.raises(ValueError, match=message):
+        ops.attention(q, k, k, key_mask=mask.to(DEVICE), backend=backend)
+
+
+def test_key_padding_masks_of_the_stand_in_run_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks that say by their form that they are the same for every query; any other is torch's."""
+    module, calls = import_module("vit_fast.ops.attention"), []
+    monkeypatch.setattr(module, "resolve_backend", lambda backend, *_: "triton" if backend == "auto" else backend)
+    right = module.attention_masked_kernel
+    monkeypatch.setattr(module, "attention_masked_kernel", lambda *args: calls.append(1) or right(*args))
+    q = torch.randn(2, 2, 5, 32, device=DEVICE)
+    k, v = torch.randn(2, 2, 2, 9, 32, device=DEVICE)
+    keep = torch.rand(2, 1, 1, 9, device=DEVICE) < 0.6
+    keep[1] = False
+    ours = [keep, keep.expand(2, 2, 5, 9), keep[:1], keep[0], keep[0, 0], keep[..., :1]]
+    theirs = [keep.expand(2, 2, 5, 9).contiguous(), keep.float(), torch.ones(5, 9, dtype=torch.bool).tril(3)]
+    for mask in ours + theirs:
+        found = ops.scaled_dot_product_attention(q, k, v, mask)
+        torch.testing.assert_close(found, F.scaled_dot_product_attention(q, k, v, mask))
+    assert len(calls) == len(ours)
+    with pytest.raises(RuntimeError):  # torch's own error
+        ops.scaled_dot_product_attention(q, k, v, keep[..., :4])
+
+
+def test_the_policy_shrinks_tiles_for_windows() -> None:
+    """By the mean length: one long sequence among windows does not fill every window's tile with nothing."""
+    from vit_fast.kernels.attention import varlen_problem_of
+
+    q = torch.empty(1, 2, 4096, 64, dtype=torch.float16)
+    windows, few = torch.zeros(65, dtype=torch.int32), torch.zeros(5, dtype=torch.int32)
+    small, _, _ = varlen_configs(varlen_problem_of(q, q, q, q, sequences=windows, longest=1000))
+    large, _, _ = varlen_configs(varlen_problem_of(q, q, q, q, sequences=few, longest=1000))
+    assert (small.block_m, small.block_n) == (64, 64)
+    assert small.scheme == large.scheme == "looped" and large.block_m * large.block_n > 64 * 64

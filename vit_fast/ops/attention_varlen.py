@@ -1,0 +1,149 @@
+"""Softmax attention of packed sequences: public functions, validation, dispatch to a backend."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import reference
+from .attention import autocast, check_dtype, is_exporting, scale_of
+from .attention_varlen_op import as_batch, attention_varlen_kernel, attention_varlen_qkvpacked_kernel
+from .backends import resolve_backend
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    *,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Softmax self-attention of sequences that lie one behind the other, each by itself; not causal.
+
+    Args:
+        q: Queries [total, H, D]; fp32, fp16 or bf16 (fp64 too with eager and sdpa). With triton D is 16 to 128 and
+            contiguous; other strides are free. So are k and v.
+        cu_seqlens: int32 [S + 1] on q's device: sequence i is tokens cu_seqlens[i] to cu_seqlens[i + 1], the first
+            element is 0, and sequences may be empty. Triton does not read it on the host, so nothing waits for it, and
+            elements that fall or pass `total` are not found; eager and sdpa find them.
+        max_seqlen: Tokens of the longest sequence. With triton it decides tiles, not results.
+        scale: Multiplier of q k^T, dimensionless. None means D**-0.5.
+        backend: "eager", "sdpa", "triton" or "auto" (by q's device).
+    Returns:
+        [total, H, D] in q.dtype (under autocast, with sdpa and triton, in autocast's), accumulated in fp32. Tokens
+        behind the last sequence are in none: 0.
+    Raises:
+        ValueError: shapes, dtypes or devices disagree, or cu_seqlens is wrong and was read.
+        UnsupportedInputError: this backend cannot run this input; lists all reasons.
+    Source: flash_attn_varlen_func of github.com/Dao-AILab/flash-attention for the conventions.
+    """
+    backend = resolve_backend(backend, q.device, q.dtype)
+    if backend == "triton":
+        q, k, v = autocast(q, k, v)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 3 or tensor.shape != q.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}: accepted is [total, H, D], the same for q, k and v"
+            )
+        check_dtype(name, tensor)
+        if tensor.dtype != q.dtype or tensor.device != q.device:
+            raise ValueError(
+                f"{name} is {tensor.dtype} on {tensor.device}, q is {q.dtype} on {q.device}: they must agree"
+            )
+    _check_lengths(cu_seqlens, max_seqlen, q)
+    if is_exporting():
+        return _with_block_mask(q, k, v, cu_seqlens, scale)
+    if backend == "triton":
+        out: Tensor = attention_varlen_kernel(q, k, v, cu_seqlens, max_seqlen, scale_of(q, scale))[0]
+        return out
+    lengths = _lengths_read(cu_seqlens, max_seqlen, q.shape[0])
+    if backend == "eager":
+        return reference.attention_varlen(q, k, v, cu_seqlens, scale=scale)
+    return _by_torch(q, k, v, lengths, scale)
+
+
+def attention_varlen_qkvpacked(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, scale: float | None = None, backend: str = "auto"
+) -> Tensor:
+    """`attention_varlen` on the qkv linear's output as it lies.
+
+    Args:
+        qkv: Packed projections [total, 3, H, D]; fp32, fp16 or bf16 (fp64 too with eager and sdpa).
+        cu_seqlens: As for `attention_varlen`; so are the others.
+    Returns:
+        [total, H, D] in qkv.dtype, contiguous: the proj linear's input as it lies.
+    Raises:
+        ValueError: qkv is not [total, 3, H, D] of a floating dtype, or cu_seqlens is wrong and was read.
+        UnsupportedInputError: this backend cannot run this input; lists all reasons.
+    """
+    if qkv.dim() != 4 or qkv.shape[1] != 3:
+        raise ValueError(f"qkv has shape {tuple(qkv.shape)}: accepted is [total, 3, H, D]")
+    backend = resolve_backend(backend, qkv.device, qkv.dtype)
+    if backend == "triton" and not is_exporting():
+        (qkv,) = autocast(qkv)
+        check_dtype("qkv", qkv)
+        _check_lengths(cu_seqlens, max_seqlen, qkv)
+        out: Tensor = attention_varlen_qkvpacked_kernel(qkv, cu_seqlens, max_seqlen, scale_of(qkv, scale))[0]
+        return out
+    q, k, v = qkv.unbind(1)
+    return attention_varlen(q, k, v, cu_seqlens, max_seqlen, scale=scale, backend=backend).contiguous()
+
+
+def _check_lengths(cu_seqlens: Tensor, max_seqlen: int, tokens: Tensor) -> None:
+    """What can be said of the lengths without reading them."""
+    if cu_seqlens.dtype != torch.int32 or cu_seqlens.device != tokens.device:
+        raise ValueError(
+            f"cu_seqlens is {cu_seqlens.dtype} on {cu_seqlens.device}: accepted is torch.int32 on {tokens.device}"
+        )
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}: accepted is [S + 1]")
+    if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int | torch.SymInt) or max_seqlen < 0:
+        raise ValueError(f"max_seqlen is {max_seqlen!r}: accepted is an int of at least 0")
+
+
+def _lengths_read(cu_seqlens: Tensor, max_seqlen: int, total: int) -> list[int]:
+    """The lengths, on the host; waits for the device.
+
+    Raises:
+        ValueError: they do not fit.
+    """
+    bounds: list[int] = cu_seqlens.tolist()
+    lengths = [end - start for start, end in itertools.pairwise(bounds)]
+    if bounds[0] != 0 or bounds[-1] > total or min(lengths, default=0) < 0:
+        shown = f"{bounds[:8]}{' ...' if len(bounds) > 8 else ''}"
+        raise ValueError(f"cu_seqlens is {shown}: accepted is 0 first, none smaller than before it, {total} at most")
+    if max(lengths, default=0) > max_seqlen:
+        raise ValueError(f"max_seqlen is {max_seqlen}: accepted is at least the longest sequence, {max(lengths)}")
+    return lengths
+
+
+def _by_torch(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float | None) -> Tensor:
+    """torch's own attention, a call for all sequences of one length that follow each other, as windows do."""
+    mixed, start = [], 0
+    for length, group in itertools.groupby(lengths):
+        end = start + length * len(list(group))
+        if length:
+            query, key, value = (tensor[start:end].unflatten(0, (-1, length)).transpose(1, 2) for tensor in (q, k, v))
+            out = F.scaled_dot_product_attention(query, key, value, scale=scale)
+            mixed.append(out.transpose(1, 2).flatten(0, 1))
+        start = end
+    if start < q.shape[0] or not mixed:
+        everything = torch.ones((), dtype=torch.bool, device=q.device)
+        mixed.append(q[start:].masked_fill(everything, 0))  # as in the definition
+    return torch.cat(mixed)
+
+
+def _with_block_mask(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float | None) -> Tensor:
+    """torch's own attention over all tokens, masked: what another runtime can be told, where lengths are not known."""
+    token = torch.arange(q.shape[0], device=q.device)
+    sequence = (token[:, None] >= cu_seqlens[None, 1:]).sum(1)  # [total]
+    inside = sequence < cu_seqlens.shape[0] - 1
+    allowed = (sequence[:, None] == sequence[None, :]) & inside[None, :]
+    q, k, v = (as_batch(tensor) for tensor in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, allowed, scale=scale)[0].transpose(0, 1)
