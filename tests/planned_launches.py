@@ -21,6 +21,14 @@ import vit_fast
 from vit_fast.kernels import plan, plan_recorder, stand_in_driver
 from vit_fast.kernels.launch import Launch
 from vit_fast.ops.attention_op import attention_backward_op, attention_op, attention_qkvpacked_op
+from vit_fast.ops.attention_varlen_op import (
+    attention_masked_backward_op,
+    attention_masked_op,
+    attention_varlen_backward_op,
+    attention_varlen_op,
+    attention_varlen_qkvpacked_backward_op,
+    attention_varlen_qkvpacked_op,
+)
 from vit_fast.ops.block import BlockTensors, fold
 from vit_fast.ops.block_op import block_backward_op, block_op, block_training_op
 from vit_fast.ops.layer_norm_mlp_op import layer_norm_mlp_backward_op, layer_norm_mlp_op, layer_norm_mlp_training_op
@@ -198,6 +206,23 @@ def cases() -> Iterator[tuple[Any, Arguments]]:
         yield attention_op, (one, one, one, 0.125)
         out, lse = attention_op(one, one, one, 0.125)
         yield attention_backward_op, (one, one, one, one, out, lse, 0.125)
+        yield from varlen_cases(zeros(20, 3, 2, 64, dtype=dtype, offset=offset), one)
+
+
+def varlen_cases(qkv: Tensor, one: Tensor) -> Iterator[tuple[Any, Arguments]]:
+    """Packed sequences and masked keys; a row of the mask that has to be copied, which a replay does too."""
+    bounds, half = torch.tensor([0, 9, 9, 17], dtype=torch.int32), torch.zeros(4, 18, dtype=torch.int32)[:, 1]
+    for sequences in (bounds, half):
+        yield attention_varlen_qkvpacked_op, (qkv, sequences, 9, 0.125)
+    q, k, v = qkv.unbind(1)
+    yield attention_varlen_op, (q, k, v, bounds, 9, 0.125)
+    out, lse = attention_varlen_op(q, k, v, bounds, 9, 0.125)
+    yield attention_varlen_backward_op, (out, q, k, v, bounds, out, lse, 9, 0.125)
+    yield attention_varlen_qkvpacked_backward_op, (out, qkv, bounds, out, lse, 9, 0.125)
+    for keep in (torch.ones(2, 17, dtype=torch.bool), torch.ones(2, 34, dtype=torch.bool)[:, ::2]):
+        yield attention_masked_op, (one, one, one, keep, 0.125)
+        out, lse = attention_masked_op(one, one, one, keep, 0.125)
+        yield attention_masked_backward_op, (one, one, one, one, keep, out, lse, 0.125)
 
 
 def block_cases() -> Iterator[tuple[Any, Arguments]]:
