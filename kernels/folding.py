@@ -122,12 +122,12 @@ class FoldedLinear:
 
     Args:
         weight: W'' [F, C], the dtype of x.
-        weight_sum: s, fp32 [F].
+        weight_sum: s, fp32 [F]; None for a backward, which does not read it.
         shift: c, fp32 [F].
     """
 
     weight: Tensor
-    weight_sum: Tensor
+    weight_sum: Tensor | None
     shift: Tensor
 
 

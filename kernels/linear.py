@@ -2,9 +2,9 @@
 
 Forward: `layer_norm_linear` (LayerNorm, linear, activation; `_keeping` for training) and `linear_residual` (linear,
 LayerScale, residual).
-Backward: `layer_norm_linear_products` and `residual_products`; for an MLP `activation_gradient`, `input_gradient` and
-`folded_products`; the operators compose them, and finish with `gradients.weight_gradients`. All tensors are contiguous,
-rows [M, *].
+Backward: `product_gradient` and `layer_norm_linear_gradient`; for an MLP `activation_gradient` and `input_gradient`.
+The operators compose them with `weight_products`, and finish with `vector_gradients.parameter_gradients`. All tensors
+are contiguous, rows [M, *].
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import library
 from .folding import FoldedLinear, NormedLinear
-from .gradients import FoldedProducts, ResidualProducts, layer_norm_gradient
+from .gradients import layer_norm_gradient
 from .layer_norm import (
     InputRows,
     RowStatistics,
@@ -193,50 +193,29 @@ def _product(a: Tensor, b: Tensor, scale: Tensor | None = None) -> Tensor:
     return out
 
 
-def _partial_products(a: Tensor, b: Tensor) -> Tensor:
-    """a^T b of a [M, P], b [M, Q] as fp32 parts [splits, P, Q]."""
-    P, Q = a.shape[1], b.shape[1]
-    single = Operands(a, b, torch.empty(1, P, Q, dtype=torch.float32, device=a.device), a_is_km=True)
-    config = matmul_config(single, "partial")
-    splits = split_count(single, config)
-    out = single.out if splits == 1 else torch.empty(splits, P, Q, dtype=torch.float32, device=a.device)
-    operands = Operands(a, b, out, a_is_km=True)
-    matmul_launch(operands, epilogue="partial", config=config, split_k=splits).run()
-    return out
+def weight_products(*pairs: tuple[Tensor, Tensor]) -> list[Tensor]:
+    """a^T b of pairs of as many rows, a [M, P] and b [M, Q], as fp32 parts [splits, P, Q]."""
+    made = []
+    for a, b in pairs:
+        P, Q = a.shape[1], b.shape[1]
+        single = Operands(a, b, torch.empty(1, P, Q, dtype=torch.float32, device=a.device), a_is_km=True)
+        config = matmul_config(single, "partial")
+        splits = split_count(single, config)
+        out = single.out if splits == 1 else torch.empty(splits, P, Q, dtype=torch.float32, device=a.device)
+        operands = Operands(a, b, out, a_is_km=True)
+        matmul_launch(operands, epilogue="partial", config=config, split_k=splits).run()
+        made.append(out)
+    return made
 
 
-def layer_norm_linear_products(
-    grad: Tensor, rows: RowStatistics, linear: NormedLinear
-) -> tuple[Tensor, FoldedProducts]:
-    """dx in the dtype of x, and what the gradients of the parameters are made of. grad is dz [M, F] itself."""
-    product = _product(grad, linear.weight.to(grad.dtype))
-    dx, normalised = layer_norm_gradient(product, linear.gamma, rows)
-    grad_sum = grad.sum(0, dtype=torch.float32, keepdim=True)
-    return dx, FoldedProducts(_partial_products(grad, normalised), grad_sum, linear)
-
-
-def folded_products(gradient: FoldedGradient, rows: RowStatistics, linear: NormedLinear) -> FoldedProducts:
-    """What the gradients of the parameters are made of."""
-    return FoldedProducts(_partial_products(gradient.scaled, rows.source), gradient.column_part, linear)
-
-
-def residual_products(grad: Tensor, h: Tensor, weight: Tensor, scale: Tensor | None) -> ResidualProducts:
-    """What the gradients of [C, F] weight and scale are made of: grad [M, C], h [M, F]."""
-    return ResidualProducts(_partial_products(grad, h), weight, None if scale is None else scale.contiguous())
-
-
-def residual_vector_gradients(
-    grad: Tensor, bias: Tensor | None, scale: Tensor | None, scale_grad: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """db and the gradient of LayerScale in the dtypes of the parameters; None of an absent one.
+def layer_norm_linear_gradient(
+    grad: Tensor, rows: RowStatistics, linear: NormedLinear, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[residual +] dx in the dtype of x, the normalised rows [M, C], and parts of the sums over the rows of grad.
 
     Args:
-        grad: dy [M, C].
-        scale_grad: sum_f V W in fp32 [C], where there is a LayerScale.
+        grad: dz [M, F].
+        residual: [M, C], in the dtype of x.
     """
-    if scale is None or scale_grad is None:
-        return None if bias is None else grad.sum(0, dtype=bias.dtype), None
-    if bias is None:
-        return None, scale_grad.to(scale.dtype)
-    grad_sum = grad.sum(0, dtype=torch.float32)
-    return (grad_sum * scale).to(bias.dtype), (scale_grad + bias * grad_sum).to(scale.dtype)
+    product = _product(grad, linear.weight.to(grad.dtype))
+    return layer_norm_gradient(product, linear.gamma, rows, residual, grad)

@@ -13,14 +13,7 @@ from torch import Tensor
 from .activations import ACTIVATIONS
 from .device import matrix_instruction
 from .folding import FoldedLinear, NormedLinear, fold_launch
-from .gradients import (
-    FoldedGradients,
-    FoldedProducts,
-    ResidualProducts,
-    affine_grad_launch,
-    layer_norm_grad_launch,
-    weight_grad_launch,
-)
+from .gradients import layer_norm_grad_launch, new_column_sums
 from .launch import Launch
 from .layer_norm import (
     RowStatistics,
@@ -33,6 +26,8 @@ from .matmul_policy import config_table, may_split
 from .offline import Build
 from .row_parts import row_parts
 from .split_k import finish_residual_launch
+from .vector_gradients import vector_grad_launch
+from .weight_gradients import FoldedProducts, ResidualProducts, room_for, weight_grad_launch
 
 _M, _C, _F = 50_432, 768, 3072
 _KINDS = {"half": torch.bfloat16, "tf32": torch.float32, "ieee": torch.float32}
@@ -175,16 +170,23 @@ def _small_launches(dtype: torch.dtype, stream: torch.dtype) -> Iterator[tuple[s
     folded = FoldedLinear(_meta(_F, _C, dtype=dtype), _meta(_F), _meta(_F))
     yield "fold of one", fold_launch([linear], [folded])
     yield "fold of two", fold_launch([linear] * 2, [folded] * 2)
-    yield "layer_norm_grad", layer_norm_grad_launch(rows, vector, known, x, None if normalised else rows)
-    parts = _meta(_F // 32, 2, _C)
-    gradients, wide = FoldedGradients(weight, vector, vector, bias), _meta(_C, _F, dtype=stream)
-    residual = (ResidualProducts(_meta(5, _C, _F), wide, vector), wide, _meta(_F // 128, _C))
-    for what, sums in (("fc1", _meta(394, 2, _F)), ("qkv", _meta(1, _F))):
+    wide = _meta(_M, _F, dtype=dtype)
+    for what, residual in (("layer_norm_grad", None), ("layer_norm_grad and residual", x)):
+        normal = None if normalised else rows
+        yield what, layer_norm_grad_launch(rows, vector, known, residual, x, normal, wide, new_column_sums(wide))
+    branch = ResidualProducts(_meta(5, _C, _F), rows, _meta(_C, _F, dtype=stream), vector, vector)
+    second = [(branch, room_for(branch))]
+    for what, sums in (("fc1", _meta(394, 2, _F)), ("qkv", _meta(198, _F))):
         products = FoldedProducts(_meta(5, _F, _C), sums, linear)
-        yield f"weight_grad of {what}", weight_grad_launch(products, gradients, parts, None, None, None)
-        yield f"weight_grad of {what} and another", weight_grad_launch(products, gradients, parts, *residual)
-    yield "weight_grad before a residual", weight_grad_launch(None, None, None, *residual)
-    yield "affine_grad", affine_grad_launch(parts, vector, vector)
+        first = [(products, room_for(products))]
+        yield f"weight_grad of {what}", weight_grad_launch(first, [])
+        yield f"weight_grad of {what} and another", weight_grad_launch(first, second)
+    both = [*first, (FoldedProducts(_meta(5, _F, _C), _meta(394, 2, _F), linear), first[0][1])]
+    yield "weight_grad of a block", weight_grad_launch(both, second * 2)
+    yield "weight_grad before a residual", weight_grad_launch([], second)
+    yield "vector_grad of one", vector_grad_launch(first, [])
+    yield "vector_grad before a residual", vector_grad_launch([], second)
+    yield "vector_grad of a block", vector_grad_launch(both, second * 2)
 
 
 def offline_builds(arch: str) -> Iterator[Build]:

@@ -20,7 +20,6 @@ from .checks import (
     contiguous_rows,
     in_dtype,
     no_tensor,
-    present,
     refuse_double_backward,
     refuse_vmap,
     require_supported,
@@ -28,12 +27,14 @@ from .checks import (
 )
 from .flops import flop_formula
 from .kept_rows import fake_made_rows, fake_statistics, input_dtype, made_rows, rows_to_keep
-from .linear_op import folded_gradients
+from .linear_op import branch_gradients, branch_products, folded_gradients, normed_rows
 from .operators import differentiable, fake, operator
 from .transforms import transformable
 
 if TYPE_CHECKING:
     from ..kernels.folding import FoldedLinear, NormedLinear
+    from ..kernels.layer_norm import RowStatistics
+    from ..kernels.weight_gradients import FoldedProducts, ResidualProducts
 
 
 @operator("vit_fast::layer_norm_mlp")
@@ -160,22 +161,32 @@ def layer_norm_mlp_backward_op(
     fc2_bias: Tensor | None, layer_scale: Tensor | None, activation: str, residual: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x and of the seven parameters; of an absent one an empty tensor."""
-    from ..kernels import folding, gradients, layer_norm, linear
+    from ..kernels import folding, vector_gradients
 
-    known = layer_norm.RowStatistics(contiguous_rows(rows), statistics)
+    known, first = normed_rows(rows, statistics, norm_weight, norm_bias, fc1_weight, fc1_bias)
+    dx, first_products, last_products = mlp_products(
+        grad_output, known, z, first, folding.fold_linear(first, rows.dtype), fc2_weight, fc2_bias, layer_scale,
+        activation, residual,
+    )  # fmt: skip
+    (found,), (made,) = vector_gradients.parameter_gradients([first_products], [last_products])
+    return dx, *folded_gradients(found, rows), *branch_gradients(made, rows)
+
+
+def mlp_products(
+    grad_output: Tensor, known: RowStatistics, z: Tensor, first: NormedLinear, folded: FoldedLinear, fc2_weight: Tensor,
+    fc2_bias: Tensor | None, layer_scale: Tensor | None, activation: str, residual: bool,
+) -> tuple[Tensor, FoldedProducts, ResidualProducts]:  # fmt: skip
+    """The gradient of x, and what those of the parameters are made of."""
+    from ..kernels import linear
+    from ..kernels.weight_gradients import FoldedProducts
+
     stream = contiguous_rows(grad_output)
-    dy = stream.to(rows.dtype)
-    first = folding.NormedLinear(fc1_weight, fc1_bias, norm_weight, norm_bias).contiguous()
-    folded = folding.fold_linear(first, rows.dtype)
-    second = fc2_weight.contiguous()
+    dy, second = stream.to(z.dtype), fc2_weight.contiguous()
     gradient, h = linear.activation_gradient(dy, second, layer_scale, z, known, folded, activation)
-    products = linear.residual_products(dy, h, second, layer_scale)
-    del h
     dx = linear.input_gradient(gradient, known, folded, stream if residual else None)
-    found, d_second, along = gradients.weight_gradients(linear.folded_products(gradient, known, first), products)
-    d_bias2, d_scale = linear.residual_vector_gradients(dy, fc2_bias, layer_scale, along)
-    last = (present(each, rows) for each in (d_second, d_bias2, d_scale))
-    return dx.view(grad_output.shape), *folded_gradients(found, rows), *last  # type: ignore[return-value]  # seven
+    part, last = linear.weight_products((gradient.scaled, known.source), (dy, h))
+    products = FoldedProducts(part, gradient.column_part, first)
+    return dx.view(grad_output.shape), products, branch_products(last, dy, second, fc2_bias, layer_scale)
 
 
 @fake(layer_norm_mlp_backward_op)

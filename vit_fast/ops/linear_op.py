@@ -30,7 +30,8 @@ from .transforms import transformable
 
 if TYPE_CHECKING:
     from ..kernels.folding import FoldedLinear, NormedLinear
-    from ..kernels.gradients import FoldedProducts, ResidualProducts
+    from ..kernels.layer_norm import RowStatistics
+    from ..kernels.weight_gradients import ResidualProducts
 
 
 @operator("vit_fast::layer_norm_linear")
@@ -111,24 +112,26 @@ def layer_norm_linear_backward_op(
     norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, norm_weight, norm_bias, weight, bias; of an absent one an empty tensor."""
-    from ..kernels import gradients
+    from ..kernels import linear, vector_gradients
+    from ..kernels.weight_gradients import FoldedProducts
 
-    dx, products = linear_products(grad_output, rows, statistics, norm_weight, norm_bias, weight, bias)
-    found, _, _ = gradients.weight_gradients(products, None)
-    return dx, *folded_gradients(found, rows)
+    grad = contiguous_rows(grad_output)
+    known, normed = normed_rows(rows, statistics, norm_weight, norm_bias, weight, bias)
+    dx, normalised, sums = linear.layer_norm_linear_gradient(grad, known, normed)
+    (part,) = linear.weight_products((grad, normalised))
+    (found,), _ = vector_gradients.parameter_gradients([FoldedProducts(part, sums, normed)], [])
+    return dx.view(*grad_output.shape[:-1], weight.shape[1]), *folded_gradients(found, rows)
 
 
-def linear_products(
-    grad_output: Tensor, rows: Tensor, statistics: Tensor,
+def normed_rows(
+    rows: Tensor, statistics: Tensor,
     norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
-) -> tuple[Tensor, FoldedProducts]:  # fmt: skip
-    """The gradient of x, and what those of the parameters are made of."""
-    from ..kernels import folding, layer_norm, linear
+) -> tuple[RowStatistics, NormedLinear]:  # fmt: skip
+    """What a backward reads of a LayerNorm and the linear layer behind it."""
+    from ..kernels import folding, layer_norm
 
-    known = layer_norm.RowStatistics(contiguous_rows(rows), statistics)
     normed = folding.NormedLinear(weight, bias, norm_weight, norm_bias).contiguous()
-    dx, products = linear.layer_norm_linear_products(contiguous_rows(grad_output), known, normed)
-    return dx.view(*grad_output.shape[:-1], weight.shape[1]), products
+    return layer_norm.RowStatistics(contiguous_rows(rows), statistics), normed
 
 
 def folded_gradients(found: Any, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -188,24 +191,29 @@ def linear_residual_backward_op(
     grad_output: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of h, weight, bias, layer_scale; of an absent one an empty tensor."""
-    from ..kernels import gradients, linear
+    from ..kernels import linear, vector_gradients
 
-    dy = contiguous_rows(grad_output).to(h.dtype)
-    dh, products = branch_products(dy, h, weight, layer_scale)
-    _, d_weight, along = gradients.weight_gradients(None, products)
-    d_bias, d_scale = linear.residual_vector_gradients(dy, bias, layer_scale, along)
-    return dh, present(d_weight, h), present(d_bias, h), present(d_scale, h)
+    dy, dense = contiguous_rows(grad_output).to(h.dtype), weight.contiguous()
+    dh = linear.product_gradient(dy, dense, layer_scale)
+    (part,) = linear.weight_products((dy, contiguous_rows(h)))
+    _, (found,) = vector_gradients.parameter_gradients([], [branch_products(part, dy, dense, bias, layer_scale)])
+    return dh.view(h.shape), *branch_gradients(found, h)
 
 
 def branch_products(
-    dy: Tensor, h: Tensor, weight: Tensor, layer_scale: Tensor | None
-) -> tuple[Tensor, ResidualProducts]:
-    """The gradient of h, and what those of weight and LayerScale are made of, from dy [M, C] in the dtype of h."""
-    from ..kernels import linear
+    part: Tensor, dy: Tensor, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None
+) -> ResidualProducts:
+    """What the gradients of a linear layer before a residual are made of: dy^T h in parts, dy [M, C] and its
+    parameters."""
+    from ..kernels.weight_gradients import ResidualProducts
 
-    dense = weight.contiguous()
-    dh = linear.product_gradient(dy, dense, layer_scale)
-    return dh.view(h.shape), linear.residual_products(dy, contiguous_rows(h), dense, layer_scale)
+    bias, scale = (vector if vector is None else vector.contiguous() for vector in (bias, layer_scale))
+    return ResidualProducts(part, dy, weight, bias, scale)
+
+
+def branch_gradients(found: Any, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of weight, bias and LayerScale from `ResidualGradients`; of an absent one an empty tensor."""
+    return found.weight, present(found.bias, like), present(found.scale, like)
 
 
 @fake(linear_residual_backward_op)

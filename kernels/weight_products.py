@@ -1,0 +1,123 @@
+"""The matmuls of weight gradients: a^T b of one pair of operands or of two, summed over as many rows, in one launch.
+
+    part[split] = a^T b over one of `splits` parts of the rows, fp32
+
+A weight gradient is as large as its weight, some dozens of tiles, and its sum is as long as there are rows: parts of
+the sum fill the multiprocessors, and so do two gradients together. `weight_gradients.py` adds the parts in their order:
+no atomics, the same bits each run.
+
+Source of the tile walk: `matmul.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .device import dot_precision, gpu_of, product_kind
+from .launch import Launch
+from .matmul import _accumulate, _store_tile, _tile_position
+from .matmul_launch import MatmulConfig, tiled
+from .matmul_policy import products_config
+
+
+@triton.jit
+def _store_parts(
+    a, b, out, start, P, Q, M, splits,
+    BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, GROUP: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """This program's share of a product, from its `start`-th tile; which tile of the next product it begins with."""
+    tiles_p = tl.cdiv(P, BLOCK_P)
+    tiles_q = tl.cdiv(Q, BLOCK_Q)
+    tiles = tiles_p * tiles_q
+    units = tiles * splits
+    steps = tl.cdiv(tl.cdiv(M, BLOCK_M), splits) * BLOCK_M
+    for unit in tl.range(start, units, tl.num_programs(0)):
+        tile_p, tile_q = _tile_position(unit % tiles, tiles_p, tiles_q, GROUP)
+        row = tile_p * BLOCK_P
+        col = tile_q * BLOCK_Q
+        first = unit // tiles * steps
+        acc = _accumulate(
+            a, b, row, col, first, min(M, first + steps), P, Q, M,
+            BLOCK_P, BLOCK_Q, BLOCK_M, True, False, TMA, PRECISION,
+        )  # fmt: skip
+        base = out + tl.cast(unit // tiles, tl.int64) * P * Q
+        _store_tile(base, acc, row, col, P, Q, BLOCK_P, BLOCK_Q, False)
+    return start + tl.cdiv(max(units - start, 0), tl.num_programs(0)) * tl.num_programs(0) - units
+
+
+@triton.jit(do_not_specialize=["P", "Q", "P2", "Q2", "M", "splits"])
+def _weight_products_kernel(
+    a,  # [M, P]
+    b,  # [M, Q]
+    out,  # fp32 [splits, P, Q]
+    P, Q,
+    a2, b2, out2, P2, Q2,  # of another product, or None
+    M, splits,
+    BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, GROUP: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
+    ALIGN: tl.constexpr,  # divides P, Q, P2 and Q2
+):  # fmt: skip
+    # the sizes are not specialised, for the reason given in `matmul.py`
+    start = _store_parts(
+        a, b, out, tl.program_id(0), P // ALIGN * ALIGN, Q // ALIGN * ALIGN, M, splits,
+        BLOCK_P, BLOCK_Q, BLOCK_M, GROUP, TMA, PRECISION,
+    )  # fmt: skip
+    if a2 is not None:
+        _store_parts(
+            a2, b2, out2, start, P2 // ALIGN * ALIGN, Q2 // ALIGN * ALIGN, M, splits,
+            BLOCK_P, BLOCK_Q, BLOCK_M, GROUP, TMA, PRECISION,
+        )  # fmt: skip
+
+
+Pair = tuple[Tensor, Tensor]
+
+
+def weight_products_launch(
+    pairs: Sequence[Pair], out: Sequence[Tensor], config: MatmulConfig, precision: str | None = None
+) -> Launch:
+    """The call that computes fp32 parts [splits, P, Q] of one or two products into `out`.
+
+    Args:
+        pairs: a [M, P] and b [M, Q], contiguous, all of as many rows.
+        out: The number of parts is that of its tensors.
+        config: Tiles of a result, `block_k` of the rows; `config.tma` asks for operands that `fits_tma`.
+        precision: "tf32" or "ieee"; None takes torch's setting, `product_kind`.
+    """
+    (first, _), splits = pairs[0], out[0].shape[0]
+    args: dict[str, Any] = {"M": first.shape[0], "splits": splits}
+    tiles = 0
+    for index, suffix in enumerate(("", "2")):
+        a, b = pairs[index] if index < len(pairs) else (None, None)
+        P, Q = (0, 0) if a is None or b is None else (a.shape[1], b.shape[1])
+        tiles += config.tiles(P, Q)
+        args |= {
+            f"a{suffix}": tiled(a, config.block_k, config.block_m, config.tma),
+            f"b{suffix}": tiled(b, config.block_k, config.block_n, config.tma),
+            f"out{suffix}": None if a is None else out[index], f"P{suffix}": P, f"Q{suffix}": Q,
+        }  # fmt: skip
+    constants = {
+        "BLOCK_P": config.block_m, "BLOCK_Q": config.block_n, "BLOCK_M": config.block_k, "GROUP": config.group_m,
+        "TMA": config.tma, "PRECISION": precision or dot_precision(product_kind(first.dtype)),
+        "ALIGN": math.gcd(16, *(tensor.shape[1] for pair in pairs for tensor in pair)),
+    }  # fmt: skip
+    programs = min(tiles * splits, gpu_of(first.device).sm_count * config.ctas_per_sm)
+    return Launch(
+        _weight_products_kernel, (programs,), args, constants,
+        num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.maxnreg, device=first.device,
+    )  # fmt: skip
+
+
+def weight_products(*pairs: Pair) -> list[Tensor]:
+    """a^T b of one pair or of two of as many rows, a [M, P] and b [M, Q], as fp32 parts [splits, P, Q]."""
+    config, splits = products_config(pairs)
+    out = [torch.empty(splits, a.shape[1], b.shape[1], dtype=torch.float32, device=a.device) for a, b in pairs]
+    weight_products_launch(pairs, out, config).run()
+    return out
