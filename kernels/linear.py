@@ -25,7 +25,7 @@ from .layer_norm import (
     row_statistics_launch,
 )
 from .matmul_launch import Operands, matmul_launch
-from .matmul_policy import matmul_config, prefers_library, residual_config, split_count
+from .matmul_policy import matmul_config, prefers_library, residual_config
 from .split_k import finish_residual_launch
 
 
@@ -191,21 +191,6 @@ def _product(a: Tensor, b: Tensor, scale: Tensor | None = None) -> Tensor:
     operands = Operands(a, b, out, scale=scale)
     matmul_launch(operands, epilogue="residual", config=matmul_config(operands, "residual")).run()
     return out
-
-
-def weight_products(*pairs: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """a^T b of pairs of as many rows, a [M, P] and b [M, Q], as fp32 parts [splits, P, Q]."""
-    made = []
-    for a, b in pairs:
-        P, Q = a.shape[1], b.shape[1]
-        single = Operands(a, b, torch.empty(1, P, Q, dtype=torch.float32, device=a.device), a_is_km=True)
-        config = matmul_config(single, "partial")
-        splits = split_count(single, config)
-        out = single.out if splits == 1 else torch.empty(splits, P, Q, dtype=torch.float32, device=a.device)
-        operands = Operands(a, b, out, a_is_km=True)
-        matmul_launch(operands, epilogue="partial", config=config, split_k=splits).run()
-        made.append(out)
-    return made
 
 
 def layer_norm_linear_gradient(

@@ -1,8 +1,7 @@
 """One matmul, out = epilogue(A B), with the pointwise work around it done while the product is still in registers.
 
 A program walks over output tiles (persistent), each accumulated in fp32 over K. A and B come through TMA descriptors,
-or by pointers where the device or the layout has no TMA. Either operand may lie transposed: A as [K, M] for weight
-gradients, B as [N, K], the layout of torch's Linear.
+or by pointers where the device or the layout has no TMA. B may lie transposed as [N, K], the layout of torch's Linear.
 
 The epilogues, with acc = A B of row m and column n:
 
@@ -259,7 +258,7 @@ def _sum_row_parts(pointer, row, M, ROWS: tl.constexpr, PARTS: tl.constexpr):
 # Nothing that goes with the number of rows is compiled anew: not where the second half of [2, M] statistics begins.
 @triton.jit(do_not_specialize=["M", "N", "K", "splits"], do_not_specialize_on_alignment=["mean_ptr", "rstd_ptr"])
 def _matmul_kernel(
-    a,  # [M, K], or [K, M] where A_IS_KM
+    a,  # [M, K]
     b,  # [K, N], or [N, K] where B_IS_NK
     out,  # [M, N]; "partial": fp32 [splits, M, N]
     z,  # [M, N] pre-activation: stored by "layer_norm" unless None, read by "activation_grad"
@@ -277,7 +276,7 @@ def _matmul_kernel(
     M, N, K, eps, splits,
     EPILOGUE: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr,  # DTYPE: of out, z and h
     PRECISION: tl.constexpr,
-    A_IS_KM: tl.constexpr, B_IS_NK: tl.constexpr, TMA: tl.constexpr, FLATTEN: tl.constexpr,
+    B_IS_NK: tl.constexpr, TMA: tl.constexpr, FLATTEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SUB_TILES: tl.constexpr, GROUP_M: tl.constexpr,
     PARTS: tl.constexpr,  # of a row in row_part_ptr
@@ -286,10 +285,7 @@ def _matmul_kernel(
     # The sizes are not specialised: a K of 1 as a constant would fold its loop away and have the compiler pipeline the
     # tile loop instead, in more shared memory than there is. What vector loads need to know is said here.
     N = N // ALIGN * ALIGN
-    if A_IS_KM:
-        M = M // ALIGN * ALIGN
-    if not A_IS_KM or B_IS_NK:
-        K = K // ALIGN * ALIGN
+    K = K // ALIGN * ALIGN
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles = tiles_m * tiles_n
@@ -308,7 +304,7 @@ def _matmul_kernel(
             k_stop = min(K, k_start + steps)
         acc = _accumulate(
             a, b, row, col, k_start, k_stop, M, N, K,
-            BLOCK_M, BLOCK_N, BLOCK_K, A_IS_KM, B_IS_NK, TMA, PRECISION,
+            BLOCK_M, BLOCK_N, BLOCK_K, False, B_IS_NK, TMA, PRECISION,
         )  # fmt: skip
 
         if EPILOGUE == "partial":

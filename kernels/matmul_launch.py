@@ -7,6 +7,7 @@ call. `matmul_launch` puts operands, descriptors and configuration together.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +76,7 @@ class Operands:
     """Everything a matmul reads and writes, named as in the kernel; `matmul.py` says which epilogue takes what.
 
     Args:
-        a: [M, K], or [K, M] where `a_is_km`.
+        a: [M, K].
         b: [K, N], or [N, K] where `b_is_nk`.
         out: [M, N]; of the "partial" epilogue fp32 [split_k, M, N].
         row_part: Of the "layer_norm" epilogue the statistics of A's rows, of "residual" those of the rows of `out`, as
@@ -87,7 +88,6 @@ class Operands:
     a: Tensor
     b: Tensor
     out: Tensor
-    a_is_km: bool = False
     b_is_nk: bool = False
     z: Tensor | None = None
     h: Tensor | None = None
@@ -105,7 +105,7 @@ class Operands:
     @property
     def sizes(self) -> tuple[int, int, int]:
         """M, N, K."""
-        M, K = reversed(self.a.shape) if self.a_is_km else self.a.shape
+        M, K = self.a.shape
         return M, self.b.shape[0] if self.b_is_nk else self.b.shape[1], K
 
     def tiled(self) -> list[Tensor]:
@@ -114,11 +114,16 @@ class Operands:
         return [tensor for tensor in tiled if tensor is not None]
 
 
-def fits_tma(operands: Operands) -> bool:
-    """Whether tensor descriptors can be made of all operands: rows and addresses on 16 bytes, nothing empty."""
-    return all(
-        t.numel() > 0 and t.shape[-1] * t.element_size() % 16 == 0 and _address(t) % 16 == 0 for t in operands.tiled()
-    )
+def fits_tma(tensors: Iterable[Tensor]) -> bool:
+    """Whether tensor descriptors can be made of all of these: rows and addresses on 16 bytes, nothing empty."""
+    return all(t.numel() > 0 and t.shape[-1] * t.element_size() % 16 == 0 and _address(t) % 16 == 0 for t in tensors)
+
+
+def tiled(tensor: Tensor | None, rows: int, cols: int, tma: bool) -> Any:
+    """A tensor as a kernel takes it that reads or writes it by tiles [rows, cols]."""
+    if tensor is None or not tma:
+        return tensor
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, cols])
 
 
 def _address(tensor: Tensor) -> int:
@@ -149,17 +154,12 @@ def matmul_launch(
     M, N, K = o.sizes
     rows, cols, depth = config.block_m, config.block_n, config.block_k
 
-    def tiled(tensor: Tensor | None, block_rows: int, block_cols: int) -> Any:
-        if tensor is None or not config.tma:
-            return tensor
-        return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [block_rows, block_cols])
-
     def piece(tensor: Tensor | None) -> Any:
-        return tiled(tensor, rows, config.piece)
+        return tiled(tensor, rows, config.piece, config.tma)
 
     args = {
-        "a": tiled(o.a, depth, rows) if o.a_is_km else tiled(o.a, rows, depth),
-        "b": tiled(o.b, cols, depth) if o.b_is_nk else tiled(o.b, depth, cols),
+        "a": tiled(o.a, rows, depth, config.tma),
+        "b": tiled(o.b, *((cols, depth) if o.b_is_nk else (depth, cols)), config.tma),
         "out": o.out if epilogue == "partial" else piece(o.out),
         "z": piece(o.z), "h": piece(o.h), "x": piece(o.x),
         "residual": o.residual if epilogue == "residual" else piece(o.residual),
@@ -171,7 +171,7 @@ def matmul_launch(
     constants = {
         "EPILOGUE": epilogue, "ACTIVATION": activation, "DTYPE": TL_DTYPES[o.out.dtype],
         "PRECISION": precision or dot_precision(product_kind(o.a.dtype)),
-        "A_IS_KM": o.a_is_km, "B_IS_NK": o.b_is_nk, "TMA": config.tma,
+        "B_IS_NK": o.b_is_nk, "TMA": config.tma,
         "FLATTEN": config.flatten and epilogue != "partial",
         "BLOCK_M": rows, "BLOCK_N": cols, "BLOCK_K": depth,
         "SUB_TILES": config.sub_tiles, "GROUP_M": config.group_m,

@@ -28,6 +28,7 @@ from .row_parts import row_parts
 from .split_k import finish_residual_launch
 from .vector_gradients import vector_grad_launch
 from .weight_gradients import FoldedProducts, ResidualProducts, room_for, weight_grad_launch
+from .weight_products import weight_products_launch
 
 _M, _C, _F = 50_432, 768, 3072
 _KINDS = {"half": torch.bfloat16, "tf32": torch.float32, "ieee": torch.float32}
@@ -109,15 +110,19 @@ def _matmul_cases(
     elif epilogue == "layer_norm_grad":
         for stream in streams:
             yield "residual" + (" in fp32" if stream != dtype else ""), _layer_norm_grad(dtype, stream), "identity", 1
-    else:
-        a, b = _meta(_M, _F, dtype=dtype), _meta(_M, _C, dtype=dtype)
-        yield "5 parts", Operands(a, b, _meta(5, _F, _C), a_is_km=True), "identity", 5
 
 
 # What the static test compiles on every run, of the widest half-precision configuration; elsewhere nothing.
 _CORE = {
     "sm_80": ("gelu",),
-    "sm_90": ("gelu", "gelu keeping z", "bias, LayerScale, residual, statistics", "residual", "5 parts"),
+    "sm_90": (
+        "gelu",
+        "gelu keeping z",
+        "bias, LayerScale, residual, statistics",
+        "residual",
+        "5 parts",
+        "two products",
+    ),
     "sm_100": ("gelu",),
     "sm_120": ("gelu",),
 }
@@ -141,15 +146,34 @@ def _matmul_builds(arch: str) -> Iterator[Build]:
                         operands, epilogue=epilogue if parts == 1 else "partial", config=config,
                         activation=activation, split_k=parts, precision="ieee" if kind == "half" else kind,
                     )  # fmt: skip
-                    tile = f"{config.block_m}x{config.block_n}x{config.block_k}"
-                    paths = "TMA" if config.tma else "pointers"
                     yield Build(
                         f"matmul_{epilogue}",
-                        f"{kind} {tile} {paths} {what}",
+                        f"{kind} {_tile(config)} {what}",
                         launch,
                         core=kind == "half" and index == 0 and what in _CORE.get(arch, ()),
                         needs=_instructions(arch, kind, config.tma),
                     )
+
+
+def _product_builds(arch: str) -> Iterator[Build]:
+    """The matmuls of weight gradients: of one linear layer, and of the two of an MLP."""
+    for kind, dtype in _KINDS.items():
+        wide, narrow = _meta(_M, _F, dtype=dtype), _meta(_M, _C, dtype=dtype)
+        pairs, out = [(wide, narrow), (narrow, wide)], [_meta(5, _F, _C), _meta(5, _C, _F)]
+        for config in dict.fromkeys(config_table(arch, kind, "weight_products", tma)[0] for tma in (True, False)):
+            for count, what in ((1, "one product"), (2, "two products")):
+                yield Build(
+                    "weight_products",
+                    f"{kind} {_tile(config)} {what}",
+                    weight_products_launch(pairs[:count], out[:count], config, "ieee" if kind == "half" else kind),
+                    core=kind == "half" and config.tma and what in _CORE.get(arch, ()),
+                    needs=_instructions(arch, kind, config.tma),
+                )
+
+
+def _tile(config: MatmulConfig) -> str:
+    paths = "TMA" if config.tma else "pointers"
+    return f"{config.block_m}x{config.block_n}x{config.block_k} {paths}"
 
 
 def _small_launches(dtype: torch.dtype, stream: torch.dtype) -> Iterator[tuple[str, Launch]]:
@@ -192,6 +216,7 @@ def _small_launches(dtype: torch.dtype, stream: torch.dtype) -> Iterator[tuple[s
 def offline_builds(arch: str) -> Iterator[Build]:
     """The shipped builds of the matmul and of the kernels around it for one architecture."""
     yield from _matmul_builds(arch)
+    yield from _product_builds(arch)
     half, full = torch.bfloat16, torch.float32
     for name, dtype, stream in (("bf16", half, half), ("fp32", full, full), ("autocast", half, full)):
         for kernel, launch in _small_launches(dtype, stream):

@@ -13,13 +13,15 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from .device import Gpu, generation, gpu_of, product_kind, reads_descriptors
 from .launch import ceil_div, is_interpreted
 from .matmul_launch import MatmulConfig, Operands, fits_tma
 
 TABLE_PATH = Path(__file__).with_name("matmul_table.json")
 # Epilogues that hold more of a tile in registers than the others.
-_HEAVY = ("activation_grad", "partial")
+_HEAVY = ("activation_grad", "weight_products")
 _MAX_SPLITS = 16  # of a weight gradient
 _MAX_RESIDUAL_SPLITS = 8
 _MIN_STEPS = 4  # of K in a part
@@ -31,7 +33,7 @@ def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[Matmul
     Args:
         arch: e.g. "sm_90"; sm_120 and unknown ones take the pointer tables, which every architecture runs.
         kind: The `product_kind` of the operands: "half", "tf32" or "ieee".
-        epilogue: One of `EPILOGUES`.
+        epilogue: One of `EPILOGUES`, of which "partial" has those of "residual"; or "weight_products".
         tma: Whether the operands can go through tensor descriptors.
     """
     hopper, blackwell = (generation(arch) == name for name in ("hopper", "blackwell"))
@@ -43,14 +45,15 @@ def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[Matmul
     elif kind == "tf32":
         table = _TF32_HOPPER
         if blackwell:
-            table = _TF32_BLACKWELL_HALVES if epilogue == "activation_grad" else _TF32_BLACKWELL
+            special = {"activation_grad": _TF32_BLACKWELL_HALVES, "weight_products": _TF32_BLACKWELL_PRODUCTS}
+            table = special.get(epilogue, _TF32_BLACKWELL)
     elif hopper:
         table = _HALF_HOPPER_LAYER_NORM if epilogue == "layer_norm" else _HALF_HOPPER
     else:
         special = {"layer_norm": _HALF_BLACKWELL_LAYER_NORM, "residual": _HALF_BLACKWELL_RESIDUAL}
         table = special.get(epilogue, _HALF_BLACKWELL_HEAVY if epilogue in _HEAVY else _HALF_BLACKWELL)
     # a weight gradient is as large as its weight: splitting K, not small tiles, fills the multiprocessors
-    return table[:1] if epilogue == "partial" else table
+    return table[:1] if epilogue == "weight_products" else table
 
 
 # Products on the CUDA cores: they, not the epilogue, fill the registers.
@@ -87,6 +90,8 @@ _TF32_HOPPER = (
 )
 _TF32_BLACKWELL = (MatmulConfig(64, 64, 32, num_warps=4, num_stages=3, tma=True, ctas_per_sm=2),)
 _TF32_BLACKWELL_HALVES = (replace(_TF32_BLACKWELL[0], sub_tiles=2),)
+# Of two products in one launch the compiler, left to itself, spills in 72 registers.
+_TF32_BLACKWELL_PRODUCTS = (replace(_TF32_BLACKWELL[0], maxnreg=128),)
 
 
 def _pointer_table(arch: str, kind: str, epilogue: str) -> tuple[MatmulConfig, ...]:
@@ -209,7 +214,7 @@ def _library_table() -> dict[str, dict[str, list[list[int]]]]:
 
 
 def _chosen(operands: Operands, epilogue: str, most: int) -> tuple[MatmulConfig, int]:
-    tma = fits_tma(operands)
+    tma = fits_tma(operands.tiled())
     if is_interpreted():
         return config_table("sm_90", "half", epilogue, tma)[0], 1
     gpu, dtype = gpu_of(operands.a.device), operands.a.dtype
@@ -223,18 +228,23 @@ def _best(
     return choose_split(config_table(gpu.arch, kind, epilogue, tma), sizes, itemsize, gpu.sm_count, most)
 
 
-def split_count(operands: Operands, config: MatmulConfig) -> int:
-    """Parts of K for a weight gradient: the fewest that keep the multiprocessors at least 90 % as busy as the best.
+def products_config(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[MatmulConfig, int]:
+    """The configuration of `weight_products.py` for one pair of operands or two, and in how many parts.
 
-    Each part has at least four steps of K, and at most 16 parts are written.
+    The fewest that keep the multiprocessors at least 90 % as busy as the best. Each part has at least four steps, and
+    at most 16 parts are written.
     """
-    M, N, K = operands.sizes
-    programs = gpu_of(operands.a.device).sm_count * config.ctas_per_sm
-    most = max(1, min(_MAX_SPLITS, ceil_div(K, config.block_k) // _MIN_STEPS))
+    first = pairs[0][0]
+    gpu, M = gpu_of(first.device), first.shape[0]
+    arch, kind = ("sm_90", "half") if is_interpreted() else (gpu.arch, product_kind(first.dtype))
+    config = config_table(arch, kind, "weight_products", fits_tma(tensor for pair in pairs for tensor in pair))[0]
+    programs = gpu.sm_count * config.ctas_per_sm
+    tiles = sum(config.tiles(a.shape[1], b.shape[1]) for a, b in pairs)
+    most = max(1, min(_MAX_SPLITS, ceil_div(M, config.block_k) // _MIN_STEPS))
 
     def busy(splits: int) -> float:
-        units = config.tiles(M, N) * splits
+        units = tiles * splits
         return units / (ceil_div(units, programs) * programs)
 
     best = max(busy(splits) for splits in range(1, most + 1))
-    return next(splits for splits in range(1, most + 1) if busy(splits) >= 0.9 * best)
+    return config, next(splits for splits in range(1, most + 1) if busy(splits) >= 0.9 * best)

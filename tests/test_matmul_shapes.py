@@ -21,11 +21,13 @@ from vit_fast.kernels import offline
 from vit_fast.kernels.device import REFERENCE_GPU
 from vit_fast.kernels.launch import Launch
 from vit_fast.kernels.matmul_launch import EPILOGUES, MatmulConfig, Operands, fits_tma, matmul_launch
-from vit_fast.kernels.matmul_policy import choose_split, config_table, predicted_cycles
+from vit_fast.kernels.matmul_policy import choose_split, config_table, may_split, predicted_cycles
 from vit_fast.kernels.row_parts import row_parts
+from vit_fast.kernels.weight_products import weight_products_launch
 
 SIZES = (1, 2, 15, 16, 17, 768)
 HALF = torch.bfloat16
+PRODUCTS = "weight products"  # in place of an epilogue: K is the number of rows
 # Rows whose length is no multiple of 8 are loaded element by element, with more addresses than registers.
 UNALIGNED_SPILLS = 300
 Case = tuple[str, str, int, int, int]  # architecture, epilogue, M, N, K
@@ -40,7 +42,7 @@ def operands(epilogue: str, M: int, N: int, K: int, dtype: torch.dtype = HALF) -
     full, row, column = meta(M, N, dtype=dtype), meta(M), meta(N)
     a, b = meta(M, K, dtype=dtype), meta(K, N, dtype=dtype)
     if epilogue == "partial":
-        return Operands(meta(K, M, dtype=dtype), b, meta(1, M, N), a_is_km=True)
+        return Operands(a, meta(N, K, dtype=dtype), meta(1, M, N), b_is_nk=True)
     if epilogue == "layer_norm":
         weight = meta(N, K, dtype=dtype)
         given = {"mean": row, "rstd": row, "row_part": meta(M, 2, row_parts(K)), "bias": column, "weight_sum": column}
@@ -62,8 +64,12 @@ def best_whole(table: Sequence[MatmulConfig], given: Operands, sm_count: int) ->
 
 def launch(arch: str, epilogue: str, M: int, N: int, K: int) -> Launch:
     """What would be launched on an architecture."""
+    if epilogue == PRODUCTS:
+        pair = meta(K, M, dtype=HALF), meta(K, N, dtype=HALF)
+        (config,) = config_table(arch, "half", "weight_products", fits_tma(pair))
+        return weight_products_launch([pair], [meta(1, M, N)], config)
     given = operands(epilogue, M, N, K)
-    table = config_table(arch, "half", epilogue, fits_tma(given))
+    table = config_table(arch, "half", "residual" if epilogue == "partial" else epilogue, fits_tma(given.tiled()))
     config = best_whole(table, given, REFERENCE_GPU.sm_count)
     activation = "gelu" if epilogue in ("layer_norm", "activation_grad") else "identity"
     return matmul_launch(given, epilogue=epilogue, config=config, activation=activation)
@@ -72,7 +78,8 @@ def launch(arch: str, epilogue: str, M: int, N: int, K: int) -> Launch:
 def grid(arch: str) -> list[Case]:
     """One size for each binary that the sizes lead to."""
     found: dict[str, Case] = {}
-    for case in itertools.product((arch,), EPILOGUES, SIZES, SIZES, SIZES):
+    launched = [each for each in EPILOGUES if each != "partial" or may_split(arch)]
+    for case in itertools.product((arch,), (*launched, PRODUCTS), SIZES, SIZES, SIZES):
         found.setdefault(offline.specialisation(launch(*case)), case)
     return list(found.values())
 
@@ -113,7 +120,7 @@ def in_compiler(function: str, *arguments: Any) -> Any:
 
 def test_a_single_row_in_training_fits_everywhere() -> None:
     """K of a weight gradient is the number of rows: 1 in attention pooling at batch 1. sm_90 was asked for 272 KiB."""
-    found = in_compiler("compiled", [(arch, "partial", 3072, 768, 1) for arch in offline.ARCHS])
+    found = in_compiler("compiled", [(arch, PRODUCTS, 3072, 768, 1) for arch in offline.ARCHS])
     assert found == [[0, []]] * len(offline.ARCHS)
 
 
@@ -123,18 +130,16 @@ def test_every_size_fits(arch: str) -> None:
     cases = in_compiler("grid", arch)
     for case, (spills, problems) in zip(cases, in_compiler("compiled", cases), strict=True):
         _, epilogue, M, N, K = case
-        aligned = all(size % 8 == 0 for size in ((M, N) if epilogue == "partial" else (N, K)))
+        aligned = all(size % 8 == 0 for size in ((M, N) if epilogue == PRODUCTS else (N, K)))
         assert spills <= (0 if aligned else UNALIGNED_SPILLS), case
         assert not [problem for problem in problems if not problem.startswith("spills")], case
 
 
 def test_sizes_are_not_compiled_anew() -> None:
     """Every batch size is one binary, and so is every number of rows behind a weight gradient."""
-    cases = [
-        ("sm_90", epilogue, M, 768, 768) for epilogue in EPILOGUES for M in (50_432, 50_433) if epilogue != "partial"
-    ]
-    cases += [("sm_90", "partial", 768, 768, K) for K in (1, 17, 50_432)]
-    assert len(set(in_compiler("binaries", cases))) == len(EPILOGUES)
+    cases = [("sm_90", epilogue, M, 768, 768) for epilogue in EPILOGUES for M in (50_432, 50_433)]
+    cases += [("sm_90", PRODUCTS, 768, 768, K) for K in (1, 17, 50_432)]
+    assert len(set(in_compiler("binaries", cases))) == len(EPILOGUES) + 1
 
 
 def _old_rule(table: tuple[MatmulConfig, ...], M: int, N: int) -> MatmulConfig:

@@ -89,7 +89,7 @@ def test_exact_gelu_costs_less_than_three_thousand_slots(fc1: dict[str, Any]) ->
 @pytest.mark.parametrize("kind", ["half", "tf32", "ieee"])
 @pytest.mark.parametrize("tma", [True, False])
 def test_every_architecture_has_tiles_for_everything(arch: str, kind: str, tma: bool) -> None:
-    for epilogue in EPILOGUES:
+    for epilogue in (*EPILOGUES, "weight_products"):
         table = matmul_policy.config_table(arch, kind, epilogue, tma)
         assert table
         assert tma or not any(config.tma for config in table)

@@ -180,7 +180,7 @@ def block_backward_op(
     Tensor,
 ]:  # fmt: skip
     """Gradients of x and of the fourteen parameters; of an absent one an empty tensor."""
-    from ..kernels import linear, vector_gradients
+    from ..kernels import linear, vector_gradients, weight_products
     from ..kernels.folding import FoldedLinear
     from ..kernels.weight_gradients import FoldedProducts
 
@@ -195,7 +195,7 @@ def block_backward_op(
     d_qkv = contiguous_rows(_attention_backward(d_mixed, qkv, mixed, lse, attention_scale).flatten(2))
     known1, normed = normed_rows(rows1, statistics1, norm1_weight, norm1_bias, qkv_weight, qkv_bias)
     dx, normalised, sums = linear.layer_norm_linear_gradient(d_qkv, known1, normed, rows)
-    part, branch = linear.weight_products((d_qkv, normalised), (dy, contiguous_rows(mixed.flatten(2))))
+    part, branch = weight_products.weight_products((d_qkv, normalised), (dy, contiguous_rows(mixed.flatten(2))))
     (found1, found2), (d_proj, d_fc2) = vector_gradients.parameter_gradients(
         [FoldedProducts(part, sums, normed), fc1_products],
         [branch_products(branch, dy, proj, proj_bias, scale1), fc2_products],

@@ -177,14 +177,14 @@ def mlp_products(
     fc2_bias: Tensor | None, layer_scale: Tensor | None, activation: str, residual: bool,
 ) -> tuple[Tensor, FoldedProducts, ResidualProducts]:  # fmt: skip
     """The gradient of x, and what those of the parameters are made of."""
-    from ..kernels import linear
+    from ..kernels import linear, weight_products
     from ..kernels.weight_gradients import FoldedProducts
 
     stream = contiguous_rows(grad_output)
     dy, second = stream.to(z.dtype), fc2_weight.contiguous()
     gradient, h = linear.activation_gradient(dy, second, layer_scale, z, known, folded, activation)
     dx = linear.input_gradient(gradient, known, folded, stream if residual else None)
-    part, last = linear.weight_products((gradient.scaled, known.source), (dy, h))
+    part, last = weight_products.weight_products((gradient.scaled, known.source), (dy, h))
     products = FoldedProducts(part, gradient.column_part, first)
     return dx.view(grad_output.shape), products, branch_products(last, dy, second, fc2_bias, layer_scale)
 

@@ -112,13 +112,13 @@ def layer_norm_linear_backward_op(
     norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, norm_weight, norm_bias, weight, bias; of an absent one an empty tensor."""
-    from ..kernels import linear, vector_gradients
+    from ..kernels import linear, vector_gradients, weight_products
     from ..kernels.weight_gradients import FoldedProducts
 
     grad = contiguous_rows(grad_output)
     known, normed = normed_rows(rows, statistics, norm_weight, norm_bias, weight, bias)
     dx, normalised, sums = linear.layer_norm_linear_gradient(grad, known, normed)
-    (part,) = linear.weight_products((grad, normalised))
+    (part,) = weight_products.weight_products((grad, normalised))
     (found,), _ = vector_gradients.parameter_gradients([FoldedProducts(part, sums, normed)], [])
     return dx.view(*grad_output.shape[:-1], weight.shape[1]), *folded_gradients(found, rows)
 
@@ -191,11 +191,11 @@ def linear_residual_backward_op(
     grad_output: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of h, weight, bias, layer_scale; of an absent one an empty tensor."""
-    from ..kernels import linear, vector_gradients
+    from ..kernels import linear, vector_gradients, weight_products
 
     dy, dense = contiguous_rows(grad_output).to(h.dtype), weight.contiguous()
     dh = linear.product_gradient(dy, dense, layer_scale)
-    (part,) = linear.weight_products((dy, contiguous_rows(h)))
+    (part,) = weight_products.weight_products((dy, contiguous_rows(h)))
     _, (found,) = vector_gradients.parameter_gradients([], [branch_products(part, dy, dense, bias, layer_scale)])
     return dh.view(h.shape), *branch_gradients(found, h)
 

@@ -1,0 +1,159 @@
+"""The end of the backward by itself: products of one pair of operands or two, sums over rows, parameters' gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from kernel_support import DEVICE
+from mlp_support import check_case, make_bf16_exact, make_case
+from torch import Tensor
+
+from vit_fast.kernels import gradients, weight_products
+from vit_fast.kernels.device import REFERENCE_GPU
+from vit_fast.kernels.folding import NormedLinear
+from vit_fast.kernels.launch import Launch
+from vit_fast.kernels.layer_norm import RowStatistics
+from vit_fast.kernels.matmul_launch import MatmulConfig, fits_tma
+from vit_fast.kernels.matmul_policy import products_config
+from vit_fast.kernels.vector_gradients import parameter_gradients
+from vit_fast.kernels.weight_gradients import FoldedProducts, ResidualProducts
+from vit_fast.kernels.weight_products import weight_products_launch
+
+make_bf16_exact()
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("programs", [1, 2, 3, 132])
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("widths", [[(40, 72)], [(40, 72), (136, 48)], [(40, 33), (130, 48)]], ids=str)
+def test_products_of_one_pair_and_of_two(
+    widths: list[tuple[int, int]], splits: int, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs go on with the second product where the first ends, whatever their number."""
+    gpu = dataclasses.replace(REFERENCE_GPU, sm_count=programs)
+    monkeypatch.setattr(weight_products, "gpu_of", lambda device: gpu)
+    rows = 70
+    pairs = [
+        tuple(normal(rows, width, dtype=torch.bfloat16, seed=8 * index + i) for i, width in enumerate(pair))
+        for index, pair in enumerate(widths)
+    ]
+    tma = fits_tma(tensor for pair in pairs for tensor in pair)
+    assert tma == all(width % 8 == 0 for pair in widths for width in pair)
+    config = MatmulConfig(64, 32, 16, tma=tma, num_stages=2)
+    out = [torch.full((splits, *pair), float("nan"), device=DEVICE) for pair in widths]
+    weight_products_launch(pairs, out, config).run()
+    for (a, b), found in zip(pairs, out, strict=True):
+        torch.testing.assert_close(found.double().sum(0), a.double().T @ b.double(), rtol=1e-5, atol=1e-4)
+        first = -(-5 // splits) * 16  # of 5 steps
+        torch.testing.assert_close(found[0].double(), a[:first].double().T @ b[:first].double(), rtol=1e-5, atol=1e-4)
+
+
+def test_two_products_share_the_multiprocessors() -> None:
+    """As many parts as fill them together: fewer than each would take for itself."""
+    x, h = (torch.empty(50_432, width, device="meta", dtype=torch.bfloat16) for width in (768, 3072))
+    (_, alone), (_, together) = products_config([(x, h)]), products_config([(x, h), (h, x)])
+    assert together <= alone
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("M", "F"), [(1, 1), (255, 127), (256, 128), (257, 129), (600, 24)])
+def test_rows_are_summed_beside_the_layer_norm(M: int, F: int, dtype: torch.dtype, residual: bool) -> None:
+    C = 40
+    grad, x, gamma, dz = normal(M, C, dtype=dtype), normal(M, C, seed=1), normal(C, seed=2), normal(M, F, seed=3)
+    dz, added = dz.to(dtype), normal(M, C, seed=4, dtype=dtype) if residual else None
+    x = x.to(dtype)
+    statistics = torch.stack([x.float().mean(1), (x.float().var(1, correction=0) + 1e-6).rsqrt()])
+    rows = RowStatistics(x, statistics)
+    dx, normalised, parts = gradients.layer_norm_gradient(grad, gamma, rows, added, dz)
+    assert parts.shape == (-(-M // gradients.SUM_ROWS), F)
+    exact = torch.stack([part.double().sum(0) for part in dz.split(gradients.SUM_ROWS)])
+    torch.testing.assert_close(parts.double(), exact, rtol=1e-6, atol=1e-4)
+    plain, same, _ = gradients.layer_norm_gradient(grad, gamma, rows, None, dz)
+    assert torch.equal(dx, plain if added is None else plain + added)
+    assert torch.equal(normalised, same)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_more_rows_than_a_part_of_their_sums(dtype: torch.dtype) -> None:
+    check_case(make_case(600, 16, 24, dtype))
+
+
+def folded(seed: int, *, affine: bool, bias: bool) -> FoldedProducts:
+    F, C = 72 + seed, 40 + seed
+    vectors = [
+        normal(size, seed=seed + i) if wanted else None
+        for i, (size, wanted) in enumerate(((F, bias), (C, affine), (C, affine)))
+    ]
+    sums = normal(3, 2, F, seed=seed) if seed % 2 else normal(2, F, seed=seed)
+    return FoldedProducts(normal(2 + seed, F, C, seed=seed), sums, NormedLinear(normal(F, C, seed=seed), *vectors))
+
+
+def branch(seed: int, *, bias: bool, scale: bool) -> ResidualProducts:
+    C, F = 56 + seed, 130 + seed
+    vectors = [normal(C, seed=seed + i) if wanted else None for i, wanted in enumerate((bias, scale))]
+    grad = normal(300, C, seed=seed, dtype=torch.bfloat16)
+    return ResidualProducts(normal(3, C, F, seed=seed), grad, normal(C, F, seed=seed), *vectors)
+
+
+def assert_exact(given: FoldedProducts | ResidualProducts, found: object) -> None:
+    """The formulas of `gradients.py` in fp64."""
+    if isinstance(given, FoldedProducts):
+        u, linear = given.part.double().sum(0), given.linear
+        sums = given.column_part.double().sum(0)
+        dz = sums[0] if sums.dim() == 2 else sums
+        u = u - sums[1][:, None] if sums.dim() == 2 else u
+        gamma = 1 if linear.gamma is None else linear.gamma.double()
+        beta = torch.zeros(u.shape[1], device=DEVICE).double() if linear.beta is None else linear.beta.double()
+        weight = linear.weight.double()
+        exact = {
+            "weight": u * gamma + dz[:, None] * beta, "gamma": (u * weight).sum(0),
+            "beta": (dz[:, None] * weight).sum(0), "bias": dz,
+        }  # fmt: skip
+        absent = {"gamma": linear.gamma is None, "beta": linear.beta is None, "bias": linear.bias is None}
+    else:
+        v, dy = given.part.double().sum(0), given.grad.double().sum(0)
+        scale = torch.ones_like(dy) if given.scale is None else given.scale.double()
+        bias = 0 if given.bias is None else given.bias.double()
+        exact = {
+            "weight": v * scale[:, None], "bias": dy * scale, "scale": (v * given.weight.double()).sum(1) + bias * dy
+        }  # fmt: skip
+        absent = {"bias": given.bias is None, "scale": given.scale is None}
+    for name, expected in exact.items():
+        gradient = getattr(found, name)
+        if absent.get(name):
+            assert gradient is None
+        else:
+            torch.testing.assert_close(gradient.double(), expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("vectors", [True, False])
+@pytest.mark.parametrize("counts", [(1, 0), (0, 1), (1, 1), (2, 1), (2, 2), (1, 2)], ids=str)
+def test_what_is_finished_together_is_as_by_itself(
+    counts: tuple[int, int], vectors: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every slot of the kernels by the formulas in fp64, and to the bit as alone; two launches, or one."""
+    first = [folded(seed, affine=vectors, bias=vectors) for seed in range(counts[0])]
+    second = [branch(seed, bias=vectors, scale=vectors) for seed in range(counts[1])]
+    alone = (
+        [parameter_gradients([one], [])[0][0] for one in first],
+        [parameter_gradients([], [one])[1][0] for one in second],
+    )
+    launches, run = [], Launch.run
+    monkeypatch.setattr(Launch, "run", lambda self: (launches.append(self.grid[0]), run(self)))
+    together = parameter_gradients(first, second)
+    assert sum(programs > 0 for programs in launches) == (2 if vectors else 1)
+    for given, single, found in zip(
+        [*first, *second], [*alone[0], *alone[1]], [*together[0], *together[1]], strict=True
+    ):
+        assert_exact(given, found)
+        for name in ("weight", "bias", "gamma", "beta", "scale"):
+            one, other = getattr(single, name, None), getattr(found, name, None)
+            assert (one is None) == (other is None)
+            assert one is None or torch.equal(one, other)
