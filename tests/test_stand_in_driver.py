@@ -92,7 +92,7 @@ def test_a_block_launches_no_more_than_it_needs(environment: dict[str, str]) -> 
     assert launches["block, inference, frozen"] == 5.25  # one of four blocks computes its first statistics
     assert launches["block, inference"] == 6.25
     assert launches["block, inference"] <= launches["block, training forward"] <= 6.25
-    assert launches["block, training forward"] < launches["block, forward + backward"] <= 22.25
+    assert launches["block, training forward"] < launches["block, forward + backward"] <= 17.25
     assert counts["block, inference"]["descriptors"] <= 22
 
 
@@ -101,15 +101,20 @@ import json
 import torch
 from fused_models import of_depth
 import vit_fast
-from vit_fast.kernels import stand_in_driver
+from vit_fast.kernels import plan, stand_in_driver
+from vit_fast.kernels.plan_steps import TorchCall
 driver = stand_in_driver.install("sm_90")
-counts = {}
+counts, by_torch = {}, []
 for depth in (1, 3):
     for library, subject in of_depth(depth).items():
         model = subject.build().bfloat16().eval()
         inputs = {name: tensor.bfloat16() for name, tensor in subject.inputs().items()}
         vit_fast.fuse(model, "triton").require_all()
-        made = []
+        for _ in range(2):
+            before = driver.counters().launches
+            subject.run(model.train(), inputs).sum().backward()
+        made = [driver.counters().launches - before]
+        model.eval()
         for frozen in (False, True):
             if frozen:
                 assert len(vit_fast.freeze(model)) == depth
@@ -119,21 +124,26 @@ for depth in (1, 3):
                 subject.run(model, inputs)
             made.append(driver.counters().launches - before)
         counts.setdefault(library, []).append(made)
-print(json.dumps(counts))
+for planned in plan.plans():
+    by_torch += [str(step.operator) for step, _ in planned.steps if isinstance(step, TorchCall)]
+print(json.dumps([counts, by_torch]))
 """
 
 
 def test_a_fused_model_of_every_library_launches_what_ours_does(environment: dict[str, str]) -> None:
     """Five launches a block, and one that folds where it is not frozen: qkv, attention, proj, fc1, fc2.
 
-    Row statistics are made once a model, by a launch before the first block.
+    Row statistics are made once a model, by a launch before the first block. Training adds eleven: the input gradients
+    of fc2, fc1, proj, attention (two) and qkv, the first LayerNorm's, the products of the weight gradients of each
+    branch, and the parameters' gradients in two; nothing is left to torch.
     """
     path = os.pathsep.join([environment["PYTHONPATH"], str(Path(__file__).parent)])
-    counts = json.loads(run_python(["-c", _LIBRARY_COUNTS], environment | {"PYTHONPATH": path}))
+    counts, by_torch = json.loads(run_python(["-c", _LIBRARY_COUNTS], environment | {"PYTHONPATH": path}))
+    assert by_torch == []
     assert set(counts) == {"timm", "transformers", "torchvision", "ours"}
     for shallow, deep in counts.values():
-        assert [(b - a) / 2 for a, b in zip(shallow, deep)] == [6, 5]
-        assert shallow == [5 + 1 + 1, 5 + 1]
+        assert [(b - a) / 2 for a, b in zip(shallow, deep)] == [6 + 11, 6, 5]
+        assert shallow == [6 + 11 + 1, 6 + 1, 5 + 1]
 
 
 @pytest.fixture(scope="module")
