@@ -38,6 +38,7 @@ def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[Matmul
     """
     hopper, blackwell = (generation(arch) == name for name in ("hopper", "blackwell"))
     table: tuple[MatmulConfig, ...]
+    special: dict[str, tuple[MatmulConfig, ...]]
     if kind == "ieee":
         table = _IEEE_HALVES if blackwell and epilogue == "activation_grad" else _IEEE
     elif not (tma and reads_descriptors(arch)):
