@@ -122,12 +122,12 @@ class FoldedLinear:
 
     Args:
         weight: W'' [F, C], the dtype of x.
-        weight_sum: s, fp32 [F]; None for a backward, which does not read it.
+        weight_sum: s, fp32 [F].
         shift: c, fp32 [F].
     """
 
     weight: Tensor
-    weight_sum: Tensor | None
+    weight_sum: Tensor
     shift: Tensor
 
 

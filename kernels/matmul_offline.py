@@ -121,7 +121,7 @@ _CORE = {
         "bias, LayerScale, residual, statistics",
         "residual",
         "5 parts",
-        "two products",
+        "four products",
     ),
     "sm_100": ("gelu",),
     "sm_120": ("gelu",),
@@ -156,12 +156,12 @@ def _matmul_builds(arch: str) -> Iterator[Build]:
 
 
 def _product_builds(arch: str) -> Iterator[Build]:
-    """The matmuls of weight gradients: of one linear layer, and of the two of an MLP."""
+    """The matmuls of weight gradients: of one linear layer, of the two of an MLP, of the four of a block."""
     for kind, dtype in _KINDS.items():
         wide, narrow = _meta(_M, _F, dtype=dtype), _meta(_M, _C, dtype=dtype)
-        pairs, out = [(wide, narrow), (narrow, wide)], [_meta(5, _F, _C), _meta(5, _C, _F)]
+        pairs, out = [(wide, narrow), (narrow, wide)] * 2, [_meta(5, _F, _C), _meta(5, _C, _F)] * 2
         for config in dict.fromkeys(config_table(arch, kind, "weight_products", tma)[0] for tma in (True, False)):
-            for count, what in ((1, "one product"), (2, "two products")):
+            for count, what in ((1, "one product"), (2, "two products"), (4, "four products")):
                 yield Build(
                     "weight_products",
                     f"{kind} {_tile(config)} {what}",

@@ -91,7 +91,7 @@ _TF32_HOPPER = (
 )
 _TF32_BLACKWELL = (MatmulConfig(64, 64, 32, num_warps=4, num_stages=3, tma=True, ctas_per_sm=2),)
 _TF32_BLACKWELL_HALVES = (replace(_TF32_BLACKWELL[0], sub_tiles=2),)
-# Of two products in one launch the compiler, left to itself, spills in 72 registers.
+# Of several products in one launch the compiler, left to itself, spills in 72 registers.
 _TF32_BLACKWELL_PRODUCTS = (replace(_TF32_BLACKWELL[0], maxnreg=128),)
 
 
@@ -230,7 +230,7 @@ def _best(
 
 
 def products_config(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[MatmulConfig, int]:
-    """The configuration of `weight_products.py` for one pair of operands or two, and in how many parts.
+    """The configuration of `weight_products.py` for these pairs of operands, and in how many parts.
 
     The fewest that keep the multiprocessors at least 90 % as busy as the best. Each part has at least four steps, and
     at most 16 parts are written.

@@ -1,10 +1,10 @@
-"""The matmuls of weight gradients: a^T b of one pair of operands or of two, summed over as many rows, in one launch.
+"""The matmuls of weight gradients: a^T b of one to four pairs of operands, summed over as many rows, in one launch.
 
     part[split] = a^T b over one of `splits` parts of the rows, fp32
 
 A weight gradient is as large as its weight, some dozens of tiles, and its sum is as long as there are rows: parts of
-the sum fill the multiprocessors, and so do two gradients together. `weight_gradients.py` adds the parts in their order:
-no atomics, the same bits each run.
+the sum fill the multiprocessors, and the four gradients of a block together need fewer of them. `weight_gradients.py`
+adds the parts in their order: no atomics, the same bits each run.
 
 Source of the tile walk: `matmul.py`.
 """
@@ -31,9 +31,12 @@ from .matmul_policy import products_config
 def _store_parts(
     a, b, out, start, P, Q, M, splits,
     BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, GROUP: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """This program's share of a product, from its `start`-th tile; which tile of the next product it begins with."""
+    # the sizes are not specialised, for the reason given in `matmul.py`
+    P = P // ALIGN * ALIGN
+    Q = Q // ALIGN * ALIGN
     tiles_p = tl.cdiv(P, BLOCK_P)
     tiles_q = tl.cdiv(Q, BLOCK_Q)
     tiles = tiles_p * tiles_q
@@ -53,28 +56,32 @@ def _store_parts(
     return start + tl.cdiv(max(units - start, 0), tl.num_programs(0)) * tl.num_programs(0) - units
 
 
-@triton.jit(do_not_specialize=["P", "Q", "P2", "Q2", "M", "splits"])
+@triton.jit(do_not_specialize=["P", "Q", "P2", "Q2", "P3", "Q3", "P4", "Q4", "M", "splits"])
 def _weight_products_kernel(
     a,  # [M, P]
     b,  # [M, Q]
     out,  # fp32 [splits, P, Q]
     P, Q,
-    a2, b2, out2, P2, Q2,  # of another product, or None
+    a2, b2, out2, P2, Q2,  # of other products, or None
+    a3, b3, out3, P3, Q3,
+    a4, b4, out4, P4, Q4,
     M, splits,
     BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, GROUP: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
-    ALIGN: tl.constexpr,  # divides P, Q, P2 and Q2
+    ALIGN: tl.constexpr,  # divides the widths of all operands
 ):  # fmt: skip
-    # the sizes are not specialised, for the reason given in `matmul.py`
-    start = _store_parts(
-        a, b, out, tl.program_id(0), P // ALIGN * ALIGN, Q // ALIGN * ALIGN, M, splits,
-        BLOCK_P, BLOCK_Q, BLOCK_M, GROUP, TMA, PRECISION,
-    )  # fmt: skip
+    start = tl.program_id(0)
+    start = _store_parts(a, b, out, start, P, Q, M, splits, BLOCK_P, BLOCK_Q, BLOCK_M, GROUP, TMA, PRECISION, ALIGN)
     if a2 is not None:
-        _store_parts(
-            a2, b2, out2, start, P2 // ALIGN * ALIGN, Q2 // ALIGN * ALIGN, M, splits,
-            BLOCK_P, BLOCK_Q, BLOCK_M, GROUP, TMA, PRECISION,
-        )  # fmt: skip
+        start = _store_parts(
+            a2, b2, out2, start, P2, Q2, M, splits, BLOCK_P, BLOCK_Q, BLOCK_M, GROUP, TMA, PRECISION, ALIGN
+        )
+    if a3 is not None:
+        start = _store_parts(
+            a3, b3, out3, start, P3, Q3, M, splits, BLOCK_P, BLOCK_Q, BLOCK_M, GROUP, TMA, PRECISION, ALIGN
+        )
+    if a4 is not None:
+        _store_parts(a4, b4, out4, start, P4, Q4, M, splits, BLOCK_P, BLOCK_Q, BLOCK_M, GROUP, TMA, PRECISION, ALIGN)
 
 
 Pair = tuple[Tensor, Tensor]
@@ -83,7 +90,7 @@ Pair = tuple[Tensor, Tensor]
 def weight_products_launch(
     pairs: Sequence[Pair], out: Sequence[Tensor], config: MatmulConfig, precision: str | None = None
 ) -> Launch:
-    """The call that computes fp32 parts [splits, P, Q] of one or two products into `out`.
+    """The call that computes fp32 parts [splits, P, Q] of one to four products into `out`.
 
     Args:
         pairs: a [M, P] and b [M, Q], contiguous, all of as many rows.
@@ -94,7 +101,7 @@ def weight_products_launch(
     (first, _), splits = pairs[0], out[0].shape[0]
     args: dict[str, Any] = {"M": first.shape[0], "splits": splits}
     tiles = 0
-    for index, suffix in enumerate(("", "2")):
+    for index, suffix in enumerate(("", "2", "3", "4")):
         a, b = pairs[index] if index < len(pairs) else (None, None)
         P, Q = (0, 0) if a is None or b is None else (a.shape[1], b.shape[1])
         tiles += config.tiles(P, Q)
@@ -116,7 +123,7 @@ def weight_products_launch(
 
 
 def weight_products(*pairs: Pair) -> list[Tensor]:
-    """a^T b of one pair or of two of as many rows, a [M, P] and b [M, Q], as fp32 parts [splits, P, Q]."""
+    """a^T b of one to four pairs of as many rows, a [M, P] and b [M, Q], as fp32 parts [splits, P, Q]."""
     config, splits = products_config(pairs)
     out = [torch.empty(splits, a.shape[1], b.shape[1], dtype=torch.float32, device=a.device) for a, b in pairs]
     weight_products_launch(pairs, out, config).run()

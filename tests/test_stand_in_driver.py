@@ -134,8 +134,8 @@ def test_a_fused_model_of_every_library_launches_what_ours_does(environment: dic
     """Five launches a block, and one that folds where it is not frozen: qkv, attention, proj, fc1, fc2.
 
     Row statistics are made once a model, by a launch before the first block. Training adds eleven: the input gradients
-    of fc2, fc1, proj, attention (two) and qkv, the first LayerNorm's, the products of the weight gradients of each
-    branch, and the parameters' gradients in two; nothing is left to torch.
+    of fc2, fc1, which is folded again, proj, attention (two) and qkv, the first LayerNorm's, all products of the
+    weight gradients, and the parameters' gradients in two; nothing is left to torch.
     """
     path = os.pathsep.join([environment["PYTHONPATH"], str(Path(__file__).parent)])
     counts, by_torch = json.loads(run_python(["-c", _LIBRARY_COUNTS], environment | {"PYTHONPATH": path}))

@@ -1,4 +1,4 @@
-"""The end of the backward by itself: products of one pair of operands or two, sums over rows, parameters' gradients."""
+"""The end of the backward by itself: products of one to four pairs, sums over rows, parameters' gradients."""
 
 from __future__ import annotations
 
@@ -31,11 +31,15 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 @pytest.mark.parametrize("programs", [1, 2, 3, 132])
 @pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("widths", [[(40, 72)], [(40, 72), (136, 48)], [(40, 33), (130, 48)]], ids=str)
-def test_products_of_one_pair_and_of_two(
+@pytest.mark.parametrize(
+    "widths",
+    [[(40, 72)], [(40, 72), (136, 48)], [(40, 33), (130, 48)], [(40, 72), (8, 8), (136, 48), (64, 96)]],
+    ids=str,
+)
+def test_products_of_one_to_four_pairs(
     widths: list[tuple[int, int]], splits: int, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Programs go on with the second product where the first ends, whatever their number."""
+    """Programs go on with the next product where one ends, whatever their number."""
     gpu = dataclasses.replace(REFERENCE_GPU, sm_count=programs)
     monkeypatch.setattr(weight_products, "gpu_of", lambda device: gpu)
     rows = 70

@@ -5,8 +5,8 @@
 
 Each is made of the functions of the operators in `linear_op.py`, `attention_op.py` and `layer_norm_mlp_op.py`, so that
 they are the definition: the same kernels, the same bits. Where several operators would do the same, one launch does it
-for all: folding, and the gradients of the parameters. Statistics are as there. With `qkv_sum` and `fc1_sum` the
-LayerNorms are folded already, as `fold` in `block.py` does.
+for all: folding, the products of the weight gradients, the gradients of the parameters. Statistics are as there. With
+`qkv_sum` and `fc1_sum` the LayerNorms are folded already, as `fold` in `block.py` does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .attention_op import (
 from .checks import contiguous_rows, no_tensor, refuse_double_backward, refuse_vmap, rows_of
 from .flops import flop_formula
 from .kept_rows import fake_made_rows, fake_statistics, input_dtype, rows_to_keep
-from .layer_norm_mlp_op import folded_mlp, folded_mlp_training, mlp_products, normed_mlp
+from .layer_norm_mlp_op import folded_mlp, folded_mlp_training, mlp_gradient, normed_mlp
 from .linear_op import (
     branch_gradients,
     branch_products,
@@ -126,12 +126,9 @@ def block_training_op(
     fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None, scale2: Tensor | None,
     heads: int, attention_scale: float, eps1: float, eps2: float, activation: str, next_statistics: bool,
     dtype: torch.dtype,
-) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
-]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """As `block`, and for the backward: the rows and statistics that the first LayerNorm made, qkv [B, N, 3, H, D], the
-    attention's output [B, N, H, D] and log-sum-exp, rows and statistics of the second LayerNorm, fc1's output, and
-    weight and shift of fc1 with that folded in."""
+    attention's output [B, N, H, D] and log-sum-exp, rows and statistics of the second LayerNorm, and fc1's output."""
     folded = _folded(
         x, norm1_weight, norm1_bias, qkv_weight, qkv_bias, norm2_weight, norm2_bias, fc1_weight, fc1_bias, fc2_weight,
         fc2_bias, scale2, dtype,
@@ -145,7 +142,7 @@ def block_training_op(
     y, emitted, z, *made = folded_mlp_training(
         x, known, folded[1], fc2_weight, fc2_bias, scale2, eps2, activation, True, next_statistics, dtype
     )  # fmt: skip
-    return y, emitted, *first, qkv, mixed, lse, *rows_to_keep(x, *made), z, folded[1].weight, folded[1].shift
+    return y, emitted, *first, qkv, mixed, lse, *rows_to_keep(x, *made), z
 
 
 @fake(block_training_op)
@@ -162,18 +159,16 @@ def _(x: Tensor, statistics: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
     return (
         x.new_empty(x.shape), fake_statistics(x, x.shape[-1], wanted), *fake_made_rows(x, dtype),
         qkv, mixed, lse, *second, x.new_empty((B * N, fc1_weight.shape[0]), dtype=dtype),
-        fc1_weight.new_empty(fc1_weight.shape, dtype=dtype), x.new_empty(fc1_weight.shape[0], dtype=torch.float32),
     )  # fmt: skip
 
 
 @operator("vit_fast::block_backward")
 def block_backward_op(
     grad_output: Tensor, rows1: Tensor, statistics1: Tensor, qkv: Tensor, mixed: Tensor, lse: Tensor, rows2: Tensor,
-    statistics2: Tensor, z: Tensor, folded_weight: Tensor, folded_shift: Tensor,
-    norm1_weight: Tensor | None, norm1_bias: Tensor | None, qkv_weight: Tensor, qkv_bias: Tensor | None,
-    proj_weight: Tensor, proj_bias: Tensor | None, scale1: Tensor | None,
-    norm2_weight: Tensor | None, norm2_bias: Tensor | None,
-    fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None, scale2: Tensor | None,
+    statistics2: Tensor, z: Tensor, norm1_weight: Tensor | None, norm1_bias: Tensor | None,
+    qkv_weight: Tensor, qkv_bias: Tensor | None, proj_weight: Tensor, proj_bias: Tensor | None,
+    scale1: Tensor | None, norm2_weight: Tensor | None, norm2_bias: Tensor | None, fc1_weight: Tensor,
+    fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None, scale2: Tensor | None,
     attention_scale: float, activation: str,
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
@@ -181,32 +176,37 @@ def block_backward_op(
 ]:  # fmt: skip
     """Gradients of x and of the fourteen parameters; of an absent one an empty tensor."""
     from ..kernels import linear, vector_gradients, weight_products
-    from ..kernels.folding import FoldedLinear
     from ..kernels.weight_gradients import FoldedProducts
 
-    known2, fc1 = normed_rows(rows2, statistics2, norm2_weight, norm2_bias, fc1_weight, fc1_bias)
-    stream, fc1_products, fc2_products = mlp_products(
-        grad_output, known2, z, fc1, FoldedLinear(folded_weight, None, folded_shift), fc2_weight, fc2_bias, scale2,
-        activation, True,
+    proj, fc2 = proj_weight.contiguous(), fc2_weight.contiguous()
+    known1, qkv_parts = normed_rows(rows1, statistics1, norm1_weight, norm1_bias, qkv_weight, qkv_bias)
+    known2, fc1_parts = normed_rows(rows2, statistics2, norm2_weight, norm2_bias, fc1_weight, fc1_bias)
+    stream, d_fc1, d_fc2, h = mlp_gradient(
+        contiguous_rows(grad_output), known2, z, fc1_parts, fc2, scale2, activation, True
     )  # fmt: skip
-    rows = contiguous_rows(stream)
-    dy, proj = rows.to(mixed.dtype), proj_weight.contiguous()
-    d_mixed = linear.product_gradient(dy, proj, scale1).view(mixed.shape)
+    d_proj = stream.to(mixed.dtype)
+    d_mixed = linear.product_gradient(d_proj, proj, scale1).view(mixed.shape)
     d_qkv = contiguous_rows(_attention_backward(d_mixed, qkv, mixed, lse, attention_scale).flatten(2))
-    known1, normed = normed_rows(rows1, statistics1, norm1_weight, norm1_bias, qkv_weight, qkv_bias)
-    dx, normalised, sums = linear.layer_norm_linear_gradient(d_qkv, known1, normed, rows)
-    part, branch = weight_products.weight_products((d_qkv, normalised), (dy, contiguous_rows(mixed.flatten(2))))
-    (found1, found2), (d_proj, d_fc2) = vector_gradients.parameter_gradients(
-        [FoldedProducts(part, sums, normed), fc1_products],
-        [branch_products(branch, dy, proj, proj_bias, scale1), fc2_products],
+    dx, normalised, sums = linear.layer_norm_linear_gradient(d_qkv, known1, qkv_parts, stream)
+    qkv_part, proj_part, fc1_part, fc2_part = weight_products.weight_products(
+        (d_qkv, normalised), (d_proj, contiguous_rows(mixed.flatten(2))), (d_fc1.scaled, known2.source), (d_fc2, h)
     )
-    first = *folded_gradients(found1, rows1), *branch_gradients(d_proj, rows1)
-    return dx.view(stream.shape), *first, *folded_gradients(found2, rows1), *branch_gradients(d_fc2, rows1)
+    folded, branches = vector_gradients.parameter_gradients(
+        [FoldedProducts(qkv_part, sums, qkv_parts), FoldedProducts(fc1_part, d_fc1.column_part, fc1_parts)],
+        [
+            branch_products(proj_part, d_proj, proj, proj_bias, scale1),
+            branch_products(fc2_part, d_fc2, fc2, fc2_bias, scale2),
+        ],
+    )
+    halves = [
+        (*folded_gradients(normed, rows1), *branch_gradients(branch, rows1)) for normed, branch in zip(folded, branches)
+    ]
+    return dx.view(grad_output.shape), *halves[0], *halves[1]
 
 
 @fake(block_backward_op)
 def _(grad_output: Tensor, rows1: Tensor, statistics1: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    *parameters, _, _ = args[8:]
+    *parameters, _, _ = args[6:]
     gradients = (no_tensor(rows1) if p is None else p.new_empty(p.shape) for p in parameters)
     return rows1.new_empty(grad_output.shape, dtype=input_dtype(rows1, statistics1)), *gradients
 
@@ -225,7 +225,7 @@ def _backward(ctx: Any, grad_output: Tensor | None, *_: Tensor | None) -> tuple[
         return (None,) * 23
     saved = ctx.saved_tensors  # once: under checkpointing a second look is an error
     dx, *gradients = _backward_kernels(grad_output, *saved, ctx.attention_scale, ctx.activation)
-    present = [None if parameter is None else gradient for parameter, gradient in zip(saved[10:], gradients)]
+    present = [None if parameter is None else gradient for parameter, gradient in zip(saved[8:], gradients)]
     return (dx, None, *present, *(None,) * 7)
 
 
@@ -251,7 +251,7 @@ def _(x: Any, statistics: Any, *args: Any, **kwargs: Any) -> int:
 
 @flop_formula(torch.ops.vit_fast.block_backward)
 def _(grad_output: Any, *args: Any, **kwargs: Any) -> int:
-    qkv_weight, fc1_weight = args[12], args[19]
+    qkv_weight, fc1_weight = args[10], args[17]
     tokens, width = int(grad_output[-2]), int(grad_output[-1])
     matmuls, attention = _block_flop(rows_of(grad_output), tokens, width, int(qkv_weight[0]) // 3, int(fc1_weight[0]))
     return 2 * matmuls + attention * 5 // 2

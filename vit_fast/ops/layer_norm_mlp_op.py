@@ -34,7 +34,7 @@ from .transforms import transformable
 if TYPE_CHECKING:
     from ..kernels.folding import FoldedLinear, NormedLinear
     from ..kernels.layer_norm import RowStatistics
-    from ..kernels.weight_gradients import FoldedProducts, ResidualProducts
+    from ..kernels.linear import FoldedGradient
 
 
 @operator("vit_fast::layer_norm_mlp")
@@ -161,32 +161,35 @@ def layer_norm_mlp_backward_op(
     fc2_bias: Tensor | None, layer_scale: Tensor | None, activation: str, residual: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x and of the seven parameters; of an absent one an empty tensor."""
-    from ..kernels import folding, vector_gradients
-
-    known, first = normed_rows(rows, statistics, norm_weight, norm_bias, fc1_weight, fc1_bias)
-    dx, first_products, last_products = mlp_products(
-        grad_output, known, z, first, folding.fold_linear(first, rows.dtype), fc2_weight, fc2_bias, layer_scale,
-        activation, residual,
-    )  # fmt: skip
-    (found,), (made,) = vector_gradients.parameter_gradients([first_products], [last_products])
-    return dx, *folded_gradients(found, rows), *branch_gradients(made, rows)
-
-
-def mlp_products(
-    grad_output: Tensor, known: RowStatistics, z: Tensor, first: NormedLinear, folded: FoldedLinear, fc2_weight: Tensor,
-    fc2_bias: Tensor | None, layer_scale: Tensor | None, activation: str, residual: bool,
-) -> tuple[Tensor, FoldedProducts, ResidualProducts]:  # fmt: skip
-    """The gradient of x, and what those of the parameters are made of."""
-    from ..kernels import linear, weight_products
+    from ..kernels import vector_gradients, weight_products
     from ..kernels.weight_gradients import FoldedProducts
 
-    stream = contiguous_rows(grad_output)
-    dy, second = stream.to(z.dtype), fc2_weight.contiguous()
-    gradient, h = linear.activation_gradient(dy, second, layer_scale, z, known, folded, activation)
-    dx = linear.input_gradient(gradient, known, folded, stream if residual else None)
+    known, first = normed_rows(rows, statistics, norm_weight, norm_bias, fc1_weight, fc1_bias)
+    second, stream = fc2_weight.contiguous(), contiguous_rows(grad_output)
+    dx, gradient, dy, h = mlp_gradient(stream, known, z, first, second, layer_scale, activation, residual)
     part, last = weight_products.weight_products((gradient.scaled, known.source), (dy, h))
-    products = FoldedProducts(part, gradient.column_part, first)
-    return dx.view(grad_output.shape), products, branch_products(last, dy, second, fc2_bias, layer_scale)
+    (found,), (made,) = vector_gradients.parameter_gradients(
+        [FoldedProducts(part, gradient.column_part, first)],
+        [branch_products(last, dy, second, fc2_bias, layer_scale)],
+    )
+    return dx.view(grad_output.shape), *folded_gradients(found, rows), *branch_gradients(made, rows)
+
+
+def mlp_gradient(
+    stream: Tensor, known: RowStatistics, z: Tensor, first: NormedLinear, second: Tensor, layer_scale: Tensor | None,
+    activation: str, residual: bool,
+) -> tuple[Tensor, FoldedGradient, Tensor, Tensor]:  # fmt: skip
+    """The gradients of x and of fc1's output, that of fc2's in the dtype of the matmuls, and fc2's input; rows [M, *].
+
+    Args:
+        stream: The gradient of the result [M, C].
+        second: fc2's weight [C, F], dense.
+    """
+    from ..kernels import folding, linear
+
+    dy, folded = stream.to(z.dtype), folding.fold_linear(first, z.dtype)
+    gradient, h = linear.activation_gradient(dy, second, layer_scale, z, known, folded, activation)
+    return linear.input_gradient(gradient, known, folded, stream if residual else None), gradient, dy, h
 
 
 @fake(layer_norm_mlp_backward_op)
