@@ -179,7 +179,7 @@ def test_broken_repositories_are_refused_in_one_line(tmp_path: Path) -> None:
         ('{"model_type": "vit", "hidden_size": "wide"}', "no model that fits here|malformed"),
         ('{"model_type": "swin"}', "model_type='swin'"),
         ('{"model_type": "vit", "hidden_act": "mish"}', "hidden_act='mish'"),
-        ('{"model_type": "dinov2", "use_swiglu_ffn": true}', "use_swiglu_ffn"),
+        ('{"model_type": "dinov3_vit", "mlp_bias": false}', "mlp_bias"),
         ('{"architecture": "vit_tiny_patch16_224", "model_args": {"scale_attn_norm": true}}', "scale_attn_norm"),
     ):
         (tmp_path / "config.json").write_text(content)

@@ -22,6 +22,7 @@ SO400M: Shape = {"embed_dim": 1152, "depth": 27, "num_heads": 16, "mlp_ratio": 3
 DEIT3 = {"no_embed_class": True, "init_values": 1e-6}
 DINOV2 = {"img_size": 518, "patch_size": 14, "init_values": 1e-5, "num_classes": 0}
 DINOV2_REG4 = {**DINOV2, "reg_tokens": 4, "no_embed_class": True}
+GIANT: Shape = {"embed_dim": 1536, "depth": 40, "num_heads": 24, "mlp_ratio": 2.66667}
 CLIP = {"pre_norm": True, "norm_eps": 1e-5}
 SIGLIP = {"class_token": False, "global_pool": "map", "num_classes": 0}
 
@@ -102,7 +103,7 @@ for _size, _shape in (("small", SMALL), ("medium", MEDIUM), ("base", BASE), ("la
         _add(f"deit3_{_size}_patch16_384", IMAGENET_FULL, _shape, DEIT3, img_size=384)
 _add("deit3_huge_patch14_224", IMAGENET, HUGE, DEIT3, patch_size=14)
 
-for _size, _shape in (("small", SMALL), ("base", BASE), ("large", LARGE)):
+for _size, _shape in (("small", SMALL), ("base", BASE), ("large", LARGE), ("giant", GIANT | SWIGLU)):
     _add(f"vit_{_size}_patch14_dinov2", IMAGENET_FULL, _shape, DINOV2)
     _add(f"vit_{_size}_patch14_reg4_dinov2", IMAGENET_FULL, _shape, DINOV2_REG4)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..config import ViTConfig
 from .image_model import Head, ImageModel, comes_from, pair, switch
 from .peers import plain_vit_reasons, refuse
-from .rename import Converted, Rule, rename
+from .rename import Converted, Rule, rename, with_key_biases
 from .transformers_config import ACTIVATIONS
 
 NAME = "transformers"
@@ -38,10 +38,10 @@ NORM_CLASSES = {
     "transformers.models.internvl.modeling_internvl.InternVLVisionRMSNorm": "rms_norm",
     "transformers.models.ovis2.modeling_ovis2.Ovis2RMSNorm": "rms_norm",
 }
-SIGNATURE = r"(^|\.)embeddings\.(patch_embeddings\.projection|patch_embedding)\.weight$"
+SIGNATURE = r"(^|\.)embeddings\.(patch_embeddings(\.projection)?|patch_embedding)\.weight$"
 
-_VIT_PREFIX = r"(?:vit\.|deit\.|dinov2\.|dinov2_with_registers\.)?"
-_VIT_BLOCK = _VIT_PREFIX + r"(?:encoder\.)?layers?\.(\d+)\."
+_VIT_PREFIX = r"(?:vit\.|deit\.|dinov2\.|dinov2_with_registers\.|dinov3_vit\.)?"
+_VIT_BLOCK = _VIT_PREFIX + r"(?:encoder\.|model\.)?layers?\.(\d+)\."
 _W = r"\.(weight|bias)"
 
 VIT_RULES: tuple[Rule, ...] = (
@@ -49,7 +49,7 @@ VIT_RULES: tuple[Rule, ...] = (
     (_VIT_PREFIX + r"embeddings\.distillation_token", "dist_token"),
     (_VIT_PREFIX + r"embeddings\.register_tokens", "reg_token"),
     (_VIT_PREFIX + r"embeddings\.position_embeddings", "pos_embed"),
-    (_VIT_PREFIX + r"embeddings\.patch_embeddings\.projection" + _W, r"patch_embed.proj.\1"),
+    (_VIT_PREFIX + r"embeddings\.patch_embeddings(?:\.projection)?" + _W, r"patch_embed.proj.\1"),
     (_VIT_PREFIX + r"embeddings\.mask_token", None),
     (_VIT_PREFIX + r"pooler\..+", None),
     (_VIT_BLOCK + r"(?:layernorm_before|norm1)" + _W, r"blocks.\1.norm1.\2"),
@@ -60,10 +60,18 @@ VIT_RULES: tuple[Rule, ...] = (
     (_VIT_BLOCK + r"attention\.(?:output\.dense|o_proj)" + _W, r"blocks.\1.attn.proj.\2"),
     (_VIT_BLOCK + r"(?:intermediate\.dense|mlp\.fc1)" + _W, r"blocks.\1.mlp.fc1.\2"),
     (_VIT_BLOCK + r"(?:output\.dense|mlp\.fc2)" + _W, r"blocks.\1.mlp.fc2.\2"),
+    (_VIT_BLOCK + r"mlp\.(?:weights_out|down_proj)" + _W, r"blocks.\1.mlp.fc2.\2"),
+    (_VIT_BLOCK + r"mlp\.weights_in" + _W, r"blocks.\1.mlp.fc1.\2"),
     (_VIT_BLOCK + r"layer_scale([12])\.lambda1", r"blocks.\1.ls\2.gamma"),
-    (_VIT_PREFIX + r"layernorm" + _W, r"norm.\1"),
+    (_VIT_PREFIX + r"(?:layer)?norm" + _W, r"norm.\1"),
     (r"(?:cls_)?classifier" + _W, r"head.\1"),
     (r"distillation_classifier" + _W, r"head_dist.\1"),
+)
+
+PLAIN_MLP_RULES: tuple[Rule, ...] = ((_VIT_BLOCK + r"mlp\.up_proj" + _W, r"blocks.\1.mlp.fc1.\2"),)
+GATED_MLP_RULES: tuple[Rule, ...] = (
+    (_VIT_BLOCK + r"mlp\.gate_proj" + _W, r"blocks.\1.mlp.fc1.\2@0of2"),
+    (_VIT_BLOCK + r"mlp\.up_proj" + _W, r"blocks.\1.mlp.fc1.\2@1of2"),
 )
 
 _TOWER = r"(?:vision_model\.)?"
@@ -97,7 +105,9 @@ def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
     """Separate query, key and value become timm's qkv; positions stored as an embedding table get a batch axis."""
     if any(name.endswith("embeddings.patch_embedding.weight") for name in state):
         return _convert_tower(state)
-    converted = rename(state, f"{NAME} ViT/DeiT/DINOv2", VIT_RULES)
+    gated = any(".mlp.gate_proj." in name for name in state)
+    state = with_key_biases(state, r"(.+\.attention\.)q(_proj\.bias)")  # DINOv3
+    converted = rename(state, f"{NAME} ViT/DeiT/DINOv2", VIT_RULES + (GATED_MLP_RULES if gated else PLAIN_MLP_RULES))
     if config.no_embed_class and {"cls_token", "pos_embed"} <= set(converted.tensors):
         converted.fold_class_position()
     if any("layer_scale1.lambda1" in name for name in state):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ..config import DataConfig, Interpolation, ViTConfig
+from ..config import DataConfig, Interpolation, RopeConfig, ViTConfig
 from .repository import Facts
 
 # transformers' names of our activations; the first of each is the one to write.
@@ -33,6 +33,16 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "mlp_ratio": 4,
         "num_register_tokens": 4,
     },
+    "dinov3_vit": {
+        "patch_size": 16,
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-5,
+        "hidden_size": 384,
+        "num_attention_heads": 6,
+        "intermediate_size": 1536,
+        "num_register_tokens": 0,
+        "rope_theta": 100.0,
+    },
     "clip": {"patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5, "intermediate_size": 3072},
     "siglip": {"patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6, "intermediate_size": 3072},
 }
@@ -58,7 +68,7 @@ def read_config(config: Mapping[str, Any]) -> Facts:
 
 
 def vit_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """ViTConfig's fields from a transformers config.json of ViT, DeiT, DINOv2, CLIP or SigLIP.
+    """ViTConfig's fields from a transformers config.json of ViT, DeiT, DINOv2, DINOv3, CLIP or SigLIP.
 
     Raises:
         ValueError: another model, or one with an activation or MLP that ViTConfig lacks.
@@ -69,10 +79,13 @@ def vit_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     vision = {**_COMMON, **_DEFAULTS[family], **(config.get("vision_config") or config)}
     if vision["hidden_act"] not in ACTIVATIONS:
         raise ValueError(f"hidden_act={vision['hidden_act']!r}: accepted are {', '.join(ACTIVATIONS)}")
-    if vision.get("use_swiglu_ffn"):
-        raise ValueError("use_swiglu_ffn=True: accepted is a two-layer MLP")
+    for bias in ("proj_bias", "mlp_bias"):
+        if not vision.get(bias, True):
+            raise ValueError(f"{bias}=False: accepted is True")
     C = vision["hidden_size"]
     hidden = vision["intermediate_size"] if "intermediate_size" in vision and "mlp_ratio" not in vision else None
+    if vision.get("use_swiglu_ffn"):
+        hidden = (int(int(C * vision["mlp_ratio"]) * 2 / 3) + 7) // 8 * 8
     mlp_ratio = vision["mlp_ratio"] if hidden is None else hidden / C
     if hidden is not None and int(C * mlp_ratio) != hidden:
         mlp_ratio = (hidden + 0.5) / C  # the quotient's rounding must not cost a hidden unit
@@ -99,7 +112,18 @@ def _family_fields(family: str, config: Mapping[str, Any], vision: Mapping[str, 
     if family.startswith("dinov2"):
         registers = vision["num_register_tokens"] if family == "dinov2_with_registers" else 0
         layer_scale = {"init_values": vision.get("layerscale_value", 1.0)}
-        return layer_scale | ({"reg_tokens": registers, "no_embed_class": True} if registers else {})
+        swiglu = {"mlp_layer": "swiglu", "act_layer": "silu"} if vision.get("use_swiglu_ffn") else {}
+        return layer_scale | swiglu | ({"reg_tokens": registers, "no_embed_class": True} if registers else {})
+    if family == "dinov3_vit":
+        return {
+            "init_values": vision.get("layerscale_value", 1.0),
+            "reg_tokens": vision["num_register_tokens"],
+            "pos_embed": "none",
+            "rope": RopeConfig(temperature=vision["rope_theta"]),
+            "mlp_layer": "swiglu" if vision.get("use_gated_mlp") else "mlp",
+            "qkv_bias": any(vision.get(f"{name}_bias", name != "key") for name in ("query", "key", "value")),
+            "dynamic_img_size": True,
+        }
     if family == "clip":
         return {"pre_norm": True}
     if family == "siglip":
@@ -112,7 +136,7 @@ def _num_classes(family: str, config: Mapping[str, Any]) -> int:
     architectures = config.get("architectures") or []
     if family == "clip" and any(a in ("CLIPModel", "CLIPVisionModelWithProjection") for a in architectures):
         return int(config.get("projection_dim", 512))
-    if family.startswith("dinov2") or family == "clip" or not _classifies(config):
+    if family.startswith("dino") or family == "clip" or not _classifies(config):
         return 0  # DINOv2's and CLIP's classifiers read what no head here does
     return len(config.get("id2label") or ()) or 2  # transformers leaves its default of two labels out
 
