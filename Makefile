@@ -63,6 +63,6 @@ clean:
 $(READY): pyproject.toml constraints.txt tests/torchvision_cpu.py
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch setuptools wheel
-	$(PIP) --no-build-isolation -e '.[export,interop,dev]'
+	$(PIP) --no-build-isolation -e '.[export,interop,train,predict,dev]'
 	$(BIN)/python tests/torchvision_cpu.py --install
 	touch $@

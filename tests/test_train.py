@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -11,12 +12,15 @@ import pytest
 import torch
 from PIL import Image
 
-from vit_fast import create_model, load
+from vit_fast import create_model, load, save
 from vit_fast.cli import main
 from vit_fast.data import ImageError, default_photograph, load_images
 from vit_fast.image_folder import ImageFolder
 from vit_fast.model import VisionTransformer
-from vit_fast.train import TrainConfig, Trainer, TrainingError, learning_rate_factor, parameter_groups, train
+from vit_fast.train import TrainConfig, Trainer, TrainingError, train
+from vit_fast.training.config import config_for
+from vit_fast.training.datasets import PreparedImages, open_data
+from vit_fast.training.trainer import Measure, learning_rate_factor, parameter_groups
 
 
 @pytest.fixture
@@ -42,7 +46,7 @@ def _config(**overrides: object) -> TrainConfig:
 
 
 def test_it_learns_and_what_it_saves_knows_the_classes(folder: Path, tmp_path: Path) -> None:
-    rows = train(_model(), folder, tmp_path / "out", _config(epochs=6, augment=False), validation=folder)
+    rows = train(_model(), open_data(folder, folder), tmp_path / "out", _config(epochs=6, augment=False))
     assert rows[-1]["loss"] < 0.5 * rows[0]["loss"]
     assert rows[-1]["accuracy"] == 1.0
     assert [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()] == rows
@@ -58,32 +62,41 @@ class _Interrupted(Exception):
     pass
 
 
-@pytest.mark.parametrize("augment", [False, True])
-def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(folder: Path, tmp_path: Path, augment: bool) -> None:
-    config = _config(augment=augment)
+@pytest.mark.parametrize(
+    "options",
+    [{"augment": False}, {"ema_decay": 0.9, "mixup": 0.4, "accumulation": 2, "layer_decay": 0.7, "patience": 3}],
+)
+def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(
+    folder: Path, tmp_path: Path, options: dict[str, object]
+) -> None:
+    config, data = _config(**options), open_data(folder, folder)
     whole = _model()
-    rows = train(whole, folder, tmp_path / "whole", config)
+    rows = train(whole, data, tmp_path / "whole", config)
 
     def interrupt(row: object) -> None:
         raise _Interrupted
 
     with pytest.raises(_Interrupted):
-        train(_model(), folder, tmp_path / "parts", config, on_epoch=interrupt)
+        train(_model(), data, tmp_path / "parts", config, on_epoch=interrupt)
     torch.rand(5)  # whatever else happened in between
     resumed = create_model("vit_test", num_classes=2, drop_path_rate=0.1)
-    assert train(resumed, folder, tmp_path / "parts", config, resume=True) == rows
+    assert train(resumed, data, tmp_path / "parts", config, resume=True) == rows
+    again = create_model("vit_test", num_classes=2, drop_path_rate=0.1)
+    assert train(again, data, tmp_path / "parts", config, resume=True) == rows, "a finished run"
+    assert all(map(torch.equal, again.parameters(), resumed.parameters()))
     for name, parameter in resumed.state_dict().items():
         assert torch.equal(parameter, whole.state_dict()[name]), name
 
 
 def test_augmentation_depends_on_epoch_and_seed_alone(folder: Path) -> None:
     model = _model()
-    first, second = (ImageFolder(folder, model, augment=True, seed=1) for _ in range(2))
-    assert torch.equal(first[3][0], second[3][0])
-    second.epoch = 1
-    assert not torch.equal(first[3][0], second[3][0])
-    assert not torch.equal(first[3][0], ImageFolder(folder, model, augment=True, seed=2)[3][0])
-    assert not torch.equal(first[3][0], ImageFolder(folder, model)[3][0])
+    for source in (ImageFolder(folder), open_data().train):
+        first, second = (PreparedImages(source, model, augment=True, seed=1) for _ in range(2))
+        assert torch.equal(first[3][0], second[3][0])
+        second.epoch = 1
+        assert not torch.equal(first[3][0], second[3][0])
+        assert not torch.equal(first[3][0], PreparedImages(source, model, augment=True, seed=2)[3][0])
+        assert not torch.equal(first[3][0], PreparedImages(source, model)[3][0])
 
 
 def _losses_of_32_steps(backend: str = "eager", **options: object) -> torch.Tensor:
@@ -91,7 +104,7 @@ def _losses_of_32_steps(backend: str = "eager", **options: object) -> torch.Tens
     photograph = load_images([default_photograph()], create_model("vit_test", img_size=128))[0]
     crops = photograph.unfold(1, 32, 32).unfold(2, 32, 32).permute(1, 2, 0, 3, 4).reshape(16, 3, 32, 32)
     trainer = Trainer(_model(backend=backend, drop_path_rate=0.0), _config(**options), 32, 4)
-    return torch.tensor([trainer.step(crops, torch.arange(16) // 4 % 2) for _ in range(32)])
+    return torch.tensor([trainer.step(crops, torch.arange(16) // 4 % 2).loss for _ in range(32)])
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +112,9 @@ def eager_losses() -> torch.Tensor:
     return _losses_of_32_steps()
 
 
-@pytest.mark.parametrize("other", [{"backend": "sdpa"}, {"grad_checkpointing": True}, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize(
+    "other", [{"backend": "sdpa"}, {"grad_checkpointing": True}, {"dtype": "bfloat16"}, {"accumulation": 4}]
+)
 def test_32_steps_take_the_same_losses_as_eager(other: dict[str, object], eager_losses: torch.Tensor) -> None:
     assert eager_losses[-1] < 0.5 * eager_losses[0]
     tolerance = 5e-2 if other.get("dtype") == "bfloat16" else 2e-5
@@ -112,11 +127,12 @@ def test_learning_rate_warms_up_and_decays() -> None:
     assert factors[4] == 1.0 and factors[12] == pytest.approx(0.5) and factors[20] == pytest.approx(0.0)
     assert all(later < earlier for earlier, later in pairwise(factors[4:]))
     assert learning_rate_factor(0, 0, 1) == 1.0
+    assert [learning_rate_factor(step, 2, 20, "constant") for step in (0, 1, 2, 20)] == [0.5, 1.0, 1.0, 1.0]
 
 
 def test_only_matrices_decay() -> None:
     model = _model(init_values=0.1, reg_tokens=2)
-    decayed, plain = (group["params"] for group in parameter_groups(model, 0.05))
+    decayed, plain = (group["params"] for group in parameter_groups(model, TrainConfig()))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     decayed_names = {names[id(parameter)] for parameter in decayed}
     assert {"patch_embed.proj.weight", "head.weight", "blocks.0.attn.qkv.weight"} <= decayed_names
@@ -125,24 +141,159 @@ def test_only_matrices_decay() -> None:
     assert len(decayed) + len(plain) == len(names)
 
 
+def test_layers_have_rates_of_their_own() -> None:
+    model = _model()
+    config = TrainConfig(lr=1.0, layer_decay=0.5, weight_decay=0.05)
+    rates = {
+        id(p): (group["lr"], group["weight_decay"])
+        for group in parameter_groups(model, config)
+        for p in group["params"]
+    }
+    assert len(rates) == len(list(model.parameters()))
+    named = dict(model.named_parameters())
+    for name, expected in {
+        "patch_embed.proj.weight": (0.125, 0.05), "cls_token": (0.125, 0.0), "pos_embed": (0.125, 0.0),
+        "blocks.0.mlp.fc1.weight": (0.25, 0.05), "blocks.1.norm1.bias": (0.5, 0.0),
+        "norm.weight": (1.0, 0.0), "head.weight": (1.0, 0.05),
+    }.items():  # fmt: skip
+        assert rates[id(named[name])] == expected, name
+
+
+def _step(images: torch.Tensor, **options: object) -> tuple[float, Trainer]:
+    trainer = Trainer(_model(drop_path_rate=0.0), _config(warmup_epochs=0.0, **options), 10, 0)
+    torch.manual_seed(1)
+    return trainer.step(images, torch.arange(len(images)) % 2).loss, trainer
+
+
+def test_each_option_does_what_its_formula_says() -> None:
+    """One step of each against the formula, on the same model and images."""
+    images, labels = torch.randn(8, 3, 32, 32), torch.arange(8) % 2
+    model = _model(drop_path_rate=0.0)
+    log_p = model(images).log_softmax(1)
+    plain = -log_p[range(8), labels].mean()
+    assert _step(images)[0] == pytest.approx(plain.item(), rel=1e-5)
+    smoothed = 0.8 * plain - 0.2 * log_p.mean()
+    assert _step(images, label_smoothing=0.2)[0] == pytest.approx(smoothed.item(), rel=1e-5)
+
+    torch.manual_seed(1)
+    share = torch.distributions.Beta(0.4, 0.4).sample().item()
+    share = max(share, 1 - share)
+    log_p = model(share * images + (1 - share) * images.flip(0)).log_softmax(1)
+    mixed = -(share * log_p[range(8), labels] + (1 - share) * log_p[range(8), labels.flip(0)]).mean()
+    assert 0.5 <= share < 0.999
+    assert _step(images, mixup=0.4)[0] == pytest.approx(mixed.item(), rel=1e-5)
+
+    before = [p.detach().clone() for p in model.parameters()]
+    _, trainer = _step(images, ema_decay=0.5)  # (1 + 1) / (10 + 1) is less
+    for old, new, average in zip(before, trainer.model.parameters(), trainer.averages, strict=True):
+        torch.testing.assert_close(average, 2 / 11 * old + 9 / 11 * new, rtol=1e-5, atol=1e-6)
+    with trainer.averaged():
+        assert all(map(torch.equal, trainer.model.parameters(), trainer.averages))
+    assert not all(map(torch.equal, trainer.model.parameters(), trainer.averages))
+
+
+def test_gradients_are_clipped_where_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    norms = []
+    step = torch.optim.AdamW.step
+
+    def seen(self: torch.optim.AdamW, *args: object) -> object:
+        gradients = [p.grad for group in self.param_groups for p in group["params"]]
+        norms.append(torch.nn.utils.get_total_norm(gradients).item())
+        return step(self, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", seen)
+    images = 100 * torch.randn(8, 3, 32, 32)
+    for limit in (0.0, 0.1):
+        _step(images, max_grad_norm=limit)
+    assert norms[0] > 0.2 and norms[1] == pytest.approx(0.1, rel=1e-3)
+
+
+def test_patience_stops_and_keeps_the_best_weights(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vit_fast import train as module
+
+    accuracies = iter([3, 5, 4, 5, 9])
+    kept = []
+
+    def measure(trainer: Trainer, *args: object) -> Measure:
+        kept.append(trainer.model.head.weight.detach().clone())
+        return Measure(1.0, next(accuracies), 10)
+
+    monkeypatch.setattr(module, "_measure", measure)
+    model = _model()
+    rows = train(model, open_data(folder, folder), tmp_path / "out", _config(epochs=9, patience=2))
+    assert [row["accuracy"] for row in rows] == [0.3, 0.5, 0.4, 0.5]
+    assert torch.equal(load(tmp_path / "out" / "model.safetensors").head.weight, kept[1])
+    assert torch.equal(model.head.weight, kept[1])
+    with pytest.raises(ValueError, match="patience=2"):
+        train(_model(), open_data(folder), tmp_path / "new", _config(patience=2))
+
+
+def test_weights_of_another_resolution_and_head_are_a_start(folder: Path, tmp_path: Path) -> None:
+    weights = save(_model(num_classes=10), tmp_path / "start.safetensors")
+    model = create_model("vit_test", weights=weights, img_size=48, num_classes=2)
+    rows = train(model, open_data(folder, folder), tmp_path / "out", _config(epochs=4, layer_decay=0.8, augment=False))
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert load(tmp_path / "out" / "model.safetensors").config.image_hw == (48, 48)
+
+
 def test_what_cannot_go_on_says_so(folder: Path, tmp_path: Path) -> None:
+    data, out = open_data(folder), tmp_path / "out"
     with pytest.raises(TrainingError, match="nothing to resume"):
-        train(_model(), folder, tmp_path / "out", _config(), resume=True)
-    train(_model(), folder, tmp_path / "out", _config(epochs=1))
+        train(_model(), data, out, _config(), resume=True)
+    train(_model(), data, out, _config(epochs=1))
     with pytest.raises(TrainingError, match="earlier run"):
-        train(_model(), folder, tmp_path / "out", _config(epochs=1))
-    with pytest.raises(TrainingError, match="another epochs, lr"):
-        train(_model(), folder, tmp_path / "out", _config(epochs=3, lr=2e-3), resume=True)
+        train(_model(), data, out, _config(epochs=1))
+    with pytest.raises(TrainingError, match=r"the config \(epochs, lr\)"):
+        train(_model(), data, out, _config(epochs=3, lr=2e-3), resume=True)
+    with pytest.raises(TrainingError, match=r"the model \(depth, embed_dim\)"):
+        train(_model(embed_dim=32, depth=3), data, out, _config(epochs=1), resume=True)
+    (folder / "along" / "00.png").unlink()
+    with pytest.raises(TrainingError, match=r"the images \(24, here 23\)"):
+        train(_model(), open_data(folder), out, _config(epochs=1), resume=True)
     with pytest.raises(ValueError, match="10 classes"):
-        train(_model(num_classes=10), folder, tmp_path / "new", _config())
+        train(_model(num_classes=10), data, tmp_path / "new", _config())
+    with pytest.raises(ValueError, match=r"batch_size=8.*accumulation=3"):
+        train(_model(), data, tmp_path / "new", _config(accumulation=3))
     for path in (folder / "along", tmp_path / "absent"):
         with pytest.raises(ImageError, match="at least two classes"):
-            ImageFolder(path, _model())
+            ImageFolder(path)
     trainer = Trainer(_model(), _config(), 4, 0)
     before = [parameter.clone() for parameter in trainer.model.parameters()]
     with pytest.raises(TrainingError, match="loss is nan"):
         trainer.step(torch.full((2, 3, 32, 32), float("nan")), torch.zeros(2, dtype=torch.int64))
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
+
+
+def test_damaged_and_foreign_checkpoints_are_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, out = open_data(folder), tmp_path / "out"
+    train(_model(), data, out, _config(epochs=1))
+    checkpoint = out / "checkpoint.pth"
+    whole = checkpoint.read_bytes()
+    state = torch.load(checkpoint, weights_only=True)
+    del state["model"]["head.weight"]
+    torch.save(state, tmp_path / "part.pth")
+    torch.save(_model().state_dict(), tmp_path / "weights.pth")
+    torch.save(_model(), tmp_path / "pickle.pth")
+    for content, message in (
+        (whole[: len(whole) // 2], "cannot be read"),
+        (b"", "cannot be read"),
+        (b"no checkpoint at all", "cannot be read"),
+        ((tmp_path / "pickle.pth").read_bytes(), "cannot be read"),
+        ((tmp_path / "weights.pth").read_bytes(), "no checkpoint of this trainer"),
+        ((tmp_path / "part.pth").read_bytes(), "does not fit this model"),
+    ):
+        checkpoint.write_bytes(content)
+        with pytest.raises(TrainingError, match=message):
+            train(_model(), data, out, _config(epochs=1), resume=True)
+    arguments = ["train", "--data", str(folder), "--out", str(out), "--model", "vit_test", "--resume"]
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2 and capsys.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -150,6 +301,15 @@ def test_what_cannot_go_on_says_so(folder: Path, tmp_path: Path) -> None:
     [
         ("epochs", 0),
         ("batch_size", 0),
+        ("accumulation", 0),
+        ("layer_decay", 1.5),
+        ("layer_decay", 0.0),
+        ("label_smoothing", 1.0),
+        ("ema_decay", 1.0),
+        ("mixup", -0.1),
+        ("max_grad_norm", float("inf")),
+        ("patience", -1),
+        ("schedule", "linear"),
         ("lr", 0.0),
         ("weight_decay", -1.0),
         ("warmup_epochs", float("nan")),
@@ -163,11 +323,51 @@ def test_bad_fields_are_named(field: str, value: object) -> None:
 
 def test_command_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["train", str(folder), "--out", str(tmp_path / "out"), "--model", "vit_test", "--epochs", "1"]
-    for options, code in (((), 0), ((), 2), (("--lr", "-1"), 2)):
+    for options, code in (((), 0), ((), 2), (("--lr", "-1"), 2), (("--data", str(folder)), 2)):
         with pytest.raises(SystemExit) as exit_:
             main([*arguments, "--img-size", "16", "--validation", str(folder), *options])
         assert int(exit_.value.code or 0) == code
     captured = capsys.readouterr()
-    assert "epoch 1/1: loss" in captured.out and "accuracy" in captured.out
-    assert captured.err.count("\n") == 2
+    assert "epoch 1/1: loss" in captured.out and "test accuracy: " in captured.out
+    assert captured.err.count("\n") == 3
     assert load(tmp_path / "out" / "model.safetensors").config.image_hw == (16, 16)
+    with Image.open(tmp_path / "out" / "curve.png") as curve:
+        assert curve.format == "PNG" and np.asarray(curve.convert("L")).std() > 5
+
+
+def test_the_tutorials_model_trains_by_its_own_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = create_model("vit_mnist")
+    assert (model.config.num_patches, model.config.seqlen, model.config.head_dim) == (49, 50, 4)
+    assert model.pos_embed is None
+    with pytest.raises(SystemExit) as exit_:
+        main(["train", "--model", "vit_mnist", "--epochs", "1", "--out", str(tmp_path / "out")])
+    assert not exit_.value.code
+    assert "test loss: " in capsys.readouterr().out
+    state = torch.load(tmp_path / "out" / "checkpoint.pth", weights_only=True)
+    told = {
+        name: state["config"][name] for name in ("epochs", "batch_size", "lr", "weight_decay", "schedule", "augment")
+    }
+    assert told == {
+        "epochs": 1, "batch_size": 128, "lr": 5e-3, "weight_decay": 0.0, "schedule": "constant", "augment": False,
+    }  # fmt: skip
+    assert config_for("vit_mnist", {}).epochs == 5
+    assert state["step"] == 12  # 1,437 images
+
+
+def test_tensorboard_gets_every_row(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["train", str(folder), "--model", "vit_test", "--epochs", "2", "--tensorboard", "--out"]
+    if importlib.util.find_spec("tensorboard") is not None:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        with pytest.raises(SystemExit) as exit_:
+            main([*arguments, str(tmp_path / "with")])
+        assert not exit_.value.code
+        written = EventAccumulator(str(tmp_path / "with" / "tensorboard")).Reload()
+        rows = [json.loads(line) for line in (tmp_path / "with" / "log.jsonl").read_text().splitlines()]
+        assert [event.value for event in written.Scalars("loss")] == pytest.approx([row["loss"] for row in rows])
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else find(name))
+    with pytest.raises(SystemExit) as exit_:
+        main([*arguments, str(tmp_path / "without")])
+    assert exit_.value.code == 2
+    assert not (tmp_path / "without").exists()

@@ -169,6 +169,12 @@ _add("vit_base_hybrid_patch4_224", INCEPTION, BASE, patch_size=4, stem_channels=
 # Small enough to test with: every code path of a real model in well under a millisecond of GPU time.
 _add("vit_test", INCEPTION, embed_dim=64, depth=2, num_heads=2, img_size=32, patch_size=8, num_classes=10)
 
+# The model of the tutorials that build a ViT from nothing, and one that is large enough for digits.
+MNIST = {"img_size": 28, "patch_size": 4, "in_chans": 1, "num_classes": 10}
+GREY = DataConfig(mean=(0.1307,), std=(0.3081,), crop_pct=1.0)  # MNIST's own
+_add("vit_mnist", GREY, MNIST, embed_dim=8, depth=2, num_heads=2, pos_embed="sincos1d")
+_add("vit_micro_patch4_28", GREY, MNIST, embed_dim=64, depth=4, num_heads=4)
+
 
 def list_models(pattern: str = "*") -> list[str]:
     """Names of the variants that match a shell-style pattern (`*`, `?`, `[...]`), sorted.

@@ -114,6 +114,11 @@ def save(model: VisionTransformer, path: str | Path) -> Path:
         TypeError: model is not a VisionTransformer.
         OSError: it cannot be written.
     """
+    return save_tensors(model, model.state_dict(), path)
+
+
+def save_tensors(model: VisionTransformer, state: Mapping[str, Tensor], path: str | Path) -> Path:
+    """`save`, with these tensors as the model's: where its own are sharded, or their running mean is wanted."""
     from safetensors.torch import save_file
 
     path = Path(path)
@@ -131,7 +136,7 @@ def save(model: VisionTransformer, path: str | Path) -> Path:
         "data_config": model.data_config.to_dict(),
         "class_names": model.class_names,
     }
-    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
     with file_aside(path) as aside:
         save_file(tensors, aside, metadata={"format": "pt", METADATA_KEY: json.dumps(description)})
     return path

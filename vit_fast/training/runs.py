@@ -1,0 +1,133 @@
+"""What a run keeps in its folder after every epoch: a checkpoint to go on from, the log, the weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from ..weights.load import save_tensors
+from .processes import Processes
+from .trainer import Trainer, TrainingError
+
+CHECKPOINT, LOG, WEIGHTS = "checkpoint.pth", "log.jsonl", "model.safetensors"
+Row = dict[str, Any]
+
+_FORMAT = "vit-fast training 2"
+_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # as one process has it, however many there are
+_KEYS = {"format", "config", "about", "model", "average", "optimizer", "scheduler", "step", "rows"}
+
+
+def start_run(out: Path, processes: Processes) -> None:
+    """Makes the folder, or refuses one that holds a run.
+
+    Raises:
+        TrainingError: it does.
+    """
+    if there := [name for name in (CHECKPOINT, LOG, WEIGHTS) if (out / name).exists()]:
+        raise TrainingError(f"{out}: holds {', '.join(there)} of an earlier run: resume it, or name another folder")
+    processes.wait()  # before the first of them writes
+    out.mkdir(parents=True, exist_ok=True)
+
+
+def resume_run(out: Path, trainer: Trainer, about: Mapping[str, Any]) -> list[Row]:
+    """Puts a trainer where the run's last finished epoch left it.
+
+    Args:
+        about: What the run is of, by name: all of it must be as it was.
+    Returns:
+        The rows of the log.
+    Raises:
+        TrainingError: there is no checkpoint, it is damaged or none of a run like this one; nothing was changed.
+    """
+    path = out / CHECKPOINT
+    state = _read(path)
+    told = {"the config": (state["config"], asdict(trainer.config))}
+    told |= {f"the {name}": (state["about"].get(name), value) for name, value in about.items()}
+    differences = [f"{name} ({_difference(old, new)})" for name, (old, new) in told.items() if old != new]
+    if differences:
+        raise TrainingError(f"{path}: was made with another run's {'; '.join(differences)}; resuming changes nothing")
+    wanted = {name: tensor.shape for name, tensor in trainer.model.state_dict().items()}
+    for part in ("model", "average") if trainer.averages else ("model",):
+        if {name: getattr(tensor, "shape", None) for name, tensor in state[part].items()} != wanted:
+            raise TrainingError(f"{path}: does not fit this model: its {part} has other tensors")
+    try:
+        if trainer.averages:
+            set_model_state_dict(trainer.model, state["average"], options=_WHOLE)
+            trainer.averages = [parameter.detach().clone() for parameter in trainer.parameters]
+        set_model_state_dict(trainer.model, state["model"], options=_WHOLE)
+        set_optimizer_state_dict(trainer.model, trainer.optimizer, state["optimizer"], options=_WHOLE)
+        trainer.scheduler.load_state_dict(state["scheduler"])
+    except (RuntimeError, KeyError, ValueError, TypeError) as error:
+        raise TrainingError(f"{path}: does not fit this model: {error}") from None
+    trainer.step_count = state["step"]
+    rows: list[Row] = state["rows"]
+    return rows
+
+
+def write_run(out: Path, trainer: Trainer, rows: list[Row], about: Mapping[str, Any], *, best: bool) -> None:
+    """Each file beside first, then renamed; the checkpoint last, so that a resumed run makes again what it lacks.
+
+    Args:
+        about: See resume_run.
+        best: Whether the weights are those to keep.
+    """
+    average: Any = get_model_state_dict(trainer.model, options=_WHOLE)
+    model = average
+    if trainer.averages:
+        with trainer.averaged():
+            then: Any = get_model_state_dict(trainer.model, options=_WHOLE)
+            average = {name: tensor.clone() for name, tensor in then.items()}  # on a CPU they are the model's own
+    optimizer = get_optimizer_state_dict(trainer.model, trainer.optimizer, options=_WHOLE)
+    if trainer.processes.rank == 0:
+        state = {
+            "format": _FORMAT,
+            "config": asdict(trainer.config),
+            "about": dict(about),
+            "model": model,
+            "average": average if trainer.averages else {},
+            "optimizer": optimizer,
+            "scheduler": trainer.scheduler.state_dict(),
+            "step": trainer.step_count,
+            "rows": rows,
+        }
+        beside = out / f".{CHECKPOINT}.partial"
+        torch.save(state, beside)
+        if best:
+            save_tensors(trainer.model, average, out / WEIGHTS)
+        log = out / f".{LOG}.partial"
+        log.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        log.replace(out / LOG)
+        beside.replace(out / CHECKPOINT)
+    trainer.processes.wait()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise TrainingError(f"{path}: no such file, nothing to resume")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # of a damaged file, the reader raises nearly anything
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise TrainingError(f"{path}: cannot be read, it is damaged or no checkpoint: {first}") from None
+    if not isinstance(state, dict) or state.get("format") != _FORMAT or not state.keys() >= _KEYS:
+        raise TrainingError(f"{path}: is no checkpoint of this trainer")
+    return state
+
+
+def _difference(old: Any, new: Any) -> str:
+    if isinstance(old, dict) and isinstance(new, dict):
+        names = sorted({str(name) for name in old.keys() | new.keys() if old.get(name) != new.get(name)})
+        return ", ".join(names)
+    return f"{old!r}, here {new!r}"
