@@ -137,3 +137,11 @@ def test_an_onnx_file_without_its_packages(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxruntime" else find(name))
     assert _run(default_photograph(), "--onnx", tmp_path / "m.onnx") == 2
     assert "onnxruntime not installed: pip install 'vit-fast[export]'" in capsys.readouterr().err
+
+
+def test_the_device_is_chosen(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(_json(capsys, default_photograph(), "--weights", weights, "--device", "cpu")) == 1
+    for device in ("tpu", "cuda:99"):
+        assert _run(default_photograph(), "--weights", weights, "--device", device) == 2
+        captured = capsys.readouterr()
+        assert f"--device {device}" in captured.err and captured.err.count("\n") == 1

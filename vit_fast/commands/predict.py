@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,17 @@ def predict(
     img_size: Annotated[
         int | None, typer.Option(help="Height and width in pixels, for an ONNX file that leaves them open.")
     ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="A Parquet file to write instead: label, probabilities and embedding of each image. An image that "
+            "cannot be read is listed in it; a run that was killed goes on where it was."
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="With --out, processes that read images; None: one a core.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu, cuda, cuda:1.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
     """Classifies images: the most probable classes with their probabilities, which sum to one over all classes."""
@@ -64,18 +76,25 @@ def predict(
 
     if top_k < 1:
         raise ValueError(f"--top-k={top_k}: accepted is an integer >= 1")
+    if workers is not None and (out is None or workers < 0):
+        raise ValueError(f"--workers={workers}: accepted is an integer >= 0, with --out")
     files = find_images(images)
     names_given = None if classes is None else read_class_names(classes)
     if onnx is not None:
         if weights is not None or model is not None:
             raise ValueError("--onnx with --weights or --model: accepted is one or the other")
-        names_known, rows = onnx_predictions(onnx, files, data_config, img_size)
+        if out is not None:
+            raise ValueError("--onnx with --out: accepted is --weights, whose model gives embeddings, too")
+        names_known, rows = onnx_predictions(onnx, files, data_config, img_size, device)
     else:
         if img_size is not None:
             raise ValueError("--img-size: accepted with --onnx only")
         if weights is None or data_config is not None:
             raise ValueError("predict needs --weights, or --onnx (with --data-config where the file lacks it)")
-        classifier = torch_classifier(weights, model, backend)
+        if out is not None:
+            _to_parquet(classifying_model(weights, model, backend, device), files, out, names_given, workers)
+            return
+        classifier = torch_classifier(weights, model, backend, device)
         names_known, rows = classifier.class_names, predictions(classifier, files)
     results = []
     for file, probabilities in rows:
@@ -91,15 +110,31 @@ def predict(
         typer.echo(json.dumps(results, indent=2))
 
 
-def torch_classifier(weights: str, model_name: str | None, backend: str) -> Classifier:
-    """A model in PyTorch, on the first GPU where there is one.
+def _to_parquet(
+    model: VisionTransformer, files: list[Path], out: Path, names: Sequence[str] | None, workers: int | None
+) -> None:
+    from ..prediction import predict_to_parquet
+
+    class_names = class_names_for(model.config.num_classes, names, model.class_names)
+    done = predict_to_parquet(
+        model, files, out, class_names=class_names,
+        workers=(os.cpu_count() or 1) if workers is None else workers,
+        on_part=lambda images: typer.echo(f"{images} of {len(files)} images", err=True),
+    )  # fmt: skip
+    for path, reason in done.bad:
+        typer.echo(f"not an image: {reason if path in reason else f'{path}: {reason}'}", err=True)
+    taken = f", {done.taken} of them by an earlier run" if done.taken else ""
+    typer.echo(f"wrote {out}: {done.images} images{taken}, {len(done.bad)} could not be read")
+
+
+def classifying_model(weights: str, model_name: str | None, backend: str, device: str) -> VisionTransformer:
+    """A model that gives each image one row of logits.
 
     Raises:
-        ValueError: the weights do not say what they are for and no model is named, or the model has no head.
+        ValueError: the weights do not say what they are for and no model is named, the model has no head, or there is
+            no such device.
     """
     import torch
-
-    from ..data import make_transform, read_image
 
     model = _model(weights, model_name, backend)
     config = model.config
@@ -107,14 +142,31 @@ def torch_classifier(weights: str, model_name: str | None, backend: str) -> Clas
         raise ValueError(f"{weights}: global_pool='' gives logits for every token, accepted is a model that pools")
     if config.num_classes == 0:
         raise ValueError(f"{weights}: has no classification head, it makes features")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = model.to(device)
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return model.to(device)
+    except (RuntimeError, AssertionError) as error:  # torch's, of a name it does not know or a device that is not there
+        raise ValueError(f"--device {device}: {str(error).splitlines()[0]}") from None
+
+
+def torch_classifier(weights: str, model_name: str | None, backend: str, device: str = "auto") -> Classifier:
+    """A model in PyTorch.
+
+    Raises:
+        ValueError: see classifying_model.
+    """
+    import torch
+
+    from ..data import make_transform, read_image
+
+    model = classifying_model(weights, model_name, backend, device)
+    config, parameter = model.config, next(model.parameters())
     transform = make_transform(model.data_config, config.image_hw, config.in_chans)
-    dtype = next(model.parameters()).dtype
 
     @torch.inference_mode()
     def logits(batch: Tensor) -> Tensor:
-        return model(batch.to(device, dtype))
+        return model(batch.to(parameter.device, parameter.dtype))
 
     return Classifier(lambda file: transform(read_image(file)), logits, model.class_names)
 
@@ -138,7 +190,7 @@ def predictions(classifier: Classifier, files: Sequence[Path]) -> Iterator[tuple
 
 
 def onnx_predictions(
-    path: Path, files: Sequence[Path], data_config: Path | None, img_size: int | None = None
+    path: Path, files: Sequence[Path], data_config: Path | None, img_size: int | None = None, device: str = "auto"
 ) -> tuple[Sequence[str] | None, Iterator[tuple[Path, list[float]]]]:
     """The class names that an ONNX file holds, and each image with its probabilities; nothing but the file is needed.
 
@@ -150,7 +202,7 @@ def onnx_predictions(
     from ..export import OnnxRunner
 
     given = None if data_config is None else json.loads(data_config.read_text(encoding="utf-8"))
-    runner = OnnxRunner(path, data_config=given, image_hw=None if img_size is None else (img_size, img_size))
+    runner = OnnxRunner(path, device, data_config=given, image_hw=None if img_size is None else (img_size, img_size))
 
     def rows() -> Iterator[tuple[Path, list[float]]]:
         for start in range(0, len(files), BATCH_SIZE):

@@ -1,0 +1,200 @@
+"""`vit-fast predict --out`: every image once, with the model's own answers; bad images listed; kills lose nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vit_fast import create_model, load, prediction, save
+from vit_fast.cli import main
+from vit_fast.data import find_images, load_images
+from vit_fast.errors import MissingPackageError
+from vit_fast.model import VisionTransformer
+from vit_fast.prediction import PredictionError, predict_to_parquet
+
+pq = pytest.importorskip("pyarrow.parquet")
+ROOT = Path(__file__).resolve().parents[1]
+COUNT, BAD = 23, ("05.png", "17.png")
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    model = create_model("vit_test")
+    model.class_names = tuple(f"name {i}" for i in range(10))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return save(model, tmp_path / "weights.safetensors")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Images, two of which are none."""
+    rng = np.random.default_rng(0)
+    path = tmp_path / "images"
+    path.mkdir()
+    for i in range(COUNT):
+        Image.fromarray(rng.integers(0, 256, (40, 36, 3), dtype=np.uint8)).save(path / f"{i:02}.png")
+    for name in BAD:
+        (path / name).write_bytes(b"no image")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prediction, "PART", 4)
+    monkeypatch.setattr(prediction, "BATCH_SIZE", 3)
+
+
+def _predict(model: VisionTransformer, folder: Path, out: Path, **options: object) -> prediction.Predicted:
+    return predict_to_parquet(model, find_images([folder]), out, class_names=model.class_names, **options)
+
+
+def _check(model: VisionTransformer, folder: Path, out: Path) -> None:
+    """The file against the model asked directly."""
+    rows = pq.read_table(out).to_pylist()
+    assert [row["path"] for row in rows] == [str(folder / f"{i:02}.png") for i in range(COUNT)]
+    for row in rows:
+        path = Path(row["path"])
+        if path.name in BAD:
+            assert "not an image" in row.pop("error") and row.pop("path")
+            assert set(row.values()) == {None}
+            continue
+        with torch.no_grad():
+            tokens = model.forward_features(load_images([path], model))
+            expected = model.forward_head(tokens)[0].double().softmax(0)
+            embedding = model.forward_head(tokens, pre_logits=True)[0]
+        assert row["error"] is None
+        assert row["index"] == expected.argmax() and row["label"] == f"name {row['index']}"
+        assert row["probability"] == pytest.approx(expected.max().item(), rel=1e-5)
+        np.testing.assert_allclose(row["probabilities"], expected.numpy(), rtol=1e-4, atol=1e-7)
+        np.testing.assert_allclose(row["embedding"], embedding.numpy(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_file_says_what_the_model_does(folder: Path, weights: Path, tmp_path: Path, workers: int) -> None:
+    model = load(weights)
+    done = _predict(model, folder, tmp_path / "out.parquet", workers=workers)
+    assert (done.images, done.taken, [Path(path).name for path, _ in done.bad]) == (COUNT, 0, list(BAD))
+    _check(model, folder, tmp_path / "out.parquet")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "out.parquet", "weights.safetensors"]
+
+
+class _Interrupted(Exception):
+    pass
+
+
+def test_a_run_goes_on_where_it_was(folder: Path, weights: Path, tmp_path: Path) -> None:
+    model, out = load(weights), tmp_path / "out.parquet"
+
+    def interrupt(images: int) -> None:
+        if images == 8:
+            raise _Interrupted
+
+    with pytest.raises(_Interrupted):
+        _predict(model, folder, out, on_part=interrupt)
+    assert not out.exists()
+    parts = tmp_path / "out.parquet.parts"
+    (parts / "00000000.parquet").unlink()  # a gap, as when a disk lost it
+    (parts / ".00000002.parquet.partial").write_bytes(b"half a part")
+    other = load(weights)
+    with torch.no_grad():
+        other.head.bias += 1
+    with pytest.raises(PredictionError, match="another model or other images"):
+        _predict(other, folder, out)
+    done = _predict(model, folder, out)
+    assert done.taken == 4
+    _check(model, folder, out)
+    assert not parts.exists()
+    assert _predict(model, folder, out).taken == 0, "a finished run is made anew"
+
+
+def test_it_may_be_killed_while_it_ends(
+    folder: Path, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever file was the last that went: what is left is taken, or made again."""
+    model, out = load(weights), tmp_path / "out.parquet"
+    unlink = Path.unlink
+    for removed in (0, 3, 6, 7):
+        left = iter([True] * removed)
+
+        def killed(path: Path, left: Iterator[bool] = left, **options: object) -> None:
+            if next(left, None) is None:
+                raise _Interrupted
+            unlink(path, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", killed)
+            if removed < 7:
+                with pytest.raises(_Interrupted):
+                    _predict(model, folder, out)
+            else:
+                patch.setattr(prediction.shutil, "rmtree", lambda path: None)
+                _predict(model, folder, out)
+        _check(model, folder, out)
+        assert _predict(model, folder, out).taken == {0: COUNT, 3: 11, 6: 0, 7: 0}[removed]
+        _check(model, folder, out)
+        assert not (tmp_path / "out.parquet.parts").exists()
+
+
+def test_killed_for_good(folder: Path, weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.parquet"
+    code = (
+        "import os, signal, sys; from vit_fast import prediction; from vit_fast.commands import predict; import typer\n"
+        "prediction.PART = 4\n"
+        "typer.echo = lambda text, err: text.startswith('12 of') and os.kill(os.getpid(), signal.SIGKILL)\n"
+        "from vit_fast.cli import main; main(sys.argv[1:])"
+    )
+    arguments = ["predict", str(folder), "--weights", str(weights), "--out", str(out), "--workers", "1"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert not out.exists()
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert not exit_.value.code
+    captured = capsys.readouterr()
+    assert f"{COUNT} images, 12 of them by an earlier run, 2 could not be read" in captured.out
+    for name in BAD:
+        assert f"not an image: {folder / name}" in captured.err
+    _check(load(weights), folder, out)
+
+
+def test_what_cannot_be_written_says_so(
+    folder: Path, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = load(weights)
+    files = find_images([folder])
+    with pytest.raises(ValueError, match="each file once"):
+        predict_to_parquet(model, [*files, files[0]], tmp_path / "out.parquet", class_names=model.class_names)
+    with pytest.raises(IsADirectoryError):
+        _predict(model, folder, folder)
+    (tmp_path / "mine.parquet.parts").mkdir()
+    (tmp_path / "mine.parquet.parts" / "notes.txt").touch()
+    with pytest.raises(PredictionError, match="something else"):
+        _predict(model, folder, tmp_path / "mine.parquet")
+    nan = create_model("vit_test")
+    torch.nn.init.constant_(nan.head.bias, float("nan"))
+    nan.class_names = model.class_names
+    with pytest.raises(ValueError, match="not finite"):
+        _predict(nan, folder, tmp_path / "nan.parquet")
+    for options in (["--workers", "2"], ["--out", "x", "--workers", "-1"], ["--out", "x", "--onnx", "m.onnx"]):
+        given = [] if "--onnx" in options else ["--weights", str(weights)]
+        with pytest.raises(SystemExit) as exit_:
+            main(["predict", str(folder), *given, *options])
+        assert exit_.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pyarrow" else find(name))
+    with pytest.raises(MissingPackageError, match=r"vit-fast\[predict\]"):
+        _predict(model, folder, tmp_path / "out.parquet")
