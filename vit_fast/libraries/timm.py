@@ -11,10 +11,12 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from ..config import DataConfig, ViTConfig
+from ..config import DataConfig, RopeConfig, Size, ViTConfig
 from ..errors import UnsupportedInputError
+from ..positions import rope_of
 from ..variants import get_variant
 from .image_model import ImageModel, TimmInterface, comes_from, pair, switch
 from .peers import reasons, refuse
@@ -195,13 +197,49 @@ class TimmModel(TimmInterface):
 
     def make_exportable(self, undo: contextlib.ExitStack, dynamic_size: bool) -> None:
         model: Any = self.model
-        if not dynamic_size or model.dynamic_img_size:
+        if not dynamic_size:
+            return
+        if (rope := getattr(model, "rope", None)) is not None:
+            config = rope_config(rope)
+            if config is None:
+                reason = f"its rotary positions, {type(rope).__name__}, would be those of one size"
+                raise UnsupportedInputError(f"dynamic_size with timm's {type(model).__name__}", [reason])
+            rope.get_embed = functools.partial(_positions_in_graph, config, rope)
+            undo.callback(delattr, rope, "get_embed")
+        if model.dynamic_img_size:
             return
         from timm.layers.format import Format
 
         embed = model.patch_embed
-        if not hasattr(embed, "strict_img_size") or getattr(model, "rope", None) is not None:
+        if not hasattr(embed, "strict_img_size"):
             raise UnsupportedInputError(f"dynamic_size with timm's {type(model).__name__}", ["its positions are fixed"])
         switch(undo, model, "dynamic_img_size", True)
         for name, value in (("strict_img_size", False), ("flatten", False), ("output_fmt", Format.NHWC)):
             switch(undo, embed, name, value)
+
+
+def rope_config(rope: Any) -> RopeConfig | None:
+    """What timm's module of rotary positions computes, where a RopeConfig says it."""
+    kind = type(rope).__name__
+    if kind not in ("RotaryEmbeddingDinoV3", "RotaryEmbeddingCat"):
+        return None
+    common: dict[str, Any] = {
+        "temperature": float(rope.temperature),
+        "layout": "half" if rope.rotate_half else "interleaved",
+        "columns_first": rope.grid_indexing == "xy",
+    }
+    if kind == "RotaryEmbeddingDinoV3":
+        usual = rope.min_period is None and rope.normalize_coords == "separate" and not rope.grid_offset
+        return RopeConfig(**common) if usual else None
+    if rope.grid_type != "index":
+        return None
+    grid = None if rope.ref_feat_shape is None else (rope.ref_feat_shape[0], rope.ref_feat_shape[1])
+    return RopeConfig(coordinates="index", reference_grid=grid, offset=rope.grid_offset, **common)
+
+
+def _positions_in_graph(config: RopeConfig, rope: Any, shape: Size) -> Tensor:
+    """timm's sines and cosines, [rows * columns, 2 D], of a size that a graph leaves open: timm makes numbers of it."""
+    tables = rope_of(config, shape, rope.dim, 0, like=next(rope.buffers()))
+    half = config.layout == "half"
+    sin, cos = (torch.cat([t, t], -1) if half else t.repeat_interleave(2, -1) for t in (tables.sin, tables.cos))
+    return torch.cat([sin, cos], -1)

@@ -1,0 +1,46 @@
+"""ONNX of models with rotary positions: sizes stay open, the positions are computed in the graph."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from fused_models import SUBJECTS, timm_subject
+
+import vit_fast
+from vit_fast.export import export_onnx
+
+DYNAMIC = {
+    "timm-dinov3": SUBJECTS["timm-dinov3"],
+    "timm-eva02": timm_subject("eva02_tiny_patch14_224", size=28, dynamic_img_size=True),
+    "transformers-dinov3": SUBJECTS["transformers-dinov3"],
+}
+
+
+@pytest.mark.parametrize("name", DYNAMIC)
+def test_any_size_from_one_file(name: str, tmp_path: Path) -> None:
+    subject = DYNAMIC[name]
+    model = subject.build().eval()
+    vit_fast.fuse(model, backend="sdpa")
+    report = export_onnx(model, tmp_path / "m.onnx", dynamic_size=True, target="ort-cpu")
+    assert report.verified
+    assert not any("get_embed" in vars(module) for module in model.modules()), "timm's own is back"
+    session = onnxruntime.InferenceSession(str(tmp_path / "m.onnx"), providers=["CPUExecutionProvider"])
+    (key,) = subject.inputs()
+    patch = 14 if "eva02" in name else 16
+    for rows, columns in ((2, 2), (3, 5), (4, 1)):
+        images = torch.randn(2, 3, rows * patch, columns * patch)
+        with torch.inference_mode():
+            tokens = subject.run(model, {key: images})
+            expected = (tokens[:, 0] if name.startswith("transformers") else tokens).numpy()
+        got = session.run(None, {session.get_inputs()[0].name: images.numpy()})[0]
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4 * max(1, np.abs(expected).max()))
+
+
+def test_positions_that_no_graph_leaves_open_are_refused(tmp_path: Path) -> None:
+    model = timm_subject("vit_small_patch16_rope_mixed_ape_224").build().eval()
+    with pytest.raises(vit_fast.UnsupportedInputError, match="RotaryEmbeddingMixed, would be those of one size"):
+        export_onnx(model, tmp_path / "m.onnx", dynamic_size=True)
