@@ -45,7 +45,7 @@ verify: $(READY)
 # Runs on the machine's own python, with what is installed there; nothing is fetched. OUT is where the records go.
 OUT ?= benchmarks/results/local/gpu-check
 gpu-check:
-	$(PYTHON) -m vit_fast.benchmarks.gpu_check --out $(OUT) $(ARGS)
+	$(PYTHON) -m vit_fast.benchmarks.gpu_check --out $(OUT) $(if $(PARTS),--parts $(PARTS)) $(ARGS)
 
 bench-suite: $(READY)
 	$(BIN)/python -m pytest benchmarks -o python_files=suite.py -o addopts=--import-mode=importlib $(ARGS)

@@ -10,7 +10,7 @@ alike there is but one, and how far off eager is there a matter of luck.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,10 +27,9 @@ from vit_fast.accuracy import (
     size_of,
 )
 
-from . import subjects_given
 from .subjects import Subject, Task
-from .subjects_ours import build
-from .training import TrainingStep
+from .subjects_given import define
+from .training import Backward, TrainingStep
 
 MAX_CHECKED_IMAGES = 8
 # Of the outputs' size, for a file that ONNX Runtime rewrites, against the same file unchanged.
@@ -46,13 +45,14 @@ class Expected:
         rows: Which images of the batch are checked, spread over it.
         outputs: The definition's outputs for these, fp64, on the CPU.
         eager_error: Our eager model's error in the group's dtype, by measure.
-        norms: Of a training step, the norm of all parameters' gradients [1]: eager's, and in fp64.
+        parameters: Of a training step, the norm of all parameters' gradients [1]; of a part's backward, each of them.
+            Of each eager's, and in fp64.
     """
 
     rows: list[int]
     outputs: Tensor
     eager_error: dict[Measure, float]
-    norms: tuple[Tensor, Tensor] | None = None
+    parameters: Sequence[tuple[Tensor, Tensor]] = ()
 
     @property
     def largest_output(self) -> float:
@@ -81,31 +81,33 @@ def expect(task: Task, images: Tensor) -> Expected:
 
     Args:
         task: What is computed.
-        images: The batch that subjects will be checked on; up to MAX_CHECKED_IMAGES of it are.
+        images: The batch that subjects will be checked on; up to MAX_CHECKED_IMAGES of it are, or as an operator says.
     """
-    rows = spread(len(images), MAX_CHECKED_IMAGES)
-    noise = torch.randn((MAX_CHECKED_IMAGES, *images.shape[1:]), generator=torch.Generator().manual_seed(0))
-    chosen = torch.cat([images[rows], noise.to(images)])
+    rows = checked_rows(task)
     if task.model.onnx is not None:
         outputs = _unoptimised(task)(images[rows])
         return Expected(rows, outputs, {measure: ONNX_TOLERANCE * size_of(outputs, measure) for measure in MEASURES})
-    exact_model, eager_model = _definition(_in_fp64(task)), _definition(task)
+    exact_task = _in_fp64(task)
+    exact_model, eager_model = define(exact_task), define(task)
     if task.training:
-        exact_step = TrainingStep(exact_model, exact_model, amp=False)
-        exact, exact_norm = exact_step.gradients(images[rows].double(), list(range(len(rows))), rows)
-        eager_step = TrainingStep(eager_model, eager_model, amp=task.amp)
-        eager, norm = eager_step.gradients(images[rows], list(range(len(rows))), rows)
+        each = range(len(rows))
+        exact, others = stepper(exact_task, exact_model, exact_model).gradients(images[rows].double(), each, rows)
+        eager, eager_others = stepper(task, eager_model, eager_model).gradients(images[rows], each, rows)
         errors = {measure: error_of(eager, exact, measure) for measure in MEASURES}
-        return Expected(rows, exact.cpu(), errors, (norm.cpu(), exact_norm.cpu()))
+        return Expected(rows, exact.cpu(), errors, list(zip(eager_others, others, strict=True)))
+    chosen = images[rows]
+    if task.whole:
+        noise = torch.randn((MAX_CHECKED_IMAGES, *images.shape[1:]), generator=torch.Generator().manual_seed(0))
+        chosen = torch.cat([chosen, noise.to(images)])
     with torch.inference_mode():
         exact = exact_model(chosen.double()).cpu()
         eager = eager_model(chosen)
     return Expected(rows, exact[: len(rows)], {measure: error_of(eager, exact, measure) for measure in MEASURES})
 
 
-def _definition(task: Task) -> nn.Module:
-    """Our eager model; of a model that was given, itself."""
-    return build("eager", task) if task.model.kind == "ours" else subjects_given.build(task)
+def stepper(task: Task, model: nn.Module, function: Callable[[Tensor], Tensor]) -> TrainingStep | Backward:
+    """What a training task runs: a step of a whole model, the backward of a part."""
+    return TrainingStep(model, function, amp=task.amp) if task.whole else Backward(model, function)
 
 
 def _unoptimised(task: Task) -> Callable[[Tensor], Tensor]:
@@ -115,6 +117,12 @@ def _unoptimised(task: Task) -> Callable[[Tensor], Tensor]:
     assert task.model.onnx is not None
     runner = OnnxRunner(task.model.onnx, "cpu", image_hw=task.model.image_hw, optimise=False)
     return lambda images: torch.as_tensor(runner(images.float().cpu())).double()
+
+
+def checked_rows(task: Task) -> list[int]:
+    """Which images of a batch are checked."""
+    operator = task.model.operator
+    return spread(task.batch_size, MAX_CHECKED_IMAGES if operator is None else operator.checked)
 
 
 def spread(count: int, most: int) -> list[int]:
@@ -134,11 +142,13 @@ def judge(subject: Subject, task: Task, expected: Expected, outputs: object) -> 
     if subject.budget is not None:
         limits = {"largest": subject.budget(expected.eager_error["largest"], expected.largest_output)}
     limit = limits["largest"]
-    if expected.norms is not None and isinstance(outputs, tuple):
-        outputs, norm = outputs
-        of_norm = accuracy.judge(norm.to(dtype).cpu(), *expected.norms, factor)
-        if not of_norm.passed:
-            return Verdict(of_norm.error, of_norm.allowed, f"the norm of all parameters' gradients is {of_norm}")
+    if task.training and isinstance(outputs, tuple):
+        outputs, others = outputs
+        what = "the norm of all parameters' gradients" if task.whole else "a parameter's gradient"
+        for other, (eager, exact) in zip(others, expected.parameters, strict=True):
+            other_verdict = accuracy.judge(other.to(dtype), eager, exact, factor)
+            if not other_verdict.passed:
+                return Verdict(other_verdict.error, other_verdict.allowed, f"{what} is {other_verdict}")
     shape = (task.batch_size, *expected.outputs.shape[1:])
     if not isinstance(outputs, Tensor) or tuple(outputs.shape) != shape:
         found = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
@@ -151,7 +161,7 @@ def judge(subject: Subject, task: Task, expected: Expected, outputs: object) -> 
         if error > limits[measure]:
             in_what = "" if measure == "largest" else " in root mean square"
             return Verdict(errors["largest"], limit, f"off by {error:.3g}{in_what}, allowed is {limits[measure]:.3g}")
-    if task.training:
+    if task.training or not task.whole:
         return Verdict(errors["largest"], limit, None)
     agreement = float((checked.argmax(-1).cpu() == expected.outputs.argmax(-1)).double().mean())
     return Verdict(errors["largest"], limit, None, agreement)

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from .records import Record
 from .report import contests, label
-from .roofline import Work, work
+from .roofline import Work
 from .rows import Group, Row
 from .timing import Call, synchronise, without_profiler_chatter
 
@@ -63,18 +63,11 @@ def explain(call: Call, device: torch.device, group: Group) -> dict[str, Any]:
         us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         if us and (event.device_type == DeviceType.CUDA) == on_gpu:
             kernels.append([part_of(event.key), event.key, event.count / CALLS, us / 1e3 / CALLS])
-    least: dict[str, Work] = {}
-    if group.model.config is not None:
-        least = work(group.model.config, group.batch_size)
-        # a head is a linear among others, for a profiler
+    least = group.least()
+    if "head" in least:  # a linear among others, for a profiler
         least["linears"] += least.pop("head")
-    times = 3 if group.training else 1
-    return {
-        "kernels": sorted(kernels, key=lambda kernel: -kernel[3]),
-        "least": {
-            part: [times * some.flop, times * some.elements * group.dtype.itemsize] for part, some in least.items()
-        },
-    }
+    moved = {part: [some.flop, some.elements * group.dtype.itemsize] for part, some in least.items()}
+    return {"kernels": sorted(kernels, key=lambda kernel: -kernel[3]), "least": moved}
 
 
 def tables(record: Record) -> Iterator[tuple[str, list[str], list[list[str]]]]:
@@ -104,7 +97,7 @@ def _parts(record: Record, rows: list[Row]) -> tuple[list[str], list[list[str]]]
             f"{floors[part]:.4g}" if part in floors else "",
             *(f"{parts[part]:.4g}" if part in parts else "" for parts in spent),
         ]
-        for part in (*_PARTS, REST)
+        for part in (*_PARTS, REST, "all")
         if part in floors or any(part in parts for parts in spent)
     ]
     floor, sums = sum(floors.values()), [sum(parts.values()) for parts in spent]

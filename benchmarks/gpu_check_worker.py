@@ -1,105 +1,194 @@
-"""The process that fills rows: it keeps what is compiled from row to row, and is replaced when a row breaks it."""
+"""The process that runs the plans of gpu_check.py; it keeps what it has compiled, until a plan breaks it."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import multiprocessing
+import json
 import os
+import re
+import select
+import shutil
 import signal
+import subprocess
 import sys
 import time
-import traceback
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .gpu_check_rows import Context, Found, Row
+from .machine import describe
+from .plan import make_plan
+from .records import JOURNAL_NAME, PARTIAL, RECORD_NAME, Journal, to_json
+from .rows import Row
+from .runner import run
+from .timing import Protocol
 
-# Of a row's time; after it no peer is begun and timing ends, so that the row answers before it is ended.
-_SOFT_SHARE = 0.8
+ROOT = Path(__file__).resolve().parent.parent
+NO_TIME, NOT_MEASURED = "no time left", "not measured: "
+WORKER = ("-m", __name__)
+SPARE_S = 5.0  # of a plan's limit, for what it has begun when its own time budget ends
+PROTOCOL = Protocol(repeats=50, seconds=0.3, least_repeats=10, warmup_repeats=3, warmup_seconds=0.1)
+Found = dict[str, Any]
 
 
-class Worker:
-    """Fills rows in a process of its own; what it prints goes to a log.
+@dataclass(frozen=True)
+class Plan:
+    """One thing to find out, by tests or by a plan of `vit-fast bench`.
 
-    Args:
-        log: The file, appended to.
+    Attributes:
+        part: What it belongs to, for --parts.
+        name: Unique; that of its folder.
+        compile_s: Assumed seconds until everything is compiled; run_s: of checking and timing. A stand-in until they
+            are measured: the sum over all plans is made of these.
+        request: What plan.make_plan is asked for; tests: or pytest's arguments.
+        important: Whether later plans give way to it.
     """
 
-    def __init__(self, log: Path) -> None:
-        self.log = log
-        self._process: BaseProcess | None = None
-        self._connection: Connection[Any, Any] | None = None
+    part: str
+    name: str
+    compile_s: float
+    run_s: float
+    request: dict[str, Any] = field(default_factory=dict)
+    tests: tuple[str, ...] = ()
+    important: bool = False
 
-    def fill(self, row: Row, ceilings: dict[str, Any] | None, seconds: float) -> Found:
-        """What the row finds, or its "error"; never raises for what the row does, and takes no longer than seconds."""
+    @property
+    def seconds(self) -> float:
+        return self.compile_s + self.run_s
+
+
+class Runner:
+    """Runs one plan at a time in a process that keeps what it has imported and compiled, until a plan breaks it.
+
+    Args:
+        out: The folder of the records; what processes print goes to log.txt there.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self._process: subprocess.Popen[str] | None = None
+
+    def run(self, plan: Plan, seconds: float) -> Found:
+        """What came of it in at most so many seconds; nothing that a plan does raises."""
+        if not torch.cuda.is_available():
+            return {"outcome": f"{NOT_MEASURED}no GPU"}
+        folder = self.out / re.sub(r"[^\w-]+", "_", plan.name)
+        for path in (folder, folder.with_name(folder.name + PARTIAL)):  # of an earlier run, finished or ended
+            shutil.rmtree(path, ignore_errors=True)
+        return self.ask(plan, folder, seconds)
+
+    def ask(self, plan: Plan, folder: Path, seconds: float) -> Found:
+        """Lets the process run a plan; where it does not answer in time, or dies, another takes its place."""
         end = time.monotonic() + seconds
-        connection = self._connection or self._start()
+        if self._process is None:
+            self._process = self._start()
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
         try:
-            connection.send((row.fill, ceilings, seconds))
-            if connection.poll(max(end - time.monotonic(), 0)):
-                found: Found
-                found, sound = connection.recv()
-                if not sound:
+            process.stdin.write(json.dumps([plan.request, plan.tests, str(folder), seconds - SPARE_S]) + "\n")
+            process.stdin.flush()
+            if not select.select([process.stdout], [], [], max(end - time.monotonic(), 0))[0]:
+                problem = f"more than {seconds:.0f} s"
+            elif line := process.stdout.readline():
+                found: Found = json.loads(line)
+                if not found.pop("sound"):
                     self.stop()
                 return found
-            problem = f"more than {seconds:.0f} s"
-        except (EOFError, OSError):
-            problem = "the process died; see " + self.log.name
+            else:
+                problem = "the process died; see log.txt"
+        except OSError as error:
+            problem = str(error)
         self.stop()
-        return {"error": problem}
+        return {"outcome": f"failed: {problem}; rows kept: {rows_kept(folder)}"}
 
-    def _start(self) -> Connection[Any, Any]:
-        context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, self.log))
-        self._process.start()
-        theirs.close()
-        return self._connection
+    def _start(self) -> subprocess.Popen[str]:
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+        with (self.out / "log.txt").open("a") as log:
+            return subprocess.Popen(
+                [sys.executable, *WORKER],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, env=environment,
+                start_new_session=True,
+            )  # fmt: skip
 
     def stop(self) -> None:
-        """Ends the process and what it has started; the next row gets a new one."""
-        if self._process is None or self._process.pid is None or self._connection is None:
-            return
-        self._connection.close()
-        with contextlib.suppress(ProcessLookupError):  # before it leads a group of its own
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.kill()
-        self._process.join()
-        self._process = self._connection = None
+        """Ends the process and what it has started; the next plan gets a new one."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.communicate()
+            self._process = None
 
 
-def _serve(connection: Connection[Any, Any], log: Path) -> None:
-    os.setsid()
-    with log.open("a") as stream:
-        os.dup2(stream.fileno(), 1)
-        os.dup2(stream.fileno(), 2)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
-    while True:
+def serve() -> None:
+    """In the process: runs a plan for each line that comes, and answers with a line; prints go to the log."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        request, arguments, folder, seconds = json.loads(line)
         try:
-            fill, ceilings, seconds = connection.recv()
-        except EOFError:
-            return
-        try:
-            found = fill(Context(device, ceilings, time.monotonic() + _SOFT_SHARE * seconds))
-        except Exception as error:  # a row that fails is a result, and the others go on
-            traceback.print_exc()
-            found = {"error": f"{type(error).__name__}: {str(error).strip()[:300]}"}
-        sys.stdout.flush()
-        if "torch._dynamo" in sys.modules:
-            torch.compiler.reset()  # after a few shapes of one function the compiler would quietly stay eager
-        gc.collect()
-        sound = True
-        if device.type == "cuda":
+            found = run_tests(arguments, seconds) if arguments else run_bench(request, Path(folder), seconds)
+        except Exception as error:  # a plan that fails is a result, and the others go on
+            found = {"outcome": f"failed: {type(error).__name__}: {str(error).strip()[:300]}"}
+        found["sound"] = True
+        if torch.cuda.is_available():
             try:
                 torch.cuda.synchronize()
-                torch.cuda.empty_cache()
-            except RuntimeError as error:  # a kernel has broken the device's context, for every row after it too
-                found, sound = {"error": f"after the row: {error}"[:300]} | found, False
-        connection.send((found, sound))
+            except RuntimeError:  # a kernel has broken the device's context, for every plan after it too
+                found["sound"] = False
+        answers.write(json.dumps(found) + "\n")
+        answers.flush()
+
+
+def run_tests(arguments: Sequence[str], seconds: float) -> Found:
+    """Tests in a process of their own: outcome and how many passed, failed and were skipped."""
+    command = (
+        sys.executable, "-m", "pytest", "-v", "-rf", "-o", "addopts=--import-mode=importlib", "-o", "pythonpath=tests",
+        "-p", "no:cacheprovider", "--noconftest", *arguments,
+    )  # fmt: skip
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=seconds)
+        output, outcome = done.stdout, f"failed: exit status {done.returncode}" if done.returncode else "passed"
+    except subprocess.TimeoutExpired as ended:
+        output = ended.stdout.decode(errors="replace") if ended.stdout else ""
+        outcome = f"failed: more than {seconds:.0f} s"
+    print(output, flush=True)
+    lines = [line for line in output.splitlines() if "%]" in line]
+    counts = {word.lower(): sum(word in line for line in lines) for word in ("PASSED", "FAILED", "SKIPPED")}
+    return {"outcome": outcome} | counts
+
+
+def run_bench(request: dict[str, Any], folder: Path, seconds: float) -> Found:
+    """A plan of `vit-fast bench`; its record lies in the folder when it is through."""
+    plan = make_plan(**request, protocol=PROTOCOL, time_budget_s=max(seconds, 1.0))
+    journal = Journal.begin(folder, plan.request, describe(plan.device))
+    record = run(plan, None, journal)
+    journal.finish({RECORD_NAME: to_json(record)}, keep=False)
+    return figures(record["rows"])
+
+
+def figures(rows: Sequence[Row]) -> Found:
+    """A finished plan's outcome, and what each row of ours says beside the best peer."""
+    wrong = [f"{row['model']} {row['subject']}" for row in rows if row["status"] in ("wrong", "failed")]
+    late = all(row["status"] in ("skipped", "interrupted") for row in rows)
+    found: Found = {"outcome": f"WRONG or failed: {', '.join(wrong)}" if wrong else NO_TIME if late else "measured"}
+    for row in rows:
+        if row["subject"].startswith("triton") and row["status"] == "measured":
+            ratio = row["ratio_to_best_peer"]
+            peer = "no peer" if ratio is None else f"{ratio:.2f}x {row['best_peer']} ({row['verdict']})"
+            host = "" if row["host_ms"] is None else f", host {row['host_ms']:.3f}"
+            name = f"{row['model']} B{row['batch']} {row['subject']}"
+            found[name] = f"{row['ms']:.3f} ms{host}, {row['TFLOP_per_s']:.3g} TFLOP/s, {peer}"
+    return found
+
+
+def rows_kept(folder: Path) -> int:
+    """How many rows a plan that was ended had put down."""
+    path = folder.with_name(folder.name + PARTIAL) / JOURNAL_NAME
+    return path.read_text().count('{"kind": "row"') if path.is_file() else 0
+
+
+if __name__ == "__main__":
+    serve()

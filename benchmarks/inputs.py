@@ -57,18 +57,30 @@ def _draw(name: str, parameter: Tensor, owner: nn.Module, generator: torch.Gener
     return 0.3 * noise
 
 
+def weights_of(model: Model, dtype: torch.dtype) -> dict[str, Tensor] | None:
+    """A model's parameters in a dtype, its own or random ones; None of a model that was given with them inside."""
+    found = model.weights
+    if found is None and model.config is not None:
+        found = random_weights(model.config)
+    elif model.operator is not None:
+        found = model.operator.weights()
+    return None if found is None else rounded(found, dtype)
+
+
 def rounded(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """The weights in a dtype, so that every subject, and the fp64 definition, starts from the same numbers."""
     return {name: tensor.to(dtype) for name, tensor in weights.items()}
 
 
 def image_views(paths: Sequence[Path], model: Model, count: int, seed: int = 0) -> Tensor:
-    """Views of photographs, prepared as for prediction: [count, in_chans, height, width], fp32, on the CPU.
+    """Views of photographs, prepared as for prediction: [count, *model.shape], fp32, on the CPU.
 
     The first are the photographs whole; further ones are random crops of them (35 to 100 % of the area, aspect ratio
     3:4 to 4:3, mirrored half of the time), so that a batch larger than the number of photographs is still of real,
-    different images.
+    different images. What takes no photographs is given random numbers.
     """
+    if model.data is None:
+        return torch.randn(count, *model.shape, generator=torch.Generator().manual_seed(seed))
     transform = make_transform(model.data, model.image_hw, model.in_chans)
     images = [read_image(path) for path in paths[:count]]
     generator = np.random.default_rng(seed)

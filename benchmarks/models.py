@@ -6,10 +6,13 @@ timm:NAME                                    timm.create_model(NAME), random wei
 hf:FOLDER or hf:ID                           transformers, by its config; with the weights of a folder that has them
 model.onnx                                   a file for ONNX Runtime
 module:function                              function() gives an nn.Module of images
+block:NAME                                   the first block of a variant of ours
+attention:197x12x64, mlp:..., matmul:...     single operators, see operators.py
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import re
@@ -20,12 +23,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import vit_fast
 from vit_fast.config import DataConfig, Size, ViTConfig
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.variants import get_variant, list_models
+
+from .operators import Operator
+from .roofline import Counter, Work, total, work
 
 _WITH_LIBRARY = re.compile(r"(timm|hf):(.+)")
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -37,29 +42,51 @@ class Model:
 
     Attributes:
         name: As it is written in tables: what was asked for, of a file its name alone.
-        image_hw: Height and width of its images; in_chans their channels.
-        data: How photographs are prepared for it.
-        flops: Of one image: multiplications and additions; None where nobody counts them.
+        shape: Of one input: channels, height and width of an image; else tokens first.
+        data: How photographs are prepared for it; None where it takes random numbers.
+        parts: What it does by part, of a batch size, in inference or in training; None where nobody counts it.
         config: Its shape, where it is one of ours: every library then builds it, with the same weights.
         weights: Of that shape, under our names; None means random ones.
         make: Where it is not: makes the model itself, in fp32 on the CPU.
         onnx: Where it is a file: its path.
+        block: Whether its first block alone is meant.
+        operator: Where it is a single operator: that.
+        source: What find_models makes it of again, where that is not its name.
     """
 
     name: str
-    image_hw: Size
-    in_chans: int
-    data: DataConfig
-    flops: int | None
+    shape: tuple[int, ...]
+    data: DataConfig | None
+    parts: Callable[[int, bool], dict[str, Work]] | None
     config: ViTConfig | None = None
     weights: Mapping[str, Tensor] | None = None
     make: Callable[[], nn.Module] | None = None
     onnx: Path | None = None
+    block: bool = False
+    operator: Operator | None = None
+    source: str | None = None
 
     @property
     def kind(self) -> str:
-        """Which subjects can compute it: those of "ours", "given" or "onnx"."""
-        return "ours" if self.config is not None else "onnx" if self.onnx is not None else "given"
+        """Which subjects can compute it: those of "ours", "given", "onnx", "block", or of an operator's part."""
+        if self.operator is not None:
+            return self.operator.part
+        ours = "block" if self.block else "ours"
+        return ours if self.config is not None else "onnx" if self.onnx is not None else "given"
+
+    @property
+    def image_hw(self) -> Size:
+        """Height and width of its images."""
+        return self.shape[1], self.shape[2]
+
+    @property
+    def in_chans(self) -> int:
+        return self.shape[0]
+
+    @property
+    def flops(self) -> int | None:
+        """Multiplications and additions for one input."""
+        return None if self.parts is None else total(self.parts(1, False).values()).flop
 
 
 def find_models(given: str, img_size: Size | None) -> list[Model]:
@@ -71,6 +98,10 @@ def find_models(given: str, img_size: Size | None) -> list[Model]:
     Raises:
         ValueError: nothing is meant by it, or it cannot be made; names what is accepted.
     """
+    if (operator := Operator.parse(given)) is not None:
+        return [Model(given, operator.shape, None, operator.parts, operator=operator)]
+    if given.startswith("block:"):
+        return [_block(model) for model in find_models(given.removeprefix("block:"), img_size)]
     if matched := _WITH_LIBRARY.fullmatch(given):
         make = {"timm": _timm, "hf": _transformers}[matched[1]]
         return [_given(given, *make(matched[2], img_size))]
@@ -94,7 +125,29 @@ def _variant(name: str, img_size: Size | None) -> Model:
 
 def describe_ours(name: str, config: ViTConfig, data: DataConfig, weights: Mapping[str, Tensor] | None) -> Model:
     """A model of one of our shapes; without weights they are random."""
-    return Model(name, config.image_hw, config.in_chans, data, config.flops_per_image(), config=config, weights=weights)
+
+    def parts(batch: int, training: bool) -> dict[str, Work]:
+        return {part: some * (3 if training else 1) for part, some in work(config, batch).items()}
+
+    return Model(name, (config.in_chans, *config.image_hw), data, parts, config=config, weights=weights)
+
+
+def _block(model: Model) -> Model:
+    config = model.config
+    if config is None or model.parts is None:
+        raise ValueError(f"block:{model.name}: accepted is one of our variants, or weights that say their shape")
+    whole = model.parts
+
+    def parts(batch: int, training: bool) -> dict[str, Work]:
+        of_all = whole(batch, False)
+        times = 2 if training else 1  # its backward alone
+        return {
+            part: Work(times * of_all[part].flop // config.depth, times * of_all[part].elements // config.depth)
+            for part in ("linears", "attention")
+        }
+
+    shape = (config.seqlen, config.embed_dim)
+    return dataclasses.replace(model, name=f"block:{model.name}", shape=shape, data=None, parts=parts, block=True)
 
 
 def _of_weights(source: str, img_size: Size | None) -> Model:
@@ -103,7 +156,7 @@ def _of_weights(source: str, img_size: Size | None) -> Model:
     if img_size not in (None, model.config.image_hw):
         raise ValueError(f"--img-size with {name}: its weights are for {model.config.image_hw}; accepted is that")
     weights = {key: tensor.float() for key, tensor in model.state_dict().items()}
-    return describe_ours(name, model.config, model.data_config, weights)
+    return dataclasses.replace(describe_ours(name, model.config, model.data_config, weights), source=source)
 
 
 def _onnx(path: Path, img_size: Size | None) -> Model:
@@ -113,22 +166,27 @@ def _onnx(path: Path, img_size: Size | None) -> Model:
     if runner.image_hw is None:
         raise ValueError(f"{path.name}: leaves the size of its images open: accepted is --img-size N with it")
     data = runner.data_config if isinstance(runner.data_config, DataConfig) else DataConfig()
-    return Model(path.name, runner.image_hw, runner.in_chans, data, None, onnx=path)
+    return Model(path.name, (runner.in_chans, *runner.image_hw), data, None, onnx=path, source=str(path))
 
 
 def _given(name: str, make: Callable[[], nn.Module], image_hw: Size, data: DataConfig) -> Model:
-    """A model as it is; made once here, to see that it takes images and what they cost."""
-    from torch.utils.flop_counter import FlopCounterMode
-
+    """A model as it is; made once here, to see that it takes images and what one of them, and one more, costs."""
     model = make()
     in_chans = next((part.in_channels for part in model.modules() if isinstance(part, nn.Conv2d)), 3)
-    counter = FlopCounterMode(display=False)
-    try:
-        with counter, torch.inference_mode(), sdpa_kernel(SDPBackend.MATH):  # of formulas that every product has
-            model(torch.zeros(1, in_chans, *image_hw))
-    except Exception as error:  # a model may refuse in any way
-        raise ValueError(f"{name}: does not take images {image_hw}: {' '.join(str(error).split())[:200]}") from None
-    return Model(name, image_hw, in_chans, data, counter.get_total_flops(), make=make)
+    counted = []
+    for batch in (1, 2):
+        try:
+            with torch.no_grad(), Counter() as counter:  # type: ignore[no-untyped-call]  # torch's own __init__
+                model(torch.zeros(batch, in_chans, *image_hw))
+        except Exception as error:  # a model may refuse in any way
+            raise ValueError(f"{name}: does not take images {image_hw}: {' '.join(str(error).split())[:200]}") from None
+        counted.append(counter.work)
+    first, both = counted
+
+    def parts(batch: int, training: bool) -> dict[str, Work]:
+        return {"all": (first + (both + first * -1) * (batch - 1)) * (3 if training else 1)}
+
+    return Model(name, (in_chans, *image_hw), data, parts, make=make)
 
 
 def _timm(name: str, img_size: Size | None) -> tuple[Callable[[], nn.Module], Size, DataConfig]:

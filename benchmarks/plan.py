@@ -49,7 +49,7 @@ class Plan:
         time_budget_s: Seconds after which nothing new is started; infinite when there is none.
         protocol: How long a measurement is.
         training: Whether training steps are measured; amp: under autocast in bf16.
-        explain: Whether every subject is profiled, too.
+        explain: Whether every subject is profiled, too; cold: whether its cold start is measured.
         request: What make_plan was asked for, as plain data from which it makes the same plan again.
     """
 
@@ -64,6 +64,7 @@ class Plan:
     training: bool = False
     amp: bool = False
     explain: bool = False
+    cold: bool = False
     request: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def groups(self) -> list[Group]:
@@ -89,6 +90,7 @@ class Plan:
             "train": self.training,
             "amp": self.amp,
             "explain": self.explain,
+            "cold": self.cold,
             "batch_sizes": list(self.batch_sizes),
             "dtypes": [short_name(dtype) for dtype in self.dtypes],
             "subjects": list(dict.fromkeys(s.label for chosen in self.selections.values() for s in chosen)),
@@ -111,6 +113,7 @@ def make_plan(
     train: bool = False,
     amp: bool = False,
     explain: bool = False,
+    cold: bool = False,
     device: str = "auto",
     time_budget_s: float | None = None,
     protocol: Protocol | None = None,
@@ -128,6 +131,7 @@ def make_plan(
         train: Measure training steps (forward, backward, AdamW), not inference.
         amp: The forward of these under autocast in bf16, the parameters in fp32.
         explain: Profile every subject, too; see explain.explain.
+        cold: Measure each from the start of a process to its first answer, too; see cold.cold_start.
         device: "auto" (CUDA where there is one), or what torch.device takes.
         time_budget_s: Seconds; 0 means without limit.
         protocol: How long a measurement is.
@@ -156,6 +160,7 @@ def make_plan(
         training=train,
         amp=amp,
         explain=explain,
+        cold=cold,
         request={
             "images": [str(Path(image).absolute()) for image in images],
             "models": models,
@@ -167,6 +172,7 @@ def make_plan(
             "train": train,
             "amp": amp,
             "explain": explain,
+            "cold": cold,
             "device": str(where),
             "time_budget_s": time_budget_s,
         },
@@ -179,7 +185,7 @@ def make_plan(
 def _refuse_what_cannot_fit(model: Model, plan: Plan) -> None:
     """The least that a call holds at once: its inputs in two rotations, the residual stream and one hidden layer."""
     itemsize = min(dtype.itemsize for dtype in plan.dtypes)
-    pixels, config = model.image_hw[0] * model.image_hw[1] * model.in_chans, model.config
+    pixels, config = math.prod(model.shape), model.config
     values = 0 if config is None else config.seqlen * (config.embed_dim + config.hidden_dim)
     most, there = max(plan.batch_sizes), memory_bytes(plan.device)
     needed = most * itemsize * (2 * pixels + values)

@@ -6,25 +6,57 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from vit_fast.errors import UnsupportedInputError
 
-from .correctness import Expected, judge
+from .correctness import Expected, checked_rows, expect, judge, stepper
 from .explain import explain
-from .rows import Group, Row, add_verdict, make_row
+from .inputs import MAX_VIEWS, image_views, rotating_batches, weights_of
+from .rows import Group, Row, Status, add_verdict, make_row
 from .subjects import Selection, Task, compile_selection
 from .timing import Call, peak_memory_of_call, synchronise
-from .training import TrainingStep
 
 # For building, compiling and checking one subject, and for one round of timing; autotuning takes minutes.
 SUBJECT_SECONDS = 900.0
+Result = TypeVar("Result")
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
+
+
+@dataclass(frozen=True)
+class Posed:
+    """What all subjects of a group are asked: the task, batches on the device, and what the first must give."""
+
+    task: Task
+    batches: list[Tensor]
+    expected: Expected
+
+
+def pose(group: Group, images: Sequence[Path], device: torch.device) -> Posed:
+    """Makes weights, batches and the definition's answer.
+
+    Raises:
+        TooLarge: memory ran out.
+        Exception: the definition cannot do this, such as a dtype that an operator lacks.
+    """
+    with out_of_memory_is_too_large():
+        task, batches = ask(group, images, device)
+        return Posed(task, batches, expect(task, batches[0]))
+
+
+def ask(group: Group, images: Sequence[Path], device: torch.device) -> tuple[Task, list[Tensor]]:
+    """A group's task, and its batches on the device in turns."""
+    weights = weights_of(group.model, group.dtype)
+    task = Task(group.model, weights, group.dtype, device, group.batch_size, group.training, group.amp)
+    views = image_views(images, group.model, max(8, min(group.batch_size, MAX_VIEWS)))
+    return task, rotating_batches(views, task.batch_size, task.dtype, task.device)
 
 
 @dataclass
@@ -77,7 +109,7 @@ class TooLarge(Exception):
 
 
 def prepare(
-    selection: Selection, group: Group, task: Task, batches: list[Tensor], expected: Expected, *, explained: bool
+    selection: Selection, group: Group, posed: Posed, *, explained: bool = False
 ) -> tuple[Prepared | None, Row]:
     """Builds a subject, checks it, and profiles it where it is to be explained, too.
 
@@ -86,45 +118,55 @@ def prepare(
     Raises:
         TooLarge: memory ran out.
     """
+
+    def build_and_explain() -> tuple[Prepared | None, Row]:
+        ready, row = _build_and_check(selection, group, posed)
+        if ready is not None and explained:
+            row["explained"] = explain(ready.call, posed.task.device, group)
+        return ready, row
+
+    found, why_not = _attempt(selection, group, build_and_explain)
+    return found or (None, why_not)
+
+
+def _attempt(selection: Selection, group: Group, action: Callable[[], Result]) -> tuple[Result | None, Row]:
+    """What an action gives; or None, and the row that says why: a subject may fail in any way it likes.
+
+    Raises:
+        TooLarge: memory ran out.
+    """
+    status: Status = "failed"
     try:
         with out_of_memory_is_too_large(), at_most(SUBJECT_SECONDS):
-            ready, row = _build_and_check(selection, group, task, batches, expected)
-            if ready is not None and explained:
-                row["explained"] = explain(ready.call, task.device, group)
-            return ready, row
+            return action(), {}
     except TooLarge:
         raise
     except UnsupportedInputError as error:
-        return None, make_row(group, selection, "unsupported", f"{error.what}: {'; '.join(error.reasons)}")
-    except Exception as error:  # a subject may fail in any way it likes; the others are measured all the same
-        if any(sign in str(error) for sign in ("No available kernel", "No viable backend")):
-            return None, make_row(group, selection, "unsupported", "torch has no such attention kernel here")
-        return None, make_row(group, selection, "failed", describe_error(error))
+        status, reason = "unsupported", f"{error.what}: {'; '.join(error.reasons)}"
+    except Exception as error:
+        reason = describe_error(error)
+        if any(sign in reason for sign in ("No available kernel", "No viable backend")):
+            status, reason = "unsupported", "torch has no such attention kernel here"
+    return None, make_row(group, selection, status, reason)
 
 
-def _build_and_check(
-    selection: Selection, group: Group, task: Task, batches: list[Tensor], expected: Expected
-) -> tuple[Prepared | None, Row]:
-    device, subject = task.device, selection.subject
+def _build_and_check(selection: Selection, group: Group, posed: Posed) -> tuple[Prepared | None, Row]:
+    task, expected, device = posed.task, posed.expected, posed.task.device
     before = _allocated(device)
-    function = subject.build(task)
-    compiled = compile_selection(selection, function)
-    outputs: list[object] = []
-    if task.training:
-        call, check = _trainer(selection, function, compiled, batches, task, expected.rows)
-        outputs.append(check())
-    else:
-        call = _caller(selection, compiled, batches)
-    first_call_s = _seconds(lambda: call(0), device)
-    # A CUDA graph replays from its third call on: this one is checked, after another batch went through.
+    start = time.perf_counter()
+    function, call, check = _callers(selection, task, posed.batches)
+    build_s = time.perf_counter() - start
+    first: list[object] = []
+    first_call_s = _seconds(lambda: first.append(check()), device)
+    # A CUDA graph replays from its third call on: in inference that one is checked, after another batch went through.
+    call(0)
     call(1)
     last: list[object] = []
     call_s = _seconds(lambda: last.append(call(0)), device)
-    outputs = outputs or last
-    verdict = judge(subject, task, expected, outputs.pop())
+    verdict = judge(selection.subject, task, expected, (first if task.training else last).pop())
     row = make_row(group, selection, "measured" if verdict.passed else "wrong", verdict.reason)
     add_verdict(row, verdict)
-    row["first_call_s"] = round(first_call_s, 3)
+    row.update(build_s=round(build_s, 3), first_call_s=round(first_call_s, 3))
     if not verdict.passed:
         return None, row
     resident = _allocated(device) - before if device.type == "cuda" else _parameter_bytes(function)
@@ -133,39 +175,50 @@ def _build_and_check(
     return Prepared(selection, call, row, call_s), row
 
 
-def _caller(selection: Selection, compiled: Callable[[Tensor], Tensor], batches: list[Tensor]) -> Call:
-    def call(number: int) -> Tensor:
-        with torch.inference_mode(), selection.subject.context():
+def first_answer(selection: Selection, group: Group, images: Sequence[Path], device: torch.device) -> Row:
+    """Builds a subject before anything else, and checks its first answer: when that was, or status and reason."""
+
+    def answer() -> Row:
+        if missing := selection.subject.missing_packages():
+            raise UnsupportedInputError(selection.label, [f"not installed: {' '.join(missing)}"])
+        task, batches = ask(group, images, device)
+        _, _, check = _callers(selection, task, batches)
+        outputs = [check()]
+        synchronise(device)
+        answered = time.monotonic()
+        verdict = judge(selection.subject, task, expect(task, batches[0]), outputs.pop())
+        return {"answered": answered} if verdict.passed else {"status": "wrong", "reason": verdict.reason}
+
+    found, why_not = _attempt(selection, group, answer)
+    return found or {name: why_not[name] for name in ("status", "reason")}
+
+
+def _callers(selection: Selection, task: Task, batches: list[Tensor]) -> tuple[object, Call, Callable[[], object]]:
+    """A subject as it was built, as a call on the batch of a number, and what it gives that is checked."""
+    function = selection.subject.make(task)
+    compiled = compile_selection(selection, function)
+    if task.training:
+        if not isinstance(function, nn.Module):
+            raise UnsupportedInputError(selection.label, ["only modules of torch are trained"])
+        step = stepper(task, function, compiled)
+
+    def call(number: int) -> object:
+        batch = batches[number % len(batches)]
+        with torch.inference_mode(not task.training), selection.subject.context():
+            if task.training:
+                return step(batch)
             if selection.mode in GRAPH_MODES:
                 # Without this, calls of several graphed models in turn would be recorded as one long iteration.
                 torch.compiler.cudagraph_mark_step_begin()
-            return compiled(batches[number % len(batches)])
-
-    return call
-
-
-def _trainer(
-    selection: Selection,
-    function: object,
-    compiled: Callable[[Tensor], Tensor],
-    batches: list[Tensor],
-    task: Task,
-    rows: list[int],
-) -> tuple[Call, Callable[[], object]]:
-    """A training step on the batch of a number, and the gradients that are checked."""
-    if not isinstance(function, nn.Module):
-        raise UnsupportedInputError(selection.label, ["only modules of torch are trained"])
-    step = TrainingStep(function, compiled, amp=task.amp)
-
-    def call(number: int) -> None:
-        with selection.subject.context():
-            step(batches[number % len(batches)])
+            return compiled(batch)
 
     def check() -> object:
+        if not task.training:
+            return call(0)
         with selection.subject.context():
-            return step.gradients(batches[0], rows)
+            return step.gradients(batches[0], checked_rows(task), range(len(batches[0])))
 
-    return call, check
+    return function, call, check
 
 
 @contextlib.contextmanager

@@ -61,6 +61,9 @@ COLUMNS = (
     Column("x best peer", _ratio, 1),
     Column("peak MiB", lambda row: _number(row, "peak_MiB", "{:,.1f}"), 7),
     Column("max error", lambda row: _number(row, "max_error", "{:.1e}"), 8),
+    Column("first call s", lambda row: _number(row, "first_call_s"), 10),
+    Column("cold s", lambda row: _number(row, "cold_s"), 3),
+    Column("cold MiB", lambda row: _number(row, "cold_MiB", "{:,.0f}"), 8),
     Column("agrees", lambda row: _number(row, "agreement", "{:.0%}") if is_lower(row) else "", 2),
 )
 
@@ -133,7 +136,7 @@ def command(record: Record) -> str:
     words = ["vit-fast", "bench"]
     if record["plan"]["images"] != ["grace_hopper.jpg"]:
         words += record["plan"]["images"]
-    words += [f"--{name}" for name in ("train", "amp", "explain") if record["plan"].get(name)]
+    words += [f"--{name}" for name in ("train", "amp", "explain", "cold") if record["plan"].get(name)]
     if size := record["plan"].get("img_size"):
         words += ["--img-size", "x".join(map(str, size))]
     for name in ("models", "batch_sizes", "dtypes", "subjects", "device"):

@@ -28,6 +28,9 @@ class Work:
     def __add__(self, other: Work) -> Work:
         return Work(self.flop + other.flop, self.elements + other.elements)
 
+    def __mul__(self, times: int) -> Work:
+        return Work(times * self.flop, times * self.elements)
+
     def floor_ms(self, itemsize: int, tflops: float, gb_per_s: float) -> float:
         """The longer of computing at the one ceiling and moving at the other."""
         return max(self.flop / tflops / 1e9, self.elements * itemsize / gb_per_s / 1e6)

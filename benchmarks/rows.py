@@ -12,7 +12,7 @@ from . import resolution
 from .correctness import Verdict
 from .machine import short_name
 from .models import Model
-from .roofline import Work, total, work
+from .roofline import Work, total
 from .subjects import Selection
 from .timing import Timing
 
@@ -76,20 +76,21 @@ class Group:
         """What its rows compete in; see contest."""
         return self.model.name, self.dtype_name, self.requested_batch_size
 
-    def work(self) -> tuple[int | None, int | None]:
-        """Operations and bytes of a call, those of a training step three times those of inference; None uncounted."""
-        times = 3 if self.training else 1
-        if self.model.config is None:
-            return self.model.flops and times * self.batch_size * self.model.flops, None
-        least = total(work(self.model.config, self.batch_size).values())
-        return times * least.flop, times * least.elements * self.dtype.itemsize
+    def least(self) -> dict[str, Work]:
+        """What a call must do, by part; a training step of a whole model three times its inference. Empty: unknown."""
+        return {} if self.model.parts is None else self.model.parts(self.batch_size, self.training)
+
+    @property
+    def launch(self) -> Literal["counted", "hidden"]:
+        """Whether the host's launches count: where one answer is awaited, not in a loop that never waits."""
+        return "counted" if self.batch_size == 1 and self.model.data is not None else "hidden"
 
 
 def make_row(group: Group, selection: Selection, status: Status, reason: str | None = None) -> Row:
     """A row without figures: why there are none, or the ground on which they are put."""
     row: Row = {
         "subject": selection.label,
-        "peer": selection.subject.peer,
+        "peer": selection.subject.peer or (group.model.operator is not None and selection.subject.name != "triton"),
         "compile_mode": selection.mode,
         "model": group.model.name,
         "task": "training" if group.training else "inference",
@@ -97,12 +98,13 @@ def make_row(group: Group, selection: Selection, status: Status, reason: str | N
         "precision": selection.subject.precision or group.dtype_name,
         "batch": group.batch_size,
         "requested_batch": group.requested_batch_size,
-        "img_size": list(group.model.image_hw),
+        "img_size": list(group.model.shape if group.model.data is None else group.model.image_hw),
         "status": status,
         "reason": reason,
         "max_error": None,
         "allowed_error": None,
         "agreement": None,
+        "build_s": None,
         "first_call_s": None,
         "peak_MiB": None,
     }
@@ -120,7 +122,8 @@ def add_verdict(row: Row, verdict: Verdict) -> None:
 def add_timing(row: Row, timing: Timing, group: Group) -> None:
     """Puts down the figures that follow from a time: images and operations a second."""
     images_per_s = group.batch_size / timing.ms * 1e3
-    flop, moved = group.work()
+    least = total(group.least().values())
+    flop, moved = least.flop or None, least.elements * group.dtype.itemsize or None
     row.update(
         images_per_s=images_per_s,
         ms=timing.ms,

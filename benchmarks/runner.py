@@ -16,26 +16,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from . import preparation
+from .cold import cold_start
 from .conditions import Conditions
-from .correctness import Expected, describe_rule, expect
-from .inputs import MAX_VIEWS, image_views, random_weights, rotating_batches, rounded
+from .correctness import describe_rule
 from .machine import best_ceilings, describe, measure_ceilings
 from .plan import Plan
-from .preparation import (
-    Prepared,
-    TooLarge,
-    at_most,
-    describe_error,
-    is_out_of_memory,
-    out_of_memory_is_too_large,
-    prepare,
-)
+from .preparation import Posed, Prepared, TooLarge, at_most, describe_error, is_out_of_memory, pose, prepare
 from .records import FORMAT, Journal
 from .rows import Group, Row, Status, add_timing, contest, finish, make_control, make_row
-from .subjects import Selection, Task
+from .subjects import Selection
 from .timing import Call, Samples, Timing, time_interleaved
 
 # Under this name the best call of a group is timed a second time.
@@ -178,16 +169,10 @@ class _Run:
 
     def _measure_group(self, group: Group, selections: Sequence[Selection]) -> list[Selection]:
         """Adds a row for every selection but those that did not fit, which are returned."""
-        plan, model = self.plan, group.model
+        plan = self.plan
         self.listener.now(f"{group}: images and the fp64 definition")
-        weights = model.weights if model.config is None or model.weights else random_weights(model.config)
-        weights = weights and rounded(weights, group.dtype)
-        task = Task(model, weights, group.dtype, plan.device, group.batch_size, group.training, group.amp)
-        views = image_views(plan.images, model, max(8, min(group.batch_size, MAX_VIEWS)))
         try:
-            with out_of_memory_is_too_large():
-                batches = rotating_batches(views, task.batch_size, task.dtype, task.device)
-                expected = expect(task, batches[0])
+            posed = pose(group, plan.images, plan.device)
         except TooLarge:
             raise
         except Exception as error:  # eager itself cannot do this here, such as a dtype that an operator lacks
@@ -200,7 +185,7 @@ class _Run:
         for selection in selections:
             self.listener.now(f"{group}: {selection.label}")
             try:
-                ready = self._prepare(selection, group, task, batches, expected, list(prepared.values()))
+                ready = self._prepare(selection, group, posed, list(prepared.values()))
             except TooLarge:
                 too_large.append(selection)
                 ready = None
@@ -212,15 +197,7 @@ class _Run:
         too_large += self._time(group, prepared)
         return too_large
 
-    def _prepare(
-        self,
-        selection: Selection,
-        group: Group,
-        task: Task,
-        batches: list[Tensor],
-        expected: Expected,
-        others: Sequence[Prepared],
-    ) -> Prepared | None:
+    def _prepare(self, selection: Selection, group: Group, posed: Posed, others: Sequence[Prepared]) -> Prepared | None:
         """Builds, compiles and checks a subject; a row that says why when there is nothing to time."""
         subject = selection.subject
         if missing := subject.missing_packages():
@@ -234,7 +211,9 @@ class _Run:
             self.found.add("row", make_row(group, selection, "failed", reason))
             return None
         self.found.begin(group, selection)
-        ready, row = prepare(selection, group, task, batches, expected, explained=self.plan.explain)
+        ready, row = prepare(selection, group, posed, explained=self.plan.explain)
+        if ready is not None and self.plan.cold:
+            row.update(cold_start(self.plan.request, group, selection.label))
         if ready is None:
             self.found.add("row", row)
             if row["status"] in ("wrong", "failed"):
@@ -262,7 +241,8 @@ class _Run:
             calls[AGAIN] = tracked(best, prepared[best].call)
             try:
                 with conditions.watch(), at_most(preparation.SUBJECT_SECONDS) as watch.again:
-                    timings = time_interleaved(calls, self.plan.device, self.plan.protocol, on_round=watch)
+                    protocol = dataclasses.replace(self.plan.protocol, launch=group.launch)
+                    timings = time_interleaved(calls, self.plan.device, protocol, on_round=watch)
             except KeyboardInterrupt:
                 self._add_timed(group, prepared, best, watch.timings(), conditions, "interrupted")
                 raise

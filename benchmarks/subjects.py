@@ -16,14 +16,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vit_fast.config import ViTConfig
 from vit_fast.errors import UnsupportedInputError
 
 from .models import Model
 
-PROVIDERS = ("subjects_ours", "subjects_peers", "subjects_fused", "subjects_onnx", "subjects_given")
+PROVIDERS = ("subjects_ours", "subjects_libraries", "subjects_given", "subjects_runtimes", "subjects_operators")
 
 # How `--compile-modes` and the part behind "+compile:" are written; "none" is the subject as it is.
 COMPILE_MODES = ("none", "default", "reduce-overhead", "max-autotune")
@@ -39,6 +39,7 @@ DEFAULT_LABELS = {
         "timm+fused",
         "transformers",
         "torchvision",
+        "openvino",
         "eager",
         "timm+compile",
         "sdpa+compile",
@@ -51,6 +52,8 @@ DEFAULT_LABELS = {
         "sdpa-cudnn",
         "sdpa-efficient",
         "triton",
+        "triton-frozen",
+        "triton-graphs",
         "timm",
         "transformers",
         "torchvision",
@@ -67,13 +70,21 @@ DEFAULT_LABELS = {
         "timm+fused+compile",
         "transformers+fused",
         "onnxruntime",
+        "tensorrt",
+        "torchao-int8+compile",
     ),
 }
 
-
-# For models that are not of our shapes: as modules, and as files.
-GIVEN_LABELS = ("given", "given+fused", "given-bf16", "onnxruntime", "given+compile", "given+fused+compile")
-ONNX_LABELS = ("onnxruntime", "onnxruntime-nobinding")
+_SDPA = ("sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient")
+# For what is not a whole model of our shapes.
+LABELS = {
+    "given": ("given", "given+fused", "given-bf16", "onnxruntime", "openvino", "given+compile", "given+fused+compile"),
+    "onnx": ("onnxruntime", "onnxruntime-nobinding", "openvino"),
+    "block": ("eager", "sdpa", "triton", "timm", "timm+fused"),
+    "attention": ("eager", *_SDPA, "triton", "flex", "flash-attn", "xformers"),
+    "mlp": ("eager", "triton", "cublaslt", "transformer-engine", "eager+compile"),
+    "matmul": ("eager", "triton"),
+}
 
 
 @dataclass(frozen=True)
@@ -97,6 +108,11 @@ class Task:
     batch_size: int
     training: bool = False
     amp: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is a model, not a part of one."""
+        return self.model.operator is None and not self.model.block
 
     @property
     def ours(self) -> tuple[ViTConfig, Mapping[str, Tensor]]:
@@ -127,6 +143,7 @@ class Subject:
         context: Entered around every call.
         budget: Largest acceptable error by eager's own error in that dtype and the largest output; None means the
             rule of vit_fast.accuracy. For subjects that compute in fewer bits than task.dtype.
+        trainable: Whether training steps make sense.
         precision: In what it computes where that is fewer bits than task.dtype, such as "int8".
     """
 
@@ -140,6 +157,18 @@ class Subject:
     context: Callable[[], AbstractContextManager[object]] = nullcontext
     budget: Callable[[float, float], float] | None = None
     precision: str | None = None
+    trainable: bool = True
+
+    def make(self, task: Task) -> Callable[[Tensor], Tensor]:
+        """What build gives, or its first block where that is the task."""
+        made = self.build(task)
+        if not task.model.block:
+            return made
+        blocks = getattr(made, "blocks", None)
+        if not isinstance(blocks, nn.Sequential):
+            raise UnsupportedInputError(self.name, ["its blocks take more than tokens"])
+        block: Callable[[Tensor], Tensor] = blocks[0]
+        return block
 
     def missing_packages(self) -> list[str]:
         return [package for package in self.packages if importlib.util.find_spec(package) is None]
@@ -221,8 +250,8 @@ def select(name: str, mode: str) -> Selection:
 
 def default_labels(device: torch.device, kind: str, training: bool) -> tuple[str, ...]:
     """What is worth measuring of a kind of model (see models.Model) on a device; only modules are trained."""
-    labels = {"ours": DEFAULT_LABELS[device.type], "given": GIVEN_LABELS, "onnx": ONNX_LABELS}[kind]
-    return tuple(label for label in labels if not (training and ("onnx" in label or label.endswith("-bf16"))))
+    labels = DEFAULT_LABELS[device.type] if kind == "ours" else LABELS[kind]
+    return tuple(name for name in labels if not training or get_subject(name.partition("+compile")[0]).trainable)
 
 
 def choose(

@@ -12,7 +12,7 @@ from vit_fast.errors import UnsupportedInputError
 from vit_fast.fusion import fuse
 
 from . import subjects_ours
-from .subjects import Subject, Task, register
+from .subjects import Subject, Task, get_subject, register
 
 # Share of the largest output: bf16 in place of fp32 is another precision, and the rule for fp32 says nothing about it.
 BF16_BUDGET = 0.15
@@ -29,6 +29,13 @@ def build(task: Task) -> nn.Module:
     return task.model.make().to(task.device, task.dtype).requires_grad_(False)
 
 
+def define(task: Task) -> nn.Module:
+    """What a task is held against: our eager model or operator; of a model that was given, itself."""
+    made = build(task) if task.model.kind == "given" else get_subject("eager").make(task)
+    assert isinstance(made, nn.Module)
+    return made
+
+
 def build_fused(task: Task) -> nn.Module:
     """The same after vit_fast.fuse; what could not be fused stays as it was.
 
@@ -37,12 +44,9 @@ def build_fused(task: Task) -> nn.Module:
     """
     model = build(task)
     report = fuse(model)
-    return model if report.fused else _refuse(report.require_all)
-
-
-def _refuse(require: Callable[[], object]) -> nn.Module:
-    require()
-    raise AssertionError("a report with nothing fused and nothing left")
+    if not report.fused:
+        report.require_all()
+    return model
 
 
 class _InBf16(nn.Module):
@@ -86,5 +90,6 @@ for name, what, build_model in (
             functools.partial(build_in_bf16, build_model),
             budget=lambda eager_error, largest: BF16_BUDGET * largest,
             precision="bf16",
+            trainable=False,
         )
     )

@@ -15,7 +15,7 @@ from vit_fast.variants import get_variant
 ROOT = Path(__file__).resolve().parents[1]
 # One round each; one of what torch.compile takes its time for.
 QUICK = ("--benchmark-min-rounds=1", "--benchmark-max-time=0", "--benchmark-min-time=0")
-NOT_SLOW = "not compile and not flex or mlp-compiled-backward"
+NOT_SLOW = "not compile and not flex or mlp-eager+compile-training"
 
 
 def suite(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -39,30 +39,31 @@ def test_every_suite_runs_and_figures_follow_from_its_times(tmp_path):
     record = run_suite(NOT_SLOW, tmp_path / "record.json")
     names = {run["name"] for run in record["benchmarks"]}
     for expected in (
-        "test_operator[attention-sdpa-forward]", "test_operator[attention-eager-backward]",
-        "test_operator[mlp-eager-forward]", "test_operator[mlp-compiled-backward]", "test_block[timm+fused-backward]",
-        "test_block[sdpa-forward]", "test_model[sdpa-1]", "test_model[timm-4]", "test_training_step[timm+fused]",
-        "test_export[fp32]", "test_export[int8]", "test_cold_start[sdpa]",
+        "test_subject[attention-sdpa-4]", "test_subject[attention-eager-training]", "test_subject[mlp-eager-4]",
+        "test_subject[mlp-eager+compile-training]", "test_subject[block-timm+fused-training]",
+        "test_subject[block-sdpa-4]", "test_subject[vit_test-sdpa-1]", "test_subject[vit_test-timm-4]",
+        "test_subject[vit_test-timm+fused-training]", "test_export[fp32]", "test_export[int8]",
+        "test_cold_start[sdpa]", "test_cold_start[onnxruntime]",
     ):  # fmt: skip
         assert expected in names
     assert not any("triton" in name for name in names), "nothing runs on a CPU what needs a GPU"
 
     runs = {run["name"]: run for run in record["benchmarks"]}
-    run = runs["test_model[sdpa-4]"]
+    run = runs["test_subject[vit_test-sdpa-4]"]
     seconds = run["stats"]["median"]
     flops = get_variant("vit_test").config.flops_per_image()
     assert run["extra_info"]["images_per_s"] == pytest.approx(4 / seconds)
     assert run["extra_info"]["TFLOP_per_s"] == pytest.approx(4 * flops / seconds / 1e12)
-    assert run["group"] == "vit_test batch 4, torch.float32, cpu"
+    assert run["group"] == "vit_test fp32 batch 4, cpu"
 
 
 def test_a_slower_run_fails_the_comparison(tmp_path):
-    record = run_suite("mlp-eager-forward", tmp_path / "record.json")
+    record = run_suite("mlp-eager-4", tmp_path / "record.json")
     (run,) = record["benchmarks"]
     before = tmp_path / "before.json"
     for factor, status in ((1e-4, 1), (1e4, 0)):
         stats = {name: value * factor if isinstance(value, float) else value for name, value in run["stats"].items()}
         before.write_text(json.dumps(record | {"benchmarks": [run | {"stats": stats}]}))
         fail = "--benchmark-compare-fail=median:1000%"
-        done = suite("-k", "mlp-eager-forward", f"--benchmark-compare={before}", fail)
+        done = suite("-k", "mlp-eager-4", f"--benchmark-compare={before}", fail)
         assert done.returncode == status, done.stdout[-3000:]

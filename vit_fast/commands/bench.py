@@ -41,6 +41,9 @@ def bench(
     explain: Annotated[
         bool, typer.Option("--explain", help="Also where the time goes, by part and kernel, beside the least it takes.")
     ] = False,
+    cold: Annotated[
+        bool, typer.Option("--cold", help="Also from the start of a process to its first right answer.")
+    ] = False,
     batch_sizes: Annotated[str | None, typer.Option(help="Images a call.", metavar="1,8")] = None,
     dtypes: Annotated[str | None, typer.Option(help="fp32, fp16, bf16.", metavar="A,B")] = None,
     subjects: Annotated[
@@ -93,6 +96,7 @@ def bench(
             train=train,
             amp=amp,
             explain=explain,
+            cold=cold,
             device=device,
             time_budget_s=time_budget,
         )
@@ -100,7 +104,7 @@ def bench(
         journal = Journal.begin(default_folder(machine) if out is None else out, plan.request, machine)
     else:
         asked = (images, models, img_size, batch_sizes, dtypes, subjects, compile_modes, out, time_budget)
-        if any(value is not None for value in asked) or train or amp or explain or device != "auto":
+        if any(value is not None for value in asked) or train or amp or explain or cold or device != "auto":
             raise ValueError(f"--resume {resume}: does what that run was asked for; accepted beside it is --json")
         journal = Journal.resume(resume)
         plan = make_plan(**journal.header["request"])

@@ -15,7 +15,7 @@ def register(app: typer.Typer) -> None:
 def report(
     records: Annotated[
         list[Path],
-        typer.Argument(help="Records or their folders: of bench, make gpu-check, kernels --host --json, export_check."),
+        typer.Argument(help="Records or their folders: of bench, make gpu-check, kernels --host --json."),
     ],
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
 ) -> None:

@@ -1,0 +1,200 @@
+"""Runtimes outside torch as subjects: the same model exported by vit_fast.export, or a file as it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vit_fast.data import default_photograph
+from vit_fast.errors import UnsupportedInputError
+from vit_fast.libraries import timm
+
+from . import subjects_libraries, subjects_ours
+from .machine import short_name
+from .models import OutputOf
+from .subjects import Subject, Task, register
+
+PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+BF16_OPSET, OPSET = 22, 20
+# Share of the largest logit: int8 is another number format, and the rule for fp32 says nothing about it.
+INT8_BUDGET = 0.35
+
+Function = Callable[[Tensor], Tensor]
+Open = Callable[[Path, Task], Function]
+
+
+def build(open_file: Open, int8: bool, task: Task) -> Function:
+    """A runtime's session of the task's model, exported for its device; fp32 in and out at the file's border.
+
+    Args:
+        open_file: Makes a function of images of a file, which may be removed afterwards.
+        int8: Whether products are in int8.
+        task: What it is to compute.
+    Raises:
+        UnsupportedInputError: the runtime cannot run this dtype here.
+        ProviderError: a provider was asked for and did not come up.
+    """
+    from vit_fast.export import export_onnx
+
+    precision: Any = "int8" if int8 else short_name(task.dtype)
+    on_cpu = task.device.type == "cpu"
+    reasons = [f"no file in {precision} runs on a CPU"] if precision == "bf16" and on_cpu else []
+    if int8 and task.dtype != torch.float32:
+        reasons.append(f"int8 replaces fp32, not {short_name(task.dtype)}")
+    if task.model.onnx is not None and precision != "fp32":
+        reasons.append(f"{task.model.name} is run as it is: accepted is fp32, not int8")
+    if reasons:
+        raise UnsupportedInputError("onnxruntime", reasons)
+    if task.model.onnx is not None:
+        return open_file(task.model.onnx, task)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        export_onnx(
+            _exportable(task),
+            path,
+            opset=BF16_OPSET if precision == "bf16" else OPSET,
+            precision=precision,
+            target="generic" if open_file is _open_openvino else "ort-cpu" if on_cpu else "ort-cuda",
+            calibration=[default_photograph()] if int8 else None,
+            verify=False,  # the benchmark's own gate does that, on its images
+        )
+        return open_file(path, task)
+
+
+def _open_onnxruntime(path: Path, task: Task, device: str | None = None, io_binding: bool = True) -> Function:
+    from vit_fast.export import OnnxRunner
+
+    threads = torch.get_num_threads() if task.device.type == "cpu" else None
+    device = device or str(task.device)
+    runner = OnnxRunner(path, device, threads=threads, max_batch=task.batch_size, io_binding=io_binding)
+    return lambda images: runner(images.float()).to(task.dtype)
+
+
+def _open_tensorrt(path: Path, task: Task) -> Function:
+    if task.device.type == "cpu":
+        raise UnsupportedInputError("tensorrt", ["accepted is a GPU"])
+    return _open_onnxruntime(path, task, f"tensorrt:{task.device.index or 0}")
+
+
+def _open_openvino(path: Path, task: Task) -> Function:
+    import openvino
+
+    if task.device.type != "cpu" or task.dtype != torch.float32:
+        raise UnsupportedInputError("openvino", ["accepted is a CPU, and fp32"])
+    core = openvino.Core()
+    options = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
+    session = core.compile_model(core.read_model(path), "CPU", options)
+    return lambda images: torch.from_numpy(session(images.numpy())[0])
+
+
+def build_by_torch(task: Task) -> Function:
+    """The same model in the file that torch.onnx.export makes of it, with any batch.
+
+    Raises:
+        UnsupportedInputError: the task is not in fp32, or is a file already.
+    """
+    _refuse_all_but_fp32("torch-onnx", task)
+    images = torch.zeros(2, *task.model.shape)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        shapes = ({0: torch.export.Dim("batch")},)
+        torch.onnx.export(_exportable(task), (images,), path, dynamo=True, dynamic_shapes=shapes, verbose=False)
+        return _open_onnxruntime(path, task)
+
+
+def build_by_timm(task: Task) -> Function:
+    """timm's model in the file that timm's own exporter makes of it, for this batch alone.
+
+    Raises:
+        UnsupportedInputError: the task is not in fp32, or timm has no such model.
+    """
+    from timm.utils.onnx import onnx_export
+
+    _refuse_all_but_fp32("timm-onnx", task)
+    model = subjects_libraries.build(timm, dataclasses.replace(task, device=torch.device("cpu")))
+    images = torch.zeros(task.batch_size, *task.model.shape)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        onnx_export(model, str(path), example_input=images, check=False, use_dynamo=True)
+        return _open_onnxruntime(path, task)
+
+
+def _refuse_all_but_fp32(name: str, task: Task) -> None:
+    if task.dtype != torch.float32 or task.model.onnx is not None:
+        raise UnsupportedInputError(name, ["accepted are models, in fp32"])
+
+
+def _exportable(task: Task) -> nn.Module:
+    if task.model.make is not None:
+        model = task.model.make()
+        return model.model if isinstance(model, OutputOf) else model
+    return subjects_ours.build("sdpa", dataclasses.replace(task, dtype=torch.float32, device=torch.device("cpu")))
+
+
+def build_torchao(task: Task) -> nn.Module:
+    """Our model with the weights of its linears in int8, and their inputs, by row, as they come.
+
+    Raises:
+        UnsupportedInputError: the task is a training step.
+    """
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+
+    model = subjects_ours.build("sdpa", task)
+    quantize_(model, Int8DynamicActivationInt8WeightConfig())
+    return model
+
+
+def _within_int8(eager_error: float, largest: float) -> float:
+    return INT8_BUDGET * largest
+
+
+for name, summary, open_file in (
+    ("onnxruntime", "ONNX Runtime, exported by vit_fast.export, inputs and outputs bound", _open_onnxruntime),
+    (
+        "onnxruntime-nobinding",
+        "the same through session.run, as most people call it",
+        partial(_open_onnxruntime, io_binding=False),
+    ),
+    ("tensorrt", "the same by ONNX Runtime's TensorRT provider", _open_tensorrt),
+    ("openvino", "OpenVINO on a CPU, exported by vit_fast.export", _open_openvino),
+):
+    needed = ("onnx", "onnxscript", "openvino" if name == "openvino" else "onnxruntime")
+    build_it = partial(build, open_file, False)
+    register(Subject(name, summary, build_it, packages=needed, compilable=False, trainable=False))
+register(
+    Subject(
+        "onnxruntime-int8",
+        "ONNX Runtime, static int8 calibrated on a photograph",
+        partial(build, _open_onnxruntime, True),
+        packages=PACKAGES,
+        compilable=False,
+        budget=_within_int8,
+        precision="int8",
+        trainable=False,
+    )
+)
+register(
+    Subject(
+        "torchao-int8",
+        "our model, torchao's int8 weights and dynamic activations",
+        build_torchao,
+        packages=("torchao",),
+        peer=True,
+        budget=_within_int8,
+        precision="int8",
+        trainable=False,
+    )
+)
+for name, summary, build_file in (
+    ("torch-onnx", "ONNX Runtime, exported by torch.onnx.export", build_by_torch),
+    ("timm-onnx", "ONNX Runtime, timm's model exported by timm", build_by_timm),
+):
+    needed_too = (*PACKAGES, *name.split("-")[:1])
+    register(Subject(name, summary, build_file, packages=needed_too, peer=True, compilable=False, trainable=False))

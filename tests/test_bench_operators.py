@@ -1,0 +1,125 @@
+"""Single operators and blocks as models of the bench: sizes by hand, entrants held to fp64 to the last element."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vit_fast.benchmarks import machine, runner, subjects_operators
+from vit_fast.benchmarks.correctness import expect, judge, stepper
+from vit_fast.benchmarks.inputs import weights_of
+from vit_fast.benchmarks.models import find_models
+from vit_fast.benchmarks.plan import make_plan
+from vit_fast.benchmarks.roofline import Work
+from vit_fast.benchmarks.subjects import Subject, Task, get_subject
+from vit_fast.benchmarks.timing import Protocol
+from vit_fast.errors import UnsupportedInputError
+
+QUICK = Protocol(repeats=4, seconds=60.0, least_repeats=3, warmup_repeats=1)
+SMALL = ("attention:20x2x16", "mlp:14x32x64", "matmul:14x32x64", "block:vit_test")
+
+
+def make_task(word: str, dtype: torch.dtype = torch.float32, training: bool = False, batch: int = 5) -> Task:
+    (model,) = find_models(word, None)
+    return Task(model, weights_of(model, dtype), dtype, torch.device("cpu"), batch, training)
+
+
+def test_work_by_hand() -> None:
+    """ViT-B's layer at batch 2: q k^T and p v; two products of 394 rows."""
+    rows = 2 * 197
+    (attention, mlp, matmul) = (
+        find_models(w, None)[0] for w in ("attention:197x12x64", "mlp:197x768x3072", "matmul:197x768x3072")
+    )
+    forward = Work(4 * 2 * 12 * 197 * 197 * 64, 4 * rows * 768)
+    assert attention.parts(2, False) == {"attention": forward}
+    assert attention.parts(2, True) == {"attention": Work(forward.flop * 5 // 2, 8 * rows * 768)}
+    flop, weights = 2 * rows * 768 * 3072, 768 * 3072
+    assert mlp.parts(2, False) == {"linears": Work(2 * flop, 2 * rows * 768 + 2 * rows * 3072 + 2 * weights)}
+    assert mlp.parts(2, True) == {"linears": Work(4 * flop, 3 * rows * 768 + 6 * rows * 3072 + 4 * weights)}
+    assert matmul.parts(2, False) == {"linears": Work(flop, rows * 768 + rows * 3072 + weights)}
+
+
+def test_a_block_is_a_share_of_its_model() -> None:
+    (whole,), (block,) = find_models("vit_test", None), find_models("block:vit_test", None)
+    of_all = whole.parts(3, False)
+    depth = whole.config.depth
+    assert block.parts(3, False)["linears"] == Work(
+        of_all["linears"].flop // depth, of_all["linears"].elements // depth
+    )
+    assert block.parts(3, True)["attention"].flop == 2 * of_all["attention"].flop // depth
+    assert block.shape == (17, 64) and block.data is None
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_all_that_can_run_here_is_right_and_measured(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(machine.MATMUL_SIZE, "cpu", 64)
+    monkeypatch.setitem(machine.COPY_BYTES, "cpu", 2**16)
+    labels = ["eager", "sdpa", "timm", "timm+fused"]
+    plan = make_plan(
+        models=SMALL, batch_sizes=[3], dtypes=["fp32"], subjects=labels, device="cpu", train=training, protocol=QUICK
+    )
+    rows = {(row["model"], row["subject"]): row for row in runner.run(plan)["rows"]}
+    measured = {key for key, row in rows.items() if row["status"] == "measured"}
+    assert measured == {
+        ("attention:20x2x16", "eager"), ("attention:20x2x16", "sdpa"), ("mlp:14x32x64", "eager"),
+        ("mlp:14x32x64", "sdpa"), ("matmul:14x32x64", "eager"), *(("block:vit_test", label) for label in labels),
+    }  # fmt: skip
+    assert {row["status"] for key, row in rows.items() if key not in measured} == {"unsupported"}
+    row = rows["mlp:14x32x64", "eager"]
+    assert row["img_size"] == [14, 32] and row["peer"] and row["FLOP"] > 0 < row["bytes"]
+    assert not rows["block:vit_test", "sdpa"]["peer"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("word", SMALL)
+def test_a_fault_in_the_last_image_is_noticed(word: str, training: bool, dtype: torch.dtype) -> None:
+    """At the size that is timed; of a backward, also in a parameter's gradient alone."""
+    task = make_task(word, dtype, training)
+    images = torch.randn(5, *task.model.shape).to(dtype)
+    expected, subject = expect(task, images), get_subject("sdpa" if word != SMALL[2] else "eager")
+    factor = torch.ones(5, *[1] * len(task.model.shape), dtype=dtype)
+    right = subject.make(task)
+
+    def faulty(x: torch.Tensor) -> torch.Tensor:
+        out = right(x)
+        return out * factor.view(-1, *[1] * (out.ndim - 1))
+
+    def passes() -> bool:
+        if training:
+            return judge(
+                subject, task, expected, stepper(task, right, faulty).gradients(images, range(5), range(5))
+            ).passed
+        with torch.no_grad():
+            return judge(subject, task, expected, faulty(images)).passed
+
+    if training:  # all rows that the definition was asked for
+        assert judge(
+            subject, task, expected, stepper(task, right, right).gradients(images, expected.rows, range(5))
+        ).passed
+    else:
+        assert passes()
+    factor[-1] = 1.1
+    assert not passes()
+
+
+def test_who_cannot_compute_it_says_all_reasons() -> None:
+    with pytest.raises(UnsupportedInputError, match=r"(?s)accepted is a GPU.*its activation is gelu_tanh"):
+        get_subject("cublaslt").build(make_task("mlp:14x32x64"))
+    with pytest.raises(UnsupportedInputError, match="computes no attention"):
+        get_subject("cublaslt").build(make_task("attention:20x2x16"))
+    with pytest.raises(UnsupportedInputError, match="vit_test is no single operator"):
+        get_subject("flex").build(make_task("vit_test"))
+    with pytest.raises(ValueError, match="accepted behind an mlp's sizes are gelu"):
+        find_models("mlp:14x32x64:tanh", None)
+    with pytest.raises(ValueError, match="accepted is one of our variants"):
+        find_models("block:timm:test_vit", None)
+
+
+def test_a_peer_is_two_lines_and_is_measured_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function into the table, a name: what a package that is not here would add."""
+    monkeypatch.setitem(subjects_operators._ATTENTION, "mine", lambda qkv: qkv[:, :, 0])
+    task = make_task("attention:20x2x16")
+    images = torch.randn(5, 20, 3, 2, 16)
+    subject = Subject("mine", "wrong", lambda task: subjects_operators.build("mine", task))
+    assert "off by" in judge(subject, task, expect(task, images), subject.make(task)(images)).reason
