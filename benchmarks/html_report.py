@@ -1,8 +1,8 @@
 """Records as one HTML page that needs no network: `vit-fast report`, and beside every record of `vit-fast bench`.
 
 What there is to read is written here, as tables, and needs no script either; that of report.html sorts them and draws
-curves. A record of `vit-fast bench` has curves; any other of ours (`make gpu-check`, `vit-fast kernels --host --json`) is
-a table of its rows.
+curves. A record of `vit-fast bench` has curves; any other of ours (`make gpu-check`, `vit-fast kernels --host --json`)
+is a table of its rows.
 """
 
 from __future__ import annotations

@@ -159,7 +159,6 @@ def _build_and_check(selection: Selection, group: Group, posed: Posed) -> tuple[
     first: list[object] = []
     first_call_s = _seconds(lambda: first.append(check()), device)
     # A CUDA graph replays from its third call on: in inference that one is checked, after another batch went through.
-    call(0)
     call(1)
     last: list[object] = []
     call_s = _seconds(lambda: last.append(call(0)), device)

@@ -98,7 +98,7 @@ def test_weights_are_measured_beside_the_peers(in_a_folder: Path) -> None:
 
 def test_an_onnx_file_is_measured_as_it_is(in_a_folder: Path) -> None:
     vit_fast.export.export_onnx(vit_fast.create_model("vit_test"), in_a_folder / "mine.onnx", verify=False)
-    rows = measure("mine.onnx")
+    rows = measure("mine.onnx", "onnxruntime", "onnxruntime-nobinding")
     assert_measured(rows, "onnxruntime", "onnxruntime-nobinding")
     assert rows[0]["TFLOP_per_s"] is None and rows[0]["model"] == "mine.onnx"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vit_fast.benchmarks import machine, records, runner, subjects
+from vit_fast.benchmarks import machine, preparation, records, runner, subjects
 from vit_fast.benchmarks.machine import best_ceilings
 from vit_fast.benchmarks.plan import DEFAULT_BATCH_SIZES, Plan, make_plan
 from vit_fast.benchmarks.rows import SPEED_FIELDS
@@ -196,14 +196,14 @@ def test_a_subject_that_breaks_while_it_is_timed_is_failed_and_the_others_are_ti
 
 
 def test_a_definition_that_cannot_run_fails_its_group_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    expect = runner.expect
+    expect = preparation.expect
 
     def only_batch_1(task: Task, *rest: object) -> object:
         if task.batch_size > 1:
             raise RuntimeError("not implemented for this")
         return expect(task, *rest)
 
-    monkeypatch.setattr(runner, "expect", only_batch_1)
+    monkeypatch.setattr(preparation, "expect", only_batch_1)
     record = runner.run(plan("eager", batch_sizes=(1, 2)))
     assert [row["status"] for row in record["rows"]] == ["measured", "failed"]
     assert "definition: RuntimeError: not implemented" in record["rows"][1]["reason"]
