@@ -31,6 +31,7 @@ def cold_start(request: Mapping[str, Any], group: Group, label: str) -> Row:
         cold_failed, why not.
     """
     asked = dict(request) | {"models": [group.model.source or group.model.name], "batch_sizes": [group.batch_size]}
+    asked |= {"img_size": None if group.model.data is None else group.model.image_hw, "latency": False}
     asked |= {"dtypes": None if group.amp else [group.dtype_name], "subjects": [label]}
     command = [sys.executable, "-c", f"from {__name__} import answer; answer()", json.dumps(asked)]
     started = time.monotonic()

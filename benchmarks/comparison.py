@@ -10,7 +10,7 @@ from .resolution import QUIET_RUN, UNKNOWN, compare_rows
 from .rows import Row, resolution_of
 
 # What must be equal for two rows to be about the same thing.
-KEY_FIELDS = ("model", "task", "dtype", "requested_batch", "batch", "subject")
+KEY_FIELDS = ("model", "task", "dtype", "requested_batch", "batch", "img_size", "subject")
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _drift(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 
 def _key(row: Row) -> tuple[Any, ...]:
-    return tuple(row[field] for field in KEY_FIELDS)
+    return tuple(map(str, (row[field] for field in KEY_FIELDS)))
 
 
 def _warnings(first: Record, second: Record, drift: float, pairs: list[Pair]) -> list[str]:

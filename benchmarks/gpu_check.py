@@ -48,13 +48,18 @@ def tests(name: str, arguments: Sequence[str], kernels: int, run_s: float, *, im
 
 def bench(
     part: str, name: str, models: Sequence[str], subjects: str, batch: int | Sequence[int], *, compile_s: float,
-    train: bool = False, important: bool = False, call_s: float = 0.4, check_s: float = 0.5,
+    train: bool = False, important: bool = False, call_s: float = 0.25, check_s: float = 0.3,
 ) -> Plan:  # fmt: skip
-    """A plan of `vit-fast bench` in bf16: every subject, and the best a second time, takes call_s of every contest."""
+    """A plan of `vit-fast bench` in bf16.
+
+    Of every contest a second goes to its ceilings and its definition in fp64, and to every subject check_s and
+    call_s, the second twice to the best of them; of whole models another half to its energy.
+    """
     batches = [batch] if isinstance(batch, int) else list(batch)
     labels = subjects.split()
     contests = len(models) * len(batches)
-    run_s = contests * (1.0 + len(labels) * (call_s + check_s) + call_s)
+    energy_s = 0.5 if part == "models" else 0.0
+    run_s = contests * (1.0 + len(labels) * (call_s + check_s + energy_s) + call_s)
     request = {"models": list(models), "subjects": labels, "batch_sizes": batches, "dtypes": ["bf16"], "train": train}
     return Plan(part, name, compile_s, run_s, request, important=important)
 
@@ -83,7 +88,7 @@ _VIT_S, _VIT_B, _VIT_L = (f"vit_{size}_patch16_224" for size in ("small", "base"
 _ATTENTION, _MLP = "attention:197x12x64", "mlp:197x768x3072"
 # By how much each is worth should time run out: ViT-L/16-384, ViT-H/14, So400m/14-384, B/16-512, SigLIP-B/16, ViT-S/16.
 _LARGER = ("attention:577x16x64", "attention:257x16x80", "attention:729x16x72", "attention:1025x12x64")
-_OTHERS = ("attention:196x12x64", "attention:197x6x64", "mlp:197x1024x4096", "mlp:197x384x1536")
+_OTHERS = ("attention:196x12x64", "attention:197x6x64", "attention:197x16x64", "mlp:197x1024x4096", "mlp:197x384x1536")
 _RIVALS = "triton sdpa-cudnn sdpa-flash sdpa-efficient"
 _OURS = "triton triton-frozen triton-graphs sdpa timm"
 
@@ -116,7 +121,10 @@ PLANS: tuple[Plan, ...] = (
     bench("attention", "larger attention backward", _LARGER, _RIVALS, 32, compile_s=6, train=True),
     bench("attention", "other operators", _OTHERS, "triton eager", 64, compile_s=2),
     bench("attention", "other operators backward", _OTHERS, "triton eager", 64, compile_s=8, train=True),
-    bench("attention", "small batches", [_ATTENTION, _MLP], "triton eager", 1, compile_s=5),
+    bench("attention", "small batches", [_ATTENTION, _MLP], "triton sdpa eager", (1, 32), compile_s=8),
+    bench("attention", "small batches backward", [_ATTENTION, _MLP], "triton eager", (1, 32), compile_s=6, train=True),
+    bench("attention", "long", ["attention:4096x12x64"], _RIVALS, 4, compile_s=1),
+    bench("attention", "long backward", ["attention:4096x12x64"], _RIVALS, 4, compile_s=2, train=True),
 )  # fmt: skip
 PARTS = tuple(dict.fromkeys(plan.part for plan in PLANS))
 

@@ -19,7 +19,10 @@ from vit_fast.version import installed
 
 from .timing import Protocol, time_call
 
-PACKAGES = ("torch", "triton", "timm", "transformers", "torchvision", "onnxruntime", "onnxruntime-gpu", "numpy")
+PACKAGES = (
+    "torch", "triton", "timm", "transformers", "torchvision", "onnxruntime", "onnxruntime-gpu", "openvino", "tensorrt",
+    "torchao", "flash-attn", "xformers", "transformer-engine", "nvidia-ml-py", "numpy",
+)  # fmt: skip
 
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}
 MATMUL_SIZE = {"cuda": 8192, "cpu": 1024}

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -17,7 +17,7 @@ from vit_fast.data import default_photograph, find_images, read_image
 from .inputs import MAX_VIEWS
 from .machine import memory_bytes, short_name
 from .models import Model, find_models
-from .rows import Group
+from .rows import PERCENTILE_REPEATS, Group
 from .subjects import Selection, choose
 from .timing import Protocol
 
@@ -33,6 +33,10 @@ PROTOCOLS = {
     "cpu": Protocol(repeats=50, seconds=1.0, least_repeats=5, warmup_repeats=1, warmup_seconds=0.0),
     "cuda": Protocol(repeats=100, seconds=1.0, least_repeats=10),
 }
+# Of one image: enough calls for a 99th percentile.
+LATENCY = Protocol(repeats=1000, seconds=5.0, least_repeats=PERCENTILE_REPEATS)
+# Where the batch with most images a second is searched; see runner.
+SEARCHED = {"cpu": tuple(2**i for i in range(7)), "cuda": tuple(2**i for i in range(12))}
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class Plan:
         protocol: How long a measurement is.
         training: Whether training steps are measured; amp: under autocast in bf16.
         explain: Whether every subject is profiled, too; cold: whether its cold start is measured.
+        search: Whether batch_sizes, in their order, are tried only as long as they gain anything.
         request: What make_plan was asked for, as plain data from which it makes the same plan again.
     """
 
@@ -65,6 +70,7 @@ class Plan:
     amp: bool = False
     explain: bool = False
     cold: bool = False
+    search: bool = False
     request: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def groups(self) -> list[Group]:
@@ -85,13 +91,14 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for the record; images by name only."""
         return {
-            "models": [model.name for model in self.models],
+            "models": list(dict.fromkeys(model.name for model in self.models)),
             "img_size": self.request.get("img_size"),
             "train": self.training,
             "amp": self.amp,
             "explain": self.explain,
             "cold": self.cold,
-            "batch_sizes": list(self.batch_sizes),
+            "latency": bool(self.request.get("latency")),
+            "batch_sizes": ["best"] if self.search else list(self.batch_sizes),
             "dtypes": [short_name(dtype) for dtype in self.dtypes],
             "subjects": list(dict.fromkeys(s.label for chosen in self.selections.values() for s in chosen)),
             "device": str(self.device),
@@ -105,15 +112,16 @@ def make_plan(
     images: Sequence[str | Path] = (),
     *,
     models: Sequence[str] | None = None,
-    batch_sizes: Sequence[int] | None = None,
+    batch_sizes: Sequence[int] | Literal["best"] | None = None,
     dtypes: Sequence[str] | None = None,
     subjects: Sequence[str] | None = None,
     compile_modes: Sequence[str] | None = None,
-    img_size: Sequence[int] | None = None,
+    img_size: Sequence[int] | Sequence[Sequence[int]] | None = None,
     train: bool = False,
     amp: bool = False,
     explain: bool = False,
     cold: bool = False,
+    latency: bool = False,
     device: str = "auto",
     time_budget_s: float | None = None,
     protocol: Protocol | None = None,
@@ -123,21 +131,23 @@ def make_plan(
     Args:
         images: Files and folders; none means a photograph that is on this machine already.
         models: Names, patterns, ids, files or functions; see models.find_models.
-        batch_sizes: Images a call, each at least 1.
+        batch_sizes: Images a call, each at least 1; "best": doubled for as long as that gains images a second.
         dtypes: "fp32", "fp16", "bf16".
         subjects: See subjects.parse_label.
         compile_modes: Modes in which subjects that name none are measured; see subjects.COMPILE_MODES.
-        img_size: Height and width of the images; None means each model's own.
+        img_size: Height and width of the images, or several such; None means each model's own.
         train: Measure training steps (forward, backward, AdamW), not inference.
         amp: The forward of these under autocast in bf16, the parameters in fp32.
         explain: Profile every subject, too; see explain.explain.
         cold: Measure each from the start of a process to its first answer, too; see cold.cold_start.
+        latency: One image a call, often enough for a 99th percentile.
         device: "auto" (CUDA where there is one), or what torch.device takes.
         time_budget_s: Seconds; 0 means without limit.
         protocol: How long a measurement is.
     Raises:
         ValueError: anything is unknown, out of range or unreadable (ImageError); nothing has been built.
     """
+    request = {name: value for name, value in locals().items() if name != "protocol"}
     where = _device(device)
     kind = where.type
     budget = DEFAULT_TIME_BUDGET_S[kind] if time_budget_s is None else time_budget_s
@@ -145,55 +155,50 @@ def make_plan(
         raise ValueError(f"time_budget_s={budget}: accepted is a number of seconds >= 0 (0: no limit)")
     if amp and (not train or dtypes not in (None, ["fp32"])):
         raise ValueError("--amp: accepted with --train, and with --dtypes fp32 or none: the parameters stay in fp32")
-    size = None if img_size is None else _img_size(img_size)
-    wanted = [find_models(word, size) for word in (DEFAULT_MODELS[kind] if models is None else models)]
-    found = _some("models", [model for each in wanted for model in each])
+    if latency and batch_sizes not in (None, [1]):
+        raise ValueError("--latency: is of one image a call; accepted with it is --batch-sizes 1 or none")
+    words = DEFAULT_MODELS[kind] if models is None else models
+    found = _some("models", [model for word in words for size in _sizes(img_size) for model in find_models(word, size)])
+    search = batch_sizes == "best"
+    sizes = SEARCHED[kind] if batch_sizes == "best" else (1,) if latency else batch_sizes
     plan = Plan(
         models=found,
-        batch_sizes=_batch_sizes(DEFAULT_BATCH_SIZES[kind] if batch_sizes is None else batch_sizes),
+        batch_sizes=_batch_sizes(DEFAULT_BATCH_SIZES[kind] if sizes is None else sizes),
         dtypes=_dtypes(("fp32",) if amp else DEFAULT_DTYPES[kind] if dtypes is None else dtypes),
         selections={m.kind: tuple(choose(subjects, compile_modes, where, m.kind, train)) for m in found},
         device=where,
         images=_images(images),
         time_budget_s=budget or math.inf,
-        protocol=PROTOCOLS[kind] if protocol is None else protocol,
+        protocol=protocol or (LATENCY if latency else PROTOCOLS[kind]),
         training=train,
         amp=amp,
         explain=explain,
         cold=cold,
-        request={
-            "images": [str(Path(image).absolute()) for image in images],
-            "models": models,
-            "batch_sizes": batch_sizes,
-            "dtypes": dtypes,
-            "subjects": subjects,
-            "compile_modes": compile_modes,
-            "img_size": img_size,
-            "train": train,
-            "amp": amp,
-            "explain": explain,
-            "cold": cold,
-            "device": str(where),
-            "time_budget_s": time_budget_s,
-        },
+        search=search,
+        request=request | {"images": [str(Path(image).absolute()) for image in images], "device": str(where)},
     )
-    for model in plan.models:
-        _refuse_what_cannot_fit(model, plan)
+    there = memory_bytes(where)
+    if there is None:
+        return plan
+    if search:
+        fitting = tuple(size for size in plan.batch_sizes if _least_bytes(plan, size) <= there)
+        return dataclasses.replace(plan, batch_sizes=fitting or (1,))
+    most = max(plan.batch_sizes)
+    if (needed := _least_bytes(plan, most)) > there:
+        raise ValueError(
+            f"batch size {most}: needs at least {needed / 2**30:,.0f} GiB, {where} has {there / 2**30:,.0f} GiB;"
+            f" accepted here is up to {max(1, most * there // needed):,}"
+        )
     return plan
 
 
-def _refuse_what_cannot_fit(model: Model, plan: Plan) -> None:
-    """The least that a call holds at once: its inputs in two rotations, the residual stream and one hidden layer."""
-    itemsize = min(dtype.itemsize for dtype in plan.dtypes)
-    pixels, config = math.prod(model.shape), model.config
-    values = 0 if config is None else config.seqlen * (config.embed_dim + config.hidden_dim)
-    most, there = max(plan.batch_sizes), memory_bytes(plan.device)
-    needed = most * itemsize * (2 * pixels + values)
-    if there is not None and needed > there:
-        raise ValueError(
-            f"batch size {most}: needs at least {needed / 2**30:,.0f} GiB, {plan.device} has {there / 2**30:,.0f} GiB;"
-            f" accepted here is up to {max(1, most * there // needed):,}"
-        )
+def _least_bytes(plan: Plan, batch: int) -> int:
+    """What a call holds at once at the least: inputs in two rotations, the residual stream and one hidden layer."""
+    values = 0
+    for model in plan.models:
+        tokens = 0 if model.config is None else model.config.seqlen * (model.config.embed_dim + model.config.hidden_dim)
+        values = max(values, 2 * math.prod(model.shape) + tokens)
+    return batch * values * min(dtype.itemsize for dtype in plan.dtypes)
 
 
 def _device(name: str) -> torch.device:
@@ -210,7 +215,12 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _img_size(sides: Sequence[int]) -> Size:
+def _sizes(img_size: Sequence[int] | Sequence[Sequence[int]] | None) -> list[Size | None]:
+    several = [] if img_size is None else img_size if isinstance(img_size[0], Sequence) else [img_size]
+    return [_img_size(sides) for sides in several] or [None]
+
+
+def _img_size(sides: Any) -> Size:
     if len(sides) not in (1, 2) or min(sides) < 1:
         raise ValueError(f"--img-size {'x'.join(map(str, sides))}: accepted are a side, or HEIGHTxWIDTH, in pixels")
     return sides[0], sides[-1]

@@ -54,11 +54,14 @@ COLUMNS = (
     Column("images/s", lambda row: format_rate(row["images_per_s"]), 0),
     Column("ms", lambda row: f"{row['ms']:.4g}", 2),
     Column("[p20, p80]", lambda row: f"[{row['ms_p20']:.4g}, {row['ms_p80']:.4g}]", 4),
+    Column("p90 ms", lambda row: _number(row, "ms_p90", "{:.4g}"), 4),
+    Column("p99 ms", lambda row: _number(row, "ms_p99", "{:.4g}"), 3),
     Column("host ms", lambda row: _number(row, "host_ms"), 3),
     Column("TFLOP/s", lambda row: _number(row, "TFLOP_per_s"), 5),
     Column("of ceiling", lambda row: "above" if row["defect"] else _number(row, "ceiling_share", "{:.0%}"), 6),
     Column("floor ms", lambda row: _number(row, "floor_ms", "{:.4g}"), 9),
     Column("x best peer", _ratio, 1),
+    Column("J/image", lambda row: _number(row, "J_per_image"), 4),
     Column("peak MiB", lambda row: _number(row, "peak_MiB", "{:,.1f}"), 7),
     Column("max error", lambda row: _number(row, "max_error", "{:.1e}"), 8),
     Column("first call s", lambda row: _number(row, "first_call_s"), 10),
@@ -105,7 +108,21 @@ def remarks(record: Record) -> list[str]:
         else:
             lines.append(f"{title}: resolution {resolution:.1%}; within it, and marked =, there is no difference")
         lines += [f"{title}: DEFECT: {label(row)} at {row['defect']}" for row in rows if row["defect"]]
-    return lines
+    return [*lines, *_best_batches(record)]
+
+
+def _best_batches(record: Record) -> Iterable[str]:
+    """Of a search, where each subject has most images a second."""
+    best: dict[str, Row] = {}
+    for row in record["rows"] if record["plan"]["batch_sizes"] == ["best"] else []:
+        name = " ".join(map(str, (row["model"], row["dtype"], *row["img_size"][:1], row["subject"])))
+        if (
+            row["status"] == "measured"
+            and row["images_per_s"] > best.get(name, row | {"images_per_s": 0})["images_per_s"]
+        ):
+            best[name] = row
+    for name, row in best.items():
+        yield f"{name}: most images a second at batch {row['batch']}, {format_rate(row['images_per_s'])}"
 
 
 def heading(record: Record) -> str:
@@ -136,12 +153,13 @@ def command(record: Record) -> str:
     words = ["vit-fast", "bench"]
     if record["plan"]["images"] != ["grace_hopper.jpg"]:
         words += record["plan"]["images"]
-    words += [f"--{name}" for name in ("train", "amp", "explain", "cold") if record["plan"].get(name)]
+    words += [f"--{name}" for name in ("train", "amp", "explain", "cold", "latency") if record["plan"].get(name)]
     if size := record["plan"].get("img_size"):
-        words += ["--img-size", "x".join(map(str, size))]
+        sizes = size if isinstance(size[0], list) else [size]
+        words += ["--img-size", ",".join("x".join(map(str, sides)) for sides in sizes)]
     for name in ("models", "batch_sizes", "dtypes", "subjects", "device"):
         value = record["plan"][name]
-        if name == "dtypes" and record["plan"].get("amp"):
+        if record["plan"].get({"dtypes": "amp", "batch_sizes": "latency"}.get(name, "")):
             continue
         words += [f"--{name.replace('_', '-')}", ",".join(map(str, value)) if isinstance(value, list) else str(value)]
     return shlex.join(words)

@@ -14,7 +14,7 @@ from .machine import short_name
 from .models import Model
 from .roofline import Work, total
 from .subjects import Selection
-from .timing import Timing
+from .timing import Timing, percentile
 
 Status = Literal[
     "measured", "not installed", "unsupported", "wrong", "failed", "out of memory", "skipped", "interrupted"
@@ -23,26 +23,12 @@ Row = dict[str, Any]
 
 # Figures that exist only in a row whose outputs were right and whose time was measured.
 SPEED_FIELDS = (
-    "images_per_s",
-    "ms",
-    "ms_p20",
-    "ms_p80",
-    "repeats",
-    "host_ms",
-    "TFLOP_per_s",
-    "samples_ms",
-    "ceiling_share",
-    "FLOP",
-    "bytes",
-    "tokens",
-    "GFLOP_per_image",
-    "floor_ms",
-    "ratio_to_best_peer",
-    "ratio_interval",
-    "verdict",
-    "best_peer",
-    "defect",
-)
+    "images_per_s", "ms", "ms_p20", "ms_p80", "ms_p90", "ms_p99", "repeats", "host_ms", "J_per_image", "TFLOP_per_s",
+    "samples_ms", "ceiling_share", "FLOP", "bytes", "tokens", "GFLOP_per_image", "floor_ms", "ratio_to_best_peer",
+    "ratio_interval", "verdict", "best_peer", "defect",
+)  # fmt: skip
+# Calls that a 90th and a 99th percentile take.
+PERCENTILE_REPEATS = 100
 
 
 @dataclass(frozen=True)
@@ -72,9 +58,14 @@ class Group:
         return "amp" if self.amp else short_name(self.dtype)
 
     @property
-    def contest(self) -> tuple[str, str, int]:
+    def contest(self) -> tuple[str | int, ...]:
         """What its rows compete in; see contest."""
-        return self.model.name, self.dtype_name, self.requested_batch_size
+        return self.model.name, self.dtype_name, self.requested_batch_size, *self.sizes
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Height and width of its images; of what takes none, the shape of an input."""
+        return self.model.shape if self.model.data is None else self.model.image_hw
 
     def least(self) -> dict[str, Work]:
         """What a call must do, by part; a training step of a whole model three times its inference. Empty: unknown."""
@@ -98,7 +89,7 @@ def make_row(group: Group, selection: Selection, status: Status, reason: str | N
         "precision": selection.subject.precision or group.dtype_name,
         "batch": group.batch_size,
         "requested_batch": group.requested_batch_size,
-        "img_size": list(group.model.shape if group.model.data is None else group.model.image_hw),
+        "img_size": list(group.sizes),
         "status": status,
         "reason": reason,
         "max_error": None,
@@ -122,6 +113,7 @@ def add_verdict(row: Row, verdict: Verdict) -> None:
 def add_timing(row: Row, timing: Timing, group: Group) -> None:
     """Puts down the figures that follow from a time: images and operations a second."""
     images_per_s = group.batch_size / timing.ms * 1e3
+    enough = len(timing.samples_ms) >= PERCENTILE_REPEATS
     least = total(group.least().values())
     flop, moved = least.flop or None, least.elements * group.dtype.itemsize or None
     row.update(
@@ -130,6 +122,8 @@ def add_timing(row: Row, timing: Timing, group: Group) -> None:
         ms_p20=timing.ms_p20,
         ms_p80=timing.ms_p80,
         repeats=timing.repeats,
+        ms_p90=percentile(timing.samples_ms, 0.90) if enough else None,
+        ms_p99=percentile(timing.samples_ms, 0.99) if enough else None,
         host_ms=timing.host_ms,
         samples_ms=[float(f"{sample:.6g}") for sample in timing.samples_ms],
         TFLOP_per_s=flop and flop / timing.ms / 1e9,
@@ -148,6 +142,7 @@ def make_control(group: Group, subject: str, timing: Timing, again: Timing, cond
         "dtype": group.dtype_name,
         "batch": group.batch_size,
         "requested_batch": group.requested_batch_size,
+        "img_size": list(group.sizes),
         "ms": [timing.ms, again.ms],
         **resolution.control(timing.samples_ms, again.samples_ms),
         "conditions": conditions,
@@ -184,10 +179,11 @@ def finish(rows: Sequence[Row], ceilings: dict[str, Any], controls: Sequence[Row
 
 def resolution_of(row: Row, controls: Sequence[Row]) -> float:
     """The resolution of the contest that a row is in: the worst of its controls; infinite where there is none."""
-    found = [control["resolution"] for control in controls if contest(control) == contest(row)]
+    alike = {"img_size": row["img_size"]}  # of records whose controls do not say it
+    found = [control["resolution"] for control in controls if contest(alike | control) == contest(row)]
     return max(found, default=float("inf"))
 
 
 def contest(row: Row) -> tuple[Any, ...]:
     """What rows compete in."""
-    return row["model"], row["dtype"], row["requested_batch"]
+    return row["model"], row["dtype"], row["requested_batch"], *row["img_size"]

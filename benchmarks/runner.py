@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from . import preparation
+from . import energy, preparation
 from .cold import cold_start
 from .conditions import Conditions
 from .correctness import describe_rule
@@ -32,6 +32,7 @@ from .timing import Call, Samples, Timing, time_interleaved
 # Under this name the best call of a group is timed a second time.
 AGAIN = "again"
 # A measurement cut short, by Ctrl-C or the time budget, still counts when it reaches MEASURE's floor.
+GAIN = 1.03  # by which a batch must be better than all smaller ones for a search to go on
 FLOOR_REPEATS, FLOOR_MS, FLOOR_LEAST_REPEATS = 50, 200.0, 3
 
 
@@ -125,7 +126,10 @@ class _Run:
         interrupted = False
         try:
             self._take_ceilings()
-            for number, group in enumerate(groups):
+            for number, group in enumerate(list(groups)):
+                if self.plan.search and not self._may_pay(group):
+                    groups.remove(group)
+                    continue
                 self._give_share(len(groups) - number)
                 if left[group]:
                     self._run_group(group, left[group])
@@ -139,6 +143,23 @@ class _Run:
             "interrupted": interrupted,
             "seconds": round(time.perf_counter() - self.start, 1),
         }
+
+    def _may_pay(self, group: Group) -> bool:
+        """In a search, whether the batch before this one gave any subject more images a second than all before it."""
+        smaller: dict[str, list[Row]] = {}
+        for row in self.found.rows:
+            if (row["model"], row["dtype"], *row["img_size"]) == (group.model.name, group.dtype_name, *group.sizes):
+                smaller.setdefault(row["subject"], []).append(row)
+        pairs = [sorted(rows, key=lambda row: row["requested_batch"]) for rows in smaller.values() if len(rows) > 1]
+        return (
+            not smaller
+            or not pairs
+            or any(
+                rows[-1]["batch"] == rows[-1]["requested_batch"] < group.batch_size
+                and (rows[-1]["images_per_s"] or 0) > GAIN * max(row["images_per_s"] or 0 for row in rows[:-1])
+                for rows in pairs
+            )
+        )
 
     def _take_ceilings(self) -> None:
         """Before, between and after the groups, as what else runs on the machine comes and goes."""
@@ -274,6 +295,9 @@ class _Run:
         for name, ready in prepared.items():
             if name in timings:
                 add_timing(ready.row, timings[name], group)
+                whole = group.model.data is not None
+                if whole and (joules := energy.joules_of(ready.call, timings[name].ms, self.plan.device)) is not None:
+                    ready.row["J_per_image"] = joules / group.batch_size
             else:
                 ready.row.update(status=otherwise, reason="before there were enough repeats")
             self.found.add("row", ready.row)

@@ -35,7 +35,9 @@ def bench(
             metavar="A,B",
         ),
     ] = None,
-    img_size: Annotated[str | None, typer.Option(help="Pixels a side; default: the model's.", metavar="N|HxW")] = None,
+    img_size: Annotated[
+        str | None, typer.Option(help="Pixels a side, or several; default: the model's.", metavar="N|HxW,...")
+    ] = None,
     train: Annotated[bool, typer.Option("--train", help="Training steps: forward, backward, AdamW.")] = False,
     amp: Annotated[bool, typer.Option("--amp", help="With --train: forward under autocast in bf16.")] = False,
     explain: Annotated[
@@ -44,7 +46,12 @@ def bench(
     cold: Annotated[
         bool, typer.Option("--cold", help="Also from the start of a process to its first right answer.")
     ] = False,
-    batch_sizes: Annotated[str | None, typer.Option(help="Images a call.", metavar="1,8")] = None,
+    latency: Annotated[
+        bool, typer.Option("--latency", help="One image a call, often enough for a 99th percentile.")
+    ] = False,
+    batch_sizes: Annotated[
+        str | None, typer.Option(help="Images a call; best: doubled as long as that gains.", metavar="1,8|best")
+    ] = None,
     dtypes: Annotated[str | None, typer.Option(help="fp32, fp16, bf16.", metavar="A,B")] = None,
     subjects: Annotated[
         str | None, typer.Option(help="What to measure; see --list-subjects.", metavar="eager,timm+compile")
@@ -88,15 +95,16 @@ def bench(
         plan = make_plan(
             images or (),
             models=split_words(models),
-            batch_sizes=integers("--batch-sizes", batch_sizes),
+            batch_sizes="best" if batch_sizes == "best" else integers("--batch-sizes", batch_sizes),
             dtypes=split_words(dtypes),
             subjects=split_words(subjects),
             compile_modes=split_words(compile_modes),
-            img_size=integers("--img-size", img_size, "x"),
+            img_size=[integers("--img-size", size, "x") or [] for size in img_size.split(",")] if img_size else None,
             train=train,
             amp=amp,
             explain=explain,
             cold=cold,
+            latency=latency,
             device=device,
             time_budget_s=time_budget,
         )
@@ -104,7 +112,7 @@ def bench(
         journal = Journal.begin(default_folder(machine) if out is None else out, plan.request, machine)
     else:
         asked = (images, models, img_size, batch_sizes, dtypes, subjects, compile_modes, out, time_budget)
-        if any(value is not None for value in asked) or train or amp or explain or cold or device != "auto":
+        if any(value is not None for value in asked) or train or amp or explain or cold or latency or device != "auto":
             raise ValueError(f"--resume {resume}: does what that run was asked for; accepted beside it is --json")
         journal = Journal.resume(resume)
         plan = make_plan(**journal.header["request"])

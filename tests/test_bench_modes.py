@@ -1,0 +1,114 @@
+"""What else a run can be asked for: latency, the best batch by search, several image sizes, energy."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+import torch
+
+from vit_fast.benchmarks import energy, html_report, machine, report, runner
+from vit_fast.benchmarks.plan import LATENCY, make_plan
+from vit_fast.benchmarks.rows import PERCENTILE_REPEATS
+from vit_fast.benchmarks.timing import Protocol, percentile
+
+QUICK = Protocol(repeats=4, seconds=60.0, least_repeats=3, warmup_repeats=1)
+VIT_TEST = {"models": ["vit_test"], "dtypes": ["fp32"], "device": "cpu"}
+
+
+@pytest.fixture(autouse=True)
+def small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(machine.MATMUL_SIZE, "cpu", 64)
+    monkeypatch.setitem(machine.COPY_BYTES, "cpu", 2**16)
+
+
+def test_latency_is_of_one_image_and_says_its_99th_percentile() -> None:
+    plan = make_plan(subjects=["sdpa"], latency=True, **VIT_TEST)
+    assert plan.batch_sizes == (1,) and plan.protocol == LATENCY
+    assert "--latency" in report.command({"plan": plan.to_dict()})
+    assert "--batch-sizes" not in report.command({"plan": plan.to_dict()})
+    with pytest.raises(ValueError, match="of one image a call"):
+        make_plan(latency=True, batch_sizes=[1, 8], **VIT_TEST)
+    enough = Protocol(repeats=PERCENTILE_REPEATS, seconds=60.0, least_repeats=PERCENTILE_REPEATS, warmup_repeats=1)
+    record = runner.run(make_plan(subjects=["sdpa"], latency=True, protocol=enough, **VIT_TEST))
+    (row,) = record["rows"]
+    assert (row["ms_p90"], row["ms_p99"]) == pytest.approx([percentile(row["samples_ms"], x) for x in (0.9, 0.99)])
+    assert row["ms"] <= row["ms_p90"] <= row["ms_p99"]
+    assert {"p90 ms", "p99 ms"} <= {column.title for column in report.filled_columns(record)}
+    (few,) = runner.run(make_plan(subjects=["sdpa"], batch_sizes=[1], protocol=QUICK, **VIT_TEST))["rows"]
+    assert few["ms_p90"] is few["ms_p99"] is None
+
+
+class Simulated:
+    """A machine on which a call takes so many ms by its batch."""
+
+    def __init__(self, ms: dict[int, float]) -> None:
+        self.ms, self.asked = ms, []
+
+    def measure(self, run: object, group: object, selections: object) -> list[object]:
+        self.asked.append(group.batch_size)
+        for selection in selections:
+            row = runner.make_row(group, selection, "measured")
+            ms = self.ms[group.batch_size] * (1 if selection.label == "eager" else 2)
+            run.found.add("row", row | {"images_per_s": 1e3 * group.batch_size / ms, "ms": ms, "samples_ms": [ms] * 4})
+        return []
+
+
+@pytest.mark.parametrize(
+    ("ms", "asked"),
+    [
+        ({1: 1.0, 2: 1.5, 4: 2.5, 8: 5.0, 16: 10.0}, [1, 2, 4, 8]),  # 8 gains nothing over 4
+        ({1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0, 16: 1.0, 32: 1.0, 64: 1.0}, [1, 2, 4, 8, 16, 32, 64]),
+        ({1: 1.0, 2: 3.0}, [1, 2]),
+    ],
+)
+def test_the_batch_is_doubled_as_long_as_that_gains(ms, asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated = Simulated(ms)
+    monkeypatch.setattr(runner._Run, "_measure_group", lambda self, *given: simulated.measure(self, *given))
+    plan = make_plan(subjects=["eager", "sdpa"], batch_sizes="best", protocol=QUICK, **VIT_TEST)
+    record = runner.run(plan)
+    assert simulated.asked == asked
+    assert sorted({row["requested_batch"] for row in record["rows"]}) == asked
+    best = max(asked, key=lambda batch: batch / ms[batch])
+    lines = [line for line in report.remarks(record) if "most images a second" in line]
+    assert len(lines) == 2 and all(f"at batch {best}, " in line for line in lines)
+    assert "--batch-sizes best" in report.command(record)
+
+
+def test_a_search_goes_no_further_than_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vit_fast.benchmarks.plan.memory_bytes", lambda _: 2**20)
+    sizes = make_plan(batch_sizes="best", **VIT_TEST).batch_sizes
+    assert sizes[0] == 1 and 1 < sizes[-1] < 64
+
+
+def test_several_image_sizes_are_contests_of_their_own_and_a_curve_over_tokens() -> None:
+    plan = make_plan(subjects=["eager", "sdpa"], batch_sizes=[2], img_size=[[32], [64, 32]], protocol=QUICK, **VIT_TEST)
+    record = runner.run(plan)
+    assert [(row["img_size"], row["tokens"], row["status"]) for row in record["rows"]] == [
+        (size, tokens, "measured") for size, tokens in (([32, 32], 17), ([64, 32], 33)) for _ in range(2)
+    ]
+    assert [control["img_size"] for control in record["controls"]] == [[32, 32], [64, 32]]
+    assert list(report.contests(record)) == ["vit_test, fp32, batch 2, 32x32", "vit_test, fp32, batch 2, 64x32"]
+    assert "--img-size 32,64x32" in report.command(record)
+    assert "tokens an image" in html_report.render({"sweep": record})
+
+
+def test_energy_is_the_counters_difference_over_calls_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for NVML: a board of 300 W, on which a call takes 10 ms; its counter is in millijoules."""
+    done: list[int] = []
+    nvml = types.ModuleType("pynvml")
+    nvml.nvmlInit = lambda: None
+    nvml.nvmlDeviceGetHandleByPciBusId = lambda bus: bus
+    nvml.nvmlDeviceGetTotalEnergyConsumption = lambda handle: 7_000 + 3_000 * len(done)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(energy, "synchronise", lambda device: None)
+    monkeypatch.setattr(energy, "bus_id", lambda properties: "0000:00:00.0")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: None)
+    assert energy.joules_of(done.append, 10.0, torch.device("cuda")) == pytest.approx(3.0)
+    assert len(done) == 50
+    nvml.nvmlDeviceGetTotalEnergyConsumption = lambda handle: 1 / 0
+    assert energy.joules_of(done.append, 10.0, torch.device("cuda")) is None
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert energy.joules_of(done.append, 10.0, torch.device("cuda")) is None
+    assert energy.joules_of(done.append, 10.0, torch.device("cpu")) is None and len(done) == 50
