@@ -1,7 +1,8 @@
 """What a run can tell apart: intervals of ratios by bootstrap, the A/A control, and the verdicts that follow.
 
 Every group times its best call twice, under two names, in the same turns: whatever lies between the two is what this
-machine does to identical code, and the resolution of the run. A ratio is a difference only when its interval leaves 1
+machine does to identical code, and the resolution of the run. Samples of one turn share what the machine did then, and
+are compared with one another. A ratio is a difference only when its interval leaves 1
 out and it lies farther from 1 than the resolution.
 """
 
@@ -20,26 +21,42 @@ SAME, FASTER, SLOWER, UNKNOWN = "no difference", "faster", "slower", "cannot be 
 QUIET_RUN = "for a quiet run: end what else runs here, fix the clocks, or give the run cores of its own (taskset -c)"
 
 
-def ratio_interval(
-    base_ms: Sequence[float], other_ms: Sequence[float], *, paired: bool, share: float = 0.5
-) -> tuple[float, float]:
-    """An interval for how many times as fast the other is: median(base_ms) / median(other_ms).
+def ratio(base_ms: Sequence[float], other_ms: Sequence[float], *, paired: bool, share: float = 0.5) -> float:
+    """How many times as fast the other is.
 
-    Moving blocks of neighbouring samples are drawn, as bursts and drift last for several.
+    Of samples taken in the same turns the median of each turn's own ratio, in which cancels whatever the machine did
+    to that turn: drift and bursts that move a median by half leave it within some per cent. Else of the medians.
 
     Args:
         base_ms: Durations, at least one.
         other_ms: Those of the other; in ms, as they were taken.
-        paired: Whether samples of the same number were taken in the same turn, and share what the machine did then.
+        paired: Whether samples of the same number were taken in the same turn.
         share: Of the calls that are compared by the longest of them; 0.5 compares medians.
+    """
+    return float(_ratios(np.asarray(base_ms)[None], np.asarray(other_ms)[None], paired, share)[0])
+
+
+def ratio_interval(
+    base_ms: Sequence[float], other_ms: Sequence[float], *, paired: bool, share: float = 0.5
+) -> tuple[float, float]:
+    """An interval for the ratio of the same arguments.
+
+    Moving blocks of neighbouring samples are drawn, as bursts and drift last for several.
     """
     generator = np.random.default_rng(0)
     base, other = np.asarray(base_ms), np.asarray(other_ms)
     rows = _blocks(len(base), generator)
     others = rows if paired and len(base) == len(other) else _blocks(len(other), generator)
-    ratios = np.quantile(base[rows], share, axis=1) / np.quantile(other[others], share, axis=1)
+    ratios = _ratios(base[rows], other[others], paired, share)
     low, high = np.quantile(ratios, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return float(low), float(high)
+
+
+def _ratios(base: np.ndarray, other: np.ndarray, paired: bool, share: float) -> np.ndarray:
+    """Of rows of samples; only medians are taken turn by turn, the longest calls of two are not of the same turns."""
+    if paired and share == 0.5 and base.shape == other.shape:
+        return np.median(base / other, axis=1)
+    return np.quantile(base, share, axis=1) / np.quantile(other, share, axis=1)
 
 
 def _blocks(count: int, generator: np.random.Generator) -> np.ndarray:
@@ -52,25 +69,25 @@ def _blocks(count: int, generator: np.random.Generator) -> np.ndarray:
 def control(first_ms: Sequence[float], again_ms: Sequence[float], *, share: float = 0.5) -> dict[str, Any]:
     """The A/A control: identical code timed in the same turns, and the resolution that follows, as a share."""
     low, high = ratio_interval(first_ms, again_ms, paired=True, share=share)
-    ratio = float(np.quantile(first_ms, share) / np.quantile(again_ms, share))
-    return {"ratio": ratio, "interval": [low, high], "resolution": max(high, 1 / low, ratio, 1 / ratio) - 1}
+    found = ratio(first_ms, again_ms, paired=True, share=share)
+    return {"ratio": found, "interval": [low, high], "resolution": max(high, 1 / low, found, 1 / found) - 1}
 
 
-def verdict(ratio: float, interval: Sequence[float], resolution: float) -> str:
+def verdict(found: float, interval: Sequence[float], resolution: float) -> str:
     """What a ratio says at a resolution: faster, slower, no difference, or that nothing can be said."""
     if resolution > UNRANKABLE:
         return UNKNOWN
     low, high = interval
-    if low <= 1 <= high or max(ratio, 1 / ratio) - 1 <= resolution:
+    if low <= 1 <= high or max(found, 1 / found) - 1 <= resolution:
         return SAME
-    return FASTER if ratio > 1 else SLOWER
+    return FASTER if found > 1 else SLOWER
 
 
 def compare_rows(
     base: Mapping[str, Any], other: Mapping[str, Any], resolution: float, *, paired: bool
 ) -> dict[str, Any]:
     """How many times as fast the other measured row is: ratio, its interval, verdict."""
-    ratio = other["images_per_s"] / base["images_per_s"]
-    scale = other["batch"] / base["batch"]
-    interval = [scale * end for end in ratio_interval(base["samples_ms"], other["samples_ms"], paired=paired)]
-    return {"ratio": ratio, "interval": interval, "verdict": verdict(ratio, interval, resolution)}
+    scale, samples = other["batch"] / base["batch"], (base["samples_ms"], other["samples_ms"])
+    interval = [scale * end for end in ratio_interval(*samples, paired=paired)]
+    found = scale * ratio(*samples, paired=paired)
+    return {"ratio": found, "interval": interval, "verdict": verdict(found, interval, resolution)}

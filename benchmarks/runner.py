@@ -72,7 +72,7 @@ def run(plan: Plan, listener: Listener | None = None, journal: Journal | None = 
         The record: plain data for JSON, with machine, ceilings, controls, plan and one row for each selection of each
         group.
     """
-    return _Run(plan, Silent() if listener is None else listener, journal).record()
+    return _Run(plan, listener or Silent(), journal).record()
 
 
 class _Findings:
@@ -127,7 +127,7 @@ class _Run:
         try:
             self._take_ceilings()
             for number, group in enumerate(list(groups)):
-                if self.plan.search and not self._may_pay(group):
+                if self.plan.search and not _may_pay(group, self.found.rows):
                     groups.remove(group)
                     continue
                 self._give_share(len(groups) - number)
@@ -143,23 +143,6 @@ class _Run:
             "interrupted": interrupted,
             "seconds": round(time.perf_counter() - self.start, 1),
         }
-
-    def _may_pay(self, group: Group) -> bool:
-        """In a search, whether the batch before this one gave any subject more images a second than all before it."""
-        smaller: dict[str, list[Row]] = {}
-        for row in self.found.rows:
-            if (row["model"], row["dtype"], *row["img_size"]) == (group.model.name, group.dtype_name, *group.sizes):
-                smaller.setdefault(row["subject"], []).append(row)
-        pairs = [sorted(rows, key=lambda row: row["requested_batch"]) for rows in smaller.values() if len(rows) > 1]
-        return (
-            not smaller
-            or not pairs
-            or any(
-                rows[-1]["batch"] == rows[-1]["requested_batch"] < group.batch_size
-                and (rows[-1]["images_per_s"] or 0) > GAIN * max(row["images_per_s"] or 0 for row in rows[:-1])
-                for rows in pairs
-            )
-        )
 
     def _take_ceilings(self) -> None:
         """Before, between and after the groups, as what else runs on the machine comes and goes."""
@@ -375,6 +358,18 @@ class _Watch:
             for name, taken in self.samples.items()
             if len(taken) >= FLOOR_REPEATS or (len(taken) >= FLOOR_LEAST_REPEATS and sum(taken) >= FLOOR_MS)
         }
+
+
+def _may_pay(group: Group, rows: Sequence[Row]) -> bool:
+    """In a search, whether the batch before this one gave any subject more images a second than all before it."""
+    rates: dict[str, list[float]] = {}
+    for row in rows:
+        if (row["model"], row["dtype"], *row["img_size"]) == (group.model.name, group.dtype_name, *group.sizes):
+            whole = row["batch"] == row["requested_batch"]
+            rates.setdefault(row["subject"], []).append((row["images_per_s"] or 0.0) if whole else 0.0)
+    most = max(map(len, rates.values()), default=0)
+    tried = [found for found in rates.values() if len(found) == most]
+    return most < 2 or any(found[-1] > GAIN * max(found[:-1]) for found in tried)
 
 
 def _planned_place(plan: Plan, row: Row) -> tuple[int, int]:

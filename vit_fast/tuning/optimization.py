@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from vit_fast.benchmarks.resolution import ratio_interval
+from vit_fast.benchmarks import resolution
 from vit_fast.benchmarks.timing import percentile
 
 from ..files import file_aside
@@ -280,8 +280,8 @@ def _row(trial: Trial[Choice], given: Trial[Choice], trials: Trials, share: floa
     if trial.samples_ms:
         ms = percentile(trial.samples_ms, share)
         before, after = paired(given.samples_ms, trial.samples_ms)
-        ratio = percentile(before, share) / percentile(after, share)
-        low, high = ratio_interval(before, after, paired=True, share=share)
+        ratio = resolution.ratio(before, after, paired=True, share=share)
+        low, high = resolution.ratio_interval(before, after, paired=True, share=share)
         interval = (low, high)
         base = batch * 1e3 / percentile(before, share)
         rate = (base * low, base * high)
