@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import torch
 
@@ -52,3 +53,24 @@ def _reproducible() -> None:
 
 if os.environ.get("PYTEST_XDIST_WORKER"):
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine's ceilings are measured on next to nothing."""
+    from vit_fast.benchmarks import machine
+
+    monkeypatch.setitem(machine.MATMUL_SIZE, "cpu", 64)
+    monkeypatch.setitem(machine.COPY_BYTES, "cpu", 2**16)
+
+
+@pytest.fixture
+def add(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Registers a subject of the bench for the time of a test."""
+    from vit_fast.benchmarks import subjects
+
+    def add(name: str, build: Callable[..., object], **fields: object) -> None:
+        subjects.all_subjects()
+        monkeypatch.setitem(subjects._SUBJECTS, name, subjects.Subject(name, "for a test", build, **fields))
+
+    return add

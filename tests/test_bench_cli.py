@@ -16,6 +16,8 @@ from vit_fast.benchmarks import machine, plot, readme_table, records, report, ru
 from vit_fast.cli import main
 from vit_fast.commands.bench import patient_interrupt
 
+pytestmark = pytest.mark.usefixtures("small_ceilings")
+
 SMALL = ["--models", "vit_test", "--batch-sizes", "2", "--dtypes", "fp32"]
 
 
@@ -24,12 +26,6 @@ def vit_fast(*arguments: str) -> int:
     with pytest.raises(SystemExit) as ended:
         main(list(arguments))
     return int(ended.value.code or 0)
-
-
-@pytest.fixture(autouse=True)
-def small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(machine.MATMUL_SIZE, "cpu", 64)
-    monkeypatch.setitem(machine.COPY_BYTES, "cpu", 2**16)
 
 
 @pytest.fixture(scope="module")

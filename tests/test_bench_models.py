@@ -8,22 +8,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench_support import QUICK
 from torch import Tensor, nn
 
 import vit_fast
-from vit_fast.benchmarks import machine, runner, subjects
+from vit_fast.benchmarks import runner, subjects
 from vit_fast.benchmarks.models import find_models
 from vit_fast.benchmarks.plan import make_plan
 from vit_fast.benchmarks.report import command
 from vit_fast.benchmarks.subjects import Subject, Task, choose
 from vit_fast.benchmarks.subjects_ours import build
-from vit_fast.benchmarks.timing import Protocol
 from vit_fast.cli import main
 
-QUICK = Protocol(repeats=4, seconds=60.0, least_repeats=3, warmup_repeats=1)
 MODULE = """
 import torch
 from torch import nn
+
+pytestmark = pytest.mark.usefixtures("small_ceilings")
 
 def convolution():
     return nn.Sequential(nn.Conv2d(3, 8, 8, 8), nn.Flatten(), nn.Linear(256, 5))
@@ -31,12 +32,6 @@ def convolution():
 def number():
     return 5
 """
-
-
-@pytest.fixture(autouse=True)
-def small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(machine.MATMUL_SIZE, "cpu", 64)
-    monkeypatch.setitem(machine.COPY_BYTES, "cpu", 2**16)
 
 
 @pytest.fixture

@@ -7,20 +7,16 @@ import types
 
 import pytest
 import torch
+from bench_support import QUICK
 
-from vit_fast.benchmarks import energy, html_report, machine, report, runner
+from vit_fast.benchmarks import energy, html_report, report, runner
 from vit_fast.benchmarks.plan import LATENCY, make_plan
 from vit_fast.benchmarks.rows import PERCENTILE_REPEATS
 from vit_fast.benchmarks.timing import Protocol, percentile
 
-QUICK = Protocol(repeats=4, seconds=60.0, least_repeats=3, warmup_repeats=1)
+pytestmark = pytest.mark.usefixtures("small_ceilings")
+
 VIT_TEST = {"models": ["vit_test"], "dtypes": ["fp32"], "device": "cpu"}
-
-
-@pytest.fixture(autouse=True)
-def small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(machine.MATMUL_SIZE, "cpu", 64)
-    monkeypatch.setitem(machine.COPY_BYTES, "cpu", 2**16)
 
 
 def test_latency_is_of_one_image_and_says_its_99th_percentile() -> None:

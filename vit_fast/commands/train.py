@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..training.processes import Processes
     from ..training.trainer import Measure
 
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+_DTYPES = ("fp32", "bf16")
 
 
 def register(app: typer.Typer) -> None:
@@ -75,7 +75,7 @@ def train_command(
         "epochs": epochs, "batch_size": batch_size, "lr": lr, "weight_decay": weight_decay,
         "warmup_epochs": warmup_epochs, "schedule": schedule, "layer_decay": layer_decay,
         "label_smoothing": label_smoothing, "mixup": mixup, "max_grad_norm": max_grad_norm, "ema_decay": ema_decay,
-        "accumulation": accumulation, "patience": patience, "dtype": None if dtype is None else _DTYPES[dtype],
+        "accumulation": accumulation, "patience": patience, "dtype": dtype,
         "augment": augment, "grad_checkpointing": grad_checkpointing, "seed": seed,
     }  # fmt: skip
 

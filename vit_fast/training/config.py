@@ -35,7 +35,7 @@ class TrainConfig:
         accumulation: Parts that a batch is computed in, one after the other, for less memory.
         patience: Training stops after so many epochs without a better accuracy on the held-out images, and the weights
             of the best epoch are kept.
-        dtype: Autocast dtype of the forward pass; "float32" means no autocast.
+        dtype: Autocast dtype of the forward pass; "fp32" means no autocast.
         grad_checkpointing: Recompute blocks in the backward pass instead of keeping their activations.
         augment: See PreparedImages; else the evaluation transform.
         seed: Of order, augmentation, mixing, dropout and drop path.
@@ -57,7 +57,7 @@ class TrainConfig:
     ema_decay: float = 0.0
     accumulation: int = 1
     patience: int = 0
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["fp32", "bf16"] = "fp32"
     grad_checkpointing: bool = False
     augment: bool = True
     seed: int = 0
@@ -73,7 +73,7 @@ class TrainConfig:
             self._check(name, 0 <= self._value(name) < 1, "a share in [0, 1)")
         self._check("layer_decay", self.layer_decay <= 1, "a number in (0, 1]")
         self._check("schedule", self.schedule in ("cosine", "constant"), "'cosine', 'constant'")
-        self._check("dtype", self.dtype in ("float32", "bfloat16"), "'float32', 'bfloat16'")
+        self._check("dtype", self.dtype in ("fp32", "bf16"), "'fp32', 'bf16'")
 
     def _value(self, name: str) -> float:
         """NaN, which no comparison accepts, where it is infinite or no number."""

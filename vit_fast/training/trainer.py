@@ -80,7 +80,7 @@ class Trainer:
         parts = list(zip(*(tensor.chunk(self.config.accumulation) for tensor in (images, labels, mixed_with))))
         for i, (part, own, other) in enumerate(parts):
             with self.processes.synchronising(self.forward, last=i == len(parts) - 1):
-                with torch.autocast(device.type, torch.bfloat16, enabled=self.config.dtype == "bfloat16"):
+                with torch.autocast(device.type, torch.bfloat16, enabled=self.config.dtype == "bf16"):
                     logits = self.forward(part)
                 loss = share * self._loss(logits, own)
                 if share < 1:
