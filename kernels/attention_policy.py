@@ -191,13 +191,15 @@ def varlen_configs(problem: Problem) -> tuple[ForwardConfig, BackwardConfig, Bac
     """
     long = replace(problem, n_q=max(problem.n_q, MAX_ROW_KEYS + 1), n_kv=max(problem.n_kv, MAX_ROW_KEYS + 1))
     forward, dq, dkdv = forward_config(long), dq_config(long), dkdv_config(long)
-    if problem.n_q <= SHORT:
+    if problem.n_q <= SHORT or (problem.generation == "blackwell" and problem.width == 128):
         forward = replace(forward, block_m=min(forward.block_m, SHORT))
     if problem.n_kv <= SHORT:
         forward = replace(forward, block_n=min(forward.block_n, SHORT))
     # the tile that ends a sequence is as large as the others, and masked: what it holds beside them spills in these
     if problem.element == "ieee" or (problem.generation == "ampere" and problem.width <= 32):
         forward = replace(forward, block_n=min(forward.block_n, 32))
+    if problem.element != "half" and problem.generation == "blackwell" and problem.width == 128:
+        forward, dkdv = replace(forward, block_m=32), replace(dkdv, block_n=16)
     if dkdv.tma and problem.generation == "hopper" and problem.width == 128:
         dkdv = replace(dkdv, num_warps=8)
     return forward, dq, dkdv

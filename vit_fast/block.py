@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .ops.attention import attention_qkvpacked, is_exporting
+from .ops.attention import is_exporting
+from .ops.attention_varlen import attention_among
 from .ops.backends import constant_to_compiler
 from .ops.block import BlockTensors, fused_block
 from .ops.checks import matmul_dtype
-from .ops.descriptions import Rope
+from .ops.descriptions import Keys, Rope
 from .ops.frozen import Frozen
 from .ops.layer_norm_mlp import fused_layer_norm_mlp, layer_norm_mlp, needs_gradient
 from .ops.linear import layer_norm_linear, linear_residual
@@ -84,6 +85,7 @@ def run_block(
     statistics: Tensor | None = None,
     *,
     rope: Rope | None = None,
+    keys: Keys | None = None,
     backend: str = "triton",
     attend: Callable[[Tensor], Tensor] | None = None,
     next_statistics: bool = False,
@@ -92,19 +94,20 @@ def run_block(
 
     Args:
         parts: Of the block; neither half drops elements now.
-        x: [B, N, C].
+        x: [B, N, C]; [total, C] of packed sequences.
         statistics: Of the rows of x for the first LayerNorm, as the block before gave them; None computes them.
         rope: Rotary positions of q and k, where the first half is ours.
+        keys: That queries meet there; None means all of their image.
         backend: What computes the second half.
         attend: x -> x + attention, where the first half stays modules; None where it is ours.
         next_statistics: Whether a LayerNorm follows that takes the statistics of the rows over.
     Returns:
-        [B, N, C], and the statistics of its rows where they were wanted, they are of half precision, and nothing came
-        after the last matmul.
+        Of x's shape, and the statistics of its rows where they were wanted, they are of half precision, and nothing
+        came after the last matmul.
     """
     mlp: Any = parts.mlp
     attention: Any = parts.attention
-    in_one = attend is None and backend == "triton" and rope is None and attention.qk_norm is None
+    in_one = attend is None and backend == "triton" and rope is None and keys is None and attention.qk_norm is None
     if in_one and not is_exporting() and not _drops_a_path(attention, mlp):
         return fused_block(
             x, statistics, _tensors_for(parts, x), heads=attention.num_heads, attention_scale=attention.scale,
@@ -113,7 +116,7 @@ def run_block(
     if attend is not None:
         x, statistics = attend(x), None
     else:
-        x, statistics = _attention_half(attention, x, statistics, rope)
+        x, statistics = _attention_half(attention, x, statistics, rope, keys)
     if backend != "triton" or is_exporting():
         return run_mlp(mlp, x, backend), None
     dropping = _drops_path(mlp.drop_path)
@@ -134,7 +137,7 @@ def run_mlp(parts: MlpParts, x: Tensor, backend: str) -> Tensor:
 
 
 def _attention_half(
-    parts: AttentionParts, x: Tensor, statistics: Tensor | None, rope: Rope | None
+    parts: AttentionParts, x: Tensor, statistics: Tensor | None, rope: Rope | None, keys: Keys | None
 ) -> tuple[Tensor, Tensor | None]:
     weight, bias = parts.qkv.tensors()
     qkv = layer_norm_linear(x, *parts.norm.tensors(), weight, bias, eps=parts.norm.eps, statistics=statistics)
@@ -142,7 +145,7 @@ def _attention_half(
     if rope is not None or parts.qk_norm is not None:
         qk_norm = None if parts.qk_norm is None else parts.qk_norm.now()
         packed = qk_norm_rope(packed, qk_norm=qk_norm, rope=rope, backend="triton")
-    mixed = attention_qkvpacked(packed, scale=parts.scale, backend="triton").flatten(2)
+    mixed = attention_among(packed, keys, scale=parts.scale, backend="triton").flatten(-2)
     weight, bias = tensors_of(parts.proj)
     if _drops_path(parts.drop_path):
         branch, _ = linear_residual(mixed, weight, bias, layer_scale=scale_of(parts), residual=None)
@@ -190,6 +193,7 @@ def forward_block(
     x: Tensor,
     *,
     rope: Rope | None = None,
+    keys: Keys | None = None,
     backend: str,
     attend: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
@@ -198,10 +202,12 @@ def forward_block(
     The row statistics of what the block before returned are taken over where x is that very tensor, untouched.
     """
     if backend != "triton" or parts.attention is None or torch.compiler.is_compiling() or is_touched(block):
-        return run_block(parts, x, rope=rope, backend=backend, attend=attend)[0]
+        return run_block(parts, x, rope=rope, keys=keys, backend=backend, attend=attend)[0]
     statistics = recall(x) if attend is None else None
     with counted():
-        y, emitted = run_block(parts, x, statistics, rope=rope, backend=backend, attend=attend, next_statistics=True)
+        y, emitted = run_block(
+            parts, x, statistics, rope=rope, keys=keys, backend=backend, attend=attend, next_statistics=True
+        )
     remember(y, emitted)
     return y
 

@@ -19,7 +19,7 @@ from .block import drops, forward_block, parts_of, run_blocks, run_mlp, runs_who
 from .freezing import Freezable
 from .ops.attention_op import DTYPES, MAX_HEAD_DIM, MIN_HEAD_DIM
 from .ops.backends import resolve_backend
-from .ops.descriptions import Rope
+from .ops.descriptions import Keys, Rope
 from .parts import AttentionParts, BlockParts, MlpParts
 from .reading import Reader, read_block
 from .tracing import show_original_to_tracers
@@ -258,17 +258,19 @@ class FusedNormMlp(Freezable, FusedModule):
         attend: Callable[[Tensor], Tensor],
         ordinary: bool = True,
         rope: Rope | None = None,
+        keys: Keys | None = None,
     ) -> Tensor:
         """The module as a block, [B, N, C] -> [B, N, C].
 
         Args:
             parts: Of ready().
             attend: x -> x + attention by the modules, for where they have to run.
-            ordinary: Whether the call asks for nothing but attention without masks.
+            ordinary: Whether the call asks for nothing but what rope and keys say.
             rope: Its rotary positions, where it is ordinary and has some.
+            keys: Likewise, which keys queries meet.
         """
         by_modules = None if ordinary and self._runs_whole(parts) else attend
-        return forward_block(self, parts, x, rope=rope, backend=self.vit_fast_backend, attend=by_modules)
+        return forward_block(self, parts, x, rope=rope, keys=keys, backend=self.vit_fast_backend, attend=by_modules)
 
 
 @fused_form_of(nn.Sequential)

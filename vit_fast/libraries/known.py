@@ -21,8 +21,8 @@ from . import (
     torch_nn,
     torchvision,
     transformers,
-    transformers_blocks,
     transformers_config,
+    transformers_packed,
 )
 from .image_model import ImageModel
 from .rename import Converted, strip_wrappers
@@ -31,7 +31,7 @@ NAMED_WEIGHTS = (google, torchvision, transformers, openai, timm)
 CONFIGURATIONS = (timm, transformers_config)
 PEERS = (timm, transformers, torchvision)
 IMAGE_MODELS = (ours, timm, transformers, torchvision)
-FUSABLE = {"timm": timm_blocks, "transformers": transformers_blocks, "torchvision": torchvision, "torch": torch_nn}
+FUSABLE = {"timm": timm_blocks, "transformers": transformers_packed, "torchvision": torchvision, "torch": torch_nn}
 
 
 def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted | None:

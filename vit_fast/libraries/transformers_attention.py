@@ -12,13 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..fused import Finding, FusedModule, FusedNormMlp
-from ..ops import Rope, attention, attention_qkvpacked, qk_norm_rope
+from ..ops import Rope, attention, qk_norm_rope
+from ..ops.attention_varlen import attention_among
+from ..ops.descriptions import Keys
 from ..parts import MlpParts
 from ..plain import is_touched, touch_reasons
 from ..reading import Reader, describe, dropout_notes
 from .transformers import ACTIVATION_CLASSES, NORM_CLASSES
 
-MLP_CONTAINERS = ("MLP", "FFN", "Intermediate", "Output", "LayerScale")
+MLP_CONTAINERS = ("MLP", "VisionMlp", "FFN", "Intermediate", "Output", "LayerScale")
 
 # What models of transformers 4.53 to 5.23 give an attention function beside query, key, value, mask, scaling, dropout.
 # These say nothing about attention:
@@ -72,7 +74,7 @@ def first_attribute(module: nn.Module, *names: str) -> Any:
 class FusedSelfAttention(FusedModule):
     """An attention layer of transformers with our operator between its linears, which still run as modules.
 
-    With a mask, weights asked for, or dropout in training, transformers' own forward runs.
+    With any mask but one of padding, weights asked for, or dropout in training, transformers' own forward runs.
     """
 
     kind = "attention"
@@ -109,7 +111,8 @@ class FusedSelfAttention(FusedModule):
         """[B, N, C] -> [B, N, C] and None instead of weights."""
         if self.runs_as_it_was(args, kwargs):
             return super().forward(hidden_states, *args, **kwargs)
-        mixed, out = self.mixed_heads(hidden_states, self.rope_of(hidden_states, kwargs)), self.vit_fast_names.out
+        positions, keys = self.rope_of(hidden_states, kwargs), self.keys_of(hidden_states, kwargs)
+        mixed, out = self.mixed_heads(hidden_states, positions, keys), self.vit_fast_names.out
         projected = getattr(self, out)(mixed) if out else mixed
         for name in AFTERWARDS:
             projected = getattr(self, name)(projected) if hasattr(self, name) else projected
@@ -119,13 +122,23 @@ class FusedSelfAttention(FusedModule):
         """The rotary positions that a call gives; None where the layer has none."""
         return None
 
+    def keys_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Keys | None:
+        """Which keys a call lets queries meet; None where all."""
+        mask = kwargs.get("attention_mask")
+        if mask is None:
+            return None
+        tokens = hidden_states.shape[:2]
+        return Keys(mask=mask[:, 0, 0].expand(tokens))
+
     def runs_as_it_was(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call is for transformers' own forward."""
+        if is_padding(kwargs.get("attention_mask")):
+            kwargs = {name: value for name, value in kwargs.items() if name != "attention_mask"}
         unusual = any(map(given, args)) or says_more(kwargs)
         eager = self.config._attn_implementation == "eager"
         return bool(unusual or eager or (self.training and _dropout(self)))
 
-    def mixed_heads(self, hidden_states: Tensor, rope: Rope | None) -> Tensor:
+    def mixed_heads(self, hidden_states: Tensor, rope: Rope | None, keys: Keys | None) -> Tensor:
         """[B, N, C] -> [B, N, H * D], before the output linear."""
         names = self.vit_fast_names
         projected = [getattr(self, name)(hidden_states) for name in (names.query, names.key, names.value)]
@@ -134,10 +147,21 @@ class FusedSelfAttention(FusedModule):
         parts = [part.unflatten(-1, (-1, type(self).head_width(self))) for part in projected]
         if rope is not None:
             qkv = qk_norm_rope(torch.stack(parts, 2), rope=rope, backend=self.vit_fast_backend)
-            return attention_qkvpacked(qkv, scale=self.vit_fast_scale, backend=self.vit_fast_backend).flatten(2)
+            return attention_among(qkv, keys, scale=self.vit_fast_scale, backend=self.vit_fast_backend).flatten(2)
         q, k, v = (part.transpose(1, 2) for part in parts)
-        mixed = attention(q, k, v, scale=self.vit_fast_scale, backend=self.vit_fast_backend)
+        key_mask = None if keys is None else keys.mask
+        mixed = attention(q, k, v, scale=self.vit_fast_scale, key_mask=key_mask, backend=self.vit_fast_backend)
         return mixed.transpose(1, 2).flatten(2)
+
+
+def is_padding(mask: Any) -> bool:
+    """Whether a mask [B, 1, N, N] says by its form that it is the same for every query, as `FusedPaddedTower` gives it.
+
+    Its values are not looked at, for which a device would have to be waited for.
+    """
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 4:
+        return False
+    return all(mask.shape[axis] == 1 or mask.stride(axis) == 0 for axis in (1, 2))
 
 
 class FusedRotarySelfAttention(FusedSelfAttention):
@@ -200,20 +224,25 @@ class FusedPoolingHead(FusedNormMlp):
     def forward(self, hidden_state: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Tokens [B, N, C] -> pooled [B, C]."""
         mha = self.attention
-        if attention_mask is not None:
+        key_mask = None
+        if is_padding(attention_mask):
+            key_mask = attention_mask[:, 0, 0]  # type: ignore[index]  # a tensor, then
+            attention_mask = key_mask
+        elif attention_mask is not None:
             return super().forward(hidden_state, attention_mask)
         changed = type(mha) is not nn.MultiheadAttention or is_touched(mha) or is_touched(mha.out_proj)
         changed = changed or (self.training and mha.dropout)
         parts = self.ready()
         if changed or parts is None:
-            return super().forward(hidden_state)
+            # without a mask: the heads of other models take none
+            return super().forward(hidden_state, *(() if attention_mask is None else (attention_mask,)))
         C = mha.embed_dim
         weight, bias = mha.in_proj_weight, mha.in_proj_bias
         probe = self.probe.expand(hidden_state.shape[0], -1, -1)
         q = F.linear(probe, weight[:C], bias[:C]).unflatten(-1, (mha.num_heads, -1)).transpose(1, 2)
         kv = F.linear(hidden_state, weight[C:], bias[C:]).unflatten(-1, (2, mha.num_heads, -1))
         k, v = kv.permute(2, 0, 3, 1, 4).unbind(0)
-        pooled = attention(q, k, v, backend=self.vit_fast_backend).transpose(1, 2).flatten(2)
+        pooled = attention(q, k, v, key_mask=key_mask, backend=self.vit_fast_backend).transpose(1, 2).flatten(2)
         pooled = F.linear(pooled, mha.out_proj.weight, mha.out_proj.bias)
         return self.norm_mlp(parts, pooled)[:, 0]
 

@@ -68,6 +68,8 @@ MLPS = (
     Mlp("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense"),
     Mlp("fc1", "activation_fn", "fc2"),
     Mlp("fc1", "activation", "fc2"),
+    Mlp("fc1", "act", "fc2"),
+    Mlp("linear_fc1", "act_fn", "linear_fc2"),
     Mlp("up_proj", "act_fn", "down_proj", "gate_proj"),
     Mlp("up_proj", "act_fn", "down_proj"),
 )
@@ -109,6 +111,7 @@ class FusedLayer(FusedNormMlp):
     reader = TransformersReader
     layer_spec: ClassVar[Layer]
     vit_fast_returns_tuple: bool
+    vit_fast_takes_mask: bool
 
     @classmethod
     def read_attention(cls, block: Reader) -> AttentionParts | None:
@@ -166,8 +169,10 @@ class FusedLayer(FusedNormMlp):
         )
 
     def prepare(self) -> None:
-        returned = inspect.signature(type(self).original_forward).return_annotation
-        self.vit_fast_returns_tuple = "tuple" in str(returned).lower()  # nothing else tells the versions apart
+        signature = inspect.signature(type(self).original_forward)
+        # nothing else tells the versions apart
+        self.vit_fast_returns_tuple = "tuple" in str(signature.return_annotation).lower()
+        self.vit_fast_takes_mask = list(signature.parameters)[2:3] == ["attention_mask"]
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
         """[B, N, C] -> the same, in the tuple that this version of transformers wants."""
@@ -175,6 +180,7 @@ class FusedLayer(FusedNormMlp):
         if parts is None:
             return super().forward(hidden_states, *args, **kwargs)
         layer = type(self).layer_spec
+        args, kwargs = self.named(args, kwargs)
         extras: tuple[Any, ...] = ()
 
         def attend(x: Tensor) -> Tensor:
@@ -188,11 +194,18 @@ class FusedLayer(FusedNormMlp):
                     branch = part * branch
             return branch + x
 
-        rope = None
+        rope = keys = None
         if ordinary := parts.attention is not None and not parts.attention.module.runs_as_it_was(args, kwargs):
             rope = parts.attention.module.rope_of(hidden_states, kwargs)
-        output = self.run_as_block(parts, hidden_states, attend, ordinary, rope)
+            keys = parts.attention.module.keys_of(hidden_states, kwargs)
+        output = self.run_as_block(parts, hidden_states, attend, ordinary, rope, keys)
         return (output, *extras) if self.vit_fast_returns_tuple else output
+
+    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A mask that transformers' own loop hands on by its place, by its name."""
+        if len(args) == 1 and self.vit_fast_takes_mask:
+            return (), {"attention_mask": args[0], **kwargs}
+        return args, kwargs
 
     def attend(self, normed: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Any, ...]]:
         """The attention layer's output, and whatever else it returned."""
@@ -227,37 +240,38 @@ class FusedLayerWithBias(FusedLayer):
         return super().attend(normed, attention_mask=attention_mask, **kwargs)
 
 
-def _layer(spec: Layer, base: type[FusedLayer] = FusedLayer) -> type[FusedLayer]:
+def layer_of(spec: Layer, base: type[FusedLayer] = FusedLayer) -> type[FusedLayer]:
+    """The fused class of a layer that names its parts so."""
     return type(base.__name__, (base,), {"layer_spec": spec, "__doc__": base.__doc__})
 
 
 # Of each model: its layer, and what its classes' names begin with.
 LAYERS: dict[str, tuple[type[FusedLayer], str]] = {
-    "vit": (_layer(VIT), "ViT"),
-    "deit": (_layer(VIT), "DeiT"),
-    "dinov2": (_layer(DINOV2), "Dinov2"),
-    "dinov2_with_registers": (_layer(DINOV2), "Dinov2WithRegisters"),
-    "clip": (_layer(CLIP), "CLIPEncoder"),
-    "siglip": (_layer(CLIP), "SiglipEncoder"),
-    "siglip2": (_layer(CLIP), "Siglip2Encoder"),
-    "beit": (_layer(BEIT, FusedLayerWithBias), "Beit"),
-    "dinov3_vit": (_layer(DINOV2), "DINOv3ViT"),
-    "aimv2": (_layer(AIMV2), "Aimv2Encoder"),
-    "internvl": (_layer(INTERNVL), "InternVLVision"),
+    "vit": (layer_of(VIT), "ViT"),
+    "deit": (layer_of(VIT), "DeiT"),
+    "dinov2": (layer_of(DINOV2), "Dinov2"),
+    "dinov2_with_registers": (layer_of(DINOV2), "Dinov2WithRegisters"),
+    "clip": (layer_of(CLIP), "CLIPEncoder"),
+    "siglip": (layer_of(CLIP), "SiglipEncoder"),
+    "siglip2": (layer_of(CLIP), "Siglip2Encoder"),
+    "beit": (layer_of(BEIT, FusedLayerWithBias), "Beit"),
+    "dinov3_vit": (layer_of(DINOV2), "DINOv3ViT"),
+    "aimv2": (layer_of(AIMV2), "Aimv2Encoder"),
+    "internvl": (layer_of(INTERNVL), "InternVLVision"),
     # those whose layers are copies of the ones above
-    "ijepa": (_layer(VIT), "IJepa"),
-    "vit_mae": (_layer(VIT), "ViTMAE"),
-    "vit_msn": (_layer(VIT), "ViTMSN"),
-    "vivit": (_layer(VIT), "Vivit"),
-    "eomt": (_layer(DINOV2), "Eomt"),
-    "eomt_dinov3": (_layer(DINOV2), "EomtDinov3"),
-    "tipsv2": (_layer(DINOV2), "Tipsv2Vision"),
-    "altclip": (_layer(CLIP), "AltCLIPEncoder"),
-    "chinese_clip": (_layer(CLIP), "ChineseCLIPVision"),
-    "clipseg": (_layer(CLIP), "CLIPSegEncoder"),
-    "metaclip_2": (_layer(CLIP), "MetaClip2Encoder"),
-    "unlimited_ocr": (_layer(CLIP), "UnlimitedOcrEncoder"),
-    "ovis2": (_layer(AIMV2), "Ovis2VisionEncoder"),
+    "ijepa": (layer_of(VIT), "IJepa"),
+    "vit_mae": (layer_of(VIT), "ViTMAE"),
+    "vit_msn": (layer_of(VIT), "ViTMSN"),
+    "vivit": (layer_of(VIT), "Vivit"),
+    "eomt": (layer_of(DINOV2), "Eomt"),
+    "eomt_dinov3": (layer_of(DINOV2), "EomtDinov3"),
+    "tipsv2": (layer_of(DINOV2), "Tipsv2Vision"),
+    "altclip": (layer_of(CLIP), "AltCLIPEncoder"),
+    "chinese_clip": (layer_of(CLIP), "ChineseCLIPVision"),
+    "clipseg": (layer_of(CLIP), "CLIPSegEncoder"),
+    "metaclip_2": (layer_of(CLIP), "MetaClip2Encoder"),
+    "unlimited_ocr": (layer_of(CLIP), "UnlimitedOcrEncoder"),
+    "ovis2": (layer_of(AIMV2), "Ovis2VisionEncoder"),
 }
 
 

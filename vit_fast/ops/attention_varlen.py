@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import reference
-from .attention import autocast, check_dtype, is_exporting, scale_of
+from .attention import attention, attention_qkvpacked, autocast, check_dtype, is_exporting, scale_of
 from .attention_varlen_op import as_batch, attention_varlen_kernel, attention_varlen_qkvpacked_kernel
 from .backends import resolve_backend
+from .descriptions import Keys
 
 
 def attention_varlen(
@@ -93,6 +94,26 @@ def attention_varlen_qkvpacked(
         return out
     q, k, v = qkv.unbind(1)
     return attention_varlen(q, k, v, cu_seqlens, max_seqlen, scale=scale, backend=backend).contiguous()
+
+
+def attention_among(qkv: Tensor, keys: Keys | None, *, scale: float | None = None, backend: str = "auto") -> Tensor:
+    """Attention on the qkv linear's output, to whatever keys.
+
+    Args:
+        qkv: [B, N, 3, H, D]; [total, 3, H, D] or [1, total, 3, H, D] where keys are those of packed sequences.
+        keys: None means all of an image.
+        scale: As for `attention`; so is backend.
+    Returns:
+        Of qkv's shape without the 3.
+    """
+    if keys is None:
+        return attention_qkvpacked(qkv, scale=scale, backend=backend)
+    if keys.cu_seqlens is not None:
+        if qkv.dim() == 5:
+            return attention_among(qkv.squeeze(0), keys, scale=scale, backend=backend)[None]
+        return attention_varlen_qkvpacked(qkv, keys.cu_seqlens, keys.max_seqlen, scale=scale, backend=backend)
+    q, k, v = qkv.transpose(1, 3).unbind(2)
+    return attention(q, k, v, scale=scale, key_mask=keys.mask, backend=backend).transpose(1, 2)
 
 
 def _check_lengths(cu_seqlens: Tensor, max_seqlen: int, tokens: Tensor) -> None:

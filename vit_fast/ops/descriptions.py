@@ -1,4 +1,4 @@
-"""Norms and rotary positions as data: arguments of the operators that are more than one tensor."""
+"""Norms, rotary positions and keys as data: arguments of the operators that are more than one tensor."""
 
 from __future__ import annotations
 
@@ -55,6 +55,19 @@ class Rope(NamedTuple):
     sin: Tensor
     prefix: int = 0
     layout: str = "half"
+
+
+class Keys(NamedTuple):
+    """Which keys a query meets, where they are not all of its image: those of its sequence, or those not padded.
+
+    Attributes:
+        cu_seqlens: Of packed sequences, as `attention_varlen` takes it; so is max_seqlen.
+        mask: Of padded images, as `attention` takes its key_mask; None where packed.
+    """
+
+    cu_seqlens: Tensor | None = None
+    max_seqlen: int = 0
+    mask: Tensor | None = None
 
 
 def check_norm(name: str, norm: Norm, width: int) -> None:

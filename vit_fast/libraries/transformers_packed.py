@@ -1,0 +1,227 @@
+"""transformers' towers for images of any size: packed one behind the other, or padded; and those of its chat models.
+
+- Qwen's towers, and those that are copies of them: every layer is given cu_seqlens, of images or of windows.
+- Pixtral packs all images of a batch, and masks the blocks between them: its tower tells the layers the lengths.
+- SigLIP 2 (NaFlex) pads: its tower gives the layers the padding in a form that says that it is one.
+- Idefics 2 and 3, SmolVLM, Llama 4's tower: layers of their own for images of one size.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..fused import Finding, Forms, FusedModule, fused_class
+from ..ops import Rope, qk_norm_rope
+from ..ops.attention import is_exporting
+from ..ops.attention_varlen import attention_among
+from ..ops.descriptions import Keys
+from ..parts import AttentionParts
+from ..reading import Reader, describe
+from . import transformers_blocks
+from .transformers_attention import FusedPoolingHead, FusedRotarySelfAttention, FusedSelfAttention, given
+from .transformers_blocks import CLIP, FusedLayer, Layer, layer_of
+
+KEYS = "vit_fast_keys"  # the keyword by which a packed tower tells its layers the lengths
+
+
+class FusedPackedAttention(FusedRotarySelfAttention):
+    """Attention of packed tokens [total, C], with one linear layer for q, k and v, and cu_seqlens given by the caller.
+
+    transformers splits the tokens by lengths that it reads on the host; nothing is read here.
+    """
+
+    @classmethod
+    def examine(cls, module: Any) -> Finding:
+        if module.config._attn_implementation == "eager":
+            advice = "make the model with attn_implementation='sdpa'"
+            return Finding([f"attn_implementation='eager' returns attention weights: {advice}"])
+        return Finding()
+
+    def prepare(self) -> None:
+        self.vit_fast_scale = self.scaling
+
+    def runs_as_it_was(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        rest = {name: value for name, value in kwargs.items() if name not in ("cu_seqlens", "max_seqlen")}
+        return kwargs.get("cu_seqlens") is None or super().runs_as_it_was(args, rest)
+
+    def rope_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Rope:
+        cos, sin = kwargs["position_embeddings"]
+        return Rope(cos, sin, layout="half")
+
+    def keys_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Keys:
+        # int64 while it is traced; the longest is told to flash attention only, and decides tiles alone
+        return Keys(kwargs["cu_seqlens"].to(torch.int32), hidden_states.shape[0])
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """[total, C] -> [total, C]."""
+        if self.runs_as_it_was(args, kwargs):
+            return super(FusedSelfAttention, self).forward(hidden_states, *args, **kwargs)
+        qkv = self.qkv(hidden_states).unflatten(-1, (3, self.num_heads, -1))
+        backend = self.vit_fast_backend
+        qkv = qk_norm_rope(qkv, rope=self.rope_of(hidden_states, kwargs), backend=backend)
+        mixed = attention_among(qkv, self.keys_of(hidden_states, kwargs), scale=self.vit_fast_scale, backend=backend)
+        return self.proj(mixed.flatten(1))
+
+
+class FusedPackedLayer(FusedLayer):
+    """A layer of packed tokens [total, C], as `FusedLayer` is one of images."""
+
+    @classmethod
+    def read_attention(cls, block: Reader) -> AttentionParts | None:
+        layer = cls.layer_spec
+        name, module = layer.attention, block.reach(layer.attention)
+        if not fused_class(module, FusedPackedAttention):
+            block.reasons.append(f"{name} is {describe(module)}: accepted is a fused one")
+            return None
+        return block.attention(
+            name,
+            layer.norms[0],
+            (f"{name}.qkv",),
+            f"{name}.proj",
+            num_heads=module.num_heads,
+            scale=module.vit_fast_scale,
+        )
+
+
+class FusedToldAttention(FusedRotarySelfAttention):
+    """Attention of packed tokens [1, total, C], whose lengths the tower tells beside the mask that they make."""
+
+    def runs_as_it_was(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        rest = {name: value for name, value in kwargs.items() if name not in (KEYS, "attention_mask")}
+        masked = given(kwargs.get("attention_mask")) and kwargs.get(KEYS) is None
+        return masked or super().runs_as_it_was(args, rest)
+
+    def keys_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Keys | None:
+        return kwargs.get(KEYS)
+
+
+class FusedTellingTower(FusedModule):
+    """Pixtral's tower: tells its layers the lengths of the images that it packs."""
+
+    kind = "lengths of packed images"
+
+    @classmethod
+    def examine(cls, module: Any) -> Finding:
+        return Finding()
+
+    def forward(self, pixel_values: Tensor, image_sizes: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Pictures [B, 3, H, W] and the (height, width) of each in pixels -> tokens [1, total, C]."""
+        if image_sizes is not None and not is_exporting():
+            image_sizes = [(int(height), int(width)) for height, width in image_sizes]
+        if not is_exporting():
+            sizes = image_sizes or [tuple(pixel_values.shape[2:])] * pixel_values.shape[0]
+            lengths = [(height // self.patch_size) * (width // self.patch_size) for height, width in sizes]
+            bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=pixel_values.device)
+            kwargs = {**kwargs, KEYS: Keys(bounds, max(lengths, default=0))}
+        return super().forward(pixel_values, image_sizes, *args, **kwargs)
+
+
+class FusedPaddedTower(FusedModule):
+    """SigLIP 2's tower: gives its layers a padding mask that says by its strides that it is one.
+
+    transformers writes a mask of every query and key, after it has waited for the device to learn whether there is any
+    padding. It takes one of four dimensions as it is.
+    """
+
+    kind = "padding mask"
+
+    @classmethod
+    def examine(cls, module: Any) -> Finding:
+        return Finding()
+
+    def forward(self, pixel_values: Tensor, pixel_attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
+        """Patches [B, N, P], mask [B, N]."""
+        head_knows = not self.use_head or isinstance(self.head, FusedPoolingHead)
+        fits = isinstance(pixel_attention_mask, Tensor) and pixel_attention_mask.shape == pixel_values.shape[:2]
+        if head_knows and fits and self.config._attn_implementation in ("sdpa", "vit_fast") and not is_exporting():
+            batch, tokens = pixel_values.shape[:2]
+            pixel_attention_mask = pixel_attention_mask.bool()[:, None, None, :].expand(batch, 1, tokens, tokens)
+        return super().forward(pixel_values, pixel_attention_mask, *args, **kwargs)
+
+
+class FusedLlama4Attention(FusedSelfAttention):
+    """Llama 4's, whose positions are complex numbers, and which heeds no mask."""
+
+    def runs_as_it_was(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        rest = {name: value for name, value in kwargs.items() if name not in ("freqs_ci", "attention_mask")}
+        return kwargs.get("freqs_ci") is None or super().runs_as_it_was(args, rest)
+
+    def rope_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Rope:
+        turns = kwargs["freqs_ci"].reshape(hidden_states.shape[1], -1)
+        return Rope(turns.real.contiguous(), turns.imag.contiguous(), layout="interleaved")
+
+    def keys_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Keys | None:
+        return None
+
+
+class FusedLlama4Layer(FusedLayer):
+    """Llama 4's layer, which is called by keywords and always gives a tuple."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.vit_fast_returns_tuple = True
+
+    def forward(self, hidden_state: Tensor, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # their name
+        """[B, N, C] -> ([B, N, C],)."""
+        if any(map(given, args)) or given(kwargs.get("output_attentions")):
+            return super(FusedLayer, self).forward(hidden_state, *args, **kwargs)
+        return super().forward(hidden_state, freqs_ci=kwargs.get("freqs_ci"))
+
+
+QWEN = layer_of(Layer(("norm1", "norm2"), "attn"), FusedPackedLayer)
+# Of each model with Qwen's layer and attention, rotated by halves: what its classes' names begin with.
+LIKE_QWEN = {
+    "cohere_compass": "CohereCompassVision",
+    "qwen2_5_vl": "Qwen2_5_VLVision",
+    "qwen3_5": "Qwen3_5Vision",
+    "qwen3_5_moe": "Qwen3_5MoeVision",
+    "qwen3_omni_moe": "Qwen3OmniMoeVision",
+    "qwen3_vl": "Qwen3VLVision",
+    "qwen3_vl_moe": "Qwen3VLMoeVision",
+    "qwen4_exp": "Qwen4ExpVision",
+}
+
+
+def _mixins() -> dict[str, type[FusedModule]]:
+    found: dict[str, type[FusedModule]] = {
+        "qwen2_vl.Qwen2VLVisionBlock": QWEN,
+        "qwen2_vl.VisionAttention": FusedPackedAttention,
+        "pixtral.PixtralAttentionLayer": layer_of(
+            Layer(("attention_norm", "ffn_norm"), "attention", mlp="feed_forward"), FusedLayer
+        ),
+        "pixtral.PixtralAttention": FusedToldAttention,
+        "pixtral.PixtralVisionModel": FusedTellingTower,
+        "siglip2.Siglip2VisionModel": FusedPaddedTower,
+        "llama4.Llama4VisionEncoderLayer": layer_of(
+            Layer(("input_layernorm", "post_attention_layernorm"), "self_attn"), FusedLlama4Layer
+        ),
+        "llama4.Llama4VisionAttention": FusedLlama4Attention,
+    }
+    for model, name in LIKE_QWEN.items():
+        found |= {f"{model}.{name}Block": QWEN, f"{model}.{name}Attention": FusedPackedAttention}
+    for model, name in (("idefics2", "Idefics2"), ("idefics3", "Idefics3"), ("smolvlm", "SmolVLM")):
+        found |= {f"{model}.{name}EncoderLayer": layer_of(CLIP, FusedLayer)}
+        found |= {f"{model}.{name}VisionAttention": FusedSelfAttention}
+    return {
+        f"transformers.models.{model}.modeling_{model}.{name}": mixin
+        for (model, name), mixin in ((path.split("."), mixin) for path, mixin in found.items())
+    }
+
+
+FORMS = Forms(globals(), _mixins())
+
+
+def __getattr__(name: str) -> Any:
+    return FORMS.named(name)
+
+
+def fused_form(cls: type[nn.Module]) -> type[FusedModule] | None:
+    """The fused class for one of transformers', or None."""
+    return FORMS.of(cls) or transformers_blocks.fused_form(cls)
+
+
+left_reason = transformers_blocks.left_reason
