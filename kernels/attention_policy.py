@@ -199,7 +199,8 @@ def varlen_configs(problem: Problem) -> tuple[ForwardConfig, BackwardConfig, Bac
     if problem.element == "ieee" or (problem.generation == "ampere" and problem.width <= 32):
         forward = replace(forward, block_n=min(forward.block_n, 32))
     if problem.element != "half" and problem.generation == "blackwell" and problem.width == 128:
-        forward, dkdv = replace(forward, block_m=32), replace(dkdv, block_n=16)
+        forward = replace(forward, block_m=32, num_warps=16 if problem.element == "ieee" else 8)
+        dkdv = replace(dkdv, block_m=16)
     if dkdv.tma and problem.generation == "hopper" and problem.width == 128:
         dkdv = replace(dkdv, num_warps=8)
     return forward, dq, dkdv
