@@ -49,7 +49,7 @@ def capture(vit: ImageModel, options: ExportOptions) -> ir.Model:
     Raises:
         UnsupportedInputError: something in the model cannot be exported; names the module.
     """
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(options.precision, torch.float32)
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(options.dtype, torch.float32)
     if dtype != torch.float32:
         vit = vit.copy_in(dtype)
     example = torch.randn(2, vit.in_chans, *_example_size(vit, options))

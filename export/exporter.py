@@ -6,14 +6,17 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
+from PIL import Image
 from torch import nn
 
 from vit_fast.config import DataConfig
+from vit_fast.data import find_images
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.files import file_aside
 from vit_fast.libraries.image_model import ImageModel, Output
@@ -21,18 +24,19 @@ from vit_fast.libraries.known import recognise
 from vit_fast.version import __version__
 
 from . import model_files
+from .accuracy import check_labelled, measure_accuracy
 from .capture import capture
 from .graphs import prepend
 from .metadata import metadata_for, write_metadata
 from .optimise import count_nodes, forget_inner_shapes, optimise
 from .options import ATTENTION_OPSET, ExportOptions, Precision, Target, opset_for
-from .photographs import as_inputs, photographs
+from .photographs import as_inputs, left_over, photographs
 from .preprocessing import preprocessing_model
-from .quantise import quantise_dynamic, quantise_static
+from .quantise import Quantised, quantise
 from .report import ExportReport
 from .verification import BATCHES, verify_file, verify_preprocessing
 
-CALIBRATION_IMAGES = 32
+CALIBRATION_IMAGES, HELD_OUT_IMAGES = 32, 64
 
 
 def export_onnx(
@@ -48,7 +52,9 @@ def export_onnx(
     output: Output = "logits",
     external_data: bool | None = None,
     calibration: Iterable[str | Path] | None = None,
+    calibration_cache: str | Path | None = None,
     images: Iterable[str | Path] | None = None,
+    validation: str | Path | None = None,
     data_config: DataConfig | Mapping[str, Any] | None = None,
     class_names: Sequence[str] | None = None,
     source: str | None = None,
@@ -64,15 +70,21 @@ def export_onnx(
             first that has it.
         dynamic_batch: Whether the file takes any number of images; if not, one.
         dynamic_size: Whether it takes any height and width that divide by the patch: positions are interpolated inside.
-        precision: "fp32", "fp16", "bf16"; "int8": static, calibrated; "int8-dynamic": ranges found at run time.
+        precision: "fp32", "fp16", "bf16"; "int8": static, calibrated; "int8-dynamic": ranges found at run time; "fp8":
+            e4m3, calibrated, in fp16 otherwise. In eight bits, layers are left float until the loss is acceptable.
         preprocess: Whether the file takes uint8 pixels [batch, height, width, channels] of any size and resizes,
             crops and normalises them itself.
         target: "generic": standard operators only. "ort-cpu", "ort-cuda": ONNX Runtime's fused operators. "tensorrt":
             what its parser takes.
         output: "logits", "probabilities" (softmax) or "features" (pooled, before the head).
         external_data: Whether weights lie beside the file, in PATH.data; None means only when they exceed 2 GB.
-        calibration: Image files and folders that int8's activation ranges are measured on; needed for "int8".
-        images: Image files and folders to verify with; None means a photograph that comes with matplotlib.
+        calibration: Image files and folders that activations are measured on: needed for "int8" and "fp8", where there
+            is no cache; for "int8-dynamic" they tell which channels are large.
+        calibration_cache: A file to keep what was measured in: written with `calibration`, else read.
+        images: Image files and folders to verify with; None means a photograph that comes with matplotlib, and in eight
+            bits the images of `calibration` that nothing was measured on, where there are any.
+        validation: A folder of labelled images, one subfolder a class: the model's and the file's accuracy on it are
+            measured, and a file that loses more than 0.6 points is refused.
         data_config: How images are prepared, where the model does not say.
         class_names: Names of the outputs, where the model does not say.
         source: Where the weights come from, for the metadata.
@@ -83,6 +95,8 @@ def export_onnx(
         ValueError: an argument is not one of those accepted, or is missing for what was asked.
         UnsupportedInputError: these arguments exclude one another, or the model cannot be exported; lists every reason.
         VerificationError: the file does not compute what the model computes.
+        QuantisationError: the model loses too much in eight bits.
+        CalibrationError: a cache is not this model's.
         OSError: the file cannot be written.
     """
     options = ExportOptions(
@@ -91,12 +105,8 @@ def export_onnx(
     )  # fmt: skip
     vit = recognise(model)
     _complete(vit, options, data_config, class_names)
-    if precision == "int8" and calibration is None:
-        raise ValueError("calibration=None: precision='int8' needs image files or folders to measure ranges on")
-    if precision != "int8" and calibration is not None:
-        raise ValueError(f"calibration is given: accepted only with precision='int8', not {precision!r}")
-    photos = photographs(images, max(BATCHES)) if verify else []
-    calibration_photos = [] if calibration is None else photographs(calibration, CALIBRATION_IMAGES)
+    images_of = _Images.find(options, calibration, calibration_cache, images, verify)
+    labelled = None if validation is None else check_labelled(Path(validation), vit, options)
 
     path = Path(path)
     report = ExportReport(str(path), vit.name, vit.library, options.opset, target, precision, output)
@@ -108,29 +118,26 @@ def export_onnx(
             graph = capture(vit, options)
         with clock("optimise"):
             report.fusions = optimise(graph, vit, options)
-        if options.is_int8:
+        if options.is_eight_bit:
             with clock("quantise"):
-                _quantise(graph, vit, options, calibration_photos)
+                report.eight_bit = _quantise(graph, vit, options, images_of)
         _finish(graph, vit, options)
         report.nodes = dict(count_nodes(graph))
         external = _external(graph, options)
         with clock("write"):
             model_files.save(graph, aside, external)
         del graph
-        outcome: dict[str, Any] | None = None
         if verify:
             with clock("verify"):
                 if options.preprocess and vit.data_config is not None:
                     hw, chans = vit.image_hw, vit.in_chans
-                    verify_preprocessing(vit.data_config, hw, chans, options.opset, photos[0])
-                verification = verify_file(aside, vit, options, photos)
+                    verify_preprocessing(vit.data_config, hw, chans, options.opset, images_of.verified[0])
+                verification = verify_file(aside, vit, options, images_of.verified)
             report.checks, report.reference, report.budget = verification.checks, verification.reference, options.budget
-            outcome = {
-                "reference": verification.reference,
-                "budget": options.budget,
-                "checks": [asdict(check) for check in verification.checks],
-            }
-        write_metadata(aside, metadata_for(vit, options, source, outcome))
+        if labelled is not None:
+            with clock("accuracy"):
+                report.accuracy = measure_accuracy(aside, vit, options, labelled)
+        write_metadata(aside, metadata_for(vit, options, source, report.measured()))
         report.external_data = f"{path.name}.data" if external else None
         report.bytes = sum(part.stat().st_size for part in aside.parent.iterdir())
     report.warnings = _warnings(report, options, vit)
@@ -158,16 +165,47 @@ def _complete(
         raise UnsupportedInputError("output='probabilities'", [f"{vit.name} has no classification head"])
 
 
-def _quantise(graph: ir.Model, vit: ImageModel, options: ExportOptions, photos: list[Any]) -> None:
-    if options.precision == "int8-dynamic":
-        quantise_dynamic(graph)
-        return
-    inputs = as_inputs(photos, vit.data_config, vit.image_hw, vit.in_chans)
-    quantise_static(
-        graph,
-        [one.numpy() for one in inputs.split(4 if options.dynamic_batch else 1)],
-        symmetric=options.target == "tensorrt",
-    )
+@dataclass(frozen=True)
+class _Images:
+    """The photographs of an export: measured on, and verified with."""
+
+    measured: list[Image.Image]
+    verified: list[Image.Image]
+    cache: Path | None
+
+    @classmethod
+    def find(
+        cls, options: ExportOptions, calibration: Iterable[str | Path] | None, cache: str | Path | None,
+        images: Iterable[str | Path] | None, verify: bool,
+    ) -> _Images:  # fmt: skip
+        if not options.is_eight_bit and (calibration is not None or cache is not None):
+            raise ValueError(
+                "calibration is given: accepted only with precision='int8', 'int8-dynamic' and 'fp8', "
+                f"not {options.precision!r}"
+            )
+        if options.needs_calibration and calibration is None and cache is None:
+            raise ValueError(
+                f"calibration=None: precision={options.precision!r} needs image files or folders to measure ranges on"
+            )
+        files = [] if calibration is None else find_images(calibration)
+        measured = photographs(files, CALIBRATION_IMAGES) if calibration is not None else []
+        verified = []
+        if verify:
+            given = left_over(files, CALIBRATION_IMAGES) if images is None else find_images(images)
+            # in eight bits many: rare answers that change are not seen on few
+            least, most = max(BATCHES), HELD_OUT_IMAGES if options.is_eight_bit else max(BATCHES)
+            verified = photographs(given or None, min(most, max(least, len(given))) if given else most, seed=1)
+        return cls(measured, verified, None if cache is None else Path(cache))
+
+
+def _quantise(graph: ir.Model, vit: ImageModel, options: ExportOptions, images: _Images) -> Quantised:
+    def batches(photos: list[Image.Image]) -> list[np.ndarray]:
+        if not photos:
+            return []
+        inputs = as_inputs(photos, vit.data_config, vit.image_hw, vit.in_chans)
+        return [one.numpy() for one in inputs.split(4 if options.dynamic_batch else 1)]
+
+    return quantise(graph, options, batches(images.measured), batches(images.verified), images.cache)
 
 
 def _finish(graph: ir.Model, vit: ImageModel, options: ExportOptions) -> None:
@@ -192,9 +230,9 @@ def _external(graph: ir.Model, options: ExportOptions) -> bool:
 
 def _warnings(report: ExportReport, options: ExportOptions, vit: ImageModel) -> list[str]:
     warnings = [f"not everywhere fused: {fusion.line()}" for fusion in report.fusions if not fusion.complete]
-    if options.is_int8 and options.target in ("ort-cuda", "tensorrt"):
+    if options.precision.startswith("int8") and options.target in ("ort-cuda", "tensorrt"):
         warnings.append("int8 is usually slower than fp16 on a GPU: measure both")
-    if options.is_int8 and options.target in ("generic", "ort-cpu"):
+    if options.precision.startswith("int8") and options.target in ("generic", "ort-cpu"):
         warnings.append("int8 is fast on CPUs with VNNI (avx512_vnni, avx_vnni); older ones may saturate: verify there")
     if options.precision == "fp16" and options.target in ("generic", "ort-cpu"):
         warnings.append("ONNX Runtime's CPU provider computes fp16 files in fp32: half the size, not faster")

@@ -1,11 +1,17 @@
-"""Adding nodes to a graph, with readable names; moving one graph in front of another."""
+"""Adding nodes to a graph, with readable names; moving one graph in front of another; running a graph."""
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+
+from .model_files import PROTOBUF_LIMIT, save, weight_bytes
+from .providers import KEEP_FP8_APART
 
 
 class Writer:
@@ -82,3 +88,35 @@ def prepend(model: ir.Model, front: ir.Model) -> None:
 def constant_of(value: ir.Value | None) -> np.ndarray | None:
     """The array behind an initializer or constant."""
     return None if value is None or value.const_value is None else value.const_value.numpy()
+
+
+def run_graph(
+    model: ir.Model, batches: Iterable[np.ndarray], values: Sequence[ir.Value] | None = None
+) -> Iterator[list[np.ndarray]]:
+    """Computes a graph that is still being worked on, by ONNX Runtime on the CPU.
+
+    Args:
+        model: A graph with one input; it is left as it was.
+        batches: Inputs.
+        values: What to compute of it, also inside; None means its outputs.
+    Yields:
+        The arrays of each batch.
+    """
+    import onnxruntime
+
+    outputs = list(model.graph.outputs)
+    settings = onnxruntime.SessionOptions()
+    settings.log_severity_level = 3
+    settings.add_session_config_entry(*KEEP_FP8_APART)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "m.onnx"
+        if values is not None:
+            model.graph.outputs[:] = values
+        try:
+            save(model, path, external=weight_bytes(model) > PROTOBUF_LIMIT)
+        finally:
+            model.graph.outputs[:] = outputs
+        session = onnxruntime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
+    name = session.get_inputs()[0].name
+    for batch in batches:
+        yield session.run(None, {name: batch})

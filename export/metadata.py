@@ -39,6 +39,7 @@ class OnnxInfo:
         preprocess: Whether the file takes uint8 pixels and prepares them itself.
         class_names: Names of the outputs; None when the file does not say.
         output: "logits", "probabilities" or "features"; None when the file does not say.
+        fp8: Whether weights are in e4m3.
         metadata: Everything else that export_onnx wrote, or all metadata of a file from elsewhere.
     """
 
@@ -52,6 +53,7 @@ class OnnxInfo:
     preprocess: bool = False
     class_names: tuple[str, ...] | None = None
     output: str | None = None
+    fp8: bool = False
     metadata: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -81,7 +83,7 @@ class OnnxInfo:
 
 
 def metadata_for(
-    vit: ImageModel, options: ExportOptions, source: str | None, verification: dict[str, Any] | None
+    vit: ImageModel, options: ExportOptions, source: str | None, measured: dict[str, Any]
 ) -> dict[str, str]:
     """Metadata of a file: keys with a prefix, values in JSON."""
     layout = "[batch, height, width, channels] uint8 pixels" if options.preprocess else (
@@ -105,8 +107,7 @@ def metadata_for(
         "source": source,
         "versions": {"vit-fast": __version__}
         | {package: version for package in PACKAGES if (version := installed(package))},
-        "verification": verification or "not verified",
-    }
+    } | measured
     return {PREFIX + key: json.dumps(value, default=str) for key, value in facts.items()}
 
 
@@ -137,6 +138,7 @@ def describe(proto: onnx.ModelProto, path: Path) -> OnnxInfo:
         inputs=[_describe_value(v) for v in proto.graph.input if v.name not in initializers],
         outputs=[_describe_value(v) for v in proto.graph.output],
         nodes=dict(Counter(node.op_type for node in proto.graph.node)),
+        fp8=any(tensor.data_type == onnx.TensorProto.FLOAT8E4M3FN for tensor in proto.graph.initializer),
     )
     properties = {entry.key: entry.value for entry in proto.metadata_props}
     ours = {key.removeprefix(PREFIX): value for key, value in properties.items() if key.startswith(PREFIX)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,11 +31,21 @@ def photographs(paths: Iterable[str | Path] | None, count: int, seed: int = 0) -
     files = find_images([default_photograph()] if paths is None else paths)
     if not files:
         raise ImageError("calibration and images: accepted are one or more image files and folders, came none")
-    taken = min(count, len(files))
-    whole = [read_image(files[i * len(files) // taken]) for i in range(taken)]
+    whole = [read_image(file) for file in _spread(files, count)]
     generator = np.random.default_rng(seed)
     crops = [_random_crop(whole[i % len(whole)], generator) for i in range(count - len(whole))]
     return whole + crops
+
+
+def left_over(files: Sequence[Path], count: int) -> list[Path]:
+    """The files that photographs(files, count) does not take."""
+    taken = set(_spread(files, count))
+    return [file for file in files if file not in taken]
+
+
+def _spread(files: Sequence[Path], count: int) -> list[Path]:
+    taken = min(count, len(files))
+    return [files[i * len(files) // taken] for i in range(taken)]
 
 
 def as_inputs(images: list[Image.Image], data_config: DataConfig | None, image_hw: Size, in_chans: int) -> Tensor:

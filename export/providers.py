@@ -17,6 +17,9 @@ DEVICES = {"cpu": CPU, "cuda": CUDA, "tensorrt": TENSORRT}
 CUDA_OPTIONS = {"use_tf32": "0"}
 """ONNX Runtime rounds fp32 products to TF32's 10 bits unless told not to; an fp32 file is to compute in fp32."""
 
+KEEP_FP8_APART = ("session.disable_quant_qdq", "1")
+"""ONNX Runtime 1.31's CPU fuses Q, DQ and product to an integer product in e4m3 too, and then refuses what it made."""
+
 
 class ProviderError(VitFastError, RuntimeError):
     """An execution provider that was asked for did not come up; says why, and what to do."""
@@ -74,7 +77,7 @@ def preload() -> None:
 
 def open_session(
     path: Path, kind: str, index: int, *,
-    threads: int | None, profile: str | Path | None, optimise: bool, cuda_graph: bool,
+    threads: int | None, profile: str | Path | None, optimise: bool, cuda_graph: bool, fp8: bool,
 ) -> Any:  # fmt: skip
     """A session on a device; see OnnxRunner for the arguments.
 
@@ -94,6 +97,8 @@ def open_session(
     if profile is not None:
         settings.enable_profiling = True
         settings.profile_file_prefix = str(profile)
+    if fp8:
+        settings.add_session_config_entry(*KEEP_FP8_APART)
     if not optimise:
         settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     wanted = DEVICES[kind]

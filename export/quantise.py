@@ -1,157 +1,219 @@
-"""int8 weights and products: the linears inside the blocks, by channel; the rest of the model stays float.
+"""A graph in eight bits: smoothed, calibrated, and with as many layers left float as its budget asks for.
 
-    static:   x ~ s_x (x_q - z_x), s_x and z_x from the range on calibration images
-    dynamic:  the same from each input's own range
-    weight:   W[:, j] ~ s_j W_q[:, j], s_j = max |W[:, j]| / 127
-
-Left float are attention's own products, norms, patch embedding and head: a few per cent of a ViT's arithmetic.
+Quantised are the linears inside the blocks, and for e4m3 attention's products too. What is left float otherwise is a
+few per cent of a ViT's arithmetic: norms, patch embedding, head.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
-from .graphs import Writer, constant_of, replace
+from vit_fast.errors import VitFastError
 
-FLOAT, INT8, UINT8, INT32 = ir.DataType.FLOAT, ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT32
+from .calibration import (
+    Calibration,
+    Observation,
+    Range,
+    choose_range,
+    fingerprint_of,
+    in_integers,
+    load_calibration,
+    observe,
+)
+from .eight_bit import LARGEST_E4M3, EightBit, Layout, in_e4m3, quantise_weight
+from .graphs import replace, run_graph
+from .loss import BUDGET, loss_of
+from .options import ExportOptions
+from .products import Product, attention_products, is_probability, linears
+from .smoothing import smooth
 
-
-def quantise_static(model: ir.Model, batches: list[np.ndarray], symmetric: bool) -> int:
-    """Puts QuantizeLinear and DequantizeLinear around every linear inside the blocks; in place.
-
-    Args:
-        model: An fp32 graph with one input.
-        batches: Calibration inputs.
-        symmetric: Whether activations are int8 around zero (TensorRT) instead of uint8 with a zero point.
-    Returns:
-        How many linears were quantised.
-    """
-    linears = _linears(model)
-    ranges = _measure_ranges(model, [linear.x for linear in linears], batches)
-    cut: dict[int, ir.Value] = {}
-    for i, linear in enumerate(linears):
-        x, weight = linear.x, linear.weight
-        write = Writer(model.graph, f"int8.{i}", before=linear.node)
-        if id(x) not in cut:  # q, k and v may share one input
-            cut[id(x)] = _through_int8(write, x, *ranges[str(x.name)], symmetric)
-        quantised, scales = _quantise_weight(weight)
-        zeros = np.zeros(scales.shape, np.int8)
-        restored = write.op(
-            "DequantizeLinear", write.constant(quantised, "weight"), write.constant(scales, "weight.scale"),
-            write.constant(zeros, "weight.zero"), axis=1, dtype=FLOAT,
-        )  # fmt: skip
-        linear.node.replace_input_with(0, cut[id(x)])
-        linear.node.replace_input_with(1, restored)
-    _drop_unused(model)
-    return len(linears)
-
-
-def quantise_dynamic(model: ir.Model) -> int:
-    """Replaces every linear inside the blocks by an integer product, its input's range found at run time; in place."""
-    linears = _linears(model)
-    shared: dict[int, list[ir.Value]] = {}
-    for i, linear in enumerate(linears):
-        x, weight = linear.x, linear.weight
-        write = Writer(model.graph, f"int8.{i}", before=linear.node)
-        if id(x) not in shared:
-            parts: Any = write.op("DynamicQuantizeLinear", x, outputs=3, dtype=UINT8)
-            shared[id(x)] = parts
-        x_quantised, x_scale, x_zero = shared[id(x)]
-        quantised, scales = _quantise_weight(weight)
-        zeros = write.constant(np.zeros(scales.shape, np.int8), "weight.zero")
-        product = write.op(
-            "MatMulInteger", x_quantised, write.constant(quantised, "weight"), x_zero, zeros, dtype=INT32
-        )
-        scale = write.op("Mul", x_scale, write.constant(scales, "weight.scale"), dtype=FLOAT)
-        product = write.op("Mul", write.op("Cast", product, to=FLOAT, dtype=FLOAT), scale, dtype=FLOAT)
-        replace(linear.node.outputs[0], product)
-    _drop_unused(model)
-    return len(linears)
+DAMAGE_BATCHES = 4
+"""Held-out batches that tell which products to leave float."""
+MARGIN = 0.9
+"""Part of the budget to stay within on the graph, since the file is held against eager afterwards."""
 
 
 @dataclass(frozen=True)
-class _Linear:
-    """A product of tokens x [B, N, C] with a constant weight [C, F]."""
+class Quantised:
+    """What quantise did.
 
-    node: ir.Node
-    x: ir.Value
-    weight: np.ndarray
-
-
-def _linears(model: ir.Model) -> list[_Linear]:
-    found = []
-    for node in model.graph:
-        if node.op_type != "MatMul" or node.domain:
-            continue
-        x, weight = node.inputs[0], constant_of(node.inputs[1])
-        if x is not None and weight is not None and weight.ndim == 2 and (x.shape is None or len(x.shape) == 3):
-            found.append(_Linear(node, x, weight))
-    if not found:
-        raise ValueError("precision='int8': there is no linear over tokens in this model")
-    return found
-
-
-def _quantise_weight(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """int8 weight and fp32 scale by output channel (column)."""
-    scales = np.maximum(np.abs(weight).max(axis=0), np.finfo(np.float32).tiny * 128) / 127
-    return np.clip(np.rint(weight / scales), -127, 127).astype(np.int8), scales.astype(np.float32)
-
-
-def _through_int8(write: Writer, x: ir.Value, low: float, high: float, symmetric: bool) -> ir.Value:
-    low, high = min(low, 0.0), max(high, 0.0)  # zero must stay zero
-    if symmetric:
-        scale, zero = max(-low, high, 1e-30) / 127, np.asarray(0, np.int8)
-    else:
-        scale = max(high - low, 1e-30) / 255
-        zero = np.asarray(np.clip(round(-low / scale), 0, 255), np.uint8)
-    scale_value = write.constant(np.asarray(scale, np.float32), "scale")
-    zero_value = write.constant(zero, "zero")
-    integers = write.op("QuantizeLinear", x, scale_value, zero_value, dtype=INT8 if symmetric else UINT8)
-    restored: ir.Value = write.op("DequantizeLinear", integers, scale_value, zero_value, dtype=FLOAT)
-    return restored
-
-
-def _measure_ranges(
-    model: ir.Model, values: list[ir.Value], batches: list[np.ndarray]
-) -> dict[str, tuple[float, float]]:
-    """Smallest and largest element of each value over all calibration batches, computed by ONNX Runtime.
-
-    The reductions are added to the graph, so that no activation leaves it, and removed again.
+    Attributes:
+        products: How many are in eight bits.
+        kept: Names of the layers left float because the loss asked for it.
+        methods: How many ranges were chosen in which way.
     """
-    import onnxruntime
 
-    graph = model.graph
-    by_name = {str(v.name): v for v in values}
-    names = list(by_name)
-    write = Writer(graph, "range")
-    outputs = list(graph.outputs)
-    added = [
-        write.op(kind, by_name[name], keepdims=0, dtype=FLOAT) for name in names for kind in ("ReduceMin", "ReduceMax")
-    ]
-    for value in added:
-        value.shape = ir.Shape([])
-    graph.outputs[:] = added
-    try:
-        proto = ir.serde.serialize_model(model).SerializeToString()
-    finally:
-        graph.outputs[:] = outputs
-        for value in added:
-            graph.remove(value.producer(), safe=True)
-    settings = onnxruntime.SessionOptions()
-    settings.log_severity_level = 3
-    session = onnxruntime.InferenceSession(proto, settings, providers=["CPUExecutionProvider"])
-    del proto
-    rows = np.array([session.run(None, {session.get_inputs()[0].name: batch}) for batch in batches], np.float64)
-    lows, highs = rows[:, 0::2].min(axis=0), rows[:, 1::2].max(axis=0)
-    if not (np.isfinite(lows).all() and np.isfinite(highs).all()):
-        raise ValueError("calibration: the model gives infinite or undefined activations on these images")
-    return {name: (float(low), float(high)) for name, low, high in zip(names, lows, highs)}
+    products: int
+    kept: tuple[str, ...]
+    methods: dict[str, int]
+
+    def line(self) -> str:
+        kept = f"; left float: {', '.join(self.kept)}" if self.kept else ""
+        methods = "; ranges by " + ", ".join(f"{how} {n}" for how, n in sorted(self.methods.items()))
+        return f"{self.products} products{methods if self.methods else ''}{kept}"
 
 
-def _drop_unused(model: ir.Model) -> None:
+class QuantisationError(VitFastError, RuntimeError):
+    """A model loses more in eight bits than its user would accept."""
+
+
+def quantise(
+    model: ir.Model,
+    options: ExportOptions,
+    calibration: Sequence[np.ndarray],
+    held_out: Sequence[np.ndarray],
+    cache: Path | None = None,
+) -> Quantised:
+    """Brings a graph into eight bits, in the layout of its precision and target; in place.
+
+    Args:
+        model: A float graph with one input.
+        options: What was asked of the file.
+        calibration: Batches of inputs to measure ranges on; none for "int8-dynamic" is accepted, for the others with a
+            cache that exists.
+        held_out: Batches that the loss is measured on; none means that it is not.
+        cache: A calibration's file: written when there are calibration images, else read.
+    Raises:
+        CalibrationError: the cache cannot be used, or activations are not finite.
+        QuantisationError: the loss is beyond the budget with half of the products left float.
+    """
+    layout = layout_of(options)
+    products = linears(model) + (attention_products(model) if layout == "e4m3" else [])
+    fingerprint = fingerprint_of(products, f"{layout} {options.precision}")
+    expected = _outputs(model, held_out)
+    if calibration:
+        seen = observe(model, products, calibration)
+        known = Calibration(fingerprint, sum(map(len, calibration)), {n: o.peak.tolist() for n, o in seen.items()}, {})
+        scales = smooth(model, products, known.peaks)
+        smoothed = {name: one.divided(scales[name]) if name in scales else one for name, one in seen.items()}
+        if not layout.startswith("dynamic"):
+            known.ranges.update(_ranges(products, smoothed, layout))
+        if cache is not None:
+            known.save(cache)
+    else:
+        known = Calibration(fingerprint, 0, {}, {}) if cache is None else load_calibration(cache, fingerprint)
+        smooth(model, products, known.peaks)
+
+    kept: list[Product] = []
+    retreat: list[list[Product]] = []
+    while True:
+        eight_bit = EightBit(model, layout, known.ranges)
+        undo = [eight_bit.replace(product) for product in products if product not in kept]
+        if not held_out:
+            break
+        loss = loss_of(_outputs(model, held_out), expected, options.output)
+        if loss.acceptable(MARGIN):
+            break
+        for old, new in undo:
+            replace(new, old)
+        common_passes.RemoveUnusedNodesPass()(model)
+        retreat = retreat or _retreat(_by_damage(model, products, layout, known.ranges, held_out))
+        if len(kept) == len(retreat[-1]):
+            raise QuantisationError(
+                f"{options.precision}: with {len(kept)} of {len(products)} products left float, {loss.line()}; "
+                f"accepted is {BUDGET}"
+            )
+        kept = next(more for more in retreat if len(more) > len(kept))
     common_passes.RemoveUnusedNodesPass()(model)
+    return Quantised(
+        products=len(products) - len(kept),
+        kept=tuple(product.name for product in kept),
+        methods=dict(Counter(one.method for one in known.ranges.values())),
+    )
+
+
+def layout_of(options: ExportOptions) -> Layout:
+    """How a target takes a precision in eight bits."""
+    if options.precision == "fp8":
+        return "e4m3"
+    fused = options.target == "ort-cpu"
+    if options.precision == "int8-dynamic":
+        return "dynamic-fused" if fused else "dynamic"
+    return "int8" if options.target == "tensorrt" else "uint8-fused" if fused else "uint8"
+
+
+def _outputs(model: ir.Model, batches: Sequence[np.ndarray]) -> np.ndarray:
+    rows = [arrays[0] for arrays in run_graph(model, batches)] if batches else []
+    return np.concatenate(rows) if rows else np.empty(0)
+
+
+def _ranges(products: Sequence[Product], seen: dict[str, Observation], layout: Layout) -> dict[str, Range]:
+    weights: dict[str, list[np.ndarray]] = {}
+    probabilities = set()
+    for product in products:
+        for value in product.activations:
+            weights.setdefault(str(value.name), []).extend([] if product.weight is None else [product.weight])
+            if is_probability(value):
+                probabilities.add(str(value.name))
+    ranges = {}
+    for name, one in seen.items():
+        if name in probabilities:
+            ranges[name] = Range(0.0, 1.0, "a softmax")
+        elif layout == "e4m3":  # floating: its small numbers are no coarser for a large one
+            ranges[name] = Range(float(one.low.min()), float(one.high.max()), "largest")
+        else:
+            ranges[name] = choose_range(one, [w.astype(np.float32) for w in weights[name]], symmetric=layout == "int8")
+    return ranges
+
+
+def _retreat(by_damage: Sequence[Product]) -> list[list[Product]]:
+    """What to leave float, more and more: attention's products, a small part of the work, then linears, up to half.
+
+    Args:
+        by_damage: All products, the most sensitive first.
+    """
+    attention = [product for product in by_damage if product.weight is None]
+    rest = [product for product in by_damage if product.weight is not None]
+    counts, steps = [0], [attention]
+    while 2 * (count := counts[-1] + max(1, counts[-1] // 2)) <= len(rest):
+        counts.append(count)
+        steps.append(attention + rest[:count])
+    return steps
+
+
+def _by_damage(
+    model: ir.Model,
+    products: Sequence[Product],
+    layout: Layout,
+    ranges: dict[str, Range],
+    held_out: Sequence[np.ndarray],
+) -> list[Product]:
+    """The products by how much eight bits change each of them alone, the worst first."""
+    seen = observe(model, products, held_out[:DAMAGE_BATCHES])
+
+    def damage(product: Product) -> float:
+        exact = [seen[str(value.name)].tokens for value in product.activations]
+        moved = [_emulated(x, layout, ranges.get(str(v.name))) for x, v in zip(exact, product.activations)]
+        if product.weight is None:
+            return max(_relative(m, x) for m, x in zip(moved, exact))
+        weight = product.weight.astype(np.float32)
+        return _relative(moved[0] @ _emulated_weight(weight, layout), exact[0] @ weight)
+
+    return sorted(products, key=damage, reverse=True)
+
+
+def _emulated(x: np.ndarray, layout: Layout, limits: Range | None) -> np.ndarray:
+    limits = limits or Range(float(x.min()), float(x.max()), "its own")
+    if layout != "e4m3":
+        return in_integers(x, limits, symmetric=layout == "int8")
+    scale = max(-limits.low, limits.high, 1e-30) / LARGEST_E4M3
+    return in_e4m3(x / scale) * scale
+
+
+def _emulated_weight(weight: np.ndarray, layout: Layout) -> np.ndarray:
+    if layout == "e4m3":
+        scale = max(float(np.abs(weight).max()), 1e-30) / LARGEST_E4M3
+        return in_e4m3(weight / scale) * scale
+    quantised, scales = quantise_weight(weight)
+    return quantised * scales
+
+
+def _relative(moved: np.ndarray, exact: np.ndarray) -> float:
+    return float(np.square(moved - exact).sum() / max(np.square(exact).sum(), 1e-30))

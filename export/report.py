@@ -6,7 +6,9 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from .loss import Accuracy
 from .optimise import Fusion
+from .quantise import Quantised
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -17,19 +19,23 @@ class Check:
     """One comparison of the file with the eager model.
 
     Attributes:
-        batch: Images in the batch.
+        images: How many, in batches of `batch` and fewer.
+        batch: Images in the largest batch.
         image_hw: Their height and width, in pixels, as given to the file.
         max_error: Largest |file - eager|, divided by the largest |eager| where that is above 1.
         rms_error: Root mean square of the difference, in standard deviations of the eager output.
         top1_agreement: Share of images whose largest logit is the same; None for features.
+        flips: Images with another class though the model was sure of its own, by a tenth of probability or more.
         passed: Whether the budget was kept.
     """
 
+    images: int
     batch: int
     image_hw: tuple[int, int]
     max_error: float
     rms_error: float
     top1_agreement: float | None
+    flips: int
     passed: bool
 
 
@@ -51,7 +57,10 @@ class ExportReport:
         fusions: How often each fusion happened, of how often it could have.
         checks: The comparisons with the eager model; empty when verification was switched off.
         reference: What the file was held against, e.g. "eager fp64".
-        budget: Largest error that passes: of max_error, or of rms_error for int8.
+        budget: What passes, in words.
+        eight_bit: How many products are in eight bits, which were left float because the loss asked for it, and how
+            the ranges were chosen; None in other precisions.
+        accuracy: On the labelled images: their number, the model's and the file's accuracy; None without.
         seconds: Seconds spent in each step.
         warnings: What a user should know.
     """
@@ -69,7 +78,9 @@ class ExportReport:
     fusions: list[Fusion] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
     reference: str | None = None
-    budget: float = 0.0
+    budget: str = ""
+    eight_bit: Quantised | None = None
+    accuracy: Accuracy | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
@@ -84,8 +95,17 @@ class ExportReport:
 
     @property
     def top1_agreement(self) -> float | None:
-        """Of the largest batch; None when nothing was checked or the output is features."""
-        return max(self.checks, key=lambda check: check.batch).top1_agreement if self.checks else None
+        """Of the check with the most images; None when nothing was checked or the output is features."""
+        return max(self.checks, key=lambda check: check.images).top1_agreement if self.checks else None
+
+    def measured(self) -> dict[str, Any]:
+        """What was measured of the file, for its metadata."""
+        verification = {"reference": self.reference, "budget": self.budget, "checks": [asdict(c) for c in self.checks]}
+        return {
+            "verification": verification if self.checks else "not verified",
+            "eight_bit": None if self.eight_bit is None else asdict(self.eight_bit),
+            "accuracy": None if self.accuracy is None else asdict(self.accuracy),
+        }
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"verified": self.verified, "max_error": self.max_error}
@@ -121,12 +141,16 @@ class ExportReport:
             ("size", f"{self.bytes / 1e6:.1f} MB{beside}"),
             (f"{sum(self.nodes.values())} nodes", operators),
         ]
+        if self.eight_bit is not None:
+            rows.append(("eight bits", self.eight_bit.line()))
         rows += [("fused" if f.complete else "NOT fully fused", f.line()) for f in self.fusions]
         for check in self.checks:
-            top1 = "" if check.top1_agreement is None else f", top-1 {check.top1_agreement:.1%}"
+            top1 = "" if check.top1_agreement is None else f", top class the same on {check.top1_agreement:.1%}"
             size = "x".join(map(str, check.image_hw))
             line = f"max {check.max_error:.1e}, rms {check.rms_error:.1e}{top1} against {self.reference}"
-            rows.append((f"{'ok' if check.passed else 'FAILED'}: batch {check.batch}, {size}", line))
+            rows.append((f"{'ok' if check.passed else 'FAILED'}: {check.images} of {size}, batch {check.batch}", line))
+        if self.accuracy is not None:
+            rows.append(("accuracy", self.accuracy.line()))
         if not self.checks:
             rows.append(("NOT verified", "verify=False"))
         rows.append(("seconds", ", ".join(f"{step} {seconds:.1f}" for step, seconds in self.seconds.items())))

@@ -98,7 +98,7 @@ class OnnxRunner:
             raise ProviderError(f"{DEVICES[kind]} cannot come up on device={device!r}: {'; '.join(reasons)}")
         if cuda_graph and kind != "cuda":
             raise UnsupportedInputError("cuda_graph=True", [f"the device is {kind}: accepted is cuda"])
-        options: dict[str, Any] = {"threads": threads, "profile": profile, "optimise": optimise}
+        options: dict[str, Any] = {"threads": threads, "profile": profile, "optimise": optimise, "fp8": self.info.fp8}
         try:
             session = open_session(self.path, kind, index, **options, cuda_graph=cuda_graph)
         except ProviderError as error:

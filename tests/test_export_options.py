@@ -192,16 +192,6 @@ def test_int8(precision: Any, tmp_path: Path) -> None:
     assert report.bytes < 0.6 * plain.bytes
 
 
-def test_int8_for_tensorrt_is_symmetric(tmp_path: Path) -> None:
-    report = export_onnx(
-        make("vit"), tmp_path / "m.onnx", precision="int8", target="tensorrt", calibration=[default_photograph()]
-    )
-    proto = onnx.load(tmp_path / "m.onnx")
-    zeros = {t.name: onnx.numpy_helper.to_array(t) for t in proto.graph.initializer if ".zero" in t.name}
-    assert zeros and all(z.dtype == np.int8 and not z.any() for z in zeros.values())
-    assert any("slower than fp16 on a GPU" in warning for warning in report.warnings)
-
-
 def test_a_fused_model_exports_to_the_same_graph(tmp_path: Path) -> None:
     """On every backend, and a fused timm model as the plain one: the same nodes, the same weights."""
     ours_model: Any = make("vit")
@@ -235,7 +225,7 @@ def test_probabilities_are_held_to_the_same_standard_as_logits(precision: Any) -
     expected = logits.softmax(-1).numpy()
 
     def passes(other: torch.Tensor) -> bool:
-        return verification._compare(other.softmax(-1).float().numpy(), expected, (32, 32), options).passed
+        return verification._compare(other.softmax(-1).float().numpy(), expected, 8, (32, 32), options).passed
 
     assert passes(logits)
     assert not passes(unrelated) and not passes(3 * unrelated)

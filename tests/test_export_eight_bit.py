@@ -1,0 +1,203 @@
+"""int8 and fp8 files of a model that was trained: they keep its answers, also where single channels are very large."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from digits import digits_vit, held_out, write_digits
+
+from vit_fast.data import default_photograph
+from vit_fast.errors import UnsupportedInputError
+from vit_fast.export import OnnxRunner, VerificationError, export_onnx
+from vit_fast.export.calibration import CalibrationError, Observation, choose_range, in_integers, load_calibration
+from vit_fast.export.loss import loss_of
+from vit_fast.export.quantise import QuantisationError
+
+LAYOUTS = [
+    ("int8", "generic"), ("int8", "ort-cpu"), ("int8", "tensorrt"), ("int8-dynamic", "generic"),
+    ("int8-dynamic", "ort-cpu"), ("fp8", "tensorrt"),
+]  # fmt: skip
+POINTS = 0.006  # of accuracy, that a file may lose
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Images that the model was trained on, to calibrate with."""
+    return write_digits(tmp_path_factory.mktemp("digits"), 0, 150)
+
+
+def accuracy_of(path: Path) -> float:
+    images, labels = held_out()
+    return float((OnnxRunner(path, "cpu")(images.numpy()).argmax(1) == labels.numpy()).mean())
+
+
+def accuracy_of_model() -> float:
+    images, labels = held_out()
+    with torch.inference_mode():
+        return float((digits_vit()(images).argmax(1) == labels).float().mean())
+
+
+@pytest.mark.parametrize(
+    "outlier", [pytest.param(1.0, marks=pytest.mark.slow), pytest.param(100.0, marks=pytest.mark.slow), 300.0]
+)
+@pytest.mark.parametrize(("precision", "target"), LAYOUTS)
+def test_accuracy_is_kept(precision: Any, target: Any, outlier: float, folder: Path, tmp_path: Path) -> None:
+    """On 597 images that nothing was trained, calibrated or verified with, a channel 300 times as large as the rest."""
+    given = {"images": [folder]} if precision == "int8-dynamic" else {"calibration": [folder]}
+    report = export_onnx(digits_vit(outlier), tmp_path / "m.onnx", precision=precision, target=target, **given)
+    assert report.verified and report.checks[0].images == 64 and report.eight_bit is not None
+    assert accuracy_of_model() > 0.97
+    assert accuracy_of(tmp_path / "m.onnx") >= accuracy_of_model() - POINTS
+
+
+def test_an_outlier_that_no_norm_can_take_is_left_float(folder: Path, tmp_path: Path) -> None:
+    """One channel of v 1000 times as large, the column of proj as much smaller: no norm between them to fold into."""
+    model = digits_vit()
+    with torch.no_grad():
+        attention = model.blocks[1].attn
+        attention.qkv.weight[2 * 64 + 5] *= 1000
+        attention.qkv.bias[2 * 64 + 5] *= 1000
+        attention.proj.weight[:, 5] /= 1000
+    report = export_onnx(model, tmp_path / "m.onnx", precision="int8", target="ort-cpu", calibration=[folder])
+    assert report.eight_bit is not None and "blocks.1.attn.proj" in report.eight_bit.kept
+    assert report.eight_bit.products + len(report.eight_bit.kept) == 12
+    assert accuracy_of(tmp_path / "m.onnx") >= accuracy_of_model() - POINTS
+    assert "blocks.1.attn.proj" in str(report)
+
+
+def test_what_cannot_be_kept_is_refused(folder: Path, tmp_path: Path) -> None:
+    """Every proj and fc2 with such an outlier: more than may stay float."""
+    model = digits_vit()
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.qkv.weight[2 * 64 + 5] *= 1e4
+            block.attn.qkv.bias[2 * 64 + 5] *= 1e4
+            block.attn.proj.weight[:, 5] /= 1e4
+            block.mlp.fc1.weight[3] = 0  # a hidden unit that is always 10,000, and read by a small weight
+            block.mlp.fc1.bias[3] = 1e4
+            block.mlp.fc2.weight[:, 3] = 1e-6
+            block.norm1.bias += 1e4  # and a norm's output far from zero, which a scale does not bring nearer
+            block.attn.qkv.bias -= 1e4 * block.attn.qkv.weight.sum(1)
+    with pytest.raises(QuantisationError, match=r"6 of 12 products left float.*accepted is rms error <= 0.05"):
+        export_onnx(model, tmp_path / "m.onnx", precision="int8", target="ort-cpu", calibration=[folder])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_cache_stands_for_the_images(folder: Path, tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"precision": "int8", "target": "generic", "calibration_cache": tmp_path / "c.json"}
+    export_onnx(digits_vit(), tmp_path / "a.onnx", calibration=[folder], images=[folder], **arguments)
+    export_onnx(digits_vit(), tmp_path / "b.onnx", images=[folder], **arguments)
+    assert onnx.load(tmp_path / "a.onnx").graph == onnx.load(tmp_path / "b.onnx").graph
+    assert json.loads((tmp_path / "c.json").read_text())["images"] == 32
+    changed = digits_vit()
+    with torch.no_grad():
+        changed.blocks[0].mlp.fc1.weight[0, 0] += 1
+    with pytest.raises(CalibrationError, match="other weights, precision or target"):
+        export_onnx(changed, tmp_path / "m.onnx", **arguments)
+    (tmp_path / "c.json").write_text("{}")
+    with pytest.raises(CalibrationError, match="cannot be read"):
+        load_calibration(tmp_path / "c.json", "")
+
+
+def test_accuracy_on_labelled_images(folder: Path, tmp_path: Path) -> None:
+    report = export_onnx(
+        digits_vit(), tmp_path / "m.onnx", precision="int8-dynamic", validation=folder, images=[folder]
+    )
+    assert report.accuracy is not None and report.accuracy.images == 150
+    assert report.accuracy.model > 0.97 and report.accuracy.acceptable
+    assert f"{report.accuracy.model:.2%}" in str(report)
+    with pytest.raises(UnsupportedInputError, match="gives features"):
+        export_onnx(digits_vit(), tmp_path / "m.onnx", output="features", validation=folder)
+
+
+def test_fp8_is_written_as_tensorrt_fuses_it(folder: Path, tmp_path: Path) -> None:
+    """e4m3 everywhere, scales in fp16, every product fed by two DequantizeLinear, the softmax's scale 1/448."""
+    from vit_fast.export import loss
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss, "RMS", 0.2)  # nothing is left float
+        export_onnx(digits_vit(), tmp_path / "m.onnx", precision="fp8", target="tensorrt", calibration=[folder])
+    model = ir.load(tmp_path / "m.onnx")
+    products = [n for n in model.graph if n.op_type == "MatMul"]
+    assert len(products) == 12 + 6
+    scales = []
+    for product in products:
+        for value in product.inputs:
+            restore = value.producer()
+            assert restore.op_type == "DequantizeLinear" and len(restore.inputs) == 3
+            stored, scale = restore.inputs[0], restore.inputs[1].const_value
+            assert scale.dtype == ir.DataType.FLOAT16 and scale.shape.rank() == 0
+            assert restore.inputs[2].const_value.dtype == ir.DataType.FLOAT8E4M3FN
+            if stored.producer() is None:
+                assert stored.const_value.dtype == ir.DataType.FLOAT8E4M3FN
+            elif stored.producer().inputs[0].producer().op_type == "Softmax":
+                scales.append(float(scale.numpy()))
+    assert scales == pytest.approx([1 / 448] * 3, rel=1e-3)
+    assert Counter(n.op_type for n in model.graph)["QuantizeLinear"] == 12 + 4 * 3, "one an activation"
+
+
+def test_int8_for_tensorrt_is_symmetric_in_fp16(tmp_path: Path) -> None:
+    report = export_onnx(
+        digits_vit(), tmp_path / "m.onnx", precision="int8", target="tensorrt", calibration=[default_photograph()],
+        images=[default_photograph()], dynamic_batch=False,
+    )  # fmt: skip
+    proto = onnx.load(tmp_path / "m.onnx")
+    zeros = {t.name: onnx.numpy_helper.to_array(t) for t in proto.graph.initializer if ".zero" in t.name}
+    assert zeros and all(z.dtype == np.int8 and not z.any() for z in zeros.values())
+    scales = {t.data_type for t in proto.graph.initializer if ".scale" in t.name}
+    assert scales == {onnx.TensorProto.FLOAT16}
+    assert any("slower than fp16 on a GPU" in warning for warning in report.warnings)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_a_range_is_the_best_of_those_tried(symmetric: bool) -> None:
+    """A single large element is cut off where its channel is read by nothing, and kept where nothing else is read."""
+    generator = np.random.default_rng(0)
+    tokens, weight = (generator.standard_normal(shape).astype(np.float32) for shape in ((400, 32), (32, 16)))
+    tokens[7, 3], weight[3] = 60, 0
+    seen = Observation(tokens.min(0), tokens.max(0), tokens)
+
+    def damage(limits: Any, w: np.ndarray) -> float:
+        return float(np.square((tokens - in_integers(tokens, limits, symmetric)) @ w).sum())
+
+    chosen = choose_range(seen, [weight], symmetric)
+    whole = type(chosen)(float(tokens.min()), float(tokens.max()), "largest")
+    assert chosen.method != "largest" and damage(chosen, weight) < 0.1 * damage(whole, weight)
+    assert choose_range(seen, [np.eye(32, dtype=np.float32)[:, 3:4]], symmetric).high == 60
+
+
+def test_a_loss_that_a_user_would_notice_does_not_pass() -> None:
+    """Random errors of growing size: whatever loses more than a point of accuracy is refused."""
+    images, labels = held_out()
+    with torch.inference_mode():
+        logits = digits_vit()(images).double().numpy()
+    generator = np.random.default_rng(0)
+    for size in (0.01, 0.04, 0.1, 0.3, 1.0):
+        moved = logits + size * logits.std() * generator.standard_normal(logits.shape)
+        lost = (logits.argmax(1) == labels.numpy()).mean() - (moved.argmax(1) == labels.numpy()).mean()
+        loss = loss_of(moved, logits, "logits")
+        assert loss.acceptable() == (size < 0.05) and (lost < 0.01 or not loss.acceptable())
+    swapped = logits.copy()
+    sure = np.sort(logits)[:, -1] - np.sort(logits)[:, -2] > 4
+    rows = np.flatnonzero(sure)[:12]  # the answers of 2 % of the images, by an error that is no larger than rounding
+    swapped[rows, logits[rows].argmax(1)] = np.sort(logits)[rows, -2] - 1e-3
+    loss = loss_of(swapped, logits, "logits")
+    assert loss.flips == 12 and not loss.acceptable()
+
+
+def test_a_file_with_too_large_an_error_says_what_is_accepted(tmp_path: Path, monkeypatch: Any, folder: Path) -> None:
+    from vit_fast.export import eight_bit, quantise
+
+    monkeypatch.setattr(quantise, "MARGIN", 1e9)  # nothing is left float
+    signs = lambda weight: (np.sign(weight).astype(np.int8), np.full(weight.shape[1], 0.1, np.float32))  # noqa: E731
+    monkeypatch.setattr(eight_bit, "quantise_weight", signs)
+    with pytest.raises(VerificationError, match=r"another class on \d+ of 64 images that the model was sure of"):
+        export_onnx(digits_vit(), tmp_path / "m.onnx", precision="int8", calibration=[folder])
