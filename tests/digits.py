@@ -38,7 +38,8 @@ def digits() -> tuple[list[Image.Image], Tensor]:
 def inputs() -> Tensor:
     """All images as the model takes them, [1797, 1, 8, 8] fp32."""
     transform = make_transform(DATA_CONFIG, (8, 8), in_chans=1)
-    return torch.stack([transform(image) for image in digits()[0]])
+    with torch.inference_mode(False):  # wherever it is first asked for, they can be trained on
+        return torch.stack([transform(image) for image in digits()[0]])
 
 
 @functools.cache

@@ -21,6 +21,7 @@ COMMANDS = (
     "kernels",
     "predict",
     "train",
+    "evaluate",
     "export",
     "optimize",
     "show",

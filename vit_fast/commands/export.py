@@ -21,10 +21,13 @@ def export(
     weights: Annotated[str | None, typer.Option(help="A weights file or a Hugging Face Hub id; else random.")] = None,
     target: Annotated[str, typer.Option(help="generic, ort-cpu, ort-cuda or tensorrt.")] = "generic",
     opset: Annotated[int | None, typer.Option(help="ONNX operator set, 18 or newer; by default 20 (bf16: 22).")] = None,
-    precision: Annotated[str, typer.Option(help="fp32, fp16, bf16, int8 or int8-dynamic.")] = "fp32",
+    precision: Annotated[str, typer.Option(help="fp32, fp16, bf16, int8, int8-dynamic or fp8.")] = "fp32",
     calibrate: Annotated[
         list[Path] | None,
-        typer.Option(help="Images or folders: 32, spread evenly, give int8's ranges."),
+        typer.Option(help="Images or folders: 32, spread evenly, give int8's and fp8's ranges, 64 others judge them."),
+    ] = None,
+    calibration_cache: Annotated[
+        Path | None, typer.Option(help="A file to keep the calibration in: written with --calibrate, else read.")
     ] = None,
     preprocess: Annotated[bool, typer.Option("--preprocess", help="Take uint8 photographs of any size.")] = False,
     softmax: Annotated[bool, typer.Option("--softmax", help="Give probabilities instead of logits.")] = False,
@@ -35,6 +38,10 @@ def export(
         bool, typer.Option("--external-data", help="Put the weights beside the file, also below 2 GB.")
     ] = False,
     images: Annotated[list[Path] | None, typer.Option(help="Images or folders to verify with.")] = None,
+    validation: Annotated[
+        Path | None,
+        typer.Option(help="Labelled images, one subfolder a class: the file must not lose accuracy on them."),
+    ] = None,
     classes: Annotated[Path | None, typer.Option(help="Class names: one a line, or JSON.")] = None,
     num_classes: Annotated[int | None, typer.Option(help="Outputs of the head, where weights do not say.")] = None,
     img_size: Annotated[int | None, typer.Option(help="Height and width in pixels.")] = None,
@@ -81,7 +88,9 @@ def export(
         output="probabilities" if softmax else "features" if features else "logits",
         external_data=True if external_data else None,
         calibration=calibrate or None,
+        calibration_cache=calibration_cache,
         images=images or None,
+        validation=validation,
         class_names=names,
         source=model if has_weights and weights is None else f"{model}, {weights or 'random weights'}",
         verify=verify,

@@ -1,0 +1,129 @@
+"""`vit-fast evaluate`: accuracy as counted by hand, of weights and of ONNX files, and what two models differ in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from digits import digits, digits_vit, inputs, write_digits
+from PIL import Image
+from typer.testing import CliRunner
+
+from vit_fast.cli import main, make_app
+from vit_fast.evaluation import Labelled, draw_confusion, evaluate, labelled_images
+from vit_fast.export import export_onnx
+from vit_fast.weights import save
+
+FIRST, LAST = 1600, 1797
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_digits(tmp_path_factory.mktemp("images"), FIRST, LAST)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The trained model as weights and as an ONNX file, and one whose head forgot the digit 3."""
+    place = tmp_path_factory.mktemp("models")
+    model = digits_vit()
+    save(model, place / "m.safetensors")
+    export_onnx(model, place / "m.onnx", verify=False)
+    with torch.no_grad():
+        model.head.bias[3] = -1000
+    save(model, place / "forgetful.safetensors")
+    return place
+
+
+def run(*arguments: Any) -> str:
+    result = CliRunner().invoke(make_app(), ["evaluate", *map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.mark.parametrize("given", [("--weights", "m.safetensors"), ("--onnx", "m.onnx")], ids=["torch", "onnx"])
+def test_accuracy_is_the_one_counted_by_hand(given: tuple[str, str], folder: Path, models: Path) -> None:
+    content = json.loads(run(folder, given[0], models / given[1], "--json"))
+    with torch.inference_mode():
+        logits = digits_vit()(inputs()[FIRST:LAST])
+    labels = digits()[1][FIRST:LAST]
+    assert content["images"] == LAST - FIRST
+    assert content["top1"] == pytest.approx((logits.argmax(1) == labels).float().mean().item())
+    best = logits.topk(5).indices
+    assert content["top5"] == pytest.approx((best == labels[:, None]).any(1).float().mean().item())
+    confusion = np.zeros((10, 10), int)
+    np.add.at(confusion, (labels.numpy(), logits.argmax(1).numpy()), 1)
+    assert content["confusion"] == confusion.tolist()
+    assert [row["images"] for row in content["classes"]] == confusion.sum(1).tolist()
+
+
+def test_two_models_side_by_side(folder: Path, models: Path, tmp_path: Path) -> None:
+    """A model that forgot a digit differs from the file on just the images that the file takes for that digit."""
+    arguments = (folder, "--weights", models / "forgetful.safetensors", "--against", models / "m.onnx")
+    content = json.loads(run(*arguments, "--json"))
+    assert all(row["against"] == "3" and row["answer"] != "3" for row in content["disagreements"])
+    with torch.inference_mode():
+        threes = int((digits_vit()(inputs()[FIRST:LAST]).argmax(1) == 3).sum())
+    assert len(content["disagreements"]) == threes > 10
+    assert content["classes"][3]["top1"] == 0 and content["classes"][3]["taken for"] is not None
+    assert content["against"]["top1"] > content["top1"] + 0.05
+    text = run(*arguments, "--confusion", tmp_path / "c.png")
+    assert f"another answer to {threes} images" in text and "most often taken for" in text
+    assert text.index("0.00%  3 (") < text.index("against:"), "the worst class comes first"
+    assert Image.open(tmp_path / "c.png").width > 400
+
+
+def test_folders_become_classes(tmp_path: Path) -> None:
+    def made(*names: str) -> Path:
+        place = tmp_path / "-".join(names)
+        for name in names:
+            (place / name).mkdir(parents=True)
+            Image.new("L", (8, 8)).save(place / name / "a.png")
+        return place
+
+    by_name = labelled_images(made("dog", "cat"), 3, ["cat", "bird", "dog"])
+    assert (by_name.labels, by_name.order) == ([0, 2], "by name")
+    by_number = labelled_images(made("2", "10"), 11, None)
+    assert (by_number.labels, by_number.order) == ([10, 2], "by number")
+    by_order = labelled_images(made("n02", "n01", "n03"), 3, ["tench", "shark", "ray"])
+    assert (by_order.labels, by_order.order) == ([0, 1, 2], "in alphabetical order")
+    with pytest.raises(ValueError, match="2 subfolders, among them 'hen', 'owl': accepted are names of the model's 3"):
+        labelled_images(made("owl", "hen"), 3, ["tench", "shark", "ray"])
+    with pytest.raises(ValueError, match="is of class 5: accepted are 0 to 1"):
+        evaluate(Labelled([Path("x")], [5], "by number"), [(Path("x"), [0.1, 0.9])])
+
+
+def test_ties_and_few_classes() -> None:
+    """Two classes have no fifth answer; of two equal ones the first is the answer."""
+    found = evaluate(
+        Labelled([Path("x"), Path("y")], [1, 0], "by name"), [(Path("x"), [0.5, 0.5]), (Path("y"), [1, 0])]
+    )
+    assert found.right.tolist() == [False, True] and found.top5 == 1.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "needs --weights or --onnx"),
+        (["--weights", "a", "--onnx", "b.onnx"], "needs --weights or --onnx"),
+        (["--weights", "a", "--img-size", "8"], "accepted with --onnx only"),
+    ],
+)
+def test_what_is_refused(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["evaluate", str(tmp_path), *arguments])
+    assert message in capsys.readouterr().err
+
+
+def test_a_confusion_picture_of_many_classes(tmp_path: Path) -> None:
+    """Without numbers in the squares, which would not be legible."""
+    rows = [(Path(str(i)), np.eye(200)[i].tolist()) for i in range(200)]
+    found = evaluate(Labelled([file for file, _ in rows], list(range(200)), "by number"), rows)
+    draw_confusion(found, [str(i) for i in range(200)], tmp_path / "c.png")
+    assert Image.open(tmp_path / "c.png").size[0] < 2500
