@@ -15,12 +15,17 @@ from typing import TYPE_CHECKING, Any
 from vit_fast.errors import MissingPackageError
 
 if TYPE_CHECKING:
+    from .calibration import CalibrationError
+    from .card import write_card
     from .deployment import write_triton_repository
     from .exporter import export_onnx
+    from .latency import measure_latency
     from .metadata import inspect_onnx
     from .model_files import ModelFileError
+    from .quantise import QuantisationError
     from .report import ExportReport
     from .runner import OnnxRunner, ProviderError
+    from .tensorrt import trtexec_line
     from .verification import VerificationError
 
 _LAZY = {
@@ -28,20 +33,30 @@ _LAZY = {
     "ModelFileError": ".model_files",
     "OnnxRunner": ".runner",
     "ProviderError": ".runner",
+    "CalibrationError": ".calibration",
+    "QuantisationError": ".quantise",
     "VerificationError": ".verification",
     "export_onnx": ".exporter",
     "inspect_onnx": ".metadata",
+    "measure_latency": ".latency",
+    "trtexec_line": ".tensorrt",
+    "write_card": ".card",
     "write_triton_repository": ".deployment",
 }
 
 __all__ = [
+    "CalibrationError",
     "ExportReport",
     "ModelFileError",
     "OnnxRunner",
     "ProviderError",
+    "QuantisationError",
     "VerificationError",
     "export_onnx",
     "inspect_onnx",
+    "measure_latency",
+    "trtexec_line",
+    "write_card",
     "write_triton_repository",
 ]
 

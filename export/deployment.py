@@ -1,4 +1,4 @@
-"""A model repository for NVIDIA's Triton Inference Server: MODEL/config.pbtxt and MODEL/1/model.onnx.
+"""A model repository for NVIDIA's Triton Inference Server: MODEL/config.pbtxt, labels.txt and MODEL/1/model.onnx.
 
 Not to be confused with Triton the language, in which our kernels are written.
 Source: docs.nvidia.com, Triton Inference Server user guide, "Model Repository" and "Model Configuration";
@@ -14,17 +14,21 @@ from typing import Any
 
 import onnx
 
+from vit_fast.errors import UnsupportedInputError
 from vit_fast.files import folder_aside
 
 from .metadata import OnnxInfo, describe
 from .model_files import ModelFileError, external_tensors, read_proto
+from .tensorrt import shape_profile, trtexec_line
 
 DATA_TYPES = {
     "float": "TYPE_FP32", "float16": "TYPE_FP16", "bfloat16": "TYPE_BF16", "double": "TYPE_FP64",
     "uint8": "TYPE_UINT8", "int64": "TYPE_INT64", "int32": "TYPE_INT32",
 }  # fmt: skip
 INSTANCE_KINDS = {"cpu": "KIND_CPU", "gpu": "KIND_GPU"}
+ACCELERATOR_MODES = {"fp32": "FP32", "fp16": "FP16", "int8": "INT8"}
 QUEUE_DELAY_US = 500
+LABELS = "labels.txt"
 
 
 def write_triton_repository(
@@ -61,7 +65,8 @@ def write_triton_repository(
         raise ValueError(f"device={device!r}: accepted are 'gpu', 'cpu'")
     target = check_triton_repository(repository, name)
     proto = read_proto(model_path)
-    config = server_config(describe(proto, model_path), name, max_batch, instances, device)
+    info = describe(proto, model_path)
+    config = server_config(info, name, max_batch, instances, device)
     with folder_aside(target) as aside:
         version = aside / "1"
         version.mkdir()
@@ -69,6 +74,8 @@ def write_triton_repository(
         for location in _weight_files(proto):
             (version / location).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(model_path.parent / location, version / location)
+        if labels := _labels(info):
+            (aside / LABELS).write_text("".join(f"{name}\n" for name in labels), encoding="utf-8")
         (aside / "config.pbtxt").write_text(config, encoding="utf-8")
     return target
 
@@ -89,7 +96,11 @@ def check_triton_repository(repository: Path, name: str) -> Path:
 
 
 def server_config(info: OnnxInfo, name: str, max_batch: int, instances: int, device: str) -> str:
-    """config.pbtxt of a file: protobuf's text format of the server's ModelConfig."""
+    """config.pbtxt of a file: protobuf's text format of the server's ModelConfig.
+
+    A file for TensorRT gets the server's TensorRT accelerator, which builds engines when it first sees a shape; the
+    requests of the warm-up, one image and a full batch, have that done before the model counts as ready.
+    """
     dynamic = all(not isinstance(v["shape"][0], int) for v in [*info.inputs, *info.outputs] if v["shape"])
     config: dict[str, Any] = {
         "name": name,
@@ -100,10 +111,39 @@ def server_config(info: OnnxInfo, name: str, max_batch: int, instances: int, dev
         "output": [_tensor(v, dynamic, info) for v in info.outputs],
         "instance_group": [{"count": instances, "kind": _Name(INSTANCE_KINDS[device])}],
     }
+    if _labels(info):
+        config["output"][0]["label_filename"] = LABELS
     if dynamic:
-        preferred = [size for size in (8, 16, 32, 64) if size <= max_batch]
-        config["dynamic_batching"] = {"preferred_batch_size": preferred, "max_queue_delay_microseconds": QUEUE_DELAY_US}
+        config["dynamic_batching"] = {"max_queue_delay_microseconds": QUEUE_DELAY_US}
+        if preferred := [size for size in (8, 16, 32, 64) if size <= max_batch]:
+            config["dynamic_batching"]["preferred_batch_size"] = preferred
+    precision = info.metadata.get("precision")
+    if device == "gpu" and info.metadata.get("target") == "tensorrt":
+        if precision not in ACCELERATOR_MODES:
+            raise UnsupportedInputError(
+                f"a server's configuration for {info.path}",
+                [f"its TensorRT accelerator has no {precision}: accepted are {', '.join(ACCELERATOR_MODES)}",
+                 f"build an engine: {trtexec_line(info)}"],
+            )  # fmt: skip
+        mode = {"key": "precision_mode", "value": ACCELERATOR_MODES[precision]}
+        accelerator = {"name": "tensorrt", "parameters": [mode]}
+        config["optimization"] = {"execution_accelerators": {"gpu_execution_accelerator": [accelerator]}}
+    if len(info.inputs) == 1 and (profile := shape_profile(info, (1, 1, max_batch))) is not None and dynamic:
+        sizes = dict.fromkeys((1, max_batch))
+        config["model_warmup"] = [_warm_up(config["input"][0], profile.usual[1:], size) for size in sizes]
     return "".join(_lines(config))
+
+
+def _warm_up(tensor: dict[str, Any], dims: tuple[int, ...], batch: int) -> dict[str, Any]:
+    value = {"data_type": tensor["data_type"], "dims": list(dims), "random_data": _Name("true")}
+    return {"name": f"batch {batch}", "batch_size": batch, "inputs": [{"key": tensor["name"], "value": value}]}
+
+
+def _labels(info: OnnxInfo) -> tuple[str, ...]:
+    """Names of the outputs, which the server answers with when asked for classes; none where they are not classes."""
+    names = info.class_names or ()
+    one_a_line = all(name.strip() == name and "\n" not in name for name in names)
+    return names if info.output in ("logits", "probabilities") and one_a_line else ()
 
 
 class _Name(str):

@@ -22,7 +22,7 @@ class Execution:
     Args:
         session: ONNX Runtime's session.
         signature: What its file takes and gives.
-        device: "cpu", "cuda" or "tensorrt".
+        device: "cpu", "cuda", "tensorrt" or "openvino".
         device_index: Which GPU.
         max_batch: Larger batches are split into pieces of this size; a file with a fixed batch decides itself.
         bind: Whether inputs and outputs are bound as they lie in memory.
@@ -44,7 +44,7 @@ class Execution:
         """Checked images [B, ...], numpy or torch -> the output [B, ...] as the input was, on its device."""
         if isinstance(images, np.ndarray):
             return self._in_pieces(images, self._run_on_host, np.concatenate)
-        if images.device.type == "cuda" and self._device != "cpu" and self._bind:
+        if images.device.type == "cuda" and self._device in ("cuda", "tensorrt") and self._bind:
             return self._in_pieces(images, self._run_on_cuda, _torch_cat)
         import torch
 

@@ -27,13 +27,14 @@ from . import model_files
 from .accuracy import check_labelled, measure_accuracy
 from .capture import capture
 from .graphs import prepend
-from .metadata import metadata_for, write_metadata
+from .metadata import inspect_onnx, metadata_for, write_metadata
 from .optimise import count_nodes, forget_inner_shapes, optimise
 from .options import ATTENTION_OPSET, ExportOptions, Precision, Target, opset_for
 from .photographs import as_inputs, left_over, photographs
 from .preprocessing import preprocessing_model
 from .quantise import Quantised, quantise
 from .report import ExportReport
+from .tensorrt import trtexec_line
 from .verification import BATCHES, verify_file, verify_preprocessing
 
 CALIBRATION_IMAGES, HELD_OUT_IMAGES = 32, 64
@@ -140,6 +141,8 @@ def export_onnx(
         write_metadata(aside, metadata_for(vit, options, source, report.measured()))
         report.external_data = f"{path.name}.data" if external else None
         report.bytes = sum(part.stat().st_size for part in aside.parent.iterdir())
+    if target == "tensorrt":
+        report.trtexec = trtexec_line(inspect_onnx(path))
     report.warnings = _warnings(report, options, vit)
     return report
 
@@ -191,10 +194,11 @@ class _Images:
         measured = photographs(files, CALIBRATION_IMAGES) if calibration is not None else []
         verified = []
         if verify:
-            given = left_over(files, CALIBRATION_IMAGES) if images is None else find_images(images)
-            # in eight bits many: rare answers that change are not seen on few
-            least, most = max(BATCHES), HELD_OUT_IMAGES if options.is_eight_bit else max(BATCHES)
-            verified = photographs(given or None, min(most, max(least, len(given))) if given else most, seed=1)
+            given = (left_over(files, CALIBRATION_IMAGES) or None) if images is None else find_images(images)
+            count = HELD_OUT_IMAGES if options.is_eight_bit else max(BATCHES)
+            if given:  # in eight bits as many as there are, since answers that rarely change are not seen on few
+                count = min(count, max(max(BATCHES), len(given)))
+            verified = photographs(given, count, seed=1)
         return cls(measured, verified, None if cache is None else Path(cache))
 
 

@@ -13,7 +13,10 @@ from vit_fast.errors import VitFastError
 from .model_files import ModelFileError
 
 CPU, CUDA, TENSORRT = "CPUExecutionProvider", "CUDAExecutionProvider", "TensorrtExecutionProvider"
-DEVICES = {"cpu": CPU, "cuda": CUDA, "tensorrt": TENSORRT}
+OPENVINO = "OpenVINOExecutionProvider"
+DEVICES = {"cpu": CPU, "cuda": CUDA, "tensorrt": TENSORRT, "openvino": OPENVINO}
+BUILDS = {CUDA: "onnxruntime-gpu", TENSORRT: "onnxruntime-gpu", OPENVINO: "onnxruntime-openvino"}
+"""The package whose ONNX Runtime has a provider; only one of them can be installed."""
 CUDA_OPTIONS = {"use_tf32": "0"}
 """ONNX Runtime rounds fp32 products to TF32's 10 bits unless told not to; an fp32 file is to compute in fp32."""
 
@@ -32,21 +35,26 @@ def parse_device(device: str) -> tuple[str, int]:
         ValueError: it is none of the devices known.
     """
     kind, _, index = device.partition(":")
-    if kind not in ("auto", *DEVICES) or (index and (not index.isdigit() or kind in ("auto", "cpu"))):
-        raise ValueError(f"device={device!r}: accepted are 'auto', 'cpu', 'cuda', 'cuda:N', 'tensorrt', 'tensorrt:N'")
+    if kind not in ("auto", *DEVICES) or (index and (not index.isdigit() or kind not in ("cuda", "tensorrt"))):
+        raise ValueError(
+            f"device={device!r}: accepted are 'auto', 'cpu', 'cuda', 'cuda:N', 'tensorrt', 'tensorrt:N', 'openvino'"
+        )
     return kind, int(index or 0)
 
 
 def reasons_against(kind: str) -> list[str]:
-    """Why ONNX Runtime cannot run on "cuda" or "tensorrt" here, each with its fix; empty when nothing is missing."""
+    """Why ONNX Runtime cannot run on a device here, each with its fix; empty when nothing is missing."""
     import onnxruntime
 
     if kind == "cpu":
         return []
     if DEVICES[kind] not in onnxruntime.get_available_providers():
         return [
-            f"this build of ONNX Runtime has no {DEVICES[kind]}: pip uninstall onnxruntime; pip install onnxruntime-gpu"
+            f"this build of ONNX Runtime has no {DEVICES[kind]}: "
+            f"pip uninstall onnxruntime onnxruntime-gpu; pip install {BUILDS[DEVICES[kind]]}"
         ]
+    if kind == "openvino":
+        return []
     preload()
     missing = [name for name in _libraries(kind) if not _loads(name)]
     reasons = []
@@ -102,9 +110,11 @@ def open_session(
     if not optimise:
         settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     wanted = DEVICES[kind]
-    options: dict[str, Any] = {} if wanted == CPU else {"device_id": index}
+    options: dict[str, Any] = {"device_id": index} if wanted in (CUDA, TENSORRT) else {}
     providers: list[Any] = [(wanted, options)]
-    if wanted != CPU:
+    if wanted == OPENVINO:
+        providers.append(CPU)  # takes what OpenVINO leaves
+    elif wanted != CPU:
         preload()
         if cuda_graph:
             options["enable_cuda_graph"] = "1"

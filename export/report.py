@@ -61,6 +61,7 @@ class ExportReport:
         eight_bit: How many products are in eight bits, which were left float because the loss asked for it, and how
             the ranges were chosen; None in other precisions.
         accuracy: On the labelled images: their number, the model's and the file's accuracy; None without.
+        trtexec: The command that builds a TensorRT engine of the file; None for other targets.
         seconds: Seconds spent in each step.
         warnings: What a user should know.
     """
@@ -81,6 +82,7 @@ class ExportReport:
     budget: str = ""
     eight_bit: Quantised | None = None
     accuracy: Accuracy | None = None
+    trtexec: str | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
@@ -153,5 +155,7 @@ class ExportReport:
             rows.append(("accuracy", self.accuracy.line()))
         if not self.checks:
             rows.append(("NOT verified", "verify=False"))
+        if self.trtexec is not None:
+            rows.append(("to build an engine", self.trtexec))
         rows.append(("seconds", ", ".join(f"{step} {seconds:.1f}" for step, seconds in self.seconds.items())))
         return rows + [("warning", warning) for warning in self.warnings]

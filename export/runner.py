@@ -34,7 +34,7 @@ class OnnxRunner:
 
     Args:
         path: The .onnx file.
-        device: "cpu", "cuda", "cuda:N", "tensorrt", "tensorrt:N"; "auto" is cuda where it can run, else cpu
+        device: "cpu", "cuda", "cuda:N", "tensorrt", "tensorrt:N", "openvino"; "auto" is cuda where it can run, else cpu
             (`notes` says why).
         threads: Threads of one operator on the CPU; None leaves it to ONNX Runtime (all cores).
         max_batch: Larger batches are split into pieces of this size; a file with a fixed batch decides itself.
@@ -170,6 +170,19 @@ class OnnxRunner:
                 f"preparing images for {self.path}", ["the file leaves the size open: give image_hw"]
             )
         return make_transform(self.data_config, self.image_hw, self.in_chans)(image).numpy()
+
+    def example(self, batch: int, generator: np.random.Generator) -> np.ndarray:
+        """Random images [batch, ...] as the file takes them, to time it with.
+
+        Raises:
+            UnsupportedInputError: the file leaves the size open, and no image_hw was given.
+        """
+        height, width = self.image_hw or ((224, 224) if self.takes_pixels else (0, 0))
+        if not height:
+            raise UnsupportedInputError(f"an example for {self.path}", ["the file leaves the size open: give image_hw"])
+        if self.takes_pixels:
+            return generator.integers(0, 256, (batch, height, width, self.in_chans), np.uint8)
+        return generator.standard_normal((batch, self.in_chans, height, width)).astype(self._signature.dtype)
 
     def end_profiling(self) -> Path:
         """Finishes the profile that `profile` asked for, and says where it is.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -35,7 +34,7 @@ def model() -> nn.Module:
         ({"opset": 17}, ValueError, "opset=17: accepted are 18 to"),
         ({"opset": 99}, ValueError, "opset=99: accepted are 18 to"),
         ({"opset": "20"}, ValueError, "opset='20'"),
-        ({"precision": "fp8"}, ValueError, "precision='fp8': accepted are 'fp32', 'fp16'"),
+        ({"precision": "fp9"}, ValueError, "precision='fp9': accepted are 'fp32', 'fp16'"),
         ({"target": "coreml"}, ValueError, "target='coreml': accepted are 'generic', 'ort-cpu'"),
         ({"output": "classes"}, ValueError, "output='classes'"),
         ({"precision": "int8"}, ValueError, "needs image files or folders"),
@@ -49,6 +48,11 @@ def model() -> nn.Module:
         ({"precision": "int8-dynamic", "target": "tensorrt"}, UnsupportedInputError, "TensorRT takes no int8-dynamic"),
         ({"precision": "bf16", "target": "ort-cpu"}, UnsupportedInputError, "CPU provider has no bf16 Conv"),
         ({"precision": "bf16", "opset": 21}, UnsupportedInputError, "bf16 Conv came with opset 22"),
+        ({"precision": "fp8", "target": "ort-cpu"}, UnsupportedInputError, "ort-cpu computes no product in fp8"),
+        ({"precision": "fp8", "opset": 18}, UnsupportedInputError, "scales in fp16 came with opset 19"),
+        ({"precision": "fp8"}, ValueError, "precision='fp8' needs image files or folders"),
+        ({"calibration_cache": "c.json"}, ValueError, "accepted only with precision='int8'"),
+        ({"validation": "absent"}, ImageError, "accepted is a folder with a subfolder"),
         ({"data_config": {"sharpness": 1}}, ValueError, "sharpness"),
     ],
 )
@@ -234,31 +238,16 @@ assert not loaded, loaded
 # --- Triton Inference Server --------------------------------------------------------------------------------
 
 
-def _schema() -> Any:
-    """ModelConfig of the server's own client; its package is not imported, since that wants gRPC."""
-    spec = importlib.util.find_spec("tritonclient")
-    assert spec is not None and spec.submodule_search_locations is not None
-    path = Path(spec.submodule_search_locations[0]) / "grpc" / "model_config_pb2.py"
-    file = importlib.util.spec_from_file_location("model_config_pb2", path)
-    assert file is not None and file.loader is not None
-    module = importlib.util.module_from_spec(file)
-    file.loader.exec_module(module)
-    return module
-
-
 def test_triton_repository(model: nn.Module, tmp_path: Path) -> None:
     """Parsed by the server's own schema; the model in it runs."""
-    from google.protobuf import text_format
-
     export_onnx(model, tmp_path / "vit.onnx", external_data=True, preprocess=True, verify=False)
     folder = write_triton_repository(tmp_path / "vit.onnx", tmp_path / "models", instances=2, max_batch=32)
     assert sorted(str(p.relative_to(folder)) for p in folder.rglob("*")) == [
         "1", "1/model.onnx", "1/vit.onnx.data", "config.pbtxt",
     ]  # fmt: skip
-    schema = _schema()
-    config = text_format.Parse((folder / "config.pbtxt").read_text(), schema.ModelConfig())
+    config = read_config(folder)
     assert (config.name, config.backend, config.max_batch_size) == ("vit", "onnxruntime", 32)
-    assert config.input[0].name == "pixels" and config.input[0].data_type == schema.TYPE_UINT8
+    assert config.input[0].name == "pixels" and config.input[0].data_type == schema().TYPE_UINT8
     assert list(config.input[0].dims) == [-1, -1, 3] and list(config.output[0].dims) == [10]
     assert config.HasField("dynamic_batching") and config.instance_group[0].count == 2
     inspect_onnx(folder / "1" / "model.onnx")
@@ -267,7 +256,7 @@ def test_triton_repository(model: nn.Module, tmp_path: Path) -> None:
 
     export_onnx(model, tmp_path / "one.onnx", dynamic_batch=False, verify=False)
     folder = write_triton_repository(tmp_path / "one.onnx", tmp_path / "models", device="cpu")
-    config = text_format.Parse((folder / "config.pbtxt").read_text(), schema.ModelConfig())
+    config = read_config(folder)
     assert config.max_batch_size == 0 and list(config.input[0].dims) == [1, 3, 32, 32]
     assert not config.HasField("dynamic_batching") and config.instance_group[0].kind == 2  # KIND_CPU
     for wrong in ({"name": "a/b"}, {"name": ".."}, {"max_batch": 0}, {"instances": 0}, {"device": "tpu"}):

@@ -25,6 +25,7 @@ COMMANDS = (
     "export",
     "optimize",
     "show",
+    "latency",
     "hf_kernel",
 )
 

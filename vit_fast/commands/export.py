@@ -49,6 +49,10 @@ def export(
     triton_repository: Annotated[
         Path | None, typer.Option(help="Also put the file into this NVIDIA Triton Inference Server repository.")
     ] = None,
+    card: Annotated[
+        bool, typer.Option("--card", help="Also write a model card beside the file: source, precision, checks, hashes.")
+    ] = False,
+    license_name: Annotated[str | None, typer.Option("--license", help="Of the weights, for the card.")] = None,
     inspect: Annotated[Path | None, typer.Option(help="Print what an ONNX file says about itself, and stop.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
@@ -64,12 +68,14 @@ def export(
         raise ValueError("--softmax with --features: accepted is one of them")
 
     from ..data import find_images
-    from ..export import export_onnx, write_triton_repository
+    from ..export import export_onnx, write_card, write_triton_repository
     from ..export.deployment import check_triton_repository
     from .predict import read_class_names
 
     if triton_repository is not None:
         check_triton_repository(triton_repository, out.stem)
+    if license_name is not None and not card:
+        raise ValueError("--license: accepted with --card")
     for given in (calibrate, images):
         if given:
             find_images(given)
@@ -100,6 +106,8 @@ def export(
     if triton_repository is not None:
         folder = write_triton_repository(out, triton_repository, device="cpu" if target == "ort-cpu" else "gpu")
         typer.echo(f"for Triton Inference Server: {folder}", err=True)
+    if card:
+        typer.echo(f"model card: {write_card(out, license_name)}", err=True)
     _show(report, as_json)
 
 

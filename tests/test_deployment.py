@@ -1,0 +1,163 @@
+"""What a deployer is given: the server's repository and a client for it, TensorRT's shapes, latency, a model card."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from digits import DATA_CONFIG, digits, digits_vit, inputs
+from PIL import Image
+from triton_server import read_config, schema, serving
+
+from vit_fast.cli import main
+from vit_fast.errors import UnsupportedInputError
+from vit_fast.export import OnnxRunner, ProviderError, export_onnx, inspect_onnx, write_card, write_triton_repository
+from vit_fast.export.latency import Latency, draw_latency, measure_latency
+from vit_fast.export.tensorrt import shape_profile, trtexec_line
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The digits' model for several targets; "pixels.onnx" prepares its images itself."""
+    place = tmp_path_factory.mktemp("files")
+    model = digits_vit()
+    export_onnx(model, place / "pixels.onnx", preprocess=True, output="probabilities", verify=False)
+    export_onnx(model, place / "half.onnx", precision="fp16", target="tensorrt", verify=False)
+    return place
+
+
+def with_precision(path: Path, precision: str, tmp_path: Path) -> Path:
+    """The same file, saying another precision of itself."""
+    import onnx
+
+    proto = onnx.load(path)
+    for entry in proto.metadata_props:
+        if entry.key == "vit_fast.precision":
+            entry.value = json.dumps(precision)
+    onnx.save(proto, tmp_path / f"{precision}.onnx")
+    return tmp_path / f"{precision}.onnx"
+
+
+def test_a_client_over_http(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    """The example, run against a server that reads the configuration as the real one does."""
+    spec = importlib.util.spec_from_file_location("triton_client", ROOT / "examples" / "triton_client.py")
+    assert spec is not None and spec.loader is not None
+    client = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(client)
+    write_triton_repository(files / "pixels.onnx", tmp_path / "models", name="digits", device="cpu")
+    write_triton_repository(files / "half.onnx", tmp_path / "models", name="half", device="cpu")
+    with serving(tmp_path / "models") as (address, models):
+        assert models["digits"].warm_ups == 2, "one image, and a full batch"
+        for image, label in list(zip(*digits()))[:5]:
+            with torch.inference_mode():
+                planes = inputs()[:5][[i is image for i in digits()[0][:5]]]
+                expected = digits_vit()(planes).softmax(-1)[0]
+            best = client.ask(address, "digits", np.asarray(image)[..., None], top=3)
+            assert [int(name) for name, _ in best] == expected.topk(3).indices.tolist() and label == int(best[0][0])
+            np.testing.assert_allclose([value for _, value in best], expected.topk(3).values, atol=1e-3)
+        with pytest.raises(ValueError, match="half takes FP32: accepted is UINT8"):
+            client.ask(address, "half", np.zeros((8, 8, 1), np.uint8), top=1)
+        digits()[0][0].convert("RGB").save(tmp_path / "a.png")
+        monkeypatch.setattr("sys.argv", ["triton_client.py", address, "digits", str(tmp_path / "a.png")])
+        with pytest.raises(client.urllib.error.HTTPError):  # a grey model is sent colours
+            client.main()
+
+
+def test_the_server_builds_engines_for_a_tensorrt_file(files: Path, tmp_path: Path) -> None:
+    folder = write_triton_repository(files / "half.onnx", tmp_path / "models", max_batch=4)
+    config = read_config(folder)
+    (accelerator,) = config.optimization.execution_accelerators.gpu_execution_accelerator
+    assert accelerator.name == "tensorrt" and dict(accelerator.parameters) == {"precision_mode": "FP16"}
+    assert config.HasField("dynamic_batching") and not config.dynamic_batching.preferred_batch_size
+    assert [request.batch_size for request in config.model_warmup] == [1, 4]
+    value = config.model_warmup[1].inputs["images"]
+    assert list(value.dims) == [1, 8, 8] and value.data_type == schema().TYPE_FP32
+    assert config.output[0].label_filename == "labels.txt"
+    assert (folder / "labels.txt").read_text().splitlines() == [str(i) for i in range(10)]
+    on_cpu = read_config(write_triton_repository(files / "half.onnx", tmp_path / "models", name="c", device="cpu"))
+    assert not on_cpu.HasField("optimization")
+    with pytest.raises(UnsupportedInputError, match=r"no fp8: accepted are fp32, fp16, int8; build an engine: trtexec"):
+        write_triton_repository(with_precision(files / "half.onnx", "fp8", tmp_path), tmp_path / "models")
+    assert sorted(p.name for p in (tmp_path / "models").iterdir()) == ["c", "half"]
+
+
+def test_shapes_for_tensorrt(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = shape_profile(inspect_onnx(files / "half.onnx"))
+    assert profile is not None
+    assert (profile.least, profile.usual, profile.most) == ((1, 1, 8, 8), (8, 1, 8, 8), (64, 1, 8, 8))
+    export_onnx(digits_vit(), tmp_path / "any size.onnx", dynamic_size=True, target="tensorrt", verify=False)
+    profile = shape_profile(inspect_onnx(tmp_path / "any size.onnx"), (1, 2, 4))
+    assert profile is not None
+    assert (profile.least, profile.usual, profile.most) == ((1, 1, 4, 4), (2, 1, 8, 8), (4, 1, 16, 16))
+    images = torch.randn(4, 1, 16, 16)
+    assert OnnxRunner(tmp_path / "any size.onnx", "cpu")(images).shape == (4, 10), "the largest is one that it takes"
+    words = shlex.split(trtexec_line(inspect_onnx(tmp_path / "any size.onnx")))
+    assert words[0] == "trtexec" and f"--onnx={tmp_path / 'any size.onnx'}" in words
+    assert "--maxShapes=images:64x1x16x16" in words and "--stronglyTyped" in words
+    report = export_onnx(digits_vit(), tmp_path / "one.onnx", dynamic_batch=False, target="tensorrt", verify=False)
+    assert report.trtexec is not None and "Shapes" not in report.trtexec and report.trtexec.startswith("trtexec")
+
+
+def test_latency(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["latency", str(files / "pixels.onnx"), "--device", "cpu", "--runs", "7", "--batches", "1,3"]
+    with pytest.raises(SystemExit, match="0"):
+        main([*arguments, "--threads", "1,2", "--picture", str(tmp_path / "l.png"), "--json"])
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(row["batch"], row["threads"]) for row in rows] == [(1, 1), (3, 1), (1, 2), (3, 2)]
+    for row in rows:
+        assert 0 < row["p50"] <= row["p95"] <= row["p99"]
+        assert row["images_per_second"] == pytest.approx(row["batch"] / row["p50"] * 1e3)
+    assert Image.open(tmp_path / "l.png").width > 400
+    with pytest.raises(SystemExit, match="0"):
+        main(arguments)
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    draw_latency([Latency(1, None, 1.0, 2.0, 3.0, 1000.0)], tmp_path / "one.svg", "one")
+    for wrong, message in (("--batches=0", "accepted are integers >= 1"), ("--threads=a", "--threads='a'")):
+        with pytest.raises(SystemExit, match="2"):
+            main([*arguments, wrong])
+        assert message in capsys.readouterr().err
+    with pytest.raises(ValueError, match="runs=0"):
+        measure_latency(files / "pixels.onnx", runs=0)
+
+
+def test_a_model_card(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It says what the file says, with the hashes of what lies there."""
+    report = export_onnx(digits_vit(), tmp_path / "m.onnx", external_data=True, target="tensorrt", source="a test")
+    text = write_card(tmp_path / "m.onnx", "cc-by-4.0").read_text()
+    for name in ("m.onnx", "m.onnx.data"):
+        content = (tmp_path / name).read_bytes()
+        assert f"| {name} | {len(content)} | {hashlib.sha256(content).hexdigest()} |" in text
+    assert text.startswith("---\nlicense: cc-by-4.0\n") and "| source | a test |" in text
+    assert json.dumps(DATA_CONFIG.to_dict()) in text and "| precision | fp32 |" in text
+    assert "Held against eager fp64" in text and f"{report.checks[-1].max_error:.1e}" in text
+    assert f"    {report.trtexec}" in text
+    text = write_card(files / "pixels.onnx").read_text()
+    assert "| preprocessing | in the file, of uint8 pixels |" in text and "Not verified." in text
+    assert "license: unknown" in text and "trtexec" not in text
+    with pytest.raises(SystemExit, match="2"):
+        main(["export", "vit_test", "-o", str(tmp_path / "x.onnx"), "--license", "mit"])
+    assert "--license: accepted with --card" in capsys.readouterr().err
+
+
+def test_openvino_is_a_device_where_it_is_installed(files: Path) -> None:
+    import onnxruntime
+
+    if "OpenVINOExecutionProvider" in onnxruntime.get_available_providers():
+        images = inputs()[:3]
+        with torch.inference_mode():
+            expected = digits_vit()(images)
+        np.testing.assert_allclose(OnnxRunner(files / "half.onnx", "openvino")(images), expected, atol=0.1)
+    else:
+        with pytest.raises(ProviderError, match="pip install onnxruntime-openvino"):
+            OnnxRunner(files / "half.onnx", "openvino")
+    with pytest.raises(ValueError, match="accepted are"):
+        OnnxRunner(files / "half.onnx", "openvino:1")

@@ -1,0 +1,155 @@
+"""A stand-in for NVIDIA's Triton Inference Server: serves a model repository over its HTTP protocol by ONNX Runtime.
+
+It reads config.pbtxt by the server's own schema, refuses what that does not describe, runs the warm-up requests before
+it is ready, and knows the extensions for binary data and classification.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from google.protobuf import text_format
+
+NUMPY = {"TYPE_UINT8": np.uint8, "TYPE_FP32": np.float32, "TYPE_FP16": np.float16}
+
+
+def schema() -> Any:
+    """ModelConfig of the server's own client; its package is not imported, since that wants gRPC."""
+    spec = importlib.util.find_spec("tritonclient")
+    assert spec is not None and spec.submodule_search_locations is not None
+    path = Path(spec.submodule_search_locations[0]) / "grpc" / "model_config_pb2.py"
+    file = importlib.util.spec_from_file_location("model_config_pb2", path)
+    assert file is not None and file.loader is not None
+    module = importlib.util.module_from_spec(file)
+    file.loader.exec_module(module)
+    return module
+
+
+def read_config(folder: Path) -> Any:
+    return text_format.Parse((folder / "config.pbtxt").read_text(encoding="utf-8"), schema().ModelConfig())
+
+
+class Served:
+    """One model of a repository."""
+
+    def __init__(self, folder: Path) -> None:
+        import onnxruntime
+
+        self.config, self._schema = read_config(folder), schema()
+        assert self.config.name == folder.name
+        self.session = onnxruntime.InferenceSession(folder / "1" / "model.onnx", providers=["CPUExecutionProvider"])
+        labels = self.config.output[0].label_filename
+        self.labels = (folder / labels).read_text(encoding="utf-8").splitlines() if labels else None
+        self.warm_ups = 0
+        for request in self.config.model_warmup:
+            for name, value in request.inputs.items():
+                shape = ((request.batch_size,) if self.config.max_batch_size else ()) + tuple(value.dims)
+                assert value.random_data and name == self.config.input[0].name
+                self.run(np.zeros(shape, NUMPY[self.kind(value.data_type)]))
+                self.warm_ups += 1
+
+    def kind(self, data_type: int) -> str:
+        return str(self._schema.DataType.Name(data_type))
+
+    def run(self, array: np.ndarray) -> np.ndarray:
+        """Refuses what config.pbtxt does not describe, as the server does."""
+        entry, dims = self.config.input[0], array.shape
+        if self.config.max_batch_size:
+            if not 1 <= dims[0] <= self.config.max_batch_size:
+                raise ValueError(f"batch {dims[0]} > {self.config.max_batch_size}")
+            dims = dims[1:]
+        if len(dims) != len(entry.dims) or any(want not in (-1, got) for want, got in zip(entry.dims, dims)):
+            raise ValueError(f"unexpected shape {array.shape} for {list(entry.dims)}")
+        if array.dtype != NUMPY[self.kind(entry.data_type)]:
+            raise ValueError(f"unexpected dtype {array.dtype}")
+        result: np.ndarray = self.session.run(None, {entry.name: array})[0]
+        return result
+
+    def describe(self) -> dict[str, Any]:
+        def entries(tensors: Any) -> list[dict[str, Any]]:
+            batch = [-1] if self.config.max_batch_size else []
+            return [
+                {
+                    "name": t.name,
+                    "datatype": self.kind(t.data_type).removeprefix("TYPE_"),
+                    "shape": batch + list(t.dims),
+                }
+                for t in tensors
+            ]
+
+        return {
+            "name": self.config.name,
+            "platform": self.config.platform,
+            "inputs": entries(self.config.input),
+            "outputs": entries(self.config.output),
+        }
+
+    def infer(self, request: dict[str, Any], raw: bytes) -> dict[str, Any]:
+        entry = request["inputs"][0]
+        kind = NUMPY["TYPE_" + entry["datatype"]]
+        assert entry["parameters"]["binary_data_size"] == len(raw)
+        result = self.run(np.frombuffer(raw, kind).reshape(entry["shape"]))
+        output: dict[str, Any] = {"name": request["outputs"][0]["name"]}
+        top = request["outputs"][0].get("parameters", {}).get("classification")
+        if top is None:
+            return {"outputs": [output | {"datatype": "FP32", "shape": result.shape, "data": result.ravel().tolist()}]}
+        lines = []
+        for row in result:
+            for index in np.argsort(-row)[:top]:
+                label = f":{self.labels[index]}" if self.labels else ""
+                lines.append(f"{row[index]:f}:{index}{label}")
+        shape = [len(result), min(top, result.shape[-1])]
+        return {"outputs": [output | {"datatype": "BYTES", "shape": shape, "data": lines}]}
+
+
+@contextmanager
+def serving(repository: Path) -> Iterator[tuple[str, dict[str, Served]]]:
+    """The address of a server, on a free port, and its models by name; stopped in the end."""
+    models = {folder.name: Served(folder) for folder in repository.iterdir()}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            parts = self.path.strip("/").split("/")
+            if self.path == "/v2/health/ready":
+                self._answer(200, {})
+            elif parts[:2] == ["v2", "models"] and len(parts) == 3 and parts[2] in models:
+                self._answer(200, models[parts[2]].describe())
+            else:
+                self._answer(404, {"error": f"unknown {self.path}"})
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            cut = int(self.headers.get("Inference-Header-Content-Length", len(body)))
+            name = self.path.strip("/").split("/")[2]
+            try:
+                self._answer(200, models[name].infer(json.loads(body[:cut]), body[cut:]))
+            except (ValueError, KeyError) as error:
+                self._answer(400, {"error": str(error)})
+
+        def _answer(self, status: int, content: dict[str, Any]) -> None:
+            body = json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", models
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
