@@ -14,6 +14,7 @@ import pytest
 import torch
 from onnx_models import make, ours, randomised, timm_vit, torchvision_vit, transformers_siglip2
 from torch import Tensor, nn
+from triton_server import read_config, schema
 
 import vit_fast
 from vit_fast.cli import main
