@@ -99,7 +99,8 @@ def server_config(info: OnnxInfo, name: str, max_batch: int, instances: int, dev
     """config.pbtxt of a file: protobuf's text format of the server's ModelConfig.
 
     A file for TensorRT gets the server's TensorRT accelerator, which builds engines when it first sees a shape; the
-    requests of the warm-up, one image and a full batch, have that done before the model counts as ready.
+    requests of the warm-up, one image and a full batch, have that done before the model counts as ready. What a file
+    that was written elsewhere could be warmed up with is not known.
     """
     dynamic = all(not isinstance(v["shape"][0], int) for v in [*info.inputs, *info.outputs] if v["shape"])
     config: dict[str, Any] = {
@@ -128,7 +129,7 @@ def server_config(info: OnnxInfo, name: str, max_batch: int, instances: int, dev
         mode = {"key": "precision_mode", "value": ACCELERATOR_MODES[precision]}
         accelerator = {"name": "tensorrt", "parameters": [mode]}
         config["optimization"] = {"execution_accelerators": {"gpu_execution_accelerator": [accelerator]}}
-    if len(info.inputs) == 1 and (profile := shape_profile(info, (1, 1, max_batch))) is not None and dynamic:
+    if dynamic and info.output is not None and (profile := shape_profile(info, (1, 1, max_batch))) is not None:
         sizes = dict.fromkeys((1, max_batch))
         config["model_warmup"] = [_warm_up(config["input"][0], profile.usual[1:], size) for size in sizes]
     return "".join(_lines(config))

@@ -116,25 +116,24 @@ class EightBit:
         found: tuple[ir.Value, ir.Value, ir.Value] = self._activations[str(x.name)]
         return found
 
-    def _weight(self, write: Writer, product: Product) -> tuple[ir.Value, ir.Value, ir.Value]:
-        """int8 elements, scales and zero points by column."""
+    def _weight(self, write: Writer, product: Product) -> tuple[ir.Value, ir.Value]:
+        """int8 elements around zero, and scales by column."""
         assert product.weight is not None
         quantised, scales = quantise_weight(product.weight)
-        zeros = write.constant(np.zeros(scales.shape, np.int8), "weight.zero")
-        return write.constant(quantised, "weight"), write.constant(scales, "weight.scale"), zeros
+        return write.constant(quantised, "weight"), write.constant(scales, "weight.scale")
 
     def _integer_product(self, write: Writer, product: Product) -> ir.Value:
         x, x_scale, x_zero = self._integers(write, product.activations[0])
-        weight, scales, zeros = self._weight(write, product)
-        sums = write.op("MatMulInteger", x, weight, x_zero, zeros, dtype=INT32)
+        weight, scales = self._weight(write, product)
+        sums = write.op("MatMulInteger", x, weight, x_zero, dtype=INT32)
         scale = write.op("Mul", x_scale, scales, dtype=FLOAT)
         restored: ir.Value = write.op("Mul", write.op("Cast", sums, to=FLOAT, dtype=FLOAT), scale, dtype=FLOAT)
         return restored
 
     def _fused(self, write: Writer, product: Product, bias: ir.Value | None) -> ir.Value:
         x, x_scale, x_zero = self._integers(write, product.activations[0])
-        weight, scales, zeros = self._weight(write, product)
-        inputs = [x, weight, x_scale, scales, x_zero, zeros, *([] if bias is None else [bias])]
+        weight, scales = self._weight(write, product)
+        inputs = [x, weight, x_scale, scales, x_zero, None, *([] if bias is None else [bias])]
         restored: ir.Value = write.op("MatMulIntegerToFloat", *inputs, domain=MICROSOFT, dtype=FLOAT)
         return restored
 
