@@ -1,4 +1,4 @@
-"""Our DINOv3 and EVA-02 beside timm's: weights, outputs, positions at other sizes, gradients and backends."""
+"""Our DINOv3, EVA-02, PE and AIMv2 beside timm's: weights, outputs, positions at other sizes, gradients, backends."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ NAMES = [
     "vit_7b_patch16_dinov3",
     "eva02_tiny_patch14_224",
     "eva02_base_patch14_448",
+    "vit_pe_core_tiny_patch16_384",
+    "aimv2_large_patch14_224",
 ]
 
 
@@ -35,10 +37,13 @@ def pair(name: str, **overrides: Any) -> tuple[nn.Module, nn.Module]:
     """timm's model with random weights, and ours with the same."""
     torch.manual_seed(0)
     settings = TINY | {"img_size": 64 if "16" in name else 56} | overrides
-    theirs = timm.create_model(name, **settings).eval()
+    named_otherwise = {"attn_pool_num_heads": 2} if "pe_core" in name else {}
+    theirs = timm.create_model(name, **settings, **named_otherwise).eval()
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
+    if "pe_core" in name:
+        settings["pool_heads"] = 2
     ours = vit_fast.create_model(name, backend="sdpa", **settings).eval()
     vit_fast.load_weights(ours, theirs.state_dict())
     return theirs, ours

@@ -107,6 +107,7 @@ class ViTConfig:
         num_heads: Attention heads H; embed_dim must divide by it.
         mlp_ratio: Hidden width of the MLP over embed_dim.
         qkv_bias: Whether the qkv linear has a bias.
+        proj_bias: Whether the attention's output linear and the MLP's linears have biases.
         init_values: Initial LayerScale; None means no LayerScale.
         class_token: Whether a learned class token is put before the patches.
         distilled: Whether DeiT's distillation token and second head exist (needs class_token).
@@ -114,7 +115,10 @@ class ViTConfig:
         pos_embed: "learn"ed, or fixed: "sincos1d" (arXiv 1706.03762, patches in reading order), "sincos2d"; or "none".
         no_embed_class: Whether the position embedding covers the patches only.
         pre_norm: LayerNorm before the blocks and a patch embedding without bias (CLIP).
+        embed_norm: Whether a norm follows the patch embedding (AIMv2).
         global_pool: "token" (class token), "avg" (mean of the patches), "map" (SigLIP's attention pooling), "" (none).
+        pool_include_prefix: Whether global_pool="map" pools class and register tokens, too.
+        pool_heads: Heads of that pooling; None means num_heads.
         fc_norm: Whether the final LayerNorm comes after pooling; None means only when global_pool is "avg".
         act_layer: Activation of the MLP, one of ops.reference.ACTIVATIONS: "gelu" is exact; "gelu_tanh", "quick_gelu",
             "relu", "silu".
@@ -145,6 +149,7 @@ class ViTConfig:
     num_heads: int = 12
     mlp_ratio: float = 4.0
     qkv_bias: bool = True
+    proj_bias: bool = True
     init_values: float | None = None
     class_token: bool = True
     distilled: bool = False
@@ -152,7 +157,10 @@ class ViTConfig:
     pos_embed: PosEmbed = "learn"
     no_embed_class: bool = False
     pre_norm: bool = False
+    embed_norm: bool = False
     global_pool: GlobalPool = "token"
+    pool_include_prefix: bool = False
+    pool_heads: int | None = None
     fc_norm: bool | None = None
     act_layer: str = "gelu"
     norm_layer: NormLayer = "layer_norm"
@@ -302,6 +310,10 @@ def _check_together(config: ViTConfig) -> None:
                 f"img_size={config.img_size}: the {axis} {pixels} must divide by the patch's {cell} pixels "
                 f"(patch_size={config.patch_size}, stem stride {config.stem_stride})"
             )
+    if (heads := config.pool_heads) is not None and (heads < 1 or config.embed_dim % heads):
+        raise ValueError(f"pool_heads={heads}: accepted is None or a divisor of embed_dim={config.embed_dim}")
+    if config.global_pool != "map" and (config.pool_include_prefix or heads is not None):
+        raise ValueError("pool_include_prefix or pool_heads: accepted with global_pool='map' only")
     if config.global_pool == "token" and not config.class_token:
         raise ValueError("global_pool='token' with class_token=False: accepted without a class token: 'avg', 'map', ''")
     if config.distilled and not (config.class_token and config.global_pool == "token"):
@@ -327,6 +339,8 @@ def _embed_flops(config: ViTConfig) -> int:
 
 def _head_flops(config: ViTConfig) -> int:
     C, F, P = config.embed_dim, config.hidden_dim, config.num_patches
+    if config.pool_include_prefix:
+        P = config.seqlen
     pooled_rows = {"token": 1 + int(config.distilled), "avg": 1, "map": 1, "": config.seqlen}[config.global_pool]
     flops = 2 * pooled_rows * C * config.num_classes
     if config.global_pool == "map":

@@ -32,7 +32,7 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (
             make_norm(config, config.head_dim) if config.qk_norm else nn.Identity() for _ in range(2)
         )
-        self.proj = nn.Linear(config.embed_dim, config.embed_dim)
+        self.proj = nn.Linear(config.embed_dim, config.embed_dim, bias=config.proj_bias)
         self.proj_drop = nn.Dropout(config.proj_drop_rate)
 
     def forward(self, x: Tensor, rope: Rope | None = None) -> Tensor:

@@ -34,12 +34,13 @@ class PatchEmbed(nn.Module):
             stride=config.patch_hw,
             bias=not config.pre_norm,
         )
+        self.norm = make_norm(config, config.embed_dim) if config.embed_norm else nn.Identity()
 
     def forward(self, images: Tensor) -> tuple[Tensor, Size]:
         """images [B, in_chans, height, width] -> tokens [B, patches, C] and the patch grid (rows, columns)."""
         self._check(images)
         feature_map = self.proj(self.stem(images))
-        return feature_map.flatten(2).transpose(1, 2), (feature_map.shape[2], feature_map.shape[3])
+        return self.norm(feature_map.flatten(2).transpose(1, 2)), (feature_map.shape[2], feature_map.shape[3])
 
     def _check(self, images: Tensor) -> None:
         config = self.config
@@ -125,9 +126,9 @@ class Mlp(nn.Module):
         super().__init__()
         C, F = config.embed_dim, config.hidden_dim
         self.activation = config.act_layer
-        self.fc1 = nn.Linear(C, F)
+        self.fc1 = nn.Linear(C, F, bias=config.proj_bias)
         self.norm = make_norm(config, F) if config.scale_mlp_norm else nn.Identity()
-        self.fc2 = nn.Linear(F, C)
+        self.fc2 = nn.Linear(F, C, bias=config.proj_bias)
         self.drop = nn.Dropout(drop)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -143,7 +144,7 @@ class GatedMlp(Mlp):
 
     def __init__(self, config: ViTConfig, drop: float = 0.0) -> None:
         super().__init__(config, drop)
-        self.fc1 = nn.Linear(config.embed_dim, 2 * config.hidden_dim)
+        self.fc1 = nn.Linear(config.embed_dim, 2 * config.hidden_dim, bias=config.proj_bias)
 
     def hidden(self, x: Tensor) -> Tensor:
         gate, up = self.fc1(x).chunk(2, dim=-1)
@@ -177,7 +178,8 @@ class AttentionPool(nn.Module):
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         C = config.embed_dim
-        self.num_heads, self.head_dim = config.num_heads, config.head_dim
+        self.num_heads = config.pool_heads or config.num_heads
+        self.head_dim = C // self.num_heads
         self.backend = "sdpa"
         self.latent = nn.Parameter(torch.empty(1, 1, C))
         self.q = nn.Linear(C, C)

@@ -130,7 +130,9 @@ class VisionTransformer(nn.Module):
         patches = tokens[:, self.num_prefix_tokens :]
         if pooling == "avg":
             return patches.mean(dim=1)
-        return tokens if self.attn_pool is None else self.attn_pool(patches)
+        if self.attn_pool is None:
+            return tokens
+        return self.attn_pool(tokens if self.config.pool_include_prefix else patches)
 
     def forward_head(self, tokens: Tensor, pre_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """Equation 4 and the linear head: tokens [B, N, C] -> logits, or what the head would see if pre_logits."""

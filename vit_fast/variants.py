@@ -50,6 +50,34 @@ EVA02 = {
     "global_pool": "avg",
 }
 
+PE_ROPE: Shape = {
+    "coordinates": "index",
+    "temperature": 10000.0,
+    "layout": "interleaved",
+    "offset": 1.0,
+    "columns_first": True,
+}
+PE_CORE: Shape = {
+    "pre_norm": True,
+    "norm_eps": 1e-5,
+    "global_pool": "map",
+    "pool_heads": 8,
+    "pool_include_prefix": True,
+}
+AIMV2: Shape = {
+    "patch_size": 14,
+    "depth": 24,
+    "class_token": False,
+    "global_pool": "avg",
+    "fc_norm": False,
+    "qkv_bias": False,
+    "proj_bias": False,
+    "norm_layer": "rms_norm",
+    "norm_eps": 1e-5,
+    "embed_norm": True,
+    "num_classes": 0,
+}
+
 INCEPTION = DataConfig()
 INCEPTION_FULL = DataConfig(crop_pct=1.0)
 IMAGENET = DataConfig(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
@@ -161,6 +189,26 @@ for _size, _shape, _img, _data in (
 ):
     _add(f"eva02_{_size}_patch14_224", OPENAI, _shape, EVA02, num_classes=0)
     _add(f"eva02_{_size}_patch14_{_img}", _data, _shape, EVA02, img_size=_img)
+
+for _size, _shape, _patch, _img, _projection in (
+    ("tiny", TINY, 16, 384, 512),
+    ("small", SMALL, 16, 384, 512),
+    ("base", BASE, 16, 224, 1024),
+    ("large", LARGE, 14, 336, 1024),
+):
+    _grid = (14, 14) if _size == "base" else (24, 24)
+    _rope = RopeConfig(**PE_ROPE, reference_grid=_grid)
+    _fields = {"patch_size": _patch, "img_size": _img, "num_classes": _projection, "rope": _rope}
+    _add(f"vit_pe_core_{_size}_patch{_patch}_{_img}", INCEPTION_FULL, _shape, PE_CORE, _fields)
+
+for _size, _shape in (
+    ("large", {"embed_dim": 1024, "num_heads": 8, "mlp_ratio": 2.75}),
+    ("huge", {"embed_dim": 1536, "num_heads": 12, "mlp_ratio": 2.6667}),
+    ("1b", {"embed_dim": 2048, "num_heads": 16, "mlp_ratio": 2.75}),
+    ("3b", {"embed_dim": 3072, "num_heads": 24, "mlp_ratio": 2.6667}),
+):
+    for _img in (224, 336, 448):
+        _add(f"aimv2_{_size}_patch14_{_img}", OPENAI_FULL, SWIGLU, AIMV2, _shape, img_size=_img)
 
 # Section 3.1's hybrid: 16-pixel tokens made of a stride-16 feature map (patch 1) or of a stride-4 one (patch 4).
 _add("vit_small_hybrid_patch1_224", INCEPTION, SMALL, patch_size=1, stem_channels=(48, 96, 192, 384))

@@ -62,6 +62,8 @@ def plain_vit_reasons(config: ViTConfig) -> list[str]:
         scale_mlp_norm=(False,),
         qk_norm=(False,),
         rope=(None,),
+        proj_bias=(True,),
+        embed_norm=(False,),
     )
 
 

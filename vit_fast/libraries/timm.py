@@ -127,8 +127,17 @@ def build_peer(config: ViTConfig) -> nn.Module:
     Raises:
         UnsupportedInputError: timm has no such model; every reason.
     """
-    accepted = {"pos_embed": ("learn",), "stem_channels": ((),), "rope": (None,), "mlp_layer": ("mlp",)}
-    refuse(NAME, reasons(config, **accepted, norm_layer=("layer_norm",), scale_mlp_norm=(False,)))
+    accepted: dict[str, tuple[object, ...]] = {
+        "pos_embed": ("learn",),
+        "stem_channels": ((),),
+        "rope": (None,),
+        "mlp_layer": ("mlp",),
+        "norm_layer": ("layer_norm",),
+        "scale_mlp_norm": (False,),
+        "embed_norm": (False,),
+        "pool_heads": (None,),
+    }
+    refuse(NAME, reasons(config, **accepted))
     from timm.models.deit import VisionTransformerDistilled
     from timm.models.vision_transformer import VisionTransformer
 
@@ -146,6 +155,7 @@ def build_peer(config: ViTConfig) -> nn.Module:
 _SHARED_FIELDS = (
     "in_chans", "num_classes", "global_pool", "embed_dim", "depth", "num_heads", "mlp_ratio", "qkv_bias", "init_values",
     "class_token", "no_embed_class", "reg_tokens", "pre_norm", "fc_norm", "act_layer", "qk_norm",
+    "proj_bias", "pool_include_prefix",
 )  # fmt: skip
 
 
