@@ -41,12 +41,15 @@ from .parts import (
 )
 from .plain import is_touched
 from .row_statistics import counted, recall, remember
+from .traced_parts import Outline, built, outline
 
 
 def parts_of(block: Any) -> BlockParts:
     """The parts of a block, read anew where it is not what it was."""
     if torch.compiler.is_compiling():
-        _read_again(block)
+        found = _outline(block)
+        if found is not None:
+            return built(block, found)
         compiled: BlockParts = block.vit_fast_parts
         compiled.watch.guard()
         return compiled
@@ -57,12 +60,12 @@ def parts_of(block: Any) -> BlockParts:
 
 
 @constant_to_compiler
-def _read_again(block: Any) -> bool:
+def _outline(block: Any) -> Outline | None:
     """torch.compile calls this while it traces."""
     parts = block.__dict__.get("vit_fast_parts")
     if parts is None or not parts.watch.holds(block):
-        block.__dict__["vit_fast_parts"] = block.read()
-    return True
+        block.__dict__["vit_fast_parts"] = parts = block.read()
+    return outline(block, parts)
 
 
 def drops(dropouts: tuple[Slot, ...]) -> bool:

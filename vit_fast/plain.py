@@ -67,6 +67,8 @@ class Watch:
         owner: The module that was read.
         edges: (parent, name, child) of every module that is read past, and of those that forbid it.
         values: (owner, attribute, value) of everything else that the reading depends on.
+    Attributes:
+        modules: The children among the edges.
     """
 
     def __init__(
@@ -75,7 +77,8 @@ class Watch:
         edges: list[tuple[nn.Module, str, nn.Module]],
         values: list[tuple[Any, str, object]],
     ) -> None:
-        self.owner, self._values = owner, tuple(values)
+        self.owner, self.values = owner, tuple(values)
+        self.modules = tuple(child for _, _, child in edges)
         own = [value for value in values if value[1] in getattr(value[0], "__dict__", ())]
         absent = [value for value in values if isinstance(value[0], nn.Module) and value[2] is None]
         self._own = tuple((value[0].__dict__, *value[1:]) for value in own)
@@ -133,6 +136,6 @@ class Watch:
         for parent, name, child, _ in self._touched:
             if parent._modules.get(name) is not child:
                 return
-        for owner, name, value in self._values:
+        for owner, name, value in self.values:
             if getattr(owner, name, None) != value:
                 return

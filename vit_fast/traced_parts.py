@@ -1,0 +1,99 @@
+"""The parts of a block as torch.compile is shown them: every module by its path from the block.
+
+`BlockParts` hold modules that the block holds as well. A graph that read both would have to check in every call that
+they are still the same, one by one and in Python. So while torch.compile traces, parts are made anew of the block's own
+modules, by an outline of names and numbers that the compiler takes as a constant; what is left to check is what the
+block itself holds, once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import nn
+
+from .parts import AttentionParts, BlockParts, LinearParts, MlpParts, NormParts, QkNormParts
+from .plain import forward_is_replaced, is_hooked
+
+_CLASSES = {cls.__name__: cls for cls in (AttentionParts, LinearParts, MlpParts, NormParts, QkNormParts)}
+_LITERALS = (bool, int, float, str, type(None))
+
+Path = tuple[str, ...]
+Node = tuple[str, Any]  # what it is, and what it is made of
+Outline = tuple[Node, Node, tuple[Path, ...], tuple[tuple[Path, str, Any], ...]]
+
+
+class _NoOutlineError(Exception):
+    """Something that is neither a module of the block, nor parts, nor a literal."""
+
+
+def outline(block: nn.Module, parts: BlockParts) -> Outline | None:
+    """Names and numbers of which `built` makes the parts again; None where they hold something else.
+
+    Returns:
+        Of each half; the path of every module that they rest on; and path, name and value of every attribute.
+    """
+    paths = {id(module): tuple(name.split(".")) if name else () for name, module in block.named_modules()}
+
+    def path(module: Any) -> Path:
+        if id(module) not in paths:
+            raise _NoOutlineError
+        return paths[id(module)]
+
+    def node(value: Any) -> Node:
+        if isinstance(value, nn.Module):
+            return "module", path(value)
+        if type(value) is tuple:
+            return "tuple", tuple(map(node, value))
+        if type(value).__name__ in _CLASSES:
+            fields = (getattr(value, field.name) for field in dataclasses.fields(value))
+            return type(value).__name__, tuple(map(node, fields))
+        return "value", literal(value)
+
+    def literal(value: Any) -> Any:
+        if type(value) not in _LITERALS:
+            raise _NoOutlineError
+        return value
+
+    try:
+        values = tuple(
+            (path(owner), name, literal(value))
+            for owner, name, value in parts.watch.values
+            if type(owner) is not nn.Identity  # which has none; its class is guarded
+        )
+        return node(parts.attention), node(parts.mlp), tuple(map(path, parts.watch.modules)), values
+    except _NoOutlineError:
+        return None
+
+
+def built(block: Any, found: Outline) -> BlockParts:
+    """The parts by their outline; torch.compile sees, and so guards, everything that they rest on."""
+    attention, mlp, modules, values = found
+    for path in modules:
+        module = _at(block, path)
+        if is_hooked(module) or forward_is_replaced(
+            module
+        ):  # parameters are inputs of the graph, their classes with them
+            break
+    for path, name, value in values:
+        if getattr(_at(block, path), name, None) != value:
+            break
+    known: BlockParts = block.vit_fast_parts
+    return BlockParts(_built(block, attention), _built(block, mlp), (), (), known.watch, known.frozen)
+
+
+def _built(block: Any, node: Node) -> Any:
+    kind, content = node
+    if kind == "module":
+        return _at(block, content)
+    if kind == "value":
+        return content
+    inner = [_built(block, each) for each in content]
+    return tuple(inner) if kind == "tuple" else _CLASSES[kind](*inner)
+
+
+def _at(block: Any, path: Path) -> Any:
+    for name in path:
+        block = getattr(block, name)
+    return block
