@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import signal
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -86,6 +90,28 @@ def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(
     assert all(map(torch.equal, again.parameters(), resumed.parameters()))
     for name, parameter in resumed.state_dict().items():
         assert torch.equal(parameter, whole.state_dict()[name]), name
+
+
+def test_a_killed_run_goes_on_to_the_bit(folder: Path, tmp_path: Path) -> None:
+    """Killed as no process can prevent, after its first epoch."""
+    code = (
+        "import os, signal, sys, typer\n"
+        "typer.echo = lambda text: text.startswith('epoch 1/') and os.kill(os.getpid(), signal.SIGKILL)\n"
+        "from vit_fast.cli import main; main(sys.argv[1:])"
+    )
+    options = ["--model", "vit_test", "--epochs", "2", "--drop-path", "0.1", "--batch-size", "8", "--workers", "1"]
+    arguments = ["train", str(folder), *options, "--out"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments, str(tmp_path / "killed")],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])},
+    )
+    assert done.returncode == -signal.SIGKILL
+    for out, more in (("killed", ["--resume"]), ("whole", [])):
+        with pytest.raises(SystemExit) as exit_:
+            main([*arguments, str(tmp_path / out), *more])
+        assert not exit_.value.code
+    for name in ("model.safetensors", "log.jsonl"):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
 
 
 def test_augmentation_depends_on_epoch_and_seed_alone(folder: Path) -> None:
@@ -371,3 +397,17 @@ def test_tensorboard_gets_every_row(folder: Path, tmp_path: Path, monkeypatch: p
         main([*arguments, str(tmp_path / "without")])
     assert exit_.value.code == 2
     assert not (tmp_path / "without").exists()
+
+
+@pytest.mark.parametrize("steps", [8, pytest.param(50, marks=pytest.mark.slow)])
+def test_the_kernels_take_the_same_losses_as_eager(steps: int) -> None:
+    """Under the interpreter where there is no GPU: a block of one head, five tokens."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    images, labels = torch.randn(4, 3, 16, 16), torch.arange(4) % 2
+    losses = {}
+    for backend in ("eager", "triton"):
+        model = _model(img_size=16, embed_dim=16, depth=1, num_heads=1, drop_path_rate=0.0, backend=backend)
+        trainer = Trainer(model.to(device), _config(weight_decay=0.05, ema_decay=0.9), 50, 4)
+        losses[backend] = torch.tensor([trainer.step(images, labels).loss for _ in range(steps)])
+    assert losses["eager"][-1] < losses["eager"][0]
+    assert (losses["triton"] - losses["eager"]).abs().max() <= (2e-5 if device == "cpu" else 1e-2)  # there TF32

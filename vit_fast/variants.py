@@ -221,7 +221,8 @@ _add("vit_test", INCEPTION, embed_dim=64, depth=2, num_heads=2, img_size=32, pat
 MNIST = {"img_size": 28, "patch_size": 4, "in_chans": 1, "num_classes": 10}
 GREY = DataConfig(mean=(0.1307,), std=(0.3081,), crop_pct=1.0)  # MNIST's own
 _add("vit_mnist", GREY, MNIST, embed_dim=8, depth=2, num_heads=2, pos_embed="sincos1d")
-_add("vit_micro_patch4_28", GREY, MNIST, embed_dim=64, depth=4, num_heads=4)
+SMALL_DATA = {"pos_embed": "sincos2d", "class_token": False, "global_pool": "avg"}  # what has less to be learned
+_add("vit_micro_patch7_28", GREY, MNIST, SMALL_DATA, patch_size=7, embed_dim=64, depth=4, num_heads=4)
 
 
 def list_models(pattern: str = "*") -> list[str]:

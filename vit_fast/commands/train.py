@@ -34,7 +34,7 @@ def train_command(
     out: Annotated[Path, typer.Option(help="Where weights, checkpoint, log and curve go.")] = Path("trained"),
     model: Annotated[
         str, typer.Option(help="One of `vit-fast models`, or a Hugging Face Hub id.")
-    ] = "vit_micro_patch4_28",
+    ] = "vit_micro_patch7_28",
     weights: Annotated[str | None, typer.Option(help="Start from these; a head of another size is replaced.")] = None,
     validation: Annotated[Path | None, typer.Option(help="A folder like --data's, to measure accuracy on.")] = None,
     epochs: Annotated[

@@ -92,7 +92,7 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
         "epochs": 5, "batch_size": 128, "lr": 5e-3, "weight_decay": 0.0, "warmup_epochs": 0.0, "schedule": "constant",
         "max_grad_norm": 0.0, "augment": False,
     },
-    "vit_micro_patch4_28": {"epochs": 30, "batch_size": 64, "lr": 1e-3, "warmup_epochs": 3.0},
+    "vit_micro_patch7_28": {"epochs": 60, "batch_size": 32, "lr": 2e-3, "warmup_epochs": 2.0},
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..model import Block
 
@@ -26,11 +27,13 @@ class Processes:
         rank: Its number.
         world: How many there are.
         strategy: "ddp": each has all parameters; "fsdp": each has a share of every one (FSDP2).
+        mesh: All of them, where there are several.
     """
 
     rank: int = 0
     world: int = 1
     strategy: Strategy = "ddp"
+    mesh: DeviceMesh | None = None
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """What is called in place of the model."""
@@ -42,8 +45,8 @@ class Processes:
 
         for module in list(model.modules()):
             if isinstance(module, Block):
-                fully_shard(module)
-        fully_shard(model)
+                fully_shard(module, mesh=self.mesh)
+        fully_shard(model, mesh=self.mesh)
         return model
 
     @contextlib.contextmanager
@@ -88,8 +91,13 @@ def joined(strategy: str) -> Iterator[Processes]:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (world,))
     try:
-        yield Processes(dist.get_rank(), dist.get_world_size(), strategy)  # type: ignore[arg-type]  # checked above
+        yield Processes(dist.get_rank(), world, strategy, mesh)  # type: ignore[arg-type]  # checked above
     finally:
-        gc.collect()  # models refer to the group in cycles, and its threads end with the last reference
+        # The group's threads end with the last reference to it; one that outlives the interpreter ends the process.
+        # Models refer to it in cycles, and so does the mesh, which DTensor's caches keep.
+        gc.collect()
+        getattr(mesh, "_pg_registry", {}).clear()
         dist.destroy_process_group()
