@@ -118,7 +118,7 @@ def varlen_forward(
         longest: Packed: of the tokens of a sequence. It decides tiles, never what is computed.
     """
     problem = varlen_problem_of(q, k, v, o, sequences=sequences, longest=longest)
-    config, _, _ = varlen_configs(problem)
+    config, _, _ = varlen_configs(problem, keep is not None)
     varlen_forward_launch(q, k, v, o, lse, sequences, keep, scale, config, problem.precision).run()
 
 
@@ -143,7 +143,7 @@ def varlen_backward(
     precision = for_dq.backward_precision
     delta = torch.empty_like(lse)
     inverse = torch.empty_like(lse) if for_dq.exact_backward else None
-    _, config, _ = varlen_configs(for_dq)
+    _, config, _ = varlen_configs(for_dq, keep is not None)
     varlen_dq_launch(q, k, v, o, do, lse, dq, delta, inverse, sequences, keep, scale, config, precision).run()
-    _, _, config = varlen_configs(for_dkdv)
+    _, _, config = varlen_configs(for_dkdv, keep is not None)
     varlen_dkdv_launch(q, k, v, do, lse, delta, inverse, dk, dv, sequences, keep, scale, config, precision).run()

@@ -167,7 +167,7 @@ def _varlen_builds(case: _Case, form: str) -> Iterator[Build]:
     q, k, v, dq, dk, dv, o, do = tensors
     lse, delta = (torch.empty(q.shape[:3], dtype=torch.float32, device="meta") for _ in range(2))
     inverse = torch.empty_like(lse) if problem.exact_backward else None
-    forward, for_dq, for_dkdv = varlen_configs(problem)
+    forward, for_dq, for_dkdv = varlen_configs(problem, keep is not None)
     precision, ragged = problem.backward_precision, (sequences, keep, scale)
     launches = {
         "fwd": varlen_forward_launch(q, k, v, o, lse, *ragged, forward, problem.precision),

@@ -184,10 +184,11 @@ def dkdv_config(problem: Problem) -> BackwardConfig:
     return BackwardConfig(**measured) if measured else _dkdv_rule(problem)
 
 
-def varlen_configs(problem: Problem) -> tuple[ForwardConfig, BackwardConfig, BackwardConfig]:
+def varlen_configs(problem: Problem, masked: bool) -> tuple[ForwardConfig, BackwardConfig, BackwardConfig]:
     """The configurations of the forward, dq and dk, dv kernels over sequences of n_q = n_kv tokens at most.
 
-    Those of one long sequence; where none fills such a tile, of half the size.
+    Those of one long sequence; where none fills such a tile, of half the size. `masked`: not packed, see
+    attention_varlen.py.
     """
     long = replace(problem, n_q=max(problem.n_q, MAX_ROW_KEYS + 1), n_kv=max(problem.n_kv, MAX_ROW_KEYS + 1))
     forward, dq, dkdv = forward_config(long), dq_config(long), dkdv_config(long)
@@ -198,8 +199,14 @@ def varlen_configs(problem: Problem) -> tuple[ForwardConfig, BackwardConfig, Bac
     # the tile that ends a sequence is as large as the others, and masked: what it holds beside them spills in these
     if problem.element == "ieee" or (problem.generation == "ampere" and problem.width <= 32):
         forward = replace(forward, block_n=min(forward.block_n, 32))
-    if problem.element != "half" and problem.generation == "blackwell" and problem.width == 128:
-        forward = replace(forward, block_m=32, num_warps=16 if problem.element == "ieee" else 8)
+    if problem.element != "half" and problem.width == 128:
+        dkdv = replace(dkdv, block_m=16, num_warps=8)
+        if problem.generation == "blackwell":
+            forward = replace(forward, block_m=32)
+        if problem.element == "ieee":
+            forward = replace(forward, num_warps=16)
+    if masked and problem.generation == "ampere" and problem.width >= 80:
+        forward = replace(forward, block_m=min(forward.block_m, 64))
         dkdv = replace(dkdv, block_m=16)
     if dkdv.tma and problem.generation == "hopper" and problem.width == 128:
         dkdv = replace(dkdv, num_warps=8)

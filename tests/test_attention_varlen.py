@@ -386,7 +386,7 @@ def test_the_policy_shrinks_tiles_for_windows() -> None:
 
     q = torch.empty(1, 2, 4096, 64, dtype=torch.float16)
     windows, few = torch.zeros(65, dtype=torch.int32), torch.zeros(5, dtype=torch.int32)
-    small, _, _ = varlen_configs(varlen_problem_of(q, q, q, q, sequences=windows, longest=1000))
-    large, _, _ = varlen_configs(varlen_problem_of(q, q, q, q, sequences=few, longest=1000))
+    small, _, _ = varlen_configs(varlen_problem_of(q, q, q, q, sequences=windows, longest=1000), False)
+    large, _, _ = varlen_configs(varlen_problem_of(q, q, q, q, sequences=few, longest=1000), False)
     assert (small.block_m, small.block_n) == (64, 64)
     assert small.scheme == large.scheme == "looped" and large.block_m * large.block_n > 64 * 64
