@@ -23,7 +23,14 @@ from vit_fast.errors import UnsupportedInputError
 
 from .models import Model
 
-PROVIDERS = ("subjects_ours", "subjects_libraries", "subjects_given", "subjects_runtimes", "subjects_operators")
+PROVIDERS = (
+    "subjects_ours",
+    "subjects_libraries",
+    "subjects_given",
+    "subjects_runtimes",
+    "subjects_operators",
+    "subjects_optimized",
+)
 
 # How `--compile-modes` and the part behind "+compile:" are written; "none" is the subject as it is.
 COMPILE_MODES = ("none", "default", "reduce-overhead", "max-autotune")
@@ -41,6 +48,9 @@ DEFAULT_LABELS = {
         "torchvision",
         "openvino",
         "eager",
+        "optimized",
+        "optimized-bf16",
+        "optimized-int8",
         "timm+compile",
         "sdpa+compile",
         "eager+compile",
@@ -69,6 +79,7 @@ DEFAULT_LABELS = {
         "timm+fused",
         "timm+fused+compile",
         "transformers+fused",
+        "optimized",
         "onnxruntime",
         "tensorrt",
         "torchao-int8+compile",
@@ -78,7 +89,16 @@ DEFAULT_LABELS = {
 _SDPA = ("sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient")
 # For what is not a whole model of our shapes.
 LABELS = {
-    "given": ("given", "given+fused", "given-bf16", "onnxruntime", "openvino", "given+compile", "given+fused+compile"),
+    "given": (
+        "given",
+        "given+fused",
+        "given-bf16",
+        "onnxruntime",
+        "openvino",
+        "optimized",
+        "given+compile",
+        "given+fused+compile",
+    ),
     "onnx": ("onnxruntime", "onnxruntime-nobinding", "openvino"),
     "block": ("eager", "sdpa", "triton", "timm", "timm+fused"),
     "attention": ("eager", *_SDPA, "triton", "flex", "flash-attn", "xformers"),

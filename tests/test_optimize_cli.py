@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench_support import plan, rows_by_subject
 
 import vit_fast
+from vit_fast.benchmarks import runner
 from vit_fast.cli import main
 from vit_fast.tuning import answers, choices, deployable
 from vit_fast.tuning.choices import Choice
@@ -147,3 +149,21 @@ def test_candidates_are_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(choices, "installed", lambda name: None)
     engines = {choice.engine for choice in choices.candidates(torch.device("cpu"), ["bf16", "int8"])}
     assert engines == {"torch", "compile"}
+
+
+@pytest.mark.usefixtures("small_ceilings")
+def test_the_bench_has_what_was_found_as_a_row(only) -> None:
+    subjects = ("eager", "optimized", "optimized-bf16")
+    record = runner.run(plan(*subjects, batch_sizes=(2,)))
+    _, *found = rows_by_subject(record).values()
+    assert [row["status"] for row in found] == ["unsupported"] * 2
+    assert "vit-fast optimize vit_test --batch 2 --allow bf16 finds one" in found[1]["reason"]
+
+    only(Choice(attention="sdpa", mlp="sdpa"))
+    assert run("optimize", "vit_test", "--batch", "2", "--budget", "2") == 0
+    only(Choice(precision="bf16"))
+    assert run("optimize", "vit_test", "--batch", "2", "--budget", "2", "--allow", "bf16", "--min-agreement", "0") == 0
+    rows = rows_by_subject(runner.run(plan(*subjects, batch_sizes=(2,))))
+    assert [rows[name]["status"] for name in subjects] == ["measured"] * 3
+    assert [rows[name]["precision"] for name in subjects] == ["fp32", "fp32", "bf16"]
+    assert rows["optimized"]["max_error"] < 1e-4 < rows["optimized-bf16"]["max_error"]

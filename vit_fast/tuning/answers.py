@@ -133,6 +133,17 @@ def known_backend(model: nn.Module) -> str | None:
     return None
 
 
+def find(model: nn.Module, example: Any, precision: str | None) -> Answer | None:
+    """The newest kept answer for this model, example and machine whose choice is of this precision, or None."""
+    key = key_of(model, example, {"allow": [precision] if precision else []})
+    decisive = ["machine", "model", "example", *(["weights"] if precision else [])]
+    for _, answer in all_answers():
+        same = all(answer.key.get(name) == key[name] for name in decisive)
+        if same and answer.choice.precision == precision:
+            return answer
+    return None
+
+
 def look_up(key: dict[str, Any]) -> Answer | None:
     """The kept answer for exactly this, or None."""
     path = _path(key)
