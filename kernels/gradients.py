@@ -3,13 +3,14 @@
 With z = n W''^T + c = LayerNorm(x) W^T + b folded as in `layer_norm.py`, n = (x - mean) rstd the normalised row, dz the
 gradient of z, g = dz W'' that of n, U = dz^T n:
 
-    dx     = rstd (g - mean_c(g) - n mean_c(g n))
+    dx     = rstd (g - mean_c(g) - n mean_c(g n)), of RMSNorm without mean_c(g)
     dW     = U gamma + (sum_m dz) beta^T
     dgamma = sum_f U W
     dbeta  = sum_f (sum_m dz) W
     db     = sum_m dz
 
-mean_c(g) is 0 but for rounding, as the rows of W'' sum to 0, and C mean_c(g n) = sum_f dz (z - c). Hence two ways:
+mean_c(g) is 0 but for rounding, as the rows of a LayerNorm's W'' sum to 0, and C mean_c(g n) = sum_f dz (z - c).
+Hence two ways:
 - A linear layer whose dz is at hand (qkv): one pass over dz W and x, with g = dz W gamma, so that nothing needs to be
   folded; it also writes n where that does not lie there.
 - Behind an activation, where dz leaves a matmul, its epilogue sums dz (z - c) and stores dz~ = rstd dz, so that x is
@@ -40,7 +41,7 @@ from torch import Tensor
 from .folding import load_columns
 from .launch import Launch, ceil_div
 from .layer_norm import RowStatistics, chunk
-from .matmul import _load_tile
+from .matmul_tiles import load_tile
 
 SUM_ROWS = 256  # rows that are summed to one part
 _SUM_ROWS = tl.constexpr(SUM_ROWS)
@@ -62,7 +63,7 @@ def store_column_sums(source_ptr, part_ptr, program, M, N):
     cols = col + tl.arange(0, _SUM_COLS)
     total = tl.zeros((16, _SUM_COLS), tl.float32)
     for row in tl.range(part * _SUM_ROWS, min(M, part * _SUM_ROWS + _SUM_ROWS), 16):
-        total += _load_tile(source_ptr, row, col, M, N, 16, _SUM_COLS, False).to(tl.float32)
+        total += load_tile(source_ptr, row, col, M, N, 16, _SUM_COLS, False).to(tl.float32)
     tl.store(part_ptr + part.to(tl.int64) * N + cols, tl.sum(total, 0), mask=cols < N)
 
 
@@ -92,7 +93,7 @@ def _layer_norm_grad_kernel(
     summed_ptr,  # [M, F] dz, whose rows are summed
     sum_part_ptr,  # fp32 [M / SUM_ROWS, F]
     M, C, F,
-    ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+    RMS: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     sums = column_sum_programs(M, F)
@@ -119,6 +120,8 @@ def _layer_norm_grad_kernel(
             total += tl.sum(grad, 1)
             along += tl.sum(grad * ((source - shift[:, None]) * scale[:, None]), 1)
         total /= C
+        if RMS:
+            total = tl.zeros((ROWS,), tl.float32)
         along /= C
         for first in tl.range(0, C, BLOCK_C):
             cols = first + tl.arange(0, BLOCK_C)
@@ -140,7 +143,7 @@ def _layer_norm_grad_kernel(
 
 def layer_norm_grad_launch(
     grad: Tensor, gamma: Tensor | None, rows: RowStatistics, residual: Tensor | None, out: Tensor,
-    normalised: Tensor | None, summed: Tensor, sum_part: Tensor,
+    normalised: Tensor | None, summed: Tensor, sum_part: Tensor, rms: bool = False,
 ) -> Launch:  # fmt: skip
     """[residual +] dx into `out` [M, C] from dz W [M, C]; the normalised rows into `normalised` where `rows` does not
     hold them; sums over the rows of dz [M, F], `summed`, into fp32 parts [M / SUM_ROWS, F]."""
@@ -151,20 +154,20 @@ def layer_norm_grad_launch(
         "rstd_ptr": rows.rstd, "residual_ptr": residual, "out_ptr": out, "normalised_ptr": normalised,
         "summed_ptr": summed, "sum_part_ptr": sum_part, "M": M, "C": C, "F": F,
     }  # fmt: skip
-    constants = {"ROWS": count, "BLOCK_C": block}
+    constants = {"RMS": rms, "ROWS": count, "BLOCK_C": block}
     programs = ceil_div(M, count) + column_sum_tiles(summed)
     return Launch(_layer_norm_grad_kernel, (programs,), args, constants, num_warps=4, device=grad.device)
 
 
 def layer_norm_gradient(
-    grad: Tensor, gamma: Tensor | None, rows: RowStatistics, residual: Tensor | None, summed: Tensor
+    grad: Tensor, gamma: Tensor | None, rows: RowStatistics, residual: Tensor | None, summed: Tensor, rms: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """[residual +] dx [M, C] from dz W [M, C], the normalised rows in the dtype of the matmuls, and parts of the sums
     over the rows of dz, `summed`."""
     out = torch.empty_like(grad, dtype=rows.input_dtype)
     normalised = None if rows.mean is None else torch.empty_like(rows.source)
     sum_part = new_column_sums(summed)
-    layer_norm_grad_launch(grad, gamma, rows, residual, out, normalised, summed, sum_part).run()
+    layer_norm_grad_launch(grad, gamma, rows, residual, out, normalised, summed, sum_part, rms).run()
     return out, rows.source if normalised is None else normalised, sum_part
 
 

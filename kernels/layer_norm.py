@@ -11,7 +11,10 @@ Two cases need care:
   Its rstd is negative: the forward takes max(rstd, 0) and so returns c, as LayerNorm does; the backward, whose
   gradient through a constant row is not zero, applies the magnitude where nothing cancels (see `matmul.py`).
 
-Source: LayerNorm, arXiv 1607.06450.
+RMSNorm is the same without the mean, which is 0 in all that is kept of it: rstd is 1 / sqrt(mean square + eps), from
+the same statistics of pieces. Its row of zeros is what the constant row is to LayerNorm.
+
+Source: LayerNorm, arXiv 1607.06450; RMSNorm, arXiv 1910.07467.
 """
 
 from __future__ import annotations
@@ -72,8 +75,10 @@ def store_statistics(part_ptr, mean, squares, row, col, M, N, ROWS: tl.constexpr
 
 
 @triton.jit
-def combine_statistics(part_ptr, row, M, C, eps, ROWS: tl.constexpr, PARTS: tl.constexpr):
+def combine_statistics(part_ptr, row, M, C, eps, ROWS: tl.constexpr, PARTS: tl.constexpr, RMS: tl.constexpr):
     """(mean, rstd) [ROWS] of rows of C columns; rstd is negative for a constant row.
+
+    For RMSNorm (0, 1 / root mean square), which is negative for a row of zeros.
 
     Pieces are summed along the first axis: along the second the compiler would give the tile that the rows belong to
     the layout of these loads.
@@ -100,6 +105,10 @@ def combine_statistics(part_ptr, row, M, C, eps, ROWS: tl.constexpr, PARTS: tl.c
         squares = merged[1]
     variance = squares / C
     limit = _CONSTANT_ROW * mean
+    if RMS:
+        variance += mean * mean
+        limit = tl.zeros((ROWS,), tl.float32)
+        mean = limit
     rstd = tl.math.rsqrt(variance + eps)
     return mean, tl.where(variance <= limit * limit, -rstd, rstd)
 
@@ -122,9 +131,11 @@ def _row_statistics_kernel(
 
 
 @triton.jit(do_not_specialize=["M"])
-def _combine_statistics_kernel(part_ptr, mean_ptr, rstd_ptr, M, C, eps, ROWS: tl.constexpr, PARTS: tl.constexpr):
+def _combine_statistics_kernel(
+    part_ptr, mean_ptr, rstd_ptr, M, C, eps, ROWS: tl.constexpr, PARTS: tl.constexpr, RMS: tl.constexpr
+):
     row = tl.program_id(0) * ROWS
-    mean, rstd = combine_statistics(part_ptr, row, M, C, eps, ROWS, PARTS)
+    mean, rstd = combine_statistics(part_ptr, row, M, C, eps, ROWS, PARTS, RMS)
     rows = row + tl.arange(0, ROWS)
     tl.store(mean_ptr + rows, mean, mask=rows < M)
     tl.store(rstd_ptr + rows, rstd, mask=rows < M)
@@ -136,25 +147,28 @@ def _normalise_kernel(
     rstd_ptr,  # fp32 [M]
     normalised_ptr,  # [M, C] (x - mean) rstd
     M, C, eps,
+    RMS: tl.constexpr,  # without the mean
     ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < M
     start = rows.to(tl.int64)[:, None] * C
     total = tl.zeros((ROWS,), tl.float32)
-    for first in tl.range(0, C, BLOCK_C):
-        cols = first + tl.arange(0, BLOCK_C)
-        mask = inside[:, None] & (cols < C)[None, :]
-        total += tl.sum(tl.load(x_ptr + start + cols[None, :], mask=mask, other=0.0), 1)
-    mean = total / C
-    # what the sum has lost to rounding: a constant row then becomes exact zeros
-    left = tl.zeros((ROWS,), tl.float32)
-    for first in tl.range(0, C, BLOCK_C):
-        cols = first + tl.arange(0, BLOCK_C)
-        mask = inside[:, None] & (cols < C)[None, :]
-        x = tl.load(x_ptr + start + cols[None, :], mask=mask, other=0.0)
-        left += tl.sum(tl.where(mask, x - mean[:, None], 0.0), 1)
-    mean += left / C
+    mean = tl.zeros((ROWS,), tl.float32)
+    if not RMS:
+        for first in tl.range(0, C, BLOCK_C):
+            cols = first + tl.arange(0, BLOCK_C)
+            mask = inside[:, None] & (cols < C)[None, :]
+            total += tl.sum(tl.load(x_ptr + start + cols[None, :], mask=mask, other=0.0), 1)
+        mean = total / C
+        # what the sum has lost to rounding: a constant row then becomes exact zeros
+        left = tl.zeros((ROWS,), tl.float32)
+        for first in tl.range(0, C, BLOCK_C):
+            cols = first + tl.arange(0, BLOCK_C)
+            mask = inside[:, None] & (cols < C)[None, :]
+            x = tl.load(x_ptr + start + cols[None, :], mask=mask, other=0.0)
+            left += tl.sum(tl.where(mask, x - mean[:, None], 0.0), 1)
+        mean += left / C
     squares = tl.zeros((ROWS,), tl.float32)
     for first in tl.range(0, C, BLOCK_C):
         cols = first + tl.arange(0, BLOCK_C)
@@ -242,24 +256,24 @@ def row_statistics_launch(x: Tensor, part: Tensor) -> Launch:
     return Launch(_row_statistics_kernel, (programs,), args, constants, num_warps=4, device=x.device)
 
 
-def combine_statistics_launch(part: Tensor, C: int, eps: float, statistics: Tensor) -> Launch:
-    """(mean, rstd) of rows of C columns, fp32 [2, M], where no matmul of ours combines them."""
+def combine_statistics_launch(part: Tensor, C: int, eps: float, statistics: Tensor, rms: bool = False) -> Launch:
+    """(mean, rstd) of rows of C columns, fp32 [2, M], where no matmul of ours combines them; of RMSNorm mean is 0."""
     M = part.shape[0]
     args = {"part_ptr": part, "mean_ptr": statistics[0], "rstd_ptr": statistics[1], "M": M, "C": C, "eps": eps}
-    constants = {"ROWS": _ROWS, "PARTS": row_parts(C)}
+    constants = {"ROWS": _ROWS, "PARTS": row_parts(C), "RMS": rms}
     return Launch(_combine_statistics_kernel, (ceil_div(M, _ROWS),), args, constants, num_warps=4, device=part.device)
 
 
-def normalise_launch(x: Tensor, eps: float, rstd: Tensor, normalised: Tensor) -> Launch:
-    """(x - mean) rstd [M, C] of fp32 rows, in the dtype of `normalised`, and rstd fp32 [1, M]."""
+def normalise_launch(x: Tensor, eps: float, rstd: Tensor, normalised: Tensor, rms: bool = False) -> Launch:
+    """(x - mean) rstd [M, C] of fp32 rows, in the dtype of `normalised`, and rstd fp32 [1, M]; of RMSNorm x rstd."""
     M, C = x.shape
     block, rows = chunk(C)
     args = {"x_ptr": x, "rstd_ptr": rstd, "normalised_ptr": normalised, "M": M, "C": C, "eps": eps}
-    constants = {"ROWS": rows, "BLOCK_C": block}
+    constants = {"RMS": rms, "ROWS": rows, "BLOCK_C": block}
     return Launch(_normalise_kernel, (ceil_div(M, rows),), args, constants, num_warps=4, device=x.device)
 
 
-def input_rows(x: Tensor, eps: float, part: Tensor | None, dtype: torch.dtype) -> InputRows:
+def input_rows(x: Tensor, eps: float, part: Tensor | None, dtype: torch.dtype, rms: bool = False) -> InputRows:
     """x as a folded linear layer reads it.
 
     Args:
@@ -267,11 +281,12 @@ def input_rows(x: Tensor, eps: float, part: Tensor | None, dtype: torch.dtype) -
         eps: Added to the variance.
         part: Statistics of half-precision rows, where whoever wrote them left some; fp32 rows are normalised anew.
         dtype: Of the matmuls: that of x, or a half precision beside fp32 x.
+        rms: Whether an RMSNorm reads them.
     """
     M, C = x.shape
     if x.dtype == torch.float32:
         normalised, rstd = torch.empty_like(x, dtype=dtype), x.new_empty(1, M)
-        normalise_launch(x, eps, rstd, normalised).run()
+        normalise_launch(x, eps, rstd, normalised, rms).run()
         return InputRows(normalised, rstd, eps)
     if part is None:
         part = new_statistics(M, C, x.device)

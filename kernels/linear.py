@@ -24,7 +24,7 @@ from .layer_norm import (
     new_statistics,
     row_statistics_launch,
 )
-from .matmul_launch import Operands, matmul_launch
+from .matmul_launch import Operands, Turns, matmul_launch
 from .matmul_policy import matmul_config, prefers_library, residual_config
 from .split_k import finish_residual_launch
 
@@ -44,50 +44,60 @@ class FoldedGradient:
     column_part: Tensor
 
 
-def layer_norm_linear(rows: InputRows, folded: FoldedLinear, activation: str = "identity") -> Tensor:
-    """act(LayerNorm(x) W^T + b) [M, F]."""
-    return _layer_norm_linear(rows, folded, activation, None, None)
+def layer_norm_linear(
+    rows: InputRows, folded: FoldedLinear, activation: str = "identity", gated: bool = False, turns: Turns | None = None
+) -> Tensor:
+    """act(LayerNorm(x) W^T + b) [M, F].
+
+    Args:
+        gated: Whether the result is act(g) u, half as wide.
+        turns: Of q and k, in whose heads pairs are neighbours; None: they are not turned.
+    """
+    return _layer_norm_linear(rows, folded, activation, gated, turns, None, None)
 
 
 def layer_norm_linear_keeping(
-    rows: InputRows, folded: FoldedLinear, activation: str = "identity"
+    rows: InputRows, folded: FoldedLinear, activation: str = "identity", gated: bool = False, turns: Turns | None = None
 ) -> tuple[Tensor, Tensor, RowStatistics]:
     """As `layer_norm_linear`, and for the backward the argument z [M, F] of the activation and the rows' statistics.
 
     Without an activation z is the result itself.
     """
     source, M = rows.source, rows.source.shape[0]
-    z = None if activation == "identity" else source.new_empty((M, folded.weight.shape[0]))
+    z = None if activation == "identity" and not gated else source.new_empty((M, folded.weight.shape[0]))
     finished = None if rows.part is None else torch.empty(2, M, dtype=torch.float32, device=source.device)
-    out = _layer_norm_linear(rows, folded, activation, z, finished)
+    out = _layer_norm_linear(rows, folded, activation, gated, turns, z, finished)
     return out, out if z is None else z, RowStatistics(source, rows.statistics if finished is None else finished)
 
 
 def _layer_norm_linear(
-    rows: InputRows, folded: FoldedLinear, activation: str, z: Tensor | None, finished: Tensor | None
-) -> Tensor:
+    rows: InputRows, folded: FoldedLinear, activation: str, gated: bool, turns: Turns | None, z: Tensor | None,
+    finished: Tensor | None,
+) -> Tensor:  # fmt: skip
     source = rows.source
-    out = source.new_empty((source.shape[0], folded.weight.shape[0]))
+    out = source.new_empty((source.shape[0], folded.weight.shape[0] // (2 if gated else 1)))
     mean, rstd = (None, None) if finished is None else finished
     operands = Operands(
         source, folded.weight, out, b_is_nk=True, z=z, mean=mean, rstd=rstd, row_part=rows.part, eps=rows.eps,
-        bias=folded.shift, weight_sum=folded.weight_sum,
+        bias=folded.shift, weight_sum=folded.weight_sum, turns=turns,
     )  # fmt: skip
-    if prefers_library(operands, "layer_norm"):
-        return library.layer_norm_linear(_statistics(rows, finished), folded, activation, z)
-    config = matmul_config(operands, "layer_norm")
-    matmul_launch(operands, epilogue="layer_norm", config=config, activation=activation).run()
+    epilogue = "gated" if gated else "layer_norm" if turns is None else "rotary"
+    if prefers_library(operands, epilogue):
+        known = _statistics(rows, finished, folded.weight_sum is None)
+        return library.layer_norm_linear(known, folded, activation, z)
+    config = matmul_config(operands, epilogue)
+    matmul_launch(operands, epilogue=epilogue, config=config, activation=activation).run()
     return out
 
 
-def _statistics(rows: InputRows, finished: Tensor | None) -> RowStatistics:
+def _statistics(rows: InputRows, finished: Tensor | None, rms: bool) -> RowStatistics:
     """The statistics of whole rows by a launch of their own, into `finished` where there is room already."""
     if rows.part is None:
         return RowStatistics(rows.source, rows.statistics)
     M, C = rows.source.shape
     if finished is None:
         finished = torch.empty(2, M, dtype=torch.float32, device=rows.source.device)
-    combine_statistics_launch(rows.part, C, rows.eps, finished).run()
+    combine_statistics_launch(rows.part, C, rows.eps, finished, rms).run()
     return RowStatistics(rows.source, finished)
 
 
@@ -141,28 +151,29 @@ def scaled_weight(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> t
 
 def activation_gradient(
     grad: Tensor, weight: Tensor, scale: Tensor | None, z: Tensor, rows: RowStatistics, folded: FoldedLinear,
-    activation: str,
+    activation: str, gated: bool = False,
 ) -> tuple[FoldedGradient, Tensor]:  # fmt: skip
-    """The gradient of fc1's output from that of fc2's, and h = act(z) [M, F] again.
+    """The gradient of fc1's output from that of fc2's, and h = act(z) [M, F] again; of a gated layer h = act(g) u.
 
     Args:
         grad: dy [M, C].
         weight: W2 [C, F].
         scale: ls [C] or None.
-        z: fc1's output [M, F].
+        z: fc1's output [M, F], of a gated layer [M, 2 F].
     """
     scaled, factor = scaled_weight(weight, scale, grad.dtype)
-    out, h = torch.empty_like(z), torch.empty_like(z)
+    (M, width), F = z.shape, weight.shape[1]
+    out, h = torch.empty_like(z), z.new_empty((M, F))
+    epilogue = "gated_grad" if gated else "activation_grad"
     operands = Operands(grad, scaled, out, z=z, h=h, mean=rows.mean, rstd=rows.rstd, bias=folded.shift)
-    config = matmul_config(operands, "activation_grad")
-    M, F = z.shape
+    config = matmul_config(operands, epilogue)
     row_part = torch.empty(M, config.row_parts(F), dtype=torch.float32, device=z.device)
-    column_part = torch.empty(config.column_parts(M), 2, F, dtype=torch.float32, device=z.device)
+    column_part = torch.empty(config.column_parts(M), 2, width, dtype=torch.float32, device=z.device)
     operands = Operands(
         grad, scaled, out, z=z, h=h, mean=rows.mean, rstd=rows.rstd, bias=folded.shift, scale=factor,
         row_part=row_part, column_part=column_part,
     )  # fmt: skip
-    matmul_launch(operands, epilogue="activation_grad", config=config, activation=activation).run()
+    matmul_launch(operands, epilogue=epilogue, config=config, activation=activation).run()
     return FoldedGradient(out, row_part, column_part), h
 
 
@@ -203,4 +214,4 @@ def layer_norm_linear_gradient(
         residual: [M, C], in the dtype of x.
     """
     product = _product(grad, linear.weight.to(grad.dtype))
-    return layer_norm_gradient(product, linear.gamma, rows, residual, grad)
+    return layer_norm_gradient(product, linear.gamma, rows, residual, grad, linear.rms)

@@ -20,7 +20,9 @@ from .device import dot_precision, gpu_of, product_kind
 from .launch import Launch, ceil_div
 from .matmul import _matmul_kernel
 
-EPILOGUES = ("layer_norm", "residual", "activation_grad", "layer_norm_grad", "partial")
+EPILOGUES = ("layer_norm", "rotary", "gated", "residual", "activation_grad", "gated_grad", "layer_norm_grad", "partial")
+# How many times as wide as a piece of the product what they read and write is.
+_WIDER = {("gated", "out"): 0.5, ("gated_grad", "out"): 2, ("gated_grad", "z"): 2}
 TL_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -72,6 +74,22 @@ class MatmulConfig:
 
 
 @dataclass(frozen=True)
+class Turns:
+    """Rotary positions for q and k, of dense tensors.
+
+    Args:
+        cos, sin: [B or 1, T, D / 2].
+        tokens: Of an image.
+        prefix: Of them, the first that are not turned; T is the number of the others.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    tokens: int
+    prefix: int
+
+
+@dataclass(frozen=True)
 class Operands:
     """Everything a matmul reads and writes, named as in the kernel; `matmul.py` says which epilogue takes what.
 
@@ -82,6 +100,7 @@ class Operands:
         row_part: Of the "layer_norm" epilogue the statistics of A's rows, of "residual" those of the rows of `out`, as
             `row_parts.py` has them; of "activation_grad" and "layer_norm_grad" sums over pieces of rows [M, parts].
         eps: Added to the variance of A's rows.
+        turns: Of the "rotary" epilogue, whose N is 3 H D.
         x, residual: [M, N], like `out` in the dtype of the residual stream: that of `a` and `b`, or fp32 beside them.
     """
 
@@ -101,6 +120,7 @@ class Operands:
     row_part: Tensor | None = None
     column_part: Tensor | None = None
     eps: float = 0.0
+    turns: Turns | None = None
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -146,27 +166,29 @@ def matmul_launch(
         operands: Contiguous tensors.
         epilogue: One of `EPILOGUES`.
         config: Tiles; `config.tma` asks for operands that `fits_tma`.
-        activation: Of the "layer_norm" and "activation_grad" epilogues: "identity" or one of `ACTIVATIONS`.
+        activation: Of the "layer_norm" and "activation_grad" epilogues and the gated ones: "identity" or one of
+            `ACTIVATIONS`.
         split_k: Parts of K in the "partial" epilogue.
         precision: "tf32" or "ieee"; None takes torch's setting, `product_kind`.
     """
-    o = operands
+    o, t = operands, operands.turns
     M, N, K = o.sizes
     rows, cols, depth = config.block_m, config.block_n, config.block_k
 
-    def piece(tensor: Tensor | None) -> Any:
-        return tiled(tensor, rows, config.piece, config.tma)
+    def piece(name: str) -> Any:
+        return tiled(getattr(o, name), rows, int(config.piece * _WIDER.get((epilogue, name), 1)), config.tma)
 
     args = {
         "a": tiled(o.a, rows, depth, config.tma),
         "b": tiled(o.b, *((cols, depth) if o.b_is_nk else (depth, cols)), config.tma),
-        "out": o.out if epilogue == "partial" else piece(o.out),
-        "z": piece(o.z), "h": piece(o.h), "x": piece(o.x),
-        "residual": o.residual if epilogue == "residual" else piece(o.residual),
+        "out": o.out if epilogue == "partial" else piece("out"),
+        "z": piece("z"), "h": piece("h"), "x": piece("x"),
+        "residual": o.residual if epilogue == "residual" else piece("residual"),
         "mean_ptr": o.mean, "rstd_ptr": o.rstd,
         "bias_ptr": o.bias, "weight_sum_ptr": o.weight_sum, "scale_ptr": o.scale,
         "row_part_ptr": o.row_part, "column_part_ptr": o.column_part, "M": M, "N": N, "K": K, "eps": o.eps,
-        "splits": split_k,
+        "splits": split_k, "cos_ptr": t and t.cos, "sin_ptr": t and t.sin, "tokens": t.tokens if t else 0,
+        "prefix": t.prefix if t else 0, "image_rows": t.cos.shape[1] if t and t.cos.shape[0] > 1 else 0,
     }  # fmt: skip
     constants = {
         "EPILOGUE": epilogue, "ACTIVATION": activation, "DTYPE": TL_DTYPES[o.out.dtype],
@@ -176,6 +198,7 @@ def matmul_launch(
         "BLOCK_M": rows, "BLOCK_N": cols, "BLOCK_K": depth,
         "SUB_TILES": config.sub_tiles, "GROUP_M": config.group_m,
         "PARTS": 0 if o.row_part is None else o.row_part.shape[-1],
+        "HEAD": 2 * t.cos.shape[2] if t else 0,
         "ALIGN": math.gcd(16, *(tensor.shape[-1] for tensor in o.tiled())),
     }  # fmt: skip
     programs = min(config.tiles(M, N) * split_k, gpu_of(o.a.device).sm_count * config.ctas_per_sm)

@@ -6,6 +6,7 @@ The shapes are ViT-B/16's at batch 256: 50,432 rows, C = 768, F = 3072.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from .layer_norm import (
     normalise_launch,
     row_statistics_launch,
 )
-from .matmul_launch import EPILOGUES, MatmulConfig, Operands, matmul_launch
+from .matmul_launch import EPILOGUES, MatmulConfig, Operands, Turns, matmul_launch
 from .matmul_policy import config_table, may_split
 from .offline import Build
 from .row_parts import row_parts
@@ -38,10 +39,11 @@ def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, device="meta", dtype=dtype)
 
 
-def _layer_norm(dtype: torch.dtype, keep_z: bool, stream: torch.dtype | None = None) -> Operands:
+def _layer_norm(dtype: torch.dtype, keep_z: bool, stream: torch.dtype | None = None, gated: bool = False) -> Operands:
     half = (stream or dtype).itemsize == 2  # fp32 rows were normalised beforehand
+    out = _meta(_M, _F // 2 if gated else _F, dtype=dtype)
     return Operands(
-        _meta(_M, _C, dtype=dtype), _meta(_F, _C, dtype=dtype), _meta(_M, _F, dtype=dtype), b_is_nk=True,
+        _meta(_M, _C, dtype=dtype), _meta(_F, _C, dtype=dtype), out, b_is_nk=True,
         z=_meta(_M, _F, dtype=dtype) if keep_z else None, row_part=_meta(_M, 2, row_parts(_C)) if half else None,
         mean=_meta(_M) if half and keep_z else None, rstd=_meta(_M) if half and keep_z else None,
         bias=_meta(_F), weight_sum=_meta(_F), eps=1e-6,
@@ -72,6 +74,19 @@ def _activation_grad(
     )  # fmt: skip
 
 
+def _rotary(dtype: torch.dtype, head_dim: int, images: int = 1, keep: bool = False) -> Operands:
+    table = _meta(images, 196, head_dim // 2)
+    return replace(
+        _layer_norm(dtype, keep), b=_meta(3 * _C, _C, dtype=dtype), out=_meta(_M, 3 * _C, dtype=dtype), z=None,
+        bias=_meta(3 * _C), weight_sum=_meta(3 * _C), turns=Turns(table, table, 197, 1),
+    )  # fmt: skip
+
+
+def _gated_grad(dtype: torch.dtype, config: MatmulConfig) -> Operands:
+    plain, wide = _activation_grad(dtype, config), _meta(_M, 2 * _F, dtype=dtype)
+    return replace(plain, z=wide, out=wide, bias=_meta(2 * _F), column_part=_meta(config.column_parts(_M), 2, 2 * _F))
+
+
 def _layer_norm_grad(dtype: torch.dtype, stream: torch.dtype) -> Operands:
     narrow = _meta(_M, _C, dtype=stream)
     return Operands(
@@ -89,10 +104,28 @@ def _matmul_cases(
         yield "gelu", _layer_norm(dtype, False), "gelu", 1
         yield "gelu keeping z", _layer_norm(dtype, True), "gelu", 1
         yield "no activation", _layer_norm(dtype, False), "identity", 1
+        yield "gelu keeping z behind an RMSNorm", replace(_layer_norm(dtype, True), weight_sum=None), "gelu", 1
         if dtype.itemsize == 2:
             yield "gelu of normalised rows", _layer_norm(dtype, True, torch.float32), "gelu", 1
         for activation in ACTIVATIONS[1:] if widest else ():
             yield f"{activation} keeping z", _layer_norm(dtype, True), activation, 1
+    elif epilogue == "rotary":
+        yield "q and k of 64", _rotary(dtype, 64), "identity", 1
+        yield "q and k of 72, a table an image, keeping statistics", _rotary(dtype, 72, 256, True), "identity", 1
+    elif epilogue == "gated":
+        yield "silu", _layer_norm(dtype, False, gated=True), "silu", 1
+        yield "silu keeping z", _layer_norm(dtype, True, gated=True), "silu", 1
+        yield (
+            "gelu keeping z behind an RMSNorm",
+            replace(_layer_norm(dtype, True, gated=True), weight_sum=None),
+            "gelu",
+            1,
+        )
+    elif epilogue == "gated_grad":
+        for activation in ("silu", "gelu") if widest else ("silu",):
+            yield activation, _gated_grad(dtype, config), activation, 1
+        if dtype.itemsize == 2:
+            yield "silu of normalised rows", replace(_gated_grad(dtype, config), mean=None), "silu", 1
     elif epilogue == "residual":
         for stream in streams:
             what = "bias, LayerScale, residual, statistics" + (" in fp32" if stream != dtype else "")

@@ -39,7 +39,9 @@ def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[Matmul
     hopper, blackwell = (generation(arch) == name for name in ("hopper", "blackwell"))
     table: tuple[MatmulConfig, ...]
     special: dict[str, tuple[MatmulConfig, ...]]
-    if kind == "ieee":
+    if epilogue == "gated_grad":
+        table = _gated_grad_table(arch, kind, tma and reads_descriptors(arch))
+    elif kind == "ieee":
         table = _IEEE_HALVES if blackwell and epilogue == "activation_grad" else _IEEE
     elif not (tma and reads_descriptors(arch)):
         table = _pointer_table(arch, kind, epilogue)
@@ -93,6 +95,20 @@ _TF32_BLACKWELL = (MatmulConfig(64, 64, 32, num_warps=4, num_stages=3, tma=True,
 _TF32_BLACKWELL_HALVES = (replace(_TF32_BLACKWELL[0], sub_tiles=2),)
 # Of several products in one launch the compiler, left to itself, spills in 72 registers.
 _TF32_BLACKWELL_PRODUCTS = (replace(_TF32_BLACKWELL[0], maxnreg=128),)
+
+
+def _gated_grad_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ...]:
+    """Of "gated_grad", which holds z and its gradient beside the product, each twice as wide."""
+    if kind == "ieee":
+        return (MatmulConfig(64, 64, 16, sub_tiles=2, num_warps=8, num_stages=2, ctas_per_sm=2),)
+    depth = 64 if kind == "half" else 32
+    if tma:
+        wide = MatmulConfig(128, 128, depth, sub_tiles=4, num_warps=8, num_stages=3, tma=True, flatten=kind == "half")
+        small = MatmulConfig(64, 64, depth, sub_tiles=2, num_warps=4, num_stages=3, tma=True, ctas_per_sm=2)
+        return (wide, small) if kind == "half" else (small,)
+    wide = MatmulConfig(128, 64, 32, sub_tiles=2, num_warps=8, num_stages=3)
+    small = MatmulConfig(64, 64, 32, sub_tiles=2, num_warps=8, num_stages=3, ctas_per_sm=2)
+    return (wide, small) if kind == "half" else (small,)
 
 
 def _pointer_table(arch: str, kind: str, epilogue: str) -> tuple[MatmulConfig, ...]:

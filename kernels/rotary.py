@@ -128,6 +128,7 @@ def _qk_norm_rope_kernel(
     M, N, H, prefix, eps,
     image_rows, head_rows,  # rows of the tables from image to image and from head to head; 0 where shared
     D: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, INTERLEAVED: tl.constexpr,
+    SEPARATE: tl.constexpr,  # pairs are neighbours in x, and D / 2 apart in out
     INVERSE: tl.constexpr,  # turns back
     PARTS: tl.constexpr,  # 2: q and k; 3: v is copied as well
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -158,7 +159,9 @@ def _qk_norm_rope_kernel(
             turned = second * cos + first * sin
             first = first * cos - second * sin
             second = turned
-    _store_pairs(out_ptr, first, second, offsets, pairs, inside, D, INTERLEAVED)
+    if SEPARATE:  # a head is written by other threads than those that read it
+        tl.debug_barrier()
+    _store_pairs(out_ptr, first, second, offsets, pairs, inside, D, INTERLEAVED and not SEPARATE)
 
 
 @triton.jit(do_not_specialize=["M", "N", "H", "prefix", "image_rows", "head_rows", "blocks"])
@@ -270,17 +273,20 @@ def _arguments(x: Tensor, settings: QkvSettings) -> tuple[dict[str, Any], dict[s
     return args, constants, blocks, 4 if rows * block <= _TILE else 8
 
 
-def qk_norm_rope_launch(x: Tensor, out: Tensor, settings: QkvSettings, inverse: bool = False) -> Launch:
+def qk_norm_rope_launch(
+    x: Tensor, out: Tensor, settings: QkvSettings, inverse: bool = False, separate: bool = False
+) -> Launch:
     """q and k of x [B, N, 3, H, D] normalised and rotated into `out`, which may be x; v is copied where it is not.
 
     Args:
         inverse: Turns back, the gradient of a rotation without norms.
+        separate: Takes pairs that are neighbours D/2 apart: what a "rotary" matmul has brought together.
     """
     args, constants, blocks, warps = _arguments(x, settings)
     biases = settings.biases
     args |= {"out_ptr": out, "q_bias_ptr": biases and biases[0], "k_bias_ptr": biases and biases[1]}
     parts = 2 if out is x else 3
-    constants |= {"INVERSE": inverse, "PARTS": parts}
+    constants |= {"SEPARATE": separate, "INVERSE": inverse, "PARTS": parts}
     return Launch(_qk_norm_rope_kernel, (blocks * parts,), args, constants, num_warps=warps, device=x.device)
 
 
@@ -307,14 +313,17 @@ def qk_norm_rope(x: Tensor, settings: QkvSettings) -> Tensor:
     return out
 
 
-def qk_norm_rope_gradients(grad: Tensor, x: Tensor | None, settings: QkvSettings) -> tuple[Tensor, Tensor | None]:
+def qk_norm_rope_gradients(
+    grad: Tensor, x: Tensor | None, settings: QkvSettings, out: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """The gradient of x, and fp32 [2, 2, D or H D]: of q and k those of weight and bias; None without norms.
 
     Args:
         grad: [B, N, 3, H, D], contiguous.
         x: Likewise, the forward's; not needed without norms.
+        out: Where the gradient of x is to lie, which may be `grad`; None makes room.
     """
-    out = torch.empty_like(grad)
+    out = torch.empty_like(grad) if out is None else out
     if x is None:
         qk_norm_rope_launch(grad, out, settings, inverse=True).run()
         return out, None

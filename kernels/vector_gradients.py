@@ -117,7 +117,7 @@ def vector_grad_launch(folded: Sequence[Folded], residual: Sequence[Residual]) -
         F = C = 0
         if index % 2 == 0:
             if found is not None and not (found.gamma is None and found.beta is None):
-                F, C = found.weight.shape
+                _, F, C = products.part.shape
             wanted = found if C else None
             names = {
                 "vector_part": wanted and wanted.vector_part, "gamma_grad": wanted and wanted.gamma,

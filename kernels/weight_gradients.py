@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .folding import NormedLinear, load_columns
+from .folding import NormedLinear, load_columns, row_pointers
 from .gradients import column_sum_programs, column_sum_tiles, new_column_sums, store_column_sums, sum_column_parts
 from .launch import Launch, ceil_div
-from .matmul import _inside, _load_tile, _offsets, _store_tile
+from .matmul_tiles import load_tile, store_tile, tile_mask, tile_offsets
 
 ROWS, COLS = 32, 128  # of a tile
 
@@ -28,8 +28,8 @@ ROWS, COLS = 32, 128  # of a tile
 @triton.jit
 def _sum_splits(part_ptr, splits, row, col, M, N, ROWS: tl.constexpr, COLS: tl.constexpr):
     """A tile [ROWS, COLS] of the sum of fp32 parts [splits, M, N]."""
-    offsets = _offsets(row, col, N, ROWS, COLS)
-    mask = _inside(row, col, M, N, ROWS, COLS)
+    offsets = tile_offsets(row, col, N, ROWS, COLS)
+    mask = tile_mask(row, col, M, N, ROWS, COLS)
     total = tl.zeros((ROWS, COLS), tl.float32)
     for split in tl.range(0, splits):
         total += tl.load(part_ptr + tl.cast(split, tl.int64) * M * N + offsets, mask=mask, other=0.0)
@@ -38,8 +38,8 @@ def _sum_splits(part_ptr, splits, row, col, M, N, ROWS: tl.constexpr, COLS: tl.c
 
 @triton.jit
 def _folded_tile(
-    part_ptr, sum_ptr, shift_ptr, weight_ptr, gamma_ptr, beta_ptr, out_ptr, bias_grad_ptr, vector_part_ptr,
-    program, F, C, splits, sums, ROWS: tl.constexpr, COLS: tl.constexpr,
+    part_ptr, sum_ptr, shift_ptr, weight_ptr, gate_ptr, gamma_ptr, beta_ptr, out_ptr, gate_out_ptr, bias_grad_ptr,
+    gate_bias_grad_ptr, vector_part_ptr, program, F, C, splits, sums, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     tiles_c = tl.cdiv(C, COLS)
     tile_f = program // tiles_c
@@ -53,14 +53,18 @@ def _folded_tile(
     if shift_ptr is not None:
         u -= sum_column_parts(shift_ptr, sums, stride, row, F, ROWS)[:, None]
     if bias_grad_ptr is not None:
-        tl.store(bias_grad_ptr + rows, grad_sum.to(bias_grad_ptr.dtype.element_ty), mask=(rows < F) & (col == 0))
-    weight = _load_tile(weight_ptr, row, col, F, C, ROWS, COLS, False).to(tl.float32)
+        bias_grads = row_pointers(bias_grad_ptr, gate_bias_grad_ptr, rows, 1)
+        tl.store(bias_grads, grad_sum.to(bias_grad_ptr.dtype.element_ty), mask=(rows < F) & (col == 0))
+    inside = tile_mask(row, col, F, C, ROWS, COLS)
+    pointers = row_pointers(weight_ptr, gate_ptr, rows, C)[:, None] + cols[None, :]
+    weight = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
     vectors = vector_part_ptr + tile_f * 2 * C + cols
     tl.store(vectors, tl.sum(u * weight, 0), mask=cols < C)
     tl.store(vectors + C, tl.sum(grad_sum[:, None] * weight, 0), mask=cols < C)
     u *= load_columns(gamma_ptr, cols, C, 1.0)[None, :]
     u += grad_sum[:, None] * load_columns(beta_ptr, cols, C, 0.0)[None, :]
-    _store_tile(out_ptr, u.to(out_ptr.dtype.element_ty), row, col, F, C, ROWS, COLS, False)
+    pointers = row_pointers(out_ptr, gate_out_ptr, rows, C)[:, None] + cols[None, :]
+    tl.store(pointers, u.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -77,11 +81,11 @@ def _residual_tile(
         rows = row + tl.arange(0, ROWS)
         v = _sum_splits(part_ptr, splits, row, col, C, F, ROWS, COLS)
         if scale_part_ptr is not None:
-            weight = _load_tile(weight_ptr, row, col, C, F, ROWS, COLS, False).to(tl.float32)
+            weight = load_tile(weight_ptr, row, col, C, F, ROWS, COLS, False).to(tl.float32)
             tl.store(scale_part_ptr + tile_f * C + rows, tl.sum(v * weight, 1), mask=rows < C)
         if scale_ptr is not None:
             v *= tl.load(scale_ptr + rows, mask=rows < C, other=0.0).to(tl.float32)[:, None]
-        _store_tile(out_ptr, v.to(out_ptr.dtype.element_ty), row, col, C, F, ROWS, COLS, False)
+        store_tile(out_ptr, v.to(out_ptr.dtype.element_ty), row, col, C, F, ROWS, COLS, False)
     elif grad_part_ptr is not None:
         store_column_sums(grad_ptr, grad_part_ptr, program - tiles, M, C)
 
@@ -106,11 +110,11 @@ def _weight_grad_kernel(
     part_ptr,  # fp32 [splits, F, C] of dz~^T x, or of dz^T n
     sum_ptr,  # fp32 [sums, F] of sum_m dz
     shift_ptr,  # fp32 [sums, F] of sum_m dz~ mean, the rows of both 2 F apart; None of dz^T n
-    weight_ptr,  # [F, C]
+    weight_ptr, gate_ptr,  # [F, C] and None, or with a gate [F / 2, C] each
     gamma_ptr,  # [C] or None
     beta_ptr,  # [C] or None
-    out_ptr,  # [F, C] dW
-    bias_grad_ptr,  # [F], or None
+    out_ptr, gate_out_ptr,  # dW, like the weights
+    bias_grad_ptr, gate_bias_grad_ptr,  # [F], or with a gate [F / 2] each; or None
     vector_part_ptr,  # fp32 [F / ROWS, 2, C] of dgamma and dbeta
     F, C, splits, sums,
     # a linear layer before a residual, or None:
@@ -123,7 +127,8 @@ def _weight_grad_kernel(
     grad_part2_ptr,  # fp32 [M / SUM_ROWS, C2] of sum_m dy, or None
     F2, C2, splits2,
     # another of each, or None:
-    part3_ptr, sum3_ptr, shift3_ptr, weight3_ptr, gamma3_ptr, beta3_ptr, out3_ptr, bias_grad3_ptr, vector_part3_ptr,
+    part3_ptr, sum3_ptr, shift3_ptr, weight3_ptr, gate3_ptr, gamma3_ptr, beta3_ptr, out3_ptr, gate_out3_ptr,
+    bias_grad3_ptr, gate_bias_grad3_ptr, vector_part3_ptr,
     F3, C3, splits3, sums3,
     part4_ptr, weight4_ptr, scale4_ptr, out4_ptr, scale_part4_ptr, grad4_ptr, grad_part4_ptr, F4, C4, splits4,
     M,
@@ -136,8 +141,8 @@ def _weight_grad_kernel(
     if part_ptr is not None:
         if program < first:
             _folded_tile(
-                part_ptr, sum_ptr, shift_ptr, weight_ptr, gamma_ptr, beta_ptr, out_ptr, bias_grad_ptr, vector_part_ptr,
-                program, F, C, splits, sums, ROWS, COLS,
+                part_ptr, sum_ptr, shift_ptr, weight_ptr, gate_ptr, gamma_ptr, beta_ptr, out_ptr, gate_out_ptr,
+                bias_grad_ptr, gate_bias_grad_ptr, vector_part_ptr, program, F, C, splits, sums, ROWS, COLS,
             )  # fmt: skip
     if part2_ptr is not None:
         if (program >= first) & (program < second):
@@ -148,8 +153,9 @@ def _weight_grad_kernel(
     if part3_ptr is not None:
         if (program >= second) & (program < third):
             _folded_tile(
-                part3_ptr, sum3_ptr, shift3_ptr, weight3_ptr, gamma3_ptr, beta3_ptr, out3_ptr, bias_grad3_ptr,
-                vector_part3_ptr, program - second, F3, C3, splits3, sums3, ROWS, COLS,
+                part3_ptr, sum3_ptr, shift3_ptr, weight3_ptr, gate3_ptr, gamma3_ptr, beta3_ptr, out3_ptr, gate_out3_ptr,
+                bias_grad3_ptr, gate_bias_grad3_ptr, vector_part3_ptr, program - second, F3, C3, splits3, sums3,
+                ROWS, COLS,
             )  # fmt: skip
     if part4_ptr is not None:
         if program >= third:
@@ -205,6 +211,8 @@ class FoldedGradients:
     gamma: Tensor | None
     beta: Tensor | None
     bias: Tensor | None
+    gate: Tensor | None
+    gate_bias: Tensor | None
     vector_part: Tensor
 
 
@@ -238,9 +246,10 @@ def room_for(products: FoldedProducts | ResidualProducts) -> Any:
         return torch.empty(shape, dtype=torch.float32, device=products.part.device)
 
     if isinstance(products, FoldedProducts):
-        linear, (F, C) = products.linear, products.linear.weight.shape
-        gamma, beta, bias = (like(vector) for vector in (linear.gamma, linear.beta, linear.bias))
-        return FoldedGradients(like(linear.weight), gamma, beta, bias, parts(ceil_div(F, ROWS), 2, C))
+        linear, (_, F, C) = products.linear, products.part.shape
+        gamma, beta, bias = like(linear.gamma), like(linear.beta), like(linear.bias)
+        gate, gate_bias = like(linear.gate), like(linear.gate_bias)
+        return FoldedGradients(like(linear.weight), gamma, beta, bias, gate, gate_bias, parts(ceil_div(F, ROWS), 2, C))
     C, F = products.weight.shape
     return ResidualGradients(
         like(products.weight), like(products.bias), like(products.scale),
@@ -269,8 +278,9 @@ def weight_grad_launch(folded: Sequence[Folded], residual: Sequence[Residual]) -
             names = {
                 "part": products and products.part, "sum": sums[:, 0] if split else sums,
                 "shift": sums[:, 1] if split else None, "weight": linear and linear.weight,
-                "gamma": linear and linear.gamma, "beta": linear and linear.beta, "out": found and found.weight,
-                "bias_grad": found and found.bias, "vector_part": found and found.vector_part,
+                "gate": linear and linear.gate, "gamma": linear and linear.gamma, "beta": linear and linear.beta,
+                "out": found and found.weight, "gate_out": found and found.gate, "bias_grad": found and found.bias,
+                "gate_bias_grad": found and found.gate_bias, "vector_part": found and found.vector_part,
             }  # fmt: skip
             args |= {f"F{suffix}": rows, f"C{suffix}": cols, f"sums{suffix}": 0 if sums is None else sums.shape[0]}
         else:

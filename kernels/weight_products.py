@@ -22,9 +22,9 @@ from torch import Tensor
 
 from .device import dot_precision, gpu_of, product_kind
 from .launch import Launch
-from .matmul import _accumulate, _store_tile, _tile_position
 from .matmul_launch import MatmulConfig, tiled
 from .matmul_policy import products_config
+from .matmul_tiles import accumulate, store_tile, tile_position
 
 
 @triton.jit
@@ -43,16 +43,16 @@ def _store_parts(
     units = tiles * splits
     steps = tl.cdiv(tl.cdiv(M, BLOCK_M), splits) * BLOCK_M
     for unit in tl.range(start, units, tl.num_programs(0)):
-        tile_p, tile_q = _tile_position(unit % tiles, tiles_p, tiles_q, GROUP)
+        tile_p, tile_q = tile_position(unit % tiles, tiles_p, tiles_q, GROUP)
         row = tile_p * BLOCK_P
         col = tile_q * BLOCK_Q
         first = unit // tiles * steps
-        acc = _accumulate(
+        acc = accumulate(
             a, b, row, col, first, min(M, first + steps), P, Q, M,
             BLOCK_P, BLOCK_Q, BLOCK_M, True, False, TMA, PRECISION,
         )  # fmt: skip
         base = out + tl.cast(unit // tiles, tl.int64) * P * Q
-        _store_tile(base, acc, row, col, P, Q, BLOCK_P, BLOCK_Q, False)
+        store_tile(base, acc, row, col, P, Q, BLOCK_P, BLOCK_Q, False)
     return start + tl.cdiv(max(units - start, 0), tl.num_programs(0)) * tl.num_programs(0) - units
 
 

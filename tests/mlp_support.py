@@ -14,6 +14,7 @@ from vit_fast.kernels.row_parts import PIECE
 from vit_fast.ops import layer_norm_mlp
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+GATE = ("gate_weight", "gate_bias")
 NAMES = ("norm_weight", "norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
 
 
@@ -37,6 +38,8 @@ class Case:
     grad: Tensor
     activation: str = "gelu"
     residual: bool = True
+    norm: str = "layer_norm"
+    gate: tuple[Tensor | None, Tensor | None] = (None, None)
 
     def to(self, dtype: torch.dtype, parameter_dtype: torch.dtype | None = None) -> Case:
         """Fresh leaves with the same values in another dtype."""
@@ -50,25 +53,29 @@ class Case:
             x=leaf(self.x, dtype),
             parameters=tuple(leaf(parameter, inner) for parameter in self.parameters),
             layer_scale=leaf(self.layer_scale, inner),
+            gate=tuple(leaf(parameter, inner) for parameter in self.gate),
             grad=self.grad.to(dtype),
         )
 
     def forward(self, backend: str) -> Tensor:
         return layer_norm_mlp(
             self.x, *self.parameters, activation=self.activation, layer_scale=self.layer_scale,
-            residual=self.residual, backend=backend,
+            residual=self.residual, norm=self.norm, gate_weight=self.gate[0], gate_bias=self.gate[1], backend=backend,
         )  # fmt: skip
 
     def run(self, backend: str) -> dict[str, Tensor]:
         """The output and every gradient, by name."""
         y = self.forward(backend)
-        leaves = {"x": self.x, **dict(zip(NAMES, self.parameters)), "layer_scale": self.layer_scale}
+        leaves = {"x": self.x, **dict(zip((*NAMES, *GATE), (*self.parameters, *self.gate)))}
+        leaves["layer_scale"] = self.layer_scale
         present = {name: leaf for name, leaf in leaves.items() if leaf is not None}
         gradients = torch.autograd.grad(y, list(present.values()), self.grad)
         return {"y": y.detach(), **{f"d {name}": gradient for name, gradient in zip(present, gradients)}}
 
 
-def make_case(M: int, C: int, F: int, dtype: torch.dtype, *, mean: float = 0.0, seed: int = 0, **choices: Any) -> Case:
+def make_case(
+    M: int, C: int, F: int, dtype: torch.dtype, *, mean: float = 0.0, seed: int = 0, gated: bool = False, **choices: Any
+) -> Case:
     """Random tokens [M, C] of spread 1 and the given mean, and parameters as a trained model has them, in `dtype`."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -80,6 +87,10 @@ def make_case(M: int, C: int, F: int, dtype: torch.dtype, *, mean: float = 0.0, 
         normal(C, scale=0.2, shift=1.0), normal(C, scale=0.1), normal(F, C, scale=C**-0.5), normal(F, scale=0.1),
         normal(C, F, scale=F**-0.5), normal(C, scale=0.1),
     )  # fmt: skip
+    if choices.get("norm") == "rms_norm":
+        parameters = (parameters[0], None, *parameters[2:])
+    if gated:
+        choices["gate"] = normal(F, C, scale=C**-0.5), normal(F, scale=0.1)
     case = Case(normal(M, C, shift=mean), parameters, normal(C, scale=0.3, shift=0.5), normal(M, C), **choices)
     return case.to(dtype)
 

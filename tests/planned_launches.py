@@ -180,24 +180,24 @@ def cases() -> Iterator[tuple[Any, Arguments]]:
         vectors = [zeros(width, dtype=weights) for _ in range(4)]
         fc1, fc2 = zeros(hidden, width, dtype=weights), zeros(width, hidden, dtype=weights)
         bias1 = zeros(hidden, dtype=weights)
-        mlp = (*vectors[:2], fc1, bias1, fc2, vectors[2], vectors[3])
+        mlp = (*vectors[:2], fc1, bias1, fc2, vectors[2], vectors[3], None, None)
         wanted = dtype != FP32
-        yield layer_norm_linear_op, (x, None, *vectors[:2], fc1, bias1, 1e-6, dtype)
-        yield layer_norm_linear_op, (x, None, None, None, fc1, None, 1e-6, dtype)
-        training = (x, None, *vectors[:2], fc1, bias1, 1e-6, dtype)
+        yield layer_norm_linear_op, (x, None, *vectors[:2], fc1, bias1, 1e-6, "layer_norm", dtype)
+        yield layer_norm_linear_op, (x, None, None, None, fc1, None, 1e-6, "layer_norm", dtype)
+        training = (x, None, *vectors[:2], fc1, bias1, 1e-6, "layer_norm", dtype)
         yield layer_norm_linear_training_op, training
         out, made, statistics = layer_norm_linear_training_op(*training)
         kept = made if dtype == FP32 else x
-        yield layer_norm_linear_backward_op, (out, kept, statistics, *vectors[:2], fc1, bias1)
+        yield layer_norm_linear_backward_op, (out, kept, statistics, *vectors[:2], fc1, bias1, "layer_norm")
         h = zeros(rows, hidden, dtype=dtype, offset=offset)
         yield linear_residual_op, (h, fc2, vectors[2], vectors[3], x, wanted)
         yield linear_residual_backward_op, (x, h, fc2, vectors[2], vectors[3])
-        yield layer_norm_mlp_op, (x, None, *mlp, 1e-6, "gelu", True, wanted, dtype)
-        training = (x, None, *mlp, 1e-6, "gelu", True, wanted, dtype)
+        yield layer_norm_mlp_op, (x, None, *mlp, 1e-6, "layer_norm", "gelu", True, wanted, dtype)
+        training = (x, None, *mlp, 1e-6, "layer_norm", "gelu", True, wanted, dtype)
         yield layer_norm_mlp_training_op, training
         y, _, z, made, statistics = layer_norm_mlp_training_op(*training)
         kept = made if dtype == FP32 else x
-        yield layer_norm_mlp_backward_op, (y, kept, statistics, z, *mlp, "gelu", True)
+        yield layer_norm_mlp_backward_op, (y, kept, statistics, z, *mlp, "layer_norm", "gelu", True)
         packed = zeros(2, 17, 3, 2, 64, dtype=dtype, offset=offset)
         yield attention_qkvpacked_op, (packed, 0.125)
         q, k, v = packed.transpose(1, 3).unbind(2)
@@ -231,17 +231,22 @@ def block_cases() -> Iterator[tuple[Any, Arguments]]:
         x = zeros(1, 17, 64, dtype=dtype)
         shapes = (64,), (64,), (192, 64), (192,), (64, 64), (64,), (64,), (64,), (64,), (128, 64), (128,), (64, 128)
         tensors = [zeros(*shape, dtype=weights) for shape in (*shapes, (64,), (64,))]
-        settings = (1, 0.125, 1e-6, 1e-5, "gelu", dtype != FP32, dtype)
+        of_qk = ("none", 0.0, "head", 0, "half")
+        settings = (1, 0.125, 1e-6, 1e-5, "layer_norm", "gelu", *of_qk, dtype != FP32, dtype)
+        none = (None,) * 6
         for inner in (
-            BlockTensors._make((*tensors, None, None)),
-            fold(BlockTensors._make((*tensors, None, None)), dtype),
+            BlockTensors._make((*tensors, None, None, None, None)),
+            fold(BlockTensors._make((*tensors, None, None, None, None)), dtype),
         ):
-            yield block_op, (x, None, *inner, *settings)
-        call = (x, None, *tensors, *settings)
+            yield block_op, (x, None, *inner[:16], *none, *inner[16:], *settings)
+        call = (x, None, *tensors, None, None, *none, *settings)
         yield block_training_op, call
         y, _, rows, statistics, *kept = block_training_op(*call)
         rows = rows if dtype == FP32 else x
-        yield block_backward_op, (y, rows, statistics, *kept, *tensors, 0.125, "gelu")
+        yield (
+            block_backward_op,
+            (y, rows, statistics, *kept, *tensors, None, None, *none, 0.125, "layer_norm", "gelu", *of_qk),
+        )
 
 
 def steady_state() -> None:
@@ -278,7 +283,17 @@ def one_plan_serves_one_tensor_thrice_and_three() -> None:
 def precision() -> None:
     """torch's setting for fp32 products decides which kernel: a plan is not asked across it."""
     plan.forget()
-    arguments = (zeros(16, 64, dtype=FP32), None, None, None, zeros(128, 64, dtype=FP32), None, 1e-6, FP32)
+    arguments = (
+        zeros(16, 64, dtype=FP32),
+        None,
+        None,
+        None,
+        zeros(128, 64, dtype=FP32),
+        None,
+        1e-6,
+        "layer_norm",
+        FP32,
+    )
     tensors: list[Any] = []
     for setting in ("ieee", "tf32", "ieee", "tf32"):
         torch.backends.cuda.matmul.fp32_precision = setting
@@ -407,7 +422,7 @@ def threads() -> None:
     def work() -> None:
         try:
             for _ in range(30):
-                arguments = (zeros(17, 64), None, None, None, weight, None, 1e-6, BF16)
+                arguments = (zeros(17, 64), None, None, None, weight, None, 1e-6, "layer_norm", BF16)
                 calls, result = taped(lambda arguments=arguments: layer_norm_linear_op(*arguments))
                 addresses = {value for call in calls for value in call if isinstance(value, int)}
                 assert {arguments[0].data_ptr(), weight.data_ptr(), result.data_ptr()} <= addresses

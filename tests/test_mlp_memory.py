@@ -11,15 +11,16 @@ from mlp_support import DEVICE, make_case
 from torch import Tensor, nn
 
 import vit_fast
-from vit_fast.kernels.matmul import _load_rows, _load_tile, _store_tile
+from vit_fast.kernels.matmul import _load_rows
+from vit_fast.kernels.matmul_tiles import load_tile, store_tile
 
 support.make_bf16_exact()
 
 
 @triton.jit
 def _copy_tile_kernel(source, target, row, col, rows, columns, SIZE: tl.constexpr):
-    tile = _load_tile(source, row, col, rows, columns, SIZE, SIZE, False)
-    _store_tile(target, tile, row, col, rows, columns, SIZE, SIZE, False)
+    tile = load_tile(source, row, col, rows, columns, SIZE, SIZE, False)
+    store_tile(target, tile, row, col, rows, columns, SIZE, SIZE, False)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(2**31 // 3072 + 40, 3072), (40, 2**31 // 32)])

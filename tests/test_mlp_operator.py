@@ -37,7 +37,9 @@ def _operator_arguments(case: Case, **changes: Any) -> tuple[Any, ...]:
     arguments = {
         "x": case.x.detach().view(2, 9, -1).requires_grad_(), "statistics": None,
         **dict(zip(support.NAMES, case.parameters)), "layer_scale": case.layer_scale,
-        "eps": 1e-6, "activation": "gelu", "residual": True, "next_statistics": False, "dtype": case.x.dtype,
+        "gate_weight": case.gate[0], "gate_bias": case.gate[1],
+        "eps": 1e-6, "norm": "layer_norm", "activation": "gelu", "residual": True, "next_statistics": False,
+        "dtype": case.x.dtype,
     }  # fmt: skip
     return tuple({**arguments, **changes}.values())
 
@@ -79,7 +81,7 @@ def _linear_arguments() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 def test_opcheck_of_the_linear_layers() -> None:
     x, gamma, beta, weight, bias = _linear_arguments()
-    parameters = (gamma, beta, weight, bias, 1e-6)
+    parameters = (gamma, beta, weight, bias, 1e-6, "layer_norm")
     half = x.detach().bfloat16().requires_grad_()
     for arguments in (
         (x, None, *parameters, torch.float32),
@@ -89,7 +91,7 @@ def test_opcheck_of_the_linear_layers() -> None:
     ):
         torch.library.opcheck(layer_norm_linear_training_op, arguments)
     detached = (t.detach() for t in (gamma, beta, weight, bias))
-    torch.library.opcheck(layer_norm_linear_op, (x.detach(), None, *detached, 1e-6, torch.float32))
+    torch.library.opcheck(layer_norm_linear_op, (x.detach(), None, *detached, 1e-6, "layer_norm", torch.float32))
     h = torch.randn(2, 9, 48, device=DEVICE, requires_grad=True)
     back = weight.detach().t().contiguous().requires_grad_()
     torch.library.opcheck(linear_residual_op, (h, back, beta, gamma, x, True))

@@ -9,15 +9,17 @@ The operators in `linear.py`, `attention.py` and `layer_norm_mlp.py`, of which i
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import UnsupportedInputError
 from .block_op import block_op, block_training
-from .checks import matmul_dtype, require_one_device
+from .checks import matmul_dtype, no_tensor, require_one_device
+from .descriptions import QkNorm, Rope, check_qk_norm, checked_rope, is_rms
 from .layer_norm_mlp import needs_gradient, residual_stream
+from .rotary_op import flat_settings
 
 
 class BlockTensors(NamedTuple):
@@ -32,8 +34,9 @@ class BlockTensors(NamedTuple):
         fc1_weight, fc1_bias: [F, C] and [F].
         fc2_weight, fc2_bias: [C, F] and [C].
         scale2: LayerScale of the MLP branch [C].
+        gate_weight, gate_bias: Like fc1's, of a gate.
         qkv_sum, fc1_sum: Where `fold` has folded the LayerNorms into the weights, what the rounding left in their rows,
-            fp32 [3 H D] and [F]. The norms' own parameters are None then.
+            fp32 [3 H D] and [F], empty behind RMSNorms, where that is nothing. The norms' own parameters are None then.
     """
 
     norm1_weight: Tensor | None
@@ -50,11 +53,13 @@ class BlockTensors(NamedTuple):
     fc2_weight: Tensor
     fc2_bias: Tensor | None
     scale2: Tensor | None
+    gate_weight: Tensor | None = None
+    gate_bias: Tensor | None = None
     qkv_sum: Tensor | None = None
     fc1_sum: Tensor | None = None
 
 
-def fold(tensors: BlockTensors, dtype: torch.dtype) -> BlockTensors:
+def fold(tensors: BlockTensors, dtype: torch.dtype, norm: str = "layer_norm") -> BlockTensors:
     """The same block with its LayerNorms folded into qkv and fc1, for matmuls of a dtype: of a model that is frozen.
 
     The folded weights follow no change of the parameters, and give no gradients.
@@ -65,15 +70,18 @@ def fold(tensors: BlockTensors, dtype: torch.dtype) -> BlockTensors:
         t = BlockTensors._make(tensor if tensor is None else tensor.detach() for tensor in tensors)
         qkv, fc1 = fold_linears(
             [
-                NormedLinear(t.qkv_weight, t.qkv_bias, t.norm1_weight, t.norm1_bias),
-                NormedLinear(t.fc1_weight, t.fc1_bias, t.norm2_weight, t.norm2_bias),
+                NormedLinear(t.qkv_weight, t.qkv_bias, t.norm1_weight, t.norm1_bias, is_rms(norm)),
+                NormedLinear(
+                    t.fc1_weight, t.fc1_bias, t.norm2_weight, t.norm2_bias, is_rms(norm), t.gate_weight, t.gate_bias
+                ),
             ],
             dtype,
         )
+        sums = [no_tensor(folded.shift) if folded.weight_sum is None else folded.weight_sum for folded in (qkv, fc1)]
         return t._replace(
-            norm1_weight=None, norm1_bias=None, qkv_weight=qkv.weight, qkv_bias=qkv.shift, qkv_sum=qkv.weight_sum,
-            norm2_weight=None, norm2_bias=None, fc1_weight=fc1.weight, fc1_bias=fc1.shift, fc1_sum=fc1.weight_sum,
-            proj_weight=t.proj_weight.to(dtype), fc2_weight=t.fc2_weight.to(dtype),
+            norm1_weight=None, norm1_bias=None, qkv_weight=qkv.weight, qkv_bias=qkv.shift, qkv_sum=sums[0],
+            norm2_weight=None, norm2_bias=None, fc1_weight=fc1.weight, fc1_bias=fc1.shift, fc1_sum=sums[1],
+            gate_weight=None, gate_bias=None, proj_weight=t.proj_weight.to(dtype), fc2_weight=t.fc2_weight.to(dtype),
         )  # fmt: skip
 
 
@@ -85,7 +93,10 @@ def fused_block(
     heads: int,
     attention_scale: float | None,
     eps: tuple[float, float],
+    norm: str = "layer_norm",
     activation: str,
+    qk_norm: QkNorm | None = None,
+    rope: Rope | None = None,
     next_statistics: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """A block, with row statistics handed in and out.
@@ -96,8 +107,11 @@ def fused_block(
         tensors: The parameters, in x's dtype, autocast's, or fp32; or what `fold` made of them.
         heads: H.
         attention_scale: Multiplier of q k^T; None means D**-0.5.
-        eps: Of the two LayerNorms, in units of x squared.
-        activation: One of `reference.ACTIVATIONS`.
+        eps: Of the two norms, in units of x squared.
+        norm: "layer_norm" or "rms_norm".
+        activation: One of `reference.ACTIVATIONS`; with a gate, the gate's.
+        qk_norm: Of q and k, before they are rotated.
+        rope: Rotary positions of q and k.
         next_statistics: Whether a LayerNorm follows that takes the statistics of the rows over.
     Returns:
         [B, N, C] in x.dtype, in place of fp16 and bf16 in autocast's where that is on; and the statistics of its rows,
@@ -110,12 +124,26 @@ def fused_block(
     require_one_device("a block", x, tensors._asdict(), dtype)
     if attention_scale is None:
         attention_scale = (tensors.qkv_weight.shape[0] // (3 * heads)) ** -0.5
-    settings = (heads, attention_scale, *eps, activation, wanted, dtype)
-    if not needs_gradient(x, *tensors):
-        y, emitted = block_op(x, statistics, *tensors, *settings)
+    *of_qk, qk_kind, qk_eps, over, prefix, layout = _checked_qk(x, tensors, heads, qk_norm, rope)
+    qk_settings = (qk_kind, qk_eps, over, prefix, layout)
+    settings = (heads, attention_scale, *eps, norm, activation, *qk_settings, wanted, dtype)
+    if not needs_gradient(x, *tensors, *of_qk):
+        y, emitted = block_op(x, statistics, *tensors[:-2], *of_qk, *tensors[-2:], *settings)
     elif tensors.qkv_sum is None:
-        y, emitted, *_ = block_training(x, statistics, *tensors[:-2], *settings)
+        y, emitted, *_ = block_training(x, statistics, *tensors[:-2], *of_qk, *settings)
     else:
         reason = "they give no gradient: use the parameters themselves, or torch.no_grad"
         raise UnsupportedInputError("a block of folded weights where gradients are recorded", [reason])
     return y, emitted if wanted else None
+
+
+def _checked_qk(
+    x: Tensor, tensors: BlockTensors, heads: int, qk_norm: QkNorm | None, rope: Rope | None
+) -> tuple[Any, ...]:
+    """qk-norm and rotation as operators take them, where they fit x [B, N, C]."""
+    head_dim = tensors.qkv_weight.shape[0] // (3 * heads)
+    if qk_norm is not None:
+        check_qk_norm(qk_norm, heads, head_dim)
+    if rope is not None:
+        rope = checked_rope(rope, (x.shape[0], x.shape[1], 3, heads, head_dim))
+    return flat_settings(x, qk_norm, rope)

@@ -26,18 +26,21 @@ from .attention_op import (
 from .checks import contiguous_rows, no_tensor, refuse_double_backward, refuse_vmap, rows_of
 from .flops import flop_formula
 from .kept_rows import fake_made_rows, fake_statistics, input_dtype, rows_to_keep
-from .layer_norm_mlp_op import folded_mlp, folded_mlp_training, mlp_gradient, normed_mlp
+from .layer_norm_mlp_op import folded_mlp, folded_mlp_training, layer_norm_mlp_flop, mlp_gradient, normed_mlp
 from .linear_op import (
     branch_gradients,
     branch_products,
     folded_gradients,
     folded_linear,
     folded_linear_training,
+    gate_gradients,
     linear_residual_op,
     normed_linear,
     normed_rows,
 )
 from .operators import differentiable, fake, function_of, operator
+from .qkv import qkv_step
+from .rotary_op import norm_gradients
 from .transforms import transformable
 
 if TYPE_CHECKING:
@@ -73,43 +76,56 @@ def block_op(
     qkv_weight: Tensor, qkv_bias: Tensor | None, proj_weight: Tensor, proj_bias: Tensor | None,
     scale1: Tensor | None, norm2_weight: Tensor | None, norm2_bias: Tensor | None, fc1_weight: Tensor,
     fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None, scale2: Tensor | None,
-    qkv_sum: Tensor | None, fc1_sum: Tensor | None, heads: int, attention_scale: float, eps1: float, eps2: float,
-    activation: str, next_statistics: bool, dtype: torch.dtype,
+    gate_weight: Tensor | None, gate_bias: Tensor | None, q_weight: Tensor | None, q_bias: Tensor | None,
+    k_weight: Tensor | None, k_bias: Tensor | None, cos: Tensor | None, sin: Tensor | None,
+    qkv_sum: Tensor | None, fc1_sum: Tensor | None,
+    heads: int, attention_scale: float, eps1: float, eps2: float, norm: str, activation: str, qk_norm: str,
+    qk_eps: float, over: str, prefix: int, layout: str, next_statistics: bool, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The block's output [B, N, C] for x [B, N, C], and with `next_statistics` those of its rows, which are of half
     precision."""
+    step = qkv_step(
+        q_weight, q_bias, k_weight, k_bias, cos, sin, qk_norm, qk_eps, over, prefix, layout, qkv_sum is not None
+    )  # fmt: skip
     first, second = _folded(
         x, norm1_weight, norm1_bias, qkv_weight, qkv_bias, norm2_weight, norm2_bias, fc1_weight, fc1_bias, fc2_weight,
-        fc2_bias, scale2, dtype, qkv_sum, fc1_sum,
+        fc2_bias, scale2, gate_weight, gate_bias, step.paired_head(qkv_weight.shape[0] // (3 * heads)), norm, dtype,
+        qkv_sum, fc1_sum,
     )  # fmt: skip
-    qkv = folded_linear(x, statistics, first, eps1, dtype)
-    mixed, _ = _attention(qkv.unflatten(-1, (3, heads, -1)), attention_scale)
+    qkv = folded_linear(x, statistics, first, eps1, dtype, step.turns(x.shape[1])).unflatten(-1, (3, heads, -1))
+    step.check(qkv)
+    mixed, _ = _attention(step.forward(qkv)[0], attention_scale)
     wanted = x.dtype != torch.float32  # fp32 rows are normalised by who reads them
     x, between = _residual(mixed.flatten(2), proj_weight, proj_bias, scale1, x, wanted)
     known = between if wanted else None
+    gated = second.shift.shape[0] != fc2_weight.shape[1]
     return folded_mlp(
-        x, known, second, fc2_weight, fc2_bias, scale2, eps2, activation, True, next_statistics, dtype
+        x, known, second, fc2_weight, fc2_bias, scale2, eps2, activation, gated, True, next_statistics, dtype
     )  # fmt: skip
 
 
 def _folded(
     x: Tensor, norm1_weight: Tensor | None, norm1_bias: Tensor | None, qkv_weight: Tensor, qkv_bias: Tensor | None,
     norm2_weight: Tensor | None, norm2_bias: Tensor | None, fc1_weight: Tensor, fc1_bias: Tensor | None,
-    fc2_weight: Tensor, fc2_bias: Tensor | None, scale2: Tensor | None, dtype: torch.dtype,
+    fc2_weight: Tensor, fc2_bias: Tensor | None, scale2: Tensor | None,
+    gate_weight: Tensor | None, gate_bias: Tensor | None, paired_head: int, norm: str, dtype: torch.dtype,
     qkv_sum: Tensor | None = None, fc1_sum: Tensor | None = None,
 ) -> list[FoldedLinear]:  # fmt: skip
     """qkv and fc1 with the LayerNorms before them: folded already where the sums are there, else in one launch."""
     from ..kernels.folding import FoldedLinear, fold_linears
 
-    qkv = normed_linear(x, norm1_weight, norm1_bias, qkv_weight, qkv_bias, dtype)
-    fc1 = normed_mlp(x, norm2_weight, norm2_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, scale2, dtype)
+    qkv = normed_linear(x, norm1_weight, norm1_bias, qkv_weight, qkv_bias, norm, dtype, paired_head)
+    fc1 = normed_mlp(
+        x, norm2_weight, norm2_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, scale2, gate_weight, gate_bias,
+        norm, dtype,
+    )  # fmt: skip
     if qkv_sum is None:
         return fold_linears([qkv, fc1], dtype)
     if qkv_weight.dtype != dtype:
         reason = f"its weights were folded for {qkv_weight.dtype}, the matmuls are of {dtype}: fold them again"
         raise UnsupportedInputError("a block of folded weights", [reason])
     folded: Any = (qkv_weight, qkv_sum, qkv_bias), (fc1_weight, fc1_sum, fc1_bias)
-    return [FoldedLinear(*tensors) for tensors in folded]
+    return [FoldedLinear(weight, sums if sums.numel() else None, shift) for weight, sums, shift in folded]
 
 
 @fake(block_op)
@@ -124,31 +140,42 @@ def block_training_op(
     qkv_weight: Tensor, qkv_bias: Tensor | None, proj_weight: Tensor, proj_bias: Tensor | None,
     scale1: Tensor | None, norm2_weight: Tensor | None, norm2_bias: Tensor | None, fc1_weight: Tensor,
     fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None, scale2: Tensor | None,
-    heads: int, attention_scale: float, eps1: float, eps2: float, activation: str, next_statistics: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    gate_weight: Tensor | None, gate_bias: Tensor | None, q_weight: Tensor | None, q_bias: Tensor | None,
+    k_weight: Tensor | None, k_bias: Tensor | None, cos: Tensor | None, sin: Tensor | None,
+    heads: int, attention_scale: float, eps1: float, eps2: float, norm: str, activation: str, qk_norm: str,
+    qk_eps: float, over: str, prefix: int, layout: str, next_statistics: bool, dtype: torch.dtype,
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
+]:  # fmt: skip
     """As `block`, and for the backward: the rows and statistics that the first LayerNorm made, qkv [B, N, 3, H, D], the
-    attention's output [B, N, H, D] and log-sum-exp, rows and statistics of the second LayerNorm, and fc1's output."""
+    attention's output [B, N, H, D] and log-sum-exp, rows and statistics of the second LayerNorm, fc1's output, and qkv
+    before its norms, where it has any."""
+    step = qkv_step(
+        q_weight, q_bias, k_weight, k_bias, cos, sin, qk_norm, qk_eps, over, prefix, layout, False
+    )  # fmt: skip
     folded = _folded(
         x, norm1_weight, norm1_bias, qkv_weight, qkv_bias, norm2_weight, norm2_bias, fc1_weight, fc1_bias, fc2_weight,
-        fc2_bias, scale2, dtype,
+        fc2_bias, scale2, gate_weight, gate_bias, step.paired_head(qkv_weight.shape[0] // (3 * heads)), norm, dtype,
     )  # fmt: skip
-    flat, *first = folded_linear_training(x, statistics, folded[0], eps1, dtype)
+    flat, *first = folded_linear_training(x, statistics, folded[0], eps1, dtype, step.turns(x.shape[1]))
     qkv = flat.unflatten(-1, (3, heads, -1))
+    step.check(qkv)
+    qkv, before_norm = step.forward(qkv, keep=True)
     mixed, lse = _attention(qkv, attention_scale)
     wanted = x.dtype != torch.float32
     x, between = _residual(mixed.flatten(2), proj_weight, proj_bias, scale1, x, wanted)
     known = between if wanted else None
     y, emitted, z, *made = folded_mlp_training(
-        x, known, folded[1], fc2_weight, fc2_bias, scale2, eps2, activation, True, next_statistics, dtype
+        x, known, folded[1], fc2_weight, fc2_bias, scale2, eps2, activation, gate_weight is not None, True,
+        next_statistics, dtype,
     )  # fmt: skip
-    return y, emitted, *first, qkv, mixed, lse, *rows_to_keep(x, *made), z
+    return y, emitted, *first, qkv, mixed, lse, *rows_to_keep(x, *made), z, before_norm
 
 
 @fake(block_training_op)
 def _(x: Tensor, statistics: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
-    qkv_weight, fc1_weight = args[2], args[9]
-    heads, _, _, _, _, wanted, dtype = args[14:]
+    qkv_weight, fc1_weight, gate_weight = args[2], args[9], args[14]
+    heads, _, _, _, _, _, qk_norm, _, _, _, _, wanted, dtype = args[22:]
     (B, N, _), width = x.shape, qkv_weight.shape[0] // 3
     qkv = x.new_empty((B, N, 3, heads, width // heads), dtype=dtype)
     mixed = x.new_empty((B, N, heads, width // heads), dtype=dtype)
@@ -156,37 +183,50 @@ def _(x: Tensor, statistics: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
     second = fake_made_rows(x, dtype)
     if x.dtype != torch.float32:
         second = x.new_empty(x.shape), second[1]
+    hidden = fc1_weight.shape[0] * (1 if gate_weight is None else 2)
     return (
         x.new_empty(x.shape), fake_statistics(x, x.shape[-1], wanted), *fake_made_rows(x, dtype),
-        qkv, mixed, lse, *second, x.new_empty((B * N, fc1_weight.shape[0]), dtype=dtype),
+        qkv, mixed, lse, *second, x.new_empty((B * N, hidden), dtype=dtype),
+        no_tensor(qkv) if qk_norm == "none" else torch.empty_like(qkv),
     )  # fmt: skip
 
 
 @operator("vit_fast::block_backward")
 def block_backward_op(
     grad_output: Tensor, rows1: Tensor, statistics1: Tensor, qkv: Tensor, mixed: Tensor, lse: Tensor, rows2: Tensor,
-    statistics2: Tensor, z: Tensor, norm1_weight: Tensor | None, norm1_bias: Tensor | None,
-    qkv_weight: Tensor, qkv_bias: Tensor | None, proj_weight: Tensor, proj_bias: Tensor | None,
-    scale1: Tensor | None, norm2_weight: Tensor | None, norm2_bias: Tensor | None, fc1_weight: Tensor,
-    fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None, scale2: Tensor | None,
-    attention_scale: float, activation: str,
+    statistics2: Tensor, z: Tensor, before_norm: Tensor,
+    norm1_weight: Tensor | None, norm1_bias: Tensor | None, qkv_weight: Tensor, qkv_bias: Tensor | None,
+    proj_weight: Tensor, proj_bias: Tensor | None, scale1: Tensor | None,
+    norm2_weight: Tensor | None, norm2_bias: Tensor | None,
+    fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None, scale2: Tensor | None,
+    gate_weight: Tensor | None, gate_bias: Tensor | None, q_weight: Tensor | None, q_bias: Tensor | None,
+    k_weight: Tensor | None, k_bias: Tensor | None, cos: Tensor | None, sin: Tensor | None,
+    attention_scale: float, norm: str, activation: str, qk_norm: str, qk_eps: float, over: str, prefix: int,
+    layout: str,
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
-    Tensor,
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
 ]:  # fmt: skip
-    """Gradients of x and of the fourteen parameters; of an absent one an empty tensor."""
+    """Gradients of x and of the twenty parameters; of an absent one an empty tensor."""
     from ..kernels import linear, vector_gradients, weight_products
     from ..kernels.weight_gradients import FoldedProducts
 
+    step = qkv_step(
+        q_weight, q_bias, k_weight, k_bias, cos, sin, qk_norm, qk_eps, over, prefix, layout, False
+    )  # fmt: skip
     proj, fc2 = proj_weight.contiguous(), fc2_weight.contiguous()
-    known1, qkv_parts = normed_rows(rows1, statistics1, norm1_weight, norm1_bias, qkv_weight, qkv_bias)
-    known2, fc1_parts = normed_rows(rows2, statistics2, norm2_weight, norm2_bias, fc1_weight, fc1_bias)
+    known1, qkv_parts = normed_rows(rows1, statistics1, norm1_weight, norm1_bias, qkv_weight, qkv_bias, norm)
+    known2, fc1_parts = normed_rows(
+        rows2, statistics2, norm2_weight, norm2_bias, fc1_weight, fc1_bias, norm, gate_weight, gate_bias
+    )
     stream, d_fc1, d_fc2, h = mlp_gradient(
         contiguous_rows(grad_output), known2, z, fc1_parts, fc2, scale2, activation, True
     )  # fmt: skip
     d_proj = stream.to(mixed.dtype)
     d_mixed = linear.product_gradient(d_proj, proj, scale1).view(mixed.shape)
-    d_qkv = contiguous_rows(_attention_backward(d_mixed, qkv, mixed, lse, attention_scale).flatten(2))
+    d_packed = _attention_backward(d_mixed, qkv, mixed, lse, attention_scale).contiguous()
+    norm_sums = step.backward(d_packed, before_norm)
+    d_qkv = contiguous_rows(d_packed.flatten(2))
     dx, normalised, sums = linear.layer_norm_linear_gradient(d_qkv, known1, qkv_parts, stream)
     qkv_part, proj_part, fc1_part, fc2_part = weight_products.weight_products(
         (d_qkv, normalised), (d_proj, contiguous_rows(mixed.flatten(2))), (d_fc1.scaled, known2.source), (d_fc2, h)
@@ -201,32 +241,34 @@ def block_backward_op(
     halves = [
         (*folded_gradients(normed, rows1), *branch_gradients(branch, rows1)) for normed, branch in zip(folded, branches)
     ]
-    return dx.view(grad_output.shape), *halves[0], *halves[1]
+    of_qk = norm_gradients(norm_sums, (q_weight, q_bias, k_weight, k_bias), rows1)
+    return dx.view(grad_output.shape), *halves[0], *halves[1], *gate_gradients(folded[1], rows1), *of_qk
 
 
 @fake(block_backward_op)
 def _(grad_output: Tensor, rows1: Tensor, statistics1: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    *parameters, _, _ = args[6:]
+    parameters = args[7:27]
     gradients = (no_tensor(rows1) if p is None else p.new_empty(p.shape) for p in parameters)
     return rows1.new_empty(grad_output.shape, dtype=input_dtype(rows1, statistics1)), *gradients
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, _, *parameters = inputs[:16]
-    _, ctx.attention_scale, _, _, ctx.activation, _, _ = inputs[16:]
+    x, _, *tensors = inputs[:24]
+    _, attention_scale, _, _, norm, activation, *qk_settings, _, _ = inputs[24:]
+    ctx.settings = attention_scale, norm, activation, *qk_settings
     _, emitted, rows, statistics, *kept = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(emitted, rows, statistics, *kept)
-    ctx.save_for_backward(*rows_to_keep(x, rows, statistics), *kept, *parameters)
+    ctx.save_for_backward(*rows_to_keep(x, rows, statistics), *kept, *tensors)
 
 
 def _backward(ctx: Any, grad_output: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad_output is None:
-        return (None,) * 23
+        return (None,) * 37
     saved = ctx.saved_tensors  # once: under checkpointing a second look is an error
-    dx, *gradients = _backward_kernels(grad_output, *saved, ctx.attention_scale, ctx.activation)
-    present = [None if parameter is None else gradient for parameter, gradient in zip(saved[8:], gradients)]
-    return (dx, None, *present, *(None,) * 7)
+    dx, *gradients = _backward_kernels(grad_output, *saved, *ctx.settings)
+    present = [None if parameter is None else gradient for parameter, gradient in zip(saved[9:29], gradients)]
+    return (dx, None, *present, *(None,) * 15)
 
 
 differentiable(block_training_op, _save, _backward)
@@ -237,21 +279,22 @@ for _operator in (block_op, block_training_op, block_backward_op):
     torch.library.register_vmap(_operator, refuse_vmap("a block"))
 
 
-def _block_flop(rows: int, tokens: int, width: int, inner: int, hidden: int) -> tuple[int, int]:
+def _block_flop(rows: int, tokens: int, width: int, inner: int, hidden: int, gated: bool) -> tuple[int, int]:
     """FLOP of the matmuls and of the attention of a forward; rows are those of all images, inner is H D."""
-    matmuls = 2 * rows * width * (3 * inner + inner + 2 * hidden)
+    matmuls = 2 * rows * width * (3 * inner + inner) + layer_norm_mlp_flop(rows, width, hidden, gated)
     return matmuls, attention_flop(rows // max(tokens, 1), 1, tokens, tokens, inner)
 
 
 @flop_formula([torch.ops.vit_fast.block, torch.ops.vit_fast.block_training])
 def _(x: Any, statistics: Any, *args: Any, **kwargs: Any) -> int:
-    qkv_weight, fc1_weight = args[2], args[9]
-    return sum(_block_flop(rows_of(x), int(x[-2]), int(x[-1]), int(qkv_weight[0]) // 3, int(fc1_weight[0])))
+    inner, hidden = int(args[2][0]) // 3, int(args[11][1])  # of qkv; of fc2, as fc1 may be folded with its gate
+    gated = args[14] is not None or int(args[9][0]) != hidden
+    return sum(_block_flop(rows_of(x), int(x[-2]), int(x[-1]), inner, hidden, gated))
 
 
 @flop_formula(torch.ops.vit_fast.block_backward)
 def _(grad_output: Any, *args: Any, **kwargs: Any) -> int:
-    qkv_weight, fc1_weight = args[10], args[17]
+    inner, hidden, gated = int(args[11][0]) // 3, int(args[20][1]), args[23] is not None
     tokens, width = int(grad_output[-2]), int(grad_output[-1])
-    matmuls, attention = _block_flop(rows_of(grad_output), tokens, width, int(qkv_weight[0]) // 3, int(fc1_weight[0]))
+    matmuls, attention = _block_flop(rows_of(grad_output), tokens, width, inner, hidden, gated)
     return 2 * matmuls + attention * 5 // 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -70,6 +71,17 @@ class Keys(NamedTuple):
     mask: Tensor | None = None
 
 
+def is_rms(norm: str) -> bool:
+    """Whether a norm is an RMSNorm.
+
+    Raises:
+        ValueError: there is no such norm.
+    """
+    if norm not in NORMS:
+        raise ValueError(f"norm is {norm!r}: accepted are {', '.join(map(repr, NORMS))}")
+    return norm == "rms_norm"
+
+
 def check_norm(name: str, norm: Norm, width: int) -> None:
     """Raises ValueError unless this is a norm of rows of `width` channels; `name` is the argument's."""
     if norm.kind not in NORMS:
@@ -96,13 +108,13 @@ def check_qk_norm(qk_norm: QkNorm, heads: int, head_dim: int) -> None:
             raise ValueError(f"one of qk_norm.q and qk_norm.k has a {part}: accepted are both or neither")
 
 
-def checked_rope(rope: Rope, qkv: Tensor) -> Rope:
+def checked_rope(rope: Rope, shape: Sequence[int]) -> Rope:
     """The same with tables [B or 1, H or 1, T, D/2].
 
     Raises:
-        ValueError: they do not fit qkv [B, N, 3, H, D].
+        ValueError: they do not fit qkv of this shape, [B, N, 3, H, D].
     """
-    B, N, _, H, D = qkv.shape
+    B, N, _, H, D = shape
     cos, sin, prefix, layout = rope
     if layout not in LAYOUTS:
         raise ValueError(f"rope.layout={layout!r}: accepted are {', '.join(map(repr, LAYOUTS))}")

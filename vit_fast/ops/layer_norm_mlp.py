@@ -70,22 +70,19 @@ def layer_norm_mlp(
         check_norm("inner_norm", inner_norm, fc1_weight.shape[0])
     backend = resolve_backend(backend, x.device, x.dtype)
     if backend == "triton" and not is_exporting():
-        reasons = [f"norm is {norm!r}: accepted is 'layer_norm'"] if norm != "layer_norm" else []
-        reasons += [f"{name} is given: accepted is None" for name in _given(gate=gate_weight, inner_norm=inner_norm)]
-        if reasons:
-            raise UnsupportedInputError("layer_norm_mlp with backend='triton'", reasons)
+        if inner_norm is not None:
+            raise UnsupportedInputError(
+                "layer_norm_mlp with backend='triton'", ["inner_norm is given: accepted is None"]
+            )
         y, _ = fused_layer_norm_mlp(
-            x, None, *parameters, eps=eps, activation=activation, layer_scale=layer_scale, residual=residual
-        )
+            x, None, *parameters, eps=eps, norm=norm, activation=activation, layer_scale=layer_scale,
+            residual=residual, gate_weight=gate_weight, gate_bias=gate_bias,
+        )  # fmt: skip
         return y
     return reference.layer_norm_mlp(
         x, *parameters, eps=eps, activation=activation, layer_scale=layer_scale, residual=residual,
         norm=norm, gate_weight=gate_weight, gate_bias=gate_bias, inner_norm=inner_norm,
     )  # fmt: skip
-
-
-def _given(**arguments: object) -> list[str]:
-    return [name for name, value in arguments.items() if value is not None]
 
 
 def fused_layer_norm_mlp(
@@ -99,9 +96,12 @@ def fused_layer_norm_mlp(
     fc2_bias: Tensor | None,
     *,
     eps: float,
+    norm: str = "layer_norm",
     activation: str,
     layer_scale: Tensor | None,
     residual: bool,
+    gate_weight: Tensor | None = None,
+    gate_bias: Tensor | None = None,
     next_statistics: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """`layer_norm_mlp` by the Triton kernels, with row statistics handed in and out.
@@ -117,10 +117,11 @@ def fused_layer_norm_mlp(
     wanted = next_statistics and x.dtype != torch.float32
     parameters = {
         "norm_weight": norm_weight, "norm_bias": norm_bias, "fc1_weight": fc1_weight, "fc1_bias": fc1_bias,
-        "fc2_weight": fc2_weight, "fc2_bias": fc2_bias, "layer_scale": layer_scale,
+        "fc2_weight": fc2_weight, "fc2_bias": fc2_bias, "layer_scale": layer_scale, "gate_weight": gate_weight,
+        "gate_bias": gate_bias,
     }  # fmt: skip
     require_one_device("layer_norm_mlp", x, parameters, dtype)
-    arguments = (x, statistics, *parameters.values(), eps, activation, residual, wanted, dtype)
+    arguments = (x, statistics, *parameters.values(), eps, norm, activation, residual, wanted, dtype)
     training = needs_gradient(x, *parameters.values())
     y, emitted, *_ = layer_norm_mlp_training(*arguments) if training else layer_norm_mlp_op(*arguments)
     return y, emitted if wanted else None
@@ -171,6 +172,8 @@ def _check_inputs(
     )
     if gate_weight is None and gate_bias is not None:
         raise ValueError("gate_bias is given, gate_weight is None: accepted are both, or a gate_weight alone")
+    if gate_weight is not None and (gate_bias is None) != (fc1_bias is None):
+        raise ValueError("one of fc1_bias and gate_bias is given: accepted are both or neither")
     for name, tensor, shape in expected:
         if tensor is not None and tuple(tensor.shape) != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}: accepted is {shape} for x of width {C}")

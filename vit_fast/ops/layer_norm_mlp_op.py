@@ -25,9 +25,10 @@ from .checks import (
     require_supported,
     rows_of,
 )
+from .descriptions import is_rms
 from .flops import flop_formula
 from .kept_rows import fake_made_rows, fake_statistics, input_dtype, made_rows, rows_to_keep
-from .linear_op import branch_gradients, branch_products, folded_gradients, normed_rows
+from .linear_op import branch_gradients, branch_products, folded_gradients, gate_gradients, normed_rows
 from .operators import differentiable, fake, operator
 from .transforms import transformable
 
@@ -41,19 +42,20 @@ if TYPE_CHECKING:
 def layer_norm_mlp_op(
     x: Tensor, statistics: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
     fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None,
-    layer_scale: Tensor | None, eps: float, activation: str, residual: bool, next_statistics: bool,
-    dtype: torch.dtype,
+    layer_scale: Tensor | None, gate_weight: Tensor | None, gate_bias: Tensor | None, eps: float, norm: str,
+    activation: str, residual: bool, next_statistics: bool, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """[x +] ls (act(LN(x) W1^T + b1) W2^T + b2) [..., C] by matmuls of `dtype`, and with `next_statistics` those
     of its rows, which are of half precision."""
     from ..kernels import folding
 
     normed = normed_mlp(
-        x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, dtype
+        x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, gate_weight, gate_bias,
+        norm, dtype,
     )  # fmt: skip
     return folded_mlp(
         x, statistics, folding.fold_linear(normed, dtype), fc2_weight, fc2_bias, layer_scale,
-        eps, activation, residual, next_statistics, dtype,
+        eps, activation, gate_weight is not None, residual, next_statistics, dtype,
     )  # fmt: skip
 
 
@@ -61,8 +63,8 @@ def layer_norm_mlp_op(
 def _(
     x: Tensor, statistics: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
     fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None,
-    layer_scale: Tensor | None, eps: float, activation: str, residual: bool, next_statistics: bool,
-    dtype: torch.dtype,
+    layer_scale: Tensor | None, gate_weight: Tensor | None, gate_bias: Tensor | None, eps: float, norm: str,
+    activation: str, residual: bool, next_statistics: bool, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     y = x.new_empty(x.shape, dtype=_output_dtype(x, layer_scale, residual, dtype))
     return y, fake_statistics(x, x.shape[-1], next_statistics)
@@ -79,18 +81,20 @@ def _output_dtype(x: Tensor, layer_scale: Tensor | None, residual: bool, dtype: 
 def layer_norm_mlp_training_op(
     x: Tensor, statistics: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
     fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None,
-    layer_scale: Tensor | None, eps: float, activation: str, residual: bool, next_statistics: bool,
-    dtype: torch.dtype,
+    layer_scale: Tensor | None, gate_weight: Tensor | None, gate_bias: Tensor | None, eps: float, norm: str,
+    activation: str, residual: bool, next_statistics: bool, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """As `layer_norm_mlp`, and fc1's output z [M, F] and the rows and statistics that it made for the backward."""
+    """As `layer_norm_mlp`, and for the backward fc1's output z [M, F], with a gate [M, 2 F] of both by turns, and the
+    rows and statistics that it made."""
     from ..kernels import folding
 
     normed = normed_mlp(
-        x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, dtype
+        x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, gate_weight, gate_bias,
+        norm, dtype,
     )  # fmt: skip
     return folded_mlp_training(
         x, statistics, folding.fold_linear(normed, dtype), fc2_weight, fc2_bias, layer_scale,
-        eps, activation, residual, next_statistics, dtype,
+        eps, activation, gate_weight is not None, residual, next_statistics, dtype,
     )  # fmt: skip
 
 
@@ -98,38 +102,43 @@ def layer_norm_mlp_training_op(
 def _(
     x: Tensor, statistics: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
     fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None,
-    layer_scale: Tensor | None, eps: float, activation: str, residual: bool, next_statistics: bool,
-    dtype: torch.dtype,
+    layer_scale: Tensor | None, gate_weight: Tensor | None, gate_bias: Tensor | None, eps: float, norm: str,
+    activation: str, residual: bool, next_statistics: bool, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     y = x.new_empty(x.shape, dtype=_output_dtype(x, layer_scale, residual, dtype))
-    z = x.new_empty((x.numel() // x.shape[-1], fc1_weight.shape[0]), dtype=dtype)
+    hidden = fc1_weight.shape[0] * (1 if gate_weight is None else 2)
+    z = x.new_empty((x.numel() // x.shape[-1], hidden), dtype=dtype)
     return y, fake_statistics(x, x.shape[-1], next_statistics), z, *fake_made_rows(x, dtype)
 
 
 def normed_mlp(
     x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, fc1_weight: Tensor, fc1_bias: Tensor | None,
-    fc2_weight: Tensor, fc2_bias: Tensor | None, layer_scale: Tensor | None, dtype: torch.dtype,
+    fc2_weight: Tensor, fc2_bias: Tensor | None, layer_scale: Tensor | None, gate_weight: Tensor | None,
+    gate_bias: Tensor | None, norm: str, dtype: torch.dtype,
 ) -> NormedLinear:  # fmt: skip
     """LayerNorm and fc1 of `layer_norm_mlp`, to be folded; all its parameters are checked."""
     parameters = {
         "norm_weight": norm_weight, "norm_bias": norm_bias, "fc1_weight": fc1_weight, "fc1_bias": fc1_bias,
-        "fc2_weight": fc2_weight, "fc2_bias": fc2_bias, "layer_scale": layer_scale,
+        "fc2_weight": fc2_weight, "fc2_bias": fc2_bias, "layer_scale": layer_scale, "gate_weight": gate_weight,
+        "gate_bias": gate_bias,
     }  # fmt: skip
     require_supported("layer_norm_mlp", x, parameters, dtype)
     from ..kernels.folding import NormedLinear
 
-    return NormedLinear(fc1_weight, fc1_bias, norm_weight, norm_bias)
+    return NormedLinear(fc1_weight, fc1_bias, norm_weight, norm_bias, is_rms(norm), gate_weight, gate_bias)
 
 
 def folded_mlp(
     x: Tensor, statistics: Tensor | None, folded: FoldedLinear, fc2_weight: Tensor, fc2_bias: Tensor | None,
-    layer_scale: Tensor | None, eps: float, activation: str, residual: bool, next_statistics: bool, dtype: torch.dtype,
+    layer_scale: Tensor | None, eps: float, activation: str, gated: bool, residual: bool, next_statistics: bool,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`layer_norm_mlp` of an fc1 that is folded already."""
     from ..kernels import layer_norm, linear
 
     rows = contiguous_rows(x)
-    h = linear.layer_norm_linear(layer_norm.input_rows(rows, eps, statistics, dtype), folded, activation)
+    known = layer_norm.input_rows(rows, eps, statistics, dtype, folded.weight_sum is None)
+    h = linear.layer_norm_linear(known, folded, activation, gated)
     y, emitted = linear.linear_residual(
         h, in_dtype(fc2_weight, dtype), fc2_bias, layer_scale, rows if residual else None, next_statistics,
         _output_dtype(x, layer_scale, residual, dtype),
@@ -139,14 +148,15 @@ def folded_mlp(
 
 def folded_mlp_training(
     x: Tensor, statistics: Tensor | None, folded: FoldedLinear, fc2_weight: Tensor, fc2_bias: Tensor | None,
-    layer_scale: Tensor | None, eps: float, activation: str, residual: bool, next_statistics: bool, dtype: torch.dtype,
+    layer_scale: Tensor | None, eps: float, activation: str, gated: bool, residual: bool, next_statistics: bool,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`layer_norm_mlp_training` of an fc1 that is folded already."""
     from ..kernels import layer_norm, linear
 
     rows = contiguous_rows(x)
-    known = layer_norm.input_rows(rows, eps, statistics, dtype)
-    h, z, kept = linear.layer_norm_linear_keeping(known, folded, activation)
+    known = layer_norm.input_rows(rows, eps, statistics, dtype, folded.weight_sum is None)
+    h, z, kept = linear.layer_norm_linear_keeping(known, folded, activation, gated)
     y, emitted = linear.linear_residual(
         h, in_dtype(fc2_weight, dtype), fc2_bias, layer_scale, rows if residual else None, next_statistics,
         _output_dtype(x, layer_scale, residual, dtype),
@@ -158,13 +168,16 @@ def folded_mlp_training(
 def layer_norm_mlp_backward_op(
     grad_output: Tensor, rows: Tensor, statistics: Tensor, z: Tensor, norm_weight: Tensor | None,
     norm_bias: Tensor | None, fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor,
-    fc2_bias: Tensor | None, layer_scale: Tensor | None, activation: str, residual: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of x and of the seven parameters; of an absent one an empty tensor."""
+    fc2_bias: Tensor | None, layer_scale: Tensor | None, gate_weight: Tensor | None, gate_bias: Tensor | None,
+    norm: str, activation: str, residual: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of x and of the nine parameters; of an absent one an empty tensor."""
     from ..kernels import vector_gradients, weight_products
     from ..kernels.weight_gradients import FoldedProducts
 
-    known, first = normed_rows(rows, statistics, norm_weight, norm_bias, fc1_weight, fc1_bias)
+    known, first = normed_rows(
+        rows, statistics, norm_weight, norm_bias, fc1_weight, fc1_bias, norm, gate_weight, gate_bias
+    )
     second, stream = fc2_weight.contiguous(), contiguous_rows(grad_output)
     dx, gradient, dy, h = mlp_gradient(stream, known, z, first, second, layer_scale, activation, residual)
     part, last = weight_products.weight_products((gradient.scaled, known.source), (dy, h))
@@ -172,7 +185,8 @@ def layer_norm_mlp_backward_op(
         [FoldedProducts(part, gradient.column_part, first)],
         [branch_products(last, dy, second, fc2_bias, layer_scale)],
     )
-    return dx.view(grad_output.shape), *folded_gradients(found, rows), *branch_gradients(made, rows)
+    of_linears = *folded_gradients(found, rows), *branch_gradients(made, rows)
+    return dx.view(grad_output.shape), *of_linears, *gate_gradients(found, rows)
 
 
 def mlp_gradient(
@@ -188,7 +202,9 @@ def mlp_gradient(
     from ..kernels import folding, linear
 
     dy, folded = stream.to(z.dtype), folding.fold_linear(first, z.dtype)
-    gradient, h = linear.activation_gradient(dy, second, layer_scale, z, known, folded, activation)
+    gradient, h = linear.activation_gradient(
+        dy, second, layer_scale, z, known, folded, activation, first.gate is not None
+    )
     return linear.input_gradient(gradient, known, folded, stream if residual else None), gradient, dy, h
 
 
@@ -196,16 +212,19 @@ def mlp_gradient(
 def _(
     grad_output: Tensor, rows: Tensor, statistics: Tensor, z: Tensor, norm_weight: Tensor | None,
     norm_bias: Tensor | None, fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor,
-    fc2_bias: Tensor | None, layer_scale: Tensor | None, activation: str, residual: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    parameters = (norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale)
+    fc2_bias: Tensor | None, layer_scale: Tensor | None, gate_weight: Tensor | None, gate_bias: Tensor | None,
+    norm: str, activation: str, residual: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    parameters = (
+        norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, gate_weight, gate_bias
+    )  # fmt: skip
     gradients = (no_tensor(rows) if p is None else p.new_empty(p.shape) for p in parameters)
     dx = rows.new_empty(grad_output.shape, dtype=input_dtype(rows, statistics))
-    return (dx, *gradients)  # type: ignore[return-value]  # seven parameters, seven gradients
+    return (dx, *gradients)  # type: ignore[return-value]  # nine parameters, nine gradients
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, _, *parameters, _, ctx.activation, ctx.residual, _, _ = inputs
+    x, _, *parameters, _, ctx.norm, ctx.activation, ctx.residual, _, _ = inputs
     _, emitted, z, *made = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(emitted, z, *made)
@@ -215,10 +234,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(ctx: Any, grad_output: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors
     if grad_output is None:
-        return (None,) * 14
-    dx, *gradients = _backward_kernels(grad_output, *saved, ctx.activation, ctx.residual)
+        return (None,) * 17
+    dx, *gradients = _backward_kernels(grad_output, *saved, ctx.norm, ctx.activation, ctx.residual)
     present = [None if parameter is None else gradient for parameter, gradient in zip(saved[3:], gradients)]
-    return (dx, None, *present, None, None, None, None, None)
+    return (dx, None, *present, *(None,) * 6)
 
 
 differentiable(layer_norm_mlp_training_op, _save, _backward)
@@ -229,16 +248,17 @@ for _operator in (layer_norm_mlp_op, layer_norm_mlp_training_op, layer_norm_mlp_
     torch.library.register_vmap(_operator, refuse_vmap("layer_norm_mlp"))
 
 
-def layer_norm_mlp_flop(rows: int, width: int, hidden: int) -> int:
-    """FLOP of a forward, 2 a multiply-add: two matmuls. A backward has four."""
-    return 4 * rows * width * hidden
+def layer_norm_mlp_flop(rows: int, width: int, hidden: int, gated: bool = False) -> int:
+    """FLOP of a forward, 2 a multiply-add: two matmuls, three with a gate. A backward has twice as many."""
+    return (6 if gated else 4) * rows * width * hidden
 
 
 @flop_formula([torch.ops.vit_fast.layer_norm_mlp, torch.ops.vit_fast.layer_norm_mlp_training])
 def _(x: Any, statistics: Any, norm_weight: Any, norm_bias: Any, fc1_weight: Any, *args: Any, **kwargs: Any) -> int:
-    return layer_norm_mlp_flop(rows_of(x), int(x[-1]), int(fc1_weight[0]))
+    return layer_norm_mlp_flop(rows_of(x), int(x[-1]), int(fc1_weight[0]), args[4] is not None)
 
 
 @flop_formula(torch.ops.vit_fast.layer_norm_mlp_backward)
 def _(grad_output: Any, rows: Any, statistics: Any, z: Any, *args: Any, **kwargs: Any) -> int:
-    return 2 * layer_norm_mlp_flop(rows_of(rows), int(rows[-1]), int(z[1]))
+    hidden = int(args[4][1])  # of fc2
+    return 2 * layer_norm_mlp_flop(rows_of(rows), int(rows[-1]), hidden, int(z[1]) != hidden)

@@ -21,15 +21,17 @@ def layer_norm_linear(
     bias: Tensor | None,
     *,
     eps: float,
+    norm: str = "layer_norm",
     statistics: Tensor | None = None,
 ) -> Tensor:
-    """LN(x) W^T + b.
+    """LN(x) W^T + b, or with an RMSNorm in the place of the LayerNorm.
 
     Args:
         x: Tokens [..., C]; fp32, fp16 or bf16.
         norm_weight, norm_bias: LayerNorm's affine [C]; None means ones, zeros.
         weight, bias: The linear layer's, [F, C] and [F]; bias None means zeros.
         eps: LayerNorm's epsilon, in units of x squared.
+        norm: "layer_norm" or "rms_norm".
         statistics: Of the rows of x, as the operator before gave them; None computes them. Those of fp32 x are not
             used.
     Returns:
@@ -39,9 +41,9 @@ def layer_norm_linear(
     """
     dtype, x = matmul_dtype(x), residual_stream(x)
     if needs_gradient(x, norm_weight, norm_bias, weight, bias):
-        out, _, _ = layer_norm_linear_training(x, statistics, norm_weight, norm_bias, weight, bias, eps, dtype)
+        out, _, _ = layer_norm_linear_training(x, statistics, norm_weight, norm_bias, weight, bias, eps, norm, dtype)
         return out
-    return layer_norm_linear_op(x, statistics, norm_weight, norm_bias, weight, bias, eps, dtype)
+    return layer_norm_linear_op(x, statistics, norm_weight, norm_bias, weight, bias, eps, norm, dtype)
 
 
 def linear_residual(

@@ -23,6 +23,7 @@ from .checks import (
     require_supported,
     rows_of,
 )
+from .descriptions import is_rms
 from .flops import flop_formula
 from .kept_rows import fake_made_rows, fake_statistics, input_dtype, made_rows, rows_to_keep
 from .operators import differentiable, fake, operator
@@ -31,25 +32,26 @@ from .transforms import transformable
 if TYPE_CHECKING:
     from ..kernels.folding import FoldedLinear, NormedLinear
     from ..kernels.layer_norm import RowStatistics
+    from ..kernels.matmul_launch import Turns
     from ..kernels.weight_gradients import ResidualProducts
 
 
 @operator("vit_fast::layer_norm_linear")
 def layer_norm_linear_op(
     x: Tensor, statistics: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
-    weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype,
+    weight: Tensor, bias: Tensor | None, eps: float, norm: str, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """LN(x) W^T + b: x [..., C], W [F, C] -> [..., F] in `dtype`."""
+    """norm(x) W^T + b: x [..., C], W [F, C] -> [..., F] in `dtype`; `norm` is one of `descriptions.NORMS`."""
     from ..kernels import folding
 
-    normed = normed_linear(x, norm_weight, norm_bias, weight, bias, dtype)
+    normed = normed_linear(x, norm_weight, norm_bias, weight, bias, norm, dtype)
     return folded_linear(x, statistics, folding.fold_linear(normed, dtype), eps, dtype)
 
 
 @fake(layer_norm_linear_op)
 def _(
     x: Tensor, statistics: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
-    weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype,
+    weight: Tensor, bias: Tensor | None, eps: float, norm: str, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
 
@@ -57,19 +59,19 @@ def _(
 @operator("vit_fast::layer_norm_linear_training")
 def layer_norm_linear_training_op(
     x: Tensor, statistics: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
-    weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype,
+    weight: Tensor, bias: Tensor | None, eps: float, norm: str, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As `layer_norm_linear`, and the rows and statistics that it made for the backward."""
     from ..kernels import folding
 
-    normed = normed_linear(x, norm_weight, norm_bias, weight, bias, dtype)
+    normed = normed_linear(x, norm_weight, norm_bias, weight, bias, norm, dtype)
     return folded_linear_training(x, statistics, folding.fold_linear(normed, dtype), eps, dtype)
 
 
 @fake(layer_norm_linear_training_op)
 def _(
     x: Tensor, statistics: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
-    weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype,
+    weight: Tensor, bias: Tensor | None, eps: float, norm: str, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     out = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
     return out, *fake_made_rows(x, dtype)
@@ -77,46 +79,50 @@ def _(
 
 def normed_linear(
     x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
-    dtype: torch.dtype,
+    norm: str, dtype: torch.dtype, paired_head: int = 0,
 ) -> NormedLinear:  # fmt: skip
     """The parameters of `layer_norm_linear`, checked, to be folded."""
     parameters = {"norm_weight": norm_weight, "norm_bias": norm_bias, "weight": weight, "bias": bias}
     require_supported("layer_norm_linear", x, parameters, dtype)
     from ..kernels.folding import NormedLinear
 
-    return NormedLinear(weight, bias, norm_weight, norm_bias)
+    return NormedLinear(weight, bias, norm_weight, norm_bias, is_rms(norm), paired_head=paired_head)
 
 
-def folded_linear(x: Tensor, statistics: Tensor | None, folded: FoldedLinear, eps: float, dtype: torch.dtype) -> Tensor:
-    """`layer_norm_linear` of parameters that are folded already."""
+def folded_linear(
+    x: Tensor, statistics: Tensor | None, folded: FoldedLinear, eps: float, dtype: torch.dtype,
+    turns: Turns | None = None,
+) -> Tensor:  # fmt: skip
+    """`layer_norm_linear` of parameters that are folded already; `turns` of q and k, whose pairs are neighbours."""
     from ..kernels import layer_norm, linear
 
-    rows = layer_norm.input_rows(contiguous_rows(x), eps, statistics, dtype)
-    return linear.layer_norm_linear(rows, folded).view(*x.shape[:-1], folded.shift.shape[0])
+    rows = layer_norm.input_rows(contiguous_rows(x), eps, statistics, dtype, folded.weight_sum is None)
+    return linear.layer_norm_linear(rows, folded, turns=turns).view(*x.shape[:-1], folded.shift.shape[0])
 
 
 def folded_linear_training(
-    x: Tensor, statistics: Tensor | None, folded: FoldedLinear, eps: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, statistics: Tensor | None, folded: FoldedLinear, eps: float, dtype: torch.dtype,
+    turns: Turns | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`layer_norm_linear_training` of parameters that are folded already."""
     from ..kernels import layer_norm, linear
 
-    rows = layer_norm.input_rows(contiguous_rows(x), eps, statistics, dtype)
-    out, _, known = linear.layer_norm_linear_keeping(rows, folded)
+    rows = layer_norm.input_rows(contiguous_rows(x), eps, statistics, dtype, folded.weight_sum is None)
+    out, _, known = linear.layer_norm_linear_keeping(rows, folded, turns=turns)
     return out.view(*x.shape[:-1], folded.shift.shape[0]), *made_rows(x, known)
 
 
 @operator("vit_fast::layer_norm_linear_backward")
 def layer_norm_linear_backward_op(
     grad_output: Tensor, rows: Tensor, statistics: Tensor,
-    norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
+    norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None, norm: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, norm_weight, norm_bias, weight, bias; of an absent one an empty tensor."""
     from ..kernels import linear, vector_gradients, weight_products
     from ..kernels.weight_gradients import FoldedProducts
 
     grad = contiguous_rows(grad_output)
-    known, normed = normed_rows(rows, statistics, norm_weight, norm_bias, weight, bias)
+    known, normed = normed_rows(rows, statistics, norm_weight, norm_bias, weight, bias, norm)
     dx, normalised, sums = linear.layer_norm_linear_gradient(grad, known, normed)
     (part,) = weight_products.weight_products((grad, normalised))
     (found,), _ = vector_gradients.parameter_gradients([FoldedProducts(part, sums, normed)], [])
@@ -125,12 +131,13 @@ def layer_norm_linear_backward_op(
 
 def normed_rows(
     rows: Tensor, statistics: Tensor,
-    norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
+    norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None, norm: str,
+    gate: Tensor | None = None, gate_bias: Tensor | None = None,
 ) -> tuple[RowStatistics, NormedLinear]:  # fmt: skip
     """What a backward reads of a LayerNorm and the linear layer behind it."""
     from ..kernels import folding, layer_norm
 
-    normed = folding.NormedLinear(weight, bias, norm_weight, norm_bias).contiguous()
+    normed = folding.NormedLinear(weight, bias, norm_weight, norm_bias, is_rms(norm), gate, gate_bias).contiguous()
     return layer_norm.RowStatistics(contiguous_rows(rows), statistics), normed
 
 
@@ -139,10 +146,15 @@ def folded_gradients(found: Any, like: Tensor) -> tuple[Tensor, Tensor, Tensor, 
     return present(found.gamma, like), present(found.beta, like), found.weight, present(found.bias, like)
 
 
+def gate_gradients(found: Any, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of a gate's weight and bias from `FoldedGradients`; without a gate empty tensors."""
+    return present(found.gate, like), present(found.gate_bias, like)
+
+
 @fake(layer_norm_linear_backward_op)
 def _(
     grad_output: Tensor, rows: Tensor, statistics: Tensor,
-    norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
+    norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None, norm: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dx = rows.new_empty((*grad_output.shape[:-1], rows.shape[-1]), dtype=input_dtype(rows, statistics))
     gradients = (no_tensor(rows) if p is None else p.new_empty(p.shape) for p in (norm_weight, norm_bias, weight, bias))
@@ -225,7 +237,7 @@ def _(
 
 
 def _save_layer_norm_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, _, *parameters, _, _ = inputs
+    x, _, *parameters, _, ctx.norm, _ = inputs
     _, *made = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*made)
@@ -234,11 +246,11 @@ def _save_layer_norm_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Ten
 
 def _layer_norm_linear_backward(ctx: Any, grad_output: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad_output is None:
-        return (None,) * 8
+        return (None,) * 9
     saved = ctx.saved_tensors  # once: under checkpointing a second look is an error
-    dx, *gradients = _linear_backward(grad_output, *saved)
+    dx, *gradients = _linear_backward(grad_output, *saved, ctx.norm)
     present = [None if parameter is None else gradient for parameter, gradient in zip(saved[2:], gradients)]
-    return (dx, None, *present, None, None)
+    return (dx, None, *present, None, None, None)
 
 
 def _save_linear_residual(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

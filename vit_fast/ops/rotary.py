@@ -36,7 +36,7 @@ def qk_norm_rope(
     if qk_norm is not None:
         check_qk_norm(qk_norm, *qkv.shape[-2:])
     if rope is not None:
-        rope = checked_rope(rope, qkv)
+        rope = checked_rope(rope, qkv.shape)
     backend = resolve_backend(backend, qkv.device, qkv.dtype)
     if backend == "triton" and not is_exporting():
         return qk_norm_rope_kernel(qkv, qk_norm, rope)

@@ -99,12 +99,18 @@ def qk_norm_rope_backward_op(
     settings = qkv_settings(q_weight, q_bias, k_weight, k_bias, cos, sin, norm, eps, over, prefix, layout)
     x = None if norm == "none" else qkv.contiguous()
     dx, sums = rotary.qk_norm_rope_gradients(grad_output.contiguous(), x, settings)
-    places = ((q_weight, (0, 0)), (q_bias, (0, 1)), (k_weight, (1, 0)), (k_bias, (1, 1)))
-    gradients = (
-        no_tensor(grad_output) if parameter is None or sums is None else sums[place].to(parameter.dtype, copy=True)
-        for parameter, place in places
+    return dx, *norm_gradients(sums, (q_weight, q_bias, k_weight, k_bias), grad_output)
+
+
+def norm_gradients(
+    sums: Tensor | None, parameters: tuple[Tensor | None, ...], like: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of the norms' parameters from fp32 [2, 2, D or H D]; of an absent one an empty tensor."""
+    places = ((0, 0), (0, 1), (1, 0), (1, 1))
+    return tuple(  # type: ignore[return-value]  # four parameters, four gradients
+        no_tensor(like) if parameter is None or sums is None else sums[place].to(parameter.dtype, copy=True)
+        for parameter, place in zip(parameters, places)
     )
-    return (dx, *gradients)  # type: ignore[return-value]  # four parameters, four gradients
 
 
 @fake(qk_norm_rope_backward_op)

@@ -1,0 +1,198 @@
+"""Whole blocks with rotary positions, qk-norm, RMSNorm and gates by one operator, against the eager formula in fp64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlp_support as support
+import pytest
+import torch
+import torch.nn.functional as F
+from mlp_support import DEVICE, assert_rule
+from torch import Tensor
+
+from vit_fast.errors import UnsupportedInputError
+from vit_fast.ops import Norm, QkNorm, Rope, attention_qkvpacked, layer_norm_mlp, qk_norm_rope
+from vit_fast.ops.block import BlockTensors, fold, fused_block
+from vit_fast.ops.block_op import block_backward_op, block_op, block_training_op
+from vit_fast.ops.reference import normalise
+from vit_fast.ops.rotary_op import flat_settings
+
+support.make_bf16_exact()
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+WIDTH, HEADS, HIDDEN, B, N = 48, 2, 40, 2, 7
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a block has.
+
+    Attributes:
+        norm: Its kind.
+        gated: Whether its MLP has a gate.
+        qk: Kind of the norms of q and k, or None.
+        over: Of these.
+        leading: Of the tables, None for no rotation.
+        layout, prefix: Of the rotation.
+        head_dim: Channels of a head.
+    """
+
+    norm: str = "layer_norm"
+    gated: bool = False
+    qk: str | None = None
+    over: str = "head"
+    leading: tuple[int, ...] | None = ()
+    layout: str = "half"
+    prefix: int = 1
+    head_dim: int = 16
+
+
+KINDS = {
+    "DINOv3": Kind(),
+    "EVA": Kind(layout="interleaved", gated=True),
+    "a table an image": Kind(leading=(B,), prefix=0, head_dim=20),
+    "a table a head": Kind(leading=(1, HEADS)),
+    "interleaved a head": Kind(leading=(B, HEADS), layout="interleaved"),
+    "RMSNorm, SwiGLU": Kind(norm="rms_norm", gated=True, leading=None),
+    "qk-norm": Kind(qk="layer_norm", leading=None),
+    "qk-norm, rotated": Kind(qk="rms_norm", prefix=5, layout="interleaved"),
+    "over the width": Kind(qk="rms_norm", over="width", norm="rms_norm", head_dim=24),
+}
+
+
+def _make(kind: Kind) -> tuple[list[Tensor], list[str], Rope | None]:
+    """Leaves in fp64, with their names, and positions in fp32."""
+    C, inner, rms = WIDTH, HEADS * kind.head_dim, kind.norm == "rms_norm"
+    shapes: dict[str, Any] = {
+        "norm1_weight": (C,), "norm1_bias": None if rms else (C,), "qkv_weight": (3 * inner, C),
+        "qkv_bias": (3 * inner,), "proj_weight": (C, inner), "proj_bias": (C,), "scale1": (C,), "norm2_weight": (C,),
+        "norm2_bias": None if rms else (C,), "fc1_weight": (HIDDEN, C), "fc1_bias": (HIDDEN,),
+        "fc2_weight": (C, HIDDEN), "fc2_bias": (C,), "scale2": (C,),
+    }  # fmt: skip
+    if kind.gated:
+        shapes |= {"gate_weight": (HIDDEN, C), "gate_bias": (HIDDEN,)}
+    if kind.qk is not None:
+        width = (inner if kind.over == "width" else kind.head_dim,)
+        shapes |= {"q_weight": width, "k_weight": width}
+        if kind.qk == "layer_norm":
+            shapes |= {"q_bias": width, "k_bias": width}
+    shapes = {"x": (B, N, C), **{name: shape for name, shape in shapes.items() if shape is not None}}
+    leaves = [
+        torch.randn(shape, device=DEVICE, dtype=torch.float64) * (1 if name == "x" else 0.3)
+        + (1 if name.endswith("norm") or name in ("q_weight", "k_weight") else 0)
+        for name, shape in shapes.items()
+    ]
+    if kind.leading is None:
+        return leaves, [*shapes], None
+    angles = 3 * torch.randn(*kind.leading, N - kind.prefix, kind.head_dim // 2, device=DEVICE)
+    return leaves, [*shapes], Rope(angles.cos(), angles.sin(), kind.prefix, kind.layout)
+
+
+def _qk_norm(kind: Kind, t: dict[str, Tensor]) -> QkNorm | None:
+    if kind.qk is None:
+        return None
+    norms = (Norm(t[f"{name}_weight"], t.get(f"{name}_bias"), 1e-5, kind.qk) for name in ("q", "k"))
+    return QkNorm(*norms, kind.over)
+
+
+def _eager(kind: Kind, t: dict[str, Tensor], rope: Rope | None) -> Tensor:
+    x = t["x"]
+    if rope is not None and x.dtype == torch.float64:
+        rope = rope._replace(cos=rope.cos.double(), sin=rope.sin.double())
+    normed = normalise(x, Norm(t["norm1_weight"], t.get("norm1_bias"), 1e-6, kind.norm))
+    qkv = F.linear(normed, t["qkv_weight"], t["qkv_bias"]).unflatten(-1, (3, HEADS, -1))
+    qkv = qk_norm_rope(qkv, qk_norm=_qk_norm(kind, t), rope=rope, backend="eager")
+    mixed = attention_qkvpacked(qkv, backend="eager").flatten(2)
+    x = x + t["scale1"] * F.linear(mixed, t["proj_weight"], t["proj_bias"])
+    return layer_norm_mlp(
+        x, t["norm2_weight"], t.get("norm2_bias"), t["fc1_weight"], t["fc1_bias"], t["fc2_weight"], t["fc2_bias"],
+        eps=1e-5, activation="silu", layer_scale=t["scale2"], norm=kind.norm, gate_weight=t.get("gate_weight"),
+        gate_bias=t.get("gate_bias"), backend="eager",
+    )  # fmt: skip
+
+
+def _tensors(t: dict[str, Tensor]) -> BlockTensors:
+    return BlockTensors(**{name: t.get(name) for name in BlockTensors._fields})  # type: ignore[arg-type]  # as named
+
+
+def _fused(kind: Kind, x: Tensor, tensors: BlockTensors, qk_norm: QkNorm | None, rope: Rope | None) -> Tensor:
+    return fused_block(
+        x, None, tensors, heads=HEADS, attention_scale=None, eps=(1e-6, 1e-5), norm=kind.norm, activation="silu",
+        qk_norm=qk_norm, rope=rope,
+    )[0]  # fmt: skip
+
+
+def _hold(kind: Kind, dtype: torch.dtype) -> None:
+    leaves, names, rope = _make(kind)
+    leaves = [leaf.to(dtype) for leaf in leaves]
+    grad = torch.randn(B, N, WIDTH, device=DEVICE).to(dtype)
+    inference: list[Tensor] = []
+
+    def run(target: torch.dtype, ours: bool) -> dict[str, Tensor]:
+        own = [leaf.to(target).requires_grad_() for leaf in leaves]
+        t = dict(zip(names, own))
+        y = _fused(kind, t["x"], _tensors(t), _qk_norm(kind, t), rope) if ours else _eager(kind, t, rope)
+        found = {"y": y.detach(), **dict(zip(names, torch.autograd.grad(y, own, grad.to(target))))}
+        if ours:
+            with torch.no_grad():
+                inference.append(_fused(kind, t["x"], _tensors(t), _qk_norm(kind, t), rope))
+        return found
+
+    ours, eager, exact = run(dtype, True), run(dtype, False), run(torch.float64, False)
+    assert_rule(ours, eager, exact)
+    assert_rule({"y": inference[0]}, eager, exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_forward_and_every_gradient(kind: str, dtype: torch.dtype) -> None:
+    _hold(KINDS[kind], dtype)
+
+
+@pytest.mark.parametrize("head_dim", [64, 72, 80, 128])
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_heads_of_all_sizes(head_dim: int, layout: str) -> None:
+    _hold(Kind(head_dim=head_dim, layout=layout, prefix=0), torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_folded_beforehand(kind: str) -> None:
+    """Frozen, pairs that lie apart are turned by a kernel of their own: another rounding, the same rule."""
+    leaves, names, rope = _make(KINDS[kind])
+    t = {name: leaf.bfloat16() for name, leaf in zip(names, leaves)}
+    wide = {name: leaf.double() for name, leaf in t.items()}
+    with torch.no_grad():
+        folded = fold(_tensors(t), torch.bfloat16, KINDS[kind].norm)
+        ours = _fused(KINDS[kind], t["x"], folded, _qk_norm(KINDS[kind], t), rope)
+        eager, exact = _eager(KINDS[kind], t, rope), _eager(KINDS[kind], wide, rope)
+    assert_rule({"y": ours}, {"y": eager}, {"y": exact})
+
+
+@pytest.mark.parametrize("kind", ["DINOv3", "EVA", "a table a head", "qk-norm"])
+def test_opcheck(kind: str) -> None:
+    leaves, names, rope = _make(KINDS[kind])
+    t = {name: leaf.float().requires_grad_() for name, leaf in zip(names, leaves)}
+    if rope is not None:
+        table = rope.cos.reshape(*(1,) * (4 - rope.cos.dim()), *rope.cos.shape)
+        rope = rope._replace(cos=table, sin=table)
+    flat = flat_settings(t["x"], _qk_norm(KINDS[kind], t), rope)
+    settings = (HEADS, 0.25, 1e-6, 1e-5, KINDS[kind].norm, "silu", *flat[6:], False, torch.float32)
+    tensors = _tensors(t)[:16]
+    torch.library.opcheck(block_training_op, (t["x"], None, *tensors, *flat[:6], *settings))
+    plain = [None if tensor is None else tensor.detach() for tensor in (*tensors, *flat[:6])]
+    x = t["x"].detach()
+    torch.library.opcheck(block_op, (x, None, *plain, None, None, *settings))
+    y, _, rows, statistics, *kept = block_training_op(x, None, *plain, *settings)
+    backward = (0.25, KINDS[kind].norm, "silu", *flat[6:])
+    torch.library.opcheck(block_backward_op, (y, rows, statistics, *kept, *plain, *backward))
+
+
+def test_refuses_positions_of_another_size() -> None:
+    kind = replace(KINDS["DINOv3"], prefix=0)
+    leaves, names, rope = _make(kind)
+    t = {name: leaf.float() for name, leaf in zip(names, leaves)}
+    with pytest.raises(ValueError, match=r"rope\.cos has shape \(7, 8\)"):
+        _fused(kind, t["x"][:, 1:], _tensors(t), None, rope)
+    with pytest.raises(UnsupportedInputError, match=r"rope\.cos requires a gradient"):
+        _fused(kind, t["x"], _tensors(t), None, rope._replace(cos=rope.cos.requires_grad_()))
