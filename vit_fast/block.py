@@ -77,8 +77,6 @@ def runs_whole(parts: BlockParts, backend: str) -> bool:
     """Whether the block is nothing but kernels now: none of it is a module, drops elements, or is being exported."""
     if backend != "triton" or parts.attention is None or parts.mlp is None or is_exporting():
         return False
-    if parts.attention.norm.kind != "layer_norm":
-        return False
     return not (drops(parts.attention.dropouts) or drops(parts.mlp.dropouts))
 
 
@@ -110,11 +108,12 @@ def run_block(
     """
     mlp: Any = parts.mlp
     attention: Any = parts.attention
-    in_one = attend is None and backend == "triton" and rope is None and keys is None and attention.qk_norm is None
-    if in_one and not is_exporting() and not _drops_a_path(attention, mlp):
+    in_one = attend is None and backend == "triton" and keys is None and attention.norm.kind == mlp.norm.kind
+    if in_one and mlp.inner_norm is None and not is_exporting() and not _drops_a_path(attention, mlp):
         return fused_block(
             x, statistics, _tensors_for(parts, x), heads=attention.num_heads, attention_scale=attention.scale,
-            eps=(attention.norm.eps, mlp.norm.eps), activation=mlp.activation, next_statistics=next_statistics,
+            eps=(attention.norm.eps, mlp.norm.eps), norm=mlp.norm.kind, activation=mlp.activation,
+            qk_norm=attention.qk_norm and attention.qk_norm.now(), rope=rope, next_statistics=next_statistics,
         )  # fmt: skip
     if attend is not None:
         x, statistics = attend(x), None
@@ -143,7 +142,9 @@ def _attention_half(
     parts: AttentionParts, x: Tensor, statistics: Tensor | None, rope: Rope | None, keys: Keys | None
 ) -> tuple[Tensor, Tensor | None]:
     weight, bias = parts.qkv.tensors()
-    qkv = layer_norm_linear(x, *parts.norm.tensors(), weight, bias, eps=parts.norm.eps, statistics=statistics)
+    qkv = layer_norm_linear(
+        x, *parts.norm.tensors(), weight, bias, eps=parts.norm.eps, norm=parts.norm.kind, statistics=statistics
+    )
     packed = qkv.unflatten(-1, (3, parts.num_heads, -1))
     if rope is not None or parts.qk_norm is not None:
         qk_norm = None if parts.qk_norm is None else parts.qk_norm.now()
@@ -177,7 +178,8 @@ def freeze_parts(parts: BlockParts) -> None:
     mlp: Any = parts.mlp
     dtype = matmul_dtype(tensor_of(*mlp.fc1.weights[0]))
     if parts.frozen is None or parts.frozen.dtype != dtype:
-        parts.frozen = Frozen(frozen_sources(attention, mlp), partial(block_tensors, attention, mlp), dtype)
+        sources, tensors = frozen_sources(attention, mlp), partial(block_tensors, attention, mlp)
+        parts.frozen = Frozen(sources, tensors, dtype, mlp.norm.kind)
     else:
         parts.frozen.refresh()
 

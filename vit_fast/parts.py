@@ -162,10 +162,7 @@ class MlpParts:
 
     def kernel_reasons(self) -> list[str]:
         """Why the triton kernels cannot compute it."""
-        reasons = ["its norm is an RMSNorm"] if self.norm.kind != "layer_norm" else []
-        reasons += ["its MLP has a gate"] if self.gate is not None else []
-        reasons += ["its MLP has a norm inside"] if self.inner_norm is not None else []
-        return [f"{reason}: the triton kernels take none" for reason in reasons]
+        return [] if self.inner_norm is None else ["its MLP has a norm inside: the triton kernels take none"]
 
 
 @dataclass(eq=False)
@@ -200,13 +197,14 @@ def scale_of(parts: AttentionParts | MlpParts) -> Any:
 def block_tensors(attention: AttentionParts, mlp: MlpParts) -> BlockTensors:
     """The parameters of a block as they are now; separate linear layers of q, k and v joined."""
     first = (*attention.norm.tensors(), *attention.qkv.tensors(), *tensors_of(attention.proj), scale_of(attention))
-    everything: Any = (*first, *mlp.tensors(), scale_of(mlp))
+    gate = (None, None) if mlp.gate is None else mlp.gate.tensors()
+    everything: Any = (*first, *mlp.tensors(), scale_of(mlp), *gate)
     return BlockTensors(*everything)
 
 
 def frozen_sources(attention: AttentionParts, mlp: MlpParts) -> list[Slot]:
     """The parameters that something is kept of where a block is frozen: of norms, qkv and fc1, and other weights."""
-    linears = (attention.qkv, mlp.fc1)
+    linears = (attention.qkv, mlp.fc1, *(() if mlp.gate is None else (mlp.gate,)))
     return [
         *(slot for norm in (attention.norm, mlp.norm) for slot in norm.slots),
         *(slot for linear in linears for slot in (*linear.weights, *linear.biases)),

@@ -30,6 +30,7 @@ class Frozen:
         sources: Where the parameters are: modules, and names of their attributes.
         block: Gives all parameters of the block, as they are folded.
         dtype: Of the matmuls.
+        norm: The kind of the norms.
     Attributes:
         dtype: That.
         tensors: W'', c and s of qkv, then of fc1; where the weights are of another dtype, those of proj and fc2 behind
@@ -41,8 +42,9 @@ class Frozen:
         sources: Sequence[tuple[nn.Module, str]],
         block: Callable[[], BlockTensors],
         dtype: torch.dtype,
+        norm: str = "layer_norm",
     ) -> None:
-        self.dtype = dtype
+        self.dtype, self._norm = dtype, norm
         self.tensors: list[Tensor] = []
         self._sources, self._block = sources, block
         self._lock = threading.Lock()
@@ -61,7 +63,7 @@ class Frozen:
         with self._lock, torch.inference_mode(False), torch.no_grad():
             made_of = [_look(owner, name) for owner, name in self._sources]
             block = self._block()
-            t = fold(block, self.dtype)
+            t = fold(block, self.dtype, self._norm)
             found: Any = [t.qkv_weight, t.qkv_bias, t.qkv_sum, t.fc1_weight, t.fc1_bias, t.fc1_sum]
             if block.proj_weight.dtype != self.dtype or block.fc2_weight.dtype != self.dtype:
                 found += [t.proj_weight, t.fc2_weight]
@@ -84,8 +86,9 @@ class Frozen:
         if cast:
             proj, fc2 = (cast[0], *proj[1:]), (cast[1], *fc2[1:])
         return BlockTensors(
-            None, None, qkv_weight, qkv_bias, *proj, None, None, fc1_weight, fc1_bias, *fc2, qkv_sum, fc1_sum
-        )
+            None, None, qkv_weight, qkv_bias, *proj, None, None, fc1_weight, fc1_bias, *fc2,
+            qkv_sum=qkv_sum, fc1_sum=fc1_sum,
+        )  # fmt: skip
 
     def ensure_current(self) -> None:
         """`refresh`, where the weights are seen to have changed since."""
