@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def _text(info: OnnxInfo, files: list[Path], license_name: str | None) -> str:
     lines += ["", "## Run", "", "    from vit_fast.export import OnnxRunner", ""]
     lines += [f'    runner = OnnxRunner("{name}")', "    probabilities = runner.probabilities([photograph])"]
     if facts.get("target") == "tensorrt":
-        lines += ["", "As a TensorRT engine:", "", f"    {trtexec_line(info)}"]
+        lines += ["", "As a TensorRT engine:", "", f"    {trtexec_line(replace(info, path=name))}"]
     lines += ["", "## Files", "", "| file | bytes | sha256 |", "|---|---|---|"]
     lines += [f"| {file.name} | {file.stat().st_size} | {_sha256(file)} |" for file in files]
     return "\n".join(lines) + "\n"

@@ -19,7 +19,7 @@ from vit_fast.files import folder_aside
 
 from .metadata import OnnxInfo, describe
 from .model_files import ModelFileError, external_tensors, read_proto
-from .tensorrt import shape_profile, trtexec_line
+from .tensorrt import shape_profile
 
 DATA_TYPES = {
     "float": "TYPE_FP32", "float16": "TYPE_FP16", "bfloat16": "TYPE_BF16", "double": "TYPE_FP64",
@@ -118,21 +118,31 @@ def server_config(info: OnnxInfo, name: str, max_batch: int, instances: int, dev
         config["dynamic_batching"] = {"max_queue_delay_microseconds": QUEUE_DELAY_US}
         if preferred := [size for size in (8, 16, 32, 64) if size <= max_batch]:
             config["dynamic_batching"]["preferred_batch_size"] = preferred
-    precision = info.metadata.get("precision")
     if device == "gpu" and info.metadata.get("target") == "tensorrt":
-        if precision not in ACCELERATOR_MODES:
-            raise UnsupportedInputError(
-                f"a server's configuration for {info.path}",
-                [f"its TensorRT accelerator has no {precision}: accepted are {', '.join(ACCELERATOR_MODES)}",
-                 f"build an engine: {trtexec_line(info)}"],
-            )  # fmt: skip
-        mode = {"key": "precision_mode", "value": ACCELERATOR_MODES[precision]}
+        mode = {"key": "precision_mode", "value": accelerator_mode(str(info.metadata.get("precision")))}
         accelerator = {"name": "tensorrt", "parameters": [mode]}
         config["optimization"] = {"execution_accelerators": {"gpu_execution_accelerator": [accelerator]}}
     if dynamic and info.output is not None and (profile := shape_profile(info, (1, 1, max_batch))) is not None:
         sizes = dict.fromkeys((1, max_batch))
         config["model_warmup"] = [_warm_up(config["input"][0], profile.usual[1:], size) for size in sizes]
     return "".join(_lines(config))
+
+
+def accelerator_mode(precision: str) -> str:
+    """What the server's TensorRT accelerator calls a precision.
+
+    Raises:
+        UnsupportedInputError: it has no such.
+    """
+    if precision not in ACCELERATOR_MODES:
+        raise UnsupportedInputError(
+            "a server's repository for TensorRT",
+            [
+                f"the server's TensorRT accelerator has no {precision}: accepted are {', '.join(ACCELERATOR_MODES)}",
+                "export without a repository, and build an engine by the trtexec line that export prints",
+            ],
+        )
+    return ACCELERATOR_MODES[precision]
 
 
 def _warm_up(tensor: dict[str, Any], dims: tuple[int, ...], batch: int) -> dict[str, Any]:

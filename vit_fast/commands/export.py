@@ -69,11 +69,13 @@ def export(
 
     from ..data import find_images
     from ..export import export_onnx, write_card, write_triton_repository
-    from ..export.deployment import check_triton_repository
+    from ..export.deployment import accelerator_mode, check_triton_repository
     from .predict import read_class_names
 
     if triton_repository is not None:
         check_triton_repository(triton_repository, out.stem)
+        if target == "tensorrt":
+            accelerator_mode(precision)
     if license_name is not None and not card:
         raise ValueError("--license: accepted with --card")
     for given in (calibrate, images):
