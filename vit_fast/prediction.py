@@ -89,7 +89,7 @@ def predict_to_parquet(
         What was written.
     Raises:
         MissingPackageError: pyarrow is not installed.
-        PredictionError: OUT.parts is of another run.
+        PredictionError: OUT.parts is of another run, or a process that reads images has ended.
         ValueError: an image's logits are not finite, or a name is given twice.
         OSError: it cannot be written.
     """
@@ -107,10 +107,10 @@ def predict_to_parquet(
     rows = _rows(model, wanted, class_names, workers)  # one stream over all parts, so that workers never wait for one
     done = len(files) - len(wanted)
     for i in missing:
-        _write_part(names[i], [next(rows) for _ in chunks[i]], model)
+        _write_part(names[i], [next(rows) for _ in chunks[i]])
         done += len(chunks[i])
         on_part(done)
-    bad = _merge(names, out, model)
+    bad = _merge(names, out)
     for path in (*names, parts / _TASK):  # what the parts are of goes last: as long as there is one, it is known
         path.unlink()
     shutil.rmtree(parts)
@@ -164,7 +164,7 @@ def _rows(
 ) -> Iterator[dict[str, Any]]:
     parameter = next(model.parameters())
     order = iter(files)
-    for images, errors in DataLoader(_Files(files, model), BATCH_SIZE, num_workers=workers):
+    for images, errors in _batches(DataLoader(_Files(files, model), BATCH_SIZE, num_workers=workers)):
         tokens = model.forward_features(images.to(parameter.device, parameter.dtype))
         logits, embeddings = (model.forward_head(tokens, pre_logits=pre_logits) for pre_logits in (False, True))
         assert isinstance(logits, Tensor) and isinstance(embeddings, Tensor)  # in evaluation mode
@@ -187,7 +187,23 @@ def _rows(
             }
 
 
-def _schema(model: VisionTransformer) -> Any:
+def _batches(loader: DataLoader[Any]) -> Iterator[Any]:
+    """The loader's.
+
+    Raises:
+        PredictionError: a process that reads images has ended.
+    """
+    batches = iter(loader)
+    while True:
+        try:
+            yield next(batches)
+        except StopIteration:
+            return
+        except RuntimeError as error:  # torch's, in words that say which process and why
+            raise PredictionError(f"{error}; the same command again goes on from here") from error
+
+
+def _schema() -> Any:
     import pyarrow as pa
 
     return pa.schema(
@@ -203,22 +219,22 @@ def _schema(model: VisionTransformer) -> Any:
     )
 
 
-def _write_part(path: Path, rows: list[dict[str, Any]], model: VisionTransformer) -> None:
+def _write_part(path: Path, rows: list[dict[str, Any]]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    table = pa.Table.from_pylist(rows, schema=_schema(model))
+    table = pa.Table.from_pylist(rows, schema=_schema())
     _whole(path, lambda beside: pq.write_table(table, beside))
 
 
-def _merge(names: Sequence[Path], out: Path, model: VisionTransformer) -> tuple[tuple[str, str], ...]:
+def _merge(names: Sequence[Path], out: Path) -> tuple[tuple[str, str], ...]:
     """The result from the parts, one in memory at a time; the images that could not be read."""
     import pyarrow.parquet as pq
 
     bad: list[tuple[str, str]] = []
 
     def write(beside: Path) -> None:
-        with pq.ParquetWriter(beside, _schema(model)) as writer:
+        with pq.ParquetWriter(beside, _schema()) as writer:
             for name in names:
                 table = pq.read_table(name)
                 writer.write_table(table)

@@ -57,13 +57,15 @@ def train(
     Raises:
         ImageError: an image is not usable.
         TrainingError: out holds another run, or the loss is not finite.
-        ValueError: model and data differ in classes, or the batch cannot be shared out.
+        ValueError: model and data differ in classes, the model does not pool, or the batch cannot be shared out.
     """
     if model.config.num_classes != len(data.train.class_names):
         raise ValueError(
             f"the model has {model.config.num_classes} classes, the data {len(data.train.class_names)}: accepted is "
             "the same number"
         )
+    if model.config.global_pool == "":
+        raise ValueError("the model has global_pool='', logits of every token: accepted is a model that pools")
     if config.patience and data.held_out is None:
         raise ValueError(f"patience={config.patience}: accepted with held-out images, which it watches")
     if config.batch_size % (processes.world * config.accumulation):
