@@ -70,12 +70,9 @@ def outline(block: nn.Module, parts: BlockParts) -> Outline | None:
 def built(block: Any, found: Outline) -> BlockParts:
     """The parts by their outline; torch.compile sees, and so guards, everything that they rest on."""
     attention, mlp, modules, values = found
-    for path in modules:
-        module = _at(block, path)
-        if is_hooked(module) or forward_is_replaced(
-            module
-        ):  # parameters are inputs of the graph, their classes with them
-            break
+    for path in modules:  # their classes; hooks where torch is told to; parameters are inputs, and guarded as such
+        is_hooked(_at(block, path))
+        forward_is_replaced(_at(block, path))
     for path, name, value in values:
         if getattr(_at(block, path), name, None) != value:
             break
