@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from typing import Any
 
 import pytest
@@ -97,9 +98,12 @@ TRITON = [
     "timm-siglip",
     "timm-qk-norm",
     "timm-dinov3-biases",
+    "timm-dinov3-gated",
+    "timm-gated",
     "transformers-vit",
     "transformers-dinov2",
     "transformers-dinov3",
+    "transformers-internvl-6b",
     "torchvision-vit",
     "ours",
 ]
@@ -281,3 +285,32 @@ def test_the_report_is_a_table_with_one_line_a_kind_of_module() -> None:
     assert len(lines) == 4
     assert "blocks.{0-1}.attn" in text
     assert "fused" in lines[2]
+
+
+LAYERS_ALONE = {  # of models that need more than transformers to be made
+    "eomt": ("EomtLayer", "EomtConfig", {"mlp_ratio": 2}),
+    "eomt_dinov3": ("EomtDinov3Layer", "EomtDinov3Config", {"intermediate_size": 128}),
+    "unlimited_ocr": ("UnlimitedOcrEncoderLayer", "UnlimitedOcrVisionEncoderConfig", {"intermediate_size": 128}),
+}
+
+
+@pytest.mark.parametrize("model", LAYERS_ALONE)
+def test_a_layer_of_a_model_that_cannot_be_made_here(model: str) -> None:
+    pytest.importorskip("transformers")
+    home = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+    layer_name, config_name, settings = LAYERS_ALONE[model]
+    config = getattr(home, config_name)(hidden_size=64, num_attention_heads=2, **settings)
+    config._attn_implementation = "sdpa"
+    torch.manual_seed(0)
+    layer = getattr(home, layer_name)(config)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    x, extra = torch.randn(2, 5, 64), {}
+    if "dinov3" in model:
+        angles = torch.rand(4, 16).tile(2)
+        extra = {"position_embeddings": (angles.cos(), angles.sin())}
+    masks = (None,) if "ocr" in model else ()
+    before = layer(x, *masks, **extra)
+    vit_fast.fuse(layer, backend="sdpa").require_all()
+    torch.testing.assert_close(layer(x, *masks, **extra), before, rtol=1e-4, atol=1e-5)

@@ -128,3 +128,26 @@ def test_our_operators_are_what_runs(name: str, where: Any, operator: str, monke
     subject.run(model, subject.inputs())
     rotated = ["qk_norm_rope", operator] if "dinov3" in name else [operator]
     assert calls[: 2 * len(rotated)] == rotated * 2
+
+
+@pytest.mark.parametrize("name", ["timm-dinov3", "timm-eva02", "timm-gated", "transformers-dinov3-gated"])
+def test_frozen_blocks_give_the_same(name: str) -> None:
+    subject = SUBJECTS[name]
+    model = subject.build().eval().to(DEVICE)
+    inputs = {key: value.to(DEVICE) for key, value in subject.inputs().items()}
+    with torch.no_grad():
+        expected = subject.run(model, inputs)
+        vit_fast.fuse(model, backend="triton").require_all()
+        assert len(vit_fast.freeze(model)) == 2
+        torch.testing.assert_close(subject.run(model, inputs), expected, rtol=1e-3, atol=1e-3)
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+        changed = subject.run(model, inputs)
+        vit_fast.unfreeze(model)
+        torch.testing.assert_close(changed, subject.run(model, inputs), rtol=1e-3, atol=1e-3)
+
+
+def test_what_the_kernels_do_not_compute_is_said() -> None:
+    report = vit_fast.fuse(SUBJECTS["timm-eva02-norms-inside"].build().to(DEVICE), backend="triton")
+    reasons = {reason for module in report.left for reason in module.reasons}
+    assert reasons == {"its MLP has a norm inside: the triton kernels take none"}

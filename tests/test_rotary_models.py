@@ -79,14 +79,29 @@ def test_positions_of_other_image_sizes_are_timms(name: str) -> None:
             torch.testing.assert_close(ours(images), theirs(images), rtol=1e-4, atol=1e-4)
 
 
-def test_the_kernels_give_the_same() -> None:
-    _, ours = pair("vit_small_patch16_dinov3_qkvb", embed_dim=32)
+@pytest.mark.parametrize("name", ["vit_small_patch16_dinov3_qkvb", "vit_small_plus_patch16_dinov3"])
+def test_the_kernels_give_the_same(name: str) -> None:
+    _, ours = pair(name, embed_dim=32)
     ours.to(DEVICE)
     images = torch.randn(2, 3, *ours.config.image_hw, device=DEVICE)
     expected = outputs(ours, images)
     vit_fast.set_backend(ours, "triton")
     for found, before in zip(outputs(ours, images), expected, strict=True):
         torch.testing.assert_close(found, before, rtol=1e-3, atol=1e-3 * before.abs().max().item())
+    with torch.no_grad():
+        assert vit_fast.freeze(ours) == ("blocks.0", "blocks.1")
+        torch.testing.assert_close(ours(images), expected[0], rtol=1e-3, atol=1e-3)
+
+
+def test_what_the_kernels_do_not_compute_is_said() -> None:
+    _, ours = pair("eva02_base_patch14_448")
+    reason = "its MLP has a norm inside: the triton kernels take none"
+    report = vit_fast.fuse(ours.to(DEVICE), backend="triton")
+    assert {each for module in report.left for each in module.reasons} == {reason}
+    with pytest.raises(vit_fast.UnsupportedInputError, match="inner_norm is given"):
+        vit_fast.set_backend(ours.eval(), "triton")
+        assert vit_fast.freeze(ours) == ()
+        ours(torch.randn(1, 3, *ours.config.image_hw, device=DEVICE))
 
 
 def test_attention_maps_are_of_rotated_q_and_k() -> None:

@@ -77,6 +77,8 @@ def runs_whole(parts: BlockParts, backend: str) -> bool:
     """Whether the block is nothing but kernels now: none of it is a module, drops elements, or is being exported."""
     if backend != "triton" or parts.attention is None or parts.mlp is None or is_exporting():
         return False
+    if parts.attention.norm.kind != parts.mlp.norm.kind or parts.mlp.inner_norm is not None:
+        return False
     return not (drops(parts.attention.dropouts) or drops(parts.mlp.dropouts))
 
 
@@ -108,8 +110,8 @@ def run_block(
     """
     mlp: Any = parts.mlp
     attention: Any = parts.attention
-    in_one = attend is None and backend == "triton" and keys is None and attention.norm.kind == mlp.norm.kind
-    if in_one and mlp.inner_norm is None and not is_exporting() and not _drops_a_path(attention, mlp):
+    in_one = attend is None and backend == "triton" and keys is None
+    if in_one and not is_exporting() and not _drops_a_path(attention, mlp):
         return fused_block(
             x, statistics, _tensors_for(parts, x), heads=attention.num_heads, attention_scale=attention.scale,
             eps=(attention.norm.eps, mlp.norm.eps), norm=mlp.norm.kind, activation=mlp.activation,
@@ -119,7 +121,7 @@ def run_block(
         x, statistics = attend(x), None
     else:
         x, statistics = _attention_half(attention, x, statistics, rope, keys)
-    if backend != "triton" or is_exporting():
+    if backend != "triton" or is_exporting() or mlp.inner_norm is not None:
         return run_mlp(mlp, x, backend), None
     dropping = _drops_path(mlp.drop_path)
     y, emitted = fused_layer_norm_mlp(

@@ -101,7 +101,8 @@ def model_reasons(model: VisionTransformer, request: str, resolved: str) -> list
         if part.training and p:
             found.setdefault(f"{what} drops with probability {p} in training", name)
     reasons = [f"{name}: {reason}" for reason, name in found.items()]
-    return reasons if request == "auto" else reasons + _unable(model)
+    unable = dict.fromkeys(reason for _, part, _ in parts(model) for reason in _unable(model, part))
+    return reasons if request == "auto" else [*reasons, *unable]
 
 
 def notes(model: VisionTransformer, part: nn.Module, request: str, resolved: str) -> list[str]:
@@ -110,7 +111,7 @@ def notes(model: VisionTransformer, part: nn.Module, request: str, resolved: str
     found = dropout_notes("mlp.drop", p) if resolved != "triton" and isinstance(part, Block) else []
     if resolved == "triton" and p:
         found = [f"in training it raises, because {what} drops with probability {p}: fuse with 'sdpa' to train"]
-    if request == "auto" and resolved == "triton" and (unable := _unable(model)):
+    if request == "auto" and resolved == "triton" and (unable := _unable(model, part)):
         found.append("it runs with backend sdpa: " + "; ".join(unable))
     return found
 
@@ -134,8 +135,10 @@ def give_backend_back(model: VisionTransformer) -> None:
         set_backend(model, before)
 
 
-def _unable(model: VisionTransformer) -> list[str]:
-    return triton_reasons(model.config.embed_dim // model.config.num_heads, dtype_of(model))
+def _unable(model: VisionTransformer, part: nn.Module) -> list[str]:
+    """Why the kernels cannot compute a part."""
+    unable = triton_reasons(model.config.embed_dim // model.config.num_heads, dtype_of(model))
+    return unable + (part.kernel_reasons() if isinstance(part, Block) else [])
 
 
 def _dropout(part: nn.Module) -> tuple[str, float]:
