@@ -120,10 +120,13 @@ TOWERS = {
 }  # fmt: skip
 
 
-def results(tower: Tower, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+Pick = Callable[[Any], Tensor]
+
+
+def results(pick: Pick, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
     """The output, and the gradient of every parameter that has one."""
     model.zero_grad()
-    out = tower.pick(model(**copy.deepcopy(inputs)))
+    out = pick(model(**copy.deepcopy(inputs)))
     out.sin().sum().backward()
     return out.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -153,7 +156,9 @@ def test_a_tower_is_fused_and_agrees(name: str) -> None:
     assert_all_fused(vit_fast.fuse(model, "sdpa"))
     for batch in range(3):
         inputs = tower.inputs(batch)
-        assert_agree(results(tower, model.train(batch != 1), inputs), results(tower, plain.train(batch != 1), inputs))
+        assert_agree(
+            results(tower.pick, model.train(batch != 1), inputs), results(tower.pick, plain.train(batch != 1), inputs)
+        )
     vit_fast.unfuse(model)
     assert [type(module) for module in model.modules()] == [type(module) for module in plain.modules()]
 
@@ -166,4 +171,71 @@ def test_a_tower_runs_by_kernels(name: str) -> None:
     plain = copy.deepcopy(model)
     assert_all_fused(vit_fast.fuse(model, "triton"))
     inputs = tower.inputs(2)
-    assert_agree(results(tower, model, inputs), results(tower, plain, inputs))
+    assert_agree(results(tower.pick, model, inputs), results(tower.pick, plain, inputs))
+
+
+def test_nan_in_one_image_stays_in_it() -> None:
+    tower = TOWERS["qwen2_5_vl"]
+    model = tower.build().eval()
+    vit_fast.fuse(model, "sdpa")
+    inputs = tower.inputs(0)
+    right = model(**inputs).pooler_output
+    inputs["hidden_states"][24:32] = float("nan")  # the second image's two frames
+    found = model(**inputs).pooler_output
+    assert found[6:8].isnan().all()
+    assert torch.equal(found[:6], right[:6]) and torch.equal(found[8:], right[8:])
+
+
+def test_a_whole_chat_model_runs_its_tower_by_ours() -> None:
+    """fuse(model) as well as fuse(model.visual); the language model is left, and said to be."""
+    text = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
+    text |= {"num_key_value_heads": 2, "vocab_size": 100, "rope_parameters": rope, "bos_token_id": 0, "eos_token_id": 0}
+    vision = QWEN | {"window_size": 16, "fullatt_block_indexes": [1]}
+    tokens = {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
+    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **tokens)
+    torch.manual_seed(0)
+    model = transformers.Qwen2_5_VLForConditionalGeneration(config).to(DEVICE)
+    plain = copy.deepcopy(model)
+    report = vit_fast.fuse(model, "sdpa")
+    assert {row.name for row in report.fused} == {
+        f"model.visual.blocks.{i}{part}" for i in (0, 1) for part in ("", ".attn")
+    }
+    assert all(row.name.startswith("model.language_model.") for row in report.left)
+    grid = torch.tensor([[1, 4, 6], [1, 2, 2]], device=DEVICE)
+    ids = torch.tensor([[1, 92, *[90] * 6, 93, 7, 92, 90, 93, 5]], device=DEVICE)
+    types = (ids == 90).int()
+    inputs = {"pixel_values": torch.randn(28, 96, device=DEVICE), "image_grid_thw": grid, "input_ids": ids}
+    inputs |= {"mm_token_type_ids": types}
+    assert_agree(*(results(lambda result: result.logits, each, inputs) for each in (model, plain)))
+
+
+def test_a_whole_model_of_images_and_texts_is_fused() -> None:
+    texts = ENCODER | {"vocab_size": 50, "projection_size": 64, "max_position_embeddings": 8}
+    texts |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
+    config = transformers.Siglip2Config(text_config=texts, vision_config=ENCODER | {"num_patches": 9, "patch_size": 4})
+    torch.manual_seed(0)
+    model = transformers.AutoModel.from_config(config).to(DEVICE)
+    plain = copy.deepcopy(model)
+    vit_fast.fuse(model, "sdpa").require_all()
+    words = torch.randint(2, 50, (3, 6), device=DEVICE)
+    present = torch.arange(6, device=DEVICE) < torch.tensor([[6], [2], [4]], device=DEVICE)
+    for masks in ({}, {"attention_mask": present.long()}):
+        inputs = siglip2_inputs(0) | {"input_ids": words} | masks
+        assert_agree(*(results(lambda result: result.logits_per_image, each, inputs) for each in (model, plain)))
+
+
+def test_calls_that_ask_for_more_run_the_original() -> None:
+    """Weights, hooks on what is read past, and a mask of its own for each query."""
+    tower = TOWERS["siglip2"]
+    model, inputs = tower.build().eval(), tower.inputs(0)
+    layer = model.encoder.layers[0]
+    x, mask = torch.randn(2, 9, 64, device=DEVICE), torch.rand(2, 1, 9, 9, device=DEVICE) < 0.7
+    mask[..., 0] = True
+    right, expected = layer(x, mask), tower.pick(model(**inputs))
+    vit_fast.fuse(model, "sdpa")
+    torch.testing.assert_close(layer(x, mask), right)
+    seen: list[Any] = []
+    layer.self_attn.register_forward_hook(lambda *args: seen.append(args))
+    torch.testing.assert_close(tower.pick(model(**inputs)), expected)
+    assert len(seen) == 1

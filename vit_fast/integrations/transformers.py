@@ -8,19 +8,25 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from ..errors import UnsupportedInputError
 from ..libraries.transformers_attention import given, says_more
-from ..ops import attention
+from ..ops import attention, attention_varlen
+from ..ops.attention import key_mask_of
 
 try:
     from transformers import AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 except ImportError:  # a version without it makes no masks for vision models either
     AttentionMaskInterface = None
+try:
+    from transformers.masking_utils import bidirectional_mask_function
+except ImportError:  # transformers 4
+    bidirectional_mask_function = None
 
 ATTENTION_NAME = "vit_fast"
 
@@ -35,8 +41,9 @@ REFUSED = {
 }
 if "position_bias" not in inspect.signature(sdpa_attention_forward).parameters:  # transformers 4
     REFUSED["position_bias"] = "a bias on the logits"
-# Everything else is handed on to it: is_causal, position_bias, cache, output_attentions, sliding_window, cu_seq_lens_q,
-# max_length_q, position_ids and what is not known yet.
+# Everything else is handed on to it: is_causal, position_bias, cache, output_attentions, sliding_window, position_ids
+# and what is not known yet. These are ours where they say that self-attention is of packed sequences:
+PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def attention_forward(
@@ -56,11 +63,12 @@ def attention_forward(
         query: [B, H, N, D].
         key: [B, H or a divisor of it, N, D].
         value: Shaped as key.
-        attention_mask: With a mask, causality, grouped heads, dropout or a keyword that is not NEUTRAL, transformers'
-            sdpa function runs.
+        attention_mask: With any but one of padding, causality, grouped heads, dropout or a keyword that is not NEUTRAL,
+            transformers' sdpa function runs.
         scaling: Multiplier of q k^T; None means D**-0.5.
         dropout: Probability.
-        **kwargs: Whatever else the model gives; None and False count as not given.
+        **kwargs: Whatever else the model gives; None and False count as not given. With cu_seq_lens_q, and B of 1, each
+            of the sequences that are packed attends to itself.
     Returns:
         [B, N, H, D] contiguous, and None instead of weights.
     Raises:
@@ -74,18 +82,51 @@ def attention_forward(
         )
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal  # True as in transformers' sdpa function
-    plain = attention_mask is None and not dropout and not causal and not says_more(kwargs)
+    bounds = _packed_by(query, key, kwargs) if attention_mask is None else None
+    rest = kwargs if bounds is None else {name: value for name, value in kwargs.items() if name not in PACKED}
+    key_mask = None if attention_mask is None else key_mask_of(attention_mask, query, key)
+    plain = (attention_mask is None or key_mask is not None) and not dropout and not causal and not says_more(rest)
     if not plain or key.shape != value.shape or key.shape[:2] != query.shape[:2]:
         sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
         return sdpa(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
-    return attention(query, key, value, scale=scaling).transpose(1, 2).contiguous(), None
+    if bounds is not None:
+        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        return attention_varlen(q, k, v, bounds, q.shape[0], scale=scaling)[None].contiguous(), None
+    return attention(query, key, value, scale=scaling, key_mask=key_mask).transpose(1, 2).contiguous(), None
+
+
+def _packed_by(query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
+    """Where the sequences of one packed row start and end; None where it is none, or q and k are packed differently."""
+    bounds, of_keys = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+    if not isinstance(bounds, Tensor) or (of_keys is not None and of_keys is not bounds):
+        return None
+    return bounds.to(torch.int32) if query.shape[0] == 1 and query.shape == key.shape else None
+
+
+def padding_mask(
+    batch_size: int, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any
+) -> Tensor | None:
+    """transformers' masks for "vit_fast": one of padding alone says so by its strides, any other is as for sdpa.
+
+    The kernel runs for such a mask whatever it holds; transformers would wait for the device to learn that.
+    """
+    others = ("q_offset", "kv_offset", "local_size", "use_vmap")
+    alone = kwargs.get("mask_function") is bidirectional_mask_function and not any(map(kwargs.get, others))
+    if alone and attention_mask is not None and attention_mask.shape == (batch_size, kv_length):
+        return attention_mask.bool()[:, None, None, :].expand(batch_size, 1, q_length, kv_length)
+    mask: Tensor | None = sdpa_mask(
+        batch_size=batch_size, q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **kwargs
+    )
+    return mask
 
 
 def register_attention() -> None:
     """Makes attn_implementation="vit_fast" known; importing this file calls it."""
     AttentionInterface.register(ATTENTION_NAME, attention_forward)
     if AttentionMaskInterface is not None:
-        AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
+        AttentionMaskInterface.register(
+            ATTENTION_NAME, sdpa_mask if bidirectional_mask_function is None else padding_mask
+        )
 
 
 register_attention()

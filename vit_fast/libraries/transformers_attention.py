@@ -89,7 +89,8 @@ class FusedSelfAttention(FusedModule):
         biases = ("use_relative_position_bias", "use_shared_relative_position_bias")
         if any(getattr(module.config, name, False) for name in biases):
             reasons.append("it adds a relative position bias")
-        if "Text" in type(module.config).__name__:
+        # SigLIP's texts are read in both directions, and mostly without a mask
+        if "Text" in type(module.config).__name__ and not type(module).__name__.startswith("Siglip"):
             reasons.append("it belongs to a text model: causal and padding masks")
         if module.config._attn_implementation == "eager":
             advice = "make the model with attn_implementation='sdpa'"
