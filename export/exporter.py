@@ -38,6 +38,8 @@ from .tensorrt import trtexec_line
 from .verification import BATCHES, verify_file, verify_preprocessing
 
 CALIBRATION_IMAGES, HELD_OUT_IMAGES = 32, 64
+LEAST_HELD_OUT = 32
+"""Fewer images say little of how often an answer changes in eight bits."""
 
 
 def export_onnx(
@@ -144,6 +146,11 @@ def export_onnx(
     if target == "tensorrt":
         report.trtexec = trtexec_line(inspect_onnx(path))
     report.warnings = _warnings(report, options, vit)
+    if options.is_eight_bit and verify and images_of.files < LEAST_HELD_OUT:
+        report.warnings.append(
+            f"the answers were compared on {images_of.files} image files and crops of them: give {LEAST_HELD_OUT} or "
+            "more that nothing was measured on (images, or a folder of more calibration images)"
+        )
     return report
 
 
@@ -170,10 +177,11 @@ def _complete(
 
 @dataclass(frozen=True)
 class _Images:
-    """The photographs of an export: measured on, and verified with."""
+    """The photographs of an export: measured on, and verified with; `files` of the latter are whole, the rest crops."""
 
     measured: list[Image.Image]
     verified: list[Image.Image]
+    files: int
     cache: Path | None
 
     @classmethod
@@ -192,14 +200,14 @@ class _Images:
             )
         files = [] if calibration is None else find_images(calibration)
         measured = photographs(files, CALIBRATION_IMAGES) if calibration is not None else []
-        verified = []
+        verified, given = [], None
         if verify:
             given = (left_over(files, CALIBRATION_IMAGES) or None) if images is None else find_images(images)
             count = HELD_OUT_IMAGES if options.is_eight_bit else max(BATCHES)
             if given:  # in eight bits as many as there are, since answers that rarely change are not seen on few
                 count = min(count, max(max(BATCHES), len(given)))
             verified = photographs(given, count, seed=1)
-        return cls(measured, verified, None if cache is None else Path(cache))
+        return cls(measured, verified, min(len(verified), len(given or [None])), None if cache is None else Path(cache))
 
 
 def _quantise(graph: ir.Model, vit: ImageModel, options: ExportOptions, images: _Images) -> Quantised:

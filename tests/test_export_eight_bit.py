@@ -16,7 +16,7 @@ from digits import digits_vit, held_out, write_digits
 
 from vit_fast.data import default_photograph
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.export import OnnxRunner, VerificationError, export_onnx
+from vit_fast.export import OnnxRunner, VerificationError, export_onnx, graphs
 from vit_fast.export.calibration import CalibrationError, Observation, choose_range, in_integers, load_calibration
 from vit_fast.export.loss import loss_of
 from vit_fast.export.quantise import QuantisationError
@@ -54,6 +54,7 @@ def test_accuracy_is_kept(precision: Any, target: Any, outlier: float, folder: P
     given = {"images": [folder]} if precision == "int8-dynamic" else {"calibration": [folder]}
     report = export_onnx(digits_vit(outlier), tmp_path / "m.onnx", precision=precision, target=target, **given)
     assert report.verified and report.checks[0].images == 64 and report.eight_bit is not None
+    assert not any("crops of them" in warning for warning in report.warnings)
     assert accuracy_of_model() > 0.97
     assert accuracy_of(tmp_path / "m.onnx") >= accuracy_of_model() - POINTS
 
@@ -144,7 +145,9 @@ def test_fp8_is_written_as_tensorrt_fuses_it(folder: Path, tmp_path: Path) -> No
     assert Counter(n.op_type for n in model.graph)["QuantizeLinear"] == 12 + 4 * 3, "one an activation"
 
 
-def test_int8_for_tensorrt_is_symmetric_in_fp16(tmp_path: Path) -> None:
+def test_int8_for_tensorrt_is_symmetric_in_fp16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a model whose weights would not fit into one file (the limit is lowered)."""
+    monkeypatch.setattr(graphs, "PROTOBUF_LIMIT", 1000)
     report = export_onnx(
         digits_vit(), tmp_path / "m.onnx", precision="int8", target="tensorrt", calibration=[default_photograph()],
         images=[default_photograph()], dynamic_batch=False,
@@ -155,6 +158,7 @@ def test_int8_for_tensorrt_is_symmetric_in_fp16(tmp_path: Path) -> None:
     scales = {t.data_type for t in proto.graph.initializer if ".scale" in t.name}
     assert scales == {onnx.TensorProto.FLOAT16}
     assert any("slower than fp16 on a GPU" in warning for warning in report.warnings)
+    assert any("compared on 1 image files and crops of them: give 32" in warning for warning in report.warnings)
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
