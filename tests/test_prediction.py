@@ -171,25 +171,6 @@ def test_killed_for_good(folder: Path, weights: Path, tmp_path: Path, capsys: py
     _check(load(weights), folder, out)
 
 
-def test_a_reader_that_dies_is_named(
-    folder: Path, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, out = load(weights), tmp_path / "out.parquet"
-    here, read = os.getpid(), prediction.read_image
-
-    def killed(path: Path) -> Image.Image:
-        if path.name == "12.png" and os.getpid() != here:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return read(path)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(prediction, "read_image", killed)
-        with pytest.raises(PredictionError, match=r"(?i)worker.*goes on from here"):
-            _predict(model, folder, out, workers=1)
-    _predict(model, folder, out, workers=1)
-    _check(model, folder, out)
-
-
 def test_what_cannot_be_written_says_so(
     folder: Path, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -89,7 +89,7 @@ def predict_to_parquet(
         What was written.
     Raises:
         MissingPackageError: pyarrow is not installed.
-        PredictionError: OUT.parts is of another run, or a process that reads images has ended.
+        PredictionError: OUT.parts is of another run.
         ValueError: an image's logits are not finite, or a name is given twice.
         OSError: it cannot be written.
     """
@@ -164,7 +164,7 @@ def _rows(
 ) -> Iterator[dict[str, Any]]:
     parameter = next(model.parameters())
     order = iter(files)
-    for images, errors in _batches(DataLoader(_Files(files, model), BATCH_SIZE, num_workers=workers)):
+    for images, errors in DataLoader(_Files(files, model), BATCH_SIZE, num_workers=workers):
         tokens = model.forward_features(images.to(parameter.device, parameter.dtype))
         logits, embeddings = (model.forward_head(tokens, pre_logits=pre_logits) for pre_logits in (False, True))
         assert isinstance(logits, Tensor) and isinstance(embeddings, Tensor)  # in evaluation mode
@@ -185,22 +185,6 @@ def _rows(
                 "probabilities": probabilities.float().numpy(),
                 "embedding": embedding.numpy(),
             }
-
-
-def _batches(loader: DataLoader[Any]) -> Iterator[Any]:
-    """The loader's.
-
-    Raises:
-        PredictionError: a process that reads images has ended.
-    """
-    batches = iter(loader)
-    while True:
-        try:
-            yield next(batches)
-        except StopIteration:
-            return
-        except RuntimeError as error:  # torch's, in words that say which process and why
-            raise PredictionError(f"{error}; the same command again goes on from here") from error
 
 
 def _schema() -> Any:
