@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from kernel_support import DEVICE
 from torch import Tensor, nn
 
 import vit_fast
+from vit_fast.libraries.transformers_packed import LIKE_QWEN
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
@@ -62,8 +65,8 @@ def image_inputs(batch: int) -> dict[str, Any]:
 
 def qwen(family: str, config: str, tower: str, **settings: Any) -> Tower:
     def make() -> nn.Module:
-        module = __import__(f"transformers.models.{family}.modeling_{family}", fromlist=[tower])
-        made = getattr(__import__(f"transformers.models.{family}.configuration_{family}", fromlist=[config]), config)
+        module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+        made = getattr(importlib.import_module(f"transformers.models.{family}.configuration_{family}"), config)
         return getattr(module, tower)._from_config(made(**{**QWEN, **settings}))
 
     return Tower(make, qwen_inputs, lambda result: result.pooler_output)
@@ -172,6 +175,20 @@ def test_a_tower_runs_by_kernels(name: str) -> None:
     assert_all_fused(vit_fast.fuse(model, "triton"))
     inputs = tower.inputs(2)
     assert_agree(results(tower.pick, model, inputs), results(tower.pick, plain, inputs))
+
+
+@pytest.mark.parametrize("family", LIKE_QWEN)
+def test_a_layer_like_qwens_agrees(family: str) -> None:
+    """Of every model whose layer is taken for a copy of Qwen's, by itself."""
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_heads": 2, "hidden_act": "gelu_pytorch_tanh"}
+    torch.manual_seed(0)
+    layer = getattr(module, f"{LIKE_QWEN[family]}Block")(SimpleNamespace(**sizes, _attn_implementation="sdpa"))
+    x, angles = torch.randn(15, 64), torch.randn(15, 16).repeat(1, 2)
+    given = {"cu_seqlens": torch.tensor([0, 4, 15]), "position_embeddings": (angles.cos(), angles.sin())}
+    right = layer(x, **given)
+    vit_fast.fuse(layer, "sdpa").require_all()
+    torch.testing.assert_close(layer(x, **given), right)
 
 
 def test_nan_in_one_image_stays_in_it() -> None:
