@@ -22,6 +22,7 @@ from kernel_support import (
     nan_output,
 )
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from vit_fast import ops
@@ -290,6 +291,33 @@ def test_vmap_and_second_derivatives_are_refused() -> None:
     )
     with pytest.raises(UnsupportedInputError, match="second derivative"):
         grad.sum().backward()
+
+
+class _Called(TorchDispatchMode):
+    """The names of the torch operators that run meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_lengths_are_not_read_on_the_host() -> None:
+    """Which would wait for the device; reading one shows that it would be seen."""
+    bounds, q = sequences_of([2, 0, 4]), packed(6, 2, 16)[:, 0]
+    keep = torch.ones(1, 6, dtype=torch.bool, device=DEVICE)
+    waiting = {"aten._local_scalar_dense.default", "aten.nonzero.default", "aten.item.default"}
+    with _Called() as called:
+        ops.attention_varlen(q, q, q, bounds, 4, backend="triton")
+        ops.attention(*(as_batch(q),) * 3, key_mask=keep, backend="triton")
+    assert {"vit_fast.attention_varlen.default", "vit_fast.attention_masked.default"} <= called.names
+    assert not called.names & waiting
+    with _Called() as called:
+        bounds[1].item()
+    assert called.names & waiting
 
 
 def test_flop_formulas() -> None:
