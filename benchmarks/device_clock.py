@@ -34,33 +34,7 @@ class Event(Protocol):
     def elapsed_time(self, end: Any, /) -> float: ...
 
 
-class Queue(Protocol):
-    """What the clock needs of a device and of the host beside it."""
-
-    @property
-    def cycles_per_ms(self) -> float:
-        """How many cycles of `sleep` are a millisecond."""
-
-    def current(self) -> AbstractContextManager[object]:
-        """Makes this the device that calls go to."""
-
-    def now_ms(self) -> float:
-        """The host's clock."""
-
-    def mark(self) -> Event:
-        """An event that passes when everything queued before it is done."""
-
-    def sleep(self, cycles: int) -> None:
-        """Queues nothing but waiting."""
-
-    def flush(self) -> None:
-        """Queues what empties the last-level cache."""
-
-    def synchronise(self) -> None:
-        """Waits until the device has done all that was asked of it."""
-
-
-def calibrate(queue: Queue) -> float:
+def calibrate(queue: CudaQueue) -> float:
     """Cycles of `sleep` a millisecond: the slope from a short one to a long one, the steepest of a few readings."""
 
     def milliseconds(cycles: int) -> float:
@@ -76,7 +50,7 @@ def calibrate(queue: Queue) -> float:
 
 
 class CudaQueue:
-    """The current stream of a CUDA device."""
+    """The current stream of a CUDA device, and the host beside it: all that the clock needs of both."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -84,29 +58,35 @@ class CudaQueue:
     cycles_per_ms = functools.cached_property[float](calibrate)
 
     def current(self) -> AbstractContextManager[object]:
+        """Makes this the device that calls go to."""
         return torch.cuda.device(self.device)
 
     def now_ms(self) -> float:
+        """The host's clock."""
         return time.perf_counter_ns() / 1e6
 
     def mark(self) -> Event:
+        """An event that passes when everything queued before it is done."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def sleep(self, cycles: int) -> None:
+        """Queues nothing but waiting."""
         torch.cuda._sleep(cycles)
 
     def flush(self) -> None:
+        """Queues what empties the last-level cache."""
         cache = int(torch.cuda.get_device_properties(self.device).L2_cache_size)
         torch.empty(max(2 * cache, MIN_FLUSH_BYTES), dtype=torch.int8, device=self.device).zero_()
 
     def synchronise(self) -> None:
+        """Waits until the device has done all that was asked of it."""
         torch.cuda.synchronize(self.device)
 
 
 @functools.cache
-def open_queue(device: torch.device) -> Queue:
+def open_queue(device: torch.device) -> CudaQueue:
     """The queue of a CUDA device; one for the life of the process, so that its sleep is calibrated once."""
     return CudaQueue(device)
 
@@ -121,7 +101,7 @@ class Instant:
         queue: The device; None means the current one.
     """
 
-    def __init__(self, queue: Queue | None = None) -> None:
+    def __init__(self, queue: CudaQueue | None = None) -> None:
         self.event = (open_queue(torch.device("cuda")) if queue is None else queue).mark()
 
     def __sub__(self, earlier: Instant) -> float:
@@ -139,7 +119,7 @@ class DeviceClock:
             counts; otherwise the device is idle when the call begins, and what the host needs to launch it counts.
     """
 
-    def __init__(self, queue: Queue, call: Callable[[int], object], *, hide: bool) -> None:
+    def __init__(self, queue: CudaQueue, call: Callable[[int], object], *, hide: bool) -> None:
         self.queue, self.call, self.hide = queue, call, hide
         self.host_ms: list[float] = []
         self.host_bound = False

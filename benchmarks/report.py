@@ -56,7 +56,7 @@ COLUMNS = (
     Column("[p20, p80]", lambda row: f"[{row['ms_p20']:.4g}, {row['ms_p80']:.4g}]", 4),
     Column("p90 ms", lambda row: _number(row, "ms_p90", "{:.4g}"), 4),
     Column("p99 ms", lambda row: _number(row, "ms_p99", "{:.4g}"), 3),
-    Column("host ms", lambda row: _number(row, "host_ms"), 3),
+    Column("host ms", lambda row: _number(row, "host_ms") + (" bound" if row.get("host_bound") else ""), 3),
     Column("TFLOP/s", lambda row: _number(row, "TFLOP_per_s"), 5),
     Column("of ceiling", lambda row: "above" if row["defect"] else _number(row, "ceiling_share", "{:.0%}"), 6),
     Column("floor ms", lambda row: _number(row, "floor_ms", "{:.4g}"), 9),

@@ -23,9 +23,9 @@ Row = dict[str, Any]
 
 # Figures that exist only in a row whose outputs were right and whose time was measured.
 SPEED_FIELDS = (
-    "images_per_s", "ms", "ms_p20", "ms_p80", "ms_p90", "ms_p99", "repeats", "host_ms", "J_per_image", "TFLOP_per_s",
-    "samples_ms", "ceiling_share", "FLOP", "bytes", "tokens", "GFLOP_per_image", "floor_ms", "ratio_to_best_peer",
-    "ratio_interval", "verdict", "best_peer", "defect",
+    "images_per_s", "ms", "ms_p20", "ms_p80", "ms_p90", "ms_p99", "repeats", "host_ms", "host_bound", "J_per_image",
+    "TFLOP_per_s", "samples_ms", "ceiling_share", "FLOP", "bytes", "tokens", "GFLOP_per_image", "floor_ms",
+    "ratio_to_best_peer", "ratio_interval", "verdict", "best_peer", "defect",
 )  # fmt: skip
 # Calls that a 90th and a 99th percentile take.
 PERCENTILE_REPEATS = 100
@@ -125,6 +125,7 @@ def add_timing(row: Row, timing: Timing, group: Group) -> None:
         ms_p90=percentile(timing.samples_ms, 0.90) if enough else None,
         ms_p99=percentile(timing.samples_ms, 0.99) if enough else None,
         host_ms=timing.host_ms,
+        host_bound=timing.host_bound,
         samples_ms=[float(f"{sample:.6g}") for sample in timing.samples_ms],
         TFLOP_per_s=flop and flop / timing.ms / 1e9,
         FLOP=flop,

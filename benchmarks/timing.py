@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from .device_clock import DeviceClock, open_queue
 
@@ -207,13 +206,6 @@ def cold_copies(nbytes: int, device: torch.device | str) -> int:
     return max(2, math.ceil(2 * cache_bytes(torch.device(device)) / max(nbytes, 1)))
 
 
-def cold_rotation(tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-    """Copies of a call's inputs, strides kept, enough that those of round i, `copies[i % len(copies)]`, are cold."""
-    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    copies = cold_copies(nbytes, tensors[0].device)
-    return [tuple(tensors), *(tuple(_copy(tensor) for tensor in tensors) for _ in range(copies - 1))]
-
-
 def cache_bytes(device: torch.device) -> int:
     """Size of the cache before memory, in bytes: the L2 of a GPU, a generous stand-in for that of a CPU."""
     if device.type == "cuda":
@@ -278,9 +270,3 @@ def _host_clock(call: Call, number: int) -> float:
     start = time.perf_counter_ns()
     call(number)
     return (time.perf_counter_ns() - start) / 1e6
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """A copy with the same strides, also where they leave gaps or repeat."""
-    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return copy.copy_(tensor) if 0 not in tensor.stride() else tensor.clone()

@@ -7,6 +7,7 @@ import torch
 
 import vit_fast
 from vit_fast.benchmarks.roofline import Counter, Work, total, work
+from vit_fast.config import RopeConfig
 from vit_fast.variants import get_variant, list_models
 
 VARIANTS = {
@@ -18,6 +19,13 @@ VARIANTS = {
     "every token": {"global_pool": "", "num_classes": 5},
     "no head": {"num_classes": 0},
     "hybrid": {"stem_channels": (8, 16), "patch_size": 2},
+    "gated": {
+        "mlp_layer": "swiglu",
+        "act_layer": "silu",
+        "scale_mlp_norm": True,
+        "rope": RopeConfig(),
+        "qk_norm": True,
+    },
     "clip": {"pre_norm": True, "img_size": (40, 24)},
 }
 
