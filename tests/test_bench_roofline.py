@@ -15,6 +15,7 @@ VARIANTS = {
     "registers": {"reg_tokens": 4, "class_token": True},
     "no bias, two heads": {"qkv_bias": False, "distilled": True},
     "map": {"global_pool": "map", "class_token": False},
+    "map of all tokens": {"global_pool": "map", "pool_include_prefix": True},
     "mean": {"global_pool": "avg"},
     "every token": {"global_pool": "", "num_classes": 5},
     "no head": {"num_classes": 0},
