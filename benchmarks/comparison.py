@@ -72,7 +72,8 @@ def compare(first: Record, second: Record) -> Comparison:
         elif row["status"] != "measured" or other["status"] != "measured":
             unpaired.append(f"{name}: {row['status']} in the first, {other['status']} in the second")
         else:
-            resolution = max(resolution_of(row, first["controls"]), resolution_of(other, second["controls"]), drift)
+            sides = (row, first["controls"]), (other, second["controls"])
+            resolution = max(drift, *(resolution_of(*side, between_runs=True) for side in sides))
             pairs.append(_pair(row, other, resolution))
     return Comparison(pairs, unpaired, _warnings(first, second, drift, pairs))
 

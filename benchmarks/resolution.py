@@ -67,10 +67,17 @@ def _blocks(count: int, generator: np.random.Generator) -> np.ndarray:
 
 
 def control(first_ms: Sequence[float], again_ms: Sequence[float], *, share: float = 0.5) -> dict[str, Any]:
-    """The A/A control: identical code timed in the same turns, and the resolution that follows, as a share."""
+    """The A/A control: identical code timed in the same turns, and the resolution that follows, as a share.
+
+    `resolution` is that of ratios within these turns; `between_runs`, of medians alone, that of ratios to other runs,
+    in which what the machine did then does not cancel.
+    """
     low, high = ratio_interval(first_ms, again_ms, paired=True, share=share)
     found = ratio(first_ms, again_ms, paired=True, share=share)
-    return {"ratio": found, "interval": [low, high], "resolution": max(high, 1 / low, found, 1 / found) - 1}
+    apart = ratio_interval(first_ms, again_ms, paired=False, share=share)
+    within = max(high, 1 / low, found, 1 / found) - 1
+    between = max(within, apart[1] - 1, 1 / apart[0] - 1)
+    return {"ratio": found, "interval": [low, high], "resolution": within, "between_runs": between}
 
 
 def verdict(found: float, interval: Sequence[float], resolution: float) -> str:

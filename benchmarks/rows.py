@@ -178,10 +178,12 @@ def finish(rows: Sequence[Row], ceilings: dict[str, Any], controls: Sequence[Row
         row.update(ratio_to_best_peer=found["ratio"], ratio_interval=found["interval"], verdict=found["verdict"])
 
 
-def resolution_of(row: Row, controls: Sequence[Row]) -> float:
+def resolution_of(row: Row, controls: Sequence[Row], *, between_runs: bool = False) -> float:
     """The resolution of the contest that a row is in: the worst of its controls; infinite where there is none."""
+    field = "between_runs" if between_runs else "resolution"
     alike = {"img_size": row["img_size"]}  # of records whose controls do not say it
-    found = [control["resolution"] for control in controls if contest(alike | control) == contest(row)]
+    fields = [(field if field in c else "resolution", c) for c in controls if contest(alike | c) == contest(row)]
+    found: list[float] = [control[name] for name, control in fields]
     return max(found, default=float("inf"))
 
 

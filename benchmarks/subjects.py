@@ -63,7 +63,7 @@ LABELS = {
         "optimized",
         "given+compile",
         "given+fused+compile",
-    ),  # fmt: skip
+    ),
     "onnx": ("onnxruntime", "onnxruntime-nobinding", "openvino"),
     "block": ("eager", "sdpa", "triton", "timm", "timm+fused"),
     "attention": ("eager", *_SDPA, "triton", "flex", "flash-attn", "xformers"),

@@ -214,7 +214,7 @@ def exact(record: dict, resolution: float = 0.02, factors: dict[str, float] | No
         ms = 10 * (factors or {}).get(row["subject"], 1.0)
         samples = [ms * wobble for wobble in (0.999, 1.0, 1.001) * 4]
         row.update(ms=ms, images_per_s=row["batch"] / ms * 1e3, samples_ms=samples)
-    made["controls"][0]["resolution"] = resolution
+    made["controls"][0].update(resolution=resolution, between_runs=resolution)
     made["busy"] = []
     return made
 

@@ -68,6 +68,16 @@ def test_noise_that_moves_medians_does_not_hide_a_large_difference(monkeypatch: 
     assert [verdict(samples, "b", "a") for samples in taken].count("faster") >= 19
 
 
+def test_between_runs_nothing_cancels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a run can tell of another is what its medians did, however well its own turns agree."""
+    times = dict.fromkeys(("first", "again"), 10.0)
+    samples = [measure(Machine(seed, noisy=True), times, monkeypatch) for seed in range(20)]
+    controls = [resolution.control(taken["first"], taken["again"]) for taken in samples]
+    assert all(found["between_runs"] >= found["resolution"] for found in controls)
+    assert max(found["resolution"] for found in controls) < resolution.UNRANKABLE
+    assert sum(found["between_runs"] > resolution.UNRANKABLE for found in controls) > 5
+
+
 def test_a_noise_that_hits_one_call_and_not_its_neighbour_ranks_nothing() -> None:
     """Nothing cancels there: the control says how much, and the verdict nothing."""
     random = np.random.default_rng(0)
