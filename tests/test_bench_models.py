@@ -20,11 +20,10 @@ from vit_fast.benchmarks.subjects import Subject, Task, choose
 from vit_fast.benchmarks.subjects_ours import build
 from vit_fast.cli import main
 
+pytestmark = pytest.mark.usefixtures("small_ceilings")
 MODULE = """
 import torch
 from torch import nn
-
-pytestmark = pytest.mark.usefixtures("small_ceilings")
 
 def convolution():
     return nn.Sequential(nn.Conv2d(3, 8, 8, 8), nn.Flatten(), nn.Linear(256, 5))
