@@ -249,6 +249,26 @@ def block_cases() -> Iterator[tuple[Any, Arguments]]:
         )
 
 
+def modern_cases() -> Iterator[tuple[Any, Arguments]]:
+    """Blocks of rotary positions, of qk-norm, of RMSNorms and a gate."""
+    C, F = 64, 128
+    x, table, vector = zeros(2, 17, C), zeros(1, 1, 16, 32, dtype=FP32), zeros(64)
+    tensors = [
+        zeros(C), None, zeros(3 * C, C), zeros(3 * C), zeros(C, C), zeros(C), zeros(C), zeros(C), None, zeros(F, C),
+        zeros(F), zeros(C, F), zeros(C), zeros(C), zeros(F, C), zeros(F),
+    ]  # fmt: skip
+    rotated = (None, None, None, None, table, table), ("none", 0.0, "head", 1, "half")
+    normed = (vector, None, vector, None, table, table), ("rms_norm", 1e-6, "head", 1, "interleaved")
+    for of_qk, qk_settings in (rotated, normed):
+        settings = (1, 0.125, 1e-6, 1e-5, "rms_norm", "silu", *qk_settings, True, BF16)
+        yield block_op, (x, None, *tensors, *of_qk, None, None, *settings)
+        call = (x, None, *tensors, *of_qk, *settings)
+        yield block_training_op, call
+        y, _, _, statistics, *kept = block_training_op(*call)
+        rest = (*tensors, *of_qk, 0.125, "rms_norm", "silu", *qk_settings)
+        yield block_backward_op, (y, x, statistics, *kept, *rest)
+
+
 def steady_state() -> None:
     """A model's second step builds no launch: forward, backward and inference."""
     model = vit_fast.create_model("vit_test", backend="triton", depth=3).bfloat16()
@@ -467,7 +487,7 @@ def main() -> None:
     listen()
     driver = stand_in_driver.install("sm_90")
     kept = keep_what_is_recorded()
-    for operator, arguments in (*cases(), *block_cases()):
+    for operator, arguments in (*cases(), *block_cases(), *modern_cases()):
         hold(operator, arguments, kept)
     one_plan_serves_one_tensor_thrice_and_three()
     precision()

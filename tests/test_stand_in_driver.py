@@ -146,6 +146,43 @@ def test_a_fused_model_of_every_library_launches_what_ours_does(environment: dic
         assert shallow == [6 + 11 + 1, 6 + 1, 5 + 1]
 
 
+_ROTARY_COUNTS = """
+import json
+import torch
+import vit_fast
+from vit_fast.kernels import plan, stand_in_driver
+from vit_fast.kernels.plan_steps import TorchCall
+driver = stand_in_driver.install("sm_90")
+counts, by_torch = {}, []
+for name in ("vit_small_patch16_dinov3", "vit_small_plus_patch16_dinov3"):
+    for depth in (1, 3):
+        model = vit_fast.create_model(name, img_size=224, depth=depth, backend="triton").bfloat16()
+        images = torch.zeros(16, 3, 224, 224, dtype=torch.bfloat16)
+        made = []
+        for _ in range(2):
+            before = driver.counters().launches
+            model.train()(images).sum().backward()
+        made.append(driver.counters().launches - before)
+        with torch.no_grad():
+            model.eval()(images)
+            before = driver.counters().launches
+            model(images)
+        made.append(driver.counters().launches - before)
+        counts.setdefault(name, []).append(made)
+for planned in plan.plans():
+    by_torch += [str(step.operator) for step, _ in planned.steps if isinstance(step, TorchCall)]
+print(json.dumps([counts, sorted(set(by_torch))]))
+"""
+
+
+def test_rotary_positions_and_gates_add_no_launch(environment: dict[str, str]) -> None:
+    """As many as without them, but for one in a backward: the gradients of q and k are turned back in place."""
+    counts, by_torch = json.loads(run_python(["-c", _ROTARY_COUNTS], environment))
+    assert not {"aten.contiguous.default", "aten.clone.default"} & {*by_torch}  # the tables are read as they lie
+    for shallow, deep in counts.values():
+        assert [(b - a) / 2 for a, b in zip(shallow, deep)] == [6 + 11 + 1, 6]
+
+
 @pytest.fixture(scope="module")
 def planted(environment: dict[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(run_python([str(PLANTED)], environment))
