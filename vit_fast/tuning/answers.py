@@ -102,7 +102,11 @@ def machine(device: torch.device) -> dict[str, Any]:
 def model_key(model: nn.Module) -> str:
     """A model's class and its tensors' names, shapes and dtypes, in a few letters."""
     described = [f"{type(model).__module__}.{type(model).__qualname__}"]
-    described += [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in model.state_dict().items()]
+    for name, value in model.state_dict().items():  # quantised layers keep more in it than tensors
+        is_tensor = isinstance(value, torch.Tensor)
+        described.append(
+            f"{name} {tuple(value.shape)} {value.dtype}" if is_tensor else f"{name} {type(value).__name__}"
+        )
     return hashlib.sha256("\n".join(described).encode()).hexdigest()[:16]
 
 
