@@ -16,6 +16,7 @@ from ..errors import UnsupportedInputError
 from .backends import triton_unavailable_reasons
 from .checks import DTYPES, MAX_ROWS, no_tensor, refuse_double_backward, refuse_vmap
 from .descriptions import QkNorm, Rope
+from .flops import flop_formula
 from .operators import differentiable, fake, operator
 from .transforms import transformable
 
@@ -176,3 +177,8 @@ def flat_settings(like: Tensor, qk_norm: QkNorm | None, rope: Rope | None) -> tu
     if reasons:
         raise UnsupportedInputError(f"{_WHAT} with backend='triton'", reasons)
     return (*tensors, kind, eps, over, prefix, layout)
+
+
+@flop_formula([torch.ops.vit_fast.qk_norm_rope, torch.ops.vit_fast.qk_norm_rope_backward])
+def _(*args: Any, **kwargs: Any) -> int:
+    return 0
