@@ -14,7 +14,9 @@ import vit_fast
 from vit_fast.patch_embed import FusedPatchConv
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-NAMES = [name for name in SUBJECTS if name not in ("transformers-siglip2", "torch-encoder")]
+# patches, tokens, or a video come in, or noise beside the images
+OTHERS = ("transformers-siglip2", "torch-encoder", "transformers-vivit", "transformers-vit-mae")
+NAMES = [name for name in SUBJECTS if name not in OTHERS]
 
 
 def bytes_for(subject: Subject) -> tuple[str, Tensor]:

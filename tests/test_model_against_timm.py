@@ -12,7 +12,7 @@ import vit_fast
 from vit_fast.config import ViTConfig
 from vit_fast.libraries.known import convert
 
-NOT_IN_TIMM = {"vit_test", *vit_fast.list_models("vit_*_hybrid_*")}
+NOT_IN_TIMM = {"vit_test", "vit_mnist", "vit_micro_patch7_28", *vit_fast.list_models("vit_*_hybrid_*")}
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 3, "num_heads": 4, "num_classes": 10}
 TIMM_ACTIVATIONS = {"GELU": "gelu", "GELUTanh": "gelu_tanh", "QuickGELU": "quick_gelu", "ReLU": "relu", "SiLU": "silu"}
 

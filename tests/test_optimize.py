@@ -235,6 +235,13 @@ def test_save_and_load(model, images, one_engine, tmp_path) -> None:
         vit_fast.load_optimized(tmp_path / "bad.json", model)
 
 
+def test_weights_of_any_kind_have_a_digest() -> None:
+    norm = torch.nn.BatchNorm2d(3)
+    before = answers.weights_digest(norm)
+    norm.num_batches_tracked += 1
+    assert answers.weights_digest(norm) != before == answers.weights_digest(torch.nn.BatchNorm2d(3))
+
+
 def test_where_answers_are_kept(monkeypatch, tmp_path) -> None:
     monkeypatch.delenv("VIT_FAST_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -145,6 +145,16 @@ def test_fuse_takes_what_is_known_of_this_machine(monkeypatch: pytest.MonkeyPatc
     assert vit_fast.fuse(other.module).backend == "sdpa"
 
 
+def test_auto_takes_what_is_known_of_this_machine(only) -> None:
+    opened = open_model("vit_test", 1, ())
+    assert vit_fast.create_model("vit_test").blocks[0].backend == "sdpa"
+    only(Choice(attention="eager", mlp="eager"))
+    assert vit_fast.optimize(opened.module, opened.example, budget_s=5).choice.attention == "eager"
+    assert vit_fast.create_model("vit_test").blocks[0].backend == "eager"
+    assert vit_fast.create_model("vit_test", backend="sdpa").blocks[0].backend == "sdpa"
+    assert vit_fast.create_model("vit_test", depth=1).blocks[0].backend == "sdpa"
+
+
 def test_candidates_are_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "installed", lambda name: None)
     engines = {choice.engine for choice in choices.candidates(torch.device("cpu"), ["bf16", "int8"])}

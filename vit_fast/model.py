@@ -27,6 +27,7 @@ from .ops.attention_op import DTYPES as KERNEL_DTYPES
 from .ops.attention_op import MAX_HEAD_DIM, MIN_HEAD_DIM
 from .ops.backends import resolve_backend
 from .positions import pos_embed_for, rope_of
+from .tuning.answers import known_backend
 
 
 class VisionTransformer(nn.Module):
@@ -235,7 +236,8 @@ def set_backend(model: nn.Module, backend: str) -> None:
         backend: "eager" (the formulas), "sdpa" (torch's fused attention), "triton" (our kernels), or "auto":
             triton where it runs (see `vit-fast info`) and takes the head size and dtype, fp32 only with TF32 or under
             autocast, else sdpa.
-            "auto" is resolved here, and again when the model is moved or converted; never inside forward.
+            "auto" is resolved here, and again when the model is moved or converted; never inside forward. Where
+            `vit_fast.optimize` found another backend to be faster for such a model on this machine, it stands for that.
     Raises:
         ValueError: the backend is unknown, or there is nothing in the model to set it on.
     """
@@ -245,7 +247,9 @@ def set_backend(model: nn.Module, backend: str) -> None:
             f"model is a {type(model).__name__} without parts of ours: use vit_fast.fuse for other libraries"
         )
     parameter = next(model.parameters(), torch.empty(0))
-    resolved = resolve_backend(backend, parameter.device, parameter.dtype)
+    resolved: str = resolve_backend(backend, parameter.device, parameter.dtype)
+    if backend == "auto":
+        resolved = known_backend(model) or resolved
     for owner in owners:
         # "auto" is triton only where its attention can run: 16 <= head_dim <= 128, and no fp64
         fits = parameter.dtype in KERNEL_DTYPES and MIN_HEAD_DIM <= owner.head_dim <= MAX_HEAD_DIM

@@ -102,9 +102,10 @@ def scaled_dot_product_attention(
     whatever else the kernel does not do go to torch's own function; so does everything inside a torch.func transform,
     and where torch's fused kernels are switched off (`sdpa_kernel`).
     """
-    plain = dropout_p == 0.0 and not is_causal and not enable_gqa
     tensors = [tensor for tensor in (query, key, value, attn_mask) if tensor is not None]
-    if plain and all(map(_is_ordinary, tensors)) and _auto_is_triton(query):
+    # first of all the tensors: stand-ins such as fx's Proxy come with others for the numbers, which cannot be asked
+    plain = all(map(_is_ordinary, tensors)) and dropout_p == 0.0 and not is_causal and not enable_gqa
+    if plain and _auto_is_triton(query):
         q, k, v = autocast(query, key, value)
         key_mask = None if attn_mask is None else key_mask_of(attn_mask, q, k)
         understood = attn_mask is None or key_mask is not None

@@ -114,7 +114,8 @@ def weights_digest(model: nn.Module) -> str:
     """The values of a model's tensors, in a few letters."""
     digest = hashlib.sha256()
     for tensor in model.state_dict().values():
-        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
+        if isinstance(tensor, Tensor):
+            digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
