@@ -79,8 +79,8 @@ def check_packed(lengths: list[int], behind: int, qkv: Tensor, scale: float) -> 
 
 
 def check_all(found: Any, inputs: list[Tensor], scale: float) -> None:
-    exact = attention_with_gradients(*inputs, scale, torch.float64)  # type: ignore[call-arg]
-    eager = attention_with_gradients(*inputs, scale, inputs[0].dtype)  # type: ignore[call-arg]
+    exact = attention_with_gradients(*inputs, scale, torch.float64)  # type: ignore[call-arg]  # a list of them
+    eager = attention_with_gradients(*inputs, scale, inputs[0].dtype)  # type: ignore[call-arg]  # as above
     for name, value, usual, right in zip(NAMES, found, eager, exact):
         factor = FORWARD_FACTOR if name == "o" else GRADIENT_FACTOR
         assert_as_exact_as_eager(name, value, usual, right, factor)

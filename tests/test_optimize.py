@@ -128,6 +128,14 @@ def test_changed_weights_are_followed_or_refused(model, images) -> None:
     torch.testing.assert_close(shared(images), model(images), atol=1e-4, rtol=1e-4)
     with pytest.raises(UnsupportedInputError, match="weights were changed"):
         own(images)
+    head, model.head.weight = model.head.weight, nn.Parameter(torch.randn_like(model.head.weight))
+    with pytest.raises(UnsupportedInputError, match="weights were changed"):
+        shared(images)
+    model.head.weight = head
+    shared(images)
+    model.head = copy.deepcopy(model.head)
+    with pytest.raises(UnsupportedInputError, match="weights were changed"):
+        shared(images)
 
 
 def test_hooks_and_training_are_refused(model, images) -> None:
@@ -164,7 +172,6 @@ def trials_of(model: nn.Module, images: Tensor, **rule) -> Trials:
 
 def test_wrong_answers_are_refused(model, images, monkeypatch) -> None:
     trials = trials_of(model, images)
-    wrong = nn.Linear(1, 1)
     for change, reason in (
         (lambda output: output + 1e-3, "off by"),
         (lambda output: output[:2], "instead of"),
@@ -176,7 +183,6 @@ def test_wrong_answers_are_refused(model, images, monkeypatch) -> None:
     turned = lambda values: model(values).roll(1, 1)  # noqa: E731
     with pytest.raises(Refused, match="of the answers"):
         trials.expected.check(turned, Choice(precision="bf16"), trials.rule)
-    del wrong
 
 
 def test_memory_limit(model, images) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ class Optimized(nn.Module):
     """A model in the fastest way that was found for it; for inference.
 
     Takes and gives what the model does, in the same dtypes, without gradients. Attributes, parameters and state_dict
-    are the model's own. Where its weights were converted or compiled in, changing them is noticed by the next call.
+    are the model's own. A weight or module that was replaced, and where weights were converted or compiled in also one
+    that was written to, is noticed by the next call; what torch cannot see, writes through `.data`, is not.
 
     Args:
         original: The model as it was given; held, not changed.
@@ -44,8 +45,8 @@ class Optimized(nn.Module):
         self.choice = choice
         self._function = function
         self._output_dtypes = output_dtypes
-        tensors = () if shares_weights else (*original.parameters(), *original.buffers())
-        self._weights = tuple((tensor, tensor._version) for tensor in tensors)
+        self._held = () if choice == Choice() else tuple(_held_by(original))
+        self._written = () if shares_weights else tuple((tensor, tensor._version) for tensor in _tensors_of(original))
         self.training = False
 
     @torch.no_grad()
@@ -74,7 +75,8 @@ class Optimized(nn.Module):
         as_given = self.choice == Choice()
         if self.training or (as_given and self.original.training):
             return ["it is in training mode: accepted is evaluation mode; train the model it was made from"]
-        if any(tensor._version != version for tensor, version in self._weights):
+        replaced = any(place.get(name) is not value for place, name, value in self._held)
+        if replaced or any(tensor._version != version for tensor, version in self._written):
             return ["the model's weights were changed since: optimize it again"]
         return [] if as_given else hook_reasons(self.original)
 
@@ -96,6 +98,19 @@ class Optimized(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("original"), name)
+
+
+def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def _held_by(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, object]]:
+    """Every module, parameter and buffer in a model, by where it stands."""
+    for module in model.modules():
+        for place in (module._modules, module._parameters, module._buffers):
+            for name, value in place.items():
+                yield place, name, value
 
 
 def hook_reasons(model: nn.Module) -> list[str]:
