@@ -87,16 +87,23 @@ def key_of(model: nn.Module, example: Any, asked: dict[str, Any]) -> dict[str, A
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Device, driver and versions."""
+    """Device, driver, versions, and whether products of fp32 may be rounded."""
     versions = {name: version for name in PACKAGES if (version := installed(name)) is not None}
     versions |= {"vit_fast": __version__, "python": platform.python_version()}
+    precision = torch.get_float32_matmul_precision()
     if device.type != "cuda":
         from vit_fast.benchmarks.machine import cpu_name
 
-        return {"device": cpu_name(), "threads": torch.get_num_threads(), "versions": versions}
+        return {"device": cpu_name(), "threads": torch.get_num_threads(), "versions": versions, "fp32": precision}
     properties = torch.cuda.get_device_properties(device)
     driver = getattr(torch._C, "_cuda_getDriverVersion")()  # noqa: B009  # builds without CUDA lack it
-    return {"device": properties.name, "driver": driver, "cuda": torch.version.cuda, "versions": versions}
+    return {
+        "device": properties.name,
+        "driver": driver,
+        "cuda": torch.version.cuda,
+        "versions": versions,
+        "fp32": precision,
+    }
 
 
 def model_key(model: nn.Module) -> str:
