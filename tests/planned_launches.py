@@ -29,8 +29,9 @@ from vit_fast.ops.attention_varlen_op import (
     attention_varlen_qkvpacked_backward_op,
     attention_varlen_qkvpacked_op,
 )
-from vit_fast.ops.block import BlockTensors, fold
+from vit_fast.ops.block import fold
 from vit_fast.ops.block_op import block_backward_op, block_op, block_training_op
+from vit_fast.ops.descriptions import BlockTensors
 from vit_fast.ops.layer_norm_mlp_op import layer_norm_mlp_backward_op, layer_norm_mlp_op, layer_norm_mlp_training_op
 from vit_fast.ops.linear_op import (
     layer_norm_linear_backward_op,

@@ -12,8 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vit_fast import UnsupportedInputError
 from vit_fast.ops.attention import attention_qkvpacked
-from vit_fast.ops.block import BlockTensors, fold, fused_block
+from vit_fast.ops.block import fold, fused_block
 from vit_fast.ops.block_op import block_backward_op, block_op, block_training_op
+from vit_fast.ops.descriptions import BlockTensors
 from vit_fast.ops.layer_norm_mlp import fused_layer_norm_mlp
 from vit_fast.ops.linear import layer_norm_linear, linear_residual
 

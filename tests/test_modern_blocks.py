@@ -14,8 +14,9 @@ from torch import Tensor
 
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.ops import Norm, QkNorm, Rope, attention_qkvpacked, layer_norm_mlp, qk_norm_rope
-from vit_fast.ops.block import BlockTensors, fold, fused_block
+from vit_fast.ops.block import fold, fused_block
 from vit_fast.ops.block_op import block_backward_op, block_op, block_training_op
+from vit_fast.ops.descriptions import BlockTensors
 from vit_fast.ops.reference import normalise
 from vit_fast.ops.rotary_op import flat_settings
 

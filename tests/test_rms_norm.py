@@ -12,7 +12,8 @@ from mlp_support import DEVICE, assert_rule, check_case, make_case, statistics_o
 from torch import Tensor
 
 from vit_fast.ops.attention import attention_qkvpacked
-from vit_fast.ops.block import BlockTensors, fold, fused_block
+from vit_fast.ops.block import fold, fused_block
+from vit_fast.ops.descriptions import BlockTensors
 from vit_fast.ops.layer_norm_mlp import fused_layer_norm_mlp
 from vit_fast.ops.linear import layer_norm_linear, linear_residual
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from .ops.attention import is_exporting
 from .ops.attention_varlen import attention_among
 from .ops.backends import constant_to_compiler
-from .ops.block import BlockTensors, fused_block
+from .ops.block import fused_block
 from .ops.checks import matmul_dtype
-from .ops.descriptions import Keys, Rope
+from .ops.descriptions import BlockTensors, Keys, Rope
 from .ops.frozen import Frozen
 from .ops.layer_norm_mlp import fused_layer_norm_mlp, layer_norm_mlp, needs_gradient
 from .ops.linear import layer_norm_linear, linear_residual

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .ops.block import BlockTensors
-from .ops.descriptions import Norm, QkNorm
+from .ops.descriptions import BlockTensors, Norm, QkNorm
 from .ops.frozen import Frozen
 from .plain import Watch
 

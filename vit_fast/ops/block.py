@@ -9,7 +9,7 @@ The operators in `linear.py`, `attention.py` and `layer_norm_mlp.py`, of which i
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,46 +17,9 @@ from torch import Tensor
 from ..errors import UnsupportedInputError
 from .block_op import block_op, block_training
 from .checks import matmul_dtype, no_tensor, require_one_device
-from .descriptions import QkNorm, Rope, check_qk_norm, checked_rope, is_rms
+from .descriptions import BlockTensors, QkNorm, Rope, check_qk_norm, checked_rope, is_rms
 from .layer_norm_mlp import needs_gradient, residual_stream
 from .rotary_op import flat_settings
-
-
-class BlockTensors(NamedTuple):
-    """The parameters of a block; None for the absent ones.
-
-    Attributes:
-        norm1_weight, norm1_bias: The first LayerNorm's [C].
-        qkv_weight, qkv_bias: One linear layer of q, k and v, [3 H D, C] and [3 H D].
-        proj_weight, proj_bias: [C, H D] and [C].
-        scale1: LayerScale of the attention branch [C].
-        norm2_weight, norm2_bias: The second LayerNorm's [C].
-        fc1_weight, fc1_bias: [F, C] and [F].
-        fc2_weight, fc2_bias: [C, F] and [C].
-        scale2: LayerScale of the MLP branch [C].
-        gate_weight, gate_bias: Like fc1's, of a gate.
-        qkv_sum, fc1_sum: Where `fold` has folded the LayerNorms into the weights, what the rounding left in their rows,
-            fp32 [3 H D] and [F], empty behind RMSNorms, where that is nothing. The norms' own parameters are None then.
-    """
-
-    norm1_weight: Tensor | None
-    norm1_bias: Tensor | None
-    qkv_weight: Tensor
-    qkv_bias: Tensor | None
-    proj_weight: Tensor
-    proj_bias: Tensor | None
-    scale1: Tensor | None
-    norm2_weight: Tensor | None
-    norm2_bias: Tensor | None
-    fc1_weight: Tensor
-    fc1_bias: Tensor | None
-    fc2_weight: Tensor
-    fc2_bias: Tensor | None
-    scale2: Tensor | None
-    gate_weight: Tensor | None = None
-    gate_bias: Tensor | None = None
-    qkv_sum: Tensor | None = None
-    fc1_sum: Tensor | None = None
 
 
 def fold(tensors: BlockTensors, dtype: torch.dtype, norm: str = "layer_norm") -> BlockTensors:

@@ -1,4 +1,4 @@
-"""Norms, rotary positions and keys as data: arguments of the operators that are more than one tensor."""
+"""Norms, rotary positions, keys and blocks as data: arguments of the operators that are more than one tensor."""
 
 from __future__ import annotations
 
@@ -69,6 +69,59 @@ class Keys(NamedTuple):
     cu_seqlens: Tensor | None = None
     max_seqlen: int = 0
     mask: Tensor | None = None
+
+
+class BlockTensors(NamedTuple):
+    """The parameters of a block; None for the absent ones.
+
+    Attributes:
+        norm1_weight, norm1_bias: The first LayerNorm's [C].
+        qkv_weight, qkv_bias: One linear layer of q, k and v, [3 H D, C] and [3 H D].
+        proj_weight, proj_bias: [C, H D] and [C].
+        scale1: LayerScale of the attention branch [C].
+        norm2_weight, norm2_bias: The second LayerNorm's [C].
+        fc1_weight, fc1_bias: [F, C] and [F].
+        fc2_weight, fc2_bias: [C, F] and [C].
+        scale2: LayerScale of the MLP branch [C].
+        gate_weight, gate_bias: Like fc1's, of a gate.
+        qkv_sum, fc1_sum: Where `fold` has folded the LayerNorms into the weights, what the rounding left in their rows,
+            fp32 [3 H D] and [F], empty behind RMSNorms, where that is nothing. The norms' own parameters are None then.
+    """
+
+    norm1_weight: Tensor | None
+    norm1_bias: Tensor | None
+    qkv_weight: Tensor
+    qkv_bias: Tensor | None
+    proj_weight: Tensor
+    proj_bias: Tensor | None
+    scale1: Tensor | None
+    norm2_weight: Tensor | None
+    norm2_bias: Tensor | None
+    fc1_weight: Tensor
+    fc1_bias: Tensor | None
+    fc2_weight: Tensor
+    fc2_bias: Tensor | None
+    scale2: Tensor | None
+    gate_weight: Tensor | None = None
+    gate_bias: Tensor | None = None
+    qkv_sum: Tensor | None = None
+    fc1_sum: Tensor | None = None
+
+
+class BlockScales(NamedTuple):
+    """What the operands of a block's linear layers are divided by before they are rounded to e4m3, in fp32.
+
+    None: that layer is not quantised, and stays in half precision.
+
+    Attributes:
+        qkv, fc1: Of the residual stream, by channels [C]. Each channel of the folded weight is multiplied by its own.
+        proj, fc2: Of the attention's output and of the hidden layer, one number [].
+    """
+
+    qkv: Tensor | None = None
+    proj: Tensor | None = None
+    fc1: Tensor | None = None
+    fc2: Tensor | None = None
 
 
 def is_rms(norm: str) -> bool:

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..plain import is_plain
-from .block import BlockTensors, fold
+from .block import fold
 from .block_op import KEPT
+from .descriptions import BlockTensors
 
 
 class Frozen:

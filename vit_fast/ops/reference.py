@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .descriptions import Norm, QkNorm, Rope
+from .descriptions import BlockScales, BlockTensors, Norm, QkNorm, Rope
 
 
 def attention(
@@ -137,3 +137,114 @@ def layer_norm_mlp(
     if layer_scale is not None:
         branch = branch * layer_scale
     return x + branch if residual else branch
+
+
+E4M3_MAX = 448.0
+
+
+def quantize_e4m3(x: Tensor, scale: Tensor) -> Tensor:
+    """x / scale rounded to the nearest number of e4m3, ties to even, in fp64; past 448 it is 448, and NaN stays NaN.
+
+    Four bits of exponent, three of mantissa: from 2^-6 on numbers are 1/8 of their power of two apart, below it 2^-9.
+    Source: FP8 Formats for Deep Learning, arXiv 2209.05433.
+    """
+    value = (x.double() / scale.double()).clamp(-E4M3_MAX, E4M3_MAX)
+    exponent = torch.frexp(value).exponent.clamp(min=-5)  # value < 2^exponent
+    step = torch.ldexp(torch.ones_like(value), exponent - 4)
+    return (value / step).round() * step
+
+
+def fp8_weight(
+    weight: Tensor, scale: Tensor, norm_weight: Tensor | None = None, centred: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The weight of a linear layer in e4m3, with what surrounds it.
+
+    Args:
+        weight: [F, K].
+        scale: What the operand is divided by, [K] or []: the weight is multiplied by it.
+        norm_weight: gamma [K] of the norm before it, which is folded in; None means ones.
+        centred: Whether that is a LayerNorm: its mean is taken out of the folded rows.
+    Returns:
+        Numbers of e4m3, fp64 [F, K]; and what their products with the operand's are multiplied by, fp32 [F]: the
+        largest magnitude of a row becomes 448.
+    """
+    folded = weight.double() if norm_weight is None else weight.double() * norm_weight.double()
+    if centred:
+        folded = folded - folded.mean(1, keepdim=True)
+    folded = folded * scale.double()
+    rows = (folded.abs().amax(1) / E4M3_MAX).float()
+    rows = rows.masked_fill(rows == 0, 1)
+    return quantize_e4m3(folded, rows[:, None]), rows
+
+
+def fp8_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, norm: Norm | None = None
+) -> Tensor:
+    """[norm and] linear layer of an operand and a weight that were rounded to e4m3, in x.dtype.
+
+    LayerNorm is behind the rounding: statistics are those of x itself, and a row of one value gives norm.bias alone.
+
+    Args:
+        x: [..., K].
+        weight, bias: [F, K] and [F].
+        scale: What x is divided by before it is rounded, [K] or []; None: nothing is rounded.
+    """
+    dtype = x.dtype
+    bias = None if bias is None else bias.to(dtype)
+    if scale is None:
+        if norm is not None:
+            gamma, beta = (tensor if tensor is None else tensor.to(dtype) for tensor in norm[:2])
+            x = normalise(x, norm._replace(weight=gamma, bias=beta))
+        return F.linear(x, weight.to(dtype), bias)
+    read = quantize_e4m3(x, scale) * scale.double()
+    if norm is None:
+        values, rows = fp8_weight(weight, scale)
+        return F.linear(read.to(dtype), (values * rows[:, None] / scale.double()).to(dtype), bias)
+    values, rows = fp8_weight(weight, scale, norm.weight, norm.kind == "layer_norm")
+    exact = x.double()
+    mean = exact.mean(-1, keepdim=True) if norm.kind == "layer_norm" else torch.zeros_like(exact[..., :1])
+    variance = (exact - mean).square().mean(-1, keepdim=True)
+    rstd = torch.where(variance == 0, 0, (variance + norm.eps).rsqrt())
+    normed = ((read - mean) * rstd).to(dtype)
+    out = F.linear(normed, (values * rows[:, None] / scale.double()).to(dtype), bias)
+    return out if norm.bias is None else out + F.linear(norm.bias.to(dtype), weight.to(dtype))
+
+
+def fp8_block(
+    x: Tensor,
+    tensors: BlockTensors,
+    scales: BlockScales,
+    *,
+    heads: int,
+    attention_scale: float | None = None,
+    eps: tuple[float, float] = (1e-6, 1e-6),
+    norm: str = "layer_norm",
+    activation: str = "gelu",
+    qk_norm: QkNorm | None = None,
+    rope: Rope | None = None,
+) -> Tensor:
+    """A pre-norm block whose linear layers read operands and weights of e4m3, in x.dtype: fp64 x is the definition.
+
+    See ops.fused_block_fp8 for the arguments; `tensors` are the parameters themselves, of any dtype.
+    """
+    t = tensors
+    first, second = (
+        Norm(weight, bias, of_norm, norm)
+        for weight, bias, of_norm in (
+            (t.norm1_weight, t.norm1_bias, eps[0]),
+            (t.norm2_weight, t.norm2_bias, eps[1]),
+        )
+    )
+    qkv = fp8_linear(x, t.qkv_weight, t.qkv_bias, scales.qkv, first).unflatten(-1, (3, heads, -1))
+    q, k, v = qk_norm_rope(qkv, qk_norm, rope).transpose(1, 3).unbind(2)
+    mixed = attention(q, k, v, scale=attention_scale).transpose(1, 2).flatten(2)
+    branch = fp8_linear(mixed, t.proj_weight, t.proj_bias, scales.proj)
+    x = x + (branch if t.scale1 is None else branch * t.scale1.to(x.dtype))
+    hidden = fp8_linear(x, t.fc1_weight, t.fc1_bias, scales.fc1, second)
+    if t.gate_weight is None:
+        hidden = ACTIVATIONS[activation](hidden)
+    else:
+        gate = fp8_linear(x, t.gate_weight, t.gate_bias, scales.fc1, second)
+        hidden = ACTIVATIONS[activation](gate) * hidden
+    branch = fp8_linear(hidden, t.fc2_weight, t.fc2_bias, scales.fc2)
+    return x + (branch if t.scale2 is None else branch * t.scale2.to(x.dtype))

@@ -1,0 +1,102 @@
+"""The definition of what is computed in e4m3: its rounding, against torch's own; its layers, against those of fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vit_fast.ops import reference
+from vit_fast.ops.descriptions import BlockScales, BlockTensors, Norm
+
+ONE = torch.ones(())
+
+
+def every_number() -> torch.Tensor:
+    """All finite numbers of e4m3, ascending."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    return numbers[numbers.isfinite()].unique()
+
+
+def test_numbers_of_e4m3_stay_and_what_lies_between_goes_to_the_nearer() -> None:
+    numbers = every_number()
+    assert torch.equal(reference.quantize_e4m3(numbers, ONE), numbers)
+    low, high = numbers[:-1], numbers[1:]
+    gap = high - low
+    assert torch.equal(reference.quantize_e4m3(low + 0.49 * gap, ONE), low)
+    assert torch.equal(reference.quantize_e4m3(low + 0.51 * gap, ONE), high)
+    middle = reference.quantize_e4m3(low + 0.5 * gap, ONE)
+    even = (middle.to(torch.float8_e4m3fn).view(torch.uint8) & 1) == 0
+    assert even.all() and ((middle == low) | (middle == high)).all()
+
+
+def test_it_saturates_and_nan_stays() -> None:
+    x = torch.tensor([449.0, 1e30, torch.inf, -torch.inf, torch.nan, 0.0])
+    assert torch.equal(reference.quantize_e4m3(x, ONE)[:4], torch.tensor([448.0, 448, 448, -448]).double())
+    assert reference.quantize_e4m3(x, ONE)[4].isnan()
+    assert torch.equal(reference.quantize_e4m3(torch.tensor([7.0, -30.0]), torch.tensor([7.0, 2.0])).float(),
+                       torch.tensor([1.0, -15.0]))  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_it_is_torchs_rounding(dtype: torch.dtype) -> None:
+    x = (torch.randn(100_000) * 2.0 ** torch.randint(-14, 10, (100_000,))).to(dtype).clamp(-448, 448)
+    assert torch.equal(reference.quantize_e4m3(x, ONE), x.float().to(torch.float8_e4m3fn).double())
+
+
+def test_a_weight_uses_the_whole_range_of_every_row() -> None:
+    weight, gamma, scale = torch.randn(6, 32), torch.randn(32), torch.rand(32) + 0.5
+    weight[3] = 0
+    values, rows = reference.fp8_weight(weight, scale, gamma, centred=True)
+    assert torch.equal(values.to(torch.float8_e4m3fn).double(), values)
+    assert torch.equal(values.abs().amax(1), torch.tensor([448.0, 448, 448, 0, 448, 448]).double())
+    folded = (weight * gamma - (weight * gamma).mean(1, keepdim=True)) * scale
+    torch.testing.assert_close(values * rows[:, None], folded.double(), rtol=2**-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
+def test_operands_that_need_no_rounding_give_the_layer_itself(kind: str) -> None:
+    """Powers of two as weights, small integers as x."""
+    x = torch.randint(-8, 9, (3, 16)).double()
+    weight = 2.0 ** torch.randint(0, 3, (5, 16)).double()
+    bias, beta = torch.randn(5).double(), torch.randn(16).double() if kind == "layer_norm" else None
+    norm = Norm(None, beta, 1e-6, kind)
+    plain = reference.fp8_linear(x, weight, bias, torch.tensor(2.0))
+    torch.testing.assert_close(plain, torch.nn.functional.linear(x, weight, bias))
+    if kind == "rms_norm":  # a LayerNorm's mean is taken out of the weight before that is rounded
+        normed = reference.fp8_linear(x, weight, bias, torch.tensor(2.0), norm)
+        torch.testing.assert_close(normed, reference.fp8_linear(x, weight, bias, None, norm))
+
+
+def test_the_mean_of_a_row_cancels_though_the_weight_is_rounded() -> None:
+    """The rounded weight's own row sums meet the mean, so a common shift by numbers of e4m3 changes nothing."""
+    x, weight = torch.randint(-4, 5, (3, 16)).double(), torch.randn(5, 16).double()
+    at = [reference.fp8_linear(x + shift, weight, None, ONE, Norm()) for shift in (0.0, 4.0)]
+    torch.testing.assert_close(at[0], at[1])
+    constant = reference.fp8_linear(torch.full((2, 16), 3.3), weight, torch.arange(5.0), torch.tensor(0.7), Norm())
+    assert torch.equal(constant, torch.arange(5.0).expand(2, 5))
+
+
+def parameters(width: int, hidden: int, gated: bool) -> BlockTensors:
+    def of(*shape: int) -> torch.Tensor:
+        return 0.3 * torch.randn(*shape)
+
+    gate = (of(hidden, width), of(hidden)) if gated else (None, None)
+    return BlockTensors(
+        1 + of(width), of(width), of(3 * width, width), of(3 * width), of(width, width), of(width), of(width),
+        1 + of(width), of(width), of(hidden, width), of(hidden), of(width, hidden), of(width), of(width), *gate,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_block_is_near_the_block_that_is_not_rounded(gated: bool) -> None:
+    x, t = torch.randn(2, 7, 32).double(), parameters(32, 48, gated)
+    exact = reference.fp8_block(x, t, BlockScales(), heads=2)
+    one = torch.full((32,), 0.05)
+    found = {
+        scales: reference.fp8_block(x, t, BlockScales(*scales), heads=2)
+        for scales in ((one, ONE, one, ONE), (one, None, None, None), (None, ONE, None, None), (None, None, None, ONE))
+    }
+    for result in found.values():
+        error = (result - exact).norm() / (exact - x).norm()
+        assert 1e-4 < error < 0.1
+    assert len({float(result.sum()) for result in found.values()}) == 4
