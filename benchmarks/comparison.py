@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from vit_fast.measuring.resolution import QUIET_RUN, UNKNOWN, compare_rows
+
 from .records import Record
-from .resolution import QUIET_RUN, UNKNOWN, compare_rows
 from .rows import Row, resolution_of
 
 # What must be equal for two rows to be about the same thing.

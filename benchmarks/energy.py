@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import torch
 
+from vit_fast.measuring.timing import Call, synchronise
+
 from .machine import bus_id
-from .timing import Call, synchronise
 
 # NVML counts anew some ten to fifty times a second.
 SECONDS = 0.5

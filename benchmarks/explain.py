@@ -16,11 +16,12 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from vit_fast.measuring.timing import Call, synchronise, without_profiler_chatter
+
 from .records import Record
 from .report import contests, label
 from .roofline import Work
 from .rows import Group, Row
-from .timing import Call, synchronise, without_profiler_chatter
 
 CALLS = 3
 MOST_KERNELS = 3  # of each part are named

@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 
+from vit_fast.measuring.timing import Protocol
+
 from .machine import describe
 from .plan import make_plan
 from .records import JOURNAL_NAME, PARTIAL, RECORD_NAME, Journal, to_json
 from .rows import Row
 from .runner import run
-from .timing import Protocol
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_TIME, NOT_MEASURED = "no time left", "not measured: "

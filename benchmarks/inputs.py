@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from vit_fast.config import ViTConfig
 from vit_fast.data import make_transform, read_image
+from vit_fast.measuring.timing import cold_copies
 from vit_fast.model import VisionTransformer
 
 from .models import Model
-from .timing import cold_copies
 
 # Preparing an image costs milliseconds; more different ones than this make no batch more real.
 MAX_VIEWS = 64

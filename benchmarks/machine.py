@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vit_fast.measuring.timing import Protocol, time_call
 from vit_fast.version import installed
-
-from .timing import Protocol, time_call
 
 PACKAGES = (
     "torch", "triton", "timm", "transformers", "torchvision", "onnxruntime", "onnxruntime-gpu", "openvino", "tensorrt",

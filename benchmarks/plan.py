@@ -13,13 +13,13 @@ import torch
 
 from vit_fast.config import Size
 from vit_fast.data import default_photograph, find_images, read_image
+from vit_fast.measuring.timing import Protocol
 
 from .inputs import MAX_VIEWS
 from .machine import memory_bytes, short_name
 from .models import Model, find_models
 from .rows import PERCENTILE_REPEATS, Group
 from .subjects import Selection, choose
-from .timing import Protocol
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -6,9 +6,10 @@ import io
 import textwrap
 from typing import Any
 
+from vit_fast.measuring.resolution import SAME, UNKNOWN
+
 from .records import Record
 from .report import ceilings_line, contests, format_rate, heading, label, not_measured
-from .resolution import SAME, UNKNOWN
 from .rows import Row
 
 OURS, PEER, INK, FAINT = "#0f766e", "#94a3b8", "#1e293b", "#64748b"

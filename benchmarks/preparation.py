@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from vit_fast.errors import UnsupportedInputError
+from vit_fast.measuring.limits import at_most, describe_error, is_out_of_memory
+from vit_fast.measuring.timing import Call, peak_memory_of_call, synchronise
 
 from .correctness import Expected, checked_rows, expect, judge, stepper
 from .explain import explain
 from .inputs import MAX_VIEWS, image_views, rotating_batches, weights_of
 from .rows import Group, Row, Status, add_verdict, make_row
 from .subjects import Selection, Task, compile_selection
-from .timing import Call, peak_memory_of_call, synchronise
 
 # For building, compiling and checking one subject, and for one round of timing; autotuning takes minutes.
 SUBJECT_SECONDS = 900.0
@@ -74,34 +72,6 @@ class Prepared:
     call: Call
     row: Row
     call_s: float
-
-
-@contextlib.contextmanager
-def at_most(seconds: float) -> Iterator[Callable[[], None]]:
-    """Ends what hangs, wherever Python gets to run; outside the main thread, where no signal comes, nothing is ended.
-
-    Yields:
-        What gives as much time again.
-    Raises:
-        TimeoutError: in the block, after so many seconds.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: None
-        return
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"more than {seconds:g} s")
-
-    def again() -> None:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-
-    before = signal.signal(signal.SIGALRM, end)
-    again()
-    try:
-        yield again
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 class TooLarge(Exception):
@@ -229,23 +199,6 @@ def out_of_memory_is_too_large() -> Iterator[None]:
         if is_out_of_memory(error):
             raise TooLarge from error
         raise
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether memory ran out, also where a compiler or a runtime wrapped the exception in its own."""
-    while error is not None:
-        if isinstance(error, torch.OutOfMemoryError | MemoryError):
-            return True
-        text = str(error)
-        if any(sign in text for sign in ("can't allocate memory", "CUDA out of memory", "CUDA error: out of memory")):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-def describe_error(error: Exception) -> str:
-    """An exception in one line of reasonable length."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
 
 
 def _seconds(action: Callable[[], object], device: torch.device) -> float:

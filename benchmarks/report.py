@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vit_fast.measuring.resolution import QUIET_RUN, SAME, UNKNOWN, UNRANKABLE
+
 from .records import Record
-from .resolution import QUIET_RUN, SAME, UNKNOWN, UNRANKABLE
 from .rows import Row, resolution_of
 
 if TYPE_CHECKING:

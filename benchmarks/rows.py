@@ -8,13 +8,14 @@ from typing import Any, Literal
 
 import torch
 
-from . import resolution
+from vit_fast.measuring import resolution
+from vit_fast.measuring.timing import Timing, percentile
+
 from .correctness import Verdict
 from .machine import short_name
 from .models import Model
 from .roofline import Work, total
 from .subjects import Selection
-from .timing import Timing, percentile
 
 Status = Literal[
     "measured", "not installed", "unsupported", "wrong", "failed", "out of memory", "skipped", "interrupted"

@@ -17,17 +17,19 @@ from typing import Any, Protocol
 
 import torch
 
+from vit_fast.measuring.limits import at_most, describe_error, is_out_of_memory
+from vit_fast.measuring.timing import Call, Samples, Timing, time_interleaved
+
 from . import energy, preparation
 from .cold import cold_start
 from .conditions import Conditions
 from .correctness import describe_rule
 from .machine import best_ceilings, describe, measure_ceilings
 from .plan import Plan
-from .preparation import Posed, Prepared, TooLarge, at_most, describe_error, is_out_of_memory, pose, prepare
+from .preparation import Posed, Prepared, TooLarge, pose, prepare
 from .records import FORMAT, Journal
 from .rows import Group, Row, Status, add_timing, contest, finish, make_control, make_row
 from .subjects import Selection
-from .timing import Call, Samples, Timing, time_interleaved
 
 # Under this name the best call of a group is timed a second time.
 AGAIN = "again"

@@ -10,13 +10,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from vit_fast.benchmarks import device_clock, machine, timing
-from vit_fast.benchmarks.device_clock import DeviceClock, Instant, calibrate
+from vit_fast.benchmarks import machine
 from vit_fast.benchmarks.models import find_models
 from vit_fast.benchmarks.report import markdown
 from vit_fast.benchmarks.rows import Group, add_timing, make_row
 from vit_fast.benchmarks.subjects import parse_label
-from vit_fast.benchmarks.timing import Protocol, time_interleaved
+from vit_fast.measuring import device_clock, timing
+from vit_fast.measuring.device_clock import DeviceClock, Instant, calibrate
+from vit_fast.measuring.timing import Protocol, time_interleaved
 
 QUICK = Protocol(repeats=9, seconds=0.0, least_repeats=9, warmup_repeats=1, launch="hidden")
 COUNTED = Protocol(repeats=9, seconds=0.0, least_repeats=9, warmup_repeats=1)

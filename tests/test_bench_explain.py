@@ -12,7 +12,7 @@ from vit_fast.benchmarks.plan import make_plan
 from vit_fast.benchmarks.roofline import total, work
 from vit_fast.benchmarks.rows import Group
 from vit_fast.benchmarks.runner import run
-from vit_fast.benchmarks.timing import Protocol
+from vit_fast.measuring.timing import Protocol
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ import os, sys
 from pathlib import Path
 from vit_fast.benchmarks import machine, plan, records, runner, subjects
 from vit_fast.benchmarks.subjects_ours import build
-from vit_fast.benchmarks.timing import Protocol
+from vit_fast.measuring.timing import Protocol
 
 machine.MATMUL_SIZE["cpu"], machine.COPY_BYTES["cpu"] = 64, 2**16
 

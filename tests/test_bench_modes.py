@@ -12,7 +12,7 @@ from bench_support import QUICK
 from vit_fast.benchmarks import energy, html_report, report, runner
 from vit_fast.benchmarks.plan import LATENCY, make_plan
 from vit_fast.benchmarks.rows import PERCENTILE_REPEATS
-from vit_fast.benchmarks.timing import Protocol, percentile
+from vit_fast.measuring.timing import Protocol, percentile
 
 pytestmark = pytest.mark.usefixtures("small_ceilings")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vit_fast.benchmarks import machine
-from vit_fast.benchmarks.timing import (
+from vit_fast.measuring.timing import (
     CPU_CACHE_BYTES,
     Protocol,
     Timing,

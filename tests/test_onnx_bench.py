@@ -13,8 +13,8 @@ from vit_fast.benchmarks.inputs import random_weights
 from vit_fast.benchmarks.models import find_models
 from vit_fast.benchmarks.plan import make_plan
 from vit_fast.benchmarks.subjects import Task, get_subject
-from vit_fast.benchmarks.timing import Protocol
 from vit_fast.errors import UnsupportedInputError
+from vit_fast.measuring.timing import Protocol
 
 QUICK = Protocol(repeats=3, least_repeats=3, warmup_repeats=1)
 

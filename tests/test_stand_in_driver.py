@@ -73,7 +73,7 @@ def test_every_launch_and_tensor_map_is_legal_in_full(arch: str, environment: di
 
 _BLOCK_COUNTS = """
 import json
-from vit_fast.benchmarks import host_time
+from vit_fast.commands import host_time
 from vit_fast.kernels import stand_in_driver
 driver = stand_in_driver.install("sm_90")
 subjects = host_time.our_subjects(**host_time.NARROW)
@@ -279,7 +279,7 @@ def test_the_command_reports_host_time(environment: dict[str, str]) -> None:
         us = row["ours_us"]
         assert 0 < us["p20"] <= us["median"] <= us["p80"]
         assert row["launches"] >= 1 and row["descriptors"] >= 1
-    from vit_fast.benchmarks.host_time import render
+    from vit_fast.commands.host_time import render
 
     text = render(report)
     assert "Nothing here is the time of a GPU" in text

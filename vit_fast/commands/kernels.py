@@ -106,7 +106,7 @@ class _Progress:
 
 
 def _print_host_time(arch: str, *, as_json: bool) -> None:
-    from ..benchmarks.host_time import measure, render
+    from .host_time import measure, render
 
     try:
         report = measure(arch)

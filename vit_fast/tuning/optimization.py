@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from vit_fast.benchmarks import resolution
-from vit_fast.benchmarks.timing import percentile
-
 from ..files import file_aside
+from ..measuring import resolution
+from ..measuring.timing import percentile
 from . import answers
 from .answers import Answer
 from .choices import GIVEN, PRECISIONS, Choice, Precision, candidates

@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
 
-from vit_fast.benchmarks.resolution import control, ratio_interval
-from vit_fast.benchmarks.timing import percentile
+from ..measuring.resolution import control, ratio_interval
+from ..measuring.timing import percentile
 
 Objective = Literal["throughput", "latency"]
 # The share of calls that take at most what is compared: of all together the median says how many a second there are.

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from vit_fast.benchmarks.preparation import at_most, describe_error, is_out_of_memory
-from vit_fast.benchmarks.timing import Protocol, Samples, peak_memory_of_call, synchronise
-
 from ..accuracy import Measure, allowed_error, error_of
 from ..errors import UnsupportedInputError
 from ..fusion import unfuse
+from ..measuring.limits import at_most, describe_error, is_out_of_memory
+from ..measuring.timing import Protocol, Samples, peak_memory_of_call, synchronise
 from .build import arguments, build
 from .choices import GIVEN, Choice, variations
 from .drop_in import Optimized

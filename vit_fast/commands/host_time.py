@@ -1,4 +1,4 @@
-"""What the host spends to launch a block: launches, descriptors and microseconds, on a machine without a GPU.
+"""For `vit-fast kernels --host`: launches, descriptors and microseconds that a block costs the host, without a GPU.
 
     report = measure("sm_90")        # in processes of its own
     print(render(report))
@@ -29,16 +29,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from vit_fast import create_model, freeze
-from vit_fast.block import run_blocks
-from vit_fast.ops.attention import attention_qkvpacked
-from vit_fast.ops.layer_norm_mlp import fused_layer_norm_mlp
-from vit_fast.ops.linear import layer_norm_linear, linear_residual
-
-from .machine import describe
+from .. import create_model, freeze
+from ..benchmarks.machine import describe
+from ..block import run_blocks
+from ..ops.attention import attention_qkvpacked
+from ..ops.layer_norm_mlp import fused_layer_norm_mlp
+from ..ops.linear import layer_norm_linear, linear_residual
 
 if TYPE_CHECKING:
-    from vit_fast.kernels.stand_in_driver import StandInDriver
+    from ..kernels.stand_in_driver import StandInDriver
 
 NOTE = (
     "Host only: Triton's launch path against a driver that launches nothing, on tensors of no content. "
@@ -102,7 +101,7 @@ def run_child(arch: str, what: str) -> None:
         arch: As in `measure`.
         what: "compile" only counts, "measure" takes time too.
     """
-    from vit_fast.kernels import stand_in_driver
+    from ..kernels import stand_in_driver
 
     torch.set_num_threads(1)
     driver = stand_in_driver.install(arch)
