@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
-from vit_fast import create_model, load, prediction, save
+from vit_fast import create_model, load, prediction, prediction_rows, save
 from vit_fast.cli import main
 from vit_fast.data import find_images, load_images
 from vit_fast.errors import MissingPackageError
@@ -52,7 +53,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prediction, "PART", 4)
-    monkeypatch.setattr(prediction, "BATCH_SIZE", 3)
+    monkeypatch.setattr(prediction_rows, "BATCH_SIZE", 3)
 
 
 def _predict(model: VisionTransformer, folder: Path, out: Path, **options: object) -> prediction.Predicted:
@@ -171,6 +172,51 @@ def test_killed_for_good(folder: Path, weights: Path, tmp_path: Path, capsys: py
     _check(load(weights), folder, out)
 
 
+def test_a_killed_reader_costs_a_part_at_most(folder: Path, weights: Path, tmp_path: Path) -> None:
+    model, out = load(weights), tmp_path / "out.parquet"
+
+    def kill(images: int) -> None:
+        if images == 4:
+            for process in multiprocessing.active_children():
+                process.kill()
+
+    parts: list[int] = []
+    done = _predict(model, folder, out, workers=2, on_part=lambda images: (kill(images), parts.append(images)))
+    assert (done.images, done.taken) == (COUNT, 0)
+    assert len(done.lost) == 1 and "a process that reads images has ended, with exit code -9" in done.lost[0]
+    assert parts == [*range(4, COUNT, 4), COUNT], "what was done is not done again"
+    _check(model, folder, out)
+    assert not multiprocessing.active_children()
+
+
+def test_readers_that_always_die_end_in_one_line(
+    folder: Path, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(prediction, "PART", 12)
+    features = VisionTransformer.forward_features
+    calls = 0
+
+    def killing(self: VisionTransformer, images: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        for process in multiprocessing.active_children() if calls > 4 else ():  # behind the first part
+            process.kill()
+        return features(self, images)
+
+    arguments = ["predict", str(folder), "--weights", str(weights), "--out", str(tmp_path / "out.parquet")]
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit_:
+        patch.setattr(VisionTransformer, "forward_features", killing)
+        main([*arguments, "--workers", "1"])
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert exit_.value.code == 2
+    assert "a process that reads images has ended" in error and "for the second time between" in error
+    assert str(folder / "12.png") in error and str(folder / "22.png") in error
+    with pytest.raises(SystemExit) as exit_:
+        main([*arguments, "--workers", "0"])
+    assert not exit_.value.code and "12 of them by an earlier run" in capsys.readouterr().out
+    _check(load(weights), folder, tmp_path / "out.parquet")
+
+
 def test_what_cannot_be_written_says_so(
     folder: Path, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -189,7 +235,10 @@ def test_what_cannot_be_written_says_so(
     nan.class_names = model.class_names
     with pytest.raises(ValueError, match="not finite"):
         _predict(nan, folder, tmp_path / "nan.parquet")
-    for options in (["--workers", "2"], ["--out", "x", "--workers", "-1"], ["--out", "x", "--onnx", "m.onnx"]):
+    for options in (
+        ["--workers", "2"], ["--engine", "ray"], ["--out", "x", "--workers", "-1"], ["--out", "x", "--engine", "spark"],
+        ["--out", "x", "--onnx", "m.onnx"],
+    ):  # fmt: skip
         given = [] if "--onnx" in options else ["--weights", str(weights)]
         with pytest.raises(SystemExit) as exit_:
             main(["predict", str(folder), *given, *options])

@@ -2,35 +2,36 @@
 
 The images are taken in parts of PART. Each part becomes a file of its own beside the result, under its final name only
 when it is whole; what a killed run left is taken as it is. The result is written from the parts, one after the other,
-and the parts go last: at no time is an image twice in what counts, and none is missing from it.
+and the parts go last: at no time is an image twice in what counts, and none is missing from it. Who computes the rows,
+this process or a cluster, does not matter to that: a run of the one is gone on with by the other.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import importlib.util
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
-from .data import ImageError, make_transform, read_image
-from .errors import MissingPackageError, VitFastError
+from .errors import MissingPackageError
 from .files import check_replaceable
 from .model import VisionTransformer
+from .prediction_ray import cluster_tables
+from .prediction_rows import PredictionError, WorkerLostError, schema, tables
 
-BATCH_SIZE, PART = 32, 512  # images at once, and images a part: what a kill can cost
+__all__ = ["ENGINES", "Predicted", "PredictionError", "predict_to_parquet"]
+
+ENGINES = ("local", "ray")
+PART = 512  # images a part: what a kill can cost
 _TASK = "task.json"
-
-
-class PredictionError(VitFastError, RuntimeError):
-    """A run that cannot go on."""
 
 
 @dataclass(frozen=True)
@@ -41,28 +42,13 @@ class Predicted:
         images: Rows of the file.
         bad: Images that could not be read, with the reason.
         taken: Images that an earlier run had done.
+        lost: Of each process that ended before its work did, after which others went on: how it ended.
     """
 
     images: int
     bad: tuple[tuple[str, str], ...]
     taken: int
-
-
-class _Files(Dataset[tuple[Tensor, str]]):
-    """Each file as a model's input and "", or, where it is no image, as zeros and the reason."""
-
-    def __init__(self, files: Sequence[Path], model: VisionTransformer) -> None:
-        self.files, self.shape = files, (model.config.in_chans, *model.config.image_hw)
-        self.transform = make_transform(model.data_config, model.config.image_hw, model.config.in_chans)
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, str]:
-        try:
-            return self.transform(read_image(self.files[index])), ""
-        except ImageError as error:
-            return torch.zeros(self.shape), str(error)
+    lost: tuple[str, ...]
 
 
 def predict_to_parquet(
@@ -71,7 +57,9 @@ def predict_to_parquet(
     out: Path,
     *,
     class_names: Sequence[str],
-    workers: int = 0,
+    workers: int | None = 0,
+    engine: str = "local",
+    device: str = "auto",
     on_part: Callable[[int], None] = lambda images: None,
 ) -> Predicted:
     """Writes a row an image: path, label, probability, index, probabilities, embedding, error.
@@ -83,18 +71,24 @@ def predict_to_parquet(
         files: Images, each once.
         out: The Parquet file to write; the parts lie in OUT.parts until it is whole.
         class_names: Of the model's outputs.
-        workers: Processes that read images beside this one.
+        workers: Processes that read images beside this one; with ray, that read them and run the model, None: one a
+            core of the cluster.
+        engine: "local", or "ray": the workers of a cluster, see prediction_ray.cluster_tables.
+        device: With ray, where the workers run the model: "cpu", "cuda", or "auto".
         on_part: Called with the number of images done so far.
     Returns:
         What was written.
     Raises:
-        MissingPackageError: pyarrow is not installed.
-        PredictionError: OUT.parts is of another run.
-        ValueError: an image's logits are not finite, or a name is given twice.
+        MissingPackageError: pyarrow, or for its engine ray, is not installed.
+        PredictionError: OUT.parts is of another run; processes ended again and again over the same images; or, with
+            ray, what workers raised. What was done is kept.
+        ValueError: an image's logits are not finite, a name is given twice, or there is no such engine or device.
         OSError: it cannot be written.
     """
     if importlib.util.find_spec("pyarrow") is None:
         raise MissingPackageError("pyarrow not installed: pip install 'vit-fast[predict]'")
+    if engine not in ENGINES:
+        raise ValueError(f"engine={engine!r}: accepted are {', '.join(ENGINES)}")
     if len(set(files)) < len(files):
         raise ValueError("images: accepted is each file once")
     check_replaceable(out)
@@ -103,18 +97,37 @@ def predict_to_parquet(
     chunks = [files[start : start + PART] for start in range(0, len(files), PART)]
     names = [parts / f"{i:08}.parquet" for i in range(len(chunks))]
     missing = [i for i, name in enumerate(names) if not name.is_file()]
-    wanted = [file for i in missing for file in chunks[i]]
-    rows = _rows(model, wanted, class_names, workers)  # one stream over all parts, so that workers never wait for one
-    done = len(files) - len(wanted)
-    for i in missing:
-        _write_part(names[i], [next(rows) for _ in chunks[i]])
-        done += len(chunks[i])
-        on_part(done)
+    taken = len(files) - sum(len(chunks[i]) for i in missing)
+    lost: list[str] = []
+    done, last_lost_at = taken, -1
+    while missing:
+        wanted = [file for i in missing for file in chunks[i]]
+        try:
+            if engine == "ray":
+                stream = cluster_tables(model, wanted, class_names, workers, PART, device)
+            else:
+                stream = tables(model, wanted, class_names, workers or 0, PART)
+            with contextlib.closing(stream):
+                for table in stream:
+                    if table.column("path").to_pylist() != list(map(str, chunks[missing[0]])):
+                        raise PredictionError(f"the rows of part {missing[0]} are not those of its images")
+                    _whole(names[missing[0]], functools.partial(_write, table))
+                    done += len(chunks[missing.pop(0)])
+                    on_part(done)
+        except WorkerLostError as error:
+            if done == last_lost_at:
+                chunk = chunks[missing[0]]
+                raise WorkerLostError(
+                    f"{error}; for the second time between {chunk[0]} and {chunk[-1]}. What was done before is kept: "
+                    "the same again goes on from there"
+                ) from None
+            last_lost_at = done
+            lost.append(str(error))
     bad = _merge(names, out)
     for path in (*names, parts / _TASK):  # what the parts are of goes last: as long as there is one, it is known
         path.unlink()
     shutil.rmtree(parts)
-    return Predicted(len(files), bad, len(files) - len(wanted))
+    return Predicted(len(files), bad, taken, tuple(lost))
 
 
 def _task(model: VisionTransformer, files: Sequence[Path], class_names: Sequence[str]) -> str:
@@ -158,57 +171,10 @@ def _whole(path: Path, write: Callable[[Path], Any]) -> None:
     beside.replace(path)
 
 
-@torch.inference_mode()
-def _rows(
-    model: VisionTransformer, files: Sequence[Path], class_names: Sequence[str], workers: int
-) -> Iterator[dict[str, Any]]:
-    parameter = next(model.parameters())
-    order = iter(files)
-    for images, errors in DataLoader(_Files(files, model), BATCH_SIZE, num_workers=workers):
-        tokens = model.forward_features(images.to(parameter.device, parameter.dtype))
-        logits, embeddings = (model.forward_head(tokens, pre_logits=pre_logits) for pre_logits in (False, True))
-        assert isinstance(logits, Tensor) and isinstance(embeddings, Tensor)  # in evaluation mode
-        for error, row, embedding in zip(errors, logits.double().cpu(), embeddings.float().cpu()):
-            file = next(order)
-            if error:
-                yield {"path": str(file), "error": error}
-                continue
-            if not row.isfinite().all():
-                raise ValueError(f"{file}: the model's logits are not finite")
-            probabilities = row.softmax(dim=0)
-            best = int(probabilities.argmax())
-            yield {
-                "path": str(file),
-                "label": class_names[best],
-                "index": best,
-                "probability": probabilities[best].item(),
-                "probabilities": probabilities.float().numpy(),
-                "embedding": embedding.numpy(),
-            }
-
-
-def _schema() -> Any:
-    import pyarrow as pa
-
-    return pa.schema(
-        [
-            ("path", pa.string()),
-            ("label", pa.string()),
-            ("index", pa.int32()),
-            ("probability", pa.float64()),
-            ("probabilities", pa.list_(pa.float32())),
-            ("embedding", pa.list_(pa.float32())),
-            ("error", pa.string()),
-        ]
-    )
-
-
-def _write_part(path: Path, rows: list[dict[str, Any]]) -> None:
-    import pyarrow as pa
+def _write(table: Any, path: Path) -> None:
     import pyarrow.parquet as pq
 
-    table = pa.Table.from_pylist(rows, schema=_schema())
-    _whole(path, lambda beside: pq.write_table(table, beside))
+    pq.write_table(table, path)
 
 
 def _merge(names: Sequence[Path], out: Path) -> tuple[tuple[str, str], ...]:
@@ -218,7 +184,7 @@ def _merge(names: Sequence[Path], out: Path) -> tuple[tuple[str, str], ...]:
     bad: list[tuple[str, str]] = []
 
     def write(beside: Path) -> None:
-        with pq.ParquetWriter(beside, _schema()) as writer:
+        with pq.ParquetWriter(beside, schema()) as writer:
             for name in names:
                 table = pq.read_table(name)
                 writer.write_table(table)

@@ -65,8 +65,19 @@ def predict(
             "cannot be read is listed in it; a run that was killed goes on where it was."
         ),
     ] = None,
+    engine: Annotated[
+        str,
+        typer.Option(
+            help="With --out, local, or ray: the cluster that Ray finds (RAY_ADDRESS), where the images lie under the "
+            "same paths."
+        ),
+    ] = "local",
     workers: Annotated[
-        int | None, typer.Option(help="With --out, processes that read images; None: one a core.")
+        int | None,
+        typer.Option(
+            help="With --out, processes that read images (ray: and run the model); default: one a core.",
+            show_default=False,
+        ),
     ] = None,
     device: Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu, cuda, cuda:1.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
@@ -78,6 +89,8 @@ def predict(
         raise ValueError(f"--top-k={top_k}: accepted is an integer >= 1")
     if workers is not None and (out is None or workers < 0):
         raise ValueError(f"--workers={workers}: accepted is an integer >= 0, with --out")
+    if engine != "local" and out is None:
+        raise ValueError(f"--engine {engine}: accepted with --out")
     files = find_images(images)
     names_given = None if classes is None else read_class_names(classes)
     if onnx is not None:
@@ -92,7 +105,10 @@ def predict(
         if weights is None or data_config is not None:
             raise ValueError("predict needs --weights, or --onnx (with --data-config where the file lacks it)")
         if out is not None:
-            _to_parquet(classifying_model(weights, model, backend, device), files, out, names_given, workers)
+            here = "cpu" if engine == "ray" else device  # the workers of a cluster get a copy each
+            _to_parquet(
+                classifying_model(weights, model, backend, here), files, out, names_given, workers, engine, device
+            )
             return
         classifier = torch_classifier(weights, model, backend, device)
         names_known, rows = classifier.class_names, predictions(classifier, files)
@@ -111,16 +127,24 @@ def predict(
 
 
 def _to_parquet(
-    model: VisionTransformer, files: list[Path], out: Path, names: Sequence[str] | None, workers: int | None
+    model: VisionTransformer,
+    files: list[Path],
+    out: Path,
+    names: Sequence[str] | None,
+    workers: int | None,
+    engine: str,
+    device: str,
 ) -> None:
     from ..prediction import predict_to_parquet
 
     class_names = class_names_for(model.config.num_classes, names, model.class_names)
     done = predict_to_parquet(
-        model, files, out, class_names=class_names,
-        workers=(os.cpu_count() or 1) if workers is None else workers,
+        model, files, out, class_names=class_names, engine=engine, device=device,
+        workers=os.cpu_count() if workers is None and engine == "local" else workers,
         on_part=lambda images: typer.echo(f"{images} of {len(files)} images", err=True),
     )  # fmt: skip
+    for reason in done.lost:
+        typer.echo(f"begun again behind the last whole part: {reason}", err=True)
     for path, reason in done.bad:
         typer.echo(f"not an image: {reason if path in reason else f'{path}: {reason}'}", err=True)
     taken = f", {done.taken} of them by an earlier run" if done.taken else ""

@@ -1,0 +1,157 @@
+"""`vit-fast predict --engine ray`: a local cluster of two workers gives what this process gives, whoever is killed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vit_fast import create_model, load, prediction, save
+from vit_fast.cli import main
+from vit_fast.data import find_images
+from vit_fast.errors import MissingPackageError
+from vit_fast.model import VisionTransformer
+from vit_fast.prediction import PredictionError, predict_to_parquet
+from vit_fast.prediction_ray import _share
+
+pq = pytest.importorskip("pyarrow.parquet")
+COUNT = 37
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[Any]:
+    """A cluster of two cores, of this machine, that every test here joins."""
+    ray = pytest.importorskip("ray")
+    pytest.importorskip("ray.data")
+    ray.init(num_cpus=2, log_to_driver=False, include_dashboard=False, logging_level="ERROR")
+    yield ray
+    ray.shutdown()
+
+
+@pytest.fixture
+def model() -> VisionTransformer:
+    model = create_model("vit_test").eval()
+    model.class_names = tuple(f"name {i}" for i in range(10))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    (tmp_path / "images").mkdir()
+    for i in range(COUNT):
+        Image.fromarray(rng.integers(0, 256, (40, 36, 3), dtype=np.uint8)).save(tmp_path / "images" / f"{i:02}.png")
+    (tmp_path / "images" / "07.png").write_bytes(b"no image")
+    return tmp_path / "images"
+
+
+def _predict(model: VisionTransformer, folder: Path, out: Path, **options: Any) -> prediction.Predicted:
+    return predict_to_parquet(model, find_images([folder]), out, class_names=model.class_names, **options)
+
+
+def _check(model: VisionTransformer, folder: Path, out: Path) -> None:
+    """Every image once, in order, with what this process says of it."""
+    _predict(model, folder, out.with_suffix(".local"))
+    found, expected = (pq.read_table(path).to_pylist() for path in (out, out.with_suffix(".local")))
+    assert [row["path"] for row in found] == [str(folder / f"{i:02}.png") for i in range(COUNT)]
+    for row, same in zip(found, expected, strict=True):
+        assert [row[name] for name in ("label", "index", "error")] == [
+            same[name] for name in ("label", "index", "error")
+        ]
+        if row["error"] is None:  # another batch: other roundings
+            np.testing.assert_allclose(row["probabilities"], same["probabilities"], rtol=1e-4, atol=1e-7)
+            np.testing.assert_allclose(row["embedding"], same["embedding"], rtol=1e-4, atol=1e-5)
+
+
+def _with(model: VisionTransformer, hook: Callable[..., None]) -> VisionTransformer:
+    """The model with something to happen in the workers at each of their batches; a function of a function travels."""
+    model.patch_embed.register_forward_pre_hook(hook)
+    return model
+
+
+def test_a_killed_worker_loses_and_doubles_nothing(
+    ray: Any, model: VisionTransformer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prediction, "PART", 4)
+    batches, killed = tmp_path / "batches", tmp_path / "killed"
+
+    def kill_once(module: torch.nn.Module, args: tuple[torch.Tensor]) -> None:
+        with batches.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        if len(batches.read_text().split()) == 4:
+            killed.write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    done = _predict(_with(model, kill_once), folder, tmp_path / "out.parquet", engine="ray", workers=2)
+    pids = batches.read_text().split()
+    assert killed.read_text() in pids and len(pids) > 10, "the parts of ten, and those that were lost with it"
+    assert len(set(pids)) >= 2 and str(os.getpid()) not in pids
+    assert (done.images, done.taken, len(done.bad)) == (COUNT, 0, 1)
+    assert not (tmp_path / "out.parquet.parts").exists() and ray.is_initialized()
+    _check(model, folder, tmp_path / "out.parquet")
+
+
+def test_what_kills_every_worker_is_named_and_the_rest_is_kept(
+    ray: Any, model: VisionTransformer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prediction, "PART", 4)
+    Image.new("RGB", (40, 36), (255, 255, 255)).save(folder / "21.png")
+
+    def kill(module: torch.nn.Module, args: tuple[torch.Tensor]) -> None:
+        if any(image.min() > 0.9 for image in args[0]):  # the white one
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    out = tmp_path / "out.parquet"
+    with pytest.raises(PredictionError, match=r"3 workers died between .*20.png and .*23.png"):
+        _predict(_with(model, kill), folder, out, engine="ray", workers=2)
+    kept = len(list((tmp_path / "out.parquet.parts").glob("[0-9]*.parquet")))
+    assert 0 < kept <= 5
+    model.patch_embed._forward_pre_hooks.clear()
+    assert _predict(model, folder, out).taken == 4 * kept, "this process goes on where the cluster was"
+    _check(model, folder, out)
+
+
+def test_command(
+    ray: Any, model: VisionTransformer, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = save(model, tmp_path / "weights.safetensors")
+    arguments = ["predict", str(folder), "--weights", str(weights), "--out", str(tmp_path / "out.parquet")]
+    for options, code, said in (
+        (["--workers", "2"], 0, f"{COUNT} images, 1 could not be read"),
+        (["--workers", "3"], 2, "the cluster has 2 cores"),
+        (["--device", "cuda"], 2, "the cluster has no GPU"),
+        (["--device", "cuda:1"], 2, "accepted with the engine ray are auto, cpu, cuda"),
+    ):
+        with pytest.raises(SystemExit) as exit_:
+            main([*arguments, "--engine", "ray", *options])
+        captured = capsys.readouterr()
+        assert int(exit_.value.code or 0) == code and said in captured.out + captured.err
+    _check(load(weights), folder, tmp_path / "out.parquet")
+    torch.nn.init.constant_(model.head.bias, float("nan"))
+    with pytest.raises(PredictionError, match=r"^/.*00.png: the model's logits are not finite$"):
+        _predict(model, folder, tmp_path / "nan.parquet", engine="ray", workers=1)
+
+
+def test_shares_of_a_cluster() -> None:
+    assert _share({"CPU": 16.0}, None, "auto") == (16, 0.0)
+    assert _share({"CPU": 16.0, "GPU": 2.0}, None, "auto") == (16, 1 / 8)
+    assert _share({"CPU": 16.0, "GPU": 2.0}, 3, "cuda") == (3, 1 / 2)
+    assert _share({"CPU": 16.0, "GPU": 2.0}, 1, "auto") == (1, 1.0)
+    assert _share({"CPU": 16.0, "GPU": 2.0}, 5, "cpu") == (5, 0.0)
+
+
+def test_without_ray(model: VisionTransformer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ray" else find(name))
+    with pytest.raises(MissingPackageError, match=r"vit-fast\[ray\]"):
+        _predict(model, folder, tmp_path / "out.parquet", engine="ray")
