@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from vit_fast.measuring.resolution import QUIET_RUN, UNKNOWN, compare_rows
@@ -14,54 +13,15 @@ from .rows import Row, resolution_of
 KEY_FIELDS = ("model", "task", "dtype", "requested_batch", "batch", "img_size", "subject")
 
 
-@dataclass(frozen=True)
-class Pair:
-    """One subject in both records.
+def compare(first: Record, second: Record) -> dict[str, Any]:
+    """Pairs the rows of two records by model, dtype, batch and subject.
 
-    Attributes:
-        first: Its row in the first record.
-        second: Its row in the second.
-        ratio: Images a second of the second over the first; interval is that ratio's, None without samples.
-        resolution: Below which share these two records cannot tell a difference.
-        verdict: See resolution.verdict.
+    Returns:
+        Plain data: pairs, each with what it is about, images_per_s of both, the second's ratio to the first with its
+        interval (None without samples), the resolution below which share these records cannot tell a difference (None
+        where there is no control), and the verdict, see resolution.verdict; unpaired, what could not be paired and
+        why; warnings, what makes the records hard to compare.
     """
-
-    first: Row
-    second: Row
-    ratio: float
-    interval: list[float] | None
-    resolution: float
-    verdict: str
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Pairs, what could not be paired and why, and what makes the records hard to compare."""
-
-    pairs: list[Pair]
-    unpaired: list[str]
-    warnings: list[str]
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "pairs": [
-                {
-                    **{field: pair.first[field] for field in KEY_FIELDS},
-                    "images_per_s": [pair.first["images_per_s"], pair.second["images_per_s"]],
-                    "ratio": pair.ratio,
-                    "interval": pair.interval,
-                    "resolution": pair.resolution if pair.resolution != float("inf") else None,
-                    "verdict": pair.verdict,
-                }
-                for pair in self.pairs
-            ],
-            "unpaired": self.unpaired,
-            "warnings": self.warnings,
-        }
-
-
-def compare(first: Record, second: Record) -> Comparison:
-    """Pairs the rows of two records by model, dtype, batch and subject."""
     rows, others = ({_key(row): row for row in record["rows"]} for record in (first, second))
     drift = _drift(first["ceilings"], second["ceilings"])
     pairs, unpaired = [], []
@@ -76,34 +36,32 @@ def compare(first: Record, second: Record) -> Comparison:
             sides = (row, first["controls"]), (other, second["controls"])
             resolution = max(drift, *(resolution_of(*side, between_runs=True) for side in sides))
             pairs.append(_pair(row, other, resolution))
-    return Comparison(pairs, unpaired, _warnings(first, second, drift, pairs))
+    return {"pairs": pairs, "unpaired": unpaired, "warnings": _warnings(first, second, drift, pairs)}
 
 
-def _pair(row: Row, other: Row, resolution: float) -> Pair:
-    if not row["samples_ms"] or not other["samples_ms"]:
-        return Pair(row, other, other["images_per_s"] / row["images_per_s"], None, resolution, UNKNOWN)
-    found = compare_rows(row, other, resolution, paired=False)
-    return Pair(row, other, found["ratio"], found["interval"], resolution, found["verdict"])
+def _pair(row: Row, other: Row, resolution: float) -> dict[str, Any]:
+    rates = [row["images_per_s"], other["images_per_s"]]
+    found: dict[str, Any] = {"ratio": rates[1] / rates[0], "interval": None, "verdict": UNKNOWN}
+    if row["samples_ms"] and other["samples_ms"]:
+        found = compare_rows(row, other, resolution, paired=False)
+    told = {"images_per_s": rates, "resolution": resolution if resolution != float("inf") else None}
+    return {field: row[field] for field in KEY_FIELDS} | told | found
 
 
 def _drift(one: dict[str, Any], other: dict[str, Any]) -> float:
     """By what share the machine itself was another, as its ceilings say: a control from run to run."""
     if not one or not other:
         return 0.0
-    both = [(one["copy_GB_per_s"], other["copy_GB_per_s"])]
-    both += [
-        (reached, other["matmul_TFLOP_per_s"][dtype])
-        for dtype, reached in one["matmul_TFLOP_per_s"].items()
-        if dtype in other["matmul_TFLOP_per_s"]
-    ]
-    return max(max(pair) / min(pair) for pair in both) - 1
+    theirs = other["matmul_TFLOP_per_s"]
+    both = [(reached, theirs[dtype]) for dtype, reached in one["matmul_TFLOP_per_s"].items() if dtype in theirs]
+    return max(max(pair) / min(pair) for pair in [*both, (one["copy_GB_per_s"], other["copy_GB_per_s"])]) - 1
 
 
 def _key(row: Row) -> tuple[Any, ...]:
     return tuple(map(str, (row[field] for field in KEY_FIELDS)))
 
 
-def _warnings(first: Record, second: Record, drift: float, pairs: list[Pair]) -> list[str]:
+def _warnings(first: Record, second: Record, drift: float, pairs: list[dict[str, Any]]) -> list[str]:
     """What differs between two records beside the code: machine, threads, versions, images; and who was busy."""
     warnings = []
     for name, record in (("first", first), ("second", second)):
@@ -121,6 +79,6 @@ def _warnings(first: Record, second: Record, drift: float, pairs: list[Pair]) ->
         warnings.append("images differ")
     if drift > 0.01:
         warnings.append(f"the machine's own ceilings differ by {drift:.1%}: no smaller difference is told")
-    if any(pair.verdict == UNKNOWN for pair in pairs):
+    if any(pair["verdict"] == UNKNOWN for pair in pairs):
         warnings.append(f"some pairs cannot be ranked; {QUIET_RUN}")
     return warnings

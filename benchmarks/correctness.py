@@ -27,7 +27,7 @@ from vit_fast.accuracy import (
 )
 
 from .subjects import Subject, Task
-from .subjects_given import define
+from .subjects_models import define
 from .training import Backward, TrainingStep
 
 MAX_CHECKED_IMAGES = 8
@@ -52,10 +52,6 @@ class Expected:
     outputs: Tensor
     eager_error: dict[Measure, float]
     parameters: Sequence[tuple[float, Tensor]] = ()
-
-    @property
-    def largest_output(self) -> float:
-        return size_of(self.outputs)
 
 
 @dataclass(frozen=True)
@@ -153,8 +149,8 @@ def judge(subject: Subject, task: Task, expected: Expected, outputs: object) -> 
         measure: allowed_error(expected.eager_error[measure], expected.outputs, dtype, factor, measure)
         for measure in MEASURES
     }
-    if subject.budget is not None:
-        limits = {"largest": subject.budget(expected.eager_error["largest"], expected.largest_output)}
+    if subject.tolerance is not None:
+        limits = {"largest": subject.tolerance * size_of(expected.outputs)}
     limit = limits["largest"]
     if task.training and isinstance(outputs, tuple):
         outputs, others = outputs

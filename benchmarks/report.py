@@ -34,10 +34,6 @@ def format_rate(images_per_s: float) -> str:
     return f"{images_per_s:,.0f}" if images_per_s >= 100 else f"{images_per_s:.3g}"
 
 
-def format_share(share: float) -> str:
-    return f"{share:.1%}" if share != float("inf") else "unknown"
-
-
 def _ratio(row: Row) -> str:
     """To the best peer, with its interval; in words where that is no difference or says nothing."""
     if row["ratio_to_best_peer"] is None:

@@ -2,7 +2,7 @@
 
 A subject is one way to compute a Vision Transformer, with the same weights as all others: ours on one backend, a
 peer's implementation, an exported file. Its name may carry a compile mode: `timm+compile`, `timm+compile:max-autotune`.
-Subjects of one library live in a module of their own, listed in PROVIDERS, which registers them when first asked for.
+The modules in PROVIDERS register them when first asked for.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import difflib
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +24,7 @@ from vit_fast.errors import UnsupportedInputError
 
 from .models import Model
 
-PROVIDERS = (
-    "subjects_ours",
-    "subjects_libraries",
-    "subjects_given",
-    "subjects_runtimes",
-    "subjects_operators",
-    "subjects_optimized",
-)
+PROVIDERS = ("subjects_models", "subjects_runtimes", "subjects_operators")
 
 # How `--compile-modes` and the part behind "+compile:" are written; "none" is the subject as it is.
 COMPILE_MODES = ("none", "default", "reduce-overhead", "max-autotune")
@@ -55,13 +49,7 @@ _SDPA = ("sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient")
 # For what is not a whole model of our shapes.
 LABELS = {
     "given": (
-        "given",
-        "given+fused",
-        "given-bf16",
-        "onnxruntime",
-        "openvino",
-        "optimized",
-        "given+compile",
+        "given", "given+fused", "given-bf16", "onnxruntime", "openvino", "optimized", "given+compile",
         "given+fused+compile",
     ),
     "onnx": ("onnxruntime", "onnxruntime-nobinding", "openvino"),
@@ -69,7 +57,7 @@ LABELS = {
     "attention": ("eager", *_SDPA, "triton", "flex", "flash-attn", "xformers"),
     "mlp": ("eager", "triton", "cublaslt", "transformer-engine", "eager+compile"),
     "matmul": ("eager", "triton"),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -126,8 +114,8 @@ class Subject:
         compilable: Whether torch.compile applies to what build gives.
         fullgraph: Whether compiling must find one graph, or fail.
         context: Entered around every call.
-        budget: Largest acceptable error by eager's own error in that dtype and the largest output; None means the
-            rule of vit_fast.accuracy. For subjects that compute in fewer bits than task.dtype.
+        tolerance: Largest acceptable error as a share of the largest output, of subjects that compute in fewer bits
+            than task.dtype; None means the rule of vit_fast.accuracy.
         trainable: Whether training steps make sense.
         precision: In what it computes where that is fewer bits than task.dtype, such as "int8".
     """
@@ -140,7 +128,7 @@ class Subject:
     compilable: bool = True
     fullgraph: bool = False
     context: Callable[[], AbstractContextManager[object]] = nullcontext
-    budget: Callable[[float, float], float] | None = None
+    tolerance: float | None = None
     precision: str | None = None
     trainable: bool = True
 
@@ -175,12 +163,11 @@ class Selection:
 _SUBJECTS: dict[str, Subject] = {}
 
 
-def register(subject: Subject) -> Subject:
-    """Adds a subject; a second one of the same name is an error."""
-    if subject.name in _SUBJECTS:
-        raise ValueError(f"subject {subject.name!r} is registered twice")
-    _SUBJECTS[subject.name] = subject
-    return subject
+def register(name: str, summary: str, build: Callable[[Task], Callable[[Tensor], Tensor]], **traits: Any) -> None:
+    """Adds a subject, see Subject; a second one of the same name is an error."""
+    if name in _SUBJECTS:
+        raise ValueError(f"subject {name!r} is registered twice")
+    _SUBJECTS[name] = Subject(name, summary, build, **traits)
 
 
 @functools.cache
@@ -240,12 +227,9 @@ def default_labels(device: torch.device, kind: str, training: bool) -> tuple[str
 
 
 def choose(
-    labels: Sequence[str] | None,
-    modes: Sequence[str] | None,
-    device: torch.device,
-    kind: str = "ours",
+    labels: Sequence[str] | None, modes: Sequence[str] | None, device: torch.device, kind: str = "ours",
     training: bool = False,
-) -> list[Selection]:
+) -> list[Selection]:  # fmt: skip
     """The selections of a run.
 
     Args:
@@ -269,7 +253,7 @@ def choose(
             chosen.append(parsed)
         else:
             chosen += [select(parsed.subject.name, mode) for mode in modes]
-    return _without_repeats(chosen)
+    return list({selection.label: selection for selection in chosen}.values())
 
 
 def compile_selection(selection: Selection, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -277,7 +261,3 @@ def compile_selection(selection: Selection, function: Callable[[Tensor], Tensor]
     if selection.mode == "none":
         return function
     return torch.compile(function, mode=selection.mode, fullgraph=selection.subject.fullgraph, dynamic=False)
-
-
-def _without_repeats(selections: Iterable[Selection]) -> list[Selection]:
-    return list({selection.label: selection for selection in selections}.values())

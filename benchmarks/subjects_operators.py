@@ -1,4 +1,4 @@
-"""Who computes a single operator: ours on each backend, which subjects_ours.py registers, and the peers of each.
+"""Who computes a single operator: ours on each backend, which subjects_models.py registers, and the peers of each.
 
 To add one: its function of x and the operator's parameters into the tables, its name and package at the end.
 """
@@ -18,7 +18,7 @@ from vit_fast import ops
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.ops.linear import linear_residual
 
-from .subjects import Subject, Task, register
+from .subjects import Task, register
 
 Function = Callable[..., Tensor]
 
@@ -141,4 +141,4 @@ for peer, summary, packages in (
     ("cublaslt", "MLP by torch with cuBLASLt's GELU epilogue", ()),
     ("transformer-engine", "NVIDIA TransformerEngine's LayerNormMLP", ("transformer_engine",)),
 ):
-    register(Subject(peer, summary, partial(build, peer), packages=packages, peer=True, compilable=False))
+    register(peer, summary, partial(build, peer), packages=packages, peer=True, compilable=False)

@@ -16,27 +16,26 @@ from vit_fast.data import default_photograph
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.libraries import timm
 
-from . import subjects_libraries, subjects_ours
+from . import subjects_models
 from .machine import short_name
 from .models import OutputOf
-from .subjects import Subject, Task, register
+from .subjects import Task, register
 
-PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 BF16_OPSET, OPSET = 22, 20
 # Share of the largest logit: int8 is another number format, and the rule for fp32 says nothing about it.
-INT8_BUDGET = 0.35
+INT8_TOLERANCE = 0.35
 
 Function = Callable[[Tensor], Tensor]
 Open = Callable[[Path, Task], Function]
 
 
-def build(open_file: Open, int8: bool, task: Task) -> Function:
+def build(open_file: Open, task: Task, *, int8: bool = False) -> Function:
     """A runtime's session of the task's model, exported for its device; fp32 in and out at the file's border.
 
     Args:
         open_file: Makes a function of images of a file, which may be removed afterwards.
-        int8: Whether products are in int8.
         task: What it is to compute.
+        int8: Whether products are in int8.
     Raises:
         UnsupportedInputError: the runtime cannot run this dtype here.
         ProviderError: a provider was asked for and did not come up.
@@ -118,7 +117,7 @@ def build_by_timm(task: Task) -> Function:
     from timm.utils.onnx import onnx_export
 
     _refuse_all_but_fp32("timm-onnx", task)
-    model = subjects_libraries.build(timm, dataclasses.replace(task, device=torch.device("cpu")))
+    model = subjects_models.build_peer(timm, dataclasses.replace(task, device=torch.device("cpu")))
     images = torch.zeros(task.batch_size, *task.model.shape)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
@@ -135,7 +134,7 @@ def _exportable(task: Task) -> nn.Module:
     if task.model.make is not None:
         model = task.model.make()
         return model.model if isinstance(model, OutputOf) else model
-    return subjects_ours.build("sdpa", dataclasses.replace(task, dtype=torch.float32, device=torch.device("cpu")))
+    return subjects_models.build("sdpa", dataclasses.replace(task, dtype=torch.float32, device=torch.device("cpu")))
 
 
 def build_torchao(task: Task) -> nn.Module:
@@ -146,55 +145,26 @@ def build_torchao(task: Task) -> nn.Module:
     """
     from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
 
-    model = subjects_ours.build("sdpa", task)
+    model = subjects_models.build("sdpa", task)
     quantize_(model, Int8DynamicActivationInt8WeightConfig())
     return model
 
 
-def _within_int8(eager_error: float, largest: float) -> float:
-    return INT8_BUDGET * largest
-
-
-for name, summary, open_file in (
-    ("onnxruntime", "ONNX Runtime, exported by vit_fast.export, inputs and outputs bound", _open_onnxruntime),
-    (
-        "onnxruntime-nobinding",
-        "the same through session.run, as most people call it",
-        partial(_open_onnxruntime, io_binding=False),
-    ),
-    ("tensorrt", "the same by ONNX Runtime's TensorRT provider", _open_tensorrt),
-    ("openvino", "OpenVINO on a CPU, exported by vit_fast.export", _open_openvino),
-):
-    needed = ("onnx", "onnxscript", "openvino" if name == "openvino" else "onnxruntime")
-    build_it = partial(build, open_file, False)
-    register(Subject(name, summary, build_it, packages=needed, compilable=False, trainable=False))
-register(
-    Subject(
-        "onnxruntime-int8",
-        "ONNX Runtime, static int8 calibrated on a photograph",
-        partial(build, _open_onnxruntime, True),
-        packages=PACKAGES,
-        compilable=False,
-        budget=_within_int8,
-        precision="int8",
-        trainable=False,
-    )
-)
-register(
-    Subject(
-        "torchao-int8",
-        "our model, torchao's int8 weights and dynamic activations",
-        build_torchao,
-        packages=("torchao",),
-        peer=True,
-        budget=_within_int8,
-        precision="int8",
-        trainable=False,
-    )
-)
-for name, summary, build_file in (
-    ("torch-onnx", "ONNX Runtime, exported by torch.onnx.export", build_by_torch),
-    ("timm-onnx", "ONNX Runtime, timm's model exported by timm", build_by_timm),
-):
-    needed_too = (*PACKAGES, *name.split("-")[:1])
-    register(Subject(name, summary, build_file, packages=needed_too, peer=True, compilable=False, trainable=False))
+on_ort, file = ("onnx", "onnxscript", "onnxruntime"), {"compilable": False, "trainable": False}
+int8 = {"precision": "int8", "tolerance": INT8_TOLERANCE, "trainable": False}
+bound = "ONNX Runtime, exported by vit_fast.export, inputs and outputs bound"
+register("onnxruntime", bound, partial(build, _open_onnxruntime), packages=on_ort, **file)
+unbound, open_unbound = "the same through session.run, as most people do", partial(_open_onnxruntime, io_binding=False)
+register("onnxruntime-nobinding", unbound, partial(build, open_unbound), packages=on_ort, **file)
+by_tensorrt = "the same by ONNX Runtime's TensorRT provider"
+register("tensorrt", by_tensorrt, partial(build, _open_tensorrt), packages=on_ort, **file)
+on_openvino, packages = "OpenVINO on a CPU, exported by vit_fast.export", ("onnx", "onnxscript", "openvino")
+register("openvino", on_openvino, partial(build, _open_openvino), packages=packages, **file)
+calibrated = "ONNX Runtime, static int8 calibrated on a photograph"
+build_int8 = partial(build, _open_onnxruntime, int8=True)
+register("onnxruntime-int8", calibrated, build_int8, packages=on_ort, compilable=False, **int8)
+dynamic = "our model, torchao's int8 weights and dynamic activations"
+register("torchao-int8", dynamic, build_torchao, packages=("torchao",), peer=True, **int8)
+by_torch, by_timm = "ONNX Runtime, exported by torch.onnx.export", "ONNX Runtime, timm's model exported by timm"
+register("torch-onnx", by_torch, build_by_torch, packages=(*on_ort, "torch"), peer=True, **file)
+register("timm-onnx", by_timm, build_by_timm, packages=(*on_ort, "timm"), peer=True, **file)

@@ -14,7 +14,7 @@ from vit_fast.benchmarks.correctness import Expected, expect, judge, spread
 from vit_fast.benchmarks.inputs import image_views, random_weights, rotating_batches, rounded
 from vit_fast.benchmarks.models import describe_ours, find_models
 from vit_fast.benchmarks.subjects import Subject, Task, get_subject
-from vit_fast.benchmarks.subjects_ours import build
+from vit_fast.benchmarks.subjects_models import build
 from vit_fast.data import default_photograph
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.variants import get_variant
@@ -155,13 +155,13 @@ def test_nan_and_other_shapes_are_refused() -> None:
     assert "instead of" in judge(get_subject("sdpa"), task, expected, (right,)).reason
 
 
-def test_a_subject_of_fewer_bits_is_held_to_its_own_budget() -> None:
+def test_a_subject_of_fewer_bits_is_held_to_its_own_tolerance() -> None:
     task, images = make_task(get_variant("vit_test").config)
     expected = expect(task, images)
     coarse = expected.outputs.float() + 0.01
     subject = Subject("coarse", "", build=lambda task: lambda images: coarse)
     assert not judge(subject, task, expected, coarse).passed
-    roomy = dataclasses.replace(subject, budget=lambda eager_error, largest: 0.02 * largest)
+    roomy = dataclasses.replace(subject, tolerance=0.02)
     assert judge(roomy, task, expected, coarse).passed
     assert not judge(roomy, task, expected, coarse + 1).passed
 

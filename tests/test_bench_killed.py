@@ -17,7 +17,7 @@ from bench_support import QUICK, Notes, assert_no_speed, plan, rows_by_subject
 from vit_fast.benchmarks import machine, records, runner
 from vit_fast.benchmarks.plan import make_plan
 from vit_fast.benchmarks.subjects import Task
-from vit_fast.benchmarks.subjects_ours import build
+from vit_fast.benchmarks.subjects_models import build
 
 pytestmark = pytest.mark.usefixtures("small_ceilings")
 
@@ -108,7 +108,7 @@ KILLED = """
 import os, sys
 from pathlib import Path
 from vit_fast.benchmarks import machine, plan, records, runner, subjects
-from vit_fast.benchmarks.subjects_ours import build
+from vit_fast.benchmarks.subjects_models import build
 from vit_fast.measuring.timing import Protocol
 
 machine.MATMUL_SIZE["cpu"], machine.COPY_BYTES["cpu"] = 64, 2**16
@@ -118,7 +118,7 @@ def deadly(task):
         os.kill(os.getpid(), 9)
     return build("sdpa", task)
 
-subjects.register(subjects.Subject("deadly", "for a test", deadly))
+subjects.register("deadly", "for a test", deadly)
 chosen = plan.make_plan(models=["vit_test"], batch_sizes=[1, 2], dtypes=["fp32"], subjects=["eager", "deadly"],
     device="cpu", protocol=Protocol(repeats=4, seconds=60.0, least_repeats=3, warmup_repeats=1))
 journal = records.Journal.begin(Path(sys.argv[1]), chosen.request, machine.describe("cpu"))

@@ -14,7 +14,7 @@ from vit_fast.benchmarks import preparation, runner
 from vit_fast.benchmarks.machine import best_ceilings
 from vit_fast.benchmarks.plan import DEFAULT_BATCH_SIZES
 from vit_fast.benchmarks.subjects import Task, choose, parse_label
-from vit_fast.benchmarks.subjects_ours import build
+from vit_fast.benchmarks.subjects_models import build
 from vit_fast.errors import UnsupportedInputError
 
 pytestmark = pytest.mark.usefixtures("small_ceilings")

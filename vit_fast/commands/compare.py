@@ -24,13 +24,13 @@ def compare(
 
     comparison = compare_records(read_record(first), read_record(second))
     if as_json:
-        typer.echo(json.dumps(comparison.to_dict(), indent=2))
+        typer.echo(json.dumps(comparison, indent=2))
         return
 
     from rich.console import Console
     from rich.table import Table
 
-    from ..benchmarks.report import FULL_WIDTH, format_rate, format_share
+    from ..benchmarks.report import FULL_WIDTH, format_rate
 
     console = Console()
     if not console.is_terminal:
@@ -41,12 +41,12 @@ def compare(
     for name in ("first", "second", "ratio", "interval", "resolution"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
-    for pair in comparison.pairs:
-        row = pair.first
-        rates = (format_rate(side["images_per_s"]) for side in (pair.first, pair.second))
-        interval = "" if pair.interval is None else "[{:.3f}, {:.3f}]".format(*pair.interval)
-        limits = (f"{pair.ratio:.3f}", interval, format_share(pair.resolution))
-        table.add_row(row["model"], row["dtype"], str(row["batch"]), row["subject"], *rates, *limits, pair.verdict)
+    for pair in comparison["pairs"]:
+        rates = map(format_rate, pair["images_per_s"])
+        interval = "" if pair["interval"] is None else "[{:.3f}, {:.3f}]".format(*pair["interval"])
+        resolution = "unknown" if pair["resolution"] is None else f"{pair['resolution']:.1%}"
+        told = (f"{pair['ratio']:.3f}", interval, resolution, pair["verdict"])
+        table.add_row(pair["model"], pair["dtype"], str(pair["batch"]), pair["subject"], *rates, *told)
     console.print(table)
-    for line in (*comparison.warnings, *comparison.unpaired):
+    for line in (*comparison["warnings"], *comparison["unpaired"]):
         console.print(line, markup=False, highlight=False, soft_wrap=True)

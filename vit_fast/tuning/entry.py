@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from vit_fast.benchmarks import subjects_given, subjects_ours
 from vit_fast.benchmarks.inputs import MAX_VIEWS, image_views, random_weights
 from vit_fast.benchmarks.models import Model
 from vit_fast.benchmarks.plan import make_plan
 from vit_fast.benchmarks.subjects import Task
+from vit_fast.benchmarks.subjects_models import define
 
 # Batches beside the example, to judge agreement on.
 OTHER_BATCHES = 3
@@ -56,11 +56,10 @@ def open_model(
     if len(plan.models) > 1:
         raise ValueError(f"{name!r} means {', '.join(model.name for model in plan.models)}: accepted is one of them")
     (model,) = plan.models
-    if model.kind == "onnx":
+    if model.kind not in ("ours", "given"):
         raise ValueError(f"{name}: accepted are models of torch, of which ONNX files are one form that is tried")
     weights = model.weights if model.config is None or model.weights else random_weights(model.config)
     task = Task(model, weights, torch.float32, plan.device, batch)
-    module = subjects_ours.build("eager", task) if model.kind == "ours" else subjects_given.build(task)
     views = image_views(plan.images, model, max(batch, min(MAX_VIEWS, batch * (1 + OTHER_BATCHES)))).to(plan.device)
     batches = [part for part in views.split(batch) if len(part) == batch]
-    return Opened(model, module, batches[0], batches[1:], plan.images)
+    return Opened(model, define(task), batches[0], batches[1:], plan.images)

@@ -1,0 +1,194 @@
+"""Whole models of torch as subjects: ours on each of its backends, the libraries' with the very same weights, a model
+as it was given by id, file or function, these after vit_fast.fuse, and what vit_fast.optimize found.
+
+A library's model is built by its own class, then given our weights under its own names; one that the library cannot
+express is refused with every reason. A bench does not search: where optimize has kept no answer, the row says which
+command finds one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from vit_fast.errors import UnsupportedInputError
+from vit_fast.freezing import freeze
+from vit_fast.fusion import fuse
+from vit_fast.libraries import transformers
+from vit_fast.libraries.known import PEERS
+from vit_fast.libraries.peers import take_weights
+from vit_fast.model import VisionTransformer, set_backend
+from vit_fast.runtime import GraphRunner
+from vit_fast.tuning import answers
+from vit_fast.tuning.build import build as build_choice
+from vit_fast.tuning.choices import PRECISIONS, Precision
+from vit_fast.tuning.drop_in import Optimized
+
+from . import subjects_operators
+from .models import OutputOf
+from .subjects import Task, get_subject, register
+
+# Shares of the largest output that bf16, and the lossy formats of vit_fast.optimize, may be off: another number format,
+# of which the rule for fp32 says nothing; of the second the search has judged the answers.
+BF16_TOLERANCE, LOSSY_TOLERANCE = 0.15, 0.35
+
+
+def build(backend: str, task: Task) -> nn.Module:
+    """Our model with the task's weights, or our operator."""
+    if task.model.operator is not None:
+        return subjects_operators.build(backend, task)
+    config, weights = task.ours
+    with torch.device("meta"):
+        model = VisionTransformer(config, data_config=task.model.data, backend="eager")
+    model = model.to_empty(device=task.device).to(task.dtype)
+    model.load_state_dict(dict(weights))
+    set_backend(model, backend)
+    return model.eval().requires_grad_(False)
+
+
+def build_frozen(backend: str, task: Task) -> nn.Module:
+    """The same with what weights decide computed once."""
+    model = build(backend, task)
+    freeze(model)
+    return model
+
+
+def build_graphs(backend: str, task: Task) -> Callable[[Tensor], Tensor]:
+    """The same, frozen, in a captured CUDA graph: as it should be served for one batch size.
+
+    Raises:
+        UnsupportedInputError: the task is for a CPU.
+    """
+    example = torch.zeros(1, *task.model.shape, dtype=task.dtype, device=task.device)
+    return GraphRunner(build(backend, task), example, batch_sizes=(task.batch_size,))
+
+
+def build_peer(peer: ModuleType, task: Task) -> nn.Module:
+    """The model of a library's (see vit_fast.libraries) with our weights, all of them, on the task's device.
+
+    Raises:
+        UnsupportedInputError: the library has no such model; every reason.
+    """
+    config, weights = task.ours
+    model = peer.build_peer(config).to(device=task.device, dtype=task.dtype)
+    take_weights(model, weights, peer.convert, config)
+    model = model.eval().requires_grad_(False)
+    return OutputOf(model) if peer is transformers else model
+
+
+def build_given(task: Task) -> nn.Module:
+    """The model itself on the task's device, in its dtype.
+
+    Raises:
+        UnsupportedInputError: the task is one of our own shapes.
+    """
+    if task.model.make is None:
+        raise UnsupportedInputError("given", [f"{task.model.name} is no model that was given as a module"])
+    return task.model.make().to(task.device, task.dtype).requires_grad_(False)
+
+
+def define(task: Task) -> nn.Module:
+    """What a task is held against: our eager model or operator; of a model that was given, itself."""
+    made = build_given(task) if task.model.kind == "given" else get_subject("eager").make(task)
+    assert isinstance(made, nn.Module)
+    return made
+
+
+def build_fused(build_model: Callable[[Task], nn.Module], whole: bool, task: Task) -> nn.Module:
+    """A model after vit_fast.fuse, by the kernels where they can run.
+
+    Args:
+        build_model: What builds it.
+        whole: Whether every attention and MLP must be fused, or any; what could not be then stays as it was.
+        task: What it is to compute.
+    Raises:
+        UnsupportedInputError: something in it could not be fused, or nothing; all reasons.
+    """
+    model = build_model(task)
+    report = fuse(model)
+    if whole or not report.fused:
+        report.require_all()
+    return model
+
+
+class _InBf16(nn.Module):
+    """A model that computes in bf16 between images and outputs of another dtype."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model.to(torch.bfloat16)
+
+    def forward(self, images: Tensor) -> Tensor:
+        outputs: Tensor = self.model(images.bfloat16())
+        return outputs.to(images.dtype)
+
+
+def build_in_bf16(build_model: Callable[[Task], nn.Module], task: Task) -> nn.Module:
+    """A model in bf16 for a task in fp32.
+
+    Raises:
+        UnsupportedInputError: the task is another, or this CPU computes bf16 only by way of fp32.
+    """
+    reasons = []
+    if task.dtype != torch.float32 or task.training:
+        reasons.append("it replaces fp32 in inference; accepted elsewhere is --dtypes bf16")
+    if task.device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        reasons.append("this CPU has no products in bf16")
+    if reasons:
+        raise UnsupportedInputError("bf16", reasons)
+    return _InBf16(build_model(task))
+
+
+def build_optimized(precision: Precision | None, task: Task) -> Optimized:
+    """The model in the way that vit_fast.optimize found in this number format.
+
+    Raises:
+        UnsupportedInputError: no answer is kept for it; or what was found cannot be had any more.
+    """
+    module = define(task)
+    example = torch.zeros(task.batch_size, task.model.in_chans, *task.model.image_hw).to(task.device, task.dtype)
+    answer = answers.find(module, example, precision)
+    if answer is None:
+        allowed = "" if precision is None else f" --allow {precision}"
+        words = f"vit-fast optimize {task.model.name} --batch {task.batch_size}{allowed}"
+        raise UnsupportedInputError("optimized", [f"no answer is kept for this here: {words} finds one"])
+    with torch.no_grad():
+        return build_choice(answer.choice, module, example, module(example), ())
+
+
+definition = "our model, plain formulas: the definition"
+register("eager", definition, partial(build, "eager"), fullgraph=True)
+register("sdpa", "our model, torch's scaled_dot_product_attention", partial(build, "sdpa"), fullgraph=True)
+register("triton", "our model, our Triton kernels", partial(build, "triton"), fullgraph=True)
+frozen, graphs = "the same, its weights folded and laid out once", "the same, frozen, in a captured CUDA graph"
+register("triton-frozen", frozen, partial(build_frozen, "triton"), trainable=False)
+register("triton-graphs", graphs, partial(build_graphs, "triton"), trainable=False, compilable=False)
+for name, kernel in (
+    ("flash", SDPBackend.FLASH_ATTENTION),
+    ("cudnn", SDPBackend.CUDNN_ATTENTION),
+    ("efficient", SDPBackend.EFFICIENT_ATTENTION),
+):
+    confined, context = f"our model, torch's attention confined to its {name} kernel", partial(sdpa_kernel, kernel)
+    register(f"sdpa-{name}", confined, partial(build, "sdpa"), fullgraph=True, context=context)
+for library in PEERS:
+    name, build_it, packages = library.NAME, partial(build_peer, library), (library.NAME,)
+    register(name, library.PEER, build_it, packages=packages, peer=True)
+    fused, build_whole = f"{name}'s model after vit_fast.fuse", partial(build_fused, build_it, True)
+    register(f"{name}+fused", fused, build_whole, packages=packages, fullgraph=True)
+as_given = "the model as it was given"
+register("given", as_given, build_given, peer=True)
+register("given+fused", f"{as_given} after vit_fast.fuse", partial(build_fused, build_given, False))
+bf16 = {"precision": "bf16", "tolerance": BF16_TOLERANCE, "trainable": False}
+for name, what, build_model in (("sdpa", "our model", partial(build, "sdpa")), ("given", as_given, build_given)):
+    in_bf16 = f"{what}, parameters and products in bf16"
+    register(f"{name}-bf16", in_bf16, partial(build_in_bf16, build_model), **bf16)
+found = "what vit_fast.optimize found here"
+register("optimized", f"{found}, at full precision", partial(build_optimized, None), compilable=False, trainable=False)
+for precision in PRECISIONS:
+    lossy = {"precision": precision, "tolerance": LOSSY_TOLERANCE, "compilable": False, "trainable": False}
+    register(f"optimized-{precision}", f"{found}, in {precision}", partial(build_optimized, precision), **lossy)
