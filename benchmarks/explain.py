@@ -21,7 +21,7 @@ from vit_fast.measuring.timing import Call, synchronise, without_profiler_chatte
 from .records import Record
 from .report import contests, label
 from .roofline import Work
-from .rows import Group, Row
+from .rows import Group, Row, measured
 
 CALLS = 3
 MOST_KERNELS = 3  # of each part are named
@@ -74,7 +74,7 @@ def explain(call: Call, device: torch.device, group: Group) -> dict[str, Any]:
 def tables(record: Record) -> Iterator[tuple[str, list[str], list[list[str]]]]:
     """Of every contest that was explained: caption, titles and rows; the parts of all subjects, then their kernels."""
     for title, rows in contests(record).items():
-        explained = [row for row in rows if row.get("explained") and row["status"] == "measured"]
+        explained = [row for row in measured(rows) if row.get("explained")]
         if explained:
             yield f"Where the time goes, ms a call: {title}", *_parts(record, explained)
             yield f"Longest kernels: {title}", ["kernel", "subject", "part", "calls", "ms"], _kernels(explained)

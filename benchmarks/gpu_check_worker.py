@@ -24,7 +24,7 @@ from vit_fast.measuring.timing import Protocol
 from .machine import describe
 from .plan import make_plan
 from .records import JOURNAL_NAME, PARTIAL, RECORD_NAME, Journal, to_json
-from .rows import Row
+from .rows import Row, measured
 from .runner import run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -175,8 +175,8 @@ def figures(rows: Sequence[Row]) -> Found:
     wrong = [f"{row['model']} {row['subject']}" for row in rows if row["status"] in ("wrong", "failed")]
     late = all(row["status"] in ("skipped", "interrupted") for row in rows)
     found: Found = {"outcome": f"WRONG or failed: {', '.join(wrong)}" if wrong else NO_TIME if late else "measured"}
-    for row in rows:
-        if row["subject"].startswith("triton") and row["status"] == "measured":
+    for row in measured(rows):
+        if row["subject"].startswith("triton"):
             ratio = row["ratio_to_best_peer"]
             peer = "no peer" if ratio is None else f"{ratio:.2f}x {row['best_peer']} ({row['verdict']})"
             host = "" if row["host_ms"] is None else f", host {row['host_ms']:.3f}"

@@ -15,8 +15,8 @@ from typing import Any
 
 from .explain import tables
 from .records import RECORD_NAME, Record, read_record
-from .report import ceilings_line, command, contests, filled_columns, heading, label, not_measured, objections, remarks
-from .rows import Row
+from .report import ceilings_line, cells, command, contests, heading, label, not_measured, objections, remarks
+from .rows import Row, measured
 
 REPORT_NAME = "report.html"
 _TEMPLATE = Path(__file__).with_name(REPORT_NAME)
@@ -78,79 +78,56 @@ def _bench(record: Record, curves: list[dict[str, Any]]) -> Iterable[str]:
         yield f'<p class="objection" role="note">Not to be cited: {escape("; ".join(reasons))}.</p>'
     if record["controls"]:
         yield "<ul>" + "".join(f"<li>{escape(remark)}</li>" for remark in remarks(record)) + "</ul>"
-    columns = filled_columns(record)
-    measured = [row for rows in contests(record).values() for row in rows if row["status"] == "measured"]
-    cells = {
-        "subject": [label(row) for row in measured],
-        "batch": [str(row["requested_batch"]) for row in measured],
-        **{column.title: [column.cell(row) for row in measured] for column in columns},
-        "model": [row["model"] for row in measured],
-        "dtype": [row["dtype"] for row in measured],
-    }
-    # what all rows have in common stands above them, where a narrow screen needs no column for it
-    common = {title: values[0] for title, values in cells.items() if title in _SETTINGS and len(set(values)) == 1}
-    titles = [title for title in cells if title not in common]
+    columns = cells(record)
+    # what all rows have in common stands above them, where a narrow screen needs no column for it; of the rest last
+    common = {title: columns.pop(title)[0] for title in _SETTINGS if len(set(columns[title])) == 1}
+    ends = {title: columns.pop(title) for title in ("model", "dtype") if title in columns}
+    columns = {"subject": columns["subject"]} | columns | ends
     caption = ", ".join([*(f"{title} {value}" for title, value in common.items()), "a title sorts"])
-    yield _table(caption, titles, list(zip(*(cells[title] for title in titles), strict=True)))
+    yield _table(caption, list(columns), zip(*columns.values(), strict=True))
     if notes := not_measured(record):
         yield "<p>Not measured:</p><ul>" + "".join(f"<li>{escape(note)}</li>" for note in notes) + "</ul>"
-    for title, same, x, y in _CURVES:
-        for group, series in _series(measured, same, x[0], y[0]).items():
-            yield _figure(curves, {"title": f"{title}: {group}", "x": x[1], "y": y[1], "series": series})
-    if roofline := _roofline(record, measured):
-        yield _figure(curves, roofline)
+    for curve in _curves(record):
+        curves.append(curve)
+        yield f'<figure data-curve="{len(curves) - 1}"><figcaption>{escape(curve["title"])}</figcaption></figure>'
     for caption, titles, lines in tables(record):
         yield _table(f"{caption}; a title sorts", titles, lines)
     yield f"<p>The same again:</p><pre tabindex=0>{escape(command(record))}</pre>"
 
 
-def _figure(curves: list[dict[str, Any]], curve: dict[str, Any]) -> str:
-    curves.append(curve)
-    return f'<figure data-curve="{len(curves) - 1}"><figcaption>{escape(curve["title"])}</figcaption></figure>'
+def _curves(record: Record) -> Iterable[dict[str, Any]]:
+    """What the script draws; last, where bytes were counted, every row under what the machine reached in that run."""
+    rows = [row for rows in contests(record).values() for row in measured(rows)]
+    for title, same, x, y in _CURVES:
+        for group, lines in _series(rows, same, x[0], y[0]).items():
+            if any(len({point["x"] for point in line["points"]}) > 1 for line in lines):
+                yield {"title": f"{title}: {group}", "x": x[1], "y": y[1], "series": lines}
+    ceilings = record["ceilings"]
+    counted = [row | {"intensity": row["FLOP"] / row["bytes"]} for row in rows if row.get("bytes")]
+    for lines in _series(counted, (), "intensity", "TFLOP_per_s").values() if ceilings else ():
+        slope = ceilings["copy_GB_per_s"] / 1e3
+        yield {
+            "title": "Roofline: rows under the ceilings of the same run",
+            "x": "FLOP a byte, of operands and results of all products", "y": "TFLOP/s",
+            "series": lines, "scatter": True,
+            "roofs": [{"name": n, "flat": flat, "slope": slope} for n, flat in ceilings["matmul_TFLOP_per_s"].items()],
+        }  # fmt: skip
 
 
 def _series(rows: Iterable[Row], same: Sequence[str], x: str, y: str) -> dict[str, list[dict[str, Any]]]:
-    """By what stays the same, a line for each subject that has two places to go through."""
+    """By what stays the same, a line for each subject."""
     groups: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for row in rows:
         if row.get(x) is not None and row.get(y) is not None and all(field in row for field in same):
             group = ", ".join("x".join(map(str, v)) if isinstance(v := row[f], list) else f"{f} {v}" for f in same)
-            point = {"x": row[x], "y": row[y], "tip": f"{label(row)}, batch {row['batch']}: {row[x]:.4g}, {row[y]:.4g}"}
-            groups.setdefault(group, {}).setdefault(row["subject"], []).append(point | _kind(row))
+            about = f"{label(row)}, {row['model']}, {row['dtype']}, batch {row['batch']}"
+            point = {"x": row[x], "y": row[y], "tip": f"{about}: {row[x]:.4g}, {row[y]:.4g}"}
+            point |= {"peer": row["peer"], "compiled": row["compile_mode"] != "none"}
+            groups.setdefault(group, {}).setdefault(row["subject"], []).append(point)
     return {
-        group: [
-            {"name": name, "points": sorted(points, key=lambda point: point["x"])} for name, points in lines.items()
-        ]
+        group: [{"name": name, "points": sorted(points, key=lambda p: p["x"])} for name, points in lines.items()]
         for group, lines in groups.items()
-        if any(len({point["x"] for point in points}) > 1 for points in lines.values())
     }
-
-
-def _kind(row: Row) -> dict[str, bool]:
-    return {"peer": row["peer"], "compiled": row["compile_mode"] != "none"}
-
-
-def _roofline(record: Record, rows: Sequence[Row]) -> dict[str, Any] | None:
-    """Every row under what the machine reached in that run; None for records that count no bytes."""
-    ceilings = record["ceilings"]
-    counted = [row for row in rows if row.get("bytes") and row["TFLOP_per_s"]]
-    if not counted or not ceilings:
-        return None
-    series: dict[str, list[dict[str, Any]]] = {}
-    for row in counted:
-        x = row["FLOP"] / row["bytes"]
-        tip = f"{label(row)}, {row['model']}, {row['dtype']}, batch {row['batch']}: {row['TFLOP_per_s']:.3g} TFLOP/s"
-        series.setdefault(row["subject"], []).append({"x": x, "y": row["TFLOP_per_s"], "tip": tip} | _kind(row))
-    return {
-        "title": "Roofline: rows under the ceilings of the same run",
-        "x": "FLOP a byte, of operands and results of all products", "y": "TFLOP/s",
-        "series": [{"name": name, "points": points} for name, points in series.items()],
-        "scatter": True,
-        "roofs": [
-            {"name": dtype, "flat": value, "slope": ceilings["copy_GB_per_s"] / 1e3}
-            for dtype, value in ceilings["matmul_TFLOP_per_s"].items()
-        ],
-    }  # fmt: skip
 
 
 def _other(record: Record) -> str:

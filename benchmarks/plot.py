@@ -10,7 +10,7 @@ from vit_fast.measuring.resolution import SAME, UNKNOWN
 
 from .records import Record
 from .report import ceilings_line, contests, format_rate, heading, label, not_measured
-from .rows import Row
+from .rows import Row, measured
 
 OURS, PEER, INK, FAINT = "#0f766e", "#94a3b8", "#1e293b", "#64748b"
 COMPILED_HATCH = "////"
@@ -31,8 +31,8 @@ def draw(record: Record) -> bytes:
     from matplotlib.patches import Patch
 
     # A contest in which nothing was measured is named at the foot, unless there is nothing else to draw.
-    panels = {title: rows for title, rows in contests(record).items() if _measured(rows)} or contests(record)
-    heights = [max(1, len(_measured(rows))) * BAR_INCHES for rows in panels.values()]
+    panels = {title: rows for title, rows in contests(record).items() if measured(rows)} or contests(record)
+    heights = [max(1, len(measured(rows))) * BAR_INCHES for rows in panels.values()]
     lines = [heading(record), ceilings_line(record), *(_shortened(line) for line in not_measured(record)[:4])]
     foot = "\n".join(part for line in lines for part in textwrap.wrap(line, FOOT_CHARACTERS))
     foot_inches = 0.4 + LINE_INCHES * (foot.count("\n") + 1)
@@ -64,18 +64,18 @@ def draw(record: Record) -> bytes:
 
 
 def _draw_panel(axes: Any, title: str, rows: list[Row]) -> None:
-    measured = _measured(rows)[::-1]
+    shown = measured(rows)[::-1]
     axes.set_title(title, loc="left", fontsize=10, color=INK, weight="bold")
     for side in ("top", "right", "bottom", "left"):
         axes.spines[side].set_visible(False)
     axes.set_xticks([])
     axes.tick_params(left=False, labelsize=9, labelcolor=INK)
-    if not measured:
+    if not shown:
         axes.set_yticks([])
         axes.text(0, 0.5, "nothing was measured", color=FAINT, transform=axes.transAxes, va="center")
         return
-    longest = max(row["batch"] / row["ms_p20"] * 1e3 for row in measured)
-    for position, row in enumerate(measured):
+    longest = max(row["batch"] / row["ms_p20"] * 1e3 for row in shown)
+    for position, row in enumerate(shown):
         rate, slow, fast = (row["batch"] / row[field] * 1e3 for field in ("ms", "ms_p80", "ms_p20"))
         axes.barh(
             position,
@@ -93,13 +93,9 @@ def _draw_panel(axes: Any, title: str, rows: list[Row]) -> None:
             texts[1.14] = told or f"{row['ratio_to_best_peer']:.2f}x best peer"
         for x, text in texts.items():
             axes.text(x, position, text, transform=axes.get_yaxis_transform(), va="center", fontsize=8.5, color=INK)
-    axes.set_yticks(range(len(measured)), [label(row) for row in measured])
+    axes.set_yticks(range(len(shown)), [label(row) for row in shown])
     axes.set_xlim(0, longest)
-    axes.set_ylim(-0.6, len(measured) - 0.4)
-
-
-def _measured(rows: list[Row]) -> list[Row]:
-    return [row for row in rows if row["status"] == "measured"]
+    axes.set_ylim(-0.6, len(shown) - 0.4)
 
 
 def _shortened(text: str, most: int = 170) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 from vit_fast.measuring.resolution import QUIET_RUN, SAME, UNKNOWN, UNRANKABLE
 
 from .records import Record
-from .rows import Row, resolution_of
+from .rows import Row, measured, resolution_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -93,7 +94,7 @@ def remarks(record: Record) -> list[str]:
     """What a reader must know before any figure: busy, what can be told apart, what is above its ceiling."""
     lines = [f"BUSY: {reason}" for reason in record["busy"]]
     for title, rows in contests(record).items():
-        if not any(row["status"] == "measured" for row in rows):
+        if not measured(rows):
             continue
         resolution = resolution_of(rows[0], record["controls"])
         if resolution == float("inf"):
@@ -111,13 +112,9 @@ def remarks(record: Record) -> list[str]:
 def _best_batches(record: Record) -> Iterable[str]:
     """Of a search, where each subject has most images a second."""
     best: dict[str, Row] = {}
-    for row in record["rows"] if record["plan"]["batch_sizes"] == ["best"] else []:
+    for row in measured(record["rows"]) if record["plan"]["batch_sizes"] == ["best"] else []:
         name = " ".join(map(str, (row["model"], row["dtype"], *row["img_size"][:1], row["subject"])))
-        if (
-            row["status"] == "measured"
-            and row["images_per_s"] > best.get(name, row | {"images_per_s": 0})["images_per_s"]
-        ):
-            best[name] = row
+        best[name] = max(best.get(name, row), row, key=lambda row: row["images_per_s"])
     for name, row in best.items():
         yield f"{name}: most images a second at batch {row['batch']}, {format_rate(row['images_per_s'])}"
 
@@ -194,21 +191,23 @@ def not_measured(record: Record) -> list[str]:
 
 def filled_columns(record: Record) -> list[Column]:
     """The columns that any measured row fills: only rows of a GPU have a time of the host."""
-    measured = [row for row in record["rows"] if row["status"] == "measured"]
-    return [column for column in COLUMNS if any(column.cell(row) for row in measured)]
+    return [column for column in COLUMNS if any(map(column.cell, measured(record["rows"])))]
+
+
+def cells(record: Record) -> dict[str, list[str]]:
+    """The measured rows, contest by contest, as columns by title: what each is about, then those that are filled."""
+    rows = [row for rows in contests(record).values() for row in measured(rows)]
+    about = {"model": "model", "dtype": "dtype", "batch": "requested_batch"}
+    found = {title: [str(row[field]) for row in rows] for title, field in about.items()}
+    return found | {"subject": [*map(label, rows)]} | {c.title: [*map(c.cell, rows)] for c in filled_columns(record)}
 
 
 def _fitting_columns(record: Record, width: int) -> list[Column]:
     """The columns that a terminal of so many characters shows whole, beside the subject."""
-    measured = [row for row in record["rows"] if row["status"] == "measured"]
-    columns = filled_columns(record)
-    left = width - max((len(label(row)) for row in measured), default=0) - 2
-    widths = {
-        column.title: max(len(text) for text in (column.title, *map(column.cell, measured))) for column in columns
-    }
-    kept = set()
+    columns, texts, kept = filled_columns(record), cells(record), set()
+    left = width - max(map(len, texts["subject"]), default=0) - 2
     for column in sorted(columns, key=lambda column: column.rank):
-        left -= widths[column.title] + 3
+        left -= max(map(len, (column.title, *texts[column.title]))) + 3
         if left < 0:
             break
         kept.add(column.title)
@@ -234,10 +233,9 @@ def rich_tables(record: Record, width: int) -> list[Table]:
         table.add_column("subject", no_wrap=True)
         for column in columns:
             table.add_column(escape(column.title), justify="right", no_wrap=True)
-        for number, row in enumerate(rows):
-            if row["status"] == "measured":
-                if is_lower(row) and (number == 0 or not is_lower(rows[number - 1])):
-                    table.add_section()
+        for _, alike in itertools.groupby(measured(rows), is_lower):
+            table.add_section()
+            for row in alike:
                 table.add_row(escape(label(row)), *(escape(column.cell(row)) for column in columns))
         if table.row_count:
             tables.append(table)
@@ -246,14 +244,10 @@ def rich_tables(record: Record, width: int) -> list[Table]:
 
 def markdown(record: Record) -> str:
     """The record as one markdown table under its heading, for a document."""
-    columns = filled_columns(record)
-    header = ["model", "dtype", "batch", "subject", *(column.title for column in columns)]
-    lines = [_markdown_line(header), _markdown_line(["---"] * 4 + ["---:"] * len(columns))]
-    for rows in contests(record).values():
-        for row in rows:
-            if row["status"] == "measured":
-                cells = [row["model"], row["dtype"], str(row["requested_batch"]), f"`{label(row)}`"]
-                lines.append(_markdown_line([*cells, *(column.cell(row) for column in columns)]))
+    columns = cells(record)
+    columns["subject"] = [f"`{name}`" for name in columns["subject"]]
+    marks = ["---" if title in ("model", "dtype", "batch", "subject") else "---:" for title in columns]
+    lines = [f"| {' | '.join(line)} |" for line in (columns, marks, *zip(*columns.values(), strict=True))]
     text = "\n".join([f"Measured on {heading(record)}; {ceilings_line(record)}.", "", *lines]) + "\n"
     if record["controls"]:
         text += "\n" + "".join(f"- {remark}\n" for remark in remarks(record))
@@ -261,7 +255,3 @@ def markdown(record: Record) -> str:
         text += "\nNot measured:\n\n" + "".join(f"- {note}\n" for note in notes)
     text += f"\nThe same again: `{command(record)}`; a row alone with its own model, dtype, batch and subject.\n"
     return text
-
-
-def _markdown_line(cells: Iterable[str]) -> str:
-    return "| " + " | ".join(cells) + " |"

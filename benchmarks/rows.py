@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -157,8 +157,7 @@ def finish(rows: Sequence[Row], ceilings: dict[str, Any], controls: Sequence[Row
     The peer is the fastest of the same model, dtype and requested batch. A share above 1 is not given: the row names it
     as a defect, of the ceiling or of the formula.
     """
-    measured = [row for row in rows if row["status"] == "measured"]
-    for row in measured:
+    for row in measured(rows):
         reached = ceilings.get("matmul_TFLOP_per_s", {})
         ceiling = reached.get("bf16" if row["precision"] == "amp" else row["precision"])
         share = row["TFLOP_per_s"] / ceiling if ceiling and row["TFLOP_per_s"] else None
@@ -167,7 +166,7 @@ def finish(rows: Sequence[Row], ceilings: dict[str, Any], controls: Sequence[Row
         row["defect"] = f"{share:.2f}x the matmul ceiling of this run" if above else None
         if ceiling and row["bytes"]:
             row["floor_ms"] = Work(row["FLOP"], row["bytes"]).floor_ms(1, ceiling, ceilings["copy_GB_per_s"])
-        peers = [other for other in measured if other["peer"] and contest(other) == contest(row)]
+        peers = [other for other in measured(rows) if other["peer"] and contest(other) == contest(row)]
         if not peers:
             continue
         best = max(peers, key=lambda peer: peer["images_per_s"])
@@ -177,6 +176,11 @@ def finish(rows: Sequence[Row], ceilings: dict[str, Any], controls: Sequence[Row
             continue
         found = resolution.compare_rows(best, row, resolution_of(row, controls), paired=best["batch"] == row["batch"])
         row.update(ratio_to_best_peer=found["ratio"], ratio_interval=found["interval"], verdict=found["verdict"])
+
+
+def measured(rows: Iterable[Row]) -> list[Row]:
+    """Those that have figures."""
+    return [row for row in rows if row["status"] == "measured"]
 
 
 def resolution_of(row: Row, controls: Sequence[Row], *, between_runs: bool = False) -> float:
