@@ -83,14 +83,11 @@ def _open_tensorrt(path: Path, task: Task) -> Function:
 
 
 def _open_openvino(path: Path, task: Task) -> Function:
-    import openvino
+    from vit_fast.export.openvino import OpenvinoRunner
 
     if task.device.type != "cpu" or task.dtype != torch.float32:
         raise UnsupportedInputError("openvino", ["accepted is a CPU, and fp32"])
-    core = openvino.Core()
-    options = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
-    session = core.compile_model(core.read_model(path), "CPU", options)
-    return lambda images: torch.from_numpy(session(images.numpy())[0])
+    return OpenvinoRunner(path)
 
 
 def build_by_torch(task: Task) -> Function:

@@ -48,6 +48,9 @@ class Machine:
     def elapsed_s(self) -> float:
         return self.now
 
+    def seconds(self, candidate: Simulated) -> float:
+        return candidate.seconds
+
     def prepare(self, candidate: Simulated, seconds: float) -> None:
         if candidate.trouble == "hangs":
             self.now += seconds

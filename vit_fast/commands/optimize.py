@@ -23,7 +23,8 @@ def optimize(
     model: Annotated[
         str,
         typer.Argument(
-            help="One of our names, timm:NAME, hf:FOLDER, a weights file, or module:function that gives a module."
+            help="One of our names, timm:NAME, hf:FOLDER, a weights file, a file.onnx, or module:function that gives a "
+            "module."
         ),
     ],
     batch: Annotated[int, typer.Option(help="Images a call.", min=1)] = 1,

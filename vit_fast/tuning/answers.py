@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ..files import file_aside
 from ..version import __version__, installed
+from .calls import tensors_in
 from .choices import Choice
 
 FORMAT = 1
@@ -76,7 +76,7 @@ def key_of(model: nn.Module, example: Any, asked: dict[str, Any]) -> dict[str, A
         example: What it is called with.
         asked: What decides beside these, as plain data.
     """
-    tensors = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
+    tensors = tensors_in(example)
     return {
         "machine": machine(tensors[0].device),
         "model": model_key(model),
@@ -107,13 +107,13 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def model_key(model: nn.Module) -> str:
-    """A model's class and its tensors' names, shapes and dtypes, in a few letters."""
+    """A model's class and its tensors' names, shapes and dtypes, in a few letters; of a file, what is in it."""
     described = [f"{type(model).__module__}.{type(model).__qualname__}"]
-    for name, value in model.state_dict().items():  # quantised layers keep more in it than tensors
-        is_tensor = isinstance(value, torch.Tensor)
-        described.append(
-            f"{name} {tuple(value.shape)} {value.dtype}" if is_tensor else f"{name} {type(value).__name__}"
-        )
+    for name, value in model.state_dict().items():  # quantised layers keep more in it than tensors, files only a text
+        if isinstance(value, torch.Tensor):
+            described.append(f"{name} {tuple(value.shape)} {value.dtype}")
+        else:
+            described.append(f"{name} {value if isinstance(value, str) else type(value).__name__}")
     return hashlib.sha256("\n".join(described).encode()).hexdigest()[:16]
 
 

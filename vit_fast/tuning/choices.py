@@ -14,13 +14,19 @@ import torch
 from ..ops.backends import triton_unavailable_reasons
 from ..version import installed
 
-Engine = Literal["torch", "compile", "max-autotune", "onnxruntime"]
+Engine = Literal["torch", "compile", "max-autotune", "onnxruntime", "tensorrt", "openvino"]
 Precision = Literal["bf16", "fp16", "int8"]
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16", "int8")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-# About how long each takes to prepare, in seconds; the search does not begin what its budget does not hold.
-_SECONDS: dict[Engine, float] = {"torch": 0.5, "compile": 25.0, "max-autotune": 120.0, "onnxruntime": 15.0}
+# About how long the first of each takes to prepare, in seconds; what the budget does not hold is not begun.
+_SECONDS: dict[Engine, float] = {
+    "torch": 0.5, "compile": 25.0, "max-autotune": 120.0, "onnxruntime": 15.0, "openvino": 15.0, "tensorrt": 60.0,
+}  # fmt: skip
+# What runs files, in words.
+RUNTIMES: dict[str, str] = {
+    "onnxruntime": "ONNX Runtime", "tensorrt": "ONNX Runtime by TensorRT", "openvino": "OpenVINO",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -28,7 +34,7 @@ class Choice:
     """One way to run a model; the default is the model as it was given.
 
     Attributes:
-        engine: What runs it: torch, torch.compile (in mode "default" or "max-autotune"), or ONNX Runtime.
+        engine: What runs it: torch, torch.compile (in mode "default" or "max-autotune"), or a file's runtime.
         attention: Backend of `vit_fast.fuse` for attention; None leaves what was given.
         mlp: Likewise for LayerNorm + MLP.
         precision: In what it computes; None means as it was given.
@@ -58,7 +64,13 @@ class Choice:
 
     @property
     def seconds(self) -> float:
+        """About how long it takes to prepare."""
         return _SECONDS[self.engine]
+
+    @property
+    def runs_file(self) -> bool:
+        """Whether it is a file that is run, which holds the weights itself."""
+        return self.engine in RUNTIMES
 
     @property
     def name(self) -> str:
@@ -68,9 +80,8 @@ class Choice:
             parts = {"attention": self.attention, "MLP": self.mlp}
             named = [f"{part} {backend}" for part, backend in parts.items() if backend is not None]
             words.append(f"fused {self.attention}" if self.attention == self.mlp else ", ".join(named))
-        words += {"torch": [], "onnxruntime": ["ONNX Runtime"], "compile": ["torch.compile"]}.get(
-            self.engine, [f"torch.compile {self.engine}"]
-        )
+        engines = {"torch": "", "compile": "torch.compile", **RUNTIMES}
+        words += list(filter(None, [engines.get(self.engine, f"torch.compile {self.engine}")]))
         words += [self.precision] if self.precision else []
         words += [word for word in ("frozen", "graphs") if getattr(self, word)]
         words += ["channels last"] if self.channels_last else []
@@ -100,7 +111,7 @@ class Choice:
         return cls(**data)
 
 
-GIVEN = Choice()
+GIVEN, AS_FILE = Choice(), Choice("onnxruntime")
 
 
 def candidates(device: torch.device, allowed: Collection[Precision]) -> list[Choice]:
@@ -127,10 +138,25 @@ def candidates(device: torch.device, allowed: Collection[Precision]) -> list[Cho
         other: dict[str, Any] = {"attention": backends[0], "mlp": backends[0]} if on_cuda else {"frozen": True}
         found += [dataclasses.replace(compiled, **other), compiled]
         found += [dataclasses.replace(compiled, engine="max-autotune", **other)] if on_cuda else []
-    if installed("onnxruntime") or installed("onnxruntime-gpu"):
-        smaller: Precision = "fp16" if on_cuda else "int8"
-        found += [Choice("onnxruntime"), *([Choice("onnxruntime", precision=smaller)] if smaller in allowed else [])]
+    smaller: Precision = "fp16" if on_cuda else "int8"
+    for choice in _runtimes(device):
+        lossy = smaller in allowed and choice.engine != "openvino"
+        found += [choice, *([dataclasses.replace(choice, precision=smaller)] if lossy else [])]
     return sorted(found, key=lambda choice: (choice.seconds, choice.precision is None))
+
+
+def candidates_of_file(device: torch.device, allowed: Collection[Precision]) -> list[Choice]:
+    """What to try first of a model that is a file, likewise; it runs in ONNX Runtime as it was given."""
+    found = [choice for choice in _runtimes(device) if choice != AS_FILE]
+    return found + [Choice("onnxruntime", precision="int8")] * ("int8" in allowed and device.type == "cpu")
+
+
+def _runtimes(device: torch.device) -> list[Choice]:
+    """Runtimes of files that are installed for a device."""
+    on_ort = installed("onnxruntime") or installed("onnxruntime-gpu")
+    if device.type == "cuda":
+        return [AS_FILE, Choice("onnxruntime", graphs=True), Choice("tensorrt")] if on_ort else []
+    return [*([AS_FILE] if on_ort else []), *([Choice("openvino")] if installed("openvino") else [])]
 
 
 def variations(choice: Choice, device: torch.device, batch: int) -> list[Choice]:

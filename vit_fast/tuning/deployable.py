@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from ..errors import UnsupportedInputError
 from ..files import folder_aside
-from .build import arguments, prepared_module, write_onnx
+from .build import prepared_module
+from .calls import arguments, only_images
 from .choices import DTYPES
 from .optimization import Optimization
+from .runtimes import OnnxFile, write_onnx
 
 FIGURES = "optimize.json"
 
@@ -33,10 +36,10 @@ def write(
 ) -> list[Path]:
     """Writes a folder with what was chosen and its figures.
 
-    ONNX Runtime's choice as model.onnx; what torch.compile runs as an AOTInductor package, model.pt2, for
-    `torch._inductor.aoti_load_package`; what torch runs as an exported program, model.pt2, for `torch.export.load`
-    (after `import vit_fast`, whose operators are in it). Inputs are in the choice's number format; threads, CUDA graphs
-    and the splitting of batches are the caller's, and stand in optimize.json.
+    What a runtime of files runs as model.onnx (of a file that stays as it is, a copy); what torch.compile runs as an
+    AOTInductor package, model.pt2, for `torch._inductor.aoti_load_package`; what torch runs as an exported program,
+    model.pt2, for `torch.export.load` (after `import vit_fast`, whose operators are in it). Inputs are in the choice's
+    number format; threads, CUDA graphs and the splitting of batches are the caller's, and stand in optimize.json.
 
     Returns:
         The files.
@@ -47,9 +50,10 @@ def write(
     check_folder(folder)
     choice = result.choice
     with folder_aside(folder) as aside:
-        if choice.engine == "onnxruntime":
+        images = only_images(example)
+        if (choice.runs_file or isinstance(model, OnnxFile)) and images is not None:
             path = aside / "model.onnx"
-            write_onnx(choice, model, path, arguments(example)[0], photographs)
+            write_onnx(choice, model, path, images, photographs)
         else:
             path = aside / "model.pt2"
             _write_program(prepared_module(choice, model), result, example, path)
@@ -62,15 +66,15 @@ def write(
 
 def _write_program(work: nn.Module, result: Optimization, example: Any, path: Path) -> None:
     choice = result.choice
-    inputs = arguments(example)
+    args, kwargs = arguments(example)
     if choice.precision is not None:
-        inputs = tuple(
-            value.to(DTYPES[choice.precision]) if getattr(value, "is_floating_point", bool)() else value
-            for value in inputs
+        dtype = DTYPES[choice.precision]
+        args, kwargs = pytree.tree_map_only(
+            torch.Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, (args, kwargs)
         )
     try:
         with torch.no_grad():
-            program = torch.export.export(work, inputs)
+            program = torch.export.export(work, args, kwargs)
     except Exception as error:  # torch raises many kinds for what it cannot trace
         reason = " ".join(str(error).split())[:200]
         raise UnsupportedInputError(f"export of {choice.name!r}", [f"torch.export: {reason}"]) from None

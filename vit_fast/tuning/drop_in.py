@@ -11,9 +11,8 @@ from torch.utils import _pytree as pytree
 
 from ..errors import UnsupportedInputError
 from ..plain import is_hooked
+from .calls import Function
 from .choices import Choice
-
-Function = Callable[..., Any]
 
 
 class Optimized(nn.Module):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +15,9 @@ from vit_fast.benchmarks.models import Model
 from vit_fast.benchmarks.plan import make_plan
 from vit_fast.benchmarks.subjects import Task
 from vit_fast.benchmarks.subjects_models import define
+
+from ..data import read_image
+from .runtimes import OnnxFile
 
 # Batches beside the example, to judge agreement on.
 OTHER_BATCHES = 3
@@ -25,7 +29,7 @@ class Opened:
 
     Attributes:
         model: Its name, size and preprocessing.
-        module: It, in evaluation mode, in fp32 on its device; one of ours on the eager backend.
+        module: It, in evaluation mode, in fp32 on its device; one of ours on the eager backend, a file as it is.
         example: A batch of photographs as it takes them.
         others: More such batches.
         photographs: The files that they were made of.
@@ -41,7 +45,7 @@ class Opened:
 def open_model(
     name: str, batch: int, images: Sequence[Path], device: str = "auto", img_size: Sequence[int] | None = None
 ) -> Opened:
-    """A model that `vit-fast bench` takes, but for files.onnx, and images for it.
+    """A model that `vit-fast bench` takes, and images for it.
 
     Args:
         name: See vit_fast.benchmarks.models.
@@ -50,16 +54,34 @@ def open_model(
         device: "auto" (CUDA where there is one), or what torch.device takes.
         img_size: Height and width in pixels, or one for both; None means the model's own.
     Raises:
-        ValueError: anything is unknown, out of range or unreadable, or the name means several models or a file.onnx.
+        ValueError: anything is unknown, out of range or unreadable, or the name means several models.
     """
     plan = make_plan(images, models=[name], batch_sizes=[batch], dtypes=["fp32"], img_size=img_size, device=device)
     if len(plan.models) > 1:
         raise ValueError(f"{name!r} means {', '.join(model.name for model in plan.models)}: accepted is one of them")
     (model,) = plan.models
-    if model.kind not in ("ours", "given"):
-        raise ValueError(f"{name}: accepted are models of torch, of which ONNX files are one form that is tried")
-    weights = model.weights if model.config is None or model.weights else random_weights(model.config)
-    task = Task(model, weights, torch.float32, plan.device, batch)
-    views = image_views(plan.images, model, max(batch, min(MAX_VIEWS, batch * (1 + OTHER_BATCHES)))).to(plan.device)
+    if model.onnx is not None:
+        module: nn.Module = OnnxFile(model.onnx, plan.device, img_size if img_size is None else model.image_hw)
+    elif model.kind not in ("ours", "given"):
+        raise ValueError(f"{name}: accepted are whole models")
+    else:
+        weights = model.weights if model.config is None or model.weights else random_weights(model.config)
+        task = Task(model, weights, torch.float32, plan.device, batch)
+        module = define(task)
+    count = max(batch, min(MAX_VIEWS, batch * (1 + OTHER_BATCHES)))
+    if isinstance(module, OnnxFile):
+        views = _of_file(module, plan.images, model, count).to(plan.device)
+    else:
+        views = image_views(plan.images, model, count).to(plan.device)
     batches = [part for part in views.split(batch) if len(part) == batch]
-    return Opened(model, define(task), batches[0], batches[1:], plan.images)
+    return Opened(model, module, batches[0], batches[1:], plan.images)
+
+
+def _of_file(file: OnnxFile, images: Sequence[Path], model: Model, count: int) -> Tensor:
+    """Photographs as a file takes them: prepared in its dtype, or as pixels."""
+    if file.runner.takes_pixels:
+        from vit_fast.export.photographs import as_pixels
+
+        return torch.from_numpy(as_pixels(read_image(images[0]), count, file.runner.in_chans))
+    one = torch.from_numpy(file.runner.example(1, np.random.default_rng(0)))
+    return image_views(images, model, count).to(one.dtype)

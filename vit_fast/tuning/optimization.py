@@ -7,25 +7,28 @@ logits = result.model(images)
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ..files import file_aside
 from ..measuring import resolution
 from ..measuring.timing import percentile
 from . import answers
 from .answers import Answer
-from .choices import GIVEN, PRECISIONS, Choice, Precision, candidates
+from .calls import first_batch, only_images
+from .choices import GIVEN, PRECISIONS, Choice, Precision, candidates, candidates_of_file
 from .drop_in import Optimized
+from .expected import Expected, Rule
 from .planner import SHARE, Found, Objective, Refused, Trial, paired, search
-from .trials import Checked, Expected, Rule, Trials, device_of_example
+from .runtimes import OnnxFile
+from .trials import Checked, Trials, device_of_example
 
 # What was found once may take so long to build again.
 REBUILDING_S = 1800.0
@@ -107,7 +110,7 @@ class Optimization:
 
 
 def optimize(
-    model: nn.Module,
+    model: nn.Module | str | Path,
     example: Any,
     *,
     budget_s: float = 120,
@@ -117,7 +120,7 @@ def optimize(
     latency_or_throughput: Objective = "throughput",
     memory_limit: int | None = None,
     allow: Collection[Precision] | None = None,
-    images: Sequence[Tensor] = (),
+    images: Sequence[Any] = (),
     again: bool = False,
     progress: Callable[[str, float], None] | None = None,
 ) -> Optimization:
@@ -129,9 +132,10 @@ def optimize(
     machine can tell. The answer is kept (see `vit-fast cache`); a second call builds and checks it without search.
 
     Args:
-        model: Any module; it is called in evaluation mode, without gradients.
-        example: What it will be called with: images [B, channels, height, width], or a tuple of arguments, on the
-            model's device.
+        model: Any module; it is called in evaluation mode, without gradients. Or the path of an ONNX file: as it is
+            given it runs in ONNX Runtime, by its defaults.
+        example: What it will be called with: images [B, channels, height, width], a tuple of arguments, or a mapping
+            of keyword arguments, on the model's device.
         budget_s: Seconds for the search.
         lossless: Whether only what passes the rule of `vit_fast.accuracy` is taken: at most twice as far off as the
             model itself is, against fp64. Else what keeps min_agreement is, too.
@@ -147,22 +151,21 @@ def optimize(
     Returns:
         The model's replacement, and what was tried. Ctrl-C gives the best so far.
     Raises:
-        ValueError: an argument is not one of those accepted.
+        ValueError: an argument is not one of those accepted; or the model writes into its inputs or its own tensors,
+            or gives another answer each time.
+        UnsupportedInputError: the model cannot be copied and run in fp64, which answers are held against.
         Exception: whatever the model itself raises for the example.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}: accepted is a torch.nn.Module")
     allowed = _check(budget_s, lossless, min_agreement, latency_or_throughput, memory_limit, allow)
     device = device_of_example(example)
+    model = _as_module(model, example)
     asked = {
         "objective": latency_or_throughput,
         "allow": sorted(allowed),
         "min_agreement": min_agreement if allowed else None,
         "memory_limit": memory_limit,
     }
-    was_training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
+    with evaluating(model):
         key = answers.key_of(model, example, asked)
         expected = Expected(model, example, images)
         trials = Trials(model, example, expected, tuple(calibration or ()), Rule(min_agreement, memory_limit), progress)
@@ -172,21 +175,23 @@ def optimize(
                 return _rebuilt(kept, trials)
             except Refused:
                 pass  # it does not hold any more: search
-        found = search(trials, GIVEN, candidates(device, allowed), budget_s=budget_s, objective=latency_or_throughput)
+        first = (candidates_of_file if isinstance(model, OnnxFile) else candidates)(device, allowed)
+        found = search(trials, GIVEN, first, budget_s=budget_s, objective=latency_or_throughput)
         return _result(found, trials, key, latency_or_throughput)
-    finally:
-        for module in was_training:
-            module.training = True
 
 
 def load_optimized(
-    path: str | Path, model: nn.Module, example: Any = None, *, calibration: Sequence[str | Path] | None = None
+    path: str | Path,
+    model: nn.Module | str | Path,
+    example: Any = None,
+    *,
+    calibration: Sequence[str | Path] | None = None,
 ) -> Optimized:
     """Makes of a model what `Optimization.save` wrote, on this machine, and checks it.
 
     Args:
         path: The file.
-        model: Of the same architecture; its weights may be others.
+        model: Of the same architecture; its weights may be others. Of a file, the same file.
         example: What it will be called with; None means random images of the shape that the answer was found for.
         calibration: As for optimize.
     Raises:
@@ -198,18 +203,60 @@ def load_optimized(
         answer = Answer.from_dict(json.loads(Path(path).read_text()))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    if answer.key["model"] != answers.model_key(model):
-        raise ValueError(f"{path}: was written for a model of other shapes than this {type(model).__name__}")
-    if example is None:
-        parameter = next(model.parameters())
-        shape = answer.key["example"][0][0]
-        example = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(parameter)
     asked = answer.key["asked"]
+    if example is not None:
+        device_of_example(example)
+    module = _as_module(model, example)
+    if answer.key["model"] != answers.model_key(module):
+        raise ValueError(
+            f"{path}: was written for a model of other shapes than this {type(module).__name__}, or for another file"
+        )
+    if example is None:
+        example = _example_of(answer, module)
     rule = Rule(asked["min_agreement"] or 0.0, asked["memory_limit"])
-    model.eval()
-    trials = Trials(model, example, Expected(model, example, ()), tuple(calibration or ()), rule)
-    trials.prepare(answer.choice, REBUILDING_S)
+    with evaluating(module):
+        trials = Trials(module, example, Expected(module, example), tuple(calibration or ()), rule)
+        trials.prepare(answer.choice, REBUILDING_S)
     return trials.prepared[answer.choice][0]
+
+
+def _example_of(answer: Answer, model: nn.Module) -> Tensor:
+    """Random images of the shape that an answer was found for.
+
+    Raises:
+        ValueError: it was found for more than images.
+    """
+    described = answer.key["example"]
+    parameter = next(model.parameters(), torch.empty(0))
+    if len(described) != 1 or len(described[0][0]) != 4:
+        raise ValueError(f"example=None: accepted is what the model is called with, as the answer is for {described}")
+    images = torch.randn(described[0][0], generator=torch.Generator().manual_seed(0))
+    return images.to(parameter.device, getattr(torch, described[0][1].removeprefix("torch.")))
+
+
+def _as_module(model: Any, example: Any) -> nn.Module:
+    """A model as it is; of a file, what runs it where the example is."""
+    if isinstance(model, nn.Module):
+        return model
+    if not isinstance(model, str | Path):
+        raise TypeError(f"model is a {type(model).__name__}: accepted is a torch.nn.Module, or the path of a file.onnx")
+    images = only_images(example)
+    if images is None or images.dim() != 4:
+        return OnnxFile(model)
+    height, width = images.shape[2:]
+    return OnnxFile(model, images.device, (height, width) if images.is_floating_point() else None)
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Every module of the model in evaluation mode; afterwards in its own."""
+    was_training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in was_training:
+            module.training = True
 
 
 def _check(
@@ -274,7 +321,7 @@ def _is_compile_alone(choice: Choice) -> bool:
 
 
 def _row(trial: Trial[Choice], given: Trial[Choice], trials: Trials, share: float) -> Row:
-    batch = next(leaf for leaf in pytree.tree_leaves(trials.example) if isinstance(leaf, Tensor)).shape[0]
+    batch = first_batch(trials.example)
     ms = ratio = rate = interval = None
     if trial.samples_ms:
         ms = percentile(trial.samples_ms, share)

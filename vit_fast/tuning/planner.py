@@ -43,10 +43,6 @@ class Candidate(Protocol):
     def plainness(self) -> int:
         """How much it changes; of equals the lowest is taken, 0 is what was given."""
 
-    @property
-    def seconds(self) -> float:
-        """About how long it takes to prepare."""
-
 
 C = TypeVar("C", bound=Candidate)
 
@@ -60,6 +56,9 @@ class Shop(Protocol[C]):
 
     def elapsed_s(self) -> float:
         """Seconds since the search began."""
+
+    def seconds(self, candidate: C) -> float:
+        """About how long it takes to prepare a candidate, by what is known so far."""
 
     def prepare(self, candidate: C, seconds: float) -> None:
         """Builds and checks a candidate within so many seconds, or raises Refused."""
@@ -185,7 +184,7 @@ class _Search(Generic[C]):
             known.add(candidate)
             trial = Trial(candidate)
             self.trials.append(trial)
-            if candidate.seconds > self._left_s(share):
+            if self.shop.seconds(candidate) > self._left_s(share):
                 trial.reason = "not tried: the budget did not reach it"
                 continue
             try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import time
 from collections.abc import Callable, Sequence
@@ -11,22 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
-from ..accuracy import Measure, allowed_error, error_of
 from ..errors import UnsupportedInputError
-from ..fusion import unfuse
 from ..measuring.limits import at_most, describe_error, is_out_of_memory
 from ..measuring.timing import Protocol, Samples, peak_memory_of_call, synchronise
-from .build import arguments, build
-from .choices import GIVEN, Choice, variations
+from .build import build
+from .calls import call, first_batch, tensors_in
+from .choices import AS_FILE, GIVEN, Choice, variations
 from .drop_in import Optimized
+from .expected import Expected, Rule
 from .planner import Refused
+from .runtimes import OnnxFile
 
-MEASURES: tuple[Measure, ...] = ("largest", "rms")
-# Outputs without classes agree where they point in the same direction as far as this cosine says.
-SAME_DIRECTION = 0.99
+# About how long a runtime takes to open a file.
+OPENING_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -46,73 +44,6 @@ class Checked:
     agreement: float
     first_call_s: float
     peak_bytes: int
-
-
-@dataclass(frozen=True)
-class Rule:
-    """What a choice must keep.
-
-    Attributes:
-        min_agreement: Where loss is allowed; see Checked.
-        memory_limit: Bytes, of weights of its own and the peak of a call; None means any.
-    """
-
-    min_agreement: float
-    memory_limit: int | None = None
-
-
-class Expected:
-    """What the model gives: in fp64 for a few images, and in its own dtype for all.
-
-    Args:
-        model: In evaluation mode.
-        example: What is timed.
-        others: More batches like it, to hold answers against the model's.
-        most: Images of the example that fp64 is computed of.
-    """
-
-    def __init__(self, model: nn.Module, example: Any, others: Sequence[Tensor], most: int = 8) -> None:
-        self.batches = [arguments(example), *((batch,) for batch in others)]
-        few = pytree.tree_map(lambda v: v[:most] if isinstance(v, Tensor) and v.dim() else v, arguments(example))
-        with torch.no_grad():
-            self.output = model(*arguments(example))
-            self.answers = [leaves_of(model(*batch)) for batch in self.batches]
-            self.exact = leaves_of(_in_fp64(model)(*pytree.tree_map(_double, few)))
-        if not self.exact:
-            raise ValueError(f"the model gives {type(self.output).__name__}: accepted are tensors of floating numbers")
-        eager = [leaf[: len(exact)] for leaf, exact in zip(self.answers[0], self.exact)]
-        self.eager_errors = [
-            {measure: error_of(leaf, exact, measure) for measure in MEASURES} for leaf, exact in zip(eager, self.exact)
-        ]
-        self.dtypes = [leaf.dtype for leaf in eager]
-
-    def check(self, function: Callable[..., Any], choice: Choice, rule: Rule) -> tuple[float, float | None, float]:
-        """Error, what is allowed, and agreement of a choice's outputs.
-
-        Raises:
-            Refused: they are wrong.
-        """
-        found = [leaves_of(function(*batch)) for batch in self.batches]
-        shapes = [[tuple(leaf.shape) for leaf in leaves] for leaves in (found[0], self.answers[0])]
-        if shapes[0] != shapes[1]:
-            raise Refused(f"gives {shapes[0]} instead of {shapes[1]}")
-        worst = 0.0
-        limit: float | None = None
-        for leaf, exact, eager, dtype in zip(found[0], self.exact, self.eager_errors, self.dtypes):
-            errors = {measure: error_of(leaf[: len(exact)], exact, measure) for measure in MEASURES}
-            worst = max(worst, errors["largest"])
-            if errors["largest"] == float("inf"):
-                raise Refused("gives NaN or infinity")
-            if choice.precision is None:
-                limits = {measure: allowed_error(eager[measure], exact, dtype, measure=measure) for measure in MEASURES}
-                limit = max(limit or 0.0, limits["largest"])
-                for measure in MEASURES:
-                    if errors[measure] > limits[measure]:
-                        raise Refused(f"off by {errors[measure]:.3g}, allowed is {limits[measure]:.3g}")
-        agreement = _agreement(found, self.answers)
-        if choice.precision is not None and agreement < rule.min_agreement:
-            raise Refused(f"{agreement:.1%} of the answers are the model's own, asked for are {rule.min_agreement:.1%}")
-        return worst, limit, agreement
 
 
 class Trials:
@@ -146,6 +77,17 @@ class Trials:
     def elapsed_s(self) -> float:
         return time.perf_counter() - self.start
 
+    def seconds(self, candidate: Choice) -> float:
+        """What the longest of its kind took so far; of the first of a kind an estimate."""
+
+        def kind(choice: Choice) -> tuple[object, ...]:
+            return choice.engine, choice.precision, choice.frozen
+
+        took = [found.first_call_s for choice, found in self.checked.items() if kind(choice) == kind(candidate)]
+        if isinstance(self.model, OnnxFile) and candidate.precision is None:
+            took.append(OPENING_S)
+        return max(took, default=candidate.seconds)
+
     def prepare(self, candidate: Choice, seconds: float) -> None:
         """Builds, checks, and weighs a choice."""
         if self.tell is not None:
@@ -161,18 +103,18 @@ class Trials:
             if candidate == GIVEN:
                 raise
             raise Refused(_in_words(error)) from None
-        call = lambda number: optimized(*arguments(self.example))  # noqa: E731  # a name would say no more
-        self.prepared[candidate] = optimized, Samples(call, self.device, Protocol())
+        one = lambda number: call(optimized, self.example)  # noqa: E731  # a name would say no more
+        self.prepared[candidate] = optimized, Samples(one, self.device, Protocol())
 
     def _build_and_check(self, choice: Choice) -> tuple[Optimized, Checked]:
         start = time.perf_counter()
         before = _own_bytes(self.device)
         optimized = build(choice, self.model, self.example, self.expected.output, self.photographs)
-        optimized(*arguments(self.example))
+        call(optimized, self.example)
         synchronise(self.device)
         first_call_s = time.perf_counter() - start
         error, allowed, agreement = self.expected.check(optimized, choice, self.rule)
-        peak = peak_memory_of_call(lambda: optimized(*arguments(self.example)), self.device)
+        peak = peak_memory_of_call(lambda: call(optimized, self.example), self.device)
         peak += max(0, _own_bytes(self.device) - before)
         limit = self.rule.memory_limit
         if limit is not None and peak > limit and choice != GIVEN:
@@ -194,8 +136,8 @@ class Trials:
         self._forget()
 
     def variations(self, candidate: Choice) -> Sequence[Choice]:
-        images = next(leaf for leaf in pytree.tree_leaves(self.example) if isinstance(leaf, Tensor))
-        return variations(candidate, self.device, images.shape[0])
+        base = AS_FILE if isinstance(self.model, OnnxFile) and candidate == GIVEN else candidate
+        return variations(base, self.device, first_batch(self.example))
 
     def _forget(self) -> None:
         gc.collect()
@@ -209,42 +151,18 @@ def device_of_example(example: Any) -> torch.device:
     Raises:
         ValueError: there is none, or they are not all on one device with images in them.
     """
-    tensors = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
-    if not tensors or any(not tensor.numel() for tensor in tensors):
+    tensors = tensors_in(example)
+    if not tensors or any(not tensor.numel() for tensor in tensors) or not tensors[0].dim():
         raise ValueError(
-            "example: accepted are images [B, channels, height, width] with B >= 1, or a tuple of arguments"
+            "example: accepted are images [B, channels, height, width] with B >= 1, a tuple of arguments, or a mapping "
+            "of keyword arguments"
         )
     devices = {tensor.device for tensor in tensors}
+    if torch.device("meta") in devices:
+        raise ValueError("example lies on meta: accepted are tensors that hold numbers")
     if len(devices) > 1:
         raise ValueError(f"example lies on {', '.join(map(str, devices))}: accepted is one device")
     return devices.pop()
-
-
-def leaves_of(output: Any) -> list[Tensor]:
-    """The floating tensors in what a model gives."""
-    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-
-
-def _agreement(found: list[list[Tensor]], expected: list[list[Tensor]]) -> float:
-    """The share of images with the same answer, by the first output of a batch's."""
-    same = []
-    for mine, theirs in zip(found, expected):
-        one, other = mine[0].float(), theirs[0].float()
-        if one.dim() == 2 and one.shape[1] > 1:
-            same.append(one.argmax(1) == other.argmax(1))
-        else:
-            same.append(torch.cosine_similarity(one.flatten(1), other.flatten(1)) >= SAME_DIRECTION)
-    return float(torch.cat(same).double().mean())
-
-
-def _in_fp64(model: nn.Module) -> nn.Module:
-    exact = copy.deepcopy(model)
-    unfuse(exact)
-    return exact.double()
-
-
-def _double(value: Any) -> Any:
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _own_bytes(device: torch.device) -> int:

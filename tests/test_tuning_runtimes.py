@@ -1,0 +1,258 @@
+"""Runtimes of files in vit_fast.optimize: files as models, and models that are exported to one."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from fused_models import assert_within
+from torch import Tensor, nn
+
+import vit_fast
+from vit_fast.cli import main
+from vit_fast.errors import UnsupportedInputError
+from vit_fast.export import OnnxRunner, ProviderError, export_onnx
+from vit_fast.tuning import answers, choices, deployable
+from vit_fast.tuning.build import build
+from vit_fast.tuning.choices import AS_FILE, Choice, candidates_of_file
+from vit_fast.tuning.entry import open_model
+from vit_fast.tuning.expected import Expected, Rule
+from vit_fast.tuning.planner import Refused
+from vit_fast.tuning.runtimes import OnnxFile
+from vit_fast.tuning.trials import Trials
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("VIT_FAST_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    generator = torch.Generator().manual_seed(0)
+    model = vit_fast.create_model("vit_test", backend="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return model
+
+
+@pytest.fixture(scope="module")
+def files(model: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("files")
+    export_onnx(model, folder / "plain.onnx", verify=False)
+    export_onnx(model, folder / "beside.onnx", verify=False, external_data=True)
+    export_onnx(model, folder / "pixels.onnx", verify=False, preprocess=True)
+    _write_half(folder / "half.onnx")
+    return folder
+
+
+def _write_half(path: Path) -> None:
+    """A file whose images are in fp16: means of their channels."""
+    info = functools.partial(onnx.helper.make_tensor_value_info, elem_type=onnx.TensorProto.FLOAT16)
+    nodes = [
+        onnx.helper.make_node("GlobalAveragePool", ["images"], ["pooled"]),
+        onnx.helper.make_node("Flatten", ["pooled"], ["means"]),
+    ]
+    border = [info("images", shape=["b", 3, 32, 32])], [info("means", shape=["b", 3])]
+    graph = onnx.helper.make_graph(nodes, "half", *border)
+    onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10), path)
+
+
+@pytest.fixture
+def images() -> Tensor:
+    return torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+def run(*arguments: str) -> int:
+    try:
+        main([*arguments])
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    return 0
+
+
+CHOICES = [
+    Choice(),
+    Choice("onnxruntime", threads=2),
+    Choice("onnxruntime", split=1),
+    Choice("onnxruntime", precision="int8"),
+]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
+@pytest.mark.parametrize("name", ["plain", "beside"])
+def test_a_file_runs_in_every_way_that_is_chosen(files: Path, name: str, choice: Choice, model, images) -> None:
+    file = OnnxFile(files / f"{name}.onnx")
+    optimized = build(choice, file, images, file(images), ())
+    output = optimized(images)
+    if choice.precision is None:
+        assert_within(output, model(images), copy.deepcopy(model).double()(images.double()), 2, choice.name)
+    else:
+        assert torch.nn.functional.cosine_similarity(output, model(images)).min() > 0.9
+        assert not torch.equal(output, file(images)), "it computes in fewer bits"
+    assert optimized(images[:1]).shape == (1, 10)
+    with pytest.raises((ValueError, UnsupportedInputError), match="accepted"):
+        optimized(images.double())
+
+
+def test_what_a_file_cannot_be_is_named(files: Path, images) -> None:
+    file = OnnxFile(files / "plain.onnx")
+    with pytest.raises(UnsupportedInputError, match="the model is a file"):
+        build(Choice("compile"), file, images, file(images), ())
+    pixels = torch.zeros(2, 40, 40, 3, dtype=torch.uint8)
+    with_pixels = OnnxFile(files / "pixels.onnx")
+    assert with_pixels(pixels).shape == (2, 10)
+    with pytest.raises(UnsupportedInputError, match="takes uint8"):
+        build(Choice("onnxruntime", precision="int8"), with_pixels, pixels, with_pixels(pixels), ())
+    expected = Expected(file, images)
+    with pytest.raises(Refused, match="off by"):
+        expected.check(lambda values: file(values) * 1.001, AS_FILE, Rule(0.99))
+
+
+def test_a_file_is_optimized_kept_saved_and_exported(files: Path, images, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="path of a file"):
+        vit_fast.optimize(3, images)  # type: ignore[arg-type]
+    found = vit_fast.optimize(files / "beside.onnx", images, budget_s=3)
+    assert {row.choice.name for row in found.table} >= {"as given", "ONNX Runtime, 1 images a call"}
+    assert all(row.ms is not None for row in found.table if row.choice.split == 1), "opening a file takes no time"
+    assert found.model(images).shape == (4, 10)
+    assert vit_fast.optimize(str(files / "beside.onnx"), images, budget_s=3).kept
+    assert not vit_fast.optimize(files / "plain.onnx", images, budget_s=1).kept, "another file"
+    found.save(tmp_path / "fast.json")
+    assert vit_fast.load_optimized(tmp_path / "fast.json", files / "beside.onnx").choice == found.choice
+    with pytest.raises(ValueError, match="another"):
+        vit_fast.load_optimized(tmp_path / "fast.json", files / "plain.onnx")
+    written = deployable.write(found, OnnxFile(files / "beside.onnx"), images, tmp_path / "deployed", ())
+    assert {path.name for path in written} == {"model.onnx", "beside.onnx.data", deployable.FIGURES}
+    output = OnnxRunner(tmp_path / "deployed" / "model.onnx", "cpu")(images)
+    torch.testing.assert_close(output, found.model(images))
+
+
+@pytest.mark.parametrize("name", ["plain", "pixels", "half"])
+def test_the_command_takes_files(files: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("optimize", str(files / f"{name}.onnx"), "--batch", "2", "--budget", "2", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["table"][0]["name"] == "as given" and found["figures"]["images_per_s"] > 0
+    opened = open_model(str(files / f"{name}.onnx"), 2, ())
+    assert opened.example.dtype == {"plain": torch.float32, "pixels": torch.uint8, "half": torch.float16}[name]
+
+
+class Named(nn.Module):
+    """As transformers' models: pixel_values, options, and an output of a class."""
+
+    def __init__(self, fields: int) -> None:
+        super().__init__()
+        transformers = pytest.importorskip("transformers")
+        config = transformers.ViTConfig(
+            hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, image_size=32,
+            patch_size=16, num_labels=5,
+        )  # fmt: skip
+        kind = transformers.ViTForImageClassification if fields == 1 else transformers.ViTModel
+        self.made = kind(config).eval()
+
+
+def test_outputs_are_of_the_models_own_class(images) -> None:
+    model = Named(1).made
+    expected = model(pixel_values=images)
+    optimized = build(AS_FILE, model, {"pixel_values": images}, expected, ())
+    for output in (optimized(pixel_values=images), optimized(images), optimized(images, output_attentions=None)):
+        assert type(output) is type(expected) and output.keys() == expected.keys()
+        torch.testing.assert_close(output.logits, expected.logits, atol=1e-5, rtol=1e-5)
+    with pytest.raises(UnsupportedInputError, match="called with Tensor, output_attentions"):
+        optimized(images, output_attentions=True)
+    with pytest.raises(UnsupportedInputError, match="called with nothing"):
+        optimized()
+    base = Named(2).made
+    with pytest.raises(UnsupportedInputError, match="one tensor"):
+        build(AS_FILE, base, images, base(images), ())
+
+
+def test_a_mapping_is_optimized_and_kept(images, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vit_fast.tuning.optimization.candidates", lambda *_: [Choice(attention="sdpa", mlp="sdpa")])
+    model = Named(1).made
+    example = {"pixel_values": images, "output_hidden_states": True}
+    found = vit_fast.optimize(model, example, budget_s=2)
+    assert all(row.checked is not None for row in found.table if row.choice.engine == "torch" and row.ms)
+    output = found.model(**example)
+    assert len(output.hidden_states) == 2
+    torch.testing.assert_close(output.logits, model(**example).logits, atol=1e-4, rtol=1e-4)
+    assert vit_fast.optimize(model, example, budget_s=2).kept
+
+
+def test_openvino_is_tried_where_it_is_installed(files: Path, images, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package of that name whose sessions are ONNX Runtime's; what it is asked for is seen."""
+    asked: dict[str, Any] = {}
+
+    class Core:
+        def read_model(self, path: Path) -> Path:
+            return path
+
+        def compile_model(self, path: Path, device: str, options: dict[str, Any]) -> Any:
+            asked.update(options, device=device)
+            runner = OnnxRunner(path, "cpu")
+            return lambda array: [np.asarray(runner(array))]
+
+    if not choices.installed("openvino"):
+        fake = types.ModuleType("openvino")
+        fake.Core = Core  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "openvino", fake)
+        known = choices.installed
+        monkeypatch.setattr(choices, "installed", lambda name: "1" if name == "openvino" else known(name))
+    cpu = torch.device("cpu")
+    assert Choice("openvino") in candidates_of_file(cpu, ()) and Choice("openvino") in choices.candidates(cpu, ())
+    file = OnnxFile(files / "plain.onnx")
+    trials = Trials(file, images, Expected(file, images), (), Rule(0.99))
+    choice = Choice("openvino", threads=1, split=3)
+    trials.prepare(choice, 60)
+    torch.testing.assert_close(trials.prepared[choice][0](images), file(images), atol=1e-5, rtol=1e-5)
+    if asked:
+        assert asked == {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": 1, "device": "CPU"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without CUDA")
+def test_cuda_runtimes_say_why_they_are_not_here(files: Path, images, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their own code as far as it goes: the candidates, the export for the target, what ONNX Runtime is asked for."""
+    for choice in choices.candidates(torch.device("cuda"), ["fp16"]):
+        assert choice.engine != "openvino" and choice.precision != "int8"
+    runtimes = candidates_of_file(torch.device("cuda"), ["int8"])
+    assert runtimes == [Choice("onnxruntime", graphs=True), Choice("tensorrt")]
+    asked: list[Any] = []
+
+    def refuse(path: Path, settings: Any, providers: list[Any], wanted: str) -> Any:
+        assert path.stat().st_size > 0
+        asked.append((wanted, dict(providers[0][1])))
+        raise ProviderError(f"{wanted} is not here")
+
+    class OnCuda(torch.Tensor):
+        """A tensor of the CPU that says it is on CUDA."""
+
+        device = torch.device("cuda", 1)
+
+    monkeypatch.setattr("vit_fast.export.runner.reasons_against", lambda kind: [])
+    monkeypatch.setattr("vit_fast.export.providers.make_session", refuse)
+    monkeypatch.setattr("vit_fast.export.providers.preload", lambda: None)
+    model = vit_fast.create_model("vit_test", backend="sdpa").eval()
+    fake = images.as_subclass(OnCuda)
+    for choice in [*runtimes, Choice("onnxruntime", precision="fp16"), Choice("tensorrt", precision="fp16")]:
+        with pytest.raises(ProviderError, match="is not here"):
+            build(choice, model, fake, model(images), ())
+    cuda, trt = "CUDAExecutionProvider", "TensorrtExecutionProvider"
+    assert [wanted for wanted, _ in asked] == [cuda, trt, cuda, trt]
+    assert asked[0][1] == {"device_id": 1, "enable_cuda_graph": "1", "use_tf32": "0"}
+
+
+def test_the_answer_for_a_file_names_what_is_in_it(files: Path, images) -> None:
+    plain, beside = (answers.model_key(OnnxFile(files / f"{name}.onnx")) for name in ("plain", "beside"))
+    assert plain != beside and plain == answers.model_key(OnnxFile(files / "plain.onnx"))

@@ -1,0 +1,195 @@
+"""Runtimes outside torch: an exported model in them, and a file that is the model itself."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from vit_fast.config import Size
+
+from ..data import default_photograph, find_images
+from ..errors import UnsupportedInputError
+from ..libraries.known import recognise
+from .calls import Function, arguments, only_images, tensors_in
+from .choices import Choice
+from .drop_in import in_pieces
+
+OPSET = 20
+Run = Callable[[Tensor], Tensor]
+
+
+class OnnxFile(nn.Module):
+    """An ONNX file as a model: what ONNX Runtime makes of it on a device by its defaults, with torch's threads.
+
+    Args:
+        path: A file that takes images, see vit_fast.export.OnnxRunner.
+        device: Where the images will be: the CPU, or a CUDA device.
+        image_hw: Height and width of the images, where the file leaves them open.
+    Attributes:
+        runner: What runs it.
+    Raises:
+        ModelFileError: the file is missing, damaged, unsafe, or takes no images.
+        ProviderError: ONNX Runtime cannot run on the device.
+    """
+
+    def __init__(self, path: str | Path, device: torch.device | str = "cpu", image_hw: Size | None = None) -> None:
+        super().__init__()
+        from vit_fast.export import OnnxRunner
+
+        self.path, self.image_hw = Path(path), image_hw
+        self.device = torch.device(device)
+        threads = torch.get_num_threads() if self.device.type == "cpu" else None
+        self.runner = OnnxRunner(self.path, str(self.device), threads=threads, image_hw=image_hw)
+        self._digest = _digest(self.path)
+        self.eval()
+
+    def get_extra_state(self) -> str:
+        """What is in the file and in the weights beside it, in a few letters."""
+        return self._digest
+
+    def forward(self, images: Tensor) -> Tensor:
+        """The file's first output [B, ...] for images as it takes them.
+
+        Raises:
+            ValueError: dtype or shape are not what the file takes.
+        """
+        output: Tensor = self.runner(images)
+        return output
+
+    def unrewritten(self) -> Run:
+        """The file computed node by node as it stands, on the CPU: there is no other definition of it."""
+        from vit_fast.export import OnnxRunner
+
+        runner = OnnxRunner(self.path, "cpu", image_hw=self.image_hw, optimise=False)
+        return lambda images: torch.as_tensor(runner(images.cpu()))
+
+
+def session(choice: Choice, model: nn.Module, example: Any, output: Any, photographs: Sequence[str | Path]) -> Function:
+    """A function as the model is one, by a runtime; the file that it was exported to is gone once it is loaded.
+
+    Raises:
+        UnsupportedInputError: the model cannot be exported, or takes or gives more than files do; all reasons.
+        ProviderError: the runtime did not come up on the images' device.
+    """
+    images = only_images(example)
+    leaves, spec = pytree.tree_flatten(output)
+    reasons = []
+    if images is None:
+        reasons.append("accepted are models that are called with images alone")
+    if len(tensors_in(output)) != 1 or len(leaves) != 1:
+        reasons.append("accepted are models that give one tensor, alone or in a structure")
+    if images is None or reasons:
+        raise UnsupportedInputError(choice.name, reasons)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        write_onnx(choice, model, path, images, photographs)
+        run = _opened(choice, path, images, model.image_hw if isinstance(model, OnnxFile) else None)
+    if not isinstance(model, OnnxFile):  # the interface of what we export is in fp32 whatever it computes in
+        run = _of_fp32(run)
+    return _as_called(choice, model, example, run, lambda value: pytree.tree_unflatten([value], spec))
+
+
+def write_onnx(choice: Choice, model: nn.Module, path: Path, images: Tensor, photographs: Sequence[str | Path]) -> None:
+    """Exports the model to where the choice runs it, in the choice's number format; a file is copied.
+
+    Raises:
+        UnsupportedInputError: it is of no known library, or not of its own image size.
+    """
+    calibration = find_images(photographs or [default_photograph()]) if choice.precision == "int8" else None
+    if isinstance(model, OnnxFile):
+        _write_again(choice, model, path, calibration)
+        return
+    from vit_fast.export import export_onnx
+
+    size = recognise(model).image_hw
+    if tuple(images.shape[2:]) != tuple(size):
+        raise UnsupportedInputError(choice.name, [f"images are {tuple(images.shape[2:])}: accepted is {tuple(size)}"])
+    on_ort = "ort-cuda" if images.device.type == "cuda" else "ort-cpu"
+    targets: dict[str, Any] = {"tensorrt": "tensorrt", "openvino": "generic"}
+    export_onnx(
+        model,
+        path,
+        opset=OPSET,
+        precision=choice.precision or "fp32",
+        target=targets.get(choice.engine, on_ort),
+        calibration=calibration,
+        verify=False,  # it is held against the model as all candidates are
+    )
+
+
+def _write_again(choice: Choice, model: OnnxFile, path: Path, calibration: Sequence[Path] | None) -> None:
+    if choice.precision is None:
+        for part in _parts(model.path):
+            beside = path.parent / part.relative_to(model.path.parent) if part != model.path else path
+            beside.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(part, beside)
+        return
+    from vit_fast.export.quantise_file import quantise_file
+
+    quantise_file(model.path, path, "ort-cuda" if model.device.type == "cuda" else "ort-cpu", calibration or ())
+
+
+def _opened(choice: Choice, path: Path, images: Tensor, image_hw: Size | None) -> Run:
+    """A runtime with a file loaded, which may be removed afterwards."""
+    on_cpu = images.device.type == "cpu"
+    threads = (choice.threads or torch.get_num_threads()) if on_cpu else None
+    if choice.engine == "openvino":
+        from vit_fast.export.openvino import OpenvinoRunner
+
+        if not on_cpu:
+            raise UnsupportedInputError(choice.name, [f"images are on {images.device}: accepted is the CPU"])
+        return in_pieces(OpenvinoRunner(path, threads=threads), choice.split or len(images))
+    from vit_fast.export import OnnxRunner
+
+    where = f"tensorrt:{images.device.index or 0}" if choice.engine == "tensorrt" else str(images.device)
+    size = choice.split or len(images)
+    return OnnxRunner(path, where, threads=threads, max_batch=size, image_hw=image_hw, cuda_graph=choice.graphs)
+
+
+def _of_fp32(run: Run) -> Run:
+    return lambda images: run(images.float() if images.is_floating_point() else images)
+
+
+def _as_called(
+    choice: Choice, model: nn.Module, example: Any, run: Run, wrap: Callable[[Tensor], Any]
+) -> Function:  # fmt: skip
+    """A runtime's function, called as the model is: with its images, by place or by name, and nothing else."""
+    names = {*arguments(example)[1], *list(inspect.signature(model.forward).parameters)[:1]}
+
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        given = [*args, *(kwargs[name] for name in names & kwargs.keys())]
+        others = [name for name, value in kwargs.items() if name not in names and value is not None]
+        if len(given) != 1 or others or not isinstance(given[0], Tensor):
+            called = ", ".join([type(value).__name__ for value in given] + others) or "nothing"
+            reason = f"called with {called}: accepted are images alone, as it is a file that takes no more"
+            raise UnsupportedInputError(f"a model optimized as {choice.name!r}", [reason])
+        return wrap(run(given[0]))
+
+    return computed
+
+
+def _parts(path: Path) -> list[Path]:
+    """A file and those that its weights lie in."""
+    from vit_fast.export.model_files import external_tensors, read_proto
+
+    locations = {
+        entry.value for tensor in external_tensors(read_proto(path)) for entry in tensor.external_data
+        if entry.key == "location"
+    }  # fmt: skip
+    return [path, *(path.parent / location for location in sorted(locations))]
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    for part in _parts(path):
+        digest.update(part.read_bytes())
+    return digest.hexdigest()[:16]
