@@ -28,6 +28,7 @@ from .attention_launch import (
 )
 from .attention_policy import ForwardConfig, cover
 from .attention_tiles import dot_add, dot_tile, dot_transposed, load_tile, store_tile, zero_tile
+from .fp8 import divided
 from .launch import Launch
 
 # Lengths of which the row kernel makes no difference between those that need the same number of these. By 16 keys the
@@ -61,6 +62,7 @@ def _masked_row(scores, n_kv, START: tl.constexpr, KEYS: tl.constexpr, SURE: tl.
 def _attention_fwd_row_kernel(
     q, q_hi, k_a, k_a_hi, k_b, k_b_hi, k_c, k_c_hi, v_a, v_a_hi, v_b, v_b_hi, v_c, v_c_hi, o, o_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
+    o_scale_ptr,  # fp32 [1], what o is divided by, which is of e4m3 then; or None
     q_stride_b, q_stride_h, q_stride_n, k_stride_b, k_stride_h, k_stride_n,
     v_stride_b, v_stride_h, v_stride_n, o_stride_b, o_stride_h, o_stride_n,
     n_heads, n_q, n_kv, qk_scale,
@@ -145,8 +147,8 @@ def _attention_fwd_row_kernel(
         rows = start + tl.arange(0, BLOCK_M)
         tl.store(lse_ptr + bh.to(tl.int64) * n_q + rows, row_max + tl.math.log2(total), mask=rows < n_q)
         store_tile(
-            o, o_hi, acc * inverse, acc_hi * inverse, b, h, o_stride_b, o_stride_h, o_stride_n, start, n_q,
-            BLOCK_M, D, LO, HI, TMA, WIDE, ALIGN,
+            o, o_hi, divided(acc * inverse, o_scale_ptr), divided(acc_hi * inverse, o_scale_ptr),
+            b, h, o_stride_b, o_stride_h, o_stride_n, start, n_q, BLOCK_M, D, LO, HI, TMA, WIDE, ALIGN,
         )  # fmt: skip
 
 
@@ -188,6 +190,7 @@ def online_step(
 def _attention_fwd_looped_kernel(
     q, q_hi, k_a, k_a_hi, k_b, k_b_hi, k_c, k_c_hi, v_a, v_a_hi, v_b, v_b_hi, v_c, v_c_hi, o, o_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
+    o_scale_ptr,  # fp32 [1], what o is divided by, which is of e4m3 then; or None
     q_stride_b, q_stride_h, q_stride_n, k_stride_b, k_stride_h, k_stride_n,
     v_stride_b, v_stride_h, v_stride_n, o_stride_b, o_stride_h, o_stride_n,
     n_heads, n_q, n_kv, qk_scale,
@@ -233,8 +236,8 @@ def _attention_fwd_looped_kernel(
     rows = start + tl.arange(0, BLOCK_M)
     tl.store(lse_ptr + bh.to(tl.int64) * n_q + rows, row_max + tl.math.log2(total), mask=rows < n_q)
     store_tile(
-        o, o_hi, acc * inverse, acc_hi * inverse, b, h, o_stride_b, o_stride_h, o_stride_n, start, n_q, BLOCK_M,
-        D, LO, HI, TMA, WIDE, ALIGN,
+        o, o_hi, divided(acc * inverse, o_scale_ptr), divided(acc_hi * inverse, o_scale_ptr),
+        b, h, o_stride_b, o_stride_h, o_stride_n, start, n_q, BLOCK_M, D, LO, HI, TMA, WIDE, ALIGN,
     )  # fmt: skip
 
 
@@ -247,6 +250,7 @@ def forward_launch(
     scale: float,
     config: ForwardConfig,
     precision: str = "ieee",
+    o_scale: torch.Tensor | None = None,
 ) -> Launch:
     """The forward kernel's call for one configuration.
 
@@ -254,11 +258,12 @@ def forward_launch(
         q: Queries [B, H, N_q, D]; fp32, fp16 or bf16; last stride 1.
         k: Keys [B, H, N_kv, D], N_kv >= 1; at most 256 for the row scheme.
         v: Values [B, H, N_kv, D].
-        o: Written: [B, H, N_q, D] of q's dtype, last stride 1.
+        o: Written: [B, H, N_q, D] of q's dtype, or e4m3; last stride 1.
         lse: Written: fp32 [B, H, N_q], contiguous; base 2.
         scale: Multiplier of q k^T, positive.
         config: Which kernel and which tiles.
         precision: Of fp32 products: "ieee" or "tf32".
+        o_scale: fp32 [1], what o is divided by where it is of e4m3; else None.
     """
     batch, heads, n_q, _ = q.shape
     n_kv = k.shape[2]
@@ -302,7 +307,14 @@ def forward_launch(
         args |= tile_arguments(f"v_{letter}", v, rows, tma)
     for name, tensor in (("q", q), ("k", k), ("v", v), ("o", o)):
         args |= stride_arguments(name, tensor, constants["ALIGN"])
-    args |= {"lse_ptr": lse, "n_heads": heads, "n_q": n_q, "n_kv": n_kv, "qk_scale": scale * LOG2_E}
+    args |= {
+        "lse_ptr": lse,
+        "o_scale_ptr": o_scale,
+        "n_heads": heads,
+        "n_q": n_q,
+        "n_kv": n_kv,
+        "qk_scale": scale * LOG2_E,
+    }
     return Launch(
         kernel=kernel,
         grid=(batch * heads * groups,),

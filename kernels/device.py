@@ -70,7 +70,9 @@ def matrix_instruction(arch: str) -> str:
 
 
 def product_kind(dtype: torch.dtype) -> str:
-    """How products of this dtype are formed: "half" (fp16, bf16), or fp32's "tf32" or "ieee", by torch's setting."""
+    """How products of this dtype are formed: "half", "fp8" (e4m3), or fp32's "tf32" or "ieee", by torch's setting."""
+    if dtype == torch.float8_e4m3fn:
+        return "fp8"
     if dtype.itemsize == 2:
         return "half"
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"

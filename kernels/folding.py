@@ -168,11 +168,13 @@ class FoldedLinear:
         weight: W'' [F, C], the dtype of x; with a gate F are the rows of both.
         weight_sum: s, fp32 [F]; None behind an RMSNorm.
         shift: c, fp32 [F].
+        scale: What a product of a weight of e4m3 is multiplied by, fp32 [F]; None of other weights.
     """
 
     weight: Tensor
     weight_sum: Tensor | None
     shift: Tensor
+    scale: Tensor | None = None
 
 
 def fold_launch(linears: Sequence[NormedLinear], folded: Sequence[FoldedLinear]) -> Launch:

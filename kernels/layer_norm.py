@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .fp8 import divided_columns
 from .launch import Launch, ceil_div
 from .row_parts import PIECE, row_parts
 
@@ -117,6 +118,8 @@ def combine_statistics(part_ptr, row, M, C, eps, ROWS: tl.constexpr, PARTS: tl.c
 def _row_statistics_kernel(
     x_ptr,  # [M, C] fp16 or bf16
     part_ptr,  # fp32 [M, 2, PARTS]
+    out8_ptr,  # [M, C] e4m3: x divided by out_scale, fp32 [C]; or None
+    out_scale_ptr,
     M, C,
     ROWS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -128,6 +131,9 @@ def _row_statistics_kernel(
     x = tl.load(x_ptr + (rows.to(tl.int64)[:, None] * C + cols[None, :]), mask=mask, other=0.0)
     mean, squares = piece_statistics(x.to(tl.float32), col, C, _PIECE)
     store_statistics(part_ptr, mean, squares, row, col, M, C, ROWS, PARTS)
+    if out8_ptr is not None:
+        narrow = divided_columns(x, out_scale_ptr, col, C, _PIECE)
+        tl.store(out8_ptr + (rows.to(tl.int64)[:, None] * C + cols[None, :]), narrow, mask=mask)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -247,10 +253,12 @@ def chunk(width: int) -> tuple[int, int]:
     return block, max(1, 4096 // block // 2)
 
 
-def row_statistics_launch(x: Tensor, part: Tensor) -> Launch:
-    """Statistics of the rows of x [M, C], fp16 or bf16, as `row_parts.py` has them."""
+def row_statistics_launch(
+    x: Tensor, part: Tensor, out8: Tensor | None = None, out_scale: Tensor | None = None
+) -> Launch:
+    """Statistics of the rows of x [M, C], fp16 or bf16, as `row_parts.py` has them; into out8 x / out_scale in e4m3."""
     M, C = x.shape
-    args = {"x_ptr": x, "part_ptr": part, "M": M, "C": C}
+    args = {"x_ptr": x, "part_ptr": part, "out8_ptr": out8, "out_scale_ptr": out_scale, "M": M, "C": C}
     constants = {"ROWS": _ROWS, "PARTS": row_parts(C)}
     programs = ceil_div(M, _ROWS) * row_parts(C)
     return Launch(_row_statistics_kernel, (programs,), args, constants, num_warps=4, device=x.device)

@@ -45,15 +45,18 @@ class FoldedGradient:
 
 
 def layer_norm_linear(
-    rows: InputRows, folded: FoldedLinear, activation: str = "identity", gated: bool = False, turns: Turns | None = None
-) -> Tensor:
+    rows: InputRows, folded: FoldedLinear, activation: str = "identity", gated: bool = False,
+    turns: Turns | None = None, dtype: torch.dtype | None = None, out_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """act(LayerNorm(x) W^T + b) [M, F].
 
     Args:
         gated: Whether the result is act(g) u, half as wide.
         turns: Of q and k, in whose heads pairs are neighbours; None: they are not turned.
+        dtype: Of the result; None means that of the rows.
+        out_scale: fp32 [1], what a result of e4m3 is divided by; else None.
     """
-    return _layer_norm_linear(rows, folded, activation, gated, turns, None, None)
+    return _layer_norm_linear(rows, folded, activation, gated, turns, None, None, dtype, out_scale)
 
 
 def layer_norm_linear_keeping(
@@ -72,17 +75,17 @@ def layer_norm_linear_keeping(
 
 def _layer_norm_linear(
     rows: InputRows, folded: FoldedLinear, activation: str, gated: bool, turns: Turns | None, z: Tensor | None,
-    finished: Tensor | None,
+    finished: Tensor | None, dtype: torch.dtype | None = None, out_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     source = rows.source
-    out = source.new_empty((source.shape[0], folded.weight.shape[0] // (2 if gated else 1)))
+    out = source.new_empty((source.shape[0], folded.weight.shape[0] // (2 if gated else 1)), dtype=dtype)
     mean, rstd = (None, None) if finished is None else finished
     operands = Operands(
         source, folded.weight, out, b_is_nk=True, z=z, mean=mean, rstd=rstd, row_part=rows.part, eps=rows.eps,
-        bias=folded.shift, weight_sum=folded.weight_sum, turns=turns,
+        bias=folded.shift, weight_sum=folded.weight_sum, scale=folded.scale, out_scale=out_scale, turns=turns,
     )  # fmt: skip
     epilogue = "gated" if gated else "layer_norm" if turns is None else "rotary"
-    if prefers_library(operands, epilogue):
+    if out_scale is None and prefers_library(operands, epilogue):
         known = _statistics(rows, finished, folded.weight_sum is None)
         return library.layer_norm_linear(known, folded, activation, z)
     config = matmul_config(operands, epilogue)
@@ -103,7 +106,8 @@ def _statistics(rows: InputRows, finished: Tensor | None, rms: bool) -> RowStati
 
 def linear_residual(
     h: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, residual: Tensor | None,
-    statistics: bool = False, dtype: torch.dtype | None = None,
+    statistics: bool = False, dtype: torch.dtype | None = None, out8: Tensor | None = None,
+    out_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """[residual +] scale (h W^T + b) [M, C], and where wanted the statistics of its rows as `row_parts.py` has them.
 
@@ -111,17 +115,21 @@ def linear_residual(
         residual: In the dtype of h or in fp32; so is the result then.
         statistics: Whether a LayerNorm follows that takes them over; only for half-precision results.
         dtype: Of the result where there is no residual; None means that of h.
+        out8: Written, beside statistics: the result divided by out_scale, fp32 [C], in e4m3 [M, C]; None: it is not.
     """
     M, C = h.shape[0], weight.shape[0]
     bias, scale = (vector if vector is None else vector.contiguous() for vector in (bias, scale))
     dtype = dtype or h.dtype if residual is None else residual.dtype
     row_part = new_statistics(M, C, h.device) if statistics else None
     out = torch.empty(M, C, dtype=dtype, device=h.device)
-    operands = Operands(h, weight, out, b_is_nk=True, residual=residual, bias=bias, scale=scale, row_part=row_part)
+    operands = Operands(
+        h, weight, out, b_is_nk=True, residual=residual, bias=bias, scale=scale, row_part=row_part, out8=out8,
+        out_scale=out_scale,
+    )  # fmt: skip
     if prefers_library(operands, "residual"):
         out = library.linear_residual(h, weight, bias, scale, residual, dtype)
         if row_part is not None:
-            row_statistics_launch(out, row_part).run()
+            row_statistics_launch(out, row_part, out8, out_scale).run()
         return out, row_part
     config, splits = residual_config(operands)
     if splits == 1:
@@ -130,7 +138,7 @@ def linear_residual(
     part = torch.empty(splits, M, C, dtype=torch.float32, device=h.device)
     parts = Operands(h, weight, part, b_is_nk=True)
     matmul_launch(parts, epilogue="partial", config=config, split_k=splits).run()
-    finish_residual_launch(part, bias, scale, residual, out, row_part).run()
+    finish_residual_launch(part, bias, scale, residual, out, row_part, out8, out_scale).run()
     return out, row_part
 
 

@@ -11,12 +11,18 @@ The epilogues, with acc = A B of row m and column n:
                      rotary positions: the members of a pair are neighbours, as `folding.py` lays the rows of B.
 - "gated":           out = act(g) u, half as wide: the columns of z are g and u by turns, as `folding.py` lays the rows
                      of B; otherwise like "layer_norm".
-- "residual":        out = [residual +] [scale] (acc + bias), optionally with such statistics of its rows.
+- "residual":        out = [residual +] [scale] (acc + bias), optionally with such statistics of its rows, and with
+                     out8, the same in e4m3.
 - "activation_grad": h = act(z), out = rstd acc act'(z), with partial sums for the gradients of LayerNorm and biases.
 - "gated_grad":      the same behind "gated", with acc the gradient of h = act(g) u [M, N]: z and out are twice as wide.
 - "layer_norm_grad": out = [residual +] acc - (x - mean) coefficient; the LayerNorm backward of a row, with
                      coefficient = rstd^2 / N times its sum of dz (z - c), which "activation_grad" left in parts.
 - "partial":         out[split] = acc over one of `splits` parts of K, fp32, summed later in a fixed order.
+
+Operands of e4m3 (`fp8.py`) carry scales: of "residual" they are in `scale` and `bias`, of "layer_norm", "rotary" and
+"gated" acc is multiplied by `scale`. What is written in e4m3 is divided by out_scale. Products of e4m3 are added up by
+sm_90's tensor cores in about 14 bits, throughout K: an error of 2^-13 where operands have one of 2^-4, and what fp32
+sums every 128 products would cost are registers that 128 x 256 tiles do not have.
 
 Of an RMSNorm folded in there is no weight_sum, and mean is 0.
 
@@ -41,6 +47,7 @@ import triton
 import triton.language as tl
 
 from .activations import activate, activate_with_slope
+from .fp8 import divided, divided_columns
 from .launch import is_interpreted
 from .layer_norm import combine_statistics, merge_halves, piece_statistics, store_statistics
 from .matmul_tiles import accumulate, cut, load_pieces, load_tile, store_tile, tile_position
@@ -70,13 +77,15 @@ def _turned(
 
 @triton.jit
 def _layer_norm_epilogue(
-    acc, out, z, weight_sum_ptr, bias_ptr, cos_ptr, sin_ptr, tokens, prefix, image_rows, row_scale, row_shift,
-    row, col, M, N,
+    acc, out, z, weight_sum_ptr, bias_ptr, scale_ptr, out_scale_ptr, cos_ptr, sin_ptr, tokens, prefix, image_rows,
+    row_scale, row_shift, row, col, M, N,
     ROWS: tl.constexpr, COLS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, HEAD: tl.constexpr,
     TMA: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     cols = col + tl.arange(0, COLS)
     value = acc * row_scale[:, None]
+    if scale_ptr is not None:
+        value *= tl.load(scale_ptr + cols, mask=cols < N, other=0.0)[None, :]
     if weight_sum_ptr is not None:
         value += row_shift[:, None] * tl.load(weight_sum_ptr + cols, mask=cols < N, other=0.0)[None, :]
     value += tl.load(bias_ptr + cols, mask=cols < N, other=0.0)[None, :]
@@ -89,10 +98,10 @@ def _layer_norm_epilogue(
         value = value.to(DTYPE).to(tl.float32)
     if GATED:
         gate, up = tl.split(value.reshape(ROWS, COLS // 2, 2))
-        value = activate(gate, ACTIVATION, DTYPE == tl.float32) * up
+        value = divided(activate(gate, ACTIVATION, DTYPE == tl.float32) * up, out_scale_ptr)
         store_tile(out, value.to(DTYPE), row, col // 2, M, N // 2, ROWS, COLS // 2, TMA)
     else:
-        value = activate(value, ACTIVATION, DTYPE == tl.float32)
+        value = divided(activate(value, ACTIVATION, DTYPE == tl.float32), out_scale_ptr)
         store_tile(out, value.to(DTYPE), row, col, M, N, ROWS, COLS, TMA)
 
 
@@ -225,7 +234,9 @@ def _matmul_kernel(
     rstd_ptr,  # fp32 [M], negative for a constant row (see layer_norm.py); stored by "layer_norm" unless None
     bias_ptr,  # [N]
     weight_sum_ptr,  # fp32 [N], or None: RMSNorm in place of LayerNorm
-    scale_ptr,  # "residual": [N]; "activation_grad": fp32 [1], what B was divided by
+    scale_ptr,  # "residual": [N]; "layer_norm": fp32 [N] or None; "activation_grad": fp32 [1], what B was divided by
+    out8,  # [M, N] e4m3: `out` divided by out_scale, stored by "residual" unless None
+    out_scale_ptr,  # fp32 [N]; of "layer_norm" [1], what `out`, e4m3 then, is divided by; or None
     row_part_ptr,  # fp32: row statistics, stored by "residual", read by "layer_norm"; sums over pieces of the columns,
     # [M, PARTS], stored by "activation_grad", read by "layer_norm_grad"
     column_part_ptr,  # fp32 [M / BLOCK_M, 2, N]
@@ -237,6 +248,7 @@ def _matmul_kernel(
     B_IS_NK: tl.constexpr, TMA: tl.constexpr, FLATTEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SUB_TILES: tl.constexpr, GROUP_M: tl.constexpr,
+    EARLY: tl.constexpr,  # "residual": pieces of the residual that are under way at once
     PARTS: tl.constexpr,  # of a row in row_part_ptr
     HEAD: tl.constexpr,  # "rotary": channels of a head
     ALIGN: tl.constexpr,  # divides the length of every row that is read or written by tiles
@@ -297,18 +309,21 @@ def _matmul_kernel(
                 mean = _load_rows(mean_ptr, row, M, BLOCK_M)
 
         if EPILOGUE == "residual" and residual is not None:
-            added = load_pieces(residual, row, col, M, N, BLOCK_M, COLS, SUB_TILES)
+            added = load_pieces(residual, row, col, M, N, BLOCK_M, COLS, EARLY)
         if EPILOGUE != "partial":
             pieces = cut(acc, BLOCK_M, BLOCK_N, SUB_TILES)
             for i in tl.static_range(SUB_TILES):
                 if EPILOGUE == "layer_norm" or EPILOGUE == "gated" or EPILOGUE == "rotary":
                     _layer_norm_epilogue(
-                        pieces[i], out, z, weight_sum_ptr, bias_ptr, cos_ptr, sin_ptr, tokens, prefix, image_rows,
-                        row_scale, row_shift, row, col + i * COLS, M, N,
+                        pieces[i], out, z, weight_sum_ptr, bias_ptr, scale_ptr, out_scale_ptr, cos_ptr, sin_ptr,
+                        tokens, prefix, image_rows, row_scale, row_shift, row, col + i * COLS, M, N,
                         BLOCK_M, COLS, ACTIVATION, EPILOGUE == "gated", HEAD, TMA, DTYPE,
                     )  # fmt: skip
                 elif EPILOGUE == "residual":
                     addend = added[i] if residual is not None else None
+                    if residual is not None and i + EARLY < SUB_TILES:
+                        later = col + (i + EARLY) * COLS
+                        added = added + load_pieces(residual, row, later, M, N, BLOCK_M, COLS, 1)
                     value = _residual_epilogue(
                         pieces[i], out, addend, bias_ptr, scale_ptr, row, col + i * COLS, M, N,
                         BLOCK_M, COLS, TMA, DTYPE,
@@ -325,6 +340,9 @@ def _matmul_kernel(
                                 found = merge_halves(left, found, first, N, COLS)
                         if COLS == _PIECE or i % 2 == 1:
                             store_statistics(row_part_ptr, found[0], found[1], row, first, M, N, BLOCK_M, PARTS)
+                    if out8 is not None:
+                        narrow = divided_columns(value, out_scale_ptr, col + i * COLS, N, COLS)
+                        store_tile(out8, narrow, row, col + i * COLS, M, N, BLOCK_M, COLS, TMA)
                 elif EPILOGUE == "activation_grad" or EPILOGUE == "gated_grad":
                     _activation_grad_epilogue(
                         pieces[i], out, z, h, bias_ptr, scale_ptr, row_part_ptr, column_part_ptr, rstd, mean,

@@ -23,7 +23,10 @@ from .matmul import _matmul_kernel
 EPILOGUES = ("layer_norm", "rotary", "gated", "residual", "activation_grad", "gated_grad", "layer_norm_grad", "partial")
 # How many times as wide as a piece of the product what they read and write is.
 _WIDER = {("gated", "out"): 0.5, ("gated_grad", "out"): 2, ("gated_grad", "z"): 2}
-TL_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+TL_DTYPES = {
+    torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16,
+    torch.float8_e4m3fn: tl.float8e4nv,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,8 @@ class Operands:
     bias: Tensor | None = None
     weight_sum: Tensor | None = None
     scale: Tensor | None = None
+    out8: Tensor | None = None
+    out_scale: Tensor | None = None
     row_part: Tensor | None = None
     column_part: Tensor | None = None
     eps: float = 0.0
@@ -130,7 +135,7 @@ class Operands:
 
     def tiled(self) -> list[Tensor]:
         """The tensors that are read or written by tiles, through descriptors where the configuration says so."""
-        tiled = (self.a, self.b, self.out, self.z, self.h, self.x, self.residual)
+        tiled = (self.a, self.b, self.out, self.z, self.h, self.x, self.residual, self.out8)
         return [tensor for tensor in tiled if tensor is not None]
 
 
@@ -185,7 +190,8 @@ def matmul_launch(
         "z": piece("z"), "h": piece("h"), "x": piece("x"),
         "residual": o.residual if epilogue == "residual" else piece("residual"),
         "mean_ptr": o.mean, "rstd_ptr": o.rstd,
-        "bias_ptr": o.bias, "weight_sum_ptr": o.weight_sum, "scale_ptr": o.scale,
+        "bias_ptr": o.bias, "weight_sum_ptr": o.weight_sum, "scale_ptr": o.scale, "out8": piece("out8"),
+        "out_scale_ptr": o.out_scale,
         "row_part_ptr": o.row_part, "column_part_ptr": o.column_part, "M": M, "N": N, "K": K, "eps": o.eps,
         "splits": split_k, "cos_ptr": t and t.cos, "sin_ptr": t and t.sin, "tokens": t.tokens if t else 0,
         "prefix": t.prefix if t else 0, "image_rows": t.cos.shape[1] if t and t.cos.shape[0] > 1 else 0,
@@ -197,6 +203,8 @@ def matmul_launch(
         "FLATTEN": config.flatten and epilogue != "partial",
         "BLOCK_M": rows, "BLOCK_N": cols, "BLOCK_K": depth,
         "SUB_TILES": config.sub_tiles, "GROUP_M": config.group_m,
+        # in e4m3 there are no registers for all of it
+        "EARLY": 1 if o.out8 is not None or o.a.dtype == torch.float8_e4m3fn else config.sub_tiles,
         "PARTS": 0 if o.row_part is None else o.row_part.shape[-1],
         "HEAD": 2 * t.cos.shape[2] if t else 0,
         "ALIGN": math.gcd(16, *(tensor.shape[-1] for tensor in o.tiled())),

@@ -13,6 +13,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .device import Gpu, generation, gpu_of, product_kind, reads_descriptors
@@ -32,7 +33,7 @@ def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[Matmul
 
     Args:
         arch: e.g. "sm_90"; sm_120 and unknown ones take the pointer tables, which every architecture runs.
-        kind: The `product_kind` of the operands: "half", "tf32" or "ieee".
+        kind: The `product_kind` of the operands: "half", "fp8", "tf32" or "ieee".
         epilogue: One of `EPILOGUES`, of which "partial" has those of "residual"; or "weight_products".
         tma: Whether the operands can go through tensor descriptors.
     """
@@ -41,6 +42,8 @@ def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[Matmul
     special: dict[str, tuple[MatmulConfig, ...]]
     if epilogue == "gated_grad":
         table = _gated_grad_table(arch, kind, tma and reads_descriptors(arch))
+    elif kind == "fp8":
+        table = _fp8_table(arch, epilogue, tma and reads_descriptors(arch))
     elif kind == "ieee":
         table = _IEEE_HALVES if blackwell and epilogue == "activation_grad" else _IEEE
     elif not (tma and reads_descriptors(arch)):
@@ -95,6 +98,24 @@ _TF32_BLACKWELL = (MatmulConfig(64, 64, 32, num_warps=4, num_stages=3, tma=True,
 _TF32_BLACKWELL_HALVES = (replace(_TF32_BLACKWELL[0], sub_tiles=2),)
 # Of several products in one launch the compiler, left to itself, spills in 72 registers.
 _TF32_BLACKWELL_PRODUCTS = (replace(_TF32_BLACKWELL[0], maxnreg=128),)
+
+
+def _fp8_table(arch: str, epilogue: str, tma: bool) -> tuple[MatmulConfig, ...]:
+    """Of operands in e4m3: steps along K as many bytes long as those of half precision."""
+    if tma:
+        return _FP8_HOPPER
+    return (
+        MatmulConfig(128, 128, 64, sub_tiles=2, num_warps=8, num_stages=3),
+        MatmulConfig(64, 64, 64, num_warps=4, num_stages=3, ctas_per_sm=2),
+    )
+
+
+_FP8_HOPPER = (
+    MatmulConfig(128, 256, 128, sub_tiles=4, num_warps=8, num_stages=3, tma=True, flatten=True),
+    MatmulConfig(128, 128, 128, sub_tiles=2, num_warps=8, num_stages=4, tma=True, flatten=True),
+    MatmulConfig(64, 128, 128, sub_tiles=2, num_warps=4, num_stages=4, tma=True, ctas_per_sm=2),
+    MatmulConfig(64, 64, 128, num_warps=4, num_stages=4, tma=True, ctas_per_sm=2),
+)
 
 
 def _gated_grad_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ...]:
@@ -233,7 +254,8 @@ def _library_table() -> dict[str, dict[str, list[list[int]]]]:
 def _chosen(operands: Operands, epilogue: str, most: int) -> tuple[MatmulConfig, int]:
     tma = fits_tma(operands.tiled())
     if is_interpreted():
-        return config_table("sm_90", "half", epilogue, tma)[0], 1
+        kind = "fp8" if operands.a.dtype == torch.float8_e4m3fn else "half"
+        return config_table("sm_90", kind, epilogue, tma)[0], 1
     gpu, dtype = gpu_of(operands.a.device), operands.a.dtype
     return _best(gpu, product_kind(dtype), epilogue, tma, operands.sizes, dtype.itemsize, most)
 

@@ -40,6 +40,7 @@ _TYPE_NAMES = {
     torch.int32: "i32",
     torch.int64: "i64",
     torch.int8: "i8",
+    torch.float8_e4m3fn: "fp8e4nv",
     torch.bool: "i1",
     torch.uint8: "u8",
 }
@@ -110,6 +111,7 @@ class Stats:
     tma_stores: int
     async_copies: int
     seconds: float
+    e4m3: int = 0
 
     @property
     def spills(self) -> int:
@@ -121,13 +123,14 @@ class Stats:
         return asdict(self)
 
     def has(self, instruction: str) -> bool:
-        """Whether the machine code holds an instruction: HGMMA, HMMA, TCGEN05, UTMALDG or UTMASTG."""
+        """Whether the machine code holds an instruction: HGMMA, HMMA, TCGEN05, UTMALDG, UTMASTG; E4M3 in products."""
         fields = {
             "HGMMA": self.hgmma,
             "HMMA": self.hmma,
             "TCGEN05": self.tcgen05,
             "UTMALDG": self.tma_loads,
             "UTMASTG": self.tma_stores,
+            "E4M3": self.e4m3,
         }
         return fields[instruction] > 0
 
@@ -272,6 +275,7 @@ def read_stats(compiled: Any, arch: str, seconds: float) -> Stats:
         tma_stores=mix["UTMASTG"],
         async_copies=mix["LDGSTS"],
         seconds=round(seconds, 3),
+        e4m3=mix["QGMMA"] + mix["QMMA"] + mix["UTCQMMA"],
     )
 
 

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .folding import load_columns
+from .fp8 import divided_columns
 from .launch import Launch, ceil_div
 from .layer_norm import piece_statistics, store_statistics
 from .row_parts import PIECE, row_parts
@@ -30,6 +31,8 @@ def _finish_residual_kernel(
     residual_ptr,  # [M, C] or None
     out_ptr,  # [M, C]
     row_part_ptr,  # fp32 [M, 2, PARTS], or None: no statistics are wanted
+    out8_ptr,  # [M, C] e4m3: out divided by out_scale, fp32 [C]; or None
+    out_scale_ptr,
     splits, M, C,
     ROWS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -51,17 +54,20 @@ def _finish_residual_kernel(
     if row_part_ptr is not None:
         mean, squares = piece_statistics(stored.to(tl.float32), col, C, _PIECE)
         store_statistics(row_part_ptr, mean, squares, row, col, M, C, ROWS, PARTS)
+    if out8_ptr is not None:
+        tl.store(out8_ptr + offsets, divided_columns(stored, out_scale_ptr, col, C, _PIECE), mask=mask)
 
 
 def finish_residual_launch(
     part: Tensor, bias: Tensor | None, scale: Tensor | None, residual: Tensor | None, out: Tensor,
-    row_part: Tensor | None,
+    row_part: Tensor | None, out8: Tensor | None = None, out_scale: Tensor | None = None,
 ) -> Launch:  # fmt: skip
-    """The call that sums parts fp32 [splits, M, C] into out [M, C], and the statistics of its rows unless None."""
+    """The call that sums parts fp32 [splits, M, C] into out [M, C], and the statistics of its rows unless None; and
+    into out8 the same in e4m3, divided by out_scale."""
     splits, M, C = part.shape
     args = {
         "part_ptr": part, "bias_ptr": bias, "scale_ptr": scale, "residual_ptr": residual, "out_ptr": out,
-        "row_part_ptr": row_part, "splits": splits, "M": M, "C": C,
+        "row_part_ptr": row_part, "out8_ptr": out8, "out_scale_ptr": out_scale, "splits": splits, "M": M, "C": C,
     }  # fmt: skip
     constants = {"ROWS": _ROWS, "PARTS": row_parts(C)}
     programs = ceil_div(M, _ROWS) * row_parts(C)

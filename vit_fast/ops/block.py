@@ -87,7 +87,7 @@ def fused_block(
     require_one_device("a block", x, tensors._asdict(), dtype)
     if attention_scale is None:
         attention_scale = (tensors.qkv_weight.shape[0] // (3 * heads)) ** -0.5
-    *of_qk, qk_kind, qk_eps, over, prefix, layout = _checked_qk(x, tensors, heads, qk_norm, rope)
+    *of_qk, qk_kind, qk_eps, over, prefix, layout = checked_qk(x, tensors.qkv_weight.shape[0], heads, qk_norm, rope)
     qk_settings = (qk_kind, qk_eps, over, prefix, layout)
     settings = (heads, attention_scale, *eps, norm, activation, *qk_settings, wanted, dtype)
     if not needs_gradient(x, *tensors, *of_qk):
@@ -100,11 +100,9 @@ def fused_block(
     return y, emitted if wanted else None
 
 
-def _checked_qk(
-    x: Tensor, tensors: BlockTensors, heads: int, qk_norm: QkNorm | None, rope: Rope | None
-) -> tuple[Any, ...]:
-    """qk-norm and rotation as operators take them, where they fit x [B, N, C]."""
-    head_dim = tensors.qkv_weight.shape[0] // (3 * heads)
+def checked_qk(x: Tensor, packed_width: int, heads: int, qk_norm: QkNorm | None, rope: Rope | None) -> tuple[Any, ...]:
+    """qk-norm and rotation as operators take them, where they fit x [B, N, C] and qkv layers of 3 H D rows."""
+    head_dim = packed_width // (3 * heads)
     if qk_norm is not None:
         check_qk_norm(qk_norm, heads, head_dim)
     if rope is not None:

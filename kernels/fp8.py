@@ -1,0 +1,56 @@
+"""Numbers of e4m3 (four bits of exponent, three of mantissa), as the kernels write them.
+
+Whoever makes the operand of a quantised linear layer divides it by its scale and rounds it: the epilogue that writes
+the residual stream, the attention, the activation. Scales are divisors, as `reference.quantize_e4m3` has them; the
+kernels multiply by their reciprocals.
+
+Source: FP8 Formats for Deep Learning, arXiv 2209.05433.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .launch import is_interpreted
+
+_INTERPRETED = tl.constexpr(is_interpreted())
+
+
+@triton.jit
+def to_e4m3(value):
+    """fp32 rounded to e4m3, ties to even; 448 for what is larger, NaN for NaN.
+
+    By the instruction itself: the compiler's own conversion goes through fp16, rounded to zero, on sm_89, and whether
+    it saturates is not in its documentation.
+    """
+    if _INTERPRETED:
+        return value.to(tl.float8e4nv)
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 first, second;"
+            " cvt.rn.satfinite.e4m3x2.f32 first, $2, $1;"
+            " cvt.rn.satfinite.e4m3x2.f32 second, $4, $3;"
+            " mov.b32 $0, {first, second}; }",
+            "=r,f,f,f,f",
+            [value],
+            dtype=tl.float8e4nv,
+            is_pure=True,
+            pack=4,
+        )
+
+
+@triton.jit
+def divided(value, scale_ptr):
+    """fp32 divided by a number in memory, in e4m3; the value itself where there is none."""
+    if scale_ptr is None:
+        return value
+    else:
+        return to_e4m3(value * (1.0 / tl.load(scale_ptr)))
+
+
+@triton.jit
+def divided_columns(value, scale_ptr, col, N, COLS: tl.constexpr):
+    """A tile [ROWS, COLS], columns col .. col + COLS of N, divided by those of a vector fp32 [N], in e4m3."""
+    cols = col + tl.arange(0, COLS)
+    return to_e4m3(value.to(tl.float32) * (1.0 / tl.load(scale_ptr + cols, mask=cols < N, other=1.0))[None, :])

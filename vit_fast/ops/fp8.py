@@ -1,0 +1,258 @@
+"""A pre-norm encoder block in FP8: its parameters quantised, and the operator that runs them; for inference.
+
+`reference.fp8_block` is the definition. Scales are chosen beforehand, from what the operands of the linear layers were
+on images like those to come; nothing is measured here.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedInputError
+from . import reference
+from .backends import constant_to_compiler, triton_unavailable_reasons
+from .block import checked_qk
+from .descriptions import BlockScales, BlockTensors, QkNorm, Rope, is_rms
+from .fp8_op import E4M3, Fp8Linear, block_fp8_op
+
+FP8_CAPABILITY = (8, 9)
+_HALF = (torch.float16, torch.bfloat16)
+_DIVISOR = 16  # of the length of a row in e4m3: what a tensor core and a descriptor read at once
+
+
+class Fp8Block(NamedTuple):
+    """The parameters of a block as `fused_block_fp8` takes them; made by `quantize_block`.
+
+    Attributes:
+        qkv, proj, fc1, fc2: The linear layers, with the norms before them and LayerScale behind them; fc1 with its
+            gate, whose rows lie by turns with its own.
+        paired_head: Channels of a head of q and k where the rows of each pair of channels j and j + D/2 are neighbours,
+            for positions that the matmul turns; else 0.
+    """
+
+    qkv: Fp8Linear
+    proj: Fp8Linear
+    fc1: Fp8Linear
+    fc2: Fp8Linear
+    paired_head: int = 0
+
+
+def fp8_reasons(device: torch.device) -> list[str]:
+    """Every reason why blocks in FP8 cannot run on a device; empty when they can.
+
+    As for every kernel a CPU is accepted under Triton's interpreter alone.
+    """
+    return list(triton_unavailable_reasons(device) or _capability_reasons(device))
+
+
+@constant_to_compiler
+def _capability_reasons(device: torch.device) -> tuple[str, ...]:
+    from ..kernels.device import gpu_of
+
+    major, minor = divmod(int(gpu_of(device).arch.removeprefix("sm_")), 10)
+    if (major, minor) >= FP8_CAPABILITY:
+        return ()
+    accepted = ".".join(map(str, FP8_CAPABILITY))
+    return (f"{device} has compute capability {major}.{minor}: accepted for FP8 is {accepted} or newer",)
+
+
+def quantize_block(
+    tensors: BlockTensors,
+    scales: BlockScales,
+    dtype: torch.dtype,
+    norm: str = "layer_norm",
+    paired_head: int = 0,
+) -> Fp8Block:
+    """Folds the norms into qkv and fc1, and rounds the weights to e4m3 where their operand has a scale.
+
+    The result follows no change of the parameters, and gives no gradients.
+
+    Args:
+        tensors: The parameters themselves, in `dtype` or fp32.
+        scales: Of the operands: positive and finite.
+        dtype: Of the activations, and of what is not quantised: float16 or bfloat16.
+        norm: "layer_norm" or "rms_norm".
+        paired_head: D, where rotary positions of layout "half", shared by all heads and without qk-norm, are to be
+            turned by the matmul; else 0.
+    Raises:
+        ValueError: a scale has another shape, or is not a positive finite number.
+        UnsupportedInputError: FP8 cannot run on these; lists all reasons.
+    """
+    rms = is_rms(norm)
+    reasons = fp8_reasons(tensors.qkv_weight.device)
+    if dtype not in _HALF:
+        reasons.append(f"dtype is {dtype}: accepted are float16, bfloat16")
+    for name, weight, scale, columns in _layers(tensors, scales):
+        _check_scale(name, scale, columns)
+        if scale is not None and weight.shape[1] % _DIVISOR:
+            reasons.append(
+                f"{name} reads rows of {weight.shape[1]} channels: accepted in FP8 are multiples of {_DIVISOR} "
+                f"(scales.{name}=None keeps it in half precision)"
+            )
+    if reasons:
+        raise UnsupportedInputError("a block in FP8", reasons)
+    with torch.no_grad():
+        t = BlockTensors._make(tensor if tensor is None else tensor.detach() for tensor in tensors)
+        return Fp8Block(
+            _normed(
+                t.qkv_weight, t.qkv_bias, t.norm1_weight, t.norm1_bias, None, None, scales.qkv, dtype, rms, paired_head
+            ),
+            _before_residual(t.proj_weight, t.proj_bias, t.scale1, scales.proj, dtype),
+            _normed(
+                t.fc1_weight, t.fc1_bias, t.norm2_weight, t.norm2_bias, t.gate_weight, t.gate_bias, scales.fc1, dtype,
+                rms,
+            ),
+            _before_residual(t.fc2_weight, t.fc2_bias, t.scale2, scales.fc2, dtype),
+            paired_head,
+        )  # fmt: skip
+
+
+def _layers(tensors: BlockTensors, scales: BlockScales) -> list[tuple[str, Tensor, Tensor | None, int | None]]:
+    """Name, weight, scale of the operand and its length, None for one number, of each linear layer."""
+    width = tensors.qkv_weight.shape[1]
+    return [
+        ("qkv", tensors.qkv_weight, scales.qkv, width),
+        ("proj", tensors.proj_weight, scales.proj, None),
+        ("fc1", tensors.fc1_weight, scales.fc1, width),
+        ("fc2", tensors.fc2_weight, scales.fc2, None),
+    ]
+
+
+def _check_scale(name: str, scale: Tensor | None, columns: int | None) -> None:
+    if scale is None:
+        return
+    accepted = () if columns is None else (columns,)
+    if tuple(scale.shape) != accepted or scale.dtype != torch.float32:
+        raise ValueError(
+            f"scales.{name} is {scale.dtype} of shape {tuple(scale.shape)}: accepted is float32 of shape {accepted}"
+        )
+    if not bool(((scale > 0) & scale.isfinite()).all()):
+        raise ValueError(f"scales.{name} holds {float(scale.min()):g} to {float(scale.max()):g}: accepted are positive "
+                         "finite numbers")  # fmt: skip
+
+
+def _normed(
+    weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, gate: Tensor | None,
+    gate_bias: Tensor | None, scale: Tensor | None, dtype: torch.dtype, rms: bool, paired_head: int = 0,
+) -> Fp8Linear:  # fmt: skip
+    """A linear layer behind a norm."""
+    if scale is None:
+        from ..kernels.folding import NormedLinear, fold_linear
+
+        folded = fold_linear(NormedLinear(weight, bias, gamma, beta, rms, gate, gate_bias, paired_head), dtype)
+        return Fp8Linear(folded.weight, folded.shift, None, folded.weight_sum, None)
+    shift = weight.new_zeros(weight.shape[0], dtype=torch.float64) if bias is None else bias.double()
+    if gate is not None:
+        of_gate = torch.zeros_like(shift) if gate_bias is None else gate_bias.double()
+        weight, shift = torch.stack((gate, weight), 1).flatten(0, 1), torch.stack((of_gate, shift), 1).flatten()
+    if paired_head:
+        weight, shift = _paired(weight, paired_head), _paired(shift, paired_head)
+    if beta is not None:
+        shift = shift + weight.double() @ beta.double()
+    values, rows = reference.fp8_weight(weight, scale, gamma, not rms)
+    sums = None if rms else (values / scale).sum(1).mul(rows).float()
+    return Fp8Linear(values.to(E4M3), shift.float(), rows, sums, scale.contiguous())
+
+
+def _paired(rows: Tensor, head_dim: int) -> Tensor:
+    """[3 H D, ...] with rows j and j + D/2 of each head of q and k as neighbours, as `folding.py` lays them."""
+    of_qk = rows.shape[0] // 3 * 2
+    heads = rows[:of_qk].unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
+    return torch.cat((heads, rows[of_qk:]))
+
+
+def _before_residual(
+    weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None, scale: Tensor | None, dtype: torch.dtype
+) -> Fp8Linear:
+    """A linear layer with LayerScale, behind which a residual is added: layer_scale rows (a W8^T + bias / rows)."""
+    if scale is None:
+        shift, factor = (vector if vector is None else vector.contiguous() for vector in (bias, layer_scale))
+        return Fp8Linear(weight.to(dtype).contiguous(), shift, factor, None, None)
+    values, rows = reference.fp8_weight(weight, scale)
+    factor = rows if layer_scale is None else rows * layer_scale.float()
+    return Fp8Linear(values.to(E4M3), None if bias is None else bias.float() / rows, factor, None, scale.reshape(1))
+
+
+def fused_block_fp8(
+    x: Tensor,
+    x8: Tensor | None,
+    statistics: Tensor | None,
+    block: Fp8Block,
+    next_scale: Tensor | None,
+    *,
+    heads: int,
+    attention_scale: float | None,
+    eps: tuple[float, float],
+    norm: str = "layer_norm",
+    activation: str,
+    qk_norm: QkNorm | None = None,
+    rope: Rope | None = None,
+    next_statistics: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """A block in FP8, with rows in e4m3 and row statistics handed in and out.
+
+    Args:
+        x: [B, N, C]; fp16 or bf16.
+        x8: x divided by block.qkv.operand_scale, in e4m3, as the block before gave it; None computes it.
+        statistics: Of the rows of x, as the block before gave them; None computes them.
+        block: From `quantize_block`, for x's dtype.
+        next_scale: What y is divided by for the next block, fp32 [C]: its scales.qkv; None: it reads half precision.
+        heads: H.
+        attention_scale: Multiplier of q k^T; None means D**-0.5.
+        eps: Of the two norms, in units of x squared.
+        norm: As `quantize_block` was told.
+        activation: One of `reference.ACTIVATIONS`; with a gate, the gate's.
+        qk_norm: Of q and k, before they are rotated.
+        rope: Rotary positions of q and k.
+        next_statistics: Whether a block or norm follows that takes the statistics of the rows over.
+    Returns:
+        y [B, N, C] in x.dtype; y / next_scale in e4m3, or None; and the statistics of its rows, or None.
+    Raises:
+        UnsupportedInputError: FP8 cannot run this input; lists all reasons.
+    """
+    width = block.qkv.weight.shape[0]
+    _require_supported(x, x8, block, next_scale, norm)
+    if attention_scale is None:
+        attention_scale = (width // (3 * heads)) ** -0.5
+    *of_qk, kind, qk_eps, over, prefix, layout = checked_qk(x, width, heads, qk_norm, rope)
+    if block.paired_head and (rope is None or qk_norm is not None or rope.layout != "half" or of_qk[4].shape[1] != 1):
+        reason = (
+            f"paired_head is {block.paired_head}, which turns q and k by positions of layout 'half' that all heads "
+            "share, without qk-norm: quantize the block with paired_head=0"
+        )
+        raise UnsupportedInputError("a block in FP8", [reason])
+    y, y8, emitted = block_fp8_op(
+        x, x8, statistics, next_scale, *block.qkv, *block.proj, *block.fc1, *block.fc2, *of_qk,
+        block.paired_head > 0, heads, attention_scale, *eps, activation, kind, qk_eps, over, prefix, layout,
+        next_statistics,
+    )  # fmt: skip
+    return y, None if next_scale is None else y8, emitted if next_statistics else None
+
+
+def _require_supported(x: Tensor, x8: Tensor | None, block: Fp8Block, next_scale: Tensor | None, norm: str) -> None:
+    reasons = fp8_reasons(x.device)
+    if x.dtype not in _HALF:
+        reasons.append(f"x is {x.dtype}: accepted are float16, bfloat16")
+    if x.requires_grad and torch.is_grad_enabled():
+        reasons.append("x requires a gradient: FP8 gives none, use torch.no_grad or the model in half precision")
+    for name, linear in zip(("qkv", "proj", "fc1", "fc2"), block[:4]):
+        if linear.weight.dtype not in (E4M3, x.dtype):
+            reasons.append(f"{name} was kept in {linear.weight.dtype}, x is {x.dtype}: quantize the block again")
+        if linear.weight.device != x.device:
+            reasons.append(f"{name} is on {linear.weight.device}, x is on {x.device}: they must agree")
+    if is_rms(norm) != (block.qkv.weight_sum is None):
+        reasons.append(f"norm is {norm!r}: the block was quantized with the other kind")
+    C = x.shape[-1]
+    if x8 is not None and (x8.shape != x.shape or x8.dtype != E4M3 or x8.device != x.device):
+        reasons.append(f"x8 is {x8.dtype} {tuple(x8.shape)} on {x8.device}: accepted is {E4M3} in the shape of x")
+    if next_scale is not None:
+        if tuple(next_scale.shape) != (C,) or next_scale.dtype != torch.float32 or next_scale.device != x.device:
+            reasons.append(f"next_scale is {next_scale.dtype} {tuple(next_scale.shape)} on {next_scale.device}: "
+                           f"accepted is float32 {(C,)} beside x")  # fmt: skip
+        if C % _DIVISOR:
+            reasons.append(f"rows have {C} channels: accepted in FP8 are multiples of {_DIVISOR}")
+    if reasons:
+        raise UnsupportedInputError("a block in FP8", reasons)
