@@ -144,39 +144,40 @@ def _activation_grad_epilogue(
     ROWS: tl.constexpr, COLS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, TMA: tl.constexpr,
     DTYPE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
+    WIDER: tl.constexpr = 2 if GATED else 1
+    COLS_Z: tl.constexpr = WIDER * COLS
+    wide = WIDER * col
+    cols = wide + tl.arange(0, COLS_Z)
     rows = row + tl.arange(0, ROWS)
-    part = row_part_ptr + tl.cast(row, tl.int64) * PARTS + col // COLS + tl.arange(0, ROWS) * PARTS
     if scale_ptr is not None:
         acc *= tl.load(scale_ptr)
-    COLS_Z: tl.constexpr = 2 * COLS if GATED else COLS
+    anchor = tl.join(acc, acc).reshape(ROWS, COLS_Z) if GATED else acc
+    pre = _in_layout_of(load_tile(z, row, wide, M, WIDER * N, ROWS, COLS_Z, TMA).to(tl.float32), anchor)
     if GATED:
-        anchor = tl.join(acc, acc).reshape(ROWS, COLS_Z)
-        pre = _in_layout_of(load_tile(z, row, 2 * col, M, 2 * N, ROWS, COLS_Z, TMA).to(tl.float32), anchor)
         gate, up = tl.split(pre.reshape(ROWS, COLS, 2))
         value, slope = activate_with_slope(gate, ACTIVATION, DTYPE == tl.float32)
         grad = tl.join(acc * up * slope, acc * value).reshape(ROWS, COLS_Z)
         value *= up
     else:
-        pre = _in_layout_of(load_tile(z, row, col, M, N, ROWS, COLS, TMA).to(tl.float32), acc)
         value, slope = activate_with_slope(pre, ACTIVATION, DTYPE == tl.float32)
-        grad = acc * slope
     if h is not None:
         store_tile(h, value.to(DTYPE), row, col, M, N, ROWS, COLS, TMA)
-    col *= COLS_Z // COLS
-    N *= COLS_Z // COLS
-    cols = col + tl.arange(0, COLS_Z)
-    bias = tl.load(bias_ptr + cols, mask=cols < N, other=0.0)
+    if not GATED:  # not before h is on its way: it takes 178 registers in place of 236
+        grad = acc * slope
+    width = WIDER * N
+    bias = tl.load(bias_ptr + cols, mask=cols < width, other=0.0)
     # rows past M have a zero gradient; columns past N have one as well, so the bias loaded there is of no account
     along_row = tl.sum(grad * (pre - bias[None, :]), 1)
+    part = row_part_ptr + tl.cast(row, tl.int64) * PARTS + col // COLS + tl.arange(0, ROWS) * PARTS
     tl.store(part, along_row, mask=(rows < M) & (col < N))
     scaled = (grad * rstd[:, None]).to(DTYPE)
-    store_tile(out, scaled, row, col, M, N, ROWS, COLS_Z, TMA)
+    store_tile(out, scaled, row, wide, M, width, ROWS, COLS_Z, TMA)
     # of the rounded values: the weight gradient subtracts mean times exactly what its matmul summed
     along_column = tl.sum(grad, 0)
     shifted = tl.sum(scaled.to(tl.float32) * mean[:, None], 0)
-    parts = column_part_ptr + tl.cast(row // ROWS, tl.int64) * (2 * N) + cols
-    tl.store(parts, along_column, mask=cols < N)
-    tl.store(parts + N, shifted, mask=cols < N)
+    parts = column_part_ptr + tl.cast(row // ROWS, tl.int64) * (2 * width) + cols
+    tl.store(parts, along_column, mask=cols < width)
+    tl.store(parts + width, shifted, mask=cols < width)
 
 
 @triton.jit

@@ -125,6 +125,8 @@ def _gated_grad_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ..
     depth = 64 if kind == "half" else 32
     if tma:
         wide = MatmulConfig(128, 128, depth, sub_tiles=4, num_warps=8, num_stages=3, tma=True, flatten=kind == "half")
+        if generation(arch) == "blackwell":  # 128 columns spill there
+            wide = MatmulConfig(128, 64, depth, sub_tiles=2, num_warps=8, num_stages=3, tma=True)
         small = MatmulConfig(64, 64, depth, sub_tiles=2, num_warps=4, num_stages=3, tma=True, ctas_per_sm=2)
         return (wide, small) if kind == "half" else (small,)
     wide = MatmulConfig(128, 64, 32, sub_tiles=2, num_warps=8, num_stages=3)
@@ -148,9 +150,12 @@ def _pointer_table(arch: str, kind: str, epilogue: str) -> tuple[MatmulConfig, .
     halves = (kind == "half" and (blackwell or (epilogue == "activation_grad" and not hopper))) or (
         kind == "tf32" and arch == "sm_120"
     )
+    limit = 128 if kind == "half" and blackwell and epilogue == "layer_norm" else None  # left to itself it takes 96
     return (
         MatmulConfig(128, width, depth, sub_tiles=4 if quarters else 2, num_warps=8, num_stages=3),
-        MatmulConfig(64, 64, small, sub_tiles=2 if halves else 1, num_warps=4, num_stages=3, ctas_per_sm=2),
+        MatmulConfig(
+            64, 64, small, sub_tiles=2 if halves else 1, num_warps=4, num_stages=3, ctas_per_sm=2, maxnreg=limit
+        ),
     )
 
 

@@ -30,6 +30,7 @@ from .weight_gradients import (
 )
 
 _COLS = 32  # of a program
+_REGISTERS = 40  # with the 32 that all the threads of a multiprocessor leave each, it spills on sm_80
 
 
 @triton.jit
@@ -138,7 +139,10 @@ def vector_grad_launch(folded: Sequence[Folded], residual: Sequence[Residual]) -
         args |= {f"{name}{suffix}_ptr": value for name, value in names.items()} | {f"F{suffix}": F, f"C{suffix}": C}
     constants = {"WEIGHT_ROWS": ROWS, "WEIGHT_COLS": COLS, "COLS": _COLS}
     device = (folded or residual)[0][0].part.device
-    return Launch(_vector_grad_kernel, (programs,), args | {"sums": sums}, constants, num_warps=4, device=device)
+    return Launch(
+        _vector_grad_kernel, (programs,), args | {"sums": sums}, constants,
+        num_warps=4, maxnreg=_REGISTERS, device=device,
+    )  # fmt: skip
 
 
 def parameter_gradients(

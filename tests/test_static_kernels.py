@@ -131,6 +131,58 @@ def test_every_core_build_is_in_the_committed_baseline() -> None:
     assert not missing
 
 
+def test_no_build_of_the_grid_spills() -> None:
+    """As the committed baseline has it, whose spills are counted wherever it was made anew."""
+    builds = baseline.read_baseline()["builds"]
+    core = {build.key(arch) for arch in offline.ARCHS for build in offline.builds(arch) if build.core}
+    assert all("spills" in builds[key] for key in core)
+    assert not {key: counts["spills"] for key, counts in builds.items() if counts.get("spills")}
+
+
+def test_spills_are_kept_in_the_baseline(tmp_path: Path) -> None:
+    path = tmp_path / "baseline.json"
+    baseline.write_baseline({"a": replace(STATS, spill_loads=2, spill_stores=1)}, path)
+    assert baseline.read_baseline(path)["builds"]["a"]["spills"] == 3
+
+
+# What left to itself, or with the tiles of its neighbours, moved registers to memory and back.
+_ONCE_SPILLED = {
+    "sm_80": ("vector_grad of a block/fp32", "vector_grad before a residual/fp32"),
+    "sm_89": (
+        "attention_varlen_dkdv/ieee N257 D80 B256 tma packed",
+        "attention_varlen_dq/ieee N257 D80 B256 tma masked",
+        "attention_varlen_fwd/bf16 N64 D128 B256 tma packed",
+    ),
+    "sm_100": (
+        "matmul_layer_norm/half 64x64x64 pointers gelu",
+        "matmul_activation_grad/half 64x64x64 TMA gelu with a factor",
+        "matmul_gated_grad/half 128x64x64 TMA silu of normalised rows",
+        "qk_norm_rope_grad/fp32 layer_norm, rope D64",
+    ),
+}
+_COMPILE = """
+import json, sys
+from vit_fast.kernels import offline
+wanted = {f"{arch}/{case}": arch for arch, cases in json.loads(sys.argv[1]).items() for case in cases}
+found = {}
+for arch in dict.fromkeys(wanted.values()):
+    for build in offline.builds(arch):
+        if build.key(arch) in wanted:
+            found[build.key(arch)] = offline.problems(build, offline.compile_build(build, arch), arch)
+print(json.dumps(found))
+"""
+
+
+def test_what_spilled_once_does_not_again() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", _COMPILE, json.dumps(_ONCE_SPILLED)]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr[-2000:]
+    found = json.loads(run.stdout)
+    assert len(found) == sum(map(len, _ONCE_SPILLED.values()))
+    assert not {key: problems for key, problems in found.items() if problems}
+
+
 @given(length=st.integers(1, 256), largest=st.sampled_from((64, 128, 256)), pieces=st.integers(1, 3))
 def test_cover(length: int, largest: int, pieces: int) -> None:
     found = cover(length, largest, pieces)
