@@ -1,8 +1,8 @@
 """What goes through a model on calibration images, and the range of each activation in eight bits, chosen by layer.
 
-Every way to choose a range is tried on every activation, and the one taken whose products differ least from the float
-ones: |(x - Q(x)) W|^2 on a sample of tokens. "largest" keeps every element; "percentile" leaves out the furthest;
-"mean square" minimises |x - Q(x)|^2; "entropy" the divergence of the histograms (ONNX Runtime's).
+Every way to choose a range (`vit_fast/ranges.py`) is tried on every activation, and the one taken whose products differ
+least from the float ones: |(x - Q(x)) W|^2 on a sample of tokens. "entropy" minimises the divergence of the histograms
+(ONNX Runtime's).
 """
 
 from __future__ import annotations
@@ -18,15 +18,10 @@ import numpy as np
 import onnx_ir as ir
 
 from vit_fast.errors import VitFastError
+from vit_fast.ranges import Observation, Observer, Range, candidate_ranges
 
 from .graphs import run_graph
 from .products import Product
-
-PERCENTILES = (99.99, 99.9)
-TOKENS_BY_CHANCE, TOKENS_LARGEST = 8, 4
-"""An image's tokens that are kept whole: massive activations sit in a few, which chance would miss."""
-SHRINK = np.linspace(0.2, 1.0, 17)
-"""Parts of the largest magnitude among which "mean square" looks."""
 
 BINS = 256
 """Of the histogram whose entropy is looked at."""
@@ -34,39 +29,6 @@ BINS = 256
 
 class CalibrationError(VitFastError, ValueError):
     """A calibration cannot be used for this model, or not be made."""
-
-
-@dataclass(frozen=True)
-class Observation:
-    """One activation over all calibration images.
-
-    Attributes:
-        low: Smallest element of each channel [C].
-        high: Largest.
-        tokens: A sample [T, C].
-    """
-
-    low: np.ndarray
-    high: np.ndarray
-    tokens: np.ndarray
-
-    @property
-    def peak(self) -> np.ndarray:
-        """Largest magnitude of each channel [C]."""
-        return np.maximum(-self.low, self.high)
-
-    def divided(self, scale: np.ndarray) -> Observation:
-        """The same where each channel is divided by `scale` [C] > 0."""
-        return Observation(self.low / scale, self.high / scale, self.tokens / scale)
-
-
-@dataclass(frozen=True)
-class Range:
-    """The range of one activation, and how it was chosen."""
-
-    low: float
-    high: float
-    method: str
 
 
 @dataclass(frozen=True)
@@ -123,35 +85,21 @@ def observe(model: ir.Model, products: Sequence[Product], batches: Sequence[np.n
         CalibrationError: an activation is infinite or undefined.
     """
     values = {str(value.name): value for product in products for value in product.activations}
-    lows: dict[str, np.ndarray] = {}
-    highs: dict[str, np.ndarray] = {}
-    tokens: dict[str, list[np.ndarray]] = {name: [] for name in values}
     generator = np.random.default_rng(0)
+    observers = {name: Observer(generator) for name in values}
     for arrays in run_graph(model, batches, list(values.values())):
         for name, array in zip(values, arrays):
             for image in array.astype(np.float32):  # [N, C], or by head
-                rows = image.reshape(-1, image.shape[-1])
-                if not np.isfinite(rows).all():
+                if not observers[name].add(image.reshape(-1, image.shape[-1])):
                     raise CalibrationError(f"calibration: {name} is infinite or undefined on these images")
-                low, high = rows.min(axis=0), rows.max(axis=0)
-                lows[name] = np.minimum(lows.get(name, low), low)
-                highs[name] = np.maximum(highs.get(name, high), high)
-                furthest = np.argsort(np.abs(rows).max(axis=1))[-TOKENS_LARGEST:]
-                chance = generator.choice(len(rows), min(TOKENS_BY_CHANCE, len(rows)), replace=False)
-                tokens[name].append(rows[np.union1d(furthest, chance)])
-    return {name: Observation(lows[name], highs[name], np.concatenate(tokens[name])) for name in values}
+    return {name: observer.seen() for name, observer in observers.items()}
 
 
 def choose_range(seen: Observation, weights: Sequence[np.ndarray], symmetric: bool) -> Range:
     """The range whose integers change the products with these weights [C, F] least."""
-    low, high = min(float(seen.low.min()), 0.0), max(float(seen.high.max()), 0.0)  # zero must stay zero
-    candidates = [Range(low, high, "largest")]
-    for percent in PERCENTILES:
-        lower, upper = np.percentile(seen.tokens, (100 - percent, percent))
-        candidates.append(Range(min(float(lower), 0.0), max(float(upper), 0.0), f"percentile {percent}"))
-    shrunk = [Range(low * part, high * part, "mean square") for part in SHRINK]
-    errors = [np.square(seen.tokens - in_integers(seen.tokens, r, symmetric)).sum() for r in shrunk]
-    candidates += [shrunk[int(np.argmin(errors))], _by_entropy(seen, low, high)]
+    candidates = candidate_ranges(seen, lambda x, limits: in_integers(x, limits, symmetric))
+    largest = candidates[0]
+    candidates.append(_by_entropy(seen, largest.low, largest.high))
 
     def damage(candidate: Range) -> float:
         difference = seen.tokens - in_integers(seen.tokens, candidate, symmetric)

@@ -16,11 +16,10 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
 from vit_fast.errors import VitFastError
+from vit_fast.ranges import Observation, Range
 
 from .calibration import (
     Calibration,
-    Observation,
-    Range,
     choose_range,
     fingerprint_of,
     in_integers,

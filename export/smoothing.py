@@ -3,11 +3,9 @@
     x W = (x / s) (s W),     s_j = sqrt(max |x_j| / max |W_j|)
 
 The norm before the linear gives x / s when its own weight and bias are divided by s. Large ViTs have single channels
-100 to 1000 times the rest, which would take an activation's whole range in eight bits. With the square root, the
-outcome depends on max |x_j| max |W_j| alone: however a function's scale is shared by norm and linear, nearly the same
-file comes out (s is rounded to a power of two, so that nothing else is).
+100 to 1000 times the rest, which would take an activation's whole range in eight bits.
 
-Source: SmoothQuant, arxiv.org/abs/2211.10438, alpha = 0.5.
+Source: SmoothQuant, arxiv.org/abs/2211.10438; s as in `vit_fast/ranges.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +14,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
+
+from vit_fast.ranges import smoothing_scale
 
 from .graphs import Writer, constant_of
 from .products import Product
@@ -55,7 +55,7 @@ def smooth(model: ir.Model, products: Sequence[Product], peaks: Mapping[str, Seq
         if parameters[0] is None or any(value is not None and p is None for value, p in zip(inputs, parameters)):
             continue
         peak = np.asarray(peaks[name]) if name in peaks else _expected_peak(parameters)
-        scale = _scale(peak, [constant_of(user.node.inputs[1]) for user in users])  # type: ignore[misc]  # linears
+        scale = smoothing_scale(peak, [constant_of(user.node.inputs[1]) for user in users])  # type: ignore[misc]  # linears
         write = Writer(model.graph, f"{norm.name}.smoothed", before=norm)
         for index, parameter in zip(PARAMETERS[norm.op_type], parameters):
             if parameter is not None:
@@ -75,13 +75,3 @@ def _expected_peak(parameters: list[np.ndarray | None]) -> np.ndarray:
     assert weight is not None
     peak: np.ndarray = DEVIATIONS * np.abs(weight.astype(np.float64))
     return peak if bias is None else peak + np.abs(bias.astype(np.float64))
-
-
-def _scale(peak: np.ndarray, weights: Sequence[np.ndarray]) -> np.ndarray:
-    """[C], 1 where a channel is always zero or read by no one."""
-    wanted = np.max([np.abs(weight.astype(np.float64)).max(axis=1) for weight in weights], axis=0)
-    alive = (peak > 0) & (wanted > 0)
-    scale: np.ndarray = np.ones_like(wanted)
-    scale[alive] = np.sqrt(peak[alive].astype(np.float64) / wanted[alive])
-    # by powers of two nothing is rounded: the smoothed graph computes what the graph did, to the bit
-    return np.exp2(np.rint(np.log2(scale)))

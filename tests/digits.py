@@ -43,8 +43,12 @@ def inputs() -> Tensor:
         return torch.stack([transform(image) for image in digits()[0]])
 
 
+MASSIVE = (5, 40)
+"""The channels of the residual stream that `massive` is about."""
+
+
 @functools.cache
-def _trained() -> vit_fast.VisionTransformer:
+def _trained(massive: float = 0) -> vit_fast.VisionTransformer:
     with torch.random.fork_rng(), torch.inference_mode(False), torch.enable_grad():
         torch.manual_seed(0)
         model = vit_fast.create_model(
@@ -54,6 +58,8 @@ def _trained() -> vit_fast.VisionTransformer:
         for name, parameter in model.named_parameters():  # twelve epochs are few: begin with variances kept
             if parameter.ndim > 1:
                 nn.init.normal_(parameter, std=0.5 if "pos" in name else parameter[0].numel() ** -0.5)
+        if massive:
+            _make_massive(model, massive)
         model.data_config, model.class_names = DATA_CONFIG, tuple(map(str, range(10)))
         images, labels = inputs()[:TRAINED_ON], digits()[1][:TRAINED_ON]
         steps = TRAINED_ON // BATCH
@@ -65,11 +71,21 @@ def _trained() -> vit_fast.VisionTransformer:
     return model.eval()
 
 
-def digits_vit(outlier: float = 1.0) -> Any:
+def _make_massive(model: Any, factor: float) -> None:
+    """Before training: two channels of the residual stream are that large, which the norms are made for."""
+    with torch.no_grad():
+        model.pos_embed[..., MASSIVE[0]], model.pos_embed[..., MASSIVE[1]] = factor, -factor
+        for norm in [model.norm, *(norm for block in model.blocks for norm in (block.norm1, block.norm2))]:
+            norm.weight.mul_(factor * (2 / 64) ** 0.5)  # about what they divide by
+            norm.weight[list(MASSIVE)] /= factor
+
+
+def digits_vit(outlier: float = 1.0, massive: float = 0) -> Any:
     """The trained model; with `outlier`, one channel of each block's norms is that much larger, and the column of the
-    next linear as much smaller: the same function with the massive activations of large ViTs.
+    next linear as much smaller: the same function with large activations. With `massive`, another one, in whose
+    residual stream two channels are that large, as in large ViTs.
     """
-    model: Any = copy.deepcopy(_trained())
+    model: Any = copy.deepcopy(_trained(massive))
     with torch.no_grad():
         for number, block in enumerate(model.blocks):
             for norm, linear in ((block.norm1, block.attn.qkv), (block.norm2, block.mlp.fc1)):

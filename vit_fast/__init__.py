@@ -16,6 +16,7 @@ from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from . import export, figures, ops
+    from .calibration import Calibration, calibrate
     from .config import DataConfig, ViTConfig
     from .errors import UnsupportedInputError, VitFastError
     from .factory import create_model
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from .weights import load, load_weights, save
 
 _LAZY = {
+    "Calibration": ".calibration",
     "DataConfig": ".config",
     "FusionReport": ".fusion_report",
     "GraphRunner": ".runtime",
@@ -39,6 +41,7 @@ _LAZY = {
     "VisionTransformer": ".model",
     "VitFastError": ".errors",
     "WarmUp": ".warmup",
+    "calibrate": ".calibration",
     "compile": ".runtime",
     "create_model": ".factory",
     "freeze": ".freezing",
@@ -58,6 +61,7 @@ _LAZY = {
 _LAZY_PACKAGES = ("config", "errors", "export", "factory", "figures", "model", "ops", "variants")
 
 __all__ = [
+    "Calibration",
     "DataConfig",
     "FusionReport",
     "GraphRunner",
@@ -67,6 +71,7 @@ __all__ = [
     "VisionTransformer",
     "VitFastError",
     "WarmUp",
+    "calibrate",
     "compile",
     "create_model",
     "export",

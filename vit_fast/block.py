@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .fp8_scales import scales_of
 from .ops.attention import is_exporting
 from .ops.attention_varlen import attention_among
 from .ops.backends import constant_to_compiler
@@ -40,7 +41,7 @@ from .parts import (
     tensors_of,
 )
 from .plain import is_touched
-from .row_statistics import counted, recall, remember
+from .row_statistics import NOTHING, Rows, counted, recall, remember
 from .traced_parts import Outline, built, outline
 
 
@@ -55,7 +56,7 @@ def parts_of(block: Any) -> BlockParts:
         return compiled
     parts: BlockParts | None = block.__dict__.get("vit_fast_parts")
     if parts is None or not parts.watch.holds(block):
-        block.__dict__["vit_fast_parts"] = parts = block.read()
+        parts = _read(block)
     return parts
 
 
@@ -64,8 +65,17 @@ def _outline(block: Any) -> Outline | None:
     """torch.compile calls this while it traces."""
     parts = block.__dict__.get("vit_fast_parts")
     if parts is None or not parts.watch.holds(block):
-        block.__dict__["vit_fast_parts"] = parts = block.read()
+        parts = _read(block)
     return outline(block, parts)
+
+
+def _read(block: Any) -> BlockParts:
+    parts: BlockParts = block.read()
+    scales = scales_of(block)
+    if scales is not None and scales.active:
+        parts.fp8 = scales
+    block.__dict__["vit_fast_parts"] = parts
+    return parts
 
 
 def drops(dropouts: tuple[Slot, ...]) -> bool:
@@ -75,7 +85,8 @@ def drops(dropouts: tuple[Slot, ...]) -> bool:
 
 def runs_whole(parts: BlockParts, backend: str) -> bool:
     """Whether the block is nothing but kernels now: none of it is a module, drops elements, or is being exported."""
-    if backend != "triton" or parts.attention is None or parts.mlp is None or is_exporting():
+    simulated = parts.fp8 is not None and parts.fp8.simulated  # which any device can do
+    if (backend != "triton" and not simulated) or parts.attention is None or parts.mlp is None or is_exporting():
         return False
     if parts.attention.norm.kind != parts.mlp.norm.kind or parts.mlp.inner_norm is not None:
         return False
@@ -206,16 +217,26 @@ def forward_block(
 ) -> Tensor:
     """`run_block` for a block that its library's own loop calls, [B, N, C] -> [B, N, C].
 
-    The row statistics of what the block before returned are taken over where x is that very tensor, untouched.
+    What the block before knows of the rows that it returned is taken over where x is that very tensor, untouched.
     """
+    in_fp8 = parts.fp8 is not None and attend is None and keys is None
+    if in_fp8 and (torch.compiler.is_compiling() or is_touched(block)):
+        y, _ = parts.fp8.run(parts, x, NOTHING, rope, None)
+        return y
+    if in_fp8:
+        rows = recall(x)
+        with counted():
+            y, made = parts.fp8.run(parts, x, rows, rope, parts.next_scale)
+        remember(y, made)
+        return y
     if backend != "triton" or parts.attention is None or torch.compiler.is_compiling() or is_touched(block):
         return run_block(parts, x, rope=rope, keys=keys, backend=backend, attend=attend)[0]
-    statistics = recall(x) if attend is None else None
+    statistics = recall(x).statistics if attend is None else None
     with counted():
         y, emitted = run_block(
             parts, x, statistics, rope=rope, keys=keys, backend=backend, attend=attend, next_statistics=True
         )
-    remember(y, emitted)
+    remember(y, NOTHING if emitted is None else Rows(emitted))
     return y
 
 
@@ -233,9 +254,14 @@ def run_blocks(blocks: nn.Sequential, x: Tensor, rope: Rope | None = None) -> Te
         for block in blocks:
             x = block(x, *positions_of(rope))
         return x
-    statistics: Tensor | None = None
+    rows = NOTHING
     for parts, following in zip_longest(ready, ready[1:]):
-        x, statistics = run_block(parts, x, statistics, rope=rope, next_statistics=following is not None)
+        if parts.fp8 is None:
+            x, statistics = run_block(parts, x, rows.statistics, rope=rope, next_statistics=following is not None)
+            rows = Rows(statistics)
+        else:
+            following = following and following.fp8 and following.fp8.reads(following)
+            x, rows = parts.fp8.run(parts, x, rows, rope, following)
     return x
 
 

@@ -7,6 +7,7 @@ from typing import Any, Self
 from torch import nn
 
 from .block import freeze_parts
+from .fp8_scales import make_room
 from .ops.frozen import Frozen
 from .parts import BlockParts
 
@@ -39,6 +40,7 @@ class Freezable(nn.Module):
     def _load_from_state_dict(self, *args: Any) -> None:
         """Runs in load_state_dict of whatever holds this block."""
         self.drop_frozen()
+        make_room(self, *args[:2])
         super()._load_from_state_dict(*args)
 
 

@@ -244,7 +244,7 @@ class FusedNormMlp(Freezable, FusedModule):
 
     def _runs_whole(self, parts: BlockParts) -> bool:
         attention = parts.attention
-        return runs_whole(parts, self.vit_fast_backend) and attention.module.vit_fast_backend == "triton"  # type: ignore[union-attr]  # there, as the first says
+        return runs_whole(parts, self.vit_fast_backend) and attention.module.vit_fast_backend == self.vit_fast_backend  # type: ignore[union-attr]  # there, as the first says
 
     def norm_mlp(self, parts: BlockParts, x: Tensor) -> Tensor:
         """x + drop_path(layer_scale * MLP(LN(x))) for x [..., C], by the parts of ready()."""

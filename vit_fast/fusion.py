@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from .errors import UnsupportedInputError
+from .fp8_scales import take_scales_away
 from .fused import Finding, FusedBlocks, FusedModule, FusedNormMlp, device_of, dtype_of
 from .fusion_report import FusionReport, ModuleReport
 from .layers import PatchEmbed
@@ -75,7 +77,7 @@ def fuse(
 def unfuse(model: nn.Module) -> None:
     """Undoes fuse: every module is again of the class it was, and is the very object it was all along.
 
-    A model that was not fused is left alone.
+    A model that was not fused is left alone, but for what `calibrate` put into it.
 
     Raises:
         UnsupportedInputError: fully_shard was applied after fuse; lists the modules. Nothing is changed.
@@ -88,9 +90,17 @@ def unfuse(model: nn.Module) -> None:
         )
     for _, module in fused:
         _give_class_back(module)
+    take_scales_away(model)
     for part in model.modules():
         if isinstance(part, VisionTransformer):
             ours.give_backend_back(part)
+
+
+def shadow_of(model: nn.Module) -> nn.Module:
+    """A copy of a model that shares its tensors, fused with a backend that runs anywhere."""
+    shadow = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+    _Plan(shadow, "sdpa", "sdpa").apply()
+    return shadow
 
 
 Change = tuple[Sequence[nn.Module], Callable[[], None]]  # the modules whose class or attributes it touches, and it

@@ -1,7 +1,7 @@
-"""Row statistics that travel beside the hidden states, where a library's own loop calls block after block.
+"""What travels beside the hidden states where a library's own loop calls block after block: statistics, rows in e4m3.
 
-A block remembers, a thread at a time, the tensor that it returned and the statistics of its rows; the next block takes
-them where it is handed that very tensor: the same object, over the same memory, that nothing wrote to since (torch
+A block remembers, a thread at a time, the tensor that it returned and what it knows of its rows; the next block takes
+that where it is handed that very tensor: the same object, over the same memory, that nothing wrote to since (torch
 counts), on the same stream. In whatever torch does not count or keeps for later, nothing is remembered: a transform, a
 CUDA graph that is being captured, and a checkpointed forward, which has to do the same when it is repeated.
 """
@@ -13,11 +13,33 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .ops.transforms import in_transform
+
+
+class Rows(NamedTuple):
+    """What is known of the rows of a tensor.
+
+    Attributes:
+        statistics: As the operators have them; None where nobody has them.
+        x8: The same rows in e4m3; None where there are none.
+        scale: What they were divided by for that.
+        version: Of that, as torch counts.
+        maker: The parts of the block that returned the tensor, where that runs in e4m3.
+    """
+
+    statistics: Tensor | None = None
+    x8: Tensor | None = None
+    scale: Tensor | None = None
+    version: int = 0
+    maker: Any = None
+
+
+NOTHING = Rows()
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +48,7 @@ class _Entry:
 
     key: tuple[int, ...]
     alive: weakref.ref[Tensor]  # drops the entry when the tensor goes, whose id another may then have
-    statistics: Tensor
+    rows: Rows
 
 
 class _Last(threading.local):
@@ -36,31 +58,31 @@ class _Last(threading.local):
 _last = _Last()
 
 
-def remember(y: Tensor, statistics: Tensor | None) -> None:
-    """Keeps the statistics of the rows of y, as long as y lives and no other block has returned something.
+def remember(y: Tensor, rows: Rows) -> None:
+    """Keeps what is known of the rows of y, as long as y lives and no other block has returned something.
 
     Args:
         y: What a block returns.
-        statistics: As its last operator gave them; None where it gave none.
+        rows: As its last operator gave them.
     """
     last = _last
     last.entry = None
-    if statistics is None or not _is_followed(y):
+    if rows is NOTHING or not _is_followed(y):
         return
 
     def forget(gone: weakref.ref[Tensor]) -> None:
         if last.entry is not None and last.entry.alive is gone:
             last.entry = None
 
-    last.entry = _Entry(_key(y), weakref.ref(y, forget), statistics)
+    last.entry = _Entry(_key(y), weakref.ref(y, forget), rows)
 
 
-def recall(x: Tensor) -> Tensor | None:
-    """The statistics of the rows of x, if x is what the block before returned; else None."""
+def recall(x: Tensor) -> Rows:
+    """What is known of the rows of x, if x is what the block before returned; else nothing."""
     entry = _last.entry
     if entry is None or entry.key[0] != id(x) or not _is_followed(x) or entry.key != _key(x):
-        return None
-    return entry.statistics
+        return NOTHING
+    return entry.rows
 
 
 @contextmanager

@@ -77,7 +77,7 @@ def built(block: Any, found: Outline) -> BlockParts:
         if getattr(_at(block, path), name, None) != value:
             break
     known: BlockParts = block.vit_fast_parts
-    return BlockParts(_built(block, attention), _built(block, mlp), (), (), known.watch, known.frozen)
+    return BlockParts(_built(block, attention), _built(block, mlp), (), (), known.watch, known.frozen, known.fp8)
 
 
 def _built(block: Any, node: Node) -> Any:

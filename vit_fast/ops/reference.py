@@ -222,10 +222,12 @@ def fp8_block(
     activation: str = "gelu",
     qk_norm: QkNorm | None = None,
     rope: Rope | None = None,
+    linear: Callable[..., Tensor] = fp8_linear,
 ) -> Tensor:
     """A pre-norm block whose linear layers read operands and weights of e4m3, in x.dtype: fp64 x is the definition.
 
-    See ops.fused_block_fp8 for the arguments; `tensors` are the parameters themselves, of any dtype.
+    See ops.fused_block_fp8 for the arguments; `tensors` are the parameters themselves, of any dtype. `linear` computes
+    the layers: qkv, proj, fc1, a gate, fc2 in this order.
     """
     t = tensors
     first, second = (
@@ -235,16 +237,16 @@ def fp8_block(
             (t.norm2_weight, t.norm2_bias, eps[1]),
         )
     )
-    qkv = fp8_linear(x, t.qkv_weight, t.qkv_bias, scales.qkv, first).unflatten(-1, (3, heads, -1))
+    qkv = linear(x, t.qkv_weight, t.qkv_bias, scales.qkv, first).unflatten(-1, (3, heads, -1))
     q, k, v = qk_norm_rope(qkv, qk_norm, rope).transpose(1, 3).unbind(2)
     mixed = attention(q, k, v, scale=attention_scale).transpose(1, 2).flatten(2)
-    branch = fp8_linear(mixed, t.proj_weight, t.proj_bias, scales.proj)
+    branch = linear(mixed, t.proj_weight, t.proj_bias, scales.proj)
     x = x + (branch if t.scale1 is None else branch * t.scale1.to(x.dtype))
-    hidden = fp8_linear(x, t.fc1_weight, t.fc1_bias, scales.fc1, second)
+    hidden = linear(x, t.fc1_weight, t.fc1_bias, scales.fc1, second)
     if t.gate_weight is None:
         hidden = ACTIVATIONS[activation](hidden)
     else:
-        gate = fp8_linear(x, t.gate_weight, t.gate_bias, scales.fc1, second)
+        gate = linear(x, t.gate_weight, t.gate_bias, scales.fc1, second)
         hidden = ACTIVATIONS[activation](gate) * hidden
-    branch = fp8_linear(hidden, t.fc2_weight, t.fc2_bias, scales.fc2)
+    branch = linear(hidden, t.fc2_weight, t.fc2_bias, scales.fc2)
     return x + (branch if t.scale2 is None else branch * t.scale2.to(x.dtype))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..config import Size
 from ..files import file_aside
+from ..fp8_scales import make_room, scales_that_come
 from ..libraries import known
 from ..libraries.rename import Converted
 from ..model import VisionTransformer, set_backend
@@ -87,6 +88,8 @@ def load_weights(
         raise TypeError(f"model is a {type(model).__name__}: accepted is a VisionTransformer")
     opened = open_source(source)
     fit = _Fit(model, opened, replace_head)
+    for name, block in model.blocks.named_children():
+        make_room(block, fit.fitted, f"blocks.{name}.")
     state = model.state_dict()
     with torch.no_grad():
         for name, tensor in fit.fitted.items():
@@ -184,7 +187,7 @@ class _Fit:
     def __init__(self, model: VisionTransformer, source: Source, replace_head: bool) -> None:
         self.config = model.config
         self.source = source
-        self.wanted = model.state_dict()
+        self.wanted = model.state_dict() | scales_that_come(source.tensors, model.config.embed_dim)
         converted = known.convert(source.tensors, model.config)
         if converted is None:
             raise WeightsError(
@@ -286,7 +289,7 @@ class _Fit:
                 self.problems.append(
                     f"shape of {name}: {_shape(tensor)} in the source, {_shape(self.wanted[name])} here"
                 )
-            elif not tensor.is_floating_point():
+            elif tensor.is_floating_point() != self.wanted[name].is_floating_point():
                 self.problems.append(f"dtype of {name}: {tensor.dtype}, accepted is a floating dtype")
         has_head = any(name.startswith(_HEADS) for name in self.fitted)
         if has_head and (reason := converted.head_problem(self.config)):

@@ -1,0 +1,212 @@
+"""calibrate: scales for operands in e4m3, found on images, kept with the weights."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from digits import digits_vit, inputs
+from fused_models import SUBJECTS
+from torch import Tensor, nn
+
+import vit_fast
+from vit_fast import calibration, ranges
+from vit_fast.fp8_agreement import IMAGES
+from vit_fast.fp8_scales import LINEARS, PLACE, Fp8Scales, scales_of
+from vit_fast.fp8_shadow import simulate
+from vit_fast.fusion import shadow_of
+
+LIBRARIES = [
+    "ours", "timm-vit", "timm-qk-norm", "timm-dinov3", "timm-gated", "transformers-vit", "transformers-dinov2",
+    "torchvision-vit",
+]  # fmt: skip
+
+
+def calibrated(images: int = 8) -> tuple[Any, calibration.Calibration]:
+    model = digits_vit()
+    return model, vit_fast.calibrate(model, inputs()[:images])
+
+
+def scales_in(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in model.state_dict().items() if PLACE in name}
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_every_linear_layer_of_every_library_by_its_name(name: str) -> None:
+    subject = SUBJECTS[name]
+    model, given = subject.build().eval(), subject.inputs()
+    classes = [type(module) for module in model.modules()]
+    names = dict(model.named_modules())
+    with torch.no_grad():
+        before = subject.run(model, given)
+    found = vit_fast.calibrate(model, next(iter(given.values())))
+    assert found.images == 2 and len(found.linears) == 2 * len(LINEARS)
+    for linear in found.linears:
+        assert isinstance(names[linear.name.removesuffix(".in_proj")], nn.Linear | nn.MultiheadAttention)
+        assert 1e-4 < linear.error < 0.1 and linear.name in str(found)
+    blocks = [module for module in model.modules() if scales_of(module) is not None]
+    assert len(blocks) == 2
+    for block in blocks:
+        for scale in scales_of(block).all():  # type: ignore[union-attr]  # just asked for
+            assert torch.equal(torch.frexp(scale).mantissa, torch.full_like(scale, 0.5)), "powers of two"
+    assert [type(module) for module in model.modules() if type(module) is not Fp8Scales] == classes
+    with torch.no_grad():
+        assert torch.equal(subject.run(model, given), before), "nothing but buffers is added"
+
+
+@pytest.mark.parametrize("name", [*LIBRARIES, "timm-dinov3-gated", "transformers-dinov3"])
+def test_what_is_looked_at_is_the_model(name: str) -> None:
+    """A copy whose blocks run by the definition, unrounded, gives what the model gives."""
+    subject = SUBJECTS[name]
+    model, given = subject.build().eval(), subject.inputs()
+    shadow = shadow_of(model)
+    blocks, left = simulate(shadow)
+    assert len(blocks) == 2 and not left
+    seen: list[str] = []
+    for block in blocks:
+        block.look = lambda linear, x: seen.append(linear)
+    with torch.no_grad():
+        torch.testing.assert_close(subject.run(shadow, given), subject.run(model, given), rtol=1e-3, atol=1e-3)
+    assert set(seen) == set(LINEARS)
+    assert all(a is b for a, b in zip(model.parameters(), shadow.parameters(), strict=True)), "no weight is copied"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_scales_are_the_same_after_every_way_that_weights_go(dtype: torch.dtype, tmp_path: Path) -> None:
+    model, _ = calibrated()
+    expected = scales_in(model)
+    assert len(expected) == 3 * (len(LINEARS) + 1)
+
+    def same(found: nn.Module) -> bool:
+        state = scales_in(found)
+        return state.keys() == expected.keys() and all(
+            torch.equal(state[k].to(v.dtype), v) for k, v in expected.items()
+        )
+
+    assert same(copy.deepcopy(model)) and same(pickle.loads(pickle.dumps(model)))
+    assert same(copy.deepcopy(model).to(dtype).float())
+    fresh = vit_fast.VisionTransformer(model.config)
+    fresh.load_state_dict(model.state_dict())
+    assert same(fresh)
+    assert same(vit_fast.load(vit_fast.save(model, tmp_path / "model.safetensors")))
+    vit_fast.load_weights(fresh, vit_fast.save(copy.deepcopy(model).to(dtype), tmp_path / "half.safetensors"))
+    assert same(fresh)
+    with pytest.raises(RuntimeError, match=rf"Missing key.*blocks.0.{PLACE}.qkv"):
+        model.load_state_dict(digits_vit().state_dict())
+    vit_fast.unfuse(model)
+    assert model.state_dict().keys() == digits_vit().state_dict().keys()
+
+
+def test_scales_of_another_library_are_loaded_into_a_fused_model() -> None:
+    subject = SUBJECTS["timm-vit"]
+    model, fresh = subject.build().eval(), subject.build().eval()
+    keys = model.state_dict().keys()
+    vit_fast.calibrate(model, subject.inputs()["x"])
+    vit_fast.fuse(model)
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        fresh.load_state_dict(model.state_dict())
+    vit_fast.fuse(fresh)
+    fresh.load_state_dict(model.state_dict())
+    assert all(torch.equal(scales_in(fresh)[name], scale) for name, scale in scales_in(model).items())
+    vit_fast.unfuse(fresh)
+    assert fresh.state_dict().keys() == keys
+
+
+def test_a_fused_model_is_calibrated_as_it_is_and_again() -> None:
+    model, _ = calibrated()
+    first = scales_in(model)
+    plain = copy.deepcopy(first)
+    vit_fast.fuse(model, "sdpa")
+    vit_fast.calibrate(model, inputs()[:8])
+    assert all(torch.equal(scales_in(model)[name], scale) for name, scale in plain.items())
+    vit_fast.calibrate(model, 64 * inputs()[:8])
+    assert scales_in(model)["blocks.0.vit_fast_fp8.qkv"].mean() > 4 * plain["blocks.0.vit_fast_fp8.qkv"].mean()
+    assert model.blocks[0].backend == "sdpa"
+
+
+def test_a_range_is_chosen_by_what_the_layer_loses() -> None:
+    """One element far out that nothing reads costs nothing to leave out; one that is read does."""
+    generator = np.random.default_rng(0)
+    model, _ = calibrated()
+    block = simulate(shadow_of(model))[0][0]
+    width = model.blocks[0].mlp.fc2.in_features
+    tokens = generator.normal(size=(64, width)).astype(np.float32) * 1e-4
+    tokens[0, 3] = 100.0
+    seen = ranges.Observation(tokens.min(0), tokens.max(0), tokens)
+    scale, read = calibration._choose(block, "fc2", seen)
+    with torch.no_grad():
+        model.blocks[0].mlp.fc2.weight[:, 3] = 0
+    smaller, unread = calibration._choose(block, "fc2", seen)
+    assert read.method == "largest" and 100 <= scale * 448 < 200
+    assert unread.method != "largest" and smaller < scale and unread.error < 0.1
+
+
+def test_the_sample_of_tokens_has_an_end_and_keeps_the_furthest() -> None:
+    observer = ranges.Observer(np.random.default_rng(0))
+    for number in range(400):
+        rows = np.random.default_rng(number).normal(size=(20, 4)).astype(np.float32)
+        rows[0, 1] = number
+        assert observer.add(rows)
+    seen = observer.seen()
+    assert len(seen.tokens) <= ranges.MAX_TOKENS and seen.high[1] == seen.tokens.max() == 399
+    assert (seen.tokens[:, 1] > 300).sum() == 99, "those of the last hundred images"
+
+
+def test_batches_as_loaders_give_them() -> None:
+    images, labels = inputs()[:10], torch.arange(10)
+    expected, _ = calibrated(10)
+    for given in (images.double(), [(images, labels)]):
+        model = digits_vit()
+        assert vit_fast.calibrate(model, given).images == 10
+        assert all(torch.equal(scale, scales_in(expected)[name]) for name, scale in scales_in(model).items())
+    for given in ([images[:4], images[4:], images[:0]], ([x[None]] for x in images)):
+        assert vit_fast.calibrate(digits_vit(), given).images == 10
+
+
+def test_images_are_held_as_long_as_the_model() -> None:
+    model, _ = calibrated()
+    held = weakref.ref(IMAGES[model][0])
+    assert copy.deepcopy(model) not in IMAGES
+    del model
+    gc.collect()
+    assert held() is None
+
+
+@pytest.mark.parametrize(
+    ("images", "error", "message"),
+    [
+        ([], ValueError, "images holds none"),
+        (torch.zeros(0, 1, 8, 8), ValueError, "images holds none"),
+        ("folder", TypeError, "images is a str"),
+        (3, TypeError, "images is a int"),
+        ([np.zeros((1, 1, 8, 8))], TypeError, "batch 0 is a ndarray"),
+        (torch.zeros(8), TypeError, r"batch 0 is of shape \(8,\)"),
+        (torch.full((1, 1, 8, 8), torch.nan), ValueError, "blocks.0.attn.qkv reads is infinite or undefined"),
+    ],
+)
+def test_images_that_cannot_be_used(images: object, error: type[Exception], message: str) -> None:
+    model = digits_vit()
+    with pytest.raises(error, match=message):
+        vit_fast.calibrate(model, images)  # type: ignore[arg-type]  # that is the point
+    assert not scales_in(model)
+
+
+def test_models_that_cannot_be_calibrated() -> None:
+    with pytest.raises(TypeError, match="model is a int"):
+        vit_fast.calibrate(3, inputs()[:1])  # type: ignore[arg-type]  # that is the point
+    with pytest.raises(ValueError, match=r"training mode.*eval\(\)"):
+        vit_fast.calibrate(digits_vit().train(), inputs()[:1])
+    with pytest.raises(ValueError, match="before compiling"):
+        vit_fast.calibrate(torch.compile(digits_vit()), inputs()[:1])  # type: ignore[arg-type]  # a module
+    with pytest.raises(vit_fast.UnsupportedInputError, match="no attention and MLP"):
+        vit_fast.calibrate(nn.Linear(3, 3).eval(), torch.randn(2, 3))
+    subject = SUBJECTS["timm-norm-inside"]
+    with pytest.raises(vit_fast.UnsupportedInputError, match=r"blocks.0: .*norm"):
+        vit_fast.calibrate(subject.build().eval(), subject.inputs()["x"])

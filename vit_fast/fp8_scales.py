@@ -1,0 +1,120 @@
+"""The scales of a block's operands in e4m3, kept inside the block as its weights are: buffers of a module of their own.
+
+So they are in the state dict (`blocks.0.vit_fast_fp8.qkv`), are loaded, copied, pickled and moved with it. They are
+powers of two that every floating dtype holds exactly, so that none changes when the model is converted; of a floating
+format the rounding is the same at any power of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from .ops.descriptions import BlockScales
+
+LINEARS = BlockScales._fields
+"""The linear layers of a block, as the buffers are called."""
+PLACE = "vit_fast_fp8"
+"""Of the module in its block."""
+LEAST, MOST = 2.0**-24, 2.0**15
+"""What fp16 still holds."""
+
+
+class Fp8Scales(nn.Module):
+    """What each operand of a block is divided by before it is rounded to e4m3.
+
+    Args:
+        width: Channels C of the residual stream.
+        device: Where to make the buffers.
+    Attributes:
+        qkv, fc1: Of the residual stream, by channels [C].
+        proj, fc2: Of the attention's output and of the hidden layer, [].
+        kept: Which of LINEARS stay in half precision, bool [4].
+        active: Whether the block is to run in e4m3: `vit_fast.fuse` says so.
+    """
+
+    qkv: Tensor
+    proj: Tensor
+    fc1: Tensor
+    fc2: Tensor
+    kept: Tensor
+
+    def __init__(self, width: int, device: torch.device | None = None) -> None:
+        super().__init__()
+        self.active = False
+        for name in LINEARS:
+            shape = (width,) if name in ("qkv", "fc1") else ()
+            self.register_buffer(name, torch.ones(shape, device=device))
+        self.register_buffer("kept", torch.zeros(len(LINEARS), dtype=torch.bool, device=device))
+        self.requires_grad_(False)
+        self.eval()
+
+    @torch.no_grad()
+    def set(self, scales: BlockScales) -> None:
+        """Takes these scales over; no linear layer is kept."""
+        for name, scale in scales._asdict().items():
+            getattr(self, name).copy_(scale)
+        self.kept.fill_(False)
+
+    @torch.no_grad()
+    def keep(self, names: Collection[str]) -> None:
+        """Keeps these of LINEARS in half precision, and no others."""
+        self.kept.copy_(torch.tensor([name in names for name in LINEARS]))
+
+    def names_kept(self) -> list[str]:
+        """Those of LINEARS that stay in half precision."""
+        return [name for name, kept in zip(LINEARS, self.kept.tolist()) if kept]
+
+    def all(self) -> BlockScales:
+        """The scales in fp32, of the layers that are kept too."""
+        return BlockScales(*(getattr(self, name).float() for name in LINEARS))
+
+    def now(self) -> BlockScales:
+        """As the operator takes them; None of the layers that are kept."""
+        return self.all()._replace(**dict.fromkeys(self.names_kept()))
+
+
+def scales_of(block: nn.Module) -> Fp8Scales | None:
+    """The scales of a block; None where it was not calibrated."""
+    found = block._modules.get(PLACE)
+    return found if isinstance(found, Fp8Scales) else None
+
+
+def give_scales(block: nn.Module, scales: BlockScales) -> None:
+    """Puts these scales, all of them, into a block."""
+    width = scales.qkv.shape[0]  # type: ignore[union-attr]  # which is there
+    _place(block, width).set(scales)
+
+
+def _place(block: nn.Module, width: int) -> Fp8Scales:
+    """The scales of a block, which are made where it has none of this width."""
+    found = scales_of(block)
+    if found is None or found.qkv.shape[0] != width:
+        device = next((parameter.device for parameter in block.parameters()), None)
+        found = Fp8Scales(width, device)
+        block.add_module(PLACE, found)
+    return found
+
+
+def take_scales_away(model: nn.Module) -> None:
+    """The state dict is then what it was before calibrate."""
+    for module in model.modules():
+        if module._modules.pop(PLACE, None) is not None:
+            module.__dict__.pop("vit_fast_parts", None)
+
+
+def make_room(block: nn.Module, state: Mapping[str, Tensor], prefix: str) -> None:
+    """Before a state dict is loaded: a block has place for the scales that come for it."""
+    coming = state.get(f"{prefix}{PLACE}.{LINEARS[0]}")
+    if coming is not None:
+        _place(block, coming.shape[0])
+
+
+def scales_that_come(state: Mapping[str, Tensor], width: int) -> dict[str, Tensor]:
+    """The buffers that blocks of this width will have once they have room for the scales in a state dict."""
+    end = f"{PLACE}.{LINEARS[0]}"
+    buffers = Fp8Scales(width).state_dict()
+    blocks = [name.removesuffix(LINEARS[0]) for name in state if name.endswith(end)]
+    return {block + name: buffer for block in blocks for name, buffer in buffers.items()}
