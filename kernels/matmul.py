@@ -60,14 +60,14 @@ _PIECE = tl.constexpr(PIECE)
 @triton.jit
 def _turned(
     value, cos_ptr, sin_ptr, tokens, prefix, image_rows, row, col, M, N,
-    ROWS: tl.constexpr, COLS: tl.constexpr, HEAD: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, HEAD: tl.constexpr, ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,
 ):  # fmt: skip
     """Pairs of neighbouring columns of q and k turned by the angles of their tokens."""
     rows = row + tl.arange(0, ROWS)
     pairs = col // 2 + tl.arange(0, COLS // 2)
     position = rows % tokens - prefix
     line = (rows // tokens).to(tl.int64) * image_rows + position
-    offsets = line[:, None] * (HEAD // 2) + (pairs % (HEAD // 2))[None, :]
+    offsets = line[:, None] * ROW_STEP + (pairs % (HEAD // 2) * PAIR_STEP)[None, :]
     inside = ((rows < M) & (position >= 0))[:, None] & (pairs < N // 3)[None, :]
     cos = tl.load(cos_ptr + offsets, mask=inside, other=1.0).to(tl.float32)
     sin = tl.load(sin_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
@@ -80,7 +80,7 @@ def _layer_norm_epilogue(
     acc, out, z, weight_sum_ptr, bias_ptr, scale_ptr, out_scale_ptr, cos_ptr, sin_ptr, tokens, prefix, image_rows,
     row_scale, row_shift, row, col, M, N,
     ROWS: tl.constexpr, COLS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, HEAD: tl.constexpr,
-    TMA: tl.constexpr, DTYPE: tl.constexpr,
+    ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr, TMA: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     cols = col + tl.arange(0, COLS)
     value = acc * row_scale[:, None]
@@ -91,7 +91,10 @@ def _layer_norm_epilogue(
     value += tl.load(bias_ptr + cols, mask=cols < N, other=0.0)[None, :]
     if cos_ptr is not None:
         if col < 2 * (N // 3):
-            value = _turned(value, cos_ptr, sin_ptr, tokens, prefix, image_rows, row, col, M, N, ROWS, COLS, HEAD)
+            value = _turned(
+                value, cos_ptr, sin_ptr, tokens, prefix, image_rows, row, col, M, N,
+                ROWS, COLS, HEAD, ROW_STEP, PAIR_STEP,
+            )  # fmt: skip
     if z is not None:
         store_tile(z, value.to(DTYPE), row, col, M, N, ROWS, COLS, TMA)
         # the activation of what the backward will read, so that both see the same hidden layer
@@ -241,7 +244,7 @@ def _matmul_kernel(
     row_part_ptr,  # fp32: row statistics, stored by "residual", read by "layer_norm"; sums over pieces of the columns,
     # [M, PARTS], stored by "activation_grad", read by "layer_norm_grad"
     column_part_ptr,  # fp32 [M / BLOCK_M, 2, N]
-    cos_ptr, sin_ptr,  # "rotary": [*, HEAD / 2]
+    cos_ptr, sin_ptr,  # "rotary": [images or 1, tokens - prefix, HEAD / 2]
     M, N, K, eps, splits,
     tokens, prefix, image_rows,  # "rotary": of an image, of them not turned, and rows of the tables, 0 where shared
     EPILOGUE: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr,  # DTYPE: of out, z and h
@@ -252,6 +255,7 @@ def _matmul_kernel(
     EARLY: tl.constexpr,  # "residual": pieces of the residual that are under way at once
     PARTS: tl.constexpr,  # of a row in row_part_ptr
     HEAD: tl.constexpr,  # "rotary": channels of a head
+    ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,  # "rotary": elements of the tables from row to row, pair to pair
     ALIGN: tl.constexpr,  # divides the length of every row that is read or written by tiles
 ):  # fmt: skip
     # The sizes are not specialised: a K of 1 as a constant would fold its loop away and have the compiler pipeline the
@@ -318,7 +322,7 @@ def _matmul_kernel(
                     _layer_norm_epilogue(
                         pieces[i], out, z, weight_sum_ptr, bias_ptr, scale_ptr, out_scale_ptr, cos_ptr, sin_ptr,
                         tokens, prefix, image_rows, row_scale, row_shift, row, col + i * COLS, M, N,
-                        BLOCK_M, COLS, ACTIVATION, EPILOGUE == "gated", HEAD, TMA, DTYPE,
+                        BLOCK_M, COLS, ACTIVATION, EPILOGUE == "gated", HEAD, ROW_STEP, PAIR_STEP, TMA, DTYPE,
                     )  # fmt: skip
                 elif EPILOGUE == "residual":
                     addend = added[i] if residual is not None else None

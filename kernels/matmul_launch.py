@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .device import dot_precision, gpu_of, product_kind
 from .launch import Launch, ceil_div
 from .matmul import _matmul_kernel
+from .rotary import table_steps
 
 EPILOGUES = ("layer_norm", "rotary", "gated", "residual", "activation_grad", "gated_grad", "layer_norm_grad", "partial")
 # How many times as wide as a piece of the product what they read and write is.
@@ -78,10 +79,10 @@ class MatmulConfig:
 
 @dataclass(frozen=True)
 class Turns:
-    """Rotary positions for q and k, of dense tensors.
+    """Rotary positions for q and k.
 
     Args:
-        cos, sin: [B or 1, T, D / 2].
+        cos, sin: [B or 1, T, D / 2], of strides that `table_steps` can say.
         tokens: Of an image.
         prefix: Of them, the first that are not turned; T is the number of the others.
     """
@@ -177,6 +178,7 @@ def matmul_launch(
         precision: "tf32" or "ieee"; None takes torch's setting, `product_kind`.
     """
     o, t = operands, operands.turns
+    image_rows, row_step, pair_step = table_steps(t.cos) if t else (0, 0, 0)
     M, N, K = o.sizes
     rows, cols, depth = config.block_m, config.block_n, config.block_k
 
@@ -194,7 +196,7 @@ def matmul_launch(
         "out_scale_ptr": o.out_scale,
         "row_part_ptr": o.row_part, "column_part_ptr": o.column_part, "M": M, "N": N, "K": K, "eps": o.eps,
         "splits": split_k, "cos_ptr": t and t.cos, "sin_ptr": t and t.sin, "tokens": t.tokens if t else 0,
-        "prefix": t.prefix if t else 0, "image_rows": t.cos.shape[1] if t and t.cos.shape[0] > 1 else 0,
+        "prefix": t.prefix if t else 0, "image_rows": image_rows,
     }  # fmt: skip
     constants = {
         "EPILOGUE": epilogue, "ACTIVATION": activation, "DTYPE": TL_DTYPES[o.out.dtype],
@@ -206,7 +208,7 @@ def matmul_launch(
         # in e4m3 there are no registers for all of it
         "EARLY": 1 if o.out8 is not None or o.a.dtype == torch.float8_e4m3fn else config.sub_tiles,
         "PARTS": 0 if o.row_part is None else o.row_part.shape[-1],
-        "HEAD": 2 * t.cos.shape[2] if t else 0,
+        "HEAD": 2 * t.cos.shape[2] if t else 0, "ROW_STEP": row_step, "PAIR_STEP": pair_step,
         "ALIGN": math.gcd(16, *(tensor.shape[-1] for tensor in o.tiled())),
     }  # fmt: skip
     programs = min(config.tiles(M, N) * split_k, gpu_of(o.a.device).sm_count * config.ctas_per_sm)

@@ -74,12 +74,13 @@ def _load_affine(
 
 @triton.jit
 def _load_angles(
-    cos_ptr, sin_ptr, token, head, pairs, inside, N, prefix, image_rows, head_rows, D: tl.constexpr
+    cos_ptr, sin_ptr, token, head, pairs, inside, N, prefix, image_rows, head_rows,
+    ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,
 ):  # fmt: skip
     """cos and sin [ROWS, BLOCK] of the pairs; 1 and 0 of tokens that are not rotated."""
     position = token % N - prefix
     row = (token // N).to(tl.int64) * image_rows + head * head_rows + position
-    offsets = row * (D // 2) + pairs
+    offsets = row * ROW_STEP + pairs * PAIR_STEP
     rotated = inside & (position >= 0)
     cos = tl.load(cos_ptr + offsets, mask=rotated, other=1.0).to(tl.float32)
     sin = tl.load(sin_ptr + offsets, mask=rotated, other=0.0).to(tl.float32)
@@ -124,9 +125,10 @@ def _qk_norm_rope_kernel(
     out_ptr,  # likewise, or x itself
     q_weight_ptr, k_weight_ptr,  # [D], or where WIDE [H D]; both None: ones
     q_bias_ptr, k_bias_ptr,  # likewise; both None: zeros
-    cos_ptr, sin_ptr,  # [*, D / 2]; None: nothing is rotated
+    cos_ptr, sin_ptr,  # [B or 1, H or 1, N - prefix, D / 2]; None: nothing is rotated
     M, N, H, prefix, eps,
     image_rows, head_rows,  # rows of the tables from image to image and from head to head; 0 where shared
+    ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,  # elements of the tables from row to row and from pair to pair
     D: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, INTERLEAVED: tl.constexpr,
     SEPARATE: tl.constexpr,  # pairs are neighbours in x, and D / 2 apart in out
     INVERSE: tl.constexpr,  # turns back
@@ -153,7 +155,9 @@ def _qk_norm_rope_kernel(
                 first += bias1
                 second += bias2
         if cos_ptr is not None:
-            cos, sin = _load_angles(cos_ptr, sin_ptr, token, head, pairs, inside, N, prefix, image_rows, head_rows, D)
+            cos, sin = _load_angles(
+                cos_ptr, sin_ptr, token, head, pairs, inside, N, prefix, image_rows, head_rows, ROW_STEP, PAIR_STEP
+            )
             if INVERSE:
                 sin = -sin
             turned = second * cos + first * sin
@@ -173,6 +177,7 @@ def _qk_norm_rope_grad_kernel(
     part_ptr,  # fp32 [programs of a part, 2, 2, D or H D]: of q and k the sums for weight and bias, by program
     M, N, H, prefix, eps, image_rows, head_rows,
     blocks,  # tiles of q, of k
+    ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,
     D: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, INTERLEAVED: tl.constexpr, PARTS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -189,7 +194,7 @@ def _qk_norm_rope_grad_kernel(
         if which < 2:
             if cos_ptr is not None:
                 cos, sin = _load_angles(
-                    cos_ptr, sin_ptr, token, head, pairs, inside, N, prefix, image_rows, head_rows, D
+                    cos_ptr, sin_ptr, token, head, pairs, inside, N, prefix, image_rows, head_rows, ROW_STEP, PAIR_STEP
                 )
                 turned = grad2 * cos - grad1 * sin
                 grad1 = grad1 * cos + grad2 * sin
@@ -231,11 +236,11 @@ def _qk_norm_rope_grad_kernel(
 
 @dataclass(frozen=True)
 class QkvSettings:
-    """What is done to q and k; of dense tensors.
+    """What is done to q and k.
 
     Args:
-        weights, biases: Of the norms of q and k, each [D], or [H D] where `wide`; None: ones, zeros.
-        tables: cos and sin [B or 1, H or 1, T, D / 2]; None: nothing is rotated.
+        weights, biases: Of the norms of q and k, each [D], or [H D] where `wide`, dense; None: ones, zeros.
+        tables: cos and sin [B or 1, H or 1, T, D / 2], of strides that `table_steps` can say; None: nothing is rotated.
         norm: "layer_norm", "rms_norm" or "none".
         eps: Of the norms.
         wide: Whether all heads of a token are normalised together.
@@ -253,21 +258,36 @@ class QkvSettings:
     interleaved: bool = False
 
 
+def can_be_read(cos: Tensor, sin: Tensor) -> bool:
+    """Whether the kernels can read tables [..., T, P] as they lie: alike, and whole rows apart."""
+    *outer, row, _ = cos.stride()
+    whole = row > 0 and not any(step % row for step, size in zip(outer, cos.shape) if size > 1)
+    return whole and cos.stride() == sin.stride()
+
+
+def table_steps(table: Tensor) -> tuple[int, ...]:
+    """Of a table that can be read, the rows from one leading index to the next, 0 where shared, and elements from row
+    to row and from pair to pair."""
+    *outer, row, pair = table.stride()
+    return *(step // row if size > 1 else 0 for step, size in zip(outer, table.shape)), row, pair
+
+
 def _arguments(x: Tensor, settings: QkvSettings) -> tuple[dict[str, Any], dict[str, Any], int, int]:
     """Arguments and constants that both kernels have, the tiles of q, and the warps of a program."""
     s = settings
     B, N, _, H, D = x.shape
     (cos, sin), (q_weight, k_weight) = s.tables or (None, None), s.weights or (None, None)
-    images, heads, T, _ = (1, 1, 0, 0) if cos is None else cos.shape
+    image_rows, head_rows, row_step, pair_step = (0, 0, 0, 0) if cos is None else table_steps(cos)
     args = {
         "x_ptr": x, "q_weight_ptr": q_weight, "k_weight_ptr": k_weight, "cos_ptr": cos, "sin_ptr": sin,
         "M": B * N, "N": N, "H": H, "prefix": s.prefix, "eps": s.eps,
-        "image_rows": heads * T if images > 1 else 0, "head_rows": T if heads > 1 else 0,
+        "image_rows": image_rows, "head_rows": head_rows,
     }  # fmt: skip
     block = triton.next_power_of_2(D // 2)
     rows = triton.next_power_of_2(H) if s.wide else max(1, _TILE // block)
     constants = {
         "D": D, "NORM": s.norm, "WIDE": s.wide, "INTERLEAVED": s.interleaved, "ROWS": rows, "BLOCK": block,
+        "ROW_STEP": row_step, "PAIR_STEP": pair_step,
     }  # fmt: skip
     blocks = B * N if s.wide else ceil_div(B * N * H, rows)
     return args, constants, blocks, 4 if rows * block <= _TILE else 8

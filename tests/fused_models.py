@@ -188,6 +188,22 @@ def of_depth(depth: int) -> dict[str, Subject]:
     }
 
 
+def rotary_of_depth(depth: int) -> dict[str, Subject]:
+    """A model with rotary positions of so many blocks of each library that has any."""
+    import vit_fast
+
+    sizes = {"img_size": IMAGE, "depth": depth, "embed_dim": 64, "num_heads": 2, "num_classes": 5}
+    ours = functools.partial(vit_fast.create_model, "vit_small_patch16_dinov3", backend="triton", **sizes)
+    theirs = functools.partial(transformers_subject, "DINOv3ViTModel", "DINOv3ViTConfig", num_register_tokens=2)
+    return {
+        "timm, half": timm_subject("vit_small_patch16_dinov3", depth=depth),
+        "timm, interleaved, gated": timm_subject("eva02_tiny_patch14_224", size=28, depth=depth),
+        "transformers": theirs(num_hidden_layers=depth),
+        "transformers, gated": theirs(num_hidden_layers=depth, use_gated_mlp=True, hidden_act="silu"),
+        "ours": Subject(ours, images("images"), lambda logits: logits),
+    }
+
+
 DEEP = of_depth(24)  # deep enough for errors to add up along the residual stream
 LIBRARIES = {
     "timm": "timm-vit",

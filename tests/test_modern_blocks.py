@@ -16,7 +16,7 @@ from vit_fast.errors import UnsupportedInputError
 from vit_fast.ops import Norm, QkNorm, Rope, attention_qkvpacked, layer_norm_mlp, qk_norm_rope
 from vit_fast.ops.block import fold, fused_block
 from vit_fast.ops.block_op import block_backward_op, block_op, block_training_op
-from vit_fast.ops.descriptions import BlockTensors
+from vit_fast.ops.descriptions import BlockTensors, neighbours
 from vit_fast.ops.reference import normalise
 from vit_fast.ops.rotary_op import flat_settings
 
@@ -159,7 +159,7 @@ def test_heads_of_all_sizes(head_dim: int, layout: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_folded_beforehand(kind: str) -> None:
-    """Frozen, pairs that lie apart are turned by a kernel of their own: another rounding, the same rule."""
+    """Pairs that were left apart are turned by a kernel of their own: another rounding, the same rule."""
     leaves, names, rope = _make(KINDS[kind])
     t = {name: leaf.bfloat16() for name, leaf in zip(names, leaves)}
     wide = {name: leaf.double() for name, leaf in t.items()}
@@ -168,6 +168,26 @@ def test_folded_beforehand(kind: str) -> None:
         ours = _fused(KINDS[kind], t["x"], folded, _qk_norm(KINDS[kind], t), rope)
         eager, exact = _eager(KINDS[kind], t, rope), _eager(KINDS[kind], wide, rope)
     assert_rule({"y": ours}, {"y": eager}, {"y": exact})
+
+
+@pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if kind.layout == "half" and not kind.qk])
+@pytest.mark.parametrize("repeated", [False, True])
+def test_pairs_brought_together_beforehand(kind: str, repeated: bool) -> None:
+    """As a frozen block does it; where the matmul turns them, the bits of a block that folds in every forward."""
+    leaves, names, rope = _make(KINDS[kind])
+    t = {name: leaf.bfloat16() for name, leaf in zip(names, leaves)}
+    given = rope
+    if rope is not None and repeated:  # each number twice, as transformers hands them
+        given = rope._replace(cos=torch.cat([rope.cos] * 2, -1), sin=torch.cat([rope.sin] * 2, -1))
+    with torch.no_grad():
+        folded = fold(_tensors(t), torch.bfloat16, KINDS[kind].norm, KINDS[kind].head_dim)
+        together = None if given is None else neighbours(given, KINDS[kind].head_dim)
+        ours = _fused(KINDS[kind], t["x"], folded, None, together)
+        at_once = _fused(KINDS[kind], t["x"], _tensors(t), None, rope)
+        exact = _eager(KINDS[kind], {name: leaf.double() for name, leaf in t.items()}, rope)
+        assert_rule({"y": ours}, {"y": _eager(KINDS[kind], t, rope)}, {"y": exact})
+    if rope is None or rope.cos.dim() < 4:
+        assert torch.equal(ours, at_once)
 
 
 @pytest.mark.parametrize("kind", ["DINOv3", "EVA", "a table a head", "qk-norm"])

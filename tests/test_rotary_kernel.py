@@ -16,6 +16,7 @@ from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.kernels import rotary
 from vit_fast.ops import Norm, QkNorm, Rope, qk_norm_rope
+from vit_fast.ops.descriptions import checked_rope
 from vit_fast.ops.rotary_op import qk_norm_rope_op
 
 Shape = tuple[int, int, int, int]  # B, N, H, D
@@ -92,6 +93,37 @@ def test_norms(D: int, over: str, norm: str, affine: bool, rotated: bool) -> Non
 def test_tables_of_all_kinds(leading: tuple[int, ...], prefix: int) -> None:
     shape = (2, 7, 3, 16)
     _check(shape, torch.float16, rope=Rope(*_tables(shape, leading, prefix), prefix, "interleaved"))
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.parametrize("leading", [(), (2,), (1, 3), (2, 3)])
+def test_tables_are_read_as_they_lie(leading: tuple[int, ...], layout: str) -> None:
+    """Each number twice, sines and cosines side by side, one image's for all: none of these is copied."""
+    cos, sin = _tables((2, 5, 3, 16), leading, 0)
+    qkv = torch.randn(2, 5, 3, 3, 16, device=DEVICE)
+    expected = qk_norm_rope(qkv, rope=Rope(cos, sin, layout=layout), backend="triton")
+    twice = [
+        torch.cat([table, table], -1) if layout == "half" else table.repeat_interleave(2, -1) for table in (cos, sin)
+    ]
+    together = torch.cat(twice, -1).chunk(2, -1)
+    for tables in (twice, together):
+        as_given = checked_rope(Rope(*tables, layout=layout), qkv.shape)
+        assert rotary.can_be_read(as_given.cos, as_given.sin)
+        assert torch.equal(qk_norm_rope(qkv, rope=as_given, backend="triton"), expected)
+    if leading:
+        shared = [table[:1].expand(2, *table.shape[1:]) for table in (cos, sin)]
+        assert rotary.can_be_read(*shared)
+        assert torch.equal(qk_norm_rope(qkv, rope=Rope(*shared, layout=layout), backend="triton")[0], expected[0])
+
+
+def test_tables_of_odd_strides_are_copied() -> None:
+    cos, sin = _tables((2, 5, 3, 16), (2,), 0)
+    qkv = torch.randn(2, 5, 3, 3, 16, device=DEVICE)
+    expected = qk_norm_rope(qkv, rope=Rope(cos, sin), backend="triton")
+    apart = torch.empty(2, 83, device=DEVICE)[:, :40].unflatten(1, (5, 8)).copy_(cos)  # images no whole rows apart
+    turned = cos.mT.contiguous().mT, sin.mT.contiguous().mT
+    for tables in ((apart, sin), (cos, turned[1]), turned):
+        assert torch.equal(qk_norm_rope(qkv, rope=Rope(*tables), backend="triton"), expected)
 
 
 @given(

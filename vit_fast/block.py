@@ -23,7 +23,7 @@ from .ops.attention_varlen import attention_among
 from .ops.backends import constant_to_compiler
 from .ops.block import fused_block
 from .ops.checks import matmul_dtype
-from .ops.descriptions import BlockTensors, Keys, Rope
+from .ops.descriptions import BlockTensors, Keys, Rope, neighbours
 from .ops.frozen import Frozen
 from .ops.layer_norm_mlp import fused_layer_norm_mlp, layer_norm_mlp, needs_gradient
 from .ops.linear import layer_norm_linear, linear_residual
@@ -123,8 +123,9 @@ def run_block(
     attention: Any = parts.attention
     in_one = attend is None and backend == "triton" and keys is None
     if in_one and not is_exporting() and not _drops_a_path(attention, mlp):
+        tensors, rope = _tensors_for(parts, x, rope)
         return fused_block(
-            x, statistics, _tensors_for(parts, x), heads=attention.num_heads, attention_scale=attention.scale,
+            x, statistics, tensors, heads=attention.num_heads, attention_scale=attention.scale,
             eps=(attention.norm.eps, mlp.norm.eps), norm=mlp.norm.kind, activation=mlp.activation,
             qk_norm=attention.qk_norm and attention.qk_norm.now(), rope=rope, next_statistics=next_statistics,
         )  # fmt: skip
@@ -170,8 +171,11 @@ def _attention_half(
     return linear_residual(mixed, weight, bias, layer_scale=scale_of(parts), residual=x, next_statistics=True)
 
 
-def _tensors_for(parts: BlockParts, x: Tensor) -> BlockTensors:
-    """The kept folding with what else a block has, where it is of the right dtype and no gradients are wanted."""
+def _tensors_for(parts: BlockParts, x: Tensor, rope: Rope | None) -> tuple[BlockTensors, Rope | None]:
+    """The kept folding with what else a block has, where it is of the right dtype and no gradients are wanted.
+
+    And the positions, for q and k as they lie in it.
+    """
     attention: Any = parts.attention
     mlp: Any = parts.mlp
     frozen = parts.frozen
@@ -181,8 +185,10 @@ def _tensors_for(parts: BlockParts, x: Tensor) -> BlockTensors:
         if not (torch.is_grad_enabled() or in_transform()) or not needs_gradient(
             x, *proj, *fc2, *(tensor_of(*slot) for slot in frozen_sources(attention, mlp))
         ):
-            return frozen.with_others(proj, fc2)
-    return block_tensors(attention, mlp)
+            if frozen.paired_head and rope is not None:
+                rope = neighbours(rope, frozen.paired_head)
+            return frozen.with_others(proj, fc2), rope
+    return block_tensors(attention, mlp), rope
 
 
 def freeze_parts(parts: BlockParts) -> None:
@@ -192,7 +198,7 @@ def freeze_parts(parts: BlockParts) -> None:
     dtype = matmul_dtype(tensor_of(*mlp.fc1.weights[0]))
     if parts.frozen is None or parts.frozen.dtype != dtype:
         sources, tensors = frozen_sources(attention, mlp), partial(block_tensors, attention, mlp)
-        parts.frozen = Frozen(sources, tensors, dtype, mlp.norm.kind)
+        parts.frozen = Frozen(sources, tensors, dtype, mlp.norm.kind, attention.paired_head)
     else:
         parts.frozen.refresh()
 

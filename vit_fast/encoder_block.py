@@ -27,6 +27,7 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads, self.head_dim = config.num_heads, config.head_dim
         self.attn_drop_rate = config.attn_drop_rate
+        self.rotates_halves = config.rope is not None and config.rope.layout == "half"
         self.backend = "sdpa"
         self.qkv = nn.Linear(config.embed_dim, 3 * config.embed_dim, bias=config.qkv_bias)
         self.q_norm, self.k_norm = (
@@ -134,6 +135,7 @@ def read_attention(block: Reader) -> AttentionParts | None:
         dropouts=("attn.proj_drop",),
         rates=("attn.attn_drop_rate",),
         num_heads=block.value("attn.num_heads"),
+        rotates_halves=block.value("attn.rotates_halves"),
         layer_scale="ls1.gamma",
         drop_path="drop_path1",
     )

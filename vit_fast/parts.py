@@ -108,6 +108,7 @@ class AttentionParts:
         layer_scale: The vector [C]; None where there is none.
         drop_path: A module with drop_prob, or None.
         dropouts: Probabilities that are dropped with in training.
+        rotates_halves: Whether its rotary positions turn channels j and j + D/2 of a head.
     """
 
     module: Any
@@ -120,6 +121,14 @@ class AttentionParts:
     drop_path: Any
     dropouts: tuple[Slot, ...]
     qk_norm: QkNormParts | None = None
+    rotates_halves: bool = False
+
+    @property
+    def paired_head(self) -> int:
+        """Channels of a head that freezing is to pair, so that the qkv matmul can turn them; 0 where it cannot."""
+        if not self.rotates_halves or self.qk_norm is not None:
+            return 0
+        return sum(tensor_of(*slot).shape[0] for slot in self.qkv.weights) // (3 * self.num_heads)
 
 
 @dataclass(frozen=True, eq=False)

@@ -282,6 +282,7 @@ class Reader(PartReader):
         biases: tuple[str, ...] | None = None,
         qk_norm: tuple[str, str] | None = None,
         qk_norm_over: str = "head",
+        rotates_halves: bool = False,
         inside: Mapping[str, Classes] | None = None,
         empty: Iterable[str] = (),
         dropouts: Iterable[str] = (),
@@ -301,7 +302,7 @@ class Reader(PartReader):
             qk_norm_over: As in QkNormParts.
             rates: Probabilities of dropout that are plain attributes.
             inside, empty: As in `mlp`.
-            dropouts, num_heads, scale, layer_scale, drop_path: As in AttentionParts.
+            dropouts, num_heads, scale, layer_scale, drop_path, rotates_halves: As in AttentionParts.
         """
         if not self._all_inside(inside or {}):
             return None
@@ -316,6 +317,7 @@ class Reader(PartReader):
             layer_scale=self.layer_scale(layer_scale),
             drop_path=self.drop_path(drop_path),
             dropouts=(*map(self.dropout, dropouts), *map(self.rate, rates)),
+            rotates_halves=rotates_halves,
         )
         for path in empty:
             self.nothing(path)

@@ -182,6 +182,7 @@ class EvaBlockForm(FusedNormMlp):
             empty=("attn.norm",),
             dropouts=("attn.attn_drop", "attn.proj_drop"),
             num_heads=block.value("attn.num_heads"),
+            rotates_halves=bool(block.value("attn.rotate_half")),
             layer_scale="gamma_1",
             drop_path="drop_path1",
         )

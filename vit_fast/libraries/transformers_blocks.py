@@ -139,6 +139,7 @@ class FusedLayer(FusedNormMlp):
             qk_norm_over="width",
             num_heads=linears[0].out_features // type(module).head_width(module),
             scale=module.vit_fast_scale,
+            rotates_halves=isinstance(module, FusedRotarySelfAttention),
             layer_scale=layer.layer_scales[0],
             drop_path=layer.drop_path,
         )

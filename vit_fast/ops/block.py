@@ -22,10 +22,14 @@ from .layer_norm_mlp import needs_gradient, residual_stream
 from .rotary_op import flat_settings
 
 
-def fold(tensors: BlockTensors, dtype: torch.dtype, norm: str = "layer_norm") -> BlockTensors:
+def fold(tensors: BlockTensors, dtype: torch.dtype, norm: str = "layer_norm", paired_head: int = 0) -> BlockTensors:
     """The same block with its LayerNorms folded into qkv and fc1, for matmuls of a dtype: of a model that is frozen.
 
     The folded weights follow no change of the parameters, and give no gradients.
+
+    Args:
+        paired_head: Channels D of a head of q and k where channels j and j + D/2 are made neighbours, which q k^T does
+            not notice: the block then takes its positions as `neighbours` gives them. 0 leaves channels where they are.
     """
     from ..kernels.folding import NormedLinear, fold_linears
 
@@ -33,7 +37,9 @@ def fold(tensors: BlockTensors, dtype: torch.dtype, norm: str = "layer_norm") ->
         t = BlockTensors._make(tensor if tensor is None else tensor.detach() for tensor in tensors)
         qkv, fc1 = fold_linears(
             [
-                NormedLinear(t.qkv_weight, t.qkv_bias, t.norm1_weight, t.norm1_bias, is_rms(norm)),
+                NormedLinear(
+                    t.qkv_weight, t.qkv_bias, t.norm1_weight, t.norm1_bias, is_rms(norm), paired_head=paired_head
+                ),
                 NormedLinear(
                     t.fc1_weight, t.fc1_bias, t.norm2_weight, t.norm2_bias, is_rms(norm), t.gate_weight, t.gate_bias
                 ),

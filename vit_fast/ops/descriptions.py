@@ -190,6 +190,12 @@ def checked_rope(rope: Rope, shape: Sequence[int]) -> Rope:
     return Rope(_by_pair(cos, D, layout), _by_pair(sin, D, layout), prefix, layout)
 
 
+def neighbours(rope: Rope, head_dim: int) -> Rope:
+    """Half-split positions for q and k whose pairs have been made neighbours: channel j + D/2 follows channel j."""
+    cos, sin = (table[..., : head_dim // 2] for table in rope[:2])
+    return Rope(cos, sin, rope.prefix, "interleaved")
+
+
 def _by_pair(table: Tensor, head_dim: int, layout: str) -> Tensor:
     if table.shape[-1] == head_dim:
         table = table[..., ::2] if layout == "interleaved" else table[..., : head_dim // 2]

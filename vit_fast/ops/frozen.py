@@ -32,8 +32,9 @@ class Frozen:
         block: Gives all parameters of the block, as they are folded.
         dtype: Of the matmuls.
         norm: The kind of the norms.
+        paired_head: As `fold` takes it.
     Attributes:
-        dtype: That.
+        dtype, paired_head: Those.
         tensors: W'', c and s of qkv, then of fc1; where the weights are of another dtype, those of proj and fc2 behind
             them; the same tensors for as long as this lives.
     """
@@ -44,8 +45,9 @@ class Frozen:
         block: Callable[[], BlockTensors],
         dtype: torch.dtype,
         norm: str = "layer_norm",
+        paired_head: int = 0,
     ) -> None:
-        self.dtype, self._norm = dtype, norm
+        self.dtype, self.paired_head, self._norm = dtype, paired_head, norm
         self.tensors: list[Tensor] = []
         self._sources, self._block = sources, block
         self._lock = threading.Lock()
@@ -64,7 +66,7 @@ class Frozen:
         with self._lock, torch.inference_mode(False), torch.no_grad():
             made_of = [_look(owner, name) for owner, name in self._sources]
             block = self._block()
-            t = fold(block, self.dtype, self._norm)
+            t = fold(block, self.dtype, self._norm, self.paired_head)
             found: Any = [t.qkv_weight, t.qkv_bias, t.qkv_sum, t.fc1_weight, t.fc1_bias, t.fc1_sum]
             if block.proj_weight.dtype != self.dtype or block.fc2_weight.dtype != self.dtype:
                 found += [t.proj_weight, t.fc2_weight]

@@ -73,13 +73,14 @@ def qkv_settings(
     cos: Tensor | None, sin: Tensor | None, norm: str, eps: float, over: str, prefix: int, layout: str,
 ) -> QkvSettings:  # fmt: skip
     """The same as the kernels take it."""
-    from ..kernels.rotary import QkvSettings
+    from ..kernels.rotary import QkvSettings, can_be_read
 
     def dense(q: Tensor | None, k: Tensor | None) -> tuple[Tensor, Tensor] | None:
         return None if q is None or k is None else (q.contiguous(), k.contiguous())
 
+    tables = (cos, sin) if cos is not None and sin is not None and can_be_read(cos, sin) else dense(cos, sin)
     return QkvSettings(
-        dense(q_weight, k_weight), dense(q_bias, k_bias), dense(cos, sin), norm, eps, over == "width", prefix,
+        dense(q_weight, k_weight), dense(q_bias, k_bias), tables, norm, eps, over == "width", prefix,
         layout == "interleaved",
     )  # fmt: skip
 
