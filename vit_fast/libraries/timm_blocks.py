@@ -1,4 +1,4 @@
-"""timm's attention layers and blocks, 1.0.20 and newer: of its VisionTransformer, and of its Eva."""
+"""timm's attention layers and blocks, 1.0.20 and newer: of its VisionTransformer, its Eva, and its NaFlexVit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..fused import Finding, Forms, FusedModule, FusedNormMlp, fused_class
-from ..ops import Rope, attention, attention_qkvpacked, qk_norm_rope
+from ..ops import Rope, attention, qk_norm_rope
+from ..ops.attention import is_exporting
+from ..ops.attention_varlen import attention_among
+from ..ops.descriptions import Keys, is_padding
 from ..parts import AttentionParts, MlpParts
 from ..plain import is_touched
 from ..reading import Reader
@@ -30,7 +33,8 @@ LEFT = {
 class _AttentionLayer(FusedModule):
     """An attention layer of timm's with our operator between its linears, which still run as modules.
 
-    With a mask, a causal flag, attention dropout in training or a changed attn_drop, timm's own forward runs.
+    With any mask but one of padding, a causal flag, attention dropout in training or a changed attn_drop, timm's own
+    forward runs.
     """
 
     kind = "attention"
@@ -49,16 +53,21 @@ class _AttentionLayer(FusedModule):
     def runs_as_it_was(self, attn_mask: Tensor | None, is_causal: bool) -> bool:
         """Whether a call is for timm's own forward."""
         changed = type(self.attn_drop) is not nn.Dropout or is_touched(self.attn_drop)
-        return attn_mask is not None or is_causal or changed or bool(self.training and self.attn_drop.p)
+        masked = attn_mask is not None and not is_padding(attn_mask)
+        return masked or is_causal or changed or bool(self.training and self.attn_drop.p)
 
-    def mix(self, qkv: Tensor, rope: Rope | None = None) -> Tensor:
+    def as_it_was(self, x: Tensor, attn_mask: Tensor | None, is_causal: bool, **rest: Any) -> Tensor:
+        """timm's own forward."""
+        return super().forward(x, attn_mask=added(attn_mask, x.dtype), **_causal(is_causal), **rest)
+
+    def mix(self, qkv: Tensor, attn_mask: Tensor | None, rope: Rope | None = None) -> Tensor:
         """Attention of packed projections [B, N, 3, H, D], normalised and rotated -> [B, N, H, D]."""
         if not (type(self.q_norm) is nn.Identity and type(self.k_norm) is nn.Identity):
             q, k, v = qkv.unbind(2)
             qkv = torch.stack((self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), v), 2)
         if rope is not None:
             qkv = qk_norm_rope(qkv, rope=rope, backend="sdpa" if learns(rope) else self.vit_fast_backend)
-        return attention_qkvpacked(qkv, backend=self.vit_fast_backend)
+        return attention_among(qkv, keys_of(attn_mask, qkv), backend=self.vit_fast_backend)
 
     def project(self, mixed: Tensor, x: Tensor) -> Tensor:
         """What follows attention: heads [B, N, H, D] and the layer's input [B, N, C] -> [B, N, dim_out]."""
@@ -74,8 +83,8 @@ class AttentionForm(_AttentionLayer):
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """[B, N, C] -> [B, N, dim_out]."""
         if self.runs_as_it_was(attn_mask, is_causal):
-            return super().forward(x, attn_mask=attn_mask, **_causal(is_causal))
-        return self.project(self.mix(self.qkv(x).unflatten(-1, (3, self.num_heads, -1))), x)
+            return self.as_it_was(x, attn_mask, is_causal)
+        return self.project(self.mix(self.qkv(x).unflatten(-1, (3, self.num_heads, -1)), attn_mask), x)
 
 
 class RotaryAttentionForm(_AttentionLayer):
@@ -86,8 +95,8 @@ class RotaryAttentionForm(_AttentionLayer):
     ) -> Tensor:
         """[B, N, C], and sines and cosines as of `rope_of` -> [B, N, dim_out]."""
         if self.runs_as_it_was(attn_mask, is_causal):
-            return super().forward(x, rope=rope, attn_mask=attn_mask, **_causal(is_causal))
-        return self.project(self.mix(self._packed(x), self.rope_of(rope)), x)
+            return self.as_it_was(x, attn_mask, is_causal, rope=rope)
+        return self.project(self.mix(self._packed(x), attn_mask, self.rope_of(rope)), x)
 
     def rope_of(self, rope: Tensor | None) -> Rope | None:
         """timm's sines and cosines, side by side: [N - prefix, 2 D], [H, N - prefix, 2 D], or [B, 1 or H, ...]."""
@@ -156,7 +165,8 @@ class BlockForm(FusedNormMlp):
         def attend(x: Tensor) -> Tensor:
             return x + self.drop_path1(self.ls1(self.attn(self.norm1(x), attn_mask=attn_mask, **extra)))
 
-        return self.run_as_block(parts, x, attend, ordinary=attn_mask is None and not is_causal)
+        ordinary = not is_causal and (attn_mask is None or is_padding(attn_mask))
+        return self.run_as_block(parts, x, attend, ordinary, keys=keys_of(attn_mask, x) if ordinary else None)
 
 
 class EvaBlockForm(FusedNormMlp):
@@ -206,8 +216,8 @@ class EvaBlockForm(FusedNormMlp):
             return x + self.drop_path1(branch if scale is None else scale * branch)
 
         tables = None if parts.attention is None else parts.attention.module.rope_of(rope)
-        ordinary = attn_mask is None and not is_causal and not (tables and learns(tables))
-        return self.run_as_block(parts, x, attend, ordinary, tables)
+        ordinary = not is_causal and not (tables and learns(tables)) and (attn_mask is None or is_padding(attn_mask))
+        return self.run_as_block(parts, x, attend, ordinary, tables, keys_of(attn_mask, x) if ordinary else None)
 
 
 class AttentionPoolLatentForm(FusedNormMlp):
@@ -227,21 +237,75 @@ class AttentionPoolLatentForm(FusedNormMlp):
     def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         """Tokens [B, N, C] -> pooled [B, C]."""
         parts = self.ready()
-        if attn_mask is not None:
-            return super().forward(x, attn_mask=attn_mask)
-        if parts is None:
-            return super().forward(x)
+        if parts is None or not (attn_mask is None or is_padding(attn_mask)):
+            return super().forward(x, **({} if attn_mask is None else {"attn_mask": added(attn_mask, x.dtype)}))
         B, N, _ = x.shape
         if self.pos_embed is not None:
             x = x + self.pos_embed.unsqueeze(0).to(x.dtype)
         q = self.q(self.latent.expand(B, -1, -1)).reshape(B, self.latent_len, self.num_heads, -1).transpose(1, 2)
         k, v = self.kv(x).reshape(B, N, 2, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
-        pooled = attention(q, k, v, backend=self.vit_fast_backend).transpose(1, 2).reshape(B, self.latent_len, -1)
+        keys = keys_of(attn_mask, x)
+        pooled = attention(q, k, v, key_mask=keys and keys.mask, backend=self.vit_fast_backend)
+        pooled = pooled.transpose(1, 2).reshape(B, self.latent_len, -1)
         pooled = self.norm_mlp(parts, self.proj_drop(self.proj(pooled)))
         if self.pool == "token":
             return pooled[:, 0]
         return pooled.mean(1) if self.pool == "avg" else pooled
+
+
+class PaddedTowerForm(FusedModule):
+    """timm's NaFlexVit: gives its layers a padding mask that says by its form that it is one.
+
+    timm writes a mask of every query and key, in which tokens that pad an image attend to nothing in particular. Here
+    they attend to the tokens of their image; nothing that attends to them, or pools them, is changed by that.
+    """
+
+    kind = "padding mask"
+
+    @classmethod
+    def examine(cls, module: Any) -> Finding:
+        return Finding()
+
+    def _forward_embeds(self, x: Tensor, patch_coord: Any, patch_valid: Any, attn_mask: Any) -> dict[str, Any]:
+        """Images or patches, with which of these are there -> tokens and what blocks are given beside them."""
+        told = attn_mask is None and patch_valid is not None and not is_exporting() and self._layers_know()
+        # one that is there already is not made; where training drops patches, which are there is known behind it
+        timms: Any = super()
+        embeds: dict[str, Any] = timms._forward_embeds(x, patch_coord, patch_valid, False if told else attn_mask)
+        if told:
+            embeds["attn_mask"] = padding_mask(embeds["patch_valid"], self.num_prefix_tokens)
+        return embeds
+
+    def _pool(self, x: Tensor, pool_type: str | None = None, patch_valid: Tensor | None = None) -> Any:
+        """Tokens [B, prefix + N, C] -> [B, C], as the model pools them."""
+        if patch_valid is None or not isinstance(self.attn_pool, AttentionPoolLatentForm) or is_exporting():
+            timms: Any = super()
+            return timms._pool(x, pool_type, patch_valid)
+        prefix = self.num_prefix_tokens if self.pool_include_prefix else 0
+        return self.attn_pool(x[:, self.num_prefix_tokens - prefix :], attn_mask=padding_mask(patch_valid, prefix))
+
+    def _layers_know(self) -> bool:
+        """Whether every attention layer takes such a mask: timm's own may add it."""
+        return all(isinstance(block.attn, _AttentionLayer) for block in self.blocks)
+
+
+def padding_mask(valid: Tensor, prefix: int) -> Tensor:
+    """[B, 1, 1, prefix + N] of which patches [B, N] are there, behind tokens that always are."""
+    there = torch.cat([valid.new_ones((valid.shape[0], prefix), dtype=torch.bool), valid.bool()], 1)
+    return there[:, None, None]
+
+
+def keys_of(mask: Tensor | None, x: Tensor) -> Keys | None:
+    """Which keys a padding mask lets the tokens of x [B, N, ...] meet; None where all."""
+    return None if mask is None else Keys(mask=mask[:, 0, 0].expand(x.shape[:2]))
+
+
+def added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A padding mask as timm makes it, which adds it where it does without torch's attention; another as it is."""
+    if mask is None or not is_padding(mask):
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
 
 def read_mlp(block: Reader, norm: str, inside: Mapping[str, tuple[type, ...]], **rest: Any) -> MlpParts | None:
@@ -284,6 +348,7 @@ FORMS = Forms(
         "timm.models.eva.EvaBlock": EvaBlockForm,
         "timm.models.deepseek_vit.DeepseekVitBlock": EvaBlockForm,
         "timm.layers.attention_pool.AttentionPoolLatent": AttentionPoolLatentForm,
+        "timm.models.naflexvit.NaFlexVit": PaddedTowerForm,
     },
 )
 

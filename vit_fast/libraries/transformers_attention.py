@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..fused import Finding, FusedModule, FusedNormMlp
 from ..ops import Rope, attention, qk_norm_rope
 from ..ops.attention_varlen import attention_among
-from ..ops.descriptions import Keys
+from ..ops.descriptions import Keys, is_padding
 from ..parts import MlpParts
 from ..plain import is_touched, touch_reasons
 from ..reading import Reader, describe, dropout_notes
@@ -153,16 +153,6 @@ class FusedSelfAttention(FusedModule):
         key_mask = None if keys is None else keys.mask
         mixed = attention(q, k, v, scale=self.vit_fast_scale, key_mask=key_mask, backend=self.vit_fast_backend)
         return mixed.transpose(1, 2).flatten(2)
-
-
-def is_padding(mask: Any) -> bool:
-    """Whether a mask [B, 1, N, N] says by its form that it is the same for every query, as `FusedPaddedTower` gives it.
-
-    Its values are not looked at, for which a device would have to be waited for.
-    """
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 4:
-        return False
-    return all(mask.shape[axis] == 1 or mask.stride(axis) == 0 for axis in (1, 2))
 
 
 class FusedRotarySelfAttention(FusedSelfAttention):

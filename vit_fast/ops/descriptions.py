@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 NORMS = ("layer_norm", "rms_norm")
@@ -122,6 +123,16 @@ class BlockScales(NamedTuple):
     proj: Tensor | None = None
     fc1: Tensor | None = None
     fc2: Tensor | None = None
+
+
+def is_padding(mask: Any) -> bool:
+    """Whether a mask [B, 1, 1 or N, N] says by its form that it is the same for every head and query: a padding mask.
+
+    Its values are not looked at, for which a device would have to be waited for.
+    """
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 4:
+        return False
+    return all(mask.shape[axis] == 1 or mask.stride(axis) == 0 for axis in (1, 2))
 
 
 def is_rms(norm: str) -> bool:
