@@ -107,7 +107,7 @@ def test_half_precision_is_no_worse_than_the_original(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "where", "operator"),
     [
-        ("timm-dinov3", timm_blocks, "attention_qkvpacked"),
+        ("timm-dinov3", timm_blocks, "attention_among"),
         ("transformers-dinov3", transformers_attention, "attention_among"),
         ("transformers-aimv2", transformers_attention, "attention"),
     ],
