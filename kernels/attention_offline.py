@@ -9,7 +9,7 @@ import torch
 
 from .attention_backward import dkdv_launch, dq_launch
 from .attention_forward import forward_launch
-from .attention_policy import ROW_CHUNKS, Problem, dkdv_config, dq_config, forward_config, varlen_configs
+from .attention_policy import ROW_CHUNKS, ForwardConfig, Problem, dkdv_config, dq_config, forward_config, varlen_configs
 from .attention_varlen import varlen_forward_launch
 from .attention_varlen_backward import varlen_dkdv_launch, varlen_dq_launch
 from .device import REFERENCE_GPU, matrix_instruction
@@ -129,6 +129,14 @@ def builds_of_lengths(arch: str, lengths: Iterable[tuple[int, int]]) -> Iterator
     """The kernels in bf16 at head_dim 64 for each (n_q, n_kv), whatever the launch policy makes of them."""
     for n_q, n_kv in lengths:
         yield from _builds(_Case(arch, torch.bfloat16, "half", n_kv, 64, _FULL_BATCH, "tma", queries=n_q))
+
+
+def forward_case(
+    arch: str, tokens: int, head_dim: int
+) -> tuple[str, tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor, ForwardConfig]:
+    """Name, q, k and v, output, row values and configuration of a forward in bf16."""
+    case = _Case(arch, torch.bfloat16, "half", tokens, head_dim, _FULL_BATCH, "tma")
+    return case.name, case.packed(), case.output(), case.row_values(), forward_config(case.problem())
 
 
 def _tuned_builds(arch: str) -> Iterator[Build]:

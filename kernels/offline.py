@@ -30,7 +30,7 @@ from .launch import Launch, is_interpreted
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120")
 # Modules beside this one that ship kernels.
-PROVIDERS: tuple[str, ...] = ("attention_offline", "matmul_offline", "rotary_offline")
+PROVIDERS: tuple[str, ...] = ("attention_offline", "matmul_offline", "rotary_offline", "fp8_offline")
 
 _TYPE_NAMES = {
     torch.bfloat16: "bf16",

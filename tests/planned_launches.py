@@ -31,7 +31,9 @@ from vit_fast.ops.attention_varlen_op import (
 )
 from vit_fast.ops.block import fold
 from vit_fast.ops.block_op import block_backward_op, block_op, block_training_op
-from vit_fast.ops.descriptions import BlockTensors
+from vit_fast.ops.descriptions import BlockScales, BlockTensors
+from vit_fast.ops.fp8 import quantize_block
+from vit_fast.ops.fp8_op import block_fp8_op
 from vit_fast.ops.layer_norm_mlp_op import layer_norm_mlp_backward_op, layer_norm_mlp_op, layer_norm_mlp_training_op
 from vit_fast.ops.linear_op import (
     layer_norm_linear_backward_op,
@@ -270,6 +272,21 @@ def modern_cases() -> Iterator[tuple[Any, Arguments]]:
         yield block_backward_op, (y, x, statistics, *kept, *rest)
 
 
+def fp8_cases() -> Iterator[tuple[Any, Arguments]]:
+    """Blocks in e4m3: the first, which makes its operand, and one behind another."""
+    x, ones = zeros(2, 17, 64), torch.ones(64)
+    tensors = BlockTensors(
+        None, None, zeros(192, 64), zeros(192), zeros(64, 64), zeros(64), zeros(64), None, None, zeros(128, 64),
+        zeros(128), zeros(64, 128), zeros(64), zeros(64),
+    )  # fmt: skip
+    block = quantize_block(tensors, BlockScales(ones, ones[0], ones, ones[0]), BF16)
+    layers = (*block.qkv, *block.proj, *block.fc1, *block.fc2)
+    settings = (*(None,) * 6, False, 1, 0.125, 1e-6, 1e-5, "gelu", "none", 0.0, "head", 0, "half", True)
+    first = (x, None, None, ones, *layers, *settings)
+    yield block_fp8_op, first
+    yield block_fp8_op, (*block_fp8_op(*first), None, *layers, *settings)
+
+
 def steady_state() -> None:
     """A model's second step builds no launch: forward, backward and inference."""
     model = vit_fast.create_model("vit_test", backend="triton", depth=3).bfloat16()
@@ -488,7 +505,7 @@ def main() -> None:
     listen()
     driver = stand_in_driver.install("sm_90")
     kept = keep_what_is_recorded()
-    for operator, arguments in (*cases(), *block_cases(), *modern_cases()):
+    for operator, arguments in (*cases(), *block_cases(), *modern_cases(), *fp8_cases()):
         hold(operator, arguments, kept)
     one_plan_serves_one_tensor_thrice_and_three()
     precision()

@@ -10,12 +10,18 @@ import triton
 import triton.language as tl
 from mlp_support import DEVICE, make_bf16_exact
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
+from vit_fast import UnsupportedInputError
 from vit_fast.accuracy import judge
+from vit_fast.kernels.device import Gpu
 from vit_fast.kernels.fp8 import to_e4m3
+from vit_fast.kernels.layer_norm import new_statistics
+from vit_fast.kernels.split_k import finish_residual_launch
 from vit_fast.ops import reference
-from vit_fast.ops.descriptions import BlockScales, BlockTensors
-from vit_fast.ops.fp8 import fused_block_fp8, quantize_block
+from vit_fast.ops.descriptions import BlockScales, BlockTensors, Norm, QkNorm, Rope
+from vit_fast.ops.fp8 import fp8_reasons, fused_block_fp8, quantize_block
+from vit_fast.ops.fp8_op import block_fp8_op
 
 make_bf16_exact()
 
@@ -103,3 +109,191 @@ def an_input(dtype: torch.dtype = torch.bfloat16) -> Tensor:
 def test_a_block_is_its_definition(dtype: torch.dtype) -> None:
     x = an_input(dtype)
     hold(x, parameters(dtype), some_scales(x))
+
+
+KEPT = ("qkv", "proj", "fc1", "fc2")
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_every_layer_may_stay_in_half_precision(kept: str) -> None:
+    x = an_input()
+    scales = some_scales(x)
+    hold(x, parameters(torch.bfloat16), scales._replace(**{kept: None}))
+    hold(x, parameters(torch.bfloat16), BlockScales(**{kept: getattr(scales, kept)}))
+
+
+def positions(layout: str, prefix: int, heads: int = 1) -> Rope:
+    angles = 3 * torch.randn(1, heads, TOKENS - prefix, WIDTH // HEADS // 2, device=DEVICE)
+    return Rope(angles.cos(), angles.sin(), prefix, layout)
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "SwiGLU": {"gated": True, "activation": "silu"},
+    "RMSNorm, SwiGLU": {"gated": True, "activation": "silu", "norm": "rms_norm"},
+    "RMSNorm": {"norm": "rms_norm", "activation": "gelu_tanh"},
+    "interleaved": {"layout": "interleaved"},
+    "half": {"layout": "half"},
+    "half in the matmul": {"layout": "half", "paired_head": WIDTH // HEADS},
+    "qk-norm": {"layout": "half", "qk": True},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_blocks(form: str) -> None:
+    settings = dict(FORMS[form])
+    if layout := settings.pop("layout", None):
+        settings["rope"] = positions(layout, 2)
+    if settings.pop("qk", False):
+        weight = 1 + 0.3 * torch.randn(2, WIDTH // HEADS, device=DEVICE)
+        settings["qk_norm"] = QkNorm(*(Norm(each.bfloat16(), None, 1e-5, "rms_norm") for each in weight))
+    x = an_input()
+    tensors = parameters(torch.bfloat16, settings.pop("gated", False), settings.get("norm", "layer_norm"))
+    hold(x, tensors, some_scales(x), **settings)
+
+
+def test_nothing_optional_and_parameters_in_fp32() -> None:
+    x = an_input()
+    absent = dict.fromkeys(("norm1_weight", "norm1_bias", "qkv_bias", "proj_bias", "scale1", "fc1_bias", "scale2"))
+    hold(x, parameters(torch.bfloat16, **absent), some_scales(x))
+    hold(x, parameters(torch.float32), some_scales(x))
+
+
+def test_a_channel_of_a_thousand_times_the_rest() -> None:
+    """The definition holds, and with a scale for each channel the others are as near fp64 as without that channel."""
+    x = an_input()
+    tensors = parameters(torch.bfloat16, norm1_bias=None)
+    far = x.clone()
+    far[..., 5] *= 1000
+    y = hold(far, tensors, some_scales(far))
+    exact = reference.fp8_block(far.double(), tensors, BlockScales(), heads=HEADS, eps=EPS)
+    rest = torch.arange(WIDTH, device=DEVICE) != 5
+    error = (y.double() - exact)[..., rest].norm() / (exact - far.double())[..., rest].norm()
+    assert error < 0.05
+
+
+def test_what_passes_the_scales_saturates() -> None:
+    x = an_input()
+    few = some_scales(x)
+    narrow = BlockScales(few.qkv / 8, few.proj / 64, few.fc1 / 8, few.fc2 / 64)
+    y = hold(x, parameters(torch.bfloat16), narrow)
+    assert y.isfinite().all()
+    assert not torch.equal(y, hold(x, parameters(torch.bfloat16), few))
+
+
+def test_a_nan_stays_in_its_image() -> None:
+    x = an_input()
+    tensors, scales = parameters(torch.bfloat16), some_scales(x)
+    clean, _, _ = run(x, tensors, scales)
+    x[1, 3, 7] = torch.nan
+    y, y8, _ = run(x, tensors, scales, scales.qkv)
+    assert y8 is not None
+    assert y[1].isnan().all() and y8[1].float().isnan().all()
+    assert torch.equal(y[0], clean[0])
+    assert y8[0].float().isfinite().all()
+
+
+def test_a_constant_row_gives_what_layer_norm_gives() -> None:
+    x = an_input()
+    x[0, :] = 3.0
+    hold(x, parameters(torch.bfloat16), some_scales(x))
+
+
+@pytest.mark.parametrize("kept", [{}, {"fc2": None}], ids=str)
+def test_what_a_block_hands_on_is_what_the_next_would_make(kept: dict[str, None]) -> None:
+    x = an_input()
+    tensors, scales = parameters(torch.bfloat16), some_scales(x, **kept)
+    assert scales.qkv is not None
+    y, y8, statistics = run(x, tensors, scales, scales.qkv)
+    assert y8 is not None and statistics is not None and y8.dtype == E4M3
+    exact = y.double() / scales.qkv
+    nearest = (reference.quantize_e4m3(y, scales.qkv) - exact).abs()
+    assert ((y8.double() - exact).abs() <= nearest + 1e-6 * exact.abs()).all()  # ties may fall by the reciprocal
+    block = quantize_block(tensors, scales, x.dtype)
+    settings: dict[str, Any] = {"heads": HEADS, "attention_scale": None, "eps": EPS, "activation": "gelu"}
+    with torch.no_grad():
+        handed = fused_block_fp8(y, y8, statistics, block, None, **settings)
+        made = fused_block_fp8(y, None, None, block, None, next_statistics=False, **settings)
+    torch.testing.assert_close(handed[0].float(), made[0].float(), rtol=0.02, atol=0.02)
+    assert handed[1] is None and made[1] is None and made[2] is None
+
+
+def test_parts_of_k_end_in_e4m3_too() -> None:
+    part, residual = torch.randn(3, 19, 48, device=DEVICE), torch.randn(19, 48, device=DEVICE).bfloat16()
+    out, out8 = torch.empty_like(residual), torch.empty_like(residual, dtype=E4M3)
+    statistics, scale = new_statistics(19, 48, residual.device), 2.0 ** torch.randint(-5, 1, (48,), device=DEVICE)
+    finish_residual_launch(part, None, None, residual, out, statistics, out8, scale).run()
+    assert torch.equal(out8.double(), reference.quantize_e4m3(out, scale))
+    torch.testing.assert_close(out.float(), part.sum(0) + residual.float(), rtol=2**-8, atol=2**-8)
+
+
+def flat_call(x: Tensor, handed: bool) -> tuple[Any, ...]:
+    tensors, scales = parameters(torch.bfloat16), some_scales(x)
+    block = quantize_block(tensors, scales, x.dtype)
+    given = (None, None)
+    if handed:
+        _, *given = run(x, tensors, scales, scales.qkv)
+    layers = (*block.qkv, *block.proj, *block.fc1, *block.fc2)
+    of_qk = ("none", 0.0, "head", 0, "half")
+    return (
+        x, *given, scales.qkv if handed else None, *layers, *(None,) * 6, False, HEADS, 0.25, *EPS, "gelu", *of_qk,
+        handed,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("handed", [False, True])
+def test_opcheck(handed: bool) -> None:
+    # but the test of the schema, for which torch would have to compare tensors of e4m3
+    others = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(block_fp8_op, flat_call(an_input(), handed), test_utils=others)
+
+
+def test_its_flop_are_those_of_its_products() -> None:
+    x = an_input()
+    with FlopCounterMode(display=False) as counter:
+        run(x, parameters(torch.bfloat16), some_scales(x))
+    rows = 2 * TOKENS
+    assert counter.get_total_flops() == 2 * rows * WIDTH * (4 * WIDTH + 2 * HIDDEN) + 4 * rows * TOKENS * WIDTH
+
+
+def test_refusals_of_scales() -> None:
+    x = an_input()
+    tensors, scales = parameters(torch.bfloat16), some_scales(x)
+    assert scales.qkv is not None
+    for wrong, word in (
+        (scales._replace(proj=scales.qkv), r"scales\.proj is torch\.float32 of shape \(96,\): accepted is .* \(\)"),
+        (scales._replace(qkv=scales.qkv.double()), r"scales\.qkv is torch\.float64"),
+        (scales._replace(fc2=torch.zeros((), device=DEVICE)), r"scales\.fc2 holds 0 to 0: accepted are positive"),
+        (scales._replace(fc1=scales.qkv * torch.nan), r"scales\.fc1 holds nan to nan"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            quantize_block(tensors, wrong, torch.bfloat16)
+
+
+def test_refusals_name_every_reason() -> None:
+    x = an_input()
+    tensors, scales = parameters(torch.bfloat16), some_scales(x)
+    block = quantize_block(tensors, scales, torch.bfloat16)
+    settings: dict[str, Any] = {"heads": HEADS, "attention_scale": None, "eps": EPS, "activation": "gelu"}
+    with pytest.raises(UnsupportedInputError, match=r"dtype is torch\.float32: accepted are float16, bfloat16"):
+        quantize_block(tensors, scales, torch.float32)
+    narrow = tensors._replace(fc2_weight=tensors.fc2_weight[:, :30])
+    with pytest.raises(UnsupportedInputError, match=r"fc2 reads rows of 30 channels: .*16 \(scales\.fc2=None"):
+        quantize_block(narrow, scales, torch.bfloat16)
+    with pytest.raises(UnsupportedInputError) as refused, torch.enable_grad():
+        fused_block_fp8(x.float().requires_grad_(), x, None, block, None, norm="rms_norm", **settings)
+    for word in ("x is torch.float32", "x requires a gradient", "norm is 'rms_norm'", "x8 is torch.bfloat16"):
+        assert word in str(refused.value)
+    paired = quantize_block(tensors, scales, torch.bfloat16, paired_head=WIDTH // HEADS)
+    for rope in (None, positions("interleaved", 0), positions("half", 0, HEADS)):
+        with pytest.raises(UnsupportedInputError, match="paired_head is 48"):
+            fused_block_fp8(x, None, None, paired, None, rope=rope, **settings)
+
+
+def test_devices_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fp8_reasons(torch.device(DEVICE)) == []
+    assert fp8_reasons(torch.device("meta")) == ["the tensors are on meta: accepted are CUDA tensors"]
+    for arch, accepted in (("sm_80", False), ("sm_86", False), ("sm_89", True), ("sm_120", True)):
+        monkeypatch.setattr("vit_fast.kernels.device.gpu_of", lambda device, arch=arch: Gpu(arch, 100))
+        reasons = fp8_reasons(torch.device(DEVICE))
+        assert (reasons == []) == accepted
+        assert accepted or f"compute capability 8.{arch[-1]}: accepted for FP8 is 8.9 or newer" in reasons[0]

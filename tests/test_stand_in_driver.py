@@ -96,6 +96,58 @@ def test_a_block_launches_no_more_than_it_needs(environment: dict[str, str]) -> 
     assert counts["block, inference"]["descriptors"] <= 22
 
 
+_FP8_COUNTS = """
+import json
+import torch
+from vit_fast.kernels import stand_in_driver
+from vit_fast.ops.descriptions import BlockScales, BlockTensors, Rope
+from vit_fast.ops.fp8 import fp8_reasons, fused_block_fp8, quantize_block
+driver = stand_in_driver.install("ARCH")
+def zeros(*shape):
+    return torch.zeros(shape, dtype=torch.bfloat16)
+C, F, ones = 128, 256, torch.ones(128)
+tensors = BlockTensors(
+    zeros(C), zeros(C), zeros(3 * C, C), zeros(3 * C), zeros(C, C), zeros(C), zeros(C), zeros(C), zeros(C),
+    zeros(F, C), zeros(F), zeros(C, F), zeros(C), zeros(C), zeros(F, C), zeros(F),
+)
+scales = BlockScales(ones, ones[0], ones, ones[0])
+positions = Rope(torch.ones(196, 32), torch.zeros(196, 32), 1)
+counts = {"reasons": fp8_reasons(torch.device("cpu"))}
+kept = {"nothing": {}, "fc1": {"fc1": None}, "fc2, proj": {"fc2": None, "proj": None}, "qkv": {"qkv": None}}
+for name, absent in {} if counts["reasons"] else kept.items():
+    own = scales._replace(**absent)
+    for rope, head in ((None, 0), (positions, 64)):
+        block = quantize_block(tensors, own, torch.bfloat16, paired_head=head)
+        known = zeros(2, 197, C), None, None
+        made = []
+        for _ in range(3):
+            before = driver.counters().launches
+            with torch.no_grad():
+                known = fused_block_fp8(
+                    *known, block, own.qkv, heads=2, attention_scale=None, eps=(1e-6, 1e-6), activation="silu",
+                    rope=rope,
+                )
+            made.append(driver.counters().launches - before)
+        counts[f"{name}, {'rotated' if head else 'plain'}"] = made
+print(json.dumps([counts, driver.violations()]))
+"""
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_89", "sm_86"])
+def test_a_block_in_fp8_is_five_launches(arch: str, environment: dict[str, str]) -> None:
+    """As in half precision: no pass over memory is added, but for what the first block reads."""
+    counts, violations = json.loads(run_python(["-c", _FP8_COUNTS.replace("ARCH", arch)], environment))
+    reasons = counts.pop("reasons")
+    assert violations == []
+    if arch == "sm_86":
+        assert "compute capability 8.6: accepted for FP8 is 8.9" in reasons[0]
+        assert counts == {}
+    else:
+        assert reasons == []
+        assert len(counts) == 8
+        assert {name: made for name, made in counts.items() if made != [6, 5, 5]} == {}
+
+
 _LIBRARY_COUNTS = """
 import json
 import os

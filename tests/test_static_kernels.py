@@ -55,6 +55,16 @@ def test_the_row_kernel_keeps_its_bars(core_report: dict[str, Any]) -> None:
     assert row["hgmma"] and row["tma_loads"] and row["tma_stores"]
 
 
+def test_operands_in_e4m3_reach_their_tensor_cores(core_report: dict[str, Any]) -> None:
+    """Tiles of 128 x 256 x 128 on sm_90: QGMMA, no spills, operands and results by TMA."""
+    rows = [row for row in core_report["builds"] if row["case"].startswith("fp8")]
+    assert {row["kernel"] for row in rows} == {"matmul_layer_norm", "matmul_residual"}
+    for row in rows:
+        assert row["case"].startswith("fp8 128x256x128 TMA")
+        assert row["e4m3"] and row["tma_loads"] and row["tma_stores"]
+        assert row["spill_loads"] == row["spill_stores"] == 0
+
+
 @pytest.mark.parametrize("count", [1, 7, 25])
 def test_the_command_says_beforehand_how_long_it_takes(
     count: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
