@@ -264,16 +264,25 @@ def test_where_answers_are_kept(monkeypatch, tmp_path) -> None:
 def test_foreign_answers_are_ignored_with_a_word(model, images, one_engine) -> None:
     vit_fast.optimize(model, images, budget_s=1)
     (path,) = answers.folder().glob("*.json")
-    for text in ("", "[1]", '{"format": 99}', json.dumps({"format": 1, "key": {}, "choice": {"x": 1}, "figures": {}})):
-        path.write_text(text)
+    good = json.loads(path.read_text())
+    foreign = [good | {"figures": {}}, good | {"key": {}}, good | {"choice": {"x": 1}}]
+    foreign += [good | {"figures": good["figures"] | {"parts": parts}} for parts in (3, {"a": 1}, {"a": ["b"]})]
+    foreign += [good | {"choice": {"by_shape": value}} for value in (3, ["ab", 1], [["a"]])]
+    for text in (b"", b"[1]", b'{"format": 99}', b"\xff", *(json.dumps(each).encode() for each in foreign)):
+        path.write_bytes(text)
         with pytest.warns(UserWarning, match="ignored"):
             assert not vit_fast.optimize(model, images, budget_s=1).kept
     assert answers.clear() == 1 and list(answers.all_answers()) == []
 
 
+RACED = {"machine": {}, "model": "m", "example": [], "asked": {}}
+
+
 def _keep_many(number: int) -> None:
     for turn in range(20):
-        answers.keep(answers.Answer({"machine": {}, "model": "m"}, Choice(split=number + 1), {"turn": turn}))
+        answers.keep(
+            answers.Answer(RACED, Choice(split=number + 1), dict.fromkeys(answers.FIGURES) | {"parts": {}, "ms": turn})
+        )
 
 
 def test_processes_may_race_for_an_answer() -> None:
@@ -284,8 +293,8 @@ def test_processes_may_race_for_an_answer() -> None:
     for process in processes:
         process.join()
         assert process.exitcode == 0
-    found = answers.look_up({"machine": {}, "model": "m"})
-    assert found is not None and found.figures == {"turn": 19}
+    found = answers.look_up(RACED)
+    assert found is not None and found.figures["ms"] == 19
     assert [path.name for path in answers.folder().iterdir()] == [path.name for path in answers.folder().glob("*.json")]
 
 

@@ -21,7 +21,7 @@ from .model import VisionTransformer
 from .ops.backends import auto_reasons, resolve_backend, triton_unavailable_reasons
 from .patch_embed import FusedPatchConv, FusedPatchEmbed, check_normalize, find_patch_conv
 from .plain import forward_is_replaced
-from .tuning.answers import known_backend
+from .tuning.answers import known_backends
 
 LOOKS_FUSABLE = re.compile(r"(Attention|Attn|Mlp|MLP|FFN|FeedForward)(?![a-z])|Attention$")
 
@@ -61,15 +61,18 @@ def fuse(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}: accepted is a torch.nn.Module")
     resolved = _checked_backend(model, backend)
-    known = known_backend(model) if backend == "auto" else None
-    if known is not None and known != resolved:
-        backend = resolved = known
+    known = known_backends(model) if backend == "auto" else {}
+    if known and set(known.values()) != {resolved}:
+        backend = resolved = max(known.values(), key=[*known.values()].count)
     plan = _Plan(model, backend, resolved)
     if normalize is not None:
         plan.add_normalize(model, *check_normalize(normalize))
     plan.apply()
+    for name, other in known.items():
+        if other != resolved:
+            _set_backend_of_part(model.get_submodule(name), other)
     why = auto_reasons(device_of(model), dtype_of(model)) if backend == "auto" and resolved != "triton" else ()
-    if known is not None:
+    if known:
         why = ("vit_fast.optimize found it to be the fastest here",)
     return FusionReport(resolved, tuple(plan.rows), why)
 
@@ -338,6 +341,13 @@ def _give_class_back(module: FusedModule) -> None:
     for name in [name for name in module.__dict__ if name.startswith("vit_fast_")]:
         del module.__dict__[name]
     module.__class__ = type(module).original  # type: ignore[assignment]  # a class of another library
+
+
+def _set_backend_of_part(part: Any, backend: str) -> None:
+    if isinstance(part, FusedModule):
+        part.set_fused_backend(backend)
+    elif "backend" in part.__dict__:  # one of ours
+        part.backend = backend
 
 
 def _row(

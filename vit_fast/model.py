@@ -27,7 +27,7 @@ from .ops.attention_op import DTYPES as KERNEL_DTYPES
 from .ops.attention_op import MAX_HEAD_DIM, MIN_HEAD_DIM
 from .ops.backends import resolve_backend
 from .positions import pos_embed_for, rope_of
-from .tuning.answers import known_backend
+from .tuning.answers import known_backends
 
 
 class VisionTransformer(nn.Module):
@@ -241,20 +241,19 @@ def set_backend(model: nn.Module, backend: str) -> None:
     Raises:
         ValueError: the backend is unknown, or there is nothing in the model to set it on.
     """
-    owners = [m for m in model.modules() if isinstance(m, Attention | Block | AttentionPool)]
+    owners = {name: m for name, m in model.named_modules() if isinstance(m, Attention | Block | AttentionPool)}
     if not owners:
         raise ValueError(
             f"model is a {type(model).__name__} without parts of ours: use vit_fast.fuse for other libraries"
         )
     parameter = next(model.parameters(), torch.empty(0))
     resolved: str = resolve_backend(backend, parameter.device, parameter.dtype)
-    if backend == "auto":
-        resolved = known_backend(model) or resolved
-    for owner in owners:
+    known = known_backends(model) if backend == "auto" else {}
+    for name, owner in owners.items():
         # "auto" is triton only where its attention can run: 16 <= head_dim <= 128, and no fp64
         fits = parameter.dtype in KERNEL_DTYPES and MIN_HEAD_DIM <= owner.head_dim <= MAX_HEAD_DIM
         fits = fits and not (isinstance(owner, Block) and owner.kernel_reasons())
-        owner.backend = "sdpa" if backend == "auto" and not fits else resolved
+        owner.backend = "sdpa" if backend == "auto" and not fits else known.get(name, resolved)
     for part in model.modules():
         if isinstance(part, VisionTransformer):
             part.requested_backend = backend

@@ -6,6 +6,7 @@ be read is ignored with a warning; writing replaces a file at once, so that proc
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -25,6 +26,9 @@ from .calls import tensors_in
 from .choices import Choice
 
 FORMAT = 1
+# What every answer has.
+KEY = ("machine", "model", "example", "asked")
+FIGURES = ("gain", "over_compile", "resolution", "ms", "images_per_s", "agreement", "parts")
 PACKAGES = ("torch", "triton", "onnxruntime", "onnxruntime-gpu", "timm", "transformers")
 
 
@@ -58,6 +62,10 @@ class Answer:
         parts = [data.get(name) for name in ("key", "choice", "figures")]
         if not all(isinstance(part, dict) for part in parts):
             raise ValueError("key, choice and figures: accepted are three objects")
+        key, figures = dict(parts[0] or {}), dict(parts[2] or {})
+        lacking = [name for name in KEY if name not in key] + [name for name in FIGURES if name not in figures]
+        if lacking or not all(len(pair) == 2 for pair in dict(figures["parts"]).values()):
+            raise ValueError(f"{', '.join(lacking) or 'parts'}: accepted are all of {', '.join((*KEY, *FIGURES))}")
         return cls(parts[0], Choice.from_dict(parts[1]), parts[2])  # type: ignore[arg-type]  # objects, as checked
 
 
@@ -126,23 +134,37 @@ def weights_digest(model: nn.Module) -> str:
     return digest.hexdigest()[:16]
 
 
-def known_backend(model: nn.Module) -> str | None:
-    """The backend of our operators that was the fastest for models like this one on this machine, where that is kept.
+def known_backends(model: nn.Module) -> dict[str, str]:
+    """The backends of our operators that were the fastest for models like this one on this machine, by module.
 
-    Of several answers, the newest that runs in torch with one backend for all parts.
+    Of several answers, the newest that runs in torch at full precision; empty where none is kept.
     """
     if not folder().exists():
-        return None
+        return {}
     parameter = next(model.parameters(), None)
     if parameter is None or parameter.device.type == "meta":
-        return None
+        return {}
     here, like = machine(parameter.device), model_key(model)
     for _, answer in all_answers():
-        choice, key = answer.choice, answer.key
-        one = choice.attention is not None and choice.attention == choice.mlp and choice.engine != "onnxruntime"
-        if one and key.get("machine") == here and key.get("model") == like:
-            return choice.attention
-    return None
+        if _is_at_full_precision(answer, here) and answer.key.get("model") == like:
+            return {name: backend for name, (_, backend) in answer.figures["parts"].items()}
+    return {}
+
+
+def known_by_shape(device: torch.device) -> dict[str, str]:
+    """The backends that were the fastest on this machine in models of any kind, by class of shapes; the newest wins."""
+    here = machine(device)
+    found: dict[str, str] = {}
+    for _, answer in all_answers():
+        if _is_at_full_precision(answer, here):
+            for kind, backend in answer.figures["parts"].values():
+                found.setdefault(kind, backend)
+    return found
+
+
+def _is_at_full_precision(answer: Answer, here: dict[str, Any]) -> bool:
+    """Whether an answer of this machine says which backends are best where nothing is rounded further."""
+    return answer.choice.precision is None and bool(answer.figures.get("parts")) and answer.key.get("machine") == here
 
 
 def find(model: nn.Module, example: Any, precision: str | None) -> Answer | None:
@@ -177,8 +199,11 @@ def keep(answer: Answer) -> Path:
 
 def all_answers() -> Iterator[tuple[Path, Answer]]:
     """Every kept answer that can be read, the newest first."""
-    paths = sorted(folder().glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in paths:
+    written = []
+    for path in folder().glob("*.json"):
+        with contextlib.suppress(FileNotFoundError):  # another process removed it just now
+            written.append((path.stat().st_mtime_ns, path))
+    for _, path in sorted(written, reverse=True):
         answer = _read(path)
         if answer is not None:
             yield path, answer
@@ -200,6 +225,8 @@ def _path(key: dict[str, Any]) -> Path:
 def _read(path: Path) -> Answer | None:
     try:
         return Answer.from_dict(json.loads(path.read_text()))
-    except (OSError, ValueError) as error:
+    except FileNotFoundError:  # another process removed it just now
+        return None
+    except (OSError, ValueError, TypeError) as error:  # the last of what is nested otherwise
         warnings.warn(f"{path}: not an answer of vit_fast.optimize, ignored ({error})", stacklevel=3)
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from .calls import Function, only_images, tensors_in
 from .choices import DTYPES, Choice
 from .drop_in import Optimized, hook_reasons, in_pieces, with_inputs, with_threads
 from .runtimes import OnnxFile, session
+from .shapes import shape_classes, sharing_copy
 
 
 def build(choice: Choice, model: nn.Module, example: Any, output: Any, photographs: Sequence[str | Path]) -> Optimized:
@@ -48,19 +49,17 @@ def build(choice: Choice, model: nn.Module, example: Any, output: Any, photograp
     return Optimized(model, choice, function, shares_weights=shares, output_dtypes=dtypes)
 
 
-def prepared_module(choice: Choice, model: nn.Module) -> nn.Module:
+def prepared_module(choice: Choice, model: nn.Module, example: Any) -> nn.Module:
     """A copy of the model in the choice's number format and fused as it says; it shares parameters where it can.
 
     Raises:
         UnsupportedInputError: nothing in the model can be fused, or the backend cannot run here.
     """
-    shares = _shares_weights(choice)
-    kept = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())} if shares else {}
-    work = copy.deepcopy(model, kept).eval()
+    work = sharing_copy(model) if _shares_weights(choice) else copy.deepcopy(model).eval()
     if choice.precision is not None:
         work = work.to(DTYPES[choice.precision])
     if choice.attention is not None or choice.mlp is not None:
-        _fuse_parts(work, choice)
+        _fuse_parts(work, choice, shape_classes(model, example) if choice.by_shape else {})
     if choice.channels_last:
         work.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stub lacks it
     if choice.frozen and choice.engine != "compile" and not freeze(work):
@@ -72,21 +71,21 @@ def _shares_weights(choice: Choice) -> bool:
     return choice.precision is None and not choice.channels_last
 
 
-def _fuse_parts(work: nn.Module, choice: Choice) -> None:
-    wanted = {"attention": choice.attention, "norm + MLP": choice.mlp}
-    named = [backend for backend in wanted.values() if backend is not None]
+def _fuse_parts(work: nn.Module, choice: Choice, classes: Mapping[str, str]) -> None:
+    by_class = dict(choice.by_shape)
+    named = {backend for backend in (choice.attention, choice.mlp, *by_class.values()) if backend is not None}
     # "triton" before the others: it is refused where it cannot run
     report = fuse(work, max(named))  # the last in the alphabet
-    rows = [row for row in report.fused if row.part in wanted]
+    rows = [row for row in report.fused if choice.backend_of(row.part) is not None]
     if not rows:
         reasons = [f"{row.name}: {'; '.join(row.reasons)}" for row in report.left[:3]]
         raise UnsupportedInputError(choice.name, reasons or ["nothing in the model is known to vit_fast.fuse"])
     for row in rows:
         module: Any = work.get_submodule(row.name)
-        backend = wanted[row.part]
-        if backend is not None and isinstance(module, FusedModule):
-            module.set_fused_backend(backend)
-        elif backend is not None:
+        backend = by_class.get(classes.get(row.name, "")) or choice.backend_of(row.part)
+        if isinstance(module, FusedModule):
+            module.set_fused_backend(str(backend))
+        else:
             module.backend = backend
 
 
@@ -96,7 +95,7 @@ def _module(choice: Choice, model: nn.Module, example: Any) -> tuple[Function, b
         return model, True
     if isinstance(model, OnnxFile):
         raise UnsupportedInputError(choice.name, ["the model is a file: accepted are runtimes of files"])
-    work = prepared_module(choice, model)
+    work = prepared_module(choice, model, example)
     function: Function = work
     frozen_in = choice.engine != "torch" and choice.frozen
     if frozen_in:

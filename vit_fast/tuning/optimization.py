@@ -28,6 +28,7 @@ from .drop_in import Optimized
 from .expected import Expected, Rule
 from .planner import SHARE, Found, Objective, Refused, Trial, paired, search
 from .runtimes import OnnxFile
+from .shapes import backends_of, choice_by_classes
 from .trials import Checked, Trials, device_of_example
 
 # What was found once may take so long to build again.
@@ -176,6 +177,8 @@ def optimize(
             except Refused:
                 pass  # it does not hold any more: search
         first = (candidates_of_file if isinstance(model, OnnxFile) else candidates)(device, allowed)
+        likely = choice_by_classes(trials.classes.values(), answers.known_by_shape(device))
+        first = [*filter(None, [likely]), *first]
         found = search(trials, GIVEN, first, budget_s=budget_s, objective=latency_or_throughput)
         return _result(found, trials, key, latency_or_throughput)
 
@@ -296,12 +299,14 @@ def _result(found: Found[Choice], trials: Trials, key: dict[str, Any], objective
     compiled = [row.ratio for row in rows if row.ratio is not None and _is_compile_alone(row.choice)]
     gain = chosen.ratio or 1.0
     over_compile = gain / max(compiled) if compiled and not _is_compile_alone(found.chosen) else None
+    backends = backends_of(found.chosen, trials.classes)
     figures = {
         "gain": gain,
         "over_compile": over_compile,
         "resolution": found.resolution,
         "ms": chosen.ms,
         "images_per_s": chosen.images_per_s,
+        "parts": {name: (trials.classes[name], backend) for name, backend in backends.items()},
         **vars(trials.checked[found.chosen]),
     }
     answer = Answer(key, found.chosen, figures)

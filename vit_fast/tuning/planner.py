@@ -2,7 +2,7 @@
 
 1. Scouting: each candidate is prepared (built, compiled, checked) and called a few times, in the order given, while the
    budget lasts; what is far behind by then is dropped.
-2. Variations of the fastest: as above.
+2. Variations of the fastest: as above; then of what was faster among these, while there is any.
 3. Successive halving: those that are left are called in turns, for twice as many rounds each time, and the slower half
    of what is clearly behind is dropped. What was given stays to the end, and the fastest is measured under a second
    name, too: what lies between its two names is what this machine does to identical code, the resolution.
@@ -31,6 +31,10 @@ SHARE = {"throughput": 0.5, "latency": 0.9}
 SCOUTING_CALLS, FIRST_ROUNDS = 3, 4
 # Rounds that suffice where identical code differs by no more than FINE, and those that do in any case.
 ENOUGH_ROUNDS, MOST_ROUNDS, FINE = 60, 240, 0.02
+# Candidates in a row that variations are tried of, each the fastest of the last one's.
+MOST_VARIED = 8
+# As quickly prepared as what was given: in so many times its seconds.
+QUICK = 4
 FAR_BEHIND, BEHIND = 1.5, 1.05
 # Of the budget, after which nothing more is prepared, and after which no variation is.
 SCOUTING_SHARE, VARYING_SHARE = 0.6, 0.75
@@ -149,7 +153,7 @@ class _Search(Generic[C]):
         self._prepare(self.given, self.budget_s)
         try:
             self._scout(candidates, SCOUTING_SHARE)
-            self._scout(self.shop.variations(self._best().candidate), VARYING_SHARE)
+            self._vary()
             self._halve()
         except KeyboardInterrupt:
             interrupted = True
@@ -193,6 +197,27 @@ class _Search(Generic[C]):
                 self._drop(trial, str(error))
                 continue
             self._drop_far_behind()
+
+    def _vary(self) -> None:
+        """Of the fastest, of the faster one that this found, and so on: one thing is changed at a time.
+
+        What was given may be the fastest only until two things are changed: then the next one that is as quickly
+        prepared is varied as well.
+        """
+        varied: list[Trial[C]] = []
+        for _ in range(MOST_VARIED):
+            best, given_s = self._best(), self.shop.seconds(self.given.candidate)
+            subjects = [best]
+            if best is self.given:
+                others = (trial for trial in self.running if trial is not best and trial.samples_ms)
+                quick = [trial for trial in others if self.shop.seconds(trial.candidate) <= QUICK * given_s]
+                subjects += [min(quick, key=self._cost)] if quick else []
+            subjects = [trial for trial in subjects if trial not in varied]
+            if not subjects:
+                return
+            for trial in subjects:
+                varied.append(trial)
+                self._scout(self.shop.variations(trial.candidate), VARYING_SHARE)
 
     def _drop_far_behind(self) -> None:
         """By the quickest call: what else runs on a machine makes calls longer, never shorter.

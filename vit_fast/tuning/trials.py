@@ -22,6 +22,7 @@ from .drop_in import Optimized
 from .expected import Expected, Rule
 from .planner import Refused
 from .runtimes import OnnxFile
+from .shapes import shape_classes
 
 # About how long a runtime takes to open a file.
 OPENING_S = 1.0
@@ -72,6 +73,7 @@ class Trials:
         self.device = device_of_example(example)
         self.checked: dict[Choice, Checked] = {}
         self.prepared: dict[Choice, tuple[Optimized, Samples]] = {}
+        self.classes = {} if isinstance(model, OnnxFile) else shape_classes(model, example)
         self.start = time.perf_counter()
 
     def elapsed_s(self) -> float:
@@ -137,7 +139,7 @@ class Trials:
 
     def variations(self, candidate: Choice) -> Sequence[Choice]:
         base = AS_FILE if isinstance(self.model, OnnxFile) and candidate == GIVEN else candidate
-        return variations(base, self.device, first_batch(self.example))
+        return variations(base, self.device, first_batch(self.example), set(self.classes.values()))
 
     def _forget(self) -> None:
         gc.collect()
