@@ -29,6 +29,7 @@ def only(monkeypatch: pytest.MonkeyPatch):
     def choose(choice: Choice) -> None:
         module = "vit_fast.tuning.optimization"
         monkeypatch.setattr(f"{module}.candidates", lambda *_: [choice])
+        monkeypatch.setattr(f"{module}.choice_by_classes", lambda *_: None)
         monkeypatch.setattr("vit_fast.tuning.trials.variations", lambda *_: [])
         take = vit_fast.tuning.trials.Trials.call_ms
         factor = {choice: 0.01}

@@ -19,8 +19,9 @@ class Optimized(nn.Module):
     """A model in the fastest way that was found for it; for inference.
 
     Takes and gives what the model does, in the same dtypes, without gradients. Attributes, parameters and state_dict
-    are the model's own. A weight or module that was replaced, and where weights were converted or compiled in also one
-    that was written to, is noticed by the next call; what torch cannot see, writes through `.data`, is not.
+    are the model's own. A weight, module or forward that was replaced, a weight that was converted or moved, and where
+    weights were converted or compiled in also one that was written to, is noticed by the next call; what torch cannot
+    see, writes through `.data`, is not.
 
     Args:
         original: The model as it was given; held, not changed.
@@ -44,8 +45,12 @@ class Optimized(nn.Module):
         self.choice = choice
         self._function = function
         self._output_dtypes = output_dtypes
-        self._held = () if choice == Choice() else tuple(_held_by(original))
-        self._written = () if shares_weights else tuple((tensor, tensor._version) for tensor in _tensors_of(original))
+        as_given = choice == Choice()
+        # flat, since every call goes through them
+        self._held = () if as_given else tuple(_held_by(original))
+        self._hooks = () if as_given else tuple(_hooks_of(original))
+        self._kinds = () if as_given else tuple((each, each.dtype, each.device) for each in _tensors_of(original))
+        self._written = () if shares_weights else tuple((each, version_of(each)) for each in _tensors_of(original))
         self.training = False
 
     @torch.no_grad()
@@ -71,13 +76,29 @@ class Optimized(nn.Module):
 
     def _reasons(self) -> list[str]:
         """What was done to the model since that this would not follow."""
-        as_given = self.choice == Choice()
-        if self.training or (as_given and self.original.training):
+        if self.training:
             return ["it is in training mode: accepted is evaluation mode; train the model it was made from"]
+        if self.choice == Choice():
+            running = "the model as it was given, which is in training mode: accepted is evaluation mode, model.eval()"
+            return [f"it runs {running}"] if self.original.training else []
         replaced = any(place.get(name) is not value for place, name, value in self._held)
-        if replaced or any(tensor._version != version for tensor, version in self._written):
+        converted = any(each.dtype is not dtype or each.device != device for each, dtype, device in self._kinds)
+        if replaced or converted or any(version_of(each) != version for each, version in self._written):
             return ["the model's weights were changed since: optimize it again"]
-        return [] if as_given else hook_reasons(self.original)
+        return hook_reasons(self.original) if any(self._hooks) else []
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Optimized:
+        """Runs on .to(), .half() and the like; what changes nothing is accepted.
+
+        Raises:
+            UnsupportedInputError: it would convert or move the weights, for which something else may be the fastest.
+        """
+        for tensor in _tensors_of(self.original):
+            probe = fn(tensor.new_empty(0))
+            if probe.dtype != tensor.dtype or probe.device != tensor.device:
+                reason = f"to {probe.dtype} on {probe.device}: convert or move the model it was made from, and optimize"
+                raise UnsupportedInputError(f"a model optimized as {self.choice.name!r}", [f"{reason} that again"])
+        return self
 
     def train(self, mode: bool = True) -> Optimized:
         """Only marks it: a call in training mode is refused."""
@@ -99,17 +120,30 @@ class Optimized(nn.Module):
             return getattr(super().__getattr__("original"), name)
 
 
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written to; torch does not count that of those made in inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
     yield from model.parameters()
     yield from model.buffers()
 
 
 def _held_by(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, object]]:
-    """Every module, parameter and buffer in a model, by where it stands."""
+    """Every module, parameter and buffer in a model, and forwards of instances, by where they stand."""
     for module in model.modules():
+        yield module.__dict__, "forward", module.__dict__.get("forward")
         for place in (module._modules, module._parameters, module._buffers):
             for name, value in place.items():
                 yield place, name, value
+
+
+def _hooks_of(model: nn.Module) -> Iterator[dict[int, Any]]:
+    """Where hooks would stand; see is_hooked."""
+    for module in model.modules():
+        yield from (module._forward_hooks, module._forward_pre_hooks)
+        yield from (module._backward_hooks, module._backward_pre_hooks)
 
 
 def hook_reasons(model: nn.Module) -> list[str]:

@@ -17,6 +17,7 @@ from ..fusion import unfuse
 from ..measuring.limits import describe_error
 from .calls import call, first_batch, tensors_in
 from .choices import Choice
+from .drop_in import version_of
 from .planner import Refused
 from .runtimes import OnnxFile
 
@@ -171,8 +172,7 @@ def _untouched(model: nn.Module, example: Any) -> Any:
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    """How often each was written to; torch does not count that of tensors made in inference mode."""
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+    return [version_of(tensor) for tensor in tensors]
 
 
 def _definition(model: nn.Module) -> tuple[Callable[..., Any], float]:

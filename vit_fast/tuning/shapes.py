@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..fusion import fuse
+from ..fusion import fuse, unfuse
 from .calls import call, first_batch
 from .choices import Choice
 
@@ -28,20 +28,18 @@ def shape_classes(model: nn.Module, example: Any) -> dict[str, str]:
         example: What it is called with.
     """
     work = sharing_copy(model)
+    parts = {row.name: row.part for row in fuse(work, "sdpa").fused}
+    if not parts:
+        return {}
+    unfuse(work)  # its own forwards call every part, which ours may not
     shapes: dict[str, tuple[int, int, int]] = {}
     images = first_batch(example)
-    handles = [
-        module.register_forward_pre_hook(_Recorder(shapes, name, images), with_kwargs=True)
-        for name, module in work.named_modules()
-    ]
+    for name in parts:
+        recorder = _Recorder(shapes, name, images)
+        work.get_submodule(name).register_forward_pre_hook(recorder, with_kwargs=True)
     with torch.no_grad():
         call(work, example)
-    for handle in handles:
-        handle.remove()
-    rows = fuse(work, "sdpa").fused
-    return {
-        row.name: f"{row.part} " + "x".join(map(str, shapes[row.name])) for row in rows if row.name in shapes
-    }  # fmt: skip
+    return {name: f"{part} {'x'.join(map(str, shapes[name]))}" for name, part in parts.items() if name in shapes}
 
 
 def sharing_copy(model: nn.Module) -> nn.Module:
