@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import multiprocessing
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -221,6 +225,27 @@ def test_finds_keeps_and_gives_again(model, images, one_engine, objective) -> No
     other = vit_fast.optimize(model, images[:2], budget_s=1, latency_or_throughput=objective)
     assert not other.kept, "another batch"
     assert not vit_fast.optimize(model, images, budget_s=1, latency_or_throughput=objective, again=True).kept
+
+
+def test_ctrl_c_ends_the_search_whatever_swallows_it(model, images, monkeypatch) -> None:
+    """A compiler that takes the exception for one of its own."""
+    fused, never = Choice(attention="sdpa", mlp="sdpa"), Choice(attention="sdpa", mlp="eager")
+    monkeypatch.setattr("vit_fast.tuning.optimization.candidates", lambda *_: [fused, never])
+
+    def build_and_press(choice: Choice, *how):
+        if choice == fused:
+            with contextlib.suppress(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(60)
+        return build(choice, *how)
+
+    monkeypatch.setattr("vit_fast.tuning.trials.build", build_and_press)
+    before = signal.getsignal(signal.SIGINT)
+    found = vit_fast.optimize(model, images, budget_s=600)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert found.choice == Choice() and [row.choice for row in found.table] == [Choice(), fused]
+    assert found.model(images).shape == (4, 10)
+    assert list(answers.all_answers()) == [], "half a search is no answer to keep"
 
 
 def test_answers_with_loss_hold_for_these_weights_alone(model, images, one_engine) -> None:

@@ -193,6 +193,19 @@ def test_ctrl_c_gives_the_best_so_far(at: float) -> None:
     found = search(machine, GIVEN, field, budget_s=120)
     assert found.interrupted
     assert found.chosen.name == ("given" if at < 2 else "fast")
+    assert [trial.candidate for trial in found.trials if trial.reason is None] == [found.chosen]
+
+
+def test_what_ctrl_c_ended_is_not_taken_for_the_chosen_one() -> None:
+    class Pressed(Machine):
+        def prepare(self, candidate: Simulated, seconds: float) -> None:
+            super().prepare(candidate, seconds)
+            if candidate.name == "late":
+                raise KeyboardInterrupt
+
+    found = search(Pressed(noise=0.01), GIVEN, [Simulated("fast", 50.0), Simulated("late", 1.0)], budget_s=120)
+    assert found.interrupted and found.chosen.name == "fast"
+    assert names(found)["late"] == "interrupted while it was prepared"
 
 
 def test_latency_is_compared_by_the_calls_that_take_long() -> None:

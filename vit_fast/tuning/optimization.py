@@ -26,6 +26,7 @@ from .calls import first_batch, only_images
 from .choices import GIVEN, PRECISIONS, Choice, Precision, candidates, candidates_of_file
 from .drop_in import Optimized
 from .expected import Expected, Rule
+from .interruption import remembered
 from .planner import SHARE, Found, Objective, Refused, Trial, paired, search
 from .runtimes import OnnxFile
 from .shapes import backends_of, choice_by_classes
@@ -166,10 +167,11 @@ def optimize(
         "min_agreement": min_agreement if allowed else None,
         "memory_limit": memory_limit,
     }
-    with evaluating(model):
+    with evaluating(model), remembered() as interruption:
         key = answers.key_of(model, example, asked)
         expected = Expected(model, example, images)
-        trials = Trials(model, example, expected, tuple(calibration or ()), Rule(min_agreement, memory_limit), progress)
+        rule = Rule(min_agreement, memory_limit)
+        trials = Trials(model, example, expected, tuple(calibration or ()), rule, progress, interruption)
         kept = None if again else answers.look_up(key)
         if kept is not None:
             try:

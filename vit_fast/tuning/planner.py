@@ -289,6 +289,9 @@ class _Search(Generic[C]):
             if trial is not chosen:
                 behind = self._cost(trial) / self._cost(chosen) if trial.samples_ms else float("inf")
                 trial.reason = f"{behind:.2f} times as long" if behind > needed else "no faster, and less plain"
+        for trial in self.trials:
+            if trial is not chosen and trial.reason is None:
+                trial.reason = "interrupted while it was prepared"
         return Found(chosen.candidate, tuple(self.trials), tuple(self.again), resolution, interrupted)
 
     def _lead(self, one: Trial[C], other: Trial[C]) -> float:

@@ -21,6 +21,7 @@ from .calls import call, first_batch, tensors_in
 from .choices import AS_FILE, GIVEN, Choice, variations
 from .drop_in import Optimized
 from .expected import Expected, Rule
+from .interruption import Interruption
 from .planner import Refused
 from .runtimes import OnnxFile
 from .shapes import shape_classes
@@ -58,6 +59,7 @@ class Trials:
         photographs: To calibrate int8 with.
         rule: What a choice must keep.
         tell: Told what is being done, and after how many seconds.
+        interruption: What ends the search.
     """
 
     def __init__(
@@ -68,9 +70,11 @@ class Trials:
         photographs: Sequence[str | Path],
         rule: Rule,
         tell: Callable[[str, float], None] | None = None,
+        interruption: Interruption | None = None,
     ) -> None:
         self.model, self.example, self.expected = model, example, expected
         self.photographs, self.rule, self.tell = photographs, rule, tell
+        self.interruption = interruption or Interruption()
         self.device = device_of_example(example)
         self.checked: dict[Choice, Checked] = {}
         self.prepared: dict[Choice, tuple[Optimized, Samples]] = {}
@@ -93,6 +97,7 @@ class Trials:
 
     def prepare(self, candidate: Choice, seconds: float) -> None:
         """Builds, checks, and weighs a choice."""
+        self.interruption.check()
         if self.tell is not None:
             self.tell(candidate.name, self.elapsed_s())
         try:
@@ -126,6 +131,7 @@ class Trials:
         return optimized, Checked(error, allowed, agreement, first_call_s, peak)
 
     def call_ms(self, candidate: Choice, number: int) -> float:
+        self.interruption.check()
         samples = self.prepared[candidate][1]
         try:
             samples.take(number)
