@@ -1,13 +1,16 @@
-"""The guide: every block of Python runs, in the order of its page; it builds offline and without a warning."""
+"""The guide: every block of Python and of sh runs, in the order of its page; it builds offline, without a warning."""
 
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from vit_fast.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -15,12 +18,21 @@ PAGES = {path.relative_to(DOCS).as_posix(): path.read_text() for path in sorted(
 WITH_CODE = [name for name, text in PAGES.items() if "```python" in text]
 
 
+@pytest.mark.usefixtures("small_ceilings")
 @pytest.mark.parametrize("page", WITH_CODE)
-def test_python_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
-    for number, block in enumerate(re.findall(r"```python\n(.*?)```", PAGES[page], re.DOTALL)):
-        exec(compile(block, f"{page}, block {number}", "exec"), names)
+    for number, (language, block) in enumerate(re.findall(r"```(python|sh)\n(.*?)```", PAGES[page], re.DOTALL)):
+        if language == "python":
+            exec(compile(block, f"{page}, block {number}", "exec"), names)
+            continue
+        for line in block.splitlines():
+            program, *arguments = shlex.split(line)
+            assert program == "vit-fast"
+            with pytest.raises(SystemExit) as exit_:
+                main(arguments)
+            assert not exit_.value.code, line
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
 

@@ -334,7 +334,7 @@ def test_command_refuses_a_taken_name_before_exporting(tmp_path: Path, capsys: p
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "export needs a MODEL and -o FILE.onnx"),
+        ([], "export needs a MODEL or --weights, and -o FILE.onnx"),
         (["vit_tset", "-o", "m.onnx"], "unknown model 'vit_tset': nearest are vit_test"),
         (["vit_test", "-o", "m.onnx", "--opset", "3"], "opset=3: accepted are 18"),
         (["vit_test", "-o", "m.onnx", "--softmax", "--features"], "accepted is one of them"),

@@ -174,6 +174,12 @@ def test_what_a_model_lacks_is_said_and_left_out(tmp_path: Path, capsys: pytest.
     assert "no positions: " in capsys.readouterr().err
 
 
+def test_a_grey_model_is_shown_grey_pictures(tmp_path: Path) -> None:
+    weights = vit_fast.save(vit_fast.create_model("vit_test", in_chans=1), tmp_path / "grey.safetensors")
+    assert run("show", str(weights), "--figures", "features", "--out", str(tmp_path / "seen")) == 0
+    assert [path.name for path in (tmp_path / "seen").iterdir()] == ["features.png"]
+
+
 def test_an_image_of_another_shape(model) -> None:
     wide = vit_fast.create_model("vit_test", img_size=(32, 64)).eval()
     sight = figures.look(wide, torch.randn(1, 3, 32, 64))

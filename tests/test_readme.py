@@ -1,4 +1,4 @@
-"""What the README claims can be run: its python blocks, its commands' names and options, its tables."""
+"""What the README claims can be run: its python blocks, its and the guide's commands with their options, its tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from vit_fast.benchmarks.report import objections
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-COMMANDS = [line.strip().split(" #")[0] for line in README.splitlines() if line.startswith("    vit-fast ")]
+PAGES = [README, *(path.read_text() for path in sorted((ROOT / "docs").rglob("*.md")))]
+COMMANDS = sorted(
+    {line.strip().split(" #")[0] for page in PAGES for line in page.splitlines() if line.startswith("    vit-fast ")}
+)
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
@@ -42,7 +45,7 @@ def test_command_and_its_options_exist(command):
 
 def test_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text()
-    for target in set(re.findall(r"(?:`|    )make ([a-z-]+)", README)):
+    for target in set(re.findall(r"(?:`|    )make ([a-z-]+)", "".join(PAGES))):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 

@@ -15,7 +15,10 @@ def register(app: typer.Typer) -> None:
 
 def export(
     model: Annotated[
-        str | None, typer.Argument(help="A variant of `vit-fast models`, or a Hugging Face Hub id.")
+        str | None,
+        typer.Argument(
+            help="A variant of `vit-fast models`, a weights file that says its shape, or a Hugging Face Hub id."
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="The .onnx file to write.")] = None,
     weights: Annotated[str | None, typer.Option(help="A weights file or a Hugging Face Hub id; else random.")] = None,
@@ -62,8 +65,12 @@ def export(
 
         _show(inspect_onnx(inspect), as_json)
         return
+    if model is None:
+        model, weights = weights, None
     if model is None or out is None:
-        raise ValueError("export needs a MODEL and -o FILE.onnx, or --inspect FILE.onnx")
+        raise ValueError("export needs a MODEL or --weights, and -o FILE.onnx; or --inspect FILE.onnx")
+    if "/" not in model and Path(model).exists():
+        model = f"./{model}"  # beside variants' names, those that have a slash are files, folders and Hub ids
     if softmax and features:
         raise ValueError("--softmax with --features: accepted is one of them")
 
@@ -82,7 +89,7 @@ def export(
         if given:
             find_images(given)
     names = None if classes is None else read_class_names(classes)
-    has_weights = weights is not None or "/" in model  # a Hub id brings its own
+    has_weights = weights is not None or "/" in model  # which brings its own
     made = _make_model(model, weights, num_classes=num_classes, img_size=img_size)
     report = export_onnx(
         made,

@@ -46,8 +46,9 @@ def show(
     of_attention = {"blocks": integers("--blocks", blocks), "heads": integers("--heads", heads)}
     opened = open_model(model, 1, [] if image is None else [image], "cpu", integers("--img-size", img_size, "x"))
     picture = drawn.open_picture(
-        opened.module, image or opened.photographs[0], data_config=opened.model.data, image_hw=opened.model.image_hw
-    )
+        opened.module, image or opened.photographs[0], data_config=opened.model.data, image_hw=opened.model.image_hw,
+        in_chans=opened.model.in_chans,
+    )  # fmt: skip
     for name in wanted:
         try:
             if name == "filters":

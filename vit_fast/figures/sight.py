@@ -170,6 +170,7 @@ def open_picture(
     *,
     data_config: DataConfig | None = None,
     image_hw: Size | None = None,
+    in_chans: int | None = None,
 ) -> Picture:
     """A picture, prepared for a model.
 
@@ -178,15 +179,15 @@ def open_picture(
         image: A file, or Pillow's image; None means the photograph inside matplotlib's wheel.
         data_config: How to prepare it; None means as the model says, else DataConfig's defaults.
         image_hw: Height and width in pixels; None means the model's own.
+        in_chans: 3 (RGB) or 1 (grey); None means the model's own.
     Raises:
         ImageError: the file is missing or no image.
-        UnsupportedInputError: image_hw is None, and the model's library is not known.
+        UnsupportedInputError: one of the last three is None, and the model's library is not known.
     """
-    in_chans = 3
-    if image_hw is None or data_config is None:
+    if image_hw is None or data_config is None or in_chans is None:
         known = recognise(model)
         image_hw, data_config = image_hw or known.image_hw, data_config or known.data_config or DataConfig()
-        in_chans = known.in_chans
+        in_chans = in_chans or known.in_chans
     picture = image if isinstance(image, Image.Image) else read_image(default_photograph() if image is None else image)
     prepared = make_transform(data_config, image_hw, in_chans)(picture)
     plain = DataConfig.from_dict({**vars(data_config), "mean": (0.0,) * 3, "std": (1.0,) * 3})
