@@ -281,7 +281,7 @@ def fp8_cases() -> Iterator[tuple[Any, Arguments]]:
     )  # fmt: skip
     block = quantize_block(tensors, BlockScales(ones, ones[0], ones, ones[0]), BF16)
     layers = (*block.qkv, *block.proj, *block.fc1, *block.fc2)
-    settings = (*(None,) * 6, False, 1, 0.125, 1e-6, 1e-5, "gelu", "none", 0.0, "head", 0, "half", True)
+    settings = (*(None,) * 6, 1, 0.125, 1e-6, 1e-5, "gelu", "none", 0.0, "head", 0, "half", True)
     first = (x, None, None, ones, *layers, *settings)
     yield block_fp8_op, first
     yield block_fp8_op, (*block_fp8_op(*first), None, *layers, *settings)

@@ -134,6 +134,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "interleaved": {"layout": "interleaved"},
     "half": {"layout": "half"},
     "half in the matmul": {"layout": "half", "paired_head": WIDTH // HEADS},
+    "half, of its own for each head": {"layout": "half", "paired_head": WIDTH // HEADS, "heads_apart": HEADS},
     "qk-norm": {"layout": "half", "qk": True},
 }
 
@@ -142,13 +143,48 @@ FORMS: dict[str, dict[str, Any]] = {
 def test_forms_of_blocks(form: str) -> None:
     settings = dict(FORMS[form])
     if layout := settings.pop("layout", None):
-        settings["rope"] = positions(layout, 2)
+        settings["rope"] = positions(layout, 2, settings.pop("heads_apart", 1))
     if settings.pop("qk", False):
         weight = 1 + 0.3 * torch.randn(2, WIDTH // HEADS, device=DEVICE)
         settings["qk_norm"] = QkNorm(*(Norm(each.bfloat16(), None, 1e-5, "rms_norm") for each in weight))
     x = an_input()
     tensors = parameters(torch.bfloat16, settings.pop("gated", False), settings.get("norm", "layer_norm"))
     hold(x, tensors, some_scales(x), **settings)
+
+
+@pytest.mark.parametrize("head_dim", [16, 72])
+def test_heads_of_other_sizes(head_dim: int) -> None:
+    """Of 72 channels no descriptor writes rows in e4m3."""
+    x, inner = an_input(), HEADS * head_dim
+    tensors = parameters(torch.bfloat16)
+    qkv, proj = (0.2 * torch.randn(*shape, device=DEVICE) for shape in ((3 * inner, WIDTH), (WIDTH, inner)))
+    tensors = tensors._replace(qkv_weight=qkv.bfloat16(), qkv_bias=None, proj_weight=proj.bfloat16())
+    hold(x, tensors, some_scales(x))
+
+
+def test_empty_batches_and_strided_rows() -> None:
+    tensors, wide = parameters(torch.bfloat16), torch.cat((an_input(), an_input()), dim=1)
+    scales = some_scales(wide)
+    y, y8, _ = run(wide[:0], tensors, scales, scales.qkv)
+    assert y8 is not None and y.shape == y8.shape == (0, 2 * TOKENS, WIDTH)
+    assert torch.equal(run(wide[:, ::2], tensors, scales)[0], run(wide[:, ::2].contiguous(), tensors, scales)[0])
+
+
+def test_torch_compile_takes_it_whole() -> None:
+    x = an_input()
+    tensors, scales = parameters(torch.bfloat16), some_scales(x)
+    block = quantize_block(tensors, scales, x.dtype)
+
+    def two(x: Tensor) -> Tensor:
+        known: Any = x, None, None
+        for _ in range(2):
+            known = fused_block_fp8(
+                *known, block, scales.qkv, heads=HEADS, attention_scale=None, eps=EPS, activation="gelu"
+            )
+        return known[0]
+
+    with torch.no_grad():
+        assert torch.equal(torch.compile(two, fullgraph=True, backend="aot_eager")(x), two(x))
 
 
 def test_nothing_optional_and_parameters_in_fp32() -> None:
@@ -235,7 +271,7 @@ def flat_call(x: Tensor, handed: bool) -> tuple[Any, ...]:
     layers = (*block.qkv, *block.proj, *block.fc1, *block.fc2)
     of_qk = ("none", 0.0, "head", 0, "half")
     return (
-        x, *given, scales.qkv if handed else None, *layers, *(None,) * 6, False, HEADS, 0.25, *EPS, "gelu", *of_qk,
+        x, *given, scales.qkv if handed else None, *layers, *(None,) * 6, HEADS, 0.25, *EPS, "gelu", *of_qk,
         handed,
     )  # fmt: skip
 
@@ -284,7 +320,7 @@ def test_refusals_name_every_reason() -> None:
     for word in ("x is torch.float32", "x requires a gradient", "norm is 'rms_norm'", "x8 is torch.bfloat16"):
         assert word in str(refused.value)
     paired = quantize_block(tensors, scales, torch.bfloat16, paired_head=WIDTH // HEADS)
-    for rope in (None, positions("interleaved", 0), positions("half", 0, HEADS)):
+    for rope in (None, positions("interleaved", 0)):
         with pytest.raises(UnsupportedInputError, match="paired_head is 48"):
             fused_block_fp8(x, None, None, paired, None, rope=rope, **settings)
 

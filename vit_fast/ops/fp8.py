@@ -15,7 +15,7 @@ from ..errors import UnsupportedInputError
 from . import reference
 from .backends import constant_to_compiler, triton_unavailable_reasons
 from .block import checked_qk
-from .descriptions import BlockScales, BlockTensors, QkNorm, Rope, is_rms
+from .descriptions import BlockScales, BlockTensors, QkNorm, Rope, is_rms, neighbours
 from .fp8_op import E4M3, Fp8Linear, block_fp8_op
 
 FP8_CAPABILITY = (8, 9)
@@ -75,8 +75,8 @@ def quantize_block(
         scales: Of the operands: positive and finite.
         dtype: Of the activations, and of what is not quantised: float16 or bfloat16.
         norm: "layer_norm" or "rms_norm".
-        paired_head: D, where rotary positions of layout "half", shared by all heads and without qk-norm, are to be
-            turned by the matmul; else 0.
+        paired_head: D, where rotary positions of layout "half" without qk-norm are to be turned as neighbours, by the
+            matmul where all heads share them; else 0.
     Raises:
         ValueError: a scale has another shape, or is not a positive finite number.
         UnsupportedInputError: FP8 cannot run on these; lists all reasons.
@@ -217,16 +217,18 @@ def fused_block_fp8(
     _require_supported(x, x8, block, next_scale, norm)
     if attention_scale is None:
         attention_scale = (width // (3 * heads)) ** -0.5
+    if block.paired_head:
+        if rope is None or rope.layout != "half" or qk_norm is not None:
+            reason = (
+                f"paired_head is {block.paired_head}, for positions of layout 'half' and no qk-norm: "
+                "quantize the block with paired_head=0"
+            )
+            raise UnsupportedInputError("a block in FP8", [reason])
+        rope = neighbours(rope, block.paired_head)
     *of_qk, kind, qk_eps, over, prefix, layout = checked_qk(x, width, heads, qk_norm, rope)
-    if block.paired_head and (rope is None or qk_norm is not None or rope.layout != "half" or of_qk[4].shape[1] != 1):
-        reason = (
-            f"paired_head is {block.paired_head}, which turns q and k by positions of layout 'half' that all heads "
-            "share, without qk-norm: quantize the block with paired_head=0"
-        )
-        raise UnsupportedInputError("a block in FP8", [reason])
     y, y8, emitted = block_fp8_op(
         x, x8, statistics, next_scale, *block.qkv, *block.proj, *block.fc1, *block.fc2, *of_qk,
-        block.paired_head > 0, heads, attention_scale, *eps, activation, kind, qk_eps, over, prefix, layout,
+        heads, attention_scale, *eps, activation, kind, qk_eps, over, prefix, layout,
         next_statistics,
     )  # fmt: skip
     return y, None if next_scale is None else y8, emitted if next_statistics else None

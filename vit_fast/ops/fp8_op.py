@@ -57,7 +57,7 @@ def block_fp8_op(
     fc2_shift: Tensor | None, fc2_scale: Tensor | None, fc2_sum: Tensor | None, fc2_operand: Tensor | None,
     q_weight: Tensor | None, q_bias: Tensor | None, k_weight: Tensor | None, k_bias: Tensor | None,
     cos: Tensor | None, sin: Tensor | None,
-    paired: bool, heads: int, attention_scale: float, eps1: float, eps2: float, activation: str, qk_norm: str,
+    heads: int, attention_scale: float, eps1: float, eps2: float, activation: str, qk_norm: str,
     qk_eps: float, over: str, prefix: int, layout: str, next_statistics: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The block's output [B, N, C] for x [B, N, C]; with `next_scale` [C] the same in e4m3, divided by that; and with
@@ -69,11 +69,11 @@ def block_fp8_op(
     proj = Fp8Linear(proj_weight, proj_shift, proj_scale, proj_sum, proj_operand)
     fc1 = Fp8Linear(fc1_weight, fc1_shift, fc1_scale, fc1_sum, fc1_operand)
     fc2 = Fp8Linear(fc2_weight, fc2_shift, fc2_scale, fc2_sum, fc2_operand)
-    step = qkv_step(q_weight, q_bias, k_weight, k_bias, cos, sin, qk_norm, qk_eps, over, prefix, layout, not paired)
+    step = qkv_step(q_weight, q_bias, k_weight, k_bias, cos, sin, qk_norm, qk_eps, over, prefix, layout, True)
     rows, dtype = contiguous_rows(x), x.dtype
     first = _first_operand(rows, x8, statistics, qkv_operand)
     flat = layer_norm_linear(_rows(*first, eps1), _folded(qkv), turns=step.turns(x.shape[1]), dtype=dtype)
-    packed = flat.view(*x.shape[:-1], 3, heads, -1)
+    packed = flat.view(*x.shape[:-1], 3, heads, flat.shape[1] // (3 * heads))
     step.check(packed)
     q, k, v = step.forward(packed)[0].transpose(1, 3).unbind(2)
     if reasons := attention_reasons(q, k, v, attention_scale):
