@@ -1,0 +1,214 @@
+"""What optimize tries on CUDA alone, on machines without: its own code, with stand-ins for what only a GPU does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from fused_models import assert_within
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import vit_fast
+from vit_fast import runtime
+from vit_fast.tuning import choices, deployable
+from vit_fast.tuning.answers import Answer
+from vit_fast.tuning.build import build
+from vit_fast.tuning.choices import Choice
+from vit_fast.tuning.expected import Expected, Rule
+from vit_fast.tuning.planner import Refused
+from vit_fast.tuning.trials import Trials
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without CUDA")
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    model = vit_fast.create_model("vit_test", backend="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+@pytest.fixture
+def images() -> Tensor:
+    return torch.randn(6, 3, 32, 32)
+
+
+class Graph:
+    """A captured graph: fixed buffers, which a replay fills, and the kernels it was captured with."""
+
+    made: ClassVar[list[Graph]] = []
+
+    def __init__(self, model: nn.Module, example: Tensor, batch: int) -> None:
+        self.model, self.batch, self.replays = model, batch, 0
+        self.input = example.new_zeros((batch, *example.shape[1:]))
+        self.output = model(self.input)
+        Graph.made.append(self)
+
+    def replay(self, images: Tensor) -> Any:
+        self.replays += 1
+        self.input[: len(images)].copy_(images)
+        pytree.tree_map(lambda kept, new: kept.copy_(new), self.output, self.model(self.input))
+        return pytree.tree_map(lambda tensor: tensor[: len(images)].clone(), self.output)
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
+    """Lets GraphRunner capture and replay; where, is all that is not its own."""
+
+    class Stream:
+        def wait_event(self, event: object) -> None: ...
+
+        def record_event(self) -> object:
+            return object()
+
+    Graph.made.clear()
+    monkeypatch.setattr(runtime, "_no_graph_reasons", lambda model, example: [])
+    monkeypatch.setattr(runtime, "_Graph", Graph)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    return Graph.made
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        Choice(attention="sdpa", mlp="sdpa", graphs=True),
+        Choice(attention="sdpa", mlp="sdpa", graphs=True, split=4),
+        Choice(attention="sdpa", mlp="sdpa", graphs=True, precision="bf16"),
+        Choice(attention="sdpa", mlp="sdpa", graphs=True, channels_last=True),
+    ],
+    ids=lambda choice: choice.name,
+)
+def test_graphs_are_a_drop_in(model, images, graphs: list[Graph], choice: Choice) -> None:
+    expected = Expected(model, images)
+    trials = Trials(model, images, expected, (), Rule(0.0))
+    trials.prepare(choice, 600)
+    optimized = trials.prepared[choice][0]
+    (graph,) = graphs
+    assert graph.batch == (choice.split or 6) and graph.replays >= 2
+    assert graph.input.dtype == (torch.bfloat16 if choice.precision else torch.float32)
+    first = optimized(images)
+    kept = first.clone()
+    optimized(images + 1)
+    assert torch.equal(first, kept), "the next replay writes over nothing that was given away"
+    assert first.dtype == torch.float32 and optimized(images[:2]).shape == (2, 10)
+    with pytest.raises(ValueError, match="as the example"):
+        optimized(images[:, :, :16])
+
+
+def test_graphs_want_one_tensor(model, images, graphs: list[Graph]) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = copy.deepcopy(model)
+
+        def forward(self, images: Tensor, by: float) -> Tensor:
+            return self.model(images) * by
+
+    two = Two().eval()
+    choice = Choice(attention="sdpa", mlp="sdpa", graphs=True)
+    with pytest.raises(vit_fast.UnsupportedInputError, match="one tensor"):
+        build(choice, two, (images, 2.0), two(images, 2.0), ())
+
+
+@pytest.mark.parametrize("engine", ["compile", "max-autotune"])
+def test_what_is_compiled_gives_memory_of_its_own(model, images, engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler whose graphs write all their outputs into one place, as those of max-autotune do."""
+    asked: list[dict[str, Any]] = []
+
+    def compile_to_graphs(work: nn.Module, **how: Any) -> Callable[..., Any]:
+        asked.append(how)
+
+        class Compiled(nn.Module):
+            place: Tensor | None = None
+
+            def forward(self, images: Tensor) -> Tensor:
+                output = work(images)
+                if how["mode"] != "max-autotune":
+                    return output
+                self.place = output if self.place is None else self.place.copy_(output)
+                return self.place
+
+        return Compiled()
+
+    monkeypatch.setattr(torch, "compile", compile_to_graphs)
+    choice = Choice(engine, attention="sdpa", mlp="sdpa")
+    optimized = build(choice, model, images, model(images), ())
+    first = optimized(images)
+    optimized(images + 1)
+    assert_within(first, model(images), copy.deepcopy(model).double()(images.double()), 2, choice.name)
+    mode = "default" if engine == "compile" else engine
+    assert asked == [{"mode": mode, "fullgraph": False, "dynamic": False}]
+
+
+def test_triton_kernels_are_chosen_where_they_run(model, images, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the interpreter: the kernels compute what is held against the model."""
+    small = vit_fast.create_model("vit_test", backend="eager", depth=1).eval()
+    trials = Trials(small, images[:1], Expected(small, images[:1]), (), Rule(0.99))
+    for choice in (Choice(attention="triton", mlp="triton"), Choice(attention="triton", mlp="sdpa")):
+        trials.prepare(choice, 600)
+        work = trials.prepared[choice][0]._function
+        assert (work.blocks[0].attn.backend, work.blocks[0].backend) == (choice.attention, choice.mlp)
+        assert trials.checked[choice].error <= trials.checked[choice].allowed
+
+
+def test_where_memory_runs_out_or_a_driver_fails_the_others_are_tried(model, images, monkeypatch) -> None:
+    fails = {
+        Choice(attention="sdpa", mlp="sdpa"): torch.cuda.OutOfMemoryError("CUDA out of memory"),
+        Choice(attention="sdpa", mlp="eager"): RuntimeError("CUDA error: an illegal memory access was encountered"),
+    }
+
+    def build_or_fail(choice: Choice, *how: Any) -> Any:
+        if choice in fails:
+            raise fails[choice]
+        return build(choice, *how)
+
+    monkeypatch.setattr("vit_fast.tuning.trials.build", build_or_fail)
+    trials = Trials(model, images, Expected(model, images), (), Rule(0.99))
+    reasons = []
+    for choice in fails:
+        with pytest.raises(Refused) as refused:
+            trials.prepare(choice, 60)
+        reasons.append(str(refused.value))
+    assert reasons[0] == "out of memory" and "illegal memory access" in reasons[1]
+    trials.prepare(Choice(), 60)
+
+
+def test_every_candidate_of_cuda_says_why_it_is_not_here(model, images, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of them fails in another way than by a reason, where there is no GPU at all."""
+    monkeypatch.setattr(choices, "triton_unavailable_reasons", lambda device: ())
+    wanted = [choice for choice in choices.candidates(torch.device("cuda"), ["fp16"]) if choice.graphs]
+    assert {choice.engine for choice in wanted} == {"torch", "onnxruntime"}
+    trials = Trials(model, images, Expected(model, images), (), Rule(0.99))
+    for choice in wanted:
+        if choice.engine == "torch":
+            with pytest.raises(Refused, match="no CUDA device"):
+                trials.prepare(choice, 60)
+        else:
+            with pytest.raises(Refused, match="accepted is cuda"):
+                trials.prepare(choice, 60)
+
+
+@pytest.mark.parametrize("engine", ["compile", "max-autotune"])
+def test_what_is_compiled_is_exported_as_a_package(model, images, engine, tmp_path: Path, monkeypatch) -> None:
+    """Up to the compiler, which is handed a program that computes what the model does."""
+    packed: list[Any] = []
+
+    def pack(program: Any, package_path: str) -> None:
+        packed.append(program)
+        Path(package_path).write_bytes(b"a package")
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", pack)
+    found: Any = SimpleNamespace(choice=Choice(engine, precision="bf16"), answer=Answer({}, Choice(engine), {}))
+    written = deployable.write(found, model, images, tmp_path / "deployed", ())
+    assert [path.name for path in written] == ["model.pt2", "optimize.json"]
+    output = packed[0].module()(images.bfloat16())
+    torch.testing.assert_close(output.float(), model(images), atol=0.3, rtol=0.1)
