@@ -303,6 +303,15 @@ def test_foreign_answers_are_ignored_with_a_word(model, images, one_engine) -> N
 RACED = {"machine": {}, "model": "m", "example": [], "asked": {}}
 
 
+def test_a_search_is_not_lost_where_nothing_can_be_kept(model, images, one_engine, monkeypatch, tmp_path) -> None:
+    (tmp_path / "taken").write_text("a file")
+    monkeypatch.setenv("VIT_FAST_CACHE", str(tmp_path / "taken"))
+    with pytest.warns(UserWarning, match="not kept: .*taken"):
+        found = vit_fast.optimize(model, images, budget_s=1)
+    assert found.model(images).shape == (4, 10) and not found.kept
+    assert vit_fast.fuse(copy.deepcopy(model)).backend == "sdpa"
+
+
 def _keep_many(number: int) -> None:
     for turn in range(20):
         answers.keep(
@@ -334,6 +343,7 @@ def test_processes_may_race_for_an_answer() -> None:
         ({"lossless": False, "allow": ["int4"]}, "allow has 'int4'"),
         ({"example": torch.zeros(0, 3, 32, 32)}, "example"),
         ({"example": "images"}, "example"),
+        ({"calibration": ["missing.jpg"]}, "missing.jpg"),
     ],
 )
 def test_bad_arguments(model, images, how, message) -> None:

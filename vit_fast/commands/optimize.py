@@ -56,12 +56,17 @@ def optimize(
     from rich.console import Console
 
     from ..benchmarks.report import FULL_WIDTH
+    from ..files import check_replaceable
     from ..tuning import deployable
     from ..tuning.entry import open_model
     from ..tuning.optimization import optimize as run
 
     if export is not None:
         deployable.check_folder(export)
+    if save is not None:
+        check_replaceable(save)
+        if not save.parent.is_dir():
+            raise FileNotFoundError(f"{save}: accepted is a file in a folder that exists")
     console = Console(stderr=as_json)
     if not console.is_terminal:
         console.width = FULL_WIDTH

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..data import find_images
 from ..files import file_aside
 from ..measuring import resolution
 from ..measuring.timing import percentile
@@ -138,7 +141,7 @@ def optimize(
             given it runs in ONNX Runtime, by its defaults.
         example: What it will be called with: images [B, channels, height, width], a tuple of arguments, or a mapping
             of keyword arguments, on the model's device.
-        budget_s: Seconds for the search.
+        budget_s: Seconds for all of it.
         lossless: Whether only what passes the rule of `vit_fast.accuracy` is taken: at most twice as far off as the
             model itself is, against fp64. Else what keeps min_agreement is, too.
         min_agreement: The share of images that a lossy choice must answer as the model does: the same largest output
@@ -153,13 +156,15 @@ def optimize(
     Returns:
         The model's replacement, and what was tried. Ctrl-C gives the best so far.
     Raises:
-        ValueError: an argument is not one of those accepted; or the model writes into its inputs or its own tensors,
-            or gives another answer each time.
+        ValueError: an argument is not one of those accepted, or names no image; or the model writes into its inputs or
+            its own tensors, or gives another answer each time.
         UnsupportedInputError: the model cannot be copied and run in fp64, which answers are held against.
         Exception: whatever the model itself raises for the example.
     """
+    start = time.perf_counter()
     allowed = _check(budget_s, lossless, min_agreement, latency_or_throughput, memory_limit, allow)
     device = device_of_example(example)
+    photographs = find_images(calibration or ())
     model = _as_module(model, example)
     asked = {
         "objective": latency_or_throughput,
@@ -171,7 +176,8 @@ def optimize(
         key = answers.key_of(model, example, asked)
         expected = Expected(model, example, images)
         rule = Rule(min_agreement, memory_limit)
-        trials = Trials(model, example, expected, tuple(calibration or ()), rule, progress, interruption)
+        trials = Trials(model, example, expected, photographs, rule, progress, interruption)
+        trials.start = start
         kept = None if again else answers.look_up(key)
         if kept is not None:
             try:
@@ -208,7 +214,7 @@ def load_optimized(
         answer = Answer.from_dict(json.loads(Path(path).read_text()))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    asked = answer.key["asked"]
+    asked, photographs = answer.key["asked"], find_images(calibration or ())
     if example is not None:
         device_of_example(example)
     module = _as_module(model, example)
@@ -220,7 +226,7 @@ def load_optimized(
         example = _example_of(answer, module)
     rule = Rule(asked["min_agreement"] or 0.0, asked["memory_limit"])
     with evaluating(module):
-        trials = Trials(module, example, Expected(module, example), tuple(calibration or ()), rule)
+        trials = Trials(module, example, Expected(module, example), photographs, rule)
         trials.prepare(answer.choice, REBUILDING_S)
     return trials.prepared[answer.choice][0]
 
@@ -313,7 +319,10 @@ def _result(found: Found[Choice], trials: Trials, key: dict[str, Any], objective
     }
     answer = Answer(key, found.chosen, figures)
     if not found.interrupted:
-        answers.keep(answer)
+        try:
+            answers.keep(answer)
+        except OSError as error:  # the search has been made all the same
+            warnings.warn(f"the answer is not kept: {error}", stacklevel=3)
     return Optimization(
         trials.prepared[found.chosen][0], found.chosen, rows, gain, over_compile, found.resolution, objective,
         False, answer,
