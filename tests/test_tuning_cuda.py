@@ -104,6 +104,21 @@ def test_graphs_are_a_drop_in(model, images, graphs: list[Graph], choice: Choice
         optimized(images[:, :, :16])
 
 
+def test_graphs_are_called_as_the_model_is(images, graphs: list[Graph]) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    config = transformers.ViTConfig(image_size=32, patch_size=16, num_labels=5, **sizes)
+    model = transformers.ViTForImageClassification(config).eval()
+    choice, example = Choice(attention="sdpa", mlp="sdpa", graphs=True), {"pixel_values": images}
+    expected = Expected(model, example)
+    optimized = build(choice, model, example, expected.output, ())
+    expected.check(optimized, choice, Rule(0.99))
+    (graph,) = graphs
+    assert graph.replays == 1 and type(optimized(images)) is type(expected.output)
+    with pytest.raises(vit_fast.UnsupportedInputError, match="called with Tensor, output_attentions"):
+        optimized(images, output_attentions=True)
+
+
 def test_graphs_want_one_tensor(model, images, graphs: list[Graph]) -> None:
     class Two(nn.Module):
         def __init__(self) -> None:

@@ -16,7 +16,7 @@ from ..freezing import freeze
 from ..fused import FusedModule
 from ..fusion import fuse
 from ..runtime import CompileMode, GraphRunner, compile
-from .calls import Function, only_images, tensors_in
+from .calls import Function, of_images, only_images, tensors_in
 from .choices import DTYPES, Choice
 from .drop_in import Optimized, hook_reasons, in_pieces, with_inputs, with_threads
 from .runtimes import OnnxFile, session
@@ -110,7 +110,8 @@ def _module(choice: Choice, model: nn.Module, example: Any) -> tuple[Function, b
         if images is None:
             raise UnsupportedInputError(choice.name, ["CUDA graphs are replayed of calls with one tensor"])
         size = choice.split or len(images)
-        function = GraphRunner(work, images if dtype is None else images.to(dtype), (size,))
+        runner = GraphRunner(work, images if dtype is None else images.to(dtype), (size,))
+        function = of_images(runner, model, example, f"a model optimized as {choice.name!r}")
     if dtype is not None or choice.channels_last:
         function = with_inputs(function, lambda value: _as(value, dtype, choice.channels_last))
     return function, _shares_weights(choice) and not frozen_in

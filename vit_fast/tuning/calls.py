@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+
+from ..errors import UnsupportedInputError
 
 Function = Callable[..., Any]
 
@@ -40,3 +43,25 @@ def only_images(example: Any) -> Tensor | None:
     args, kwargs = arguments(example)
     values = [*args, *kwargs.values()]
     return values[0] if len(values) == 1 and isinstance(values[0], Tensor) else None
+
+
+def of_images(function: Callable[[Tensor], Any], model: nn.Module, example: Any, what: str) -> Function:
+    """A function of images, called as the model is: by place or by name, and with nothing else.
+
+    Args:
+        function: It.
+        model: Whose arguments' names are taken.
+        example: Another name may stand there.
+        what: It, in the words of an error.
+    """
+    names = {*arguments(example)[1], *list(inspect.signature(model.forward).parameters)[:1]}
+
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        given = [*args, *(kwargs[name] for name in names & kwargs.keys())]
+        others = [name for name, value in kwargs.items() if name not in names and value is not None]
+        if len(given) != 1 or others or not isinstance(given[0], Tensor):
+            called = ", ".join([type(value).__name__ for value in given] + others) or "nothing"
+            raise UnsupportedInputError(what, [f"called with {called}: accepted are images alone"])
+        return function(given[0])
+
+    return computed

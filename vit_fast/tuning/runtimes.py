@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from vit_fast.config import Size
 from ..data import default_photograph, find_images
 from ..errors import UnsupportedInputError
 from ..libraries.known import recognise
-from .calls import Function, arguments, only_images, tensors_in
+from .calls import Function, of_images, only_images, tensors_in
 from .choices import Choice
 from .drop_in import in_pieces
 
@@ -95,7 +94,12 @@ def session(choice: Choice, model: nn.Module, example: Any, output: Any, photogr
         run = _opened(choice, path, images, model.image_hw if isinstance(model, OnnxFile) else None)
     if not isinstance(model, OnnxFile):  # the interface of what we export is in fp32 whatever it computes in
         run = _of_fp32(run)
-    return _as_called(choice, model, example, run, lambda value: pytree.tree_unflatten([value], spec))
+    return of_images(
+        lambda images: pytree.tree_unflatten([run(images)], spec),
+        model,
+        example,
+        f"a model optimized as {choice.name!r}",
+    )
 
 
 def write_onnx(choice: Choice, model: nn.Module, path: Path, images: Tensor, photographs: Sequence[str | Path]) -> None:
@@ -157,24 +161,6 @@ def _opened(choice: Choice, path: Path, images: Tensor, image_hw: Size | None) -
 
 def _of_fp32(run: Run) -> Run:
     return lambda images: run(images.float() if images.is_floating_point() else images)
-
-
-def _as_called(
-    choice: Choice, model: nn.Module, example: Any, run: Run, wrap: Callable[[Tensor], Any]
-) -> Function:  # fmt: skip
-    """A runtime's function, called as the model is: with its images, by place or by name, and nothing else."""
-    names = {*arguments(example)[1], *list(inspect.signature(model.forward).parameters)[:1]}
-
-    def computed(*args: Any, **kwargs: Any) -> Any:
-        given = [*args, *(kwargs[name] for name in names & kwargs.keys())]
-        others = [name for name, value in kwargs.items() if name not in names and value is not None]
-        if len(given) != 1 or others or not isinstance(given[0], Tensor):
-            called = ", ".join([type(value).__name__ for value in given] + others) or "nothing"
-            reason = f"called with {called}: accepted are images alone, as it is a file that takes no more"
-            raise UnsupportedInputError(f"a model optimized as {choice.name!r}", [reason])
-        return wrap(run(given[0]))
-
-    return computed
 
 
 def _parts(path: Path) -> list[Path]:
