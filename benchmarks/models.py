@@ -48,7 +48,7 @@ class Model:
         config: Its shape, where it is one of ours: every library then builds it, with the same weights.
         weights: Of that shape, under our names; None means random ones.
         make: Where it is not: makes the model itself, in fp32 on the CPU.
-        onnx: Where it is a file: its path.
+        onnx: Where it is a file: its path; precision: of its weights, where that is fewer bits than fp32.
         block: Whether its first block alone is meant.
         operator: Where it is a single operator: that.
         source: What find_models makes it of again, where that is not its name.
@@ -62,6 +62,7 @@ class Model:
     weights: Mapping[str, Tensor] | None = None
     make: Callable[[], nn.Module] | None = None
     onnx: Path | None = None
+    precision: str | None = None
     block: bool = False
     operator: Operator | None = None
     source: str | None = None
@@ -161,12 +162,25 @@ def _of_weights(source: str, img_size: Size | None) -> Model:
 
 def _onnx(path: Path, img_size: Size | None) -> Model:
     from vit_fast.export import OnnxRunner
+    from vit_fast.export.work import UncountedError, count_work, narrow_precision
 
     runner = OnnxRunner(path, "cpu", image_hw=img_size)
     if runner.image_hw is None:
         raise ValueError(f"{path.name}: leaves the size of its images open: accepted is --img-size N with it")
     data = runner.data_config if isinstance(runner.data_config, DataConfig) else DataConfig()
-    return Model(path.name, (runner.in_chans, *runner.image_hw), data, None, onnx=path, source=str(path))
+    shape = (runner.in_chans, *runner.image_hw)
+
+    @functools.cache
+    def parts(batch: int, training: bool) -> dict[str, Work]:
+        return {"all": Work(*count_work(path, (batch, *shape)))}
+
+    counted = parts
+    try:
+        parts(1, False)
+    except UncountedError:
+        counted = None
+    precision = narrow_precision(path)
+    return Model(path.name, shape, data, counted, onnx=path, source=str(path), precision=precision)
 
 
 def _given(name: str, make: Callable[[], nn.Module], image_hw: Size, data: DataConfig) -> Model:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
@@ -92,6 +93,15 @@ class Counter(TorchDispatchMode):
     """
 
     work = Work()
+
+    def __enter__(self) -> Any:
+        self._fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)  # a layer of torch's as one operator, of which nobody counts
+        return super().__enter__()
+
+    def __exit__(self, *reason: object) -> None:
+        super().__exit__(*reason)
+        torch.backends.mha.set_fastpath_enabled(self._fast)
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

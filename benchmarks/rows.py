@@ -28,6 +28,8 @@ SPEED_FIELDS = (
     "TFLOP_per_s", "samples_ms", "ceiling_share", "FLOP", "bytes", "tokens", "GFLOP_per_image", "floor_ms",
     "ratio_to_best_peer", "ratio_interval", "verdict", "best_peer", "defect",
 )  # fmt: skip
+# Bytes of an element where that is not the group's dtype.
+ITEMSIZES = {"bf16": 2, "fp16": 2, "int8": 1, "fp8": 1}
 # Calls that a 90th and a 99th percentile take.
 PERCENTILE_REPEATS = 100
 
@@ -87,7 +89,7 @@ def make_row(group: Group, selection: Selection, status: Status, reason: str | N
         "model": group.model.name,
         "task": "training" if group.training else "inference",
         "dtype": group.dtype_name,
-        "precision": selection.subject.precision or group.dtype_name,
+        "precision": selection.subject.precision or group.model.precision or group.dtype_name,
         "batch": group.batch_size,
         "requested_batch": group.requested_batch_size,
         "img_size": list(group.sizes),
@@ -116,7 +118,8 @@ def add_timing(row: Row, timing: Timing, group: Group) -> None:
     images_per_s = group.batch_size / timing.ms * 1e3
     enough = len(timing.samples_ms) >= PERCENTILE_REPEATS
     least = total(group.least().values())
-    flop, moved = least.flop or None, least.elements * group.dtype.itemsize or None
+    itemsize = ITEMSIZES.get(row["precision"], group.dtype.itemsize)
+    flop, moved = least.flop or None, least.elements * itemsize or None
     row.update(
         images_per_s=images_per_s,
         ms=timing.ms,

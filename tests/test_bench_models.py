@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from bench_support import QUICK
+from onnx_models import randomised
 from torch import Tensor, nn
 
 import vit_fast
@@ -16,6 +17,7 @@ from vit_fast.benchmarks import runner, subjects
 from vit_fast.benchmarks.models import find_models
 from vit_fast.benchmarks.plan import make_plan
 from vit_fast.benchmarks.report import command
+from vit_fast.benchmarks.roofline import Counter
 from vit_fast.benchmarks.subjects import Subject, Task, choose
 from vit_fast.benchmarks.subjects_models import build
 from vit_fast.cli import main
@@ -91,10 +93,23 @@ def test_weights_are_measured_beside_the_peers(in_a_folder: Path) -> None:
 
 
 def test_an_onnx_file_is_measured_as_it_is(in_a_folder: Path) -> None:
-    vit_fast.export.export_onnx(vit_fast.create_model("vit_test"), in_a_folder / "mine.onnx", verify=False)
+    model = randomised(vit_fast.create_model("vit_test", backend="sdpa"))
+    vit_fast.export.export_onnx(model, in_a_folder / "mine.onnx", verify=False)
     rows = measure("mine.onnx", "onnxruntime", "onnxruntime-nobinding")
     assert_measured(rows, "onnxruntime", "onnxruntime-nobinding")
-    assert rows[0]["TFLOP_per_s"] is None and rows[0]["model"] == "mine.onnx"
+    with torch.no_grad(), Counter() as counter:
+        model(torch.zeros(2, 3, 32, 32))
+    for row in rows:
+        assert (row["FLOP"], row["bytes"]) == (counter.work.flop, 4 * counter.work.elements)
+        assert row["model"] == "mine.onnx" and row["TFLOP_per_s"] > 0
+
+
+def test_an_onnx_file_in_fewer_bits_is_no_share_of_the_ceiling_of_fp32(in_a_folder: Path) -> None:
+    model = vit_fast.create_model("vit_test", backend="sdpa")
+    vit_fast.export.export_onnx(model, in_a_folder / "half.onnx", precision="fp16", verify=False)
+    (row,) = measure("half.onnx", "onnxruntime")
+    assert (row["precision"], row["dtype"], row["ceiling_share"], row["defect"]) == ("fp16", "fp32", None, None)
+    assert row["TFLOP_per_s"] > 0
 
 
 def test_a_function_gives_a_model(in_a_folder: Path) -> None:

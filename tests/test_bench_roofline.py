@@ -54,6 +54,15 @@ def test_a_products_work_by_hand():
     assert counter.work == Work(240, 79)
 
 
+def test_layers_that_torch_runs_as_one_operator_are_counted():
+    """3 images of 7 tokens, 8 wide, 16 hidden: four linears and the attention; in evaluation torch has a fast path."""
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    with torch.no_grad(), Counter() as counter:
+        layer(torch.randn(3, 7, 8))
+    assert counter.work.flop == 2 * 21 * (4 * 8 * 8 + 2 * 8 * 16) + 4 * 3 * 7 * 7 * 8
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
 def test_floor_is_the_longer_of_computing_and_moving():
     """1e9 operations at 1 TFLOP/s: 1 ms; 1e6 elements of 2 bytes at 1 GB/s: 2 ms, of 4 bytes at 100 GB/s: 0.04 ms."""
     assert Work(10**9, 10**6).floor_ms(2, 1.0, 1.0) == pytest.approx(2.0)

@@ -1,0 +1,116 @@
+"""What ONNX files do, counted from their graphs: as much as torch counts in the model that was exported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper
+from onnx_models import make, ours, randomised
+from torch import nn
+
+import vit_fast
+from vit_fast.benchmarks.roofline import Counter, Work
+from vit_fast.data import default_photograph
+from vit_fast.export.work import UncountedError, count_work, narrow_precision
+from vit_fast.model import set_backend
+
+
+def counted(model: nn.Module, batch: int) -> Work:
+    """By torch, with the attention that keeps its scores to itself."""
+    if isinstance(model, vit_fast.VisionTransformer):
+        set_backend(model, "sdpa")
+    with torch.no_grad(), Counter() as counter:
+        model(torch.zeros(batch, 3, 32, 32))
+    return counter.work
+
+
+def exported(model: nn.Module, path: Path, **options: object) -> Path:
+    vit_fast.export.export_onnx(model, path, verify=False, **options)
+    return path
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"opset": 23}, {"target": "ort-cpu"}, {"target": "ort-cuda"}, {"target": "tensorrt"},
+        {"precision": "fp16"}, {"precision": "int8", "calibration": [default_photograph()]},
+    ],
+    ids=lambda options: "-".join(str(value) for name, value in options.items() if name != "calibration") or "generic",
+)  # fmt: skip
+def test_every_form_of_a_file_counts_what_torch_counts(options: dict, tmp_path: Path) -> None:
+    model = make("vit")
+    path = exported(model, tmp_path / "m.onnx", **options)
+    for batch in (1, 3):
+        assert Work(*count_work(path, (batch, 3, 32, 32))) == counted(model, batch)
+    assert narrow_precision(path) == options.get("precision")
+
+
+@pytest.mark.parametrize("family", ["deit_distilled", "dinov2_registers", "hybrid", "timm", "torchvision"])
+def test_every_family_counts_what_torch_counts(family: str, tmp_path: Path) -> None:
+    model = make(family)
+    path = exported(model, tmp_path / "m.onnx")
+    assert count_work(path, (2, 3, 32, 32))[0] == counted(model, 2).flop
+
+
+def test_gates_and_a_fixed_batch(tmp_path: Path) -> None:
+    """Three images are three calls of a file that takes one."""
+    model = randomised(ours(mlp_layer="swiglu", act_layer="silu"))
+    path = exported(model, tmp_path / "m.onnx", dynamic_batch=False)
+    assert count_work(path, (3, 3, 32, 32))[0] == 3 * counted(model, 1).flop
+
+
+def file_of(path: Path, *nodes: onnx.NodeProto, **weights: list[int]) -> Path:
+    """A graph from x [B, 4, 6, 8] to y, with constants of these shapes."""
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["B", 4, 6, 8])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    constants = [onnx.numpy_helper.from_array(np.ones(shape, np.float32), name) for name, shape in weights.items()]
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
+    graph = helper.make_graph(list(nodes), "g", [x], [y], constants)
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=9), path)
+    return path
+
+
+def test_products_by_hand(tmp_path: Path) -> None:
+    """A convolution in two groups; a linear of 2 x 4 x 6 rows with the bias behind it."""
+    conv = helper.make_node("Conv", ["x", "w", "b"], ["y"], group=2)
+    path = file_of(tmp_path / "conv.onnx", conv, w=[10, 2, 3, 3], b=[10])
+    assert count_work(path, (2, 4, 6, 8)) == (2 * 2 * 9 * 2 * 10 * 4 * 6, 2 * 4 * 6 * 8 + 180 + 10 + 2 * 10 * 4 * 6)
+    linear = [helper.make_node("MatMul", ["x", "w"], ["h"]), helper.make_node("Add", ["b", "h"], ["y"])]
+    path = file_of(tmp_path / "linear.onnx", *linear, w=[8, 5], b=[5])
+    assert count_work(path, (2, 4, 6, 8)) == (2 * 48 * 8 * 5, 48 * 8 + 40 + 5 + 48 * 5)
+
+
+def test_attention_of_onnx_runtime_with_its_projections_inside(tmp_path: Path) -> None:
+    """24 tokens of width 8: three linears and the attention between them."""
+    nodes = [
+        helper.make_node("Reshape", ["x", "s"], ["tokens"]),
+        helper.make_node("Attention", ["tokens", "w", "b"], ["y"], domain="com.microsoft", num_heads=2),
+    ]
+    path = file_of(tmp_path / "m.onnx", *nodes, w=[8, 24], b=[24])
+    proto = onnx.load(path)
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.array([0, -1, 8]), "s"))
+    onnx.save(proto, path)
+    linears, attention = 2 * 2 * 24 * 8 * 24, 4 * 2 * 24 * 24 * 8
+    moved = 2 * 24 * 8 + 8 * 24 + 24 + 2 * 24 * 24 + 4 * 2 * 24 * 8
+    assert count_work(path, (2, 4, 6, 8)) == (linears + attention, moved)
+
+
+@pytest.mark.parametrize(
+    ("node", "reason"),
+    [
+        (helper.make_node("Einsum", ["x", "w"], ["y"], equation="bchw,wk->bchk"), "Einsum: no formula"),
+        (helper.make_node("MatMulNBits", ["x", "w"], ["y"], domain="com.microsoft"), "MatMulNBits"),
+        (helper.make_node("Anything", ["x"], ["y"], domain="mine"), "mine.Anything|cannot be inferred"),
+    ],
+    ids=["einsum", "packed weights", "a stranger's"],
+)
+def test_what_has_no_formula_is_not_counted(node: onnx.NodeProto, reason: str, tmp_path: Path) -> None:
+    path = file_of(tmp_path / "m.onnx", node, w=[8, 5])
+    with pytest.raises(UncountedError, match=reason):
+        count_work(path, (2, 4, 6, 8))
+    with pytest.raises(UncountedError, match="4 axes, not 3"):
+        count_work(path, (2, 4, 6))
