@@ -1,15 +1,18 @@
-"""What else the machine did while subjects were timed: other processes, throttling, clocks."""
+"""What else the machine did while subjects were timed: other processes, throttling, clocks; and joules."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from vit_fast.measuring.timing import Call, synchronise
 
 from .machine import bus_id, output
 
@@ -17,6 +20,8 @@ from .machine import bus_id, output
 BUSY_SHARE, THROTTLED_SHARE = 0.10, 0.01
 # Bits of NVML's clock event reasons that mean heat or power delivery, not the power cap or an idle device.
 GPU_SLOWDOWNS = 0x8 | 0x20 | 0x40 | 0x80
+# For counting joules: NVML counts anew some ten to fifty times a second.
+ENERGY_SECONDS = 0.5
 
 
 class Conditions:
@@ -121,3 +126,38 @@ def _gpu_clock(device: torch.device) -> list[float]:
 def _gpu_slowed(device: torch.device) -> bool:
     found = _gpu_query(device, "clocks_event_reasons.active")
     return found.startswith("0x") and bool(int(found, 16) & GPU_SLOWDOWNS)
+
+
+def joules_of(call: Call, ms: float, device: torch.device) -> float | None:
+    """Joules a call by NVML's own counter of the whole board, of calls without a pause, idle power included.
+
+    Args:
+        call: What is done; warm.
+        ms: How long it takes, roughly.
+        device: Where it computes.
+    Returns:
+        None on a CPU, without the package nvidia-ml-py, and where the GPU has no such counter.
+    """
+    counter = _energy_counter(device) if device.type == "cuda" else None
+    if counter is None:
+        return None
+    calls = math.ceil(max(ENERGY_SECONDS * 1e3 / ms, 1.0))
+    synchronise(device)
+    before = counter()
+    for number in range(calls):
+        call(number)
+    synchronise(device)
+    return (counter() - before) / calls
+
+
+def _energy_counter(device: torch.device) -> Callable[[], float] | None:
+    """Joules since the driver was loaded."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByPciBusId(bus_id(torch.cuda.get_device_properties(device)).encode())
+        pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+    except Exception:  # not installed, no driver, or a GPU without the counter: each by an exception of its own
+        return None
+    return lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3

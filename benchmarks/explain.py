@@ -17,10 +17,10 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from vit_fast.measuring.timing import Call, synchronise, without_profiler_chatter
+from vit_fast.work import Work
 
 from .records import Record
 from .report import contests, label
-from .roofline import Work
 from .rows import Group, Row, measured
 
 CALLS = 3

@@ -28,9 +28,9 @@ import vit_fast
 from vit_fast.config import DataConfig, Size, ViTConfig
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.variants import get_variant, list_models
+from vit_fast.work import Counter, Work, total, work
 
 from .operators import Operator
-from .roofline import Counter, Work, total, work
 
 _WITH_LIBRARY = re.compile(r"(timm|hf):(.+)")
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -172,15 +172,14 @@ def _onnx(path: Path, img_size: Size | None) -> Model:
 
     @functools.cache
     def parts(batch: int, training: bool) -> dict[str, Work]:
-        return {"all": Work(*count_work(path, (batch, *shape)))}
+        return {"all": count_work(path, (batch, *shape))}
 
-    counted = parts
+    model = Model(path.name, shape, data, parts, onnx=path, source=str(path), precision=narrow_precision(path))
     try:
         parts(1, False)
     except UncountedError:
-        counted = None
-    precision = narrow_precision(path)
-    return Model(path.name, shape, data, counted, onnx=path, source=str(path), precision=precision)
+        return dataclasses.replace(model, parts=None)
+    return model
 
 
 def _given(name: str, make: Callable[[], nn.Module], image_hw: Size, data: DataConfig) -> Model:

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from vit_fast.ops.reference import ACTIVATIONS
-
-from .roofline import Work
+from vit_fast.work import Work
 
 _WORD = re.compile(r"(attention|mlp|matmul):(\d+)x(\d+)x(\d+)(?::(\w+))?")
 

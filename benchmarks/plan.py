@@ -92,12 +92,7 @@ class Plan:
         """Plain data for the record; images by name only."""
         return {
             "models": list(dict.fromkeys(model.name for model in self.models)),
-            "img_size": self.request.get("img_size"),
-            "train": self.training,
-            "amp": self.amp,
-            "explain": self.explain,
-            "cold": self.cold,
-            "latency": bool(self.request.get("latency")),
+            **{name: self.request.get(name) for name in ("img_size", "train", "amp", "explain", "cold", "latency")},
             "batch_sizes": ["best"] if self.search else list(self.batch_sizes),
             "dtypes": [short_name(dtype) for dtype in self.dtypes],
             "subjects": list(dict.fromkeys(s.label for chosen in self.selections.values() for s in chosen)),
@@ -202,13 +197,11 @@ def _least_bytes(plan: Plan, batch: int) -> int:
 
 
 def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(name)
+        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
     except RuntimeError:
-        raise ValueError(f"device={name!r}: accepted are auto, cpu, cuda and cuda:N") from None
-    if device.type not in DEFAULT_MODELS:
+        device = None
+    if device is None or device.type not in DEFAULT_MODELS:
         raise ValueError(f"device={name!r}: accepted are auto, cpu, cuda and cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device={name!r}: there are {torch.cuda.device_count()} CUDA devices here")
@@ -216,27 +209,23 @@ def _device(name: str) -> torch.device:
 
 
 def _sizes(img_size: Sequence[int] | Sequence[Sequence[int]] | None) -> list[Size | None]:
-    several = [] if img_size is None else img_size if isinstance(img_size[0], Sequence) else [img_size]
-    return [_img_size(sides) for sides in several] or [None]
-
-
-def _img_size(sides: Any) -> Size:
-    if len(sides) not in (1, 2) or min(sides) < 1:
-        raise ValueError(f"--img-size {'x'.join(map(str, sides))}: accepted are a side, or HEIGHTxWIDTH, in pixels")
-    return sides[0], sides[-1]
+    """Heights and widths of one size, or of several; None is each model's own."""
+    several: Any = [] if img_size is None else img_size if isinstance(img_size[0], Sequence) else [img_size]
+    for sides in several:
+        if len(sides) not in (1, 2) or min(sides) < 1:
+            raise ValueError(f"--img-size {'x'.join(map(str, sides))}: accepted are a side, or HEIGHTxWIDTH, in pixels")
+    return [(sides[0], sides[-1]) for sides in several] or [None]
 
 
 def _batch_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
-    for size in sizes:
-        if size < 1:
-            raise ValueError(f"batch size {size}: accepted is an integer >= 1")
+    if too_small := [size for size in sizes if size < 1]:
+        raise ValueError(f"batch size {too_small[0]}: accepted is an integer >= 1")
     return _some("batch sizes", sizes)
 
 
 def _dtypes(names: Sequence[str]) -> tuple[torch.dtype, ...]:
-    for name in names:
-        if name not in DTYPES:
-            raise ValueError(f"unknown dtype {name!r}: accepted are fp32, fp16, bf16")
+    if unknown := [name for name in names if name not in DTYPES]:
+        raise ValueError(f"unknown dtype {unknown[0]!r}: accepted are {', '.join(DTYPES)}")
     return _some("dtypes", [DTYPES[name] for name in names])
 
 

@@ -48,9 +48,8 @@ def draw(record: Record) -> bytes:
         Line2D([], [], color=INK, linewidth=1.2, label="p20 to p80"),
     ]
     anchor = (0.985, 1 - 0.3 / total)
-    figure.legend(
-        handles=handles, loc="center right", bbox_to_anchor=anchor, ncols=4, frameon=False, fontsize=8, labelcolor=INK
-    )
+    place = {"loc": "center right", "bbox_to_anchor": anchor, "ncols": 4}
+    figure.legend(handles=handles, frameon=False, fontsize=8, labelcolor=INK, **place)
     bottom = total - HEAD_INCHES
     left = max(0.23, LABEL_SHARE * max((len(label(row)) for rows in panels.values() for row in rows), default=0))
     for (name, rows), height in zip(panels.items(), heights, strict=True):
@@ -77,15 +76,8 @@ def _draw_panel(axes: Any, title: str, rows: list[Row]) -> None:
     longest = max(row["batch"] / row["ms_p20"] * 1e3 for row in shown)
     for position, row in enumerate(shown):
         rate, slow, fast = (row["batch"] / row[field] * 1e3 for field in ("ms", "ms_p80", "ms_p20"))
-        axes.barh(
-            position,
-            rate,
-            height=0.72,
-            color=PEER if row["peer"] else OURS,
-            edgecolor="white",
-            hatch=None if row["compile_mode"] == "none" else COMPILED_HATCH,
-            linewidth=0,
-        )
+        look = {"color": PEER if row["peer"] else OURS, "edgecolor": "white", "linewidth": 0, "height": 0.72}
+        axes.barh(position, rate, hatch=None if row["compile_mode"] == "none" else COMPILED_HATCH, **look)
         axes.plot([slow, fast], [position, position], color=INK, linewidth=1.2, solid_capstyle="butt")
         texts = {1.02: format_rate(rate)}
         if row["ratio_to_best_peer"] is not None:

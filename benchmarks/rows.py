@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from vit_fast.measuring import resolution
 from vit_fast.measuring.timing import Timing, percentile
+from vit_fast.work import Work, total
 
 from .correctness import Verdict
 from .machine import short_name
 from .models import Model
-from .roofline import Work, total
 from .subjects import Selection
 
 Status = Literal[
@@ -28,13 +28,15 @@ SPEED_FIELDS = (
     "TFLOP_per_s", "samples_ms", "ceiling_share", "FLOP", "bytes", "tokens", "GFLOP_per_image", "floor_ms",
     "ratio_to_best_peer", "ratio_interval", "verdict", "best_peer", "defect",
 )  # fmt: skip
+# Of one that was built and called, whatever came of it.
+CHECKED_FIELDS = ("max_error", "allowed_error", "agreement", "build_s", "first_call_s", "peak_MiB")
 # Bytes of an element where that is not the group's dtype.
 ITEMSIZES = {"bf16": 2, "fp16": 2, "int8": 1, "fp8": 1}
 # Calls that a 90th and a 99th percentile take.
 PERCENTILE_REPEATS = 100
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Group:
     """Selections that are measured in turns: one model, one dtype, one batch size.
 
@@ -70,6 +72,13 @@ class Group:
         """Height and width of its images; of what takes none, the shape of an input."""
         return self.model.shape if self.model.data is None else self.model.image_hw
 
+    def about(self, subject: str) -> Row:
+        """What a row of this subject, or a control, is about."""
+        return {
+            "subject": subject, "model": self.model.name, "dtype": self.dtype_name, "batch": self.batch_size,
+            "requested_batch": self.requested_batch_size, "img_size": list(self.sizes),
+        }  # fmt: skip
+
     def least(self) -> dict[str, Work]:
         """What a call must do, by part; a training step of a whole model three times its inference. Empty: unknown."""
         return {} if self.model.parts is None else self.model.parts(self.batch_size, self.training)
@@ -82,28 +91,16 @@ class Group:
 
 def make_row(group: Group, selection: Selection, status: Status, reason: str | None = None) -> Row:
     """A row without figures: why there are none, or the ground on which they are put."""
-    row: Row = {
-        "subject": selection.label,
-        "peer": selection.subject.peer or (group.model.operator is not None and selection.subject.name != "triton"),
+    peer = selection.subject.peer or (group.model.operator is not None and selection.subject.name != "triton")
+    return group.about(selection.label) | {
+        "peer": peer,
         "compile_mode": selection.mode,
-        "model": group.model.name,
         "task": "training" if group.training else "inference",
-        "dtype": group.dtype_name,
         "precision": selection.subject.precision or group.model.precision or group.dtype_name,
-        "batch": group.batch_size,
-        "requested_batch": group.requested_batch_size,
-        "img_size": list(group.sizes),
         "status": status,
         "reason": reason,
-        "max_error": None,
-        "allowed_error": None,
-        "agreement": None,
-        "build_s": None,
-        "first_call_s": None,
-        "peak_MiB": None,
+        **dict.fromkeys((*CHECKED_FIELDS, *SPEED_FIELDS)),
     }
-    row.update(dict.fromkeys(SPEED_FIELDS))
-    return row
 
 
 def add_verdict(row: Row, verdict: Verdict) -> None:
@@ -115,21 +112,12 @@ def add_verdict(row: Row, verdict: Verdict) -> None:
 
 def add_timing(row: Row, timing: Timing, group: Group) -> None:
     """Puts down the figures that follow from a time: images and operations a second."""
-    images_per_s = group.batch_size / timing.ms * 1e3
-    enough = len(timing.samples_ms) >= PERCENTILE_REPEATS
     least = total(group.least().values())
     itemsize = ITEMSIZES.get(row["precision"], group.dtype.itemsize)
     flop, moved = least.flop or None, least.elements * itemsize or None
+    row.update(dataclasses.asdict(timing))
     row.update(
-        images_per_s=images_per_s,
-        ms=timing.ms,
-        ms_p20=timing.ms_p20,
-        ms_p80=timing.ms_p80,
-        repeats=timing.repeats,
-        ms_p90=percentile(timing.samples_ms, 0.90) if enough else None,
-        ms_p99=percentile(timing.samples_ms, 0.99) if enough else None,
-        host_ms=timing.host_ms,
-        host_bound=timing.host_bound,
+        images_per_s=group.batch_size / timing.ms * 1e3,
         samples_ms=[float(f"{sample:.6g}") for sample in timing.samples_ms],
         TFLOP_per_s=flop and flop / timing.ms / 1e9,
         FLOP=flop,
@@ -137,21 +125,14 @@ def add_timing(row: Row, timing: Timing, group: Group) -> None:
         tokens=group.model.config and group.model.config.seqlen,
         GFLOP_per_image=flop and flop / group.batch_size / 1e9,
     )
+    if len(timing.samples_ms) >= PERCENTILE_REPEATS:
+        row.update(ms_p90=percentile(timing.samples_ms, 0.90), ms_p99=percentile(timing.samples_ms, 0.99))
 
 
 def make_control(group: Group, subject: str, timing: Timing, again: Timing, conditions: dict[str, Any]) -> Row:
     """What a group's best call, timed under two names, and the machine's state say of the group's figures."""
-    return {
-        "subject": subject,
-        "model": group.model.name,
-        "dtype": group.dtype_name,
-        "batch": group.batch_size,
-        "requested_batch": group.requested_batch_size,
-        "img_size": list(group.sizes),
-        "ms": [timing.ms, again.ms],
-        **resolution.control(timing.samples_ms, again.samples_ms),
-        "conditions": conditions,
-    }
+    found = resolution.control(timing.samples_ms, again.samples_ms)
+    return group.about(subject) | found | {"ms": [timing.ms, again.ms], "conditions": conditions}
 
 
 def finish(rows: Sequence[Row], ceilings: dict[str, Any], controls: Sequence[Row]) -> None:

@@ -20,9 +20,9 @@ import torch
 from vit_fast.measuring.limits import at_most, describe_error, is_out_of_memory
 from vit_fast.measuring.timing import Call, Samples, Timing, time_interleaved
 
-from . import energy, preparation
+from . import preparation
 from .cold import cold_start
-from .conditions import Conditions
+from .conditions import Conditions, joules_of
 from .correctness import describe_rule
 from .machine import best_ceilings, describe, measure_ceilings
 from .plan import Plan
@@ -154,7 +154,6 @@ class _Run:
 
     def _run_group(self, group: Group, selections: Sequence[Selection]) -> None:
         """Prepares, checks and times; what did not fit is done again with half of the batch."""
-        too_large: list[Selection] = []
         try:
             too_large = self._measure_group(group, selections)
         except TooLarge:
@@ -267,21 +266,16 @@ class _Run:
         return too_large
 
     def _add_timed(
-        self,
-        group: Group,
-        prepared: Mapping[str, Prepared],
-        best: str,
-        timings: Mapping[str, Timing],
-        conditions: Conditions,
-        otherwise: Status,
-    ) -> None:
+        self, group: Group, prepared: Mapping[str, Prepared], best: str, timings: Mapping[str, Timing],
+        conditions: Conditions, otherwise: Status,
+    ) -> None:  # fmt: skip
         if best in timings and AGAIN in timings:
             self.found.add("control", make_control(group, best, timings[best], timings[AGAIN], conditions.summary()))
         for name, ready in prepared.items():
             if name in timings:
                 add_timing(ready.row, timings[name], group)
                 whole = group.model.data is not None
-                if whole and (joules := energy.joules_of(ready.call, timings[name].ms, self.plan.device)) is not None:
+                if whole and (joules := joules_of(ready.call, timings[name].ms, self.plan.device)) is not None:
                     ready.row["J_per_image"] = joules / group.batch_size
             else:
                 ready.row.update(status=otherwise, reason="before there were enough repeats")
@@ -339,15 +333,7 @@ class _Watch:
     def __call__(self, number: int, samples: Mapping[str, Samples]) -> bool:
         self.samples = samples
         self.again()
-        protocol = self.owner.plan.protocol
-        slowest = min(
-            max(
-                len(taken) / protocol.repeats,
-                min(len(taken) / protocol.least_repeats, sum(taken) / 1e3 / max(protocol.seconds, 1e-9)),
-            )
-            for taken in samples.values()
-        )
-        share = min(slowest, 1.0) * self.subjects
+        share = min(map(self.owner.plan.protocol.share_of, samples.values())) * self.subjects
         self.owner.listener.done(share - self.told)
         self.told = share
         late = self.owner.elapsed_s() > self.owner.plan.time_budget_s

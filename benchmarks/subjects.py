@@ -249,10 +249,8 @@ def choose(
     chosen: list[Selection] = []
     for label in labels:
         parsed = parse_label(label)
-        if "+compile" in label or modes is None or not parsed.subject.compilable:
-            chosen.append(parsed)
-        else:
-            chosen += [select(parsed.subject.name, mode) for mode in modes]
+        fixed = "+compile" in label or modes is None or not parsed.subject.compilable
+        chosen += [parsed] if fixed else [select(parsed.subject.name, mode) for mode in modes or ()]
     return list({selection.label: selection for selection in chosen}.values())
 
 

@@ -23,11 +23,11 @@ from vit_fast.benchmarks.cold import cold_start
 from vit_fast.benchmarks.models import find_models
 from vit_fast.benchmarks.plan import make_plan
 from vit_fast.benchmarks.preparation import Posed, pose, prepare
-from vit_fast.benchmarks.roofline import total
 from vit_fast.benchmarks.rows import Group
 from vit_fast.benchmarks.subjects import default_labels, parse_label
 from vit_fast.data import default_photograph
 from vit_fast.measuring.device_clock import Instant
+from vit_fast.work import total
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DEFAULT_MODEL, DTYPE, BATCH_SIZES = {

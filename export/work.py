@@ -16,6 +16,8 @@ from typing import Any
 import onnx
 from onnx import NodeProto, TensorProto
 
+from vit_fast.work import Work, total
+
 from .model_files import read_proto
 
 # Where a product has its two operands.
@@ -47,7 +49,7 @@ class UncountedError(ValueError):
     """A file holds something whose operations no formula here tells."""
 
 
-def count_work(path: str | Path, shape: Sequence[int]) -> tuple[int, int]:
+def count_work(path: str | Path, shape: Sequence[int]) -> Work:
     """Operations, and elements of operands and results, of one call on images.
 
     Args:
@@ -65,9 +67,7 @@ def count_work(path: str | Path, shape: Sequence[int]) -> tuple[int, int]:
     for dim, size in zip(dims, shape, strict=True):
         dim.dim_value = dim.dim_value or size
     graph = _Graph(proto)
-    found = [graph.count(node) for node in graph.nodes]
-    flop, elements = (sum(each[place] for each in found) for place in range(2))
-    return calls * flop, calls * elements
+    return total(map(graph.count, graph.nodes)) * calls
 
 
 def narrow_precision(path: str | Path) -> str | None:
@@ -115,13 +115,13 @@ class _Graph:
             for name in node.input:
                 self._users.setdefault(name, []).append(node)
 
-    def count(self, node: NodeProto) -> tuple[int, int]:
+    def count(self, node: NodeProto) -> Work:
         """Operations and elements of a node."""
         if node.op_type in _ATTENTION:
             return self._attention(node)
-        return self._product(node) if node.op_type in _PRODUCTS else (0, 0)
+        return self._product(node) if node.op_type in _PRODUCTS else Work()
 
-    def _product(self, node: NodeProto) -> tuple[int, int]:
+    def _product(self, node: NodeProto) -> Work:
         first, second = (node.input[place] for place in _PRODUCTS[node.op_type])
         a, b, out = self._shape(first), self._shape(second), self._shape(node.output[0])
         if "Conv" in node.op_type:
@@ -130,7 +130,7 @@ class _Graph:
             inner = a[-2 if any(x.name == "transA" and x.i for x in node.attribute) else -1]
         moved = 0 if self._is_from_softmax(first) else math.prod(a)
         moved += 0 if self._leads_to_softmax(node.output[0]) else math.prod(out)
-        return 2 * inner * math.prod(out), moved + math.prod(b) + self._bias(node)
+        return Work(2 * inner * math.prod(out), moved + math.prod(b) + self._bias(node))
 
     def _bias(self, node: NodeProto) -> int:
         place = _BIAS.get(node.op_type)
@@ -142,18 +142,18 @@ class _Graph:
                     return self._constants[name][0]
         return 0
 
-    def _attention(self, node: NodeProto) -> tuple[int, int]:
+    def _attention(self, node: NodeProto) -> Work:
         query, key, *_ = (self._shape(name) for name in node.input if name)
         out = self._shape(node.output[0])
         if node.domain == "com.microsoft" and node.op_type == "Attention":  # its projections inside it; key: weights
             width, bias = key[1] // 3, math.prod(self._shape(node.input[2])) if node.input[2] else 0
             rows = math.prod(query[:-1])
             flop = 2 * rows * math.prod(key) + 4 * rows * query[1] * width
-            return flop, math.prod(query) + math.prod(key) + bias + 3 * rows * width + 4 * rows * width
+            return Work(flop, math.prod(query) + math.prod(key) + bias + 3 * rows * width + 4 * rows * width)
         if len(query) == 5 or len([name for name in node.input[:3] if name]) < 3:
             raise UncountedError(f"{node.op_type} of packed operands: no formula for its operations")
         operands = sum(math.prod(self._shape(name)) for name in node.input[:3])
-        return 2 * key[-2] * (math.prod(query) + math.prod(out)), operands + math.prod(out)
+        return Work(2 * key[-2] * (math.prod(query) + math.prod(out)), operands + math.prod(out))
 
     def _shape(self, name: str) -> list[int]:
         shape = self._shapes.get(name)

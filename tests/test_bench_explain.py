@@ -9,10 +9,10 @@ from vit_fast.benchmarks import html_report, machine
 from vit_fast.benchmarks.explain import CALLS, COMPILED, REST, explain, part_of, tables
 from vit_fast.benchmarks.models import find_models
 from vit_fast.benchmarks.plan import make_plan
-from vit_fast.benchmarks.roofline import total, work
 from vit_fast.benchmarks.rows import Group
 from vit_fast.benchmarks.runner import run
 from vit_fast.measuring.timing import Protocol
+from vit_fast.work import total, work
 
 
 @pytest.mark.parametrize(

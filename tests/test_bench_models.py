@@ -17,10 +17,10 @@ from vit_fast.benchmarks import runner, subjects
 from vit_fast.benchmarks.models import find_models
 from vit_fast.benchmarks.plan import make_plan
 from vit_fast.benchmarks.report import command
-from vit_fast.benchmarks.roofline import Counter
 from vit_fast.benchmarks.subjects import Subject, Task, choose
 from vit_fast.benchmarks.subjects_models import build
 from vit_fast.cli import main
+from vit_fast.work import Counter
 
 pytestmark = pytest.mark.usefixtures("small_ceilings")
 MODULE = """

@@ -9,7 +9,7 @@ import pytest
 import torch
 from bench_support import QUICK
 
-from vit_fast.benchmarks import energy, html_report, report, runner
+from vit_fast.benchmarks import conditions, html_report, report, runner
 from vit_fast.benchmarks.plan import LATENCY, make_plan
 from vit_fast.benchmarks.rows import PERCENTILE_REPEATS
 from vit_fast.measuring.timing import Protocol, percentile
@@ -100,13 +100,13 @@ def test_energy_is_the_counters_difference_over_calls_without_a_pause(monkeypatc
     nvml.nvmlDeviceGetHandleByPciBusId = lambda bus: bus
     nvml.nvmlDeviceGetTotalEnergyConsumption = lambda handle: 7_000 + 3_000 * len(done)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    monkeypatch.setattr(energy, "synchronise", lambda device: None)
-    monkeypatch.setattr(energy, "bus_id", lambda properties: "0000:00:00.0")
+    monkeypatch.setattr(conditions, "synchronise", lambda device: None)
+    monkeypatch.setattr(conditions, "bus_id", lambda properties: "0000:00:00.0")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: None)
-    assert energy.joules_of(done.append, 10.0, torch.device("cuda")) == pytest.approx(3.0)
+    assert conditions.joules_of(done.append, 10.0, torch.device("cuda")) == pytest.approx(3.0)
     assert len(done) == 50
     nvml.nvmlDeviceGetTotalEnergyConsumption = lambda handle: 1 / 0
-    assert energy.joules_of(done.append, 10.0, torch.device("cuda")) is None
+    assert conditions.joules_of(done.append, 10.0, torch.device("cuda")) is None
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert energy.joules_of(done.append, 10.0, torch.device("cuda")) is None
-    assert energy.joules_of(done.append, 10.0, torch.device("cpu")) is None and len(done) == 50
+    assert conditions.joules_of(done.append, 10.0, torch.device("cuda")) is None
+    assert conditions.joules_of(done.append, 10.0, torch.device("cpu")) is None and len(done) == 50

@@ -10,10 +10,10 @@ from vit_fast.benchmarks.correctness import expect, judge, stepper
 from vit_fast.benchmarks.inputs import weights_of
 from vit_fast.benchmarks.models import find_models
 from vit_fast.benchmarks.plan import make_plan
-from vit_fast.benchmarks.roofline import Work
 from vit_fast.benchmarks.subjects import Subject, Task, get_subject
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.measuring.timing import Protocol
+from vit_fast.work import Work
 
 QUICK = Protocol(repeats=4, seconds=60.0, least_repeats=3, warmup_repeats=1)
 SMALL = ("attention:20x2x16", "mlp:14x32x64", "matmul:14x32x64", "block:vit_test")

@@ -51,10 +51,10 @@ def test_subjects_take_turns_in_a_new_order_each_round() -> None:
 
 def test_a_measurement_lasts_for_repeats_or_seconds_but_never_below_the_least() -> None:
     protocol = Protocol(repeats=50, seconds=0.2, least_repeats=7)
-    assert protocol.is_satisfied_by([1e-3] * 50)
-    assert not protocol.is_satisfied_by([1.0] * 49)
-    assert protocol.is_satisfied_by([100.0] * 7)
-    assert not protocol.is_satisfied_by([1000.0] * 6)
+    assert protocol.share_of([1e-3] * 50) == 1
+    assert protocol.share_of([1.0] * 49) < 1
+    assert protocol.share_of([100.0] * 7) == 1
+    assert protocol.share_of([1000.0] * 6) < 1
     with pytest.raises(ValueError, match="repeats=0"):
         Protocol(repeats=0)
     with pytest.raises(ValueError, match="seconds=-1"):

@@ -66,10 +66,11 @@ class Protocol:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)}: accepted is a number of seconds >= 0")
 
-    def is_satisfied_by(self, samples_ms: Sequence[float]) -> bool:
-        if len(samples_ms) >= self.repeats:
-            return True
-        return len(samples_ms) >= min(self.least_repeats, self.repeats) and sum(samples_ms) >= self.seconds * 1e3
+    def share_of(self, samples_ms: Sequence[float]) -> float:
+        """How much of a measurement these samples are: 1 when they suffice."""
+        count, seconds = len(samples_ms), sum(samples_ms) / 1e3
+        in_time = min(count / self.least_repeats, seconds / self.seconds if self.seconds else 1.0)
+        return min(max(count / self.repeats, in_time), 1.0)
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ def time_interleaved(
         samples = {name: Samples(call, device, protocol) for name, call in calls.items()}
         names = list(calls)
         number = 0
-        while names and not all(protocol.is_satisfied_by(taken) for taken in samples.values()):
+        while names and not all(protocol.share_of(taken) == 1 for taken in samples.values()):
             # A new order each round, the same in each run: what a call leaves behind (idle threads that spin, a warm
             # cache) meets every other call, not always the same one.
             for name in random.Random(number).sample(names, len(names)):

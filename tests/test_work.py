@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import vit_fast
-from vit_fast.benchmarks.roofline import Counter, Work, total, work
 from vit_fast.config import RopeConfig
 from vit_fast.variants import get_variant, list_models
+from vit_fast.work import Counter, Work, total, work
 
 VARIANTS = {
     "plain": {},

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from vit_fast.config import ViTConfig
+from .config import ViTConfig
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,10 @@ class Counter(TorchDispatchMode):
     def __enter__(self) -> Any:
         self._fast = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)  # a layer of torch's as one operator, of which nobody counts
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *reason: object) -> None:
-        super().__exit__(*reason)
+        super().__exit__(*reason)  # type: ignore[no-untyped-call]
         torch.backends.mha.set_fastpath_enabled(self._fast)
 
     def __torch_dispatch__(
