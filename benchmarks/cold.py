@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from .machine import products_in
 from .rows import Group, Row
 
 LIMIT_S = 900.0
@@ -32,7 +33,7 @@ def cold_start(request: Mapping[str, Any], group: Group, label: str) -> Row:
     """
     asked = dict(request) | {"models": [group.model.source or group.model.name], "batch_sizes": [group.batch_size]}
     asked |= {"img_size": None if group.model.data is None else group.model.image_hw, "latency": False}
-    asked |= {"dtypes": None if group.amp else [group.dtype_name], "subjects": [label]}
+    asked |= {"dtypes": None if group.dtype_name == "amp" else [group.dtype_name], "subjects": [label]}
     command = [sys.executable, "-c", f"from {__name__} import answer; answer()", json.dumps(asked)]
     started = time.monotonic()
     try:
@@ -56,6 +57,7 @@ def answer() -> None:
     plan = make_plan(**json.loads(sys.argv[1]))
     (group,) = plan.groups()
     ((selection,),) = plan.selections.values()
-    found = first_answer(selection, group, plan.images, plan.device)
+    with products_in(group.dtype_name):
+        found = first_answer(selection, group, plan.images, plan.device)
     found["peak_MiB"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)
     print(json.dumps(found))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .explain import tables
-from .records import RECORD_NAME, Record, read_record
+from .records import Record, is_bench
 from .report import ceilings_line, cells, command, contests, heading, label, not_measured, objections, remarks
 from .rows import Row, measured
 
@@ -31,45 +31,23 @@ _CURVES = (
 )  # fmt: skip
 
 
-def read_any(path: str | Path) -> Record:
-    """A record of any of our benchmarks, from its JSON file or the folder that holds it.
-
-    Raises:
-        OSError: there is no such file.
-        ValueError: it is not a record of ours.
-    """
-    path = Path(path)
-    path = path / RECORD_NAME if path.is_dir() else path
-    try:
-        found = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from None
-    if not isinstance(found, dict) or not isinstance(found.get("machine"), dict) or "rows" not in found:
-        raise ValueError(f"{path}: not a record: accepted is JSON of vit-fast bench, gpu-check, kernels --host --json")
-    return read_record(path) if _is_bench(found) else found
-
-
 def render(records: Mapping[str, Record]) -> str:
     """The page.
 
     Args:
-        records: By the name under which each is shown; see read_any.
+        records: By the name under which each is shown; see records.read_any.
     """
     curves: list[dict[str, Any]] = []
     parts = []
     for name, record in records.items():
         parts.append(f"<h2>{escape(name)}</h2>")
-        parts += _bench(record, curves) if _is_bench(record) else [_other(record)]
+        parts += _bench(record, curves) if is_bench(record) else [_other(record)]
         parts.append(_details("Environment", _table("environment", ("", ""), _flat(record, "machine", "plan"))))
     parts += ["<h2>Kernels, as compiled</h2>", _kernels()]
     page = _TEMPLATE.read_text(encoding="utf-8")
     page = page.replace("<!-- body -->", "\n".join(parts), 1)
     # "</script>" in a name must not end the element
     return page.replace("/* curves */", json.dumps(curves, allow_nan=False).replace("<", "\\u003c"), 1)
-
-
-def _is_bench(record: Mapping[str, Any]) -> bool:
-    return str(record.get("format", "")).startswith("vit-fast-bench/")
 
 
 def _bench(record: Record, curves: list[dict[str, Any]]) -> Iterable[str]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import os
 import platform
-import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,10 @@ PACKAGES = (
     "torchao", "flash-attn", "xformers", "transformer-engine", "nvidia-ml-py", "numpy",
 )  # fmt: skip
 
+# As they are named in tables; tf32 is fp32 whose products a GPU may round, amp that whose products autocast makes bf16.
+DTYPES = {
+    "fp32": torch.float32, "tf32": torch.float32, "amp": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
+}  # fmt: skip
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}
 MATMUL_SIZE = {"cuda": 8192, "cpu": 1024}
 CEILING_PROTOCOL = Protocol(repeats=50, seconds=0.25, least_repeats=5, warmup_repeats=3)
@@ -49,7 +53,7 @@ def describe(device: torch.device | str) -> dict[str, Any]:
     }
 
 
-def measure_ceilings(device: torch.device | str, dtypes: Sequence[torch.dtype]) -> dict[str, Any]:
+def measure_ceilings(device: torch.device | str, dtypes: Sequence[str]) -> dict[str, Any]:
     """What this device reaches now, at its fastest: a large copy in GB/s, a square matmul in TFLOP/s for each dtype.
 
     Copying counts what is read and what is written. The sizes are part of the answer: 8192 on a GPU, smaller on a CPU.
@@ -57,10 +61,11 @@ def measure_ceilings(device: torch.device | str, dtypes: Sequence[torch.dtype]) 
     device = torch.device(device)
     size, nbytes = MATMUL_SIZE[device.type], COPY_BYTES[device.type]
     matmul = {}
-    for dtype in dict.fromkeys(dtypes):
-        left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        timing = time_call(functools.partial(_matmul, left, right), device, CEILING_PROTOCOL)
-        matmul[short_name(dtype)] = 2 * size**3 / (min(timing.samples_ms) * 1e9)
+    for name in dict.fromkeys(dtypes):
+        left, right = (torch.randn(size, size, device=device).to(DTYPES[name]) for _ in range(2))
+        with products_in(name):
+            timing = time_call(functools.partial(_matmul, left, right), device, CEILING_PROTOCOL)
+        matmul[name] = 2 * size**3 / (min(timing.samples_ms) * 1e9)
     source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     timing = time_call(lambda _: target.copy_(source), device, CEILING_PROTOCOL)
@@ -88,6 +93,17 @@ def _matmul(left: Tensor, right: Tensor, _: int) -> Tensor:
     return left @ right
 
 
+@contextlib.contextmanager
+def products_in(name: str) -> Iterator[None]:
+    """Lets products of fp32 be rounded as this name of DTYPES says, and as torch was told for all but tf32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if name == "tf32" else before)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def short_name(dtype: torch.dtype) -> str:
     """fp32, fp16, bf16, fp64."""
     return {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}[dtype]
@@ -101,11 +117,6 @@ def cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-def slug(machine: Mapping[str, Any]) -> str:
-    """The device's name as part of a folder's name."""
-    return re.sub(r"[^a-z0-9]+", "-", machine["device"].lower()).strip("-")
 
 
 def checkout() -> Path | None:

@@ -16,12 +16,10 @@ from vit_fast.data import default_photograph, find_images, read_image
 from vit_fast.measuring.timing import Protocol
 
 from .inputs import MAX_VIEWS
-from .machine import memory_bytes, short_name
+from .machine import DTYPES, memory_bytes
 from .models import Model, find_models
 from .rows import PERCENTILE_REPEATS, Group
 from .subjects import Selection, choose
-
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 # Sizes that are worth measuring on the device. On two CPU cores, one compilation that starts just before the budget is
 # spent, and what follows it, still ends within three minutes.
@@ -46,13 +44,13 @@ class Plan:
     Attributes:
         models: What is measured.
         batch_sizes: Images a call.
-        dtypes: Of parameters and images.
+        dtypes: Of parameters, images and products, see machine.DTYPES.
         selections: Subjects in their compile modes, by kind of model.
         device: Where everything runs.
         images: Photographs that fill the batches.
         time_budget_s: Seconds after which nothing new is started; infinite when there is none.
         protocol: How long a measurement is.
-        training: Whether training steps are measured; amp: under autocast in bf16.
+        training: Whether training steps are measured.
         explain: Whether every subject is profiled, too; cold: whether its cold start is measured.
         search: Whether batch_sizes, in their order, are tried only as long as they gain anything.
         request: What make_plan was asked for, as plain data from which it makes the same plan again.
@@ -60,14 +58,13 @@ class Plan:
 
     models: tuple[Model, ...]
     batch_sizes: tuple[int, ...]
-    dtypes: tuple[torch.dtype, ...]
+    dtypes: tuple[str, ...]
     selections: Mapping[str, tuple[Selection, ...]]
     device: torch.device
     images: tuple[Path, ...]
     time_budget_s: float
     protocol: Protocol
     training: bool = False
-    amp: bool = False
     explain: bool = False
     cold: bool = False
     search: bool = False
@@ -76,17 +73,17 @@ class Plan:
     def groups(self) -> list[Group]:
         """What is measured in turns, in its order."""
         return [
-            Group(model, dtype, batch_size, batch_size, self.training, self.amp)
+            Group(model, dtype, batch_size, batch_size, self.training)
             for model in self.models
             for dtype in self.dtypes
             for batch_size in self.batch_sizes
         ]
 
-    def product_dtypes(self) -> list[torch.dtype]:
-        """In which the subjects multiply."""
+    def product_dtypes(self) -> list[str]:
+        """In which the subjects multiply, as far as torch does, too; amp does in bf16."""
         chosen = [selection for selections in self.selections.values() for selection in selections]
-        lower = self.amp or any(selection.subject.precision == "bf16" for selection in chosen)
-        return [*self.dtypes, *([torch.bfloat16] if lower else [])]
+        lower = "amp" in self.dtypes or any(selection.subject.precision == "bf16" for selection in chosen)
+        return [*self.dtypes, *(["bf16"] if lower else [])]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for the record; images by name only."""
@@ -94,7 +91,7 @@ class Plan:
             "models": list(dict.fromkeys(model.name for model in self.models)),
             **{name: self.request.get(name) for name in ("img_size", "train", "amp", "explain", "cold", "latency")},
             "batch_sizes": ["best"] if self.search else list(self.batch_sizes),
-            "dtypes": [short_name(dtype) for dtype in self.dtypes],
+            "dtypes": list(self.dtypes),
             "subjects": list(dict.fromkeys(s.label for chosen in self.selections.values() for s in chosen)),
             "device": str(self.device),
             "images": [path.name for path in self.images],
@@ -127,7 +124,7 @@ def make_plan(
         images: Files and folders; none means a photograph that is on this machine already.
         models: Names, patterns, ids, files or functions; see models.find_models.
         batch_sizes: Images a call, each at least 1; "best": doubled for as long as that gains images a second.
-        dtypes: "fp32", "fp16", "bf16".
+        dtypes: "fp32", "tf32", "fp16", "bf16".
         subjects: See subjects.parse_label.
         compile_modes: Modes in which subjects that name none are measured; see subjects.COMPILE_MODES.
         img_size: Height and width of the images, or several such; None means each model's own.
@@ -159,14 +156,13 @@ def make_plan(
     plan = Plan(
         models=found,
         batch_sizes=_batch_sizes(DEFAULT_BATCH_SIZES[kind] if sizes is None else sizes),
-        dtypes=_dtypes(("fp32",) if amp else DEFAULT_DTYPES[kind] if dtypes is None else dtypes),
+        dtypes=("amp",) if amp else _dtypes(DEFAULT_DTYPES[kind] if dtypes is None else dtypes, where),
         selections={m.kind: tuple(choose(subjects, compile_modes, where, m.kind, train)) for m in found},
         device=where,
         images=_images(images),
         time_budget_s=budget or math.inf,
         protocol=protocol or (LATENCY if latency else PROTOCOLS[kind]),
         training=train,
-        amp=amp,
         explain=explain,
         cold=cold,
         search=search,
@@ -193,7 +189,7 @@ def _least_bytes(plan: Plan, batch: int) -> int:
     for model in plan.models:
         tokens = 0 if model.config is None else model.config.seqlen * (model.config.embed_dim + model.config.hidden_dim)
         values = max(values, 2 * math.prod(model.shape) + tokens)
-    return batch * values * min(dtype.itemsize for dtype in plan.dtypes)
+    return batch * values * min(DTYPES[name].itemsize for name in plan.dtypes)
 
 
 def _device(name: str) -> torch.device:
@@ -223,10 +219,11 @@ def _batch_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     return _some("batch sizes", sizes)
 
 
-def _dtypes(names: Sequence[str]) -> tuple[torch.dtype, ...]:
-    if unknown := [name for name in names if name not in DTYPES]:
-        raise ValueError(f"unknown dtype {unknown[0]!r}: accepted are {', '.join(DTYPES)}")
-    return _some("dtypes", [DTYPES[name] for name in names])
+def _dtypes(names: Sequence[str], device: torch.device) -> tuple[str, ...]:
+    accepted = [name for name in DTYPES if name != "amp" and (name != "tf32" or device.type == "cuda")]
+    if unknown := [name for name in names if name not in accepted]:
+        raise ValueError(f"dtype {unknown[0]!r} on {device}: accepted are {', '.join(accepted)}")
+    return _some("dtypes", names)
 
 
 def _images(paths: Sequence[str | Path]) -> tuple[Path, ...]:

@@ -52,7 +52,7 @@ def pose(group: Group, images: Sequence[Path], device: torch.device) -> Posed:
 def ask(group: Group, images: Sequence[Path], device: torch.device) -> tuple[Task, list[Tensor]]:
     """A group's task, and its batches on the device in turns."""
     weights = weights_of(group.model, group.dtype)
-    task = Task(group.model, weights, group.dtype, device, group.batch_size, group.training, group.amp)
+    task = Task(group.model, weights, group.dtype, device, group.batch_size, group.training, group.dtype_name == "amp")
     views = image_views(images, group.model, max(8, min(group.batch_size, MAX_VIEWS)))
     return task, rotating_batches(views, task.batch_size, task.dtype, task.device)
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .machine import checkout, slug
+from .machine import checkout
 
 FORMAT = "vit-fast-bench/2"
 RECORD_NAME, JOURNAL_NAME, PARTIAL = "record.json", "rows.jsonl", ".partial"
@@ -29,7 +29,11 @@ def default_base() -> Path:
 def default_folder(machine: Mapping[str, Any]) -> Path:
     """A folder of its own for a record, named by date and machine."""
     date = re.sub(r"[^0-9T]", "", machine["date"].partition("+")[0]).replace("T", "-")
-    return _not_taken(default_base() / f"{date}-{slug(machine)}")
+    name = f"{date}-{re.sub(r'[^a-z0-9]+', '-', machine['device'].lower()).strip('-')}"
+    folder, number = default_base() / name, 2
+    while folder.exists():
+        folder, number = folder.with_name(f"{name}-{number}"), number + 1
+    return folder
 
 
 def check_folder(folder: Path) -> None:
@@ -144,32 +148,37 @@ def to_json(record: Record) -> bytes:
 
 
 def read_record(path: str | Path) -> Record:
-    """A record from its JSON file, or from the folder that holds it.
+    """A record of `vit-fast bench` from its JSON file, or from the folder that holds it.
 
     Raises:
         OSError: there is no such file.
         ValueError: it is not a record of ours.
     """
+    record = read_any(path)
+    if not is_bench(record):
+        raise ValueError(f"{path}: not a record of vit-fast bench")
+    return record
+
+
+def read_any(path: str | Path) -> Record:
+    """A record of any of our benchmarks, see read_record: of bench, of gpu-check, of kernels --host --json."""
     path = Path(path)
-    if path.is_dir():
-        path = path / RECORD_NAME
+    path = path / RECORD_NAME if path.is_dir() else path
     try:
         record = json.loads(path.read_bytes())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ValueError(f"{path}: not JSON: {error}") from None
-    if not isinstance(record, dict) or not str(record.get("format", "")).startswith("vit-fast-bench/"):
-        raise ValueError(f"{path}: not a record of vit-fast bench")
-    if record["format"] != FORMAT:
+    if not isinstance(record, dict) or not (is_bench(record) or isinstance(record.get("machine"), dict)):
+        raise ValueError(f"{path}: not a record: accepted is JSON of vit-fast bench, gpu-check, kernels --host --json")
+    if is_bench(record) and record["format"] != FORMAT:
         raise ValueError(f"{path}: is {record['format']}, accepted is {FORMAT}")
-    missing = [name for name in ("machine", "plan", "ceilings", "rows") if name not in record]
-    if missing or not isinstance(record["rows"], list):
+    needed = ("machine", "plan", "ceilings", "rows") if is_bench(record) else ("machine", "rows")
+    missing = [name for name in needed if name not in record]
+    if missing or not isinstance(record.get("rows"), list):
         raise ValueError(f"{path}: is a record without {', '.join(missing) or 'a list of rows'}")
     return record
 
 
-def _not_taken(folder: Path) -> Path:
-    candidate, number = folder, 2
-    while candidate.exists():
-        candidate = folder.with_name(f"{folder.name}-{number}")
-        number += 1
-    return candidate
+def is_bench(record: Record) -> bool:
+    """Whether it is of `vit-fast bench`, in whatever version."""
+    return str(record.get("format", "")).startswith(FORMAT.partition("/")[0])

@@ -13,7 +13,7 @@ from vit_fast.measuring.timing import Timing, percentile
 from vit_fast.work import Work, total
 
 from .correctness import Verdict
-from .machine import short_name
+from .machine import DTYPES
 from .models import Model
 from .subjects import Selection
 
@@ -42,25 +42,24 @@ class Group:
 
     Attributes:
         model: What is computed.
-        dtype: Of parameters and images.
+        dtype_name: Of parameters, images and products, see machine.DTYPES.
         batch_size: Images a call.
         requested_batch_size: What was asked for; larger when that did not fit into memory.
-        training: Whether a training step is measured; amp: under autocast in bf16.
+        training: Whether a training step is measured.
     """
 
     model: Model
-    dtype: torch.dtype
+    dtype_name: str
     batch_size: int
     requested_batch_size: int
     training: bool = False
-    amp: bool = False
 
     def __str__(self) -> str:
         return f"{self.model.name} {self.dtype_name} batch {self.batch_size}{' training' if self.training else ''}"
 
     @property
-    def dtype_name(self) -> str:
-        return "amp" if self.amp else short_name(self.dtype)
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype_name]
 
     @property
     def contest(self) -> tuple[str | int, ...]:

@@ -24,7 +24,7 @@ from . import preparation
 from .cold import cold_start
 from .conditions import Conditions, joules_of
 from .correctness import describe_rule
-from .machine import best_ceilings, describe, measure_ceilings
+from .machine import best_ceilings, describe, measure_ceilings, products_in
 from .plan import Plan
 from .preparation import Posed, Prepared, TooLarge, pose, prepare
 from .records import FORMAT, Journal
@@ -155,7 +155,8 @@ class _Run:
     def _run_group(self, group: Group, selections: Sequence[Selection]) -> None:
         """Prepares, checks and times; what did not fit is done again with half of the batch."""
         try:
-            too_large = self._measure_group(group, selections)
+            with products_in(group.dtype_name):
+                too_large = self._measure_group(group, selections)
         except TooLarge:
             too_large = list(selections)
         finally:

@@ -62,8 +62,7 @@ def _cases() -> list[Any]:
 @functools.cache
 def posed(word: str, training: bool, batch: int) -> tuple[Group, Posed]:
     (model,) = find_models(word, None)
-    (dtype,) = make_plan(models=[word], dtypes=[DTYPE], device=str(DEVICE)).dtypes
-    group = Group(model, dtype, batch, batch, training)
+    group = Group(model, DTYPE, batch, batch, training)
     return group, pose(group, [default_photograph()], DEVICE)
 
 

@@ -50,7 +50,7 @@ def test_a_profile_counts_the_calls_of_a_model_and_what_its_parts_must_do():
         return x
 
     with torch.no_grad():
-        found = explain(call, torch.device("cpu"), Group(model, torch.float32, 2, 2))
+        found = explain(call, torch.device("cpu"), Group(model, "fp32", 2, 2))
     assert numbers == list(range(CALLS))
     ((_, _, calls, ms),) = [kernel for kernel in found["kernels"] if kernel[1] == "aten::addmm"]
     assert calls == 5 and ms > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import types
 
@@ -12,6 +13,8 @@ from bench_support import QUICK
 from vit_fast.benchmarks import conditions, html_report, report, runner
 from vit_fast.benchmarks.plan import LATENCY, make_plan
 from vit_fast.benchmarks.rows import PERCENTILE_REPEATS
+from vit_fast.benchmarks.subjects import Task
+from vit_fast.benchmarks.subjects_models import build
 from vit_fast.measuring.timing import Protocol, percentile
 
 pytestmark = pytest.mark.usefixtures("small_ceilings")
@@ -110,3 +113,27 @@ def test_energy_is_the_counters_difference_over_calls_without_a_pause(monkeypatc
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert conditions.joules_of(done.append, 10.0, torch.device("cuda")) is None
     assert conditions.joules_of(done.append, 10.0, torch.device("cpu")) is None and len(done) == 50
+
+
+def test_tf32_rounds_products_of_that_group_alone(add) -> None:
+    """Asked for on a GPU; what the definition, the ceiling and a subject see is told by torch itself."""
+    with pytest.raises(ValueError, match="dtype 'tf32' on cpu: accepted are fp32, fp16, bf16"):
+        make_plan(subjects=["eager"], **VIT_TEST | {"dtypes": ["tf32"]})
+    seen: dict[str, set[str]] = {}
+
+    def watched(task: Task) -> object:
+        model = build("sdpa", task)
+
+        def answer(images: torch.Tensor) -> torch.Tensor:
+            seen.setdefault(str(task.batch_size), set()).add(torch.get_float32_matmul_precision())
+            return model(images)
+
+        return answer
+
+    add("watched", watched)
+    before = torch.get_float32_matmul_precision()
+    plan = make_plan(subjects=["watched"], batch_sizes=[2], protocol=QUICK, **VIT_TEST)
+    record = runner.run(dataclasses.replace(plan, dtypes=("fp32", "tf32")))
+    assert [(row["dtype"], row["status"]) for row in record["rows"]] == [("fp32", "measured"), ("tf32", "measured")]
+    assert seen == {"2": {before, "high"}} and torch.get_float32_matmul_precision() == before
+    assert set(record["ceilings"]["matmul_TFLOP_per_s"]) == {"fp32", "tf32"}

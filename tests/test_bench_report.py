@@ -147,7 +147,7 @@ def test_other_records_are_tables_of_their_rows(tmp_path):
         "rows": [{"name": "block", "launches": 5.0, "ours_us": {"median": 123.4, "p20": 1.0}, "timm_us": None}],
     }
     (tmp_path / "record.json").write_text(json.dumps(host))
-    page = Page(html_report.render({"host": html_report.read_any(tmp_path)}))
+    page = Page(html_report.render({"host": records.read_any(tmp_path)}))
     assert page.tables[0] == [["name", "launches", "ours_us"], ["block", "5", "123.4"]]
 
 

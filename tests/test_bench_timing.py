@@ -99,7 +99,7 @@ def test_the_machine_says_what_it_is_and_its_ceilings_name_their_sizes() -> None
     assert facts["threads"] == torch.get_num_threads()
     assert facts["gpu"] is None
     assert facts["commit"] is None or len(facts["commit"].removesuffix("-dirty")) == 12
-    ceilings = machine.measure_ceilings(CPU, [torch.float32])
+    ceilings = machine.measure_ceilings(CPU, ["fp32"])
     assert ceilings["matmul_size"] == machine.MATMUL_SIZE["cpu"]
     assert ceilings["copy_bytes"] == machine.COPY_BYTES["cpu"]
     assert set(ceilings["matmul_TFLOP_per_s"]) == {"fp32"}

@@ -52,7 +52,7 @@ def bench(
     batch_sizes: Annotated[
         str | None, typer.Option(help="Images a call; best: doubled as long as that gains.", metavar="1,8|best")
     ] = None,
-    dtypes: Annotated[str | None, typer.Option(help="fp32, fp16, bf16.", metavar="A,B")] = None,
+    dtypes: Annotated[str | None, typer.Option(help="fp32, tf32 (on a GPU), fp16, bf16.", metavar="A,B")] = None,
     subjects: Annotated[
         str | None, typer.Option(help="What to measure; see --list-subjects.", metavar="eager,timm+compile")
     ] = None,
