@@ -11,7 +11,7 @@ PIP     := $(BIN)/python -m pip install --disable-pip-version-check -q -c constr
 SOURCES := vit_fast kernels export benchmarks tests
 READY   := $(VENV)/.ready
 
-.PHONY: bench test test-full lint format typecheck docs classes kernels verify gpu-check bench-suite wheel clean
+.PHONY: bench test test-full lint format typecheck docs classes kernels verify gpu-check bench-suite record wheel clean
 
 bench: $(READY)
 	$(BIN)/vit-fast bench $(ARGS)
@@ -41,6 +41,16 @@ kernels: $(READY)
 
 verify: $(READY)
 	$(BIN)/vit-fast verify $(ARGS)
+
+# The README's table, measured anew on a quiet machine: refused where that was busy, and then nothing has changed.
+RECORD := benchmarks/results/cpu-2core
+record: $(READY)
+	rm -rf $(RECORD).new
+	$(BIN)/vit-fast bench --out $(RECORD).new $(ARGS)
+	$(BIN)/python -m vit_fast.benchmarks.readme_table --check $(RECORD).new
+	cd $(RECORD).new && mv record.json table.md plot.png ../$(notdir $(RECORD))/
+	rm -rf $(RECORD).new
+	$(BIN)/python -m vit_fast.benchmarks.readme_table --fill README.md
 
 # Runs on the machine's own python, with what is installed there; nothing is fetched. OUT is where the records go.
 OUT ?= benchmarks/results/local/gpu-check

@@ -26,9 +26,9 @@ from .subjects import Selection, choose
 DEFAULT_MODELS = {"cpu": ("vit_tiny_patch16_224",), "cuda": ("vit_base_patch16_224",)}
 DEFAULT_BATCH_SIZES = {"cpu": (1, 8), "cuda": (1, 32, 256)}
 DEFAULT_DTYPES = {"cpu": ("fp32",), "cuda": ("bf16",)}
-DEFAULT_TIME_BUDGET_S = {"cpu": 110.0, "cuda": 900.0}
+DEFAULT_TIME_BUDGET_S = {"cpu": 125.0, "cuda": 900.0}
 PROTOCOLS = {
-    "cpu": Protocol(repeats=50, seconds=1.0, least_repeats=5, warmup_repeats=1, warmup_seconds=0.0),
+    "cpu": Protocol(repeats=75, seconds=1.5, least_repeats=5, warmup_repeats=1, warmup_seconds=0.0),
     "cuda": Protocol(repeats=100, seconds=1.0, least_repeats=10),
 }
 # Of one image: enough calls for a 99th percentile.

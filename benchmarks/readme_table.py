@@ -2,6 +2,7 @@
 
     python -m vit_fast.benchmarks.readme_table RECORD.json       prints the table
     python -m vit_fast.benchmarks.readme_table --fill README.md  puts it between the marks that name a record
+    python -m vit_fast.benchmarks.readme_table --check RECORD    refuses one that nobody should cite
 
 A block starts with the line `<!-- record: PATH -->`, PATH relative to the document, and ends with `<!-- /record -->`.
 """
@@ -12,7 +13,7 @@ import re
 import sys
 from pathlib import Path
 
-from .records import read_record
+from .records import Record, read_record
 from .report import markdown, objections
 
 _BLOCK = re.compile(r"(<!-- record: (\S+) -->\n).*?(<!-- /record -->)", re.DOTALL)
@@ -28,24 +29,28 @@ def fill(document: str, folder: Path) -> str:
         OSError, ValueError: see records.read_record; or a record is none to cite, see report.objections.
     """
 
-    def filled(match: re.Match[str]) -> str:
-        record = read_record(folder / match[2])
-        if reasons := objections(record):
-            raise ValueError(f"{match[2]}: not to be cited: {'; '.join(reasons)}")
-        return f"{match[1]}{markdown(record)}{match[3]}"
+    return _BLOCK.sub(lambda match: f"{match[1]}{markdown(check(folder / match[2]))}{match[3]}", document)
 
-    return _BLOCK.sub(filled, document)
+
+def check(path: Path) -> Record:
+    """A record to cite; see fill."""
+    record = read_record(path)
+    if reasons := objections(record):
+        raise ValueError(f"{path.name}: not to be cited: {'; '.join(reasons)}")
+    return record
 
 
 def main(arguments: list[str]) -> None:
     try:
-        if len(arguments) == 2 and arguments[0] == "--fill":
-            path = Path(arguments[1])
-            path.write_text(fill(path.read_text(), path.parent))
-        elif len(arguments) == 1:
-            sys.stdout.write(markdown(read_record(arguments[0])))
-        else:
-            sys.exit("usage: python -m vit_fast.benchmarks.readme_table RECORD.json | --fill DOCUMENT.md")
+        match arguments:
+            case ["--fill", document]:
+                Path(document).write_text(fill(Path(document).read_text(), Path(document).parent))
+            case ["--check", record]:
+                check(Path(record))
+            case [record]:
+                sys.stdout.write(markdown(read_record(record)))
+            case _:
+                sys.exit("usage: python -m vit_fast.benchmarks.readme_table [--check] RECORD.json | --fill DOCUMENT.md")
     except (OSError, ValueError) as error:
         sys.exit(f"readme_table: {error}")
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from vit_fast.measuring.resolution import QUIET_RUN, SAME, UNKNOWN, UNRANKABLE
 
 from .records import Record
-from .rows import Row, measured, resolution_of
+from .rows import Row, is_lower, measured, resolution_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -70,11 +70,6 @@ COLUMNS = (
 
 # Characters a line where nobody says: wide enough for the whole table.
 FULL_WIDTH = 160
-
-
-def is_lower(row: Row) -> bool:
-    """Whether it computes in fewer bits than its contest's dtype."""
-    return bool(row["precision"] != row["dtype"])
 
 
 def contests(record: Record) -> dict[str, list[Row]]:

@@ -129,7 +129,7 @@ def add_timing(row: Row, timing: Timing, group: Group) -> None:
 
 
 def make_control(group: Group, subject: str, timing: Timing, again: Timing, conditions: dict[str, Any]) -> Row:
-    """What a group's best call, timed under two names, and the machine's state say of the group's figures."""
+    """What a group's control, a call timed under two names, and the machine's state say of the group's figures."""
     found = resolution.control(timing.samples_ms, again.samples_ms)
     return group.about(subject) | found | {"ms": [timing.ms, again.ms], "conditions": conditions}
 
@@ -164,6 +164,11 @@ def finish(rows: Sequence[Row], ceilings: dict[str, Any], controls: Sequence[Row
 def measured(rows: Iterable[Row]) -> list[Row]:
     """Those that have figures."""
     return [row for row in rows if row["status"] == "measured"]
+
+
+def is_lower(row: Row) -> bool:
+    """Whether it computes in fewer bits than its contest's dtype."""
+    return bool(row["precision"] != row["dtype"])
 
 
 def resolution_of(row: Row, controls: Sequence[Row], *, between_runs: bool = False) -> float:

@@ -197,6 +197,20 @@ def test_a_row_above_its_ceiling_is_a_named_defect_and_no_share(monkeypatch: pyt
     assert row["ceiling_share"] is None and row["defect"].endswith("x the matmul ceiling of this run")
 
 
+def test_the_control_is_the_best_at_full_precision(add) -> None:
+    """What it is compared with is that; a call in fewer bits may be quicker, and less steady."""
+
+    def quick(task: Task) -> object:
+        return lambda images: torch.zeros(len(images), 10)
+
+    add("quick", quick, precision="int8", tolerance=1e9)
+    record = runner.run(plan("quick", "sdpa"))
+    assert {row["status"] for row in record["rows"]} == {"measured"}
+    assert [control["subject"] for control in record["controls"]] == ["sdpa"]
+    (control,) = runner.run(plan("quick"))["controls"]
+    assert control["subject"] == "quick"
+
+
 def test_the_best_ceiling_of_a_run_counts() -> None:
     taken = [
         {"copy_GB_per_s": copy, "copy_bytes": 1, "matmul_TFLOP_per_s": {"fp32": matmul}, "matmul_size": 1}

@@ -1,9 +1,9 @@
 """What a run can tell apart: intervals of ratios by bootstrap, the A/A control, and the verdicts that follow.
 
-Every group times its best call twice, under two names, in the same turns: whatever lies between the two is what this
-machine does to identical code, and the resolution of the run. Samples of one turn share what the machine did then, and
-are compared with one another. A ratio is a difference only when its interval leaves 1
-out and it lies farther from 1 than the resolution.
+Every group times its best call at full precision twice, under two names, in the same turns: whatever lies between the
+two is what this machine does to identical code, and the resolution of the run. Samples of one turn share what the
+machine did then, and are compared with one another. A ratio is a difference only when its interval leaves 1 out and it
+lies farther from 1 than the resolution.
 """
 
 from __future__ import annotations
