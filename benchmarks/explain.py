@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -92,25 +92,25 @@ def _parts(record: Record, rows: list[Row]) -> tuple[list[str], list[list[str]]]
         spent.append(defaultdict(float))
         for part, _, _, ms in row["explained"]["kernels"]:
             spent[-1][part] += ms
+    sums, times, floor = [sum(parts.values()) for parts in spent], [row["ms"] for row in rows], sum(floors.values())
     lines = [
-        [
-            part,
-            f"{floors[part]:.4g}" if part in floors else "",
-            *(f"{parts[part]:.4g}" if part in parts else "" for parts in spent),
-        ]
+        _line(part, floors.get(part), [parts.get(part) for parts in spent])
         for part in (*_PARTS, REST, "all")
         if part in floors or any(part in parts for parts in spent)
     ]
-    floor, sums = sum(floors.values()), [sum(parts.values()) for parts in spent]
-    lines.append(["sum", f"{floor:.4g}", *(f"{total:.4g}" for total in sums)])
-    measured = [row["ms"] for row in rows]
-    lines.append(["measured without profiler", "", *(f"{ms:.4g}" for ms in measured)])
+    lines.append(_line("sum", floor, sums))
+    lines.append(_line("measured without profiler", None, times))
     # the host's own time, and what the profiler does not see, such as ONNX Runtime
-    outside = [max(ms - total, 0.0) for ms, total in zip(measured, sums, strict=True)]
-    lines.append(["of it in no kernel", "", *(f"{ms:.4g}" for ms in outside)])
+    lines.append(
+        _line("of it in no kernel", None, [max(ms - known, 0.0) for ms, known in zip(times, sums, strict=True)])
+    )
     if floors:
-        lines.append(["above the floor", "", *(f"{ms - floor:.4g}" for ms in measured)])
+        lines.append(_line("above the floor", None, [ms - floor for ms in times]))
     return ["part", "floor", *map(label, rows)], lines
+
+
+def _line(title: str, floor: float | None, ms: Iterable[float | None]) -> list[str]:
+    return [title, *("" if value is None else f"{value:.4g}" for value in (floor, *ms))]
 
 
 def _kernels(rows: list[Row]) -> list[list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -55,6 +56,18 @@ def test_every_suite_runs_and_figures_follow_from_its_times(tmp_path):
     assert run["extra_info"]["images_per_s"] == pytest.approx(4 / seconds)
     assert run["extra_info"]["TFLOP_per_s"] == pytest.approx(4 * flops / seconds / 1e12)
     assert run["group"] == "vit_test fp32 batch 4, cpu"
+
+
+def test_a_peer_that_is_wrong_fails_nothing_and_ours_does(monkeypatch):
+    """By the compiler's own sums, on a CPU, a compiled peer may miss the rule; that is for its row to say."""
+    monkeypatch.setenv("VIT_FAST_SUITE_MODEL", "vit_test")
+    suite = importlib.import_module("vit_fast.benchmarks.suite")
+    word = suite.MODELS[1]
+    for peer, outcome in ((True, pytest.xfail.Exception), (False, AssertionError)):
+        row = {"status": "wrong", "reason": "off by 1", "peer": peer}
+        monkeypatch.setattr(suite, "prepare", lambda *_, row=row: (None, row))
+        with pytest.raises(outcome, match="off by 1"):
+            suite.test_subject(None, word, False, 1, "eager")
 
 
 def test_a_slower_run_fails_the_comparison(tmp_path):
