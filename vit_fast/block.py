@@ -66,6 +66,8 @@ def _outline(block: Any) -> Outline | None:
     parts = block.__dict__.get("vit_fast_parts")
     if parts is None or not parts.watch.holds(block):
         parts = _read(block)
+    if parts.fp8 is not None and runs_whole(parts, "triton"):
+        parts.fp8.reader(parts)  # quantised now, if it is not: not within the graph
     return outline(block, parts)
 
 
@@ -196,7 +198,9 @@ def freeze_parts(parts: BlockParts) -> None:
     attention: Any = parts.attention
     mlp: Any = parts.mlp
     dtype = matmul_dtype(tensor_of(*mlp.fc1.weights[0]))
-    if parts.frozen is None or parts.frozen.dtype != dtype:
+    if parts.fp8 is not None:
+        parts.fp8.kept_of(parts).refresh()
+    elif parts.frozen is None or parts.frozen.dtype != dtype:
         sources, tensors = frozen_sources(attention, mlp), partial(block_tensors, attention, mlp)
         parts.frozen = Frozen(sources, tensors, dtype, mlp.norm.kind, attention.paired_head)
     else:
@@ -227,12 +231,14 @@ def forward_block(
     """
     in_fp8 = parts.fp8 is not None and attend is None and keys is None
     if in_fp8 and (torch.compiler.is_compiling() or is_touched(block)):
-        y, _ = parts.fp8.run(parts, x, NOTHING, rope, None)
+        y, _ = parts.fp8.run(parts, x, NOTHING, rope)
         return y
     if in_fp8:
         rows = recall(x)
+        if rows.maker is not None:
+            rows.maker.reader = parts.fp8.reader(parts)  # from now on that writes what this one reads
         with counted():
-            y, made = parts.fp8.run(parts, x, rows, rope, parts.next_scale)
+            y, made = parts.fp8.run(parts, x, rows, rope, parts.reader)
         remember(y, made)
         return y
     if backend != "triton" or parts.attention is None or torch.compiler.is_compiling() or is_touched(block):
@@ -266,8 +272,8 @@ def run_blocks(blocks: nn.Sequential, x: Tensor, rope: Rope | None = None) -> Te
             x, statistics = run_block(parts, x, rows.statistics, rope=rope, next_statistics=following is not None)
             rows = Rows(statistics)
         else:
-            following = following and following.fp8 and following.fp8.reads(following)
-            x, rows = parts.fp8.run(parts, x, rows, rope, following)
+            reader = following.fp8.reader(following) if following is not None and following.fp8 is not None else None
+            x, rows = parts.fp8.run(parts, x, rows, rope, reader)
     return x
 
 

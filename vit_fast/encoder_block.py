@@ -87,6 +87,8 @@ class Block(Freezable):
     def forward(self, x: Tensor, rope: Rope | None = None) -> Tensor:
         """[B, N, C] -> [B, N, C]; each half as kernels or one operator where nothing in it is a module to be called."""
         parts = parts_of(self)
+        if parts.fp8 is not None:
+            parts.fp8.check(self.backend)
         if parts.mlp is None:
             x = self._attend(x, rope)
             return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .config import DataConfig, ViTConfig
+from .fusion import fuse
 from .model import VisionTransformer, set_backend
 from .variants import get_variant
 
@@ -23,6 +24,7 @@ def create_model(
     weights: str | Path | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    precision: str | None = None,
     **config_overrides: Any,
 ) -> VisionTransformer:
     """A Vision Transformer by timm's name.
@@ -35,6 +37,8 @@ def create_model(
             another num_classes, asked for here, stays random.
         device: Where to make it; None means torch's default device.
         dtype: Parameter dtype; None means torch's default dtype.
+        precision: "fp8" runs the blocks in e4m3, as `vit_fast.fuse` does, of weights that were saved with the scales
+            that `vit_fast.calibrate` found; None runs them in dtype.
         **config_overrides: Fields of ViTConfig, e.g. depth=2, img_size=(320, 240), num_classes=7.
     Returns:
         The model, in evaluation mode.
@@ -67,6 +71,8 @@ def create_model(
 
         load_weights(model, source, replace_head=head_is_asked_for)
     set_backend(model, backend)
+    if precision is not None:
+        fuse(model.eval(), backend, precision=precision)
     return model.eval()
 
 

@@ -8,11 +8,20 @@ format the rounding is the same at any power of two.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .ops.descriptions import BlockScales
+from .errors import UnsupportedInputError
+from .ops.attention import is_exporting
+from .ops.descriptions import BlockScales, Rope
+from .ops.fp8 import fused_block_fp8
+from .ops.layer_norm_mlp import needs_gradient
+from .ops.quantised import Quantised
+from .parts import BlockParts, block_tensors, frozen_sources, tensor_of
+from .row_statistics import Rows
 
 LINEARS = BlockScales._fields
 """The linear layers of a block, as the buffers are called."""
@@ -20,6 +29,7 @@ PLACE = "vit_fast_fp8"
 """Of the module in its block."""
 LEAST, MOST = 2.0**-24, 2.0**15
 """What fp16 still holds."""
+BACK = "vit_fast.fuse(model) goes back to the model's own precision"
 
 
 class Fp8Scales(nn.Module):
@@ -34,6 +44,8 @@ class Fp8Scales(nn.Module):
         kept: Which of LINEARS stay in half precision, bool [4].
         active: Whether the block is to run in e4m3: `vit_fast.fuse` says so.
     """
+
+    simulated = False
 
     qkv: Tensor
     proj: Tensor
@@ -74,6 +86,69 @@ class Fp8Scales(nn.Module):
     def now(self) -> BlockScales:
         """As the operator takes them; None of the layers that are kept."""
         return self.all()._replace(**dict.fromkeys(self.names_kept()))
+
+    def check(self, backend: str) -> None:
+        """Raises UnsupportedInputError where the block cannot run in e4m3 now."""
+        reasons = ["it is in training mode: call eval() first"] if self.training else []
+        if is_exporting():
+            reasons.append("it is being exported: export the model as it was, with precision='fp8' (--precision fp8)")
+        elif backend != "triton":
+            reasons.append(f"its backend is {backend!r}: accepted is 'triton'")
+        if reasons:
+            raise UnsupportedInputError("a block in FP8", [*reasons, BACK])
+
+    def run(
+        self, parts: BlockParts, x: Tensor, rows: Rows, rope: Rope | None, reader: Quantised | None = None
+    ) -> tuple[Tensor, Rows]:
+        """The block, [B, N, C] -> [B, N, C], and what is known of the rows of its output.
+
+        Args:
+            parts: Of the block, which is whole.
+            rows: What is known of those of x.
+            reader: The kept weights of the block that follows, where that reads e4m3.
+        """
+        attention: Any = parts.attention
+        mlp: Any = parts.mlp
+        self.check("triton")
+        if torch.is_grad_enabled() and needs_gradient(x, *block_tensors(attention, mlp)):
+            reason = "gradients are recorded, and e4m3 gives none: call it within torch.no_grad()"
+            raise UnsupportedInputError("a block in FP8", [reason, BACK])
+        kept = self.kept_of(parts)
+        if kept.paired_head and not _turned_alike(rope):
+            parts.frozen = kept = self._quantised(parts, 0)
+        y, y8, statistics = fused_block_fp8(
+            x, rows.x8 if rows.reader is kept else None, rows.statistics, kept.layers,
+            None if reader is None else reader.layers.qkv.operand_scale,
+            heads=attention.num_heads, attention_scale=attention.scale,
+            eps=(attention.norm.eps, mlp.norm.eps), norm=mlp.norm.kind, activation=mlp.activation,
+            qk_norm=attention.qk_norm and attention.qk_norm.now(), rope=rope,
+        )  # fmt: skip
+        return y, Rows(statistics, y8, reader, parts)
+
+    def reader(self, parts: BlockParts) -> Quantised | None:
+        """The kept weights of a block whose first layer reads e4m3; None where that stays in half precision."""
+        kept = self.kept_of(parts)
+        return None if kept.layers.qkv.operand_scale is None else kept
+
+    def kept_of(self, parts: BlockParts) -> Quantised:
+        """The kept weights of a block, which are made where it has none."""
+        if not isinstance(parts.frozen, Quantised):
+            attention: Any = parts.attention
+            parts.frozen = self._quantised(parts, attention.paired_head)
+        return parts.frozen
+
+    def _quantised(self, parts: BlockParts, paired_head: int) -> Quantised:
+        attention: Any = parts.attention
+        mlp: Any = parts.mlp
+        sources = [*frozen_sources(attention, mlp), (attention.proj, "bias"), (mlp.fc2, "bias")]
+        sources += [half.layer_scale for half in (attention, mlp) if half.layer_scale is not None]
+        tensors, dtype = partial(block_tensors, attention, mlp), tensor_of(*mlp.fc1.weights[0]).dtype
+        return Quantised(sources, tensors, self.now(), dtype, mlp.norm.kind, paired_head)
+
+
+def _turned_alike(rope: Rope | None) -> bool:
+    """Whether the qkv matmul can turn its pairs itself: half-split positions that all heads share."""
+    return rope is not None and rope.layout == "half" and (rope.cos.dim() < 4 or rope.cos.shape[1] == 1)
 
 
 def scales_of(block: nn.Module) -> Fp8Scales | None:

@@ -35,7 +35,6 @@ class Simulated:
     """
 
     simulated = True
-    training = False
 
     def __init__(self, name: str, parts: BlockParts, linears: dict[str, tuple[str, ...]]) -> None:
         self.scales = BlockScales()
@@ -57,7 +56,7 @@ class Simulated:
         return BlockTensors._make(map(_wide, block_tensors(self._attention, self._mlp)))
 
     def run(
-        self, parts: Any, x: Tensor, rows: Rows, rope: Rope | None, next_scale: Tensor | None
+        self, parts: BlockParts, x: Tensor, rows: Rows, rope: Rope | None, reader: None = None
     ) -> tuple[Tensor, Rows]:
         """As `Fp8Scales.run`."""
         attention, tensors, heads = self._attention, self.tensors(), self._attention.num_heads
@@ -77,8 +76,11 @@ class Simulated:
             )  # fmt: skip
         return y.to(x.dtype), NOTHING
 
-    def reads(self, parts: BlockParts) -> None:
-        """As `Fp8Scales.reads`: it rounds what it reads itself."""
+    def reader(self, parts: BlockParts) -> None:
+        """It rounds what it reads itself."""
+
+    def check(self, backend: str) -> None:
+        """It runs anywhere."""
 
 
 def simulate(shadow: nn.Module) -> tuple[list[Simulated], dict[str, str]]:

@@ -25,7 +25,7 @@ class Freezable(nn.Module):
         """Folds anew in every forward again."""
         parts = self.__dict__.get("vit_fast_parts")
         if parts is not None:
-            parts.frozen = None
+            parts.frozen = parts.reader = None
 
     def train(self, mode: bool = True) -> Self:
         if mode:
@@ -57,7 +57,7 @@ def freeze(model: nn.Module) -> tuple[str, ...]:
     that were replaced; freezing again follows everything. What it cannot see is what you promise by calling this: that
     nobody writes to the weights through `.data`, by torch.distributed's collectives, by replaying a captured training
     step, or through other libraries (a merge of LoRA weights by peft, for one) without calling freeze again. A copy or
-    a pickle of the model is not frozen.
+    a pickle of the model is not frozen. Blocks in FP8 keep their quantised weights in any case, under the same promise.
 
     Args:
         model: A VisionTransformer, or a model fused by vit_fast.fuse, in evaluation mode. Blocks that the kernels do

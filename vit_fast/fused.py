@@ -232,6 +232,8 @@ class FusedNormMlp(Freezable, FusedModule):
     def ready(self) -> BlockParts | None:
         """Its parts; None where something between norm and MLP has to run: dropout, a hook, a wrapped child."""
         parts = parts_of(self)
+        if parts.fp8 is not None:
+            parts.fp8.check(self.vit_fast_backend)
         return None if parts.mlp is None or drops(parts.mlp.dropouts) else parts
 
     def runs_as_it_was(self) -> bool:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import nn
 
+from . import fp8
 from .errors import UnsupportedInputError
 from .fp8_scales import take_scales_away
 from .fused import Finding, FusedBlocks, FusedModule, FusedNormMlp, device_of, dtype_of
@@ -31,6 +32,9 @@ def fuse(
     backend: str = "auto",
     *,
     normalize: tuple[Sequence[float], Sequence[float]] | None = None,
+    precision: str | None = None,
+    keep: Iterable[str] | None = None,
+    min_agreement: float | None = None,
 ) -> FusionReport:
     """Makes attention and LayerNorm + MLP of a timm, transformers, torchvision or torch.nn model run our operators.
 
@@ -51,15 +55,29 @@ def fuse(
             it stands for that, for good.
         normalize: (mean, std) of pictures in 0..1, a number a channel. The patch embedding then takes pictures in
             0..255, uint8 or floating, and normalises within its convolution.
+        precision: None computes in the model's own. "fp8": the linear layers of every block that the kernels run as a
+            whole read operands and weights of e4m3, attention stays in half precision: for inference on GPUs of compute
+            capability 8.9 and newer, of a model in fp16 or bf16 that `vit_fast.calibrate` has seen. A forward in
+            training mode, or where gradients are recorded, is refused; what a fused module runs its original forward
+            for, and packed sequences, runs in half precision. Fusing again without it goes back.
+        keep: With "fp8", names or patterns of linear layers that stay in half precision, `("*.mlp.fc2",)`. With neither
+            this nor min_agreement those that were chosen last, which is saved with the scales.
+        min_agreement: With "fp8", the share of the calibration images whose top class has to stay the same: as many of
+            the most sensitive linear layers are kept as that takes, found with the layers simulated.
     Returns:
         What was done, module by module; print it, or call require_all() on it.
     Raises:
-        ValueError: the backend is unknown or normalize does not fit the model.
+        ValueError: the backend or precision is unknown, normalize or keep does not fit the model, or min_agreement
+            has no images.
         UnsupportedInputError: a backend asked for by name cannot run here; lists all reasons. Nothing is changed. A
             model on meta is fused for any, and its forward raises where it has been moved to and cannot run.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}: accepted is a torch.nn.Module")
+    choice = None
+    if precision is not None or keep is not None or min_agreement is not None:
+        fp8.check_request(model, backend, precision, keep, min_agreement)
+        choice, backend = fp8.choose(model, shadow_of(model), keep, min_agreement), "triton"
     resolved = _checked_backend(model, backend)
     known = known_backends(model) if backend == "auto" else {}
     if known and set(known.values()) != {resolved}:
@@ -67,7 +85,11 @@ def fuse(
     plan = _Plan(model, backend, resolved)
     if normalize is not None:
         plan.add_normalize(model, *check_normalize(normalize))
+    plan.changes.append((fp8.touched(model), functools.partial(fp8.switch, model, choice)))
     plan.apply()
+    if choice is not None:
+        rows = fp8.annotated(plan.rows, choice, dtype_of(model))
+        return FusionReport(resolved, tuple(rows), (), precision, choice.notes)
     for name, other in known.items():
         if other != resolved:
             _set_backend_of_part(model.get_submodule(name), other)

@@ -40,11 +40,15 @@ class FusionReport:
         backend: What "auto" meant: "eager", "sdpa" or "triton".
         modules: One entry a module, in the model's order.
         backend_reasons: Why "auto" did not mean triton, where it was asked for and did not.
+        precision: What was asked for beside the model's own; None where nothing was.
+        precision_notes: What was measured of it.
     """
 
     backend: str
     modules: tuple[ModuleReport, ...] = ()
     backend_reasons: tuple[str, ...] = ()
+    precision: str | None = None
+    precision_notes: tuple[str, ...] = ()
 
     @property
     def fused(self) -> tuple[ModuleReport, ...]:
@@ -73,13 +77,15 @@ class FusionReport:
 
     def __str__(self) -> str:
         """A table: equal modules of consecutive blocks share a line."""
-        title = f"backend {self.backend}: {len(self.fused)} fused, {len(self.left)} left"
+        precision = f", precision {self.precision}" if self.precision else ""
+        title = f"backend {self.backend}{precision}: {len(self.fused)} fused, {len(self.left)} left"
         if not self.modules:
             return f"{title} (no attention or MLP that vit_fast knows)"
         rows = [(*row[:3], "; ".join(row[3])) for row in _grouped(self.modules)]
         header = ("module", "part", "what happened", "reasons and notes")
         widths = [max(len(row[i]) for row in (header, *rows)) for i in range(3)]
         about = [f"backend {self.backend}: {'; '.join(self.backend_reasons)}"] if self.backend_reasons else []
+        about += [f"precision {self.precision}: {note}" for note in self.precision_notes]
         lines = [title, *about, _table_line(header, widths)]
         return "\n".join(lines + [_table_line(row, widths) for row in rows])
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .ops.descriptions import BlockTensors, Norm, QkNorm
 from .ops.frozen import Frozen
@@ -185,7 +185,7 @@ class BlockParts:
         watch: Whether all this still stands.
         frozen: qkv and fc1 with their norms folded in, where they are kept (`freezing.py`).
         fp8: What runs the block where it is to run in e4m3 (`fp8_scales.py`).
-        next_scale: What the block behind it divides its residual stream by, where that reads it in e4m3.
+        reader: The kept weights of the block behind it, where that reads e4m3.
     """
 
     attention: AttentionParts | None
@@ -195,7 +195,7 @@ class BlockParts:
     watch: Watch
     frozen: Frozen | None = None
     fp8: Any = None
-    next_scale: Tensor | None = None
+    reader: Any = None
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # a copy of the block, or one that was pickled, is read again

@@ -27,15 +27,13 @@ class Rows(NamedTuple):
     Attributes:
         statistics: As the operators have them; None where nobody has them.
         x8: The same rows in e4m3; None where there are none.
-        scale: What they were divided by for that.
-        version: Of that, as torch counts.
+        reader: The kept weights (`ops/quantised.py`) for which they were made.
         maker: The parts of the block that returned the tensor, where that runs in e4m3.
     """
 
     statistics: Tensor | None = None
     x8: Tensor | None = None
-    scale: Tensor | None = None
-    version: int = 0
+    reader: Any = None
     maker: Any = None
 
 

@@ -152,7 +152,7 @@ def _normed(
         weight, shift = _paired(weight, paired_head), _paired(shift, paired_head)
     if beta is not None:
         shift = shift + weight.double() @ beta.double()
-    values, rows = reference.fp8_weight(weight, scale, gamma, not rms)
+    values, rows = reference.fp8_weight(weight, scale, gamma)
     sums = None if rms else (values / scale).sum(1).mul(rows).float()
     return Fp8Linear(values.to(E4M3), shift.float(), rows, sums, scale.contiguous())
 

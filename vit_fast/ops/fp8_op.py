@@ -19,6 +19,7 @@ from torch import Tensor
 from ..errors import UnsupportedInputError
 from .attention_op import attention_flop, new_lse
 from .attention_op import unsupported_reasons as attention_reasons
+from .block_op import KEPT
 from .checks import contiguous_rows, no_tensor, refuse_vmap, rows_of
 from .flops import flop_formula
 from .kept_rows import fake_statistics
@@ -47,7 +48,13 @@ class Fp8Linear(NamedTuple):
     operand_scale: Tensor | None
 
 
-@operator("vit_fast::block_fp8")
+def _ensure_current(x: Tensor, x8: Tensor | None, statistics: Tensor | None, scale: Tensor | None, *of: Any) -> None:
+    """As of `vit_fast::block`."""
+    if KEPT and (kept := KEPT.get(of[0].data_ptr())) is not None:
+        kept.ensure_current()
+
+
+@operator("vit_fast::block_fp8", before=_ensure_current)
 def block_fp8_op(
     x: Tensor, x8: Tensor | None, statistics: Tensor | None, next_scale: Tensor | None,
     qkv_weight: Tensor, qkv_shift: Tensor | None, qkv_scale: Tensor | None, qkv_sum: Tensor | None,

@@ -65,11 +65,7 @@ class Frozen:
         # an inference tensor could not be written to outside of inference mode
         with self._lock, torch.inference_mode(False), torch.no_grad():
             made_of = [_look(owner, name) for owner, name in self._sources]
-            block = self._block()
-            t = fold(block, self.dtype, self._norm, self.paired_head)
-            found: Any = [t.qkv_weight, t.qkv_bias, t.qkv_sum, t.fc1_weight, t.fc1_bias, t.fc1_sum]
-            if block.proj_weight.dtype != self.dtype or block.fc2_weight.dtype != self.dtype:
-                found += [t.proj_weight, t.fc2_weight]
+            found = self._made()
             if not self.tensors:
                 self.tensors = found
             elif any(new.shape != old.shape or new.device != old.device for new, old in zip(found, self.tensors)):
@@ -80,6 +76,15 @@ class Frozen:
             else:
                 torch._foreach_copy_(self.tensors, found)
             self._made_of = made_of if _has_run(self.tensors[0]) else []
+
+    def _made(self) -> list[Tensor]:
+        """`tensors`, of the weights as they are now."""
+        block = self._block()
+        t = fold(block, self.dtype, self._norm, self.paired_head)
+        found: list[Any] = [t.qkv_weight, t.qkv_bias, t.qkv_sum, t.fc1_weight, t.fc1_bias, t.fc1_sum]
+        if block.proj_weight.dtype != self.dtype or block.fc2_weight.dtype != self.dtype:
+            found += [t.proj_weight, t.fc2_weight]
+        return found
 
     def with_others(
         self, proj: tuple[Tensor, Tensor | None, Tensor | None], fc2: tuple[Tensor, Tensor | None, Tensor | None]

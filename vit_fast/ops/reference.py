@@ -154,23 +154,21 @@ def quantize_e4m3(x: Tensor, scale: Tensor) -> Tensor:
     return (value / step).round() * step
 
 
-def fp8_weight(
-    weight: Tensor, scale: Tensor, norm_weight: Tensor | None = None, centred: bool = False
-) -> tuple[Tensor, Tensor]:
+def fp8_weight(weight: Tensor, scale: Tensor, norm_weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The weight of a linear layer in e4m3, with what surrounds it.
+
+    The mean that a LayerNorm takes out of its rows is not taken out of the weight's: a massive channel of the residual
+    stream, which large ViTs have, is read with a small weight, and would be with a large one, rounding and all.
 
     Args:
         weight: [F, K].
         scale: What the operand is divided by, [K] or []: the weight is multiplied by it.
         norm_weight: gamma [K] of the norm before it, which is folded in; None means ones.
-        centred: Whether that is a LayerNorm: its mean is taken out of the folded rows.
     Returns:
         Numbers of e4m3, fp64 [F, K]; and what their products with the operand's are multiplied by, fp32 [F]: the
         largest magnitude of a row becomes 448.
     """
     folded = weight.double() if norm_weight is None else weight.double() * norm_weight.double()
-    if centred:
-        folded = folded - folded.mean(1, keepdim=True)
     folded = folded * scale.double()
     rows = (folded.abs().amax(1) / E4M3_MAX).float()
     rows = rows.masked_fill(rows == 0, 1)
@@ -200,7 +198,7 @@ def fp8_linear(
     if norm is None:
         values, rows = fp8_weight(weight, scale)
         return F.linear(read.to(dtype), (values * rows[:, None] / scale.double()).to(dtype), bias)
-    values, rows = fp8_weight(weight, scale, norm.weight, norm.kind == "layer_norm")
+    values, rows = fp8_weight(weight, scale, norm.weight)
     exact = x.double()
     mean = exact.mean(-1, keepdim=True) if norm.kind == "layer_norm" else torch.zeros_like(exact[..., :1])
     variance = (exact - mean).square().mean(-1, keepdim=True)

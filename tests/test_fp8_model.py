@@ -1,0 +1,226 @@
+"""Models in FP8: what runs in e4m3 and what stays, by the kernels against the definition; what is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fused_models import SUBJECTS
+from mlp_support import DEVICE, make_bf16_exact
+from torch import Tensor, nn
+
+import vit_fast
+from vit_fast import fp8_scales
+from vit_fast.fp8_scales import scales_of
+from vit_fast.fp8_shadow import simulate
+from vit_fast.fusion import shadow_of
+
+make_bf16_exact()
+
+UnsupportedInputError = vit_fast.UnsupportedInputError
+
+
+def calibrated(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A small model of a library, and what it takes."""
+    subject = SUBJECTS[name]
+    model = subject.build().eval().to(DEVICE, dtype)
+    given = {key: value.to(DEVICE, dtype) for key, value in subject.inputs().items()}
+    vit_fast.calibrate(model, next(iter(given.values())))
+    return model, given
+
+
+def definition(model: nn.Module) -> nn.Module:
+    """The model with its blocks as they are defined in e4m3, by the scales that it has."""
+    shadow = shadow_of(model)
+    for block in simulate(shadow)[0]:
+        own = scales_of(model.get_submodule(block.name))
+        assert own is not None
+        block.scales = own.now()
+    return shadow
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+@pytest.fixture
+def handed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool, bool]]:
+    """Of each block that ran: whether it was given rows in e4m3, and statistics; whether it was to write such rows."""
+    calls: list[tuple[bool, bool, bool]] = []
+    run = fp8_scales.fused_block_fp8
+
+    def noted(x: Tensor, x8: Tensor | None, statistics: Tensor | None, block: Any, scale: Any, **how: Any) -> Any:
+        calls.append((x8 is not None, statistics is not None, scale is not None))
+        return run(x, x8, statistics, block, scale, **how)
+
+    monkeypatch.setattr(fp8_scales, "fused_block_fp8", noted)
+    return calls
+
+
+@pytest.mark.parametrize(
+    "name", ["ours", "timm-vit", "timm-dinov3", "timm-gated", "transformers-vit", "torchvision-vit"]
+)
+def test_models_of_every_library_run_as_defined(name: str, handed: list[tuple[bool, bool, bool]]) -> None:
+    model, given = calibrated(name)
+    subject = SUBJECTS[name]
+    with torch.no_grad():
+        half, defined = subject.run(model, given), subject.run(definition(model), given)
+        report = vit_fast.fuse(model, precision="fp8")
+        assert report.precision == "fp8" and "in e4m3: qkv, proj, fc1, fc2" in str(report)
+        found = subject.run(model, given)
+        again = subject.run(model, given)
+    of_rounding = distance(defined, half)
+    assert 1e-3 < of_rounding < 0.3
+    assert distance(found, defined) < of_rounding and distance(again, defined) < of_rounding
+    together = [(False, False, True), (True, True, False)]  # rows in e4m3 go from block to block
+    if name.startswith(("timm-dinov3", "transformers")):  # whose own loop shows in the first call who follows whom
+        assert handed == [(False, False, False), (False, True, False), *together]
+    else:
+        assert handed == 2 * together
+
+
+def test_fusing_again_goes_back_and_forth() -> None:
+    model, given = calibrated("timm-vit")
+    with torch.no_grad():
+        vit_fast.fuse(model, "triton")
+        half = model(**given)
+        vit_fast.fuse(model, precision="fp8")
+        eight = model(**given)
+        vit_fast.fuse(model, "triton")
+        assert torch.equal(model(**given), half) and not torch.equal(eight, half)
+        vit_fast.fuse(model, precision="fp8")
+        assert torch.equal(model(**given), eight)
+        vit_fast.unfuse(model)
+    assert not any(isinstance(module, fp8_scales.Fp8Scales) for module in model.modules())
+
+
+def test_a_model_in_fp8_is_copied_pickled_saved_and_loaded(tmp_path: Path) -> None:
+    model, given = calibrated("ours")
+    x = given["images"]
+    vit_fast.fuse(model, precision="fp8", keep=("*.fc2",))
+    with torch.no_grad():
+        expected = model(x)
+        assert torch.equal(copy.deepcopy(model)(x), expected)
+        assert torch.equal(pickle.loads(pickle.dumps(model))(x), expected)
+        path = vit_fast.save(model, tmp_path / "model.safetensors")
+        loaded = vit_fast.load(path, backend="triton", device=DEVICE)
+        assert not torch.equal(loaded(x), expected), "how it runs is not among the weights"
+        report = vit_fast.fuse(loaded, precision="fp8")
+        assert "fc2 stays in bfloat16: as its scales say" in str(report) and torch.equal(loaded(x), expected)
+        made = vit_fast.create_model(
+            "vit_tiny_patch16_224", weights=path, precision="fp8", device=DEVICE, dtype=torch.bfloat16, img_size=32,
+            depth=2, embed_dim=64, num_heads=2,
+        )  # fmt: skip
+        assert torch.equal(made(x), expected)
+
+
+def test_new_weights_are_followed() -> None:
+    model, given = calibrated("ours")
+    x = given["images"]
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.blocks[0].mlp.fc1.weight.mul_(1.5)
+        other.blocks[1].attn.proj.bias.add_(0.5)
+    for each in (model, other):
+        vit_fast.fuse(each, precision="fp8")
+    with torch.no_grad():
+        before, expected = model(x), other(x)
+        model.blocks[0].mlp.fc1.weight.mul_(1.5)
+        model.blocks[1].attn.proj.bias.add_(0.5)
+        assert torch.equal(model(x), expected) and not torch.equal(before, expected)
+        assert vit_fast.freeze(model) == ("blocks.0", "blocks.1")
+        assert torch.equal(model(x), expected)
+        model.load_state_dict(copy.deepcopy(model).state_dict())
+        assert torch.equal(model(x), expected)
+        model.float().bfloat16()
+        assert torch.equal(model(x), expected)
+
+
+def test_kept_layers_by_name() -> None:
+    model, given = calibrated("transformers-vit")
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    queries = [name for name in names if name.endswith(("query", "q_proj"))]
+    assert len(queries) == 2
+    with torch.no_grad():
+        vit_fast.fuse(model, precision="fp8")
+        everything = model(**given).logits
+        report = vit_fast.fuse(model, precision="fp8", keep=(queries[0], "*.o_proj", "*.mlp.fc2"))
+        some = model(**given).logits
+    text = str(report)
+    assert "qkv stays in bfloat16: asked for by keep" in text and not torch.equal(some, everything)
+    kept = [scales_of(module).names_kept() for module in model.modules() if scales_of(module) is not None]  # type: ignore[union-attr]  # those that have some
+    assert kept == [["qkv", "proj", "fc2"], ["proj", "fc2"]]
+    with pytest.raises(ValueError, match=rf"keep has '\*.fc7': accepted are {re.escape(queries[0])}"):
+        vit_fast.fuse(model, precision="fp8", keep=("*.fc7",))
+    with pytest.raises(TypeError, match=r"keep='.*': accepted are several"):
+        vit_fast.fuse(model, precision="fp8", keep="*.fc2")
+    with torch.no_grad():
+        assert torch.equal(model(**given).logits, some), "a refusal changes nothing"
+        vit_fast.fuse(model, "triton")
+        half = model(**given).logits
+        report = vit_fast.fuse(model, precision="fp8", keep=("*",))
+        assert "in e4m3: nothing" in str(report) and torch.equal(model(**given).logits, half)
+
+
+def test_what_cannot_be_done_is_refused_with_all_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = SUBJECTS["timm-vit"].build().to(DEVICE)
+    with pytest.raises(UnsupportedInputError) as refusal:
+        vit_fast.fuse(model.train(), "sdpa", precision="fp8")
+    for reason in ("backend='sdpa'", "float32", "model.to(torch.bfloat16)", "eval()", "vit_fast.calibrate"):
+        assert reason in str(refusal.value)
+    assert type(model).__name__ == "VisionTransformer" and not isinstance(model.blocks[0], vit_fast.fused.FusedModule)
+    with pytest.raises(ValueError, match="precision='int4': accepted are None and 'fp8'"):
+        vit_fast.fuse(model, precision="int4")
+    with pytest.raises(ValueError, match=r"keep=\(\), .*accepted with precision='fp8'"):
+        vit_fast.fuse(model, keep=())
+    model, _ = calibrated("timm-vit")
+    with pytest.raises(ValueError, match="min_agreement=2: accepted is a share"):
+        vit_fast.fuse(model, precision="fp8", min_agreement=2)
+    with pytest.raises(ValueError, match=r"min_agreement is given: call vit_fast.calibrate\(model, images\) first"):
+        vit_fast.fuse(copy.deepcopy(model), precision="fp8", min_agreement=0.9)
+    monkeypatch.setattr(vit_fast.fp8, "fp8_reasons", lambda device: ["compute capability 8.0: accepted is 8.9"])
+    with pytest.raises(UnsupportedInputError, match=r"8\.0: accepted is 8\.9"):
+        vit_fast.fuse(model, precision="fp8")
+
+
+def test_a_forward_that_is_not_inference_is_refused() -> None:
+    model, given = calibrated("timm-vit")
+    vit_fast.fuse(model, precision="fp8")
+    with pytest.raises(UnsupportedInputError, match=r"gradients are recorded.*torch.no_grad"):
+        model(**given)
+    with torch.no_grad(), pytest.raises(UnsupportedInputError, match=r"training mode: call eval\(\)"):
+        model.train()(**given)
+    model.eval()
+    with torch.inference_mode():
+        expected = model(**given)
+    model.requires_grad_(False)
+    assert torch.equal(model(**given), expected), "where nothing wants gradients, they may be recorded"
+    with torch.no_grad(), pytest.raises(UnsupportedInputError, match=r"being exported.*precision='fp8'"):
+        torch.export.export(model, (given["x"],))
+    with torch.no_grad(), pytest.raises(UnsupportedInputError, match="float32"):
+        model.float()(given["x"].float())
+
+
+def test_half_the_model_stays_where_the_kernels_do_not_run_it_as_a_whole() -> None:
+    subject = SUBJECTS["timm-vit"]
+    model = subject.build().eval().to(DEVICE, torch.bfloat16)
+    model.blocks[1].mlp.norm = nn.LayerNorm(model.blocks[1].mlp.fc2.in_features).to(DEVICE, torch.bfloat16)
+    given = {key: value.to(DEVICE, torch.bfloat16) for key, value in subject.inputs().items()}
+    vit_fast.calibrate(model, given["x"])
+    report = vit_fast.fuse(model, precision="fp8")
+    assert "in e4m3: qkv, proj, fc1, fc2" in str(report)
+    assert scales_of(model.blocks[1]) is None
+    with torch.no_grad():
+        assert torch.isfinite(model(**given)).all()
+    hooked, given = calibrated("timm-vit")
+    vit_fast.fuse(hooked, precision="fp8")
+    seen: list[int] = []
+    hooked.blocks[0].mlp.fc2.register_forward_hook(lambda *_: seen.append(1))
+    with torch.no_grad():
+        hooked(**given)
+    assert seen, "a hook is honoured: that block runs as it was"
