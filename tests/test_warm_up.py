@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -88,41 +87,3 @@ def test_the_command_refuses_what_is_no_batch_size(capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit) as caught:
         main(["kernels", "--warm-up", "vit_test", "--batch-sizes", "1,x"])
     assert caught.value.code == 2 and "--batch-sizes" in capsys.readouterr().err
-
-
-_BATCHES = """
-import json, sys, torch, vit_fast
-from vit_fast.kernels import offline, stand_in_driver
-from vit_fast.kernels.launch import Launch
-
-stand_in_driver.install(sys.argv[1])
-model = vit_fast.create_model("vit_base_patch16_224", backend="triton", depth=1, img_size=64, num_classes=0).bfloat16()
-seen, first = {}, {}
-
-def record(launch):
-    specialisation = offline.specialisation(launch)
-    if specialisation not in seen:
-        constants = sorted((name, str(value)) for name, value in launch.constants.items())
-        kinds = [(name, str(getattr(value, "dtype", type(value)))) for name, value in launch.args.items()]
-        seen[specialisation] = repr((launch.kernel.__name__, constants, kinds, launch.options()))
-        first.setdefault(batch, []).append(launch.kernel.__name__)
-
-Launch.run = record
-for batch in (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 32, 64, 128, 129, 256):
-    for training in (False, True):
-        model.train(training)
-        with torch.set_grad_enabled(training):
-            out = model(torch.zeros(batch, 3, 64, 64, dtype=torch.bfloat16))
-        if training:
-            out.backward(torch.zeros_like(out))
-print(json.dumps([len(seen), len(set(seen.values())), first]))
-"""
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in driver is for machines without a GPU")
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
-def test_a_batch_size_compiles_only_other_tiles(arch: str, environment: dict[str, str]) -> None:
-    """Nothing is compiled anew for a number of rows, of parts, or for where something lies: only for constants."""
-    compiled, different, first = json.loads(run_python(["-c", _BATCHES, arch], environment))
-    assert len(first) > 1  # other tiles at other batch sizes
-    assert compiled == different

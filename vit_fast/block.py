@@ -255,8 +255,9 @@ def forward_block(
 def run_blocks(blocks: nn.Sequential, x: Tensor, rope: Rope | None = None) -> Tensor:
     """What a Sequential of blocks does, [B, N, C] -> [B, N, C].
 
-    Where all run whole, each takes its first row statistics from the one before. A block that is wrapped, replaced or
-    carries hooks is called as a module, and so are all the others then.
+    Where all run whole, each takes its first row statistics from the one before; the last leaves some too, so that it
+    needs no kernels and no launch plan of its own. A block that is wrapped, replaced or carries hooks is called as a
+    module, and so are all the others then.
     """
     ready: list[Any] = []
     for block in blocks:
@@ -269,7 +270,7 @@ def run_blocks(blocks: nn.Sequential, x: Tensor, rope: Rope | None = None) -> Te
     rows = NOTHING
     for parts, following in zip_longest(ready, ready[1:]):
         if parts.fp8 is None:
-            x, statistics = run_block(parts, x, rows.statistics, rope=rope, next_statistics=following is not None)
+            x, statistics = run_block(parts, x, rows.statistics, rope=rope, next_statistics=True)
             rows = Rows(statistics)
         else:
             reader = following.fp8.reader(following) if following is not None and following.fp8 is not None else None
