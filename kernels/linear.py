@@ -26,6 +26,7 @@ from .layer_norm import (
 )
 from .matmul_launch import Operands, Turns, matmul_launch
 from .matmul_policy import matmul_config, prefers_library, residual_config
+from .scaled_weights import ScaledWeight
 from .split_k import finish_residual_launch
 
 
@@ -142,43 +143,27 @@ def linear_residual(
     return out, row_part
 
 
-def scaled_weight(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """diag(scale) W / factor in the dtype of the activations, and the factor, fp32 [1]; None stands for 1.
-
-    The backward's weight of a linear layer with LayerScale. In fp16, where a LayerScale of 1e-5 (CaiT, DINOv2) would
-    take it below the smallest number and no loss scaling could lift it, the largest scale is taken out as a power of 2.
-    """
-    if scale is None:
-        return weight.to(dtype), None
-    if dtype != torch.float16:
-        return (weight * scale[:, None]).to(dtype), None
-    largest = scale.float().abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
-    factor = torch.exp2(torch.floor(torch.log2(largest))).reshape(1)
-    return (weight.float() * (scale.float() / factor)[:, None]).to(dtype), factor
-
-
 def activation_gradient(
-    grad: Tensor, weight: Tensor, scale: Tensor | None, z: Tensor, rows: RowStatistics, folded: FoldedLinear,
-    activation: str, gated: bool = False,
+    grad: Tensor, scaled: ScaledWeight, z: Tensor, rows: RowStatistics, folded: FoldedLinear, activation: str,
+    gated: bool = False,
 ) -> tuple[FoldedGradient, Tensor]:  # fmt: skip
     """The gradient of fc1's output from that of fc2's, and h = act(z) [M, F] again; of a gated layer h = act(g) u.
 
     Args:
         grad: dy [M, C].
-        weight: W2 [C, F].
-        scale: ls [C] or None.
+        scaled: diag(ls) W2 [C, F].
         z: fc1's output [M, F], of a gated layer [M, 2 F].
     """
-    scaled, factor = scaled_weight(weight, scale, grad.dtype)
+    weight = scaled.weight
     (M, width), F = z.shape, weight.shape[1]
     out, h = torch.empty_like(z), z.new_empty((M, F))
     epilogue = "gated_grad" if gated else "activation_grad"
-    operands = Operands(grad, scaled, out, z=z, h=h, mean=rows.mean, rstd=rows.rstd, bias=folded.shift)
+    operands = Operands(grad, weight, out, z=z, h=h, mean=rows.mean, rstd=rows.rstd, bias=folded.shift)
     config = matmul_config(operands, epilogue)
     row_part = torch.empty(M, config.row_parts(F), dtype=torch.float32, device=z.device)
     column_part = torch.empty(config.column_parts(M), 2, width, dtype=torch.float32, device=z.device)
     operands = Operands(
-        grad, scaled, out, z=z, h=h, mean=rows.mean, rstd=rows.rstd, bias=folded.shift, scale=factor,
+        grad, weight, out, z=z, h=h, mean=rows.mean, rstd=rows.rstd, bias=folded.shift, scale=scaled.factor,
         row_part=row_part, column_part=column_part,
     )  # fmt: skip
     matmul_launch(operands, epilogue=epilogue, config=config, activation=activation).run()
@@ -198,10 +183,9 @@ def input_gradient(
     return out
 
 
-def product_gradient(grad: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+def product_gradient(grad: Tensor, scaled: ScaledWeight) -> Tensor:
     """dh = dy diag(ls) W [M, F], for a linear layer whose input is nobody's activation."""
-    scaled, factor = scaled_weight(weight, scale, grad.dtype)
-    return _product(grad, scaled, None if factor is None else factor.expand(scaled.shape[1]).contiguous())
+    return _product(grad, scaled.weight, scaled.factor)
 
 
 def _product(a: Tensor, b: Tensor, scale: Tensor | None = None) -> Tensor:
@@ -213,13 +197,14 @@ def _product(a: Tensor, b: Tensor, scale: Tensor | None = None) -> Tensor:
 
 
 def layer_norm_linear_gradient(
-    grad: Tensor, rows: RowStatistics, linear: NormedLinear, residual: Tensor | None = None
+    grad: Tensor, rows: RowStatistics, linear: NormedLinear, weight: Tensor, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """[residual +] dx in the dtype of x, the normalised rows [M, C], and parts of the sums over the rows of grad.
 
     Args:
         grad: dz [M, F].
+        weight: That of `linear` [F, C], in the dtype of grad.
         residual: [M, C], in the dtype of x.
     """
-    product = _product(grad, linear.weight.to(grad.dtype))
+    product = _product(grad, weight)
     return layer_norm_gradient(product, linear.gamma, rows, residual, grad, linear.rms)

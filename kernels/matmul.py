@@ -238,7 +238,7 @@ def _matmul_kernel(
     rstd_ptr,  # fp32 [M], negative for a constant row (see layer_norm.py); stored by "layer_norm" unless None
     bias_ptr,  # [N]
     weight_sum_ptr,  # fp32 [N], or None: RMSNorm in place of LayerNorm
-    scale_ptr,  # "residual": [N]; "layer_norm": fp32 [N] or None; "activation_grad": fp32 [1], what B was divided by
+    scale_ptr,  # "residual": [N]; "layer_norm": fp32 [N] or None; "activation_grad": fp32, of which the first divided B
     out8,  # [M, N] e4m3: `out` divided by out_scale, stored by "residual" unless None
     out_scale_ptr,  # fp32 [N]; of "layer_norm" [1], what `out`, e4m3 then, is divided by; or None
     row_part_ptr,  # fp32: row statistics, stored by "residual", read by "layer_norm"; sums over pieces of the columns,

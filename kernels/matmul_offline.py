@@ -26,6 +26,7 @@ from .matmul_launch import EPILOGUES, MatmulConfig, Operands, Turns, matmul_laun
 from .matmul_policy import config_table, may_split
 from .offline import Build
 from .row_parts import row_parts
+from .scaled_weights import ScaledWeight, scaled_weights_launch
 from .split_k import finish_residual_launch
 from .vector_gradients import vector_grad_launch
 from .weight_gradients import FoldedProducts, ResidualProducts, room_for, weight_grad_launch
@@ -227,6 +228,7 @@ def _small_launches(dtype: torch.dtype, stream: torch.dtype) -> Iterator[tuple[s
     folded = FoldedLinear(_meta(_F, _C, dtype=dtype), _meta(_F), _meta(_F))
     yield "fold of one", fold_launch([linear], [folded])
     yield "fold of two", fold_launch([linear] * 2, [folded] * 2)
+    yield from _weight_launches(dtype, stream)
     wide = _meta(_M, _F, dtype=dtype)
     for what, residual in (("layer_norm_grad", None), ("layer_norm_grad and residual", x)):
         normal = None if normalised else rows
@@ -244,6 +246,19 @@ def _small_launches(dtype: torch.dtype, stream: torch.dtype) -> Iterator[tuple[s
     yield "vector_grad of one", vector_grad_launch(first, [])
     yield "vector_grad before a residual", vector_grad_launch([], second)
     yield "vector_grad of a block", vector_grad_launch(both, second * 2)
+
+
+def _weight_launches(dtype: torch.dtype, stream: torch.dtype) -> Iterator[tuple[str, Launch]]:
+    """The weights of a forward and of a backward with LayerScale, where they do not lie ready."""
+    weight, scale = _meta(_F, _C, dtype=stream), _meta(_F, dtype=stream)
+    made, factored = ScaledWeight(_meta(_F, _C, dtype=dtype), None), _meta(_C)
+    plain = int(dtype != stream)
+    if plain:
+        yield "weights", scaled_weights_launch([(weight, None)] * 2, [made] * 2)
+        half = ScaledWeight(_meta(_F, _C, dtype=torch.float16), factored)
+        yield "scaled weights in fp16", scaled_weights_launch([(weight, scale)] * 2, [half] * 2)
+    pairs: list[tuple[Tensor, Tensor | None]] = [(weight, scale)] * 2
+    yield "scaled weights", scaled_weights_launch(pairs + [(weight, None)] * plain, [made] * (2 + plain))
 
 
 def offline_builds(arch: str) -> Iterator[Build]:

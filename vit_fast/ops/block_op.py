@@ -84,6 +84,8 @@ def block_op(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The block's output [B, N, C] for x [B, N, C], and with `next_statistics` those of its rows, which are of half
     precision."""
+    from ..kernels.scaled_weights import in_dtype
+
     step = qkv_step(
         q_weight, q_bias, k_weight, k_bias, cos, sin, qk_norm, qk_eps, over, prefix, layout, qkv_sum is not None
     )  # fmt: skip
@@ -95,6 +97,7 @@ def block_op(
     qkv = folded_linear(x, statistics, first, eps1, dtype, step.turns(x.shape[1])).unflatten(-1, (3, heads, -1))
     step.check(qkv)
     mixed, _ = _attention(step.forward(qkv)[0], attention_scale)
+    proj_weight, fc2_weight = in_dtype(dtype, proj_weight, fc2_weight)
     wanted = x.dtype != torch.float32  # fp32 rows are normalised by who reads them
     x, between = _residual(mixed.flatten(2), proj_weight, proj_bias, scale1, x, wanted)
     known = between if wanted else None
@@ -150,6 +153,8 @@ def block_training_op(
     """As `block`, and for the backward: the rows and statistics that the first LayerNorm made, qkv [B, N, 3, H, D], the
     attention's output [B, N, H, D] and log-sum-exp, rows and statistics of the second LayerNorm, fc1's output, and qkv
     before its norms, where it has any."""
+    from ..kernels.scaled_weights import in_dtype
+
     step = qkv_step(
         q_weight, q_bias, k_weight, k_bias, cos, sin, qk_norm, qk_eps, over, prefix, layout, False
     )  # fmt: skip
@@ -162,6 +167,7 @@ def block_training_op(
     step.check(qkv)
     qkv, before_norm = step.forward(qkv, keep=True)
     mixed, lse = _attention(qkv, attention_scale)
+    proj_weight, fc2_weight = in_dtype(dtype, proj_weight, fc2_weight)
     wanted = x.dtype != torch.float32
     x, between = _residual(mixed.flatten(2), proj_weight, proj_bias, scale1, x, wanted)
     known = between if wanted else None
@@ -208,7 +214,7 @@ def block_backward_op(
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
 ]:  # fmt: skip
     """Gradients of x and of the twenty parameters; of an absent one an empty tensor."""
-    from ..kernels import linear, vector_gradients, weight_products
+    from ..kernels import linear, scaled_weights, vector_gradients, weight_products
     from ..kernels.weight_gradients import FoldedProducts
 
     step = qkv_step(
@@ -219,15 +225,18 @@ def block_backward_op(
     known2, fc1_parts = normed_rows(
         rows2, statistics2, norm2_weight, norm2_bias, fc1_weight, fc1_bias, norm, gate_weight, gate_bias
     )
+    scaled_fc2, scaled_proj, plain_qkv = scaled_weights.scaled_weights(
+        [(fc2, scale2), (proj, scale1), (qkv_parts.weight, None)], z.dtype
+    )
     stream, d_fc1, d_fc2, h = mlp_gradient(
-        contiguous_rows(grad_output), known2, z, fc1_parts, fc2, scale2, activation, True
+        contiguous_rows(grad_output), known2, z, fc1_parts, scaled_fc2, activation, True
     )  # fmt: skip
     d_proj = stream.to(mixed.dtype)
-    d_mixed = linear.product_gradient(d_proj, proj, scale1).view(mixed.shape)
+    d_mixed = linear.product_gradient(d_proj, scaled_proj).view(mixed.shape)
     d_packed = _attention_backward(d_mixed, qkv, mixed, lse, attention_scale).contiguous()
     norm_sums = step.backward(d_packed, before_norm)
     d_qkv = contiguous_rows(d_packed.flatten(2))
-    dx, normalised, sums = linear.layer_norm_linear_gradient(d_qkv, known1, qkv_parts, stream)
+    dx, normalised, sums = linear.layer_norm_linear_gradient(d_qkv, known1, qkv_parts, plain_qkv.weight, stream)
     qkv_part, proj_part, fc1_part, fc2_part = weight_products.weight_products(
         (d_qkv, normalised), (d_proj, contiguous_rows(mixed.flatten(2))), (d_fc1.scaled, known2.source), (d_fc2, h)
     )

@@ -65,11 +65,6 @@ def matmul_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device_type)
 
 
-def in_dtype(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A weight as the matmul reads it: contiguous, in the dtype of the activations; itself where it is that already."""
-    return weight.to(dtype).contiguous()
-
-
 def no_tensor(like: Tensor) -> Tensor:
     """Stands for an absent result: operators return tensors only."""
     return like.new_empty(0, dtype=torch.float32)

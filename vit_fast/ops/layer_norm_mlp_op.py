@@ -18,7 +18,6 @@ from torch import Tensor
 
 from .checks import (
     contiguous_rows,
-    in_dtype,
     no_tensor,
     refuse_double_backward,
     refuse_vmap,
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from ..kernels.folding import FoldedLinear, NormedLinear
     from ..kernels.layer_norm import RowStatistics
     from ..kernels.linear import FoldedGradient
+    from ..kernels.scaled_weights import ScaledWeight
 
 
 @operator("vit_fast::layer_norm_mlp")
@@ -134,13 +134,13 @@ def folded_mlp(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`layer_norm_mlp` of an fc1 that is folded already."""
-    from ..kernels import layer_norm, linear
+    from ..kernels import layer_norm, linear, scaled_weights
 
-    rows = contiguous_rows(x)
+    rows, (second,) = contiguous_rows(x), scaled_weights.in_dtype(dtype, fc2_weight)
     known = layer_norm.input_rows(rows, eps, statistics, dtype, folded.weight_sum is None)
     h = linear.layer_norm_linear(known, folded, activation, gated)
     y, emitted = linear.linear_residual(
-        h, in_dtype(fc2_weight, dtype), fc2_bias, layer_scale, rows if residual else None, next_statistics,
+        h, second, fc2_bias, layer_scale, rows if residual else None, next_statistics,
         _output_dtype(x, layer_scale, residual, dtype),
     )  # fmt: skip
     return y.view(x.shape), no_tensor(x) if emitted is None else emitted
@@ -152,13 +152,13 @@ def folded_mlp_training(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`layer_norm_mlp_training` of an fc1 that is folded already."""
-    from ..kernels import layer_norm, linear
+    from ..kernels import layer_norm, linear, scaled_weights
 
-    rows = contiguous_rows(x)
+    rows, (second,) = contiguous_rows(x), scaled_weights.in_dtype(dtype, fc2_weight)
     known = layer_norm.input_rows(rows, eps, statistics, dtype, folded.weight_sum is None)
     h, z, kept = linear.layer_norm_linear_keeping(known, folded, activation, gated)
     y, emitted = linear.linear_residual(
-        h, in_dtype(fc2_weight, dtype), fc2_bias, layer_scale, rows if residual else None, next_statistics,
+        h, second, fc2_bias, layer_scale, rows if residual else None, next_statistics,
         _output_dtype(x, layer_scale, residual, dtype),
     )  # fmt: skip
     return y.view(x.shape), no_tensor(x) if emitted is None else emitted, z, *made_rows(x, kept)
@@ -172,14 +172,15 @@ def layer_norm_mlp_backward_op(
     norm: str, activation: str, residual: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x and of the nine parameters; of an absent one an empty tensor."""
-    from ..kernels import vector_gradients, weight_products
+    from ..kernels import scaled_weights, vector_gradients, weight_products
     from ..kernels.weight_gradients import FoldedProducts
 
     known, first = normed_rows(
         rows, statistics, norm_weight, norm_bias, fc1_weight, fc1_bias, norm, gate_weight, gate_bias
     )
     second, stream = fc2_weight.contiguous(), contiguous_rows(grad_output)
-    dx, gradient, dy, h = mlp_gradient(stream, known, z, first, second, layer_scale, activation, residual)
+    (scaled,) = scaled_weights.scaled_weights([(second, layer_scale)], z.dtype)
+    dx, gradient, dy, h = mlp_gradient(stream, known, z, first, scaled, activation, residual)
     part, last = weight_products.weight_products((gradient.scaled, known.source), (dy, h))
     (found,), (made,) = vector_gradients.parameter_gradients(
         [FoldedProducts(part, gradient.column_part, first)],
@@ -190,21 +191,19 @@ def layer_norm_mlp_backward_op(
 
 
 def mlp_gradient(
-    stream: Tensor, known: RowStatistics, z: Tensor, first: NormedLinear, second: Tensor, layer_scale: Tensor | None,
-    activation: str, residual: bool,
+    stream: Tensor, known: RowStatistics, z: Tensor, first: NormedLinear, second: ScaledWeight, activation: str,
+    residual: bool,
 ) -> tuple[Tensor, FoldedGradient, Tensor, Tensor]:  # fmt: skip
     """The gradients of x and of fc1's output, that of fc2's in the dtype of the matmuls, and fc2's input; rows [M, *].
 
     Args:
         stream: The gradient of the result [M, C].
-        second: fc2's weight [C, F], dense.
+        second: fc2's weight [C, F] with its LayerScale.
     """
     from ..kernels import folding, linear
 
     dy, folded = stream.to(z.dtype), folding.fold_linear(first, z.dtype)
-    gradient, h = linear.activation_gradient(
-        dy, second, layer_scale, z, known, folded, activation, first.gate is not None
-    )
+    gradient, h = linear.activation_gradient(dy, second, z, known, folded, activation, first.gate is not None)
     return linear.input_gradient(gradient, known, folded, stream if residual else None), gradient, dy, h
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from .checks import (
     contiguous_rows,
-    in_dtype,
     no_tensor,
     present,
     refuse_double_backward,
@@ -118,12 +117,13 @@ def layer_norm_linear_backward_op(
     norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None, norm: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, norm_weight, norm_bias, weight, bias; of an absent one an empty tensor."""
-    from ..kernels import linear, vector_gradients, weight_products
+    from ..kernels import linear, scaled_weights, vector_gradients, weight_products
     from ..kernels.weight_gradients import FoldedProducts
 
     grad = contiguous_rows(grad_output)
     known, normed = normed_rows(rows, statistics, norm_weight, norm_bias, weight, bias, norm)
-    dx, normalised, sums = linear.layer_norm_linear_gradient(grad, known, normed)
+    (plain,) = scaled_weights.in_dtype(grad.dtype, normed.weight)
+    dx, normalised, sums = linear.layer_norm_linear_gradient(grad, known, normed, plain)
     (part,) = weight_products.weight_products((grad, normalised))
     (found,), _ = vector_gradients.parameter_gradients([FoldedProducts(part, sums, normed)], [])
     return dx.view(*grad_output.shape[:-1], weight.shape[1]), *folded_gradients(found, rows)
@@ -172,9 +172,9 @@ def linear_residual_op(
     """
     parameters = {"weight": weight, "bias": bias, "layer_scale": layer_scale, "residual": residual}
     require_supported("linear_residual", h, parameters, h.dtype)
-    from ..kernels import linear
+    from ..kernels import linear, scaled_weights
 
-    second = in_dtype(weight, h.dtype)
+    (second,) = scaled_weights.in_dtype(h.dtype, weight)
     base = None if residual is None else contiguous_rows(residual)
     dtype = sum_dtype(h, layer_scale, residual)
     y, emitted = linear.linear_residual(contiguous_rows(h), second, bias, layer_scale, base, next_statistics, dtype)
@@ -203,10 +203,11 @@ def linear_residual_backward_op(
     grad_output: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of h, weight, bias, layer_scale; of an absent one an empty tensor."""
-    from ..kernels import linear, vector_gradients, weight_products
+    from ..kernels import linear, scaled_weights, vector_gradients, weight_products
 
     dy, dense = contiguous_rows(grad_output).to(h.dtype), weight.contiguous()
-    dh = linear.product_gradient(dy, dense, layer_scale)
+    (scaled,) = scaled_weights.scaled_weights([(dense, layer_scale)], h.dtype)
+    dh = linear.product_gradient(dy, scaled)
     (part,) = weight_products.weight_products((dy, contiguous_rows(h)))
     _, (found,) = vector_gradients.parameter_gradients([], [branch_products(part, dy, dense, bias, layer_scale)])
     return dh.view(h.shape), *branch_gradients(found, h)

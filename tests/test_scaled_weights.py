@@ -1,0 +1,124 @@
+"""Weights in the dtype of the products, with LayerScale for the way back: the kernel, and that torch makes none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from mlp_support import DEVICE, make_bf16_exact
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the kernels need triton")
+
+from vit_fast.kernels.scaled_weights import in_dtype, scaled_weights
+
+make_bf16_exact()
+HALVES = (torch.float16, torch.bfloat16)
+every_pair = pytest.mark.parametrize(
+    ("given", "wanted"),
+    [(torch.float32, half) for half in HALVES] + [(half, half) for half in HALVES] + [(torch.float32, torch.float32)],
+)
+
+
+def random(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def assert_rounded_once(made: Tensor, exact: Tensor) -> None:
+    rounding = torch.finfo(made.dtype).eps / 2
+    smallest = torch.finfo(made.dtype).smallest_normal * rounding
+    error = (made.double() - exact).abs()
+    assert bool((error <= exact.abs() * rounding * 1.01 + smallest * 1.01).all())
+
+
+@every_pair
+@pytest.mark.parametrize("size", [1.0, 1e-5])
+def test_weights_of_a_backward(given: torch.dtype, wanted: torch.dtype, size: float) -> None:
+    """Five weights of other shapes, with LayerScale and without; fp16 keeps the smallest scale by a power of two."""
+    shapes = (48, 72), (130, 16), (7, 1), (16, 2050), (3, 5)
+    scales = [random(rows, dtype=given) * size for rows, _ in shapes]
+    scales[1] = torch.zeros_like(scales[1])
+    pairs = [(random(*shape, dtype=given), scale) for shape, scale in zip(shapes, scales)]
+    pairs[3] = (pairs[3][0], None)
+    for (weight, scale), made in zip(pairs, scaled_weights(pairs, wanted), strict=True):
+        assert made.weight.dtype == wanted and made.weight.shape == weight.shape and made.weight.is_contiguous()
+        assert (made.factor is None) == (scale is None or wanted != torch.float16)
+        exact = weight.double() if scale is None else weight.double() * scale.double()[:, None]
+        if made.factor is not None:
+            assert made.factor.shape == weight.shape[1:]
+            factor = made.factor.unique().item()
+            assert torch.frexp(torch.tensor(factor))[0] == 0.5  # a power of two
+            if scale is not None and scale.any():
+                assert factor <= scale.abs().max() < 2 * factor
+            exact = exact / factor
+        assert_rounded_once(made.weight, exact)
+
+
+def test_weights_that_lie_elsewhere() -> None:
+    weight, scale = random(72, 48, dtype=torch.float32), random(96, dtype=torch.float32)
+    for turned, of_two in ((weight.t(), scale[::2]), (weight[:48], scale[48:])):
+        (made,) = scaled_weights([(turned, of_two)], torch.bfloat16)
+        assert_rounded_once(made.weight, turned.double() * of_two.double()[:, None])
+
+
+def test_weights_that_lie_ready_are_themselves() -> None:
+    ready, other = random(8, 16, dtype=torch.bfloat16), random(8, 16, dtype=torch.float32)
+    first, second, third = in_dtype(torch.bfloat16, ready, other, ready.t())
+    assert first is ready and second.dtype == torch.bfloat16
+    assert third.is_contiguous() and torch.equal(third, ready.t())
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_scale_that_is_no_number_shows(value: float) -> None:
+    weight, scale = random(4, 16, dtype=torch.float32), random(4, dtype=torch.float32)
+    scale[2] = value
+    (made,) = scaled_weights([(weight, scale)], torch.float16)
+    assert made.factor is not None
+    assert not (made.weight.float() * made.factor)[2].isfinite().any()
+
+
+_COUNT = """
+import json, torch, vit_fast
+from torch.profiler import ProfilerActivity, profile
+from vit_fast.block import run_blocks
+from vit_fast.kernels import stand_in_driver
+from vit_fast.kernels.launch import Launch
+
+stand_in_driver.install("sm_90")
+launched, found = [], []
+Launch.run = lambda launch: launched.append(launch.kernel.__name__)
+for autocast, dtype, scale in json.loads('[[1, 1, null], [1, 1, 1e-5], [1, 0, 1e-5], [0, 1, null], [0, 1, 1e-5]]'):
+    dtype = torch.bfloat16 if dtype else torch.float16
+    model = vit_fast.create_model("vit_base_patch16_224", backend="triton", depth=1, num_classes=0, init_values=scale)
+    model = model.float() if autocast else model.to(dtype)
+    x = torch.empty(256, 197, 768, dtype=torch.float32 if autocast else dtype, requires_grad=True)
+    launched.clear()
+    with profile(activities=[ProfilerActivity.CPU]) as told:
+        with torch.autocast("cpu", dtype, enabled=bool(autocast)):
+            y = run_blocks(model.blocks, x)
+        y.backward(torch.empty_like(y))
+    by_torch = {event.key: event.count for event in told.key_averages() if event.key in ("aten::_to_copy", "aten::mul")}
+    found.append([len(launched), by_torch])
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in driver is for machines without a GPU")
+def test_no_weight_of_a_block_is_cast_by_torch() -> None:
+    """A training step: of torch's own only the gradients of an fp32 residual stream are cast, once in each half."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    path = os.pathsep.join(entry for entry in (str(Path(__file__).parents[1]), environment.get("PYTHONPATH")) if entry)
+    environment |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run([sys.executable, "-c", _COUNT], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr[-3000:]
+    *autocast, plain, scaled = json.loads(run.stdout)
+    for launches, by_torch in autocast:
+        assert launches <= 21
+        assert by_torch == {"aten::_to_copy": 2}
+    assert plain[1] == scaled[1] == {}
+    assert scaled[0] == plain[0] + 1 <= 19
