@@ -41,7 +41,8 @@ DEFAULT_LABELS = {
         "timm", "transformers", "torchvision", "eager+compile", "sdpa+compile", "sdpa+compile:max-autotune",
         "triton+compile", "triton+compile:reduce-overhead", "triton+compile:max-autotune", "timm+compile",
         "timm+compile:max-autotune", "transformers+compile", "timm+fused", "timm+fused+compile", "transformers+fused",
-        "optimized", "onnxruntime", "tensorrt", "torchao-int8+compile",
+        "optimized", "onnxruntime", "tensorrt", "torchao-int8+compile", "triton-fp8",
+        "torchao-fp8+compile",
     ),
 }  # fmt: skip
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from vit_fast.calibration import calibrate
+from vit_fast.data import default_photograph
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.freezing import freeze
 from vit_fast.fusion import fuse
@@ -30,11 +32,12 @@ from vit_fast.tuning.choices import PRECISIONS, Precision
 from vit_fast.tuning.drop_in import Optimized
 
 from . import subjects_operators
+from .inputs import image_views
 from .models import OutputOf
 from .subjects import Task, get_subject, register
 
-# Shares of the largest output that bf16, and the lossy formats of vit_fast.optimize, may be off: another number format,
-# of which the rule for fp32 says nothing; of the second the search has judged the answers.
+# Shares of the largest output that bf16, and e4m3 and the lossy formats of vit_fast.optimize, may be off: other
+# number formats, of which the rule for fp32 says nothing; of the last the search has judged the answers.
 BF16_TOLERANCE, LOSSY_TOLERANCE = 0.15, 0.35
 
 
@@ -66,6 +69,20 @@ def build_graphs(backend: str, task: Task) -> Callable[[Tensor], Tensor]:
     """
     example = torch.zeros(1, *task.model.shape, dtype=task.dtype, device=task.device)
     return GraphRunner(build(backend, task), example, batch_sizes=(task.batch_size,))
+
+
+def build_fp8(task: Task) -> nn.Module:
+    """Our model with its linear layers in e4m3, calibrated on other crops than those it is checked on.
+
+    Raises:
+        UnsupportedInputError: the task is no whole model, or FP8 cannot run here; every reason.
+    """
+    if not task.whole:
+        raise UnsupportedInputError("triton-fp8", [f"{task.model.name} is no whole model"])
+    model = build("triton", task)
+    calibrate(model, image_views([default_photograph()], task.model, 8, seed=1))
+    fuse(model, "triton", precision="fp8")
+    return model
 
 
 def build_peer(peer: ModuleType, task: Task) -> nn.Module:
@@ -168,6 +185,8 @@ register("triton", "our model, our Triton kernels", partial(build, "triton"), fu
 frozen, graphs = "the same, its weights folded and laid out once", "the same, frozen, in a captured CUDA graph"
 register("triton-frozen", frozen, partial(build_frozen, "triton"), trainable=False)
 register("triton-graphs", graphs, partial(build_graphs, "triton"), trainable=False, compilable=False)
+in_e4m3 = {"precision": "fp8", "tolerance": LOSSY_TOLERANCE, "trainable": False}
+register("triton-fp8", "our model, our Triton kernels, linear layers in e4m3, calibrated", build_fp8, **in_e4m3)
 for name, kernel in (
     ("flash", SDPBackend.FLASH_ATTENTION),
     ("cudnn", SDPBackend.CUDNN_ATTENTION),

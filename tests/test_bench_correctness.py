@@ -7,6 +7,7 @@ import functools
 
 import pytest
 import torch
+from mlp_support import make_bf16_exact
 from torch import Tensor
 
 from vit_fast import ViTConfig
@@ -164,6 +165,22 @@ def test_a_subject_of_fewer_bits_is_held_to_its_own_tolerance() -> None:
     roomy = dataclasses.replace(subject, tolerance=0.02)
     assert judge(roomy, task, expected, coarse).passed
     assert not judge(roomy, task, expected, coarse + 1).passed
+
+
+def test_our_model_in_e4m3_passes_and_is_not_what_it_is_in_bf16() -> None:
+    make_bf16_exact()
+    subject, config = get_subject("triton-fp8"), get_variant("vit_test").config
+    task, images = make_task(config, torch.bfloat16)
+    with torch.inference_mode():
+        found = subject.build(task)(images)
+        assert judge(subject, task, expect(task, images), found).passed
+        assert not torch.equal(found, get_subject("triton").build(task)(images))
+    with pytest.raises(UnsupportedInputError, match="float32"):
+        subject.build(make_task(config)[0])
+    block = dataclasses.replace(task, model=dataclasses.replace(task.model, block=True))
+    for name in ("triton-fp8", "torchao-fp8"):
+        with pytest.raises(UnsupportedInputError, match="whole model"):
+            get_subject(name).build(block)
 
 
 def test_peers_refuse_what_they_cannot_express_with_all_reasons() -> None:
