@@ -58,10 +58,10 @@ def _merge(mean, squares, count, other_mean, other_squares, other_count):
 
 
 @triton.jit
-def merge_halves(left, right, col, N, COLS: tl.constexpr):
-    """What `piece_statistics` of columns col .. col + 2 COLS are, from those of its halves."""
-    count = tl.maximum(tl.minimum(N - col, COLS), 1).to(tl.float32)
-    other = tl.maximum(tl.minimum(N - col - COLS, COLS), 0).to(tl.float32)
+def merge_next(left, right, col, N, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+    """What `piece_statistics` of LEFT + RIGHT columns from `col` on are, from those of the first LEFT and the rest."""
+    count = tl.maximum(tl.minimum(N - col, LEFT), 1).to(tl.float32)
+    other = tl.maximum(tl.minimum(N - col - LEFT, RIGHT), 0).to(tl.float32)
     return _merge(left[0], left[1], count, right[0], right[1], other)
 
 
@@ -147,9 +147,10 @@ def _combine_statistics_kernel(
     tl.store(rstd_ptr + rows, rstd, mask=rows < M)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["rstd_ptr"])
 def _normalise_kernel(
     x_ptr,  # [M, C] fp32
+    mean_ptr,  # fp32 [M] or None: not wanted
     rstd_ptr,  # fp32 [M]
     normalised_ptr,  # [M, C] (x - mean) rstd
     M, C, eps,
@@ -184,6 +185,8 @@ def _normalise_kernel(
         squares += tl.sum(deviation * deviation, 1)
     rstd = tl.math.rsqrt(squares / C + eps)
     tl.store(rstd_ptr + rows, rstd, mask=inside)
+    if mean_ptr is not None:
+        tl.store(mean_ptr + rows, mean, mask=inside)
     for first in tl.range(0, C, BLOCK_C):
         cols = first + tl.arange(0, BLOCK_C)
         mask = inside[:, None] & (cols < C)[None, :]
@@ -272,11 +275,16 @@ def combine_statistics_launch(part: Tensor, C: int, eps: float, statistics: Tens
     return Launch(_combine_statistics_kernel, (ceil_div(M, _ROWS),), args, constants, num_warps=4, device=part.device)
 
 
-def normalise_launch(x: Tensor, eps: float, rstd: Tensor, normalised: Tensor, rms: bool = False) -> Launch:
-    """(x - mean) rstd [M, C] of fp32 rows, in the dtype of `normalised`, and rstd fp32 [1, M]; of RMSNorm x rstd."""
+def normalise_launch(
+    x: Tensor, eps: float, rstd: Tensor, normalised: Tensor, rms: bool = False, mean: Tensor | None = None
+) -> Launch:
+    """(x - mean) rstd [M, C] of fp32 rows, in the dtype of `normalised`, rstd, and where wanted mean, fp32 of M.
+
+    Of RMSNorm x rstd; mean is 0 then.
+    """
     M, C = x.shape
     block, rows = chunk(C)
-    args = {"x_ptr": x, "rstd_ptr": rstd, "normalised_ptr": normalised, "M": M, "C": C, "eps": eps}
+    args = {"x_ptr": x, "mean_ptr": mean, "rstd_ptr": rstd, "normalised_ptr": normalised, "M": M, "C": C, "eps": eps}
     constants = {"RMS": rms, "ROWS": rows, "BLOCK_C": block}
     return Launch(_normalise_kernel, (ceil_div(M, rows),), args, constants, num_warps=4, device=x.device)
 

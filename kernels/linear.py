@@ -47,22 +47,25 @@ class FoldedGradient:
 
 def layer_norm_linear(
     rows: InputRows, folded: FoldedLinear, activation: str = "identity", gated: bool = False,
-    turns: Turns | None = None, dtype: torch.dtype | None = None, out_scale: Tensor | None = None,
+    turns: Turns | None = None, out_part: Tensor | None = None, dtype: torch.dtype | None = None,
+    out_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """act(LayerNorm(x) W^T + b) [M, F].
 
     Args:
         gated: Whether the result is act(g) u, half as wide.
         turns: Of q and k, in whose heads pairs are neighbours; None: they are not turned.
+        out_part: Room for the statistics of the result's rows, as `row_parts.py` has them; None: not wanted.
         dtype: Of the result; None means that of the rows.
         out_scale: fp32 [1], what a result of e4m3 is divided by; else None.
     """
-    return _layer_norm_linear(rows, folded, activation, gated, turns, None, None, dtype, out_scale)
+    return _layer_norm_linear(rows, folded, activation, gated, turns, None, None, out_part, dtype, out_scale)
 
 
 def layer_norm_linear_keeping(
-    rows: InputRows, folded: FoldedLinear, activation: str = "identity", gated: bool = False, turns: Turns | None = None
-) -> tuple[Tensor, Tensor, RowStatistics]:
+    rows: InputRows, folded: FoldedLinear, activation: str = "identity", gated: bool = False,
+    turns: Turns | None = None, out_part: Tensor | None = None,
+) -> tuple[Tensor, Tensor, RowStatistics]:  # fmt: skip
     """As `layer_norm_linear`, and for the backward the argument z [M, F] of the activation and the rows' statistics.
 
     Without an activation z is the result itself.
@@ -70,13 +73,14 @@ def layer_norm_linear_keeping(
     source, M = rows.source, rows.source.shape[0]
     z = None if activation == "identity" and not gated else source.new_empty((M, folded.weight.shape[0]))
     finished = None if rows.part is None else torch.empty(2, M, dtype=torch.float32, device=source.device)
-    out = _layer_norm_linear(rows, folded, activation, gated, turns, z, finished)
+    out = _layer_norm_linear(rows, folded, activation, gated, turns, z, finished, out_part)
     return out, out if z is None else z, RowStatistics(source, rows.statistics if finished is None else finished)
 
 
 def _layer_norm_linear(
     rows: InputRows, folded: FoldedLinear, activation: str, gated: bool, turns: Turns | None, z: Tensor | None,
-    finished: Tensor | None, dtype: torch.dtype | None = None, out_scale: Tensor | None = None,
+    finished: Tensor | None, out_part: Tensor | None, dtype: torch.dtype | None = None,
+    out_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     source = rows.source
     out = source.new_empty((source.shape[0], folded.weight.shape[0] // (2 if gated else 1)), dtype=dtype)
@@ -84,13 +88,17 @@ def _layer_norm_linear(
     operands = Operands(
         source, folded.weight, out, b_is_nk=True, z=z, mean=mean, rstd=rstd, row_part=rows.part, eps=rows.eps,
         bias=folded.shift, weight_sum=folded.weight_sum, scale=folded.scale, out_scale=out_scale, turns=turns,
+        out_part=out_part if gated else None,
     )  # fmt: skip
     epilogue = "gated" if gated else "layer_norm" if turns is None else "rotary"
     if out_scale is None and prefers_library(operands, epilogue):
         known = _statistics(rows, finished, folded.weight_sum is None)
-        return library.layer_norm_linear(known, folded, activation, z)
-    config = matmul_config(operands, epilogue)
-    matmul_launch(operands, epilogue=epilogue, config=config, activation=activation).run()
+        out = library.layer_norm_linear(known, folded, activation, z)
+    else:
+        config = matmul_config(operands, epilogue)
+        matmul_launch(operands, epilogue=epilogue, config=config, activation=activation).run()
+    if out_part is not None and not gated:  # beside an activation of the whole tile there are no registers for them
+        row_statistics_launch(out, out_part).run()
     return out
 
 
@@ -124,7 +132,7 @@ def linear_residual(
     row_part = new_statistics(M, C, h.device) if statistics else None
     out = torch.empty(M, C, dtype=dtype, device=h.device)
     operands = Operands(
-        h, weight, out, b_is_nk=True, residual=residual, bias=bias, scale=scale, row_part=row_part, out8=out8,
+        h, weight, out, b_is_nk=True, residual=residual, bias=bias, scale=scale, out_part=row_part, out8=out8,
         out_scale=out_scale,
     )  # fmt: skip
     if prefers_library(operands, "residual"):
@@ -145,7 +153,7 @@ def linear_residual(
 
 def activation_gradient(
     grad: Tensor, scaled: ScaledWeight, z: Tensor, rows: RowStatistics, folded: FoldedLinear, activation: str,
-    gated: bool = False,
+    gated: bool = False, hidden: Tensor | None = None, along: Tensor | None = None,
 ) -> tuple[FoldedGradient, Tensor]:  # fmt: skip
     """The gradient of fc1's output from that of fc2's, and h = act(z) [M, F] again; of a gated layer h = act(g) u.
 
@@ -153,6 +161,8 @@ def activation_gradient(
         grad: dy [M, C].
         scaled: diag(ls) W2 [C, F].
         z: fc1's output [M, F], of a gated layer [M, 2 F].
+        hidden, along: As `hidden_norm.py` has them, of a norm between h and fc2, which is folded into `scaled`; h is
+            returned normalised then. None: there is none.
     """
     weight = scaled.weight
     (M, width), F = z.shape, weight.shape[1]
@@ -164,7 +174,7 @@ def activation_gradient(
     column_part = torch.empty(config.column_parts(M), 2, width, dtype=torch.float32, device=z.device)
     operands = Operands(
         grad, weight, out, z=z, h=h, mean=rows.mean, rstd=rows.rstd, bias=folded.shift, scale=scaled.factor,
-        row_part=row_part, column_part=column_part,
+        row_part=row_part, column_part=column_part, hidden=hidden, along=along,
     )  # fmt: skip
     matmul_launch(operands, epilogue=epilogue, config=config, activation=activation).run()
     return FoldedGradient(out, row_part, column_part), h

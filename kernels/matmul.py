@@ -12,9 +12,12 @@ The epilogues, with acc = A B of row m and column n:
 - "gated":           out = act(g) u, half as wide: the columns of z are g and u by turns, as `folding.py` lays the rows
                      of B; otherwise like "layer_norm".
 - "residual":        out = [residual +] [scale] (acc + bias), optionally with such statistics of its rows, and with
-                     out8, the same in e4m3.
+                     out8, the same in e4m3. Where a norm of A's rows is folded into B, rstd (acc - mean weight_sum),
+                     kept as z, takes the place of acc.
 - "activation_grad": h = act(z), out = rstd acc act'(z), with partial sums for the gradients of LayerNorm and biases.
 - "gated_grad":      the same behind "gated", with acc the gradient of h = act(g) u [M, N]: z and out are twice as wide.
+                     In both, where a norm of h comes next: acc is that of the normalised h^ but for the norm's own way
+                     back, which takes h^ along = h^ mean(acc h^) from it, and h^ is stored in place of h.
 - "layer_norm_grad": out = [residual +] acc - (x - mean) coefficient; the LayerNorm backward of a row, with
                      coefficient = rstd^2 / N times its sum of dz (z - c), which "activation_grad" left in parts.
 - "partial":         out[split] = acc over one of `splits` parts of K, fp32, summed later in a fixed order.
@@ -49,12 +52,19 @@ import triton.language as tl
 from .activations import activate, activate_with_slope
 from .fp8 import divided, divided_columns
 from .launch import is_interpreted
-from .layer_norm import combine_statistics, merge_halves, piece_statistics, store_statistics
-from .matmul_tiles import accumulate, cut, load_pieces, load_tile, store_tile, tile_position
-from .row_parts import PIECE
+from .layer_norm import combine_statistics, merge_next, piece_statistics, store_statistics
+from .matmul_tiles import (
+    accumulate,
+    cut,
+    load_pieces,
+    load_rows,
+    load_tile,
+    store_tile,
+    sum_row_parts,
+    tile_position,
+)
 
 _INTERPRETED = tl.constexpr(is_interpreted())
-_PIECE = tl.constexpr(PIECE)
 
 
 @triton.jit
@@ -76,18 +86,27 @@ def _turned(
 
 
 @triton.jit
-def _layer_norm_epilogue(
-    acc, out, z, weight_sum_ptr, bias_ptr, scale_ptr, out_scale_ptr, cos_ptr, sin_ptr, tokens, prefix, image_rows,
-    row_scale, row_shift, row, col, M, N,
-    ROWS: tl.constexpr, COLS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, HEAD: tl.constexpr,
-    ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr, TMA: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
+def _normed(acc, weight_sum_ptr, scale_ptr, row_scale, row_shift, col, N, COLS: tl.constexpr):
+    """The product of normalised rows, from that of the rows as they lie; `scale_ptr` is that of e4m3 weights."""
     cols = col + tl.arange(0, COLS)
     value = acc * row_scale[:, None]
     if scale_ptr is not None:
         value *= tl.load(scale_ptr + cols, mask=cols < N, other=0.0)[None, :]
     if weight_sum_ptr is not None:
         value += row_shift[:, None] * tl.load(weight_sum_ptr + cols, mask=cols < N, other=0.0)[None, :]
+    return value
+
+
+@triton.jit
+def _layer_norm_epilogue(
+    acc, out, z, weight_sum_ptr, bias_ptr, scale_ptr, out_scale_ptr, cos_ptr, sin_ptr, tokens, prefix, image_rows,
+    row_scale, row_shift, row, col, M, N,
+    ROWS: tl.constexpr, COLS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, HEAD: tl.constexpr,
+    ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr, TMA: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Stores what the epilogue makes of acc, and returns it as stored."""
+    cols = col + tl.arange(0, COLS)
+    value = _normed(acc, weight_sum_ptr, scale_ptr, row_scale, row_shift, col, N, COLS)
     value += tl.load(bias_ptr + cols, mask=cols < N, other=0.0)[None, :]
     if cos_ptr is not None:
         if col < 2 * (N // 3):
@@ -102,19 +121,23 @@ def _layer_norm_epilogue(
     if GATED:
         gate, up = tl.split(value.reshape(ROWS, COLS // 2, 2))
         value = divided(activate(gate, ACTIVATION, DTYPE == tl.float32) * up, out_scale_ptr)
-        store_tile(out, value.to(DTYPE), row, col // 2, M, N // 2, ROWS, COLS // 2, TMA)
+        stored = value.to(DTYPE)
+        store_tile(out, stored, row, col // 2, M, N // 2, ROWS, COLS // 2, TMA)
     else:
-        value = divided(activate(value, ACTIVATION, DTYPE == tl.float32), out_scale_ptr)
-        store_tile(out, value.to(DTYPE), row, col, M, N, ROWS, COLS, TMA)
+        stored = divided(activate(value, ACTIVATION, DTYPE == tl.float32), out_scale_ptr).to(DTYPE)
+        store_tile(out, stored, row, col, M, N, ROWS, COLS, TMA)
+    return stored
 
 
 @triton.jit
 def _residual_epilogue(
-    acc, out, addend, bias_ptr, scale_ptr, row, col, M, N,
+    acc, out, z, addend, bias_ptr, scale_ptr, row, col, M, N,
     ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Stores what the epilogue makes of acc, and returns it as stored."""
     cols = col + tl.arange(0, COLS)
+    if z is not None:
+        store_tile(z, acc.to(DTYPE), row, col, M, N, ROWS, COLS, TMA)
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
     if scale_ptr is not None:
@@ -142,8 +165,24 @@ def _in_layout_of(tile, anchor):
 
 
 @triton.jit
+def _through_norm(
+    acc, hidden, statistics_ptr, along_ptr, row, col, M, N,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the hidden layer before its norm, and that normalised, from the gradient of the latter."""
+    mean = load_rows(statistics_ptr, row, M, ROWS)
+    rstd = load_rows(statistics_ptr + M, row, M, ROWS)
+    along = load_rows(along_ptr, row, M, ROWS)
+    inside = (col + tl.arange(0, COLS) < N)[None, :]
+    hidden = tl.where(inside, hidden.to(DTYPE).to(tl.float32) - mean[:, None], 0.0)
+    normalised = hidden * tl.maximum(rstd, 0.0)[:, None]
+    return (acc - normalised * along[:, None]) * tl.abs(rstd)[:, None], normalised
+
+
+@triton.jit
 def _activation_grad_epilogue(
-    acc, out, z, h, bias_ptr, scale_ptr, row_part_ptr, column_part_ptr, rstd, mean, row, col, M, N,
+    acc, out, z, h, bias_ptr, scale_ptr, row_part_ptr, column_part_ptr, hidden_ptr, along_ptr, rstd, mean,
+    row, col, M, N,
     ROWS: tl.constexpr, COLS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, TMA: tl.constexpr,
     DTYPE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -159,11 +198,17 @@ def _activation_grad_epilogue(
     if GATED:
         gate, up = tl.split(pre.reshape(ROWS, COLS, 2))
         value, slope = activate_with_slope(gate, ACTIVATION, DTYPE == tl.float32)
+        if along_ptr is not None:
+            acc, hidden = _through_norm(acc, value * up, hidden_ptr, along_ptr, row, col, M, N, ROWS, COLS, DTYPE)
         grad = tl.join(acc * up * slope, acc * value).reshape(ROWS, COLS_Z)
         value *= up
     else:
         value, slope = activate_with_slope(pre, ACTIVATION, DTYPE == tl.float32)
+        if along_ptr is not None:
+            acc, hidden = _through_norm(acc, value, hidden_ptr, along_ptr, row, col, M, N, ROWS, COLS, DTYPE)
     if h is not None:
+        if along_ptr is not None:
+            value = hidden
         store_tile(h, value.to(DTYPE), row, col, M, N, ROWS, COLS, TMA)
     if not GATED:  # not before h is on its way: it takes 178 registers in place of 236
         grad = acc * slope
@@ -201,49 +246,32 @@ def weight_gradient_scale(rstd):
     return tl.where(rstd < 0.0, 1.0, rstd)
 
 
-@triton.jit
-def _load_rows(pointer, row, M, ROWS: tl.constexpr):
-    """[ROWS] of a per-row fp32 vector [M], zeros past its end."""
-    rows = row + tl.arange(0, ROWS)
-    return tl.load(pointer + rows, mask=rows < M, other=0.0)
-
-
-@triton.jit
-def _sum_row_parts(pointer, row, M, ROWS: tl.constexpr, PARTS: tl.constexpr):
-    """[ROWS] sums of the rows of fp32 [M, PARTS]; along the first axis for the reason given in `combine_statistics`."""
-    step = tl.arange(0, ROWS)
-    base = pointer + tl.cast(row, tl.int64) * PARTS
-    total = tl.zeros((ROWS,), tl.float32)
-    for first in tl.static_range(0, PARTS, 16):
-        parts = first + tl.arange(0, 16)
-        mask = (parts < PARTS)[:, None] & (row + step < M)[None, :]
-        total += tl.sum(tl.load(base + (step[None, :] * PARTS + parts[:, None]), mask=mask, other=0.0), 0)
-    return total
-
-
 # Nothing that goes with the number of rows is compiled anew: not where the second half of [2, M] statistics begins.
 @triton.jit(
     do_not_specialize=["M", "N", "K", "splits", "tokens", "prefix", "image_rows"],
-    do_not_specialize_on_alignment=["mean_ptr", "rstd_ptr"],
+    do_not_specialize_on_alignment=["mean_ptr", "rstd_ptr", "hidden_ptr"],
 )
 def _matmul_kernel(
     a,  # [M, K]
     b,  # [K, N], or [N, K] where B_IS_NK
     out,  # [M, N]; "partial": fp32 [splits, M, N]
-    z,  # [M, N] pre-activation: stored by "layer_norm" unless None, read by "activation_grad"
-    h,  # [M, N] activation, stored by "activation_grad" unless None
+    z,  # [M, N] pre-activation: stored by "layer_norm" and "residual" unless None, read by "activation_grad"
+    h,  # [M, N] activation, or that normalised, stored by "activation_grad" unless None
     x,  # [M, N] input of the LayerNorm, read by "layer_norm_grad"
     residual,  # [M, N] added to the result unless None; of "residual" always a pointer
-    mean_ptr,  # fp32 [M], stored by "layer_norm" unless None; else None: the rows were normalised beforehand
-    rstd_ptr,  # fp32 [M], negative for a constant row (see layer_norm.py); stored by "layer_norm" unless None
+    mean_ptr,  # fp32 [M], stored by who reads row statistics unless None; else None: rows were normalised beforehand
+    rstd_ptr,  # fp32 [M], negative for a constant row (see layer_norm.py); stored likewise unless None
     bias_ptr,  # [N]
     weight_sum_ptr,  # fp32 [N], or None: RMSNorm in place of LayerNorm
     scale_ptr,  # "residual": [N]; "layer_norm": fp32 [N] or None; "activation_grad": fp32, of which the first divided B
     out8,  # [M, N] e4m3: `out` divided by out_scale, stored by "residual" unless None
     out_scale_ptr,  # fp32 [N]; of "layer_norm" [1], what `out`, e4m3 then, is divided by; or None
-    row_part_ptr,  # fp32: row statistics, stored by "residual", read by "layer_norm"; sums over pieces of the columns,
-    # [M, PARTS], stored by "activation_grad", read by "layer_norm_grad"
+    row_part_ptr,  # fp32: statistics of A's rows, read by "layer_norm", by "residual" unless None; sums over pieces of
+    # the columns, [M, PARTS], stored by "activation_grad", read by "layer_norm_grad"
+    out_part_ptr,  # fp32: statistics of the rows of out, stored by "residual" and "gated" unless None
     column_part_ptr,  # fp32 [M / BLOCK_M, 2, N]
+    hidden_ptr,  # "activation_grad": fp32 [2, M], mean and rstd of the rows of h, where a norm of them comes next
+    along_ptr,  # fp32 [M], the means of the product of their normalised rows and its gradient; None: there is no norm
     cos_ptr, sin_ptr,  # "rotary": [images or 1, tokens - prefix, HEAD / 2]
     M, N, K, eps, splits,
     tokens, prefix, image_rows,  # "rotary": of an image, of them not turned, and rows of the tables, 0 where shared
@@ -254,6 +282,8 @@ def _matmul_kernel(
     SUB_TILES: tl.constexpr, GROUP_M: tl.constexpr,
     EARLY: tl.constexpr,  # "residual": pieces of the residual that are under way at once
     PARTS: tl.constexpr,  # of a row in row_part_ptr
+    OUT_PARTS: tl.constexpr,  # of a row in out_part_ptr
+    TIMES: tl.constexpr,  # pieces of a tile, as they are stored, make one of those
     HEAD: tl.constexpr,  # "rotary": channels of a head
     ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,  # "rotary": elements of the tables from row to row, pair to pair
     ALIGN: tl.constexpr,  # divides the length of every row that is read or written by tiles
@@ -267,6 +297,7 @@ def _matmul_kernel(
     tiles = tiles_m * tiles_n
     k_steps = tl.cdiv(K, BLOCK_K)
     COLS: tl.constexpr = BLOCK_N // SUB_TILES
+    WIDTH: tl.constexpr = COLS // 2 if EPILOGUE == "gated" else COLS  # of what is stored of them
     units = tiles * splits if EPILOGUE == "partial" else tiles
     for tile in tl.range(tl.program_id(0), units, tl.num_programs(0), flatten=FLATTEN):
         tile_m, tile_n = tile_position(tile % tiles if EPILOGUE == "partial" else tile, tiles_m, tiles_n, GROUP_M)
@@ -286,7 +317,7 @@ def _matmul_kernel(
         if EPILOGUE == "partial":
             base = out + tl.cast(tile // tiles, tl.int64) * M * N
             store_tile(base, acc, row, col, M, N, BLOCK_M, BLOCK_N, False)
-        if EPILOGUE == "layer_norm" or EPILOGUE == "gated" or EPILOGUE == "rotary":
+        if EPILOGUE == "layer_norm" or EPILOGUE == "gated" or EPILOGUE == "rotary" or EPILOGUE == "residual":
             row_scale = tl.full((BLOCK_M,), 1.0, tl.float32)
             row_shift = tl.zeros((BLOCK_M,), tl.float32)
             if row_part_ptr is not None:
@@ -301,17 +332,17 @@ def _matmul_kernel(
         if EPILOGUE == "activation_grad" or EPILOGUE == "gated_grad":
             rstd = tl.full((BLOCK_M,), 1.0, tl.float32)
             if mean_ptr is not None:
-                rstd = weight_gradient_scale(_load_rows(rstd_ptr, row, M, BLOCK_M))
+                rstd = weight_gradient_scale(load_rows(rstd_ptr, row, M, BLOCK_M))
         if EPILOGUE == "layer_norm_grad":
-            row_scale = _load_rows(rstd_ptr, row, M, BLOCK_M)
-            coefficient = _sum_row_parts(row_part_ptr, row, M, BLOCK_M, PARTS) * row_scale / N
+            row_scale = load_rows(rstd_ptr, row, M, BLOCK_M)
+            coefficient = sum_row_parts(row_part_ptr, row, M, BLOCK_M, PARTS) * row_scale / N
             if mean_ptr is not None:
                 coefficient *= row_scale
                 row_scale = tl.where(row_scale < 0.0, -row_scale, 1.0)
         if EPILOGUE == "activation_grad" or EPILOGUE == "gated_grad" or EPILOGUE == "layer_norm_grad":
             mean = tl.zeros((BLOCK_M,), tl.float32)
             if mean_ptr is not None:
-                mean = _load_rows(mean_ptr, row, M, BLOCK_M)
+                mean = load_rows(mean_ptr, row, M, BLOCK_M)
 
         if EPILOGUE == "residual" and residual is not None:
             added = load_pieces(residual, row, col, M, N, BLOCK_M, COLS, EARLY)
@@ -319,7 +350,7 @@ def _matmul_kernel(
             pieces = cut(acc, BLOCK_M, BLOCK_N, SUB_TILES)
             for i in tl.static_range(SUB_TILES):
                 if EPILOGUE == "layer_norm" or EPILOGUE == "gated" or EPILOGUE == "rotary":
-                    _layer_norm_epilogue(
+                    value = _layer_norm_epilogue(
                         pieces[i], out, z, weight_sum_ptr, bias_ptr, scale_ptr, out_scale_ptr, cos_ptr, sin_ptr,
                         tokens, prefix, image_rows, row_scale, row_shift, row, col + i * COLS, M, N,
                         BLOCK_M, COLS, ACTIVATION, EPILOGUE == "gated", HEAD, ROW_STEP, PAIR_STEP, TMA, DTYPE,
@@ -329,30 +360,21 @@ def _matmul_kernel(
                     if residual is not None and i + EARLY < SUB_TILES:
                         later = col + (i + EARLY) * COLS
                         added = added + load_pieces(residual, row, later, M, N, BLOCK_M, COLS, 1)
+                    piece = pieces[i]
+                    if row_part_ptr is not None:
+                        piece = _normed(piece, weight_sum_ptr, None, row_scale, row_shift, col + i * COLS, N, COLS)
                     value = _residual_epilogue(
-                        pieces[i], out, addend, bias_ptr, scale_ptr, row, col + i * COLS, M, N,
+                        piece, out, z, addend, bias_ptr, scale_ptr, row, col + i * COLS, M, N,
                         BLOCK_M, COLS, TMA, DTYPE,
                     )  # fmt: skip
-                    if row_part_ptr is not None:
-                        found = piece_statistics(value.to(tl.float32), col + i * COLS, N, COLS)
-                        first = col + i * COLS
-                        if COLS < _PIECE:
-                            tl.static_assert(2 * COLS == _PIECE, "an epilogue works on a piece of the columns or half")
-                            if i % 2 == 0:
-                                left = found
-                            else:
-                                first -= COLS
-                                found = merge_halves(left, found, first, N, COLS)
-                        if COLS == _PIECE or i % 2 == 1:
-                            store_statistics(row_part_ptr, found[0], found[1], row, first, M, N, BLOCK_M, PARTS)
                     if out8 is not None:
                         narrow = divided_columns(value, out_scale_ptr, col + i * COLS, N, COLS)
                         store_tile(out8, narrow, row, col + i * COLS, M, N, BLOCK_M, COLS, TMA)
                 elif EPILOGUE == "activation_grad" or EPILOGUE == "gated_grad":
                     _activation_grad_epilogue(
-                        pieces[i], out, z, h, bias_ptr, scale_ptr, row_part_ptr, column_part_ptr, rstd, mean,
-                        row, col + i * COLS, M, N, BLOCK_M, COLS, ACTIVATION, EPILOGUE == "gated_grad", TMA, DTYPE,
-                        PARTS,
+                        pieces[i], out, z, h, bias_ptr, scale_ptr, row_part_ptr, column_part_ptr,
+                        hidden_ptr, along_ptr, rstd, mean, row, col + i * COLS, M, N,
+                        BLOCK_M, COLS, ACTIVATION, EPILOGUE == "gated_grad", TMA, DTYPE, PARTS,
                     )  # fmt: skip
                 else:
                     tl.static_assert(EPILOGUE == "layer_norm_grad", "unknown epilogue")
@@ -360,3 +382,14 @@ def _matmul_kernel(
                         pieces[i], out, x, residual, coefficient, row_scale, mean, row, col + i * COLS, M, N,
                         BLOCK_M, COLS, TMA, DTYPE,
                     )  # fmt: skip
+                if out_part_ptr is not None:
+                    width = N // 2 if EPILOGUE == "gated" else N
+                    start = col // 2 if EPILOGUE == "gated" else col
+                    found = piece_statistics(value.to(tl.float32), start + i * WIDTH, width, WIDTH)
+                    first = start + i // TIMES * TIMES * WIDTH
+                    if i % TIMES == 0:
+                        merged = found
+                    else:
+                        merged = merge_next(merged, found, first, width, i % TIMES * WIDTH, WIDTH)
+                    if i % TIMES == TIMES - 1:
+                        store_statistics(out_part_ptr, merged[0], merged[1], row, first, M, width, BLOCK_M, OUT_PARTS)

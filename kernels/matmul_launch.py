@@ -20,6 +20,7 @@ from .device import dot_precision, gpu_of, product_kind
 from .launch import Launch, ceil_div
 from .matmul import _matmul_kernel
 from .rotary import table_steps
+from .row_parts import PIECE
 
 EPILOGUES = ("layer_norm", "rotary", "gated", "residual", "activation_grad", "gated_grad", "layer_norm_grad", "partial")
 # How many times as wide as a piece of the product what they read and write is.
@@ -101,8 +102,11 @@ class Operands:
         a: [M, K].
         b: [K, N], or [N, K] where `b_is_nk`.
         out: [M, N]; of the "partial" epilogue fp32 [split_k, M, N].
-        row_part: Of the "layer_norm" epilogue the statistics of A's rows, of "residual" those of the rows of `out`, as
-            `row_parts.py` has them; of "activation_grad" and "layer_norm_grad" sums over pieces of rows [M, parts].
+        row_part: Statistics of A's rows as `row_parts.py` has them, where a norm of them is folded into B; of
+            "activation_grad" and "layer_norm_grad" sums over pieces of rows [M, parts].
+        out_part: Statistics of the rows of `out`, for the norm that comes next.
+        hidden, along: Of "activation_grad" and "gated_grad" before a norm of the hidden layer: mean and rstd of its
+            rows, fp32 [2, M], and fp32 [M].
         eps: Added to the variance of A's rows.
         turns: Of the "rotary" epilogue, whose N is 3 H D.
         x, residual: [M, N], like `out` in the dtype of the residual stream: that of `a` and `b`, or fp32 beside them.
@@ -125,6 +129,9 @@ class Operands:
     out_scale: Tensor | None = None
     row_part: Tensor | None = None
     column_part: Tensor | None = None
+    out_part: Tensor | None = None
+    hidden: Tensor | None = None
+    along: Tensor | None = None
     eps: float = 0.0
     turns: Turns | None = None
 
@@ -193,8 +200,9 @@ def matmul_launch(
         "residual": o.residual if epilogue == "residual" else piece("residual"),
         "mean_ptr": o.mean, "rstd_ptr": o.rstd,
         "bias_ptr": o.bias, "weight_sum_ptr": o.weight_sum, "scale_ptr": o.scale, "out8": piece("out8"),
-        "out_scale_ptr": o.out_scale,
-        "row_part_ptr": o.row_part, "column_part_ptr": o.column_part, "M": M, "N": N, "K": K, "eps": o.eps,
+        "out_scale_ptr": o.out_scale, "row_part_ptr": o.row_part, "column_part_ptr": o.column_part,
+        "out_part_ptr": o.out_part, "hidden_ptr": o.hidden, "along_ptr": o.along,
+        "M": M, "N": N, "K": K, "eps": o.eps,
         "splits": split_k, "cos_ptr": t and t.cos, "sin_ptr": t and t.sin, "tokens": t.tokens if t else 0,
         "prefix": t.prefix if t else 0, "image_rows": image_rows,
     }  # fmt: skip
@@ -208,6 +216,8 @@ def matmul_launch(
         # in e4m3 there are no registers for all of it
         "EARLY": 1 if o.out8 is not None or o.a.dtype == torch.float8_e4m3fn else config.sub_tiles,
         "PARTS": 0 if o.row_part is None else o.row_part.shape[-1],
+        "OUT_PARTS": 0 if o.out_part is None else o.out_part.shape[-1],
+        "TIMES": 1 if o.out_part is None else _pieces_of_statistics(config, epilogue),
         "HEAD": 2 * t.cos.shape[2] if t else 0, "ROW_STEP": row_step, "PAIR_STEP": pair_step,
         "ALIGN": math.gcd(16, *(tensor.shape[-1] for tensor in o.tiled())),
     }  # fmt: skip
@@ -216,3 +226,18 @@ def matmul_launch(
         _matmul_kernel, (programs,), args, constants,
         num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.maxnreg, device=o.a.device,
     )  # fmt: skip
+
+
+def _pieces_of_statistics(config: MatmulConfig, epilogue: str) -> int:
+    """Pieces of a tile, as the epilogue stores them, that make a piece of row statistics.
+
+    Raises:
+        ValueError: a tile does not hold whole ones.
+    """
+    width = int(config.piece * _WIDER.get((epilogue, "out"), 1))
+    if PIECE % width or config.sub_tiles % (PIECE // width):
+        raise ValueError(
+            f"a tile of {config.block_n} columns in {config.sub_tiles} pieces cannot leave row statistics behind "
+            f"{epilogue!r}: accepted are tiles that store whole pieces of {PIECE} columns"
+        )
+    return PIECE // width

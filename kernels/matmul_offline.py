@@ -15,6 +15,7 @@ from .activations import ACTIVATIONS
 from .device import matrix_instruction
 from .folding import FoldedLinear, NormedLinear, fold_launch
 from .gradients import layer_norm_grad_launch, new_column_sums
+from .hidden_norm import along_launch
 from .launch import Launch
 from .layer_norm import (
     RowStatistics,
@@ -23,7 +24,7 @@ from .layer_norm import (
     row_statistics_launch,
 )
 from .matmul_launch import EPILOGUES, MatmulConfig, Operands, Turns, matmul_launch
-from .matmul_policy import config_table, may_split
+from .matmul_policy import config_table, is_usable, may_split
 from .offline import Build
 from .row_parts import row_parts
 from .scaled_weights import ScaledWeight, scaled_weights_launch
@@ -56,7 +57,23 @@ def _residual(dtype: torch.dtype, stream: torch.dtype) -> Operands:
     return Operands(
         _meta(_M, _F, dtype=dtype), _meta(_C, _F, dtype=dtype), narrow, b_is_nk=True,
         residual=narrow, bias=_meta(_C, dtype=dtype), scale=_meta(_C, dtype=dtype),
-        row_part=_meta(_M, 2, row_parts(_C)) if stream.itemsize == 2 else None,
+        out_part=_meta(_M, 2, row_parts(_C)) if stream.itemsize == 2 else None,
+    )  # fmt: skip
+
+
+def _before_norm(operands: Operands) -> Operands:
+    """With what the activation's epilogues leave, or read, where a norm of the hidden layer comes next."""
+    if operands.column_part is not None:
+        return replace(operands, hidden=_meta(2, _M), along=_meta(_M))
+    return replace(operands, out_part=_meta(_M, 2, row_parts(operands.out.shape[1])))
+
+
+def _behind_norm(dtype: torch.dtype, keep: bool) -> Operands:
+    plain = _residual(dtype, dtype)
+    return replace(
+        plain, row_part=_meta(_M, 2, row_parts(_F)), weight_sum=_meta(_C), bias=_meta(_C), scale=None, eps=1e-6,
+        z=_meta(_M, _C, dtype=dtype) if keep else None, mean=_meta(_M) if keep else None,
+        rstd=_meta(_M) if keep else None,
     )  # fmt: skip
 
 
@@ -122,7 +139,11 @@ def _matmul_cases(
             "gelu",
             1,
         )
+        if dtype.itemsize == 2:
+            yield "silu before a norm", _before_norm(_layer_norm(dtype, False, gated=True)), "silu", 1
+            yield "silu keeping z before a norm", _before_norm(_layer_norm(dtype, True, gated=True)), "silu", 1
     elif epilogue == "gated_grad":
+        yield "silu before a norm", _before_norm(_gated_grad(dtype, config)), "silu", 1
         for activation in ("silu", "gelu") if widest else ("silu",):
             yield activation, _gated_grad(dtype, config), activation, 1
         if dtype.itemsize == 2:
@@ -132,12 +153,16 @@ def _matmul_cases(
             what = "bias, LayerScale, residual, statistics" + (" in fp32" if stream != dtype else "")
             yield what, _residual(dtype, stream), "identity", 1
         yield "product alone", _product(dtype), "identity", 1
+        if dtype.itemsize == 2:
+            yield "behind a norm, residual, statistics", _behind_norm(dtype, False), "identity", 1
+            yield "behind a norm, residual, statistics, kept", _behind_norm(dtype, True), "identity", 1
         if may_split(arch):
             whole = _residual(dtype, dtype)
             yield "5 parts", Operands(whole.a, whole.b, _meta(5, _M, _C), b_is_nk=True), "identity", 5
     elif epilogue == "activation_grad":
         for activation in ACTIVATIONS if widest else ACTIVATIONS[:1]:
             yield activation, _activation_grad(dtype, config), activation, 1
+        yield "gelu before a norm", _before_norm(_activation_grad(dtype, config)), "gelu", 1
         if dtype.itemsize == 2:
             yield "gelu with a factor", _activation_grad(torch.float16, config, _meta(1)), "gelu", 1
             yield "gelu of normalised rows", _activation_grad(dtype, config, None, torch.float32), "gelu", 1
@@ -154,6 +179,7 @@ _CORE = {
         "gelu keeping z",
         "bias, LayerScale, residual, statistics",
         "residual",
+        "silu before a norm",
         "5 parts",
         "four products",
     ),
@@ -176,6 +202,8 @@ def _matmul_builds(arch: str) -> Iterator[Build]:
             configs = list(dict.fromkeys(config for table in tables for config in table))
             for index, config in enumerate(configs):
                 for what, operands, activation, parts in _matmul_cases(arch, epilogue, dtype, config, index == 0):
+                    if not is_usable(config, operands, epilogue):
+                        continue
                     launch = matmul_launch(
                         operands, epilogue=epilogue if parts == 1 else "partial", config=config,
                         activation=activation, split_k=parts, precision="ieee" if kind == "half" else kind,
@@ -219,6 +247,9 @@ def _small_launches(dtype: torch.dtype, stream: torch.dtype) -> Iterator[tuple[s
     part = None
     if normalised:
         yield "normalise", normalise_launch(x, 1e-6, known.statistics, rows)
+        if dtype == stream:
+            kept = _meta(2, _M)
+            yield "normalise and mean", normalise_launch(x, 1e-6, kept[1], rows, mean=kept[0])
     else:
         part = _meta(_M, 2, row_parts(_C))
         yield "row_statistics", row_statistics_launch(x, part)
@@ -233,6 +264,7 @@ def _small_launches(dtype: torch.dtype, stream: torch.dtype) -> Iterator[tuple[s
     for what, residual in (("layer_norm_grad", None), ("layer_norm_grad and residual", x)):
         normal = None if normalised else rows
         yield what, layer_norm_grad_launch(rows, vector, known, residual, x, normal, wide, new_column_sums(wide))
+    yield "along", along_launch(rows, x, vector, _F, _meta(_M), new_column_sums(rows))
     branch = ResidualProducts(_meta(5, _C, _F), rows, _meta(_C, _F, dtype=stream), vector, vector)
     second = [(branch, room_for(branch))]
     for what, sums in (("fc1", _meta(394, 2, _F)), ("qkv", _meta(198, _F))):

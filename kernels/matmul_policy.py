@@ -19,6 +19,7 @@ from torch import Tensor
 from .device import Gpu, generation, gpu_of, product_kind, reads_descriptors
 from .launch import ceil_div, is_interpreted
 from .matmul_launch import MatmulConfig, Operands, fits_tma
+from .row_parts import PIECE
 
 TABLE_PATH = Path(__file__).with_name("matmul_table.json")
 # Epilogues that hold more of a tile in registers than the others.
@@ -232,7 +233,9 @@ def residual_config(operands: Operands) -> tuple[MatmulConfig, int]:
 
     A few rows have too few tiles for the multiprocessors: fc2 of ViT-B has 48 of the smallest at batch 1.
     """
-    most = _MAX_RESIDUAL_SPLITS if may_split(gpu_of(operands.a.device).arch) else 1
+    # the parts of a product are not normalised
+    splits = may_split(gpu_of(operands.a.device).arch) and operands.row_part is None and operands.z is None
+    most = _MAX_RESIDUAL_SPLITS if splits else 1
     return _chosen(operands, "residual", most)
 
 
@@ -259,18 +262,40 @@ def _library_table() -> dict[str, dict[str, list[list[int]]]]:
 
 def _chosen(operands: Operands, epilogue: str, most: int) -> tuple[MatmulConfig, int]:
     tma = fits_tma(operands.tiled())
+    wanted = _requirements(operands, epilogue)
     if is_interpreted():
         kind = "fp8" if operands.a.dtype == torch.float8_e4m3fn else "half"
-        return config_table("sm_90", kind, epilogue, tma)[0], 1
+        return next(c for c in config_table("sm_90", kind, epilogue, tma) if _meets(c, *wanted)), 1
     gpu, dtype = gpu_of(operands.a.device), operands.a.dtype
-    return _best(gpu, product_kind(dtype), epilogue, tma, operands.sizes, dtype.itemsize, most)
+    return _best(gpu, product_kind(dtype), epilogue, tma, operands.sizes, dtype.itemsize, most, *wanted)
 
 
 @lru_cache(4096)
 def _best(
-    gpu: Gpu, kind: str, epilogue: str, tma: bool, sizes: tuple[int, int, int], itemsize: int, most: int
-) -> tuple[MatmulConfig, int]:
-    return choose_split(config_table(gpu.arch, kind, epilogue, tma), sizes, itemsize, gpu.sm_count, most)
+    gpu: Gpu, kind: str, epilogue: str, tma: bool, sizes: tuple[int, int, int], itemsize: int, most: int,
+    narrowest: int, largest: int,
+) -> tuple[MatmulConfig, int]:  # fmt: skip
+    table = [c for c in config_table(gpu.arch, kind, epilogue, tma) if _meets(c, narrowest, largest)]
+    return choose_split(table, sizes, itemsize, gpu.sm_count, most)
+
+
+def is_usable(config: MatmulConfig, operands: Operands, epilogue: str) -> bool:
+    """Whether a configuration of the table may be chosen for these operands."""
+    return _meets(config, *_requirements(operands, epilogue))
+
+
+def _requirements(operands: Operands, epilogue: str) -> tuple[int, int]:
+    """The fewest columns of a tile, for whole pieces of row statistics, and the most elements of one.
+
+    Behind a norm of the hidden layer, and on the way back through it, larger tiles than 128 x 128 spill.
+    """
+    narrowest = 0 if operands.out_part is None else 2 * PIECE if epilogue == "gated" else PIECE
+    behind = operands.along is not None or (epilogue == "residual" and operands.row_part is not None)
+    return narrowest, 128 * 128 if behind else 2**31
+
+
+def _meets(config: MatmulConfig, narrowest: int, largest: int) -> bool:
+    return config.block_n >= narrowest and config.block_m * config.block_n <= largest
 
 
 def products_config(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[MatmulConfig, int]:

@@ -102,3 +102,23 @@ def load_pieces(source, row, col, rows, columns, ROWS: tl.constexpr, COLS: tl.co
         piece = load_tile(source, row, col + i * COLS, rows, columns, ROWS, COLS, False)
         pieces = pieces + (piece,)  # type: ignore[assignment]  # not python's, but triton's tuple
     return pieces
+
+
+@triton.jit
+def load_rows(pointer, row, M, ROWS: tl.constexpr):
+    """[ROWS] of a per-row fp32 vector [M], zeros past its end."""
+    rows = row + tl.arange(0, ROWS)
+    return tl.load(pointer + rows, mask=rows < M, other=0.0)
+
+
+@triton.jit
+def sum_row_parts(pointer, row, M, ROWS: tl.constexpr, PARTS: tl.constexpr):
+    """[ROWS] sums of the rows of fp32 [M, PARTS]; along the first axis for the reason given in `combine_statistics`."""
+    step = tl.arange(0, ROWS)
+    base = pointer + tl.cast(row, tl.int64) * PARTS
+    total = tl.zeros((ROWS,), tl.float32)
+    for first in tl.static_range(0, PARTS, 16):
+        parts = first + tl.arange(0, 16)
+        mask = (parts < PARTS)[:, None] & (row + step < M)[None, :]
+        total += tl.sum(tl.load(base + (step[None, :] * PARTS + parts[:, None]), mask=mask, other=0.0), 0)
+    return total

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR, judge
 from vit_fast.kernels.row_parts import PIECE
-from vit_fast.ops import layer_norm_mlp
+from vit_fast.ops import Norm, layer_norm_mlp
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GATE = ("gate_weight", "gate_bias")
@@ -40,6 +40,8 @@ class Case:
     residual: bool = True
     norm: str = "layer_norm"
     gate: tuple[Tensor | None, Tensor | None] = (None, None)
+    inner: tuple[Tensor | None, Tensor | None] = (None, None)
+    inner_norm: str = "none"
 
     def to(self, dtype: torch.dtype, parameter_dtype: torch.dtype | None = None) -> Case:
         """Fresh leaves with the same values in another dtype."""
@@ -54,20 +56,23 @@ class Case:
             parameters=tuple(leaf(parameter, inner) for parameter in self.parameters),
             layer_scale=leaf(self.layer_scale, inner),
             gate=tuple(leaf(parameter, inner) for parameter in self.gate),
+            inner=tuple(leaf(parameter, inner) for parameter in self.inner),
             grad=self.grad.to(dtype),
         )
 
     def forward(self, backend: str) -> Tensor:
+        inner_norm = None if self.inner_norm == "none" else Norm(*self.inner, 1e-6, self.inner_norm)
         return layer_norm_mlp(
             self.x, *self.parameters, activation=self.activation, layer_scale=self.layer_scale,
-            residual=self.residual, norm=self.norm, gate_weight=self.gate[0], gate_bias=self.gate[1], backend=backend,
+            residual=self.residual, norm=self.norm, gate_weight=self.gate[0], gate_bias=self.gate[1],
+            inner_norm=inner_norm, backend=backend,
         )  # fmt: skip
 
     def run(self, backend: str) -> dict[str, Tensor]:
         """The output and every gradient, by name."""
         y = self.forward(backend)
         leaves = {"x": self.x, **dict(zip((*NAMES, *GATE), (*self.parameters, *self.gate)))}
-        leaves["layer_scale"] = self.layer_scale
+        leaves |= {"layer_scale": self.layer_scale, "inner_weight": self.inner[0], "inner_bias": self.inner[1]}
         present = {name: leaf for name, leaf in leaves.items() if leaf is not None}
         gradients = torch.autograd.grad(y, list(present.values()), self.grad)
         return {"y": y.detach(), **{f"d {name}": gradient for name, gradient in zip(present, gradients)}}
@@ -91,6 +96,9 @@ def make_case(
         parameters = (parameters[0], None, *parameters[2:])
     if gated:
         choices["gate"] = normal(F, C, scale=C**-0.5), normal(F, scale=0.1)
+    if choices.get("inner_norm", "none") != "none":
+        beta = normal(F, scale=0.1) if choices["inner_norm"] == "layer_norm" else None
+        choices["inner"] = normal(F, scale=0.2, shift=1.0), beta
     case = Case(normal(M, C, shift=mean), parameters, normal(C, scale=0.3, shift=0.5), normal(M, C), **choices)
     return case.to(dtype)
 

@@ -195,12 +195,16 @@ def cases() -> Iterator[tuple[Any, Arguments]]:
         h = zeros(rows, hidden, dtype=dtype, offset=offset)
         yield linear_residual_op, (h, fc2, vectors[2], vectors[3], x, wanted)
         yield linear_residual_backward_op, (x, h, fc2, vectors[2], vectors[3])
-        yield layer_norm_mlp_op, (x, None, *mlp, 1e-6, "layer_norm", "gelu", True, wanted, dtype)
-        training = (x, None, *mlp, 1e-6, "layer_norm", "gelu", True, wanted, dtype)
-        yield layer_norm_mlp_training_op, training
-        y, _, z, made, statistics = layer_norm_mlp_training_op(*training)
-        kept = made if dtype == FP32 else x
-        yield layer_norm_mlp_backward_op, (y, kept, statistics, z, *mlp, "layer_norm", "gelu", True)
+        gate, affine = zeros(hidden, width, dtype=weights), zeros(hidden, dtype=weights)
+        inside = (*mlp[:6], None, gate, bias1)
+        for parameters, inner in ((mlp, (None, None, "none")), (inside, (affine, affine, "layer_norm"))):
+            training = (x, None, *parameters, 1e-6, "layer_norm", "gelu", True, wanted, dtype, *inner, 1e-6)
+            yield layer_norm_mlp_op, training
+            yield layer_norm_mlp_training_op, training
+            y, _, z, made, statistics, *hidden_rows = layer_norm_mlp_training_op(*training)
+            kept = made if dtype == FP32 else x
+            before = (y, kept, statistics, z, *parameters, "layer_norm", "gelu", True)
+            yield layer_norm_mlp_backward_op, (*before, *hidden_rows, *inner)
         packed = zeros(2, 17, 3, 2, 64, dtype=dtype, offset=offset)
         yield attention_qkvpacked_op, (packed, 0.125)
         q, k, v = packed.transpose(1, 3).unbind(2)

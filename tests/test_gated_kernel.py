@@ -110,7 +110,7 @@ def test_statistics_go_in_and_out() -> None:
 def test_opcheck(dtype: torch.dtype) -> None:
     case = make_case(18, 32, 48, dtype, gated=True)
     x = case.x.detach().view(2, 9, -1).requires_grad_()
-    settings = (1e-6, "layer_norm", "silu", True, dtype != torch.float32, dtype)
+    settings = (1e-6, "layer_norm", "silu", True, dtype != torch.float32, dtype, None, None, "none", 0.0)
     parameters = (*case.parameters, case.layer_scale, *case.gate)
     torch.library.opcheck(layer_norm_mlp_training_op, (x, None, *parameters, *settings))
     detached = (parameter.detach() for parameter in parameters)

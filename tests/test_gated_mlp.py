@@ -10,7 +10,6 @@ from kernel_support import DEVICE
 from timm.layers import GluMlp, RmsNorm, SwiGLU, SwiGLUPacked
 from torch import Tensor, nn
 
-from vit_fast.errors import UnsupportedInputError
 from vit_fast.ops import Norm, layer_norm_mlp
 
 BACKENDS = ("eager", "sdpa", "triton")
@@ -44,7 +43,7 @@ def test_two_linear_layers_are_timms_swiglu(backend: str, norm: type[nn.Module])
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_norm_of_the_hidden_layer_is_that_of_eva02(backend: str) -> None:
     mlp = SwiGLU(C, HIDDEN, norm_layer=nn.LayerNorm).to(DEVICE)
     _check(
@@ -89,11 +88,6 @@ def _call(**choices: Any) -> Tensor:
 def test_refusals(choices: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _call(**choices)
-
-
-def test_a_norm_of_the_hidden_layer_has_no_kernel() -> None:
-    with pytest.raises(UnsupportedInputError, match="inner_norm is given"):
-        _call(inner_norm=Norm(), backend="triton")
 
 
 def test_an_rms_norm_has_no_bias() -> None:

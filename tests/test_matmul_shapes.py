@@ -50,7 +50,7 @@ def operands(epilogue: str, M: int, N: int, K: int, dtype: torch.dtype = HALF) -
     if epilogue == "residual":
         part = meta(M, 2, row_parts(N))
         weight = meta(N, K, dtype=dtype)
-        return Operands(a, weight, full, b_is_nk=True, residual=full, bias=column, scale=column, row_part=part)
+        return Operands(a, weight, full, b_is_nk=True, residual=full, bias=column, scale=column, out_part=part)
     if epilogue == "activation_grad":
         parts = {"row_part": meta(M, N // 16 + 4), "column_part": meta(M // 16 + 4, 2, N)}
         return Operands(a, b, full, z=full, h=full, mean=row, rstd=row, bias=column, **parts)

@@ -39,7 +39,8 @@ def _operator_arguments(case: Case, **changes: Any) -> tuple[Any, ...]:
         **dict(zip(support.NAMES, case.parameters)), "layer_scale": case.layer_scale,
         "gate_weight": case.gate[0], "gate_bias": case.gate[1],
         "eps": 1e-6, "norm": "layer_norm", "activation": "gelu", "residual": True, "next_statistics": False,
-        "dtype": case.x.dtype,
+        "dtype": case.x.dtype, "inner_weight": case.inner[0], "inner_bias": case.inner[1],
+        "inner_norm": case.inner_norm, "inner_eps": 1e-6,
     }  # fmt: skip
     return tuple({**arguments, **changes}.values())
 
@@ -66,6 +67,15 @@ def test_opcheck_of_training_under_autocast(case: Case, residual: bool) -> None:
 def test_opcheck_of_training_with_absent_parameters(case: Case) -> None:
     absent = {"norm_weight": None, "norm_bias": None, "fc1_bias": None, "fc2_bias": None, "layer_scale": None}
     torch.library.opcheck(layer_norm_mlp_training_op, _operator_arguments(case, **absent, residual=False))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_opcheck_with_a_norm_inside(dtype: torch.dtype) -> None:
+    case = make_case(18, 32, 48, dtype, gated=True, inner_norm="layer_norm")
+    arguments = _operator_arguments(case, next_statistics=dtype != torch.float32)
+    torch.library.opcheck(layer_norm_mlp_training_op, arguments)
+    detached = (a.detach() if isinstance(a, Tensor) else a for a in arguments)
+    torch.library.opcheck(layer_norm_mlp_op, tuple(detached))
 
 
 def test_opcheck_of_inference(case: Case) -> None:

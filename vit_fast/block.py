@@ -86,11 +86,16 @@ def drops(dropouts: tuple[Slot, ...]) -> bool:
 
 
 def runs_whole(parts: BlockParts, backend: str) -> bool:
+    """Whether the block is one operator now, but for a drop path."""
+    return runs_by_kernels(parts, backend) and parts.mlp is not None and parts.mlp.inner_norm is None
+
+
+def runs_by_kernels(parts: BlockParts, backend: str) -> bool:
     """Whether the block is nothing but kernels now: none of it is a module, drops elements, or is being exported."""
     simulated = parts.fp8 is not None and parts.fp8.simulated  # which any device can do
     if (backend != "triton" and not simulated) or parts.attention is None or parts.mlp is None or is_exporting():
         return False
-    if parts.attention.norm.kind != parts.mlp.norm.kind or parts.mlp.inner_norm is not None:
+    if parts.attention.norm.kind != parts.mlp.norm.kind:
         return False
     return not (drops(parts.attention.dropouts) or drops(parts.mlp.dropouts))
 
@@ -123,7 +128,7 @@ def run_block(
     """
     mlp: Any = parts.mlp
     attention: Any = parts.attention
-    in_one = attend is None and backend == "triton" and keys is None
+    in_one = attend is None and backend == "triton" and keys is None and mlp.inner_norm is None
     if in_one and not is_exporting() and not _drops_a_path(attention, mlp):
         tensors, rope = _tensors_for(parts, x, rope)
         return fused_block(
@@ -135,7 +140,7 @@ def run_block(
         x, statistics = attend(x), None
     else:
         x, statistics = _attention_half(attention, x, statistics, rope, keys)
-    if backend != "triton" or is_exporting() or mlp.inner_norm is not None:
+    if backend != "triton" or is_exporting():
         return run_mlp(mlp, x, backend), None
     dropping = _drops_path(mlp.drop_path)
     y, emitted = fused_layer_norm_mlp(

@@ -112,8 +112,8 @@ def left_reasons(parts: BlockParts) -> list[str]:
     if runs_whole(parts, "triton"):
         return []
     reasons = [*parts.attention_reasons, *parts.mlp_reasons]
-    if parts.mlp is not None:
-        reasons += parts.mlp.kernel_reasons()
+    if parts.mlp is not None and parts.mlp.inner_norm is not None:
+        reasons.append("its MLP has a norm inside: the kernels of e4m3 take none")
     return reasons or ["its attention and MLP are not of one block that the kernels run as a whole"]
 
 

@@ -252,7 +252,6 @@ def set_backend(model: nn.Module, backend: str) -> None:
     for name, owner in owners.items():
         # "auto" is triton only where its attention can run: 16 <= head_dim <= 128, and no fp64
         fits = parameter.dtype in KERNEL_DTYPES and MIN_HEAD_DIM <= owner.head_dim <= MAX_HEAD_DIM
-        fits = fits and not (isinstance(owner, Block) and owner.kernel_reasons())
         owner.backend = "sdpa" if backend == "auto" and not fits else known.get(name, resolved)
     for part in model.modules():
         if isinstance(part, VisionTransformer):

@@ -168,10 +168,6 @@ class MlpParts:
             options["inner_norm"] = self.inner_norm.now()
         return options
 
-    def kernel_reasons(self) -> list[str]:
-        """Why the triton kernels cannot compute it."""
-        return [] if self.inner_norm is None else ["its MLP has a norm inside: the triton kernels take none"]
-
 
 @dataclass(eq=False)
 class BlockParts:

@@ -137,8 +137,7 @@ def give_backend_back(model: VisionTransformer) -> None:
 
 def _unable(model: VisionTransformer, part: nn.Module) -> list[str]:
     """Why the kernels cannot compute a part."""
-    unable = triton_reasons(model.config.embed_dim // model.config.num_heads, dtype_of(model))
-    return unable + (part.kernel_reasons() if isinstance(part, Block) else [])
+    return triton_reasons(model.config.embed_dim // model.config.num_heads, dtype_of(model))
 
 
 def _dropout(part: nn.Module) -> tuple[str, float]:

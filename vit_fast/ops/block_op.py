@@ -171,7 +171,7 @@ def block_training_op(
     wanted = x.dtype != torch.float32
     x, between = _residual(mixed.flatten(2), proj_weight, proj_bias, scale1, x, wanted)
     known = between if wanted else None
-    y, emitted, z, *made = folded_mlp_training(
+    y, emitted, z, *made, _, _ = folded_mlp_training(
         x, known, folded[1], fc2_weight, fc2_bias, scale2, eps2, activation, gate_weight is not None, True,
         next_statistics, dtype,
     )  # fmt: skip

@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedInputError
 from . import reference
 from .attention import is_exporting
 from .backends import resolve_backend
 from .checks import matmul_dtype, require_one_device
-from .descriptions import Norm, check_norm
+from .descriptions import Norm, check_norm, flat_norm
 from .layer_norm_mlp_op import layer_norm_mlp_op, layer_norm_mlp_training
 from .transforms import in_transform
 
@@ -70,13 +69,9 @@ def layer_norm_mlp(
         check_norm("inner_norm", inner_norm, fc1_weight.shape[0])
     backend = resolve_backend(backend, x.device, x.dtype)
     if backend == "triton" and not is_exporting():
-        if inner_norm is not None:
-            raise UnsupportedInputError(
-                "layer_norm_mlp with backend='triton'", ["inner_norm is given: accepted is None"]
-            )
         y, _ = fused_layer_norm_mlp(
             x, None, *parameters, eps=eps, norm=norm, activation=activation, layer_scale=layer_scale,
-            residual=residual, gate_weight=gate_weight, gate_bias=gate_bias,
+            residual=residual, gate_weight=gate_weight, gate_bias=gate_bias, inner_norm=inner_norm,
         )  # fmt: skip
         return y
     return reference.layer_norm_mlp(
@@ -102,6 +97,7 @@ def fused_layer_norm_mlp(
     residual: bool,
     gate_weight: Tensor | None = None,
     gate_bias: Tensor | None = None,
+    inner_norm: Norm | None = None,
     next_statistics: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """`layer_norm_mlp` by the Triton kernels, with row statistics handed in and out.
@@ -120,9 +116,11 @@ def fused_layer_norm_mlp(
         "fc2_weight": fc2_weight, "fc2_bias": fc2_bias, "layer_scale": layer_scale, "gate_weight": gate_weight,
         "gate_bias": gate_bias,
     }  # fmt: skip
-    require_one_device("layer_norm_mlp", x, parameters, dtype)
-    arguments = (x, statistics, *parameters.values(), eps, norm, activation, residual, wanted, dtype)
-    training = needs_gradient(x, *parameters.values())
+    inner = flat_norm(inner_norm)
+    affine = {"inner_norm.weight": inner[0], "inner_norm.bias": inner[1]}
+    require_one_device("layer_norm_mlp", x, parameters | affine, dtype)
+    arguments = (x, statistics, *parameters.values(), eps, norm, activation, residual, wanted, dtype, *inner)
+    training = needs_gradient(x, *parameters.values(), *inner[:2])
     y, emitted, *_ = layer_norm_mlp_training(*arguments) if training else layer_norm_mlp_op(*arguments)
     return y, emitted if wanted else None
 
