@@ -43,7 +43,7 @@ def _residual(operand: torch.dtype, with_e4m3: bool) -> Operands:
     stream, vector = _meta(_M, _C, dtype=_HALF), _meta(_C, dtype=torch.float32 if operand == _E4M3 else _HALF)
     return Operands(
         _meta(_M, _F, dtype=operand), _meta(_C, _F, dtype=operand), stream, b_is_nk=True, residual=stream, bias=vector,
-        scale=vector, row_part=_meta(_M, 2, row_parts(_C)), out8=_meta(_M, _C, dtype=_E4M3) if with_e4m3 else None,
+        scale=vector, out_part=_meta(_M, 2, row_parts(_C)), out8=_meta(_M, _C, dtype=_E4M3) if with_e4m3 else None,
         out_scale=_meta(_C) if with_e4m3 else None,
     )  # fmt: skip
 

@@ -367,9 +367,6 @@ def _matmul_kernel(
                         piece, out, z, addend, bias_ptr, scale_ptr, row, col + i * COLS, M, N,
                         BLOCK_M, COLS, TMA, DTYPE,
                     )  # fmt: skip
-                    if out8 is not None:
-                        narrow = divided_columns(value, out_scale_ptr, col + i * COLS, N, COLS)
-                        store_tile(out8, narrow, row, col + i * COLS, M, N, BLOCK_M, COLS, TMA)
                 elif EPILOGUE == "activation_grad" or EPILOGUE == "gated_grad":
                     _activation_grad_epilogue(
                         pieces[i], out, z, h, bias_ptr, scale_ptr, row_part_ptr, column_part_ptr,
@@ -393,3 +390,6 @@ def _matmul_kernel(
                         merged = merge_next(merged, found, first, width, i % TIMES * WIDTH, WIDTH)
                     if i % TIMES == TIMES - 1:
                         store_statistics(out_part_ptr, merged[0], merged[1], row, first, M, width, BLOCK_M, OUT_PARTS)
+                if out8 is not None:  # after the statistics: fewer registers
+                    narrow = divided_columns(value, out_scale_ptr, col + i * COLS, N, COLS)
+                    store_tile(out8, narrow, row, col + i * COLS, M, N, BLOCK_M, COLS, TMA)
