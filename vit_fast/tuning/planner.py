@@ -213,7 +213,7 @@ class _Search(Generic[C]):
                 quick = [trial for trial in others if self.shop.seconds(trial.candidate) <= QUICK * given_s]
                 subjects += [min(quick, key=self._cost)] if quick else []
             subjects = [trial for trial in subjects if trial not in varied]
-            if not subjects:
+            if not subjects or self._left_s(VARYING_SHARE) <= 0:
                 return
             for trial in subjects:
                 varied.append(trial)

@@ -127,7 +127,7 @@ class Trials:
         peak += max(0, _own_bytes(self.device) - before)
         limit = self.rule.memory_limit
         if limit is not None and peak > limit and choice != GIVEN:
-            raise Refused(f"takes {peak / 2**20:.0f} MiB, memory_limit is {limit / 2**20:.0f} MiB")
+            raise Refused(f"takes {peak / 2**20:.3g} MiB, memory_limit is {limit / 2**20:.3g} MiB")
         return optimized, Checked(error, allowed, agreement, first_call_s, peak)
 
     def call_ms(self, candidate: Choice, number: int) -> float:
