@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import pytest
@@ -17,6 +18,7 @@ from vit_fast.measuring.timing import (
     percentile,
     time_call,
     time_interleaved,
+    without_profiler_chatter,
 )
 
 CPU = torch.device("cpu")
@@ -32,6 +34,14 @@ def test_percentiles_interpolate_as_numpy_does() -> None:
     timing = Timing.from_samples(samples)
     assert (timing.ms, timing.repeats) == (4.5, 6)
     assert timing.ms_p20 < timing.ms < timing.ms_p80
+
+
+def test_what_the_profiler_says_of_itself_is_kept_and_nothing_else(capfd: pytest.CaptureFixture[str]) -> None:
+    lines = "USDT: profiler started", "[W] CPUAllocator.cpp:245] allocated before the profiling started", "a warning"
+    with without_profiler_chatter():
+        for line in lines:
+            os.write(2, f"{line}\n".encode())
+    assert capfd.readouterr().err == "a warning\n"
 
 
 def test_subjects_take_turns_in_a_new_order_each_round() -> None:

@@ -235,9 +235,13 @@ def peak_memory_of_call(call: Callable[[], object], device: torch.device) -> int
     return _peak_of_profile(profiler)
 
 
+# Of its start and stop, and that memory was allocated before it started.
+_CHATTER = (b"USDT:", b"before the profiling started")
+
+
 @contextlib.contextmanager
 def without_profiler_chatter() -> Iterator[None]:
-    """Keeps the lines that torch's profiler writes about its own start and stop from the process's standard error."""
+    """Keeps the lines that torch's profiler writes about itself from the process's standard error."""
     sys.stderr.flush()
     kept = os.dup(2)
     with tempfile.TemporaryFile() as written:
@@ -250,7 +254,7 @@ def without_profiler_chatter() -> Iterator[None]:
             os.close(kept)
             written.seek(0)
             for line in written:
-                if not line.startswith(b"USDT:"):
+                if not any(sign in line for sign in _CHATTER):
                     os.write(2, line)
 
 
