@@ -125,6 +125,14 @@ def test_figures_are_drawn_from_the_picture(model, name: str, tmp_path: Path) ->
     assert np.array_equal(drawn[0], other) == (name == "positions"), "positions alone are the model's own"
 
 
+def test_titles_are_not_cut() -> None:
+    """A narrow figure: four filters of two pixels."""
+    small = vit_fast.create_model("vit_test", img_size=8, patch_size=2, in_chans=1)
+    for figure in (figures.filters(small), figures.rollout(small)):
+        (title,) = (text for text in figure.texts if text.get_weight() == "bold")
+        assert 0 <= title.get_window_extent().x0 < title.get_window_extent().x1 <= figure.bbox.x1
+
+
 def test_patches_show_the_picture(model) -> None:
     """A picture of one colour a patch: each is found in its place, with white between."""
     colours = np.random.default_rng(0).integers(0, 200, (4, 4, 3)).astype(np.uint8)

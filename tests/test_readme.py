@@ -21,9 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 PAGES = [README, *(path.read_text() for path in sorted((ROOT / "docs").rglob("*.md")))]
-COMMANDS = sorted(
-    {line.strip().split(" #")[0] for page in PAGES for line in page.splitlines() if line.startswith("    vit-fast ")}
-)
+COMMANDS = sorted({command for page in PAGES for command in re.findall(r"(?:^    |`)(vit-fast [^`#\n]+)", page, re.M)})
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))

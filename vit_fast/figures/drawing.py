@@ -222,8 +222,9 @@ def _figure(width: float, height: float) -> Figure:
 def _title(figure: Figure, text: str) -> None:
     """In one line, smaller where it would not fit."""
     width, height = figure.get_size_inches()
-    size = min(9.0, 125 * width / max(len(text), 1))
-    figure.text(0.02, 1 - TITLE_INCHES / 2 / height, text, size=size, color=INK, va="center", weight="bold")
+    title = figure.text(0.02, 1 - TITLE_INCHES / 2 / height, text, size=9.0, color=INK, va="center", weight="bold")
+    written = title.get_window_extent().width / figure.dpi
+    title.set_size(9.0 * min(1.0, 0.96 * width / written))
 
 
 def _show(figure: Figure, box: tuple[float, float, float, float], pixels: Any, **how: Any) -> Any:
