@@ -121,15 +121,65 @@ def test_a_killed_run_goes_on_to_the_bit(folder: Path, tmp_path: Path) -> None:
         assert torch.equal(tensor, weights[1][name]), name
 
 
-def test_augmentation_depends_on_epoch_and_seed_alone(folder: Path) -> None:
+@pytest.mark.parametrize("installed", [True, False], ids=["torchvision", "pillow"])
+def test_augmentation_depends_on_epoch_and_seed_alone(
+    folder: Path, installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if installed:
+        pytest.importorskip("torchvision")
+    else:
+        _without(monkeypatch, "torchvision")
     model = _model()
     for source in (ImageFolder(folder), open_data().train):
+        torch.rand(3)  # torch's own numbers are neither taken nor changed
+        state = torch.get_rng_state()
+        assert PreparedImages(source, model, augment=True)[0][0].shape == (3, 32, 32)
+        assert torch.equal(torch.get_rng_state(), state)
         first, second = (PreparedImages(source, model, augment=True, seed=1) for _ in range(2))
         assert torch.equal(first[3][0], second[3][0])
         second.epoch = 1
         assert not torch.equal(first[3][0], second[3][0])
         assert not torch.equal(first[3][0], PreparedImages(source, model, augment=True, seed=2)[3][0])
         assert not torch.equal(first[3][0], PreparedImages(source, model)[3][0])
+
+
+def _without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
+
+
+def test_photographs_are_augmented_by_torchvision_where_it_is(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torchvision")
+    gradient = np.linspace(0, 255, 200 * 100).reshape(100, 200).astype(np.uint8)
+    for i, name in enumerate(("across", "along")):
+        Image.fromarray(gradient[:, :: 1 - 2 * i]).save(folder / name / "wide.png")
+    data, source = open_data(folder), ImageFolder(folder)
+    images = PreparedImages(source, _model(), augment=True)
+    assert images.augmented_by == "torchvision" and PreparedImages(source, _model()).augmented_by is None
+    wide = next(i for i, (file, _) in enumerate(source.files) if file.name == "wide.png")
+    directions = set()
+    for images.epoch in range(12):
+        directions.add((images[wide][0][0].diff(dim=1).mean() > 0).item())
+    assert directions == {True, False}, "mirrored in some epochs, in others not"
+    train(_model(), data, tmp_path / "out", _config(epochs=1, batch_size=13))
+    _without(monkeypatch, "torchvision")
+    assert PreparedImages(source, _model(), augment=True).augmented_by == "pillow"
+    with pytest.raises(TrainingError, match=r"the augmentation \('torchvision', here 'pillow'\)"):
+        train(_model(), data, tmp_path / "out", _config(epochs=1, batch_size=13), resume=True)
+
+
+def test_weights_that_know_their_shape_are_a_model(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save(_model(depth=1, num_classes=10), tmp_path / "start.safetensors")
+    with pytest.raises(SystemExit) as exit_:
+        main(["train", str(folder), "--model", "start.safetensors", "--epochs", "1", "--out", "out"])
+    assert not exit_.value.code
+    trained = load("out/model.safetensors")
+    assert (trained.config.depth, trained.config.num_classes) == (1, 2)
 
 
 def _losses_of_32_steps(backend: str = "eager", **options: object) -> torch.Tensor:
@@ -405,8 +455,7 @@ def test_tensorboard_gets_every_row(folder: Path, tmp_path: Path, monkeypatch: p
         written = EventAccumulator(str(tmp_path / "with" / "tensorboard")).Reload()
         rows = [json.loads(line) for line in (tmp_path / "with" / "log.jsonl").read_text().splitlines()]
         assert [event.value for event in written.Scalars("loss")] == pytest.approx([row["loss"] for row in rows])
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else find(name))
+    _without(monkeypatch, "tensorboard")
     with pytest.raises(SystemExit) as exit_:
         main([*arguments, str(tmp_path / "without")])
     assert exit_.value.code == 2

@@ -74,8 +74,11 @@ def train(
             f"accumulation={config.accumulation}"
         )
     model.class_names = data.train.class_names
-    about = {"model": model.config.to_dict(), "classes": list(data.train.class_names), "images": len(data.train)}
     images = PreparedImages(data.train, model, augment=config.augment, seed=config.seed)
+    about = {
+        "model": model.config.to_dict(), "classes": list(data.train.class_names), "images": len(data.train),
+        "augmentation": images.augmented_by,
+    }  # fmt: skip
     sampler: DistributedSampler[Any] = DistributedSampler(images, processes.world, processes.rank, seed=config.seed)
     loader = DataLoader(images, config.batch_size // processes.world, sampler=sampler, num_workers=workers)
     steps = len(loader)

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from .words import model_name
+
 
 def register(app: typer.Typer) -> None:
     app.command(name="export")(export)
@@ -69,8 +71,7 @@ def export(
         model, weights = weights, None
     if model is None or out is None:
         raise ValueError("export needs a MODEL or --weights, and -o FILE.onnx; or --inspect FILE.onnx")
-    if "/" not in model and Path(model).exists():
-        model = f"./{model}"  # beside variants' names, those that have a slash are files, folders and Hub ids
+    model = model_name(model)
     if softmax and features:
         raise ValueError("--softmax with --features: accepted is one of them")
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .words import model_name
+
 if TYPE_CHECKING:
     from ..train import TrainConfig
     from ..training.processes import Processes
@@ -33,7 +35,8 @@ def train_command(
     ] = None,
     out: Annotated[Path, typer.Option(help="Where weights, checkpoint, log and curve go.")] = Path("trained"),
     model: Annotated[
-        str, typer.Option(help="One of `vit-fast models`, or a Hugging Face Hub id.")
+        str,
+        typer.Option(help="One of `vit-fast models`, a weights file that says its shape, or a Hugging Face Hub id."),
     ] = "vit_micro_patch7_28",
     weights: Annotated[str | None, typer.Option(help="Start from these; a head of another size is replaced.")] = None,
     validation: Annotated[Path | None, typer.Option(help="A folder like --data's, to measure accuracy on.")] = None,
@@ -120,7 +123,7 @@ def _run(
     torch.manual_seed(config.seed)
     device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
     overrides = {"num_classes": len(data.train.class_names), **overrides}
-    made = create_model(name, weights=weights, backend=backend, device=device, **overrides)
+    made = create_model(model_name(name), weights=weights, backend=backend, device=device, **overrides)
     first = processes.rank == 0
     with _progress(first, config.epochs) as on_step, tensorboard_rows(out if first and tensorboard else None) as keep:
 

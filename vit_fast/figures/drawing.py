@@ -224,7 +224,7 @@ def _title(figure: Figure, text: str) -> None:
     width, height = figure.get_size_inches()
     title = figure.text(0.02, 1 - TITLE_INCHES / 2 / height, text, size=9.0, color=INK, va="center", weight="bold")
     written = title.get_window_extent().width / figure.dpi
-    title.set_size(9.0 * min(1.0, 0.96 * width / written))
+    title.set_fontsize(9.0 * min(1.0, 0.96 * width / written))
 
 
 def _show(figure: Figure, box: tuple[float, float, float, float], pixels: Any, **how: Any) -> Any:

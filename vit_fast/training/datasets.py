@@ -6,7 +6,10 @@ Recognition of Handwritten Digits", E. Alpaydin and C. Kaynak, CC BY 4.0).
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -17,6 +20,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ..config import Size
 from ..data import ImageError, make_transform
 from ..image_folder import ImageFolder
 from ..model import VisionTransformer
@@ -159,16 +163,25 @@ class PreparedImages(Dataset[tuple[Tensor, int]]):
     Args:
         source: The images.
         model: Says size and preprocessing.
-        augment: Of photographs, random crops of 35 to 100 percent and random mirroring; of small images, shifts by up
-            to an eighth of the side, and mirroring where a mirrored one shows the same.
+        augment: Of photographs, random crops of 35 to 100 percent and random mirroring, by torchvision's transforms
+            where it is installed (whose crops also change the aspect ratio), else by Pillow; of small images, shifts by
+            up to an eighth of the side, and mirroring where a mirrored one shows the same.
         seed: Of the augmentation.
+    Attributes:
+        augmented_by: "torchvision" or "pillow"; None where nothing is augmented.
     """
 
     def __init__(
         self, source: LabelledImages, model: VisionTransformer, *, augment: bool = False, seed: int = 0
     ) -> None:
         self.source, self.augment, self.seed, self.epoch = source, augment, seed, 0
-        self.transform = make_transform(model.data_config, model.config.image_hw, model.config.in_chans)
+        image_hw, in_chans = model.config.image_hw, model.config.in_chans
+        self.transform = make_transform(model.data_config, image_hw, in_chans)
+        self.augmented_by = "pillow" if augment else None
+        if augment and not isinstance(source, SmallImages) and importlib.util.find_spec("torchvision") is not None:
+            self.augmented_by = "torchvision"
+            self.transform = make_transform(dataclasses.replace(model.data_config, crop_pct=1.0), image_hw, in_chans)
+            self.crop_and_mirror = _crop_and_mirror(image_hw, model.data_config.interpolation)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -178,7 +191,12 @@ class PreparedImages(Dataset[tuple[Tensor, int]]):
         return self.transform(self._augmented(image, index) if self.augment else image), label
 
     def _augmented(self, image: Image.Image, index: int) -> Image.Image:
-        generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch, index))
+        seed = mixed_seed(self.seed, self.epoch, index)
+        if self.augmented_by == "torchvision":
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                return self.crop_and_mirror(image)
+        generator = torch.Generator().manual_seed(seed)
         share, x, y, mirror = torch.rand(4, generator=generator).tolist()
         if isinstance(self.source, SmallImages):
             by = tuple((2 * part - 1) / 8 * side for part, side in ((x, image.width), (y, image.height)))
@@ -190,6 +208,14 @@ class PreparedImages(Dataset[tuple[Tensor, int]]):
         left, top = round(x * (image.width - width)), round(y * (image.height - height))
         image = image.crop((left, top, left + width, top + height))
         return ImageOps.mirror(image) if mirror < 0.5 else image
+
+
+def _crop_and_mirror(image_hw: Size, interpolation: str) -> Callable[[Image.Image], Image.Image]:
+    """Of a photograph, by torchvision: it comes out as large as the model takes it."""
+    from torchvision.transforms import v2
+
+    filter_ = v2.InterpolationMode(interpolation)
+    return v2.Compose([v2.RandomResizedCrop(image_hw, (0.35, 1.0), interpolation=filter_), v2.RandomHorizontalFlip()])
 
 
 def mixed_seed(*parts: int) -> int:

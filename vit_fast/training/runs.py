@@ -57,7 +57,7 @@ def resume_run(out: Path, trainer: Trainer, about: Mapping[str, Any]) -> list[Ro
     told |= {f"the {name}": (state["about"].get(name), value) for name, value in about.items()}
     differences = [f"{name} ({_difference(old, new)})" for name, (old, new) in told.items() if old != new]
     if differences:
-        raise TrainingError(f"{path}: was made with another run's {'; '.join(differences)}; resuming changes nothing")
+        raise TrainingError(f"{path}: is of a run that differs in {'; '.join(differences)}: accepted is the same again")
     wanted = {name: tensor.shape for name, tensor in trainer.model.state_dict().items()}
     for part in ("model", "average") if trainer.averages else ("model",):
         if {name: getattr(tensor, "shape", None) for name, tensor in state[part].items()} != wanted:
