@@ -1,20 +1,15 @@
-"""Tables drawn from a record: for the terminal (rich), and for a document (markdown)."""
+"""What a record says: its rows as columns of text, what must be known beside them, and a table for a document."""
 
 from __future__ import annotations
 
-import itertools
 import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from vit_fast.measuring.resolution import QUIET_RUN, SAME, UNKNOWN, UNRANKABLE
 
 from .records import Record
 from .rows import Row, is_lower, measured, resolution_of
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 
 @dataclass(frozen=True)
@@ -195,46 +190,6 @@ def cells(record: Record) -> dict[str, list[str]]:
     about = {"model": "model", "dtype": "dtype", "batch": "requested_batch"}
     found = {title: [str(row[field]) for row in rows] for title, field in about.items()}
     return found | {"subject": [*map(label, rows)]} | {c.title: [*map(c.cell, rows)] for c in filled_columns(record)}
-
-
-def _fitting_columns(record: Record, width: int) -> list[Column]:
-    """The columns that a terminal of so many characters shows whole, beside the subject."""
-    columns, texts, kept = filled_columns(record), cells(record), set()
-    left = width - max(map(len, texts["subject"]), default=0) - 2
-    for column in sorted(columns, key=lambda column: column.rank):
-        left -= max(map(len, (column.title, *texts[column.title]))) + 3
-        if left < 0:
-            break
-        kept.add(column.title)
-    return [column for column in columns if column.title in kept]
-
-
-def columns_left_out(record: Record, width: int) -> list[str]:
-    """Titles of what rich_tables has no room for."""
-    kept = _fitting_columns(record, width)
-    return [column.title for column in filled_columns(record) if column not in kept]
-
-
-def rich_tables(record: Record, width: int) -> list[Table]:
-    """One table of the measured rows for each model, dtype and batch size; a narrow one leaves columns out."""
-    from rich import box
-    from rich.markup import escape
-    from rich.table import Table
-
-    columns = _fitting_columns(record, width)
-    tables = []
-    for title, rows in contests(record).items():
-        table = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-        table.add_column("subject", no_wrap=True)
-        for column in columns:
-            table.add_column(escape(column.title), justify="right", no_wrap=True)
-        for _, alike in itertools.groupby(measured(rows), is_lower):
-            table.add_section()
-            for row in alike:
-                table.add_row(escape(label(row)), *(escape(column.cell(row)) for column in columns))
-        if table.row_count:
-            tables.append(table)
-    return tables
 
 
 def markdown(record: Record) -> str:

@@ -134,31 +134,20 @@ def _exportable(task: Task) -> nn.Module:
     return subjects_models.build("sdpa", dataclasses.replace(task, dtype=torch.float32, device=torch.device("cpu")))
 
 
-def build_torchao(task: Task) -> nn.Module:
-    """Our model with the weights of its linears in int8, and their inputs, by row, as they come.
+def build_torchao(fp8: bool, task: Task) -> nn.Module:
+    """Our model with the weights of its linears in int8 or e4m3, and their inputs, by row, as they come.
 
     Raises:
-        UnsupportedInputError: the task is a training step.
+        UnsupportedInputError: in e4m3, the task is no whole model in bf16.
     """
-    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
-
-    model = subjects_models.build("sdpa", task)
-    quantize_(model, Int8DynamicActivationInt8WeightConfig())
-    return model
-
-
-def build_torchao_fp8(task: Task) -> nn.Module:
-    """Our model with the weights of its linears in e4m3, and their inputs, by row, as they come.
-
-    Raises:
-        UnsupportedInputError: the task is no whole model in bf16.
-    """
-    if task.dtype != torch.bfloat16 or not task.whole:
+    if fp8 and (task.dtype != torch.bfloat16 or not task.whole):
         raise UnsupportedInputError("torchao-fp8", ["accepted are whole models in bf16"])
-    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
+    from torchao import quantization
 
+    int8 = quantization.Int8DynamicActivationInt8WeightConfig
+    e4m3 = quantization.Float8DynamicActivationFloat8WeightConfig
     model = subjects_models.build("sdpa", task)
-    quantize_(model, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()))
+    quantization.quantize_(model, e4m3(granularity=quantization.PerRow()) if fp8 else int8())
     return model
 
 
@@ -176,10 +165,10 @@ calibrated = "ONNX Runtime, static int8 calibrated on a photograph"
 build_int8 = partial(build, _open_onnxruntime, int8=True)
 register("onnxruntime-int8", calibrated, build_int8, packages=on_ort, compilable=False, **int8)
 dynamic = "our model, torchao's int8 weights and dynamic activations"
-register("torchao-int8", dynamic, build_torchao, packages=("torchao",), peer=True, **int8)
+register("torchao-int8", dynamic, partial(build_torchao, False), packages=("torchao",), peer=True, **int8)
 e4m3 = "our model, torchao's float8 weights and dynamic activations, by row"
 fp8 = {"precision": "fp8", "tolerance": INT8_TOLERANCE, "trainable": False}
-register("torchao-fp8", e4m3, build_torchao_fp8, packages=("torchao",), peer=True, **fp8)
+register("torchao-fp8", e4m3, partial(build_torchao, True), packages=("torchao",), peer=True, **fp8)
 by_torch, by_timm = "ONNX Runtime, exported by torch.onnx.export", "ONNX Runtime, timm's model exported by timm"
 register("torch-onnx", by_torch, build_by_torch, packages=(*on_ort, "torch"), peer=True, **file)
 register("timm-onnx", by_timm, build_by_timm, packages=(*on_ort, "timm"), peer=True, **file)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import signal
 import threading
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from .words import integers, split_words
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 
 def register(app: typer.Typer) -> None:
@@ -178,7 +180,7 @@ def _print_record(console: Console, record: dict[str, Any]) -> None:
     from rich.table import Table
 
     from ..benchmarks.explain import tables
-    from ..benchmarks.report import ceilings_line, columns_left_out, heading, not_measured, remarks, rich_tables
+    from ..benchmarks.report import ceilings_line, filled_columns, heading, not_measured, remarks
 
     for line in (heading(record), ceilings_line(record), *remarks(record)):
         console.print(line, highlight=False, markup=False, soft_wrap=not console.is_terminal)
@@ -189,10 +191,51 @@ def _print_record(console: Console, record: dict[str, Any]) -> None:
         for row in cells:
             explained.add_row(*map(escape, row))
         console.print(explained)
-    if left_out := columns_left_out(record, console.width):
+    kept = fitting_columns(record, console.width)
+    if left_out := [column.title for column in filled_columns(record) if column.title not in kept]:
         console.print(f"{', '.join(left_out)}: in table.md, or in a wider terminal", markup=False, highlight=False)
     for line in not_measured(record):
         console.print(line, highlight=False, markup=False, soft_wrap=not console.is_terminal)
+
+
+def fitting_columns(record: dict[str, Any], width: int) -> list[str]:
+    """Titles of the columns that a terminal of so many characters shows whole, beside the subject."""
+    from ..benchmarks.report import cells, filled_columns
+
+    columns, texts, kept = filled_columns(record), cells(record), set()
+    left = width - max(map(len, texts["subject"]), default=0) - 2
+    for column in sorted(columns, key=lambda column: column.rank):
+        left -= max(map(len, (column.title, *texts[column.title]))) + 3
+        if left < 0:
+            break
+        kept.add(column.title)
+    return [column.title for column in columns if column.title in kept]
+
+
+def rich_tables(record: dict[str, Any], width: int) -> list[Table]:
+    """One table of the measured rows for each model, dtype and batch size; a narrow one leaves columns out."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    from ..benchmarks.report import contests, filled_columns, label
+    from ..benchmarks.rows import is_lower, measured
+
+    fitting = fitting_columns(record, width)
+    columns = [column for column in filled_columns(record) if column.title in fitting]
+    tables = []
+    for title, rows in contests(record).items():
+        table = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("subject", no_wrap=True)
+        for column in columns:
+            table.add_column(escape(column.title), justify="right", no_wrap=True)
+        for _, alike in itertools.groupby(measured(rows), is_lower):
+            table.add_section()
+            for row in alike:
+                table.add_row(escape(label(row)), *(escape(column.cell(row)) for column in columns))
+        if table.row_count:
+            tables.append(table)
+    return tables
 
 
 def _files(name: str, record: dict[str, Any]) -> dict[str, bytes]:
