@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
@@ -201,6 +202,54 @@ def rotary_of_depth(depth: int) -> dict[str, Subject]:
         "transformers": theirs(num_hidden_layers=depth),
         "transformers, gated": theirs(num_hidden_layers=depth, use_gated_mlp=True, hidden_act="silu"),
         "ours": Subject(ours, images("images"), lambda logits: logits),
+    }
+
+
+def packed_of_depth(depth: int) -> dict[str, Subject]:
+    """A tower of so many blocks for each way in which images of several sizes are told to blocks."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": depth, "num_attention_heads": 2}
+    qwen = {"hidden_size": 64, "intermediate_size": 96, "out_hidden_size": 32, "depth": depth, "num_heads": 2}
+    qwen |= {"patch_size": 4, "window_size": 16, "fullatt_block_indexes": [0], "hidden_act": "silu"}
+
+    def made(path: str, settings: dict[str, Any]) -> Callable[[], nn.Module]:
+        def make() -> nn.Module:
+            pytest.importorskip("transformers", minversion="5.0")
+            module, _, name = path.rpartition(".")
+            cls: Any = getattr(importlib.import_module(f"transformers.models.{module}"), name)
+            return cls._from_config(cls.config_class(**settings))
+
+        return make
+
+    def grids() -> dict[str, Tensor]:
+        return {"hidden_states": torch.randn(28, 3 * 2 * 4 * 4), "grid_thw": torch.tensor([[1, 4, 6], [1, 2, 2]])}
+
+    def padded() -> dict[str, Tensor]:
+        valid = torch.arange(9) < torch.tensor([[9], [4]])
+        coord = torch.stack([torch.arange(9) // 3, torch.arange(9) % 3], -1).expand(2, -1, -1)
+        return {"x": torch.randn(2, 9, 3 * 16 * 16), "patch_coord": coord, "patch_valid": valid}
+
+    return {
+        "cu_seqlens": Subject(
+            made("qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel", qwen),
+            grids,
+            lambda result: result.pooler_output,
+        ),
+        "lengths": Subject(
+            made("pixtral.modeling_pixtral.PixtralVisionModel", sizes | {"image_size": 32, "patch_size": 4}),
+            lambda: {"pixel_values": torch.randn(2, 3, 32, 32), "image_sizes": torch.tensor([[16, 24], [32, 8]])},
+            lambda result: result.last_hidden_state.square(),
+        ),
+        "a mask": Subject(
+            made("siglip2.modeling_siglip2.Siglip2VisionModel", sizes | {"num_patches": 4}),
+            _siglip2_inputs,
+            lambda result: result.last_hidden_state,
+        ),
+        "timm's mask": dataclasses.replace(
+            timm_subject("naflexvit_base_patch16_gap", depth=depth, init_values=None), inputs=padded
+        ),
+        "timm's mask, rotary": dataclasses.replace(
+            timm_subject("naflexvit_base_patch16_gap", depth=depth, init_values=None, rope_type="axial"), inputs=padded
+        ),
     }
 
 

@@ -238,9 +238,9 @@ def block_cases() -> Iterator[tuple[Any, Arguments]]:
         x = zeros(1, 17, 64, dtype=dtype)
         shapes = (64,), (64,), (192, 64), (192,), (64, 64), (64,), (64,), (64,), (64,), (128, 64), (128,), (64, 128)
         tensors = [zeros(*shape, dtype=weights) for shape in (*shapes, (64,), (64,))]
-        of_qk = ("none", 0.0, "head", 0, "half")
+        of_qk = ("none", 0.0, "head", 0, "half", 0)
         settings = (1, 0.125, 1e-6, 1e-5, "layer_norm", "gelu", *of_qk, dtype != FP32, dtype)
-        none = (None,) * 6
+        none = (None,) * 8
         for inner in (
             BlockTensors._make((*tensors, None, None, None, None)),
             fold(BlockTensors._make((*tensors, None, None, None, None)), dtype),
@@ -257,16 +257,21 @@ def block_cases() -> Iterator[tuple[Any, Arguments]]:
 
 
 def modern_cases() -> Iterator[tuple[Any, Arguments]]:
-    """Blocks of rotary positions, of qk-norm, of RMSNorms and a gate."""
+    """Blocks of rotary positions, of qk-norm, of RMSNorms and a gate; of padded and of packed images."""
     C, F = 64, 128
     x, table, vector = zeros(2, 17, C), zeros(1, 1, 16, 32, dtype=FP32), zeros(64)
     tensors = [
         zeros(C), None, zeros(3 * C, C), zeros(3 * C), zeros(C, C), zeros(C), zeros(C), zeros(C), None, zeros(F, C),
         zeros(F), zeros(C, F), zeros(C), zeros(C), zeros(F, C), zeros(F),
     ]  # fmt: skip
-    rotated = (None, None, None, None, table, table), ("none", 0.0, "head", 1, "half")
-    normed = (vector, None, vector, None, table, table), ("rms_norm", 1e-6, "head", 1, "interleaved")
-    for of_qk, qk_settings in (rotated, normed):
+    everything, bounds = (None, None), torch.tensor([0, 9, 9, 17], dtype=torch.int32)
+    turned = (None, None, None, None, table, table)
+    rotated = (*turned, *everything), ("none", 0.0, "head", 1, "half", 0)
+    normed = (vector, None, vector, None, table, table, *everything), ("rms_norm", 1e-6, "head", 1, "interleaved", 0)
+    padded = (*turned, None, torch.ones(2, 17, dtype=torch.bool)), ("none", 0.0, "head", 1, "interleaved", 0)
+    packed = (*turned, bounds, None), ("none", 0.0, "head", 1, "half", 9)
+    for of_qk, qk_settings in (rotated, normed, padded, packed):
+        x = x[:1] if of_qk is packed[0] else x
         settings = (1, 0.125, 1e-6, 1e-5, "rms_norm", "silu", *qk_settings, True, BF16)
         yield block_op, (x, None, *tensors, *of_qk, None, None, *settings)
         call = (x, None, *tensors, *of_qk, *settings)

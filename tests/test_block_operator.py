@@ -30,7 +30,7 @@ OPTIONAL = {name: None for name in SHAPES._fields if name not in NEEDED}
 SETTINGS: dict[str, Any] = {
     "heads": HEADS, "attention_scale": None, "eps": (1e-6, 1e-5), "activation": "gelu", "next_statistics": True,
 }  # fmt: skip
-NO_QK_STEP = ("none", 0.0, "head", 0, "half")  # neither norms nor positions
+NO_QK_STEP = ("none", 0.0, "head", 0, "half", 0)  # neither norms nor positions
 
 
 def make(dtype: torch.dtype, parameter_dtype: torch.dtype | None = None, **absent: None) -> tuple[Tensor, BlockTensors]:
@@ -102,12 +102,12 @@ def test_under_autocast(dtype: torch.dtype) -> None:
 
 def arguments(x: Tensor, tensors: BlockTensors, next_statistics: bool = False) -> tuple[Any, ...]:
     settings = (HEADS, 0.25, 1e-6, 1e-5, "layer_norm", "gelu", *NO_QK_STEP, next_statistics, x.dtype)
-    return (x, None, *tensors[:16], *(None,) * 6, *tensors[16:], *settings)
+    return (x, None, *tensors[:16], *(None,) * 8, *tensors[16:], *settings)
 
 
 def of_training(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Without the sums of folded weights."""
-    return *arguments[:24], *arguments[26:]
+    return *arguments[:26], *arguments[28:]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -121,7 +121,7 @@ def test_opcheck(dtype: torch.dtype) -> None:
     rows = rows if dtype == torch.float32 else x.detach()
     torch.library.opcheck(
         block_backward_op,
-        (y, rows, statistics, *kept, *detached[:16], *(None,) * 6, 0.25, "layer_norm", "gelu", *NO_QK_STEP),
+        (y, rows, statistics, *kept, *detached[:16], *(None,) * 8, 0.25, "layer_norm", "gelu", *NO_QK_STEP),
     )
 
 

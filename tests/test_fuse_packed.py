@@ -174,6 +174,12 @@ def test_a_tower_runs_by_kernels(name: str) -> None:
     assert_all_fused(vit_fast.fuse(model, "triton"))
     inputs = tower.inputs(2)
     assert_agree(results(tower.pick, model, inputs), results(tower.pick, plain, inputs))
+    with torch.no_grad():
+        assert len(vit_fast.freeze(model.eval())) == 2
+        torch.testing.assert_close(tower.pick(model(**inputs)), tower.pick(plain(**inputs)), rtol=1e-4, atol=2e-5)
+        for parameter in (*model.parameters(), *plain.parameters()):
+            parameter.mul_(0.8)
+        torch.testing.assert_close(tower.pick(model(**inputs)), tower.pick(plain(**inputs)), rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("family", LIKE_QWEN)

@@ -13,10 +13,11 @@ from mlp_support import DEVICE, assert_rule
 from torch import Tensor
 
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.ops import Norm, QkNorm, Rope, attention_qkvpacked, layer_norm_mlp, qk_norm_rope
+from vit_fast.ops import Norm, QkNorm, Rope, layer_norm_mlp, qk_norm_rope
+from vit_fast.ops.attention_varlen import attention_among
 from vit_fast.ops.block import fold, fused_block
 from vit_fast.ops.block_op import block_backward_op, block_op, block_training_op
-from vit_fast.ops.descriptions import BlockTensors, neighbours
+from vit_fast.ops.descriptions import BlockTensors, Keys, neighbours
 from vit_fast.ops.reference import normalise
 from vit_fast.ops.rotary_op import flat_settings
 
@@ -37,6 +38,7 @@ class Kind:
         leading: Of the tables, None for no rotation.
         layout, prefix: Of the rotation.
         head_dim: Channels of a head.
+        keys: Which keys queries meet: "all", "packed" images, or those that a "mask" leaves.
     """
 
     norm: str = "layer_norm"
@@ -47,6 +49,19 @@ class Kind:
     layout: str = "half"
     prefix: int = 1
     head_dim: int = 16
+    keys: str = "all"
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Images and tokens of one."""
+        return (1, B * N) if self.keys == "packed" else (B, N)
+
+    def among(self) -> Keys | None:
+        """As the operator takes them."""
+        if self.keys == "packed":  # an empty image, and tokens behind the last
+            return Keys(torch.tensor([0, 5, 5, B * N - 1], dtype=torch.int32, device=DEVICE), B * N)
+        lengths = torch.tensor([[N], [N - 3]], device=DEVICE)
+        return Keys(mask=torch.arange(N, device=DEVICE) < lengths) if self.keys == "mask" else None
 
 
 KINDS = {
@@ -58,6 +73,10 @@ KINDS = {
     "RMSNorm, SwiGLU": Kind(norm="rms_norm", gated=True, leading=None),
     "qk-norm": Kind(qk="layer_norm", leading=None),
     "qk-norm, rotated": Kind(qk="rms_norm", prefix=5, layout="interleaved"),
+    "packed": Kind(prefix=0, norm="rms_norm", gated=True, keys="packed"),
+    "packed, qk-norm": Kind(qk="rms_norm", leading=None, keys="packed"),
+    "padded": Kind(leading=None, keys="mask"),
+    "padded, rotated": Kind(leading=(B,), keys="mask"),
     "over the width": Kind(qk="rms_norm", over="width", norm="rms_norm", head_dim=24),
 }
 
@@ -78,7 +97,7 @@ def _make(kind: Kind) -> tuple[list[Tensor], list[str], Rope | None]:
         shapes |= {"q_weight": width, "k_weight": width}
         if kind.qk == "layer_norm":
             shapes |= {"q_bias": width, "k_bias": width}
-    shapes = {"x": (B, N, C), **{name: shape for name, shape in shapes.items() if shape is not None}}
+    shapes = {"x": (*kind.sizes, C), **{name: shape for name, shape in shapes.items() if shape is not None}}
     leaves = [
         torch.randn(shape, device=DEVICE, dtype=torch.float64) * (1 if name == "x" else 0.3)
         + (1 if name.endswith("norm") or name in ("q_weight", "k_weight") else 0)
@@ -86,7 +105,7 @@ def _make(kind: Kind) -> tuple[list[Tensor], list[str], Rope | None]:
     ]
     if kind.leading is None:
         return leaves, [*shapes], None
-    angles = 3 * torch.randn(*kind.leading, N - kind.prefix, kind.head_dim // 2, device=DEVICE)
+    angles = 3 * torch.randn(*kind.leading, kind.sizes[1] - kind.prefix, kind.head_dim // 2, device=DEVICE)
     return leaves, [*shapes], Rope(angles.cos(), angles.sin(), kind.prefix, kind.layout)
 
 
@@ -104,7 +123,7 @@ def _eager(kind: Kind, t: dict[str, Tensor], rope: Rope | None) -> Tensor:
     normed = normalise(x, Norm(t["norm1_weight"], t.get("norm1_bias"), 1e-6, kind.norm))
     qkv = F.linear(normed, t["qkv_weight"], t["qkv_bias"]).unflatten(-1, (3, HEADS, -1))
     qkv = qk_norm_rope(qkv, qk_norm=_qk_norm(kind, t), rope=rope, backend="eager")
-    mixed = attention_qkvpacked(qkv, backend="eager").flatten(2)
+    mixed = attention_among(qkv, kind.among(), backend="eager").flatten(2)
     x = x + t["scale1"] * F.linear(mixed, t["proj_weight"], t["proj_bias"])
     return layer_norm_mlp(
         x, t["norm2_weight"], t.get("norm2_bias"), t["fc1_weight"], t["fc1_bias"], t["fc2_weight"], t["fc2_bias"],
@@ -120,14 +139,14 @@ def _tensors(t: dict[str, Tensor]) -> BlockTensors:
 def _fused(kind: Kind, x: Tensor, tensors: BlockTensors, qk_norm: QkNorm | None, rope: Rope | None) -> Tensor:
     return fused_block(
         x, None, tensors, heads=HEADS, attention_scale=None, eps=(1e-6, 1e-5), norm=kind.norm, activation="silu",
-        qk_norm=qk_norm, rope=rope,
+        qk_norm=qk_norm, rope=rope, keys=kind.among(),
     )[0]  # fmt: skip
 
 
 def _hold(kind: Kind, dtype: torch.dtype) -> None:
     leaves, names, rope = _make(kind)
     leaves = [leaf.to(dtype) for leaf in leaves]
-    grad = torch.randn(B, N, WIDTH, device=DEVICE).to(dtype)
+    grad = torch.randn(*kind.sizes, WIDTH, device=DEVICE).to(dtype)
     inference: list[Tensor] = []
 
     def run(target: torch.dtype, ours: bool) -> dict[str, Tensor]:
@@ -190,7 +209,7 @@ def test_pairs_brought_together_beforehand(kind: str, repeated: bool) -> None:
         assert torch.equal(ours, at_once)
 
 
-@pytest.mark.parametrize("kind", ["DINOv3", "EVA", "a table a head", "qk-norm"])
+@pytest.mark.parametrize("kind", ["DINOv3", "EVA", "a table a head", "qk-norm", "packed", "padded"])
 def test_opcheck(kind: str) -> None:
     leaves, names, rope = _make(KINDS[kind])
     t = {name: leaf.float().requires_grad_() for name, leaf in zip(names, leaves)}
@@ -198,15 +217,27 @@ def test_opcheck(kind: str) -> None:
         table = rope.cos.reshape(*(1,) * (4 - rope.cos.dim()), *rope.cos.shape)
         rope = rope._replace(cos=table, sin=table)
     flat = flat_settings(t["x"], _qk_norm(KINDS[kind], t), rope)
-    settings = (HEADS, 0.25, 1e-6, 1e-5, KINDS[kind].norm, "silu", *flat[6:], False, torch.float32)
+    cu_seqlens, longest, mask = KINDS[kind].among() or Keys()
+    among = (cu_seqlens, mask)
+    settings = (HEADS, 0.25, 1e-6, 1e-5, KINDS[kind].norm, "silu", *flat[6:], longest, False, torch.float32)
     tensors = _tensors(t)[:16]
-    torch.library.opcheck(block_training_op, (t["x"], None, *tensors, *flat[:6], *settings))
-    plain = [None if tensor is None else tensor.detach() for tensor in (*tensors, *flat[:6])]
+    torch.library.opcheck(block_training_op, (t["x"], None, *tensors, *flat[:6], *among, *settings))
+    plain = [None if tensor is None else tensor.detach() for tensor in (*tensors, *flat[:6], *among)]
     x = t["x"].detach()
     torch.library.opcheck(block_op, (x, None, *plain, None, None, *settings))
     y, _, rows, statistics, *kept = block_training_op(x, None, *plain, *settings)
-    backward = (0.25, KINDS[kind].norm, "silu", *flat[6:])
+    backward = (0.25, KINDS[kind].norm, "silu", *flat[6:], longest)
     torch.library.opcheck(block_backward_op, (y, rows, statistics, *kept, *plain, *backward))
+
+
+def test_refuses_keys_of_another_size() -> None:
+    kind = KINDS["padded"]
+    leaves, names, _ = _make(kind)
+    t = {name: leaf.float() for name, leaf in zip(names, leaves)}
+    with pytest.raises(ValueError, match=r"key_mask has shape \(2, 7\): accepted is bool \[2, 6\]"):
+        _fused(kind, t["x"][:, 1:], _tensors(t), None, None)
+    with pytest.raises(ValueError, match=r"x has shape \(2, 7, 48\): accepted is \[1, total, C\]"):
+        _fused(KINDS["packed, qk-norm"], t["x"], _tensors(t), None, None)
 
 
 def test_refuses_positions_of_another_size() -> None:

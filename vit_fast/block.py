@@ -128,14 +128,16 @@ def run_block(
     """
     mlp: Any = parts.mlp
     attention: Any = parts.attention
-    in_one = attend is None and backend == "triton" and keys is None and mlp.inner_norm is None
+    in_one = attend is None and backend == "triton" and mlp.inner_norm is None
     if in_one and not is_exporting() and not _drops_a_path(attention, mlp):
         tensors, rope = _tensors_for(parts, x, rope)
-        return fused_block(
-            x, statistics, tensors, heads=attention.num_heads, attention_scale=attention.scale,
-            eps=(attention.norm.eps, mlp.norm.eps), norm=mlp.norm.kind, activation=mlp.activation,
-            qk_norm=attention.qk_norm and attention.qk_norm.now(), rope=rope, next_statistics=next_statistics,
+        y, emitted = fused_block(
+            x if x.dim() == 3 else x[None], statistics, tensors, heads=attention.num_heads,
+            attention_scale=attention.scale, eps=(attention.norm.eps, mlp.norm.eps), norm=mlp.norm.kind,
+            activation=mlp.activation, qk_norm=attention.qk_norm and attention.qk_norm.now(), rope=rope, keys=keys,
+            next_statistics=next_statistics,
         )  # fmt: skip
+        return (y if x.dim() == 3 else y[0]), emitted
     if attend is not None:
         x, statistics = attend(x), None
     else:

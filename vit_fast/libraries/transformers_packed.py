@@ -84,6 +84,7 @@ class FusedPackedLayer(FusedLayer):
             f"{name}.proj",
             num_heads=module.num_heads,
             scale=module.vit_fast_scale,
+            rotates_halves=True,
         )
 
 

@@ -47,7 +47,7 @@ def attention(
         q, k, v = autocast(q, k, v)
     _check_inputs(q, k, v)
     if key_mask is not None:
-        _check_key_mask(key_mask, k)
+        check_key_mask(key_mask, k.shape[0], k.shape[2], k.device)
     if backend == "eager":
         return reference.attention(q, k, v, scale=scale, key_mask=key_mask)
     if backend == "sdpa" or is_exporting():
@@ -168,11 +168,12 @@ def check_dtype(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} is {tensor.dtype}: accepted are {', '.join(DTYPES)}")
 
 
-def _check_key_mask(key_mask: Tensor, k: Tensor) -> None:
-    accepted = f"bool [{k.shape[0]}, {k.shape[2]}] on {k.device}"
-    if key_mask.dtype != torch.bool or key_mask.device != k.device:
+def check_key_mask(key_mask: Tensor, batch: int, tokens: int, device: torch.device) -> None:
+    """Raises ValueError unless the mask fits so many keys of so many images."""
+    accepted = f"bool [{batch}, {tokens}] on {device}"
+    if key_mask.dtype != torch.bool or key_mask.device != device:
         raise ValueError(f"key_mask is {key_mask.dtype} on {key_mask.device}: accepted is {accepted}")
-    if key_mask.dim() != 2 or key_mask.shape != (k.shape[0], k.shape[2]):
+    if key_mask.dim() != 2 or key_mask.shape != (batch, tokens):
         raise ValueError(f"key_mask has shape {tuple(key_mask.shape)}: accepted is {accepted}")
 
 

@@ -69,7 +69,7 @@ def _require_supported(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
         raise UnsupportedInputError("attention with backend='triton'", reasons)
 
 
-def _heads_first(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def heads_first(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v [B, H, N, D] as views of [B, N, 3, H, D]."""
     q, k, v = packed.transpose(1, 3).unbind(2)
     return q, k, v
@@ -133,7 +133,7 @@ def _(
 @operator("vit_fast::attention_qkvpacked")
 def attention_qkvpacked_op(qkv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """softmax(scale q k^T) v of qkv [B, N, 3, H, D] as [B, N, H, D], and its log-sum-exp [B, H, N], fp32, base 2."""
-    q, k, v = _heads_first(qkv)
+    q, k, v = heads_first(qkv)
     _require_supported(q, k, v, scale)
     from ..kernels.attention import attention_forward
 
@@ -144,7 +144,7 @@ def attention_qkvpacked_op(qkv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
 
 @fake(attention_qkvpacked_op)
 def _(qkv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    q, _, _ = _heads_first(qkv)
+    q, _, _ = heads_first(qkv)
     return new_output(q).transpose(1, 2), new_lse(q)
 
 
@@ -153,9 +153,9 @@ def attention_qkvpacked_backward_op(grad_output: Tensor, qkv: Tensor, out: Tenso
     """d qkv [B, N, 3, H, D] of `attention_qkvpacked_op`, contiguous: the three gradients written in place in one."""
     from ..kernels.attention import attention_backward
 
-    q, k, v = _heads_first(qkv)
+    q, k, v = heads_first(qkv)
     grad = qkv.new_empty(qkv.shape)
-    dq, dk, dv = _heads_first(grad)
+    dq, dk, dv = heads_first(grad)
     do = last_stride_one(grad_output).transpose(1, 2)
     attention_backward(q, k, v, out.transpose(1, 2), do, lse, dq, dk, dv, scale)
     return grad

@@ -57,7 +57,7 @@ def attention_varlen(
             raise ValueError(
                 f"{name} is {tensor.dtype} on {tensor.device}, q is {q.dtype} on {q.device}: they must agree"
             )
-    _check_lengths(cu_seqlens, max_seqlen, q)
+    check_lengths(cu_seqlens, max_seqlen, q)
     if is_exporting():
         return _with_block_mask(q, k, v, cu_seqlens, scale)
     if backend == "triton":
@@ -89,7 +89,7 @@ def attention_varlen_qkvpacked(
     if backend == "triton" and not is_exporting():
         (qkv,) = autocast(qkv)
         check_dtype("qkv", qkv)
-        _check_lengths(cu_seqlens, max_seqlen, qkv)
+        check_lengths(cu_seqlens, max_seqlen, qkv)
         out: Tensor = attention_varlen_qkvpacked_kernel(qkv, cu_seqlens, max_seqlen, scale_of(qkv, scale))[0]
         return out
     q, k, v = qkv.unbind(1)
@@ -116,8 +116,8 @@ def attention_among(qkv: Tensor, keys: Keys | None, *, scale: float | None = Non
     return attention(q, k, v, scale=scale, key_mask=keys.mask, backend=backend).transpose(1, 2)
 
 
-def _check_lengths(cu_seqlens: Tensor, max_seqlen: int, tokens: Tensor) -> None:
-    """What can be said of the lengths without reading them."""
+def check_lengths(cu_seqlens: Tensor, max_seqlen: int, tokens: Tensor) -> None:
+    """Raises ValueError for what can be said of the lengths without reading them."""
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.device != tokens.device:
         raise ValueError(
             f"cu_seqlens is {cu_seqlens.dtype} on {cu_seqlens.device}: accepted is torch.int32 on {tokens.device}"

@@ -4,7 +4,8 @@
 - `vit_fast::attention_varlen_qkvpacked(qkv, cu_seqlens, max_seqlen, scale) -> (out, lse)`: in one tensor;
 - `vit_fast::attention_masked(q, k, v, key_mask, scale) -> (out, lse)`: a batch of which keys are left out;
 
-each with its backward as an operator of its own.
+each with its backward as an operator of its own; `attention_forward` and `attention_gradient` are all of them, and
+`attention_op.py`'s, for an operator that is made of others.
 """
 
 from __future__ import annotations
@@ -15,10 +16,20 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedInputError
-from .attention_op import attention_flop, last_stride_one, new_gradients, new_lse, new_output, unsupported_reasons
+from .attention_op import (
+    attention_flop,
+    attention_qkvpacked_backward_op,
+    attention_qkvpacked_op,
+    heads_first,
+    last_stride_one,
+    new_gradients,
+    new_lse,
+    new_output,
+    unsupported_reasons,
+)
 from .checks import refuse_double_backward, refuse_vmap
 from .flops import flop_formula
-from .operators import differentiable, fake, operator
+from .operators import differentiable, fake, function_of, operator
 from .transforms import transformable
 
 
@@ -181,6 +192,43 @@ def _(
     grad_output: Tensor, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     return new_gradients(q, k, v)
+
+
+def attention_forward(
+    qkv: Tensor, cu_seqlens: Tensor | None, key_mask: Tensor | None, longest: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of qkv [B, N, 3, H, D] to whatever keys -> [B, N, H, D] and the log-sum-exp, fp32 [B, H, N].
+
+    Args:
+        cu_seqlens: Of packed sequences, where B is 1; `longest` is their max_seqlen.
+        key_mask: Of padded images.
+    """
+    if cu_seqlens is not None:
+        out, lse = function_of(attention_varlen_qkvpacked_op)(qkv[0], cu_seqlens, longest, scale)
+        return out[None], lse
+    if key_mask is None:
+        return function_of(attention_qkvpacked_op)(qkv, scale)
+    out, lse = function_of(attention_masked_op)(*heads_first(qkv), key_mask, scale)
+    return out.transpose(1, 2), lse
+
+
+def attention_gradient(
+    grad_output: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor | None, key_mask: Tensor | None,
+    longest: int, scale: float,
+) -> Tensor:  # fmt: skip
+    """The gradient of qkv in `attention_forward`, contiguous."""
+    if cu_seqlens is not None:
+        backward = function_of(attention_varlen_qkvpacked_backward_op)
+        return backward(grad_output[0], qkv[0], cu_seqlens, out[0], lse, longest, scale)[None]
+    if key_mask is None:
+        return function_of(attention_qkvpacked_backward_op)(grad_output, qkv, out, lse, scale)
+    from ..kernels.attention import varlen_backward
+
+    grad = qkv.new_empty(qkv.shape)
+    do = last_stride_one(grad_output).transpose(1, 2)
+    tensors = (*heads_first(qkv), out.transpose(1, 2), do, lse, *heads_first(grad))
+    varlen_backward(*tensors, scale, keep=last_stride_one(key_mask))
+    return grad
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

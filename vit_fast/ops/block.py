@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedInputError
+from .attention import check_key_mask
+from .attention_varlen import check_lengths
 from .block_op import block_op, block_training
 from .checks import matmul_dtype, no_tensor, require_one_device
-from .descriptions import BlockTensors, QkNorm, Rope, check_qk_norm, checked_rope, is_rms
+from .descriptions import BlockTensors, Keys, QkNorm, Rope, check_qk_norm, checked_rope, is_rms
 from .layer_norm_mlp import needs_gradient, residual_stream
 from .rotary_op import flat_settings
 
@@ -66,6 +68,7 @@ def fused_block(
     activation: str,
     qk_norm: QkNorm | None = None,
     rope: Rope | None = None,
+    keys: Keys | None = None,
     next_statistics: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """A block, with row statistics handed in and out.
@@ -81,6 +84,7 @@ def fused_block(
         activation: One of `reference.ACTIVATIONS`; with a gate, the gate's.
         qk_norm: Of q and k, before they are rotated.
         rope: Rotary positions of q and k.
+        keys: Which keys queries meet; of packed sequences B is 1. None means all of an image.
         next_statistics: Whether a LayerNorm follows that takes the statistics of the rows over.
     Returns:
         [B, N, C] in x.dtype, in place of fp16 and bf16 in autocast's where that is on; and the statistics of its rows,
@@ -94,12 +98,13 @@ def fused_block(
     if attention_scale is None:
         attention_scale = (tensors.qkv_weight.shape[0] // (3 * heads)) ** -0.5
     *of_qk, qk_kind, qk_eps, over, prefix, layout = checked_qk(x, tensors.qkv_weight.shape[0], heads, qk_norm, rope)
+    among, longest = _checked_keys(x, keys)
     qk_settings = (qk_kind, qk_eps, over, prefix, layout)
-    settings = (heads, attention_scale, *eps, norm, activation, *qk_settings, wanted, dtype)
+    settings = (heads, attention_scale, *eps, norm, activation, *qk_settings, longest, wanted, dtype)
     if not needs_gradient(x, *tensors, *of_qk):
-        y, emitted = block_op(x, statistics, *tensors[:-2], *of_qk, *tensors[-2:], *settings)
+        y, emitted = block_op(x, statistics, *tensors[:-2], *of_qk, *among, *tensors[-2:], *settings)
     elif tensors.qkv_sum is None:
-        y, emitted, *_ = block_training(x, statistics, *tensors[:-2], *of_qk, *settings)
+        y, emitted, *_ = block_training(x, statistics, *tensors[:-2], *of_qk, *among, *settings)
     else:
         reason = "they give no gradient: use the parameters themselves, or torch.no_grad"
         raise UnsupportedInputError("a block of folded weights where gradients are recorded", [reason])
@@ -114,3 +119,17 @@ def checked_qk(x: Tensor, packed_width: int, heads: int, qk_norm: QkNorm | None,
     if rope is not None:
         rope = checked_rope(rope, (x.shape[0], x.shape[1], 3, heads, head_dim))
     return flat_settings(x, qk_norm, rope)
+
+
+def _checked_keys(x: Tensor, keys: Keys | None) -> tuple[tuple[Tensor | None, Tensor | None], int]:
+    """cu_seqlens and the mask of keys, and the longest sequence, where they fit x [B, N, C]."""
+    if keys is None:
+        return (None, None), 0
+    if keys.mask is not None:
+        check_key_mask(keys.mask, x.shape[0], x.shape[1], x.device)
+        return (None, keys.mask), 0
+    if x.shape[0] != 1:
+        raise ValueError(f"x has shape {tuple(x.shape)}: accepted is [1, total, C] of packed sequences")
+    cu_seqlens: Any = keys.cu_seqlens
+    check_lengths(cu_seqlens, keys.max_seqlen, x)
+    return (cu_seqlens, None), keys.max_seqlen

@@ -18,11 +18,8 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedInputError
-from .attention_op import (
-    attention_flop,
-    attention_qkvpacked_backward_op,
-    attention_qkvpacked_op,
-)
+from .attention_op import attention_flop
+from .attention_varlen_op import attention_forward, attention_gradient
 from .checks import contiguous_rows, no_tensor, refuse_double_backward, refuse_vmap, rows_of
 from .flops import flop_formula
 from .kept_rows import fake_made_rows, fake_statistics, input_dtype, rows_to_keep
@@ -46,7 +43,6 @@ from .transforms import transformable
 if TYPE_CHECKING:
     from ..kernels.folding import FoldedLinear
 
-_attention, _attention_backward = function_of(attention_qkvpacked_op), function_of(attention_qkvpacked_backward_op)
 _residual = function_of(linear_residual_op)
 
 
@@ -78,12 +74,12 @@ def block_op(
     fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None, scale2: Tensor | None,
     gate_weight: Tensor | None, gate_bias: Tensor | None, q_weight: Tensor | None, q_bias: Tensor | None,
     k_weight: Tensor | None, k_bias: Tensor | None, cos: Tensor | None, sin: Tensor | None,
-    qkv_sum: Tensor | None, fc1_sum: Tensor | None,
+    cu_seqlens: Tensor | None, key_mask: Tensor | None, qkv_sum: Tensor | None, fc1_sum: Tensor | None,
     heads: int, attention_scale: float, eps1: float, eps2: float, norm: str, activation: str, qk_norm: str,
-    qk_eps: float, over: str, prefix: int, layout: str, next_statistics: bool, dtype: torch.dtype,
+    qk_eps: float, over: str, prefix: int, layout: str, longest: int, next_statistics: bool, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The block's output [B, N, C] for x [B, N, C], and with `next_statistics` those of its rows, which are of half
-    precision."""
+    precision. `cu_seqlens` and `longest` as in `attention_varlen` make x a packed batch [1, total, C]."""
     from ..kernels.scaled_weights import in_dtype
 
     step = qkv_step(
@@ -96,7 +92,7 @@ def block_op(
     )  # fmt: skip
     qkv = folded_linear(x, statistics, first, eps1, dtype, step.turns(x.shape[1])).unflatten(-1, (3, heads, -1))
     step.check(qkv)
-    mixed, _ = _attention(step.forward(qkv)[0], attention_scale)
+    mixed, _ = attention_forward(step.forward(qkv)[0], cu_seqlens, key_mask, longest, attention_scale)
     proj_weight, fc2_weight = in_dtype(dtype, proj_weight, fc2_weight)
     wanted = x.dtype != torch.float32  # fp32 rows are normalised by who reads them
     x, between = _residual(mixed.flatten(2), proj_weight, proj_bias, scale1, x, wanted)
@@ -145,8 +141,9 @@ def block_training_op(
     fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None, scale2: Tensor | None,
     gate_weight: Tensor | None, gate_bias: Tensor | None, q_weight: Tensor | None, q_bias: Tensor | None,
     k_weight: Tensor | None, k_bias: Tensor | None, cos: Tensor | None, sin: Tensor | None,
+    cu_seqlens: Tensor | None, key_mask: Tensor | None,
     heads: int, attention_scale: float, eps1: float, eps2: float, norm: str, activation: str, qk_norm: str,
-    qk_eps: float, over: str, prefix: int, layout: str, next_statistics: bool, dtype: torch.dtype,
+    qk_eps: float, over: str, prefix: int, layout: str, longest: int, next_statistics: bool, dtype: torch.dtype,
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
 ]:  # fmt: skip
@@ -166,7 +163,7 @@ def block_training_op(
     qkv = flat.unflatten(-1, (3, heads, -1))
     step.check(qkv)
     qkv, before_norm = step.forward(qkv, keep=True)
-    mixed, lse = _attention(qkv, attention_scale)
+    mixed, lse = attention_forward(qkv, cu_seqlens, key_mask, longest, attention_scale)
     proj_weight, fc2_weight = in_dtype(dtype, proj_weight, fc2_weight)
     wanted = x.dtype != torch.float32
     x, between = _residual(mixed.flatten(2), proj_weight, proj_bias, scale1, x, wanted)
@@ -175,13 +172,14 @@ def block_training_op(
         x, known, folded[1], fc2_weight, fc2_bias, scale2, eps2, activation, gate_weight is not None, True,
         next_statistics, dtype,
     )  # fmt: skip
-    return y, emitted, *first, qkv, mixed, lse, *rows_to_keep(x, *made), z, before_norm
+    second = rows_to_keep(x, *made)
+    return y, emitted, *first, qkv, mixed, lse, *second, z, before_norm  # type: ignore[return-value]  # eleven
 
 
 @fake(block_training_op)
 def _(x: Tensor, statistics: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
     qkv_weight, fc1_weight, gate_weight = args[2], args[9], args[14]
-    heads, _, _, _, _, _, qk_norm, _, _, _, _, wanted, dtype = args[22:]
+    heads, _, _, _, _, _, qk_norm, *_, wanted, dtype = args[24:]
     (B, N, _), width = x.shape, qkv_weight.shape[0] // 3
     qkv = x.new_empty((B, N, 3, heads, width // heads), dtype=dtype)
     mixed = x.new_empty((B, N, heads, width // heads), dtype=dtype)
@@ -207,8 +205,9 @@ def block_backward_op(
     fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None, scale2: Tensor | None,
     gate_weight: Tensor | None, gate_bias: Tensor | None, q_weight: Tensor | None, q_bias: Tensor | None,
     k_weight: Tensor | None, k_bias: Tensor | None, cos: Tensor | None, sin: Tensor | None,
+    cu_seqlens: Tensor | None, key_mask: Tensor | None,
     attention_scale: float, norm: str, activation: str, qk_norm: str, qk_eps: float, over: str, prefix: int,
-    layout: str,
+    layout: str, longest: int,
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
@@ -233,7 +232,7 @@ def block_backward_op(
     )  # fmt: skip
     d_proj = stream.to(mixed.dtype)
     d_mixed = linear.product_gradient(d_proj, scaled_proj).view(mixed.shape)
-    d_packed = _attention_backward(d_mixed, qkv, mixed, lse, attention_scale).contiguous()
+    d_packed = attention_gradient(d_mixed, qkv, mixed, lse, cu_seqlens, key_mask, longest, attention_scale)
     norm_sums = step.backward(d_packed, before_norm)
     d_qkv = contiguous_rows(d_packed.flatten(2))
     dx, normalised, sums = linear.layer_norm_linear_gradient(d_qkv, known1, qkv_parts, plain_qkv.weight, stream)
@@ -262,9 +261,9 @@ def _(grad_output: Tensor, rows1: Tensor, statistics1: Tensor, *args: Any) -> tu
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, _, *tensors = inputs[:24]
-    _, attention_scale, _, _, norm, activation, *qk_settings, _, _ = inputs[24:]
-    ctx.settings = attention_scale, norm, activation, *qk_settings
+    x, _, *tensors = inputs[:26]
+    _, attention_scale, _, _, norm, activation, *of_attention, _, _ = inputs[26:]
+    ctx.settings = attention_scale, norm, activation, *of_attention
     _, emitted, rows, statistics, *kept = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(emitted, rows, statistics, *kept)
@@ -273,11 +272,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _backward(ctx: Any, grad_output: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad_output is None:
-        return (None,) * 37
+        return (None,) * 40
     saved = ctx.saved_tensors  # once: under checkpointing a second look is an error
     dx, *gradients = _backward_kernels(grad_output, *saved, *ctx.settings)
     present = [None if parameter is None else gradient for parameter, gradient in zip(saved[9:29], gradients)]
-    return (dx, None, *present, *(None,) * 15)
+    return (dx, None, *present, *(None,) * 18)
 
 
 differentiable(block_training_op, _save, _backward)
@@ -288,22 +287,29 @@ for _operator in (block_op, block_training_op, block_backward_op):
     torch.library.register_vmap(_operator, refuse_vmap("a block"))
 
 
-def _block_flop(rows: int, tokens: int, width: int, inner: int, hidden: int, gated: bool) -> tuple[int, int]:
-    """FLOP of the matmuls and of the attention of a forward; rows are those of all images, inner is H D."""
+def _block_flop(rows: int, keys: int, width: int, inner: int, hidden: int, gated: bool) -> tuple[int, int]:
+    """FLOP of the matmuls and of the attention of a forward.
+
+    Args:
+        rows: Of all images.
+        keys: That a query meets; of packed sequences at most: the shapes tell no more.
+        inner: H D.
+    """
     matmuls = 2 * rows * width * (3 * inner + inner) + layer_norm_mlp_flop(rows, width, hidden, gated)
-    return matmuls, attention_flop(rows // max(tokens, 1), 1, tokens, tokens, inner)
+    return matmuls, attention_flop(1, 1, rows, keys, inner)
 
 
 @flop_formula([torch.ops.vit_fast.block, torch.ops.vit_fast.block_training])
 def _(x: Any, statistics: Any, *args: Any, **kwargs: Any) -> int:
     inner, hidden = int(args[2][0]) // 3, int(args[11][1])  # of qkv; of fc2, as fc1 may be folded with its gate
     gated = args[14] is not None or int(args[9][0]) != hidden
-    return sum(_block_flop(rows_of(x), int(x[-2]), int(x[-1]), inner, hidden, gated))
+    keys = int(x[-2]) if args[22] is None else args[-3]
+    return sum(_block_flop(rows_of(x), keys, int(x[-1]), inner, hidden, gated))
 
 
 @flop_formula(torch.ops.vit_fast.block_backward)
 def _(grad_output: Any, *args: Any, **kwargs: Any) -> int:
     inner, hidden, gated = int(args[11][0]) // 3, int(args[20][1]), args[23] is not None
-    tokens, width = int(grad_output[-2]), int(grad_output[-1])
-    matmuls, attention = _block_flop(rows_of(grad_output), tokens, width, inner, hidden, gated)
+    keys, width = int(grad_output[-2]) if args[31] is None else args[-1], int(grad_output[-1])
+    matmuls, attention = _block_flop(rows_of(grad_output), keys, width, inner, hidden, gated)
     return 2 * matmuls + attention * 5 // 2
