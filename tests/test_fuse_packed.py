@@ -6,6 +6,7 @@ import copy
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,9 @@ from kernel_support import DEVICE
 from torch import Tensor, nn
 
 import vit_fast
+from vit_fast.errors import UnsupportedInputError
+from vit_fast.export import export_onnx
+from vit_fast.figures.sight import look
 from vit_fast.libraries.transformers_packed import LIKE_QWEN
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
@@ -261,3 +265,58 @@ def test_calls_that_ask_for_more_run_the_original() -> None:
     layer.self_attn.register_forward_hook(lambda *args: seen.append(args))
     torch.testing.assert_close(tower.pick(model(**inputs)), expected)
     assert len(seen) == 1
+
+
+NEEDS = {
+    "qwen2_vl": "grid_thw",
+    "qwen2_5_vl": "grid_thw",
+    "qwen3_vl": "grid_thw",
+    "siglip2": "pixel_attention_mask",
+}
+
+
+@pytest.mark.parametrize("name", [*NEEDS, "pixtral", "llama4"])
+def test_what_takes_images_alone_says_why_it_does_not_take_a_tower(name: str, tmp_path: Path) -> None:
+    """Export, a graph runner, and looking at what a model attends to."""
+    tower = TOWERS[name]
+    model = tower.build().eval()
+    vit_fast.fuse(model, "sdpa")
+    first = next(iter(tower.inputs(0).values()))
+    reason = rf"it needs {NEEDS.get(name)} beside its images: accepted are models of images alone"
+    exported = {"pixtral": "torch.export", "llama4": r"positions are complex numbers \(rotary_embedding"}.get(
+        name, reason
+    )
+    with pytest.raises(UnsupportedInputError, match=exported):
+        export_onnx(model, tmp_path / "m.onnx")
+    if name != "llama4":
+        captured = "it reads the sizes of its images on the host" if name == "pixtral" else reason
+        with pytest.raises(UnsupportedInputError, match=captured):
+            vit_fast.GraphRunner(model, first)
+    if name in NEEDS:
+        with pytest.raises(UnsupportedInputError, match=reason):
+            look(model, first)
+
+
+def test_what_a_packed_tower_attends_to_can_be_seen() -> None:
+    images = torch.randn(2, 3, 32, 32, device=DEVICE)
+    model = TOWERS["pixtral"].build().eval()
+    seen, alone = look(model, images), look(model, images[1:])
+    assert seen.grid == (8, 8) and len(seen.attention) == 2
+    torch.testing.assert_close(seen.attention[1][1:], alone.attention[1])
+    torch.testing.assert_close(seen.features[1:], alone.features)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "siglip2"])
+def test_compiled_towers_agree_for_other_sizes(name: str) -> None:
+    """With graph breaks, where transformers reads sizes on the host."""
+    tower = TOWERS[name]
+    model = tower.build().eval()
+    plain = copy.deepcopy(model)
+    vit_fast.fuse(model, "sdpa")
+    compiled = torch.compile(model, backend="aot_eager")
+    for batch in (0, 2):
+        inputs = tower.inputs(batch)
+        with torch.no_grad():
+            torch.testing.assert_close(
+                tower.pick(compiled(**inputs)), tower.pick(plain(**inputs)), rtol=1e-4, atol=2e-5
+            )

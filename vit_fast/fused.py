@@ -48,6 +48,7 @@ class FusedModule(nn.Module):
     Attributes:
         original: The class whose instances can be given this one.
         kind: What is computed by our operators, for the report.
+        host_reads: What its forward reads on the host, which a captured graph would not read again; "" where nothing.
         vit_fast_request: The backend that was asked for, "auto" included.
         vit_fast_backend: The backend that it stands for where the module is now.
     """
@@ -55,6 +56,7 @@ class FusedModule(nn.Module):
     original: ClassVar[type[nn.Module]]
     original_forward: ClassVar[Callable[..., Any]]
     kind: ClassVar[str]
+    host_reads: ClassVar[str] = ""
     vit_fast_request: str = "auto"
     vit_fast_backend: str = "sdpa"
 

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from .errors import UnsupportedInputError
 from .freezing import freeze, frozen_of
+from .libraries.image_model import needs_more
 from .ops.frozen import Frozen
 
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
@@ -185,6 +186,8 @@ def _no_graph_reasons(model: nn.Module, example: Tensor) -> list[str]:
         reasons.append("this machine has no CUDA device")
     if example.device.type != "cuda":
         reasons.append(f"example is on {example.device}: accepted is a CUDA device")
+    reasons += needs_more(model)
+    reasons += [reason for module in model.modules() if (reason := getattr(type(module), "host_reads", ""))]
     devices = {parameter.device for parameter in model.parameters()} - {example.device}
     if devices:
         reasons.append(f"the model is on {', '.join(map(str, devices))}, example on {example.device}")

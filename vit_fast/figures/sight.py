@@ -24,6 +24,7 @@ from ..config import DataConfig, Size
 from ..data import default_photograph, make_transform, read_image
 from ..errors import UnsupportedInputError
 from ..fusion import fuse, unfuse
+from ..libraries.image_model import needs_more
 from ..libraries.known import recognise
 from ..ops import reference
 
@@ -143,12 +144,14 @@ def look(model: nn.Module, images: Tensor) -> Sight:
     Raises:
         UnsupportedInputError: no attention over patches was seen, or not which tokens are patches.
     """
+    what = f"looking at a {type(model).__name__}"
+    if reasons := needs_more(model):
+        raise UnsupportedInputError(what, reasons)
     work = copy.deepcopy(model).eval()
     unfuse(work)
     fuse(work, "sdpa")
     with _Watcher() as seen:
         work(images)
-    what = f"looking at a {type(model).__name__}"
     attention = [weights for weights in seen.attention if weights.dim() == 4 and weights.shape[2] == weights.shape[3]]
     if not attention:
         raise UnsupportedInputError(what, ["no attention over its tokens goes through vit_fast.fuse"])
@@ -159,8 +162,11 @@ def look(model: nn.Module, images: Tensor) -> Sight:
         raise UnsupportedInputError(what, [f"it has {count} tokens, but no convolution gives about as many: {came}"])
     _, width, rows, columns = of_patches[-1]
     prefix = count - rows * columns
-    features = seen.tokens[count, width][:, prefix:].float().cpu()
     weights = tuple(weights for weights in attention if weights.shape[-1] == count)
+    tokens = seen.tokens.get((count, width))
+    if tokens is None:  # images of one size, packed one behind the other
+        tokens = seen.tokens[len(images) * count, width].unflatten(1, (len(images), count))[0]
+    features = tokens[:, prefix:].float().cpu()
     return Sight((rows, columns), prefix, weights, features.unflatten(1, (rows, columns)))
 
 

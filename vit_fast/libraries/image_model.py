@@ -6,6 +6,7 @@ import abc
 import contextlib
 import copy
 import dataclasses
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -109,6 +110,14 @@ class TimmInterface(ImageModel):
         else:
             result = model(images)
         return result
+
+
+def needs_more(model: nn.Module) -> list[str]:
+    """Why a model cannot be called with images alone: what its forward needs beside its first argument."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    takes = [each for each in inspect.signature(model.forward).parameters.values() if each.kind in kinds]
+    names = [each.name for each in takes[1:] if each.default is inspect.Parameter.empty]
+    return [f"it needs {' and '.join(names)} beside its images: accepted are models of images alone"] if names else []
 
 
 def comes_from(package: str, model: nn.Module, class_name: str | None = None) -> bool:

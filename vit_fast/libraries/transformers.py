@@ -8,7 +8,6 @@ configuration files say is in transformers_config.py.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ViTConfig
-from .image_model import Head, ImageModel, comes_from, pair, switch
+from .image_model import Head, ImageModel, comes_from, needs_more, pair, switch
 from .peers import plain_vit_reasons, refuse
 from .rename import Converted, Rule, rename, with_key_biases
 from .transformers_config import ACTIVATIONS
@@ -222,13 +221,8 @@ def _describe(model: Any) -> ImageModel:
     names = tuple(labels[i] for i in sorted(labels, key=int)) if labels else None
     if names and all(re.fullmatch(r"LABEL_\d+", name) for name in names):
         names = None
-    takes = inspect.signature(model.forward).parameters
-    refuse(
-        f"export of transformers' {type(model).__name__}",
-        ["it takes patches with a mask and their sizes (pixel_attention_mask): accepted are images alone"]
-        if "pixel_attention_mask" in takes
-        else [],
-    )
+    turns = [f"its positions are complex numbers ({name})" for name, each in model.named_buffers() if each.is_complex()]
+    refuse(f"export of transformers' {type(model).__name__}", needs_more(model) + turns)
     classifies = "ForImageClassification" in type(model).__name__
     depth = int(config.num_hidden_layers)
     pooling = any("MultiheadAttentionPoolingHead" in type(module).__name__ for module in model.modules())

@@ -104,6 +104,7 @@ class FusedTellingTower(FusedModule):
     """Pixtral's tower: tells its layers the lengths of the images that it packs."""
 
     kind = "lengths of packed images"
+    host_reads = "it reads the sizes of its images on the host, and packs them by these"
 
     @classmethod
     def examine(cls, module: Any) -> Finding:
