@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import torch
@@ -101,3 +102,11 @@ def strided(kind: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> 
     else:  # one image for the whole batch
         return values[:1].expand(shape)
     return view.copy_(values)
+
+
+def sequences_of(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=DEVICE)
+
+
+def packed(total: int, heads: int, head_dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(total, 3, heads, head_dim, device=DEVICE).to(dtype)

@@ -1,6 +1,6 @@
 """Run operators over a grid of shapes against the stand-in driver, and print what it made of each as JSON lines.
 
-    python tests/launch_cases.py sm_90 [core|full]
+    python tests/launch_cases.py sm_90 [attention|mlp|full]
 
 A child of test_stand_in_driver.py: the stand-in needs a process of its own.
 """
@@ -78,7 +78,7 @@ def mlp(rows: int, width: int, hidden: int, dtype: torch.dtype = BF16, *, scaled
     return f"mlp M{rows} C{width} F{hidden} {dtype}{' scaled' if scaled else ''}", run
 
 
-def core() -> Iterator[Case]:
+def attention_cases() -> Iterator[Case]:
     """The shapes at which something changes: a tile, a layout, a specialised integer."""
     yield packed(197, 64)
     yield packed(1, 72)
@@ -86,6 +86,10 @@ def core() -> Iterator[Case]:
     yield packed(577, 80)
     yield "pooling", pooling
     yield "expanded query", expanded_query
+
+
+def mlp_cases() -> Iterator[Case]:
+    """Likewise."""
     yield mlp(1, 64, 128)
     yield mlp(17, 72, 200, scaled=True)
     yield mlp(16, 70, 201)
@@ -130,7 +134,7 @@ def main(arch: str, which: str) -> None:
     torch.set_num_threads(1)
     hold_against_triton()
     driver = stand_in_driver.install(arch)
-    for name, run in {"core": core, "full": full}[which]():
+    for name, run in {"attention": attention_cases, "mlp": mlp_cases, "full": full}[which]():
         driver.reset()
         problems = []
         try:

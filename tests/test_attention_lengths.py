@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+from children import environment, run_python
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
@@ -52,11 +50,8 @@ print(json.dumps({kernel: list(cases.values()) for kernel, cases in found.items(
 
 
 def run_compiler(code: str, *arguments: str) -> Any:
-    """What a program prints as JSON, in a process that is not the interpreter's."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr[-2000:]
-    return json.loads(run.stdout)
+    """What a program prints as JSON."""
+    return json.loads(run_python(["-c", code, *arguments], environment()))
 
 
 def test_short_lengths_share_kernels() -> None:

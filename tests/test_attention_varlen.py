@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -20,6 +19,8 @@ from kernel_support import (
     attention_with_gradients,
     nan_like,
     nan_output,
+    packed,
+    sequences_of,
 )
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -45,14 +46,6 @@ from vit_fast.kernels.attention_policy import varlen_configs
 
 BACKENDS = ("eager", "sdpa", "triton")
 NAMES = ("o", "dq", "dk", "dv")
-
-
-def sequences_of(lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=DEVICE)
-
-
-def packed(total: int, heads: int, head_dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(total, 3, heads, head_dim, device=DEVICE).to(dtype)
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float, **which: Any) -> tuple[Tensor, ...]:
@@ -328,35 +321,6 @@ def test_flop_formulas() -> None:
     assert counter.get_total_flops() == 14 * 4 * 2 * 5 * 5 * 16
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda q, bounds: (q, q[:, :1], q, bounds, 4), r"k has shape \(6, 1, 16\): accepted is \[total, H, D\]"),
-        (lambda q, bounds: (q[None], q, q, bounds, 4), "q has shape"),
-        (lambda q, bounds: (q, q, q.half(), bounds, 4), "v is torch.float16"),
-        (lambda q, bounds: (q.long(),) * 3 + (bounds, 4), "int64"),
-        (lambda q, bounds: (q, q, q, bounds.long(), 4), "cu_seqlens is torch.int64 on .*: accepted is torch.int32"),
-        (lambda q, bounds: (q, q, q, bounds.to("meta"), 4), "cu_seqlens is torch.int32 on meta"),
-        (lambda q, bounds: (q, q, q, bounds[None], 4), r"cu_seqlens has shape \(1, 3\): accepted is \[S \+ 1\]"),
-        (lambda q, bounds: (q, q, q, bounds, -1), "max_seqlen is -1: accepted is an int of at least 0"),
-        (lambda q, bounds: (q, q, q, bounds, bounds.max()), "max_seqlen is tensor"),
-    ],
-)
-def test_bad_inputs_are_named(change: Callable[..., tuple[Any, ...]], message: str, backend: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ops.attention_varlen(*change(packed(6, 2, 16)[:, 0], sequences_of([2, 4])), backend=backend)
-
-
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
-@pytest.mark.parametrize("bounds", [[1, 6], [0, 4, 2], [0, 7], [0, 5, 6]])
-def test_wrong_lengths_are_found_where_they_are_read(bounds: list[int], backend: str) -> None:
-    q = packed(6, 2, 16)[:, 0]
-    sequences = torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
-    with pytest.raises(ValueError, match=r"(cu_seqlens is \[|max_seqlen is 4)"):
-        ops.attention_varlen(q, q, q, sequences, 4, backend=backend)
-
-
 def test_wrong_lengths_touch_no_other_memory() -> None:
     """Where nobody reads them: outputs are NaN or numbers, what lies beside the tensors stays as it was."""
     room = torch.full((30, 3, 1, 16), 7.0, device=DEVICE)
@@ -366,26 +330,6 @@ def test_wrong_lengths_touch_no_other_memory() -> None:
         sequences = torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
         varlen_forward(q, k, v, as_batch(room[10:20, 0]), lse, 0.25, sequences=sequences, longest=10)
         assert (room[:10] == 7).all() and (room[20:] == 7).all()
-
-
-def test_packed_input_of_the_wrong_shape() -> None:
-    with pytest.raises(ValueError, match=r"qkv has shape \(6, 2, 2, 16\): accepted is \[total, 3, H, D\]"):
-        ops.attention_varlen_qkvpacked(torch.randn(6, 2, 2, 16), sequences_of([6]), 6)
-
-
-@pytest.mark.parametrize(
-    ("mask", "message"),
-    [
-        (torch.ones(2, 9), "key_mask is torch.float32"),
-        (torch.ones(9, dtype=torch.bool), r"key_mask has shape \(9,\): accepted is bool \[2, 9\]"),
-        (torch.ones(2, 5, dtype=torch.bool), "key_mask has shape"),
-    ],
-)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_bad_key_masks_are_named(mask: Tensor, message: str, backend: str) -> None:
-    q, k = torch.randn(2, 2, 5, 32, device=DEVICE), torch.randn(2, 2, 9, 32, device=DEVICE)
-    with pytest.raises(ValueError, match=message):
-        ops.attention(q, k, k, key_mask=mask.to(DEVICE), backend=backend)
 
 
 def test_key_padding_masks_of_the_stand_in_run_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

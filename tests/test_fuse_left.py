@@ -3,111 +3,33 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from fuse_changes import (
+    AFTERWARDS,
+    CHANGES,
+    SETTINGS,
+    LoraLinear,
+    parametrize_fc1,
+    tiny_timm,
+    wrap_fc1,
+)
 from fused_models import SUBJECTS, gradients
 from kernel_support import DEVICE
 from torch import Tensor, nn
-from torch.nn.utils import prune
 
 import vit_fast
 from vit_fast import fused as common
 from vit_fast import fusion
-
-SETTINGS: dict[str, Any] = {"img_size": 32, "depth": 1, "embed_dim": 64, "num_heads": 2, "num_classes": 5}
-
-
-def tiny_timm(name: str = "vit_tiny_patch16_224", **settings: Any) -> nn.Module:
-    return pytest.importorskip("timm").create_model(name, **(SETTINGS | settings))
 
 
 def reasons_of(model: nn.Module, part: str | None = None) -> list[str]:
     """Every reason that fuse gives; the model must compute the same before and after."""
     report = vit_fast.fuse(model)
     return [reason for module in report.left if part in (None, module.part) for reason in module.reasons]
-
-
-class LoraLinear(nn.Module):
-    """What peft does to a linear: it passes the weight on, and adds to the output."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base
-        self.down = nn.Linear(base.in_features, 2, bias=False)
-        self.up = nn.Linear(2, base.out_features, bias=False)
-
-    @property
-    def weight(self) -> Tensor:
-        return self.base.weight
-
-    @property
-    def bias(self) -> Tensor:
-        return self.base.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.up(self.down(x))
-
-
-def wrap_fc1(block: nn.Module) -> None:
-    block.mlp.fc1 = LoraLinear(block.mlp.fc1)
-
-
-def parametrize_fc1(block: nn.Module) -> None:
-    nn.utils.parametrizations.weight_norm(block.mlp.fc1)
-
-
-def prune_fc2(block: nn.Module) -> None:
-    prune.l1_unstructured(block.mlp.fc2, "weight", amount=0.5)
-
-
-def hook_norm2(block: nn.Module) -> None:
-    block.norm2.register_forward_hook(lambda module, args, output: output * 2)
-
-
-def pre_hook_activation(block: nn.Module) -> None:
-    block.mlp.act.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
-
-
-def replace_mlp_forward(block: nn.Module) -> None:
-    mlp = block.mlp
-    mlp.forward = lambda x: mlp.fc2(mlp.act(mlp.fc1(x))) * 3
-
-
-def hook_attention_dropout(block: nn.Module) -> None:
-    block.attn.fused_attn = False  # timm calls the module only then
-    block.attn.attn_drop.register_forward_hook(lambda module, args, output: output * 2)
-
-
-def replace_attention_dropout(block: nn.Module) -> None:
-    block.attn.fused_attn = False
-    block.attn.attn_drop = nn.Tanh()
-
-
-def change_activation(block: nn.Module) -> None:
-    block.mlp.act = nn.Tanh()
-
-
-def quantize(block: nn.Module) -> None:
-    torch.backends.quantized.engine = torch.backends.quantized.supported_engines[-1]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.ao announces its successor
-        torch.ao.quantization.quantize_dynamic(block, {nn.Linear}, dtype=torch.qint8, inplace=True)
-
-
-CHANGES: dict[str, tuple[Callable[[nn.Module], None], str]] = {
-    "LoRA": (wrap_fc1, "LoraLinear: accepted is torch.nn.Linear itself"),
-    "parametrization": (parametrize_fc1, "ParametrizedLinear: accepted is torch.nn.Linear itself"),
-    "pruning": (prune_fc2, "mlp.fc2 carries hooks, which would no longer run"),
-    "forward hook": (hook_norm2, "norm2 carries hooks, which would no longer run"),
-    "forward pre-hook": (pre_hook_activation, "mlp.act carries hooks, which would no longer run"),
-    "replaced forward": (replace_mlp_forward, "mlp.forward was replaced on the instance"),
-    "unknown activation": (change_activation, "mlp.act is a Tanh: accepted are gelu"),
-    "quantised linears": (quantize, "mlp.fc1 is a torch.ao.nn.quantized.dynamic.modules.linear.Linear: accepted"),
-}
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -119,12 +41,6 @@ def test_a_changed_block_is_left_with_the_reason(change: str) -> None:
     expected = model(images)
     assert any(reason in found for found in reasons_of(model, "norm + MLP"))
     torch.testing.assert_close(model(images), expected)
-
-
-AFTERWARDS = {name: apply for name, (apply, _) in CHANGES.items()} | {
-    "hook on attention dropout": hook_attention_dropout,
-    "other attention dropout": replace_attention_dropout,
-}
 
 
 @pytest.mark.parametrize("change", AFTERWARDS)
@@ -357,61 +273,6 @@ def test_auto_is_sdpa_for_what_the_triton_kernels_do_not_take(monkeypatch: pytes
     assert (model.blocks[0].attn.vit_fast_backend, model.blocks[0].vit_fast_backend) == ("sdpa", "triton")
     model.double()
     assert model.blocks[0].vit_fast_backend == "sdpa"
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_fusing_again_looks_at_a_changed_block_again(change: str) -> None:
-    apply, reason = CHANGES[change]
-    model, images = tiny_timm(depth=2).eval(), torch.randn(2, 3, 32, 32)
-    vit_fast.fuse(model, "sdpa").require_all()
-    apply(model.blocks[0])
-    expected = model(images)
-    report = vit_fast.fuse(model, "eager")
-    left = {module.name: " | ".join(module.reasons) for module in report.left if module.part == "norm + MLP"}
-    assert list(left) == ["blocks.0"]
-    assert reason in left["blocks.0"]
-    assert not isinstance(model.blocks[0], common.FusedModule)
-    assert isinstance(model.blocks[1], common.FusedModule)
-    torch.testing.assert_close(model(images), expected)
-
-
-def test_an_activation_replaced_since_is_taken_at_once_and_by_fusing_again() -> None:
-    model, images = tiny_timm().eval(), torch.randn(2, 3, 32, 32)
-    twin = copy.deepcopy(model)
-    vit_fast.fuse(model).require_all()
-    for each in (model, twin):
-        each.blocks[0].mlp.act = nn.ReLU()
-    expected = twin(images)
-    assert not model.blocks[0].runs_as_it_was()
-    torch.testing.assert_close(model(images), expected)
-    vit_fast.fuse(model).require_all()
-    assert not model.blocks[0].runs_as_it_was()
-    torch.testing.assert_close(model(images), expected)
-
-
-def test_fusing_again_with_triton_leaves_heads_that_it_does_not_take() -> None:
-    model = tiny_timm(embed_dim=64, num_heads=8).to(DEVICE).eval()
-    images = torch.randn(2, 3, 32, 32, device=DEVICE)
-    expected = model(images)
-    vit_fast.fuse(model, "sdpa").require_all()
-    report = vit_fast.fuse(model, "triton")
-    assert [(module.part, module.reasons) for module in report.left] == [
-        ("attention", ("a head is 8 wide: the triton kernel takes 16 to 128",))
-    ]
-    assert [module.part for module in report.fused] == ["norm + MLP"]
-    assert not isinstance(model.blocks[0].attn, common.FusedModule)
-    torch.testing.assert_close(model(images), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_a_forward_replaced_after_fuse_stays_when_fused_again() -> None:
-    model, images = tiny_timm().eval(), torch.randn(2, 3, 32, 32)
-    vit_fast.fuse(model, "sdpa").require_all()
-    fused_forward = model.blocks[0].forward
-    model.blocks[0].forward = lambda x, **masks: fused_forward(x, **masks) * 2
-    expected = model(images)
-    report = vit_fast.fuse(model, "eager")
-    assert [module.reasons for module in report.left] == [("its forward was replaced on the instance",)]
-    torch.testing.assert_close(model(images), expected)
 
 
 def test_weights_in_fp64_are_for_torch() -> None:

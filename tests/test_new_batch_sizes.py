@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from children import environment, run_python
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
@@ -52,13 +49,8 @@ print(json.dumps(told))
 @functools.cache
 def new_kernels(arch: str) -> list[tuple[int, dict[int, int]]]:
     """Of a block of each case: the different kernels, and how many each batch size is the first to need."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    path = os.pathsep.join(entry for entry in (str(Path(__file__).parents[1]), environment.get("PYTHONPATH")) if entry)
-    environment |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", _COUNT, json.dumps([arch, INFERENCE + TRAINING])]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr[-3000:]
-    told: list[tuple[int, dict[str, int]]] = json.loads(run.stdout)
+    out = run_python(["-c", _COUNT, json.dumps([arch, INFERENCE + TRAINING])], environment())
+    told: list[tuple[int, dict[str, int]]] = json.loads(out)
     return [(different, {int(batch): count for batch, count in first.items()}) for different, first in told]
 
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from children import environment, run_python
 from mlp_support import DEVICE, make_bf16_exact
 from torch import Tensor
 
@@ -111,12 +108,7 @@ print(json.dumps(found))
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in driver is for machines without a GPU")
 def test_no_weight_of_a_block_is_cast_by_torch() -> None:
     """A training step: of torch's own only the gradients of an fp32 residual stream are cast, once in each half."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    path = os.pathsep.join(entry for entry in (str(Path(__file__).parents[1]), environment.get("PYTHONPATH")) if entry)
-    environment |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, "-c", _COUNT], capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr[-3000:]
-    *autocast, plain, scaled = json.loads(run.stdout)
+    *autocast, plain, scaled = json.loads(run_python(["-c", _COUNT], environment()))
     for launches, by_torch in autocast:
         assert launches <= 21
         assert by_torch == {"aten::_to_copy": 2}

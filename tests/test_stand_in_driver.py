@@ -12,8 +12,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import children
 import pytest
 import torch
+from children import run_python
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
@@ -25,27 +27,20 @@ CASES = Path(__file__).with_name("launch_cases.py")
 PLANTED = Path(__file__).with_name("planted_launches.py")
 KEPT = Path(__file__).with_name("kept_launches.py")
 PLANS = Path(__file__).with_name("planned_launches.py")
+RULES = Path(__file__).with_name("plan_rules.py")
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
 
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Of a child: not the interpreter's, with a cache that the children share."""
-    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    root = str(Path(__file__).parents[1])
-    path = os.pathsep.join(entry for entry in (root, kept.get("PYTHONPATH")) if entry)
-    cache = str(tmp_path_factory.mktemp("triton-cache"))
-    return kept | {"TRITON_CACHE_DIR": cache, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    """Of a child, with a cache that the children share, those of other workers too."""
+    folder = tmp_path_factory.getbasetemp()
+    shared = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    return children.environment(str(shared / "triton-cache"))
 
 
-def run_python(command: list[str], environment: dict[str, str], timeout: int = 300) -> str:
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, timeout=timeout)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-def run_cases(arch: str, which: str, environment: dict[str, str], timeout: int) -> list[dict[str, Any]]:
-    out = run_python([str(CASES), arch, which], environment, timeout)
+def run_cases(arch: str, which: str, environment: dict[str, str]) -> list[dict[str, Any]]:
+    out = run_python([str(CASES), arch, which], environment)
     return [json.loads(line) for line in out.splitlines()]
 
 
@@ -54,8 +49,12 @@ def assert_legal(rows: list[dict[str, Any]]) -> None:
     assert all(row["launches"] for row in rows)
 
 
-def test_every_launch_and_tensor_map_is_legal(environment: dict[str, str]) -> None:
-    rows = run_cases("sm_90", "core", environment, 300)
+def test_every_launch_of_an_mlp_is_legal(environment: dict[str, str]) -> None:
+    assert_legal(run_cases("sm_90", "mlp", environment))
+
+
+def test_every_launch_and_tensor_map_of_attention_is_legal(environment: dict[str, str]) -> None:
+    rows = run_cases("sm_90", "attention", environment)
     assert_legal(rows)
     described = {row["case"]: row["descriptors"] for row in rows}
     aligned, unaligned = "attention N197 D64 torch.bfloat16 +0 ieee", "attention N50 D64 torch.bfloat16 +1 ieee"
@@ -67,7 +66,7 @@ def test_every_launch_and_tensor_map_is_legal(environment: dict[str, str]) -> No
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_launch_and_tensor_map_is_legal_in_full(arch: str, environment: dict[str, str]) -> None:
-    rows = run_cases(arch, "full", environment, 1700)
+    rows = run_cases(arch, "full", environment)
     assert_legal(rows)
     if arch < "sm_90" and len(arch) == len("sm_90"):
         assert not any(row["descriptors"] for row in rows)
@@ -244,7 +243,11 @@ def test_kept_kernels_are_those_that_triton_would_choose(environment: dict[str, 
 
 
 def test_a_plan_launches_what_the_call_without_it_launches(environment: dict[str, str]) -> None:
-    assert run_python([str(PLANS)], environment, 1700) == "ok"
+    assert run_python([str(PLANS)], environment) == "ok"
+
+
+def test_what_is_planned_and_when(environment: dict[str, str]) -> None:
+    assert run_python([str(RULES)], environment) == "ok"
 
 
 def test_a_legal_launch_is_counted(planted: dict[str, Any]) -> None:
@@ -320,7 +323,7 @@ def test_the_command_says_what_is_wrong(environment: dict[str, str]) -> None:
 
 @pytest.mark.slow
 def test_the_command_reports_host_time(environment: dict[str, str]) -> None:
-    report = json.loads(run_python(["-m", "vit_fast.cli", "kernels", "--host", "--json"], environment, 600))
+    report = json.loads(run_python(["-m", "vit_fast.cli", "kernels", "--host", "--json"], environment))
     assert report["violations"] == []
     assert report["kernels"] > 0 and report["seconds_cold"] > report["seconds_warm"] > 0
     rows = {row["name"]: row for row in report["rows"]}

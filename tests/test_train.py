@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -16,16 +15,16 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from train_support import settings, small_model
 
 from vit_fast import create_model, load, save
 from vit_fast.cli import main
 from vit_fast.data import ImageError, default_photograph, load_images
 from vit_fast.image_folder import ImageFolder
-from vit_fast.model import VisionTransformer
 from vit_fast.train import TrainConfig, Trainer, TrainingError, train
 from vit_fast.training.config import config_for
 from vit_fast.training.datasets import PreparedImages, open_data
-from vit_fast.training.trainer import Measure, learning_rate_factor, parameter_groups
+from vit_fast.training.trainer import Measure
 
 
 @pytest.fixture
@@ -41,17 +40,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "images"
 
 
-def _model(**overrides: object) -> VisionTransformer:
-    torch.manual_seed(0)
-    return create_model("vit_test", **{"num_classes": 2, "drop_path_rate": 0.1, **overrides})
-
-
-def _config(**overrides: object) -> TrainConfig:
-    return TrainConfig(**{"epochs": 2, "batch_size": 8, "lr": 1e-3, **overrides})
-
-
 def test_it_learns_and_what_it_saves_knows_the_classes(folder: Path, tmp_path: Path) -> None:
-    rows = train(_model(), open_data(folder, folder), tmp_path / "out", _config(epochs=6, augment=False))
+    rows = train(small_model(), open_data(folder, folder), tmp_path / "out", settings(epochs=6, augment=False))
     assert rows[-1]["loss"] < 0.5 * rows[0]["loss"]
     assert rows[-1]["accuracy"] == 1.0
     assert [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()] == rows
@@ -74,15 +64,15 @@ class _Interrupted(Exception):
 def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(
     folder: Path, tmp_path: Path, options: dict[str, object]
 ) -> None:
-    config, data = _config(**options), open_data(folder, folder)
-    whole = _model()
+    config, data = settings(**options), open_data(folder, folder)
+    whole = small_model()
     rows = train(whole, data, tmp_path / "whole", config)
 
     def interrupt(row: object) -> None:
         raise _Interrupted
 
     with pytest.raises(_Interrupted):
-        train(_model(), data, tmp_path / "parts", config, on_epoch=interrupt)
+        train(small_model(), data, tmp_path / "parts", config, on_epoch=interrupt)
     torch.rand(5)  # whatever else happened in between
     resumed = create_model("vit_test", num_classes=2, drop_path_rate=0.1)
     assert train(resumed, data, tmp_path / "parts", config, resume=True) == rows
@@ -129,7 +119,7 @@ def test_augmentation_depends_on_epoch_and_seed_alone(
         pytest.importorskip("torchvision")
     else:
         _without(monkeypatch, "torchvision")
-    model = _model()
+    model = small_model()
     for source in (ImageFolder(folder), open_data().train):
         torch.rand(3)  # torch's own numbers are neither taken nor changed
         state = torch.get_rng_state()
@@ -156,25 +146,25 @@ def test_photographs_are_augmented_by_torchvision_where_it_is(
     for i, name in enumerate(("across", "along")):
         Image.fromarray(gradient[:, :: 1 - 2 * i]).save(folder / name / "wide.png")
     data, source = open_data(folder), ImageFolder(folder)
-    images = PreparedImages(source, _model(), augment=True)
-    assert images.augmented_by == "torchvision" and PreparedImages(source, _model()).augmented_by is None
+    images = PreparedImages(source, small_model(), augment=True)
+    assert images.augmented_by == "torchvision" and PreparedImages(source, small_model()).augmented_by is None
     wide = next(i for i, (file, _) in enumerate(source.files) if file.name == "wide.png")
     directions = set()
     for images.epoch in range(12):
         directions.add((images[wide][0][0].diff(dim=1).mean() > 0).item())
     assert directions == {True, False}, "mirrored in some epochs, in others not"
-    train(_model(), data, tmp_path / "out", _config(epochs=1, batch_size=13))
+    train(small_model(), data, tmp_path / "out", settings(epochs=1, batch_size=13))
     _without(monkeypatch, "torchvision")
-    assert PreparedImages(source, _model(), augment=True).augmented_by == "pillow"
+    assert PreparedImages(source, small_model(), augment=True).augmented_by == "pillow"
     with pytest.raises(TrainingError, match=r"the augmentation \('torchvision', here 'pillow'\)"):
-        train(_model(), data, tmp_path / "out", _config(epochs=1, batch_size=13), resume=True)
+        train(small_model(), data, tmp_path / "out", settings(epochs=1, batch_size=13), resume=True)
 
 
 def test_weights_that_know_their_shape_are_a_model(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    save(_model(depth=1, num_classes=10), tmp_path / "start.safetensors")
+    save(small_model(depth=1, num_classes=10), tmp_path / "start.safetensors")
     with pytest.raises(SystemExit) as exit_:
         main(["train", str(folder), "--model", "start.safetensors", "--epochs", "1", "--out", "out"])
     assert not exit_.value.code
@@ -186,7 +176,7 @@ def _losses_of_32_steps(backend: str = "eager", **options: object) -> torch.Tens
     """On crops of a real photograph, told apart by where they come from."""
     photograph = load_images([default_photograph()], create_model("vit_test", img_size=128))[0]
     crops = photograph.unfold(1, 32, 32).unfold(2, 32, 32).permute(1, 2, 0, 3, 4).reshape(16, 3, 32, 32)
-    trainer = Trainer(_model(backend=backend, drop_path_rate=0.0), _config(**options), 32, 4)
+    trainer = Trainer(small_model(backend=backend, drop_path_rate=0.0), settings(**options), 32, 4)
     return torch.tensor([trainer.step(crops, torch.arange(16) // 4 % 2).loss for _ in range(32)])
 
 
@@ -204,93 +194,6 @@ def test_32_steps_take_the_same_losses_as_eager(other: dict[str, object], eager_
     assert (_losses_of_32_steps(**other) - eager_losses).abs().max() <= tolerance
 
 
-def test_learning_rate_warms_up_and_decays() -> None:
-    factors = [learning_rate_factor(step, 4, 20) for step in range(21)]
-    assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
-    assert factors[4] == 1.0 and factors[12] == pytest.approx(0.5) and factors[20] == pytest.approx(0.0)
-    assert all(later < earlier for earlier, later in pairwise(factors[4:]))
-    assert learning_rate_factor(0, 0, 1) == 1.0
-    assert [learning_rate_factor(step, 2, 20, "constant") for step in (0, 1, 2, 20)] == [0.5, 1.0, 1.0, 1.0]
-
-
-def test_only_matrices_decay() -> None:
-    model = _model(init_values=0.1, reg_tokens=2)
-    decayed, plain = (group["params"] for group in parameter_groups(model, TrainConfig()))
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    decayed_names = {names[id(parameter)] for parameter in decayed}
-    assert {"patch_embed.proj.weight", "head.weight", "blocks.0.attn.qkv.weight"} <= decayed_names
-    plain_names = {names[id(parameter)] for parameter in plain}
-    assert {"pos_embed", "cls_token", "reg_token", "norm.weight", "head.bias", "blocks.0.ls1.gamma"} <= plain_names
-    assert len(decayed) + len(plain) == len(names)
-
-
-def test_layers_have_rates_of_their_own() -> None:
-    model = _model()
-    config = TrainConfig(lr=1.0, layer_decay=0.5, weight_decay=0.05)
-    rates = {
-        id(p): (group["lr"], group["weight_decay"])
-        for group in parameter_groups(model, config)
-        for p in group["params"]
-    }
-    assert len(rates) == len(list(model.parameters()))
-    named = dict(model.named_parameters())
-    for name, expected in {
-        "patch_embed.proj.weight": (0.125, 0.05), "cls_token": (0.125, 0.0), "pos_embed": (0.125, 0.0),
-        "blocks.0.mlp.fc1.weight": (0.25, 0.05), "blocks.1.norm1.bias": (0.5, 0.0),
-        "norm.weight": (1.0, 0.0), "head.weight": (1.0, 0.05),
-    }.items():  # fmt: skip
-        assert rates[id(named[name])] == expected, name
-
-
-def _step(images: torch.Tensor, **options: object) -> tuple[float, Trainer]:
-    trainer = Trainer(_model(drop_path_rate=0.0), _config(warmup_epochs=0.0, **options), 10, 0)
-    torch.manual_seed(1)
-    return trainer.step(images, torch.arange(len(images)) % 2).loss, trainer
-
-
-def test_each_option_does_what_its_formula_says() -> None:
-    """One step of each against the formula, on the same model and images."""
-    images, labels = torch.randn(8, 3, 32, 32), torch.arange(8) % 2
-    model = _model(drop_path_rate=0.0)
-    log_p = model(images).log_softmax(1)
-    plain = -log_p[range(8), labels].mean()
-    assert _step(images)[0] == pytest.approx(plain.item(), rel=1e-5)
-    smoothed = 0.8 * plain - 0.2 * log_p.mean()
-    assert _step(images, label_smoothing=0.2)[0] == pytest.approx(smoothed.item(), rel=1e-5)
-
-    torch.manual_seed(1)
-    share = torch.distributions.Beta(0.4, 0.4).sample().item()
-    share = max(share, 1 - share)
-    log_p = model(share * images + (1 - share) * images.flip(0)).log_softmax(1)
-    mixed = -(share * log_p[range(8), labels] + (1 - share) * log_p[range(8), labels.flip(0)]).mean()
-    assert 0.5 <= share < 0.999
-    assert _step(images, mixup=0.4)[0] == pytest.approx(mixed.item(), rel=1e-5)
-
-    before = [p.detach().clone() for p in model.parameters()]
-    _, trainer = _step(images, ema_decay=0.5)  # (1 + 1) / (10 + 1) is less
-    for old, new, average in zip(before, trainer.model.parameters(), trainer.averages, strict=True):
-        torch.testing.assert_close(average, 2 / 11 * old + 9 / 11 * new, rtol=1e-5, atol=1e-6)
-    with trainer.averaged():
-        assert all(map(torch.equal, trainer.model.parameters(), trainer.averages))
-    assert not all(map(torch.equal, trainer.model.parameters(), trainer.averages))
-
-
-def test_gradients_are_clipped_where_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    norms = []
-    step = torch.optim.AdamW.step
-
-    def seen(self: torch.optim.AdamW, *args: object) -> object:
-        gradients = [p.grad for group in self.param_groups for p in group["params"]]
-        norms.append(torch.nn.utils.get_total_norm(gradients).item())
-        return step(self, *args)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", seen)
-    images = 100 * torch.randn(8, 3, 32, 32)
-    for limit in (0.0, 0.1):
-        _step(images, max_grad_norm=limit)
-    assert norms[0] > 0.2 and norms[1] == pytest.approx(0.1, rel=1e-3)
-
-
 def test_patience_stops_and_keeps_the_best_weights(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,19 +207,19 @@ def test_patience_stops_and_keeps_the_best_weights(
         return Measure(1.0, next(accuracies), 10)
 
     monkeypatch.setattr(module, "_measure", measure)
-    model = _model()
-    rows = train(model, open_data(folder, folder), tmp_path / "out", _config(epochs=9, patience=2))
+    model = small_model()
+    rows = train(model, open_data(folder, folder), tmp_path / "out", settings(epochs=9, patience=2))
     assert [row["accuracy"] for row in rows] == [0.3, 0.5, 0.4, 0.5]
     assert torch.equal(load(tmp_path / "out" / "model.safetensors").head.weight, kept[1])
     assert torch.equal(model.head.weight, kept[1])
     with pytest.raises(ValueError, match="patience=2"):
-        train(_model(), open_data(folder), tmp_path / "new", _config(patience=2))
+        train(small_model(), open_data(folder), tmp_path / "new", settings(patience=2))
 
 
 def test_weights_of_another_resolution_and_head_are_a_start(folder: Path, tmp_path: Path) -> None:
-    weights = save(_model(num_classes=10), tmp_path / "start.safetensors")
+    weights = save(small_model(num_classes=10), tmp_path / "start.safetensors")
     model = create_model("vit_test", weights=weights, img_size=48, num_classes=2)
-    rows = train(model, open_data(folder, folder), tmp_path / "out", _config(epochs=4, layer_decay=0.8, augment=False))
+    rows = train(model, open_data(folder, folder), tmp_path / "out", settings(epochs=4, layer_decay=0.8, augment=False))
     assert rows[-1]["loss"] < rows[0]["loss"]
     assert load(tmp_path / "out" / "model.safetensors").config.image_hw == (48, 48)
 
@@ -324,27 +227,27 @@ def test_weights_of_another_resolution_and_head_are_a_start(folder: Path, tmp_pa
 def test_what_cannot_go_on_says_so(folder: Path, tmp_path: Path) -> None:
     data, out = open_data(folder), tmp_path / "out"
     with pytest.raises(TrainingError, match="nothing to resume"):
-        train(_model(), data, out, _config(), resume=True)
-    train(_model(), data, out, _config(epochs=1))
+        train(small_model(), data, out, settings(), resume=True)
+    train(small_model(), data, out, settings(epochs=1))
     with pytest.raises(TrainingError, match="earlier run"):
-        train(_model(), data, out, _config(epochs=1))
+        train(small_model(), data, out, settings(epochs=1))
     with pytest.raises(TrainingError, match=r"the config \(epochs, lr\)"):
-        train(_model(), data, out, _config(epochs=3, lr=2e-3), resume=True)
+        train(small_model(), data, out, settings(epochs=3, lr=2e-3), resume=True)
     with pytest.raises(TrainingError, match=r"the model \(depth, embed_dim\)"):
-        train(_model(embed_dim=32, depth=3), data, out, _config(epochs=1), resume=True)
+        train(small_model(embed_dim=32, depth=3), data, out, settings(epochs=1), resume=True)
     (folder / "along" / "00.png").unlink()
     with pytest.raises(TrainingError, match=r"the images \(24, here 23\)"):
-        train(_model(), open_data(folder), out, _config(epochs=1), resume=True)
+        train(small_model(), open_data(folder), out, settings(epochs=1), resume=True)
     with pytest.raises(ValueError, match="a model that pools"):
-        train(_model(global_pool=""), data, tmp_path / "new", _config())
+        train(small_model(global_pool=""), data, tmp_path / "new", settings())
     with pytest.raises(ValueError, match="10 classes"):
-        train(_model(num_classes=10), data, tmp_path / "new", _config())
+        train(small_model(num_classes=10), data, tmp_path / "new", settings())
     with pytest.raises(ValueError, match=r"batch_size=8.*accumulation=3"):
-        train(_model(), data, tmp_path / "new", _config(accumulation=3))
+        train(small_model(), data, tmp_path / "new", settings(accumulation=3))
     for path in (folder / "along", tmp_path / "absent"):
         with pytest.raises(ImageError, match="at least two classes"):
             ImageFolder(path)
-    trainer = Trainer(_model(), _config(), 4, 0)
+    trainer = Trainer(small_model(), settings(), 4, 0)
     before = [parameter.clone() for parameter in trainer.model.parameters()]
     with pytest.raises(TrainingError, match="loss is nan"):
         trainer.step(torch.full((2, 3, 32, 32), float("nan")), torch.zeros(2, dtype=torch.int64))
@@ -356,14 +259,14 @@ def test_damaged_and_foreign_checkpoints_are_refused(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data, out = open_data(folder), tmp_path / "out"
-    train(_model(), data, out, _config(epochs=1))
+    train(small_model(), data, out, settings(epochs=1))
     checkpoint = out / "checkpoint.pth"
     whole = checkpoint.read_bytes()
     state = torch.load(checkpoint, weights_only=True)
     del state["model"]["head.weight"]
     torch.save(state, tmp_path / "part.pth")
-    torch.save(_model().state_dict(), tmp_path / "weights.pth")
-    torch.save(_model(), tmp_path / "pickle.pth")
+    torch.save(small_model().state_dict(), tmp_path / "weights.pth")
+    torch.save(small_model(), tmp_path / "pickle.pth")
     for content, message in (
         (whole[: len(whole) // 2], "cannot be read"),
         (b"", "cannot be read"),
@@ -374,7 +277,7 @@ def test_damaged_and_foreign_checkpoints_are_refused(
     ):
         checkpoint.write_bytes(content)
         with pytest.raises(TrainingError, match=message):
-            train(_model(), data, out, _config(epochs=1), resume=True)
+            train(small_model(), data, out, settings(epochs=1), resume=True)
     arguments = ["train", "--data", str(folder), "--out", str(out), "--model", "vit_test", "--resume"]
     with pytest.raises(SystemExit) as exit_:
         main(arguments)
@@ -469,8 +372,8 @@ def test_the_kernels_take_the_same_losses_as_eager(steps: int) -> None:
     images, labels = torch.randn(4, 3, 16, 16), torch.arange(4) % 2
     losses = {}
     for backend in ("eager", "triton"):
-        model = _model(img_size=16, embed_dim=16, depth=1, num_heads=1, drop_path_rate=0.0, backend=backend)
-        trainer = Trainer(model.to(device), _config(weight_decay=0.05, ema_decay=0.9), 50, 4)
+        model = small_model(img_size=16, embed_dim=16, depth=1, num_heads=1, drop_path_rate=0.0, backend=backend)
+        trainer = Trainer(model.to(device), settings(weight_decay=0.05, ema_decay=0.9), 50, 4)
         losses[backend] = torch.tensor([trainer.step(images, labels).loss for _ in range(steps)])
     assert losses["eager"][-1] < losses["eager"][0]
     assert (losses["triton"] - losses["eager"]).abs().max() <= (2e-5 if device == "cpu" else 1e-2)  # there TF32

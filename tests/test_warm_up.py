@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import children
 import pytest
 import torch
+from children import run_python
 from torch import nn
 
 import vit_fast
@@ -19,19 +18,10 @@ pytest.importorskip("triton", reason="the kernels need triton")
 CALLS = Path(__file__).with_name("warm_up_calls.py")
 
 
-def run_python(command: list[str], environment: dict[str, str]) -> str:
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Of a child: not the interpreter's, with a cache that the children share."""
-    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    path = os.pathsep.join(entry for entry in (str(Path(__file__).parents[1]), kept.get("PYTHONPATH")) if entry)
-    cache = str(tmp_path_factory.mktemp("triton-cache"))
-    return kept | {"TRITON_CACHE_DIR": cache, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    """Of a child, with a cache of these children alone, empty at first."""
+    return children.environment(str(tmp_path_factory.mktemp("triton-cache")))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in driver is for machines without a GPU")

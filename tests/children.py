@@ -1,0 +1,23 @@
+"""Python in processes of its own, with Triton as it is and not its interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def environment(cache: str | None = None) -> dict[str, str]:
+    """Of a child: not the interpreter's; `cache` is a folder for compiled kernels."""
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    path = os.pathsep.join(entry for entry in (str(Path(__file__).parents[1]), kept.get("PYTHONPATH")) if entry)
+    caches = {} if cache is None else {"TRITON_CACHE_DIR": cache}
+    return kept | caches | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
+def run_python(command: list[str], environment: dict[str, str]) -> str:
+    """What it prints."""
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
