@@ -153,3 +153,35 @@ def test_no_file_and_no_class_is_too_long() -> None:
             if isinstance(node, ast.ClassDef) and (length := (node.end_lineno or 0) - node.lineno + 1) > MAX_CLASS:
                 too_long.append(f"{path.name}, class {node.name}: {length} lines")
     assert too_long == []
+
+
+def _named(module: str) -> set[str]:
+    """The modules that one loads or starts by name: a string that is their name, or a path or dots that end in it."""
+    strings = [
+        node.value for node in ast.walk(ast.parse(MODULES[module].read_text())) if isinstance(node, ast.Constant)
+    ]
+    ends = {re.split(r"[./]", text.removesuffix(".py"))[-1] for text in strings if isinstance(text, str)}
+    return {name for name in MODULES if name.rpartition(".")[2] in ends}
+
+
+def test_no_wing_stands_apart() -> None:
+    """Every module is imported, or loaded by its name, step by step from what a user imports or the Makefile starts."""
+    makefile = (ROOT / "Makefile").read_text()
+    started = set(re.findall(r"-m (vit_fast\.[\w.]+)|python_files=(\w+)\.py", makefile))
+    names = {name for pair in started for name in pair if name} | {"vit_fast", "vit_fast.cli"}
+    todo = [module for module in MODULES if module in names or module.rpartition(".")[2] in names]
+    reached = set(todo)
+    while todo:
+        module = todo.pop()
+        found = _imports(module, typing=True) | _named(module)
+        found |= {package for name in found for package in _packages(name)} & MODULES.keys()
+        todo += found - reached
+        reached |= found
+    assert sorted(MODULES.keys() - reached) == []
+
+
+def test_modules_loaded_by_name_are_found() -> None:
+    assert {"vit_fast.kernels.attention_offline", "vit_fast.kernels.matmul_offline"} <= _named(
+        "vit_fast.kernels.offline"
+    )
+    assert "vit_fast.kernels.split_k" not in _named("vit_fast.kernels.offline")
