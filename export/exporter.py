@@ -19,6 +19,7 @@ from vit_fast.config import DataConfig
 from vit_fast.data import find_images
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.files import file_aside
+from vit_fast.fp8_scales import runs_in_fp8
 from vit_fast.libraries.image_model import ImageModel, Output
 from vit_fast.libraries.known import recognise
 from vit_fast.version import __version__
@@ -106,6 +107,9 @@ def export_onnx(
         opset=opset_for(precision) if opset is None else opset, dynamic_batch=dynamic_batch, dynamic_size=dynamic_size,
         precision=precision, preprocess=preprocess, target=target, output=output, external_data=external_data,
     )  # fmt: skip
+    if runs_in_fp8(model):
+        reason = "call vit_fast.fuse(model) first, and export with precision='fp8' (--precision fp8), which calibrates"
+        raise UnsupportedInputError("export of a model in FP8", [reason])
     vit = recognise(model)
     _complete(vit, options, data_config, class_names)
     images_of = _Images.find(options, calibration, calibration_cache, images, verify)

@@ -10,19 +10,26 @@ from typing import Any
 
 import pytest
 import torch
+from digits import digits_vit, held_out, inputs
 from fused_models import SUBJECTS
 from mlp_support import DEVICE, make_bf16_exact
 from torch import Tensor, nn
 
 import vit_fast
-from vit_fast import fp8_scales
+from vit_fast import fp8, fp8_scales
+from vit_fast.block import parts_of, run_block
 from vit_fast.fp8_scales import scales_of
 from vit_fast.fp8_shadow import simulate
+from vit_fast.freezing import frozen_of
 from vit_fast.fusion import shadow_of
+from vit_fast.ops.descriptions import BlockScales, Keys
+from vit_fast.ops.quantised import Quantised
 
 make_bf16_exact()
 
 UnsupportedInputError = vit_fast.UnsupportedInputError
+POINTS, WANTED = 0.006, 0.995
+"""Of accuracy, that e4m3 may cost; of images, whose top class has to stay in the tests that keep layers for it."""
 
 
 def calibrated(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -183,7 +190,7 @@ def test_what_cannot_be_done_is_refused_with_all_reasons(monkeypatch: pytest.Mon
         vit_fast.fuse(model, precision="fp8", min_agreement=2)
     with pytest.raises(ValueError, match=r"min_agreement is given: call vit_fast.calibrate\(model, images\) first"):
         vit_fast.fuse(copy.deepcopy(model), precision="fp8", min_agreement=0.9)
-    monkeypatch.setattr(vit_fast.fp8, "fp8_reasons", lambda device: ["compute capability 8.0: accepted is 8.9"])
+    monkeypatch.setattr(fp8, "fp8_reasons", lambda device: ["compute capability 8.0: accepted is 8.9"])
     with pytest.raises(UnsupportedInputError, match=r"8\.0: accepted is 8\.9"):
         vit_fast.fuse(model, precision="fp8")
 
@@ -224,3 +231,133 @@ def test_half_the_model_stays_where_the_kernels_do_not_run_it_as_a_whole() -> No
     with torch.no_grad():
         hooked(**given)
     assert seen, "a hook is honoured: that block runs as it was"
+
+
+def rounded(model: Any, choice: Any) -> nn.Module:
+    """The model with its blocks as they are defined in e4m3, but for what the choice keeps."""
+    shadow = shadow_of(model)
+    for block in simulate(shadow)[0]:
+        own = scales_of(model.get_submodule(block.name))
+        assert own is not None
+        block.scales = own.all()._replace(**dict.fromkeys(choice.kept[block.name]))
+    return shadow
+
+
+def accuracies(model: Any, eight: nn.Module) -> tuple[float, float]:
+    """Share of the held-out images that a model recognises, and that it does in e4m3."""
+    images, labels = held_out()
+    with torch.inference_mode():
+        plain, other = ((each(images).argmax(1) == labels).float().mean().item() for each in (model, eight))
+    return plain, other
+
+
+@pytest.mark.parametrize("massive", [100.0, 1000.0])
+def test_massive_activations_cost_no_accuracy(massive: float) -> None:
+    """Two channels of the residual stream hundreds of times the rest, as in DINOv2 and CLIP; nothing is kept."""
+    model = digits_vit(massive=massive)
+    vit_fast.calibrate(model, inputs()[:64])
+    plain, eight = accuracies(model, rounded(model, fp8.choose(model, shadow_of(model), (), None)))
+    assert plain > 0.95 and eight >= plain - POINTS
+
+
+@pytest.mark.parametrize("outlier", [1.0, 100.0])
+def test_as_many_layers_are_kept_as_the_agreement_takes(outlier: float) -> None:
+    model = digits_vit(outlier)
+    images, _ = held_out()
+    vit_fast.calibrate(model, images)
+    before = fp8.choose(model, shadow_of(model), (), None)
+    with torch.inference_mode():
+        same = float((model(images).argmax(1) == rounded(model, before)(images).argmax(1)).float().mean())
+    assert 0.99 <= same < WANTED, "there is something to keep"
+    choice = fp8.choose(model, shadow_of(model), ("blocks.0.mlp.fc2",), WANTED)
+    reasons = [why for layers in choice.kept.values() for why in layers.values()]
+    assert choice.kept["blocks.0"]["fc2"] == "asked for by keep"
+    assert 1 <= reasons.count("min_agreement asks for it") <= 8
+    eight = rounded(model, choice)
+    with torch.inference_mode():
+        share = float((model(images).argmax(1) == eight(images).argmax(1)).float().mean())
+    assert share >= WANTED and f"the same on {share:.1%} of {len(images)} calibration images" in choice.notes[0]
+    plain, in_eight = accuracies(model, eight)
+    assert in_eight >= plain - POINTS
+
+
+def test_an_agreement_that_cannot_be_reached_is_refused_with_the_best() -> None:
+    model = digits_vit()
+    vit_fast.calibrate(model, inputs()[:100])
+    for block in model.blocks:
+        everything_to_zero = BlockScales(*(torch.tensor(2.0**15) for _ in BlockScales._fields))
+        block.vit_fast_fp8.set(everything_to_zero)
+    keep = ("*.proj", "*.mlp.*", "blocks.0.attn.qkv")
+    with pytest.raises(UnsupportedInputError, match=r"with 1 of 2 linear layers kept, .* on \d+\.\d% of 100 images"):
+        fp8.choose(model, shadow_of(model), keep, 1.0)
+
+
+def test_a_model_without_classes_has_no_agreement() -> None:
+    subject = SUBJECTS["transformers-dinov2"]
+    model = subject.build().eval()
+    vit_fast.calibrate(model, subject.inputs()["pixel_values"])
+    with pytest.raises(ValueError, match=r"min_agreement is given, .* accepted are logits \[B, classes\]"):
+        fp8.choose(model, shadow_of(model), None, 0.9)
+
+
+@pytest.mark.parametrize("name", ["ours", "transformers-vit"])
+def test_a_compiled_model_in_fp8_is_one_graph_that_follows_its_weights(name: str) -> None:
+    model, given = calibrated(name)
+    vit_fast.fuse(model, precision="fp8")
+    subject = SUBJECTS[name]
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=True, dynamic=False)
+    layer = (
+        next(module for module in model.modules() if isinstance(module, nn.Linear) and module.out_features == 3 * 64)
+        if name == "ours"
+        else next(module for module in model.modules() if isinstance(module, nn.Linear))
+    )
+    with torch.no_grad():
+        expected = subject.run(model, given)
+        assert distance(subject.run(compiled, given), expected) < 0.02
+        layer.weight.mul_(2)
+        changed = subject.run(model, given)
+        assert distance(changed, expected) > 0.02
+        layer.weight.mul_(0.5)
+        subject.run(compiled, given)
+        layer.weight.mul_(2)
+        assert distance(subject.run(compiled, given), changed) < 0.02
+
+
+def test_padded_images_run_in_half_precision() -> None:
+    """The kernels of e4m3 take no masks: such a call is what it is without."""
+    model, _ = calibrated("ours")
+    half: Any = copy.deepcopy(model)
+    vit_fast.fuse(half, "triton")
+    vit_fast.fuse(model, precision="fp8")
+    x, mask = torch.randn(2, 5, 64, device=DEVICE, dtype=torch.bfloat16), torch.ones(2, 5, dtype=torch.bool)
+    mask[1, 3:] = False
+    with torch.no_grad():
+        found, expected = (
+            run_block(parts_of(each.blocks[0]), x, keys=Keys(mask=mask.to(DEVICE)))[0] for each in (model, half)
+        )
+    assert torch.equal(found, expected)
+
+
+def test_onnx_of_a_model_in_fp8_is_refused_and_says_what_to_do(tmp_path: Path) -> None:
+    model, _ = calibrated("ours")
+    vit_fast.fuse(model, precision="fp8")
+    with pytest.raises(UnsupportedInputError, match=r"vit_fast.fuse\(model\).*precision='fp8'"):
+        vit_fast.export.export_onnx(model, tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+def test_graph_runners_and_freeze_look_after_quantised_weights() -> None:
+    model, given = calibrated("timm-vit")
+    vit_fast.fuse(model, precision="fp8")
+    kept = frozen_of(model)
+    assert len(kept) == 2 and all(isinstance(each, Quantised) for each in kept)
+    addresses = [tensor.data_ptr() for each in kept for tensor in each.tensors]
+    parameters = {parameter.data_ptr() for parameter in model.parameters()}
+    assert not parameters & set(addresses), "what is written to on refresh is not the model's"
+    with torch.no_grad():
+        model.blocks[0].mlp.fc2.weight.mul_(2)
+        assert vit_fast.freeze(model) == ("blocks.0", "blocks.1")
+    assert [tensor.data_ptr() for each in frozen_of(model) for tensor in each.tensors] == addresses
+    runner = vit_fast.GraphRunner(model, given["x"], fallback="eager")
+    with torch.no_grad():
+        assert torch.equal(runner(given["x"]), model(**given))

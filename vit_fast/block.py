@@ -187,7 +187,7 @@ def _tensors_for(parts: BlockParts, x: Tensor, rope: Rope | None) -> tuple[Block
     """
     attention: Any = parts.attention
     mlp: Any = parts.mlp
-    frozen = parts.frozen
+    frozen = parts.frozen if parts.fp8 is None else None  # of a block in FP8 that is another thing
     if frozen is not None and frozen.dtype == matmul_dtype(x):
         proj, fc2 = (*tensors_of(attention.proj), scale_of(attention)), (*tensors_of(mlp.fc2), scale_of(mlp))
         # gathered only where gradients can be wanted at all: this runs in every forward

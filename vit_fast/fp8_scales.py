@@ -163,6 +163,11 @@ def give_scales(block: nn.Module, scales: BlockScales) -> None:
     _place(block, width).set(scales)
 
 
+def runs_in_fp8(model: nn.Module) -> bool:
+    """Whether any of its blocks does."""
+    return any(isinstance(module, Fp8Scales) and module.active for module in model.modules())
+
+
 def _place(block: nn.Module, width: int) -> Fp8Scales:
     """The scales of a block, which are made where it has none of this width."""
     found = scales_of(block)
