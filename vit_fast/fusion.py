@@ -25,6 +25,7 @@ from .plain import forward_is_replaced
 from .tuning.answers import known_backends
 
 LOOKS_FUSABLE = re.compile(r"(Attention|Attn|Mlp|MLP|FFN|FeedForward)(?![a-z])|Attention$")
+HANDS_ON = re.compile("PixelShuffle|Projector")  # tokens to a language model, by an MLP without a norm: none of ours
 
 
 def fuse(
@@ -186,6 +187,7 @@ class _Plan:
                 self.changes.append(([module], lambda: _give_class(module, FusedBlocks, self.requested)))
             self._spoken_for[module] = found
             return found
+        inside_unknown = inside_unknown or HANDS_ON.search(type(module).__name__) is not None
         looks_fusable = LOOKS_FUSABLE.search(type(module).__name__) is not None
         found = self._children(name, module, inside_unknown or looks_fusable)
         if looks_fusable and not (found or inside_unknown) and next(module.parameters(), None) is not None:

@@ -136,20 +136,7 @@ class BlockForm(FusedNormMlp):
 
     @classmethod
     def read_attention(cls, block: Reader) -> AttentionParts | None:
-        block.nothing("attn.gate")
-        return block.attention(
-            "attn",
-            "norm1",
-            ("attn.qkv",),
-            "attn.proj",
-            qk_norm=("attn.q_norm", "attn.k_norm"),
-            inside={"attn": fused_class(block.at("attn"), AttentionForm), "ls1": _scales()},
-            empty=("attn.norm",),
-            dropouts=("attn.attn_drop", "attn.proj_drop"),
-            num_heads=block.value("attn.num_heads"),
-            layer_scale="ls1.gamma",
-            drop_path="drop_path1",
-        )
+        return read_attention(block, AttentionForm, inside={"ls1": _scales()}, layer_scale="ls1.gamma")
 
     @classmethod
     def read_mlp(cls, block: Reader) -> MlpParts | None:
@@ -176,25 +163,17 @@ class EvaBlockForm(FusedNormMlp):
 
     @classmethod
     def read_attention(cls, block: Reader) -> AttentionParts | None:
-        block.nothing("attn.gate")
         if (groups := block.value("attn.num_kv_groups")) not in (None, 1):
             block.reasons.append(f"attn has {groups} heads of q for one of k and v: accepted is one")
         packed = block.at("attn.qkv") is not None
         own_biases = packed and block.at("attn.q_bias") is not None
-        return block.attention(
-            "attn",
-            "norm1",
+        return read_attention(
+            block,
+            RotaryAttentionForm,
             ("attn.qkv",) if packed else ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
-            "attn.proj",
             biases=("attn.q_bias", "attn.k_bias", "attn.v_bias") if own_biases else None,
-            qk_norm=("attn.q_norm", "attn.k_norm"),
-            inside={"attn": fused_class(block.at("attn"), RotaryAttentionForm)},
-            empty=("attn.norm",),
-            dropouts=("attn.attn_drop", "attn.proj_drop"),
-            num_heads=block.value("attn.num_heads"),
             rotates_halves=bool(block.value("attn.rotate_half")),
             layer_scale="gamma_1",
-            drop_path="drop_path1",
         )
 
     @classmethod
@@ -306,6 +285,31 @@ def added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if mask is None or not is_padding(mask):
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+
+
+def read_attention(
+    block: Reader,
+    form: type[_AttentionLayer],
+    qkv: tuple[str, ...] = ("attn.qkv",),
+    *,
+    inside: Mapping[str, tuple[type, ...]] | None = None,
+    **rest: Any,
+) -> AttentionParts | None:
+    """A norm and the `attn` of a block, of a fused class made of `form`."""
+    block.nothing("attn.gate")
+    return block.attention(
+        "attn",
+        "norm1",
+        qkv,
+        "attn.proj",
+        qk_norm=("attn.q_norm", "attn.k_norm"),
+        inside={"attn": fused_class(block.at("attn"), form), **(inside or {})},
+        empty=("attn.norm",),
+        dropouts=("attn.attn_drop", "attn.proj_drop"),
+        num_heads=block.value("attn.num_heads"),
+        drop_path="drop_path1",
+        **rest,
+    )
 
 
 def read_mlp(block: Reader, norm: str, inside: Mapping[str, tuple[type, ...]], **rest: Any) -> MlpParts | None:

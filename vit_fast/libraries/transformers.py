@@ -34,6 +34,7 @@ ACTIVATION_CLASSES = {
 }
 NORM_CLASSES = {
     "transformers.models.aimv2.modeling_aimv2.Aimv2RMSNorm": "rms_norm",
+    "transformers.models.glm4v.modeling_glm4v.Glm4vRMSNorm": "rms_norm",
     "transformers.models.internvl.modeling_internvl.InternVLVisionRMSNorm": "rms_norm",
     "transformers.models.ovis2.modeling_ovis2.Ovis2RMSNorm": "rms_norm",
     "transformers.models.pixtral.modeling_pixtral.PixtralRMSNorm": "rms_norm",

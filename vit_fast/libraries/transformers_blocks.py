@@ -98,6 +98,14 @@ INTERNVL = Layer(
     dropouts=("dropout",),
     layer_scales=("lambda_1", "lambda_2"),
 )
+PIXIO = Layer(
+    ("layernorm_before", "layernorm_after"),
+    "attention",
+    ("dropout", "drop_path"),
+    dropouts=("dropout",),
+    drop_path="drop_path",
+)
+JANUS = Layer(("layer_norm1", "layer_norm2"), "self_attn", dropouts=("mlp.dropout1", "mlp.dropout2"))
 AIMV2 = Layer(("rms_norm1", "rms_norm2"), "attention", mlp="ffn")
 CLIP = Layer(("layer_norm1", "layer_norm2"), "self_attn")
 
@@ -273,6 +281,13 @@ LAYERS: dict[str, tuple[type[FusedLayer], str]] = {
     "metaclip_2": (layer_of(CLIP), "MetaClip2Encoder"),
     "unlimited_ocr": (layer_of(CLIP), "UnlimitedOcrEncoder"),
     "ovis2": (layer_of(AIMV2), "Ovis2VisionEncoder"),
+    "janus": (layer_of(JANUS), "JanusVisionEncoder"),
+    "kosmos2": (layer_of(CLIP), "Kosmos2VisionEncoder"),
+    "owlv2": (layer_of(CLIP), "Owlv2Encoder"),
+    "owlvit": (layer_of(CLIP), "OwlViTEncoder"),
+    "pixio": (layer_of(PIXIO), "Pixio"),
+    "radio": (layer_of(DINOV2), "Radio"),
+    "yolos": (layer_of(VIT), "Yolos"),
 }
 
 

@@ -178,6 +178,8 @@ QWEN = layer_of(Layer(("norm1", "norm2"), "attn"), FusedPackedLayer)
 # Of each model with Qwen's layer and attention, rotated by halves: what its classes' names begin with.
 LIKE_QWEN = {
     "cohere_compass": "CohereCompassVision",
+    "ernie4_5_vl_moe": "Ernie4_5_VLMoeVision",
+    "glm4v": "Glm4vVision",
     "qwen2_5_vl": "Qwen2_5_VLVision",
     "qwen3_5": "Qwen3_5Vision",
     "qwen3_5_moe": "Qwen3_5MoeVision",

@@ -71,16 +71,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scal
 
 @operator("vit_fast::attention_varlen_backward")
 def attention_varlen_backward_op(
-    grad_output: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    max_seqlen: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_output: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, out: Tensor, lse: Tensor,
+    max_seqlen: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv of `attention_varlen_op`, contiguous."""
     gradients = new_gradients(q, k, v)
     _write_gradients(grad_output, (q, k, v), cu_seqlens, out, lse, gradients, max_seqlen, scale)
@@ -88,17 +81,7 @@ def attention_varlen_backward_op(
 
 
 @fake(attention_varlen_backward_op)
-def _(
-    grad_output: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    max_seqlen: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad_output: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return new_gradients(q, k, v)
 
 
@@ -152,9 +135,7 @@ def attention_varlen_qkvpacked_backward_op(
 
 
 @fake(attention_varlen_qkvpacked_backward_op)
-def _(
-    grad_output: Tensor, qkv: Tensor, cu_seqlens: Tensor, out: Tensor, lse: Tensor, max_seqlen: int, scale: float
-) -> Tensor:
+def _(grad_output: Tensor, qkv: Tensor, *args: Any) -> Tensor:
     return qkv.new_empty(qkv.shape)
 
 
@@ -188,9 +169,7 @@ def attention_masked_backward_op(
 
 
 @fake(attention_masked_backward_op)
-def _(
-    grad_output: Tensor, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor, out: Tensor, lse: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad_output: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return new_gradients(q, k, v)
 
 
