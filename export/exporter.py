@@ -31,14 +31,14 @@ from .graphs import prepend
 from .metadata import inspect_onnx, metadata_for, write_metadata
 from .optimise import count_nodes, forget_inner_shapes, optimise
 from .options import ATTENTION_OPSET, ExportOptions, Precision, Target, opset_for
-from .photographs import as_inputs, left_over, photographs
+from .photographs import CALIBRATION_IMAGES, as_inputs, left_over, photographs
 from .preprocessing import preprocessing_model
 from .quantise import Quantised, quantise
 from .report import ExportReport
 from .tensorrt import trtexec_line
 from .verification import BATCHES, verify_file, verify_preprocessing
 
-CALIBRATION_IMAGES, HELD_OUT_IMAGES = 32, 64
+HELD_OUT_IMAGES = 64
 LEAST_HELD_OUT = 32
 """Fewer images say little of how often an answer changes in eight bits."""
 

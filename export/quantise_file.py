@@ -15,11 +15,9 @@ from vit_fast.errors import UnsupportedInputError
 from . import model_files
 from .metadata import inspect_onnx
 from .options import ExportOptions, Target
-from .photographs import as_inputs, photographs
+from .photographs import CALIBRATION_IMAGES, as_inputs, photographs
 from .quantise import Quantised, quantise
 from .signature import read_signature
-
-CALIBRATION_IMAGES = 32
 
 
 def quantise_file(source: Path, path: Path, target: Target, files: Sequence[Path]) -> Quantised:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from fused_models import assert_within
+from kernel_support import DEVICE  # with it the interpreter computes bf16 as a GPU does
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -50,7 +52,8 @@ class Graph:
     def __init__(self, model: nn.Module, example: Tensor, batch: int) -> None:
         self.model, self.batch, self.replays = model, batch, 0
         self.input = example.new_zeros((batch, *example.shape[1:]))
-        self.output = model(self.input)
+        with torch.no_grad():
+            self.output = model(self.input)
         Graph.made.append(self)
 
     def replay(self, images: Tensor) -> Any:
@@ -227,3 +230,40 @@ def test_what_is_compiled_is_exported_as_a_package(model, images, engine, tmp_pa
     assert [path.name for path in written] == ["model.pt2", "optimize.json"]
     output = packed[0].module()(images.bfloat16())
     torch.testing.assert_close(output.float(), model(images), atol=0.3, rtol=0.1)
+
+
+def test_fp8_is_calibrated_and_computes(images, graphs: list[Graph], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the interpreter: on photographs, and on the example where no library says how those are prepared."""
+    torch.manual_seed(0)
+    model = vit_fast.create_model("vit_test", backend="eager", depth=1).eval()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    example, plain = images[:2], Choice(attention="triton", mlp="triton", precision="fp8")
+    with torch.no_grad():
+        expected = model(example)
+    seen: list[list[Tensor]] = []
+    calibrate = vit_fast.tuning.build.calibrate
+    monkeypatch.setattr(
+        "vit_fast.tuning.build.calibrate", lambda work, batches: calibrate(work, seen.append([*batches]) or seen[-1])
+    )
+    for choice, given in ((plain, nn.Sequential(model)), (dataclasses.replace(plain, graphs=True), model)):
+        optimized = build(choice, given, example, expected, ())
+        output = optimized(example)
+        assert output.dtype == torch.float32 and not torch.equal(output, expected)
+        assert torch.nn.functional.cosine_similarity(output, expected).min() > 0.98
+    on_example, on_photographs = seen
+    assert len(graphs) == 1
+    assert torch.equal(on_example[0], example)
+    assert sum(map(len, on_photographs)) == 32 and on_photographs[0].shape == example.shape
+    assert model.state_dict().keys() == state.keys()
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def test_fp8_says_why_it_is_not_here(model, images, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vit_fast.tuning.build.fp8_reasons", lambda device: [f"{device} has no e4m3"])
+    (wanted,) = (choice for choice in choices.candidates(torch.device(DEVICE), ["fp8"]) if choice.precision == "fp8")
+    trials = Trials(model, images, Expected(model, images), (), Rule(0.0))
+    with pytest.raises(Refused, match="cpu has no e4m3"):
+        trials.prepare(wanted, 60)
+    on_cuda = [choice for choice in choices.candidates(torch.device("cuda"), ["fp8"]) if choice.precision == "fp8"]
+    assert {choice.graphs for choice in on_cuda} == {False, True}
+    assert not any(choice.precision == "fp8" for choice in choices.candidates(torch.device("cuda"), ["bf16"]))

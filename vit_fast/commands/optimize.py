@@ -30,7 +30,7 @@ def optimize(
     batch: Annotated[int, typer.Option(help="Images a call.", min=1)] = 1,
     img_size: Annotated[str | None, typer.Option(help="Pixels a side; default: the model's.", metavar="N|HxW")] = None,
     allow: Annotated[
-        str | None, typer.Option(help="Number formats that may lose accuracy: bf16, fp16, int8.", metavar="A,B")
+        str | None, typer.Option(help="Number formats that may lose accuracy: bf16, fp16, int8, fp8.", metavar="A,B")
     ] = None,
     min_agreement: Annotated[
         float, typer.Option(help="Share of images that these must answer as the model does.", min=0, max=1)

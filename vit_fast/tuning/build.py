@@ -11,10 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ..calibration import calibrate
 from ..errors import UnsupportedInputError
 from ..freezing import freeze
 from ..fused import FusedModule
 from ..fusion import fuse
+from ..libraries.known import recognise
+from ..ops.fp8 import fp8_reasons
 from ..runtime import CompileMode, GraphRunner, compile
 from .calls import Function, of_images, only_images, tensors_in
 from .choices import DTYPES, Choice
@@ -31,7 +34,7 @@ def build(choice: Choice, model: nn.Module, example: Any, output: Any, photograp
         model: In evaluation mode.
         example: What it is called with: a tensor, a tuple of arguments, or a mapping of keyword arguments.
         output: What it gives for that.
-        photographs: Files to calibrate int8 with; none means the photograph inside matplotlib's wheel.
+        photographs: Files to calibrate int8 and fp8 with; none means the photograph inside matplotlib's wheel.
     Raises:
         UnsupportedInputError: the choice cannot be had for this model or here; all reasons.
     """
@@ -41,7 +44,7 @@ def build(choice: Choice, model: nn.Module, example: Any, output: Any, photograp
     if choice.runs_file:  # which cuts batches and counts threads by itself
         function, shares = session(choice, model, example, output, photographs), False
         return Optimized(model, choice, function, shares_weights=shares, output_dtypes=dtypes)
-    function, shares = _module(choice, model, example)
+    function, shares = _module(choice, model, example, photographs)
     if choice.split is not None:
         function = in_pieces(function, choice.split)
     if choice.threads is not None:
@@ -49,22 +52,50 @@ def build(choice: Choice, model: nn.Module, example: Any, output: Any, photograp
     return Optimized(model, choice, function, shares_weights=shares, output_dtypes=dtypes)
 
 
-def prepared_module(choice: Choice, model: nn.Module, example: Any) -> nn.Module:
+def prepared_module(choice: Choice, model: nn.Module, example: Any, photographs: Sequence[str | Path]) -> nn.Module:
     """A copy of the model in the choice's number format and fused as it says; it shares parameters where it can.
 
+    Args:
+        choice, model, example, photographs: As of build.
     Raises:
         UnsupportedInputError: nothing in the model can be fused, or the backend cannot run here.
     """
+    if choice.precision == "fp8" and (reasons := fp8_reasons(tensors_in(example)[0].device)):
+        raise UnsupportedInputError(choice.name, reasons)
     work = sharing_copy(model) if _shares_weights(choice) else copy.deepcopy(model).eval()
     if choice.precision is not None:
         work = work.to(DTYPES[choice.precision])
-    if choice.attention is not None or choice.mlp is not None:
+    if choice.precision == "fp8":
+        calibrate(work, _calibration_images(choice, model, example, photographs))
+        fuse(work, precision="fp8")
+    elif choice.backend_of("attention") or choice.backend_of("norm + MLP"):
         _fuse_parts(work, choice, shape_classes(model, example) if choice.by_shape else {})
     if choice.channels_last:
         work.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stub lacks it
     if choice.frozen and choice.engine != "compile" and not freeze(work):
         raise UnsupportedInputError(choice.name, ["nothing in the model can be frozen"])
     return work
+
+
+def _calibration_images(
+    choice: Choice, model: nn.Module, example: Any, photographs: Sequence[str | Path]
+) -> Sequence[Tensor]:
+    """Batches to look for ranges on: photographs, and where nobody says how they are prepared, the example."""
+    images = only_images(example)
+    if images is None:
+        raise UnsupportedInputError(choice.name, ["accepted are models that are called with images alone"])
+    from vit_fast.export.photographs import CALIBRATION_IMAGES, as_inputs
+    from vit_fast.export.photographs import photographs as read
+
+    data = None
+    try:
+        data = recognise(model).data_config
+    except UnsupportedInputError:
+        if not photographs:
+            return [images]
+    height, width = images.shape[2:]
+    inputs = as_inputs(read(photographs or None, CALIBRATION_IMAGES), data, (height, width), images.shape[1])
+    return inputs.split(len(images))
 
 
 def _shares_weights(choice: Choice) -> bool:
@@ -89,13 +120,13 @@ def _fuse_parts(work: nn.Module, choice: Choice, classes: Mapping[str, str]) -> 
             module.backend = backend
 
 
-def _module(choice: Choice, model: nn.Module, example: Any) -> tuple[Function, bool]:
+def _module(choice: Choice, model: nn.Module, example: Any, photographs: Sequence[str | Path]) -> tuple[Function, bool]:
     """A function by torch, and whether it reads the model's own weights."""
     if choice == Choice():
         return model, True
     if isinstance(model, OnnxFile):
         raise UnsupportedInputError(choice.name, ["the model is a file: accepted are runtimes of files"])
-    work = prepared_module(choice, model, example)
+    work = prepared_module(choice, model, example, photographs)
     function: Function = work
     frozen_in = choice.engine != "torch" and choice.frozen
     if frozen_in:

@@ -15,9 +15,10 @@ from ..ops.backends import triton_unavailable_reasons
 from ..version import installed
 
 Engine = Literal["torch", "compile", "max-autotune", "onnxruntime", "tensorrt", "openvino"]
-Precision = Literal["bf16", "fp16", "int8"]
-PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16", "int8")
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+Precision = Literal["bf16", "fp16", "int8", "fp8"]
+PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16", "int8", "fp8")
+# Of what torch computes; with fp8, of all but the linear layers' operands.
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 # About how long the first of each takes to prepare, in seconds; what the budget does not hold is not begun.
 _SECONDS: dict[Engine, float] = {
@@ -146,6 +147,9 @@ def candidates(device: torch.device, allowed: Collection[Precision]) -> list[Cho
         other: dict[str, Any] = {"attention": backends[0], "mlp": backends[0]} if on_cuda else {"frozen": True}
         found += [dataclasses.replace(compiled, **other), compiled]
         found += [dataclasses.replace(compiled, engine="max-autotune", **other)] if on_cuda else []
+    if "fp8" in allowed:  # elsewhere its row says why not
+        eight_bit = Choice(attention="triton", mlp="triton", precision="fp8")
+        found += [eight_bit, *([dataclasses.replace(eight_bit, graphs=True)] if on_cuda else [])]
     smaller: Precision = "fp16" if on_cuda else "int8"
     for choice in _runtimes(device):
         lossy = smaller in allowed and choice.engine != "openvino"

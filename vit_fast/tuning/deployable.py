@@ -56,7 +56,7 @@ def write(
             write_onnx(choice, model, path, images, photographs)
         else:
             path = aside / "model.pt2"
-            _write_program(prepared_module(choice, model, example), result, example, path)
+            _write_program(prepared_module(choice, model, example, photographs), result, example, path)
         (aside / FIGURES).write_text(
             json.dumps(result.answer.to_dict() | {"name": choice.name, "file": path.name}, indent=1) + "\n"
         )

@@ -146,10 +146,11 @@ def optimize(
             model itself is, against fp64. Else what keeps min_agreement is, too.
         min_agreement: The share of images that a lossy choice must answer as the model does: the same largest output
             or, of outputs that are no classes, nearly the same direction. Judged on the example and on `images`.
-        calibration: Image files and folders for int8; None means the photograph inside matplotlib's wheel.
+        calibration: Image files and folders for int8 and fp8; None means the photograph inside matplotlib's wheel, and
+            for fp8 of a model whose library is not known the example.
         latency_or_throughput: "throughput": the median duration of a call; "latency": what nine of ten stay below.
         memory_limit: Bytes that a choice may take beyond the model: weights of its own and the peak of a call.
-        allow: Number formats that may be tried where loss is allowed: "bf16", "fp16", "int8"; None means all.
+        allow: Number formats that may be tried where loss is allowed: "bf16", "fp16", "int8", "fp8"; None means all.
         images: More batches like the example, to judge agreement on.
         again: Whether to search although an answer is kept.
         progress: Called with what is being tried, and after how many seconds.
