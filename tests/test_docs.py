@@ -20,7 +20,10 @@ WITH_CODE = [name for name, text in PAGES.items() if "```python" in text]
 
 @pytest.mark.usefixtures("small_ceilings")
 @pytest.mark.parametrize("page", WITH_CODE)
-def test_code_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_runs(
+    page: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VIT_FAST_CACHE", str(tmp_path_factory.mktemp("answers")))  # of this page, for no other test
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     for number, (language, block) in enumerate(re.findall(r"```(python|sh)\n(.*?)```", PAGES[page], re.DOTALL)):
