@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from vit_fast import create_model, load, save
 from vit_fast.cli import main
 from vit_fast.data import ImageError, default_photograph, load_images
 from vit_fast.image_folder import ImageFolder
+from vit_fast.readers import ReaderLostError
 from vit_fast.train import TrainConfig, Trainer, TrainingError, train
 from vit_fast.training.config import config_for
 from vit_fast.training.datasets import PreparedImages, open_data
@@ -131,6 +133,20 @@ def test_augmentation_depends_on_epoch_and_seed_alone(
         assert not torch.equal(first[3][0], second[3][0])
         assert not torch.equal(first[3][0], PreparedImages(source, model, augment=True, seed=2)[3][0])
         assert not torch.equal(first[3][0], PreparedImages(source, model)[3][0])
+
+
+def test_a_killed_reader_is_named_and_the_run_resumed(folder: Path, tmp_path: Path) -> None:
+    data, config = open_data(folder), settings(batch_size=2)
+    rows = train(small_model(), data, tmp_path / "whole", config)
+
+    def kill(epoch: int, step: int, steps: int, measure: Measure) -> None:
+        for process in multiprocessing.active_children() if epoch == 1 and step == 1 else ():
+            process.kill()
+
+    with pytest.raises(ReaderLostError, match="has ended, with exit code -9"):
+        train(small_model(), data, tmp_path / "out", config, workers=1, on_step=kill)
+    assert not multiprocessing.active_children()
+    assert train(small_model(), data, tmp_path / "out", config, resume=True) == rows
 
 
 def _without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:

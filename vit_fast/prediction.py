@@ -25,7 +25,8 @@ from .errors import MissingPackageError
 from .files import check_replaceable
 from .model import VisionTransformer
 from .prediction_ray import cluster_tables
-from .prediction_rows import PredictionError, WorkerLostError, schema, tables
+from .prediction_rows import PredictionError, schema, tables
+from .readers import ReaderLostError
 
 __all__ = ["ENGINES", "Predicted", "PredictionError", "predict_to_parquet"]
 
@@ -114,10 +115,10 @@ def predict_to_parquet(
                     _whole(names[missing[0]], functools.partial(_write, table))
                     done += len(chunks[missing.pop(0)])
                     on_part(done)
-        except WorkerLostError as error:
+        except ReaderLostError as error:
             if done == last_lost_at:
                 chunk = chunks[missing[0]]
-                raise WorkerLostError(
+                raise PredictionError(
                     f"{error}; for the second time between {chunk[0]} and {chunk[-1]}. What was done before is kept: "
                     "the same again goes on from there"
                 ) from None

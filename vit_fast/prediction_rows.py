@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import multiprocessing.connection
-import signal
-import threading
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,16 +14,13 @@ from torch.utils.data import DataLoader, Dataset
 from .data import ImageError, make_transform, read_image
 from .errors import VitFastError
 from .model import VisionTransformer
+from .readers import batches_of
 
 BATCH_SIZE = 32  # images at once
 
 
 class PredictionError(VitFastError, RuntimeError):
     """A run that cannot go on."""
-
-
-class WorkerLostError(PredictionError):
-    """A process that reads images ended before its work did."""
 
 
 class _Files(Dataset[tuple[Tensor, str]]):
@@ -77,7 +70,7 @@ def tables(
         size: Rows a table.
     Raises:
         ValueError: an image's logits are not finite.
-        WorkerLostError: such a process ended before its work did.
+        ReaderLostError: such a process ended before its work did.
     """
     import pyarrow as pa
 
@@ -92,7 +85,7 @@ def _rows(
 ) -> Generator[dict[str, Any]]:
     parameter = next(model.parameters())
     order = iter(files)
-    for images, errors in _batches(_Files(files, model), workers):
+    for images, errors in batches_of(DataLoader(_Files(files, model), BATCH_SIZE, num_workers=workers)):
         tokens = model.forward_features(images.to(parameter.device, parameter.dtype))
         logits, embeddings = (model.forward_head(tokens, pre_logits=pre_logits) for pre_logits in (False, True))
         assert isinstance(logits, Tensor) and isinstance(embeddings, Tensor)  # in evaluation mode
@@ -113,41 +106,3 @@ def _rows(
                 "probabilities": probabilities.float().numpy(),
                 "embedding": embedding.numpy(),
             }
-
-
-def _batches(files: _Files, workers: int) -> Generator[tuple[Tensor, Sequence[str]]]:
-    """Inputs and reasons, BATCH_SIZE at once.
-
-    Where a process of a DataLoader ends, torch raises from a signal's handler, wherever this process is just then. Here
-    the signal is left alone: the loader notices, too, when it is asked for the next batch, or cannot take that.
-
-    Raises:
-        WorkerLostError: such a process ended before its work did.
-    """
-    others = set(multiprocessing.active_children())
-    batches = iter(DataLoader(files, BATCH_SIZE, num_workers=workers))
-    readers = [process for process in multiprocessing.active_children() if process not in others]
-    handled = workers > 0 and threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL) if handled else None
-    ended: list[multiprocessing.process.BaseProcess] = []
-    try:
-        while not ended:
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            except Exception:  # torch's of a lost process, or whatever the connection to it gives
-                gone = multiprocessing.connection.wait([process.sentinel for process in readers], timeout=1.0)
-                for process in readers:
-                    if process.sentinel in gone:
-                        process.join()  # its end of the pipe closes a moment before it has an exit code
-                ended = [process for process in readers if process.exitcode]
-                if not ended:
-                    raise
-            else:
-                yield batch
-    finally:
-        del batches  # ends the others, and waits for them
-        if handled:
-            signal.signal(signal.SIGCHLD, before)
-    raise WorkerLostError(f"a process that reads images has ended, with exit code {ended[0].exitcode}")

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from .model import VisionTransformer
+from .readers import batches_of
 from .training.config import TrainConfig
 from .training.datasets import LabelledImages, PreparedImages, TrainingData, mixed_seed
 from .training.processes import ALONE, Processes
@@ -57,6 +58,7 @@ def train(
     Raises:
         ImageError: an image is not usable.
         TrainingError: out holds another run, or the loss is not finite.
+        ReaderLostError: one of the workers was killed; to be resumed.
         ValueError: model and data differ in classes, the model does not pool, or the batch cannot be shared out.
     """
     if model.config.num_classes != len(data.train.class_names):
@@ -95,7 +97,7 @@ def train(
         images.epoch = epoch  # workers are started anew, and see it
         sampler.set_epoch(epoch)
         measures: list[Measure] = []
-        for step, batch in enumerate(loader):
+        for step, batch in enumerate(batches_of(loader)):
             measures.append(trainer.step(*batch))
             on_step(epoch, step, steps, measures[-1])
         seen = sum(measure.seen for measure in measures)
@@ -128,7 +130,8 @@ def _measure(trainer: Trainer, source: LabelledImages, workers: int) -> Measure:
     own = list(range(rank, len(source), world))
     filled = own + [0] * (math.ceil(len(source) / world) - len(own))
     images: Subset[tuple[Tensor, int]] = Subset(PreparedImages(source, trainer.model), filled)
-    return trainer.measure(DataLoader(images, trainer.config.batch_size // world, num_workers=workers), len(own))
+    loader = DataLoader(images, trainer.config.batch_size // world, num_workers=workers)
+    return trainer.measure(batches_of(loader), len(own))
 
 
 def _best(rows: list[Row]) -> int:
