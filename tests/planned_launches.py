@@ -177,17 +177,31 @@ def block_cases() -> Iterator[tuple[Any, Arguments]]:
         settings = (1, 0.125, 1e-6, 1e-5, "layer_norm", "gelu", *of_qk, dtype != FP32, dtype)
         none = (None,) * 8
         for inner in (
-            BlockTensors._make((*tensors, None, None, None, None)),
-            fold(BlockTensors._make((*tensors, None, None, None, None)), dtype),
+            BlockTensors(*tensors),
+            fold(BlockTensors(*tensors), dtype),
         ):
-            yield block_op, (x, None, *inner[:16], *none, *inner[16:], *settings)
-        call = (x, None, *tensors, None, None, *none, *settings)
+            yield block_op, (x, None, *inner[:16], *none, *inner[16:18], *settings, None, None, None, "none", 0.0)
+        call = (x, None, *tensors, None, None, *none, *settings, None, None, "none", 0.0)
         yield block_training_op, call
         y, _, rows, statistics, *kept = block_training_op(*call)
         rows = rows if dtype == FP32 else x
         yield (
             block_backward_op,
-            (y, rows, statistics, *kept, *tensors, None, None, *none, 0.125, "layer_norm", "gelu", *of_qk),
+            (
+                y,
+                rows,
+                statistics,
+                *kept,
+                *tensors,
+                None,
+                None,
+                *none,
+                0.125,
+                "layer_norm",
+                "gelu",
+                *of_qk,
+                *(None, None, "none"),
+            ),
         )
 
 
@@ -205,14 +219,16 @@ def modern_cases() -> Iterator[tuple[Any, Arguments]]:
     normed = (vector, None, vector, None, table, table, *everything), ("rms_norm", 1e-6, "head", 1, "interleaved", 0)
     padded = (*turned, None, torch.ones(2, 17, dtype=torch.bool)), ("none", 0.0, "head", 1, "interleaved", 0)
     packed = (*turned, bounds, None), ("none", 0.0, "head", 1, "half", 9)
-    for of_qk, qk_settings in (rotated, normed, padded, packed):
-        x = x[:1] if of_qk is packed[0] else x
+    none, inside = ((None, None), "none"), ((zeros(F), zeros(F)), "layer_norm")
+    kinds = *((kind, none) for kind in (rotated, normed, padded, packed)), (rotated, inside)
+    for (of_qk, qk_settings), (affine, inner) in kinds:
+        x = zeros(1 if of_qk is packed[0] else 2, 17, C)
         settings = (1, 0.125, 1e-6, 1e-5, "rms_norm", "silu", *qk_settings, True, BF16)
-        yield block_op, (x, None, *tensors, *of_qk, None, None, *settings)
-        call = (x, None, *tensors, *of_qk, *settings)
+        yield block_op, (x, None, *tensors, *of_qk, None, None, *settings, *affine, None, inner, 1e-6)
+        call = (x, None, *tensors, *of_qk, *settings, *affine, inner, 1e-6)
         yield block_training_op, call
         y, _, _, statistics, *kept = block_training_op(*call)
-        rest = (*tensors, *of_qk, 0.125, "rms_norm", "silu", *qk_settings)
+        rest = (*tensors, *of_qk, 0.125, "rms_norm", "silu", *qk_settings, *affine, inner)
         yield block_backward_op, (y, x, statistics, *kept, *rest)
 
 

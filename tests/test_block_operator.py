@@ -31,6 +31,7 @@ SETTINGS: dict[str, Any] = {
     "heads": HEADS, "attention_scale": None, "eps": (1e-6, 1e-5), "activation": "gelu", "next_statistics": True,
 }  # fmt: skip
 NO_QK_STEP = ("none", 0.0, "head", 0, "half", 0)  # neither norms nor positions
+NO_INNER_NORM = (None, None, "none")
 
 
 def make(dtype: torch.dtype, parameter_dtype: torch.dtype | None = None, **absent: None) -> tuple[Tensor, BlockTensors]:
@@ -100,14 +101,16 @@ def test_under_autocast(dtype: torch.dtype) -> None:
         hold(x, tensors)
 
 
-def arguments(x: Tensor, tensors: BlockTensors, next_statistics: bool = False) -> tuple[Any, ...]:
-    settings = (HEADS, 0.25, 1e-6, 1e-5, "layer_norm", "gelu", *NO_QK_STEP, next_statistics, x.dtype)
-    return (x, None, *tensors[:16], *(None,) * 8, *tensors[16:], *settings)
+def arguments(
+    x: Tensor, tensors: BlockTensors, next_statistics: bool = False, dtype: torch.dtype | None = None
+) -> tuple[Any, ...]:
+    settings = (HEADS, 0.25, 1e-6, 1e-5, "layer_norm", "gelu", *NO_QK_STEP, next_statistics, dtype or x.dtype)
+    return (x, None, *tensors[:16], *(None,) * 8, *tensors[16:18], *settings, None, None, None, "none", 0.0)
 
 
 def of_training(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Without the sums of folded weights."""
-    return *arguments[:26], *arguments[28:]
+    return *arguments[:26], *arguments[28:-3], *arguments[-2:]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -121,7 +124,19 @@ def test_opcheck(dtype: torch.dtype) -> None:
     rows = rows if dtype == torch.float32 else x.detach()
     torch.library.opcheck(
         block_backward_op,
-        (y, rows, statistics, *kept, *detached[:16], *(None,) * 8, 0.25, "layer_norm", "gelu", *NO_QK_STEP),
+        (
+            y,
+            rows,
+            statistics,
+            *kept,
+            *detached[:16],
+            *(None,) * 8,
+            0.25,
+            "layer_norm",
+            "gelu",
+            *NO_QK_STEP,
+            *NO_INNER_NORM,
+        ),
     )
 
 
@@ -131,7 +146,7 @@ def test_folded_beforehand_it_is_the_same(dtype: torch.dtype) -> None:
     with torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16):
         frozen = fold(tensors, torch.bfloat16)
         assert_equal(by_one(x, None, frozen), by_one(x, None, tensors))
-        torch.library.opcheck(block_op, (*arguments(x.detach(), frozen)[:-1], torch.bfloat16))
+        torch.library.opcheck(block_op, arguments(x.detach(), frozen, dtype=torch.bfloat16))
         tensors.fc1_weight.zero_()  # it follows no change
         assert not torch.equal(by_one(x, None, frozen)[0], by_one(x, None, tensors)[0])
     with pytest.raises(UnsupportedInputError, match="they give no gradient"):

@@ -39,6 +39,7 @@ class Kind:
         layout, prefix: Of the rotation.
         head_dim: Channels of a head.
         keys: Which keys queries meet: "all", "packed" images, or those that a "mask" leaves.
+        inner: Kind of the norm of the hidden layer, or "none".
     """
 
     norm: str = "layer_norm"
@@ -50,6 +51,7 @@ class Kind:
     prefix: int = 1
     head_dim: int = 16
     keys: str = "all"
+    inner: str = "none"
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -63,10 +65,16 @@ class Kind:
         lengths = torch.tensor([[N], [N - 3]], device=DEVICE)
         return Keys(mask=torch.arange(N, device=DEVICE) < lengths) if self.keys == "mask" else None
 
+    @property
+    def inner_norm(self) -> tuple[str, float]:
+        """With its epsilon, as a block takes it."""
+        return self.inner, 1e-5
+
 
 KINDS = {
     "DINOv3": Kind(),
     "EVA": Kind(layout="interleaved", gated=True),
+    "EVA, a norm inside": Kind(layout="interleaved", gated=True, inner="layer_norm"),
     "a table an image": Kind(leading=(B,), prefix=0, head_dim=20),
     "a table a head": Kind(leading=(1, HEADS)),
     "interleaved a head": Kind(leading=(B, HEADS), layout="interleaved"),
@@ -92,6 +100,8 @@ def _make(kind: Kind) -> tuple[list[Tensor], list[str], Rope | None]:
     }  # fmt: skip
     if kind.gated:
         shapes |= {"gate_weight": (HIDDEN, C), "gate_bias": (HIDDEN,)}
+    if kind.inner != "none":
+        shapes |= {"inner_weight": (HIDDEN,), "inner_bias": (HIDDEN,)}
     if kind.qk is not None:
         width = (inner if kind.over == "width" else kind.head_dim,)
         shapes |= {"q_weight": width, "k_weight": width}
@@ -100,7 +110,7 @@ def _make(kind: Kind) -> tuple[list[Tensor], list[str], Rope | None]:
     shapes = {"x": (*kind.sizes, C), **{name: shape for name, shape in shapes.items() if shape is not None}}
     leaves = [
         torch.randn(shape, device=DEVICE, dtype=torch.float64) * (1 if name == "x" else 0.3)
-        + (1 if name.endswith("norm") or name in ("q_weight", "k_weight") else 0)
+        + (1 if name.endswith("norm") or name in ("q_weight", "k_weight", "inner_weight") else 0)
         for name, shape in shapes.items()
     ]
     if kind.leading is None:
@@ -129,6 +139,7 @@ def _eager(kind: Kind, t: dict[str, Tensor], rope: Rope | None) -> Tensor:
         x, t["norm2_weight"], t.get("norm2_bias"), t["fc1_weight"], t["fc1_bias"], t["fc2_weight"], t["fc2_bias"],
         eps=1e-5, activation="silu", layer_scale=t["scale2"], norm=kind.norm, gate_weight=t.get("gate_weight"),
         gate_bias=t.get("gate_bias"), backend="eager",
+        inner_norm=None if kind.inner == "none" else Norm(t["inner_weight"], t["inner_bias"], 1e-5, kind.inner),
     )  # fmt: skip
 
 
@@ -139,7 +150,7 @@ def _tensors(t: dict[str, Tensor]) -> BlockTensors:
 def _fused(kind: Kind, x: Tensor, tensors: BlockTensors, qk_norm: QkNorm | None, rope: Rope | None) -> Tensor:
     return fused_block(
         x, None, tensors, heads=HEADS, attention_scale=None, eps=(1e-6, 1e-5), norm=kind.norm, activation="silu",
-        qk_norm=qk_norm, rope=rope, keys=kind.among(),
+        qk_norm=qk_norm, rope=rope, keys=kind.among(), inner_norm=kind.inner_norm,
     )[0]  # fmt: skip
 
 
@@ -183,7 +194,7 @@ def test_folded_beforehand(kind: str) -> None:
     t = {name: leaf.bfloat16() for name, leaf in zip(names, leaves)}
     wide = {name: leaf.double() for name, leaf in t.items()}
     with torch.no_grad():
-        folded = fold(_tensors(t), torch.bfloat16, KINDS[kind].norm)
+        folded = fold(_tensors(t), torch.bfloat16, KINDS[kind].norm, inner_norm=KINDS[kind].inner)
         ours = _fused(KINDS[kind], t["x"], folded, _qk_norm(KINDS[kind], t), rope)
         eager, exact = _eager(KINDS[kind], t, rope), _eager(KINDS[kind], wide, rope)
     assert_rule({"y": ours}, {"y": eager}, {"y": exact})
@@ -199,7 +210,7 @@ def test_pairs_brought_together_beforehand(kind: str, repeated: bool) -> None:
     if rope is not None and repeated:  # each number twice, as transformers hands them
         given = rope._replace(cos=torch.cat([rope.cos] * 2, -1), sin=torch.cat([rope.sin] * 2, -1))
     with torch.no_grad():
-        folded = fold(_tensors(t), torch.bfloat16, KINDS[kind].norm, KINDS[kind].head_dim)
+        folded = fold(_tensors(t), torch.bfloat16, KINDS[kind].norm, KINDS[kind].head_dim, KINDS[kind].inner)
         together = None if given is None else neighbours(given, KINDS[kind].head_dim)
         ours = _fused(KINDS[kind], t["x"], folded, None, together)
         at_once = _fused(KINDS[kind], t["x"], _tensors(t), None, rope)
@@ -209,7 +220,9 @@ def test_pairs_brought_together_beforehand(kind: str, repeated: bool) -> None:
         assert torch.equal(ours, at_once)
 
 
-@pytest.mark.parametrize("kind", ["DINOv3", "EVA", "a table a head", "qk-norm", "packed", "padded"])
+@pytest.mark.parametrize(
+    "kind", ["DINOv3", "EVA", "EVA, a norm inside", "a table a head", "qk-norm", "packed", "padded"]
+)
 def test_opcheck(kind: str) -> None:
     leaves, names, rope = _make(KINDS[kind])
     t = {name: leaf.float().requires_grad_() for name, leaf in zip(names, leaves)}
@@ -221,12 +234,15 @@ def test_opcheck(kind: str) -> None:
     among = (cu_seqlens, mask)
     settings = (HEADS, 0.25, 1e-6, 1e-5, KINDS[kind].norm, "silu", *flat[6:], longest, False, torch.float32)
     tensors = _tensors(t)[:16]
-    torch.library.opcheck(block_training_op, (t["x"], None, *tensors, *flat[:6], *among, *settings))
+    affine, inner = (t.get("inner_weight"), t.get("inner_bias")), KINDS[kind].inner_norm
+    training = (t["x"], None, *tensors, *flat[:6], *among, *settings, *affine, *inner)
+    torch.library.opcheck(block_training_op, training)
     plain = [None if tensor is None else tensor.detach() for tensor in (*tensors, *flat[:6], *among)]
     x = t["x"].detach()
-    torch.library.opcheck(block_op, (x, None, *plain, None, None, *settings))
-    y, _, rows, statistics, *kept = block_training_op(x, None, *plain, *settings)
-    backward = (0.25, KINDS[kind].norm, "silu", *flat[6:], longest)
+    affine = tuple(None if tensor is None else tensor.detach() for tensor in affine)
+    torch.library.opcheck(block_op, (x, None, *plain, None, None, *settings, *affine, None, *inner))
+    y, _, rows, statistics, *kept = block_training_op(x, None, *plain, *settings, *affine, *inner)
+    backward = (0.25, KINDS[kind].norm, "silu", *flat[6:], longest, *affine, inner[0])
     torch.library.opcheck(block_backward_op, (y, rows, statistics, *kept, *plain, *backward))
 
 

@@ -100,6 +100,14 @@ def test_the_norm_inside_eva02s_mlp_is_of_the_kernels() -> None:
     vit_fast.fuse(ours, backend="triton").require_all()
     for found, before in zip(outputs(ours, images), expected, strict=True):
         torch.testing.assert_close(found, before, rtol=1e-3, atol=1e-3 * before.abs().max().item())
+    with torch.no_grad():
+        assert vit_fast.freeze(ours) == ("blocks.0", "blocks.1")
+        torch.testing.assert_close(ours(images), expected[0], rtol=1e-3, atol=1e-3 * expected[0].abs().max().item())
+        for parameter in ours.blocks.parameters():
+            parameter.mul_(0.5)
+        changed = ours(images)
+        vit_fast.unfreeze(ours)
+        torch.testing.assert_close(changed, ours(images), rtol=1e-3, atol=1e-3)
 
 
 def test_attention_maps_are_of_rotated_q_and_k() -> None:

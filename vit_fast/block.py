@@ -86,11 +86,6 @@ def drops(dropouts: tuple[Slot, ...]) -> bool:
 
 
 def runs_whole(parts: BlockParts, backend: str) -> bool:
-    """Whether the block is one operator now, but for a drop path."""
-    return runs_by_kernels(parts, backend) and parts.mlp is not None and parts.mlp.inner_norm is None
-
-
-def runs_by_kernels(parts: BlockParts, backend: str) -> bool:
     """Whether the block is nothing but kernels now: none of it is a module, drops elements, or is being exported."""
     simulated = parts.fp8 is not None and parts.fp8.simulated  # which any device can do
     if (backend != "triton" and not simulated) or parts.attention is None or parts.mlp is None or is_exporting():
@@ -128,13 +123,14 @@ def run_block(
     """
     mlp: Any = parts.mlp
     attention: Any = parts.attention
-    in_one = attend is None and backend == "triton" and mlp.inner_norm is None
+    in_one = attend is None and backend == "triton"
     if in_one and not is_exporting() and not _drops_a_path(attention, mlp):
         tensors, rope = _tensors_for(parts, x, rope)
         y, emitted = fused_block(
             x if x.dim() == 3 else x[None], statistics, tensors, heads=attention.num_heads,
             attention_scale=attention.scale, eps=(attention.norm.eps, mlp.norm.eps), norm=mlp.norm.kind,
             activation=mlp.activation, qk_norm=attention.qk_norm and attention.qk_norm.now(), rope=rope, keys=keys,
+            inner_norm=_inner_norm(mlp),
             next_statistics=next_statistics,
         )  # fmt: skip
         return (y if x.dim() == 3 else y[0]), emitted
@@ -209,9 +205,14 @@ def freeze_parts(parts: BlockParts) -> None:
         parts.fp8.kept_of(parts).refresh()
     elif parts.frozen is None or parts.frozen.dtype != dtype:
         sources, tensors = frozen_sources(attention, mlp), partial(block_tensors, attention, mlp)
-        parts.frozen = Frozen(sources, tensors, dtype, mlp.norm.kind, attention.paired_head)
+        parts.frozen = Frozen(sources, tensors, dtype, mlp.norm.kind, attention.paired_head, _inner_norm(mlp)[0])
     else:
         parts.frozen.refresh()
+
+
+def _inner_norm(mlp: MlpParts) -> tuple[str, float]:
+    """Kind and epsilon of the norm inside."""
+    return ("none", 0.0) if mlp.inner_norm is None else (mlp.inner_norm.kind, mlp.inner_norm.eps)
 
 
 def _drops_a_path(attention: AttentionParts, mlp: MlpParts) -> bool:

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from .block import drops, forward_block, parts_of, positions_of, runs_by_kernels, runs_whole
+from .block import drops, forward_block, parts_of, positions_of, runs_whole
 from .config import ViTConfig
 from .errors import UnsupportedInputError
 from .freezing import Freezable
@@ -93,7 +93,7 @@ class Block(Freezable):
             x = self._attend(x, rope)
             return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
         if not drops(parts.mlp.dropouts):
-            attend = None if runs_by_kernels(parts, self.backend) else partial(self._attend, rope=rope)
+            attend = None if runs_whole(parts, self.backend) else partial(self._attend, rope=rope)
             return forward_block(self, parts, x, rope=rope, backend=self.backend, attend=attend)
         x = self._attend(x, rope)
         if self.backend == "triton":

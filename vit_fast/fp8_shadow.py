@@ -109,10 +109,11 @@ def simulate(shadow: nn.Module) -> tuple[list[Simulated], dict[str, str]]:
 
 def left_reasons(parts: BlockParts) -> list[str]:
     """Why the kernels cannot run a block as a whole, whatever its device."""
-    if runs_whole(parts, "triton"):
+    inside = parts.mlp is not None and parts.mlp.inner_norm is not None
+    if runs_whole(parts, "triton") and not inside:
         return []
     reasons = [*parts.attention_reasons, *parts.mlp_reasons]
-    if parts.mlp is not None and parts.mlp.inner_norm is not None:
+    if inside:
         reasons.append("its MLP has a norm inside: the kernels of e4m3 take none")
     return reasons or ["its attention and MLP are not of one block that the kernels run as a whole"]
 

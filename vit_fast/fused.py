@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .block import drops, forward_block, parts_of, run_blocks, run_mlp, runs_by_kernels, runs_whole
+from .block import drops, forward_block, parts_of, run_blocks, run_mlp, runs_whole
 from .freezing import Freezable
 from .ops.attention_op import DTYPES, MAX_HEAD_DIM, MIN_HEAD_DIM
 from .ops.backends import resolve_backend
@@ -237,14 +237,14 @@ class FusedNormMlp(Freezable, FusedModule):
         return self.ready() is None
 
     def whole(self) -> BlockParts | None:
-        """Its parts where it is a block that is one operator now."""
+        """Its parts where it is a block that is nothing but kernels now."""
         parts = parts_of(self)
-        return parts if self._runs_by_kernels(parts) and runs_whole(parts, self.vit_fast_backend) else None
+        return parts if self._runs_whole(parts) else None
 
-    def _runs_by_kernels(self, parts: BlockParts) -> bool:
+    def _runs_whole(self, parts: BlockParts) -> bool:
         attention: Any = parts.attention
         backend = self.vit_fast_backend
-        return runs_by_kernels(parts, backend) and attention.module.vit_fast_backend == backend
+        return runs_whole(parts, backend) and attention.module.vit_fast_backend == backend
 
     def norm_mlp(self, parts: BlockParts, x: Tensor) -> Tensor:
         """x + drop_path(layer_scale * MLP(LN(x))) for x [..., C], by the parts of ready()."""
@@ -269,7 +269,7 @@ class FusedNormMlp(Freezable, FusedModule):
             rope: Its rotary positions, where it is ordinary and has some.
             keys: Likewise, which keys queries meet.
         """
-        by_modules = None if ordinary and self._runs_by_kernels(parts) else attend
+        by_modules = None if ordinary and self._runs_whole(parts) else attend
         return forward_block(self, parts, x, rope=rope, keys=keys, backend=self.vit_fast_backend, attend=by_modules)
 
 

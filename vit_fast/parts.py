@@ -206,15 +206,18 @@ def block_tensors(attention: AttentionParts, mlp: MlpParts) -> BlockTensors:
     """The parameters of a block as they are now; separate linear layers of q, k and v joined."""
     first = (*attention.norm.tensors(), *attention.qkv.tensors(), *tensors_of(attention.proj), scale_of(attention))
     gate = (None, None) if mlp.gate is None else mlp.gate.tensors()
-    everything: Any = (*first, *mlp.tensors(), scale_of(mlp), *gate)
+    inner = (None, None) if mlp.inner_norm is None else mlp.inner_norm.tensors()
+    everything: Any = (*first, *mlp.tensors(), scale_of(mlp), *gate, None, None, *inner)
     return BlockTensors(*everything)
 
 
 def frozen_sources(attention: AttentionParts, mlp: MlpParts) -> list[Slot]:
     """The parameters that something is kept of where a block is frozen: of norms, qkv and fc1, and other weights."""
     linears = (attention.qkv, mlp.fc1, *(() if mlp.gate is None else (mlp.gate,)))
+    inner = () if mlp.inner_norm is None else (*mlp.inner_norm.slots, (mlp.fc2, "bias"))
     return [
         *(slot for norm in (attention.norm, mlp.norm) for slot in norm.slots),
+        *inner,
         *(slot for linear in linears for slot in (*linear.weights, *linear.biases)),
         (attention.proj, "weight"),
         (mlp.fc2, "weight"),

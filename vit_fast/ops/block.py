@@ -24,8 +24,11 @@ from .layer_norm_mlp import needs_gradient, residual_stream
 from .rotary_op import flat_settings
 
 
-def fold(tensors: BlockTensors, dtype: torch.dtype, norm: str = "layer_norm", paired_head: int = 0) -> BlockTensors:
-    """The same block with its LayerNorms folded into qkv and fc1, for matmuls of a dtype: of a model that is frozen.
+def fold(
+    tensors: BlockTensors, dtype: torch.dtype, norm: str = "layer_norm", paired_head: int = 0, inner_norm: str = "none"
+) -> BlockTensors:
+    """The same block with its norms folded into qkv, fc1 and, where there is one inside the MLP, fc2, for matmuls of a
+    dtype: of a model that is frozen.
 
     The folded weights follow no change of the parameters, and give no gradients.
 
@@ -37,18 +40,21 @@ def fold(tensors: BlockTensors, dtype: torch.dtype, norm: str = "layer_norm", pa
 
     with torch.no_grad():
         t = BlockTensors._make(tensor if tensor is None else tensor.detach() for tensor in tensors)
-        qkv, fc1 = fold_linears(
-            [
-                NormedLinear(
-                    t.qkv_weight, t.qkv_bias, t.norm1_weight, t.norm1_bias, is_rms(norm), paired_head=paired_head
-                ),
-                NormedLinear(
-                    t.fc1_weight, t.fc1_bias, t.norm2_weight, t.norm2_bias, is_rms(norm), t.gate_weight, t.gate_bias
-                ),
-            ],
-            dtype,
-        )
-        sums = [no_tensor(folded.shift) if folded.weight_sum is None else folded.weight_sum for folded in (qkv, fc1)]
+        linears = [
+            NormedLinear(t.qkv_weight, t.qkv_bias, t.norm1_weight, t.norm1_bias, is_rms(norm), paired_head=paired_head),
+            NormedLinear(
+                t.fc1_weight, t.fc1_bias, t.norm2_weight, t.norm2_bias, is_rms(norm), t.gate_weight, t.gate_bias
+            ),
+        ]
+        if inner_norm != "none":
+            linears.append(NormedLinear(t.fc2_weight, t.fc2_bias, t.inner_weight, t.inner_bias, is_rms(inner_norm)))
+        qkv, fc1, *fc2 = fold_linears(linears, dtype)
+        kept = (qkv, fc1, *fc2)
+        sums = [no_tensor(folded.shift) if folded.weight_sum is None else folded.weight_sum for folded in kept]
+        if fc2:
+            t = t._replace(
+                fc2_weight=fc2[0].weight, fc2_bias=fc2[0].shift, fc2_sum=sums[2], inner_weight=None, inner_bias=None
+            )
         return t._replace(
             norm1_weight=None, norm1_bias=None, qkv_weight=qkv.weight, qkv_bias=qkv.shift, qkv_sum=sums[0],
             norm2_weight=None, norm2_bias=None, fc1_weight=fc1.weight, fc1_bias=fc1.shift, fc1_sum=sums[1],
@@ -69,6 +75,7 @@ def fused_block(
     qk_norm: QkNorm | None = None,
     rope: Rope | None = None,
     keys: Keys | None = None,
+    inner_norm: tuple[str, float] = ("none", 0.0),
     next_statistics: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """A block, with row statistics handed in and out.
@@ -85,6 +92,7 @@ def fused_block(
         qk_norm: Of q and k, before they are rotated.
         rope: Rotary positions of q and k.
         keys: Which keys queries meet; of packed sequences B is 1. None means all of an image.
+        inner_norm: Kind and epsilon of a norm of the hidden layer before fc2, of a kind of norm or "none".
         next_statistics: Whether a LayerNorm follows that takes the statistics of the rows over.
     Returns:
         [B, N, C] in x.dtype, in place of fp16 and bf16 in autocast's where that is on; and the statistics of its rows,
@@ -101,10 +109,11 @@ def fused_block(
     among, longest = _checked_keys(x, keys)
     qk_settings = (qk_kind, qk_eps, over, prefix, layout)
     settings = (heads, attention_scale, *eps, norm, activation, *qk_settings, longest, wanted, dtype)
+    plain, sums, inner = tensors[:16], tensors[16:18], tensors[18:]
     if not needs_gradient(x, *tensors, *of_qk):
-        y, emitted = block_op(x, statistics, *tensors[:-2], *of_qk, *among, *tensors[-2:], *settings)
+        y, emitted = block_op(x, statistics, *plain, *of_qk, *among, *sums, *settings, *inner, *inner_norm)
     elif tensors.qkv_sum is None:
-        y, emitted, *_ = block_training(x, statistics, *tensors[:-2], *of_qk, *among, *settings)
+        y, emitted, *_ = block_training(x, statistics, *plain, *of_qk, *among, *settings, *inner[:2], *inner_norm)
     else:
         reason = "they give no gradient: use the parameters themselves, or torch.no_grad"
         raise UnsupportedInputError("a block of folded weights where gradients are recorded", [reason])

@@ -87,6 +87,8 @@ class BlockTensors(NamedTuple):
         gate_weight, gate_bias: Like fc1's, of a gate.
         qkv_sum, fc1_sum: Where `fold` has folded the LayerNorms into the weights, what the rounding left in their rows,
             fp32 [3 H D] and [F], empty behind RMSNorms, where that is nothing. The norms' own parameters are None then.
+        inner_weight, inner_bias: Of a norm of the hidden layer before fc2 [F].
+        fc2_sum: Likewise of fc2 [C], where there is such a norm.
     """
 
     norm1_weight: Tensor | None
@@ -107,6 +109,9 @@ class BlockTensors(NamedTuple):
     gate_bias: Tensor | None = None
     qkv_sum: Tensor | None = None
     fc1_sum: Tensor | None = None
+    inner_weight: Tensor | None = None
+    inner_bias: Tensor | None = None
+    fc2_sum: Tensor | None = None
 
 
 class BlockScales(NamedTuple):

@@ -32,11 +32,11 @@ class Frozen:
         block: Gives all parameters of the block, as they are folded.
         dtype: Of the matmuls.
         norm: The kind of the norms.
-        paired_head: As `fold` takes it.
+        paired_head, inner_norm: As `fold` takes them.
     Attributes:
         dtype, paired_head: Those.
-        tensors: W'', c and s of qkv, then of fc1; where the weights are of another dtype, those of proj and fc2 behind
-            them; the same tensors for as long as this lives.
+        tensors: W'', c and s of qkv, of fc1, and of fc2 where a norm is inside the MLP; where the weights are of
+            another dtype, those of proj and fc2 behind them; the same tensors for as long as this lives.
     """
 
     def __init__(
@@ -46,8 +46,9 @@ class Frozen:
         dtype: torch.dtype,
         norm: str = "layer_norm",
         paired_head: int = 0,
+        inner_norm: str = "none",
     ) -> None:
-        self.dtype, self.paired_head, self._norm = dtype, paired_head, norm
+        self.dtype, self.paired_head, self._norm, self._inner_norm = dtype, paired_head, norm, inner_norm
         self.tensors: list[Tensor] = []
         self._sources, self._block = sources, block
         self._lock = threading.Lock()
@@ -80,8 +81,9 @@ class Frozen:
     def _made(self) -> list[Tensor]:
         """`tensors`, of the weights as they are now."""
         block = self._block()
-        t = fold(block, self.dtype, self._norm, self.paired_head)
+        t = fold(block, self.dtype, self._norm, self.paired_head, self._inner_norm)
         found: list[Any] = [t.qkv_weight, t.qkv_bias, t.qkv_sum, t.fc1_weight, t.fc1_bias, t.fc1_sum]
+        found += [] if t.fc2_sum is None else [t.fc2_weight, t.fc2_bias, t.fc2_sum]
         if block.proj_weight.dtype != self.dtype or block.fc2_weight.dtype != self.dtype:
             found += [t.proj_weight, t.fc2_weight]
         return found
@@ -91,11 +93,15 @@ class Frozen:
     ) -> BlockTensors:
         """A block of what is kept; weight, bias and LayerScale of proj, and of fc2, as they are now."""
         qkv_weight, qkv_bias, qkv_sum, fc1_weight, fc1_bias, fc1_sum, *cast = self.tensors
+        fc2_sum = None
+        if self._inner_norm != "none":
+            weight, bias, fc2_sum, *cast = cast
+            fc2 = weight, bias, fc2[2]
         if cast:
-            proj, fc2 = (cast[0], *proj[1:]), (cast[1], *fc2[1:])
+            proj, fc2 = (cast[0], *proj[1:]), (cast[1], *fc2[1:])  # of a norm inside the same again
         return BlockTensors(
             None, None, qkv_weight, qkv_bias, *proj, None, None, fc1_weight, fc1_bias, *fc2,
-            qkv_sum=qkv_sum, fc1_sum=fc1_sum,
+            qkv_sum=qkv_sum, fc1_sum=fc1_sum, fc2_sum=fc2_sum,
         )  # fmt: skip
 
     def ensure_current(self) -> None:
