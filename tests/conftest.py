@@ -15,7 +15,8 @@ HAS_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported: before any kernel is decorated
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ["VIT_FAST_CACHE"] = "/nowhere/at/all"  # what was once found on this machine decides nothing in a test
+# What was once found on this machine decides nothing in a test; this folder not even root can make.
+os.environ["VIT_FAST_CACHE"] = f"{os.devnull}/nowhere"
 
 import pytest  # noqa: E402  # the environment above must be set before anything imports triton
 from hypothesis import HealthCheck, settings  # noqa: E402  # as above

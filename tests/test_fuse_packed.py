@@ -209,7 +209,7 @@ def test_nan_in_one_image_stays_in_it() -> None:
 
 
 def test_a_whole_chat_model_runs_its_tower_by_ours() -> None:
-    """fuse(model) as well as fuse(model.visual); the language model is left, and said to be."""
+    """fuse(model) as well as fuse(model.visual): all that sees is fused; what reads is named, and none of ours."""
     text = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
     rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
     text |= {"num_key_value_heads": 2, "vocab_size": 100, "rope_parameters": rope, "bos_token_id": 0, "eos_token_id": 0}
@@ -223,7 +223,8 @@ def test_a_whole_chat_model_runs_its_tower_by_ours() -> None:
     assert {row.name for row in report.fused} == {
         f"model.visual.blocks.{i}{part}" for i in (0, 1) for part in ("", ".attn")
     }
-    assert all(row.name.startswith("model.language_model.") for row in report.left)
+    assert report.require_all().elsewhere == ("model.language_model (Qwen2_5_VLTextModel)",)
+    assert "model.language_model (Qwen2_5_VLTextModel): a language model" in str(report)
     grid = torch.tensor([[1, 4, 6], [1, 2, 2]], device=DEVICE)
     ids = torch.tensor([[1, 92, *[90] * 6, 93, 7, 92, 90, 93, 5]], device=DEVICE)
     types = (ids == 90).int()

@@ -17,7 +17,7 @@ from .fused import Finding, FusedBlocks, FusedModule, FusedNormMlp, device_of, d
 from .fusion_report import FusionReport, ModuleReport
 from .layers import PatchEmbed
 from .libraries import ours
-from .libraries.known import fused_form, left_reason
+from .libraries.known import fused_form, left_reason, reads_text
 from .model import VisionTransformer
 from .ops.backends import auto_reasons, resolve_backend, triton_unavailable_reasons
 from .patch_embed import FusedPatchConv, FusedPatchEmbed, check_normalize, find_patch_conv
@@ -90,14 +90,14 @@ def fuse(
     plan.apply()
     if choice is not None:
         rows = fp8.annotated(plan.rows, choice, dtype_of(model))
-        return FusionReport(resolved, tuple(rows), (), precision, choice.notes)
+        return FusionReport(resolved, tuple(rows), (), precision, choice.notes, tuple(plan.elsewhere))
     for name, other in known.items():
         if other != resolved:
             _set_backend_of_part(model.get_submodule(name), other)
     why = auto_reasons(device_of(model), dtype_of(model)) if backend == "auto" and resolved != "triton" else ()
     if known:
         why = ("vit_fast.optimize found it to be the fastest here",)
-    return FusionReport(resolved, tuple(plan.rows), why)
+    return FusionReport(resolved, tuple(plan.rows), why, elsewhere=tuple(plan.elsewhere))
 
 
 def unfuse(model: nn.Module) -> None:
@@ -138,6 +138,7 @@ class _Plan:
     def __init__(self, model: nn.Module, requested: str, resolved: str) -> None:
         self.requested, self.resolved = requested, resolved
         self.rows: list[ModuleReport] = []
+        self.elsewhere: list[str] = []
         self.changes: list[Change] = []
         self._spoken_for: dict[nn.Module, bool] = {}
         self._blocks: set[nn.Module] = set()  # whose norm and MLP are fused from now on
@@ -187,7 +188,10 @@ class _Plan:
                 self.changes.append(([module], lambda: _give_class(module, FusedBlocks, self.requested)))
             self._spoken_for[module] = found
             return found
-        inside_unknown = inside_unknown or HANDS_ON.search(type(module).__name__) is not None
+        inside_language = bool(name) and reads_text(module)
+        if inside_language and not inside_unknown:
+            self.elsewhere.append(f"{name} ({type(module).__qualname__})")
+        inside_unknown = inside_unknown or inside_language or HANDS_ON.search(type(module).__name__) is not None
         looks_fusable = LOOKS_FUSABLE.search(type(module).__name__) is not None
         found = self._children(name, module, inside_unknown or looks_fusable)
         if looks_fusable and not (found or inside_unknown) and next(module.parameters(), None) is not None:

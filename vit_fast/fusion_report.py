@@ -42,6 +42,8 @@ class FusionReport:
         backend_reasons: Why "auto" did not mean triton, where it was asked for and did not.
         precision: What was asked for beside the model's own; None where nothing was.
         precision_notes: What was measured of it.
+        elsewhere: Language models inside the model, whose attention and MLPs are neither fused nor left: they see
+            nothing. What is in them of classes that are known is fused, CLIP's text towers for one.
     """
 
     backend: str
@@ -49,6 +51,7 @@ class FusionReport:
     backend_reasons: tuple[str, ...] = ()
     precision: str | None = None
     precision_notes: tuple[str, ...] = ()
+    elsewhere: tuple[str, ...] = ()
 
     @property
     def fused(self) -> tuple[ModuleReport, ...]:
@@ -79,13 +82,14 @@ class FusionReport:
         """A table: equal modules of consecutive blocks share a line."""
         precision = f", precision {self.precision}" if self.precision else ""
         title = f"backend {self.backend}{precision}: {len(self.fused)} fused, {len(self.left)} left"
+        elsewhere = [f"{each}: a language model, left but for parts of known classes" for each in self.elsewhere]
         if not self.modules:
-            return f"{title} (no attention or MLP that vit_fast knows)"
+            return "\n".join([f"{title} (no attention or MLP that vit_fast knows)", *elsewhere])
         rows = [(*row[:3], "; ".join(row[3])) for row in _grouped(self.modules)]
         header = ("module", "part", "what happened", "reasons and notes")
         widths = [max(len(row[i]) for row in (header, *rows)) for i in range(3)]
         about = [f"backend {self.backend}: {'; '.join(self.backend_reasons)}"] if self.backend_reasons else []
-        about += [f"precision {self.precision}: {note}" for note in self.precision_notes]
+        about += [f"precision {self.precision}: {note}" for note in self.precision_notes] + elsewhere
         lines = [title, *about, _table_line(header, widths)]
         return "\n".join(lines + [_table_line(row, widths) for row in rows])
 

@@ -89,3 +89,8 @@ def left_reason(cls: type[nn.Module]) -> str | None:
     """Why a class is never fused, where that is known."""
     library = FUSABLE.get(cls.__module__.partition(".")[0])
     return None if library is None else library.left_reason(cls)
+
+
+def reads_text(module: nn.Module) -> bool:
+    """Whether it is a language model of transformers: it sees nothing."""
+    return getattr(module, "input_modalities", None) in ("text", ("text",))
