@@ -124,7 +124,7 @@ def linear_residual(
         residual: In the dtype of h or in fp32; so is the result then.
         statistics: Whether a LayerNorm follows that takes them over; only for half-precision results.
         dtype: Of the result where there is no residual; None means that of h.
-        out8: Written, beside statistics: the result divided by out_scale, fp32 [C], in e4m3 [M, C]; None: it is not.
+        out8: Written: the result divided by out_scale, fp32 [C], in e4m3 [M, C]; None: it is not.
     """
     M, C = h.shape[0], weight.shape[0]
     bias, scale = (vector if vector is None else vector.contiguous() for vector in (bias, scale))
@@ -137,8 +137,9 @@ def linear_residual(
     )  # fmt: skip
     if prefers_library(operands, "residual"):
         out = library.linear_residual(h, weight, bias, scale, residual, dtype)
-        if row_part is not None:
-            row_statistics_launch(out, row_part, out8, out_scale).run()
+        if row_part is not None or out8 is not None:
+            found = new_statistics(M, C, h.device) if row_part is None else row_part
+            row_statistics_launch(out, found, out8, out_scale).run()
         return out, row_part
     config, splits = residual_config(operands)
     if splits == 1:

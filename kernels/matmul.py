@@ -24,8 +24,8 @@ The epilogues, with acc = A B of row m and column n:
 
 Operands of e4m3 (`fp8.py`) carry scales: of "residual" they are in `scale` and `bias`, of "layer_norm", "rotary" and
 "gated" acc is multiplied by `scale`. What is written in e4m3 is divided by out_scale. Products of e4m3 are added up by
-sm_90's tensor cores in about 14 bits, throughout K: an error of 2^-13 where operands have one of 2^-4, and what fp32
-sums every 128 products would cost are registers that 128 x 256 tiles do not have.
+sm_90's tensor cores in about 14 bits, throughout K: every 32 of them cost up to 2^-13 of the sum, where operands have
+an error of 2^-4 each; what fp32 sums every 128 products would cost are registers that 128 x 256 tiles do not have.
 
 Of an RMSNorm folded in there is no weight_sum, and mean is 0.
 

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vit_fast import UnsupportedInputError
 from vit_fast.accuracy import judge
+from vit_fast.kernels import linear
 from vit_fast.kernels.device import Gpu
 from vit_fast.kernels.fp8 import to_e4m3
 from vit_fast.kernels.layer_norm import new_statistics
@@ -221,6 +222,24 @@ def test_what_passes_the_scales_saturates() -> None:
     assert not torch.equal(y, hold(x, parameters(torch.bfloat16), few))
 
 
+def test_rows_of_weights_of_next_to_nothing_leave_their_bias() -> None:
+    """fp32 cannot hold a bias divided by what their products would be multiplied by."""
+    x = an_input()
+    tensors = parameters(torch.bfloat16)
+    for weight in (tensors.qkv_weight, tensors.proj_weight, tensors.fc1_weight, tensors.fc2_weight):
+        weight[3] *= 1e-37
+    assert hold(x, tensors, some_scales(x)).isfinite().all()
+
+
+def test_rows_in_e4m3_without_statistics_where_a_library_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "prefers_library", lambda *_: True)
+    h, weight = (torch.randn(shape, device=DEVICE).bfloat16() for shape in ((19, 64), (48, 64)))
+    out8, scale = torch.zeros(19, 48, device=DEVICE, dtype=E4M3), 2.0 ** torch.randint(-5, 1, (48,), device=DEVICE)
+    out, statistics = linear.linear_residual(h, weight, None, None, None, out8=out8, out_scale=scale)
+    assert statistics is None
+    assert torch.equal(out8.double(), reference.quantize_e4m3(out, scale))
+
+
 def test_a_nan_stays_in_its_image() -> None:
     x = an_input()
     tensors, scales = parameters(torch.bfloat16), some_scales(x)
@@ -304,6 +323,7 @@ def test_refusals_of_scales() -> None:
         (scales._replace(proj=scales.qkv), r"scales\.proj is torch\.float32 of shape \(96,\): accepted is .* \(\)"),
         (scales._replace(qkv=scales.qkv.double()), r"scales\.qkv is torch\.float64"),
         (scales._replace(fc2=torch.zeros((), device=DEVICE)), r"scales\.fc2 holds 0 to 0: accepted are positive"),
+        (scales._replace(fc2=torch.full((), 1e-40, device=DEVICE)), r"scales\.fc2 holds 9.* finite reciprocals"),
         (scales._replace(fc1=scales.qkv * torch.nan), r"scales\.fc1 holds nan to nan"),
     ):
         with pytest.raises(ValueError, match=word):
@@ -320,6 +340,8 @@ def test_refusals_name_every_reason() -> None:
     narrow = tensors._replace(fc2_weight=tensors.fc2_weight[:, :30])
     with pytest.raises(UnsupportedInputError, match=r"fc2 reads rows of 30 channels: .*16 \(scales\.fc2=None"):
         quantize_block(narrow, scales, torch.bfloat16)
+    with pytest.raises(UnsupportedInputError, match="inner_weight, fc2_sum given: accepted are blocks not folded"):
+        quantize_block(tensors._replace(inner_weight=x, fc2_sum=x), scales, torch.bfloat16)
     with pytest.raises(UnsupportedInputError) as refused, torch.enable_grad():
         fused_block_fp8(x.float().requires_grad_(), x, None, block, None, norm="rms_norm", **settings)
     for word in ("x is torch.float32", "x requires a gradient", "norm is 'rms_norm'", "x8 is torch.bfloat16"):

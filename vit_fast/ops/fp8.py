@@ -72,19 +72,21 @@ def quantize_block(
 
     Args:
         tensors: The parameters themselves, in `dtype` or fp32.
-        scales: Of the operands: positive and finite.
+        scales: Of the operands: positive and finite, as are their reciprocals.
         dtype: Of the activations, and of what is not quantised: float16 or bfloat16.
         norm: "layer_norm" or "rms_norm".
         paired_head: D, where rotary positions of layout "half" without qk-norm are to be turned as neighbours, by the
             matmul where all heads share them; else 0.
     Raises:
-        ValueError: a scale has another shape, or is not a positive finite number.
+        ValueError: a scale has another shape, or it or its reciprocal is not a positive finite number.
         UnsupportedInputError: FP8 cannot run on these; lists all reasons.
     """
     rms = is_rms(norm)
     reasons = fp8_reasons(tensors.qkv_weight.device)
     if dtype not in _HALF:
         reasons.append(f"dtype is {dtype}: accepted are float16, bfloat16")
+    if others := [name for name, tensor in list(tensors._asdict().items())[16:] if tensor is not None]:
+        reasons.append(f"{', '.join(others)} given: accepted are blocks not folded and without a norm inside the MLP")
     for name, weight, scale, columns in _layers(tensors, scales):
         _check_scale(name, scale, columns)
         if scale is not None and weight.shape[1] % _DIVISOR:
@@ -129,9 +131,9 @@ def _check_scale(name: str, scale: Tensor | None, columns: int | None) -> None:
         raise ValueError(
             f"scales.{name} is {scale.dtype} of shape {tuple(scale.shape)}: accepted is float32 of shape {accepted}"
         )
-    if not bool(((scale > 0) & scale.isfinite()).all()):
+    if not bool(((scale > 0) & scale.isfinite() & scale.reciprocal().isfinite()).all()):  # kernels multiply by that
         raise ValueError(f"scales.{name} holds {float(scale.min()):g} to {float(scale.max()):g}: accepted are positive "
-                         "finite numbers")  # fmt: skip
+                         "finite numbers with finite reciprocals")  # fmt: skip
 
 
 def _normed(

@@ -166,12 +166,13 @@ def fp8_weight(weight: Tensor, scale: Tensor, norm_weight: Tensor | None = None)
         norm_weight: gamma [K] of the norm before it, which is folded in; None means ones.
     Returns:
         Numbers of e4m3, fp64 [F, K]; and what their products with the operand's are multiplied by, fp32 [F]: the
-        largest magnitude of a row becomes 448.
+        largest magnitude of a row becomes 448, but a row that would be multiplied by less than 2^-100 becomes zeros.
+        fp32 could not hold a bias divided by that.
     """
     folded = weight.double() if norm_weight is None else weight.double() * norm_weight.double()
     folded = folded * scale.double()
     rows = (folded.abs().amax(1) / E4M3_MAX).float()
-    rows = rows.masked_fill(rows == 0, 1)
+    rows = rows.masked_fill(rows < 2.0**-100, 1)
     return quantize_e4m3(folded, rows[:, None]), rows
 
 
