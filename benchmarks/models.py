@@ -255,7 +255,11 @@ def _function(name: str) -> Callable[[], nn.Module]:
         raise ValueError(f"{name}: {error}; accepted is module:function, importable from here") from None
 
     def checked() -> nn.Module:
-        model = make()
+        try:
+            model = make()
+        except Exception as error:  # whatever theirs raises
+            what = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{name}() raises {what}; accepted is a function without arguments") from error
         if not isinstance(model, nn.Module):
             raise ValueError(f"{name}() gives a {type(model).__name__}: accepted is an nn.Module of images")
         return model.eval()

@@ -32,6 +32,9 @@ def convolution():
 
 def number():
     return 5
+
+def sized(size):
+    return convolution()
 """
 
 
@@ -129,6 +132,7 @@ def test_a_function_gives_a_model(in_a_folder: Path) -> None:
         (["--models", "my_models:none"], "accepted is module:function"),
         (["--models", "no_such_module:none"], "no_such_module"),
         (["--models", "my_models:number"], "gives a int: accepted is an nn.Module"),
+        (["--models", "my_models:sized"], "my_models:sized() raises TypeError: sized() missing"),
         (["--models", "timm:test_vit", "--img-size", "63"], "timm:test_vit"),
         (["--models", "vit_test", "--img-size", "1x2x3"], "accepted are a side, or HEIGHTxWIDTH"),
         (["--models", "vit_test", "--img-size", "ax2"], "--img-size ax2"),

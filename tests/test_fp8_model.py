@@ -106,6 +106,25 @@ def test_fusing_again_goes_back_and_forth() -> None:
     assert not any(isinstance(module, fp8_scales.Fp8Scales) for module in model.modules())
 
 
+def test_new_scales_are_followed() -> None:
+    model, given = calibrated("timm-vit")
+    with torch.no_grad():
+        vit_fast.fuse(model, precision="fp8")
+        model(**given)
+        vit_fast.calibrate(model, 50 * given["x"])
+        found = model(**given)
+        vit_fast.fuse(model, precision="fp8")
+        assert torch.equal(found, model(**given)), "weights were kept that had been rounded for other scales"
+
+
+def test_agreement_is_measured_on_a_model_converted_since() -> None:
+    subject = SUBJECTS["timm-vit"]
+    model = subject.build().eval().to(DEVICE)
+    vit_fast.calibrate(model, subject.inputs()["x"])
+    report = vit_fast.fuse(model.to(torch.bfloat16), precision="fp8", min_agreement=0.01)
+    assert "calibration images" in str(report)
+
+
 def test_a_model_in_fp8_is_copied_pickled_saved_and_loaded(tmp_path: Path) -> None:
     model, given = calibrated("ours")
     x = given["images"]
@@ -166,6 +185,8 @@ def test_kept_layers_by_name() -> None:
         vit_fast.fuse(model, precision="fp8", keep=("*.fc7",))
     with pytest.raises(TypeError, match=r"keep='.*': accepted are several"):
         vit_fast.fuse(model, precision="fp8", keep="*.fc2")
+    with pytest.raises(TypeError, match=r"keep=\[3\]: accepted are names"):
+        vit_fast.fuse(model, precision="fp8", keep=3)  # type: ignore[arg-type]  # that is the point
     with torch.no_grad():
         assert torch.equal(model(**given).logits, some), "a refusal changes nothing"
         vit_fast.fuse(model, "triton")

@@ -121,6 +121,8 @@ def test_bad_input_ends_in_one_line_and_status_2(
         ((photo, "--weights", weights, "--classes", tmp_path / "gap.json"), "class names"),
         ((photo, "--weights", weights, "--classes", tmp_path / "absent.txt"), "no such file"),
         ((photo, "--weights", weights, "--backend", "cuda"), "cuda"),
+        ((photo, "--onnx", "m.onnx", "--data-config", tmp_path / "absent.json"), "--data-config"),
+        ((photo, "--onnx", "m.onnx", "--data-config", tmp_path / "three.txt"), "three.txt: accepted is a file of JSON"),
         ((photo, "--weights", no_head), "no classification head"),
         ((photo, "--weights", nan_weights), "not finite"),
     ):

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from .errors import UnsupportedInputError
-from .fp8_agreement import IMAGES
+from .fp8_agreement import IMAGES, as_taken
 from .fp8_scales import LEAST, LINEARS, MOST, give_scales
 from .fp8_shadow import Look, Simulated, simulate
-from .fused import device_of, dtype_of
+from .fused import device_of
 from .fusion import shadow_of
 from .ops import reference
 from .ops.descriptions import BlockScales, Norm
@@ -113,6 +113,8 @@ def _check(model: nn.Module) -> None:
         raise TypeError(f"model is a {type(model).__name__}: accepted is a torch.nn.Module")
     if hasattr(model, "_orig_mod"):
         raise ValueError("model is compiled: accepted is the module itself, calibrate and fuse it before compiling")
+    if device_of(model).type == "meta":
+        raise ValueError("model is on meta: accepted is one with weights, load them first")
     if model.training:
         raise ValueError("model is in training mode: accepted is evaluation mode, call eval() first")
 
@@ -122,7 +124,7 @@ def _batches(model: nn.Module, images: Any) -> list[Tensor]:
         images = images.split(BATCH) if images.dim() > 1 else [images]
     elif isinstance(images, str | bytes) or not isinstance(images, Iterable):
         raise TypeError(f"images is a {type(images).__name__}: accepted is a tensor, or an iterable of batches")
-    device, dtype, batches = device_of(model), dtype_of(model), []
+    batches = []
     for number, batch in enumerate(images):
         if isinstance(batch, tuple | list) and batch:
             batch = batch[0]
@@ -132,7 +134,7 @@ def _batches(model: nn.Module, images: Any) -> list[Tensor]:
                 f"images: batch {number} is {what}: accepted is a tensor [B, ...], or a tuple with one first"
             )
         if len(batch):
-            batches.append(batch.detach().to(device, dtype if batch.is_floating_point() else None))
+            batches.append(as_taken(model, batch))
     if not batches:
         raise ValueError("images holds none: accepted is one or more")
     return batches
@@ -146,16 +148,22 @@ def _observe(shadow: nn.Module, blocks: list[Simulated], batches: list[Tensor]) 
         def look(linear: str, x: Tensor) -> None:
             for rows in x.flatten(1, -2).cpu().numpy():
                 if not observers[block.name][linear].add(rows):
-                    name = block.linears[linear][0]
-                    raise ValueError(f"images: what {name} reads is infinite or undefined on them")
+                    undefined.append(block.linears[linear][0])
 
         return look
 
+    undefined: list[str] = []
     for block in blocks:
         block.look = looking(block)
     with torch.inference_mode():
         for batch in batches:
-            shadow(batch)
+            try:
+                shadow(batch)
+            except (RuntimeError, ValueError, TypeError) as error:
+                what = f"a batch of shape {tuple(batch.shape)}, {batch.dtype}"
+                raise ValueError(f"images: the model does not take {what}: {error}") from error
+            if undefined:
+                raise ValueError(f"images: what {undefined[0]} reads is infinite or undefined on them")
     return observers
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .errors import UnsupportedInputError
-from .fp8_agreement import IMAGES, find_kept
+from .fp8_agreement import IMAGES, as_taken, find_kept
 from .fp8_scales import LINEARS, Fp8Scales, scales_of
 from .fp8_shadow import simulate
 from .freezing import Freezable
@@ -97,7 +97,8 @@ def choose(model: nn.Module, shadow: nn.Module, keep: Iterable[str] | None, min_
             "min_agreement is given: call vit_fast.calibrate(model, images) first, on whose images it is measured"
         )
     everything = {name: own.all() for name, own in scales.items() if own}
-    found = find_kept(shadow, blocks, everything, IMAGES[model], min_agreement, asked)
+    images = [as_taken(model, batch) for batch in IMAGES[model]]  # it may have been converted, or moved, since
+    found = find_kept(shadow, blocks, everything, images, min_agreement, asked)
     for name, layers in found.kept.items():
         for layer in layers:
             kept[name].setdefault(layer, "min_agreement asks for it")
@@ -142,7 +143,8 @@ def annotated(rows: Sequence[ModuleReport], choice: Choice, dtype: torch.dtype |
         if row.fused and row.name in choice.linears and "MLP" in row.part:
             kept = choice.kept[row.name]
             inside = ", ".join(name for name in LINEARS if name not in kept)
-            notes = [f"in e4m3: {inside or 'nothing'}", *(f"{name} stays in {half}: {kept[name]}" for name in kept)]
+            stay = [f"{name} stays in {half}: {kept[name]}" for name in LINEARS if name in kept]
+            notes = [f"in e4m3: {inside or 'nothing'}", *stay]
         elif row.fused and row.name in choice.left:
             notes = [f"stays in {half}: {choice.left[row.name]}"]
         else:
@@ -158,11 +160,14 @@ def _kept_by_name(linears: Mapping[str, Mapping[str, Sequence[str]]], keep: Iter
         linears: By block and name of LINEARS, the names in the model.
         keep: Names, or patterns as of a shell.
     Raises:
-        TypeError: keep is one string.
+        TypeError: keep is one string, or no names.
         ValueError: a pattern is of no layer that can run in e4m3.
     """
     if isinstance(keep, str):
         raise TypeError(f"keep={keep!r}: accepted are several names, ({keep!r},) for one")
+    keep = list(keep) if isinstance(keep, Iterable) else [keep]
+    if not all(isinstance(pattern, str) for pattern in keep):
+        raise TypeError(f"keep={keep!r}: accepted are names of linear layers, or patterns of them")
     kept: dict[str, set[str]] = {block: set() for block in linears}
     for pattern in keep:
         found = [

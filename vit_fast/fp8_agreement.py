@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .errors import UnsupportedInputError
 from .fp8_scales import LINEARS
 from .fp8_shadow import Simulated
+from .fused import device_of, dtype_of
 from .ops.descriptions import BlockScales
 
 IMAGES_FOR_ORDER = 32
@@ -21,6 +22,11 @@ IMAGES: weakref.WeakKeyDictionary[nn.Module, list[Tensor]] = weakref.WeakKeyDict
 """What each model was calibrated on."""
 
 Linear = tuple[str, str]  # a block's name, and one of LINEARS
+
+
+def as_taken(model: nn.Module, batch: Tensor) -> Tensor:
+    """A batch on the model's device, and in its dtype where it is floating."""
+    return batch.detach().to(device_of(model), dtype_of(model) if batch.is_floating_point() else None)
 
 
 @dataclass(frozen=True)

@@ -158,9 +158,10 @@ def scales_of(block: nn.Module) -> Fp8Scales | None:
 
 
 def give_scales(block: nn.Module, scales: BlockScales) -> None:
-    """Puts these scales, all of them, into a block."""
+    """Puts these scales, all of them, into a block; weights that it keeps for other scales are dropped."""
     width = scales.qkv.shape[0]  # type: ignore[union-attr]  # which is there
     _place(block, width).set(scales)
+    block.__dict__.pop("vit_fast_parts", None)
 
 
 def runs_in_fp8(model: nn.Module) -> bool:

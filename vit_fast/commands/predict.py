@@ -225,7 +225,10 @@ def onnx_predictions(
     from ..data import read_image
     from ..export import OnnxRunner
 
-    given = None if data_config is None else json.loads(data_config.read_text(encoding="utf-8"))
+    try:
+        given = None if data_config is None else json.loads(data_config.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--data-config {data_config}: accepted is a file of JSON: {error}") from None
     runner = OnnxRunner(path, device, data_config=given, image_hw=None if img_size is None else (img_size, img_size))
 
     def rows() -> Iterator[tuple[Path, list[float]]]:
