@@ -10,7 +10,7 @@ from .records import Record
 from .rows import Row, resolution_of
 
 # What must be equal for two rows to be about the same thing.
-KEY_FIELDS = ("model", "task", "dtype", "requested_batch", "batch", "img_size", "subject")
+KEY_FIELDS = ("model", "task", "dtype", "requested_batch", "batch", "img_size", "data", "subject")
 
 
 def compare(first: Record, second: Record) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class Plan:
         images: Photographs that fill the batches.
         time_budget_s: Seconds after which nothing new is started; infinite when there is none.
         protocol: How long a measurement is.
-        training: Whether training steps are measured.
+        training: Whether training steps are measured; data: where their batches lie, see rows.Group.
         explain: Whether every subject is profiled, too; cold: whether its cold start is measured.
         search: Whether batch_sizes, in their order, are tried only as long as they gain anything.
         request: What make_plan was asked for, as plain data from which it makes the same plan again.
@@ -65,6 +65,7 @@ class Plan:
     time_budget_s: float
     protocol: Protocol
     training: bool = False
+    data: str = "device"
     explain: bool = False
     cold: bool = False
     search: bool = False
@@ -73,7 +74,7 @@ class Plan:
     def groups(self) -> list[Group]:
         """What is measured in turns, in its order."""
         return [
-            Group(model, dtype, batch_size, batch_size, self.training)
+            Group(model, dtype, batch_size, batch_size, self.training, self.data)
             for model in self.models
             for dtype in self.dtypes
             for batch_size in self.batch_sizes
@@ -89,7 +90,7 @@ class Plan:
         """Plain data for the record; images by name only."""
         return {
             "models": list(dict.fromkeys(model.name for model in self.models)),
-            **{name: self.request.get(name) for name in ("img_size", "train", "amp", "explain", "cold", "latency")},
+            **{n: self.request.get(n) for n in ("img_size", "train", "amp", "data", "explain", "cold", "latency")},
             "batch_sizes": ["best"] if self.search else list(self.batch_sizes),
             "dtypes": list(self.dtypes),
             "subjects": list(dict.fromkeys(s.label for chosen in self.selections.values() for s in chosen)),
@@ -111,6 +112,7 @@ def make_plan(
     img_size: Sequence[int] | Sequence[Sequence[int]] | None = None,
     train: bool = False,
     amp: bool = False,
+    data: str = "device",
     explain: bool = False,
     cold: bool = False,
     latency: bool = False,
@@ -130,6 +132,7 @@ def make_plan(
         img_size: Height and width of the images, or several such; None means each model's own.
         train: Measure training steps (forward, backward, AdamW), not inference.
         amp: The forward of these under autocast in bf16, the parameters in fp32.
+        data: "device", or "host": a call begins with the copy of its images to the GPU.
         explain: Profile every subject, too; see explain.explain.
         cold: Measure each from the start of a process to its first answer, too; see cold.cold_start.
         latency: One image a call, often enough for a 99th percentile.
@@ -151,6 +154,8 @@ def make_plan(
         raise ValueError("--latency: is of one image a call; accepted with it is --batch-sizes 1 or none")
     words = DEFAULT_MODELS[kind] if models is None else models
     found = _some("models", [model for word in words for size in _sizes(img_size) for model in find_models(word, size)])
+    if data != "device" and (data != "host" or kind == "cpu" or any(model.data is None for model in found)):
+        raise ValueError(f"--data {data}: accepted are device and, for images on a GPU, host; a CPU copies nothing")
     search = batch_sizes == "best"
     sizes = SEARCHED[kind] if batch_sizes == "best" else (1,) if latency else batch_sizes
     plan = Plan(
@@ -163,6 +168,7 @@ def make_plan(
         time_budget_s=budget or math.inf,
         protocol=protocol or (LATENCY if latency else PROTOCOLS[kind]),
         training=train,
+        data=data,
         explain=explain,
         cold=cold,
         search=search,

@@ -30,7 +30,7 @@ GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 @dataclass(frozen=True)
 class Posed:
-    """What all subjects of a group are asked: the task, batches on the device, and what the first must give."""
+    """What all subjects of a group are asked: the task, batches where its data is, what the first must give."""
 
     task: Task
     batches: list[Tensor]
@@ -46,15 +46,17 @@ def pose(group: Group, images: Sequence[Path], device: torch.device) -> Posed:
     """
     with out_of_memory_is_too_large():
         task, batches = ask(group, images, device)
-        return Posed(task, batches, expect(task, batches[0]))
+        return Posed(task, batches, expect(task, batches[0].to(device)))
 
 
 def ask(group: Group, images: Sequence[Path], device: torch.device) -> tuple[Task, list[Tensor]]:
-    """A group's task, and its batches on the device in turns."""
+    """A group's task, and its batches in turns: on the device, or pinned on the host, where no copy is waited for."""
     weights = weights_of(group.model, group.dtype)
     task = Task(group.model, weights, group.dtype, device, group.batch_size, group.training, group.dtype_name == "amp")
     views = image_views(images, group.model, max(8, min(group.batch_size, MAX_VIEWS)))
-    return task, rotating_batches(views, task.batch_size, task.dtype, task.device)
+    host = group.data == "host"
+    batches = rotating_batches(views, task.batch_size, task.dtype, torch.device("cpu") if host else device)
+    return task, [batch.pin_memory() for batch in batches] if host else batches
 
 
 @dataclass
@@ -155,7 +157,7 @@ def first_answer(selection: Selection, group: Group, images: Sequence[Path], dev
         outputs = [check()]
         synchronise(device)
         answered = time.monotonic()
-        verdict = judge(selection.subject, task, expect(task, batches[0]), outputs.pop())
+        verdict = judge(selection.subject, task, expect(task, batches[0].to(device)), outputs.pop())
         return {"answered": answered} if verdict.passed else {"status": "wrong", "reason": verdict.reason}
 
     found, why_not = _attempt(selection, group, answer)
@@ -172,7 +174,7 @@ def _callers(selection: Selection, task: Task, batches: list[Tensor]) -> tuple[o
         step = stepper(task, function, compiled)
 
     def call(number: int) -> object:
-        batch = batches[number % len(batches)]
+        batch = batches[number % len(batches)].to(task.device, non_blocking=True)  # itself where it lies there
         with torch.inference_mode(not task.training), selection.subject.context():
             if task.training:
                 return step(batch)
@@ -185,7 +187,7 @@ def _callers(selection: Selection, task: Task, batches: list[Tensor]) -> tuple[o
         if not task.training:
             return call(0)
         with selection.subject.context():
-            return step.gradients(batches[0], checked_rows(task), range(len(batches[0])))
+            return step.gradients(batches[0].to(task.device), checked_rows(task), range(len(batches[0])))
 
     return function, call, check
 

@@ -176,6 +176,8 @@ def read_any(path: str | Path) -> Record:
     missing = [name for name in needed if name not in record]
     if missing or not isinstance(record.get("rows"), list):
         raise ValueError(f"{path}: is a record without {', '.join(missing) or 'a list of rows'}")
+    for row in [*record["rows"], *record.get("controls", [])] if is_bench(record) else ():
+        row.setdefault("data", "device")  # before rows said so, there was no other
     return record
 
 

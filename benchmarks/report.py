@@ -71,7 +71,7 @@ def contests(record: Record) -> dict[str, list[Row]]:
     """The rows by what they compete in, fastest first, those of lower precision after the others."""
     grouped: dict[str, list[Row]] = {}
     for row in record["rows"]:
-        size = "x".join(map(str, row["img_size"]))
+        size = "x".join(map(str, row["img_size"])) + (", data on the host" if row["data"] == "host" else "")
         task = "" if row["task"] == "inference" else ", training step"
         title = f"{row['model']}{task}, {row['dtype']}, batch {row['requested_batch']}, {size}"
         grouped.setdefault(title, []).append(row)
@@ -138,6 +138,7 @@ def command(record: Record) -> str:
     if record["plan"]["images"] != ["grace_hopper.jpg"]:
         words += record["plan"]["images"]
     words += [f"--{name}" for name in ("train", "amp", "explain", "cold", "latency") if record["plan"].get(name)]
+    words += ["--data", "host"] if record["plan"].get("data") == "host" else []
     if size := record["plan"].get("img_size"):
         sizes = size if isinstance(size[0], list) else [size]
         words += ["--img-size", ",".join("x".join(map(str, sides)) for sides in sizes)]
@@ -161,9 +162,10 @@ def ceilings_line(record: Record) -> str:
 
 
 def label(row: Row) -> str:
-    """The subject; with its precision when that is lower, and the batch when it is not the one that was asked for."""
+    """The subject; its precision when that is lower, the batch when it is not what was asked for, data on the host."""
     notes = [str(row["precision"])] if is_lower(row) else []
     notes += [f"batch {row['batch']}"] if row["batch"] != row["requested_batch"] else []
+    notes += ["data on the host"] if row["data"] == "host" else []
     return f"{row['subject']} ({', '.join(notes)})" if notes else str(row["subject"])
 
 

@@ -46,6 +46,7 @@ class Group:
         batch_size: Images a call.
         requested_batch_size: What was asked for; larger when that did not fit into memory.
         training: Whether a training step is measured.
+        data: Where a call finds its batch: "device", or "host", from whose pinned memory the call copies it.
     """
 
     model: Model
@@ -53,6 +54,7 @@ class Group:
     batch_size: int
     requested_batch_size: int
     training: bool = False
+    data: str = "device"
 
     def __str__(self) -> str:
         return f"{self.model.name} {self.dtype_name} batch {self.batch_size}{' training' if self.training else ''}"
@@ -64,7 +66,7 @@ class Group:
     @property
     def contest(self) -> tuple[str | int, ...]:
         """What its rows compete in; see contest."""
-        return self.model.name, self.dtype_name, self.requested_batch_size, *self.sizes
+        return self.model.name, self.dtype_name, self.requested_batch_size, self.data, *self.sizes
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -75,7 +77,7 @@ class Group:
         """What a row of this subject, or a control, is about."""
         return {
             "subject": subject, "model": self.model.name, "dtype": self.dtype_name, "batch": self.batch_size,
-            "requested_batch": self.requested_batch_size, "img_size": list(self.sizes),
+            "requested_batch": self.requested_batch_size, "img_size": list(self.sizes), "data": self.data,
         }  # fmt: skip
 
     def least(self) -> dict[str, Work]:
@@ -176,10 +178,9 @@ def resolution_of(row: Row, controls: Sequence[Row], *, between_runs: bool = Fal
     field = "between_runs" if between_runs else "resolution"
     alike = {"img_size": row["img_size"]}  # of records whose controls do not say it
     fields = [(field if field in c else "resolution", c) for c in controls if contest(alike | c) == contest(row)]
-    found: list[float] = [control[name] for name, control in fields]
-    return max(found, default=float("inf"))
+    return max((float(control[name]) for name, control in fields), default=float("inf"))
 
 
 def contest(row: Row) -> tuple[Any, ...]:
     """What rows compete in."""
-    return row["model"], row["dtype"], row["requested_batch"], *row["img_size"]
+    return row["model"], row["dtype"], row["requested_batch"], row["data"], *row["img_size"]

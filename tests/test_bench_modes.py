@@ -1,20 +1,25 @@
-"""What else a run can be asked for: latency, the best batch by search, several image sizes, energy."""
+"""What else a run can be asked for: latency, the best batch by search, several image sizes, energy, data's place."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 import types
+from collections.abc import Callable
 
 import pytest
 import torch
 from bench_support import QUICK
 
-from vit_fast.benchmarks import conditions, html_report, report, runner
-from vit_fast.benchmarks.plan import LATENCY, make_plan
-from vit_fast.benchmarks.rows import PERCENTILE_REPEATS
-from vit_fast.benchmarks.subjects import Task
+from vit_fast.benchmarks import conditions, html_report, plan, preparation, report, runner
+from vit_fast.benchmarks.comparison import compare
+from vit_fast.benchmarks.plan import LATENCY, Plan, make_plan
+from vit_fast.benchmarks.records import read_record
+from vit_fast.benchmarks.rows import PERCENTILE_REPEATS, finish
+from vit_fast.benchmarks.subjects import Task, parse_label
 from vit_fast.benchmarks.subjects_models import build
+from vit_fast.data import default_photograph
 from vit_fast.measuring.timing import Protocol, percentile
 
 pytestmark = pytest.mark.usefixtures("small_ceilings")
@@ -137,3 +142,87 @@ def test_tf32_rounds_products_of_that_group_alone(add) -> None:
     assert [(row["dtype"], row["status"]) for row in record["rows"]] == [("fp32", "measured"), ("tf32", "measured")]
     assert seen == {"2": {before, "high"}} and torch.get_float32_matmul_precision() == before
     assert set(record["ceilings"]["matmul_TFLOP_per_s"]) == {"fp32", "tf32"}
+
+
+def on_host(monkeypatch: pytest.MonkeyPatch, **asked: object) -> Plan:
+    """What a GPU would be asked with --data host, on a CPU; pinning memory needs CUDA."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda batch: batch.clone())
+    made = make_plan(subjects=["eager", "timm"], batch_sizes=[2], protocol=QUICK, **VIT_TEST, **asked)
+    return dataclasses.replace(made, data="host", request=made.request | {"data": "host"})
+
+
+def test_data_on_the_host_is_said_by_rows_titles_labels_and_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = runner.run(on_host(monkeypatch))
+    assert [(row["status"], row["data"]) for row in record["rows"]] == [("measured", "host")] * 2
+    assert record["controls"][0]["data"] == record["plan"]["data"] == "host"
+    assert record["rows"][0]["best_peer"] == "timm" and record["rows"][0]["ratio_interval"] is not None
+    assert list(report.contests(record)) == ["vit_test, fp32, batch 2, 32x32, data on the host"]
+    page, table = html_report.render({"host": record}), report.markdown(record)
+    for text in (page, table):
+        assert "timm" in text and "(data on the host)" in text and "--data host" in text
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_the_timed_call_copies_from_pinned_memory(training: bool, add, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches stay on the host; what is called, and what is checked, is given them on the device, here torch's meta."""
+    pinned, given = [], []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda batch: pinned.append(batch) or batch)
+
+    class Noting(torch.nn.Linear):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            given.append(images.device.type)
+            return super().forward(images.flatten(1))
+
+    add("noting", lambda task: Noting(3072, 10, device=task.device))
+    (group,) = make_plan(subjects=["noting"], batch_sizes=[2], train=training, **VIT_TEST).groups()
+    group, meta = dataclasses.replace(group, data="host"), torch.device("meta")
+    task, batches = preparation.ask(group, [default_photograph()], meta)
+    assert len(pinned) == len(batches) >= 2 and {batch.device.type for batch in batches} == {"cpu"}
+    monkeypatch.setattr(preparation, "stepper", lambda task, model, function: Step(function))
+    _, call, check = preparation._callers(parse_label("noting"), task, batches)
+    for number in range(3):
+        call(number)
+    check()
+    assert given == ["meta"] * 4
+
+
+class Step:
+    """A training step that is its forward alone."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.function = function
+
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        return self.function(images)
+
+    def gradients(self, images: torch.Tensor, *_: object) -> torch.Tensor:
+        return self.function(images)
+
+
+def test_a_plan_for_a_gpu_takes_data_on_the_host_of_images_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(plan, "memory_bytes", lambda device: None)
+    asked = {"dtypes": ["fp32"], "subjects": ["eager"], "batch_sizes": [2], "data": "host"}
+    made = make_plan(models=["vit_test"], **asked)
+    assert [group.data for group in made.groups()] == ["host"]
+    assert make_plan(**made.request).to_dict() == made.to_dict()
+    assert "--data host" in report.command({"plan": made.to_dict()})
+    with pytest.raises(ValueError, match="accepted are device and, for images on a GPU, host"):
+        make_plan(models=["attention:20x2x16"], **asked)
+
+
+def test_rows_of_other_data_paths_are_no_pair_and_older_records_are_of_the_device(tmp_path, monkeypatch) -> None:
+    first = runner.run(on_host(monkeypatch))
+    older = json.loads(json.dumps(first))
+    for row in [*older["rows"], *older["controls"]]:
+        del row["data"]
+    (tmp_path / "record.json").write_text(json.dumps(older))
+    second = read_record(tmp_path)
+    assert {row["data"] for row in [*second["rows"], *second["controls"]]} == {"device"}
+    assert not compare(first, second)["pairs"] and len(compare(first, second)["unpaired"]) == 4
+    assert len(compare(second, second)["pairs"]) == 2
+    ours = [row | {"best_peer": None, "ratio_to_best_peer": None} for row in first["rows"] if not row["peer"]]
+    mixed = [*ours, *second["rows"]]  # a peer of the other path is no rival
+    finish(mixed, {}, first["controls"])
+    assert [row["best_peer"] for row in mixed] == [None, "timm", "timm"]
+    assert len(report.contests(first | {"rows": mixed})) == 2

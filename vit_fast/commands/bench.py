@@ -42,6 +42,9 @@ def bench(
     ] = None,
     train: Annotated[bool, typer.Option("--train", help="Training steps: forward, backward, AdamW.")] = False,
     amp: Annotated[bool, typer.Option("--amp", help="With --train: forward under autocast in bf16.")] = False,
+    data: Annotated[
+        str, typer.Option(help="Where a call finds its images; host: it copies them to the GPU.", metavar="device|host")
+    ] = "device",
     explain: Annotated[
         bool, typer.Option("--explain", help="Also where the time goes, by part and kernel, beside the least it takes.")
     ] = False,
@@ -104,6 +107,7 @@ def bench(
             img_size=[integers("--img-size", size, "x") or [] for size in img_size.split(",")] if img_size else None,
             train=train,
             amp=amp,
+            data=data,
             explain=explain,
             cold=cold,
             latency=latency,
@@ -114,7 +118,8 @@ def bench(
         journal = Journal.begin(default_folder(machine) if out is None else out, plan.request, machine)
     else:
         asked = (images, models, img_size, batch_sizes, dtypes, subjects, compile_modes, out, time_budget)
-        if any(value is not None for value in asked) or train or amp or explain or cold or latency or device != "auto":
+        others = train, amp, explain, cold, latency, device != "auto", data != "device"
+        if any(value is not None for value in asked) or any(others):
             raise ValueError(f"--resume {resume}: does what that run was asked for; accepted beside it is --json")
         journal = Journal.resume(resume)
         plan = make_plan(**journal.header["request"])
