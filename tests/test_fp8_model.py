@@ -115,6 +115,9 @@ def test_new_scales_are_followed() -> None:
         found = model(**given)
         vit_fast.fuse(model, precision="fp8")
         assert torch.equal(found, model(**given)), "weights were kept that had been rounded for other scales"
+        for block in model.blocks:
+            scales_of(block).fc1.mul_(8)
+        assert torch.equal(found, model(**given)), "weights go with the scales that they were rounded by"
 
 
 def test_agreement_is_measured_on_a_model_converted_since() -> None:

@@ -80,8 +80,8 @@ class Fp8Scales(nn.Module):
         return [name for name, kept in zip(LINEARS, self.kept.tolist()) if kept]
 
     def all(self) -> BlockScales:
-        """The scales in fp32, of the layers that are kept too."""
-        return BlockScales(*(getattr(self, name).float() for name in LINEARS))
+        """The scales in fp32, of the layers that are kept too: copies, which weights rounded by them may hold."""
+        return BlockScales(*(getattr(self, name).to(torch.float32, copy=True) for name in LINEARS))
 
     def now(self) -> BlockScales:
         """As the operator takes them; None of the layers that are kept."""
