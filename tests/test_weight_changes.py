@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
-import inspect
 from collections.abc import Callable
-from typing import Any
 
 import mlp_support as support
 import pytest
 import torch
 from mlp_support import DEVICE
+from optimizer_ways import Step, optimizer_ways
 from torch import Tensor, nn
 
 from vit_fast.ops import layer_norm_mlp
@@ -61,36 +60,12 @@ def _swap_data(mlp: Mlp) -> None:
         parameter.data = torch.randn(size, device=DEVICE)
 
 
-def _optimizer_step(optimizer: type[torch.optim.Optimizer], options: dict[str, bool]) -> Callable[[Mlp], None]:
-    def step(mlp: Mlp) -> None:
-        # Muon takes matrices alone
-        parameters = [p for p in mlp.parameters() if p.dim() == 2 or optimizer is not torch.optim.Muon]
+def _stepped(step: Step) -> Callable[[Mlp], None]:
+    def change(mlp: Mlp) -> None:
         x = torch.randn(4, C, device=DEVICE)
+        step(mlp, lambda: mlp(x).square().sum())
 
-        def loss() -> Tensor:
-            stepping.zero_grad()
-            value = mlp(x).square().sum()
-            value.backward()
-            return value
-
-        stepping: Any = optimizer(parameters, lr=0.1, **options)  # type: ignore[call-arg]  # every optimizer's
-        stepping.step(loss)
-
-    return step
-
-
-def _optimizer_ways() -> dict[str, Callable[[Mlp], None]]:
-    """A step of each of torch's optimizers that takes dense gradients, in each of its implementations."""
-    ways = {}
-    for name in torch.optim.__all__:
-        optimizer = getattr(torch.optim, name)
-        if not inspect.isclass(optimizer) or optimizer in (torch.optim.Optimizer, torch.optim.SparseAdam):
-            continue
-        accepted = {"fused", "foreach"} & set(inspect.signature(optimizer).parameters)
-        for way in sorted(accepted):
-            ways[f"{name} {way}"] = _optimizer_step(optimizer, {way: True})
-        ways[name] = _optimizer_step(optimizer, dict.fromkeys(accepted, False))
-    return ways
+    return change
 
 
 def _average(mlp: Mlp) -> None:
@@ -188,7 +163,7 @@ CHANGES = {
     "through detach": _through_detach,
     "foreach": _foreach,
     "init": _initialise,
-    **_optimizer_ways(),
+    **{name: _stepped(step) for name, step in optimizer_ways(lr=0.1).items()},
     "moving average": _average,
     "moving average of timm": _timm_average,
     "load_state_dict": _load_state_dict,
@@ -281,6 +256,34 @@ def test_a_captured_graph_follows_its_weights(mlp: Mlp) -> None:
             graph.replay()
             torch.testing.assert_close(y, mlp(x, "eager"), atol=2e-2, rtol=2e-2)
             mlp.fc1.weight.normal_()
+
+
+@pytest.mark.gpu
+def test_a_replay_that_updates_parameters_is_followed(mlp: Mlp) -> None:
+    """A captured training step writes to the weights without a word to torch's version counters."""
+    x = torch.randn(128, C, device=DEVICE)
+    optimizer = torch.optim.SGD(mlp.parameters(), lr=1.0)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+
+    def step() -> None:
+        mlp(x).square().mean().backward()
+        optimizer.step()
+
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            optimizer.zero_grad()
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    optimizer.zero_grad()
+    with torch.cuda.graph(graph):
+        step()
+    with torch.no_grad():
+        before = mlp(x)
+        graph.replay()
+        after = mlp(x)
+        torch.testing.assert_close(after, mlp(x, "eager"), atol=2e-2, rtol=2e-2)
+    assert not torch.equal(after, before)
 
 
 @pytest.mark.gpu
