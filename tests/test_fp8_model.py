@@ -120,6 +120,17 @@ def test_new_scales_are_followed() -> None:
         assert torch.equal(found, model(**given)), "weights go with the scales that they were rounded by"
 
 
+def test_weights_made_in_inference_mode_are_followed_outside_of_it() -> None:
+    model, given = calibrated("ours")
+    vit_fast.fuse(model, precision="fp8")
+    vit_fast.unfreeze(model)
+    with torch.inference_mode():
+        before = model(**given)
+    with torch.no_grad():
+        model.blocks[0].mlp.fc1.weight.mul_(1.5)
+        assert not torch.equal(model(**given), before)
+
+
 def test_agreement_is_measured_on_a_model_converted_since() -> None:
     subject = SUBJECTS["timm-vit"]
     model = subject.build().eval().to(DEVICE)

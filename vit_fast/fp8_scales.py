@@ -81,7 +81,8 @@ class Fp8Scales(nn.Module):
 
     def all(self) -> BlockScales:
         """The scales in fp32, of the layers that are kept too: copies, which weights rounded by them may hold."""
-        return BlockScales(*(getattr(self, name).to(torch.float32, copy=True) for name in LINEARS))
+        with torch.inference_mode(False):  # outside of it no such tensor could be written to
+            return BlockScales(*(getattr(self, name).to(torch.float32, copy=True) for name in LINEARS))
 
     def now(self) -> BlockScales:
         """As the operator takes them; None of the layers that are kept."""
