@@ -82,7 +82,8 @@ def expect(task: Task, images: Tensor) -> Expected:
     if task.model.onnx is not None:
         outputs = _unoptimised(task)(images[rows])
         return Expected(rows, outputs, {measure: ONNX_TOLERANCE * size_of(outputs, measure) for measure in MEASURES})
-    exact_task = _in_fp64(task)
+    weights = None if task.weights is None else {name: tensor.double() for name, tensor in task.weights.items()}
+    exact_task = dataclasses.replace(task, weights=weights, dtype=torch.float64, amp=False)
     exact_model, eager_model = define(exact_task), define(task)
     chosen = images[rows]
     noise = torch.randn((MAX_CHECKED_IMAGES, *images.shape[1:]), generator=torch.Generator().manual_seed(0))
@@ -184,8 +185,3 @@ def describe_rule() -> str:
         " eager's error in that dtype + eps(dtype) / 2 x the outputs' size, for root mean squares and,"
         f" with {NOISE:g} more, for the largest; on up to {MAX_CHECKED_IMAGES} images of the batch; all outputs finite"
     )
-
-
-def _in_fp64(task: Task) -> Task:
-    weights = None if task.weights is None else {name: tensor.double() for name, tensor in task.weights.items()}
-    return dataclasses.replace(task, weights=weights, dtype=torch.float64, amp=False)

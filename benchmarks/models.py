@@ -258,8 +258,7 @@ def _function(name: str) -> Callable[[], nn.Module]:
         try:
             model = make()
         except Exception as error:  # whatever theirs raises
-            what = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{name}() raises {what}; accepted is a function without arguments") from error
+            raise ValueError(f"{name}() raises {type(error).__name__}: {error}; it is given no arguments") from error
         if not isinstance(model, nn.Module):
             raise ValueError(f"{name}() gives a {type(model).__name__}: accepted is an nn.Module of images")
         return model.eval()
