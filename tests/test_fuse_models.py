@@ -186,9 +186,9 @@ def test_the_fused_operators_are_what_runs(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(module, name, count)
 
     counted(block, "layer_norm_mlp")
-    counted(timm_blocks, "attention_qkvpacked")
+    counted(timm_blocks, "attention_among")
     counted(transformers_attention, "attention")
-    for name, attention in (("timm-vit", "attention_qkvpacked"), ("transformers-vit", "attention")):
+    for name, attention in (("timm-vit", "attention_among"), ("transformers-vit", "attention")):
         subject = SUBJECTS[name]
         model = subject.build()
         subject.run(model, subject.inputs())

@@ -11,8 +11,7 @@ from mlp_support import DEVICE, make_case
 from torch import Tensor, nn
 
 import vit_fast
-from vit_fast.kernels.matmul import _load_rows
-from vit_fast.kernels.matmul_tiles import load_tile, store_tile
+from vit_fast.kernels.matmul_tiles import load_rows, load_tile, store_tile
 
 support.make_bf16_exact()
 
@@ -37,7 +36,7 @@ def test_tiles_beyond_two_to_the_31_elements(rows: int, columns: int) -> None:
 
 @triton.jit
 def _copy_rows_kernel(source, target, row, M, SIZE: tl.constexpr):
-    tl.store(target + tl.arange(0, SIZE), _load_rows(source, row, M, SIZE))
+    tl.store(target + tl.arange(0, SIZE), load_rows(source, row, M, SIZE))
 
 
 def test_row_vectors_end_at_their_end() -> None:

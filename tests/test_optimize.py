@@ -240,9 +240,12 @@ def test_ctrl_c_ends_the_search_whatever_swallows_it(model, images, monkeypatch)
         return build(choice, *how)
 
     monkeypatch.setattr("vit_fast.tuning.trials.build", build_and_press)
-    before = signal.getsignal(signal.SIGINT)
-    found = vit_fast.optimize(model, images, budget_s=600)
-    assert signal.getsignal(signal.SIGINT) is before
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        found = vit_fast.optimize(model, images, budget_s=600)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert found.choice == Choice() and [row.choice for row in found.table] == [Choice(), fused]
     assert found.model(images).shape == (4, 10)
     assert list(answers.all_answers()) == [], "half a search is no answer to keep"
