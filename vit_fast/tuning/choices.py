@@ -154,7 +154,8 @@ def candidates(device: torch.device, allowed: Collection[Precision]) -> list[Cho
     for choice in _runtimes(device):
         lossy = smaller in allowed and choice.engine != "openvino"
         found += [choice, *([dataclasses.replace(choice, precision=smaller)] if lossy else [])]
-    return sorted(found, key=lambda choice: (choice.seconds, choice.precision is None))
+    # whoever allows loss expects most of it: what takes long and loses nothing waits
+    return sorted(found, key=lambda c: (c.seconds > 1 and c.precision is None, c.seconds, c.precision is None))
 
 
 def candidates_of_file(device: torch.device, allowed: Collection[Precision]) -> list[Choice]:
