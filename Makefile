@@ -46,7 +46,7 @@ verify: $(READY)
 RECORD := benchmarks/results/cpu-2core
 record: $(READY)
 	rm -rf $(RECORD).new
-	$(BIN)/vit-fast bench --out $(RECORD).new $(ARGS)
+	$(BIN)/vit-fast bench --seconds 6 --out $(RECORD).new $(ARGS)
 	$(BIN)/python -m vit_fast.benchmarks.readme_table --check $(RECORD).new
 	cd $(RECORD).new && mv record.json table.md plot.png ../$(notdir $(RECORD))/
 	rm -rf $(RECORD).new

@@ -91,6 +91,7 @@ class Plan:
         return {
             "models": list(dict.fromkeys(model.name for model in self.models)),
             **{n: self.request.get(n) for n in ("img_size", "train", "amp", "data", "explain", "cold", "latency")},
+            "seconds": self.request.get("seconds"),
             "batch_sizes": ["best"] if self.search else list(self.batch_sizes),
             "dtypes": list(self.dtypes),
             "subjects": list(dict.fromkeys(s.label for chosen in self.selections.values() for s in chosen)),
@@ -118,6 +119,7 @@ def make_plan(
     latency: bool = False,
     device: str = "auto",
     time_budget_s: float | None = None,
+    seconds: float | None = None,
     protocol: Protocol | None = None,
 ) -> Plan:
     """Checks what was asked for, and fills in what was not by what the device is good for.
@@ -137,15 +139,15 @@ def make_plan(
         cold: Measure each from the start of a process to its first answer, too; see cold.cold_start.
         latency: One image a call, often enough for a 99th percentile.
         device: "auto" (CUDA where there is one), or what torch.device takes.
-        time_budget_s: Seconds; 0 means without limit.
-        protocol: How long a measurement is.
+        time_budget_s: Seconds; 0 means without limit, as None does with `seconds`.
+        seconds: How long each subject is timed; None means what suits the device.
+        protocol: How long a measurement is, in place of what the device and `seconds` say.
     Raises:
         ValueError: anything is unknown, out of range or unreadable (ImageError); nothing has been built.
     """
     request = {name: value for name, value in locals().items() if name != "protocol"}
-    where = _device(device)
-    kind = where.type
-    budget = DEFAULT_TIME_BUDGET_S[kind] if time_budget_s is None else time_budget_s
+    kind = (where := _device(device)).type
+    budget = (DEFAULT_TIME_BUDGET_S[kind] if seconds is None else 0) if time_budget_s is None else time_budget_s
     if not budget >= 0:
         raise ValueError(f"time_budget_s={budget}: accepted is a number of seconds >= 0 (0: no limit)")
     if amp and (not train or dtypes not in (None, ["fp32"])):
@@ -166,7 +168,7 @@ def make_plan(
         device=where,
         images=_images(images),
         time_budget_s=budget or math.inf,
-        protocol=protocol or (LATENCY if latency else PROTOCOLS[kind]),
+        protocol=protocol or (LATENCY if latency else PROTOCOLS[kind]).lasting(seconds),
         training=train,
         data=data,
         explain=explain,

@@ -134,19 +134,18 @@ def objections(record: Record) -> list[str]:
 
 def command(record: Record) -> str:
     """The command line that measures the same again; the photographs, where they are not the default, by name."""
-    words = ["vit-fast", "bench"]
+    words, implied = ["vit-fast", "bench"], {"dtypes": "amp", "batch_sizes": "latency"}
     if record["plan"]["images"] != ["grace_hopper.jpg"]:
         words += record["plan"]["images"]
     words += [f"--{name}" for name in ("train", "amp", "explain", "cold", "latency") if record["plan"].get(name)]
-    words += ["--data", "host"] if record["plan"].get("data") == "host" else []
     if size := record["plan"].get("img_size"):
         sizes = size if isinstance(size[0], list) else [size]
         words += ["--img-size", ",".join("x".join(map(str, sides)) for sides in sizes)]
-    for name in ("models", "batch_sizes", "dtypes", "subjects", "device"):
-        value = record["plan"][name]
-        if record["plan"].get({"dtypes": "amp", "batch_sizes": "latency"}.get(name, "")):
-            continue
-        words += [f"--{name.replace('_', '-')}", ",".join(map(str, value)) if isinstance(value, list) else str(value)]
+    for name in ("models", "batch_sizes", "dtypes", "subjects", "device", "data", "seconds"):
+        value = record["plan"].get(name)
+        if value not in (None, "device") and not record["plan"].get(implied.get(name, "")):
+            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            words += [f"--{name.replace('_', '-')}", text]
     return shlex.join(words)
 
 

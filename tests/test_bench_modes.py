@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 import types
 from collections.abc import Callable
@@ -197,6 +198,16 @@ class Step:
 
     def gradients(self, images: torch.Tensor, *_: object) -> torch.Tensor:
         return self.function(images)
+
+
+def test_seconds_last_as_long_as_said_and_are_not_cut_short() -> None:
+    plan = make_plan(subjects=["sdpa"], batch_sizes=[1], seconds=0.2, **VIT_TEST)
+    assert plan.time_budget_s == math.inf and make_plan(**plan.request).to_dict() == plan.to_dict()
+    assert "--seconds 0.2" in report.command({"plan": plan.to_dict()})
+    assert plan.protocol.share_of([0.05] * 1000) < 1 == plan.protocol.share_of([0.05] * 4000)
+    for refused in (-1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match=r"seconds=.*accepted is a number of seconds >= 0"):
+            make_plan(seconds=refused, **VIT_TEST)
 
 
 def test_a_plan_for_a_gpu_takes_data_on_the_host_of_images_alone(monkeypatch: pytest.MonkeyPatch) -> None:

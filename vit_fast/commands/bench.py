@@ -70,6 +70,9 @@ def bench(
     time_budget: Annotated[
         float | None, typer.Option(help="Seconds after which nothing new is started; 0: no limit.", metavar="SECONDS")
     ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="How long each subject is timed: longer on a restless machine.", metavar="S")
+    ] = None,
     resume: Annotated[
         Path | None, typer.Option(help="Go on with the run that ended before it was through.", metavar="FOLDER")
     ] = None,
@@ -113,11 +116,12 @@ def bench(
             latency=latency,
             device=device,
             time_budget_s=time_budget,
+            seconds=seconds,
         )
         machine = describe(plan.device)
         journal = Journal.begin(default_folder(machine) if out is None else out, plan.request, machine)
     else:
-        asked = (images, models, img_size, batch_sizes, dtypes, subjects, compile_modes, out, time_budget)
+        asked = (images, models, img_size, batch_sizes, dtypes, subjects, compile_modes, out, time_budget, seconds)
         others = train, amp, explain, cold, latency, device != "auto", data != "device"
         if any(value is not None for value in asked) or any(others):
             raise ValueError(f"--resume {resume}: does what that run was asked for; accepted beside it is --json")

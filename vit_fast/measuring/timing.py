@@ -11,6 +11,7 @@ machine that heats or a neighbour that wakes hits all of them.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -63,8 +64,12 @@ class Protocol:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: accepted is an integer >= 1")
         for name in ("seconds", "warmup_seconds"):
-            if getattr(self, name) < 0:
+            if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)}: accepted is a number of seconds >= 0")
+
+    def lasting(self, seconds: float | None) -> Protocol:
+        """The same, of so many timed seconds, however many calls fit into them; None leaves it as it is."""
+        return self if seconds is None else dataclasses.replace(self, repeats=sys.maxsize, seconds=seconds)
 
     def share_of(self, samples_ms: Sequence[float]) -> float:
         """How much of a measurement these samples are: 1 when they suffice."""
