@@ -5,9 +5,9 @@
 
 Needs torch, triton, numpy, pillow and pytest; libraries that are not installed are named. One list of plans of
 `vit-fast bench` and of tests, the important ones first. Each has a deadline of its own and runs in a process that can
-be ended: one that fails, hangs or loses the GPU costs the others nothing, and what a plan had found by then stays in
-its journal. DIR/summary.json is written after each; DIR/PLAN holds a plan's record, and `vit-fast report DIR/*/` shows
-them. Plans of other parts that DIR holds already, of this device and commit, stay.
+be ended: one that fails, hangs or loses the GPU costs the others nothing, and what a job had found by then stays in
+its journal. DIR/summary.json is written after each; DIR/JOB holds a job's record, and `vit-fast report DIR/*/` shows
+them. Jobs of other parts that DIR holds already, of this device and commit, stay.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import torch
 
 from vit_fast.files import file_aside
 
-from .gpu_check_worker import NO_TIME, ROOT, Found, Plan, Runner
+from .gpu_check_worker import NO_TIME, ROOT, Found, Job, Worker
 from .machine import describe
 
 TOTAL_SECONDS = 480
-# A plan may take this many times what is assumed of it, where that leaves the important ones their time.
+# A job may take this many times what is assumed of it, where that leaves the important ones their time.
 PATIENCE = 3
 LEAST_LIMIT_S = 30  # what was assumed to find everything compiled may have to start a process and compile
 START_S = 8.0  # assumed: a process with torch and a CUDA context
@@ -39,17 +39,17 @@ KERNEL_S = 1.0
 _PROCESSES = 8 if importlib.util.find_spec("xdist") else 1
 
 
-def tests(name: str, arguments: Sequence[str], kernels: int, run_s: float, *, important: bool = False) -> Plan:
+def tests(name: str, arguments: Sequence[str], kernels: int, run_s: float, *, important: bool = False) -> Job:
     """Tests that elsewhere the interpreter runs, or nobody; `kernels` are theirs, counted from their launches."""
     parallel = () if important else ("-n", str(_PROCESSES)) if _PROCESSES > 1 else ()
     compile_s = START_S + kernels * KERNEL_S / (1 if important else _PROCESSES)
-    return Plan("tests", name, compile_s, run_s, tests=(*parallel, *arguments), important=important)
+    return Job("tests", name, compile_s, run_s, tests=(*parallel, *arguments), important=important)
 
 
 def bench(
     part: str, name: str, models: Sequence[str], subjects: str, batch: int | Sequence[int], *, compile_s: float,
     train: bool = False, important: bool = False, call_s: float = 0.25, check_s: float = 0.3,
-) -> Plan:  # fmt: skip
+) -> Job:  # fmt: skip
     """A plan of `vit-fast bench` in bf16.
 
     Of every contest 0.7 s go to its ceilings and its definition in fp64, and to every subject check_s and
@@ -61,7 +61,7 @@ def bench(
     energy_s = 0.5 if part == "models" else 0.0
     run_s = contests * (0.7 + len(labels) * (call_s + check_s + energy_s) + call_s)
     request = {"models": list(models), "subjects": labels, "batch_sizes": batches, "dtypes": ["bf16"], "train": train}
-    return Plan(part, name, compile_s, run_s, request, important=important)
+    return Job(part, name, compile_s, run_s, request, important=important)
 
 
 # A part of the interpreter's tests: all of them would spend the time on compiling.
@@ -96,7 +96,7 @@ _OTHERS = ("attention:196x12x64", "attention:197x6x64", "attention:197x16x64", "
 _RIVALS = "triton sdpa-cudnn sdpa-flash sdpa-efficient"
 _OURS = "triton triton-frozen triton-graphs sdpa timm"
 
-PLANS: tuple[Plan, ...] = (
+JOBS: tuple[Job, ...] = (
     tests("tests, first", ("-k", _FIRST, "tests/test_attention_kernel.py", "tests/test_mlp_kernels.py"), 13, 2.0,
           important=True),
     bench("attention", "attention", [_ATTENTION], _RIVALS, 256, compile_s=START_S + 1, important=True),
@@ -132,36 +132,36 @@ PLANS: tuple[Plan, ...] = (
     bench("attention", "long", ["attention:4096x12x64"], _RIVALS, 4, compile_s=1),
     bench("attention", "long backward", ["attention:4096x12x64"], _RIVALS, 4, compile_s=2, train=True),
 )  # fmt: skip
-PARTS = tuple(dict.fromkeys(plan.part for plan in PLANS))
+PARTS = tuple(dict.fromkeys(job.part for job in JOBS))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all plans; the exit status is the number of those that failed or hold a wrong answer."""
+    """Run all jobs; the exit status is the number of those that failed or hold a wrong answer."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for the records")
     parser.add_argument("--parts", default=",".join(PARTS), help="some of these, separated by commas: %(default)s")
-    parser.add_argument("--dry-run", action="store_true", help="only print the plans and what is assumed of each")
+    parser.add_argument("--dry-run", action="store_true", help="only print the jobs and what is assumed of each")
     options = parser.parse_args(arguments)
     parts = options.parts.split(",")
     if unknown := sorted(set(parts) - set(PARTS)):
         parser.error(f"--parts has {', '.join(unknown)}: accepted are {', '.join(PARTS)}")
-    chosen = [plan for plan in PLANS if plan.part in parts]
+    chosen = [job for job in JOBS if job.part in parts]
     if options.dry_run:
-        print(plan_table(chosen))
+        print(job_table(chosen))
         return 0
     if options.out is None:
         parser.error("--out is missing: accepted is a folder")
     return _record(chosen, options.out)
 
 
-def _record(plans: Sequence[Plan], out: Path) -> int:
+def _record(jobs: Sequence[Job], out: Path) -> int:
     out.mkdir(parents=True, exist_ok=True)
     path = out / "summary.json"
     machine = describe("cuda" if torch.cuda.is_available() else "cpu")
     record: dict[str, Any] = {"machine": machine, "total_seconds": TOTAL_SECONDS}
-    names = {plan.name for plan in plans}
+    names = {job.name for job in jobs}
     kept = [row for row in _rows_before(path, machine) if row["name"] not in names]
-    runner = Runner(out)
+    worker = Worker(out)
 
     def note(found: list[Found], running: str | None) -> None:
         with file_aside(path) as aside:
@@ -169,9 +169,9 @@ def _record(plans: Sequence[Plan], out: Path) -> int:
         print(f"{running} ..." if running else _line(found[-1]), flush=True)
 
     try:
-        found = run_plans(plans, runner.run, time.monotonic, note)
+        found = run_jobs(jobs, worker.run, time.monotonic, note)
     finally:
-        runner.stop()
+        worker.stop()
     return sum(row["outcome"].startswith(("failed", "WRONG")) for row in found)
 
 
@@ -185,51 +185,51 @@ def _rows_before(path: Path, machine: dict[str, Any]) -> list[Found]:
         return []
 
 
-def run_plans(
-    plans: Sequence[Plan],
-    run: Callable[[Plan, float], Found],
+def run_jobs(
+    jobs: Sequence[Job],
+    run: Callable[[Job, float], Found],
     now: Callable[[], float],
     note: Callable[[list[Found], str | None], None],
 ) -> list[Found]:
-    """Every plan in its turn, or why not.
+    """Every job in its turn, or why not.
 
     Args:
-        plans: In order.
+        jobs: In order.
         run: Runs one in at most so many seconds; gives its "outcome" and what else was found.
         now: The time in seconds.
-        note: Told what was found so far and the name of the plan that begins, and after each with None.
+        note: Told what was found so far and the name of the job that begins, and after each with None.
     Returns:
-        What was found of each plan, with its name, part, outcome and seconds.
+        What was found of each job, with its name, part, outcome and seconds.
     """
     end = now() + TOTAL_SECONDS
     found: list[Found] = []
-    for number, plan in enumerate(plans):
-        kept_back = sum(later.seconds for later in plans[number + 1 :] if later.important)
+    for number, job in enumerate(jobs):
+        kept_back = sum(later.seconds for later in jobs[number + 1 :] if later.important)
         start = now()
-        limit = min(max(PATIENCE * plan.seconds, LEAST_LIMIT_S), end - start - kept_back)
-        result: Found = {"part": plan.part, "name": plan.name, "outcome": NO_TIME}
-        if limit >= plan.seconds:
-            note(found, plan.name)
-            result |= run(plan, limit)
+        limit = min(max(PATIENCE * job.seconds, LEAST_LIMIT_S), end - start - kept_back)
+        result: Found = {"part": job.part, "name": job.name, "outcome": NO_TIME}
+        if limit >= job.seconds:
+            note(found, job.name)
+            result |= run(job, limit)
             result["seconds"] = round(now() - start, 1)
         found.append(result)
         note(found, None)
     return found
 
 
-def plan_table(plans: Sequence[Plan]) -> str:
+def job_table(jobs: Sequence[Job]) -> str:
     """What is assumed of each, when it would begin, and the sum."""
-    lines = [f"{'plan (* important)':40s} {'begins':>6s} {'compile':>7s} {'run':>6s}  s, assumed"]
+    lines = [f"{'job (* important)':40s} {'begins':>6s} {'compile':>7s} {'run':>6s}  s, assumed"]
     begins = 0.0
-    for plan in plans:
-        name = f"{'*' if plan.important else ' '} {plan.name}"
-        lines.append(f"{name:40s} {begins:6.0f} {plan.compile_s:7.1f} {plan.run_s:6.1f}")
-        begins += plan.seconds
+    for job in jobs:
+        name = f"{'*' if job.important else ' '} {job.name}"
+        lines.append(f"{name:40s} {begins:6.0f} {job.compile_s:7.1f} {job.run_s:6.1f}")
+        begins += job.seconds
     return "\n".join([*lines, f"sum {begins:.0f} s of {TOTAL_SECONDS} s"])
 
 
 def _line(row: Found) -> str:
-    """A plan's outcome, and its figures below."""
+    """A job's outcome, and its figures below."""
     others = [f"{name} {value}" for name, value in row.items() if name not in ("part", "name", "outcome", "seconds")]
     return "\n    ".join([f"{row['name']}: {row['outcome']}", *others])
 

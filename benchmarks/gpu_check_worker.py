@@ -1,4 +1,4 @@
-"""The process that runs the plans of gpu_check.py; it keeps what it has compiled, until a plan breaks it."""
+"""The process that runs the jobs of gpu_check.py; it keeps what it has compiled, until a job breaks it."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from .runner import run
 ROOT = Path(__file__).resolve().parent.parent
 NO_TIME, NOT_MEASURED = "no time left", "not measured: "
 WORKER = ("-m", __name__)
-SPARE_S = 5.0  # of a plan's limit, for what it has begun when its own time budget ends
+SPARE_S = 5.0  # of a job's limit, for what it has begun when its own time budget ends
 PROTOCOL = Protocol(repeats=50, seconds=0.3, least_repeats=10, warmup_repeats=3, warmup_seconds=0.1)
 Found = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Plan:
+class Job:
     """One thing to find out, by tests or by a plan of `vit-fast bench`.
 
     Attributes:
         part: What it belongs to, for --parts.
         name: Unique; that of its folder.
         compile_s: Assumed seconds until everything is compiled; run_s: of checking and timing. A stand-in until they
-            are measured: the sum over all plans is made of these.
+            are measured: the sum over all jobs is made of these.
         request: What plan.make_plan is asked for; tests: or pytest's arguments.
-        important: Whether later plans give way to it.
+        important: Whether later jobs give way to it.
     """
 
     part: str
@@ -61,8 +61,8 @@ class Plan:
         return self.compile_s + self.run_s
 
 
-class Runner:
-    """Runs one plan at a time in a process that keeps what it has imported and compiled, until a plan breaks it.
+class Worker:
+    """Runs one job at a time in a process that keeps what it has imported and compiled, until a job breaks it.
 
     Args:
         out: The folder of the records; what processes print goes to log.txt there.
@@ -72,24 +72,24 @@ class Runner:
         self.out = out
         self._process: subprocess.Popen[str] | None = None
 
-    def run(self, plan: Plan, seconds: float) -> Found:
-        """What came of it in at most so many seconds; nothing that a plan does raises."""
+    def run(self, job: Job, seconds: float) -> Found:
+        """What came of it in at most so many seconds; nothing that a job does raises."""
         if not torch.cuda.is_available():
             return {"outcome": f"{NOT_MEASURED}no GPU"}
-        folder = self.out / re.sub(r"[^\w-]+", "_", plan.name)
+        folder = self.out / re.sub(r"[^\w-]+", "_", job.name)
         for path in (folder, folder.with_name(folder.name + PARTIAL)):  # of an earlier run, finished or ended
             shutil.rmtree(path, ignore_errors=True)
-        return self.ask(plan, folder, seconds)
+        return self.ask(job, folder, seconds)
 
-    def ask(self, plan: Plan, folder: Path, seconds: float) -> Found:
-        """Lets the process run a plan; where it does not answer in time, or dies, another takes its place."""
+    def ask(self, job: Job, folder: Path, seconds: float) -> Found:
+        """Lets the process run a job; where it does not answer in time, or dies, another takes its place."""
         end = time.monotonic() + seconds
         if self._process is None:
             self._process = self._start()
         process = self._process
         assert process.stdin is not None and process.stdout is not None
         try:
-            process.stdin.write(json.dumps([plan.request, plan.tests, str(folder), seconds - SPARE_S]) + "\n")
+            process.stdin.write(json.dumps([job.request, job.tests, str(folder), seconds - SPARE_S]) + "\n")
             process.stdin.flush()
             if not select.select([process.stdout], [], [], max(end - time.monotonic(), 0))[0]:
                 problem = f"more than {seconds:.0f} s"
@@ -115,7 +115,7 @@ class Runner:
             )  # fmt: skip
 
     def stop(self) -> None:
-        """Ends the process and what it has started; the next plan gets a new one."""
+        """Ends the process and what it has started; the next job gets a new one."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -124,20 +124,20 @@ class Runner:
 
 
 def serve() -> None:
-    """In the process: runs a plan for each line that comes, and answers with a line; prints go to the log."""
+    """In the process: runs a job for each line that comes, and answers with a line; prints go to the log."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
         request, arguments, folder, seconds = json.loads(line)
         try:
             found = run_tests(arguments, seconds) if arguments else run_bench(request, Path(folder), seconds)
-        except Exception as error:  # a plan that fails is a result, and the others go on
+        except Exception as error:  # a job that fails is a result, and the others go on
             found = {"outcome": f"failed: {type(error).__name__}: {str(error).strip()[:300]}"}
         found["sound"] = True
         if torch.cuda.is_available():
             try:
                 torch.cuda.synchronize()
-            except RuntimeError:  # a kernel has broken the device's context, for every plan after it too
+            except RuntimeError:  # a kernel has broken the device's context, for every job after it too
                 found["sound"] = False
         answers.write(json.dumps(found) + "\n")
         answers.flush()
@@ -171,7 +171,7 @@ def run_bench(request: dict[str, Any], folder: Path, seconds: float) -> Found:
 
 
 def figures(rows: Sequence[Row]) -> Found:
-    """A finished plan's outcome, and what each row of ours says beside the best peer."""
+    """A finished job's outcome, and what each row of ours says beside the best peer."""
     wrong = [f"{row['model']} {row['subject']}" for row in rows if row["status"] in ("wrong", "failed")]
     late = all(row["status"] in ("skipped", "interrupted") for row in rows)
     found: Found = {"outcome": f"WRONG or failed: {', '.join(wrong)}" if wrong else NO_TIME if late else "measured"}
@@ -186,7 +186,7 @@ def figures(rows: Sequence[Row]) -> Found:
 
 
 def rows_kept(folder: Path) -> int:
-    """How many rows a plan that was ended had put down."""
+    """How many rows a job that was ended had put down."""
     path = folder.with_name(folder.name + PARTIAL) / JOURNAL_NAME
     return path.read_text().count('{"kind": "row"') if path.is_file() else 0
 

@@ -26,12 +26,12 @@ from torch import Tensor
 
 from .launch import is_interpreted, is_watched
 from .plan_recorder import record
-from .plan_steps import Plan
+from .plan_steps import LaunchPlan
 
 Function = Callable[..., Any]
 
 MAX_PLANS = 2048
-_plans: dict[tuple[Any, ...], Plan | None] = {}  # None: it cannot be planned
+_plans: dict[tuple[Any, ...], LaunchPlan | None] = {}  # None: it cannot be planned
 _UNSEEN: Any = object()
 _INTERPRETED = is_interpreted()
 
@@ -69,7 +69,7 @@ def forget() -> None:
     _plans.clear()
 
 
-def plans() -> list[Plan | None]:
+def plans() -> list[LaunchPlan | None]:
     """The plans kept; None for each call that could not be planned."""
     return list(_plans.values())
 

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .launch import Launch, Ready, ceil_div, listening
-from .plan_steps import At, Base, Plan, PlannedLaunch, Step, TorchCall, View
+from .plan_steps import At, Base, LaunchPlan, PlannedLaunch, Step, TorchCall, View
 
 _ALIGNMENT = 256  # bytes, of a buffer in the arena
 _ATEN = torch.ops.aten
@@ -35,7 +35,7 @@ class _UnplannableError(Exception):
     """Something that a plan could not repeat; says what."""
 
 
-def record(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any, bool, Plan | None]:
+def record(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any, bool, LaunchPlan | None]:
     """function(*arguments), whether all of it was seen, and its plan; None where there can be none."""
     # an alias each: a tensor handed in twice must not be taken for one input
     own = [value.detach() if isinstance(value, Tensor) else value for value in arguments]
@@ -183,7 +183,7 @@ class _Recorder(TorchDispatchMode):
         at = At(number, tensor.data_ptr() - start if tensor.numel() else 0)
         return View(at, tensor.shape, tensor.stride(), tensor.dtype)
 
-    def plan(self, result: Any) -> Plan:
+    def plan(self, result: Any) -> LaunchPlan:
         """The plan of what was noted, with these results.
 
         Raises:
@@ -203,7 +203,7 @@ class _Recorder(TorchDispatchMode):
         moved_outputs = tuple(view.moved(places) for view in outputs)
         drops = _last_uses(steps, {view.at.value for view in moved_outputs}, self._count("input"))
         kernels = tuple(self._kernels.values())
-        return Plan(self._device, buffers, tuple(zip(steps, drops)), moved_outputs, single, kernels)
+        return LaunchPlan(self._device, buffers, tuple(zip(steps, drops)), moved_outputs, single, kernels)
 
     def _count(self, kind: str) -> int:
         return sum(value.kind == kind for value in self._values)

@@ -82,9 +82,9 @@ class PlannedLaunch:
         if len(places) != len(encoders):
             raise LookupError("a tensor descriptor that did not become a tensor map")
         self.maps = dict(zip(places, encoders))
-        self._prepare()
+        self._list_places()
 
-    def _prepare(self) -> None:
+    def _list_places(self) -> None:
         self._at_pointers = [(place, at.value, at.offset) for place, at in self.pointers.items()]
         self._at_maps = [(place, made.at.value, made.at.offset, made) for place, made in self.maps.items()]
 
@@ -93,7 +93,7 @@ class PlannedLaunch:
         other = copy.copy(self)
         other.pointers = {place: at.moved(places) for place, at in self.pointers.items()}
         other.maps = {place: made.moved(places) for place, made in self.maps.items()}
-        other._prepare()
+        other._list_places()
         return other
 
     def uses(self) -> list[int]:
@@ -235,7 +235,7 @@ Step = PlannedLaunch | TorchCall
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """What one call does, for any addresses.
 
     Args:

@@ -1,4 +1,4 @@
-"""The gpu-check's frame: a plan that fails, hangs or kills its process loses nothing of the others, and all fit."""
+"""The gpu-check's frame: a job that fails, hangs or kills its process loses nothing of the others, and all fit."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from vit_fast.benchmarks import gpu_check, gpu_check_worker, machine
-from vit_fast.benchmarks.gpu_check_worker import Found, Plan, Runner
+from vit_fast.benchmarks.gpu_check_worker import Found, Job, Worker
 from vit_fast.benchmarks.plan import make_plan
 
-NOTHING = Plan("tests", "a plan", 1.0, 1.0)
-# What takes the place of a plan's work in its process, by the plan's request.
+NOTHING = Job("tests", "a job", 1.0, 1.0)
+# What takes the place of a job's work in its process, by the job's request.
 PRETENDING = """
 import os, sys, time
 from vit_fast.benchmarks import gpu_check_worker
@@ -30,7 +30,7 @@ def pretend(request, folder, seconds):
         time.sleep(900)
     if request == "dies":
         os._exit(3)
-    print("printed by a plan", flush=True)
+    print("printed by a job", flush=True)
     return {"outcome": "measured", "pid": os.getpid()}
 
 gpu_check_worker.run_bench = pretend
@@ -39,33 +39,33 @@ gpu_check_worker.serve()
 
 
 @pytest.fixture
-def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs plans whose work is pretended, in real processes, as if there were a GPU."""
+def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs jobs whose work is pretended, in real processes, as if there were a GPU."""
     script = tmp_path / "pretending.py"
     script.write_text(PRETENDING.replace("\\\\", "\\"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu_check_worker, "WORKER", (str(script),))
-    runner = Runner(tmp_path / "records")
-    runner.out.mkdir()
-    yield runner
-    runner.stop()
+    worker = Worker(tmp_path / "records")
+    worker.out.mkdir()
+    yield worker
+    worker.stop()
 
 
-def asked(request: Any) -> Plan:
+def asked(request: Any) -> Job:
     return replace(NOTHING, name=f"{request} it", request=request)
 
 
-def test_a_plan_that_raises_dies_or_hangs_leaves_the_others(runner: Runner) -> None:
-    """One process runs the plans until one breaks it, and then another does."""
-    found = [runner.run(asked(request), 120) for request in ("works", "raises", "works", "dies", "works")]
+def test_a_job_that_raises_dies_or_hangs_leaves_the_others(worker: Worker) -> None:
+    """One process runs the jobs until one breaks it, and then another does."""
+    found = [worker.run(asked(request), 120) for request in ("works", "raises", "works", "dies", "works")]
     assert [row["outcome"] for row in found] == [
         "measured", "failed: ValueError: no such kernel", "measured",
         "failed: the process died; see log.txt; rows kept: 0", "measured",
     ]  # fmt: skip
     assert found[0]["pid"] == found[2]["pid"] != found[4]["pid"]
-    assert "printed by a plan" in (runner.out / "log.txt").read_text()
-    assert runner.run(asked("hangs"), 3)["outcome"] == "failed: more than 3 s; rows kept: 3"
-    again = runner.run(asked("works"), 120)
+    assert "printed by a job" in (worker.out / "log.txt").read_text()
+    assert worker.run(asked("hangs"), 3)["outcome"] == "failed: more than 3 s; rows kept: 3"
+    again = worker.run(asked("works"), 120)
     assert again["outcome"] == "measured" and again["pid"] != found[4]["pid"]
 
 
@@ -73,15 +73,15 @@ def test_without_a_gpu_nothing_is_claimed(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu_check.main(["--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "summary.json").read_text())["rows"]
-    assert [row["name"] for row in found] == [plan.name for plan in gpu_check.PLANS]
+    assert [row["name"] for row in found] == [job.name for job in gpu_check.JOBS]
     assert {row["outcome"] for row in found} == {"not measured: no GPU"}
 
 
 def test_the_plans_fit_into_the_time_and_the_important_ones_come_first() -> None:
-    assert sum(plan.seconds for plan in gpu_check.PLANS) <= gpu_check.TOTAL_SECONDS <= 480
-    important = [plan.important for plan in gpu_check.PLANS]
+    assert sum(job.seconds for job in gpu_check.JOBS) <= gpu_check.TOTAL_SECONDS <= 480
+    important = [job.important for job in gpu_check.JOBS]
     assert important == sorted(important, reverse=True)
-    names = [plan.name for plan in gpu_check.PLANS]
+    names = [job.name for job in gpu_check.JOBS]
     assert len(set(names)) == len(names)
     first = [name for name, wanted in zip(names, important, strict=True) if wanted]
     assert first == [
@@ -98,11 +98,11 @@ def test_the_plans_fit_into_the_time_and_the_important_ones_come_first() -> None
 def test_every_plan_is_one_that_bench_accepts() -> None:
     """Models, subjects and sizes exist; ours is in each, frozen and under graphs beside eager; the MLP compiled too."""
     seen = set()
-    for plan in gpu_check.PLANS:
-        if plan.request:
-            made = make_plan(**plan.request | {"device": "cpu", "batch_sizes": [1]})
+    for job in gpu_check.JOBS:
+        if job.request:
+            made = make_plan(**job.request | {"device": "cpu", "batch_sizes": [1]})
             labels = {selection.label for chosen in made.selections.values() for selection in chosen}
-            assert any(label.startswith("triton") or label.endswith("+fused") for label in labels), plan.name
+            assert any(label.startswith("triton") or label.endswith("+fused") for label in labels), job.name
             seen |= {(model.kind, label, made.training) for model in made.models for label in labels}
     for wanted in (
         ("ours", "triton", False), ("ours", "triton-frozen", False), ("ours", "triton-graphs", False),
@@ -113,36 +113,36 @@ def test_every_plan_is_one_that_bench_accepts() -> None:
         assert wanted in seen
 
 
-def _simulate(seconds: Callable[[Plan], float]) -> tuple[dict[str, Found], float]:
-    """The real plans on a machine where each takes so many seconds; gives what was found by name, and the end."""
+def _simulate(seconds: Callable[[Job], float]) -> tuple[dict[str, Found], float]:
+    """The real jobs on a machine where each takes so many seconds; gives what was found by name, and the end."""
     now = 0.0
 
-    def run(plan: Plan, limit: float) -> Found:
+    def run(job: Job, limit: float) -> Found:
         nonlocal now
-        now += min(seconds(plan), limit)
-        return {"outcome": f"failed: more than {limit:.0f} s" if seconds(plan) > limit else "measured"}
+        now += min(seconds(job), limit)
+        return {"outcome": f"failed: more than {limit:.0f} s" if seconds(job) > limit else "measured"}
 
-    found = gpu_check.run_plans(gpu_check.PLANS, run, lambda: now, lambda rows, running: None)
-    assert [row["name"] for row in found] == [plan.name for plan in gpu_check.PLANS]
+    found = gpu_check.run_jobs(gpu_check.JOBS, run, lambda: now, lambda rows, running: None)
+    assert [row["name"] for row in found] == [job.name for job in gpu_check.JOBS]
     return {row["name"]: row for row in found}, now
 
 
 @pytest.mark.parametrize("factor", [1.0, 3.0, 10.0])
 def test_the_record_is_complete_however_slow_the_machine_is(factor: float) -> None:
-    found, end = _simulate(lambda plan: factor * plan.seconds)
+    found, end = _simulate(lambda job: factor * job.seconds)
     assert end <= gpu_check.TOTAL_SECONDS
     missed = {name for name, row in found.items() if row["outcome"] != "measured"}
-    important = {plan.name for plan in gpu_check.PLANS if plan.important}
+    important = {job.name for job in gpu_check.JOBS if job.important}
     assert (factor == 1) == (not missed)
     if factor <= 3:
         assert not important & missed
 
 
 def test_plans_that_hang_leave_the_important_ones_their_time() -> None:
-    """Every second of the important plans hangs."""
-    important = [plan.name for plan in gpu_check.PLANS if plan.important]
+    """Every second of the important jobs hangs."""
+    important = [job.name for job in gpu_check.JOBS if job.important]
     hanging = important[::2]
-    found, end = _simulate(lambda plan: 1e6 if plan.name in hanging else plan.seconds)
+    found, end = _simulate(lambda job: 1e6 if job.name in hanging else job.seconds)
     assert end <= gpu_check.TOTAL_SECONDS
     for name in important:
         assert found[name]["outcome"].startswith("failed" if name in hanging else "measured"), name
@@ -151,9 +151,9 @@ def test_plans_that_hang_leave_the_important_ones_their_time() -> None:
 def test_a_dry_run_prints_the_plans_and_runs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_check.main(["--dry-run"]) == 0
     printed = capsys.readouterr().out
-    total = sum(plan.seconds for plan in gpu_check.PLANS)
+    total = sum(job.seconds for job in gpu_check.JOBS)
     assert f"sum {total:.0f} s of 480 s" in printed
-    assert all(plan.name in printed for plan in gpu_check.PLANS)
+    assert all(job.name in printed for job in gpu_check.JOBS)
     assert gpu_check.main(["--dry-run", "--parts", "mlp"]) == 0
     assert "attention" not in capsys.readouterr().out
 
@@ -162,7 +162,7 @@ def test_the_compiled_tests_are_there() -> None:
     """Every file exists, and each expression selects tests of every file; the MLP's are among them."""
     from _pytest.mark.expression import Expression
 
-    commands = {plan.name: plan.tests for plan in gpu_check.PLANS if plan.tests}
+    commands = {job.name: job.tests for job in gpu_check.JOBS if job.tests}
     files = {name: [word for word in command if word.startswith("tests/")] for name, command in commands.items()}
     root = gpu_check.ROOT
     assert all((root / file).is_file() for names in files.values() for file in names)
@@ -185,7 +185,7 @@ def test_unknown_parts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_plans_of_other_parts_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        gpu_check, "PLANS", tuple(replace(NOTHING, part=part, name=part) for part in ("attention", "mlp"))
+        gpu_check, "JOBS", tuple(replace(NOTHING, part=part, name=part) for part in ("attention", "mlp"))
     )
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -200,7 +200,7 @@ def test_plans_of_other_parts_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert names("mlp") == ["mlp"]
 
 
-def test_a_plan_of_bench_leaves_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_of_bench_leaves_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(machine.MATMUL_SIZE, "cpu", 64)
     monkeypatch.setitem(machine.COPY_BYTES, "cpu", 2**16)
     request = {

@@ -22,7 +22,7 @@ from vit_fast.tuning import answers, choices
 from vit_fast.tuning.build import build
 from vit_fast.tuning.choices import Choice
 from vit_fast.tuning.expected import Expected, Rule
-from vit_fast.tuning.planner import Refused
+from vit_fast.tuning.search import Refused
 from vit_fast.tuning.trials import Trials
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -23,7 +23,7 @@ from vit_fast.tuning.answers import Answer
 from vit_fast.tuning.build import build
 from vit_fast.tuning.choices import Choice
 from vit_fast.tuning.expected import Expected, Rule
-from vit_fast.tuning.planner import Refused
+from vit_fast.tuning.search import Refused
 from vit_fast.tuning.trials import Trials
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without CUDA")

@@ -18,7 +18,7 @@ from vit_fast.errors import UnsupportedInputError
 from vit_fast.tuning.build import build
 from vit_fast.tuning.choices import Choice
 from vit_fast.tuning.expected import Expected, Rule
-from vit_fast.tuning.planner import Refused
+from vit_fast.tuning.search import Refused
 from vit_fast.tuning.shapes import shape_classes
 
 

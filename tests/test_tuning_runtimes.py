@@ -26,8 +26,8 @@ from vit_fast.tuning.build import build
 from vit_fast.tuning.choices import AS_FILE, Choice, candidates_of_file
 from vit_fast.tuning.entry import open_model
 from vit_fast.tuning.expected import Expected, Rule
-from vit_fast.tuning.planner import Refused
 from vit_fast.tuning.runtimes import OnnxFile
+from vit_fast.tuning.search import Refused
 from vit_fast.tuning.trials import Trials
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

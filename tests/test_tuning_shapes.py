@@ -16,7 +16,7 @@ from vit_fast.tuning import answers, choices
 from vit_fast.tuning.answers import Answer
 from vit_fast.tuning.build import build
 from vit_fast.tuning.choices import Choice
-from vit_fast.tuning.planner import search
+from vit_fast.tuning.search import search
 from vit_fast.tuning.shapes import backends_of, choice_by_classes, shape_classes
 
 

@@ -69,7 +69,7 @@ class FusedModule(nn.Module):
         reasons = self.examine(self).reasons
         if reasons:
             raise ValueError(f"{type(self).__qualname__} cannot be built so: " + "; ".join(reasons))
-        self.prepare()
+        self.set_up()
         self.set_fused_backend("auto")
 
     @classmethod
@@ -87,7 +87,7 @@ class FusedModule(nn.Module):
         """Why the kernels cannot do an instance."""
         return triton_reasons(cls.head_width(module), dtype_of(module))
 
-    def prepare(self) -> None:
+    def set_up(self) -> None:
         """Records what forward needs beyond the original's attributes; runs once the class is set."""
 
     def set_fused_backend(self, request: str) -> None:

@@ -83,7 +83,7 @@ def fuse(
     known = known_backends(model) if backend == "auto" else {}
     if known and set(known.values()) != {resolved}:
         backend = resolved = max(known.values(), key=[*known.values()].count)
-    plan = _Plan(model, backend, resolved)
+    plan = _Walk(model, backend, resolved)
     if normalize is not None:
         plan.add_normalize(model, *check_normalize(normalize))
     plan.changes.append((fp8.touched(model), functools.partial(fp8.switch, model, choice)))
@@ -125,14 +125,14 @@ def unfuse(model: nn.Module) -> None:
 def shadow_of(model: nn.Module) -> nn.Module:
     """A copy of a model that shares its tensors, fused with a backend that runs anywhere."""
     shadow = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
-    _Plan(shadow, "sdpa", "sdpa").apply()
+    _Walk(shadow, "sdpa", "sdpa").apply()
     return shadow
 
 
 Change = tuple[Sequence[nn.Module], Callable[[], None]]  # the modules whose class or attributes it touches, and it
 
 
-class _Plan:
+class _Walk:
     """One walk over a model: a row for everything that may be fused, and the changes that it takes."""
 
     def __init__(self, model: nn.Module, requested: str, resolved: str) -> None:
@@ -360,7 +360,7 @@ def _give_class(module: nn.Module, form: type[FusedModule], backend: str, **attr
 
 
 def _fuse_again(module: FusedModule, backend: str) -> None:
-    module.prepare()
+    module.set_up()
     module.set_fused_backend(backend)
 
 

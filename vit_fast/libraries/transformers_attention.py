@@ -101,7 +101,7 @@ class FusedSelfAttention(FusedModule):
     def head_width(cls, module: Any) -> int:
         return int(first_attribute(module, "head_dim", "attention_head_size"))
 
-    def prepare(self) -> None:
+    def set_up(self) -> None:
         names = projections_of(self)
         if names is None:
             raise ValueError(f"{type(self).__qualname__} has no query, key and value projections")

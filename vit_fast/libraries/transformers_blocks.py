@@ -177,7 +177,7 @@ class FusedLayer(FusedNormMlp):
             drop_path=layer.drop_path,
         )
 
-    def prepare(self) -> None:
+    def set_up(self) -> None:
         signature = inspect.signature(type(self).original_forward)
         # nothing else tells the versions apart
         self.vit_fast_returns_tuple = "tuple" in str(signature.return_annotation).lower()

@@ -41,7 +41,7 @@ class FusedPackedAttention(FusedRotarySelfAttention):
             return Finding([f"attn_implementation='eager' returns attention weights: {advice}"])
         return Finding()
 
-    def prepare(self) -> None:
+    def set_up(self) -> None:
         self.vit_fast_scale = self.scaling
 
     def runs_as_it_was(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -163,8 +163,8 @@ class FusedLlama4Attention(FusedSelfAttention):
 class FusedLlama4Layer(FusedLayer):
     """Llama 4's layer, which is called by keywords and always gives a tuple."""
 
-    def prepare(self) -> None:
-        super().prepare()
+    def set_up(self) -> None:
+        super().set_up()
         self.vit_fast_returns_tuple = True
 
     def forward(self, hidden_state: Tensor, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # their name

@@ -34,7 +34,7 @@ def operator(name: str, before: Callable[..., object] | None = None) -> Callable
         def implementation(*args: Any) -> Any:
             if before is not None:
                 before(*args)
-            return _plan_runner()(function, args)
+            return _run_by_plan()(function, args)
 
         library = _library(namespace)
         schema = torch.library.infer_schema(function, mutates_args=())
@@ -102,7 +102,7 @@ def _library(namespace: str) -> torch.library.Library:
 
 
 @functools.cache
-def _plan_runner() -> Callable[[Callable[..., Any], Sequence[Any]], Any]:
+def _run_by_plan() -> Callable[[Callable[..., Any], Sequence[Any]], Any]:
     if importlib.util.find_spec("triton") is None:
         return lambda function, arguments: function(*arguments)  # which says so
     from ..kernels import plan

@@ -52,7 +52,7 @@ def build(choice: Choice, model: nn.Module, example: Any, output: Any, photograp
     return Optimized(model, choice, function, shares_weights=shares, output_dtypes=dtypes)
 
 
-def prepared_module(choice: Choice, model: nn.Module, example: Any, photographs: Sequence[str | Path]) -> nn.Module:
+def changed_copy(choice: Choice, model: nn.Module, example: Any, photographs: Sequence[str | Path]) -> nn.Module:
     """A copy of the model in the choice's number format and fused as it says; it shares parameters where it can.
 
     Args:
@@ -126,7 +126,7 @@ def _module(choice: Choice, model: nn.Module, example: Any, photographs: Sequenc
         return model, True
     if isinstance(model, OnnxFile):
         raise UnsupportedInputError(choice.name, ["the model is a file: accepted are runtimes of files"])
-    work = prepared_module(choice, model, example, photographs)
+    work = changed_copy(choice, model, example, photographs)
     function: Function = work
     frozen_in = choice.engine != "torch" and choice.frozen
     if frozen_in:

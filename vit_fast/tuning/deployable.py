@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import UnsupportedInputError
 from ..files import folder_aside
-from .build import prepared_module
+from .build import changed_copy
 from .calls import arguments, only_images
 from .choices import DTYPES
 from .optimization import Optimization
@@ -56,7 +56,7 @@ def write(
             write_onnx(choice, model, path, images, photographs)
         else:
             path = aside / "model.pt2"
-            _write_program(prepared_module(choice, model, example, photographs), result, example, path)
+            _write_program(changed_copy(choice, model, example, photographs), result, example, path)
         (aside / FIGURES).write_text(
             json.dumps(result.answer.to_dict() | {"name": choice.name, "file": path.name}, indent=1) + "\n"
         )

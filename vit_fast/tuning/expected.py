@@ -18,8 +18,8 @@ from ..measuring.limits import describe_error
 from .calls import call, first_batch, tensors_in
 from .choices import Choice
 from .drop_in import version_of
-from .planner import Refused
 from .runtimes import OnnxFile
+from .search import Refused
 
 MEASURES: tuple[Measure, ...] = ("largest", "rms")
 # Outputs without classes agree where they point in the same direction as far as this cosine says.

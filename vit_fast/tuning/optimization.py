@@ -30,8 +30,8 @@ from .choices import GIVEN, PRECISIONS, Choice, Precision, candidates, candidate
 from .drop_in import Optimized
 from .expected import Expected, Rule
 from .interruption import remembered
-from .planner import SHARE, Found, Objective, Refused, Trial, paired, search
 from .runtimes import OnnxFile
+from .search import SHARE, Found, Objective, Refused, Trial, paired, search
 from .shapes import backends_of, choice_by_classes
 from .trials import Checked, Trials, device_of_example
 

@@ -1,4 +1,4 @@
-"""Holds choices against the model as it was given, and times them: the planner's shop on a real machine."""
+"""Holds choices against the model as it was given, and times them: the search's shop on a real machine."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .choices import AS_FILE, GIVEN, Choice, variations
 from .drop_in import Optimized
 from .expected import Expected, Rule
 from .interruption import Interruption
-from .planner import Refused
 from .runtimes import OnnxFile
+from .search import Refused
 from .shapes import shape_classes
 
 # About how long a runtime takes to open a file.
@@ -50,7 +50,7 @@ class Checked:
 
 
 class Trials:
-    """The planner's shop: builds choices for a model, checks and times them.
+    """The search's shop: builds choices for a model, checks and times them.
 
     Args:
         model: As it was given, in evaluation mode.

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from vit_fast.tuning import planner
-from vit_fast.tuning.planner import Found, Refused, search
+from vit_fast.tuning.search import SCOUTING_CALLS, Found, Refused, search
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,7 @@ class Simulated:
     Attributes:
         name: Of the candidate.
         ms: What a call takes on a quiet machine.
-        plainness: See planner.
+        plainness: See Candidate.
         seconds: What preparing it is thought to take, and takes.
         trouble: "wrong", "hangs", "memory" (in its fifth call), or nothing.
         leads_to: Its variations.
@@ -150,7 +149,7 @@ def test_variations_of_the_best_are_tried() -> None:
 def test_losers_are_dropped_early_and_released() -> None:
     machine = Machine(noise=0.01)
     found = search(machine, GIVEN, [Simulated("slow", 300.0), Simulated("fast", 50.0)], budget_s=120)
-    assert machine.calls["slow"] == planner.SCOUTING_CALLS
+    assert machine.calls["slow"] == SCOUTING_CALLS
     assert "times as long as the fastest" in str(names(found)["slow"])
     assert machine.held == {"given", "fast"}
 

@@ -207,15 +207,15 @@ class _Search(Generic[C]):
         varied: list[Trial[C]] = []
         for _ in range(MOST_VARIED):
             best, given_s = self._best(), self.shop.seconds(self.given.candidate)
-            subjects = [best]
+            chosen = [best]
             if best is self.given:
                 others = (trial for trial in self.running if trial is not best and trial.samples_ms)
                 quick = [trial for trial in others if self.shop.seconds(trial.candidate) <= QUICK * given_s]
-                subjects += [min(quick, key=self._cost)] if quick else []
-            subjects = [trial for trial in subjects if trial not in varied]
-            if not subjects or self._left_s(VARYING_SHARE) <= 0:
+                chosen += [min(quick, key=self._cost)] if quick else []
+            chosen = [trial for trial in chosen if trial not in varied]
+            if not chosen or self._left_s(VARYING_SHARE) <= 0:
                 return
-            for trial in subjects:
+            for trial in chosen:
                 varied.append(trial)
                 self._scout(self.shop.variations(trial.candidate), VARYING_SHARE)
 
@@ -248,17 +248,17 @@ class _Search(Generic[C]):
         turns: list[Trial[C] | None] = [*self.running, None]
         random.Random(self.rounds).shuffle(turns)
         for trial in turns:
-            subject = self.leader if trial is None else trial
-            if subject not in self.running:
+            timed = self.leader if trial is None else trial
+            if timed not in self.running:
                 continue
             try:
-                ms = self.shop.call_ms(subject.candidate, self.rounds)
+                ms = self.shop.call_ms(timed.candidate, self.rounds)
             except Refused as error:
-                if subject is self.given:
+                if timed is self.given:
                     raise
-                self._drop(subject, str(error))
+                self._drop(timed, str(error))
                 continue
-            (self.again if trial is None else subject.samples_ms).append(ms)
+            (self.again if trial is None else timed.samples_ms).append(ms)
         self.rounds += 1
 
     def _drop_the_slower(self) -> None:
