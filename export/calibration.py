@@ -68,9 +68,9 @@ def load_calibration(path: Path, fingerprint: str) -> Calibration:
     return calibration
 
 
-def fingerprint_of(products: Sequence[Product], layout: str) -> str:
-    """Tells models, sizes and layouts apart."""
-    digest = hashlib.sha256(layout.encode())
+def fingerprint_of(products: Sequence[Product], scheme: str) -> str:
+    """Tells models, sizes and schemes apart."""
+    digest = hashlib.sha256(scheme.encode())
     for product in products:
         digest.update(product.name.encode())
         if product.weight is not None:

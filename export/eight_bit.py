@@ -20,7 +20,7 @@ from .calibration import Range, grid
 from .graphs import Writer, constant_of, replace
 from .products import Product
 
-Layout = Literal["uint8", "int8", "e4m3", "uint8-fused", "dynamic", "dynamic-fused"]
+Scheme = Literal["uint8", "int8", "e4m3", "uint8-fused", "dynamic", "dynamic-fused"]
 """uint8, int8 (around zero), e4m3: Q and DQ. fused: com.microsoft.MatMulIntegerToFloat with the bias inside."""
 
 MICROSOFT = "com.microsoft"
@@ -30,16 +30,16 @@ FP8 = ir.DataType.FLOAT8E4M3FN
 
 
 class EightBit:
-    """Writes products of one graph in one layout.
+    """Writes products of one graph in one scheme.
 
     Args:
         model: The graph.
-        layout: How.
-        ranges: Of each activation by name; the dynamic layouts need none.
+        scheme: How.
+        ranges: Of each activation by name; the dynamic schemes need none.
     """
 
-    def __init__(self, model: ir.Model, layout: Layout, ranges: dict[str, Range]) -> None:
-        self._graph, self._layout, self._ranges = model.graph, layout, ranges
+    def __init__(self, model: ir.Model, scheme: Scheme, ranges: dict[str, Range]) -> None:
+        self._graph, self._scheme, self._ranges = model.graph, scheme, ranges
         self._activations: dict[str, Any] = {}  # q, k and v may share one input
         self._count = 0
 
@@ -51,12 +51,12 @@ class EightBit:
         """
         self._count += 1
         write = Writer(self._graph, f"eight_bit.{self._count}", before=product.node)
-        if self._layout in ("uint8", "int8", "e4m3"):
+        if self._scheme in ("uint8", "int8", "e4m3"):
             inputs = [self._restored(write, value) for value in product.activations]
             if product.weight is not None:
                 inputs.append(self._restored_weight(write, product.weight))
             old, new = product.node.outputs[0], write.op("MatMul", *inputs, dtype=product.activations[0].dtype)
-        elif self._layout == "dynamic":
+        elif self._scheme == "dynamic":
             old, new = product.node.outputs[0], self._integer_product(write, product)
         else:
             old, bias = _with_bias(product.node)
@@ -78,16 +78,16 @@ class EightBit:
         """Scale, in x's dtype, zero point and type of an activation."""
         limits = self._ranges[str(x.name)]
         float_type = (x.dtype or FLOAT).numpy()
-        if self._layout == "e4m3":
+        if self._scheme == "e4m3":
             largest = max(-limits.low, limits.high, 1e-3)
             return np.asarray(largest / LARGEST_E4M3, float_type), np.zeros((), ml_dtypes.float8_e4m3fn), FP8
-        symmetric = self._layout == "int8"
+        symmetric = self._scheme == "int8"
         scale, zero = grid(limits.low, limits.high, symmetric)
         kind = INT8 if symmetric else UINT8
         return np.asarray(scale, float_type), np.asarray(zero, kind.numpy()), kind
 
     def _restored_weight(self, write: Writer, weight: np.ndarray) -> ir.Value:
-        if self._layout == "e4m3":
+        if self._scheme == "e4m3":
             scale = np.asarray(max(float(np.abs(weight).max()), 1e-3) / LARGEST_E4M3, weight.dtype)
             quantised = _e4m3(weight.astype(np.float32) / np.float32(scale))
             axis: dict[str, Any] = {}
@@ -104,7 +104,7 @@ class EightBit:
     def _integers(self, write: Writer, x: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
         """uint8 elements, scale and zero point."""
         if str(x.name) not in self._activations:
-            if self._layout.startswith("dynamic"):
+            if self._scheme.startswith("dynamic"):
                 parts = write.op("DynamicQuantizeLinear", x, outputs=3, dtype=UINT8)
                 parts[1].dtype = FLOAT
                 self._activations[str(x.name)] = tuple(parts)

@@ -26,7 +26,7 @@ from .calibration import (
     load_calibration,
     observe,
 )
-from .eight_bit import LARGEST_E4M3, EightBit, Layout, in_e4m3, quantise_weight
+from .eight_bit import LARGEST_E4M3, EightBit, Scheme, in_e4m3, quantise_weight
 from .graphs import replace, run_graph
 from .loss import BUDGET, loss_of
 from .options import ExportOptions
@@ -70,7 +70,7 @@ def quantise(
     held_out: Sequence[np.ndarray],
     cache: Path | None = None,
 ) -> Quantised:
-    """Brings a graph into eight bits, in the layout of its precision and target; in place.
+    """Brings a graph into eight bits, in the scheme of its precision and target; in place.
 
     Args:
         model: A float graph with one input.
@@ -83,17 +83,17 @@ def quantise(
         CalibrationError: the cache cannot be used, or activations are not finite.
         QuantisationError: the loss is beyond the budget with half of the products left float.
     """
-    layout = layout_of(options)
-    products = linears(model) + (attention_products(model) if layout == "e4m3" else [])
-    fingerprint = fingerprint_of(products, f"{layout} {options.precision}")
+    scheme = scheme_of(options)
+    products = linears(model) + (attention_products(model) if scheme == "e4m3" else [])
+    fingerprint = fingerprint_of(products, f"{scheme} {options.precision}")
     expected = _outputs(model, held_out)
     if calibration:
         seen = observe(model, products, calibration)
         known = Calibration(fingerprint, sum(map(len, calibration)), {n: o.peak.tolist() for n, o in seen.items()}, {})
         scales = smooth(model, products, known.peaks)
         smoothed = {name: one.divided(scales[name]) if name in scales else one for name, one in seen.items()}
-        if not layout.startswith("dynamic"):
-            known.ranges.update(_ranges(products, smoothed, layout))
+        if not scheme.startswith("dynamic"):
+            known.ranges.update(_ranges(products, smoothed, scheme))
         if cache is not None:
             known.save(cache)
     else:
@@ -103,7 +103,7 @@ def quantise(
     kept: list[Product] = []
     retreat: list[list[Product]] = []
     while True:
-        eight_bit = EightBit(model, layout, known.ranges)
+        eight_bit = EightBit(model, scheme, known.ranges)
         undo = [eight_bit.replace(product) for product in products if product not in kept]
         if not held_out:
             break
@@ -113,7 +113,7 @@ def quantise(
         for old, new in undo:
             replace(new, old)
         common_passes.RemoveUnusedNodesPass()(model)
-        retreat = retreat or _retreat(_by_damage(model, products, layout, known.ranges, held_out))
+        retreat = retreat or _retreat(_by_damage(model, products, scheme, known.ranges, held_out))
         if len(kept) == len(retreat[-1]):
             raise QuantisationError(
                 f"{options.precision}: with {len(kept)} of {len(products)} products left float, {loss.line()}; "
@@ -128,7 +128,7 @@ def quantise(
     )
 
 
-def layout_of(options: ExportOptions) -> Layout:
+def scheme_of(options: ExportOptions) -> Scheme:
     """How a target takes a precision in eight bits."""
     if options.precision == "fp8":
         return "e4m3"
@@ -143,7 +143,7 @@ def _outputs(model: ir.Model, batches: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate(rows) if rows else np.empty(0)
 
 
-def _ranges(products: Sequence[Product], seen: dict[str, Observation], layout: Layout) -> dict[str, Range]:
+def _ranges(products: Sequence[Product], seen: dict[str, Observation], scheme: Scheme) -> dict[str, Range]:
     weights: dict[str, list[np.ndarray]] = {}
     probabilities = set()
     for product in products:
@@ -155,10 +155,10 @@ def _ranges(products: Sequence[Product], seen: dict[str, Observation], layout: L
     for name, one in seen.items():
         if name in probabilities:
             ranges[name] = Range(0.0, 1.0, "a softmax")
-        elif layout == "e4m3":  # floating: its small numbers are no coarser for a large one
+        elif scheme == "e4m3":  # floating: its small numbers are no coarser for a large one
             ranges[name] = Range(float(one.low.min()), float(one.high.max()), "largest")
         else:
-            ranges[name] = choose_range(one, [w.astype(np.float32) for w in weights[name]], symmetric=layout == "int8")
+            ranges[name] = choose_range(one, [w.astype(np.float32) for w in weights[name]], symmetric=scheme == "int8")
     return ranges
 
 
@@ -180,7 +180,7 @@ def _retreat(by_damage: Sequence[Product]) -> list[list[Product]]:
 def _by_damage(
     model: ir.Model,
     products: Sequence[Product],
-    layout: Layout,
+    scheme: Scheme,
     ranges: dict[str, Range],
     held_out: Sequence[np.ndarray],
 ) -> list[Product]:
@@ -189,25 +189,25 @@ def _by_damage(
 
     def damage(product: Product) -> float:
         exact = [seen[str(value.name)].tokens for value in product.activations]
-        moved = [_emulated(x, layout, ranges.get(str(v.name))) for x, v in zip(exact, product.activations)]
+        moved = [_emulated(x, scheme, ranges.get(str(v.name))) for x, v in zip(exact, product.activations)]
         if product.weight is None:
             return max(_relative(m, x) for m, x in zip(moved, exact))
         weight = product.weight.astype(np.float32)
-        return _relative(moved[0] @ _emulated_weight(weight, layout), exact[0] @ weight)
+        return _relative(moved[0] @ _emulated_weight(weight, scheme), exact[0] @ weight)
 
     return sorted(products, key=damage, reverse=True)
 
 
-def _emulated(x: np.ndarray, layout: Layout, limits: Range | None) -> np.ndarray:
+def _emulated(x: np.ndarray, scheme: Scheme, limits: Range | None) -> np.ndarray:
     limits = limits or Range(float(x.min()), float(x.max()), "its own")
-    if layout != "e4m3":
-        return in_integers(x, limits, symmetric=layout == "int8")
+    if scheme != "e4m3":
+        return in_integers(x, limits, symmetric=scheme == "int8")
     scale = max(-limits.low, limits.high, 1e-30) / LARGEST_E4M3
     return in_e4m3(x / scale) * scale
 
 
-def _emulated_weight(weight: np.ndarray, layout: Layout) -> np.ndarray:
-    if layout == "e4m3":
+def _emulated_weight(weight: np.ndarray, scheme: Scheme) -> np.ndarray:
+    if scheme == "e4m3":
         scale = max(float(np.abs(weight).max()), 1e-30) / LARGEST_E4M3
         return in_e4m3(weight / scale) * scale
     quantised, scales = quantise_weight(weight)

@@ -13,7 +13,7 @@ import torch
 
 from .attention_backward import dkdv_launch, dq_launch
 from .attention_forward import forward_launch
-from .attention_launch import layout_of
+from .attention_launch import access_of
 from .attention_policy import Problem, dkdv_config, dq_config, forward_config, varlen_configs
 from .attention_varlen import varlen_forward_launch
 from .attention_varlen_backward import varlen_dkdv_launch, varlen_dq_launch
@@ -37,7 +37,7 @@ def problem_of(q: torch.Tensor, k: torch.Tensor, *others: torch.Tensor) -> Probl
         n_q=n_q,
         n_kv=k.shape[2],
         batch_heads=batch * heads,
-        layout=layout_of(q, k, *others),
+        access=access_of(q, k, *others),
     )
 
 

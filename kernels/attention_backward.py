@@ -34,7 +34,7 @@ from .attention_forward import real_keys
 from .attention_launch import (
     LOG2_E,
     UNSPECIALISED,
-    layout_constants,
+    shared_constants,
     stride_arguments,
     tile_arguments,
     tma_allows,
@@ -279,7 +279,7 @@ def dq_launch(
     batch, heads, n_q, _ = q.shape
     n_kv = k.shape[2]
     tma = config.tma and tma_allows(q, k, v, o, do, dq)
-    constants = layout_constants(q, k, v, o, do, dq, tma=tma, precision=precision)
+    constants = shared_constants(q, k, v, o, do, dq, tma=tma, precision=precision)
     rest = n_kv % config.block_n
     tail = (*cover(rest, config.block_n, 1), 0)[0]
     constants |= _tile_constants(config, tail, tail != rest)
@@ -321,7 +321,7 @@ def dkdv_launch(
     batch, heads, n_q, _ = q.shape
     n_kv = k.shape[2]
     tma = config.tma and tma_allows(q, k, v, do, dk, dv)
-    constants = layout_constants(q, k, v, do, dk, dv, tma=tma, precision=precision)
+    constants = shared_constants(q, k, v, do, dk, dv, tma=tma, precision=precision)
     rest = n_q % config.block_m
     tail = (*cover(rest, config.block_m, 1), 0)[0]
     constants |= _tile_constants(config, tail, tail != rest)

@@ -21,7 +21,7 @@ import triton.language as tl
 from .attention_launch import (
     LOG2_E,
     UNSPECIALISED,
-    layout_constants,
+    shared_constants,
     stride_arguments,
     tile_arguments,
     tma_allows,
@@ -269,7 +269,7 @@ def forward_launch(
     n_kv = k.shape[2]
     tma = config.tma and tma_allows(q, k, v, o)
     constants = {
-        **layout_constants(q, k, v, o, tma=tma, precision=precision),
+        **shared_constants(q, k, v, o, tma=tma, precision=precision),
         "BLOCK_M": config.block_m,
         "STAGES": config.num_stages,
     }

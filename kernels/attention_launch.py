@@ -21,8 +21,8 @@ _TMA_MAX_STRIDE = 2**40  # bytes
 _MAX_TILE_ROWS = 256
 
 
-def layout_of(*tensors: torch.Tensor) -> str:
-    """What the layout of these tensors [B, H, N, D] allows: "tma", "vector" or "scalar" (see `Problem.layout`)."""
+def access_of(*tensors: torch.Tensor) -> str:
+    """What the layout of these tensors [B, H, N, D] allows: "tma", "vector" or "scalar" (see `Problem.access`)."""
     if tma_allows(*tensors):
         return "tma"
     aligned = all(
@@ -93,7 +93,7 @@ def _common_alignment(*tensors: torch.Tensor) -> int:
     return math.gcd(16, *used)
 
 
-def layout_constants(q: torch.Tensor, *others: torch.Tensor, tma: bool, precision: str) -> dict[str, Any]:
+def shared_constants(q: torch.Tensor, *others: torch.Tensor, tma: bool, precision: str) -> dict[str, Any]:
     """The compile-time arguments that every attention kernel takes."""
     lo, hi = split_head_dim(q.shape[-1])
     return {

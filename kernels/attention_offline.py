@@ -41,7 +41,7 @@ class _Case:
     tokens: int
     head_dim: int
     batch: int
-    layout: str
+    access: str
     queries: int | None = None  # where not as many as tokens: attention pooling
 
     @property
@@ -52,16 +52,16 @@ class _Case:
     def name(self) -> str:
         kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(self.dtype, self.element)
         lengths = f"N{self.tokens}" if self.queries is None else f"Nq{self.queries} N{self.tokens}"
-        return f"{kind} {lengths} D{self.head_dim} B{self.batch} {self.layout}"
+        return f"{kind} {lengths} D{self.head_dim} B{self.batch} {self.access}"
 
     @property
     def core(self) -> bool:
-        if self.arch == "sm_120" and self.layout == "tma" and self.head_dim in (96, 128):
+        if self.arch == "sm_120" and self.access == "tma" and self.head_dim in (96, 128):
             return self.element == "half"  # the tightest: they spilled with sm_80's tiles
         return (
             (self.tokens, self.head_dim) in _CORE_SHAPES
             and self.dtype == torch.bfloat16
-            and self.layout == "tma"
+            and self.access == "tma"
             and (self.arch == "sm_90" or self.tokens == 197)
         )
 
@@ -74,15 +74,15 @@ class _Case:
             n_q=self.n_q,
             n_kv=self.tokens,
             batch_heads=self.batch * _HEADS,
-            layout=self.layout,
+            access=self.access,
         )
 
     def packed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k, v as views of a packed tensor: as it lies, of one image for the whole batch, or off by an element."""
         tokens = max(self.n_q, self.tokens)
-        shape = (1 if self.layout == "vector" else self.batch, tokens, 3, _HEADS, self.head_dim)
+        shape = (1 if self.access == "vector" else self.batch, tokens, 3, _HEADS, self.head_dim)
         flat = torch.empty(torch.Size(shape).numel() + 1, dtype=self.dtype, device="meta")
-        flat = flat[1:] if self.layout == "scalar" else flat[:-1]
+        flat = flat[1:] if self.access == "scalar" else flat[:-1]
         packed = flat.view(shape).expand(self.batch, -1, -1, -1, -1)
         q, k, v = packed.transpose(1, 3).unbind(2)
         return q[:, :, : self.n_q], k[:, :, : self.tokens], v[:, :, : self.tokens]
@@ -96,14 +96,14 @@ class _Case:
 
     def needs(self, tma: bool) -> tuple[str, ...]:
         """On hopper half precision must reach wgmma, and descriptors TMA; on blackwell the fifth tensor core."""
-        if self.element != "half" or self.layout == "scalar":
+        if self.element != "half" or self.access == "scalar":
             return ()
         matrix = matrix_instruction(self.arch)
         return (matrix, "UTMALDG", "UTMASTG") if tma else (matrix,)
 
 
 def offline_builds(arch: str) -> Iterator[Build]:
-    """Every kernel, shape class, dtype and layout that the launch policy distinguishes, and what a tuner may choose."""
+    """Every kernel, shape class, dtype and access that the launch policy distinguishes, and what a tuner may choose."""
     for case in _cases(arch):
         yield from _builds(case)
     yield from _tuned_builds(arch)
@@ -113,8 +113,8 @@ def offline_builds(arch: str) -> Iterator[Build]:
 
 def _cases(arch: str) -> Iterator[_Case]:
     for tokens, head_dim in _HALF_SHAPES:
-        for layout in ("tma", "vector", "scalar"):
-            yield _Case(arch, torch.bfloat16, "half", tokens, head_dim, _FULL_BATCH, layout)
+        for access in ("tma", "vector", "scalar"):
+            yield _Case(arch, torch.bfloat16, "half", tokens, head_dim, _FULL_BATCH, access)
     yield _Case(arch, torch.bfloat16, "half", 197, 64, _SMALL_BATCH, "tma")
     # SigLIP's pooling: one query an image
     yield _Case(arch, torch.bfloat16, "half", 196, 64, _FULL_BATCH, "tma", queries=1)
@@ -156,8 +156,8 @@ def _tuned_builds(arch: str) -> Iterator[Build]:
 def _varlen_cases(arch: str) -> Iterator[tuple[_Case, str]]:
     for form, shapes in (("packed", _PACKED_SHAPES), ("masked", _MASKED_SHAPES)):
         for tokens, head_dim in shapes:
-            for layout in ("tma", "scalar"):
-                yield _Case(arch, torch.bfloat16, "half", tokens, head_dim, _FULL_BATCH, layout), form
+            for access in ("tma", "scalar"):
+                yield _Case(arch, torch.bfloat16, "half", tokens, head_dim, _FULL_BATCH, access), form
         for element in ("ieee", "tf32"):
             for tokens, head_dim in _FP32_SHAPES:
                 yield _Case(arch, torch.float32, element, tokens, head_dim, _FULL_BATCH, "tma"), form
@@ -183,7 +183,7 @@ def _varlen_builds(case: _Case, form: str) -> Iterator[Build]:
         "dkdv": varlen_dkdv_launch(q, k, v, do, lse, delta, inverse, dk, dv, *ragged, for_dkdv, precision),
     }
     core = (case.tokens, case.head_dim, form) == (1024, 80, "packed") or (case.arch == "sm_90" and case.head_dim == 72)
-    core = core and case.layout == "tma"
+    core = core and case.access == "tma"
     for name, launch in launches.items():
         needs = tuple(need for need in case.needs(launch.constants["TMA"]) if need != "UTMASTG")  # stores are masked
         yield Build(f"attention_varlen_{name}", f"{case.name} {form}", launch, core=core, needs=needs)

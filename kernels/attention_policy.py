@@ -102,7 +102,7 @@ class Problem:
         sm_count: Streaming multiprocessors of the device.
         element: The `product_kind` of the tensors: "half", "tf32" or "ieee".
         batch_heads: Batch times heads.
-        layout: What the layout of all tensors allows: "tma" (descriptors), "vector" (16-byte loads only: a stride of
+        access: What the layout of all tensors allows: "tma" (descriptors), "vector" (16-byte loads only: a stride of
             0), or "scalar" (rows that start anywhere).
     """
 
@@ -113,7 +113,7 @@ class Problem:
     n_q: int
     n_kv: int
     batch_heads: int
-    layout: str
+    access: str
 
     @property
     def precision(self) -> str:
@@ -143,14 +143,14 @@ class Problem:
     @property
     def uses_tma(self) -> bool:
         """Whether descriptors are used: where layout and device allow."""
-        return self.layout == "tma" and reads_descriptors(self.arch)
+        return self.access == "tma" and reads_descriptors(self.arch)
 
     @property
     def shape_class(self) -> str:
-        """The key of the measured table: element, width, length and layout."""
+        """The key of the measured table: element, width, length and access."""
         length = "short" if self.n_kv <= MAX_ROW_KEYS else "long"
-        layout = "vector" if self.layout == "tma" and not self.uses_tma else self.layout
-        return f"{self.element}/{self.width}/{length}/{layout}"
+        access = "vector" if self.access == "tma" and not self.uses_tma else self.access
+        return f"{self.element}/{self.width}/{length}/{access}"
 
 
 # The most columns and (padded) keys with which the row scheme holds a head without spilling, by generation and TMA.
@@ -219,7 +219,7 @@ def _varlen_of_ada(
     problem: Problem, masked: bool, forward: ForwardConfig, dq: BackwardConfig, dkdv: BackwardConfig
 ) -> tuple[ForwardConfig, BackwardConfig, BackwardConfig]:
     """The same for sm_89, whose assembler, left to itself, takes fewer registers than these need."""
-    if problem.element == "half" and problem.width == 128 and problem.n_q <= SHORT and problem.layout != "scalar":
+    if problem.element == "half" and problem.width == 128 and problem.n_q <= SHORT and problem.access != "scalar":
         forward = replace(forward, maxnreg=255)
     if problem.element != "half" and problem.width == 80:
         dq = replace(dq, maxnreg=80) if masked else dq
@@ -246,7 +246,7 @@ def _forward_rule(problem: Problem) -> ForwardConfig:
         if generation != "ampere" and tma:
             return ForwardConfig("looped", 64, 32, num_warps=4 if generation == "hopper" else 8, num_stages=2, tma=True)
         return ForwardConfig("looped", 32, 64, num_warps=8, num_stages=2)
-    if problem.layout == "scalar":
+    if problem.access == "scalar":
         return ForwardConfig("looped", 32, 32, num_warps=4, num_stages=1)
     most_columns, most_keys = _ROW_LIMITS[generation, tma]
     keys = sum(cover(problem.n_kv, 128, 3))
@@ -277,7 +277,7 @@ def _dq_rule(problem: Problem) -> BackwardConfig:
         return BackwardConfig(16, 32, num_warps=8, num_stages=1)
     if problem.element != "half":
         return BackwardConfig(32, 32, num_warps=8, num_stages=1)
-    if problem.layout == "scalar":
+    if problem.access == "scalar":
         return BackwardConfig(32, 32, num_warps=8, num_stages=1)
     if problem.generation == "ampere" and problem.width > 80:
         return BackwardConfig(32, 32, num_warps=8, num_stages=2)
@@ -291,7 +291,7 @@ def _dq_rule(problem: Problem) -> BackwardConfig:
 def _dkdv_rule(problem: Problem) -> BackwardConfig:
     if problem.element != "half":
         return BackwardConfig(32, 32, num_warps=8 if problem.width <= 80 else 16, num_stages=1)
-    if problem.layout == "scalar":
+    if problem.access == "scalar":
         block_m, block_n = (32, 32) if problem.width <= 64 else (16, 32) if problem.width == 80 else (32, 16)
         return BackwardConfig(block_m, block_n, num_warps=8, num_stages=1)
     if problem.generation == "ampere" and problem.width == 128:

@@ -28,7 +28,7 @@ from .attention_forward import online_step
 from .attention_launch import (
     LOG2_E,
     UNSPECIALISED,
-    layout_constants,
+    shared_constants,
     stride_arguments,
     tile_arguments,
     tma_allows,
@@ -223,7 +223,7 @@ def ragged_launch(
         rows, block, others_block = tensors["k"], others_block, block
     met = ("k", "v") if by_queries else ("q", "do")
     tma = config.tma and tma_allows(*(tensors[name] for name in met))
-    constants = layout_constants(*tensors.values(), tma=tma, precision=precision)
+    constants = shared_constants(*tensors.values(), tma=tma, precision=precision)
     args: dict[str, object] = dict(tensors)
     for name in met:
         args |= tile_arguments(f"{name}_a", tensors[name], others_block, tma)

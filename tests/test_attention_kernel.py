@@ -125,13 +125,13 @@ def test_every_backward_path(head_dim: int, block_m: int, block_n: int, tma: boo
 @pytest.mark.parametrize(("kind", "expected"), LAYOUTS.items())
 def test_every_layout(kind: str, expected: str) -> None:
     q, k, v = (strided(kind, (2, 2, 33, 64), torch.float16) for _ in range(3))
-    assert attention_launch.layout_of(q, k, v) == expected
+    assert attention_launch.access_of(q, k, v) == expected
     check_attention(q, k, v, strided(kind, (2, 2, 33, 64), torch.float16), 0.125)
 
 
 def test_odd_head_size() -> None:
     q, k, v = packed_inputs(1, 21, 3, 75, torch.float16)
-    assert attention_launch.layout_of(q, k, v) == "scalar"
+    assert attention_launch.access_of(q, k, v) == "scalar"
     check_attention(q, k, v, _gradient_of(q), 0.1)
 
 

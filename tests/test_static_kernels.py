@@ -213,7 +213,7 @@ def test_split_head_dim(head_dim: int) -> None:
 
 
 def test_small_batches_spread_over_the_chip() -> None:
-    problem = Problem("sm_90", 132, "half", 64, 197, 197, batch_heads=3072, layout="tma")
+    problem = Problem("sm_90", 132, "half", 64, 197, 197, batch_heads=3072, access="tma")
     assert forward_config(problem).tiles == 4
     assert forward_config(replace(problem, batch_heads=12)).tiles == 1
 
@@ -221,7 +221,7 @@ def test_small_batches_spread_over_the_chip() -> None:
 def test_measured_configurations_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     from vit_fast.kernels import attention_policy
 
-    problem = Problem("sm_90", 132, "half", 64, 577, 577, batch_heads=512, layout="tma")
+    problem = Problem("sm_90", 132, "half", 64, 577, 577, batch_heads=512, access="tma")
     measured = {"scheme": "looped", "block_m": 128, "block_n": 128, "num_warps": 8, "tma": True}
     table = {"sm_90": {problem.shape_class: {"forward": measured}}}
     monkeypatch.setattr(attention_policy, "_table", lambda: table)
