@@ -77,7 +77,7 @@ import json
 from vit_fast.commands import host_time
 from vit_fast.kernels import stand_in_driver
 driver = stand_in_driver.install("sm_90")
-subjects = host_time.our_subjects(**host_time.NARROW)
+subjects = host_time.our_calls(**host_time.NARROW)
 print(json.dumps({name: host_time.count(driver, subject) for name, subject in subjects.items()}))
 """
 

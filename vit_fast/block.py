@@ -41,7 +41,7 @@ from .parts import (
     tensors_of,
 )
 from .plain import is_touched
-from .row_statistics import NOTHING, Rows, counted, recall, remember
+from .row_statistics import NOTHING, RowFacts, counted, recall, remember
 from .traced_parts import Outline, built, outline
 
 
@@ -137,7 +137,7 @@ def run_block(
     if attend is not None:
         x, statistics = attend(x), None
     else:
-        x, statistics = _attention_half(attention, x, statistics, rope, keys)
+        x, statistics = _run_attention(attention, x, statistics, rope, keys)
     if backend != "triton" or is_exporting():
         return run_mlp(mlp, x, backend), None
     dropping = _drops_path(mlp.drop_path)
@@ -157,7 +157,7 @@ def run_mlp(parts: MlpParts, x: Tensor, backend: str) -> Tensor:
     return x + parts.drop_path(branch_or_sum) if dropping else branch_or_sum
 
 
-def _attention_half(
+def _run_attention(
     parts: AttentionParts, x: Tensor, statistics: Tensor | None, rope: Rope | None, keys: Keys | None
 ) -> tuple[Tensor, Tensor | None]:
     weight, bias = parts.qkv.tensors()
@@ -256,7 +256,7 @@ def forward_block(
         y, emitted = run_block(
             parts, x, statistics, rope=rope, keys=keys, backend=backend, attend=attend, next_statistics=True
         )
-    remember(y, NOTHING if emitted is None else Rows(emitted))
+    remember(y, NOTHING if emitted is None else RowFacts(emitted))
     return y
 
 
@@ -279,7 +279,7 @@ def run_blocks(blocks: nn.Sequential, x: Tensor, rope: Rope | None = None) -> Te
     for parts, following in zip_longest(ready, ready[1:]):
         if parts.fp8 is None:
             x, statistics = run_block(parts, x, rows.statistics, rope=rope, next_statistics=True)
-            rows = Rows(statistics)
+            rows = RowFacts(statistics)
         else:
             reader = following.fp8.reader(following) if following is not None and following.fp8 is not None else None
             x, rows = parts.fp8.run(parts, x, rows, rope, reader)

@@ -21,7 +21,7 @@ from .ops.fp8 import fused_block_fp8
 from .ops.layer_norm_mlp import needs_gradient
 from .ops.quantised import Quantised
 from .parts import BlockParts, block_tensors, frozen_sources, tensor_of
-from .row_statistics import Rows
+from .row_statistics import RowFacts
 
 LINEARS = BlockScales._fields
 """The linear layers of a block, as the buffers are called."""
@@ -99,8 +99,8 @@ class Fp8Scales(nn.Module):
             raise UnsupportedInputError("a block in FP8", [*reasons, BACK])
 
     def run(
-        self, parts: BlockParts, x: Tensor, rows: Rows, rope: Rope | None, reader: Quantised | None = None
-    ) -> tuple[Tensor, Rows]:
+        self, parts: BlockParts, x: Tensor, rows: RowFacts, rope: Rope | None, reader: Quantised | None = None
+    ) -> tuple[Tensor, RowFacts]:
         """The block, [B, N, C] -> [B, N, C], and what is known of the rows of its output.
 
         Args:
@@ -124,7 +124,7 @@ class Fp8Scales(nn.Module):
             eps=(attention.norm.eps, mlp.norm.eps), norm=mlp.norm.kind, activation=mlp.activation,
             qk_norm=attention.qk_norm and attention.qk_norm.now(), rope=rope,
         )  # fmt: skip
-        return y, Rows(statistics, y8, reader, parts)
+        return y, RowFacts(statistics, y8, reader, parts)
 
     def reader(self, parts: BlockParts) -> Quantised | None:
         """The kept weights of a block whose first layer reads e4m3; None where that stays in half precision."""
@@ -142,7 +142,7 @@ class Fp8Scales(nn.Module):
         attention: Any = parts.attention
         mlp: Any = parts.mlp
         sources = [*frozen_sources(attention, mlp), (attention.proj, "bias"), (mlp.fc2, "bias")]
-        sources += [half.layer_scale for half in (attention, mlp) if half.layer_scale is not None]
+        sources += [part.layer_scale for part in (attention, mlp) if part.layer_scale is not None]
         tensors, dtype = partial(block_tensors, attention, mlp), tensor_of(*mlp.fc1.weights[0]).dtype
         return Quantised(sources, tensors, self.now(), dtype, mlp.norm.kind, paired_head)
 

@@ -18,7 +18,7 @@ from .freezing import Freezable
 from .ops import reference
 from .ops.descriptions import BlockScales, BlockTensors, QkNorm, Rope, checked_rope
 from .parts import BlockParts, LinearParts, block_tensors
-from .row_statistics import NOTHING, Rows
+from .row_statistics import NOTHING, RowFacts
 
 Look = Callable[[str, Tensor], None]
 """Is handed a name of LINEARS and what that layer reads, fp32 [B, N, K]."""
@@ -56,8 +56,8 @@ class Simulated:
         return BlockTensors._make(map(_wide, block_tensors(self._attention, self._mlp)))
 
     def run(
-        self, parts: BlockParts, x: Tensor, rows: Rows, rope: Rope | None, reader: None = None
-    ) -> tuple[Tensor, Rows]:
+        self, parts: BlockParts, x: Tensor, rows: RowFacts, rope: Rope | None, reader: None = None
+    ) -> tuple[Tensor, RowFacts]:
         """As `Fp8Scales.run`."""
         attention, tensors, heads = self._attention, self.tensors(), self._attention.num_heads
         if rope is not None:

@@ -162,7 +162,7 @@ def read_norm_mlp(block: Reader, norm: str = "norm", **rest: Any) -> MlpParts | 
         "mlp.fc1",
         "mlp.activation",
         "mlp.fc2",
-        gate_half=0 if type(block.at("mlp")) is GatedMlp else None,
+        gate_chunk=0 if type(block.at("mlp")) is GatedMlp else None,
         inner_norm="mlp.norm",
         inside=inside,
         dropouts=("mlp.drop",),

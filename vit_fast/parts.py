@@ -56,18 +56,18 @@ class LinearParts:
     Attributes:
         weights: One weight, or one a layer.
         biases: Likewise, not necessarily as many: timm's EVA has one weight and three biases.
-        half: Which half of the rows, 0 or 1, of a layer that packs two, gate and up; None means all.
+        chunk: Which half of the rows, 0 or 1, of a layer that packs two, gate and up; None means all.
     """
 
     weights: tuple[Slot, ...]
     biases: tuple[Slot, ...]
-    half: int | None = None
+    chunk: int | None = None
 
     def tensors(self) -> tuple[Any, Any]:
         """Weight and bias; None where there is none."""
-        if self.half is not None:
+        if self.chunk is not None:
             packed = tensor_of(*self.weights[0]), tensor_of(*self.biases[0])
-            weight, bias = (None if each is None else each.chunk(2)[self.half] for each in packed)
+            weight, bias = (None if each is None else each.chunk(2)[self.chunk] for each in packed)
             return weight, bias
         weights = [tensor_of(*slot) for slot in self.weights]
         biases = [tensor_of(*slot) for slot in self.biases]

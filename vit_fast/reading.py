@@ -199,7 +199,7 @@ class PartReader(Looker):
             self.reasons.append(f"{path} is {scale!r}: accepted is a Parameter")
         return None
 
-    def _joined(self, paths: tuple[str, ...], half: int | None = None) -> LinearParts:
+    def _joined(self, paths: tuple[str, ...], chunk: int | None = None) -> LinearParts:
         """Linear layers of one input; a MultiheadAttention among them stands for the projection that it holds."""
         weights, biases = [], []
         for path in paths:
@@ -207,7 +207,7 @@ class PartReader(Looker):
             owner = self.reach(path) if holds_it else self.linear(path)
             weights.append((owner, "in_proj_weight" if holds_it else "weight"))
             biases.append((owner, "in_proj_bias" if holds_it else "bias"))
-        return LinearParts(tuple(weights), tuple(biases), half)
+        return LinearParts(tuple(weights), tuple(biases), chunk)
 
     def _with_biases(self, paths: tuple[str, ...], biases: tuple[str, ...]) -> LinearParts:
         slots = []
@@ -237,7 +237,7 @@ class Reader(PartReader):
         fc2: str,
         *,
         gate: str | None = None,
-        gate_half: int | None = None,
+        gate_chunk: int | None = None,
         inner_norm: str | None = None,
         inside: Mapping[str, Classes] | None = None,
         empty: Iterable[str] = (),
@@ -249,7 +249,7 @@ class Reader(PartReader):
 
         Args:
             gate: The gate's linear layer, where it has one of its own.
-            gate_half: Which half of fc1 is the gate, 0 or 1, where both are packed.
+            gate_chunk: Which half of fc1 is the gate, 0 or 1, where both are packed.
             inner_norm: Where a norm may be before fc2.
             inside: Modules that hold parts, or one of them alone, and what they may be.
             empty: Places that may hold nothing but an Identity.
@@ -259,8 +259,8 @@ class Reader(PartReader):
             return None
         parts = MlpParts(
             norm=self.norm(norm),
-            fc1=self._joined((fc1,), None if gate_half is None else 1 - gate_half),
-            gate=None if gate is None and gate_half is None else self._joined((gate or fc1,), gate_half),
+            fc1=self._joined((fc1,), None if gate_chunk is None else 1 - gate_chunk),
+            gate=None if gate is None and gate_chunk is None else self._joined((gate or fc1,), gate_chunk),
             activation=self.activation(activation),
             inner_norm=None if inner_norm is None else self.norm_or_nothing(inner_norm),
             fc2=self.linear(fc2),

@@ -21,7 +21,7 @@ from torch import Tensor
 from .ops.transforms import in_transform
 
 
-class Rows(NamedTuple):
+class RowFacts(NamedTuple):
     """What is known of the rows of a tensor.
 
     Attributes:
@@ -37,7 +37,7 @@ class Rows(NamedTuple):
     maker: Any = None
 
 
-NOTHING = Rows()
+NOTHING = RowFacts()
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,7 @@ class _Entry:
 
     key: tuple[int, ...]
     alive: weakref.ref[Tensor]  # drops the entry when the tensor goes, whose id another may then have
-    rows: Rows
+    rows: RowFacts
 
 
 class _Last(threading.local):
@@ -56,7 +56,7 @@ class _Last(threading.local):
 _last = _Last()
 
 
-def remember(y: Tensor, rows: Rows) -> None:
+def remember(y: Tensor, rows: RowFacts) -> None:
     """Keeps what is known of the rows of y, as long as y lives and no other block has returned something.
 
     Args:
@@ -75,7 +75,7 @@ def remember(y: Tensor, rows: Rows) -> None:
     last.entry = _Entry(_key(y), weakref.ref(y, forget), rows)
 
 
-def recall(x: Tensor) -> Rows:
+def recall(x: Tensor) -> RowFacts:
     """What is known of the rows of x, if x is what the block before returned; else nothing."""
     entry = _last.entry
     if entry is None or entry.key[0] != id(x) or not _is_followed(x) or entry.key != _key(x):

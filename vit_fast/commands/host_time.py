@@ -53,7 +53,7 @@ Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Subject:
+class HostCall:
     """A row of the report: a call, and how many blocks it runs."""
 
     call: Call
@@ -106,8 +106,8 @@ def run_child(arch: str, what: str) -> None:
     torch.set_num_threads(1)
     driver = stand_in_driver.install(arch)
     start = time.perf_counter()
-    full = our_subjects()
-    counts = {name: count(driver, subject) for name, subject in full.items()}
+    full = our_calls()
+    counts = {name: count(driver, one) for name, one in full.items()}
     report: dict[str, Any] = {"seconds": round(time.perf_counter() - start, 2)}
     if what == "measure":
         machine = describe("cpu")
@@ -115,31 +115,31 @@ def run_child(arch: str, what: str) -> None:
             "note": NOTE, "arch": arch, "machine": machine, "kernels": driver.counters().modules,
             "violations": driver.violations(),
         }  # fmt: skip
-        compiled = compiled_subjects(**NARROW)
-        counts |= {name: count(driver, subject) for name, subject in compiled.items()}
-        report["rows"] = _rows(our_subjects(**NARROW) | compiled, counts)
+        compiled = compiled_calls(**NARROW)
+        counts |= {name: count(driver, one) for name, one in compiled.items()}
+        report["rows"] = _rows(our_calls(**NARROW) | compiled, counts)
     print(json.dumps(report))
 
 
-def our_subjects(**changes: Any) -> dict[str, Subject]:
+def our_calls(**changes: Any) -> dict[str, HostCall]:
     """The rows of our own blocks: single operators, a block in inference and in training.
 
     Args:
         changes: Fields of ViT-B's configuration to replace.
     """
     model, x = _model_and_tokens(**changes)
-    subjects = {name: Subject(_without_gradient(call)) for name, call in _operator_calls(model.blocks[0], x).items()}
+    calls = {name: HostCall(_without_gradient(call)) for name, call in _operator_calls(model.blocks[0], x).items()}
     frozen = copy.deepcopy(model.blocks).eval()
     freeze(frozen)
-    subjects["block, inference, frozen"] = Subject(_without_gradient(partial(run_blocks, frozen, x)), DEPTH)
-    return subjects | _block_subjects(model.blocks, run_blocks, x)
+    calls["block, inference, frozen"] = HostCall(_without_gradient(partial(run_blocks, frozen, x)), DEPTH)
+    return calls | _block_calls(model.blocks, run_blocks, x)
 
 
-def compiled_subjects(**changes: Any) -> dict[str, Subject]:
-    """Our blocks under torch.compile, as one graph; arguments as of `our_subjects`."""
+def compiled_calls(**changes: Any) -> dict[str, HostCall]:
+    """Our blocks under torch.compile, as one graph; arguments as of `our_calls`."""
     model, x = _model_and_tokens(**changes)
     compiled = torch.compile(partial(run_blocks, model.blocks.eval()), fullgraph=True, dynamic=False)
-    return {"block, inference, compiled": Subject(_without_gradient(partial(compiled, x)), DEPTH)}
+    return {"block, inference, compiled": HostCall(_without_gradient(partial(compiled, x)), DEPTH)}
 
 
 def _model_and_tokens(**changes: Any) -> tuple[Any, Tensor]:
@@ -147,7 +147,7 @@ def _model_and_tokens(**changes: Any) -> tuple[Any, Tensor]:
     return model, torch.zeros(1, model.config.seqlen, model.config.embed_dim, dtype=torch.bfloat16)
 
 
-def timm_subjects() -> dict[str, Subject]:
+def timm_calls() -> dict[str, HostCall]:
     """The block rows of timm's eager blocks, narrow; empty where timm is not installed."""
     if importlib.util.find_spec("timm") is None:
         return {}
@@ -156,12 +156,12 @@ def timm_subjects() -> dict[str, Subject]:
     width, heads = NARROW["embed_dim"], NARROW["num_heads"]
     tokens = (NARROW["img_size"] // NARROW["patch_size"]) ** 2 + 1
     blocks = nn.Sequential(*(Block(width, heads, qkv_bias=True) for _ in range(DEPTH))).bfloat16()
-    return _block_subjects(blocks, nn.Sequential.forward, torch.zeros(1, tokens, width, dtype=torch.bfloat16))
+    return _block_calls(blocks, nn.Sequential.forward, torch.zeros(1, tokens, width, dtype=torch.bfloat16))
 
 
-def _block_subjects(
+def _block_calls(
     blocks: nn.Sequential, run: Callable[[nn.Sequential, Tensor], Tensor], x: Tensor
-) -> dict[str, Subject]:
+) -> dict[str, HostCall]:
     evaluated, trained = copy.deepcopy(blocks).eval(), blocks.train()
     wanted = (x.clone().requires_grad_(), *trained.parameters())
     grad_output = torch.zeros_like(x)
@@ -170,9 +170,9 @@ def _block_subjects(
         return torch.autograd.grad(run(trained, wanted[0]), wanted, grad_output)
 
     return {
-        "block, inference": Subject(_without_gradient(partial(run, evaluated, x)), DEPTH),
-        "block, training forward": Subject(partial(run, trained, wanted[0]), DEPTH),
-        "block, forward + backward": Subject(step, DEPTH),
+        "block, inference": HostCall(_without_gradient(partial(run, evaluated, x)), DEPTH),
+        "block, training forward": HostCall(partial(run, trained, wanted[0]), DEPTH),
+        "block, forward + backward": HostCall(step, DEPTH),
     }
 
 
@@ -206,23 +206,23 @@ def _operator_calls(block: Any, x: Tensor) -> dict[str, Call]:
     }  # fmt: skip
 
 
-def count(driver: StandInDriver, subject: Subject) -> dict[str, float]:
+def count(driver: StandInDriver, one: HostCall) -> dict[str, float]:
     """Launches and descriptors a block, in the steady state: the calls before compile, and prepare what is kept."""
     for _ in range(4):
-        subject.call()
+        one.call()
     before = driver.counters()
-    subject.call()
+    one.call()
     after = driver.counters()
     return {
-        "launches": (after.launches - before.launches) / subject.blocks,
-        "descriptors": (after.descriptors - before.descriptors) / subject.blocks,
+        "launches": (after.launches - before.launches) / one.blocks,
+        "descriptors": (after.descriptors - before.descriptors) / one.blocks,
     }
 
 
-def _rows(ours: Mapping[str, Subject], counts: Mapping[str, dict[str, float]]) -> list[dict[str, Any]]:
-    timm = timm_subjects()
-    both = {("ours", name): subject for name, subject in ours.items()}
-    both |= {("timm", name): subject for name, subject in timm.items()}
+def _rows(ours: Mapping[str, HostCall], counts: Mapping[str, dict[str, float]]) -> list[dict[str, Any]]:
+    timm = timm_calls()
+    both = {("ours", name): one for name, one in ours.items()}
+    both |= {("timm", name): one for name, one in timm.items()}
     times = _host_us(both)
     rows = []
     for name in ours:
@@ -232,19 +232,19 @@ def _rows(ours: Mapping[str, Subject], counts: Mapping[str, dict[str, float]]) -
     return rows
 
 
-def _host_us(subjects: Mapping[Any, Subject]) -> dict[Any, dict[str, float]]:
+def _host_us(timed: Mapping[Any, HostCall]) -> dict[Any, dict[str, float]]:
     """Process CPU time a block in microseconds: median, 20th and 80th percentile of rounds in which all take turns."""
     calls = {}
-    for key, subject in subjects.items():
-        subject.call()
-        calls[key] = max(1, round(SECONDS_A_REPEAT / max(_seconds(subject, 1), 1e-6)))
-    samples: dict[Any, list[float]] = {key: [] for key in subjects}
+    for key, one in timed.items():
+        one.call()
+        calls[key] = max(1, round(SECONDS_A_REPEAT / max(_seconds(one, 1), 1e-6)))
+    samples: dict[Any, list[float]] = {key: [] for key in timed}
     gc.collect()
     gc.disable()
     try:
         for _ in range(REPEATS):
-            for key, subject in subjects.items():
-                samples[key].append(_seconds(subject, calls[key]) / calls[key] / subject.blocks * 1e6)
+            for key, one in timed.items():
+                samples[key].append(_seconds(one, calls[key]) / calls[key] / one.blocks * 1e6)
     finally:
         gc.enable()
     found = {}
@@ -258,10 +258,10 @@ def _host_us(subjects: Mapping[Any, Subject]) -> dict[Any, dict[str, float]]:
     return found
 
 
-def _seconds(subject: Subject, calls: int) -> float:
+def _seconds(one: HostCall, calls: int) -> float:
     start = time.process_time()
     for _ in range(calls):
-        subject.call()
+        one.call()
     return time.process_time() - start
 
 

@@ -318,7 +318,7 @@ def read_mlp(block: Reader, norm: str, inside: Mapping[str, tuple[type, ...]], *
 
     fc1, kind = "mlp.fc1", type(block.at("mlp"))
     if kind is GluMlp:
-        rest["gate_half"] = int(block.value("mlp.gate_last"))
+        rest["gate_chunk"] = int(block.value("mlp.gate_last"))
     elif kind is SwiGLU:
         fc1, rest["gate"] = "mlp.fc1_x", "mlp.fc1_g"
     inside = {"mlp": (Mlp, GluMlp, SwiGLU), **inside}

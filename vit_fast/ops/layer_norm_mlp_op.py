@@ -180,7 +180,7 @@ def folded_mlp(
     known = layer_norm.input_rows(rows, eps, statistics, dtype, folded.weight_sum is None)
     part = _hidden_part(rows, fc2_weight, dtype, inner)
     h = linear.layer_norm_linear(known, folded, activation, gated, out_part=part)
-    y, emitted, _ = _second_half(
+    y, emitted, _ = _fc2_residual(
         x, h, part, fc2_weight, fc2_bias, layer_scale, rows if residual else None, next_statistics, dtype, inner, False
     )
     return y, emitted
@@ -198,7 +198,7 @@ def folded_mlp_training(
     known = layer_norm.input_rows(rows, eps, statistics, dtype, folded.weight_sum is None)
     part = _hidden_part(rows, fc2_weight, dtype, inner)
     h, z, kept = linear.layer_norm_linear_keeping(known, folded, activation, gated, out_part=part)
-    y, emitted, hidden = _second_half(
+    y, emitted, hidden = _fc2_residual(
         x, h, part, fc2_weight, fc2_bias, layer_scale, rows if residual else None, next_statistics, dtype, inner, True
     )
     of_hidden = (no_tensor(x), no_tensor(x)) if hidden is None else (hidden.branch, hidden.statistics)
@@ -214,7 +214,7 @@ def _hidden_part(rows: Tensor, fc2_weight: Tensor, dtype: torch.dtype, inner: Hi
     return layer_norm.new_statistics(rows.shape[0], fc2_weight.shape[1], rows.device)
 
 
-def _second_half(
+def _fc2_residual(
     x: Tensor, h: Tensor, part: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None, layer_scale: Tensor | None,
     base: Tensor | None, next_statistics: bool, dtype: torch.dtype, inner: HiddenLinear | None, keep: bool,
 ) -> tuple[Tensor, Tensor, HiddenRows | None]:  # fmt: skip
