@@ -31,7 +31,7 @@ from .gradients import column_sum_programs, column_sum_tiles, new_column_sums, s
 from .launch import Launch, ceil_div
 from .layer_norm import chunk, normalise_launch
 from .matmul_launch import Operands, matmul_launch
-from .matmul_policy import residual_config
+from .matmul_policy import matmul_config
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -117,8 +117,7 @@ def hidden_linear_residual(
         weight_sum=None if part is None else folded.weight_sum, row_part=part, eps=second.eps,
         mean=statistics[0] if made else None, rstd=statistics[1] if made else None, out_part=out_part,
     )  # fmt: skip
-    config, _ = residual_config(operands)
-    matmul_launch(operands, epilogue="residual", config=config).run()
+    matmul_launch(operands, epilogue="residual", config=matmul_config(operands, "residual")).run()
     return out, None if branch is None else HiddenRows(branch, statistics)
 
 

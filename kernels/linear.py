@@ -9,7 +9,7 @@ are contiguous, rows [M, *].
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -169,14 +169,14 @@ def activation_gradient(
     (M, width), F = z.shape, weight.shape[1]
     out, h = torch.empty_like(z), z.new_empty((M, F))
     epilogue = "gated_grad" if gated else "activation_grad"
-    operands = Operands(grad, weight, out, z=z, h=h, mean=rows.mean, rstd=rows.rstd, bias=folded.shift)
+    operands = Operands(
+        grad, weight, out, z=z, h=h, mean=rows.mean, rstd=rows.rstd, bias=folded.shift, scale=scaled.factor,
+        hidden=hidden, along=along,
+    )  # fmt: skip
     config = matmul_config(operands, epilogue)
     row_part = torch.empty(M, config.row_parts(F), dtype=torch.float32, device=z.device)
     column_part = torch.empty(config.column_parts(M), 2, width, dtype=torch.float32, device=z.device)
-    operands = Operands(
-        grad, weight, out, z=z, h=h, mean=rows.mean, rstd=rows.rstd, bias=folded.shift, scale=scaled.factor,
-        row_part=row_part, column_part=column_part, hidden=hidden, along=along,
-    )  # fmt: skip
+    operands = replace(operands, row_part=row_part, column_part=column_part)
     matmul_launch(operands, epilogue=epilogue, config=config, activation=activation).run()
     return FoldedGradient(out, row_part, column_part), h
 

@@ -237,9 +237,7 @@ def residual_config(operands: Operands) -> tuple[MatmulConfig, int]:
 
     A few rows have too few tiles for the multiprocessors: fc2 of ViT-B has 48 of the smallest at batch 1.
     """
-    # the parts of a product are not normalised
-    splits = may_split(gpu_of(operands.a.device).arch) and operands.row_part is None and operands.z is None
-    most = _MAX_RESIDUAL_SPLITS if splits else 1
+    most = _MAX_RESIDUAL_SPLITS if may_split(gpu_of(operands.a.device).arch) else 1
     return _chosen(operands, "residual", most)
 
 

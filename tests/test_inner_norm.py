@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import mlp_support as support
 import pytest
@@ -10,6 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from mlp_support import check_case, make_case
+
+from vit_fast.kernels import hidden_norm, linear
+from vit_fast.kernels.launch import Launch
+from vit_fast.kernels.matmul_launch import MatmulConfig, Operands
+from vit_fast.kernels.matmul_policy import is_usable
 
 support.make_bf16_exact()
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -50,6 +56,23 @@ def test_a_hidden_row_that_is_constant(dtype: torch.dtype) -> None:
         case.parameters[1].zero_()
         case.gate[1].zero_()
     check_case(case)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_no_matmul_takes_tiles_that_are_not_compiled_offline(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the way back, too, the norm is known when the tile is chosen: larger ones spill."""
+    usable: dict[str, bool] = {}
+    launch = linear.matmul_launch
+
+    def watched(operands: Operands, *, epilogue: str, config: MatmulConfig, **rest: Any) -> Launch:
+        usable[epilogue] = is_usable(config, operands, epilogue)
+        return launch(operands, epilogue=epilogue, config=config, **rest)
+
+    for module in (linear, hidden_norm):
+        monkeypatch.setattr(module, "matmul_launch", watched)
+    make_case(9, 64, 48, torch.bfloat16, gated=gated, inner_norm="layer_norm").run("triton")
+    of_gate = {"gated", "gated_grad"} if gated else {"layer_norm", "activation_grad"}
+    assert usable.keys() >= {*of_gate, "residual"} and all(usable.values()), usable
 
 
 @given(
