@@ -322,6 +322,7 @@ def test_refusals_of_scales() -> None:
     for wrong, word in (
         (scales._replace(proj=scales.qkv), r"scales\.proj is torch\.float32 of shape \(96,\): accepted is .* \(\)"),
         (scales._replace(qkv=scales.qkv.double()), r"scales\.qkv is torch\.float64"),
+        (scales._replace(proj=torch.ones((), device="meta")), r"scales\.proj is on meta: accepted is " + DEVICE),
         (scales._replace(fc2=torch.zeros((), device=DEVICE)), r"scales\.fc2 holds 0 to 0: accepted are positive"),
         (scales._replace(fc2=torch.full((), 1e-40, device=DEVICE)), r"scales\.fc2 holds 9.* finite reciprocals"),
         (scales._replace(fc1=scales.qkv * torch.nan), r"scales\.fc1 holds nan to nan"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +14,9 @@ from mlp_support import DEVICE, assert_rule
 from torch import Tensor
 
 from vit_fast.errors import UnsupportedInputError
+from vit_fast.kernels import scaled_weights
+from vit_fast.kernels.launch import Launch
+from vit_fast.kernels.scaled_weights import ScaledWeight
 from vit_fast.ops import Norm, QkNorm, Rope, layer_norm_mlp, qk_norm_rope
 from vit_fast.ops.attention_varlen import attention_among
 from vit_fast.ops.block import fold, fused_block
@@ -198,6 +202,26 @@ def test_folded_beforehand(kind: str) -> None:
         ours = _fused(KINDS[kind], t["x"], folded, _qk_norm(KINDS[kind], t), rope)
         eager, exact = _eager(KINDS[kind], t, rope), _eager(KINDS[kind], wide, rope)
     assert_rule({"y": ours}, {"y": eager}, {"y": exact})
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_weight_that_is_folded_is_not_cast_as_well(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp32 parameters beside bf16 rows, as under autocast: of fc2 behind a norm only the folded weight is read."""
+    cast: set[int] = set()
+    launch = scaled_weights.scaled_weights_launch
+
+    def watched(pairs: Sequence[tuple[Tensor, Tensor | None]], into: Sequence[ScaledWeight]) -> Launch:
+        cast.update(weight.data_ptr() for weight, _ in pairs)
+        return launch(pairs, into)
+
+    monkeypatch.setattr(scaled_weights, "scaled_weights_launch", watched)
+    kind = KINDS["EVA, a norm inside"]
+    leaves, names, rope = _make(kind)
+    t = {name: leaf.detach().float() for name, leaf in zip(names, leaves)}
+    with torch.set_grad_enabled(training):
+        x = t.pop("x").bfloat16().requires_grad_(training)
+        _fused(kind, x, _tensors(t), _qk_norm(kind, t), rope)
+    assert t["proj_weight"].data_ptr() in cast and t["fc2_weight"].data_ptr() not in cast
 
 
 @pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if kind.layout == "half" and not kind.qk])

@@ -104,7 +104,8 @@ def block_op(
     qkv = folded_linear(x, statistics, first, eps1, dtype, step.turns(x.shape[1])).unflatten(-1, (3, heads, -1))
     step.check(qkv)
     mixed, _ = attention_forward(step.forward(qkv)[0], cu_seqlens, key_mask, longest, attention_scale)
-    proj_weight, fc2_weight = in_dtype(dtype, proj_weight, fc2_weight)
+    if not third:  # both in one launch; with a norm inside fc2 is folded
+        proj_weight, fc2_weight = in_dtype(dtype, proj_weight, fc2_weight)
     wanted = x.dtype != torch.float32  # fp32 rows are normalised by who reads them
     x, between = _residual(mixed.flatten(2), proj_weight, proj_bias, scale1, x, wanted)
     known = between if wanted else None
@@ -182,7 +183,8 @@ def block_training_op(
     step.check(qkv)
     qkv, before_norm = step.forward(qkv, keep=True)
     mixed, lse = attention_forward(qkv, cu_seqlens, key_mask, longest, attention_scale)
-    proj_weight, fc2_weight = in_dtype(dtype, proj_weight, fc2_weight)
+    if not folded[2:]:  # both in one launch; with a norm inside fc2 is folded
+        proj_weight, fc2_weight = in_dtype(dtype, proj_weight, fc2_weight)
     wanted = x.dtype != torch.float32
     x, between = _residual(mixed.flatten(2), proj_weight, proj_bias, scale1, x, wanted)
     known = between if wanted else None

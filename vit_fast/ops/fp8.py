@@ -78,7 +78,7 @@ def quantize_block(
         paired_head: D, where rotary positions of layout "half" without qk-norm are to be turned as neighbours, by the
             matmul where all heads share them; else 0.
     Raises:
-        ValueError: a scale has another shape, or it or its reciprocal is not a positive finite number.
+        ValueError: a scale has another shape or device, or it or its reciprocal is not a positive finite number.
         UnsupportedInputError: FP8 cannot run on these; lists all reasons.
     """
     rms = is_rms(norm)
@@ -88,7 +88,7 @@ def quantize_block(
     if others := [name for name, tensor in list(tensors._asdict().items())[16:] if tensor is not None]:
         reasons.append(f"{', '.join(others)} given: accepted are blocks not folded and without a norm inside the MLP")
     for name, weight, scale, columns in _layers(tensors, scales):
-        _check_scale(name, scale, columns)
+        _check_scale(name, scale, columns, weight.device)
         if scale is not None and weight.shape[1] % _DIVISOR:
             reasons.append(
                 f"{name} reads rows of {weight.shape[1]} channels: accepted in FP8 are multiples of {_DIVISOR} "
@@ -123,7 +123,7 @@ def _layers(tensors: BlockTensors, scales: BlockScales) -> list[tuple[str, Tenso
     ]
 
 
-def _check_scale(name: str, scale: Tensor | None, columns: int | None) -> None:
+def _check_scale(name: str, scale: Tensor | None, columns: int | None, device: torch.device) -> None:
     if scale is None:
         return
     accepted = () if columns is None else (columns,)
@@ -131,6 +131,8 @@ def _check_scale(name: str, scale: Tensor | None, columns: int | None) -> None:
         raise ValueError(
             f"scales.{name} is {scale.dtype} of shape {tuple(scale.shape)}: accepted is float32 of shape {accepted}"
         )
+    if scale.device != device:
+        raise ValueError(f"scales.{name} is on {scale.device}: accepted is {device}, where the layer's weight is")
     if not bool(((scale > 0) & scale.isfinite() & scale.reciprocal().isfinite()).all()):  # kernels multiply by that
         raise ValueError(f"scales.{name} holds {float(scale.min()):g} to {float(scale.max()):g}: accepted are positive "
                          "finite numbers with finite reciprocals")  # fmt: skip
