@@ -46,6 +46,10 @@ from vit_fast.variants import get_variant
         ({"embed_dim": 6, "num_heads": 1, "pos_embed": "sincos2d"}, ["embed_dim=6", "multiple of 4"]),
         ({"stem_channels": (64, 64), "img_size": 224}, ["img_size", "64 pixels", "stem stride 4"]),
         ({"stem_channels": (0,)}, ["stem_channels=0"]),
+        ({"pool_mlp_ratio": "4"}, ["pool_mlp_ratio='4'", "finite number"]),
+        ({"pool_mlp_ratio": 4.0}, ["pool_mlp_ratio", "global_pool='map' only"]),
+        ({"pool_mlp_ratio": 0.0, "global_pool": "map"}, ["pool_mlp_ratio=0.0", "at least one hidden unit"]),
+        ({"final_norm": False, "fc_norm": True}, ["fc_norm=True", "final_norm=True only"]),
     ],
 )
 def test_a_bad_field_is_named_with_its_value_and_what_is_accepted(fields, words):
@@ -62,6 +66,12 @@ def test_config_is_frozen_and_survives_json():
     assert ViTConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     data = DataConfig(mean=(0.1, 0.2, 0.3), std=(1.0, 2.0, 3.0), crop_pct=0.5)
     assert DataConfig.from_dict(json.loads(json.dumps(data.to_dict()))) == data
+
+
+@pytest.mark.parametrize("name", ["eva02_enormous_patch14_clip_224", "vit_small_patch16_rope_mixed_ape_224"])
+def test_what_timm_alone_has_is_refused_with_the_reason(name):
+    with pytest.raises(ValueError, match=rf"model '{name}' is timm's alone: .* (blocks normalise|learns rotary)"):
+        vit_fast.create_model(name)
 
 
 def test_unknown_fields_are_refused_with_the_known_ones():

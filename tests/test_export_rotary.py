@@ -40,6 +40,13 @@ def test_any_size_from_one_file(name: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4 * max(1, np.abs(expected).max()))
 
 
+@pytest.mark.parametrize("name", ["eva02_base_patch16_clip_224", "vit_pe_lang_gigantic_patch14_448"])
+def test_a_model_of_ours_is_exported_with_every_norm_it_has(name: str, tmp_path: Path) -> None:
+    size = 3 * vit_fast.variants.get_variant(name).config.patch_hw[0]
+    model = vit_fast.create_model(name, depth=2, embed_dim=64, num_heads=2, img_size=size)
+    assert export_onnx(model, tmp_path / "m.onnx", target="ort-cpu").verified
+
+
 def test_positions_that_no_graph_leaves_open_are_refused(tmp_path: Path) -> None:
     model = timm_subject("vit_small_patch16_rope_mixed_ape_224").build().eval()
     with pytest.raises(vit_fast.UnsupportedInputError, match="RotaryEmbeddingMixed, would be those of one size"):

@@ -29,6 +29,7 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "timm_clip": (timm, {"pre_norm": True, "qkv_bias": False}),
     "timm_siglip": (timm, {"class_token": False, "global_pool": "map", "num_classes": 0}),
     "timm_avg": (timm, {"global_pool": "avg"}),
+    "timm_norms": (timm, {"final_norm": False, "scale_attn_norm": True, "scale_mlp_norm": True}),
     "transformers": (transformers, {}),
     "transformers_without_bias": (transformers, {"qkv_bias": False}),
     "transformers_features": (transformers, {"num_classes": 0, "img_size": (32, 48)}),

@@ -65,6 +65,8 @@ CHOICES = {
     "average pooling": ({"global_pool": "avg"}, {}),
     "average pooling, norm before": ({"global_pool": "avg", "fc_norm": False, "class_token": False}, {}),
     "token pooling, norm after": ({"fc_norm": True}, {}),
+    "no norm behind the blocks": ({"final_norm": False, "global_pool": "avg"}, {}),
+    "norms inside": ({"scale_attn_norm": True, "scale_mlp_norm": True}, {}),
     "attention pooling": ({"global_pool": "map", "class_token": False}, {}),
     "no pooling": ({"global_pool": ""}, {}),
     "no head": ({"num_classes": 0}, {}),

@@ -28,7 +28,15 @@ NAMES = [
     "vit_7b_patch16_dinov3",
     "eva02_tiny_patch14_224",
     "eva02_base_patch14_448",
+    "eva02_base_patch16_clip_224",
     "vit_pe_core_tiny_patch16_384",
+    "vit_pe_core_gigantic_patch14_448",
+    "vit_pe_lang_large_patch14_448",
+    "vit_pe_lang_gigantic_patch14_448",
+    "vit_pe_spatial_tiny_patch16_512",
+    "vit_mediumd_patch16_rope_reg1_gap_256",
+    "vit_small_patch16_rope_224",
+    "vit_small_patch16_rope_ape_224",
     "aimv2_large_patch14_224",
 ]
 
@@ -108,6 +116,17 @@ def test_the_norm_inside_eva02s_mlp_is_of_the_kernels() -> None:
         changed = ours(images)
         vit_fast.unfreeze(ours)
         torch.testing.assert_close(changed, ours(images), rtol=1e-3, atol=1e-3)
+
+
+def test_the_norm_behind_eva02_clips_attention_is_called_between_kernels() -> None:
+    theirs, ours = pair("eva02_base_patch16_clip_224", embed_dim=32)
+    images = torch.randn(1, 3, *ours.config.image_hw, device=DEVICE)
+    expected = outputs(theirs.to(DEVICE), images)
+    for model in (ours.to(DEVICE), theirs):
+        vit_fast.fuse(model, backend="triton").require_all()
+        assert vit_fast.freeze(model) == (), "no operator of a whole block has that norm"
+        for found, before in zip(outputs(model, images), expected, strict=True):
+            torch.testing.assert_close(found, before, rtol=1e-3, atol=1e-3 * before.abs().max().item())
 
 
 def test_attention_maps_are_of_rotated_q_and_k() -> None:

@@ -15,7 +15,7 @@ VARIANTS = {
     "registers": {"reg_tokens": 4, "class_token": True},
     "no bias, two heads": {"qkv_bias": False, "distilled": True},
     "map": {"global_pool": "map", "class_token": False},
-    "map of all tokens": {"global_pool": "map", "pool_include_prefix": True},
+    "map of all tokens": {"global_pool": "map", "pool_include_prefix": True, "pool_mlp_ratio": 2.5},
     "mean": {"global_pool": "avg"},
     "every token": {"global_pool": "", "num_classes": 5},
     "no head": {"num_classes": 0},
@@ -23,6 +23,7 @@ VARIANTS = {
     "gated": {
         "mlp_layer": "swiglu",
         "act_layer": "silu",
+        "scale_attn_norm": True,
         "scale_mlp_norm": True,
         "rope": RopeConfig(),
         "qk_norm": True,

@@ -119,12 +119,15 @@ class ViTConfig:
         global_pool: "token" (class token), "avg" (mean of the patches), "map" (SigLIP's attention pooling), "" (none).
         pool_include_prefix: Whether global_pool="map" pools class and register tokens, too.
         pool_heads: Heads of that pooling; None means num_heads.
-        fc_norm: Whether the final LayerNorm comes after pooling; None means only when global_pool is "avg".
+        pool_mlp_ratio: Of that pooling's MLP; None means mlp_ratio.
+        final_norm: Whether there is a norm behind the blocks.
+        fc_norm: Whether it comes after pooling; None means only when global_pool is "avg".
         act_layer: Activation of the MLP, one of ops.reference.ACTIVATIONS: "gelu" is exact; "gelu_tanh", "quick_gelu",
             "relu", "silu".
         norm_layer: Every norm: "layer_norm" or "rms_norm".
         norm_eps: epsilon of every norm.
         mlp_layer: "mlp", fc2(act(fc1(x))), or "swiglu", fc2(act(gate(x)) * up(x)), gate and up packed in fc1.
+        scale_attn_norm: Whether a norm is before the attention's output linear (EVA-02 CLIP).
         scale_mlp_norm: Whether a norm is before fc2 (EVA-02).
         qk_norm: Whether q and k are normalised, each head by itself.
         rope: Rotary positions of the patches; None means none.
@@ -161,11 +164,14 @@ class ViTConfig:
     global_pool: GlobalPool = "token"
     pool_include_prefix: bool = False
     pool_heads: int | None = None
+    pool_mlp_ratio: float | None = None
+    final_norm: bool = True
     fc_norm: bool | None = None
     act_layer: str = "gelu"
     norm_layer: NormLayer = "layer_norm"
     norm_eps: float = 1e-6
     mlp_layer: MlpLayer = "mlp"
+    scale_attn_norm: bool = False
     scale_mlp_norm: bool = False
     qk_norm: bool = False
     rope: RopeConfig | None = None
@@ -183,25 +189,7 @@ class ViTConfig:
         if not isinstance(self.stem_channels, tuple | list):
             raise ValueError(f"stem_channels={self.stem_channels!r}: accepted is a tuple of integers")
         object.__setattr__(self, "stem_channels", tuple(self.stem_channels))
-        _check_number("norm_eps", self.norm_eps)
-        _check_number("mlp_ratio", self.mlp_ratio)
-        if self.init_values is not None:
-            _check_number("init_values", self.init_values)
-        for name in ("in_chans", "embed_dim", "depth", "num_heads"):
-            _check_int(name, getattr(self, name), minimum=1)
-        for name in ("num_classes", "reg_tokens"):
-            _check_int(name, getattr(self, name), minimum=0)
-        for channels in self.stem_channels:
-            _check_int("stem_channels", channels, minimum=1)
-        for name in ("drop_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate"):
-            _check_number(name, getattr(self, name))
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: accepted is a probability in [0, 1)")
-        _check_choice("global_pool", self.global_pool, get_args(GlobalPool))
-        _check_choice("pos_embed", self.pos_embed, get_args(PosEmbed))
-        _check_choice("norm_layer", self.norm_layer, get_args(NormLayer))
-        _check_choice("mlp_layer", self.mlp_layer, get_args(MlpLayer))
-        _check_choice("act_layer", self.act_layer, tuple(ACTIVATIONS))
+        _check_each(self)
         _check_together(self)
 
     @property
@@ -256,6 +244,11 @@ class ViTConfig:
         return int(self.embed_dim * self.mlp_ratio)
 
     @property
+    def pool_hidden_dim(self) -> int:
+        """That of global_pool="map"."""
+        return self.hidden_dim if self.pool_mlp_ratio is None else int(self.embed_dim * self.pool_mlp_ratio)
+
+    @property
     def norm_after_pool(self) -> bool:
         return self.global_pool == "avg" if self.fc_norm is None else self.fc_norm
 
@@ -294,6 +287,30 @@ class ViTConfig:
         return _embed_flops(self) + self.depth * block + _head_flops(self)
 
 
+def _check_each(config: ViTConfig) -> None:
+    """What each field accepts by itself."""
+    _check_number("norm_eps", config.norm_eps)
+    _check_number("mlp_ratio", config.mlp_ratio)
+    for name in ("init_values", "pool_mlp_ratio"):
+        if getattr(config, name) is not None:
+            _check_number(name, getattr(config, name))
+    for name in ("in_chans", "embed_dim", "depth", "num_heads"):
+        _check_int(name, getattr(config, name), minimum=1)
+    for name in ("num_classes", "reg_tokens"):
+        _check_int(name, getattr(config, name), minimum=0)
+    for channels in config.stem_channels:
+        _check_int("stem_channels", channels, minimum=1)
+    for name in ("drop_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate"):
+        _check_number(name, getattr(config, name))
+        if not 0 <= getattr(config, name) < 1:
+            raise ValueError(f"{name}={getattr(config, name)}: accepted is a probability in [0, 1)")
+    _check_choice("global_pool", config.global_pool, get_args(GlobalPool))
+    _check_choice("pos_embed", config.pos_embed, get_args(PosEmbed))
+    _check_choice("norm_layer", config.norm_layer, get_args(NormLayer))
+    _check_choice("mlp_layer", config.mlp_layer, get_args(MlpLayer))
+    _check_choice("act_layer", config.act_layer, tuple(ACTIVATIONS))
+
+
 def _check_together(config: ViTConfig) -> None:
     """What fields accept in the light of others."""
     if config.norm_eps <= 0:
@@ -312,8 +329,12 @@ def _check_together(config: ViTConfig) -> None:
             )
     if (heads := config.pool_heads) is not None and (heads < 1 or config.embed_dim % heads):
         raise ValueError(f"pool_heads={heads}: accepted is None or a divisor of embed_dim={config.embed_dim}")
-    if config.global_pool != "map" and (config.pool_include_prefix or heads is not None):
-        raise ValueError("pool_include_prefix or pool_heads: accepted with global_pool='map' only")
+    if config.pool_hidden_dim < 1:
+        raise ValueError(f"pool_mlp_ratio={config.pool_mlp_ratio}: accepted is a ratio with at least one hidden unit")
+    if config.global_pool != "map" and (config.pool_include_prefix or {heads, config.pool_mlp_ratio} != {None}):
+        raise ValueError("pool_include_prefix, pool_heads, pool_mlp_ratio: accepted with global_pool='map' only")
+    if config.fc_norm and not config.final_norm:
+        raise ValueError("fc_norm=True with final_norm=False: accepted with final_norm=True only")
     if config.global_pool == "token" and not config.class_token:
         raise ValueError("global_pool='token' with class_token=False: accepted without a class token: 'avg', 'map', ''")
     if config.distilled and not (config.class_token and config.global_pool == "token"):
@@ -338,7 +359,7 @@ def _embed_flops(config: ViTConfig) -> int:
 
 
 def _head_flops(config: ViTConfig) -> int:
-    C, F, P = config.embed_dim, config.hidden_dim, config.num_patches
+    C, F, P = config.embed_dim, config.pool_hidden_dim, config.num_patches
     if config.pool_include_prefix:
         P = config.seqlen
     pooled_rows = {"token": 1 + int(config.distilled), "avg": 1, "map": 1, "": config.seqlen}[config.global_pool]

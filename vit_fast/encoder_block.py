@@ -33,6 +33,7 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (
             make_norm(config, config.head_dim) if config.qk_norm else nn.Identity() for _ in range(2)
         )
+        self.norm = make_norm(config, config.embed_dim) if config.scale_attn_norm else nn.Identity()
         self.proj = nn.Linear(config.embed_dim, config.embed_dim, bias=config.proj_bias)
         self.proj_drop = nn.Dropout(config.proj_drop_rate)
 
@@ -43,7 +44,7 @@ class Attention(nn.Module):
             mixed = self._attention_with_dropout(qkv)
         else:
             mixed = attention_qkvpacked(qkv, backend=self.backend)
-        return self.proj_drop(self.proj(mixed.flatten(2)))
+        return self.proj_drop(self.proj(self.norm(mixed.flatten(2))))
 
     def attention_map(self, x: Tensor, rope: Rope | None = None) -> Tensor:
         """softmax(q k^T / sqrt(D)) of tokens [B, N, C]: [B, H, N, N], rows sum to one."""
@@ -129,6 +130,7 @@ def read_attention(block: Reader) -> AttentionParts | None:
         "attn.proj",
         qk_norm=("attn.q_norm", "attn.k_norm"),
         inside={"attn": (Attention,), "ls1": (LayerScale, nn.Identity), "drop_path1": (DropPath,)},
+        empty=("attn.norm",),
         dropouts=("attn.proj_drop",),
         rates=("attn.attn_drop_rate",),
         num_heads=block.value("attn.num_heads"),

@@ -186,7 +186,8 @@ class AttentionPool(nn.Module):
         self.kv = nn.Linear(C, 2 * C)
         self.proj = nn.Linear(C, C)
         self.norm = make_norm(config, C)
-        self.mlp = MLPS[config.mlp_layer](config)
+        ratio = config.mlp_ratio if config.pool_mlp_ratio is None else config.pool_mlp_ratio
+        self.mlp = MLPS[config.mlp_layer](config.replace(mlp_ratio=ratio))
 
     def forward(self, x: Tensor) -> Tensor:
         """Patches [B, N, C] -> [B, C]."""

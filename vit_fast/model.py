@@ -75,9 +75,9 @@ class VisionTransformer(nn.Module):
         self.norm_pre = _norm(config, config.pre_norm)
         drop_paths = [config.drop_path_rate * i / max(config.depth - 1, 1) for i in range(config.depth)]
         self.blocks = Blocks(*(Block(config, drop_path) for drop_path in drop_paths))
-        self.norm = _norm(config, not config.norm_after_pool)
+        self.norm = _norm(config, config.final_norm and not config.norm_after_pool)
         self.attn_pool = AttentionPool(config) if config.global_pool == "map" else None
-        self.fc_norm = _norm(config, config.norm_after_pool)
+        self.fc_norm = _norm(config, config.final_norm and config.norm_after_pool)
         self.head_drop = nn.Dropout(config.drop_rate)
         self.head = _head(config)
         self.head_dist = _head(config) if config.distilled else None

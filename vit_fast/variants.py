@@ -17,6 +17,7 @@ MEDIUM: Shape = {"embed_dim": 512, "depth": 12, "num_heads": 8}
 BASE: Shape = {"embed_dim": 768, "depth": 12, "num_heads": 12}
 LARGE: Shape = {"embed_dim": 1024, "depth": 24, "num_heads": 16}
 HUGE: Shape = {"embed_dim": 1280, "depth": 32, "num_heads": 16}
+GIGANTIC: Shape = {"embed_dim": 1536, "depth": 50, "num_heads": 16, "mlp_ratio": 8960 / 1536, "class_token": False}
 SO400M: Shape = {"embed_dim": 1152, "depth": 27, "num_heads": 16, "mlp_ratio": 3.7362}
 
 DEIT3 = {"no_embed_class": True, "init_values": 1e-6}
@@ -50,19 +51,27 @@ EVA02 = {
     "global_pool": "avg",
 }
 
-PE_ROPE: Shape = {
-    "coordinates": "index",
-    "temperature": 10000.0,
-    "layout": "interleaved",
-    "offset": 1.0,
-    "columns_first": True,
-}
+EVA02_CLIP = {**EVA02, "global_pool": "token", "scale_attn_norm": True, "scale_mlp_norm": True}
 PE_CORE: Shape = {
-    "pre_norm": True,
-    "norm_eps": 1e-5,
+    **CLIP,
     "global_pool": "map",
     "pool_heads": 8,
+    "pool_mlp_ratio": 4.0,
     "pool_include_prefix": True,
+}
+PE_TOWER: Shape = {**CLIP, "global_pool": "avg", "final_norm": False, "num_classes": 0}
+ROPE_AXIAL: Shape = {
+    "init_values": 1e-5,
+    "rope": RopeConfig(coordinates="index", layout="interleaved", columns_first=True),
+}
+ROPE_GAP: Shape = {
+    "img_size": 256,
+    "class_token": False,
+    "reg_tokens": 1,
+    "pos_embed": "none",
+    "init_values": 1e-5,
+    "rope": EVA02["rope"],
+    "global_pool": "avg",
 }
 AIMV2: Shape = {
     "patch_size": 14,
@@ -96,6 +105,12 @@ class Variant:
 
 
 _VARIANTS: dict[str, Variant] = {}
+
+# Of timm's names, what no config here does.
+NOT_HERE = {
+    "eva02_enormous_patch14_clip_224": "its blocks normalise what attention and MLP return, not what they are given",
+    "vit_*_rope_mixed*_224": "every block of it learns rotary angles of its own",
+}
 
 
 def _add(name: str, data: DataConfig, *shapes: Shape, **fields: Any) -> None:
@@ -190,16 +205,59 @@ for _size, _shape, _img, _data in (
     _add(f"eva02_{_size}_patch14_224", OPENAI, _shape, EVA02, num_classes=0)
     _add(f"eva02_{_size}_patch14_{_img}", _data, _shape, EVA02, img_size=_img)
 
+for _size, _shape, _patch, _img, _data, _projection in (
+    ("base", BASE, 16, 224, OPENAI, 512),
+    ("large", LARGE, 14, 224, OPENAI, 768),
+    ("large", LARGE, 14, 336, OPENAI_FULL, 768),
+):
+    _fields = {"patch_size": _patch, "img_size": _img, "num_classes": _projection}
+    _add(f"eva02_{_size}_patch{_patch}_clip_{_img}", _data, _shape, EVA02_CLIP, _fields)
+
+
+def _add_pe(kind: str, size: str, patch: int, img: int, *shapes: Shape, **fields: Any) -> None:
+    """Of the Perception Encoder, whose patches count from one behind a class token."""
+    rope = RopeConfig(
+        coordinates="index",
+        temperature=10000.0,
+        layout="interleaved",
+        reference_grid=(img // patch, img // patch),
+        offset=0.0 if size == "gigantic" else 1.0,
+        columns_first=True,
+    )
+    name = f"vit_pe_{kind}_{size}_patch{patch}_{img}"
+    _add(name, INCEPTION_FULL, *shapes, patch_size=patch, img_size=img, rope=rope, **fields)
+
+
 for _size, _shape, _patch, _img, _projection in (
     ("tiny", TINY, 16, 384, 512),
     ("small", SMALL, 16, 384, 512),
     ("base", BASE, 16, 224, 1024),
     ("large", LARGE, 14, 336, 1024),
+    ("gigantic", GIGANTIC, 14, 448, 1280),
 ):
-    _grid = (14, 14) if _size == "base" else (24, 24)
-    _rope = RopeConfig(**PE_ROPE, reference_grid=_grid)
-    _fields = {"patch_size": _patch, "img_size": _img, "num_classes": _projection, "rope": _rope}
-    _add(f"vit_pe_core_{_size}_patch{_patch}_{_img}", INCEPTION_FULL, _shape, PE_CORE, _fields)
+    _add_pe("core", _size, _patch, _img, _shape, PE_CORE, num_classes=_projection)
+for _size, _shape in (("large", LARGE | {"depth": 23}), ("gigantic", GIGANTIC | {"depth": 47})):
+    _add_pe("lang", _size, 14, 448, _shape, PE_TOWER, init_values=0.1)
+for _size, _shape, _patch, _img in (
+    ("tiny", TINY, 16, 512),
+    ("small", SMALL, 16, 512),
+    ("base", BASE, 16, 512),
+    ("large", LARGE, 14, 448),
+    ("gigantic", GIGANTIC | {"init_values": 0.1}, 14, 448),
+):
+    _add_pe("spatial", _size, _patch, _img, _shape, PE_TOWER)
+
+for _name, _shape, _data in (
+    ("medium_patch16_rope_reg1", MEDIUM, INCEPTION),
+    ("mediumd_patch16_rope_reg1", MEDIUM | {"depth": 20, "qkv_bias": False}, INCEPTION),
+    ("betwixt_patch16_rope_reg4", {"embed_dim": 640, "num_heads": 10, "reg_tokens": 4}, OPENAI),
+    ("base_patch16_rope_reg1", BASE, INCEPTION),
+):
+    _data = DataConfig(mean=_data.mean, std=_data.std, crop_pct=0.95)
+    _add(f"vit_{_name}_gap_256", _data, ROPE_GAP, _shape)
+for _size, _shape in (("small", SMALL), ("base", BASE), ("large", LARGE)):
+    _add(f"vit_{_size}_patch16_rope_224", IMAGENET, _shape, ROPE_AXIAL, pos_embed="none")
+    _add(f"vit_{_size}_patch16_rope_ape_224", IMAGENET, _shape, ROPE_AXIAL, no_embed_class=True)
 
 for _size, _shape in (
     ("large", {"embed_dim": 1024, "num_heads": 8, "mlp_ratio": 2.75}),
@@ -237,9 +295,12 @@ def get_variant(name: str) -> Variant:
     """The variant of this name.
 
     Raises:
-        ValueError: There is none; names the nearest.
+        ValueError: There is none; names the nearest, or says why timm's is not here.
     """
     if name not in _VARIANTS:
+        for pattern, reason in NOT_HERE.items():
+            if fnmatch.fnmatchcase(name, pattern):
+                raise ValueError(f"model {name!r} is timm's alone: {reason}; vit_fast.fuse takes what it can of timm's")
         nearest = difflib.get_close_matches(name, _VARIANTS, n=3, cutoff=0.4)
         hint = f"nearest are {', '.join(nearest)}" if nearest else "list_models() lists them"
         raise ValueError(f"unknown model {name!r}: {hint}")

@@ -74,7 +74,8 @@ def _embedding(config: ViTConfig, B: int) -> Iterator[Work]:
 
 
 def _head(config: ViTConfig, B: int) -> Iterator[Work]:
-    C, F, P = config.embed_dim, config.hidden_dim, config.seqlen if config.pool_include_prefix else config.num_patches
+    C, F = config.embed_dim, config.pool_hidden_dim
+    P = config.seqlen if config.pool_include_prefix else config.num_patches
     if config.global_pool == "map":
         yield _linear(1, C, C)  # the query, once a batch
         yield _linear(B * P, C, 2 * C)

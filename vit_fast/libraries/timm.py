@@ -133,9 +133,9 @@ def build_peer(config: ViTConfig) -> nn.Module:
         "rope": (None,),
         "mlp_layer": ("mlp",),
         "norm_layer": ("layer_norm",),
-        "scale_mlp_norm": (False,),
         "embed_norm": (False,),
         "pool_heads": (None,),
+        "pool_mlp_ratio": (None,),
     }
     refuse(NAME, reasons(config, **accepted))
     from timm.models.deit import VisionTransformerDistilled
@@ -155,7 +155,7 @@ def build_peer(config: ViTConfig) -> nn.Module:
 _SHARED_FIELDS = (
     "in_chans", "num_classes", "global_pool", "embed_dim", "depth", "num_heads", "mlp_ratio", "qkv_bias", "init_values",
     "class_token", "no_embed_class", "reg_tokens", "pre_norm", "fc_norm", "act_layer", "qk_norm",
-    "proj_bias", "pool_include_prefix",
+    "proj_bias", "pool_include_prefix", "final_norm", "scale_attn_norm", "scale_mlp_norm",
 )  # fmt: skip
 
 
