@@ -132,10 +132,10 @@ def builds_of_lengths(arch: str, lengths: Iterable[tuple[int, int]]) -> Iterator
 
 
 def forward_case(
-    arch: str, tokens: int, head_dim: int
+    arch: str, tokens: int, head_dim: int, access: str
 ) -> tuple[str, tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor, ForwardConfig]:
     """Name, q, k and v, output, row values and configuration of a forward in bf16."""
-    case = _Case(arch, torch.bfloat16, "half", tokens, head_dim, _FULL_BATCH, "tma")
+    case = _Case(arch, torch.bfloat16, "half", tokens, head_dim, _FULL_BATCH, access)
     return case.name, case.packed(), case.output(), case.row_values(), forward_config(case.problem())
 
 

@@ -103,7 +103,7 @@ class Problem:
         element: The `product_kind` of the tensors: "half", "tf32" or "ieee".
         batch_heads: Batch times heads.
         access: What the layout of all tensors allows: "tma" (descriptors), "vector" (16-byte loads only: a stride of
-            0), or "scalar" (rows that start anywhere).
+            0, or an output that no descriptor writes), or "scalar" (rows that start anywhere).
     """
 
     arch: str

@@ -21,7 +21,7 @@ from .split_k import finish_residual_launch
 
 _M, _C, _F = 50_432, 1024, 4096
 _HALF, _E4M3 = torch.bfloat16, torch.float8_e4m3fn
-_ATTENTION_SHAPES = ((197, 64), (577, 64), (257, 80))
+_ATTENTION_SHAPES = ((197, 64, "tma"), (577, 64, "tma"), (257, 80, "tma"), (729, 72, "vector"))
 _CORE = ("gelu, all e4m3", "statistics and e4m3")
 
 
@@ -98,8 +98,8 @@ def offline_builds(arch: str) -> Iterator[Build]:
     yield Build("row_statistics", "bf16 and e4m3", row_statistics_launch(x, part, x8, scale))
     finish = finish_residual_launch(_meta(5, _M, _C), scale, scale, x, x, part, x8, scale)
     yield Build("finish_residual", "bf16 and e4m3", finish)
-    for tokens, head_dim in _ATTENTION_SHAPES:
-        name, (q, k, v), o, lse, config = forward_case(arch, tokens, head_dim)
+    for tokens, head_dim, access in _ATTENTION_SHAPES:
+        name, (q, k, v), o, lse, config = forward_case(arch, tokens, head_dim, access)
         launch = forward_launch(
             q, k, v, torch.empty_like(o, dtype=_E4M3), lse, head_dim**-0.5, config, o_scale=_meta(1)
         )

@@ -129,6 +129,14 @@ def test_every_layout(kind: str, expected: str) -> None:
     check_attention(q, k, v, strided(kind, (2, 2, 33, 64), torch.float16), 0.125)
 
 
+@pytest.mark.parametrize(("head_dim", "expected"), [(64, "tma"), (72, "vector"), (20, "scalar")])
+def test_an_output_in_e4m3_takes_no_wide_loads_away(head_dim: int, expected: str) -> None:
+    """Of 72 channels rows in e4m3 begin at 8 bytes, which no descriptor writes; q, k and v are read as ever."""
+    q, k, v = packed_inputs(1, 21, 3, head_dim, torch.float16)
+    o = torch.empty(1, 21, 3, head_dim, dtype=torch.float8_e4m3fn, device=q.device).transpose(1, 2)
+    assert attention_launch.access_of(q, k, v, o) == expected
+
+
 def test_odd_head_size() -> None:
     q, k, v = packed_inputs(1, 21, 3, 75, torch.float16)
     assert attention_launch.access_of(q, k, v) == "scalar"
