@@ -13,9 +13,10 @@ from torch import Tensor
 from .attention_forward import forward_launch
 from .attention_offline import forward_case
 from .layer_norm import row_statistics_launch
-from .matmul_launch import MatmulConfig, Operands, Turns, matmul_launch
+from .matmul_launch import HeadStep, MatmulConfig, Operands, matmul_launch
 from .matmul_policy import config_table, may_split
 from .offline import Build
+from .rotary import QkvSettings
 from .row_parts import row_parts
 from .split_k import finish_residual_launch
 
@@ -30,12 +31,12 @@ def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _normed(operand: torch.dtype, result: torch.dtype, columns: int = _F, wide: int = 1, turned: int = 0) -> Operands:
-    table = _meta(1, 196, turned // 2)
+    table = _meta(1, 1, 196, turned // 2)
     return Operands(
         _meta(_M, _C, dtype=operand), _meta(columns, _C, dtype=operand), _meta(_M, columns // wide, dtype=result),
         b_is_nk=True, row_part=_meta(_M, 2, row_parts(_C)), bias=_meta(columns), weight_sum=_meta(columns), eps=1e-6,
         scale=_meta(columns) if operand == _E4M3 else None, out_scale=_meta(1) if result == _E4M3 else None,
-        turns=Turns(table, table, 197, 1) if turned else None,
+        head_step=HeadStep(QkvSettings(tables=(table, table), prefix=1), 197, turned) if turned else None,
     )  # fmt: skip
 
 

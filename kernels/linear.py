@@ -24,7 +24,7 @@ from .layer_norm import (
     new_statistics,
     row_statistics_launch,
 )
-from .matmul_launch import Operands, Turns, matmul_launch
+from .matmul_launch import HeadStep, Operands, matmul_launch
 from .matmul_policy import matmul_config, prefers_library, residual_config
 from .scaled_weights import ScaledWeight
 from .split_k import finish_residual_launch
@@ -47,24 +47,24 @@ class FoldedGradient:
 
 def layer_norm_linear(
     rows: InputRows, folded: FoldedLinear, activation: str = "identity", gated: bool = False,
-    turns: Turns | None = None, out_part: Tensor | None = None, dtype: torch.dtype | None = None,
+    head_step: HeadStep | None = None, out_part: Tensor | None = None, dtype: torch.dtype | None = None,
     out_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """act(LayerNorm(x) W^T + b) [M, F].
 
     Args:
         gated: Whether the result is act(g) u, half as wide.
-        turns: Of q and k, in whose heads pairs are neighbours; None: they are not turned.
+        head_step: Of q and k, in whose heads pairs that are turned are neighbours; None: they stay as they are.
         out_part: Room for the statistics of the result's rows, as `row_parts.py` has them; None: not wanted.
         dtype: Of the result; None means that of the rows.
         out_scale: fp32 [1], what a result of e4m3 is divided by; else None.
     """
-    return _layer_norm_linear(rows, folded, activation, gated, turns, None, None, out_part, dtype, out_scale)
+    return _layer_norm_linear(rows, folded, activation, gated, head_step, None, None, out_part, dtype, out_scale)
 
 
 def layer_norm_linear_keeping(
     rows: InputRows, folded: FoldedLinear, activation: str = "identity", gated: bool = False,
-    turns: Turns | None = None, out_part: Tensor | None = None,
+    head_step: HeadStep | None = None, out_part: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, RowStatistics]:  # fmt: skip
     """As `layer_norm_linear`, and for the backward the argument z [M, F] of the activation and the rows' statistics.
 
@@ -73,12 +73,12 @@ def layer_norm_linear_keeping(
     source, M = rows.source, rows.source.shape[0]
     z = None if activation == "identity" and not gated else source.new_empty((M, folded.weight.shape[0]))
     finished = None if rows.part is None else torch.empty(2, M, dtype=torch.float32, device=source.device)
-    out = _layer_norm_linear(rows, folded, activation, gated, turns, z, finished, out_part)
+    out = _layer_norm_linear(rows, folded, activation, gated, head_step, z, finished, out_part)
     return out, out if z is None else z, RowStatistics(source, rows.statistics if finished is None else finished)
 
 
 def _layer_norm_linear(
-    rows: InputRows, folded: FoldedLinear, activation: str, gated: bool, turns: Turns | None, z: Tensor | None,
+    rows: InputRows, folded: FoldedLinear, activation: str, gated: bool, head_step: HeadStep | None, z: Tensor | None,
     finished: Tensor | None, out_part: Tensor | None, dtype: torch.dtype | None = None,
     out_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
@@ -87,10 +87,11 @@ def _layer_norm_linear(
     mean, rstd = (None, None) if finished is None else finished
     operands = Operands(
         source, folded.weight, out, b_is_nk=True, z=z, mean=mean, rstd=rstd, row_part=rows.part, eps=rows.eps,
-        bias=folded.shift, weight_sum=folded.weight_sum, scale=folded.scale, out_scale=out_scale, turns=turns,
+        bias=folded.shift, weight_sum=folded.weight_sum, scale=folded.scale, out_scale=out_scale,
+        head_step=head_step,
         out_part=out_part if gated else None,
     )  # fmt: skip
-    epilogue = "gated" if gated else "layer_norm" if turns is None else "rotary"
+    epilogue = "gated" if gated else "layer_norm" if head_step is None else head_step.epilogue
     if out_scale is None and prefers_library(operands, epilogue):
         known = _statistics(rows, finished, folded.weight_sum is None)
         out = library.layer_norm_linear(known, folded, activation, z)

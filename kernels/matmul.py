@@ -9,6 +9,7 @@ The epilogues, with acc = A B of row m and column n:
                      and rstd are combined here from the statistics of pieces of A's rows, and kept where wanted.
 - "rotary":          like "layer_norm" without activation, with q and k, the first two thirds of the columns, turned by
                      rotary positions: the members of a pair are neighbours, as `folding.py` lays the rows of B.
+- "qk_norm":         like "rotary", with the heads of q and k normalised first; a piece of a tile is a head.
 - "gated":           out = act(g) u, half as wide: the columns of z are g and u by turns, as `folding.py` lays the rows
                      of B; otherwise like "layer_norm".
 - "residual":        out = [residual +] [scale] (acc + bias), optionally with such statistics of its rows, and with
@@ -22,8 +23,8 @@ The epilogues, with acc = A B of row m and column n:
                      coefficient = rstd^2 / N times its sum of dz (z - c), which "activation_grad" left in parts.
 - "partial":         out[split] = acc over one of `splits` parts of K, fp32, summed later in a fixed order.
 
-Operands of e4m3 (`fp8.py`) carry scales: of "residual" they are in `scale` and `bias`, of "layer_norm", "rotary" and
-"gated" acc is multiplied by `scale`. What is written in e4m3 is divided by out_scale. Products of e4m3 are added up by
+Operands of e4m3 (`fp8.py`) carry scales: of "residual" they are in `scale` and `bias`, of "layer_norm" and those
+like it acc is multiplied by `scale`. What is written in e4m3 is divided by out_scale. Products of e4m3 are added up by
 sm_90's tensor cores in about 14 bits, throughout K: every 32 of them cost up to 2^-13 of the sum, where operands have
 an error of 2^-4 each; what fp32 sums every 128 products would cost are registers that 128 x 256 tiles do not have.
 
@@ -63,26 +64,9 @@ from .matmul_tiles import (
     sum_row_parts,
     tile_position,
 )
+from .qk_epilogue import normed_columns, turned_columns
 
 _INTERPRETED = tl.constexpr(is_interpreted())
-
-
-@triton.jit
-def _turned(
-    value, cos_ptr, sin_ptr, tokens, prefix, image_rows, row, col, M, N,
-    ROWS: tl.constexpr, COLS: tl.constexpr, HEAD: tl.constexpr, ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,
-):  # fmt: skip
-    """Pairs of neighbouring columns of q and k turned by the angles of their tokens."""
-    rows = row + tl.arange(0, ROWS)
-    pairs = col // 2 + tl.arange(0, COLS // 2)
-    position = rows % tokens - prefix
-    line = (rows // tokens).to(tl.int64) * image_rows + position
-    offsets = line[:, None] * ROW_STEP + (pairs % (HEAD // 2) * PAIR_STEP)[None, :]
-    inside = ((rows < M) & (position >= 0))[:, None] & (pairs < N // 3)[None, :]
-    cos = tl.load(cos_ptr + offsets, mask=inside, other=1.0).to(tl.float32)
-    sin = tl.load(sin_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    first, second = tl.split(value.reshape(ROWS, COLS // 2, 2))
-    return tl.join(first * cos - second * sin, second * cos + first * sin).reshape(ROWS, COLS)
 
 
 @triton.jit
@@ -99,18 +83,25 @@ def _normed(acc, weight_sum_ptr, scale_ptr, row_scale, row_shift, col, N, COLS: 
 
 @triton.jit
 def _layer_norm_epilogue(
-    acc, out, z, weight_sum_ptr, bias_ptr, scale_ptr, out_scale_ptr, cos_ptr, sin_ptr, tokens, prefix, image_rows,
-    row_scale, row_shift, row, col, M, N,
+    acc, out, z, weight_sum_ptr, bias_ptr, scale_ptr, out_scale_ptr, q_weight_ptr, k_weight_ptr, q_bias_ptr, k_bias_ptr,
+    qk_eps, cos_ptr, sin_ptr, tokens, prefix, image_rows, row_scale, row_shift, row, col, M, N,
     ROWS: tl.constexpr, COLS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, HEAD: tl.constexpr,
-    ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr, TMA: tl.constexpr, DTYPE: tl.constexpr,
+    NORM: tl.constexpr, HALVES: tl.constexpr, ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr, TMA: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Stores what the epilogue makes of acc, and returns it as stored."""
     cols = col + tl.arange(0, COLS)
     value = _normed(acc, weight_sum_ptr, scale_ptr, row_scale, row_shift, col, N, COLS)
     value += tl.load(bias_ptr + cols, mask=cols < N, other=0.0)[None, :]
+    if NORM != "none":
+        if col < 2 * (N // 3):
+            value = normed_columns(
+                value, q_weight_ptr, k_weight_ptr, q_bias_ptr, k_bias_ptr, qk_eps, col // (N // 3), ROWS, HEAD, NORM,
+                HALVES,
+            )  # fmt: skip
     if cos_ptr is not None:
         if col < 2 * (N // 3):
-            value = _turned(
+            value = turned_columns(
                 value, cos_ptr, sin_ptr, tokens, prefix, image_rows, row, col, M, N,
                 ROWS, COLS, HEAD, ROW_STEP, PAIR_STEP,
             )  # fmt: skip
@@ -272,9 +263,11 @@ def _matmul_kernel(
     column_part_ptr,  # fp32 [M / BLOCK_M, 2, N]
     hidden_ptr,  # "activation_grad": fp32 [2, M], mean and rstd of the rows of h, where a norm of them comes next
     along_ptr,  # fp32 [M], the means of the product of their normalised rows and its gradient; None: there is no norm
-    cos_ptr, sin_ptr,  # "rotary": [images or 1, tokens - prefix, HEAD / 2]
-    M, N, K, eps, splits,
-    tokens, prefix, image_rows,  # "rotary": of an image, of them not turned, and rows of the tables, 0 where shared
+    q_weight_ptr, k_weight_ptr,  # "qk_norm": [HEAD]; both None: ones
+    q_bias_ptr, k_bias_ptr,  # likewise; both None: zeros
+    cos_ptr, sin_ptr,  # "rotary", "qk_norm": [images or 1, tokens - prefix, HEAD / 2]; None: nothing is turned
+    M, N, K, eps, splits, qk_eps,
+    tokens, prefix, image_rows,  # of an image, of them not turned, and rows of the tables, 0 where shared
     EPILOGUE: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr,  # DTYPE: of out, z and h
     PRECISION: tl.constexpr,
     B_IS_NK: tl.constexpr, TMA: tl.constexpr, FLATTEN: tl.constexpr,
@@ -284,8 +277,10 @@ def _matmul_kernel(
     PARTS: tl.constexpr,  # of a row in row_part_ptr
     OUT_PARTS: tl.constexpr,  # of a row in out_part_ptr
     TIMES: tl.constexpr,  # pieces of a tile, as they are stored, make one of those
-    HEAD: tl.constexpr,  # "rotary": channels of a head
-    ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,  # "rotary": elements of the tables from row to row, pair to pair
+    HEAD: tl.constexpr,  # "rotary", "qk_norm": channels of a head; of the latter as many as a piece of a tile
+    NORM: tl.constexpr,  # of q and k: "layer_norm", "rms_norm" or "none"
+    HALVES: tl.constexpr,  # to the norms' vectors pairs that are turned are channels j and j + HEAD / 2
+    ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,  # elements of the tables from row to row, pair to pair
     ALIGN: tl.constexpr,  # divides the length of every row that is read or written by tiles
 ):  # fmt: skip
     # The sizes are not specialised: a K of 1 as a constant would fold its loop away and have the compiler pipeline the
@@ -296,6 +291,8 @@ def _matmul_kernel(
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles = tiles_m * tiles_n
     k_steps = tl.cdiv(K, BLOCK_K)
+    OF_HEADS: tl.constexpr = EPILOGUE == "rotary" or EPILOGUE == "qk_norm"
+    FOLDED: tl.constexpr = EPILOGUE == "layer_norm" or EPILOGUE == "gated" or OF_HEADS
     COLS: tl.constexpr = BLOCK_N // SUB_TILES
     WIDTH: tl.constexpr = COLS // 2 if EPILOGUE == "gated" else COLS  # of what is stored of them
     units = tiles * splits if EPILOGUE == "partial" else tiles
@@ -317,7 +314,7 @@ def _matmul_kernel(
         if EPILOGUE == "partial":
             base = out + tl.cast(tile // tiles, tl.int64) * M * N
             store_tile(base, acc, row, col, M, N, BLOCK_M, BLOCK_N, False)
-        if EPILOGUE == "layer_norm" or EPILOGUE == "gated" or EPILOGUE == "rotary" or EPILOGUE == "residual":
+        if FOLDED or EPILOGUE == "residual":
             row_scale = tl.full((BLOCK_M,), 1.0, tl.float32)
             row_shift = tl.zeros((BLOCK_M,), tl.float32)
             if row_part_ptr is not None:
@@ -349,11 +346,12 @@ def _matmul_kernel(
         if EPILOGUE != "partial":
             pieces = cut(acc, BLOCK_M, BLOCK_N, SUB_TILES)
             for i in tl.static_range(SUB_TILES):
-                if EPILOGUE == "layer_norm" or EPILOGUE == "gated" or EPILOGUE == "rotary":
+                if FOLDED:
                     value = _layer_norm_epilogue(
-                        pieces[i], out, z, weight_sum_ptr, bias_ptr, scale_ptr, out_scale_ptr, cos_ptr, sin_ptr,
-                        tokens, prefix, image_rows, row_scale, row_shift, row, col + i * COLS, M, N,
-                        BLOCK_M, COLS, ACTIVATION, EPILOGUE == "gated", HEAD, ROW_STEP, PAIR_STEP, TMA, DTYPE,
+                        pieces[i], out, z, weight_sum_ptr, bias_ptr, scale_ptr, out_scale_ptr, q_weight_ptr,
+                        k_weight_ptr, q_bias_ptr, k_bias_ptr, qk_eps, cos_ptr, sin_ptr, tokens, prefix, image_rows,
+                        row_scale, row_shift, row, col + i * COLS, M, N, BLOCK_M, COLS, ACTIVATION,
+                        EPILOGUE == "gated", HEAD, NORM, HALVES, ROW_STEP, PAIR_STEP, TMA, DTYPE,
                     )  # fmt: skip
                 elif EPILOGUE == "residual":
                     addend = added[i] if residual is not None else None

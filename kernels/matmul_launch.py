@@ -19,10 +19,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .device import dot_precision, gpu_of, product_kind
 from .launch import Launch, ceil_div
 from .matmul import _matmul_kernel
-from .rotary import table_steps
+from .rotary import QkvSettings, table_steps
 from .row_parts import PIECE
 
-EPILOGUES = ("layer_norm", "rotary", "gated", "residual", "activation_grad", "gated_grad", "layer_norm_grad", "partial")
+EPILOGUES = (
+    "layer_norm", "rotary", "qk_norm", "gated", "residual", "activation_grad", "gated_grad", "layer_norm_grad",
+    "partial",
+)  # fmt: skip
 # How many times as wide as a piece of the product what they read and write is.
 _WIDER = {("gated", "out"): 0.5, ("gated_grad", "out"): 2, ("gated_grad", "z"): 2}
 TL_DTYPES = {
@@ -79,19 +82,42 @@ class MatmulConfig:
 
 
 @dataclass(frozen=True)
-class Turns:
-    """Rotary positions for q and k.
+class HeadStep:
+    """What a qkv matmul does to the heads of q and k; pairs that are turned are neighbours among its columns.
 
     Args:
-        cos, sin: [B or 1, T, D / 2], of strides that `table_steps` can say.
+        settings: Norms over the head; tables [B or 1, 1, T, D / 2], of strides that `table_steps` can say.
         tokens: Of an image.
-        prefix: Of them, the first that are not turned; T is the number of the others.
+        head_dim: D.
     """
 
-    cos: Tensor
-    sin: Tensor
+    settings: QkvSettings
     tokens: int
-    prefix: int
+    head_dim: int
+
+    @property
+    def epilogue(self) -> str:
+        """Which of the matmul's it takes."""
+        return "rotary" if self.settings.norm == "none" else "qk_norm"
+
+    def arguments(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The kernel's arguments and constants."""
+        s = self.settings
+        (cos, sin), weights, biases = s.tables or (None, None), s.weights or (None, None), s.biases or (None, None)
+        image_rows, _, row_step, pair_step = (0, 0, 0, 0) if cos is None else table_steps(cos)
+        args = {
+            "q_weight_ptr": weights[0], "k_weight_ptr": weights[1], "q_bias_ptr": biases[0], "k_bias_ptr": biases[1],
+            "qk_eps": s.eps, "cos_ptr": cos, "sin_ptr": sin, "tokens": self.tokens, "prefix": s.prefix,
+            "image_rows": image_rows,
+        }  # fmt: skip
+        constants = {
+            "HEAD": self.head_dim, "NORM": s.norm, "HALVES": cos is not None and s.layout != "interleaved",
+            "ROW_STEP": row_step, "PAIR_STEP": pair_step,
+        }  # fmt: skip
+        return args, constants
+
+
+_NO_STEP = HeadStep(QkvSettings(), 0, 0).arguments()
 
 
 @dataclass(frozen=True)
@@ -108,7 +134,7 @@ class Operands:
         hidden, along: Of "activation_grad" and "gated_grad" before a norm of the hidden layer: mean and rstd of its
             rows, fp32 [2, M], and fp32 [M].
         eps: Added to the variance of A's rows.
-        turns: Of the "rotary" epilogue, whose N is 3 H D.
+        head_step: Of the "rotary" and "qk_norm" epilogues, whose N is 3 H D.
         x, residual: [M, N], like `out` in the dtype of the residual stream: that of `a` and `b`, or fp32 beside them.
     """
 
@@ -133,7 +159,7 @@ class Operands:
     hidden: Tensor | None = None
     along: Tensor | None = None
     eps: float = 0.0
-    turns: Turns | None = None
+    head_step: HeadStep | None = None
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -184,8 +210,8 @@ def matmul_launch(
         split_k: Parts of K in the "partial" epilogue.
         precision: "tf32" or "ieee"; None takes torch's setting, `product_kind`.
     """
-    o, t = operands, operands.turns
-    image_rows, row_step, pair_step = table_steps(t.cos) if t else (0, 0, 0)
+    o = operands
+    head_args, head_constants = o.head_step.arguments() if o.head_step else _NO_STEP
     M, N, K = o.sizes
     rows, cols, depth = config.block_m, config.block_n, config.block_k
 
@@ -203,8 +229,7 @@ def matmul_launch(
         "out_scale_ptr": o.out_scale, "row_part_ptr": o.row_part, "column_part_ptr": o.column_part,
         "out_part_ptr": o.out_part, "hidden_ptr": o.hidden, "along_ptr": o.along,
         "M": M, "N": N, "K": K, "eps": o.eps,
-        "splits": split_k, "cos_ptr": t and t.cos, "sin_ptr": t and t.sin, "tokens": t.tokens if t else 0,
-        "prefix": t.prefix if t else 0, "image_rows": image_rows,
+        "splits": split_k, **head_args,
     }  # fmt: skip
     constants = {
         "EPILOGUE": epilogue, "ACTIVATION": activation, "DTYPE": TL_DTYPES[o.out.dtype],
@@ -218,7 +243,7 @@ def matmul_launch(
         "PARTS": 0 if o.row_part is None else o.row_part.shape[-1],
         "OUT_PARTS": 0 if o.out_part is None else o.out_part.shape[-1],
         "TIMES": 1 if o.out_part is None else _pieces_of_statistics(config, epilogue),
-        "HEAD": 2 * t.cos.shape[2] if t else 0, "ROW_STEP": row_step, "PAIR_STEP": pair_step,
+        **head_constants,
         "ALIGN": math.gcd(16, *(tensor.shape[-1] for tensor in o.tiled())),
     }  # fmt: skip
     programs = min(config.tiles(M, N) * split_k, gpu_of(o.a.device).sm_count * config.ctas_per_sm)

@@ -23,9 +23,10 @@ from .layer_norm import (
     normalise_launch,
     row_statistics_launch,
 )
-from .matmul_launch import EPILOGUES, MatmulConfig, Operands, Turns, matmul_launch
-from .matmul_policy import config_table, is_usable, may_split
+from .matmul_launch import EPILOGUES, HeadStep, MatmulConfig, Operands, matmul_launch
+from .matmul_policy import NORMED_HEADS, config_table, is_usable, may_split
 from .offline import Build
+from .rotary import QkvSettings
 from .row_parts import row_parts
 from .scaled_weights import ScaledWeight, scaled_weights_launch
 from .split_k import finish_residual_launch
@@ -92,12 +93,23 @@ def _activation_grad(
     )  # fmt: skip
 
 
-def _rotary(dtype: torch.dtype, head_dim: int, images: int = 1, keep: bool = False) -> Operands:
-    table = _meta(images, 196, head_dim // 2)
+def _heads(dtype: torch.dtype, head_dim: int, settings: QkvSettings, keep: bool = False) -> Operands:
     return replace(
         _layer_norm(dtype, keep), b=_meta(3 * _C, _C, dtype=dtype), out=_meta(_M, 3 * _C, dtype=dtype), z=None,
-        bias=_meta(3 * _C), weight_sum=_meta(3 * _C), turns=Turns(table, table, 197, 1),
+        bias=_meta(3 * _C), weight_sum=_meta(3 * _C), head_step=HeadStep(settings, 197, head_dim),
     )  # fmt: skip
+
+
+def _tables(head_dim: int, images: int = 1) -> tuple[Tensor, Tensor]:
+    table = _meta(images, 1, 196, head_dim // 2)
+    return table, table
+
+
+def _normed_heads(dtype: torch.dtype, head_dim: int, norm: str, rotated: bool) -> Operands:
+    weights = _meta(head_dim, dtype=dtype), _meta(head_dim, dtype=dtype)
+    tables = _tables(head_dim) if rotated else None
+    biases = None if norm == "rms_norm" else weights
+    return _heads(dtype, head_dim, QkvSettings(weights, biases, tables, norm, 1e-6, prefix=int(rotated)))
 
 
 def _gated_grad(dtype: torch.dtype, config: MatmulConfig) -> Operands:
@@ -128,8 +140,15 @@ def _matmul_cases(
         for activation in ACTIVATIONS[1:] if widest else ():
             yield f"{activation} keeping z", _layer_norm(dtype, True), activation, 1
     elif epilogue == "rotary":
-        yield "q and k of 64", _rotary(dtype, 64), "identity", 1
-        yield "q and k of 72, a table an image, keeping statistics", _rotary(dtype, 72, 256, True), "identity", 1
+        shared, single = (QkvSettings(tables=tables, prefix=1) for tables in (_tables(64), _tables(72, 256)))
+        yield "q and k of 64", _heads(dtype, 64, shared), "identity", 1
+        yield "q and k of 72, a table an image, keeping statistics", _heads(dtype, 72, single, True), "identity", 1
+    elif epilogue == "qk_norm":
+        for head_dim in NORMED_HEADS:
+            what, operands = f"layer_norm of {head_dim}, rotated", _normed_heads(dtype, head_dim, "layer_norm", True)
+            yield what, operands, "identity", 1
+        if widest:
+            yield "rms_norm of 64", _normed_heads(dtype, 64, "rms_norm", False), "identity", 1
     elif epilogue == "gated":
         yield "silu", _layer_norm(dtype, False, gated=True), "silu", 1
         yield "silu keeping z", _layer_norm(dtype, True, gated=True), "silu", 1

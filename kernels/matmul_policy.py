@@ -27,6 +27,7 @@ _HEAVY = ("activation_grad", "weight_products")
 _MAX_SPLITS = 16  # of a weight gradient
 _MAX_RESIDUAL_SPLITS = 8
 _MIN_STEPS = 4  # of K in a part
+NORMED_HEADS = (64, 128)  # channels of the heads that a "qk_norm" matmul can normalise
 
 
 def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[MatmulConfig, ...]:
@@ -39,6 +40,8 @@ def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[Matmul
         tma: Whether the operands can go through tensor descriptors.
     """
     hopper, blackwell = (generation(arch) == name for name in ("hopper", "blackwell"))
+    if epilogue == "qk_norm":
+        return _qk_norm_table(arch, kind, tma)
     table: tuple[MatmulConfig, ...]
     special: dict[str, tuple[MatmulConfig, ...]]
     if epilogue == "gated_grad":
@@ -120,6 +123,21 @@ _FP8 = (
     MatmulConfig(64, 128, 128, sub_tiles=2, num_warps=4, num_stages=4, tma=True, ctas_per_sm=2),
     MatmulConfig(64, 64, 128, num_warps=4, num_stages=4, tma=True, ctas_per_sm=2),
 )
+
+
+def _qk_norm_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ...]:
+    """Of "qk_norm": the tiles of "rotary" for half precision, cut into heads of each size.
+
+    Heads of 128 channels spill in tiles of 128 x 256, and with 4 warps in those of 128 x 128.
+    """
+    if kind != "half":
+        return ()
+    table = config_table(arch, kind, "rotary", tma)
+    # left to itself the compiler takes 249 registers on sm_90, and needs them not
+    of_64 = [replace(c, sub_tiles=c.block_n // 64, maxnreg=232 if c.block_n == 256 else c.maxnreg) for c in table]
+    of_128 = [replace(c, sub_tiles=1) for c in table if c.block_n == 128]
+    eight = [replace(c, num_warps=8, ctas_per_sm=1) if c.block_m == 128 else c for c in of_128]
+    return (*of_64, *eight)
 
 
 def _gated_grad_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ...]:
@@ -275,9 +293,9 @@ def _chosen(operands: Operands, epilogue: str, most: int) -> tuple[MatmulConfig,
 @lru_cache(4096)
 def _best(
     gpu: Gpu, kind: str, epilogue: str, tma: bool, sizes: tuple[int, int, int], itemsize: int, most: int,
-    narrowest: int, largest: int,
+    narrowest: int, largest: int, piece: int,
 ) -> tuple[MatmulConfig, int]:  # fmt: skip
-    table = [c for c in config_table(gpu.arch, kind, epilogue, tma) if _meets(c, narrowest, largest)]
+    table = [c for c in config_table(gpu.arch, kind, epilogue, tma) if _meets(c, narrowest, largest, piece)]
     return choose_split(table, sizes, itemsize, gpu.sm_count, most)
 
 
@@ -286,18 +304,21 @@ def is_usable(config: MatmulConfig, operands: Operands, epilogue: str) -> bool:
     return _meets(config, *_requirements(operands, epilogue))
 
 
-def _requirements(operands: Operands, epilogue: str) -> tuple[int, int]:
-    """The fewest columns of a tile, for whole pieces of row statistics, and the most elements of one.
+def _requirements(operands: Operands, epilogue: str) -> tuple[int, int, int]:
+    """The fewest columns of a tile, for whole pieces of row statistics, the most elements of one, and the columns of a
+    piece where that is to be a head; else 0.
 
     Behind a norm of the hidden layer, and on the way back through it, larger tiles than 128 x 128 spill.
     """
     narrowest = 0 if operands.out_part is None else 2 * PIECE if epilogue == "gated" else PIECE
     behind = operands.along is not None or (epilogue == "residual" and operands.row_part is not None)
-    return narrowest, 128 * 128 if behind else 2**31
+    head = operands.head_step.head_dim if operands.head_step and epilogue == "qk_norm" else 0
+    return narrowest, 128 * 128 if behind else 2**31, head
 
 
-def _meets(config: MatmulConfig, narrowest: int, largest: int) -> bool:
-    return config.block_n >= narrowest and config.block_m * config.block_n <= largest
+def _meets(config: MatmulConfig, narrowest: int, largest: int, piece: int) -> bool:
+    fits = config.block_n >= narrowest and config.block_m * config.block_n <= largest
+    return fits and piece in (0, config.piece)
 
 
 def products_config(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[MatmulConfig, int]:

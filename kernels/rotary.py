@@ -109,6 +109,24 @@ def _normalise(first, second, inside, eps, H, D: tl.constexpr, RMS: tl.constexpr
 
 
 @triton.jit
+def normed_pairs(
+    first, second, q_weight_ptr, k_weight_ptr, q_bias_ptr, k_bias_ptr, which, head, pairs, inside, eps, H,
+    D: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Pairs of q (which = 0) or of k through their norm; INTERLEAVED says where its vectors have them."""
+    first, second, _ = _normalise(first, second, inside, eps, H, D, NORM == "rms_norm", WIDE)
+    if q_weight_ptr is not None:
+        weight1, weight2 = _load_affine(q_weight_ptr, k_weight_ptr, which, head, pairs, inside, D, WIDE, INTERLEAVED)
+        first *= weight1
+        second *= weight2
+    if q_bias_ptr is not None:
+        bias1, bias2 = _load_affine(q_bias_ptr, k_bias_ptr, which, head, pairs, inside, D, WIDE, INTERLEAVED)
+        first += bias1
+        second += bias2
+    return first, second
+
+
+@triton.jit
 def _heads(block, M, H, ROWS: tl.constexpr, WIDE: tl.constexpr):
     """Token and head of each row of the `block`-th tile, and whether there is such a row; all [ROWS, 1]."""
     step = tl.arange(0, ROWS)[:, None]
@@ -129,12 +147,13 @@ def _qk_norm_rope_kernel(
     M, N, H, prefix, eps,
     image_rows, head_rows,  # rows of the tables from image to image and from head to head; 0 where shared
     ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,  # elements of the tables from row to row and from pair to pair
-    D: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, INTERLEAVED: tl.constexpr,
+    D: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, LAYOUT: tl.constexpr,
     SEPARATE: tl.constexpr,  # pairs are neighbours in x, and D / 2 apart in out
     INVERSE: tl.constexpr,  # turns back
     PARTS: tl.constexpr,  # 2: q and k; 3: v is copied as well
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    INTERLEAVED: tl.constexpr = LAYOUT != "half"
     which = tl.program_id(0) % PARTS
     token, head, is_row = _heads(tl.program_id(0) // PARTS, M, H, ROWS, WIDE)
     pairs = tl.arange(0, BLOCK)[None, :]
@@ -143,17 +162,10 @@ def _qk_norm_rope_kernel(
     first, second = _load_pairs(x_ptr, offsets, pairs, inside, D, INTERLEAVED)
     if which < 2:
         if NORM != "none":
-            first, second, _ = _normalise(first, second, inside, eps, H, D, NORM == "rms_norm", WIDE)
-            if q_weight_ptr is not None:
-                weight1, weight2 = _load_affine(
-                    q_weight_ptr, k_weight_ptr, which, head, pairs, inside, D, WIDE, INTERLEAVED
-                )
-                first *= weight1
-                second *= weight2
-            if q_bias_ptr is not None:
-                bias1, bias2 = _load_affine(q_bias_ptr, k_bias_ptr, which, head, pairs, inside, D, WIDE, INTERLEAVED)
-                first += bias1
-                second += bias2
+            first, second = normed_pairs(
+                first, second, q_weight_ptr, k_weight_ptr, q_bias_ptr, k_bias_ptr, which, head, pairs, inside, eps, H,
+                D, NORM, WIDE, LAYOUT == "interleaved",
+            )  # fmt: skip
         if cos_ptr is not None:
             cos, sin = _load_angles(
                 cos_ptr, sin_ptr, token, head, pairs, inside, N, prefix, image_rows, head_rows, ROW_STEP, PAIR_STEP
@@ -178,9 +190,10 @@ def _qk_norm_rope_grad_kernel(
     M, N, H, prefix, eps, image_rows, head_rows,
     blocks,  # tiles of q, of k
     ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,
-    D: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, INTERLEAVED: tl.constexpr, PARTS: tl.constexpr,
+    D: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, LAYOUT: tl.constexpr, PARTS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    INTERLEAVED: tl.constexpr = LAYOUT != "half"
     which = tl.program_id(0) % PARTS
     program = tl.program_id(0) // PARTS
     pairs = tl.arange(0, BLOCK)[None, :]
@@ -245,7 +258,8 @@ class QkvSettings:
         eps: Of the norms.
         wide: Whether all heads of a token are normalised together.
         prefix: Tokens that are not rotated.
-        interleaved: Whether channels 2j and 2j + 1 are a pair, in place of j and j + D/2.
+        layout: "half": channels j and j + D/2 are a pair; "interleaved": 2j and 2j + 1; "neighbours": those of "half",
+            which lie side by side in qkv, and nowhere else.
     """
 
     weights: tuple[Tensor, Tensor] | None = None
@@ -255,7 +269,7 @@ class QkvSettings:
     eps: float = 0.0
     wide: bool = False
     prefix: int = 0
-    interleaved: bool = False
+    layout: str = "half"
 
 
 def can_be_read(cos: Tensor, sin: Tensor) -> bool:
@@ -286,7 +300,7 @@ def _arguments(x: Tensor, settings: QkvSettings) -> tuple[dict[str, Any], dict[s
     block = triton.next_power_of_2(D // 2)
     rows = triton.next_power_of_2(H) if s.wide else max(1, _TILE // block)
     constants = {
-        "D": D, "NORM": s.norm, "WIDE": s.wide, "INTERLEAVED": s.interleaved, "ROWS": rows, "BLOCK": block,
+        "D": D, "NORM": s.norm, "WIDE": s.wide, "LAYOUT": s.layout, "ROWS": rows, "BLOCK": block,
         "ROW_STEP": row_step, "PAIR_STEP": pair_step,
     }  # fmt: skip
     blocks = B * N if s.wide else ceil_div(B * N * H, rows)

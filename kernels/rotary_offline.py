@@ -31,7 +31,7 @@ def _cases(dtype: torch.dtype) -> Iterator[tuple[str, Tensor, QkvSettings]]:
 
     shared, single = both(1, 1, _T, 32, of=torch.float32), both(_B, 1, _T, 36, of=torch.float32)
     yield "rope D64", qkv(_T + 5, 12, 64), QkvSettings(tables=shared, prefix=5)
-    yield "rope D72 interleaved", qkv(_T, 16, 72), QkvSettings(tables=single, interleaved=True)
+    yield "rope D72 interleaved", qkv(_T, 16, 72), QkvSettings(tables=single, layout="interleaved")
     normed = QkvSettings(both(64), both(64), shared, "layer_norm", prefix=5)
     yield "layer_norm, rope D64", qkv(_T + 5, 12, 64), normed
     yield "rms_norm D128", qkv(_T, 16, 128), QkvSettings(weights=both(128), norm="rms_norm")

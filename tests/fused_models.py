@@ -205,6 +205,15 @@ def rotary_of_depth(depth: int) -> dict[str, Subject]:
     }
 
 
+def qk_norm_of_depth(depth: int) -> dict[str, Subject]:
+    """A model of so many blocks with norms of q and k, whose heads have 64 channels."""
+    sizes = {"depth": depth, "embed_dim": 128, "num_heads": 2}
+    return {
+        "timm": timm_subject("vit_tiny_patch16_224", qk_norm=True, **sizes),
+        "timm, RMSNorm": timm_subject("vit_tiny_patch16_224", qk_norm=True, norm_layer="rmsnorm", **sizes),
+    }
+
+
 def packed_of_depth(depth: int) -> dict[str, Subject]:
     """A tower of so many blocks for each way in which images of several sizes are told to blocks."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": depth, "num_attention_heads": 2}

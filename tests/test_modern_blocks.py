@@ -10,12 +10,15 @@ import mlp_support as support
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from mlp_support import DEVICE, assert_rule
 from torch import Tensor
 
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.kernels import scaled_weights
-from vit_fast.kernels.launch import Launch
+from vit_fast.kernels.launch import Launch, listening
+from vit_fast.kernels.matmul_policy import NORMED_HEADS
 from vit_fast.kernels.scaled_weights import ScaledWeight
 from vit_fast.ops import Norm, QkNorm, Rope, layer_norm_mlp, qk_norm_rope
 from vit_fast.ops.attention_varlen import attention_among
@@ -85,6 +88,9 @@ KINDS = {
     "RMSNorm, SwiGLU": Kind(norm="rms_norm", gated=True, leading=None),
     "qk-norm": Kind(qk="layer_norm", leading=None),
     "qk-norm, rotated": Kind(qk="rms_norm", prefix=5, layout="interleaved"),
+    "qk-norm in the matmul": Kind(qk="layer_norm", leading=None, head_dim=64),
+    "qk-norm in the matmul, rotated": Kind(qk="rms_norm", prefix=5, head_dim=128),
+    "qk-norm in the matmul, interleaved": Kind(qk="layer_norm", leading=(B,), layout="interleaved", head_dim=64),
     "packed": Kind(prefix=0, norm="rms_norm", gated=True, keys="packed"),
     "packed, qk-norm": Kind(qk="rms_norm", leading=None, keys="packed"),
     "padded": Kind(leading=None, keys="mask"),
@@ -224,7 +230,14 @@ def test_a_weight_that_is_folded_is_not_cast_as_well(training: bool, monkeypatch
     assert t["proj_weight"].data_ptr() in cast and t["fc2_weight"].data_ptr() not in cast
 
 
-@pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if kind.layout == "half" and not kind.qk])
+PAIRED = [
+    name
+    for name, kind in KINDS.items()
+    if kind.layout == "half" and (kind.qk is None or (kind.over == "head" and kind.leading is not None))
+]
+
+
+@pytest.mark.parametrize("kind", PAIRED)
 @pytest.mark.parametrize("repeated", [False, True])
 def test_pairs_brought_together_beforehand(kind: str, repeated: bool) -> None:
     """As a frozen block does it; where the matmul turns them, the bits of a block that folds in every forward."""
@@ -236,12 +249,61 @@ def test_pairs_brought_together_beforehand(kind: str, repeated: bool) -> None:
     with torch.no_grad():
         folded = fold(_tensors(t), torch.bfloat16, KINDS[kind].norm, KINDS[kind].head_dim, KINDS[kind].inner)
         together = None if given is None else neighbours(given, KINDS[kind].head_dim)
-        ours = _fused(KINDS[kind], t["x"], folded, None, together)
-        at_once = _fused(KINDS[kind], t["x"], _tensors(t), None, rope)
+        qk_norm = _qk_norm(KINDS[kind], t)
+        ours = _fused(KINDS[kind], t["x"], folded, qk_norm, together)
+        at_once = _fused(KINDS[kind], t["x"], _tensors(t), qk_norm, rope)
         exact = _eager(KINDS[kind], {name: leaf.double() for name, leaf in t.items()}, rope)
         assert_rule({"y": ours}, {"y": _eager(KINDS[kind], t, rope)}, {"y": exact})
     if rope is None or rope.cos.dim() < 4:
         assert torch.equal(ours, at_once)
+
+
+def test_the_norms_keep_their_order_where_a_kernel_turns_pairs_brought_together() -> None:
+    """Tables of each head are beyond the matmul, and so are heads of 16 channels."""
+    for kind in (Kind(qk="layer_norm", leading=(1, HEADS), head_dim=64), Kind(qk="rms_norm")):
+        leaves, names, rope = _make(kind)
+        t = {name: leaf.bfloat16() for name, leaf in zip(names, leaves)}
+        with torch.no_grad():
+            folded = fold(_tensors(t), torch.bfloat16, kind.norm, kind.head_dim)
+            ours = _fused(kind, t["x"], folded, _qk_norm(kind, t), neighbours(rope, kind.head_dim))
+            exact = _eager(kind, {name: leaf.double() for name, leaf in t.items()}, rope)
+            assert_rule({"y": ours}, {"y": _eager(kind, t, rope)}, {"y": exact})
+            with pytest.raises(ValueError, match=r"rope\.layout='neighbours': accepted are 'half', 'interleaved'$"):
+                _fused(kind, t["x"], _tensors(t), _qk_norm(kind, t), neighbours(rope, kind.head_dim))
+
+
+@given(
+    norm=st.sampled_from(("layer_norm", "rms_norm")),
+    rotated=st.sampled_from(("no", "half", "interleaved")),
+    prefix=st.sampled_from((0, 1, 5)),
+    head_dim=st.sampled_from((64, 72, 128)),
+    dtype=st.sampled_from(DTYPES),
+    is_folded=st.booleans(),
+    images=st.booleans(),
+)
+def test_qk_norm_drawn(
+    norm: str, rotated: str, prefix: int, head_dim: int, dtype: torch.dtype, is_folded: bool, images: bool
+) -> None:
+    """In inference: by the matmul where that can, in half precision, and else by a launch of its own."""
+    leading = None if rotated == "no" else (B,) if images else ()
+    kind = Kind(qk=norm, leading=leading, layout=rotated, prefix=prefix, head_dim=head_dim)
+    leaves, names, rope = _make(kind)
+    t = {name: leaf.to(dtype) for name, leaf in zip(names, leaves)}
+    launched: list[str] = []
+    given_rope, tensors = rope, _tensors(t)
+    with torch.no_grad():
+        if is_folded:
+            tensors = fold(tensors, dtype, kind.norm, head_dim if rotated == "half" else 0)
+            given_rope = neighbours(rope, head_dim) if rope is not None and rotated == "half" else rope
+        listening.listener = lambda launch, ready: launched.append(launch.kernel.__name__)
+        try:
+            ours = _fused(kind, t["x"], tensors, _qk_norm(kind, t), given_rope)
+        finally:
+            listening.listener = None
+        exact = _eager(kind, {name: leaf.double() for name, leaf in t.items()}, rope)
+        assert_rule({"y": ours}, {"y": _eager(kind, t, rope)}, {"y": exact})
+    by_matmul = head_dim in NORMED_HEADS and dtype != torch.float32
+    assert launched.count("_qk_norm_rope_kernel") == 1 - by_matmul
 
 
 @pytest.mark.parametrize(

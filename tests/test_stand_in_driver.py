@@ -220,6 +220,15 @@ def test_rotary_positions_and_gates_add_no_launch(environment: dict[str, str]) -
         assert [(b - a) / 2 for a, b in zip(shallow, deep)] == [6 + 11 + 1 + scales, 6, 5], name
 
 
+def test_norms_of_q_and_k_add_no_launch_in_inference(environment: dict[str, str]) -> None:
+    """The qkv matmul normalises heads of 64; in training that is a launch, forward and backward: q and k are kept."""
+    path = os.pathsep.join([environment["PYTHONPATH"], str(Path(__file__).parent)])
+    environment = environment | {"PYTHONPATH": path, "OF_DEPTH": "qk_norm_of_depth"}
+    counts, _ = json.loads(run_python(["-c", _LIBRARY_COUNTS], environment))
+    for name, (shallow, deep) in counts.items():
+        assert [(b - a) / 2 for a, b in zip(shallow, deep)] == [6 + 11 + 2, 6, 5], name
+
+
 def test_images_of_several_sizes_add_no_launch(environment: dict[str, str]) -> None:
     """A block of packed or padded images is one operator, frozen too, whatever way it is told which tokens meet."""
     path = os.pathsep.join([environment["PYTHONPATH"], str(Path(__file__).parent)])

@@ -184,7 +184,8 @@ def _tensors_for(parts: BlockParts, x: Tensor, rope: Rope | None) -> tuple[Block
     attention: Any = parts.attention
     mlp: Any = parts.mlp
     frozen = parts.frozen if parts.fp8 is None else None  # of a block in FP8 that is another thing
-    if frozen is not None and frozen.dtype == matmul_dtype(x):
+    apart = rope is None and attention.qk_norm is not None and attention.paired_head  # pairs as the norms have them
+    if frozen is not None and frozen.dtype == matmul_dtype(x) and not apart:
         proj, fc2 = (*tensors_of(attention.proj), scale_of(attention)), (*tensors_of(mlp.fc2), scale_of(mlp))
         # gathered only where gradients can be wanted at all: this runs in every forward
         if not (torch.is_grad_enabled() or in_transform()) or not needs_gradient(

@@ -126,7 +126,7 @@ class AttentionParts:
     @property
     def paired_head(self) -> int:
         """Channels of a head that freezing is to pair, so that the qkv matmul can turn them; 0 where it cannot."""
-        if not self.rotates_halves or self.qk_norm is not None:
+        if not self.rotates_halves or (self.qk_norm is not None and self.qk_norm.over == "width"):
             return 0
         return sum(tensor_of(*slot).shape[0] for slot in self.qkv.weights) // (3 * self.num_heads)
 

@@ -19,7 +19,7 @@ from .attention import check_key_mask
 from .attention_varlen import check_lengths
 from .block_op import block_op, block_training
 from .checks import matmul_dtype, no_tensor, require_one_device
-from .descriptions import BlockTensors, Keys, QkNorm, Rope, check_qk_norm, checked_rope, is_rms
+from .descriptions import LAYOUTS, BlockTensors, Keys, QkNorm, Rope, check_qk_norm, checked_rope, is_rms
 from .layer_norm_mlp import needs_gradient, residual_stream
 from .rotary_op import flat_settings
 
@@ -105,7 +105,9 @@ def fused_block(
     require_one_device("a block", x, tensors._asdict(), dtype)
     if attention_scale is None:
         attention_scale = (tensors.qkv_weight.shape[0] // (3 * heads)) ** -0.5
-    *of_qk, qk_kind, qk_eps, over, prefix, layout = checked_qk(x, tensors.qkv_weight.shape[0], heads, qk_norm, rope)
+    *of_qk, qk_kind, qk_eps, over, prefix, layout = checked_qk(
+        x, tensors.qkv_weight.shape[0], heads, qk_norm, rope, tensors.qkv_sum is not None
+    )  # fmt: skip
     among, longest = _checked_keys(x, keys)
     qk_settings = (qk_kind, qk_eps, over, prefix, layout)
     settings = (heads, attention_scale, *eps, norm, activation, *qk_settings, longest, wanted, dtype)
@@ -120,13 +122,20 @@ def fused_block(
     return y, emitted if wanted else None
 
 
-def checked_qk(x: Tensor, packed_width: int, heads: int, qk_norm: QkNorm | None, rope: Rope | None) -> tuple[Any, ...]:
-    """qk-norm and rotation as operators take them, where they fit x [B, N, C] and qkv layers of 3 H D rows."""
+def checked_qk(
+    x: Tensor, packed_width: int, heads: int, qk_norm: QkNorm | None, rope: Rope | None, is_folded: bool
+) -> tuple[Any, ...]:
+    """qk-norm and rotation as operators take them, where they fit x [B, N, C] and qkv layers of 3 H D rows.
+
+    Args:
+        is_folded: Whether the qkv layer was folded beforehand: its pairs can be neighbours.
+    """
     head_dim = packed_width // (3 * heads)
     if qk_norm is not None:
         check_qk_norm(qk_norm, heads, head_dim)
     if rope is not None:
-        rope = checked_rope(rope, (x.shape[0], x.shape[1], 3, heads, head_dim))
+        layouts = (*LAYOUTS, "neighbours") if is_folded else LAYOUTS
+        rope = checked_rope(rope, (x.shape[0], x.shape[1], 3, heads, head_dim), layouts)
     return flat_settings(x, qk_norm, rope)
 
 

@@ -94,14 +94,15 @@ def block_op(
     from ..kernels.scaled_weights import in_dtype
 
     step = qkv_step(
-        q_weight, q_bias, k_weight, k_bias, cos, sin, qk_norm, qk_eps, over, prefix, layout, qkv_sum is not None
+        q_weight, q_bias, k_weight, k_bias, cos, sin, qk_norm, qk_eps, over, prefix, layout,
+        qkv_weight.shape[0] // (3 * heads), qkv_sum is not None, dtype,
     )  # fmt: skip
     first, second, *third = _folded(
         x, norm1_weight, norm1_bias, qkv_weight, qkv_bias, norm2_weight, norm2_bias, fc1_weight, fc1_bias, fc2_weight,
-        fc2_bias, scale2, gate_weight, gate_bias, step.paired_head(qkv_weight.shape[0] // (3 * heads)), norm, dtype,
+        fc2_bias, scale2, gate_weight, gate_bias, step.paired_head, norm, dtype,
         inner_weight, inner_bias, inner_norm, qkv_sum, fc1_sum, fc2_sum,
     )  # fmt: skip
-    qkv = folded_linear(x, statistics, first, eps1, dtype, step.turns(x.shape[1])).unflatten(-1, (3, heads, -1))
+    qkv = folded_linear(x, statistics, first, eps1, dtype, step.of_heads(x.shape[1])).unflatten(-1, (3, heads, -1))
     step.check(qkv)
     mixed, _ = attention_forward(step.forward(qkv)[0], cu_seqlens, key_mask, longest, attention_scale)
     if not third:  # both in one launch; with a norm inside fc2 is folded
@@ -171,14 +172,15 @@ def block_training_op(
     from ..kernels.scaled_weights import in_dtype
 
     step = qkv_step(
-        q_weight, q_bias, k_weight, k_bias, cos, sin, qk_norm, qk_eps, over, prefix, layout, False
+        q_weight, q_bias, k_weight, k_bias, cos, sin, qk_norm, qk_eps, over, prefix, layout,
+        qkv_weight.shape[0] // (3 * heads), False,
     )  # fmt: skip
     folded = _folded(
         x, norm1_weight, norm1_bias, qkv_weight, qkv_bias, norm2_weight, norm2_bias, fc1_weight, fc1_bias, fc2_weight,
-        fc2_bias, scale2, gate_weight, gate_bias, step.paired_head(qkv_weight.shape[0] // (3 * heads)), norm, dtype,
+        fc2_bias, scale2, gate_weight, gate_bias, step.paired_head, norm, dtype,
         inner_weight, inner_bias, inner_norm,
     )  # fmt: skip
-    flat, *first = folded_linear_training(x, statistics, folded[0], eps1, dtype, step.turns(x.shape[1]))
+    flat, *first = folded_linear_training(x, statistics, folded[0], eps1, dtype, step.of_heads(x.shape[1]))
     qkv = flat.unflatten(-1, (3, heads, -1))
     step.check(qkv)
     qkv, before_norm = step.forward(qkv, keep=True)
@@ -238,7 +240,7 @@ def block_backward_op(
     from ..kernels.weight_gradients import FoldedProducts
 
     step = qkv_step(
-        q_weight, q_bias, k_weight, k_bias, cos, sin, qk_norm, qk_eps, over, prefix, layout, False
+        q_weight, q_bias, k_weight, k_bias, cos, sin, qk_norm, qk_eps, over, prefix, layout, qkv.shape[-1], False
     )  # fmt: skip
     proj, fc2 = proj_weight.contiguous(), fc2_weight.contiguous()
     known1, qkv_parts = normed_rows(rows1, statistics1, norm1_weight, norm1_bias, qkv_weight, qkv_bias, norm)

@@ -182,16 +182,18 @@ def check_qk_norm(qk_norm: QkNorm, heads: int, head_dim: int) -> None:
             raise ValueError(f"one of qk_norm.q and qk_norm.k has a {part}: accepted are both or neither")
 
 
-def checked_rope(rope: Rope, shape: Sequence[int]) -> Rope:
+def checked_rope(rope: Rope, shape: Sequence[int], layouts: Sequence[str] = LAYOUTS) -> Rope:
     """The same with tables [B or 1, H or 1, T, D/2].
 
+    Args:
+        layouts: Those accepted.
     Raises:
         ValueError: they do not fit qkv of this shape, [B, N, 3, H, D].
     """
     B, N, _, H, D = shape
     cos, sin, prefix, layout = rope
-    if layout not in LAYOUTS:
-        raise ValueError(f"rope.layout={layout!r}: accepted are {', '.join(map(repr, LAYOUTS))}")
+    if layout not in layouts:
+        raise ValueError(f"rope.layout={layout!r}: accepted are {', '.join(map(repr, layouts))}")
     if D % 2 or not 0 <= prefix <= N:
         raise ValueError(f"rope.prefix={prefix} for {N} tokens of heads of {D}: accepted are 0 to {N}, an even head")
     if cos.shape != sin.shape:
@@ -212,9 +214,12 @@ def checked_rope(rope: Rope, shape: Sequence[int]) -> Rope:
 
 
 def neighbours(rope: Rope, head_dim: int) -> Rope:
-    """Half-split positions for q and k whose pairs have been made neighbours: channel j + D/2 follows channel j."""
+    """Half-split positions for q and k whose pairs have been made neighbours: channel j + D/2 follows channel j.
+
+    They are for folded weights alone. The norms of q and k keep their order.
+    """
     cos, sin = (table[..., : head_dim // 2] for table in rope[:2])
-    return Rope(cos, sin, rope.prefix, "interleaved")
+    return Rope(cos, sin, rope.prefix, "neighbours")
 
 
 def _by_pair(table: Tensor, head_dim: int, layout: str) -> Tensor:

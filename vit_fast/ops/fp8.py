@@ -75,8 +75,8 @@ def quantize_block(
         scales: Of the operands: positive and finite, as are their reciprocals.
         dtype: Of the activations, and of what is not quantised: float16 or bfloat16.
         norm: "layer_norm" or "rms_norm".
-        paired_head: D, where rotary positions of layout "half" without qk-norm are to be turned as neighbours, by the
-            matmul where all heads share them; else 0.
+        paired_head: D, where rotary positions of layout "half" without a qk-norm over the width are to be turned as
+            neighbours, by the matmul where all heads share them; else 0.
     Raises:
         ValueError: a scale has another shape or device, or it or its reciprocal is not a positive finite number.
         UnsupportedInputError: FP8 cannot run on these; lists all reasons.
@@ -222,14 +222,14 @@ def fused_block_fp8(
     if attention_scale is None:
         attention_scale = (width // (3 * heads)) ** -0.5
     if block.paired_head:
-        if rope is None or rope.layout != "half" or qk_norm is not None:
+        if rope is None or rope.layout != "half" or (qk_norm is not None and qk_norm.over == "width"):
             reason = (
-                f"paired_head is {block.paired_head}, for positions of layout 'half' and no qk-norm: "
+                f"paired_head is {block.paired_head}, for positions of layout 'half' and no qk-norm over the width: "
                 "quantize the block with paired_head=0"
             )
             raise UnsupportedInputError("a block in FP8", [reason])
         rope = neighbours(rope, block.paired_head)
-    *of_qk, kind, qk_eps, over, prefix, layout = checked_qk(x, width, heads, qk_norm, rope)
+    *of_qk, kind, qk_eps, over, prefix, layout = checked_qk(x, width, heads, qk_norm, rope, True)
     y, y8, emitted = block_fp8_op(
         x, x8, statistics, next_scale, *block.qkv, *block.proj, *block.fc1, *block.fc2, *of_qk,
         heads, attention_scale, *eps, activation, kind, qk_eps, over, prefix, layout,

@@ -76,10 +76,13 @@ def block_fp8_op(
     proj = Fp8Linear(proj_weight, proj_shift, proj_scale, proj_sum, proj_operand)
     fc1 = Fp8Linear(fc1_weight, fc1_shift, fc1_scale, fc1_sum, fc1_operand)
     fc2 = Fp8Linear(fc2_weight, fc2_shift, fc2_scale, fc2_sum, fc2_operand)
-    step = qkv_step(q_weight, q_bias, k_weight, k_bias, cos, sin, qk_norm, qk_eps, over, prefix, layout, True)
+    step = qkv_step(
+        q_weight, q_bias, k_weight, k_bias, cos, sin, qk_norm, qk_eps, over, prefix, layout,
+        qkv_weight.shape[0] // (3 * heads), True,
+    )  # fmt: skip
     rows, dtype = contiguous_rows(x), x.dtype
     first = _first_operand(rows, x8, statistics, qkv_operand)
-    flat = layer_norm_linear(_rows(*first, eps1), _folded(qkv), turns=step.turns(x.shape[1]), dtype=dtype)
+    flat = layer_norm_linear(_rows(*first, eps1), _folded(qkv), head_step=step.of_heads(x.shape[1]), dtype=dtype)
     packed = flat.view(*x.shape[:-1], 3, heads, flat.shape[1] // (3 * heads))
     step.check(packed)
     q, k, v = step.forward(packed)[0].transpose(1, 3).unbind(2)

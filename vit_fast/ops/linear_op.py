@@ -31,7 +31,7 @@ from .transforms import transformable
 if TYPE_CHECKING:
     from ..kernels.folding import FoldedLinear, NormedLinear
     from ..kernels.layer_norm import RowStatistics
-    from ..kernels.matmul_launch import Turns
+    from ..kernels.matmul_launch import HeadStep
     from ..kernels.weight_gradients import ResidualProducts
 
 
@@ -90,24 +90,24 @@ def normed_linear(
 
 def folded_linear(
     x: Tensor, statistics: Tensor | None, folded: FoldedLinear, eps: float, dtype: torch.dtype,
-    turns: Turns | None = None,
+    head_step: HeadStep | None = None,
 ) -> Tensor:  # fmt: skip
-    """`layer_norm_linear` of parameters that are folded already; `turns` of q and k, whose pairs are neighbours."""
+    """`layer_norm_linear` of parameters that are folded already; `head_step` is what is done to q and k."""
     from ..kernels import layer_norm, linear
 
     rows = layer_norm.input_rows(contiguous_rows(x), eps, statistics, dtype, folded.weight_sum is None)
-    return linear.layer_norm_linear(rows, folded, turns=turns).view(*x.shape[:-1], folded.shift.shape[0])
+    return linear.layer_norm_linear(rows, folded, head_step=head_step).view(*x.shape[:-1], folded.shift.shape[0])
 
 
 def folded_linear_training(
     x: Tensor, statistics: Tensor | None, folded: FoldedLinear, eps: float, dtype: torch.dtype,
-    turns: Turns | None = None,
+    head_step: HeadStep | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`layer_norm_linear_training` of parameters that are folded already."""
     from ..kernels import layer_norm, linear
 
     rows = layer_norm.input_rows(contiguous_rows(x), eps, statistics, dtype, folded.weight_sum is None)
-    out, _, known = linear.layer_norm_linear_keeping(rows, folded, turns=turns)
+    out, _, known = linear.layer_norm_linear_keeping(rows, folded, head_step=head_step)
     return out.view(*x.shape[:-1], folded.shift.shape[0]), *made_rows(x, known)
 
 

@@ -80,8 +80,7 @@ def qkv_settings(
 
     tables = (cos, sin) if cos is not None and sin is not None and can_be_read(cos, sin) else dense(cos, sin)
     return QkvSettings(
-        dense(q_weight, k_weight), dense(q_bias, k_bias), tables, norm, eps, over == "width", prefix,
-        layout == "interleaved",
+        dense(q_weight, k_weight), dense(q_bias, k_bias), tables, norm, eps, over == "width", prefix, layout
     )  # fmt: skip
 
 
