@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import os
 import shlex
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +19,16 @@ from digits import DATA_CONFIG, digits, digits_vit, inputs
 from PIL import Image
 from triton_server import read_config, schema, serving
 
+import vit_fast
 from vit_fast.cli import main
+from vit_fast.data import default_photograph
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.export import OnnxRunner, ProviderError, export_onnx, inspect_onnx, write_card, write_triton_repository
 from vit_fast.export.latency import Latency, draw_latency, measure_latency
 from vit_fast.export.tensorrt import shape_profile, trtexec_line
 
 ROOT = Path(__file__).resolve().parents[1]
+CLASSES = [f"class {i}" for i in range(4)]  # as the clients call those that have no names
 
 
 @pytest.fixture(scope="module")
@@ -35,16 +41,15 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def with_precision(path: Path, precision: str, tmp_path: Path) -> Path:
-    """The same file, saying another precision of itself."""
+def saying(path: Path, to: Path, key: str, value: Any) -> Path:
+    """The same file, saying something else of itself."""
     import onnx
 
     proto = onnx.load(path)
-    for entry in proto.metadata_props:
-        if entry.key == "vit_fast.precision":
-            entry.value = json.dumps(precision)
-    onnx.save(proto, tmp_path / f"{precision}.onnx")
-    return tmp_path / f"{precision}.onnx"
+    (entry,) = (entry for entry in proto.metadata_props if entry.key == f"vit_fast.{key}")
+    entry.value = json.dumps(value)
+    onnx.save(proto, to)
+    return to
 
 
 def test_a_client_over_http(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
@@ -72,6 +77,82 @@ def test_a_client_over_http(files: Path, tmp_path: Path, capsys: pytest.CaptureF
             client.main()
 
 
+@pytest.fixture(scope="module")
+def cpp_client(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example in C++, against the library that lies in ONNX Runtime's wheel, which has no headers."""
+    import onnxruntime
+
+    compiler, place = shutil.which("c++"), tmp_path_factory.mktemp("cpp")
+    usual = [Path(root, "include", "onnxruntime") for root in ("/usr", "/usr/local")]
+    folders = [Path(os.environ["VIT_FAST_ORT_INCLUDE"])] if "VIT_FAST_ORT_INCLUDE" in os.environ else usual
+    headers = [header for folder in folders for header in folder.rglob("onnxruntime_cxx_api.h")]
+    libraries = list(Path(onnxruntime.__file__).parent.glob("capi/libonnxruntime.so*"))
+    if compiler is None or not headers or not libraries:
+        pytest.skip("needs c++, ONNX Runtime's C++ headers (set VIT_FAST_ORT_INCLUDE to their folder), and its library")
+    for name in ("libonnxruntime.so", "libonnxruntime.so.1"):  # to link, and to load
+        (place / name).symlink_to(libraries[0])
+    command = [compiler, "-std=c++17", "-isystem", headers[0].parent, ROOT / "examples" / "onnx_client.cpp"]
+    command += ["-L", place, f"-Wl,-rpath,{place}", "-lonnxruntime", "-o", place / "client"]
+    compiled = subprocess.run(command, capture_output=True, text=True)
+    assert compiled.returncode == 0, compiled.stderr
+    return place / "client"
+
+
+def test_a_client_in_cpp(files: Path, cpp_client: Path, tmp_path: Path) -> None:
+    """The example's answers are the runner's: of pixels, and of what was prepared before."""
+    names = ("null", 'a "quoted" one', "back\\slash", "a/b", "tab\tbed", "f\u00fcnf", "\u516d", "\U0001f986", "8", "9")
+    pixels = saying(files / "pixels.onnx", tmp_path / "pixels.onnx", "class_names", names)
+    images = digits()[0][:3]
+    for number, image in enumerate(images):
+        image.save(tmp_path / f"{number}.pgm")
+        inputs()[number].numpy().tofile(tmp_path / f"{number}.raw")
+    colours = vit_fast.create_model("vit_test", num_classes=4)
+    export_onnx(colours, tmp_path / "colours.onnx", preprocess=True, verify=False)
+    photograph = Image.open(default_photograph())
+    photograph.save(tmp_path / "0.ppm")
+    for model, suffix, shown in (
+        (pixels, "pgm", images),
+        (files / "half.onnx", "raw", images),
+        (tmp_path / "colours.onnx", "ppm", [photograph]),
+    ):
+        runner = OnnxRunner(model, "cpu")
+        paths = [str(tmp_path / f"{number}.{suffix}") for number in range(len(shown))]
+        lines = _asked(cpp_client, model, *paths).split("\n")
+        for path, shares in zip(paths, runner.probabilities(shown)):
+            best = np.argsort(-shares)[:5]
+            if len(paths) > 1:
+                assert lines.pop(0) == path
+            said = [lines.pop(0) for _ in best]
+            assert [line[11:] for line in said] == [(runner.class_names or CLASSES)[i] for i in best]
+            np.testing.assert_allclose([float(line[:9]) for line in said], shares[best], atol=1e-4)
+        assert lines == [""]
+
+
+def test_what_the_client_in_cpp_refuses(files: Path, cpp_client: Path, tmp_path: Path) -> None:
+    (tmp_path / "short.pgm").write_bytes(b"P5\n# by hand\n8 8\n255\n" + bytes(63))
+    (tmp_path / "colours.ppm").write_bytes(b"P6 8 8 255\n" + bytes(192))
+    (tmp_path / "short.raw").write_bytes(bytes(252))
+    features = saying(files / "half.onnx", tmp_path / "features.onnx", "output", "features")
+    export_onnx(digits_vit(), tmp_path / "any size.onnx", dynamic_size=True, verify=False)
+    for model, image, message in (
+        (files / "pixels.onnx", "short.pgm", "short.pgm: ends before its last pixel"),
+        (files / "pixels.onnx", "colours.ppm", "colours.ppm: accepted is a binary PGM file (P5)"),
+        (files / "pixels.onnx", "none.pgm", "none.pgm: accepted is"),
+        (files / "half.onnx", "short.raw", "short.raw: has 252 bytes: accepted are 256"),
+        (files / "half.onnx", "none.raw", "none.raw: cannot be read"),
+        (tmp_path / "any size.onnx", "short.raw", "accepted is a fixed one"),
+        (features, "short.raw", "the model gives features: accepted are classes"),
+        (tmp_path / "none.onnx", "short.raw", "none.onnx"),
+    ):
+        with pytest.raises(subprocess.CalledProcessError) as raised:
+            _asked(cpp_client, model, tmp_path / image)
+        assert raised.value.returncode == 1 and message in raised.value.stderr and not raised.value.stdout
+
+
+def _asked(client: Path, *arguments: Path | str) -> str:
+    return subprocess.run([client, *arguments], check=True, capture_output=True, text=True, encoding="utf-8").stdout
+
+
 def test_the_server_builds_engines_for_a_tensorrt_file(
     files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,7 +169,9 @@ def test_the_server_builds_engines_for_a_tensorrt_file(
     on_cpu = read_config(write_triton_repository(files / "half.onnx", tmp_path / "models", name="c", device="cpu"))
     assert not on_cpu.HasField("optimization")
     with pytest.raises(UnsupportedInputError, match=r"no fp8: accepted are fp32, fp16, int8\n.*build an engine"):
-        write_triton_repository(with_precision(files / "half.onnx", "fp8", tmp_path), tmp_path / "models")
+        write_triton_repository(
+            saying(files / "half.onnx", tmp_path / "fp8.onnx", "precision", "fp8"), tmp_path / "models"
+        )
     assert sorted(p.name for p in (tmp_path / "models").iterdir()) == ["c", "half"]
     with pytest.raises(SystemExit, match="2"):  # before anything is computed
         main(
