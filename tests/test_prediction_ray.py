@@ -136,6 +136,7 @@ def test_command(
             main([*arguments, "--engine", "ray", *options])
         captured = capsys.readouterr()
         assert int(exit_.value.code or 0) == code and said in captured.out + captured.err
+        assert not (tmp_path / "out.parquet.parts").exists(), "what is refused begins nothing"
     _check(load(weights), folder, tmp_path / "out.parquet")
     torch.nn.init.constant_(model.head.bias, float("nan"))
     with pytest.raises(PredictionError, match=r"^/.*00.png: the model's logits are not finite$"):
@@ -155,3 +156,4 @@ def test_without_ray(model: VisionTransformer, folder: Path, tmp_path: Path, mon
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ray" else find(name))
     with pytest.raises(MissingPackageError, match=r"vit-fast\[ray\]"):
         _predict(model, folder, tmp_path / "out.parquet", engine="ray")
+    assert not list(tmp_path.glob("out*"))

@@ -14,7 +14,7 @@ import hashlib
 import importlib.util
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import torch
 from .errors import MissingPackageError
 from .files import check_replaceable
 from .model import VisionTransformer
-from .prediction_ray import cluster_tables
+from .prediction_ray import joined_cluster
 from .prediction_rows import PredictionError, schema, tables
 from .readers import ReaderLostError
 
@@ -74,7 +74,7 @@ def predict_to_parquet(
         class_names: Of the model's outputs.
         workers: Processes that read images beside this one; with ray, that read them and run the model, None: one a
             core of the cluster.
-        engine: "local", or "ray": the workers of a cluster, see prediction_ray.cluster_tables.
+        engine: "local", or "ray": the workers of a cluster, see prediction_ray.joined_cluster.
         device: With ray, where the workers run the model: "cpu", "cuda", or "auto".
         on_part: Called with the number of images done so far.
     Returns:
@@ -83,7 +83,8 @@ def predict_to_parquet(
         MissingPackageError: pyarrow, or for its engine ray, is not installed.
         PredictionError: OUT.parts is of another run; processes ended again and again over the same images; or, with
             ray, what workers raised. What was done is kept.
-        ValueError: an image's logits are not finite, a name is given twice, or there is no such engine or device.
+        ValueError: an image's logits are not finite, a name is given twice, or there is no such engine or device, or
+            not as many workers.
         OSError: it cannot be written.
     """
     if importlib.util.find_spec("pyarrow") is None:
@@ -94,21 +95,46 @@ def predict_to_parquet(
         raise ValueError("images: accepted is each file once")
     check_replaceable(out)
     parts = out.with_name(f"{out.name}.parts")
-    _begin(parts, _task(model, files, class_names))
     chunks = [files[start : start + PART] for start in range(0, len(files), PART)]
     names = [parts / f"{i:08}.parquet" for i in range(len(chunks))]
-    missing = [i for i, name in enumerate(names) if not name.is_file()]
-    taken = len(files) - sum(len(chunks[i]) for i in missing)
     lost: list[str] = []
-    done, last_lost_at = taken, -1
+    with joined_cluster(workers, device) if engine == "ray" else contextlib.nullcontext() as cluster:
+
+        def rows(wanted: Sequence[Path]) -> Generator[Any]:
+            if cluster is not None:
+                return cluster.tables(model, wanted, class_names, PART)
+            return tables(model, wanted, class_names, workers or 0, PART)
+
+        _begin(parts, _task(model, files, class_names))
+        taken = _compute(rows, chunks, names, on_part, lost)
+    bad = _merge(names, out)
+    for path in (*names, parts / _TASK):  # what the parts are of goes last: as long as there is one, it is known
+        path.unlink()
+    shutil.rmtree(parts)
+    return Predicted(len(files), bad, taken, tuple(lost))
+
+
+def _compute(
+    rows: Callable[[Sequence[Path]], Generator[Any]],
+    chunks: Sequence[Sequence[Path]],
+    names: Sequence[Path],
+    on_part: Callable[[int], None],
+    lost: list[str],
+) -> int:
+    """Writes the parts that are not there; says how many images an earlier run had done.
+
+    Args:
+        rows: A table of each part of these images.
+        chunks, names: The images of each part, and its file.
+        on_part: As of predict_to_parquet.
+        lost: Gets how each process ended that did before its work.
+    """
+    missing = [i for i, name in enumerate(names) if not name.is_file()]
+    done = taken = sum(map(len, chunks)) - sum(len(chunks[i]) for i in missing)
+    last_lost_at = -1
     while missing:
-        wanted = [file for i in missing for file in chunks[i]]
         try:
-            if engine == "ray":
-                stream = cluster_tables(model, wanted, class_names, workers, PART, device)
-            else:
-                stream = tables(model, wanted, class_names, workers or 0, PART)
-            with contextlib.closing(stream):
+            with contextlib.closing(rows([file for i in missing for file in chunks[i]])) as stream:
                 for table in stream:
                     if table.column("path").to_pylist() != list(map(str, chunks[missing[0]])):
                         raise PredictionError(f"the rows of part {missing[0]} are not those of its images")
@@ -124,11 +150,7 @@ def predict_to_parquet(
                 ) from None
             last_lost_at = done
             lost.append(str(error))
-    bad = _merge(names, out)
-    for path in (*names, parts / _TASK):  # what the parts are of goes last: as long as there is one, it is known
-        path.unlink()
-    shutil.rmtree(parts)
-    return Predicted(len(files), bad, taken, tuple(lost))
+    return taken
 
 
 def _task(model: VisionTransformer, files: Sequence[Path], class_names: Sequence[str]) -> str:

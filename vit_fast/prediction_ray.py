@@ -14,6 +14,7 @@ import importlib.util
 import logging
 import math
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,53 +58,46 @@ class _Worker:
         return table.append_column("failed", pa.nulls(len(paths), pa.string()))
 
 
-def cluster_tables(
-    model: VisionTransformer,
-    files: Sequence[Path],
-    class_names: Sequence[str],
-    workers: int | None,
-    size: int,
-    device: str,
-) -> Generator[Any]:
-    """The rows of files, as prediction_rows.tables gives them, from the cluster that Ray finds, or from this machine.
+@dataclass(frozen=True)
+class Cluster:
+    """Part of a cluster that was joined.
 
-    A cluster is found as `ray.init()` does: one that is joined already, the environment's RAY_ADDRESS, one that
-    `ray start` began on this machine. Its nodes need this package, and the files under the same paths.
-
-    Args:
-        model: On the CPU; each worker gets a copy.
-        files: Images, or what should be some.
-        class_names: Of the model's outputs.
-        workers: Processes in the whole cluster, each with a core, and with its share of the GPUs where those are used;
-            None: one a core.
-        size: Rows a table.
-        device: "cpu", "cuda", or "auto": the GPUs where the cluster has some.
-    Raises:
-        MissingPackageError: ray is not installed.
-        ValueError: no such device in this cluster, or fewer cores than workers.
-        PredictionError: workers died again and again over the same images, or the cluster did; or an image's logits
-            are not finite.
+    Attributes:
+        workers: Processes, each with a core.
+        gpus: Each one's share of a GPU.
     """
-    if any(importlib.util.find_spec(name) is None for name in ("ray", "pandas")):  # Ray Data needs the second
-        raise MissingPackageError("ray[data] not installed: pip install 'vit-fast[ray]'")
-    if device not in DEVICES:
-        raise ValueError(f"device={device!r}: accepted with the engine ray are {', '.join(DEVICES)}")
-    import ray
-    import ray.data
-    import ray.exceptions
 
-    with _joined(ray):
-        count, gpus = _share(ray.cluster_resources(), workers, device)
+    workers: int
+    gpus: float
+
+    def tables(
+        self, model: VisionTransformer, files: Sequence[Path], class_names: Sequence[str], size: int
+    ) -> Generator[Any]:
+        """The rows of files, as prediction_rows.tables gives them.
+
+        Args:
+            model: On the CPU; each worker gets a copy.
+            files: Images, or what should be some.
+            class_names: Of the model's outputs.
+            size: Rows a table.
+        Raises:
+            PredictionError: workers died again and again over the same images, or the cluster did; or an image's
+                logits are not finite.
+        """
+        import ray
+        import ray.data
+        import ray.exceptions
+
         tries = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(_Tries).remote()
-        pieces = max(math.ceil(len(files) / size), min(math.ceil(len(files) / BATCH_SIZE), _PIECES * count))
+        pieces = max(math.ceil(len(files) / size), min(math.ceil(len(files) / BATCH_SIZE), _PIECES * self.workers))
         rows = ray.data.from_items([{"file": str(file)} for file in files], override_num_blocks=pieces).map_batches(
             _Worker,
-            fn_constructor_args=(model, list(class_names), "cuda" if gpus else "cpu", tries),
+            fn_constructor_args=(model, list(class_names), "cuda" if self.gpus else "cpu", tries),
             batch_size=None,
             batch_format="pyarrow",
-            compute=ray.data.ActorPoolStrategy(size=count),
+            compute=ray.data.ActorPoolStrategy(size=self.workers),
             num_cpus=1,
-            num_gpus=gpus,
+            num_gpus=self.gpus,
         )
         try:
             for table in rows.iter_batches(batch_size=size, batch_format="pyarrow"):
@@ -113,6 +107,32 @@ def cluster_tables(
                 yield table.drop_columns(["failed"])
         except ray.exceptions.RayError as error:
             raise PredictionError(f"ray: {' '.join(str(error).split())}") from None
+
+
+@contextlib.contextmanager
+def joined_cluster(workers: int | None, device: str) -> Iterator[Cluster]:
+    """The cluster that Ray finds, or this machine.
+
+    A cluster is found as `ray.init()` does: one that is joined already, the environment's RAY_ADDRESS, one that
+    `ray start` began on this machine. Its nodes need this package, and the files under the same paths.
+
+    Args:
+        workers: Processes in the whole cluster, each with a core, and with its share of the GPUs where those are used;
+            None: one a core.
+        device: "cpu", "cuda", or "auto": the GPUs where the cluster has some.
+    Raises:
+        MissingPackageError: ray is not installed.
+        ValueError: no such device in this cluster, or fewer cores than workers.
+    """
+    if any(importlib.util.find_spec(name) is None for name in ("ray", "pandas")):  # Ray Data needs the second
+        raise MissingPackageError("ray[data] not installed: pip install 'vit-fast[ray]'")
+    if device not in DEVICES:
+        raise ValueError(f"device={device!r}: accepted with the engine ray are {', '.join(DEVICES)}")
+    import ray
+    import ray.data
+
+    with _joined(ray):
+        yield Cluster(*_share(ray.cluster_resources(), workers, device))
 
 
 def _schema() -> Any:
