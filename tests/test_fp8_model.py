@@ -209,11 +209,41 @@ def test_kept_layers_by_name() -> None:
         assert "in e4m3: nothing" in str(report) and torch.equal(model(**given).logits, half)
 
 
+def test_what_fails_midway_leaves_the_choice_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = calibrated("timm-vit")
+    places = [module for module in model.modules() if isinstance(module, fp8_scales.Fp8Scales)]
+    assert len(places) == 2
+    vit_fast.fuse(model, precision="fp8", keep=("*.mlp.fc2",))
+    kept_of = fp8_scales.Fp8Scales.kept_of
+
+    def failing(self: fp8_scales.Fp8Scales, parts: Any) -> Quantised:
+        if self is places[1]:
+            raise MemoryError("no room for the weights")
+        return kept_of(self, parts)
+
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+        patched.setattr(fp8_scales.Fp8Scales, "kept_of", failing)
+        vit_fast.fuse(model, precision="fp8", keep=("*.attn.qkv",))
+    assert [place.names_kept() for place in places] == [["fc2"], ["fc2"]] and all(place.active for place in places)
+    for block in model.blocks:  # type: ignore[union-attr]  # it has
+        parts = parts_of(block)
+        assert (
+            parts is not None and isinstance(parts.frozen, Quantised) and parts.frozen.layers.fc2.operand_scale is None
+        )
+
+
 def test_what_cannot_be_done_is_refused_with_all_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     model = SUBJECTS["timm-vit"].build().to(DEVICE)
     with pytest.raises(UnsupportedInputError) as refusal:
         vit_fast.fuse(model.train(), "sdpa", precision="fp8")
-    for reason in ("backend='sdpa'", "float32", "model.to(torch.bfloat16)", "eval()", "vit_fast.calibrate"):
+    for reason in (
+        "backend='sdpa'",
+        "float32",
+        "model.to(torch.bfloat16)",
+        "dtype=torch.bfloat16",
+        "eval()",
+        "vit_fast.calibrate",
+    ):
         assert reason in str(refusal.value)
     assert type(model).__name__ == "VisionTransformer" and not isinstance(model.blocks[0], vit_fast.fused.FusedModule)
     with pytest.raises(ValueError, match="precision='int4': accepted are None and 'fp8'"):

@@ -371,5 +371,10 @@ def test_what_is_tried_on_a_gpu(monkeypatch) -> None:
     assert {"fused triton", "fused triton, frozen, graphs", "attention triton, MLP sdpa"} <= set(names)
     assert {"fused triton, torch.compile", "fused triton, fp16", "ONNX Runtime, fp16"} <= set(names)
     assert not any("bf16" in name or "int8" in name or "threads" in name for name in names)
+    for device in (torch.device("cuda"), torch.device("cpu")):
+        lossless = choices.candidates(device, ())
+        assert lossless == sorted(lossless, key=lambda choice: choice.seconds), "where nothing may be lost, by time"
+        lossy = choices.candidates(device, choices.PRECISIONS)
+        assert lossless == [choice for choice in lossy if choice.precision is None], "and else in the same order"
     monkeypatch.setattr(choices, "triton_unavailable_reasons", lambda device: ("no compiler",))
     assert not any("triton" in choice.name for choice in choices.candidates(torch.device("cuda"), []))

@@ -72,7 +72,8 @@ def calibrate(model: nn.Module, images: Tensor | Iterable[Any]) -> Calibration:
     moved into the weight (SmoothQuant), and the one taken with which the layer's output differs least.
 
     What is found are scales, buffers of the blocks (`blocks.0.vit_fast_fp8.qkv` and so on): they are saved and loaded
-    with the weights, and right for these weights alone. `vit_fast.unfuse` takes them away.
+    with the weights, and right for these weights alone. `vit_fast.unfuse` takes them away. Calibrating again replaces
+    them, and forgets which layers `fuse` was to keep in half precision.
 
     Args:
         model: Any that `fuse` takes, fused or not, in evaluation mode, on any device and of any dtype.

@@ -36,7 +36,7 @@ def check_request(
     if dtype_of(model) not in (torch.float16, torch.bfloat16):
         reasons.append(
             f"the weights are {dtype_of(model)}: accepted are float16 and bfloat16, convert the model by "
-            "model.to(torch.bfloat16)"
+            "model.to(torch.bfloat16), or make it with dtype=torch.bfloat16"
         )
     if model.training:
         reasons.append("the model is in training mode, and e4m3 is for inference: call eval() first")
@@ -106,12 +106,24 @@ def choose(model: nn.Module, shadow: nn.Module, keep: Iterable[str] | None, min_
     return Choice(linears, kept, left, (note,))
 
 
+@torch.no_grad()
 def switch(model: nn.Module, choice: Choice | None) -> None:
     """Has these blocks of a fused model run in e4m3, and no others.
 
     Raises:
-        UnsupportedInputError: the kernels cannot run one of them as a whole after all; some are switched by then.
+        UnsupportedInputError: the kernels cannot run one of them as a whole after all; attributes of some are changed
+            by then.
     """
+    before = [(own.kept, own.kept.clone()) for own in model.modules() if isinstance(own, Fp8Scales)]
+    try:
+        _switch(model, choice)
+    except BaseException:  # whoever undoes a change puts attributes back, not what a tensor holds
+        for kept, value in before:
+            kept.copy_(value)
+        raise
+
+
+def _switch(model: nn.Module, choice: Choice | None) -> None:
     for name, block in model.named_modules():
         own = scales_of(block)
         if own is None:
