@@ -25,10 +25,10 @@ from .ops.block import fused_block
 from .ops.checks import matmul_dtype
 from .ops.descriptions import BlockTensors, Keys, Rope, neighbours
 from .ops.frozen import Frozen
-from .ops.layer_norm_mlp import fused_layer_norm_mlp, layer_norm_mlp, needs_gradient
+from .ops.layer_norm_mlp import fused_layer_norm_mlp, layer_norm_mlp
 from .ops.linear import layer_norm_linear, linear_residual
 from .ops.rotary import qk_norm_rope
-from .ops.transforms import in_transform
+from .ops.transforms import in_transform, needs_gradient
 from .parts import (
     AttentionParts,
     BlockParts,

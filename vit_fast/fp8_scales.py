@@ -18,8 +18,8 @@ from .errors import UnsupportedInputError
 from .ops.attention import is_exporting
 from .ops.descriptions import BlockScales, Rope
 from .ops.fp8 import fused_block_fp8
-from .ops.layer_norm_mlp import needs_gradient
 from .ops.quantised import Quantised
+from .ops.transforms import needs_gradient
 from .parts import BlockParts, block_tensors, frozen_sources, tensor_of
 from .row_statistics import RowFacts
 

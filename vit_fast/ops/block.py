@@ -18,10 +18,10 @@ from ..errors import UnsupportedInputError
 from .attention import check_key_mask
 from .attention_varlen import check_lengths
 from .block_op import block_op, block_training
-from .checks import matmul_dtype, no_tensor, require_one_device
+from .checks import matmul_dtype, no_tensor, require_one_device, residual_stream
 from .descriptions import LAYOUTS, BlockTensors, Keys, QkNorm, Rope, check_qk_norm, checked_rope, is_rms
-from .layer_norm_mlp import needs_gradient, residual_stream
 from .rotary_op import flat_settings
+from .transforms import needs_gradient
 
 
 def fold(

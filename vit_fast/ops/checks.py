@@ -65,6 +65,11 @@ def matmul_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device_type)
 
 
+def residual_stream(x: Tensor) -> Tensor:
+    """x as the kernels take it: fp32 stays so, as autocast keeps sums and LayerNorm; else in the matmuls' dtype."""
+    return x if x.dtype == torch.float32 else x.to(matmul_dtype(x))
+
+
 def no_tensor(like: Tensor) -> Tensor:
     """Stands for an absent result: operators return tensors only."""
     return like.new_empty(0, dtype=torch.float32)

@@ -8,10 +8,10 @@ from torch import Tensor
 from . import reference
 from .attention import is_exporting
 from .backends import resolve_backend
-from .checks import matmul_dtype, require_one_device
+from .checks import matmul_dtype, require_one_device, residual_stream
 from .descriptions import Norm, check_norm, flat_norm
 from .layer_norm_mlp_op import layer_norm_mlp_op, layer_norm_mlp_training
-from .transforms import in_transform
+from .transforms import needs_gradient
 
 
 def layer_norm_mlp(
@@ -123,18 +123,6 @@ def fused_layer_norm_mlp(
     training = needs_gradient(x, *parameters.values(), *inner[:2])
     y, emitted, *_ = layer_norm_mlp_training(*arguments) if training else layer_norm_mlp_op(*arguments)
     return y, emitted if wanted else None
-
-
-def residual_stream(x: Tensor) -> Tensor:
-    """x as the kernels take it: fp32 stays so, as autocast keeps sums and LayerNorm; else in the matmuls' dtype."""
-    return x if x.dtype == torch.float32 else x.to(matmul_dtype(x))
-
-
-def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Whether autograd will come back through an operator on these tensors; a torch.func transform may always."""
-    if in_transform():
-        return True
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def _check_inputs(

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .checks import matmul_dtype
-from .layer_norm_mlp import needs_gradient, residual_stream
+from .checks import matmul_dtype, residual_stream
 from .linear_op import layer_norm_linear_op, layer_norm_linear_training, linear_residual_kernel, sum_dtype
+from .transforms import needs_gradient
 
 
 def layer_norm_linear(

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..errors import UnsupportedInputError
@@ -26,6 +27,13 @@ _REASON = "the triton operators under torch.func or forward-mode derivatives run
 def in_transform() -> bool:
     """Whether a torch.func transform (grad, vjp, jvp, vmap) or a forward-mode level is active."""
     return forward_ad._current_level >= 0 or functorch_is_active()
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Whether autograd will come back through an operator on these tensors; a torch.func transform may always."""
+    if in_transform():
+        return True
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 @constant_to_compiler
