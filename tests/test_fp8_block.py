@@ -20,8 +20,9 @@ from vit_fast.kernels.fp8 import to_e4m3
 from vit_fast.kernels.layer_norm import new_statistics
 from vit_fast.kernels.split_k import finish_residual_launch
 from vit_fast.ops import reference
+from vit_fast.ops.backends import fp8_reasons
 from vit_fast.ops.descriptions import BlockScales, BlockTensors, Norm, QkNorm, Rope
-from vit_fast.ops.fp8 import fp8_reasons, fused_block_fp8, quantize_block
+from vit_fast.ops.fp8 import fused_block_fp8, quantize_block
 from vit_fast.ops.fp8_op import block_fp8_op
 
 make_bf16_exact()
@@ -347,6 +348,15 @@ def test_refusals_name_every_reason() -> None:
         fused_block_fp8(x.float().requires_grad_(), x, None, block, None, norm="rms_norm", **settings)
     for word in ("x is torch.float32", "x requires a gradient", "norm is 'rms_norm'", "x8 is torch.bfloat16"):
         assert word in str(refused.value)
+    wide, C = torch.cat((x, x), 2), torch.ones(WIDTH + 1, device=DEVICE)
+    for args, word in (
+        ((x.float(), None, None, block, None), r"x is torch\.float32"),
+        ((wide, None, None, block, None), f"rows have {2 * WIDTH} channels: accepted are {WIDTH}, as qkv reads"),
+        ((x, None, None, block, C), rf"next_scale is torch\.float32 \({WIDTH + 1},\)"),
+        ((x.to("meta"), None, None, block, None), "qkv is on .*, x is on meta"),
+    ):
+        with pytest.raises(UnsupportedInputError, match=word), torch.no_grad():
+            fused_block_fp8(*args, **settings)
     paired = quantize_block(tensors, scales, torch.bfloat16, paired_head=WIDTH // HEADS)
     for rope in (None, positions("interleaved", 0)):
         with pytest.raises(UnsupportedInputError, match="paired_head is 48"):

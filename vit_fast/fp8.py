@@ -17,7 +17,7 @@ from .fp8_shadow import simulate
 from .freezing import Freezable
 from .fused import device_of, dtype_of
 from .fusion_report import ModuleReport
-from .ops.fp8 import fp8_reasons
+from .ops.backends import fp8_reasons
 
 WHAT = "fuse with precision='fp8'"
 

@@ -17,6 +17,7 @@ BackendChoice = Literal["auto", "eager", "sdpa", "triton"]
 BACKENDS: tuple[str, ...] = get_args(BackendChoice)
 
 MIN_CAPABILITY = (8, 0)
+FP8_CAPABILITY = (8, 9)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -79,6 +80,25 @@ def triton_unavailable_reasons(device: torch.device) -> tuple[str, ...]:
         device = torch.device("cuda", torch.cuda.current_device())
     reasons = _static_reasons(device)
     return probe_reasons(device) if device.type == "cuda" and not reasons else reasons
+
+
+def fp8_reasons(device: torch.device) -> list[str]:
+    """Every reason why blocks in FP8 cannot run on a device; empty when they can.
+
+    As for every kernel a CPU is accepted under Triton's interpreter alone.
+    """
+    return list(triton_unavailable_reasons(device) or _capability_reasons(device))
+
+
+@constant_to_compiler
+def _capability_reasons(device: torch.device) -> tuple[str, ...]:
+    from ..kernels.device import gpu_of
+
+    major, minor = divmod(int(gpu_of(device).arch.removeprefix("sm_")), 10)
+    if (major, minor) >= FP8_CAPABILITY:
+        return ()
+    accepted = ".".join(map(str, FP8_CAPABILITY))
+    return (f"{device} has compute capability {major}.{minor}: accepted for FP8 is {accepted} or newer",)
 
 
 @constant_to_compiler

@@ -13,14 +13,10 @@ from torch import Tensor
 
 from ..errors import UnsupportedInputError
 from . import reference
-from .backends import constant_to_compiler, triton_unavailable_reasons
+from .backends import fp8_reasons
 from .block import checked_qk
 from .descriptions import BlockScales, BlockTensors, QkNorm, Rope, is_rms, neighbours
-from .fp8_op import E4M3, Fp8Linear, block_fp8_op
-
-FP8_CAPABILITY = (8, 9)
-_HALF = (torch.float16, torch.bfloat16)
-_DIVISOR = 16  # of the length of a row in e4m3: what a tensor core and a descriptor read at once
+from .fp8_op import DIVISOR, E4M3, HALF, Fp8Linear, block_fp8_op, unsupported_reasons
 
 
 class Fp8Block(NamedTuple):
@@ -38,25 +34,6 @@ class Fp8Block(NamedTuple):
     fc1: Fp8Linear
     fc2: Fp8Linear
     paired_head: int = 0
-
-
-def fp8_reasons(device: torch.device) -> list[str]:
-    """Every reason why blocks in FP8 cannot run on a device; empty when they can.
-
-    As for every kernel a CPU is accepted under Triton's interpreter alone.
-    """
-    return list(triton_unavailable_reasons(device) or _capability_reasons(device))
-
-
-@constant_to_compiler
-def _capability_reasons(device: torch.device) -> tuple[str, ...]:
-    from ..kernels.device import gpu_of
-
-    major, minor = divmod(int(gpu_of(device).arch.removeprefix("sm_")), 10)
-    if (major, minor) >= FP8_CAPABILITY:
-        return ()
-    accepted = ".".join(map(str, FP8_CAPABILITY))
-    return (f"{device} has compute capability {major}.{minor}: accepted for FP8 is {accepted} or newer",)
 
 
 def quantize_block(
@@ -83,15 +60,15 @@ def quantize_block(
     """
     rms = is_rms(norm)
     reasons = fp8_reasons(tensors.qkv_weight.device)
-    if dtype not in _HALF:
+    if dtype not in HALF:
         reasons.append(f"dtype is {dtype}: accepted are float16, bfloat16")
     if others := [name for name, tensor in list(tensors._asdict().items())[16:] if tensor is not None]:
         reasons.append(f"{', '.join(others)} given: accepted are blocks not folded and without a norm inside the MLP")
     for name, weight, scale, columns in _layers(tensors, scales):
         _check_scale(name, scale, columns, weight.device)
-        if scale is not None and weight.shape[1] % _DIVISOR:
+        if scale is not None and weight.shape[1] % DIVISOR:
             reasons.append(
-                f"{name} reads rows of {weight.shape[1]} channels: accepted in FP8 are multiples of {_DIVISOR} "
+                f"{name} reads rows of {weight.shape[1]} channels: accepted in FP8 are multiples of {DIVISOR} "
                 f"(scales.{name}=None keeps it in half precision)"
             )
     if reasons:
@@ -239,26 +216,12 @@ def fused_block_fp8(
 
 
 def _require_supported(x: Tensor, x8: Tensor | None, block: Fp8Block, next_scale: Tensor | None, norm: str) -> None:
-    reasons = fp8_reasons(x.device)
-    if x.dtype not in _HALF:
-        reasons.append(f"x is {x.dtype}: accepted are float16, bfloat16")
+    """What the operator, which looks at tensors but once for all calls like one another, cannot see for itself."""
+    reasons, linears = [], block[:4]
     if x.requires_grad and torch.is_grad_enabled():
         reasons.append("x requires a gradient: FP8 gives none, use torch.no_grad or the model in half precision")
-    for name, linear in zip(("qkv", "proj", "fc1", "fc2"), block[:4]):
-        if linear.weight.dtype not in (E4M3, x.dtype):
-            reasons.append(f"{name} was kept in {linear.weight.dtype}, x is {x.dtype}: quantize the block again")
-        if linear.weight.device != x.device:
-            reasons.append(f"{name} is on {linear.weight.device}, x is on {x.device}: they must agree")
     if is_rms(norm) != (block.qkv.weight_sum is None):
         reasons.append(f"norm is {norm!r}: the block was quantized with the other kind")
-    C = x.shape[-1]
-    if x8 is not None and (x8.shape != x.shape or x8.dtype != E4M3 or x8.device != x.device):
-        reasons.append(f"x8 is {x8.dtype} {tuple(x8.shape)} on {x8.device}: accepted is {E4M3} in the shape of x")
-    if next_scale is not None:
-        if tuple(next_scale.shape) != (C,) or next_scale.dtype != torch.float32 or next_scale.device != x.device:
-            reasons.append(f"next_scale is {next_scale.dtype} {tuple(next_scale.shape)} on {next_scale.device}: "
-                           f"accepted is float32 {(C,)} beside x")  # fmt: skip
-        if C % _DIVISOR:
-            reasons.append(f"rows have {C} channels: accepted in FP8 are multiples of {_DIVISOR}")
-    if reasons:
-        raise UnsupportedInputError("a block in FP8", reasons)
+    # torch would choose one of several devices before the operator sees its inputs
+    if reasons or any(linear.weight.device != x.device for linear in linears):
+        raise UnsupportedInputError("a block in FP8", unsupported_reasons(x, x8, next_scale, linears) + reasons)

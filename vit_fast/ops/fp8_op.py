@@ -11,6 +11,7 @@ precision, and so does its operand.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from ..errors import UnsupportedInputError
 from .attention_op import attention_flop, new_lse
 from .attention_op import unsupported_reasons as attention_reasons
+from .backends import fp8_reasons
 from .block_op import KEPT
 from .checks import contiguous_rows, no_tensor, refuse_vmap, rows_of
 from .flops import flop_formula
@@ -27,6 +29,8 @@ from .operators import fake, operator
 from .qkv import qkv_step
 
 E4M3 = torch.float8_e4m3fn
+HALF = (torch.float16, torch.bfloat16)
+DIVISOR = 16  # of the length of a row in e4m3: what a tensor core and a descriptor read at once
 
 
 class Fp8Linear(NamedTuple):
@@ -46,6 +50,31 @@ class Fp8Linear(NamedTuple):
     scale: Tensor | None
     weight_sum: Tensor | None
     operand_scale: Tensor | None
+
+
+def unsupported_reasons(
+    x: Tensor, x8: Tensor | None, next_scale: Tensor | None, linears: Sequence[Fp8Linear]
+) -> list[str]:
+    """Every reason why the kernels cannot run on x [B, N, C] with these: qkv, proj, fc1, fc2; empty when they can."""
+    reasons, C = fp8_reasons(x.device), x.shape[-1]
+    if x.dtype not in HALF:
+        reasons.append(f"x is {x.dtype}: accepted are float16, bfloat16")
+    for name, linear in zip(("qkv", "proj", "fc1", "fc2"), linears):
+        if linear.weight.dtype not in (E4M3, x.dtype):
+            reasons.append(f"{name} was kept in {linear.weight.dtype}, x is {x.dtype}: quantize the block again")
+        if linear.weight.device != x.device:
+            reasons.append(f"{name} is on {linear.weight.device}, x is on {x.device}: they must agree")
+    if linears[0].weight.shape[1] != C:
+        reasons.append(f"rows have {C} channels: accepted are {linears[0].weight.shape[1]}, as qkv reads")
+    if x8 is not None and (x8.shape != x.shape or x8.dtype != E4M3 or x8.device != x.device):
+        reasons.append(f"x8 is {x8.dtype} {tuple(x8.shape)} on {x8.device}: accepted is {E4M3} in the shape of x")
+    if next_scale is not None:
+        if tuple(next_scale.shape) != (C,) or next_scale.dtype != torch.float32 or next_scale.device != x.device:
+            reasons.append(f"next_scale is {next_scale.dtype} {tuple(next_scale.shape)} on {next_scale.device}: "
+                           f"accepted is float32 {(C,)} beside x")  # fmt: skip
+        if C % DIVISOR:
+            reasons.append(f"rows have {C} channels: accepted in FP8 are multiples of {DIVISOR}")
+    return reasons
 
 
 def _ensure_current(x: Tensor, x8: Tensor | None, statistics: Tensor | None, scale: Tensor | None, *of: Any) -> None:
@@ -76,6 +105,8 @@ def block_fp8_op(
     proj = Fp8Linear(proj_weight, proj_shift, proj_scale, proj_sum, proj_operand)
     fc1 = Fp8Linear(fc1_weight, fc1_shift, fc1_scale, fc1_sum, fc1_operand)
     fc2 = Fp8Linear(fc2_weight, fc2_shift, fc2_scale, fc2_sum, fc2_operand)
+    if reasons := unsupported_reasons(x, x8, next_scale, (qkv, proj, fc1, fc2)):
+        raise UnsupportedInputError("a block in FP8", reasons)
     step = qkv_step(
         q_weight, q_bias, k_weight, k_bias, cos, sin, qk_norm, qk_eps, over, prefix, layout,
         qkv_weight.shape[0] // (3 * heads), True,

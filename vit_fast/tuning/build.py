@@ -17,7 +17,7 @@ from ..freezing import freeze
 from ..fused import FusedModule
 from ..fusion import fuse
 from ..libraries.known import recognise
-from ..ops.fp8 import fp8_reasons
+from ..ops.backends import fp8_reasons
 from ..runtime import CompileMode, GraphRunner, compile
 from .calls import Function, of_images, only_images, tensors_in
 from .choices import DTYPES, Choice
