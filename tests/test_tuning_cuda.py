@@ -258,6 +258,40 @@ def test_fp8_is_calibrated_and_computes(images, graphs: list[Graph], monkeypatch
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
+def test_fp8_keeps_layers_for_the_agreement_that_was_asked_for(model, images, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a classifier; of what gives no classes optimize judges the outputs itself."""
+    asked, fuse = [], vit_fast.tuning.build.fuse
+
+    def asking(work: nn.Module, **given: Any) -> Any:
+        report = fuse(work, **given)
+        asked.append(
+            (given["min_agreement"], [note for note in report.precision_notes if "top class the same on" in note])
+        )
+        return report
+
+    class Tokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, pictures: Tensor) -> Tensor:
+            return self.model.forward_features(pictures)
+
+    monkeypatch.setattr("vit_fast.tuning.build.fuse", asking)
+    choice = Choice(attention="triton", mlp="triton", precision="fp8")
+    for given, output, wanted in ((model, model(images), 0.5), (model, model(images), 0.0), (Tokens(), images, 0.5)):
+        build(choice, given, images, output, (), wanted)
+    assert [share for share, _ in asked] == [0.5, None, None]
+    assert [len(notes) for _, notes in asked] == [1, 0, 0]
+
+    def failing(work: nn.Module, **given: Any) -> Any:
+        raise vit_fast.UnsupportedInputError("fuse", [f"asked for {given['min_agreement']}"])
+
+    monkeypatch.setattr("vit_fast.tuning.build.fuse", failing)
+    with pytest.raises(Refused, match=r"asked for 0\.75"):
+        Trials(model, images, Expected(model, images), (), Rule(0.75)).prepare(choice, 60)
+
+
 def test_fp8_says_why_it_is_not_here(model, images, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vit_fast.tuning.build.fp8_reasons", lambda device: [f"{device} has no e4m3"])
     (wanted,) = (choice for choice in choices.candidates(torch.device(DEVICE), ["fp8"]) if choice.precision == "fp8")

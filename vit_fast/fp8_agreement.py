@@ -122,11 +122,16 @@ def _some(batches: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-def _logits(output: object) -> Tensor:
-    """[B, classes], of what a model returns."""
+def logits_of(output: object) -> Tensor | None:
+    """[B, classes], of what a model returns; None where that is something else."""
     logits = getattr(output, "logits", output[0] if isinstance(output, tuple) else output)
-    if not isinstance(logits, Tensor) or logits.dim() != 2:
+    return logits.float() if isinstance(logits, Tensor) and logits.dim() == 2 else None
+
+
+def _logits(output: object) -> Tensor:
+    logits = logits_of(output)
+    if logits is None:
         raise ValueError(
             f"min_agreement is given, and the model returns a {type(output).__name__}: accepted are logits [B, classes]"
         )
-    return logits.float()
+    return logits

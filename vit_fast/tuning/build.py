@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from ..calibration import calibrate
 from ..errors import UnsupportedInputError
+from ..fp8_agreement import as_taken, logits_of
 from ..freezing import freeze
 from ..fused import FusedModule
 from ..fusion import fuse
@@ -26,7 +27,14 @@ from .runtimes import OnnxFile, session
 from .shapes import shape_classes, sharing_copy
 
 
-def build(choice: Choice, model: nn.Module, example: Any, output: Any, photographs: Sequence[str | Path]) -> Optimized:
+def build(
+    choice: Choice,
+    model: nn.Module,
+    example: Any,
+    output: Any,
+    photographs: Sequence[str | Path],
+    min_agreement: float = 0.0,
+) -> Optimized:
     """A model in its chosen form. The model itself is left as it is.
 
     Args:
@@ -35,6 +43,8 @@ def build(choice: Choice, model: nn.Module, example: Any, output: Any, photograp
         example: What it is called with: a tensor, a tuple of arguments, or a mapping of keyword arguments.
         output: What it gives for that.
         photographs: Files to calibrate int8 and fp8 with; none means the photograph inside matplotlib's wheel.
+        min_agreement: Share of these images that a classifier in fp8 must answer as the model does: as many of its
+            layers stay in bf16.
     Raises:
         UnsupportedInputError: the choice cannot be had for this model or here; all reasons.
     """
@@ -44,7 +54,7 @@ def build(choice: Choice, model: nn.Module, example: Any, output: Any, photograp
     if choice.runs_file:  # which cuts batches and counts threads by itself
         function, shares = session(choice, model, example, output, photographs), False
         return Optimized(model, choice, function, shares_weights=shares, output_dtypes=dtypes)
-    function, shares = _module(choice, model, example, photographs)
+    function, shares = _module(choice, model, example, photographs, min_agreement)
     if choice.split is not None:
         function = in_pieces(function, choice.split)
     if choice.threads is not None:
@@ -52,13 +62,16 @@ def build(choice: Choice, model: nn.Module, example: Any, output: Any, photograp
     return Optimized(model, choice, function, shares_weights=shares, output_dtypes=dtypes)
 
 
-def changed_copy(choice: Choice, model: nn.Module, example: Any, photographs: Sequence[str | Path]) -> nn.Module:
+def changed_copy(
+    choice: Choice, model: nn.Module, example: Any, photographs: Sequence[str | Path], min_agreement: float = 0.0
+) -> nn.Module:
     """A copy of the model in the choice's number format and fused as it says; it shares parameters where it can.
 
     Args:
-        choice, model, example, photographs: As of build.
+        choice, model, example, photographs, min_agreement: As of build.
     Raises:
-        UnsupportedInputError: nothing in the model can be fused, or the backend cannot run here.
+        UnsupportedInputError: nothing in the model can be fused, the backend cannot run here, or min_agreement cannot
+            be reached.
     """
     if choice.precision == "fp8" and (reasons := fp8_reasons(tensors_in(example)[0].device)):
         raise UnsupportedInputError(choice.name, reasons)
@@ -66,8 +79,11 @@ def changed_copy(choice: Choice, model: nn.Module, example: Any, photographs: Se
     if choice.precision is not None:
         work = work.to(DTYPES[choice.precision])
     if choice.precision == "fp8":
-        calibrate(work, _calibration_images(choice, model, example, photographs))
-        fuse(work, precision="fp8")
+        batches = _calibration_images(choice, model, example, photographs)
+        calibrate(work, batches)
+        with torch.no_grad():
+            classifies = logits_of(work(as_taken(work, batches[0]))) is not None
+        fuse(work, precision="fp8", min_agreement=min_agreement if classifies and min_agreement else None)
     elif choice.backend_of("attention") or choice.backend_of("norm + MLP"):
         _fuse_parts(work, choice, shape_classes(model, example) if choice.by_shape else {})
     if choice.channels_last:
@@ -120,13 +136,15 @@ def _fuse_parts(work: nn.Module, choice: Choice, classes: Mapping[str, str]) -> 
             module.backend = backend
 
 
-def _module(choice: Choice, model: nn.Module, example: Any, photographs: Sequence[str | Path]) -> tuple[Function, bool]:
+def _module(
+    choice: Choice, model: nn.Module, example: Any, photographs: Sequence[str | Path], min_agreement: float
+) -> tuple[Function, bool]:
     """A function by torch, and whether it reads the model's own weights."""
     if choice == Choice():
         return model, True
     if isinstance(model, OnnxFile):
         raise UnsupportedInputError(choice.name, ["the model is a file: accepted are runtimes of files"])
-    work = changed_copy(choice, model, example, photographs)
+    work = changed_copy(choice, model, example, photographs, min_agreement)
     function: Function = work
     frozen_in = choice.engine != "torch" and choice.frozen
     if frozen_in:

@@ -118,7 +118,8 @@ class Trials:
     def _build_and_check(self, choice: Choice) -> tuple[Optimized, Checked]:
         start = time.perf_counter()
         before = _own_bytes(self.device)
-        optimized = build(choice, self.model, self.example, self.expected.output, self.photographs)
+        what = self.model, self.example, self.expected.output, self.photographs
+        optimized = build(choice, *what, self.rule.min_agreement)
         call(optimized, self.example)
         synchronise(self.device)
         first_call_s = time.perf_counter() - start
