@@ -16,7 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
-from vit_fast import create_model, load, prediction, prediction_rows, save
+from vit_fast import calibrate, create_model, load, prediction, prediction_rows, save
 from vit_fast.cli import main
 from vit_fast.data import find_images, load_images
 from vit_fast.errors import MissingPackageError
@@ -79,6 +79,14 @@ def _check(model: VisionTransformer, folder: Path, out: Path) -> None:
         assert row["probability"] == pytest.approx(expected.max().item(), rel=1e-5)
         np.testing.assert_allclose(row["probabilities"], expected.numpy(), rtol=1e-4, atol=1e-7)
         np.testing.assert_allclose(row["embedding"], embedding.numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_calibrated_model_predicts_as_it_did(folder: Path, weights: Path, tmp_path: Path) -> None:
+    """Among its weights are scales without an axis."""
+    model = load(weights)
+    calibrate(model, torch.randn(4, 3, *model.config.image_hw))
+    _predict(model, folder, tmp_path / "out.parquet")
+    _check(load(weights), folder, tmp_path / "out.parquet")
 
 
 @pytest.mark.parametrize("workers", [0, 2])

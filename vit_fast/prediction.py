@@ -19,14 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from .errors import MissingPackageError
 from .files import check_replaceable
 from .model import VisionTransformer
 from .prediction_ray import joined_cluster
 from .prediction_rows import PredictionError, schema, tables
 from .readers import ReaderLostError
+from .tuning.answers import weights_digest
 
 __all__ = ["ENGINES", "Predicted", "PredictionError", "predict_to_parquet"]
 
@@ -155,14 +154,10 @@ def _compute(
 
 def _task(model: VisionTransformer, files: Sequence[Path], class_names: Sequence[str]) -> str:
     """What the answers depend on; a run is gone on with only where all of it is as it was."""
-    parameters = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        parameters.update(name.encode())
-        parameters.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
     listed = hashlib.sha256("\0".join(map(str, files)).encode())
     facts = {
         "model": model.config.to_dict(),
-        "parameters": parameters.hexdigest(),
+        "parameters": weights_digest(model),
         "data_config": model.data_config.to_dict(),
         "class_names": list(class_names),
         "images": len(files),
