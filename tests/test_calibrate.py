@@ -181,6 +181,42 @@ def test_batches_as_loaders_give_them() -> None:
         assert vit_fast.calibrate(digits_vit(), given).images == 10
 
 
+def test_a_loader_may_write_every_batch_into_the_same_memory() -> None:
+    images, one = inputs()[:12], torch.empty(4, 1, 8, 8)
+    images[8:] *= 1e-3
+    model, expected = digits_vit(), digits_vit()
+    vit_fast.calibrate(model, (one.copy_(batch) for batch in images.split(4)))
+    vit_fast.calibrate(expected, images.split(4))
+    assert all(torch.equal(scale, scales_in(expected)[name]) for name, scale in scales_in(model).items())
+    held = [batch.clone() for batch in IMAGES[expected]]
+    images.zero_()
+    assert all(torch.equal(a, b) for a, b in zip(IMAGES[expected], held, strict=True)), "min_agreement asks them later"
+
+
+def test_layers_that_are_kept_are_still_when_calibrated_again() -> None:
+    model, _ = calibrated()
+    scales = scales_of(model.blocks[0])
+    assert scales is not None and scales.names_kept() == []
+    scales.keep(["proj", "fc2"])
+    vit_fast.calibrate(model, 64 * inputs()[:8])
+    assert scales_of(model.blocks[0]) is scales and scales.names_kept() == ["proj", "fc2"]
+
+
+def test_a_model_on_meta_runs_in_fp8_once_it_has_its_weights() -> None:
+    model, _ = calibrated()
+    model.bfloat16()
+    empty: Any = copy.deepcopy(model).to("meta")
+    for each in (model, empty):
+        vit_fast.fuse(each, precision="fp8")
+    scales_of(model.blocks[0]).keep(["fc2"])  # type: ignore[union-attr]  # calibrated
+    vit_fast.fuse(model, precision="fp8")
+    filled = empty.to_empty(device="cpu")
+    filled.load_state_dict(model.state_dict())
+    x = inputs()[:1].bfloat16()
+    with torch.no_grad():
+        assert torch.equal(filled(x), model(x))
+
+
 def test_images_are_held_as_long_as_the_model() -> None:
     model, _ = calibrated()
     held = weakref.ref(IMAGES[model][0])

@@ -73,7 +73,7 @@ def calibrate(model: nn.Module, images: Tensor | Iterable[Any]) -> Calibration:
 
     What is found are scales, buffers of the blocks (`blocks.0.vit_fast_fp8.qkv` and so on): they are saved and loaded
     with the weights, and right for these weights alone. `vit_fast.unfuse` takes them away. Calibrating again replaces
-    them, and forgets which layers `fuse` was to keep in half precision.
+    them; layers that `fuse` was to keep in half precision are kept until it is told otherwise.
 
     Args:
         model: Any that `fuse` takes, fused or not, in evaluation mode, on any device and of any dtype.
@@ -135,7 +135,7 @@ def _batches(model: nn.Module, images: Any) -> list[Tensor]:
                 f"images: batch {number} is {what}: accepted is a tensor [B, ...], or a tuple with one first"
             )
         if len(batch):
-            batches.append(as_taken(model, batch))
+            batches.append(as_taken(model, batch.clone()))  # a loader may write the next one into the same memory
     if not batches:
         raise ValueError("images holds none: accepted is one or more")
     return batches

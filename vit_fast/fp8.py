@@ -90,7 +90,7 @@ def choose(model: nn.Module, shadow: nn.Module, keep: Iterable[str] | None, min_
     kept = {name: dict.fromkeys(layers, "asked for by keep") for name, layers in asked.items()}
     if min_agreement is None:
         return Choice(linears, kept, left)
-    if not 0 < min_agreement <= 1:
+    if not isinstance(min_agreement, int | float) or not 0 < min_agreement <= 1:
         raise ValueError(f"min_agreement={min_agreement}: accepted is a share of the images, above 0 and at most 1")
     if model not in IMAGES:
         raise ValueError(

@@ -65,10 +65,9 @@ class Fp8Scales(nn.Module):
 
     @torch.no_grad()
     def set(self, scales: BlockScales) -> None:
-        """Takes these scales over; no linear layer is kept."""
+        """Takes these scales over; the layers that were kept are still."""
         for name, scale in scales._asdict().items():
             getattr(self, name).copy_(scale)
-        self.kept.fill_(False)
 
     @torch.no_grad()
     def keep(self, names: Collection[str]) -> None:
@@ -76,7 +75,9 @@ class Fp8Scales(nn.Module):
         self.kept.copy_(torch.tensor([name in names for name in LINEARS]))
 
     def names_kept(self) -> list[str]:
-        """Those of LINEARS that stay in half precision."""
+        """Those of LINEARS that stay in half precision; none on meta, where nothing is known of them yet."""
+        if self.kept.is_meta:
+            return []
         return [name for name, kept in zip(LINEARS, self.kept.tolist()) if kept]
 
     def all(self) -> BlockScales:
