@@ -120,7 +120,7 @@ class ExportReport:
         from rich.markup import escape
         from rich.table import Table
 
-        table = Table("what", "value", title=f"{self.model} -> {self.path}", show_lines=False)
+        table = Table("what", "value", title=escape(f"{self.model} -> {self.path}"), show_lines=False)
         for what, value in self._rows():
             table.add_row(what, escape(value))
         return table

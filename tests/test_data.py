@@ -123,6 +123,15 @@ def test_read_image_says_in_one_error_what_is_wrong(tmp_path: Path) -> None:
             read_image(path)
 
 
+def test_one_path_is_not_taken_for_its_letters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among which "/" and "." are folders of images."""
+    monkeypatch.chdir(tmp_path)
+    Image.new("L", (4, 4)).save(tmp_path / "a.png")
+    for one in (".", tmp_path):
+        with pytest.raises(TypeError, match=r"accepted are several paths, \['.+'\] for one"):
+            find_images(one)  # type: ignore[arg-type]  # that is the point
+
+
 def test_find_images_searches_folders_and_names_every_missing_path(tmp_path: Path) -> None:
     (tmp_path / "b" / "deep").mkdir(parents=True)
     (tmp_path / "bare").mkdir()

@@ -289,6 +289,36 @@ def test_where_answers_are_kept(monkeypatch, tmp_path) -> None:
     assert answers.folder() == Path.home() / ".cache" / "vit_fast" / "answers"
 
 
+def test_whoever_has_no_home_fuses_and_optimizes_all_the_same(model, images, one_engine, monkeypatch) -> None:
+    for name in ("VIT_FAST_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nobody)
+    assert vit_fast.fuse(model).backend == "sdpa"
+    with pytest.warns(UserWarning, match="not kept: .*home directory.*VIT_FAST_CACHE"):
+        assert not vit_fast.optimize(model, images, budget_s=1).kept
+
+
+def test_a_folder_that_nobody_may_look_into_holds_no_answers(model, monkeypatch) -> None:
+    def forbidden(self: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    answers.folder().mkdir()
+    (answers.folder() / "one.json").touch()
+    monkeypatch.setattr(Path, "is_file", forbidden)
+    assert vit_fast.fuse(model).backend == "sdpa" and list(answers.all_answers()) == []
+
+
+def test_what_is_no_file_is_no_answer(model) -> None:
+    """A pipe would be waited for."""
+    (answers.folder() / "folder.json").mkdir(parents=True)
+    os.mkfifo(answers.folder() / "pipe.json")
+    assert vit_fast.fuse(model).backend == "sdpa" and list(answers.all_answers()) == [] and answers.clear() == 0
+
+
 def test_foreign_answers_are_ignored_with_a_word(model, images, one_engine) -> None:
     vit_fast.optimize(model, images, budget_s=1)
     (path,) = answers.folder().glob("*.json")
@@ -353,6 +383,23 @@ def test_bad_arguments(model, images, how, message) -> None:
     arguments = {"example": images} | how
     with pytest.raises(ValueError, match=message):
         vit_fast.optimize(model, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"budget_s": "60"}, "budget_s is a str: accepted is a number"),
+        ({"min_agreement": None}, "min_agreement is a NoneType"),
+        ({"memory_limit": "1 GB"}, "memory_limit is a str"),
+        ({"lossless": False, "allow": "bf16"}, r"allow='bf16': accepted are several names, \('bf16',\)"),
+        ({"calibration": "photo.jpg"}, r"photo.jpg: accepted are several paths, \['photo.jpg'\]"),
+        ({"images": torch.zeros(4, 3, 32, 32)}, r"images is a tensor \(4, 3, 32, 32\): accepted are batches"),
+        ({"model": 3}, "model is a int"),
+    ],
+)
+def test_arguments_of_another_type(model, images, how, message) -> None:
+    with pytest.raises(TypeError, match=message):
+        vit_fast.optimize(**{"model": model, "example": images} | how)
 
 
 def test_a_choice_has_one_name_and_comes_back_from_a_file() -> None:

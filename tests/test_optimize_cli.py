@@ -79,6 +79,17 @@ def test_json(capsys: pytest.CaptureFixture[str], only) -> None:
     assert 0 <= found["table"][1]["checked"]["agreement"] <= 1
 
 
+def test_what_an_error_says_in_brackets_is_no_markup(capsys: pytest.CaptureFixture[str], only, monkeypatch) -> None:
+    only(Choice(attention="sdpa", mlp="sdpa"))
+
+    def failing(*how: object) -> None:
+        raise RuntimeError("[/usr/lib/so] of [int8]")
+
+    monkeypatch.setattr("vit_fast.tuning.build.fuse", failing)
+    assert run("optimize", "vit_test", "--budget", "60") == 0
+    assert "RuntimeError: [/usr/lib/so] of [int8]" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "choice",
     [Choice("onnxruntime"), Choice(attention="sdpa", mlp="sdpa", precision="bf16")],

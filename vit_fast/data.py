@@ -61,7 +61,10 @@ def find_images(paths: Iterable[str | Path]) -> list[Path]:
         Files in the order of paths, each folder's sorted.
     Raises:
         ImageError: a path does not exist or is a pipe or a device, or a folder holds no image; names all of them.
+        TypeError: paths is one, of whose letters some may be folders.
     """
+    if isinstance(paths, str | Path):
+        raise TypeError(f"{paths}: accepted are several paths, [{str(paths)!r}] for one")
     found: list[Path] = []
     problems: list[str] = []
     for path in map(Path, paths):

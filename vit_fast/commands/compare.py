@@ -32,7 +32,7 @@ def compare(
 
     from ..benchmarks.report import FULL_WIDTH, format_rate
 
-    console = Console()
+    console = Console(markup=False)
     if not console.is_terminal:
         console.width = FULL_WIDTH
     table = Table(title="second / first, images per second", title_justify="left")
@@ -49,4 +49,4 @@ def compare(
         table.add_row(pair["model"], pair["dtype"], str(pair["batch"]), pair["subject"], *rates, *told)
     console.print(table)
     for line in (*comparison["warnings"], *comparison["unpaired"]):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(line, highlight=False, soft_wrap=True)

@@ -54,6 +54,7 @@ def optimize(
     Our own models are compared to plain eager PyTorch, others to what they are. Ctrl-C gives the best so far.
     """
     from rich.console import Console
+    from rich.markup import escape
 
     from ..benchmarks.report import FULL_WIDTH
     from ..files import check_replaceable
@@ -71,7 +72,7 @@ def optimize(
     if not console.is_terminal:
         console.width = FULL_WIDTH
     opened = open_model(model, batch, images or (), device, integers("--img-size", img_size, "x"))
-    with console.status(model) as status:
+    with console.status(escape(model)) as status:
         result = run(
             opened.module,
             opened.example,
@@ -84,17 +85,17 @@ def optimize(
             latency_or_throughput="latency" if latency else "throughput",
             memory_limit=None if memory_limit is None else int(memory_limit * 2**20),
             again=again,
-            progress=lambda what, seconds: status.update(f"{model}: {seconds:.0f} of {budget:.0f} s: {what}"),
+            progress=lambda what, seconds: status.update(escape(f"{model}: {seconds:.0f} of {budget:.0f} s: {what}")),
         )
     if result.table:
         console.print(_table(result))
-    console.print(f"{opened.model.name}, batch {batch}: {result}", soft_wrap=True, highlight=False)
+    console.print(f"{opened.model.name}, batch {batch}: {result}", soft_wrap=True, highlight=False, markup=False)
     if save is not None:
         result.save(save)
-        console.print(f"written: {save}", soft_wrap=True, highlight=False)
+        console.print(f"written: {save}", soft_wrap=True, highlight=False, markup=False)
     if export is not None:
         for path in deployable.write(result, opened.module, opened.example, export, opened.photographs):
-            console.print(f"written: {path}", soft_wrap=True, highlight=False)
+            console.print(f"written: {path}", soft_wrap=True, highlight=False, markup=False)
     if as_json:
         rows = [_plain(row) for row in result.table]
         typer.echo(json.dumps(result.answer.to_dict() | {"name": result.choice.name, "table": rows}, indent=2))
@@ -106,6 +107,7 @@ def _plain(row: Any) -> dict[str, Any]:
 
 
 def _table(result: Optimization) -> Any:
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(title=f"{result.objective}, in order of trial", title_justify="left")
@@ -130,7 +132,7 @@ def _table(result: Optimization) -> Any:
                 f"{found.first_call_s:.1f}",
             ]
         name = f"[bold]{row.choice.name}[/bold]" if row.choice == result.choice else row.choice.name
-        table.add_row(name, *timed, *checked, row.reason or "[bold]chosen[/bold]")
+        table.add_row(name, *timed, *checked, escape(row.reason or "") or "[bold]chosen[/bold]")
     return table
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -30,6 +31,7 @@ def at_most(seconds: float) -> Iterator[Callable[[], None]]:
     def again() -> None:
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
+    (left, every), start = signal.setitimer(signal.ITIMER_REAL, 0), time.monotonic()
     before = signal.signal(signal.SIGALRM, end)
     again()
     try:
@@ -37,6 +39,8 @@ def at_most(seconds: float) -> Iterator[Callable[[], None]]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        if left:  # somebody else's time goes on; where it has ended meanwhile, they hear of it now
+            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - start), 1e-3), every)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

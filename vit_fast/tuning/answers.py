@@ -70,10 +70,24 @@ class Answer:
 
 
 def folder() -> Path:
-    """Where answers lie."""
+    """Where answers lie.
+
+    Raises:
+        OSError: the user has no home.
+    """
     if named := os.environ.get("VIT_FAST_CACHE"):
         return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vit_fast" / "answers"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vit_fast" / "answers"
+    except RuntimeError as error:
+        raise OSError(f"{error} Name a folder for answers by VIT_FAST_CACHE") from None
+
+
+def _paths() -> list[Path]:
+    """Every kept file, readable or not; none where nobody may look."""
+    with contextlib.suppress(OSError):
+        return [path for path in folder().glob("*.json") if path.is_file()]
+    return []
 
 
 def key_of(model: nn.Module, example: Any, asked: dict[str, Any]) -> dict[str, Any]:
@@ -139,7 +153,7 @@ def known_backends(model: nn.Module) -> dict[str, str]:
 
     Of several answers, the newest that runs in torch at full precision; empty where none is kept.
     """
-    if not folder().exists():
+    if not _paths():
         return {}
     parameter = next(model.parameters(), None)
     if parameter is None or parameter.device.type == "meta":
@@ -180,8 +194,8 @@ def find(model: nn.Module, example: Any, precision: str | None) -> Answer | None
 
 def look_up(key: dict[str, Any]) -> Answer | None:
     """The kept answer for exactly this, or None."""
-    path = _path(key)
-    answer = _read(path) if path.exists() else None
+    path = next((path for path in _paths() if path.name == _name(key)), None)
+    answer = None if path is None else _read(path)
     return answer if answer is not None and answer.key == key else None
 
 
@@ -191,7 +205,7 @@ def keep(answer: Answer) -> Path:
     Raises:
         OSError: the folder cannot be written.
     """
-    path = _path(answer.key)
+    path = folder() / _name(answer.key)
     with file_aside(path) as aside:
         aside.write_text(json.dumps(answer.to_dict(), indent=1))
     return path
@@ -200,7 +214,7 @@ def keep(answer: Answer) -> Path:
 def all_answers() -> Iterator[tuple[Path, Answer]]:
     """Every kept answer that can be read, the newest first."""
     written = []
-    for path in folder().glob("*.json"):
+    for path in _paths():
         with contextlib.suppress(FileNotFoundError):  # another process removed it just now
             written.append((path.stat().st_mtime_ns, path))
     for _, path in sorted(written, reverse=True):
@@ -211,15 +225,14 @@ def all_answers() -> Iterator[tuple[Path, Answer]]:
 
 def clear() -> int:
     """Removes all kept answers, readable or not; returns how many there were."""
-    paths = list(folder().glob("*.json"))
+    paths = _paths()
     for path in paths:
         path.unlink(missing_ok=True)
     return len(paths)
 
 
-def _path(key: dict[str, Any]) -> Path:
-    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
-    return folder() / f"{name}.json"
+def _name(key: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24] + ".json"
 
 
 def _read(path: Path) -> Answer | None:

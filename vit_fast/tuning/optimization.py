@@ -164,6 +164,8 @@ def optimize(
     """
     start = time.perf_counter()
     allowed = _check(budget_s, lossless, min_agreement, latency_or_throughput, memory_limit, allow)
+    if isinstance(images, Tensor):
+        raise TypeError(f"images is a tensor {tuple(images.shape)}: accepted are batches of them, [images] for one")
     device = device_of_example(example)
     photographs = find_images(calibration or ())
     model = _as_module(model, example)
@@ -276,6 +278,12 @@ def _check(
     allow: Collection[Precision] | None,
 ) -> frozenset[Precision]:  # fmt: skip
     """The number formats that may be tried."""
+    numbers = {"budget_s": budget_s, "min_agreement": min_agreement, "memory_limit": memory_limit}
+    for name, value in numbers.items():
+        if not isinstance(value, int | float) and (name, value) != ("memory_limit", None):
+            raise TypeError(f"{name} is a {type(value).__name__}: accepted is a number")
+    if isinstance(allow, str):
+        raise TypeError(f"allow={allow!r}: accepted are several names, ({allow!r},) for one")
     if not budget_s > 0:
         raise ValueError(f"budget_s={budget_s}: accepted is a number of seconds above 0")
     if not 0 <= min_agreement <= 1:
