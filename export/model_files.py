@@ -49,8 +49,8 @@ def read_proto(path: str | Path) -> onnx.ModelProto:
         ModelFileError: missing, not ONNX, truncated, or with external data that leaves the model's folder.
     """
     path = Path(path)
-    if path.is_dir():
-        raise ModelFileError(f"{path}: is a folder, not an ONNX file")
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise ModelFileError(f"{path}: is {'a folder' if path.is_dir() else 'no regular file'}, not an ONNX file")
     try:
         proto = onnx.load_model(path, load_external_data=False)
     except FileNotFoundError:

@@ -212,6 +212,14 @@ def test_latency(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         main(arguments)
     assert len(capsys.readouterr().out.splitlines()) == 3
     draw_latency([Latency(1, None, 1.0, 2.0, 3.0, 1000.0)], tmp_path / "one.svg", "one")
+    with pytest.raises(SystemExit, match="2"):
+        main([*arguments, "--picture", str(tmp_path / "l.xyz")])
+    said = capsys.readouterr()
+    assert len(said.out.splitlines()) == 3 and "'xyz' is not supported" in said.err, "what was measured is told"
+    with pytest.raises(SystemExit, match="2"):
+        main([*arguments, "--picture", str(tmp_path)])
+    said = capsys.readouterr()
+    assert not said.out and "is a folder" in said.err, "before anything is measured"
     for wrong, message in (("--batches=0", "accepted are integers >= 1"), ("--threads=a", "--threads='a'")):
         with pytest.raises(SystemExit, match="2"):
             main([*arguments, wrong])

@@ -48,7 +48,10 @@ def evaluate(
 ) -> None:
     """Measures accuracy on labelled images: top-1, top-5, by class; with --against, of two models side by side."""
     from ..evaluation import draw_confusion
+    from ..files import check_replaceable, file_aside
 
+    if confusion is not None:
+        check_replaceable(confusion)
     if (weights is None) == (onnx is None):
         raise ValueError("evaluate needs --weights or --onnx: accepted is one of them")
     if onnx is None and (data_config is not None or img_size is not None):
@@ -64,12 +67,13 @@ def evaluate(
             _, other = _of_onnx(Path(against), folder, names, data_config, img_size)
         else:
             _, other = _of_weights(against, folder, names, model, backend)
-    if confusion is not None:
-        draw_confusion(evaluation, names, confusion)
     if as_json:
         typer.echo(json.dumps(_as_dict(evaluation, other, names), indent=2))
     else:
         _print(evaluation, other, names)
+    if confusion is not None:  # last: what was found is told whatever becomes of it
+        with file_aside(confusion) as aside:
+            draw_confusion(evaluation, names, aside)
 
 
 def _of_onnx(

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from ..export.latency import Latency
 
 
 def register(app: typer.Typer) -> None:
@@ -27,17 +31,25 @@ def latency(
 ) -> None:
     """Times a file: median, 95th and 99th percentile of a call, by batch and threads, all combinations in turns."""
     from ..export.latency import draw_latency, measure_latency
+    from ..files import check_replaceable, file_aside
 
+    if picture is not None:
+        check_replaceable(picture)
     image_hw = None if img_size is None else (img_size, img_size)
     rows = measure_latency(
         file, _integers("--batches", batches), _integers("--threads", threads) if threads else (None,),
         device=device, runs=runs, image_hw=image_hw,
     )  # fmt: skip
-    if picture is not None:
-        draw_latency(rows, picture, file.name)
     if as_json:
         typer.echo(json.dumps({"file": str(file), "runs": runs, "rows": [row.to_dict() for row in rows]}, indent=2))
-        return
+    else:
+        _print(rows)
+    if picture is not None:  # last: what was measured is told whatever becomes of it
+        with file_aside(picture) as aside:
+            draw_latency(rows, aside, file.name)
+
+
+def _print(rows: Sequence[Latency]) -> None:
     typer.echo("  batch  threads   p50 ms   p95 ms   p99 ms   images/s")
     for row in rows:
         count = "auto" if row.threads is None else row.threads

@@ -164,8 +164,9 @@ def optimize(
     """
     start = time.perf_counter()
     allowed = _check(budget_s, lossless, min_agreement, latency_or_throughput, memory_limit, allow)
-    if isinstance(images, Tensor):
-        raise TypeError(f"images is a tensor {tuple(images.shape)}: accepted are batches of them, [images] for one")
+    others: Any = images
+    if isinstance(others, Tensor):
+        raise TypeError(f"images is a tensor {tuple(others.shape)}: accepted are batches of them, [images] for one")
     device = device_of_example(example)
     photographs = find_images(calibration or ())
     model = _as_module(model, example)
