@@ -103,7 +103,7 @@ def _linear_of(value: ir.Value | None) -> tuple[ir.Value, ir.Value, ir.Value | N
             candidate = producer.inputs[other]
             if candidate is not None and candidate.const_value is not None and len(candidate.const_value.shape) == 1:
                 bias = candidate
-                producer = producer.inputs[i].producer()  # type: ignore[union-attr]
+                producer = producer.inputs[i].producer()  # type: ignore[union-attr]  # both inputs of an Add
                 break
     if producer is None or producer.op_type != "MatMul":
         return None
@@ -197,8 +197,8 @@ def _apply_layout(output: ir.Value, array: np.ndarray, sizes: Sizes) -> np.ndarr
 def _apply_slice(array: np.ndarray, constants: Sequence[np.ndarray | None]) -> np.ndarray | None:
     if any(c is None for c in constants) or len(constants) < 3:
         return None
-    starts, ends, axes = (c.reshape(-1) for c in constants[:3])  # type: ignore[union-attr]
-    steps = constants[3].reshape(-1) if len(constants) > 3 else np.ones_like(starts)  # type: ignore[union-attr]
+    starts, ends, axes = (c.reshape(-1) for c in constants[:3])  # type: ignore[union-attr]  # as was just asked
+    steps = constants[3].reshape(-1) if len(constants) > 3 else np.ones_like(starts)  # type: ignore[union-attr]  # likewise
     index = [slice(None)] * array.ndim
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
         index[axis] = slice(int(start), int(end), int(step))

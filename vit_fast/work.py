@@ -98,10 +98,10 @@ class Counter(TorchDispatchMode):
     def __enter__(self) -> Any:
         self._fast = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)  # a layer of torch's as one operator, of which nobody counts
-        return super().__enter__()  # type: ignore[no-untyped-call]
+        return super().__enter__()  # type: ignore[no-untyped-call]  # torch's
 
     def __exit__(self, *reason: object) -> None:
-        super().__exit__(*reason)  # type: ignore[no-untyped-call]
+        super().__exit__(*reason)  # type: ignore[no-untyped-call]  # torch's
         torch.backends.mha.set_fastpath_enabled(self._fast)
 
     def __torch_dispatch__(
