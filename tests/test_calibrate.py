@@ -182,7 +182,7 @@ def test_batches_as_loaders_give_them() -> None:
 
 
 def test_a_loader_may_write_every_batch_into_the_same_memory() -> None:
-    images, one = inputs()[:12], torch.empty(4, 1, 8, 8)
+    images, one = inputs()[:12].clone(), torch.empty(4, 1, 8, 8)
     images[8:] *= 1e-3
     model, expected = digits_vit(), digits_vit()
     vit_fast.calibrate(model, (one.copy_(batch) for batch in images.split(4)))
@@ -200,6 +200,22 @@ def test_layers_that_are_kept_are_still_when_calibrated_again() -> None:
     scales.keep(["proj", "fc2"])
     vit_fast.calibrate(model, 64 * inputs()[:8])
     assert scales_of(model.blocks[0]) is scales and scales.names_kept() == ["proj", "fc2"]
+
+
+def test_weights_that_bring_scales_are_rounded_by_these(tmp_path: Path) -> None:
+    model, _ = calibrated()
+    other = digits_vit()
+    with torch.no_grad():
+        other.blocks[0].norm1.weight.mul_(20)
+    vit_fast.calibrate(other, inputs()[:8])
+    path = vit_fast.save(other.bfloat16(), tmp_path / "other.safetensors")
+    x = inputs()[:1].bfloat16()
+    for each in (model.bfloat16(), other):
+        vit_fast.fuse(each, precision="fp8")
+    with torch.no_grad():
+        before = model(x)
+        vit_fast.load_weights(model, path)
+        assert torch.equal(model(x), other(x)) and not torch.equal(model(x), before)
 
 
 def test_a_model_on_meta_runs_in_fp8_once_it_has_its_weights() -> None:

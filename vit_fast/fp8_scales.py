@@ -190,10 +190,11 @@ def take_scales_away(model: nn.Module) -> None:
 
 
 def make_room(block: nn.Module, state: Mapping[str, Tensor], prefix: str) -> None:
-    """Before a state dict is loaded: a block has place for the scales that come for it."""
+    """Before weights are loaded: a block has place for the scales that come for it, and drops what others made."""
     coming = state.get(f"{prefix}{PLACE}.{LINEARS[0]}")
     if coming is not None:
         _place(block, coming.shape[0])
+        block.__dict__.pop("vit_fast_parts", None)
 
 
 def scales_that_come(state: Mapping[str, Tensor], width: int) -> dict[str, Tensor]:

@@ -91,7 +91,8 @@ class GraphRunner:
 
     The model is frozen (`vit_fast.freeze`), so that no weight is folded inside a graph, and captured in evaluation mode
     and without gradients. Changed values of its parameters are taken over at the next call where torch can see them,
-    and by refresh() in any case. Their storage, device and dtype must not change, nor the model's mode.
+    and by refresh() in any case. Their storage, device and dtype must not change, nor the model's mode, nor the scales
+    of one in FP8.
 
     Args:
         model: On one CUDA device. A model compiled with mode "reduce-overhead" or "max-autotune" makes CUDA graphs of
