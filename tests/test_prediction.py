@@ -155,6 +155,27 @@ def test_it_may_be_killed_while_it_ends(
         assert not (tmp_path / "out.parquet.parts").exists()
 
 
+def test_a_full_disk_keeps_the_parts_and_nothing_else(
+    folder: Path, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, out = load(weights), tmp_path / "new" / "out.parquet"
+    out.parent.mkdir()
+    write = pq.ParquetWriter.write_table
+
+    def full(writer: object, table: object, **how: object) -> None:
+        write(writer, table, **how)
+        if not (out.parent / "out.parquet.parts" / "00000005.parquet").exists():
+            return
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(pq.ParquetWriter, "write_table", full)
+        _predict(model, folder, out)
+    assert [path.name for path in out.parent.iterdir()] == ["out.parquet.parts"]
+    assert _predict(model, folder, out).taken == COUNT
+    _check(model, folder, out)
+
+
 def test_killed_for_good(folder: Path, weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.parquet"
     code = (

@@ -185,8 +185,12 @@ def _begin(parts: Path, task: str) -> None:
 def _whole(path: Path, write: Callable[[Path], Any]) -> None:
     """A file that appears whole or not at all; a killed run's is overwritten."""
     beside = path.with_name(f".{path.name}.partial")
-    write(beside)
-    beside.replace(path)
+    try:
+        write(beside)
+        beside.replace(path)
+    except BaseException:  # a full disk, for one, has no place for what nobody reads
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def _write(table: Any, path: Path) -> None:
