@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from vit_fast.calibration import calibrate
 from vit_fast.data import default_photograph
 from vit_fast.errors import UnsupportedInputError
+from vit_fast.fp8 import unable_reasons
 from vit_fast.freezing import freeze
 from vit_fast.fusion import fuse
 from vit_fast.libraries import transformers
@@ -77,8 +78,10 @@ def build_fp8(task: Task) -> nn.Module:
     Raises:
         UnsupportedInputError: the task is no whole model, or FP8 cannot run here; every reason.
     """
-    if not task.whole:
-        raise UnsupportedInputError("triton-fp8", [f"{task.model.name} is no whole model"])
+    reasons = unable_reasons(task.device, task.dtype)  # before anything is calibrated in vain
+    reasons += [] if task.whole else [f"{task.model.name} is no whole model"]
+    if reasons:
+        raise UnsupportedInputError("triton-fp8", reasons)
     model = build("triton", task)
     calibrate(model, image_views([default_photograph()], task.model, 8, seed=1))
     fuse(model, "triton", precision="fp8")

@@ -22,6 +22,17 @@ from .ops.backends import fp8_reasons
 WHAT = "fuse with precision='fp8'"
 
 
+def unable_reasons(device: torch.device, dtype: torch.dtype | None) -> list[str]:
+    """Why no model of this dtype on this device runs in e4m3, calibrated or not."""
+    reasons = [] if device.type == "meta" else list(fp8_reasons(device))
+    if dtype not in (torch.float16, torch.bfloat16):
+        reasons.append(
+            f"the weights are {dtype}: accepted are float16 and bfloat16, convert the model by "
+            "model.to(torch.bfloat16), or make it with dtype=torch.bfloat16"
+        )
+    return reasons
+
+
 def check_request(
     model: nn.Module, backend: str, precision: str | None, keep: Iterable[str] | None, min_agreement: float | None
 ) -> None:
@@ -30,14 +41,9 @@ def check_request(
         raise ValueError(f"keep={keep!r}, min_agreement={min_agreement}: accepted with precision='fp8'")
     if precision != "fp8":
         raise ValueError(f"precision={precision!r}: accepted are None and 'fp8'")
-    reasons = [] if device_of(model).type == "meta" else list(fp8_reasons(device_of(model)))
+    reasons = unable_reasons(device_of(model), dtype_of(model))
     if backend not in ("auto", "triton"):
         reasons.append(f"backend={backend!r}: accepted are 'auto' and 'triton'")
-    if dtype_of(model) not in (torch.float16, torch.bfloat16):
-        reasons.append(
-            f"the weights are {dtype_of(model)}: accepted are float16 and bfloat16, convert the model by "
-            "model.to(torch.bfloat16), or make it with dtype=torch.bfloat16"
-        )
     if model.training:
         reasons.append("the model is in training mode, and e4m3 is for inference: call eval() first")
     if not any(isinstance(module, Fp8Scales) for module in model.modules()):
