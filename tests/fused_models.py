@@ -199,6 +199,7 @@ def rotary_of_depth(depth: int) -> dict[str, Subject]:
     return {
         "timm, half": timm_subject("vit_small_patch16_dinov3", depth=depth),
         "timm, interleaved, gated": timm_subject("eva02_tiny_patch14_224", size=28, depth=depth),
+        "timm, gated, norm inside": timm_subject("eva02_base_patch14_224", size=28, depth=depth),
         "transformers": theirs(num_hidden_layers=depth),
         "transformers, gated": theirs(num_hidden_layers=depth, use_gated_mlp=True, hidden_act="silu"),
         "ours": Subject(ours, images("images"), lambda logits: logits),
