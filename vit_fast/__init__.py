@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .freezing import freeze, unfreeze
     from .fusion import fuse, unfuse
     from .fusion_report import FusionReport
+    from .libraries.fixed_grid import FixedGrid
     from .model import VisionTransformer, set_backend
     from .runtime import GraphRunner, compile
     from .tuning.optimization import Optimization, load_optimized, optimize
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "Calibration": ".calibration",
     "DataConfig": ".config",
+    "FixedGrid": ".libraries.fixed_grid",
     "FusionReport": ".fusion_report",
     "GraphRunner": ".runtime",
     "Optimization": ".tuning.optimization",
@@ -63,6 +65,7 @@ _LAZY_PACKAGES = ("config", "errors", "export", "factory", "figures", "model", "
 __all__ = [
     "Calibration",
     "DataConfig",
+    "FixedGrid",
     "FusionReport",
     "GraphRunner",
     "Optimization",

@@ -117,7 +117,10 @@ def needs_more(model: nn.Module) -> list[str]:
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     takes = [each for each in inspect.signature(model.forward).parameters.values() if each.kind in kinds]
     names = [each.name for each in takes[1:] if each.default is inspect.Parameter.empty]
-    return [f"it needs {' and '.join(names)} beside its images: accepted are models of images alone"] if names else []
+    if not names:
+        return []
+    advice = "; vit_fast.FixedGrid makes one of Qwen2-VL's and Qwen2.5-VL's towers" if "grid_thw" in names else ""
+    return [f"it needs {' and '.join(names)} beside its images: accepted are models of images alone{advice}"]
 
 
 def comes_from(package: str, model: nn.Module, class_name: str | None = None) -> bool:

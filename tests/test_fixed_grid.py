@@ -1,0 +1,101 @@
+"""Packed towers for images of one size: what transformers makes of them, and nothing of it read on the host."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from kernel_support import DEVICE
+from packed_towers import TOWERS
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import vit_fast
+from vit_fast.errors import UnsupportedInputError
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+pytest.importorskip("transformers.vision_utils")
+
+NAMES = ("qwen2_vl", "qwen2_5_vl")
+IMAGE = (24, 40)  # 6 x 10 patches of 4 x 4; windows of 4 x 4 patches, some of them cut
+
+
+class NoHost(TorchDispatchMode):
+    """Refuses what a graph that is being captured refuses: to wait for the device, and to copy from the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        if name in ("aten::_local_scalar_dense", "aten::lift_fresh", "aten::nonzero", "aten::unique_consecutive"):
+            raise AssertionError(f"{name}: a read or a copy of the host")
+        return func(*args, **(kwargs or {}))
+
+
+def by_transformers(tower: torch.nn.Module, images: Tensor) -> Tensor:
+    """Its own processor's patches, and the grids given as tensors."""
+    processor = transformers.Qwen2VLImageProcessor(
+        patch_size=4, temporal_patch_size=2, merge_size=2, do_resize=False, do_rescale=False, do_normalize=False
+    )
+    made = processor(list(images.cpu()), return_tensors="pt").to(DEVICE)
+    out: Tensor = tower(made["pixel_values"], made["image_grid_thw"]).pooler_output
+    return out.unflatten(0, (len(images), -1))
+
+
+@pytest.mark.parametrize("backend", ["", "sdpa", "triton"])
+@pytest.mark.parametrize("name", NAMES)
+def test_images_of_one_size_give_what_the_processor_and_the_tower_give(name: str, backend: str) -> None:
+    tower = TOWERS[name].build().eval()
+    images = torch.rand(3, 3, *IMAGE, device=DEVICE)
+    with torch.no_grad():
+        expected = by_transformers(copy.deepcopy(tower), images)
+        if backend:
+            vit_fast.fuse(tower, backend).require_all()
+        model = vit_fast.FixedGrid(tower, IMAGE)
+        for batch in (3, 1):
+            torch.testing.assert_close(model(images[:batch]), expected[:batch], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_captured_graph_holds_it(name: str) -> None:
+    """Frozen, in half precision, with nothing read or copied from the host: what `GraphRunner` records."""
+    model = vit_fast.FixedGrid(TOWERS[name].build().eval().half(), IMAGE)
+    vit_fast.fuse(model, "triton").require_all()
+    vit_fast.freeze(model)
+    images = torch.rand(2, 3, *IMAGE, device=DEVICE).half()
+    runner = vit_fast.GraphRunner(model, images, batch_sizes=(1, 2), fallback="eager")
+    with torch.no_grad():
+        expected = model(images)
+        with NoHost():
+            found = model(images)
+    assert torch.equal(found, expected)
+    assert runner.captured is torch.cuda.is_available()
+    torch.testing.assert_close(runner(images), expected)
+
+
+def test_the_towers_own_forward_is_no_graph() -> None:
+    """What the test above forbids is what transformers does with grids."""
+    tower = TOWERS["qwen2_5_vl"].build().eval()
+    with torch.no_grad(), NoHost(), pytest.raises(AssertionError, match="of the host"):
+        tower(**TOWERS["qwen2_5_vl"].inputs(0))
+
+
+def test_it_is_traced_whole_and_moves_with_its_tower() -> None:
+    model = vit_fast.FixedGrid(TOWERS["qwen2_5_vl"].build().eval(), IMAGE)
+    vit_fast.fuse(model, "triton")
+    images = torch.rand(2, 3, *IMAGE, device=DEVICE)
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(images), model(images))
+    assert all(buffer.device.type == "meta" for buffer in model.to("meta").buffers())
+    assert not [name for name in model.state_dict() if not name.startswith("tower.")]
+
+
+def test_what_it_refuses() -> None:
+    tower = TOWERS["qwen2_vl"].build()
+    with pytest.raises(ValueError, match=r"image_hw=\(20, 16\): accepted are multiples of 8 pixels"):
+        vit_fast.FixedGrid(tower, (20, 16))
+    with pytest.raises(ValueError, match=r"images have shape \(1, 3, 16, 16\): accepted is \[B, channels, 24, 40\]"):
+        vit_fast.FixedGrid(tower, IMAGE)(torch.zeros(1, 3, 16, 16, device=DEVICE))
+    with pytest.raises(UnsupportedInputError, match="the tower is a Qwen3VLVisionModel: accepted are Qwen2Vision"):
+        vit_fast.FixedGrid(TOWERS["qwen3_vl"].build(), IMAGE)

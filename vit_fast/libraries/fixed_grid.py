@@ -1,0 +1,98 @@
+"""Qwen's packed towers for images of one size: as models of images, which a graph can hold.
+
+Such a tower is given patches of any number of images and their grids, and reads the grids on the host: where patches
+lie, which of them share a window. For one grid all that is known before, and transformers takes it as given.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..config import Size
+from .image_model import comes_from, pair
+from .peers import refuse
+
+TOWERS = ("Qwen2VisionTransformerPretrainedModel", "Qwen2_5_VisionTransformerPretrainedModel")
+
+
+class FixedGrid(nn.Module):
+    """A vision tower of Qwen2-VL or Qwen2.5-VL for images of one size.
+
+    Nothing is read on the host in its forward, so `GraphRunner` captures it and `compile` traces it whole.
+
+    Args:
+        tower: `model.visual`, fused or not; it is not copied.
+        image_hw: Height and width of the images in pixels, or one number for both, as the processor resized them:
+            multiples of the patch times the merge, 28 in the published models.
+    Raises:
+        ValueError: image_hw does not divide.
+        UnsupportedInputError: it is another model, or transformers is too old.
+    """
+
+    def __init__(self, tower: nn.Module, image_hw: int | Size) -> None:
+        super().__init__()
+        refuse("FixedGrid", _reasons(tower))
+        config: Any = tower.config
+        self.tower, self.image_hw = tower, pair(image_hw)
+        self.patch, self.merge, self.frames = config.patch_size, config.spatial_merge_size, config.temporal_patch_size
+        cell = self.patch * self.merge
+        if any(pixels < cell or pixels % cell for pixels in self.image_hw):
+            raise ValueError(f"image_hw={image_hw!r}: accepted are multiples of {cell} pixels")
+        rows, columns = (pixels // self.patch for pixels in self.image_hw)
+        self.tokens = rows * columns
+        for name, tensor in _layout(tower, torch.tensor([[1, rows, columns]])).items():
+            self.register_buffer(name, tensor.to(next(tower.parameters()).device), persistent=False)
+        self.given = [name for name, _ in self.named_buffers(recurse=False)]
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images [B, 3, height, width], normalised -> what the language model is given, [B, tokens, C]."""
+        if images.dim() != 4 or tuple(images.shape[2:]) != self.image_hw:
+            height, width = self.image_hw
+            raise ValueError(f"images have shape {tuple(images.shape)}: accepted is [B, channels, {height}, {width}]")
+        batch = images.shape[0]
+        layout = {name: self._of_all(name, batch) for name in self.given}
+        merged: Tensor = self.tower(self.patches(images), None, **layout).pooler_output
+        return merged.unflatten(0, (batch, -1))
+
+    def patches(self, images: Tensor) -> Tensor:
+        """What the processor makes of images [B, channels, height, width]: [B N, channels frames patch patch]."""
+        cells = images.unflatten(3, (-1, self.merge, self.patch)).unflatten(2, (-1, self.merge, self.patch))
+        by_patch = cells.permute(0, 2, 5, 3, 6, 1, 4, 7).unsqueeze(6)  # [B, rows, columns, merge, merge, channels, ...]
+        return by_patch.expand(*(-1,) * 6, self.frames, -1, -1).flatten(5).flatten(0, 4)
+
+    def _of_all(self, name: str, batch: int) -> Tensor:
+        """What is known of one image, for all images of a batch, one behind the other."""
+        one = self.get_buffer(name)
+        if name == "position_ids":
+            return one.repeat(batch, 1)
+        image = torch.arange(batch, device=one.device, dtype=one.dtype)[:, None]
+        if name == "window_index":
+            return (one + image * len(one)).flatten()
+        return F.pad((one[1:] + image * self.tokens).flatten(), (1, 0))
+
+
+def _reasons(tower: nn.Module) -> list[str]:
+    """Why a model is not taken."""
+    if not any(comes_from("transformers", tower, name) for name in TOWERS):
+        return [f"the tower is a {type(tower).__name__}: accepted are {', '.join(TOWERS)} of transformers"]
+    try:
+        import transformers.vision_utils  # noqa: F401
+    except ImportError:
+        return ["this transformers has no transformers.vision_utils: accepted is 5.23"]
+    return []
+
+
+def _layout(tower: Any, grid: Tensor) -> dict[str, Tensor]:
+    """What transformers makes of a grid, by the names under which its towers take it."""
+    from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
+
+    merge = tower.config.spatial_merge_size
+    found = {"position_ids": get_vision_position_ids(grid, merge), "cu_seqlens": get_vision_cu_seqlens(grid)}
+    if hasattr(tower, "window_size"):
+        index, bounds = get_vision_window_index(grid, merge, tower.window_size, tower.patch_size)
+        found |= {"window_index": index, "cu_window_seqlens": bounds}
+    return found
