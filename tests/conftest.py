@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
+from torch import nn
 
 import torchvision_cpu
 
@@ -75,3 +77,21 @@ def add(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setitem(subjects._SUBJECTS, name, subjects.Subject(name, "for a test", build, **fields))
 
     return add
+
+
+@pytest.fixture
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is found on this machine is kept for the time of a test."""
+    monkeypatch.setenv("VIT_FAST_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    """The test model, eager, none of whose parameters is as it was initialised: zeros and ones hide mistakes."""
+    import vit_fast
+
+    model = vit_fast.create_model("vit_test", backend="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from command_line import run
 from fused_models import SUBJECTS
 from PIL import Image
 from torch import Tensor, nn
 
 import vit_fast
 from vit_fast import figures
-from vit_fast.cli import main
 from vit_fast.commands.show import FIGURES
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.figures.sight import Sight, components, patch_filters, position_embedding
@@ -150,14 +150,6 @@ def test_blocks_and_heads_are_chosen(model) -> None:
         figures.attention(model, blocks=[3])
     with pytest.raises(ValueError, match="heads has 9"):
         figures.attention(model, heads=[9])
-
-
-def run(*arguments: str) -> int:
-    try:
-        main([*arguments])
-    except SystemExit as ended:
-        return int(ended.code or 0)
-    return 0
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

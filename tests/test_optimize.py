@@ -25,21 +25,7 @@ from vit_fast.tuning.expected import Expected, Rule
 from vit_fast.tuning.search import Refused
 from vit_fast.tuning.trials import Trials
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("VIT_FAST_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def model() -> nn.Module:
-    model = vit_fast.create_model("vit_test", backend="eager").eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    return model
+pytestmark = [pytest.mark.usefixtures("own_cache"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 
 @pytest.fixture

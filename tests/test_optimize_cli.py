@@ -8,18 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from bench_support import plan, rows_by_subject
+from command_line import run
 
 import vit_fast
 from vit_fast.benchmarks import runner
-from vit_fast.cli import main
 from vit_fast.tuning import answers, choices, deployable
 from vit_fast.tuning.choices import Choice
 from vit_fast.tuning.entry import open_model
 
-
-@pytest.fixture(autouse=True)
-def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("VIT_FAST_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture
@@ -40,14 +37,6 @@ def only(monkeypatch: pytest.MonkeyPatch):
         )
 
     return choose
-
-
-def run(*arguments: str) -> int:
-    try:
-        main([*arguments])
-    except SystemExit as ended:
-        return int(ended.code or 0)
-    return 0
 
 
 def test_table_answer_and_cache(capsys: pytest.CaptureFixture[str], tmp_path: Path, only) -> None:

@@ -30,16 +30,6 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="of machines w
 
 
 @pytest.fixture
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    model = vit_fast.create_model("vit_test", backend="eager").eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    return model
-
-
-@pytest.fixture
 def images() -> Tensor:
     return torch.randn(6, 3, 32, 32)
 

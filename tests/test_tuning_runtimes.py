@@ -14,11 +14,11 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from command_line import run
 from fused_models import assert_within
 from torch import Tensor, nn
 
 import vit_fast
-from vit_fast.cli import main
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.export import OnnxRunner, ProviderError, export_onnx
 from vit_fast.tuning import answers, choices, deployable
@@ -30,12 +30,7 @@ from vit_fast.tuning.runtimes import OnnxFile
 from vit_fast.tuning.search import Refused
 from vit_fast.tuning.trials import Trials
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("VIT_FAST_CACHE", str(tmp_path / "cache"))
+pytestmark = [pytest.mark.usefixtures("own_cache"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 
 @pytest.fixture(scope="module")
@@ -73,14 +68,6 @@ def _write_half(path: Path) -> None:
 @pytest.fixture
 def images() -> Tensor:
     return torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-
-
-def run(*arguments: str) -> int:
-    try:
-        main([*arguments])
-    except SystemExit as ended:
-        return int(ended.code or 0)
-    return 0
 
 
 CHOICES = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,10 +18,7 @@ from vit_fast.tuning.choices import Choice
 from vit_fast.tuning.search import search
 from vit_fast.tuning.shapes import backends_of, choice_by_classes, shape_classes
 
-
-@pytest.fixture(autouse=True)
-def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("VIT_FAST_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture(scope="module")
