@@ -348,6 +348,9 @@ def test_refusals_name_every_reason() -> None:
         fused_block_fp8(x.float().requires_grad_(), x, None, block, None, norm="rms_norm", **settings)
     for word in ("x is torch.float32", "x requires a gradient", "norm is 'rms_norm'", "x8 is torch.bfloat16"):
         assert word in str(refused.value)
+    trained = Norm(torch.ones(WIDTH // HEADS, device=DEVICE).requires_grad_(), None, 1e-5, "rms_norm")
+    with pytest.raises(UnsupportedInputError, match="qk_norm requires a gradient"), torch.enable_grad():
+        fused_block_fp8(x, None, None, block, None, qk_norm=QkNorm(trained, trained), **settings)
     wide, C = torch.cat((x, x), 2), torch.ones(WIDTH + 1, device=DEVICE)
     for args, word in (
         ((x.float(), None, None, block, None), r"x is torch\.float32"),

@@ -195,7 +195,7 @@ def fused_block_fp8(
         UnsupportedInputError: FP8 cannot run this input; lists all reasons.
     """
     width = block.qkv.weight.shape[0]
-    _require_supported(x, x8, block, next_scale, norm)
+    _require_supported(x, x8, block, next_scale, norm, qk_norm)
     if attention_scale is None:
         attention_scale = (width // (3 * heads)) ** -0.5
     if block.paired_head:
@@ -215,11 +215,19 @@ def fused_block_fp8(
     return y, None if next_scale is None else y8, emitted if next_statistics else None
 
 
-def _require_supported(x: Tensor, x8: Tensor | None, block: Fp8Block, next_scale: Tensor | None, norm: str) -> None:
+def _require_supported(
+    x: Tensor, x8: Tensor | None, block: Fp8Block, next_scale: Tensor | None, norm: str, qk_norm: QkNorm | None
+) -> None:
     """What the operator, which looks at tensors but once for all calls like one another, cannot see for itself."""
     reasons, linears = [], block[:4]
-    if x.requires_grad and torch.is_grad_enabled():
-        reasons.append("x requires a gradient: FP8 gives none, use torch.no_grad or the model in half precision")
+    if torch.is_grad_enabled():
+        of_norms = () if qk_norm is None else (*qk_norm.q[:2], *qk_norm.k[:2])
+        wanted = {"x": x.requires_grad, "qk_norm": any(t is not None and t.requires_grad for t in of_norms)}
+        reasons += [
+            f"{name} requires a gradient: FP8 gives none, use torch.no_grad or the model in half precision"
+            for name, requires in wanted.items()
+            if requires
+        ]
     if is_rms(norm) != (block.qkv.weight_sum is None):
         reasons.append(f"norm is {norm!r}: the block was quantized with the other kind")
     # torch would choose one of several devices before the operator sees its inputs
