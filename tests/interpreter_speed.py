@@ -3,8 +3,8 @@
 The interpreter replaces triton.language's functions by its own when a kernel starts, and searches for them again
 whenever a kernel calls a device function, where it nearly always finds them replaced already: half of its time. Half of
 the rest goes into what surrounds the numbers: it looks for overflows of integers and throws away what it found,
-describes every result anew, down to the types of its shape's sizes, promotes types that are one, and broadcasts shapes
-that are the same.
+describes every result anew, down to the types of its shape's sizes, promotes types that are one, broadcasts shapes
+that are the same, and computes erf of one number after the other.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.language import core
 from triton.language.semantic import TritonSemantic
@@ -105,6 +106,11 @@ def _broadcast(broadcast: Callable[..., Any]) -> Callable[..., Any]:
     return broadcasted
 
 
+def _erf(values: np.ndarray) -> np.ndarray:
+    """Of fp32, in fp64 as ever, all at once."""
+    return torch.from_numpy(np.array(values, dtype=np.float64)).erf_().numpy().astype(np.float32)
+
+
 @cache
 def search_once() -> None:
     """Patch the interpreter; a second time changes nothing."""
@@ -112,6 +118,7 @@ def search_once() -> None:
     options = interpreter.interpreter_builder.options
     assert not options.debug, "overflows are looked for: what is asserted of them decides"
     interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
+    interpreter.np_erf_fp32 = _erf
     interpreter._get_np_dtype = _numpy_types(interpreter._get_np_dtype)
     core.tensor.__init__ = _init_tensor
     core.block_type.__init__ = _init_block
