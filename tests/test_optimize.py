@@ -97,6 +97,15 @@ class Dictionary(nn.Module):
         return {"logits": logits, "best": logits.argmax(1)}
 
 
+def test_a_batch_that_is_cut_may_be_empty_or_none(model, images) -> None:
+    with torch.no_grad():
+        fast = build(Choice(split=3), model, images, model(images), ())
+    assert fast(images[:0]).shape == (0, 10)
+    for wrong in (None, images.numpy()):
+        with pytest.raises(TypeError, match="images are a"):  # no StopIteration, by which a loop would end
+            fast(wrong)
+
+
 def test_named_outputs_and_arguments(model, images) -> None:
     given = Dictionary(model)
     expected = given(images, 2.0)
@@ -393,6 +402,9 @@ def test_a_choice_has_one_name_and_comes_back_from_a_file() -> None:
     everything += choices.variations(Choice(), torch.device("cpu"), 8)
     assert len({choice.name for choice in everything}) == len(set(everything))
     assert all(Choice.from_dict(choice.to_dict()) == choice for choice in everything)
+    for foreign in ({"engine": "jax"}, {"precision": "int2"}, {"engine": True}, {"threads": [2]}, {"beam": 3}):
+        with pytest.raises(ValueError, match=rf"choice {next(iter(foreign))}=.*: accepted are"):
+            Choice.from_dict(foreign)  # type: ignore[arg-type]  # what a file may hold
     with pytest.raises(ValueError, match="accepted are engine"):
         Choice.from_dict({"colour": "red"})
     assert Choice().plainness == 0 < Choice(attention="sdpa", mlp="sdpa").plainness < Choice("compile").plainness

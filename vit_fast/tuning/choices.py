@@ -110,12 +110,15 @@ class Choice:
         """What to_dict gave.
 
         Raises:
-            ValueError: a field or its type is unknown.
+            ValueError: a field, its type, an engine or a number format is unknown.
         """
         known = {field.name: field for field in dataclasses.fields(cls)}
         for name, value in data.items():
             if name not in known or not isinstance(value, list | tuple if name == "by_shape" else str | bool | int):
                 raise ValueError(f"choice {name}={value!r}: accepted are {', '.join(known)}")
+        for name, accepted in (("engine", tuple(_SECONDS)), ("precision", PRECISIONS)):
+            if name in data and data[name] not in accepted:
+                raise ValueError(f"choice {name}={data[name]!r}: accepted are {', '.join(accepted)}")
         by_shape = tuple((str(part), str(backend)) for part, backend in data.get("by_shape", ()))
         return cls(**{**data, "by_shape": by_shape})
 

@@ -157,7 +157,9 @@ def in_pieces(function: Function, size: int) -> Function:
 
     def cut(*args: Any, **kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        batch = next(leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor))
+        batch = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 0)
+        if batch <= size:  # what holds no images is for the function to refuse
+            return function(*args, **kwargs)
         pieces = []
         for start in range(0, batch, size):
             part = [
@@ -168,7 +170,7 @@ def in_pieces(function: Function, size: int) -> Function:
             ]
             some, named = pytree.tree_unflatten(part, spec)
             pieces.append(function(*some, **named))
-        return pieces[0] if len(pieces) == 1 else pytree.tree_map(_joined, *pieces)
+        return pytree.tree_map(_joined, *pieces)
 
     return cut
 
