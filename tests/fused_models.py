@@ -211,6 +211,7 @@ def qk_norm_of_depth(depth: int) -> dict[str, Subject]:
     sizes = {"depth": depth, "embed_dim": 128, "num_heads": 2}
     return {
         "timm": timm_subject("vit_tiny_patch16_224", qk_norm=True, **sizes),
+        "timm, half": timm_subject("vit_small_patch16_dinov3", qk_norm=True, **sizes),
         "timm, RMSNorm": timm_subject("vit_tiny_patch16_224", qk_norm=True, norm_layer="rmsnorm", **sizes),
     }
 

@@ -145,3 +145,19 @@ def test_frozen_blocks_give_the_same(name: str) -> None:
         changed = subject.run(model, inputs)
         vit_fast.unfreeze(model)
         torch.testing.assert_close(changed, subject.run(model, inputs), rtol=1e-3, atol=1e-3)
+
+
+def test_frozen_norms_of_q_and_k_follow_the_pairs() -> None:
+    """Freezing brings the pairs of half-split positions together; a call without positions folds them as they are."""
+    subject = timm_subject("vit_small_patch16_dinov3", depth=1, embed_dim=128, qk_norm=True)
+    model = subject.build().eval().to(DEVICE, torch.bfloat16)
+    plain, exact = copy.deepcopy(model), copy.deepcopy(model).double()
+    vit_fast.fuse(model, backend="triton").require_all()
+    assert len(vit_fast.freeze(model)) == 1
+    inputs = {key: value.to(DEVICE, torch.bfloat16) for key, value in subject.inputs().items()}
+    tokens = torch.randn(2, 6, 128, device=DEVICE).bfloat16()
+    with torch.no_grad():
+        found = [subject.run(each, inputs) for each in (model, plain)]
+        assert_within(*found, subject.run(exact, {key: value.double() for key, value in inputs.items()}), 2, "output")
+        found = [each.blocks[0](tokens) for each in (model, plain)]
+        assert_within(*found, exact.blocks[0](tokens.double()), 2, "a block without positions")
