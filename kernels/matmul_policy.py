@@ -36,7 +36,8 @@ def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[Matmul
     Args:
         arch: e.g. "sm_90"; sm_120 and unknown ones take the pointer tables, which every architecture runs.
         kind: The `product_kind` of the operands: "half", "fp8", "tf32" or "ieee".
-        epilogue: One of `EPILOGUES`, of which "partial" has those of "residual"; or "weight_products".
+        epilogue: One of `EPILOGUES`, of which "partial" has those of "residual" and "qk_norm" is of "half" alone; or
+            "weight_products".
         tma: Whether the operands can go through tensor descriptors.
     """
     hopper, blackwell = (generation(arch) == name for name in ("hopper", "blackwell"))
@@ -137,7 +138,7 @@ def _qk_norm_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ...]:
     of_64 = [replace(c, sub_tiles=c.block_n // 64, maxnreg=232 if c.block_n == 256 else c.maxnreg) for c in table]
     of_128 = [replace(c, sub_tiles=1) for c in table if c.block_n == 128]
     eight = [replace(c, num_warps=8, ctas_per_sm=1) if c.block_m == 128 else c for c in of_128]
-    return (*of_64, *eight)
+    return tuple(sorted((*of_64, *eight), key=lambda config: -config.block_m * config.block_n))
 
 
 def _gated_grad_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ...]:

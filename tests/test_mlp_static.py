@@ -91,7 +91,7 @@ def test_exact_gelu_costs_less_than_three_thousand_slots(fc1: dict[str, Any]) ->
 def test_every_architecture_has_tiles_for_everything(arch: str, kind: str, tma: bool) -> None:
     for epilogue in (*EPILOGUES, "weight_products"):
         table = matmul_policy.config_table(arch, kind, epilogue, tma)
-        assert table
+        assert bool(table) == (epilogue != "qk_norm" or kind == "half")  # of half precision alone
         assert tma or not any(config.tma for config in table)
         areas = [config.block_m * config.block_n for config in table]
         assert areas == sorted(areas, reverse=True)
@@ -109,3 +109,10 @@ def test_pieces_cover_the_result() -> None:
     assert config.row_parts(769) * config.piece >= 769
     assert config.column_parts(129) == 2
     assert config.tiles(129, 257) == 4
+
+
+@pytest.mark.parametrize("arch", offline.ARCHS)
+@pytest.mark.parametrize("tma", [True, False])
+def test_a_piece_of_a_tile_can_be_a_head_of_each_size(arch: str, tma: bool) -> None:
+    pieces = {config.piece for config in matmul_policy.config_table(arch, "half", "qk_norm", tma)}
+    assert pieces == set(matmul_policy.NORMED_HEADS)
