@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from digits import digits_vit, held_out, inputs
 from fused_models import SUBJECTS
 from mlp_support import DEVICE, make_bf16_exact
 from torch import Tensor, nn
@@ -22,14 +21,12 @@ from vit_fast.fp8_scales import scales_of
 from vit_fast.fp8_shadow import simulate
 from vit_fast.freezing import frozen_of
 from vit_fast.fusion import shadow_of
-from vit_fast.ops.descriptions import BlockScales, Keys
+from vit_fast.ops.descriptions import Keys
 from vit_fast.ops.quantised import Quantised
 
 make_bf16_exact()
 
 UnsupportedInputError = vit_fast.UnsupportedInputError
-POINTS, WANTED = 0.006, 0.995
-"""Of accuracy, that e4m3 may cost; of images, whose top class has to stay in the tests that keep layers for it."""
 
 
 def calibrated(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -129,14 +126,6 @@ def test_weights_made_in_inference_mode_are_followed_outside_of_it() -> None:
     with torch.no_grad():
         model.blocks[0].mlp.fc1.weight.mul_(1.5)
         assert not torch.equal(model(**given), before)
-
-
-def test_agreement_is_measured_on_a_model_converted_since() -> None:
-    subject = SUBJECTS["timm-vit"]
-    model = subject.build().eval().to(DEVICE)
-    vit_fast.calibrate(model, subject.inputs()["x"])
-    report = vit_fast.fuse(model.to(torch.bfloat16), precision="fp8", min_agreement=0.01)
-    assert "calibration images" in str(report)
 
 
 def test_a_model_in_fp8_is_copied_pickled_saved_and_loaded(tmp_path: Path) -> None:
@@ -296,73 +285,6 @@ def test_half_the_model_stays_where_the_kernels_do_not_run_it_as_a_whole() -> No
     with torch.no_grad():
         hooked(**given)
     assert seen, "a hook is honoured: that block runs as it was"
-
-
-def rounded(model: Any, choice: Any) -> nn.Module:
-    """The model with its blocks as they are defined in e4m3, but for what the choice keeps."""
-    shadow = shadow_of(model)
-    for block in simulate(shadow)[0]:
-        own = scales_of(model.get_submodule(block.name))
-        assert own is not None
-        block.scales = own.all()._replace(**dict.fromkeys(choice.kept[block.name]))
-    return shadow
-
-
-def accuracies(model: Any, eight: nn.Module) -> tuple[float, float]:
-    """Share of the held-out images that a model recognises, and that it does in e4m3."""
-    images, labels = held_out()
-    with torch.inference_mode():
-        plain, other = ((each(images).argmax(1) == labels).float().mean().item() for each in (model, eight))
-    return plain, other
-
-
-@pytest.mark.parametrize("massive", [100.0, 1000.0])
-def test_massive_activations_cost_no_accuracy(massive: float) -> None:
-    """Two channels of the residual stream hundreds of times the rest, as in DINOv2 and CLIP; nothing is kept."""
-    model = digits_vit(massive=massive)
-    vit_fast.calibrate(model, inputs()[:64])
-    plain, eight = accuracies(model, rounded(model, fp8.choose(model, shadow_of(model), (), None)))
-    assert plain > 0.95 and eight >= plain - POINTS
-
-
-@pytest.mark.parametrize("outlier", [1.0, 100.0])
-def test_as_many_layers_are_kept_as_the_agreement_takes(outlier: float) -> None:
-    model = digits_vit(outlier)
-    images, _ = held_out()
-    vit_fast.calibrate(model, images)
-    before = fp8.choose(model, shadow_of(model), (), None)
-    with torch.inference_mode():
-        same = float((model(images).argmax(1) == rounded(model, before)(images).argmax(1)).float().mean())
-    assert 0.99 <= same < WANTED, "there is something to keep"
-    choice = fp8.choose(model, shadow_of(model), ("blocks.0.mlp.fc2",), WANTED)
-    reasons = [why for layers in choice.kept.values() for why in layers.values()]
-    assert choice.kept["blocks.0"]["fc2"] == "asked for by keep"
-    assert 1 <= reasons.count("min_agreement asks for it") <= 8
-    eight = rounded(model, choice)
-    with torch.inference_mode():
-        share = float((model(images).argmax(1) == eight(images).argmax(1)).float().mean())
-    assert share >= WANTED and f"the same on {share:.1%} of {len(images)} calibration images" in choice.notes[0]
-    plain, in_eight = accuracies(model, eight)
-    assert in_eight >= plain - POINTS
-
-
-def test_an_agreement_that_cannot_be_reached_is_refused_with_the_best() -> None:
-    model = digits_vit()
-    vit_fast.calibrate(model, inputs()[:100])
-    for block in model.blocks:
-        everything_to_zero = BlockScales(*(torch.tensor(2.0**15) for _ in BlockScales._fields))
-        block.vit_fast_fp8.set(everything_to_zero)
-    keep = ("*.proj", "*.mlp.*", "blocks.0.attn.qkv")
-    with pytest.raises(UnsupportedInputError, match=r"with 1 of 2 linear layers kept, .* on \d+\.\d% of 100 images"):
-        fp8.choose(model, shadow_of(model), keep, 1.0)
-
-
-def test_a_model_without_classes_has_no_agreement() -> None:
-    subject = SUBJECTS["transformers-dinov2"]
-    model = subject.build().eval()
-    vit_fast.calibrate(model, subject.inputs()["pixel_values"])
-    with pytest.raises(ValueError, match=r"min_agreement is given, .* accepted are logits \[B, classes\]"):
-        fp8.choose(model, shadow_of(model), None, 0.9)
 
 
 @pytest.mark.parametrize("name", ["ours", "transformers-vit"])

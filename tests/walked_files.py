@@ -31,9 +31,9 @@ def walk(model: torch.nn.Module, images: torch.Tensor) -> list[tuple[str, str]]:
 
     def note(frame: FrameType, event: str, _: object) -> None:
         path = Path(frame.f_code.co_filename)
-        if event == "call" and path.is_absolute() and path.resolve().is_relative_to(ROOT):
-            if any(map(holds_tokens, frame.f_locals.values())):
-                passed[str(path.resolve().relative_to(ROOT)), frame.f_code.co_qualname] = None
+        ours = event == "call" and path.is_absolute() and path.resolve().is_relative_to(ROOT)
+        if ours and any(map(holds_tokens, frame.f_locals.values())):
+            passed[str(path.resolve().relative_to(ROOT)), frame.f_code.co_qualname] = None
 
     with torch.inference_mode():
         for _ in range(4):  # what is compiled, recorded and kept
