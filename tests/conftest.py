@@ -86,6 +86,16 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
+def one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`optimize` tries only what is built in no time."""
+    from vit_fast.tuning import choices
+
+    every = choices.candidates
+    module = "vit_fast.tuning.optimization.candidates"
+    monkeypatch.setattr(module, lambda *how: [choice for choice in every(*how) if choice.engine == "torch"])
+
+
+@pytest.fixture
 def model() -> nn.Module:
     """The test model, eager, none of whose parameters is as it was initialised: zeros and ones hide mistakes."""
     import vit_fast

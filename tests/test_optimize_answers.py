@@ -1,0 +1,115 @@
+"""What vit_fast.optimize found, as it is kept on a machine: where, what is ignored, and who may write at a time."""
+
+from __future__ import annotations
+
+import copy
+import json
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import vit_fast
+from vit_fast.tuning import answers
+from vit_fast.tuning.choices import Choice
+
+pytestmark = [pytest.mark.usefixtures("own_cache"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+
+@pytest.fixture
+def images() -> Tensor:
+    return torch.randn(4, 3, 32, 32)
+
+
+def test_weights_of_any_kind_have_a_digest() -> None:
+    norm = torch.nn.BatchNorm2d(3)
+    before = answers.weights_digest(norm)
+    norm.num_batches_tracked += 1
+    assert answers.weights_digest(norm) != before == answers.weights_digest(torch.nn.BatchNorm2d(3))
+
+
+def test_where_answers_are_kept(monkeypatch, tmp_path) -> None:
+    monkeypatch.delenv("VIT_FAST_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert answers.folder() == tmp_path / "vit_fast" / "answers"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert answers.folder() == Path.home() / ".cache" / "vit_fast" / "answers"
+
+
+def test_whoever_has_no_home_fuses_and_optimizes_all_the_same(model, images, one_engine, monkeypatch) -> None:
+    for name in ("VIT_FAST_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nobody)
+    assert vit_fast.fuse(model).backend == "sdpa"
+    with pytest.warns(UserWarning, match="not kept: .*home directory.*VIT_FAST_CACHE"):
+        assert not vit_fast.optimize(model, images, budget_s=1).kept
+
+
+def test_a_folder_that_nobody_may_look_into_holds_no_answers(model, monkeypatch) -> None:
+    def forbidden(self: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    answers.folder().mkdir()
+    (answers.folder() / "one.json").touch()
+    monkeypatch.setattr(Path, "is_file", forbidden)
+    assert vit_fast.fuse(model).backend == "sdpa" and list(answers.all_answers()) == []
+
+
+def test_what_is_no_file_is_no_answer(model) -> None:
+    """A pipe would be waited for."""
+    (answers.folder() / "folder.json").mkdir(parents=True)
+    os.mkfifo(answers.folder() / "pipe.json")
+    assert vit_fast.fuse(model).backend == "sdpa" and list(answers.all_answers()) == [] and answers.clear() == 0
+
+
+def test_foreign_answers_are_ignored_with_a_word(model, images, one_engine) -> None:
+    vit_fast.optimize(model, images, budget_s=1e-3)
+    (path,) = answers.folder().glob("*.json")
+    good = json.loads(path.read_text())
+    foreign = [good | {"figures": {}}, good | {"key": {}}, good | {"choice": {"x": 1}}]
+    foreign += [good | {"figures": good["figures"] | {"parts": parts}} for parts in (3, {"a": 1}, {"a": ["b"]})]
+    foreign += [good | {"choice": {"by_shape": value}} for value in (3, ["ab", 1], [["a"]])]
+    for text in (b"", b"[1]", b'{"format": 99}', b"\xff", *(json.dumps(each).encode() for each in foreign)):
+        path.write_bytes(text)
+        with pytest.warns(UserWarning, match="ignored"):
+            assert not vit_fast.optimize(model, images, budget_s=1e-3).kept
+    assert answers.clear() == 1 and list(answers.all_answers()) == []
+
+
+RACED = {"machine": {}, "model": "m", "example": [], "asked": {}}
+
+
+def test_a_search_is_not_lost_where_nothing_can_be_kept(model, images, one_engine, monkeypatch, tmp_path) -> None:
+    (tmp_path / "taken").write_text("a file")
+    monkeypatch.setenv("VIT_FAST_CACHE", str(tmp_path / "taken"))
+    with pytest.warns(UserWarning, match="not kept: .*taken"):
+        found = vit_fast.optimize(model, images, budget_s=1)
+    assert found.model(images).shape == (4, 10) and not found.kept
+    assert vit_fast.fuse(copy.deepcopy(model)).backend == "sdpa"
+
+
+def _keep_many(number: int) -> None:
+    for turn in range(20):
+        answers.keep(
+            answers.Answer(RACED, Choice(split=number + 1), dict.fromkeys(answers.FIGURES) | {"parts": {}, "ms": turn})
+        )
+
+
+def test_processes_may_race_for_an_answer() -> None:
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_keep_many, args=(number,)) for number in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    found = answers.look_up(RACED)
+    assert found is not None and found.figures["ms"] == 19
+    assert [path.name for path in answers.folder().iterdir()] == [path.name for path in answers.folder().glob("*.json")]
