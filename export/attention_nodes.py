@@ -31,7 +31,7 @@ multi_head_attention: com.microsoft's node."""
 def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     """What torch.onnx.export needs in order to write attention as a placeholder node."""
     import torch
-    from onnxscript import values
+    from onnxscript import opset18, values
 
     if not onnx.defs.has(SDPA, DOMAIN):
         schema = onnx.defs.OpSchema
@@ -54,14 +54,22 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         scale: float | None = None, enable_gqa: bool = False,
     ) -> Any:  # fmt: skip
         given = {
-            "attn_mask": attn_mask is not None,
+            "attn_mask that is no boolean one": attn_mask is not None and attn_mask.dtype != ir.DataType.BOOL,
             "dropout_p": dropout_p,
             "is_causal": is_causal,
             "enable_gqa": enable_gqa,
         }
         if unsupported := [name for name, value in given.items() if value]:
             raise NotImplementedError(f"scaled_dot_product_attention with {', '.join(unsupported)}")
-        return placeholder(query, key, value, scale=query.shape[-1] ** -0.5 if scale is None else scale)
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        if attn_mask is None:
+            return placeholder(query, key, value, scale=scale)
+        # no runtime has a form of its own for it; q is scaled first, as in `_lower`
+        scores = opset18.MatMul(
+            opset18.Mul(query, opset18.CastLike(scale, query)), opset18.Transpose(key, perm=[0, 1, 3, 2])
+        )
+        nothing = opset18.CastLike(float("-inf"), query)
+        return opset18.MatMul(opset18.Softmax(opset18.Where(attn_mask, scores, nothing), axis=-1), value)
 
     return {torch.ops.aten.scaled_dot_product_attention.default: sdpa}
 

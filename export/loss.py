@@ -73,7 +73,7 @@ class Accuracy:
 
 
 def loss_of(got: np.ndarray, expected: np.ndarray, output: Output) -> Loss:
-    """Compares outputs [B, classes] or features [B, C].
+    """Compares outputs [B, classes], or [B, N, classes] of tokens, or features [B, C].
 
     Probabilities are compared by their logarithms, log max(p, 1e-30): all of them are small numbers, so that two
     unrelated softmaxes over many classes would pass for equal. The log differs from the logits by a constant an image.
@@ -86,8 +86,8 @@ def loss_of(got: np.ndarray, expected: np.ndarray, output: Output) -> Loss:
         agreement = float((ours == theirs).mean())
         exponents = np.exp(expected - expected.max(-1, keepdims=True))
         probabilities = exponents / exponents.sum(-1, keepdims=True)
-        rows = np.arange(len(got))
-        flips = int((probabilities[rows, theirs] - probabilities[rows, ours] >= SURE).sum())
+        of_theirs, of_ours = (np.take_along_axis(probabilities, each[..., None], -1) for each in (theirs, ours))
+        flips = int((of_theirs - of_ours >= SURE).sum())
     difference = got.astype(np.float64) - expected
     return Loss(
         images=len(got),

@@ -68,7 +68,7 @@ def optimise(model: ir.Model, vit: ImageModel, options: ExportOptions) -> list[F
     missing = vit.attentions - lowered.sites
     fusions = []
     if form != "plain":
-        note = f"{missing} written by the model without scaled_dot_product_attention" if missing > 0 else ""
+        note = f"{missing} masked, or written without scaled_dot_product_attention" if missing > 0 else ""
         name = "MultiHeadAttention" if options.targets_ort else "Attention"
         fusions.append(Fusion(name, lowered.sites, vit.attentions, note))
     note = "a pooling head's query is no token" if lowered.packed < lowered.sites else ""

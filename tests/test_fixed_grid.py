@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
+import onnxruntime
 import pytest
 import torch
 from kernel_support import DEVICE
@@ -14,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import vit_fast
 from vit_fast.errors import UnsupportedInputError
+from vit_fast.export import export_onnx
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("transformers.vision_utils")
@@ -89,6 +92,20 @@ def test_it_is_traced_whole_and_moves_with_its_tower() -> None:
         torch.testing.assert_close(compiled(images), model(images))
     assert all(buffer.device.type == "meta" for buffer in model.to("meta").buffers())
     assert not [name for name in model.state_dict() if not name.startswith("tower.")]
+
+
+def test_it_is_exported(tmp_path: Path) -> None:
+    model = vit_fast.FixedGrid(TOWERS["qwen2_5_vl"].build().eval(), IMAGE)
+    with pytest.raises(UnsupportedInputError, match=r"blocks\.0\.attn is transformers' own: fuse the tower first"):
+        export_onnx(model, tmp_path / "m.onnx")
+    vit_fast.fuse(model, "triton")
+    assert export_onnx(model, tmp_path / "m.onnx").verified
+    session = onnxruntime.InferenceSession(str(tmp_path / "m.onnx"), providers=["CPUExecutionProvider"])
+    for batch in (1, 3):
+        images = torch.rand(batch, 3, *IMAGE, device=DEVICE)
+        (found,) = session.run(None, {session.get_inputs()[0].name: images.cpu().numpy()})
+        with torch.no_grad():
+            torch.testing.assert_close(torch.from_numpy(found), model(images).cpu(), rtol=1e-3, atol=1e-4)
 
 
 def test_what_it_refuses() -> None:

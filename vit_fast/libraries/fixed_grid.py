@@ -6,6 +6,7 @@ lie, which of them share a window. For one grid all that is known before, and tr
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import Size
-from .image_model import comes_from, pair
+from ..fused import FusedModule
+from .image_model import Head, ImageModel, comes_from, pair
 from .peers import refuse
 
 TOWERS = ("Qwen2VisionTransformerPretrainedModel", "Qwen2_5_VisionTransformerPretrainedModel")
@@ -22,7 +24,8 @@ TOWERS = ("Qwen2VisionTransformerPretrainedModel", "Qwen2_5_VisionTransformerPre
 class FixedGrid(nn.Module):
     """A vision tower of Qwen2-VL or Qwen2.5-VL for images of one size.
 
-    Nothing is read on the host in its forward, so `GraphRunner` captures it and `compile` traces it whole.
+    Nothing is read on the host in its forward, so `GraphRunner` captures it, `compile` traces it whole, and, once
+    the tower is fused, `export_onnx` writes it.
 
     Args:
         tower: `model.visual`, fused or not; it is not copied.
@@ -73,6 +76,48 @@ class FixedGrid(nn.Module):
         if name == "window_index":
             return (one + image * len(one)).flatten()
         return F.pad((one[1:] + image * self.tokens).flatten(), (1, 0))
+
+
+class FixedGridModel(ImageModel):
+    """One to be exported."""
+
+    def make_exportable(self, undo: contextlib.ExitStack, dynamic_size: bool) -> None:
+        """Its layers, which are fused, know what to write."""
+
+    def run(self, images: Tensor, head: Head, dynamic_size: bool) -> Tensor:
+        """What the language model is given of images, [B, tokens, C]."""
+        tokens: Tensor = self.model(images)
+        return tokens
+
+
+def recognise(model: nn.Module) -> ImageModel | None:
+    """What it takes and gives; None for another.
+
+    Raises:
+        UnsupportedInputError: its tower is not fused: transformers' own layers read lengths on the host.
+    """
+    if not isinstance(model, FixedGrid):
+        return None
+    blocks: Any = model.tower.blocks
+    unfused = [
+        f"blocks.{i}.attn is transformers' own: fuse the tower first, with any backend"
+        for i, block in enumerate(blocks)
+        if not isinstance(block.attn, FusedModule)
+    ]
+    refuse("export of a FixedGrid", unfused[:1])
+    config: Any = model.tower.config
+    return FixedGridModel(
+        model=model,
+        library="transformers",
+        name=type(model.tower).__name__,
+        image_hw=model.image_hw,
+        in_chans=int(config.in_channels),
+        patch_hw=pair(model.patch),
+        depth=len(blocks),
+        attentions=len(blocks),
+        num_classes=0,
+        config=config.to_diff_dict(),
+    )
 
 
 def _reasons(tower: nn.Module) -> list[str]:

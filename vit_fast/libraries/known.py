@@ -13,6 +13,7 @@ from ..config import ViTConfig
 from ..errors import UnsupportedInputError
 from ..fused import FusedModule
 from . import (
+    fixed_grid,
     google,
     openai,
     ours,
@@ -30,7 +31,7 @@ from .rename import Converted, strip_wrappers
 NAMED_WEIGHTS = (google, torchvision, transformers, openai, timm)
 CONFIGURATIONS = (timm, transformers_config)
 PEERS = (timm, transformers, torchvision)
-IMAGE_MODELS = (ours, timm, transformers, torchvision)
+IMAGE_MODELS = (ours, fixed_grid, timm, transformers, torchvision)
 FUSABLE = {"timm": timm_blocks, "transformers": transformers_packed, "torchvision": torchvision, "torch": torch_nn}
 
 
