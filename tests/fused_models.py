@@ -297,6 +297,18 @@ def assert_within(actual: Tensor, before: Tensor, exact: Tensor, factor: float, 
     assert found.passed, f"{what}: {found}"
 
 
+def assert_fused_agrees(subject: Subject, model: nn.Module, inputs: dict[str, Tensor]) -> None:
+    """Fuses all of a model: outputs and gradients are as right as they were."""
+    import vit_fast
+
+    exact, exact_grads = in_fp64(subject, model, inputs)
+    before, before_grads = gradients(subject, model, inputs)
+    vit_fast.fuse(model, backend="sdpa").require_all()
+    after, after_grads = gradients(subject, model, inputs)
+    assert_within(after, before, exact, 2, "output")
+    assert_gradients_within(after_grads, before_grads, exact_grads, 3)
+
+
 def assert_gradients_within(
     actual: dict[str, Tensor], before: dict[str, Tensor], exact: dict[str, Tensor], factor: float
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fused_models import SUBJECTS, Subject, assert_gradients_within, assert_within, gradients, in_fp64, timm_subject
+from fused_models import SUBJECTS, Subject, assert_fused_agrees, assert_within, gradients, in_fp64, timm_subject
 from kernel_support import DEVICE
 from torch import nn
 
@@ -30,12 +30,7 @@ def test_other_image_sizes(name: str, size: tuple[int, int]) -> None:
     model = subject.build()
     (key,) = subject.inputs()
     inputs = {key: torch.randn(2, 3, *size)}
-    exact, exact_grads = in_fp64(subject, model, inputs)
-    before, before_grads = gradients(subject, model, inputs)
-    vit_fast.fuse(model, backend="sdpa").require_all()
-    after, after_grads = gradients(subject, model, inputs)
-    assert_within(after, before, exact, 2, "output")
-    assert_gradients_within(after_grads, before_grads, exact_grads, 3)
+    assert_fused_agrees(subject, model, inputs)
 
 
 AUGMENTED = {
@@ -72,12 +67,7 @@ def test_fewer_heads_of_keys_run_our_attention_between_the_modules() -> None:
         "vit_small_patch16_dinov3", attn_type="rope", qkv_fused=False, num_kv_heads=1, qk_norm=True, qkv_bias=True
     )
     model, inputs = subject.build(), subject.inputs()
-    exact, exact_grads = in_fp64(subject, model, inputs)
-    before, before_grads = gradients(subject, model, inputs)
-    vit_fast.fuse(model, backend="sdpa").require_all()
-    after, after_grads = gradients(subject, model, inputs)
-    assert_within(after, before, exact, 2, "output")
-    assert_gradients_within(after_grads, before_grads, exact_grads, 3)
+    assert_fused_agrees(subject, model, inputs)
     assert model.blocks[0].read().attention_reasons == ("attn has 2 heads of q for one of k and v: accepted is one",)
 
 
