@@ -85,12 +85,13 @@ def quantise(
     """
     scheme = scheme_of(options)
     products = linears(model) + (attention_products(model) if scheme == "e4m3" else [])
+    floating = scheme == "e4m3"
     fingerprint = fingerprint_of(products, f"{scheme} {options.precision}")
     expected = _outputs(model, held_out)
     if calibration:
         seen = observe(model, products, calibration)
         known = Calibration(fingerprint, sum(map(len, calibration)), {n: o.peak.tolist() for n, o in seen.items()}, {})
-        scales = smooth(model, products, known.peaks)
+        scales = smooth(model, products, known.peaks, floating=floating)
         smoothed = {name: one.divided(scales[name]) if name in scales else one for name, one in seen.items()}
         if not scheme.startswith("dynamic"):
             known.ranges.update(_ranges(products, smoothed, scheme))
@@ -98,7 +99,7 @@ def quantise(
             known.save(cache)
     else:
         known = Calibration(fingerprint, 0, {}, {}) if cache is None else load_calibration(cache, fingerprint)
-        smooth(model, products, known.peaks)
+        smooth(model, products, known.peaks, floating=floating)
 
     kept: list[Product] = []
     retreat: list[list[Product]] = []

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from vit_fast.ranges import smoothing_scale
+from vit_fast.ranges import power_of_two, smoothing_scale
 
 from .graphs import Writer, constant_of
 from .products import Product
@@ -29,7 +29,9 @@ DEVIATIONS = 3.0
 """How far from the mean, in standard deviations, a normalised channel is taken to go where no image says more."""
 
 
-def smooth(model: ir.Model, products: Sequence[Product], peaks: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]:
+def smooth(
+    model: ir.Model, products: Sequence[Product], peaks: Mapping[str, Sequence[float]], *, floating: bool
+) -> dict[str, np.ndarray]:
     """Moves scale from every norm's output into the linears that follow; in place, the function stays the same.
 
     Args:
@@ -37,6 +39,7 @@ def smooth(model: ir.Model, products: Sequence[Product], peaks: Mapping[str, Seq
         products: The linears. A norm that something else reads as well is left alone.
         peaks: By name of an activation, the largest magnitude of each channel [C]; a norm's output that is not in it
             is estimated by the norm's own weight and bias.
+        floating: Whether the eight bits are e4m3: then by powers of two.
     Returns:
         By name of the activation, the scale [C] that it was divided by; the linears' weights are new constants.
     """
@@ -56,6 +59,7 @@ def smooth(model: ir.Model, products: Sequence[Product], peaks: Mapping[str, Seq
             continue
         peak = np.asarray(peaks[name]) if name in peaks else _expected_peak(parameters)
         scale = smoothing_scale(peak, [constant_of(user.node.inputs[1]) for user in users])  # type: ignore[misc]  # linears
+        scale = power_of_two(scale) if floating else scale
         write = Writer(model.graph, f"{norm.name}.smoothed", before=norm)
         for index, parameter in zip(PARAMETERS[norm.op_type], parameters):
             if parameter is not None:

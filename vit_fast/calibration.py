@@ -18,7 +18,7 @@ from .fused import device_of
 from .fusion import shadow_of
 from .ops import reference
 from .ops.descriptions import BlockScales, Norm
-from .ranges import Observation, Observer, Range, candidate_ranges, smoothing_scale
+from .ranges import Observation, Observer, Range, candidate_ranges, power_of_two, smoothing_scale
 
 BATCH = 16
 """Images that a tensor of many is cut into."""
@@ -176,7 +176,7 @@ def _choose(block: Simulated, linear: str, seen: Observation) -> tuple[Tensor, L
     smoothings = [np.ones(())]
     if norm is not None:
         folded = weight if norm.weight is None else weight * norm.weight
-        smoothings.append(smoothing_scale(seen.peak, [folded.T.cpu().numpy()]))
+        smoothings.append(power_of_two(smoothing_scale(seen.peak, [folded.T.cpu().numpy()])))
     tried = []
     for smoothing in smoothings:
         ranges = {_step(limits): limits for limits in reversed(candidate_ranges(seen.divided(smoothing), _rounded))}

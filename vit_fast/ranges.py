@@ -109,10 +109,10 @@ def candidate_ranges(seen: Observation, rounded: Callable[[np.ndarray, Range], n
 
 
 def smoothing_scale(peak: np.ndarray, weights: Sequence[np.ndarray]) -> np.ndarray:
-    """s_j = sqrt(max |x_j| / max |W_j|), rounded to a power of two; 1 where a channel is always zero or read by no one.
+    """s_j = sqrt(max |x_j| / max |W_j|); 1 where a channel is always zero or read by no one.
 
     With the square root, the outcome depends on max |x_j| max |W_j| alone: however a function's scale is shared by what
-    makes x and what reads it, nearly the same comes out; and by powers of two nothing is rounded.
+    makes x and what reads it, the same comes out.
 
     Args:
         peak: Largest magnitude of each channel [C].
@@ -122,4 +122,9 @@ def smoothing_scale(peak: np.ndarray, weights: Sequence[np.ndarray]) -> np.ndarr
     alive = (peak > 0) & (wanted > 0)
     scale: np.ndarray = np.ones_like(wanted)
     scale[alive] = np.sqrt(peak[alive].astype(np.float64) / wanted[alive])
+    return scale
+
+
+def power_of_two(scale: np.ndarray) -> np.ndarray:
+    """The nearest: of a floating format the rounding is the same at any, and dividing by it rounds nothing."""
     return np.exp2(np.rint(np.log2(scale)))
