@@ -13,7 +13,7 @@ from kernel_support import DEVICE
 from torch import nn
 
 import vit_fast
-from vit_fast.runtime import pick_batches
+from vit_fast.runtime import _require_images_first, pick_batches
 
 
 @pytest.fixture(autouse=True)
@@ -163,6 +163,20 @@ class Logits(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self.model(pixel_values=images).logits
+
+
+def test_outputs_that_are_not_cut_by_image_are_refused() -> None:
+    _require_images_first({"tokens": torch.zeros(4, 9, 2), "name": "x"}, 4)
+    for output in (torch.zeros(1, 36, 2), torch.zeros(())):
+        with pytest.raises(vit_fast.UnsupportedInputError, match=r"4 images .*accepted are outputs whose first axis"):
+            _require_images_first((torch.zeros(4, 2), output), 4)
+
+
+@pytest.mark.gpu
+def test_a_model_that_packs_its_images_is_not_captured() -> None:
+    packs = torch.nn.Flatten(0, 1).cuda()
+    with pytest.raises(vit_fast.UnsupportedInputError, match="first axis is the batch"):
+        vit_fast.GraphRunner(packs, torch.zeros(4, 3, 8, 8, device="cuda"), batch_sizes=(4,))
 
 
 @pytest.mark.gpu

@@ -103,6 +103,7 @@ class GraphRunner:
     Raises:
         ValueError: the example or the batch sizes are not usable.
         UnsupportedInputError: the model and the example are not on a CUDA device and fallback is "error"; all reasons.
+            Or an output's first axis is not the batch.
     """
 
     def __init__(
@@ -195,6 +196,14 @@ def _no_graph_reasons(model: nn.Module, example: Tensor) -> list[str]:
     return reasons
 
 
+def _require_images_first(outputs: Any, batch: int) -> None:
+    """Raises UnsupportedInputError if what a model gave for `batch` images cannot be cut by image."""
+    shapes = [tuple(leaf.shape) for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    if wrong := [shape for shape in shapes if shape[:1] != (batch,)]:
+        reason = f"for {batch} images an output is {wrong[0]}: accepted are outputs whose first axis is the batch"
+        raise UnsupportedInputError("GraphRunner", [reason])
+
+
 class _Graph:
     """One batch size: its input buffer, its graph, its output buffers."""
 
@@ -208,7 +217,7 @@ class _Graph:
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 for _ in range(self.WARM_UP_RUNS):
-                    model(self.input)
+                    _require_images_first(model(self.input), batch)
             torch.cuda.current_stream().wait_stream(side)
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
