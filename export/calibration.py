@@ -27,6 +27,10 @@ BINS = 256
 """Of the histogram whose entropy is looked at."""
 
 
+# Counts on where ranges of the same images mean other numbers, as by how channels are smoothed.
+FORMAT = "vit-fast-calibration/2"
+
+
 class CalibrationError(VitFastError, ValueError):
     """A calibration cannot be used for this model, or not be made."""
 
@@ -48,21 +52,25 @@ class Calibration:
     ranges: dict[str, Range]
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps({"format": "vit-fast-calibration/1", **asdict(self)}), encoding="utf-8")
+        path.write_text(json.dumps({"format": FORMAT, **asdict(self)}), encoding="utf-8")
 
 
 def load_calibration(path: Path, fingerprint: str) -> Calibration:
     """A calibration that was saved.
 
     Raises:
-        CalibrationError: the file is missing or damaged, or for other weights or another precision or target.
+        CalibrationError: the file is missing or damaged, of another version, or for other weights or another precision
+            or target.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+        written = content["format"]
         ranges = {name: Range(**fields) for name, fields in content["ranges"].items()}
         calibration = Calibration(content["fingerprint"], int(content["images"]), dict(content["peaks"]), ranges)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CalibrationError(f"{path}: cannot be read as a calibration: {error}") from None
+    if written != FORMAT:
+        raise CalibrationError(f"{path}: format is {written!r}: accepted is {FORMAT!r}, give images anew")
     if calibration.fingerprint != fingerprint:
         raise CalibrationError(f"{path}: is the calibration of other weights, precision or target: give images anew")
     return calibration

@@ -60,6 +60,7 @@ def _shape_of_block(shape: tuple[int, ...]) -> tuple[Any, int]:
 
 
 def _init_block(self: Any, element_ty: Any, shape: Any) -> None:
+    assert isinstance(shape, list | core.tuple)
     self.element_ty = element_ty
     sizes = tuple(size.value if isinstance(size, core.constexpr) else size for size in shape)
     self.shape, self.numel = _shape_of_block(sizes)

@@ -98,12 +98,16 @@ def test_a_cache_stands_for_the_images(folder: Path, tmp_path: Path) -> None:
     export_onnx(digits_vit(), tmp_path / "a.onnx", calibration=[folder], images=[folder], **arguments)
     export_onnx(digits_vit(), tmp_path / "b.onnx", images=[folder], **arguments)
     assert onnx.load(tmp_path / "a.onnx").graph == onnx.load(tmp_path / "b.onnx").graph
-    assert json.loads((tmp_path / "c.json").read_text())["images"] == 32
+    written = (tmp_path / "c.json").read_text()
+    assert json.loads(written)["images"] == 32
     changed = digits_vit()
     with torch.no_grad():
         changed.blocks[0].mlp.fc1.weight[0, 0] += 1
     with pytest.raises(CalibrationError, match="other weights, precision or target"):
         export_onnx(changed, tmp_path / "m.onnx", **arguments)
+    (tmp_path / "c.json").write_text(written.replace("calibration/2", "calibration/1"))  # smoothed by powers of two
+    with pytest.raises(CalibrationError, match=r"calibration/1'.*give images anew"):
+        export_onnx(digits_vit(), tmp_path / "m.onnx", **arguments)
     (tmp_path / "c.json").write_text("{}")
     with pytest.raises(CalibrationError, match="cannot be read"):
         load_calibration(tmp_path / "c.json", "")
