@@ -194,7 +194,8 @@ def find(model: nn.Module, example: Any, precision: str | None) -> Answer | None
 
 def look_up(key: dict[str, Any]) -> Answer | None:
     """The kept answer for exactly this, or None."""
-    path = next((path for path in _paths() if path.name == _name(key)), None)
+    name = _name(key)
+    path = next((path for path in _paths() if path.name == name), None)
     answer = None if path is None else _read(path)
     return answer if answer is not None and answer.key == key else None
 
