@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,9 @@ def test_what_it_refuses() -> None:
     tower = TOWERS["qwen2_vl"].build()
     with pytest.raises(ValueError, match=r"image_hw=\(20, 16\): accepted are multiples of 8 pixels"):
         vit_fast.FixedGrid(tower, (20, 16))
-    with pytest.raises(ValueError, match=r"images have shape \(1, 3, 16, 16\): accepted is \[B, channels, 24, 40\]"):
-        vit_fast.FixedGrid(tower, IMAGE)(torch.zeros(1, 3, 16, 16, device=DEVICE))
+    for shape in ((1, 3, 16, 16), (3, 1, *IMAGE), (3, *IMAGE)):
+        given = re.escape(str(shape))
+        with pytest.raises(ValueError, match=rf"images have shape {given}: accepted is \[B, 3, 24, 40\]"):
+            vit_fast.FixedGrid(tower, IMAGE)(torch.zeros(shape, device=DEVICE))
     with pytest.raises(UnsupportedInputError, match="the tower is a Qwen3VLVisionModel: accepted are Qwen2Vision"):
         vit_fast.FixedGrid(TOWERS["qwen3_vl"].build(), IMAGE)

@@ -364,6 +364,8 @@ def test_refusals_name_every_reason() -> None:
     for rope in (None, positions("interleaved", 0)):
         with pytest.raises(UnsupportedInputError, match="paired_head is 48"):
             fused_block_fp8(x, None, None, paired, None, rope=rope, **settings)
+    with pytest.raises(ValueError, match=r"rope\.layout='neighbours': accepted are 'half', 'interleaved'$"):
+        fused_block_fp8(x, None, None, block, None, rope=positions("half", 0)._replace(layout="neighbours"), **settings)
 
 
 def test_devices_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:

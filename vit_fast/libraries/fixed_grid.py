@@ -42,6 +42,7 @@ class FixedGrid(nn.Module):
         config: Any = tower.config
         self.tower, self.image_hw = tower, pair(image_hw)
         self.patch, self.merge, self.frames = config.patch_size, config.spatial_merge_size, config.temporal_patch_size
+        self.channels = int(config.in_channels)
         cell = self.patch * self.merge
         if any(pixels < cell or pixels % cell for pixels in self.image_hw):
             raise ValueError(f"image_hw={image_hw!r}: accepted are multiples of {cell} pixels")
@@ -53,9 +54,9 @@ class FixedGrid(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Images [B, 3, height, width], normalised -> what the language model is given, [B, tokens, C]."""
-        if images.dim() != 4 or tuple(images.shape[2:]) != self.image_hw:
-            height, width = self.image_hw
-            raise ValueError(f"images have shape {tuple(images.shape)}: accepted is [B, channels, {height}, {width}]")
+        image = (self.channels, *self.image_hw)
+        if images.shape[1:] != image:
+            raise ValueError(f"images have shape {tuple(images.shape)}: accepted is [B, {', '.join(map(str, image))}]")
         batch = images.shape[0]
         layout = {name: self._of_all(name, batch) for name in self.given}
         merged: Tensor = self.tower(self.patches(images), None, **layout).pooler_output
@@ -111,7 +112,7 @@ def recognise(model: nn.Module) -> ImageModel | None:
         library="transformers",
         name=type(model.tower).__name__,
         image_hw=model.image_hw,
-        in_chans=int(config.in_channels),
+        in_chans=model.channels,
         patch_hw=pair(model.patch),
         depth=len(blocks),
         attentions=len(blocks),

@@ -123,18 +123,18 @@ def fused_block(
 
 
 def checked_qk(
-    x: Tensor, packed_width: int, heads: int, qk_norm: QkNorm | None, rope: Rope | None, is_folded: bool
+    x: Tensor, packed_width: int, heads: int, qk_norm: QkNorm | None, rope: Rope | None, together: bool
 ) -> tuple[Any, ...]:
     """qk-norm and rotation as operators take them, where they fit x [B, N, C] and qkv layers of 3 H D rows.
 
     Args:
-        is_folded: Whether the qkv layer was folded beforehand: its pairs can be neighbours.
+        together: Whether the layer's pairs may have been made neighbours beforehand.
     """
     head_dim = packed_width // (3 * heads)
     if qk_norm is not None:
         check_qk_norm(qk_norm, heads, head_dim)
     if rope is not None:
-        layouts = (*LAYOUTS, "neighbours") if is_folded else LAYOUTS
+        layouts = (*LAYOUTS, "neighbours") if together else LAYOUTS
         rope = checked_rope(rope, (x.shape[0], x.shape[1], 3, heads, head_dim), layouts)
     return flat_settings(x, qk_norm, rope)
 

@@ -206,7 +206,7 @@ def fused_block_fp8(
             )
             raise UnsupportedInputError("a block in FP8", [reason])
         rope = neighbours(rope, block.paired_head)
-    *of_qk, kind, qk_eps, over, prefix, layout = checked_qk(x, width, heads, qk_norm, rope, True)
+    *of_qk, kind, qk_eps, over, prefix, layout = checked_qk(x, width, heads, qk_norm, rope, block.paired_head > 0)
     y, y8, emitted = block_fp8_op(
         x, x8, statistics, next_scale, *block.qkv, *block.proj, *block.fc1, *block.fc2, *of_qk,
         heads, attention_scale, *eps, activation, kind, qk_eps, over, prefix, layout,
