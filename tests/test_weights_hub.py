@@ -180,7 +180,7 @@ def test_broken_repositories_are_refused_in_one_line(tmp_path: Path) -> None:
         ('{"model_type": "swin"}', "model_type='swin'"),
         ('{"model_type": "vit", "hidden_act": "mish"}', "hidden_act='mish'"),
         ('{"model_type": "dinov3_vit", "mlp_bias": false}', "mlp_bias"),
-        ('{"architecture": "vit_tiny_patch16_224", "model_args": {"scale_attn_norm": true}}', "scale_attn_norm"),
+        ('{"architecture": "vit_tiny_patch16_224", "model_args": {"attn_layer": "diff"}}', "attn_layer"),
     ):
         (tmp_path / "config.json").write_text(content)
         with pytest.raises(WeightsError, match=message) as caught:
