@@ -210,15 +210,15 @@ def varlen_configs(problem: Problem, masked: bool) -> tuple[ForwardConfig, Backw
         dkdv = replace(dkdv, block_m=16)
     if dkdv.tma and problem.generation == "hopper" and problem.width == 128:
         dkdv = replace(dkdv, num_warps=8)
-    if problem.arch == "sm_89":
-        return _varlen_of_ada(problem, masked, forward, dq, dkdv)
+    if problem.arch in ("sm_86", "sm_89"):
+        return _varlen_of_small_ampere(problem, masked, forward, dq, dkdv)
     return forward, dq, dkdv
 
 
-def _varlen_of_ada(
+def _varlen_of_small_ampere(
     problem: Problem, masked: bool, forward: ForwardConfig, dq: BackwardConfig, dkdv: BackwardConfig
 ) -> tuple[ForwardConfig, BackwardConfig, BackwardConfig]:
-    """The same for sm_89, whose assembler, left to itself, takes fewer registers than these need."""
+    """The same for sm_86 and sm_89, whose assembler, left to itself, takes fewer registers than these need."""
     if problem.element == "half" and problem.width == 128 and problem.n_q <= SHORT and problem.access != "scalar":
         forward = replace(forward, maxnreg=255)
     if problem.element != "half" and problem.width == 80:
