@@ -53,7 +53,7 @@ record: $(READY)
 	$(BIN)/python -m vit_fast.benchmarks.readme_table --fill README.md
 
 # Runs on the machine's own python, with what is installed there; nothing is fetched. OUT is where the records go.
-OUT ?= benchmarks/results/local/gpu-check
+OUT ?= vit-fast-results/gpu-check
 gpu-check:
 	$(PYTHON) -m vit_fast.benchmarks.gpu_check --out $(OUT) $(if $(PARTS),--parts $(PARTS)) $(ARGS)
 

@@ -13,24 +13,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .machine import checkout
+from vit_fast.files import check_writable
 
 FORMAT = "vit-fast-bench/2"
 RECORD_NAME, JOURNAL_NAME, PARTIAL = "record.json", "rows.jsonl", ".partial"
 Record = dict[str, Any]
 
 
-def default_base() -> Path:
-    """Where records go when nobody says: benchmarks/results/local in a checkout, else ./vit-fast-results."""
-    root = checkout()
-    return Path("vit-fast-results") if root is None else root / "benchmarks" / "results" / "local"
-
-
 def default_folder(machine: Mapping[str, Any]) -> Path:
-    """A folder of its own for a record, named by date and machine."""
+    """A new folder for a record in ./vit-fast-results, named by date and machine."""
     date = re.sub(r"[^0-9T]", "", machine["date"].partition("+")[0]).replace("T", "-")
     name = f"{date}-{re.sub(r'[^a-z0-9]+', '-', machine['device'].lower()).strip('-')}"
-    folder, number = default_base() / name, 2
+    folder, number = Path("vit-fast-results", name), 2
     while folder.exists():
         folder, number = folder.with_name(f"{name}-{number}"), number + 1
     return folder
@@ -41,7 +35,7 @@ def check_folder(folder: Path) -> None:
 
     Raises:
         ValueError: it is a file, or holds something already.
-        PermissionError: nothing may be written there.
+        OSError: nothing may be written there.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder}: is a file; accepted is a new or empty folder")
@@ -49,13 +43,7 @@ def check_folder(folder: Path) -> None:
         raise ValueError(f"{folder}: is not empty; accepted is a new or empty folder")
     if (partial := _partial(folder)).exists():
         raise ValueError(f"{partial}: holds an unfinished run; accepted is --resume {folder}, or another folder")
-    existing = folder.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    if not existing.is_dir():
-        raise ValueError(f"{folder}: {existing} is a file; accepted is a new or empty folder")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise PermissionError(f"{folder}: {existing} may not be written to")
+    check_writable(folder)
 
 
 def _partial(folder: Path) -> Path:

@@ -18,6 +18,7 @@ import numpy as np
 import onnx_ir as ir
 
 from vit_fast.errors import VitFastError
+from vit_fast.files import file_aside
 from vit_fast.ranges import Observation, Observer, Range, candidate_ranges
 
 from .graphs import run_graph
@@ -52,7 +53,8 @@ class Calibration:
     ranges: dict[str, Range]
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps({"format": FORMAT, **asdict(self)}), encoding="utf-8")
+        with file_aside(path) as aside:
+            aside.write_text(json.dumps({"format": FORMAT, **asdict(self)}), encoding="utf-8")
 
 
 def load_calibration(path: Path, fingerprint: str) -> Calibration:

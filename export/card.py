@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from vit_fast.files import file_aside
 from vit_fast.version import __version__
 
 from .metadata import OnnxInfo, describe
@@ -33,7 +34,9 @@ def write_card(path: str | Path, license_name: str | None = None) -> Path:
     info = describe(proto, path)
     beside = sorted({e.value for t in external_tensors(proto) for e in t.external_data if e.key == "location"})
     card = path.with_suffix(".md")
-    card.write_text(_text(info, [path, *(path.parent / name for name in beside)], license_name), encoding="utf-8")
+    text = _text(info, [path, *(path.parent / name for name in beside)], license_name)
+    with file_aside(card) as aside:
+        aside.write_text(text, encoding="utf-8")
     return card
 
 

@@ -39,7 +39,7 @@ def save(model: ir.Model, path: Path, external: bool) -> None:
         if cause is None:
             raise
         megabytes = weight_bytes(model) / 2**20
-        raise OSError(f"{path.name}: could not be written ({megabytes:.0f} MiB of weights): {cause}") from error
+        raise OSError(cause.errno, f"{cause.strerror or cause} ({megabytes:.0f} MiB of weights)") from error
 
 
 def read_proto(path: str | Path) -> onnx.ModelProto:

@@ -157,14 +157,11 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
 
 def test_default_folder_names_date_and_machine_and_is_never_taken(record: dict, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(records, "checkout", lambda: None)
     first = records.default_folder(record["machine"])
     assert first.parent == Path("vit-fast-results")
     assert first.name.startswith(record["machine"]["date"][:10].replace("-", ""))
     first.mkdir(parents=True)
     assert records.default_folder(record["machine"]) == first.with_name(first.name + "-2")
-    monkeypatch.setattr(records, "checkout", lambda: tmp_path)
-    assert records.default_base() == tmp_path / "benchmarks" / "results" / "local"
 
 
 def test_a_run_that_is_not_there_cannot_go_on(tmp_path: Path, capsys) -> None:

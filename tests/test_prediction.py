@@ -114,7 +114,7 @@ def test_a_run_goes_on_where_it_was(folder: Path, weights: Path, tmp_path: Path)
     assert not out.exists()
     parts = tmp_path / "out.parquet.parts"
     (parts / "00000000.parquet").unlink()  # a gap, as when a disk lost it
-    (parts / ".00000002.parquet.partial").write_bytes(b"half a part")
+    (parts / ".00000002.parquet.vit-fast-killed").mkdir()  # with half a part
     other = load(weights)
     with torch.no_grad():
         other.head.bias += 1
@@ -147,7 +147,7 @@ def test_it_may_be_killed_while_it_ends(
                 with pytest.raises(_Interrupted):
                     _predict(model, folder, out)
             else:
-                patch.setattr(prediction.shutil, "rmtree", lambda path: None)
+                patch.setattr(prediction.shutil, "rmtree", lambda path, **how: None)
                 _predict(model, folder, out)
         _check(model, folder, out)
         assert _predict(model, folder, out).taken == {0: COUNT, 3: 11, 6: 0, 7: 0}[removed]
@@ -257,7 +257,7 @@ def test_what_cannot_be_written_says_so(
         _predict(model, folder, folder)
     (tmp_path / "mine.parquet.parts").mkdir()
     (tmp_path / "mine.parquet.parts" / "notes.txt").touch()
-    with pytest.raises(PredictionError, match="something else"):
+    with pytest.raises(PredictionError, match="hold the parts of this run"):
         _predict(model, folder, tmp_path / "mine.parquet")
     nan = create_model("vit_test")
     torch.nn.init.constant_(nan.head.bias, float("nan"))

@@ -265,8 +265,6 @@ def test_save_and_load_refuse_what_they_cannot_do(tmp_path: Path) -> None:
     model = create_model("vit_test")
     with pytest.raises(ValueError, match=r"ends in \.safetensors"):
         save(model, tmp_path / "model.pth")
-    with pytest.raises(FileNotFoundError, match="no such folder"):
-        save(model, tmp_path / "absent" / "model.safetensors")
     save_file(_state(), tmp_path / "foreign.safetensors")
     with pytest.raises(WeightsError, match="does not say what shape"):
         load(tmp_path / "foreign.safetensors")

@@ -21,19 +21,20 @@ _SECONDS_TO_LOCK = 60.0  # a folder so young may not be locked yet by the proces
 
 
 @contextlib.contextmanager
-def file_aside(path: Path) -> Iterator[Path]:
+def file_aside(path: Path, *errors: type[Exception]) -> Iterator[Path]:
     """A place to write `path`'s file and what lies beside it: moved to its final name only when the block succeeds.
 
     Args:
-        path: The final name.
+        path: The final name. Missing folders are created, and removed again if the block fails.
+        errors: Exceptions by which a library reports a failed write.
     Yields:
         The same file name inside a new, hidden folder beside it.
     Raises:
         OSError: the place is taken by something other than a regular file, the folder cannot be written, or the disk is
-            full; nothing is left behind.
+            full; names `path`, nothing is left behind.
     """
     check_replaceable(path)
-    with _hidden_folder(path) as aside:
+    with _hidden_folder(path, *errors) as aside:
         yield aside / path.name
         # What lies beside it first, and no old file beside new ones at any moment: better no file than a wrong one.
         # The folder of `path` itself, not of what a link of that name leads to: the link is replaced.
@@ -51,7 +52,7 @@ def folder_aside(path: Path) -> Iterator[Path]:
     """A hidden folder to fill, which becomes `path` when the block succeeds; `path` is new, or an empty folder.
 
     Raises:
-        OSError: it cannot be written; nothing is left behind.
+        OSError: it cannot be written; names `path`, nothing is left behind.
     """
     with _hidden_folder(path) as aside:
         yield aside
@@ -59,12 +60,28 @@ def folder_aside(path: Path) -> Iterator[Path]:
         aside.replace(path)
 
 
+def check_writable(path: Path) -> None:
+    """Refuses a path below a file, or below a folder that may not be written to.
+
+    Raises:
+        OSError: names both.
+    """
+    parent = path.absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir():
+        raise NotADirectoryError(f"{path}: cannot be written: {parent} is a file, must be a folder")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise PermissionError(f"{path}: cannot be written: no permission to write to {parent}")
+
+
 def check_replaceable(path: Path) -> None:
-    """Refuses a name that a new file must not take: of a folder, a device, a pipe or a socket.
+    """Refuses a name that a new file must not take: of a folder, a device, a pipe or a socket, or see check_writable.
 
     Raises:
         OSError: says what it is.
     """
+    check_writable(path)
     if path.is_dir():
         raise IsADirectoryError(f"{path}: is a folder, accepted is a file name such as {path / 'NAME'}")
     if path.exists() and not path.is_file():
@@ -78,21 +95,35 @@ def _kind(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _hidden_folder(path: Path) -> Iterator[Path]:
+def _hidden_folder(path: Path, *errors: type[Exception]) -> Iterator[Path]:
     """A new folder beside `path`, removed at the end; those that killed processes left there go, too."""
     parent = path.parent.resolve()
     prefix = f".{path.name}.{_MARK}"
+    created = [folder for folder in (parent, *parent.parents) if not folder.exists()]
+    aside = None
     try:
         parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(parent, prefix)
         aside = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-    except OSError as error:
-        raise OSError(f"{path}: cannot be written: {error.strerror or error}") from error
-    try:
         with _locked(aside):
             yield aside
+    except (OSError, *errors) as error:
+        if isinstance(error, OSError) and not _is_about(error, aside):
+            raise
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        raise OSError(f"{path}: cannot be written: {reason}") from error
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        if aside is not None:
+            shutil.rmtree(aside, ignore_errors=True)
+        for folder in created:
+            with contextlib.suppress(OSError):  # not empty: the file is there
+                folder.rmdir()
+
+
+def _is_about(error: OSError, aside: Path | None) -> bool:
+    """True if the system refused to write into `aside`, or to create it; False for another file's error."""
+    names = [Path(os.fsdecode(name)) for name in (error.filename, error.filename2) if isinstance(name, str | bytes)]
+    return error.errno is not None and (aside is None or not names or any(n.is_relative_to(aside) for n in names))
 
 
 def _remove_abandoned(parent: Path, prefix: str) -> None:

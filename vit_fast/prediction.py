@@ -9,7 +9,6 @@ this process or a cluster, does not matter to that: a run of the one is gone on 
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import importlib.util
 import json
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import MissingPackageError
-from .files import check_replaceable
+from .files import check_replaceable, file_aside
 from .model import VisionTransformer
 from .prediction_ray import joined_cluster
 from .prediction_rows import PredictionError, schema, tables
@@ -105,7 +104,11 @@ def predict_to_parquet(
             return tables(model, wanted, class_names, workers or 0, PART)
 
         _begin(parts, _task(model, files, class_names))
-        taken = _compute(rows, chunks, names, on_part, lost)
+        try:
+            taken = _compute(rows, chunks, names, on_part, lost)
+        finally:
+            if not any(name.is_file() for name in names):
+                shutil.rmtree(parts, ignore_errors=True)  # no part is worth resuming
     bad = _merge(names, out)
     for path in (*names, parts / _TASK):  # what the parts are of goes last: as long as there is one, it is known
         path.unlink()
@@ -131,13 +134,16 @@ def _compute(
     missing = [i for i, name in enumerate(names) if not name.is_file()]
     done = taken = sum(map(len, chunks)) - sum(len(chunks[i]) for i in missing)
     last_lost_at = -1
+    import pyarrow.parquet as pq
+
     while missing:
         try:
             with contextlib.closing(rows([file for i in missing for file in chunks[i]])) as stream:
                 for table in stream:
                     if table.column("path").to_pylist() != list(map(str, chunks[missing[0]])):
                         raise PredictionError(f"the rows of part {missing[0]} are not those of its images")
-                    _whole(names[missing[0]], functools.partial(_write, table))
+                    with file_aside(names[missing[0]]) as aside:
+                        pq.write_table(table, aside)
                     done += len(chunks[missing.pop(0)])
                     on_part(done)
         except ReaderLostError as error:
@@ -176,27 +182,10 @@ def _begin(parts: Path, task: str) -> None:
                 "such folder"
             )
         return
-    if parts.exists() and any(path.name != f".{_TASK}.partial" for path in parts.iterdir()):
-        raise PredictionError(f"{parts}: holds something else than a run's parts: accepted is no such folder")
-    parts.mkdir(parents=True, exist_ok=True)
-    _whole(parts / _TASK, lambda path: path.write_text(task, encoding="utf-8"))
-
-
-def _whole(path: Path, write: Callable[[Path], Any]) -> None:
-    """A file that appears whole or not at all; a killed run's is overwritten."""
-    beside = path.with_name(f".{path.name}.partial")
-    try:
-        write(beside)
-        beside.replace(path)
-    except BaseException:  # a full disk, for one, has no place for what nobody reads
-        beside.unlink(missing_ok=True)
-        raise
-
-
-def _write(table: Any, path: Path) -> None:
-    import pyarrow.parquet as pq
-
-    pq.write_table(table, path)
+    if parts.is_dir() and any(not path.name.startswith(".") for path in parts.iterdir()):
+        raise PredictionError(f"{parts}: must be a new or empty folder, or hold the parts of this run; remove it")
+    with file_aside(parts / _TASK) as aside:
+        aside.write_text(task, encoding="utf-8")
 
 
 def _merge(names: Sequence[Path], out: Path) -> tuple[tuple[str, str], ...]:
@@ -205,13 +194,10 @@ def _merge(names: Sequence[Path], out: Path) -> tuple[tuple[str, str], ...]:
 
     bad: list[tuple[str, str]] = []
 
-    def write(beside: Path) -> None:
-        with pq.ParquetWriter(beside, schema()) as writer:
-            for name in names:
-                table = pq.read_table(name)
-                writer.write_table(table)
-                rows = zip(table.column("path").to_pylist(), table.column("error").to_pylist())
-                bad.extend((path, error) for path, error in rows if error is not None)
-
-    _whole(out, write)
+    with file_aside(out) as aside, pq.ParquetWriter(aside, schema()) as writer:
+        for name in names:
+            table = pq.read_table(name)
+            writer.write_table(table)
+            rows = zip(table.column("path").to_pylist(), table.column("error").to_pylist())
+            bad.extend((path, error) for path, error in rows if error is not None)
     return tuple(bad)

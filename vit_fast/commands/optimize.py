@@ -66,8 +66,6 @@ def optimize(
         deployable.check_folder(export)
     if save is not None:
         check_replaceable(save)
-        if not save.parent.is_dir():
-            raise FileNotFoundError(f"{save}: accepted is a file in a folder that exists")
     console = Console(stderr=as_json)
     if not console.is_terminal:
         console.width = FULL_WIDTH

@@ -144,6 +144,7 @@ def _tell(row: dict[str, Any], epochs: int) -> None:
 
 
 def _tell_the_end(out: Path, rows: list[dict[str, Any]], config: TrainConfig) -> None:
+    from ..files import file_aside
     from ..train import kept_row
     from ..training.figures import draw_curve
     from ..training.runs import WEIGHTS
@@ -152,7 +153,8 @@ def _tell_the_end(out: Path, rows: list[dict[str, Any]], config: TrainConfig) ->
     if row["accuracy"] is not None:
         typer.echo(f"test loss: {row['held_out_loss']:.2f}")
         typer.echo(f"test accuracy: {row['accuracy']:.2%}")
-    (out / "curve.png").write_bytes(draw_curve(rows))
+    with file_aside(out / "curve.png") as curve:
+        curve.write_bytes(draw_curve(rows))
     typer.echo(f"wrote {out / WEIGHTS}, {out / 'curve.png'}")
 
 

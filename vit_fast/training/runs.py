@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from ..files import check_replaceable, file_aside
 from ..weights.load import save_tensors
 from .processes import Processes
 from .trainer import Trainer, TrainingError
@@ -30,15 +31,16 @@ _KEYS = {"format", "config", "about", "model", "average", "optimizer", "schedule
 
 
 def start_run(out: Path, processes: Processes) -> None:
-    """Makes the folder, or refuses one that holds a run.
+    """Refuses a folder that holds a run, or that cannot be written.
 
     Raises:
-        TrainingError: it does.
+        TrainingError: it holds one.
+        OSError: it cannot be written.
     """
     if there := [name for name in (CHECKPOINT, LOG, WEIGHTS) if (out / name).exists()]:
         raise TrainingError(f"{out}: holds {', '.join(there)} of an earlier run: resume it, or name another folder")
     processes.wait()  # before the first of them writes
-    out.mkdir(parents=True, exist_ok=True)
+    check_replaceable(out / CHECKPOINT)
 
 
 def resume_run(out: Path, trainer: Trainer, about: Mapping[str, Any]) -> list[Row]:
@@ -77,7 +79,7 @@ def resume_run(out: Path, trainer: Trainer, about: Mapping[str, Any]) -> list[Ro
 
 
 def write_run(out: Path, trainer: Trainer, rows: list[Row], about: Mapping[str, Any], *, best: bool) -> None:
-    """Each file beside first, then renamed; the checkpoint last, so that a resumed run makes again what it lacks.
+    """Writes each file whole; the checkpoint gets its name last, so that a resumed run repeats what it lacks.
 
     Args:
         about: See resume_run.
@@ -102,14 +104,12 @@ def write_run(out: Path, trainer: Trainer, rows: list[Row], about: Mapping[str, 
             "step": trainer.step_count,
             "rows": rows,
         }
-        beside = out / f".{CHECKPOINT}.partial"
-        torch.save(state, beside)
-        if best:
-            save_tensors(trainer.model, average, out / WEIGHTS)
-        log = out / f".{LOG}.partial"
-        log.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        log.replace(out / LOG)
-        beside.replace(out / CHECKPOINT)
+        with file_aside(out / CHECKPOINT, RuntimeError) as checkpoint:
+            torch.save(state, checkpoint)
+            if best:
+                save_tensors(trainer.model, average, out / WEIGHTS)
+            with file_aside(out / LOG) as log:
+                log.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     trainer.processes.wait()
 
 

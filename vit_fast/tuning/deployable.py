@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..errors import UnsupportedInputError
-from ..files import folder_aside
+from ..files import check_writable, folder_aside
 from .build import changed_copy
 from .calls import arguments, only_images
 from .choices import DTYPES
@@ -29,6 +30,7 @@ def check_folder(folder: Path) -> None:
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder}: accepted is a new or empty folder")
+    check_writable(folder)
 
 
 def write(
@@ -78,7 +80,9 @@ def _write_program(work: nn.Module, result: Optimization, example: Any, path: Pa
     except Exception as error:  # torch raises many kinds for what it cannot trace
         reason = " ".join(str(error).split())[:200]
         raise UnsupportedInputError(f"export of {choice.name!r}", [f"torch.export: {reason}"]) from None
+    package = io.BytesIO()  # torch ends the process if it cannot write its own file
     if choice.engine == "torch":
-        torch.export.save(program, path)
+        torch.export.save(program, package)
     else:
-        torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+        torch._inductor.aoti_compile_and_package(program, package_path=package)
+    path.write_bytes(package.getbuffer())

@@ -108,7 +108,7 @@ def save(model: VisionTransformer, path: str | Path) -> Path:
 
     Args:
         model: Its parameters are stored in their dtype; tied ones are written out as copies.
-        path: Must end in .safetensors; an existing file is replaced.
+        path: Must end in .safetensors; an existing file is replaced, missing folders are created.
     Returns:
         path.
     Raises:
@@ -122,6 +122,7 @@ def save(model: VisionTransformer, path: str | Path) -> Path:
 
 def save_tensors(model: VisionTransformer, state: Mapping[str, Tensor], path: str | Path) -> Path:
     """`save`, with these tensors as the model's: where its own are sharded, or their running mean is wanted."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     path = Path(path)
@@ -131,8 +132,6 @@ def save_tensors(model: VisionTransformer, state: Mapping[str, Tensor], path: st
         raise ValueError(f"path={str(path)!r}: accepted is a name that ends in .safetensors")
     if "vit_fast_mean" in vars(model.patch_embed.proj):
         raise ValueError("model has a normalisation folded into its patch embedding: call vit_fast.unfuse first")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path.parent}: no such folder")
     description = {
         "version": __version__,
         "config": model.config.to_dict(),
@@ -140,7 +139,7 @@ def save_tensors(model: VisionTransformer, state: Mapping[str, Tensor], path: st
         "class_names": model.class_names,
     }
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
-    with file_aside(path) as aside:
+    with file_aside(path, SafetensorError) as aside:
         save_file(tensors, aside, metadata={"format": "pt", METADATA_KEY: json.dumps(description)})
     return path
 

@@ -1,0 +1,95 @@
+"""Files that are written whole or not at all: on a full disk every writer says so in one line and leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from vit_fast import create_model, save
+from vit_fast.files import file_aside
+
+RECORD = Path(__file__).parents[1] / "benchmarks" / "results" / "cpu-2core"
+FULL_DISK = """
+import contextlib, io, resource, signal
+from pathlib import Path
+from types import SimpleNamespace
+import torch
+from vit_fast import create_model, save
+from vit_fast.cli import main
+from vit_fast.export.calibration import Calibration
+from vit_fast.tuning.choices import Choice
+from vit_fast.tuning.deployable import _write_program
+from vit_fast.files import folder_aside
+
+def command(*arguments):
+    try:
+        main([*arguments])
+    except SystemExit as ended:
+        assert ended.code == 2, ended.code
+
+def program():
+    with folder_aside(Path("new/program")) as aside:
+        choice = SimpleNamespace(choice=Choice(attention="sdpa"))
+        _write_program(torch.nn.Linear(4, 4), choice, torch.zeros(1, 4), aside / "model.pt2")
+
+writers = {
+    "new/m.safetensors": lambda: save(create_model("vit_test"), "new/m.safetensors"),
+    "new/program": program,
+    "new/ranges.json": lambda: Calibration("a" * 200, 1, {}, {}).save(Path("new/ranges.json")),
+    "new/deep/out/checkpoint.pth": lambda: command(
+        "train", "images", "--model", "vit_test", "--epochs", "1", "--out", "new/deep/out"),
+    "new/filters.png": lambda: command("show", "vit_test", "--figures", "filters", "--out", "new"),
+    "new/p.parquet.parts/task.json": lambda: command(
+        "predict", "images", "--weights", "m.safetensors", "--out", "new/p.parquet", "--workers", "0"),
+    "new/c.png": lambda: command("evaluate", "images", "--weights", "m.safetensors", "--confusion", "new/c.png"),
+    "new/r.html": lambda: command("report", RECORD, "--out", "new/r.html"),
+}
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+for path, write in writers.items():
+    with contextlib.redirect_stderr(io.StringIO()) as told, contextlib.redirect_stdout(io.StringIO()):
+        try:
+            write()
+        except OSError as error:
+            told.write(f"vit-fast: error: {error}\\n")
+    print(path, Path("new").exists(), told.getvalue(), sep="|", end="")
+"""
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    """A real limit on the size of files, in a process of its own."""
+    for name in ("a", "b"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for number in range(2):
+            Image.new("RGB", (32, 32), (90 * number, 9, 200)).save(tmp_path / "images" / name / f"{number}.png")
+    save(create_model("vit_test", num_classes=2), tmp_path / "m.safetensors")
+    done = subprocess.run(
+        [sys.executable, "-c", f"RECORD = {str(RECORD)!r}\n{FULL_DISK}"], cwd=tmp_path, capture_output=True, text=True,
+        env=os.environ | {"MPLBACKEND": "agg"},
+    )  # fmt: skip
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0 and len(lines) == FULL_DISK.count("lambda:") + 1, done.stdout + done.stderr
+    for line in lines:
+        path, left, told = line.split("|")
+        assert left == "False", line
+        assert told.startswith(f"vit-fast: error: {path}: cannot be written: "), line
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "m.safetensors"]
+
+
+def test_an_error_about_another_file_keeps_its_own_words(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="absent"), file_aside(tmp_path / "new" / "file"):
+        (tmp_path / "absent").read_text()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_folders_are_created_and_those_that_cannot_be_are_named(tmp_path: Path) -> None:
+    model = create_model("vit_test")
+    assert save(model, tmp_path / "a" / "b" / "m.safetensors").is_file()
+    (tmp_path / "text").write_text("")
+    with pytest.raises(NotADirectoryError, match=r"m\.safetensors: cannot be written: .*text is a file, must"):
+        save(model, tmp_path / "text" / "deep" / "m.safetensors")
