@@ -81,7 +81,7 @@ def _curves(record: Record) -> Iterable[dict[str, Any]]:
             if any(len({point["x"] for point in line["points"]}) > 1 for line in lines):
                 yield {"title": f"{title}: {group}", "x": x[1], "y": y[1], "series": lines}
     ceilings = record["ceilings"]
-    counted = [row | {"intensity": row["FLOP"] / row["bytes"]} for row in rows if row.get("bytes")]
+    counted = [row | {"intensity": row["FLOP"] / row["bytes"]} for row in rows if row.get("bytes") and row.get("FLOP")]
     for lines in _series(counted, (), "intensity", "TFLOP_per_s").values() if ceilings else ():
         slope = ceilings["copy_GB_per_s"] / 1e3
         yield {

@@ -7,13 +7,17 @@ that a killed run can be resumed; FOLDER itself appears whole, when everything i
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from vit_fast.files import check_writable
+
+from .record_check import check, check_bench, check_depth
 
 FORMAT = "vit-fast-bench/2"
 RECORD_NAME, JOURNAL_NAME, PARTIAL = "record.json", "rows.jsonl", ".partial"
@@ -73,7 +77,11 @@ class Journal:
         check_folder(folder)
         _partial(folder).mkdir(parents=True)
         journal = cls(folder, {"format": FORMAT, "request": dict(request), "machine": dict(machine)}, [])
-        journal._write("header", journal.header)
+        try:
+            journal._write("header", journal.header)
+        except OSError:
+            shutil.rmtree(_partial(folder), ignore_errors=True)
+            raise
         return journal
 
     @classmethod
@@ -93,11 +101,15 @@ class Journal:
             raise ValueError(f"{folder}: no unfinished run is there ({path} is missing)")
         whole = path.read_bytes()
         text = whole[: whole.rfind(b"\n") + 1]  # the last line may have been cut
-        lines = [json.loads(line) for line in text.splitlines()]
-        if not lines or lines[0]["kind"] != "header" or lines[0]["value"]["format"] != FORMAT:
+        try:
+            entries = [(line["kind"], line["value"]) for line in map(json.loads, text.splitlines())]
+            is_ours = entries[0][0] == "header" and entries[0][1]["format"] == FORMAT
+        except (ValueError, LookupError, TypeError):
+            is_ours = False
+        if not is_ours:
             raise ValueError(f"{path}: is no journal of {FORMAT}")
         os.truncate(path, len(text))
-        journal = cls(folder, lines[0]["value"], [(line["kind"], line["value"]) for line in lines[1:]])
+        journal = cls(folder, entries[0][1], entries[1:])
         journal.add("resumed", None)
         return journal
 
@@ -153,9 +165,10 @@ def read_any(path: str | Path) -> Record:
     path = Path(path)
     path = path / RECORD_NAME if path.is_dir() else path
     try:
-        record = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from None
+        record = json.loads(path.read_bytes(), parse_constant=_finite, parse_float=_finite)
+        check_depth(record)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not JSON of a record: {error}") from None
     if not isinstance(record, dict) or not (is_bench(record) or isinstance(record.get("machine"), dict)):
         raise ValueError(f"{path}: not a record: accepted is JSON of vit-fast bench, gpu-check, kernels --host --json")
     if is_bench(record) and record["format"] != FORMAT:
@@ -164,9 +177,19 @@ def read_any(path: str | Path) -> Record:
     missing = [name for name in needed if name not in record]
     if missing or not isinstance(record.get("rows"), list):
         raise ValueError(f"{path}: is a record without {', '.join(missing) or 'a list of rows'}")
-    for row in [*record["rows"], *record.get("controls", [])] if is_bench(record) else ():
+    try:
+        check_bench(record) if is_bench(record) else check(record["rows"], [{}], "rows")
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    for row in [*record["rows"], *record["controls"]] if is_bench(record) else ():
         row.setdefault("data", "device")  # before rows said so, there was no other
     return record
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"numbers must be finite, got {text}")
+    return value
 
 
 def is_bench(record: Record) -> bool:

@@ -116,7 +116,7 @@ def heading(record: Record) -> str:
     names = ("torch", "triton", "timm", "transformers", "torchvision")
     versions = ", ".join(f"{name} {packages[name]}" for name in names if name in packages)
     gpu = machine["gpu"]
-    driver = f", driver {gpu['driver']}" if gpu and gpu["driver"] else ""
+    driver = f", driver {gpu['driver']}" if gpu and gpu.get("driver") else ""
     commit = f", commit {machine['commit']}" if machine["commit"] else ""
     date = machine["date"].partition("T")[0]
     busy = "; BUSY" if record["busy"] else ""

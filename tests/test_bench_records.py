@@ -1,0 +1,111 @@
+"""Damaged records: whatever is wrong in one, `compare` and `report` name the file in one line."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import run
+
+from vit_fast.benchmarks import comparison, html_report, records
+from vit_fast.measuring import resolution
+
+COMMITTED = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "cpu-2core" / "record.json"
+Path_ = tuple[str | int, ...]
+
+
+@pytest.fixture
+def record() -> records.Record:
+    """A record with one row of each kind, one of them explained."""
+    found = json.loads(COMMITTED.read_bytes())
+    measured = next(row for row in found["rows"] if row["ratio_interval"])
+    measured.update(samples_ms=[1.0, 1.1], explained={"kernels": [["norms", "k", 1, 0.5]], "least": {"norms": [1, 2]}})
+    found["rows"] = [measured, next(row for row in found["rows"] if row["status"] != "measured")]
+    return found
+
+
+def paths(value: Any, at: Path_ = ()) -> Iterator[Path_]:
+    """Where the values inside a value are; of a list the first two."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
+    for name, inner in inside:
+        yield (*at, name)
+        yield from paths(inner, (*at, name))
+
+
+BAD = [None, -1, "x", [1, 2], "removed"]
+
+
+@pytest.mark.parametrize("sampled", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_any_value_of_another_kind_is_refused_or_does_no_harm(sampled, record, tmp_path, monkeypatch):
+    """At each place one bad value in turn, or with --slow each bad value."""
+    monkeypatch.setattr(html_report, "_kernels", lambda: "")
+    monkeypatch.setattr(resolution, "RESAMPLES", 10)
+    path, refused = tmp_path / "record.json", 0
+    cases = [(at, bad) for at in paths(record) for bad in BAD]
+    for at, bad in cases[:: len(BAD) + 1] if sampled else cases:
+        damaged = copy.deepcopy(record)
+        inner = damaged
+        for name in at[:-1]:
+            inner = inner[name]
+        inner[at[-1]] = bad
+        if bad == "removed":
+            del inner[at[-1]]
+        path.write_text(json.dumps(damaged))
+        try:
+            read = records.read_any(path)
+        except ValueError as error:
+            assert str(error).startswith(f"{path}: "), (at, bad)
+            refused += 1
+            continue
+        if records.is_bench(read):
+            comparison.compare(read, record)
+        html_report.render({"damaged": read})
+    assert refused > 40
+
+
+@pytest.mark.parametrize(
+    ("at", "bad", "message"),
+    [
+        (("rows",), [1, 2], "rows[0] must be an object, got 1"),
+        (("rows", 0, "ms"), -3.0, "rows[0].ms must be a number > 0, got -3.0"),
+        (("rows", 0, "samples_ms"), [1.0, float("nan")], "numbers must be finite, got NaN"),
+        (("rows", 0, "samples_ms"), [1.0, -1.0], "rows[0].samples_ms[1] must be a number > 0, got -1.0"),
+        (("rows", 0, "peak_MiB"), True, "rows[0].peak_MiB must be a number >= 0"),
+        (("ceilings", "copy_GB_per_s"), 0, "ceilings.copy_GB_per_s must be a number > 0, got 0"),
+        (("machine",), "x" * 400, "machine must be an object"),
+    ],
+)
+@pytest.mark.parametrize("command", ["compare", "report"])
+def test_the_line_names_file_and_field(command, at, bad, message, record, tmp_path, capsys):
+    inner = record
+    for name in at[:-1]:
+        inner = inner[name]
+    inner[at[-1]] = bad
+    path = tmp_path / "damaged.json"
+    path.write_text(json.dumps(record))
+    arguments = [str(path)] if command == "report" else [str(COMMITTED), str(path)]
+    assert run(command, *arguments) == 2
+    error = capsys.readouterr().err
+    assert f"{path}: " in error and message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("levels", [30, 990, 10**5])
+def test_deeply_nested_input_is_one_line(levels, tmp_path, capsys):
+    path = tmp_path / "deep.json"
+    path.write_text('{"machine": ' + '{"a": ' * levels + "1" + "}" * levels + ', "rows": []}')
+    assert run("report", str(path), "--out", str(tmp_path / "r.html")) == 2
+    error = capsys.readouterr().err
+    assert f"{path}: " in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("line", ["1", '{"kind": "header"}', '{"kind": "header", "value": 3}', "{"])
+def test_a_damaged_journal_is_one_line(line, tmp_path, capsys):
+    (tmp_path / "run.partial").mkdir()
+    (tmp_path / "run.partial" / "rows.jsonl").write_text(line + "\n")
+    assert run("bench", "--resume", str(tmp_path / "run")) == 2
+    error = capsys.readouterr().err
+    assert "rows.jsonl: is no journal" in error and error.count("\n") == 1
