@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 
 import pytest
 import torch
 
 from vit_fast.benchmarks import machine
-from vit_fast.measuring.limits import at_most
 from vit_fast.measuring.timing import (
     CPU_CACHE_BYTES,
     Protocol,
@@ -44,28 +42,6 @@ def test_what_the_profiler_says_of_itself_is_kept_and_nothing_else(capfd: pytest
         for line in lines:
             os.write(2, f"{line}\n".encode())
     assert capfd.readouterr().err == "a warning\n"
-
-
-def test_a_limit_leaves_the_time_of_others_as_it_was() -> None:
-    heard: list[int] = []
-    before = signal.signal(signal.SIGALRM, lambda number, frame: heard.append(number))
-    timer = signal.setitimer(signal.ITIMER_REAL, 1000.0, 7.0)
-    try:
-        with at_most(500.0):
-            with pytest.raises(TimeoutError, match=r"more than 0\.01 s"), at_most(0.01):
-                time.sleep(1000)
-            assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 500
-        left, every = signal.getitimer(signal.ITIMER_REAL)
-        assert 500 < left <= 1000 and every == 7 and not heard
-        signal.setitimer(signal.ITIMER_REAL, 0.01)
-        with at_most(1000.0):
-            time.sleep(0.02)
-        while not heard:
-            time.sleep(0.001)
-        assert heard == [signal.SIGALRM], "what ended meanwhile is told, late"
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, *timer)
-        signal.signal(signal.SIGALRM, before)
 
 
 def test_subjects_take_turns_in_a_new_order_each_round() -> None:

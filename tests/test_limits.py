@@ -1,0 +1,149 @@
+"""Limits of time end what hangs, whatever swallows the alarm, and leave cleanup, other alarms and processes alone."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from vit_fast.measuring import limits
+from vit_fast.measuring.limits import at_most
+
+
+def test_a_limit_leaves_the_time_of_others_as_it_was() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda number, frame: heard.append(number))
+    timer = signal.setitimer(signal.ITIMER_REAL, 1000.0, 7.0)
+    try:
+        with at_most(500.0):
+            with pytest.raises(TimeoutError, match=r"more than 0\.01 s"), at_most(0.01):
+                time.sleep(1000)
+            assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 500
+        left, every = signal.getitimer(signal.ITIMER_REAL)
+        assert 500 < left <= 1000 and every == 7 and not heard
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        with at_most(1000.0):
+            time.sleep(0.02)
+        while not heard:
+            time.sleep(0.001)
+        assert heard == [signal.SIGALRM], "what ended meanwhile is told, late"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _in_a_weakref(action: Callable[[], None]) -> None:
+    held = set()
+    reference = weakref.ref(held, lambda _: action())
+    del held
+    assert reference() is None
+
+
+def _in_del(action: Callable[[], None]) -> None:
+    class Held:
+        def __del__(self) -> None:
+            action()
+
+    Held()
+
+
+def _in_a_handler(action: Callable[[], None]) -> None:
+    with contextlib.suppress(Exception):
+        action()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("swallow", [_in_a_weakref, _in_del, _in_a_handler])
+def test_a_limit_that_is_swallowed_comes_again(swallow: Callable[[Callable[[], None]], None]) -> None:
+    swallowed: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            time.sleep(1000)
+        except TimeoutError as error:
+            swallowed.append(error)
+            raise
+
+    with pytest.raises(TimeoutError, match=r"more than 0\.01 s"), at_most(0.01):
+        swallow(wait)
+        assert swallowed
+        time.sleep(1000)
+    assert signal.getitimer(signal.ITIMER_REAL)[1] == 0, "what repeats has ended"
+
+
+def test_a_limit_leaves_time_to_clean_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "CLEANUP_S", 1000.0)
+    cleaned: list[str] = []
+    with pytest.raises(TimeoutError), at_most(1000.0):
+        try:
+            try:
+                signal.raise_signal(signal.SIGALRM)
+            finally:
+                signal.raise_signal(signal.SIGALRM)
+                cleaned.append("in finally")
+                {}["raises another one"]
+        except KeyError:
+            signal.raise_signal(signal.SIGALRM)
+            cleaned.append("and further out")
+            raise
+    assert cleaned == ["in finally", "and further out"]
+    monkeypatch.setattr(limits, "CLEANUP_S", 0.0)
+    with pytest.raises(TimeoutError), at_most(1000.0):
+        try:
+            signal.raise_signal(signal.SIGALRM)
+        finally:
+            signal.raise_signal(signal.SIGALRM)
+            cleaned.append("too late")
+    assert cleaned == ["in finally", "and further out"]
+
+
+def test_a_limit_that_a_compiler_wraps_is_still_one() -> None:
+    with pytest.raises(TimeoutError, match="more than 1000 s"), at_most(1000.0):
+        try:
+            signal.raise_signal(signal.SIGALRM)
+        except TimeoutError as error:
+            raise RuntimeError("did not complete within None s") from error
+    with pytest.raises(KeyError), at_most(1000.0):
+        {}["no limit"]
+
+
+def test_an_alarm_at_the_very_end_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, set_timer = signal.getsignal(signal.SIGALRM), signal.setitimer
+
+    def late(which: int, seconds: float, interval: float = 0.0) -> tuple[float, float]:
+        found = set_timer(which, seconds, interval)
+        if found[1] == limits.REPEAT_S:  # the limit is being lifted
+            signal.raise_signal(signal.SIGALRM)
+        return found
+
+    monkeypatch.setattr(signal, "setitimer", late)
+    with pytest.raises(TimeoutError), at_most(1000.0):
+        pass
+    assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL)[1] == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="of Linux")
+def test_a_limit_ends_the_compilers_that_were_started(tmp_path: Path) -> None:
+    def start(name: str) -> subprocess.Popen[bytes]:
+        (tmp_path / name).symlink_to(sys.executable)
+        return subprocess.Popen([tmp_path / name, "-SEc", "import time; time.sleep(1000)"])
+
+    started = [start("cc1plus")]
+    try:
+        with pytest.raises(TimeoutError), at_most(1000.0):
+            started += [start("ptxas"), start("worker")]
+            signal.raise_signal(signal.SIGALRM)
+        earlier, compiler, other = started
+        assert compiler.wait() == -signal.SIGKILL
+        assert earlier.poll() is None and other.poll() is None
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
