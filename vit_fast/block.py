@@ -72,10 +72,13 @@ def _outline(block: Any) -> Outline | None:
 
 
 def _read(block: Any) -> BlockParts:
+    before: BlockParts | None = block.__dict__.get("vit_fast_parts")
     parts: BlockParts = block.read()
     scales = scales_of(block)
     if scales is not None and scales.active:
         parts.fp8 = scales
+    elif before is not None and before.watch.owner is block and _still_fits(before.frozen, parts):
+        parts.frozen = before.frozen
     block.__dict__["vit_fast_parts"] = parts
     return parts
 
@@ -205,10 +208,24 @@ def freeze_parts(parts: BlockParts) -> None:
     if parts.fp8 is not None:
         parts.fp8.kept_of(parts).refresh()
     elif parts.frozen is None or parts.frozen.dtype != dtype:
-        sources, tensors = frozen_sources(attention, mlp), partial(block_tensors, attention, mlp)
-        parts.frozen = Frozen(sources, tensors, dtype, mlp.norm.kind, attention.paired_head, _inner_norm(mlp)[0])
+        folding = sources, norm, pairs, inner_norm, _ = _folding_of(attention, mlp)
+        tensors = partial(block_tensors, attention, mlp)
+        parts.frozen = Frozen(sources, tensors, dtype, norm, pairs, inner_norm)
+        parts.frozen.folding = folding
     else:
         parts.frozen.refresh()
+
+
+def _folding_of(attention: Any, mlp: Any) -> tuple[Any, ...]:
+    """Everything that cached weights depend on: their sources, and how these are folded."""
+    return frozen_sources(attention, mlp), mlp.norm.kind, attention.paired_head, _inner_norm(mlp)[0], mlp.fc1.chunk
+
+
+def _still_fits(frozen: Any, parts: BlockParts) -> bool:
+    """True if cached weights are those of the block, or may be once a hook that keeps it from the kernels is gone."""
+    if parts.attention is None or parts.mlp is None:
+        return True
+    return type(frozen) is Frozen and frozen.folding == _folding_of(parts.attention, parts.mlp)
 
 
 def _inner_norm(mlp: MlpParts) -> tuple[str, float]:
@@ -298,3 +315,9 @@ class Blocks(nn.Sequential):
     def forward(self, x: Tensor, rope: Rope | None = None) -> Tensor:
         """[B, N, C] -> [B, N, C]."""
         return run_blocks(self, x, rope)
+
+    def __add__(self, other: nn.Sequential) -> Blocks:
+        return Blocks(*super().__add__(other))  # which makes a Sequential, and that hands no positions on
+
+    def __mul__(self, other: int) -> Blocks:
+        return Blocks(*super().__mul__(other))

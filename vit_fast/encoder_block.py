@@ -17,6 +17,7 @@ from .freezing import Freezable
 from .layers import MLPS, DropPath, LayerScale, make_norm, read_norm_mlp
 from .ops import Rope, attention_qkvpacked, qk_norm_rope, reference, scaled_dot_product_attention
 from .parts import AttentionParts, BlockParts, MlpParts
+from .plain import does_nothing
 from .reading import Reader, read_block
 
 
@@ -53,7 +54,7 @@ class Attention(nn.Module):
 
     def _project(self, x: Tensor, rope: Rope | None) -> Tensor:
         qkv: Tensor = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
-        if not (type(self.q_norm) is nn.Identity and type(self.k_norm) is nn.Identity):
+        if not (does_nothing(self.q_norm) and does_nothing(self.k_norm)):
             q, k, v = qkv.unbind(2)
             qkv = torch.stack((self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), v), 2)
         return qkv if rope is None else qk_norm_rope(qkv, rope=rope, backend=self.backend)

@@ -103,6 +103,7 @@ def fuse(
 def unfuse(model: nn.Module) -> None:
     """Undoes fuse: every module is again of the class it was, and is the very object it was all along.
 
+    Hooks, modules and forwards that were set since stay. A Sequential that was sliced from the model keeps working.
     A model that was not fused is left alone, but for what `calibrate` put into it.
 
     Raises:
@@ -365,7 +366,8 @@ def _fuse_again(module: FusedModule, backend: str) -> None:
 
 
 def _give_class_back(module: FusedModule) -> None:
-    module.__dict__.pop("forward", None)  # as above
+    if not forward_is_replaced(module):
+        module.__dict__.pop("forward", None)  # as above; one that a user set stays
     for name in [name for name in module.__dict__ if name.startswith("vit_fast_")]:
         del module.__dict__[name]
     module.__class__ = type(module).original  # type: ignore[assignment]  # a class of another library

@@ -64,10 +64,6 @@ class FusedPatchEmbed(FusedModule, PatchEmbed):
 
     kind = "normalisation"
 
-    @classmethod
-    def examine(cls, module: Any) -> Finding:
-        return Finding()
-
     def forward(self, images: Tensor) -> Any:
         """Bytes [B, channels, height, width] -> what PatchEmbed returns."""
         return super().forward(images.to(self.proj.weight.dtype))

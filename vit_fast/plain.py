@@ -42,6 +42,11 @@ def is_touched(module: nn.Module) -> bool:
     return is_hooked(module) or forward_is_replaced(module) or not all(map(is_plain, module._parameters.values()))
 
 
+def does_nothing(module: nn.Module) -> bool:
+    """True for an Identity without hooks, which need not be called."""
+    return type(module) is nn.Identity and not is_touched(module)
+
+
 def touch_reasons(name: str, module: nn.Module) -> list[str]:
     """`is_touched`, in words."""
     reasons = []

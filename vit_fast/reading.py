@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -89,10 +89,19 @@ class Looker:
         return all(known)
 
     def judge(self) -> bool:
-        """Whether everything that was looked at may be read past; the last thing to ask."""
+        """True if everything inspected may be bypassed, with all modules below it; call it last."""
+        if not self.reasons:
+            self.claim({path.partition(".")[0] for path in self.edges})
         for path, (_, _, child) in self.edges.items():
             self.reasons += touch_reasons(path, child)
         return not self.reasons
+
+    def claim(self, children: Collection[str]) -> None:
+        """Watches these children of the owner and all modules below them, so that no reader can forget one."""
+        for path, module in self.owner.named_modules(remove_duplicate=False):
+            parent, _, name = path.rpartition(".")
+            if path.partition(".")[0] in children and path not in self.edges:
+                self.edges[path] = (self.owner.get_submodule(parent), name, module)
 
 
 class PartReader(Looker):
@@ -334,8 +343,16 @@ def read_block(
     first, second = reader(block), reader(block)
     attention = None if read_attention is None else read_attention(first)
     mlp = read_mlp(second)
-    edges = {id(edge[2]): edge for reader in (first, second) for edge in reader.edges.values()}
-    watch = Watch(block, list(edges.values()), first.values + second.values)
+    edges = first.edges | second.edges
+    rest = Looker(block)
+    if first.edges:  # else the block's forward calls every module of its first half
+        reached = {path.partition(".")[0] for path in edges}
+        rest.claim([name for name in block._modules if name not in reached and not name.startswith("vit_fast_")])
+    if not rest.judge():  # a module that neither reader reached may belong to either half
+        attention = mlp = None
+        first.reasons += rest.reasons
+        second.reasons += rest.reasons
+    watch = Watch(block, list((edges | rest.edges).values()), first.values + second.values)
     return BlockParts(attention, mlp, tuple(first.reasons), tuple(second.reasons), watch)
 
 

@@ -21,14 +21,23 @@ def show_original_to_tracers(cls: type[nn.Module], original: type[nn.Module], eq
     """Wraps the forward of a fused class `cls`, so that tracers meet that of `original`.
 
     Where the two are not equivalent, torch.fx keeps the module whole, and torch.jit.script fails on our forward.
+    A forward that a user bound while the module was fused runs that of `original` once it no longer is.
     """
-    if original.__module__.startswith("transformers."):
-        return  # its layers' own wrapper of forward has to stay the outermost; neither tracer takes its models anyway
     fused_forward, original_forward = cls.forward, original.forward
+    if original.__module__.startswith("transformers."):  # neither tracer takes its models
+
+        @functools.wraps(fused_forward)
+        def bound(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return (fused_forward if isinstance(self, cls) else original_forward)(self, *args, **kwargs)
+
+        cls.forward = bound
+        return
     leaf = original.__module__.startswith(_LEAVES) and not issubclass(original, nn.Sequential)
     proxy_among, stays_whole = first_proxy, not equivalent or leaf
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, cls):
+            return original_forward(self, *args, **kwargs)
         proxy = proxy_among(args, kwargs)
         if proxy is None:
             return fused_forward(self, *args, **kwargs)

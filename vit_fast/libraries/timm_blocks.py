@@ -33,8 +33,8 @@ LEFT = {
 class _AttentionLayer(FusedModule):
     """An attention layer of timm's with our operator between its linears, which still run as modules.
 
-    With any mask but one of padding, a causal flag, attention dropout in training or a changed attn_drop, timm's own
-    forward runs.
+    With any mask but one of padding, a causal flag, attention dropout in training, a changed attn_drop, or hooks on it
+    or on the norms of q and k, timm's own forward runs.
     """
 
     kind = "attention"
@@ -53,6 +53,7 @@ class _AttentionLayer(FusedModule):
     def runs_as_it_was(self, attn_mask: Tensor | None, is_causal: bool) -> bool:
         """Whether a call is for timm's own forward."""
         changed = type(self.attn_drop) is not nn.Dropout or is_touched(self.attn_drop)
+        changed = changed or is_touched(self.q_norm) or is_touched(self.k_norm)
         masked = attn_mask is not None and not is_padding(attn_mask)
         return masked or is_causal or changed or bool(self.training and self.attn_drop.p)
 
@@ -63,8 +64,9 @@ class _AttentionLayer(FusedModule):
     def mix(self, qkv: Tensor, attn_mask: Tensor | None, rope: Rope | None = None) -> Tensor:
         """Attention of packed projections [B, N, 3, H, D], normalised and rotated -> [B, N, H, D]."""
         if not (type(self.q_norm) is nn.Identity and type(self.k_norm) is nn.Identity):
-            q, k, v = qkv.unbind(2)
-            qkv = torch.stack((self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), v), 2)
+            q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # [B, H, N, D], as timm calls the norms
+            parts = (self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), v)
+            qkv = torch.stack([part.transpose(1, 2) for part in parts], 2)
         if rope is not None:
             qkv = qk_norm_rope(qkv, rope=rope, backend="sdpa" if learns(rope) else self.vit_fast_backend)
         return attention_among(qkv, keys_of(attn_mask, qkv), backend=self.vit_fast_backend)
@@ -241,10 +243,6 @@ class PaddedTowerForm(FusedModule):
     """
 
     kind = "padding mask"
-
-    @classmethod
-    def examine(cls, module: Any) -> Finding:
-        return Finding()
 
     def _forward_embeds(self, x: Tensor, patch_coord: Any, patch_valid: Any, attn_mask: Any) -> dict[str, Any]:
         """Images or patches, with which of these are there -> tokens and what blocks are given beside them."""

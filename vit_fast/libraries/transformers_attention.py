@@ -74,7 +74,8 @@ def first_attribute(module: nn.Module, *names: str) -> Any:
 class FusedSelfAttention(FusedModule):
     """An attention layer of transformers with our operator between its linears, which still run as modules.
 
-    With any mask but one of padding, weights asked for, or dropout in training, transformers' own forward runs.
+    With any mask but one of padding, weights asked for, dropout in training, or hooks on the norms of q and k,
+    transformers' own forward runs.
     """
 
     kind = "attention"
@@ -137,6 +138,7 @@ class FusedSelfAttention(FusedModule):
             kwargs = {name: value for name, value in kwargs.items() if name != "attention_mask"}
         unusual = any(map(given, args)) or says_more(kwargs)
         eager = self.config._attn_implementation == "eager"
+        unusual = unusual or any(is_touched(self._modules[name]) for name in QK_NORMS if name in self._modules)
         return bool(unusual or eager or (self.training and _dropout(self)))
 
     def mixed_heads(self, hidden_states: Tensor, rope: Rope | None, keys: Keys | None) -> Tensor:
@@ -242,10 +244,6 @@ class FusedAttentionPoolingHead(FusedModule):
     """AIMv2's pooling head: a learned query attends to all tokens."""
 
     kind = "attention"
-
-    @classmethod
-    def examine(cls, module: Any) -> Finding:
-        return Finding()
 
     @classmethod
     def head_width(cls, module: Any) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..fused import Forms, FusedModule, FusedNormMlp, fused_class
 from ..parts import AttentionParts, MlpParts
+from ..plain import is_touched
 from ..reading import Reader, describe
 from .transformers_attention import (
     AFTERWARDS,
@@ -185,10 +186,10 @@ class FusedLayer(FusedNormMlp):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
         """[B, N, C] -> the same, in the tuple that this version of transformers wants."""
-        parts = self.ready()
-        if parts is None:
+        parts, layer = self.ready(), type(self).layer_spec
+        # a hook on the attention layer is shown its arguments, which some models give by keyword
+        if parts is None or (parts.attention is None and is_touched(getattr(self, layer.attention))):
             return super().forward(hidden_states, *args, **kwargs)
-        layer = type(self).layer_spec
         args, kwargs = self.named(args, kwargs)
         extras: tuple[Any, ...] = ()
 

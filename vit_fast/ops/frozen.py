@@ -37,7 +37,10 @@ class Frozen:
         dtype, paired_head: Those.
         tensors: W'', c and s of qkv, of fc1, and of fc2 where a norm is inside the MLP; where the weights are of
             another dtype, those of proj and fc2 behind them; the same tensors for as long as this lives.
+        folding: For its maker, to tell whether a block is still the one that was folded.
     """
+
+    folding: Any = None
 
     def __init__(
         self,

@@ -1,0 +1,222 @@
+"""A small block of every class that fuse knows with a call of it, and what users do to the modules inside."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from fused_models import Subject
+from torch import Tensor, nn
+
+import vit_fast
+from vit_fast.fused import FusedModule
+from vit_fast.libraries import transformers_blocks, transformers_packed
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+Undo = Callable[[], object]
+FORMS = transformers_blocks.FORMS._mixins | transformers_packed.FORMS._mixins
+LAYERS = [path for path, mixin in FORMS.items() if issubclass(mixin, transformers_blocks.FusedLayer)]
+SIZES = {"hidden_size": 64, "num_attention_heads": 2, "num_heads": 2, "intermediate_size": 96}
+
+
+def transformers_layer(path: str) -> tuple[nn.Module, Call]:
+    """An encoder layer of transformers by its dotted path, and how its model calls it."""
+    home, _, name = path.rpartition(".")
+    try:
+        module: Any = importlib.import_module(home)
+    except ImportError:
+        pytest.skip("this version of transformers has no such model")
+    config = _config_of(module)
+    for field, value in SIZES.items():
+        if isinstance(getattr(config, field, None), int):
+            setattr(config, field, value)
+    config._attn_implementation = "sdpa"
+    layer = getattr(module, name)(config)
+    return layer, _call_of(FORMS[path], layer)
+
+
+def _config_of(module: Any) -> Any:
+    """The configuration of a model's layers, by their annotations or by that of the model."""
+    classes = [getattr(module, path.rpartition(".")[2], None) for path in FORMS if path.startswith(module.__name__)]
+    said = " ".join(str(inspect.signature(cls.__init__)) for cls in classes if cls is not None)
+    named = re.findall(r"transformers[\w.]+Config", said)
+    home, _, name = sorted(named, key=lambda each: ("Encoder" not in each, "Vision" not in each))[0].rpartition(".")
+    return getattr(importlib.import_module(home), name)()
+
+
+def _call_of(mixin: type[FusedModule], layer: nn.Module) -> Call:
+    names = ("num_heads", "num_attention_heads")
+    attention, heads = next((m, getattr(m, name)) for m in layer.modules() for name in names if hasattr(m, name))
+    width = next(len(parameter) for name, parameter in layer.named_parameters() if "norm" in name)
+    half = width // heads // 2
+
+    def rotary(tokens: int) -> dict[str, Any]:
+        angles = torch.randn(tokens, half).repeat(1, 2)
+        return {"position_embeddings": (angles.cos(), angles.sin())}
+
+    if issubclass(mixin, transformers_packed.FusedPackedLayer):
+        return (torch.randn(7, width),), {"cu_seqlens": torch.tensor([0, 4, 7], dtype=torch.int32), **rotary(7)}
+    if issubclass(mixin, transformers_packed.FusedLlama4Layer):
+        freqs = torch.polar(torch.ones(5, 1, half), torch.randn(5, 1, half))
+        return (), {"hidden_state": torch.randn(2, 5, width), "freqs_ci": freqs}
+    takes = inspect.signature(type(attention).forward).parameters
+    keywords = rotary(4 if "dinov3" in type(layer).__name__.lower() else 5) if "position_embeddings" in takes else {}
+    mask = inspect.signature(type(layer).forward).parameters.get("attention_mask")
+    keywords |= {} if mask is None or mask.default is None else {"attention_mask": None}
+    return (torch.randn(2, 5, width),), keywords
+
+
+def blocks_of(subject: Subject) -> Iterator[tuple[nn.Module, Call]]:
+    """The first module of every class in a model that fuse fuses, and how the model calls it."""
+    model = subject.build().eval()
+    twin = copy.deepcopy(model)
+    vit_fast.fuse(twin, "sdpa")
+    fused = {type(module): name for name, module in reversed(list(twin.named_modules())) if _is_fused(name, module)}
+    calls: dict[str, Call] = {}
+
+    def noting(name: str) -> Callable[..., None]:
+        def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+            calls.setdefault(name, (args, kwargs))
+
+        return note
+
+    hooks = [
+        model.get_submodule(name).register_forward_pre_hook(noting(name), with_kwargs=True) for name in fused.values()
+    ]
+    with torch.no_grad():
+        model(**subject.inputs())
+    for hook in hooks:
+        hook.remove()
+    for name, call in calls.items():
+        yield model.get_submodule(name), call
+
+
+def _is_fused(name: str, module: nn.Module) -> bool:
+    return isinstance(module, FusedModule) and bool(name) and not isinstance(module, nn.Sequential)
+
+
+# --- what users do ------------------------------------------------------------------------------------------
+
+
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, tuple) and value else value
+
+
+def _changed(value: Any, scale: float) -> Any:
+    """A result, or arguments, with another first tensor."""
+    first = _first(value)
+    if not isinstance(first, Tensor) or not first.is_floating_point():
+        return value
+    return (scale * first + 0.1, *value[1:]) if isinstance(value, tuple) else scale * first + 0.1
+
+
+def _noted(seen: list[Any], args: Any, kwargs: dict[str, Any]) -> None:
+    shapes = {name: tuple(value.shape) for name, value in kwargs.items() if isinstance(value, Tensor)}
+    seen.append(([tuple(value.shape) for value in args if isinstance(value, Tensor)], shapes))
+
+
+def hook_the_output(owner: nn.Module, name: str, seen: list[Any]) -> Undo:
+    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        _noted(seen, args, kwargs)
+        return _changed(output, 1.5)
+
+    return owner.get_submodule(name).register_forward_hook(hook, with_kwargs=True).remove
+
+
+def hook_the_input(owner: nn.Module, name: str, seen: list[Any]) -> Undo:
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        _noted(seen, args, kwargs)
+        return _changed(args, 0.5), kwargs
+
+    return owner.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True).remove
+
+
+def hook_without_change(owner: nn.Module, name: str, seen: list[Any]) -> Undo:
+    return owner.get_submodule(name).register_forward_hook(lambda module, args, output: _noted(seen, args, {})).remove
+
+
+def set_a_forward(owner: nn.Module, name: str, seen: list[Any]) -> Undo:
+    module = owner.get_submodule(name)
+    before = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        _noted(seen, args, kwargs)
+        return _changed(before(*args, **kwargs), 1.5)
+
+    module.forward = forward  # type: ignore[method-assign]  # what users do
+    return lambda: module.__dict__.pop("forward")
+
+
+class Wrapped(nn.Module):
+    """What stands in the place of a module, and has its attributes."""
+
+    def __init__(self, inner: nn.Module, seen: list[Any]) -> None:
+        super().__init__()
+        self.inner = inner
+        self.__dict__["seen"] = seen
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.seen.append("called")
+        return _changed(self.inner(*args, **kwargs), 1.5)
+
+
+def replace(owner: nn.Module, name: str, seen: list[Any]) -> Undo:
+    path, _, last = name.rpartition(".")
+    parent, before = owner.get_submodule(path), owner.get_submodule(name)
+    if not last or isinstance(parent, nn.Sequential | nn.MultiheadAttention):
+        return lambda: None  # the block itself; what its library does not call as a module
+    setattr(parent, last, Wrapped(before, seen))
+    return lambda: setattr(parent, last, before)
+
+
+Change = Callable[[nn.Module, str, list[Any]], Undo]
+CHANGES: tuple[Change, ...] = (hook_the_output, hook_the_input, hook_without_change, set_a_forward, replace)
+
+
+def run(block: nn.Module, call: Call) -> Tensor:
+    with torch.no_grad():
+        found = _first(block(*call[0], **call[1]))
+    assert isinstance(found, Tensor)
+    return found
+
+
+def assert_changes_count(block: nn.Module, call: Call) -> int:
+    """After every change of every module a fused block does what the block does that was not fused, and back again.
+
+    Returns:
+        How many of the changes were seen by a call.
+    """
+    for parameter in block.eval().parameters():
+        nn.init.normal_(parameter, 0.1, 0.2)
+    twin = copy.deepcopy(block)
+    assert not vit_fast.fuse(twin, "sdpa").left
+    expected, count = run(twin, call), 0
+    close = {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(expected, run(block, call), **close)
+    for name, _ in list(block.named_modules()):
+        for change in CHANGES:
+            seen: tuple[list[Any], list[Any]] = ([], [])
+            undo = [change(owner, name, found) for owner, found in zip((block, twin), seen)]
+            found, wanted = run(twin, call), run(block, call)
+            what = f"{change.__name__} of {name or 'the block'} of {type(block).__name__}"
+            torch.testing.assert_close(found, wanted, **close, msg=lambda said, what=what: f"{what}: {said}")
+            assert seen[1] == seen[0], what
+            count += bool(seen[0])
+            for each in undo:
+                each()
+    assert torch.equal(run(twin, call), expected)
+    if hasattr(twin, "ready"):
+        assert twin.ready() is not None, "it is fast again"
+    return count

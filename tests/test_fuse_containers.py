@@ -1,0 +1,151 @@
+"""A Sequential of fused blocks is a Sequential: slices, sums, and blocks put in and taken out."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fused_models import IMAGE, SUBJECTS, Subject, of_depth, rotary_of_depth
+from torch import Tensor, nn
+
+import vit_fast
+from vit_fast.block import Blocks
+from vit_fast.fused import FusedBlocks
+
+X = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0))
+Operation = Callable[[Any], nn.Module]
+
+
+def in_place(change: Callable[[Any], object]) -> Operation:
+    def apply(blocks: Any) -> nn.Module:
+        change(blocks)
+        return blocks
+
+    return apply
+
+
+def inplace_sum(blocks: Any) -> nn.Module:
+    blocks += blocks[:1]
+    return blocks
+
+
+def inplace_product(blocks: Any) -> nn.Module:
+    blocks *= 2
+    return blocks
+
+
+OPERATIONS: dict[str, Operation] = {
+    "first": lambda blocks: blocks[:1],
+    "all but the first": lambda blocks: blocks[1:],
+    "every second": lambda blocks: blocks[::2],
+    "none": lambda blocks: blocks[:0],
+    "slice of a slice": lambda blocks: blocks[1:][:1],
+    "last": lambda blocks: blocks[-1],
+    "sum": lambda blocks: blocks + blocks[:2],
+    "sum with another": lambda blocks: blocks + nn.Sequential(nn.Tanh()),
+    "added to another": lambda blocks: nn.Sequential(nn.Tanh()) + blocks,
+    "product": lambda blocks: 2 * blocks,
+    "sum in place": inplace_sum,
+    "product in place": inplace_product,
+    "append": lambda blocks: blocks.append(nn.Tanh()),
+    "append a block": lambda blocks: blocks.append(blocks[0]),
+    "extend": lambda blocks: blocks.extend(list(blocks)[1:]),
+    "insert": lambda blocks: blocks.insert(1, nn.Tanh()),
+    "pop": in_place(lambda blocks: blocks.pop(1)),
+    "popped": lambda blocks: blocks.pop(-1),
+    "delete": in_place(lambda blocks: blocks.__delitem__(0)),
+    "delete a slice": in_place(lambda blocks: blocks.__delitem__(slice(1, 3))),
+    "set": in_place(lambda blocks: blocks.__setitem__(1, nn.Tanh())),
+    "list": lambda blocks: nn.Sequential(*list(blocks)[:2]),
+    "named": lambda blocks: nn.Sequential(*[block for _, block in blocks.named_children()]),
+    "deepcopy": copy.deepcopy,
+    "deepcopy of a slice": lambda blocks: copy.deepcopy(blocks[1:]),
+    "pickle of a slice": lambda blocks: pickle.loads(pickle.dumps(blocks[1:])),
+}
+BY_NUMBER = {
+    ("torchvision", "insert"),
+    ("torchvision", "product in place"),
+}  # torch looks for "0", "1", its blocks have names
+MODELS: dict[str, tuple[Subject, str]] = {
+    "timm": (of_depth(3)["timm"], "blocks"),
+    "torchvision": (of_depth(3)["torchvision"], "encoder.layers"),
+    "ours": (of_depth(3)["ours"], "blocks"),
+}
+
+
+CASES = [(library, operation) for library in MODELS for operation in OPERATIONS]
+CASES = [case for case in CASES if case not in BY_NUMBER]
+
+
+@pytest.mark.parametrize(("library", "operation"), CASES)
+def test_containers_do_what_they_do_without_fuse(library: str, operation: str) -> None:
+    subject, path = MODELS[library]
+    model = subject.build().eval()
+    expected = OPERATIONS[operation](copy.deepcopy(model).get_submodule(path))
+    vit_fast.fuse(model, "sdpa").require_all()
+    blocks: Any = model.get_submodule(path)
+    assert type(blocks) is (Blocks if library == "ours" else FusedBlocks)
+    found: Any = OPERATIONS[operation](blocks)
+    with torch.no_grad():
+        torch.testing.assert_close(found(X), expected(X), rtol=1e-4, atol=1e-4)
+        assert list(found.state_dict()) == list(expected.state_dict())
+        assert [name for name, _ in found.named_children()] == [name for name, _ in expected.named_children()]
+        if isinstance(found, nn.Sequential):
+            assert len(found) == len(list(found)) == len(list(expected))
+        for each in (
+            lambda: vit_fast.fuse(found, "eager"),
+            lambda: vit_fast.unfuse(model),
+            lambda: vit_fast.unfuse(found),
+        ):
+            each()  # they share their blocks
+            torch.testing.assert_close(found(X), expected(X), rtol=1e-4, atol=1e-4)
+    assert not isinstance(found, FusedBlocks)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "triton"])
+def test_a_block_that_is_not_fused_in_a_fused_sequential(backend: str) -> None:
+    subject, _ = MODELS["timm"]
+    model, other = subject.build().eval(), subject.build().eval()
+    expected = nn.Sequential(*copy.deepcopy(model).blocks[:1], copy.deepcopy(other).blocks[1])
+    vit_fast.fuse(model, backend)
+    blocks = model.blocks[:1].append(other.blocks[1])
+    with torch.no_grad():
+        torch.testing.assert_close(blocks(X), expected(X), rtol=1e-4, atol=1e-4)
+        assert vit_fast.fuse(blocks, backend).require_all()
+        assert all(block.ready() is not None for block in blocks)
+        torch.testing.assert_close(blocks(X), expected(X), rtol=1e-4, atol=1e-4)
+
+
+def test_what_timm_does_with_slices() -> None:
+    model, images = SUBJECTS["timm-vit"].build().eval(), torch.randn(2, 3, IMAGE, IMAGE)
+    twin = copy.deepcopy(model)
+    vit_fast.fuse(model, "sdpa").require_all()
+    with torch.no_grad():
+        for options in ({"stop_early": True, "indices": 1}, {"indices": [0], "output_fmt": "NLC"}):
+            for found, expected in zip(
+                model.forward_intermediates(images, **options), twin.forward_intermediates(images, **options)
+            ):
+                torch.testing.assert_close(found, expected)
+        for each in (model, twin):
+            each.prune_intermediate_layers([0])
+        torch.testing.assert_close(model(images), twin(images))
+        vit_fast.unfuse(model)
+        assert type(model.blocks) is nn.Sequential and len(model.blocks) == 1
+        torch.testing.assert_close(model(images), twin(images))
+
+
+@pytest.mark.parametrize("operation", ["first", "sum", "product", "extend", "deepcopy of a slice"])
+def test_blocks_of_a_model_with_rotary_positions_of_ours(operation: str) -> None:
+    model, images = rotary_of_depth(3)["ours"].build().eval(), torch.randn(1, 3, IMAGE, IMAGE)
+    vit_fast.set_backend(model, "sdpa")
+    model.blocks = OPERATIONS[operation](model.blocks)
+    seen: list[Tensor] = []
+    for block in set(model.blocks):
+        block.register_forward_pre_hook(lambda module, args: seen.append(args[1]))
+    with torch.no_grad():
+        model(images)
+    assert len(seen) == len(model.blocks) and all(positions is not None for positions in seen)

@@ -1,0 +1,229 @@
+"""Hooks, forwards and modules that users set inside fused blocks: each one is called, and its return value counts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from fused_models import IMAGE, SUBJECTS, Subject, of_depth, packed_of_depth
+from hooked_blocks import (
+    CHANGES,
+    LAYERS,
+    Change,
+    assert_changes_count,
+    blocks_of,
+    hook_the_output,
+    hook_without_change,
+    transformers_layer,
+)
+from kernel_support import DEVICE
+from torch import nn
+
+import vit_fast
+from vit_fast.freezing import frozen_of
+from vit_fast.libraries import timm_blocks, torchvision
+from vit_fast.reading import Reader, read_block
+
+OFTEN = (
+    "timm-vit", "timm-qk-norm", "timm-siglip", "timm-eva02-norms-inside", "transformers-vit", "transformers-siglip",
+    "transformers-dinov3-gated", "torchvision-vit", "torch-encoder",
+)  # fmt: skip
+PACKED = ("cu_seqlens", "lengths", "timm's mask, rotary")
+
+
+@pytest.fixture(autouse=True)
+def slow_path() -> Iterator[None]:
+    """torch's operator for a whole TransformerEncoderLayer calls no forward that is set inside."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    yield
+    torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+def subject_of(name: str) -> Subject:
+    return SUBJECTS[name] if name in SUBJECTS else packed_of_depth(1)[name]
+
+
+@pytest.mark.parametrize("name", [*OFTEN, *PACKED])
+def test_what_is_done_to_a_module_of_a_fused_block_counts(name: str) -> None:
+    assert sum(assert_changes_count(block, call) for block, call in blocks_of(subject_of(name)))
+
+
+@pytest.mark.slow
+def test_what_is_done_to_a_module_of_any_fused_class_counts() -> None:
+    seen: set[type] = set()
+    for name in {*SUBJECTS, *packed_of_depth(1)} - {"ours", "transformers-beit"}:
+        for block, call in blocks_of(subject_of(name)):
+            assert_changes_count(block, call)
+            seen.add(type(block))
+    known = [*timm_blocks.FORMS._mixins, *torchvision.FORMS._mixins]
+    missing = set(known) - {f"{cls.__module__}.{cls.__qualname__}" for cls in seen}
+    assert not missing - {"timm.models.naflexvit.NaFlexVit"}, "which is the model, not inside one"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", LAYERS)
+def test_what_is_done_to_a_module_of_any_layer_of_transformers_counts(path: str) -> None:
+    torch.manual_seed(0)
+    assert assert_changes_count(*transformers_layer(path))
+
+
+@pytest.mark.parametrize("name", ["timm-vit", "timm-dinov3", "transformers-dinov2", "torchvision-vit", "ours"])
+def test_the_kernels_do_not_run_past_anything_that_is_done(name: str) -> None:
+    """Nothing inside a block can be hooked, and the block still be nothing but kernels; and afterwards it is again."""
+    model = SUBJECTS[name].build().eval()
+    vit_fast.fuse(model, "triton")
+    block = next(module for module in model.modules() if hasattr(module, "whole"))
+    inside = [path for path, _ in block.named_modules() if path]
+    assert block.whole() is not None and len(inside) >= 11
+    for path in inside:
+        for change in CHANGES:
+            undo = change(block, path, [])
+            parts = block.whole()
+            undo()
+            assert parts is None or change is CHANGES[-1], f"{change.__name__} of {path}"
+            assert block.whole() is not None, path
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("path", ["attn.q_norm", "attn.k_norm", "attn.norm", "ls1", "ls2", "mlp.norm"])
+def test_an_identity_in_a_block_of_ours_is_called(path: str, backend: str) -> None:
+    model = of_depth(1)["ours"].build().eval()
+    vit_fast.fuse(model, backend)
+    (block,) = model.blocks
+    x, plain, seen = torch.randn(2, 5, 64), copy.deepcopy(block), []
+    undo = hook_the_output(block, path, seen)
+    found = block(x)
+    assert len(seen) == 1 and not torch.allclose(found, plain(x), atol=1e-3)
+    undo()
+    assert torch.equal(block(x), plain(x)) and len(seen) == 1
+
+
+@pytest.mark.parametrize("name", ["timm-vit", "transformers-vit", "torchvision-vit"])
+def test_backward_hooks_fire_as_often_as_before_fuse(name: str) -> None:
+    subject = SUBJECTS[name]
+    counts = []
+    for fused in (False, True):
+        model, calls = subject.build().eval(), []
+        if fused:
+            vit_fast.fuse(model, "sdpa").require_all()
+        torch.manual_seed(1)
+        inputs = subject.inputs()
+        paths = [path for path, _ in model.named_modules() if path]
+        for path in paths:
+            handle = model.get_submodule(path).register_full_backward_hook(
+                lambda module, grads, outputs, path=path, calls=calls: calls.append((path, len(outputs)))
+            )
+            subject.run(model, inputs).square().sum().backward()
+            handle.remove()
+        counts.append(calls)
+    assert counts[1] == counts[0] and counts[0]
+
+
+def test_a_hook_from_before_fuse_is_called() -> None:
+    model, images = SUBJECTS["timm-vit"].build().eval(), torch.randn(1, 3, IMAGE, IMAGE)
+    seen: list[Any] = []
+    hook_the_output(model, "blocks.1.attn.k_norm", seen)
+    expected = model(images)
+    vit_fast.fuse(model, "sdpa").require_all()
+    torch.testing.assert_close(model(images), expected)
+    assert len(seen) == 2
+
+
+def test_a_module_that_no_reader_knows_is_watched() -> None:
+    """A family whose reader forgets a module: the kernels do not run past a hook on it all the same."""
+    model = of_depth(1)["timm"].build().eval()
+    vit_fast.fuse(model, "triton")
+    (block,) = model.blocks
+    block.forgotten = nn.Sequential(nn.Identity())
+
+    def read_attention(reader: Reader) -> Any:
+        return type(block).read_attention(reader)
+
+    for path, halves in {
+        "forgotten.0": ("attention", "mlp"),
+        "attn.more": ("attention",),
+        "mlp.more": ("mlp",),
+    }.items():
+        parent, _, name = path.rpartition(".")
+        block.get_submodule(parent).add_module(name, nn.Identity())
+        assert block.read().watch.holds(block)
+        watch = block.read().watch
+        handle = block.get_submodule(path).register_forward_hook(lambda *_: None)
+        assert not watch.holds(block)
+        parts = read_block(block, type(block).read_mlp, read_attention, type(block).reader)
+        assert [half for half in ("attention", "mlp") if getattr(parts, half) is None] == list(halves)
+        handle.remove()
+        assert block.read().attention is not None
+
+
+def test_a_module_in_two_places_is_watched_in_both() -> None:
+    model = of_depth(1)["timm"].build().eval()
+    (block,) = model.blocks
+    block.ls2 = block.drop_path2 = block.ls1
+    vit_fast.fuse(model, "triton")
+    for name in ("ls1", "ls2", "drop_path2"):
+        parts = block.whole()
+        before = getattr(block, name)
+        setattr(block, name, nn.Tanh())
+        assert not parts.watch.holds(block), name
+        setattr(block, name, before)
+
+
+# --- with freeze, and in a Sequential -----------------------------------------------------------------------
+
+
+def test_a_hook_taken_away_leaves_a_model_frozen() -> None:
+    model = of_depth(2)["timm"].build().to(DEVICE).eval()
+    vit_fast.fuse(model, "triton").require_all()
+    vit_fast.freeze(model)
+    kept, (block, _) = frozen_of(model), model.blocks
+    for change in CHANGES:
+        for path in ("attn.q_norm", "mlp.drop1", "norm2"):
+            undo = change(block, path, [])
+            assert block.whole() is None or change is CHANGES[-1]
+            undo()
+            assert block.whole() is not None and frozen_of(model) == kept, f"{change.__name__} of {path}"
+    block.attn.qkv = copy.deepcopy(block.attn.qkv)
+    assert block.whole().frozen is None, "it is of other weights"
+    model.train()
+    assert not frozen_of(model)
+
+
+def test_weights_frozen_for_another_half_of_a_packed_gate_are_dropped() -> None:
+    model = SUBJECTS["timm-gated"].build().to(DEVICE).eval()
+    vit_fast.fuse(model, "triton").require_all()
+    vit_fast.freeze(model)
+    block = model.blocks[0]
+    block.mlp.gate_last = not block.mlp.gate_last
+    assert block.whole().frozen is None
+
+
+@pytest.mark.parametrize("change", [hook_the_output, hook_without_change])
+def test_a_hook_in_a_sequential_of_fused_blocks_counts(change: Change) -> None:
+    model = of_depth(2)["timm"].build().eval()
+    twin, x, seen = copy.deepcopy(model), torch.randn(2, 5, 64), ([], [])
+    vit_fast.fuse(model, "sdpa").require_all()
+    for path in ("", "1", "1.attn.q_norm", "0.mlp.drop2"):
+        undo = [change(each.blocks, path, found) for each, found in zip((model, twin), seen)]
+        torch.testing.assert_close(model.blocks(x), twin.blocks(x))
+        for each in undo:
+            each()
+    assert seen[0] == seen[1] and len(seen[0]) == 4
+    torch.testing.assert_close(model.blocks(x), twin.blocks(x))
+
+
+def test_hooks_from_before_compilation_are_in_the_graph() -> None:
+    model, x = of_depth(1)["timm"].build().eval(), torch.randn(1, 5, 64)
+    (block,) = model.blocks
+    plain = copy.deepcopy(block)(x)
+    vit_fast.fuse(model, "sdpa").require_all()
+    block.attn.k_norm.register_forward_hook(lambda module, args, output: output * 1.5)
+    torch.compiler.reset()
+    found = torch.compile(block, backend="eager", fullgraph=True)(x)
+    vit_fast.unfuse(model)
+    torch.testing.assert_close(found, block(x))
+    assert not torch.allclose(found, plain, atol=1e-4)
