@@ -14,7 +14,8 @@ from .attention_forward import forward_launch
 from .attention_offline import forward_case
 from .layer_norm import row_statistics_launch
 from .matmul_launch import HeadStep, MatmulConfig, Operands, matmul_launch
-from .matmul_policy import config_table, may_split
+from .matmul_offline import kernel_name
+from .matmul_policy import config_table
 from .offline import Build
 from .rotary import QkvSettings
 from .row_parts import row_parts
@@ -49,7 +50,7 @@ def _residual(operand: torch.dtype, with_e4m3: bool) -> Operands:
     )  # fmt: skip
 
 
-def _cases(arch: str, operand: torch.dtype) -> Iterator[tuple[str, str, Operands, str, int]]:
+def _cases(operand: torch.dtype) -> Iterator[tuple[str, str, Operands, str, int]]:
     """(epilogue, what, operands, activation, parts of K) of operands in e4m3; of half precision what e4m3 adds."""
     quantised = operand == _E4M3
     yield "layer_norm", "gelu, all e4m3" if quantised else "gelu to e4m3", _normed(operand, _E4M3), "gelu", 1
@@ -62,9 +63,8 @@ def _cases(arch: str, operand: torch.dtype) -> Iterator[tuple[str, str, Operands
     yield "gated", "silu", _normed(operand, _HALF, wide=2), "silu", 1
     yield "rotary", "q and k of 64", _normed(operand, _HALF, 3 * _C, turned=64), "identity", 1
     yield "residual", "statistics", _residual(operand, False), "identity", 1
-    if may_split(arch):
-        whole = _residual(operand, False)
-        yield "residual", "5 parts", Operands(whole.a, whole.b, _meta(5, _M, _C), b_is_nk=True), "identity", 5
+    whole = _residual(operand, False)
+    yield "partial", "5 parts", Operands(whole.a, whole.b, _meta(5, _M, _C), b_is_nk=True), "identity", 5
 
 
 def _name(config: MatmulConfig, operand: torch.dtype, what: str) -> str:
@@ -74,17 +74,16 @@ def _name(config: MatmulConfig, operand: torch.dtype, what: str) -> str:
 
 def _matmul_builds(arch: str) -> Iterator[Build]:
     for operand, kind in ((_E4M3, "fp8"), (_HALF, "half")):
-        for epilogue, what, operands, activation, parts in _cases(arch, operand):
+        for epilogue, what, operands, activation, parts in _cases(operand):
             tables = [config_table(arch, kind, epilogue, tma) for tma in (True, False)]
             configs = list(dict.fromkeys(config for table in tables for config in table))
             for index, config in enumerate(configs):
                 launch = matmul_launch(
-                    operands, epilogue=epilogue if parts == 1 else "partial", config=config, activation=activation,
-                    split_k=parts,
+                    operands, epilogue=epilogue, config=config, activation=activation, split_k=parts
                 )  # fmt: skip
                 needs = ("E4M3",) if operand == _E4M3 else ()
                 yield Build(
-                    f"matmul_{epilogue}", _name(config, operand, what), launch,
+                    kernel_name(epilogue), _name(config, operand, what), launch,
                     core=arch == "sm_90" and operand == _E4M3 and index == 0 and what in _CORE,
                     needs=(*needs, *(("UTMALDG",) if config.tma else ())),
                 )  # fmt: skip

@@ -96,7 +96,7 @@ def _layer_norm_linear(
         known = _statistics(rows, finished, folded.weight_sum is None)
         out = library.layer_norm_linear(known, folded, activation, z)
     else:
-        config = matmul_config(operands, epilogue)
+        config = matmul_config(operands, epilogue, activation)
         matmul_launch(operands, epilogue=epilogue, config=config, activation=activation).run()
     if out_part is not None and not gated:  # beside an activation of the whole tile there are no registers for them
         row_statistics_launch(out, out_part).run()

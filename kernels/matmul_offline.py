@@ -24,7 +24,7 @@ from .layer_norm import (
     row_statistics_launch,
 )
 from .matmul_launch import EPILOGUES, HeadStep, MatmulConfig, Operands, matmul_launch
-from .matmul_policy import NORMED_HEADS, config_table, is_usable, may_split
+from .matmul_policy import NORMED_HEADS, config_table, is_usable
 from .offline import Build
 from .rotary import QkvSettings
 from .row_parts import row_parts
@@ -126,7 +126,7 @@ def _layer_norm_grad(dtype: torch.dtype, stream: torch.dtype) -> Operands:
 
 
 def _matmul_cases(
-    arch: str, epilogue: str, dtype: torch.dtype, config: MatmulConfig, widest: bool
+    epilogue: str, dtype: torch.dtype, config: MatmulConfig, widest: bool
 ) -> Iterator[tuple[str, Operands, str, int]]:
     """(what, operands, activation, parts of K) of everything an epilogue is launched with."""
     streams = dict.fromkeys((dtype, torch.float32))  # autocast keeps the residual stream in fp32
@@ -175,9 +175,9 @@ def _matmul_cases(
         if dtype.itemsize == 2:
             yield "behind a norm, residual, statistics", _behind_norm(dtype, False), "identity", 1
             yield "behind a norm, residual, statistics, kept", _behind_norm(dtype, True), "identity", 1
-        if may_split(arch):
-            whole = _residual(dtype, dtype)
-            yield "5 parts", Operands(whole.a, whole.b, _meta(5, _M, _C), b_is_nk=True), "identity", 5
+    elif epilogue == "partial":
+        whole = _residual(dtype, dtype)
+        yield "5 parts", Operands(whole.a, whole.b, _meta(5, _M, _C), b_is_nk=True), "identity", 5
     elif epilogue == "activation_grad":
         for activation in ACTIVATIONS if widest else ACTIVATIONS[:1]:
             yield activation, _activation_grad(dtype, config), activation, 1
@@ -220,15 +220,15 @@ def _matmul_builds(arch: str) -> Iterator[Build]:
             tables = [config_table(arch, kind, epilogue, tma) for tma in (True, False)]
             configs = list(dict.fromkeys(config for table in tables for config in table))
             for index, config in enumerate(configs):
-                for what, operands, activation, parts in _matmul_cases(arch, epilogue, dtype, config, index == 0):
+                for what, operands, activation, parts in _matmul_cases(epilogue, dtype, config, index == 0):
                     if not is_usable(config, operands, epilogue):
                         continue
                     launch = matmul_launch(
-                        operands, epilogue=epilogue if parts == 1 else "partial", config=config,
-                        activation=activation, split_k=parts, precision="ieee" if kind == "half" else kind,
+                        operands, epilogue=epilogue, config=config, activation=activation, split_k=parts,
+                        precision="ieee" if kind == "half" else kind,
                     )  # fmt: skip
                     yield Build(
-                        f"matmul_{epilogue}",
+                        kernel_name(epilogue),
                         f"{kind} {_tile(config)} {what}",
                         launch,
                         core=kind == "half" and index == 0 and what in _CORE.get(arch, ()),
@@ -250,6 +250,11 @@ def _product_builds(arch: str) -> Iterator[Build]:
                     core=kind == "half" and config.tma and what in _CORE.get(arch, ()),
                     needs=_instructions(arch, kind, config.tma),
                 )
+
+
+def kernel_name(epilogue: str) -> str:
+    """Returns a build's name; those of a "residual" matmul that is cut along K have its name."""
+    return "matmul_residual" if epilogue == "partial" else f"matmul_{epilogue}"
 
 
 def _tile(config: MatmulConfig) -> str:

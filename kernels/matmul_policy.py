@@ -36,8 +36,7 @@ def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[Matmul
     Args:
         arch: e.g. "sm_90"; sm_120 and unknown ones take the pointer tables, which every architecture runs.
         kind: The `product_kind` of the operands: "half", "fp8", "tf32" or "ieee".
-        epilogue: One of `EPILOGUES`, of which "partial" has those of "residual" and "qk_norm" is of "half" alone; or
-            "weight_products".
+        epilogue: One of `EPILOGUES`, of which "qk_norm" is of "half" alone; or "weight_products".
         tma: Whether the operands can go through tensor descriptors.
     """
     hopper, blackwell = (generation(arch) == name for name in ("hopper", "blackwell"))
@@ -62,8 +61,12 @@ def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[Matmul
         special = {"layer_norm": _HALF_HOPPER_LAYER_NORM, "gated": _HALF_HOPPER_GATED}
         table = special.get(epilogue, _HALF_HOPPER)
     else:
-        special = {"layer_norm": _HALF_BLACKWELL_LAYER_NORM, "residual": _HALF_BLACKWELL_RESIDUAL}
+        special = dict.fromkeys(("residual", "partial"), _HALF_BLACKWELL_RESIDUAL)
+        special["layer_norm"] = _HALF_BLACKWELL_LAYER_NORM
         table = special.get(epilogue, _HALF_BLACKWELL_HEAVY if epilogue in _HEAVY else _HALF_BLACKWELL)
+    if epilogue == "partial" and blackwell and table[0].tma:  # wide tiles spill, and of narrow ones in 72 registers
+        fitting = (config for config in table if config.block_n < 256)
+        return tuple(replace(config, maxnreg=128) if config.block_n == 64 else config for config in fitting)
     # a weight gradient is as large as its weight: splitting K, not small tiles, fills the multiprocessors
     return table[:1] if epilogue == "weight_products" else table
 
@@ -184,71 +187,114 @@ def _pointer_table(arch: str, kind: str, epilogue: str) -> tuple[MatmulConfig, .
     )
 
 
-# Estimates, in cycles of a multiprocessor, from the data sheets of sm_80 to sm_100 and from instructions counted in
-# compiled kernels; none is measured. They only have to order configurations, and only ratios matter for that.
-_PRODUCTS = 2048  # fp16 multiply-adds a cycle; fewer elsewhere, but for all tiles alike
-_L2_BYTES = 48  # a cycle, of the operands' tiles: the A100's 5,120 over its 108 multiprocessors
+# Estimates, in cycles of a multiprocessor, from data sheets and from instructions counted in compiled kernels; none is
+# measured. They only have to order configurations.
+# Dense fp16 multiply-adds a cycle with fp32 sums: A100, A10, L40S, H100, B200, B300, RTX 5090.
+_PRODUCTS = {
+    "sm_80": 1024, "sm_86": 512, "sm_89": 512, "sm_90": 2048, "sm_100": 4096, "sm_103": 4096, "sm_120": 256,
+}  # fmt: skip
+# Bytes a cycle from L2, of the operands' tiles: for all multiprocessors, the A100's and about the RTX 4090's; for one.
+_L2_BYTES = {"sm_86": 2048, "sm_89": 2048, "sm_120": 2048}
+_L2_BYTES_HBM = 5120
+_L2_PORT = 64
+_L2_HOLDS = 2**25
+_SHARED_BYTES = 128  # a cycle: mma.sync has the warps read their operands, 32 rows by a share of the columns each
 _LATENCY = 700  # from the request of a tile of A and B to its arrival
-_EPILOGUE = 2036 / (128 * 256)  # issue cycles an element: scale, bias, conversion, store
+_ISSUE = 3.0  # instructions a cycle in an epilogue: 75 % of four schedulers
+_DRAIN = 600  # an epilogue's exposed latencies: its first loads, its last stores
 _START = 1500  # a launch's first loads
 _NEXT_LAUNCH = 3000  # from the end of one launch to the start of the next
+# Instructions a warp issues for a tile outside the loop over K: so many, and for every element of a thread ...
+_TILE_INSTRUCTIONS = 250
+_INSTRUCTIONS = {
+    "layer_norm": 7, "rotary": 18, "qk_norm": 29, "gated": 10, "residual": 2, "activation_grad": 39, "gated_grad": 58,
+    "layer_norm_grad": 11, "partial": 4,
+}  # fmt: skip
+_ACTIVATION, _ADDEND, _STATISTICS, _SECOND = 10, 6, 9, 5  # more: GELU, a residual, its statistics, a result in e4m3
+
+
+def epilogue_instructions(operands: Operands, epilogue: str, activation: str = "identity") -> int:
+    """Instructions a thread issues for each element of a tile after the loop over K, counted in SASS of sm_90."""
+    count = _INSTRUCTIONS[epilogue]
+    if epilogue == "layer_norm" and activation != "identity":
+        count += _ACTIVATION
+    if epilogue == "residual":
+        extras = ((operands.residual, _ADDEND), (operands.out_part, _STATISTICS), (operands.out8, _SECOND))
+        count += sum(cost for tensor, cost in extras if tensor is not None)
+    return count
 
 
 def predicted_cycles(
-    config: MatmulConfig, M: int, N: int, K: int, itemsize: int, sm_count: int, splits: int = 1
+    config: MatmulConfig, sizes: tuple[int, int, int], itemsize: int, gpu: Gpu, instructions: int, splits: int = 1
 ) -> float:
     """An estimate of what the busiest multiprocessor needs for its tiles.
 
     Args:
         config: The tiles.
-        M, N, K: Sizes of the product.
+        sizes: M, N, K of the product.
         itemsize: Bytes an element of A and B.
-        sm_count: Multiprocessors.
+        gpu: Where it runs.
+        instructions: `epilogue_instructions` where K is whole.
         splits: Parts of K; more than one are fp32 in memory, and summed by a launch of their own.
     """
-    tiles = ceil_div(config.tiles(M, N) * splits, sm_count)
-    if tiles == 0:
+    M, N, K = sizes
+    units = config.tiles(M, N) * splits
+    if units == 0:
         return 0.0
+    tiles = ceil_div(units, gpu.sm_count)
     together = min(tiles, config.ctas_per_sm)
     area, border = config.block_m * config.block_n, config.block_m + config.block_n
-    step = config.block_k * max(
-        area / _PRODUCTS * itemsize / 2,
-        border * itemsize / _L2_BYTES,
-        _LATENCY / (config.block_k * max(1, config.num_stages - 1) * together),
-    )
-    # but for the last, the epilogues run under other tiles' products
-    hidden = (config.flatten and splits == 1) or config.ctas_per_sm > 1
-    epilogues = 1 if hidden else tiles
     steps = ceil_div(ceil_div(K, config.block_k), splits)
-    cycles = _START + tiles * steps * step + epilogues * area * _EPILOGUE
+    depth, l2_bytes = config.block_k * itemsize, _L2_BYTES.get(gpu.arch, _L2_BYTES_HBM)
+    load = border * depth / min(_L2_PORT, l2_bytes * tiles / units)
+    product = area * depth / 2 / _PRODUCTS.get(gpu.arch, 1024)
+    if generation(gpu.arch) == "ampere":
+        product = max(product, (32 * config.num_warps + area / 32 + border) * depth / _SHARED_BYTES)
+    under_way = max(1, config.num_stages - 1)
+    epilogue = epilogue_cycles(config, instructions if splits == 1 else _INSTRUCTIONS["partial"])
+    if config.ctas_per_sm > 1:  # but for the last ones, epilogues run under the products of another program's tile
+        loop = steps * max(product, load, _LATENCY / (under_way * together))
+        last = (tiles - 1) % together + 1
+        cycles = (tiles - last) * max(loop, epilogue) + last * (loop + epilogue)
+    else:  # a flattened loop issues the next tile's first loads before the epilogue, and nothing else overlaps it
+        early = under_way if config.flatten and splits == 1 else 0
+        waits = 0 if early else _LATENCY
+        loop = max(steps * max(product, _LATENCY / under_way), (steps - early) * load)
+        cycles = tiles * (loop + waits + epilogue)
+    cycles += _START
     if splits > 1:  # parts written and read, the sum's other operands read, its result written
-        cycles += _NEXT_LAUNCH + _START + (8 * splits + 2 * itemsize) * M * N / (sm_count * _L2_BYTES)
+        rate = l2_bytes if 4 * splits * M * N <= _L2_HOLDS else l2_bytes / 4  # of DRAM, about
+        cycles += _NEXT_LAUNCH + _START + (8 * splits + 2 * itemsize) * M * N / rate
     return cycles
 
 
+def epilogue_cycles(config: MatmulConfig, instructions: int) -> float:
+    """An estimate of a tile's epilogue by itself; `instructions` as `epilogue_instructions` counts them."""
+    a_warp = _TILE_INSTRUCTIONS + instructions * config.block_m * config.block_n / (32 * config.num_warps)
+    return a_warp * config.num_warps / _ISSUE + _DRAIN
+
+
 def choose_split(
-    table: Sequence[MatmulConfig], sizes: tuple[int, int, int], itemsize: int, sm_count: int, most: int
-) -> tuple[MatmulConfig, int]:
-    """The configuration and the parts of K, at most `most`, with the lowest `predicted_cycles`.
+    table: Sequence[MatmulConfig], sizes: tuple[int, int, int], itemsize: int, gpu: Gpu, instructions: int,
+    partial: Sequence[MatmulConfig] = (), most: int = 1,
+) -> tuple[MatmulConfig, int]:  # fmt: skip
+    """The configuration and the parts of K with the lowest `predicted_cycles`: of `table` for one part, of `partial`
+    for up to `most`.
 
     Of equals the fewest parts and the widest tile.
     """
-    M, N, K = sizes
-    candidates = [
-        (config, splits)
-        for splits in range(1, most + 1)
-        for config in table
-        if splits == 1 or ceil_div(K, config.block_k) >= _MIN_STEPS * splits
-    ]
-    return min(candidates, key=lambda c: predicted_cycles(c[0], M, N, K, itemsize, sm_count, c[1]))
+    steps = [(config, ceil_div(sizes[2], config.block_k)) for config in partial]
+    candidates = [(config, 1) for config in table]
+    candidates += [(c, parts) for parts in range(2, most + 1) for c, count in steps if count >= _MIN_STEPS * parts]
+    return min(candidates, key=lambda c: predicted_cycles(c[0], sizes, itemsize, gpu, instructions, c[1]))
 
 
-def matmul_config(operands: Operands, epilogue: str) -> MatmulConfig:
+def matmul_config(operands: Operands, epilogue: str, activation: str = "identity") -> MatmulConfig:
     """The configuration for these operands on their device.
 
     The interpreter, whose time goes by the number of tiles and not by their size, always takes the widest there is.
     """
-    return _chosen(operands, epilogue, 1)[0]
+    return _chosen(operands, epilogue, activation)[0]
 
 
 def residual_config(operands: Operands) -> tuple[MatmulConfig, int]:
@@ -256,13 +302,7 @@ def residual_config(operands: Operands) -> tuple[MatmulConfig, int]:
 
     A few rows have too few tiles for the multiprocessors: fc2 of ViT-B has 48 of the smallest at batch 1.
     """
-    most = _MAX_RESIDUAL_SPLITS if may_split(gpu_of(operands.a.device).arch) else 1
-    return _chosen(operands, "residual", most)
-
-
-def may_split(arch: str) -> bool:
-    """Whether a "residual" matmul may be cut along K: where every tile's parts compile without spills."""
-    return arch in ("sm_80", "sm_86", "sm_89", "sm_90")
+    return _chosen(operands, "residual", most=_MAX_RESIDUAL_SPLITS)
 
 
 def prefers_library(operands: Operands, epilogue: str) -> bool:
@@ -281,23 +321,25 @@ def _library_table() -> dict[str, dict[str, list[list[int]]]]:
     return table
 
 
-def _chosen(operands: Operands, epilogue: str, most: int) -> tuple[MatmulConfig, int]:
+def _chosen(operands: Operands, epilogue: str, activation: str = "identity", most: int = 1) -> tuple[MatmulConfig, int]:
     tma = fits_tma(operands.tiled())
     wanted = _requirements(operands, epilogue)
     if is_interpreted():
         kind = "fp8" if operands.a.dtype == torch.float8_e4m3fn else "half"
         return next(c for c in config_table("sm_90", kind, epilogue, tma) if _meets(c, *wanted)), 1
     gpu, dtype = gpu_of(operands.a.device), operands.a.dtype
-    return _best(gpu, product_kind(dtype), epilogue, tma, operands.sizes, dtype.itemsize, most, *wanted)
+    instructions = epilogue_instructions(operands, epilogue, activation)
+    return _best(gpu, product_kind(dtype), epilogue, instructions, tma, operands.sizes, dtype.itemsize, most, *wanted)
 
 
 @lru_cache(4096)
 def _best(
-    gpu: Gpu, kind: str, epilogue: str, tma: bool, sizes: tuple[int, int, int], itemsize: int, most: int,
-    narrowest: int, largest: int, piece: int,
+    gpu: Gpu, kind: str, epilogue: str, instructions: int, tma: bool, sizes: tuple[int, int, int], itemsize: int,
+    most: int, narrowest: int, largest: int, piece: int,
 ) -> tuple[MatmulConfig, int]:  # fmt: skip
     table = [c for c in config_table(gpu.arch, kind, epilogue, tma) if _meets(c, narrowest, largest, piece)]
-    return choose_split(table, sizes, itemsize, gpu.sm_count, most)
+    partial = config_table(gpu.arch, kind, "partial", tma) if most > 1 else ()
+    return choose_split(table, sizes, itemsize, gpu, instructions, partial, most)
 
 
 def is_usable(config: MatmulConfig, operands: Operands, epilogue: str) -> bool:
