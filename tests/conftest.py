@@ -96,6 +96,29 @@ def one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def only(monkeypatch: pytest.MonkeyPatch):
+    """`optimize`: makes one choice the only one, which wins whatever the clock says."""
+
+    import vit_fast
+    from vit_fast.tuning.choices import Choice
+
+    def choose(choice: Choice) -> None:
+        module = "vit_fast.tuning.optimization"
+        monkeypatch.setattr(f"{module}.candidates", lambda *_: [choice])
+        monkeypatch.setattr(f"{module}.choice_by_classes", lambda *_: None)
+        monkeypatch.setattr("vit_fast.tuning.trials.variations", lambda *_: [])
+        take = vit_fast.tuning.trials.Trials.call_ms
+        factor = {choice: 0.01}
+        monkeypatch.setattr(
+            vit_fast.tuning.trials.Trials,
+            "call_ms",
+            lambda self, candidate, number: take(self, candidate, number) * factor.get(candidate, 1.0),
+        )
+
+    return choose
+
+
+@pytest.fixture
 def model() -> nn.Module:
     """The test model, eager, none of whose parameters is as it was initialised: zeros and ones hide mistakes."""
     import vit_fast

@@ -19,7 +19,7 @@ from vit_fast.tuning import answers, choices
 from vit_fast.tuning.build import build
 from vit_fast.tuning.choices import Choice
 from vit_fast.tuning.expected import Expected, Rule
-from vit_fast.tuning.search import Refused
+from vit_fast.tuning.search import OutOfTime, Refused
 from vit_fast.tuning.trials import Trials
 
 pytestmark = [pytest.mark.usefixtures("own_cache"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -58,8 +58,7 @@ def test_every_choice_is_a_drop_in(model, images, choice) -> None:
         assert torch.nn.functional.cosine_similarity(output, expected).min() > 0.9
         assert not torch.equal(output, expected), "it computes in fewer bits"
     assert optimized(images[:1]).shape[0] == 1
-    assert optimized.config is model.config and optimized.head.weight is model.head.weight
-    assert optimized.state_dict().keys() == before.keys()
+    assert optimized.config == model.config
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     torch.testing.assert_close(model(images), expected)
 
@@ -108,41 +107,11 @@ def test_named_outputs_and_arguments(model, images) -> None:
         build(Choice("onnxruntime"), given, images, expected, ())
 
 
-def test_changed_weights_are_followed_or_refused(model, images) -> None:
-    expected = model(images)
-    shared = build(Choice(attention="sdpa", mlp="sdpa"), model, images, expected, ())
-    own = build(Choice(precision="bf16"), model, images, expected, ())
-    with torch.no_grad():
-        model.head.weight.mul_(2)
-    torch.testing.assert_close(shared(images), model(images), atol=1e-4, rtol=1e-4)
-    with pytest.raises(UnsupportedInputError, match="weights were changed"):
-        own(images)
-    head, model.head.weight = model.head.weight, nn.Parameter(torch.randn_like(model.head.weight))
-    with pytest.raises(UnsupportedInputError, match="weights were changed"):
-        shared(images)
-    model.head.weight = head
-    shared(images)
-    model.head = copy.deepcopy(model.head)
-    with pytest.raises(UnsupportedInputError, match="weights were changed"):
-        shared(images)
-
-
-def test_hooks_and_training_are_refused(model, images) -> None:
-    optimized = build(Choice(attention="sdpa", mlp="sdpa"), model, images, model(images), ())
-    handle = model.blocks[0].register_forward_hook(lambda *_: None)
-    with pytest.raises(UnsupportedInputError, match=r"blocks\.0 carries hooks"):
-        optimized(images)
+def test_hooks_are_refused(model, images) -> None:
+    model.blocks[0].register_forward_hook(lambda *_: None)
     with pytest.raises(UnsupportedInputError, match=r"blocks\.0 carries hooks"):
         build(Choice("compile"), model, images, model(images), ())
-    as_given = build(Choice(), model, images, model(images), ())
-    as_given(images)
-    handle.remove()
-    optimized(images)
-    with pytest.raises(UnsupportedInputError, match="training mode"):
-        optimized.train()(images)
-    model.train()
-    with pytest.raises(UnsupportedInputError, match="training mode"):
-        as_given(images)
+    build(Choice(), model, images, model(images), ())(images)
 
 
 def test_what_cannot_be_had_says_why(model, images) -> None:
@@ -174,6 +143,26 @@ def test_wrong_answers_are_refused(model, images, monkeypatch) -> None:
         trials.expected.check(turned, Choice(precision="bf16"), trials.rule)
 
 
+def test_what_took_long_is_thought_to_take_long_again(model, images, monkeypatch) -> None:
+    trials = trials_of(model, images)
+    compiled, frozen = Choice("compile"), Choice("compile", frozen=True)
+    assert trials.seconds(compiled) == compiled.seconds
+    trials.took[Choice()] = 8.0
+    assert trials.seconds(Choice(attention="sdpa", mlp="sdpa")) == 8.0, "most of it is checks"
+    assert trials.seconds(compiled) == compiled.seconds + 8
+    trials.took[frozen] = 3 * compiled.seconds
+    assert trials.seconds(compiled) == 3 * compiled.seconds + 8, "a slow machine"
+    assert trials.seconds(frozen) == 3 * compiled.seconds
+
+    def hanging(*how: object) -> None:
+        raise TimeoutError("more than 60 s")
+
+    monkeypatch.setattr("vit_fast.tuning.trials.build", hanging)
+    with pytest.raises(OutOfTime, match="more than 60 s"):
+        trials.prepare(compiled, 60)
+    assert compiled in trials.took
+
+
 def test_memory_limit(model, images) -> None:
     trials = trials_of(model, images, memory_limit=10)
     with pytest.raises(Refused, match="memory_limit"):
@@ -201,7 +190,7 @@ def test_finds_keeps_and_gives_again(model, images, one_engine, objective) -> No
 
     second = vit_fast.optimize(model, images, budget_s=3, latency_or_throughput=objective)
     assert second.kept and second.choice == first.choice and second.table == ()
-    assert "kept from before" in str(second)
+    assert "cached result, checked again" in str(second)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     assert answers.look_up(answers.key_of(model, images, first.answer.key["asked"])) is None, "products are rounded"

@@ -69,6 +69,27 @@ def test_what_is_no_file_is_no_answer(model) -> None:
     assert vit_fast.fuse(model).backend == "sdpa" and list(answers.all_answers()) == [] and answers.clear() == 0
 
 
+def test_a_search_that_was_cut_off_is_repeated_where_there_is_more_time(model, images, only) -> None:
+    only(Choice(attention="sdpa", mlp="sdpa"))
+    first = vit_fast.optimize(model, images, budget_s=1e-3)
+    figures = first.answer.figures
+    assert not first.kept and figures["tried"] == 1 and figures["candidates"] == 2 and figures["finish_s"] > 1e-3
+    assert "1 of 2 candidates tried in 0.001 s; about" in str(first) and "s would finish the search" in str(first)
+    same = vit_fast.optimize(model, images, budget_s=1e-3)
+    assert same.kept and "1 of 2 candidates tried in 0.001 s; about" in str(same), "as much time finds as much"
+    whole = vit_fast.optimize(model, images, budget_s=600)
+    assert not whole.kept and whole.choice == Choice(attention="sdpa", mlp="sdpa")
+    assert whole.answer.figures["finish_s"] is None and "(2 of 2 candidates tried in 600 s)" in str(whole)
+    for budget_s in (1e-3, 6000):
+        assert vit_fast.optimize(model, images, budget_s=budget_s).kept, "a whole search is never repeated"
+    (path,) = answers.folder().glob("*.json")
+    older = json.loads(path.read_text())
+    for name in ("tried", "candidates", "budget_s", "finish_s"):
+        del older["figures"][name]
+    path.write_text(json.dumps(older))
+    assert not vit_fast.optimize(model, images, budget_s=1e-3).kept, "nobody knows whether it was cut off"
+
+
 def test_foreign_answers_are_ignored_with_a_word(model, images, one_engine) -> None:
     vit_fast.optimize(model, images, budget_s=1e-3)
     (path,) = answers.folder().glob("*.json")

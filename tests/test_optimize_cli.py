@@ -19,37 +19,19 @@ from vit_fast.tuning.entry import open_model
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
-@pytest.fixture
-def only(monkeypatch: pytest.MonkeyPatch):
-    """Makes one choice the only one, which wins whatever the clock says."""
-
-    def choose(choice: Choice) -> None:
-        module = "vit_fast.tuning.optimization"
-        monkeypatch.setattr(f"{module}.candidates", lambda *_: [choice])
-        monkeypatch.setattr(f"{module}.choice_by_classes", lambda *_: None)
-        monkeypatch.setattr("vit_fast.tuning.trials.variations", lambda *_: [])
-        take = vit_fast.tuning.trials.Trials.call_ms
-        factor = {choice: 0.01}
-        monkeypatch.setattr(
-            vit_fast.tuning.trials.Trials,
-            "call_ms",
-            lambda self, candidate, number: take(self, candidate, number) * factor.get(candidate, 1.0),
-        )
-
-    return choose
-
-
 def test_table_answer_and_cache(capsys: pytest.CaptureFixture[str], tmp_path: Path, only) -> None:
     only(Choice(attention="sdpa", mlp="sdpa"))
     saved = tmp_path / "fast.json"
     assert run("optimize", "vit_test", "--batch", "2", "--budget", "60", "--save", str(saved)) == 0
-    said = capsys.readouterr().out
+    said, told = capsys.readouterr()
     assert "as given" in said and "fused sdpa" in said and "times as fast" in said
+    lines = [line.partition(" of 60 s: ")[2] for line in told.splitlines() if " of 60 s: " in line]
+    assert lines == ["as given", "fused sdpa", "timing the 2 that are left, interleaved"]
     model = vit_fast.create_model("vit_test")
     assert vit_fast.load_optimized(saved, model).choice == Choice(attention="sdpa", mlp="sdpa")
 
     assert run("optimize", "vit_test", "--batch", "2", "--budget", "60") == 0
-    assert "kept from before" in capsys.readouterr().out
+    assert "cached result, checked again" in capsys.readouterr().out
     assert run("cache") == 0
     said = capsys.readouterr().out
     assert said.startswith("1 kept in") and "throughput, 2x3x32x32 torch.float32" in said and "fused sdpa" in said

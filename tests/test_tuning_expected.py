@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -60,7 +59,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], st
     "nothing": (lambda m, x: None, {}, ValueError, "gives NoneType"),
     "fp32": (lambda m, x: m.inner(x.float()), {}, UnsupportedInputError, "fp64.*float32"),
     "attribute": (lambda m, x: m.inner(x) @ m.turn, {"turn": torch.eye(10)}, UnsupportedInputError, "fp64.*dtype"),
-    "lock": (lambda m, x: m.inner(x), {"lock": threading.Lock()}, UnsupportedInputError, "fp64.*pickle"),
+    "lock": (lambda m, x: m.inner(x), {"lock": threading.Lock()}, UnsupportedInputError, "copying it fails.*pickle"),
 }
 
 
@@ -138,32 +137,3 @@ def test_modes_of_making_tensors() -> None:
         vit_fast.optimize(model, images.to("meta"))
     scripted = torch.jit.trace(vit_fast.create_model("vit_test", backend="eager").eval(), images.clone())
     assert shape_classes(scripted, images) == {}
-
-
-def test_a_result_is_not_converted_or_moved_behind_its_back() -> None:
-    model = Around(lambda m, x: m.inner(x)).eval()
-    with torch.no_grad():
-        output = model(IMAGES)
-    optimized = build(FUSED, model, IMAGES, output, ())
-    assert optimized.to("cpu") is optimized and optimized.float() is optimized
-    for change in (lambda: optimized.half(), lambda: optimized.to("meta")):
-        with pytest.raises(UnsupportedInputError, match="convert or move the model it was made from"):
-            change()
-    assert copy.deepcopy(optimized)(IMAGES).shape == (10, 10)
-    forward = model.inner.forward
-    model.inner.forward = lambda images: forward(images) + 1
-    with pytest.raises(UnsupportedInputError, match="changed since"):
-        optimized(IMAGES)
-    del model.inner.forward
-    optimized(IMAGES)
-    model.to(torch.bfloat16)
-    with pytest.raises(UnsupportedInputError, match="changed since"):
-        optimized(IMAGES)
-
-
-def test_the_model_itself_says_that_it_trains() -> None:
-    model = Around(lambda m, x: m.inner(x)).eval()
-    as_given = build(Choice(), model, IMAGES, model(IMAGES), ())
-    model.train()
-    with pytest.raises(UnsupportedInputError, match=r"training mode: accepted is evaluation mode, model\.eval\(\)"):
-        as_given(IMAGES)

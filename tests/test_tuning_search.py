@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from vit_fast.tuning.search import SCOUTING_CALLS, Found, Refused, search
+from vit_fast.tuning.search import SCOUTING_CALLS, Found, OutOfTime, Refused, search
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class Simulated:
         name: Of the candidate.
         ms: What a call takes on a quiet machine.
         plainness: See Candidate.
-        seconds: What preparing it is thought to take, and takes.
+        seconds: What preparing it is thought to take.
+        slower: How many times as long it takes.
         trouble: "wrong", "hangs", "memory" (in its fifth call), or nothing.
         leads_to: Its variations.
     """
@@ -31,6 +32,7 @@ class Simulated:
     seconds: float = 1.0
     trouble: str | None = None
     leads_to: tuple[Simulated, ...] = ()
+    slower: float = 1.0
 
 
 class Machine:
@@ -51,10 +53,11 @@ class Machine:
         return candidate.seconds
 
     def prepare(self, candidate: Simulated, seconds: float) -> None:
-        if candidate.trouble == "hangs":
+        takes = math.inf if candidate.trouble == "hangs" else candidate.seconds * candidate.slower
+        if takes > seconds and candidate.plainness:
             self.now += seconds
-            raise Refused(f"more than {seconds:g} s")
-        self.now += candidate.seconds
+            raise OutOfTime(f"more than {seconds:g} s")
+        self.now += takes
         if candidate.trouble == "wrong":
             raise Refused("off by 1")
         self.held.add(candidate.name)
@@ -72,6 +75,9 @@ class Machine:
         ms = candidate.ms * slow * (1 + self.drift * math.sin(self.now / 7)) * self.random.lognormvariate(0, self.noise)
         self.now += ms / 1e3
         return ms
+
+    def compare(self, candidates: Sequence[Simulated]) -> None:
+        assert {candidate.name for candidate in candidates} == self.held
 
     def release(self, candidate: Simulated) -> None:
         self.held.remove(candidate.name)
@@ -162,10 +168,44 @@ def test_the_budget_is_kept_and_says_what_was_not_reached() -> None:
         Simulated("hangs", 1.0, trouble="hangs"),
     ]
     found = search(machine, GIVEN, field, budget_s=20)
-    assert names(found)["slow to build"] == "not tried: the budget did not reach it"
+    assert names(found)["slow to build"] == "not tried: takes about 50 s, which the budget does not hold"
     assert "more than" in str(names(found)["hangs"])
-    assert machine.now < 21
-    assert found.chosen.name == "quick"
+    assert machine.now <= 20
+    assert found.chosen.name == "quick" and found.tried == 2
+    assert found.finish_s is not None and found.finish_s > 50
+
+
+def test_no_budget_is_exceeded() -> None:
+    """Estimates are wrong by up to a factor of ten, candidates hang, and calls take seconds."""
+    for seed in range(60):
+        draw = random.Random(seed).uniform
+        calls_s = [draw(0.01, 3) for _ in range(6)]
+        field = [  # four calls belong to the checks
+            Simulated(f"c{i}", 1e3 * s, seconds=1 + 2 * s, slower=draw(0.5, 10) + 4 * s, trouble=trouble)
+            for i, (s, trouble) in enumerate(zip(calls_s, [None, None, "hangs", None, "wrong", "hangs"]))
+        ]
+        machine, budget = Machine(seed, noise=0.05, bursts=0.01), draw(10, 60)
+        search(machine, Simulated("given", 1e3 * draw(0.01, 2), 0, 0.5), field, budget_s=budget)
+        assert machine.now <= 1.05 * budget
+
+
+def test_what_would_finish_does() -> None:
+    """A search that was cut off says which budget suffices; one that was not has nothing to say."""
+    cut = 0
+    for seed in range(20):
+        draw = random.Random(seed).uniform
+        leads = (Simulated("varied", 30.0, seconds=draw(1, 10)),)
+        field = [Simulated(f"c{i}", draw(50, 150), seconds=draw(1, 20), leads_to=leads) for i in range(4)]
+        budget = draw(5, 60)
+        found = search(Machine(seed, noise=0.02), GIVEN, field, budget_s=budget)
+        if found.finish_s is None:
+            assert found.tried == len(found.trials)
+            continue
+        cut += 1
+        assert found.finish_s > budget
+        again = search(Machine(seed, noise=0.02), GIVEN, field, budget_s=1.2 * found.finish_s)
+        assert again.tried > found.tried or again.finish_s is None
+    assert cut > 8
 
 
 def test_trouble_of_one_leaves_the_others() -> None:

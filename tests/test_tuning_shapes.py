@@ -83,6 +83,8 @@ class Parts:
         self.now += ms / 1e3
         return ms
 
+    def compare(self, candidates: Sequence[Choice]) -> None: ...
+
     def release(self, candidate: Choice) -> None:
         pass
 

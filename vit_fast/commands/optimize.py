@@ -38,7 +38,9 @@ def optimize(
     images: Annotated[
         list[Path] | None, typer.Option(help="Photographs or folders of them; default: one of matplotlib's wheel.")
     ] = None,
-    budget: Annotated[float, typer.Option(help="Seconds for the search.", min=1)] = 100,
+    budget: Annotated[
+        float, typer.Option(help="Seconds for the search: building, exports, checks and timing.", min=1)
+    ] = 100,
     latency: Annotated[bool, typer.Option("--latency", help="Compare what nine of ten calls stay below.")] = False,
     memory_limit: Annotated[float | None, typer.Option(help="MiB beside the model itself.", min=0.001)] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
@@ -66,11 +68,11 @@ def optimize(
         deployable.check_folder(export)
     if save is not None:
         check_replaceable(save)
-    console = Console(stderr=as_json)
+    console, progress = Console(stderr=as_json), Console(stderr=True)
     if not console.is_terminal:
         console.width = FULL_WIDTH
     opened = open_model(model, batch, images or (), device, integers("--img-size", img_size, "x"))
-    with console.status(escape(model)) as status:
+    with progress.status(escape(model)):
         result = run(
             opened.module,
             opened.example,
@@ -83,7 +85,9 @@ def optimize(
             latency_or_throughput="latency" if latency else "throughput",
             memory_limit=None if memory_limit is None else int(memory_limit * 2**20),
             again=again,
-            progress=lambda what, seconds: status.update(escape(f"{model}: {seconds:.0f} of {budget:.0f} s: {what}")),
+            progress=lambda what, seconds: progress.print(
+                f"{seconds:.1f} of {budget:.0f} s: {what}", markup=False, highlight=False, soft_wrap=True
+            ),
         )
     if result.table:
         console.print(_table(result))

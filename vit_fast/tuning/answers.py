@@ -46,6 +46,11 @@ class Answer:
     choice: Choice
     figures: dict[str, Any]
 
+    def suffices(self, budget_s: float) -> bool:
+        """True if a search of this budget would find no more: the one before finished, or had as much time."""
+        figures = self.figures
+        return figures.get("finish_s", 0.0) is None or budget_s <= figures.get("budget_s", 0.0)
+
     def to_dict(self) -> dict[str, Any]:
         return {"format": FORMAT, "key": self.key, "choice": self.choice.to_dict(), "figures": self.figures}
 

@@ -39,7 +39,7 @@ def build(
 
     Args:
         choice: What to build.
-        model: In evaluation mode.
+        model: In evaluation mode; the result may share its weights, so give a copy that nobody else holds.
         example: What it is called with: a tensor, a tuple of arguments, or a mapping of keyword arguments.
         output: What it gives for that.
         photographs: Files to calibrate int8 and fp8 with; none means the photograph inside matplotlib's wheel.
@@ -52,14 +52,14 @@ def build(
     if choice != Choice() and (reasons := hook_reasons(model)):
         raise UnsupportedInputError(choice.name, reasons)
     if choice.runs_file:  # which cuts batches and counts threads by itself
-        function, shares = session(choice, model, example, output, photographs), False
-        return Optimized(model, choice, function, shares_weights=shares, output_dtypes=dtypes)
-    function, shares = _module(choice, model, example, photographs, min_agreement)
+        function = session(choice, model, example, output, photographs)
+        return Optimized(model, choice, function, output_dtypes=dtypes)
+    function = _module(choice, model, example, photographs, min_agreement)
     if choice.split is not None:
         function = in_pieces(function, choice.split)
     if choice.threads is not None:
         function = with_threads(function, choice.threads)
-    return Optimized(model, choice, function, shares_weights=shares, output_dtypes=dtypes)
+    return Optimized(model, choice, function, output_dtypes=dtypes)
 
 
 def changed_copy(
@@ -75,7 +75,8 @@ def changed_copy(
     """
     if choice.precision == "fp8" and (reasons := fp8_reasons(tensors_in(example)[0].device)):
         raise UnsupportedInputError(choice.name, reasons)
-    work = sharing_copy(model) if _shares_weights(choice) else copy.deepcopy(model).eval()
+    shared = choice.precision is None and not choice.channels_last
+    work = sharing_copy(model) if shared else copy.deepcopy(model).eval()
     if choice.precision is not None:
         work = work.to(DTYPES[choice.precision])
     if choice.precision == "fp8":
@@ -114,10 +115,6 @@ def _calibration_images(
     return inputs.split(len(images))
 
 
-def _shares_weights(choice: Choice) -> bool:
-    return choice.precision is None and not choice.channels_last
-
-
 def _fuse_parts(work: nn.Module, choice: Choice, classes: Mapping[str, str]) -> None:
     by_class = dict(choice.by_shape)
     named = {backend for backend in (choice.attention, choice.mlp, *by_class.values()) if backend is not None}
@@ -138,16 +135,15 @@ def _fuse_parts(work: nn.Module, choice: Choice, classes: Mapping[str, str]) -> 
 
 def _module(
     choice: Choice, model: nn.Module, example: Any, photographs: Sequence[str | Path], min_agreement: float
-) -> tuple[Function, bool]:
-    """A function by torch, and whether it reads the model's own weights."""
+) -> Function:
+    """A function by torch."""
     if choice == Choice():
-        return model, True
+        return model
     if isinstance(model, OnnxFile):
         raise UnsupportedInputError(choice.name, ["the model is a file: accepted are runtimes of files"])
     work = changed_copy(choice, model, example, photographs, min_agreement)
     function: Function = work
-    frozen_in = choice.engine != "torch" and choice.frozen
-    if frozen_in:
+    if choice.engine != "torch" and choice.frozen:
         function = torch.compile(work, dynamic=False, options={"freezing": True})
     elif choice.engine != "torch":  # of other libraries' models a graph may break; each shape is compiled for itself
         function = compile(work, _mode(choice), fullgraph=False)
@@ -163,7 +159,7 @@ def _module(
         function = of_images(runner, model, example, f"a model optimized as {choice.name!r}")
     if dtype is not None or choice.channels_last:
         function = with_inputs(function, lambda value: _as(value, dtype, choice.channels_last))
-    return function, _shares_weights(choice) and not frozen_in
+    return function
 
 
 def _mode(choice: Choice) -> CompileMode:

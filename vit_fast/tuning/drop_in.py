@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,53 +18,38 @@ from .choices import Choice
 
 
 class Optimized(nn.Module):
-    """A model in the fastest way that was found for it; for inference.
+    """A model in the fastest way that was found for it: an independent, read-only copy for inference.
 
-    Takes and gives what the model does, in the same dtypes, without gradients. Attributes, parameters and state_dict
-    are the model's own. A weight, module or forward that was replaced, a weight that was converted or moved, and where
-    weights were converted or compiled in also one that was written to, is noticed by the next call; what torch cannot
-    see, writes through `.data`, is not.
+    Takes and returns what the model does, in the same dtypes, without gradients. It was copied when the search began,
+    whatever runs it: no later change of the model reaches it. Nor can it be changed itself. Its modules and methods
+    are hidden, `parameters()`, `buffers()` and `state_dict()` return copies, and setting, loading, converting, moving
+    or training raises an error. To apply a change, change the model and optimize it again.
 
     Args:
-        original: The model as it was given; held, not changed.
+        original: The model; whoever builds this copies it before.
         choice: How it is run.
         function: That, as a function of the model's inputs.
-        shares_weights: Whether the function reads the model's own parameters in each call.
         output_dtypes: Of the model's floating outputs, in the order of its leaves.
     """
 
     def __init__(
-        self,
-        original: nn.Module,
-        choice: Choice,
-        function: Function,
-        *,
-        shares_weights: bool,
-        output_dtypes: tuple[torch.dtype, ...],
+        self, original: nn.Module, choice: Choice, function: Function, *, output_dtypes: tuple[torch.dtype, ...]
     ) -> None:
         super().__init__()
-        self.original = original
         self.choice = choice
-        self._function = function
-        self._output_dtypes = output_dtypes
-        as_given = choice == Choice()
-        # flat, since every call goes through them
-        self._held = () if as_given else tuple(_held_by(original))
-        self._hooks = () if as_given else tuple(_hooks_of(original))
-        self._kinds = () if as_given else tuple((each, each.dtype, each.device) for each in _tensors_of(original))
-        self._written = () if shares_weights else tuple((each, version_of(each)) for each in _tensors_of(original))
         self.training = False
+        # past nn.Module, which would register them as children
+        self.__dict__.update(_original=original, _function=function, _output_dtypes=output_dtypes)
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model gives.
+        """What the model gave when it was optimized.
 
         Raises:
-            UnsupportedInputError: its weights were changed since, or it carries hooks, which would not run.
+            UnsupportedInputError: it is in training mode.
         """
-        reasons = self._reasons()
-        if reasons:
-            raise UnsupportedInputError(f"a model optimized as {self.choice.name!r}", reasons)
+        if self.training:
+            raise self._refusal("is in training mode: call eval(), and train the model it was made from")
         output = self._function(*args, **kwargs)
         if self.choice == Choice():
             return output
@@ -74,18 +61,8 @@ class Optimized(nn.Module):
 
         return pytree.tree_map(as_before, output)
 
-    def _reasons(self) -> list[str]:
-        """What was done to the model since that this would not follow."""
-        if self.training:
-            return ["it is in training mode: accepted is evaluation mode; train the model it was made from"]
-        if self.choice == Choice():
-            running = "the model as it was given, which is in training mode: accepted is evaluation mode, model.eval()"
-            return [f"it runs {running}"] if self.original.training else []
-        replaced = any(place.get(name) is not value for place, name, value in self._held)
-        converted = any(each.dtype is not dtype or each.device != device for each, dtype, device in self._kinds)
-        if replaced or converted or any(version_of(each) != version for each, version in self._written):
-            return ["the model's weights were changed since: optimize it again"]
-        return hook_reasons(self.original) if any(self._hooks) else []
+    def _refusal(self, reason: str) -> UnsupportedInputError:
+        return UnsupportedInputError(f"a model optimized as {self.choice.name!r}", [reason])
 
     def _apply(self, fn: Any, recurse: bool = True) -> Optimized:
         """Runs on .to(), .half() and the like; what changes nothing is accepted.
@@ -93,11 +70,11 @@ class Optimized(nn.Module):
         Raises:
             UnsupportedInputError: it would convert or move the weights, for which something else may be the fastest.
         """
-        for tensor in _tensors_of(self.original):
+        for tensor in (*self._original.parameters(), *self._original.buffers()):
             probe = fn(tensor.new_empty(0))
             if probe.dtype != tensor.dtype or probe.device != tensor.device:
                 reason = f"to {probe.dtype} on {probe.device}: convert or move the model it was made from, and optimize"
-                raise UnsupportedInputError(f"a model optimized as {self.choice.name!r}", [f"{reason} that again"])
+                raise self._refusal(f"{reason} that again")
         return self
 
     def train(self, mode: bool = True) -> Optimized:
@@ -105,45 +82,82 @@ class Optimized(nn.Module):
         self.training = mode
         return self
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's."""
-        return self.original.state_dict(*args, **kwargs)
+    def requires_grad_(self, requires_grad: bool = True) -> Optimized:
+        """Accepts False, which changes nothing."""
+        if requires_grad:
+            raise self._refusal("computes no gradients: train the model it was made from")
+        return self
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        """Copies of the parameters, which torch refuses to write into."""
+        return ((name, _copy_of(value)) for name, value in self._original.named_parameters(*args, **kwargs))
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """Copies of the buffers, likewise."""
+        return ((name, _copy_of(value)) for name, value in self._original.named_buffers(*args, **kwargs))
+
+    def state_dict(self, *args: Any, destination: Any = None, **kwargs: Any) -> Any:
+        """A copy of the model's."""
+        own = self._original.state_dict(*args, **kwargs)
+        own.update({name: value.clone() for name, value in own.items() if isinstance(value, Tensor)})
+        if destination is None:
+            return own
+        destination.update(own)  # of a module that holds this one
+        return destination
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Into the model."""
-        return self.original.load_state_dict(*args, **kwargs)
+        raise self._refusal("is read-only: load the weights into the model it was made from, and optimize that again")
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.load_state_dict()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = name in self.__dict__ or hasattr(type(self), name)
+        if not own and hasattr(self.__dict__.get("_original"), name):
+            raise self._refusal(f"is read-only: set {name} of the model it was made from, and optimize that again")
+        super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        try:
+        if "_original" not in self.__dict__:  # while it is unpickled
+            raise AttributeError(name)
+        with contextlib.suppress(AttributeError):
             return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("original"), name)
+        value = getattr(self._original, name)
+        if isinstance(value, nn.Module) or callable(value):
+            words = f"a model optimized as {self.choice.name!r} is read-only and hides {name}"
+            raise AttributeError(f"{words}: take it from the model it was made from")
+        return _copy_of(value) if isinstance(value, Tensor) else copy.deepcopy(value)
+
+    def extra_repr(self) -> str:
+        return self.choice.name
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Optimized:
+        twin = type(self).__new__(type(self))
+        for name, value in self.__dict__.items():  # nobody changes the two
+            twin.__dict__[name] = value if name in ("_original", "_function") else copy.deepcopy(value, memo)
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """For pickle and torch.save.
+
+        Raises:
+            UnsupportedInputError: it holds a session or compiled code of this process.
+        """
+        if self.choice.engine != "torch" or not isinstance(self._function, nn.Module):
+            reason = "cannot be pickled: write result.save(path), and call vit_fast.load_optimized(path, model) there"
+            raise self._refusal(reason)
+        return super().__reduce_ex__(protocol)
+
+
+def _copy_of(tensor: Tensor) -> Tensor:
+    """A copy that in-place operations refuse."""
+    with torch.inference_mode():
+        return tensor.detach().clone()
 
 
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was written to; torch does not count that of those made in inference mode."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
-
-
-def _held_by(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, object]]:
-    """Every module, parameter and buffer in a model, and forwards of instances, by where they stand."""
-    for module in model.modules():
-        yield module.__dict__, "forward", module.__dict__.get("forward")
-        for place in (module._modules, module._parameters, module._buffers):
-            for name, value in place.items():
-                yield place, name, value
-
-
-def _hooks_of(model: nn.Module) -> Iterator[dict[int, Any]]:
-    """Where hooks would stand; see is_hooked."""
-    for module in model.modules():
-        yield from (module._forward_hooks, module._forward_pre_hooks)
-        yield from (module._backward_hooks, module._backward_pre_hooks)
 
 
 def hook_reasons(model: nn.Module) -> list[str]:

@@ -7,11 +7,11 @@ logits = result.model(images)
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import json
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from ..data import find_images
+from ..errors import UnsupportedInputError
 from ..files import file_aside
 from ..measuring import resolution
+from ..measuring.limits import describe_error
 from ..measuring.timing import percentile
 from . import answers
 from .answers import Answer
@@ -67,7 +69,8 @@ class Optimization:
     """What `optimize` found; print it.
 
     Attributes:
-        model: Takes the place of the model that was given.
+        model: Takes the place of the model that was given: an independent, read-only copy of it as it was when optimize
+            was called, whatever runs it; see docs/howto/optimize.md.
         choice: How it runs.
         table: Every choice that was thought of, the given one first; empty where a kept answer was taken.
         gain: How many times as fast the choice is as what was given.
@@ -100,9 +103,12 @@ class Optimization:
             said.append(f"{figures['agreement']:.1%} of the answers are the model's own")
         if self.resolution is not None:
             said.append(f"differences below {self.resolution:.1%} cannot be told here")
-        tried = sum(row.ms is not None for row in self.table)
-        how = "kept from before, checked again" if self.kept else f"{tried} of {len(self.table)} choices measured"
-        return f"{'; '.join(said)} ({how})."
+        how = ["cached result, checked again"] if self.kept else []
+        if "candidates" in figures:  # older results lack it
+            how.append(f"{figures['tried']} of {figures['candidates']} candidates tried in {figures['budget_s']:.3g} s")
+        if figures.get("finish_s") is not None:
+            how.append(f"about {figures['finish_s']:.2g} s would finish the search")
+        return f"{'; '.join(said)} ({'; '.join(how)})."
 
     def save(self, path: str | Path) -> None:
         """Writes what `load_optimized` reads: the choice, what it holds for, and its figures; not the weights.
@@ -133,15 +139,18 @@ def optimize(
 
     Backends of our operators by part, torch.compile, CUDA graphs, prepared weights, ONNX Runtime, threads, splitting
     the batch and, where loss is allowed, fewer bits: each is built, held against the model, and timed in turns with the
-    others, the losers dropped early. The model itself is not changed, and what is found is never slower as far as this
-    machine can tell. The answer is kept (see `vit-fast cache`); a second call builds and checks it without search.
+    others, the losers dropped early. The model itself is copied, not changed, and no later change of it reaches the
+    result. What is found is never slower as far as this machine can tell. The result is cached (see `vit-fast cache`);
+    a second call builds and checks it without a search, unless its budget is larger and the first search needed more.
 
     Args:
         model: Any module; it is called in evaluation mode, without gradients. Or the path of an ONNX file: as it is
             given it runs in ONNX Runtime, by its defaults.
         example: What it will be called with: images [B, channels, height, width], a tuple of arguments, or a mapping
             of keyword arguments, on the model's device.
-        budget_s: Seconds for all of it.
+        budget_s: Seconds for all of it: building, exporting, checking against fp64 and timing. A candidate that is not
+            expected to fit is not begun, and one that takes longer is ended. The model itself is measured, and a cached
+            result rebuilt, however long that takes.
         lossless: Whether only what passes the rule of `vit_fast.accuracy` is taken: at most twice as far off as the
             model itself is, against fp64. Else what keeps min_agreement is, too.
         min_agreement: The share of images that a lossy choice must answer as the model does: the same largest output
@@ -153,7 +162,7 @@ def optimize(
         allow: Number formats that may be tried where loss is allowed: "bf16", "fp16", "int8", "fp8"; None means all.
         images: More batches like the example, to judge agreement on.
         again: Whether to search although an answer is kept.
-        progress: Called with what is being tried, and after how many seconds.
+        progress: Called once for each candidate, with its name and the seconds since the start, and before the timing.
     Returns:
         The model's replacement, and what was tried. Ctrl-C gives the best so far.
     Raises:
@@ -169,21 +178,21 @@ def optimize(
         raise TypeError(f"images is a tensor {tuple(others.shape)}: accepted are batches of them, [images] for one")
     device = device_of_example(example)
     photographs = find_images(calibration or ())
-    model = _as_module(model, example)
+    model = _snapshot(model, example)
     asked = {
         "objective": latency_or_throughput,
         "allow": sorted(allowed),
         "min_agreement": min_agreement if allowed else None,
         "memory_limit": memory_limit,
     }
-    with evaluating(model), remembered() as interruption:
+    with remembered() as interruption:
         key = answers.key_of(model, example, asked)
         expected = Expected(model, example, images)
         rule = Rule(min_agreement, memory_limit)
         trials = Trials(model, example, expected, photographs, rule, progress, interruption)
         trials.start = start
         kept = None if again else answers.look_up(key)
-        if kept is not None:
+        if kept is not None and kept.suffices(budget_s):
             try:
                 return _rebuilt(kept, trials)
             except Refused:
@@ -192,7 +201,7 @@ def optimize(
         likely = choice_by_classes(trials.classes.values(), answers.known_by_shape(device))
         first = [*filter(None, [likely]), *first]
         found = search(trials, GIVEN, first, budget_s=budget_s, objective=latency_or_throughput)
-        return _result(found, trials, key, latency_or_throughput)
+        return _result(found, trials, key, latency_or_throughput, budget_s)
 
 
 def load_optimized(
@@ -221,7 +230,7 @@ def load_optimized(
     asked, photographs = answer.key["asked"], find_images(calibration or ())
     if example is not None:
         device_of_example(example)
-    module = _as_module(model, example)
+    module = _snapshot(model, example)
     if answer.key["model"] != answers.model_key(module):
         raise ValueError(
             f"{path}: was written for a model of other shapes than this {type(module).__name__}, or for another file"
@@ -229,9 +238,8 @@ def load_optimized(
     if example is None:
         example = _example_of(answer, module)
     rule = Rule(asked["min_agreement"] or 0.0, asked["memory_limit"])
-    with evaluating(module):
-        trials = Trials(module, example, Expected(module, example), photographs, rule)
-        trials.prepare(answer.choice, REBUILDING_S)
+    trials = Trials(module, example, Expected(module, example), photographs, rule)
+    trials.prepare(answer.choice, REBUILDING_S)
     return trials.prepared[answer.choice][0]
 
 
@@ -249,10 +257,17 @@ def _example_of(answer: Answer, model: nn.Module) -> Tensor:
     return images.to(parameter.device, getattr(torch, described[0][1].removeprefix("torch.")))
 
 
-def _as_module(model: Any, example: Any) -> nn.Module:
-    """A model as it is; of a file, what runs it where the example is."""
-    if isinstance(model, nn.Module):
+def _snapshot(model: Any, example: Any) -> nn.Module:
+    """A copy of a model in evaluation mode; of a file, what runs it where the example is."""
+    if isinstance(model, OnnxFile):
         return model
+    if isinstance(model, nn.Module):
+        try:
+            return copy.deepcopy(model).eval()
+        except Exception as error:  # whatever the model's own classes raise
+            raise UnsupportedInputError(
+                "optimizing this model", [f"copying it fails: {describe_error(error)}"]
+            ) from None
     if not isinstance(model, str | Path):
         raise TypeError(f"model is a {type(model).__name__}: accepted is a torch.nn.Module, or the path of a file.onnx")
     images = only_images(example)
@@ -260,18 +275,6 @@ def _as_module(model: Any, example: Any) -> nn.Module:
         return OnnxFile(model)
     height, width = images.shape[2:]
     return OnnxFile(model, images.device, (height, width) if images.is_floating_point() else None)
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Every module of the model in evaluation mode; afterwards in its own."""
-    was_training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in was_training:
-            module.training = True
 
 
 def _check(
@@ -310,7 +313,9 @@ def _rebuilt(answer: Answer, trials: Trials) -> Optimization:
     )  # fmt: skip
 
 
-def _result(found: Found[Choice], trials: Trials, key: dict[str, Any], objective: Objective) -> Optimization:
+def _result(
+    found: Found[Choice], trials: Trials, key: dict[str, Any], objective: Objective, budget_s: float
+) -> Optimization:
     given, share = found.of(GIVEN), SHARE[objective]
     rows = tuple(_row(trial, given, trials, share) for trial in found.trials)
     chosen = next(row for row in rows if row.choice == found.chosen)
@@ -324,6 +329,10 @@ def _result(found: Found[Choice], trials: Trials, key: dict[str, Any], objective
         "resolution": found.resolution,
         "ms": chosen.ms,
         "images_per_s": chosen.images_per_s,
+        "tried": found.tried,
+        "candidates": len(found.trials),
+        "budget_s": budget_s,
+        "finish_s": found.finish_s,
         "parts": {name: (trials.classes[name], backend) for name, backend in backends.items()},
         **vars(trials.checked[found.chosen]),
     }

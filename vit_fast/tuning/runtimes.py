@@ -45,6 +45,9 @@ class OnnxFile(nn.Module):
         from vit_fast.export import OnnxRunner
 
         self.path, self.image_hw = Path(path), image_hw
+        if len(_parts(self.path)) > 1:  # ONNX Runtime maps weights beside a file, and follows whoever writes to them
+            self._folder = tempfile.TemporaryDirectory()
+            self.path = _copy_file(self.path, Path(self._folder.name) / self.path.name)
         self.device = torch.device(device)
         threads = torch.get_num_threads() if self.device.type == "cpu" else None
         self.runner = OnnxRunner(self.path, str(self.device), threads=threads, image_hw=image_hw)
@@ -132,10 +135,7 @@ def write_onnx(choice: Choice, model: nn.Module, path: Path, images: Tensor, pho
 
 def _write_again(choice: Choice, model: OnnxFile, path: Path, calibration: Sequence[Path] | None) -> None:
     if choice.precision is None:
-        for part in _parts(model.path):
-            beside = path.parent / part.relative_to(model.path.parent) if part != model.path else path
-            beside.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(part, beside)
+        _copy_file(model.path, path)
         return
     from vit_fast.export.quantise_file import quantise_file
 
@@ -172,6 +172,15 @@ def _parts(path: Path) -> list[Path]:
         if entry.key == "location"
     }  # fmt: skip
     return [path, *(path.parent / location for location in sorted(locations))]
+
+
+def _copy_file(source: Path, path: Path) -> Path:
+    """Copies a file with those that its weights lie in."""
+    for part in _parts(source):
+        beside = path.parent / part.relative_to(source.parent) if part != source else path
+        beside.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(part, beside)
+    return path
 
 
 def _digest(path: Path) -> str:

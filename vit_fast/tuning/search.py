@@ -55,6 +55,10 @@ class Refused(Exception):
     """A candidate cannot be taken; the message says why."""
 
 
+class OutOfTime(Refused):
+    """It was not prepared within the seconds that it was given."""
+
+
 class Shop(Protocol[C]):
     """Who prepares candidates and times them."""
 
@@ -65,10 +69,13 @@ class Shop(Protocol[C]):
         """About how long it takes to prepare a candidate, by what is known so far."""
 
     def prepare(self, candidate: C, seconds: float) -> None:
-        """Builds and checks a candidate within so many seconds, or raises Refused."""
+        """Builds and checks a candidate, or raises Refused; OutOfTime after so many seconds."""
 
     def call_ms(self, candidate: C, number: int) -> float:
         """Times one call of a prepared candidate in the round of this number, or raises Refused."""
+
+    def compare(self, candidates: Sequence[C]) -> None:
+        """Is told which prepared candidates are timed from now on."""
 
     def release(self, candidate: C) -> None:
         """A prepared candidate is not needed any more."""
@@ -102,6 +109,8 @@ class Found(Generic[C]):
         again_ms: The fastest one's calls under its second name.
         resolution: Below which share of difference nothing can be told here; None where that was not reached.
         interrupted: Whether it was ended early by Ctrl-C.
+        tried: Candidates that the budget sufficed for, what was given among them.
+        finish_s: About which budget finishes this search; None if this one did.
     """
 
     chosen: C
@@ -109,6 +118,8 @@ class Found(Generic[C]):
     again_ms: tuple[float, ...]
     resolution: float | None
     interrupted: bool
+    tried: int
+    finish_s: float | None
 
     def of(self, candidate: C) -> Trial[C]:
         return next(trial for trial in self.trials if trial.candidate == candidate)
@@ -129,7 +140,7 @@ def search(
         shop: Prepares, times and releases candidates; has a clock.
         given: What the others are compared to, prepared first; what it raises is the caller's.
         candidates: In the order in which to try them.
-        budget_s: Seconds, measured by the shop's clock; what is being prepared when it ends is waited for.
+        budget_s: Seconds, measured by the shop's clock. A candidate or a round that does not fit is not begun.
         objective: "throughput" compares medians, "latency" what nine of ten calls stay below.
     Returns:
         The best, never slower than what was given as far as can be told; with all that was tried. Ctrl-C gives the
@@ -147,6 +158,8 @@ class _Search(Generic[C]):
         self.again: list[float] = []  # the leader's calls under its second name
         self.running: list[Trial[C]] = []  # prepared, and not dropped
         self.rounds = 0
+        self.untried: list[Trial[C]] = []  # for want of time
+        self.lacking_s = 0.0  # which these would have taken, and more rounds
 
     def run(self, candidates: Sequence[C]) -> Found[C]:
         interrupted = False
@@ -173,6 +186,8 @@ class _Search(Generic[C]):
         self.running.append(trial)
         for number in range(SCOUTING_CALLS):
             trial.samples_ms.append(self.shop.call_ms(trial.candidate, number))
+            if self._left_s() < trial.samples_ms[-1] / 1e3:
+                return
 
     def _drop(self, trial: Trial[C], reason: str) -> None:
         trial.reason = reason
@@ -188,15 +203,23 @@ class _Search(Generic[C]):
             known.add(candidate)
             trial = Trial(candidate)
             self.trials.append(trial)
-            if self.shop.seconds(candidate) > self._left_s(share):
-                trial.reason = "not tried: the budget did not reach it"
+            needed, left = self.shop.seconds(candidate), self._left_s(share)
+            if needed > left:
+                trial.reason = f"not tried: takes about {needed:.2g} s, which the budget does not hold"
+                self._lack(trial, needed)
                 continue
             try:
-                self._prepare(trial, self._left_s(share))
+                self._prepare(trial, left)
             except Refused as error:
+                if isinstance(error, OutOfTime):
+                    self._lack(trial, left)  # and what it has taken: twice as long
                 self._drop(trial, str(error))
                 continue
             self._drop_far_behind()
+
+    def _lack(self, trial: Trial[C], seconds: float) -> None:
+        self.untried.append(trial)
+        self.lacking_s += max(seconds, 0.0)
 
     def _vary(self) -> None:
         """Of the fastest, of the faster one that this found, and so on: one thing is changed at a time.
@@ -213,7 +236,10 @@ class _Search(Generic[C]):
                 quick = [trial for trial in others if self.shop.seconds(trial.candidate) <= QUICK * given_s]
                 chosen += [min(quick, key=self._cost)] if quick else []
             chosen = [trial for trial in chosen if trial not in varied]
-            if not chosen or self._left_s(VARYING_SHARE) <= 0:
+            if not chosen:
+                return
+            if self._left_s(VARYING_SHARE) <= 0:
+                self.lacking_s += self.shop.seconds(chosen[0].candidate)  # for one variation, at least
                 return
             for trial in chosen:
                 varied.append(trial)
@@ -232,12 +258,16 @@ class _Search(Generic[C]):
 
     def _halve(self) -> None:
         rounds = FIRST_ROUNDS
+        self.shop.compare([trial.candidate for trial in self.running])
         while self.rounds < ENOUGH_ROUNDS or (self.rounds < MOST_ROUNDS and (self._resolution() or FINE) >= FINE):
             if (leader := self._best()) is not self.leader or leader not in self.running:
                 self.leader = leader
                 self.again.clear()
             for _ in range(rounds):
-                if self._left_s() <= 0:
+                round_s = sum(trial.samples_ms[-1] for trial in (*self.running, self.leader)) / 1e3
+                if self._left_s() < round_s:
+                    if len(self.running) > 1:
+                        self.lacking_s += round_s * max(ENOUGH_ROUNDS - self.rounds, 0)
                     return
                 self._round()
             self._drop_the_slower()
@@ -292,7 +322,10 @@ class _Search(Generic[C]):
         for trial in self.trials:
             if trial is not chosen and trial.reason is None:
                 trial.reason = "interrupted while it was prepared"
-        return Found(chosen.candidate, tuple(self.trials), tuple(self.again), resolution, interrupted)
+        # what is prepared last has to fit into the share that scouting gets
+        finish_s = (self.shop.elapsed_s() + self.lacking_s) / SCOUTING_SHARE if self.lacking_s else None
+        tried = len(self.trials) - len(self.untried)
+        return Found(chosen.candidate, tuple(self.trials), tuple(self.again), resolution, interrupted, tried, finish_s)
 
     def _lead(self, one: Trial[C], other: Trial[C]) -> float:
         """How many times as fast one surely is as the other."""

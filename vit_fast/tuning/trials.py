@@ -23,7 +23,7 @@ from .drop_in import Optimized
 from .expected import Expected, Rule
 from .interruption import Interruption
 from .runtimes import OnnxFile
-from .search import Refused
+from .search import OutOfTime, Refused
 from .shapes import shape_classes
 
 # About how long a runtime takes to open a file.
@@ -77,6 +77,7 @@ class Trials:
         self.interruption = interruption or Interruption()
         self.device = device_of_example(example)
         self.checked: dict[Choice, Checked] = {}
+        self.took: dict[Choice, float] = {}  # seconds, of what was prepared or ran out of time
         self.prepared: dict[Choice, tuple[Optimized, Samples]] = {}
         self.classes = {} if isinstance(model, OnnxFile) else shape_classes(model, example)
         self.start = time.perf_counter()
@@ -85,21 +86,25 @@ class Trials:
         return time.perf_counter() - self.start
 
     def seconds(self, candidate: Choice) -> float:
-        """What the longest of its kind took so far; of the first of a kind an estimate."""
+        """What the longest of its kind took so far; of the first of a kind an estimate for a machine this slow."""
 
         def kind(choice: Choice) -> tuple[object, ...]:
             return choice.engine, choice.precision, choice.frozen
 
-        took = [found.first_call_s for choice, found in self.checked.items() if kind(choice) == kind(candidate)]
+        took = [seconds for choice, seconds in self.took.items() if kind(choice) == kind(candidate)]
         if isinstance(self.model, OnnxFile) and candidate.precision is None:
             took.append(OPENING_S)
-        return max(took, default=candidate.seconds)
+        if took:
+            return max(took)
+        slow = [seconds / choice.seconds for choice, seconds in self.took.items() if choice.engine == candidate.engine]
+        checks_s = self.took.get(GIVEN, 0.0) if candidate.engine != GIVEN.engine else 0.0
+        return checks_s + candidate.seconds * max([1.0, *slow])
 
     def prepare(self, candidate: Choice, seconds: float) -> None:
         """Builds, checks, and weighs a choice."""
         self.interruption.check()
-        if self.tell is not None:
-            self.tell(candidate.name, self.elapsed_s())
+        self._tell(candidate.name)
+        start = time.perf_counter()
         try:
             # what was given is measured however long it takes
             with contextlib.nullcontext() if candidate == GIVEN else at_most(max(seconds, 1.0)):
@@ -107,11 +112,16 @@ class Trials:
         except Refused:
             self._forget()
             raise
+        except TimeoutError as error:
+            self.took[candidate] = time.perf_counter() - start
+            self._forget()
+            raise OutOfTime(str(error)) from None
         except Exception as error:  # a choice may fail in any way it likes; the others are tried all the same
             self._forget()
             if candidate == GIVEN:
                 raise
             raise Refused(_in_words(error)) from None
+        self.took[candidate] = time.perf_counter() - start
         one = lambda number: call(optimized, self.example)  # noqa: E731  # a name would say no more
         self.prepared[candidate] = optimized, Samples(one, self.device, Protocol())
 
@@ -141,6 +151,13 @@ class Trials:
                 raise
             raise Refused(_in_words(error)) from None
         return samples[-1]
+
+    def compare(self, candidates: Sequence[Choice]) -> None:
+        self._tell(f"timing the {len(candidates)} that are left, interleaved")
+
+    def _tell(self, what: str) -> None:
+        if self.tell is not None:
+            self.tell(what, self.elapsed_s())
 
     def release(self, candidate: Choice) -> None:
         self.prepared.pop(candidate, None)

@@ -1,0 +1,231 @@
+"""What vit_fast.optimize returns: an independent, read-only copy, whatever runs it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import vit_fast
+from vit_fast.errors import UnsupportedInputError
+from vit_fast.export import OnnxRunner, export_onnx
+from vit_fast.tuning.build import build
+from vit_fast.tuning.choices import Choice
+
+pytestmark = [pytest.mark.usefixtures("own_cache"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+FUSED = Choice(attention="sdpa", mlp="sdpa")
+CHOICES = [
+    Choice(),
+    FUSED,
+    Choice(channels_last=True),
+    Choice(split=1),
+    Choice(threads=1),
+    Choice(attention="sdpa", mlp="sdpa", precision="bf16"),
+    Choice("onnxruntime"),
+    pytest.param(Choice("compile"), marks=pytest.mark.slow),
+    pytest.param(Choice("compile", frozen=True), marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture
+def timm_model() -> nn.Module:
+    """A ViT of timm with its positions in a buffer."""
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    sizes = {"img_size": 32, "embed_dim": 32, "num_heads": 2, "depth": 2, "num_classes": 5}
+    model = timm.create_model("vit_tiny_patch16_224", **sizes).eval()
+    positions = model.pos_embed.data
+    del model.pos_embed
+    model.register_buffer("pos_embed", positions)
+    return model
+
+
+@pytest.fixture
+def images() -> Tensor:
+    return torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+def _set(path: str, value: Any) -> Callable[[nn.Module], None]:
+    owner, _, name = path.rpartition(".")
+    return lambda model: setattr(model.get_submodule(owner), name, value)
+
+
+def _hook(model: nn.Module) -> None:
+    model.blocks[0].register_forward_hook(lambda module, args, output: output * 0)
+
+
+def _hook_on_way_in(model: nn.Module) -> None:
+    model.norm.register_forward_pre_hook(lambda module, args: (args[0] * 0,))
+
+
+@torch.no_grad()
+def _write(model: nn.Module) -> None:
+    model.head.weight.add_(1)
+
+
+def _write_data(model: nn.Module) -> None:
+    model.blocks[0].attn.qkv.weight.data.mul_(3)
+
+
+def _write_numpy(model: nn.Module) -> None:
+    model.blocks[1].mlp.fc1.weight.detach().numpy()[:] *= -1
+
+
+def _swap_data(model: nn.Module) -> None:
+    model.norm.weight.data = torch.full_like(model.norm.weight, 7.0)
+
+
+# In this order, each on top of the ones before.
+CHANGES: dict[str, Callable[[nn.Module], Any]] = {
+    "eps": _set("blocks.1.norm1.eps", 0.5),
+    "activation": _set("blocks.0.mlp.act", nn.ReLU()),
+    "scale": _set("blocks.0.attn.scale", 0.0),
+    "data": _write_data,
+    "numpy": _write_numpy,
+    "in place": _write,
+    "other data": _swap_data,
+    "buffer in place": lambda model: model.pos_embed.add_(1),
+    "buffer": _set("pos_embed", torch.zeros(1, 5, 32)),
+    "hook": _hook,
+    "hook on the way in": _hook_on_way_in,
+    "forward": _set("blocks.1.mlp.forward", lambda x: x * 0),
+    "load_state_dict": lambda model: model.load_state_dict({n: v * 2 for n, v in model.state_dict().items()}),
+    "parameter": _set("head.bias", nn.Parameter(torch.ones(5))),
+    "module": _set("head", nn.Linear(32, 5)),
+    "requires_grad": lambda model: model.requires_grad_(False),
+    "training": lambda model: model.train(),
+    "dtype": lambda model: model.to(torch.bfloat16),
+    "device": lambda model: model.to("meta"),
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
+def test_no_change_of_the_model_reaches_the_result(choice: Choice, timm_model, images, only) -> None:
+    only(choice)
+    allow: Any = {"lossless": False, "allow": [choice.precision], "min_agreement": 0.0} if choice.precision else {}
+    result = vit_fast.optimize(timm_model, images, budget_s=600, **allow)
+    assert result.choice == choice
+    before = result.model(images)
+    torch.testing.assert_close(before, timm_model(images), atol=2e-2 if choice.precision else 1e-4, rtol=1e-2)
+    changed = []
+    for name, change in CHANGES.items():
+        change(timm_model)
+        if not torch.equal(result.model(images), before):
+            changed.append(name)
+    assert changed == []
+
+
+def test_what_was_loaded_is_a_copy_too(timm_model, images, only, tmp_path: Path) -> None:
+    only(FUSED)
+    vit_fast.optimize(timm_model, images, budget_s=600).save(tmp_path / "fast.json")
+    loaded = vit_fast.load_optimized(tmp_path / "fast.json", timm_model)
+    before = loaded(images)
+    _write_data(timm_model)
+    assert torch.equal(loaded(images), before)
+
+
+def test_whoever_writes_into_a_file_does_not_reach_the_result(model, images, tmp_path: Path, only) -> None:
+    """ONNX Runtime maps the weights beside a file."""
+    only(Choice())
+    path = tmp_path / "model.onnx"
+    export_onnx(model, path, verify=False, external_data=True)
+    found = vit_fast.optimize(path, images, budget_s=600)
+    before = found.model(images)
+    (weights,) = (part for part in tmp_path.iterdir() if part.name.startswith("model.onnx."))
+    with weights.open("r+b") as file:
+        file.write(bytes(weights.stat().st_size))
+    assert torch.equal(found.model(images), before)
+
+
+class Holder(nn.Module):
+    """A module with a result inside."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.last = inner, nn.Linear(5, 2)
+
+
+REFUSED: dict[str, Callable[[Any], object]] = {
+    "module": lambda r: r.head,
+    "layers": lambda r: r.blocks[0],
+    "method": lambda r: r.forward_features,
+    "replaced module": lambda r: setattr(r, "head", nn.Linear(32, 3)),
+    "attribute": lambda r: setattr(r, "global_pool", "avg"),
+    "parameter": lambda r: setattr(r, "cls_token", nn.Parameter(torch.zeros(1, 1, 32))),
+    "removed": lambda r: delattr(r, "cls_token"),
+    "load_state_dict": lambda r: r.load_state_dict(r.state_dict()),
+    "load_state_dict around": lambda r: Holder(r).load_state_dict(Holder(r).state_dict()),
+    "half": lambda r: r.half(),
+    "to": lambda r: r.to("meta"),
+    "to around": lambda r: Holder(r).to(torch.bfloat16),
+    "requires_grad": lambda r: r.requires_grad_(),
+    "in place": lambda r: next(r.parameters()).zero_(),
+    "buffer in place": lambda r: next(r.buffers()).mul_(2),
+    "tensor": lambda r: r.cls_token.mul_(2),
+    "training": lambda r: copy.deepcopy(r).train()(torch.zeros(1, 3, 32, 32)),
+}
+
+
+@pytest.mark.parametrize("choice", [FUSED, Choice("onnxruntime")], ids=lambda choice: choice.name)
+def test_a_result_is_read_only(choice: Choice, timm_model, images) -> None:
+    result = build(choice, timm_model, images, timm_model(images), ())
+    before = result(images)
+    for name, change in REFUSED.items():
+        with pytest.raises((UnsupportedInputError, AttributeError, RuntimeError, ValueError)) as caught:
+            change(result)
+        words = str(caught.value)
+        told = ("the model it was made from", "Inplace update to inference", "cls_token")
+        assert any(part in words for part in told), f"{name}: {words}"
+    state, kept = result.state_dict(), timm_model.state_dict()
+    assert state.keys() == kept.keys() and all(torch.equal(state[name], value) for name, value in kept.items())
+    for tensor in (*state.values(), *(p.data for p in result.parameters()), result.cls_token.data):
+        tensor.zero_()
+    result.default_cfg["mean"] = None
+    assert torch.equal(result(images), before) and result.default_cfg["mean"] is not None
+    names = [name for name, _ in result.named_parameters()]
+    assert names == [name for name, _ in timm_model.named_parameters()]
+    assert [name for name, _ in result.named_buffers()] == ["pos_embed"]
+    assert result.num_classes == 5 and not hasattr(result, "blocks") and not hasattr(result, "unheard")
+    assert result.to("cpu") is result and result.float() is result and result.requires_grad_(False) is result
+    holder = Holder(result)
+    state = holder.state_dict(keep_vars=True)
+    assert state["last.weight"] is holder.last.weight and "inner.head.weight" in state
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
+def test_a_result_is_copied_and_pickled_or_says_why_not(choice: Choice, timm_model, images) -> None:
+    with torch.no_grad():
+        result = build(choice, timm_model, images, timm_model(images), ())
+    before = result(images)
+    assert torch.equal(copy.deepcopy(result)(images), before)
+    if choice in (Choice(), FUSED):
+        assert torch.equal(pickle.loads(pickle.dumps(result))(images), before)
+        return
+    for write in (pickle.dumps, lambda value: torch.save(value, io.BytesIO())):
+        with pytest.raises(
+            UnsupportedInputError, match=r"cannot be pickled: .* vit_fast\.load_optimized\(path, model\)"
+        ):
+            write(result)
+
+
+def test_a_runtime_of_files_is_not_pickled(model, images, only, tmp_path: Path) -> None:
+    only(Choice("onnxruntime"))
+    result = vit_fast.optimize(model, images, budget_s=600)
+    with pytest.raises(UnsupportedInputError, match=r"ONNX Runtime.*\n.*cannot be pickled"):
+        pickle.dumps(result)
+    assert torch.equal(copy.deepcopy(result).model(images), result.model(images))
+    path = tmp_path / "model.onnx"
+    export_onnx(model, path, verify=False)
+    given = vit_fast.optimize(path, images, budget_s=1e-3)
+    for held in (given, OnnxRunner(path, "cpu")):
+        with pytest.raises(UnsupportedInputError, match=r"open the file again: OnnxRunner"):
+            pickle.dumps(held)
+    assert copy.deepcopy(given.model)(images).shape == (2, 10)
