@@ -26,7 +26,7 @@ def test_table_answer_and_cache(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     said, told = capsys.readouterr()
     assert "as given" in said and "fused sdpa" in said and "times as fast" in said
     lines = [line.partition(" of 60 s: ")[2] for line in told.splitlines() if " of 60 s: " in line]
-    assert lines == ["as given", "fused sdpa", "timing the 2 that are left, interleaved"]
+    assert lines == ["the reference in fp64", "as given", "fused sdpa", "timing the 2 that are left, interleaved"]
     model = vit_fast.create_model("vit_test")
     assert vit_fast.load_optimized(saved, model).choice == Choice(attention="sdpa", mlp="sdpa")
 

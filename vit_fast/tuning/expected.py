@@ -16,7 +16,7 @@ from ..errors import UnsupportedInputError
 from ..fusion import unfuse
 from ..measuring.limits import describe_error
 from .calls import call, first_batch, tensors_in
-from .choices import Choice
+from .choices import GIVEN, Choice
 from .drop_in import version_of
 from .runtimes import OnnxFile
 from .search import Refused
@@ -118,8 +118,9 @@ class Expected:
         Raises:
             Refused: they are wrong.
         """
-        outputs = [call(function, batch) for batch in self.batches]
-        found = [leaves_of(output) for output in outputs]
+        given = choice == GIVEN  # whose outputs are known
+        outputs = [self.output] if given else [call(function, batch) for batch in self.batches]
+        found = self.answers if given else [leaves_of(output) for output in outputs]
         if type(outputs[0]) is not type(self.output):
             raise Refused(f"gives {type(outputs[0]).__name__} instead of {type(self.output).__name__}")
         shapes = [[tuple(leaf.shape) for leaf in leaves] for leaves in (found[0], self.answers[0])]

@@ -160,9 +160,10 @@ def optimize(
         latency_or_throughput: "throughput": the median duration of a call; "latency": what nine of ten stay below.
         memory_limit: Bytes that a choice may take beyond the model: weights of its own and the peak of a call.
         allow: Number formats that may be tried where loss is allowed: "bf16", "fp16", "int8", "fp8"; None means all.
-        images: More batches like the example, to judge agreement on.
+        images: More batches like the example, to judge agreement on where loss is allowed.
         again: Whether to search although an answer is kept.
-        progress: Called once for each candidate, with its name and the seconds since the start, and before the timing.
+        progress: Called with what comes next and the seconds since the start: the reference, each candidate by its
+            name, the timing.
     Returns:
         The model's replacement, and what was tried. Ctrl-C gives the best so far.
     Raises:
@@ -187,7 +188,9 @@ def optimize(
     }
     with remembered() as interruption:
         key = answers.key_of(model, example, asked)
-        expected = Expected(model, example, images)
+        if progress is not None:
+            progress("the reference in fp64", time.perf_counter() - start)
+        expected = Expected(model, example, images if allowed else ())
         rule = Rule(min_agreement, memory_limit)
         trials = Trials(model, example, expected, photographs, rule, progress, interruption)
         trials.start = start
