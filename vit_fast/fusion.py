@@ -17,7 +17,7 @@ from .fused import Finding, FusedBlocks, FusedModule, FusedNormMlp, device_of, d
 from .fusion_report import FusionReport, ModuleReport
 from .layers import PatchEmbed
 from .libraries import ours
-from .libraries.known import fused_form, left_reason, reads_text
+from .libraries.known import fused_form, left_reason, reads_text_or_decodes, stands_in_block
 from .model import VisionTransformer
 from .ops.backends import auto_reasons, resolve_backend, triton_unavailable_reasons
 from .patch_embed import FusedPatchConv, FusedPatchEmbed, check_normalize, find_patch_conv
@@ -25,7 +25,6 @@ from .plain import forward_is_replaced
 from .tuning.answers import known_backends
 
 LOOKS_FUSABLE = re.compile(r"(Attention|Attn|Mlp|MLP|FFN|FeedForward)(?![a-z])|Attention$")
-HANDS_ON = re.compile("PixelShuffle|Projector")  # tokens to a language model, by an MLP without a norm: none of ours
 
 
 def fuse(
@@ -137,7 +136,7 @@ class _Walk:
     """One walk over a model: a row for everything that may be fused, and the changes that it takes."""
 
     def __init__(self, model: nn.Module, requested: str, resolved: str) -> None:
-        self.requested, self.resolved = requested, resolved
+        self.model, self.requested, self.resolved = model, requested, resolved
         self.rows: list[ModuleReport] = []
         self.elsewhere: list[str] = []
         self.changes: list[Change] = []
@@ -189,14 +188,15 @@ class _Walk:
                 self.changes.append(([module], lambda: _give_class(module, FusedBlocks, self.requested)))
             self._spoken_for[module] = found
             return found
-        inside_language = bool(name) and reads_text(module)
-        if inside_language and not inside_unknown:
+        is_elsewhere = bool(name) and reads_text_or_decodes(module)
+        if is_elsewhere and not inside_unknown:
             self.elsewhere.append(f"{name} ({type(module).__qualname__})")
-        inside_unknown = inside_unknown or inside_language or HANDS_ON.search(type(module).__name__) is not None
+        inside_unknown = inside_unknown or is_elsewhere
         looks_fusable = LOOKS_FUSABLE.search(type(module).__name__) is not None
         found = self._children(name, module, inside_unknown or looks_fusable)
+        part = "attention" if "Att" in type(module).__name__ else "norm + MLP"
+        looks_fusable = looks_fusable and (part == "attention" or stands_in_block(self.model, name))
         if looks_fusable and not (found or inside_unknown) and next(module.parameters(), None) is not None:
-            part = "attention" if "Att" in type(module).__name__ else "norm + MLP"
             reason = f"{type(module).__qualname__} is not a class vit_fast knows"
             self.rows.append(_row(name, module, part, [reason]))
             found = True

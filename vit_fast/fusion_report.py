@@ -42,8 +42,9 @@ class FusionReport:
         backend_reasons: Why "auto" did not mean triton, where it was asked for and did not.
         precision: What was asked for beside the model's own; None where nothing was.
         precision_notes: What was measured of it.
-        elsewhere: Language models inside the model, whose attention and MLPs are neither fused nor left: they see
-            nothing. What is in them of classes that are known is fused, CLIP's text towers for one.
+        elsewhere: Language models and decoders inside the model, whose attention and MLPs are neither fused nor left:
+            the encoder of the images is another part. What is in them of classes that are known is fused, CLIP's text
+            towers for one.
     """
 
     backend: str
@@ -62,7 +63,7 @@ class FusionReport:
         return tuple(module for module in self.modules if not module.fused)
 
     def require_all(self) -> FusionReport:
-        """Gives the report back when every attention and MLP was fused.
+        """Gives the report back when every attention and MLP of the model's encoder blocks was fused.
 
         Raises:
             UnsupportedInputError: something was left, or there was nothing to fuse; lists every module and reason.
@@ -82,7 +83,9 @@ class FusionReport:
         """A table: equal modules of consecutive blocks share a line."""
         precision = f", precision {self.precision}" if self.precision else ""
         title = f"backend {self.backend}{precision}: {len(self.fused)} fused, {len(self.left)} left"
-        elsewhere = [f"{each}: a language model, left but for parts of known classes" for each in self.elsewhere]
+        elsewhere = [
+            f"{each}: a language model or decoder, left but for parts of known classes" for each in self.elsewhere
+        ]
         if not self.modules:
             return "\n".join([f"{title} (no attention or MLP that vit_fast knows)", *elsewhere])
         rows = [(*row[:3], "; ".join(row[3])) for row in _grouped(self.modules)]

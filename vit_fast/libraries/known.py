@@ -34,6 +34,9 @@ PEERS = (timm, transformers, torchvision)
 IMAGE_MODELS = (ours, fixed_grid, timm, transformers, torchvision)
 FUSABLE = {"timm": timm_blocks, "transformers": transformers_packed, "torchvision": torchvision, "torch": torch_nn}
 
+ATTENTION = re.compile("att(n|ention)", re.IGNORECASE)
+LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
 
 def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted | None:
     """A state dict in timm's names, with what was renamed and ignored on the way.
@@ -92,6 +95,24 @@ def left_reason(cls: type[nn.Module]) -> str | None:
     return None if library is None else library.left_reason(cls)
 
 
-def reads_text(module: nn.Module) -> bool:
-    """Whether it is a language model of transformers: it sees nothing."""
-    return getattr(module, "input_modalities", None) in ("text", ("text",))
+def reads_text_or_decodes(module: nn.Module) -> bool:
+    """True for a language model of transformers, which sees nothing, and for a decoder behind an encoder."""
+    name = type(module).__name__
+    decodes = "Decoder" in name and "Encoder" not in name
+    return decodes or getattr(module, "input_modalities", None) in ("text", ("text",))
+
+
+def stands_in_block(model: nn.Module, name: str) -> bool:
+    """True if attention is beside a module, as in an encoder block; not beside heads, projectors and connectors.
+
+    Attention counts in the two modules around it and their children, except in lists of layers.
+    """
+    for _ in range(2):
+        if not name:
+            return False
+        name = name.rpartition(".")[0]
+        near = list(model.get_submodule(name).named_children())
+        near += [each for _, child in near if not isinstance(child, LISTS) for each in child.named_children()]
+        if any(ATTENTION.search(f"{own} {type(child).__name__}") for own, child in near):
+            return True
+    return False
