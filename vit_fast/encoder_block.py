@@ -54,9 +54,10 @@ class Attention(nn.Module):
 
     def _project(self, x: Tensor, rope: Rope | None) -> Tensor:
         qkv: Tensor = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
-        if not (does_nothing(self.q_norm) and does_nothing(self.k_norm)):
+        q_norm, k_norm = self._modules["q_norm"], self._modules["k_norm"]  # nn.Module looks attributes up in Python
+        if not (does_nothing(q_norm) and does_nothing(k_norm)):
             q, k, v = qkv.unbind(2)
-            qkv = torch.stack((self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), v), 2)
+            qkv = torch.stack((q_norm(q).to(v.dtype), k_norm(k).to(v.dtype), v), 2)
         return qkv if rope is None else qk_norm_rope(qkv, rope=rope, backend=self.backend)
 
     def _attention_with_dropout(self, qkv: Tensor) -> Tensor:

@@ -39,7 +39,10 @@ def forward_is_replaced(module: nn.Module) -> bool:
 
 def is_touched(module: nn.Module) -> bool:
     """Whether a module has to be called, whatever its class."""
-    return is_hooked(module) or forward_is_replaced(module) or not all(map(is_plain, module._parameters.values()))
+    if is_hooked(module) or forward_is_replaced(module):
+        return True
+    parameters = module._parameters
+    return bool(parameters) and not all(map(is_plain, parameters.values()))
 
 
 def does_nothing(module: nn.Module) -> bool:

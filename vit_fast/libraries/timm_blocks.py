@@ -52,10 +52,15 @@ class _AttentionLayer(FusedModule):
 
     def runs_as_it_was(self, attn_mask: Tensor | None, is_causal: bool) -> bool:
         """Whether a call is for timm's own forward."""
-        changed = type(self.attn_drop) is not nn.Dropout or is_touched(self.attn_drop)
-        changed = changed or is_touched(self.q_norm) or is_touched(self.k_norm)
+        drop, q_norm, k_norm = self._read_past()
+        changed = type(drop) is not nn.Dropout or is_touched(drop) or is_touched(q_norm) or is_touched(k_norm)
         masked = attn_mask is not None and not is_padding(attn_mask)
-        return masked or is_causal or changed or bool(self.training and self.attn_drop.p)
+        return masked or is_causal or changed or bool(self.training and drop.p)
+
+    def _read_past(self) -> tuple[Any, Any, Any]:
+        """The modules that need not be called; by a dictionary, because nn.Module looks attributes up in Python."""
+        children = self._modules
+        return children["attn_drop"], children["q_norm"], children["k_norm"]
 
     def as_it_was(self, x: Tensor, attn_mask: Tensor | None, is_causal: bool, **rest: Any) -> Tensor:
         """timm's own forward."""
@@ -63,9 +68,10 @@ class _AttentionLayer(FusedModule):
 
     def mix(self, qkv: Tensor, attn_mask: Tensor | None, rope: Rope | None = None) -> Tensor:
         """Attention of packed projections [B, N, 3, H, D], normalised and rotated -> [B, N, H, D]."""
-        if not (type(self.q_norm) is nn.Identity and type(self.k_norm) is nn.Identity):
+        _, q_norm, k_norm = self._read_past()
+        if not (type(q_norm) is nn.Identity and type(k_norm) is nn.Identity):
             q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # [B, H, N, D], as timm calls the norms
-            parts = (self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), v)
+            parts = (q_norm(q).to(v.dtype), k_norm(k).to(v.dtype), v)
             qkv = torch.stack([part.transpose(1, 2) for part in parts], 2)
         if rope is not None:
             qkv = qk_norm_rope(qkv, rope=rope, backend="sdpa" if learns(rope) else self.vit_fast_backend)
