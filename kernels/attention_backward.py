@@ -40,7 +40,7 @@ from .attention_launch import (
     tma_allows,
 )
 from .attention_policy import BackwardConfig, cover
-from .attention_tiles import dot_add, dot_transposed, load_tile, store_tile, zero_tile
+from .attention_tiles import assume_a_tile, dot_add, dot_transposed, load_tile, store_tile, zero_tile
 from .launch import Launch
 
 
@@ -122,7 +122,7 @@ def _attention_bwd_dq_kernel(
     do_stride_b, do_stride_h, do_stride_n, dq_stride_b, dq_stride_h, dq_stride_n,
     n_heads, n_q, n_kv, qk_scale, scale,
     D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FULL: tl.constexpr, TAIL: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, ALIGN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(n_q, BLOCK_M)
@@ -144,12 +144,14 @@ def _attention_bwd_dq_kernel(
     total = tl.zeros((BLOCK_M,), tl.float32)
     excess = tl.zeros((BLOCK_M,), tl.float32)
     mean, mean_hi = zero_tile(BLOCK_M, LO, HI)
-    for n in tl.range(0, n_full, BLOCK_N, num_stages=STAGES):
-        acc, acc_hi, total, excess, mean, mean_hi = dq_step(
-            k_a, k_a_hi, v_a, v_a_hi, b, h, k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n,
-            None, n, n_kv, qk_scale, qt, qt_hi, dot, dot_hi, lse, delta, acc, acc_hi, total, excess, mean, mean_hi,
-            BLOCK_N, D, LO, HI, PRECISION, TMA, WIDE, ALIGN, False, EXACT,
-        )  # fmt: skip
+    if FULL:
+        assume_a_tile(n_full, TMA)
+        for n in tl.range(0, n_full, BLOCK_N, num_stages=STAGES):
+            acc, acc_hi, total, excess, mean, mean_hi = dq_step(
+                k_a, k_a_hi, v_a, v_a_hi, b, h, k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n,
+                None, n, n_kv, qk_scale, qt, qt_hi, dot, dot_hi, lse, delta, acc, acc_hi, total, excess, mean, mean_hi,
+                BLOCK_N, D, LO, HI, PRECISION, TMA, WIDE, ALIGN, False, EXACT,
+            )  # fmt: skip
     if TAIL > 0:
         acc, acc_hi, total, excess, mean, mean_hi = dq_step(
             k_b, k_b_hi, v_b, v_b_hi, b, h, k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n,
@@ -213,7 +215,7 @@ def _attention_bwd_dkdv_kernel(
     dk_stride_b, dk_stride_h, dk_stride_n, dv_stride_b, dv_stride_h, dv_stride_n,
     n_heads, n_q, n_kv, qk_scale, scale,
     D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FULL: tl.constexpr, TAIL: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, ALIGN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(n_kv, BLOCK_N)
@@ -232,14 +234,16 @@ def _attention_bwd_dkdv_kernel(
     )
     dkt, dkt_hi = zero_tile(BLOCK_N, LO, HI)
     dvt, dvt_hi = zero_tile(BLOCK_N, LO, HI)
-    for m in tl.range(0, n_full, BLOCK_M, num_stages=STAGES):
-        dkt, dkt_hi, dvt, dvt_hi = dkdv_step(
-            q_a, q_a_hi, do_a, do_a_hi, b, h, q_stride_b, q_stride_h, q_stride_n,
-            do_stride_b, do_stride_h, do_stride_n,
-            lse_ptr, delta_ptr, inverse_ptr, row_offset, m, n_q, qk_scale,
-            kt, kt_hi, vt, vt_hi, dkt, dkt_hi, dvt, dvt_hi,
-            BLOCK_M, D, LO, HI, PRECISION, TMA, WIDE, ALIGN, False,
-        )  # fmt: skip
+    if FULL:
+        assume_a_tile(n_full, TMA)
+        for m in tl.range(0, n_full, BLOCK_M, num_stages=STAGES):
+            dkt, dkt_hi, dvt, dvt_hi = dkdv_step(
+                q_a, q_a_hi, do_a, do_a_hi, b, h, q_stride_b, q_stride_h, q_stride_n,
+                do_stride_b, do_stride_h, do_stride_n,
+                lse_ptr, delta_ptr, inverse_ptr, row_offset, m, n_q, qk_scale,
+                kt, kt_hi, vt, vt_hi, dkt, dkt_hi, dvt, dvt_hi,
+                BLOCK_M, D, LO, HI, PRECISION, TMA, WIDE, ALIGN, False,
+            )  # fmt: skip
     if TAIL > 0:
         dkt, dkt_hi, dvt, dvt_hi = dkdv_step(
             q_b, q_b_hi, do_b, do_b_hi, b, h, q_stride_b, q_stride_h, q_stride_n,
@@ -282,7 +286,7 @@ def dq_launch(
     constants = shared_constants(q, k, v, o, do, dq, tma=tma, precision=precision)
     rest = n_kv % config.block_n
     tail = (*cover(rest, config.block_n, 1), 0)[0]
-    constants |= _tile_constants(config, tail, tail != rest)
+    constants |= _tile_constants(config, n_kv >= config.block_n, tail, tail != rest)
     args: dict[str, Any] = {}
     for name, tensor in (("q", q), ("do", do), ("o", o), ("dq", dq)):
         args |= tile_arguments(name, tensor, config.block_m, tma)
@@ -324,7 +328,7 @@ def dkdv_launch(
     constants = shared_constants(q, k, v, do, dk, dv, tma=tma, precision=precision)
     rest = n_q % config.block_m
     tail = (*cover(rest, config.block_m, 1), 0)[0]
-    constants |= _tile_constants(config, tail, tail != rest)
+    constants |= _tile_constants(config, n_q >= config.block_m, tail, tail != rest)
     args: dict[str, Any] = {}
     for name, tensor in (("k", k), ("v", v), ("dk", dk), ("dv", dv)):
         args |= tile_arguments(name, tensor, config.block_n, tma)
@@ -365,10 +369,11 @@ def common_arguments(
     }
 
 
-def _tile_constants(config: BackwardConfig, tail: int, masked: bool) -> dict[str, object]:
+def _tile_constants(config: BackwardConfig, full: bool, tail: int, masked: bool) -> dict[str, object]:
     return {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
+        "FULL": full,
         "TAIL": tail,
         "MASKED": masked,
         "STAGES": config.num_stages,

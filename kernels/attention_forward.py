@@ -27,7 +27,7 @@ from .attention_launch import (
     tma_allows,
 )
 from .attention_policy import ForwardConfig, cover
-from .attention_tiles import dot_add, dot_tile, dot_transposed, load_tile, store_tile, zero_tile
+from .attention_tiles import assume_a_tile, dot_add, dot_tile, dot_transposed, load_tile, store_tile, zero_tile
 from .fp8 import divided
 from .launch import Launch
 
@@ -158,10 +158,11 @@ def online_step(
     keep, start, n_kv, qk_scale, qt, qt_hi, row_max, total, acc, acc_hi,
     KEYS: tl.constexpr, D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, ALIGN: tl.constexpr, MASKED: tl.constexpr,
+    FIRST: tl.constexpr = False,
 ):  # fmt: skip
     """Take in keys start .. start + KEYS: new running maximum, sum and weighted values of a query tile.
 
-    `keep` as for `real_keys`: with it a row may have had no key yet, and its maximum then is -inf.
+    `keep` as for `real_keys`: with it a row may have had no key yet, and its maximum then is -inf. FIRST: acc is zero.
     """
     kt, kt_hi = load_tile(
         k, k_hi, b, h, k_stride_b, k_stride_h, k_stride_n, start, n_kv, KEYS, D, LO, HI, TMA, WIDE, ALIGN, MASKED
@@ -179,9 +180,10 @@ def online_step(
     p = tl.math.exp2(scores * qk_scale - shift[:, None])
     rescale = tl.math.exp2(row_max - shift)
     total = total * rescale + tl.sum(p, 1)
-    acc = acc * rescale[:, None]
-    if HI > 0:
-        acc_hi = acc_hi * rescale[:, None]
+    if not FIRST:
+        acc = acc * rescale[:, None]
+        if HI > 0:
+            acc_hi = acc_hi * rescale[:, None]
     acc, acc_hi = dot_add(p, vt, vt_hi, acc, acc_hi, HI, PRECISION)
     return new_max, total, acc, acc_hi
 
@@ -195,7 +197,7 @@ def _attention_fwd_looped_kernel(
     v_stride_b, v_stride_h, v_stride_n, o_stride_b, o_stride_h, o_stride_n,
     n_heads, n_q, n_kv, qk_scale,
     D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FULL: tl.constexpr,
     TAIL_B: tl.constexpr, TAIL_C: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, ALIGN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -213,17 +215,19 @@ def _attention_fwd_looped_kernel(
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc, acc_hi = zero_tile(BLOCK_M, LO, HI)
-    for n in tl.range(0, n_full, BLOCK_N, num_stages=STAGES):
-        row_max, total, acc, acc_hi = online_step(
-            k_a, k_a_hi, v_a, v_a_hi, b, h, k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n,
-            None, n, n_kv, qk_scale, qt, qt_hi, row_max, total, acc, acc_hi,
-            BLOCK_N, D, LO, HI, PRECISION, TMA, WIDE, ALIGN, False,
-        )  # fmt: skip
+    if FULL:
+        assume_a_tile(n_full, TMA)
+        for n in tl.range(0, n_full, BLOCK_N, num_stages=STAGES):
+            row_max, total, acc, acc_hi = online_step(
+                k_a, k_a_hi, v_a, v_a_hi, b, h, k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n,
+                None, n, n_kv, qk_scale, qt, qt_hi, row_max, total, acc, acc_hi,
+                BLOCK_N, D, LO, HI, PRECISION, TMA, WIDE, ALIGN, False,
+            )  # fmt: skip
     if TAIL_B > 0:
         row_max, total, acc, acc_hi = online_step(
             k_b, k_b_hi, v_b, v_b_hi, b, h, k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n,
             None, n_full, n_kv, qk_scale, qt, qt_hi, row_max, total, acc, acc_hi,
-            TAIL_B, D, LO, HI, PRECISION, TMA, WIDE, ALIGN, MASKED and TAIL_C == 0,
+            TAIL_B, D, LO, HI, PRECISION, TMA, WIDE, ALIGN, MASKED and TAIL_C == 0, not FULL,
         )  # fmt: skip
     if TAIL_C > 0:
         row_max, total, acc, acc_hi = online_step(
@@ -296,6 +300,7 @@ def forward_launch(
         groups = tiles
         constants |= {
             "BLOCK_N": config.block_n,
+            "FULL": n_kv >= config.block_n,
             "TAIL_B": tail[0],
             "TAIL_C": tail[1],
             "MASKED": sum(tail) != rest,

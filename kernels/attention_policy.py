@@ -209,7 +209,7 @@ def varlen_configs(problem: Problem, masked: bool) -> tuple[ForwardConfig, Backw
         forward = replace(forward, block_m=min(forward.block_m, 64))
         dkdv = replace(dkdv, block_m=16)
     if dkdv.tma and problem.generation == "hopper" and problem.width == 128:
-        dkdv = replace(dkdv, num_warps=8)
+        dkdv = replace(dkdv, block_m=64, num_warps=8)
     if problem.arch in ("sm_86", "sm_89"):
         return _varlen_of_small_ampere(problem, masked, forward, dq, dkdv)
     return forward, dq, dkdv
@@ -302,7 +302,11 @@ def _dkdv_rule(problem: Problem) -> BackwardConfig:
     if problem.generation == "ampere":
         return BackwardConfig(32, 64, num_warps=4 if problem.width <= 64 else 8, num_stages=2)
     if problem.uses_tma:
-        return BackwardConfig(64, 64, num_warps=4, num_stages=2, tma=True)
+        # 64 queries of 128 columns and their tail spill on hopper
+        block_m = 32 if problem.generation == "hopper" and problem.width == 128 else 64
+        # left to itself, the assembler takes 128 registers for blackwell, and spills
+        maxnreg = 168 if problem.generation == "blackwell" and problem.width == 48 else None
+        return BackwardConfig(block_m, 64, num_warps=4, num_stages=2, tma=True, maxnreg=maxnreg)
     return BackwardConfig(64, 64, num_warps=4 if problem.width <= 64 else 8, num_stages=1)
 
 

@@ -149,6 +149,17 @@ def dot_add(weights, tile, tile_hi, acc, acc_hi, HI: tl.constexpr, PRECISION: tl
 
 
 @triton.jit
+def assume_a_tile(n_full, TMA: tl.constexpr):
+    """Tells the compiler that a loop over n_full rows runs at least once.
+
+    A loop that may run zero times merges accumulators of wgmma in flight with zeros, and ptxas then waits for each
+    product by itself (C7515). Loads by pointers are not affected.
+    """
+    if TMA:
+        tl.assume(n_full > 0)
+
+
+@triton.jit
 def zero_tile(ROWS: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr):
     """Accumulators ([ROWS, LO], [ROWS, HI]) in fp32."""
     lo = tl.zeros((ROWS, LO), tl.float32)

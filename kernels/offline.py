@@ -94,7 +94,10 @@ class Build:
 
 @dataclass(frozen=True)
 class Stats:
-    """What the compiler made of a build: counts, bytes where the name says so, `seconds` to compile it."""
+    """What the compiler made of a build: counts, bytes where the name says so, `seconds` to compile it.
+
+    More `wgmma_waits` than in PTX: ptxas serialised wgmma (its warnings C75xx), so that every product waits for itself.
+    """
 
     registers: int
     stack_bytes: int
@@ -112,6 +115,8 @@ class Stats:
     async_copies: int
     seconds: float
     e4m3: int = 0
+    wgmma_waits: int = 0
+    wgmma_waits_in_ptx: int = 0
 
     @property
     def spills(self) -> int:
@@ -176,10 +181,12 @@ def compile_build(build: Build, arch: str) -> Stats:
 
 
 def problems(build: Build, stats: Stats, arch: str) -> list[str]:
-    """What keeps a build from being shipped: spills, a lost instruction, too much memory."""
+    """What keeps a build from being shipped: spills, serialised wgmma, a lost instruction, too much memory."""
     found = []
     if stats.spills:
         found.append(f"spills: {stats.spill_loads} loads, {stats.spill_stores} stores")
+    if stats.wgmma_waits > stats.wgmma_waits_in_ptx:
+        found.append(f"wgmma is serialised: {stats.wgmma_waits} waits, {stats.wgmma_waits_in_ptx} in PTX")
     found += [f"no {name} in the machine code" for name in build.needs if not stats.has(name)]
     if stats.shared_bytes > LIMITS[arch].shared_bytes_per_block:
         found.append(
@@ -276,6 +283,8 @@ def read_stats(compiled: Any, arch: str, seconds: float) -> Stats:
         async_copies=mix["LDGSTS"],
         seconds=round(seconds, 3),
         e4m3=mix["QGMMA"] + mix["QMMA"] + mix["UTCQMMA"],
+        wgmma_waits=sass.count("WARPGROUP.DEPBAR"),
+        wgmma_waits_in_ptx=compiled.asm["ptx"].count("wgmma.wait_group"),
     )
 
 

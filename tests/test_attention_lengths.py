@@ -55,11 +55,11 @@ def run_compiler(code: str, *arguments: str) -> Any:
 
 
 def test_short_lengths_share_kernels() -> None:
-    """256 lengths: a row kernel for eight of them, one more where they fill its chunks; a few for the gradients."""
+    """256 lengths: a row kernel for eight of them, one more where they fill its chunks; few for the gradients."""
     found = run_compiler(_COUNT)
     assert set(found) == {"attention_fwd_row", "attention_bwd_dq", "attention_bwd_dkdv"}
     assert len(found["attention_fwd_row"]) <= 47
-    assert len(found["attention_bwd_dq"]) <= 6 and len(found["attention_bwd_dkdv"]) <= 6
+    assert len(found["attention_bwd_dq"]) <= 11 and len(found["attention_bwd_dkdv"]) <= 11  # 5 of a single tile
     (usual,) = (cases for cases in found["attention_fwd_row"] if any(" N197 " in case for case in cases))
     assert len(usual) == 8
 

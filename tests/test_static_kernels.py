@@ -1,4 +1,4 @@
-"""What the compiler makes of the kernels, without a GPU: no spills, the right instructions, no growth; the policy."""
+"""What the compiler makes of the kernels: no spills, no serialised wgmma, the right instructions; the policy."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from vit_fast.kernels.attention_policy import MIN_BLOCK, Problem, cover, forward
 STATS = offline.Stats(
     registers=160, stack_bytes=0, spill_loads=0, spill_stores=0, shared_bytes=60_000, ctas_per_sm=3, warps=4,
     instructions=1000, hgmma=25, hmma=0, tcgen05=0, tma_loads=7, tma_stores=1, async_copies=0, seconds=0.5,
+    wgmma_waits=6, wgmma_waits_in_ptx=6,
 )  # fmt: skip
 
 
@@ -94,6 +95,7 @@ def test_the_command_says_beforehand_how_long_it_takes(
     [
         ({"registers": 177}, "registers grew"),
         ({"instructions": 1101}, "instructions grew"),
+        ({"wgmma_waits": 7}, "wgmma_waits grew from 6 to 7"),
         ({"hgmma": 0}, "HGMMA"),
         ({"tma_loads": 0}, "TMA loads"),
         ({"tma_stores": 0}, "TMA stores"),
@@ -113,6 +115,7 @@ def test_what_became_worse_is_found(change: dict[str, int], word: str, tmp_path:
     ("change", "word"),
     [
         ({"spill_loads": 2}, "spills: 2 loads"),
+        ({"wgmma_waits": 25}, "wgmma is serialised: 25 waits, 6 in PTX"),
         ({"hgmma": 0}, "no HGMMA"),
         ({"shared_bytes": 300_000}, "shared memory"),
         ({"ctas_per_sm": 0}, "does not fit"),
@@ -141,12 +144,14 @@ def test_every_core_build_is_in_the_committed_baseline() -> None:
     assert not missing
 
 
-def test_no_build_of_the_grid_spills() -> None:
-    """As the committed baseline has it, whose spills are counted wherever it was made anew."""
+def test_no_build_of_the_grid_spills_or_waits_for_every_wgmma() -> None:
+    """As the committed baseline has it, whose spills and waits are counted wherever it was made anew."""
     builds = baseline.read_baseline()["builds"]
     core = {build.key(arch) for arch in offline.ARCHS for build in offline.builds(arch) if build.core}
     assert all("spills" in builds[key] for key in core)
+    assert all("wgmma_waits" in builds[key] for key in core if builds[key]["hgmma"])
     assert not {key: counts["spills"] for key, counts in builds.items() if counts.get("spills")}
+    assert not [key for key, counts in builds.items() if 0 < counts["hgmma"] <= counts.get("wgmma_waits", 0)]
 
 
 def test_spills_are_kept_in_the_baseline(tmp_path: Path) -> None:
