@@ -84,11 +84,12 @@ class StandInDriver:
         self._library.stand_in_reset()
 
 
-def install(arch: str) -> StandInDriver:
+def install(arch: str, library: Path | None = None) -> StandInDriver:
     """Make the stand-in Triton's driver for this process, before any kernel is launched.
 
     Args:
         arch: One of `SM_COUNTS`, e.g. "sm_90".
+        library: A libcuda.so.1 made of `stand_in_driver.c` and more; by default of it alone.
     Raises:
         ValueError: the architecture is unknown.
         RuntimeError: a GPU is there, Triton is the interpreter's, a driver is installed, or no C compiler is found.
@@ -103,7 +104,7 @@ def install(arch: str) -> StandInDriver:
         raise RuntimeError("the stand-in driver runs compiled kernels, and TRITON_INTERPRET is set: unset it")
     if has_stand_in():
         raise RuntimeError("a stand-in driver is installed in this process already")
-    library = _build()
+    library = library or _build()
     # Triton links its launcher against the library in this folder; one of that name, once loaded, serves every process.
     os.environ["TRITON_LIBCUDA_PATH"] = str(library.parent)
     loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)

@@ -1,0 +1,75 @@
+"""Runs each test on the emulator under several schedules, and fails those in which it reports a defect."""
+
+from __future__ import annotations
+
+import os
+import warnings
+import zlib
+from collections.abc import Iterator
+
+import pytest
+
+from .library import Emulator, Schedule
+from .process import start
+
+# ptxas waits for every wgmma of such a function, which is correct and slow: the static check for C75xx decides.
+SERIALISED = "register-of-wgmma-in-flight"
+_emulator = pytest.StashKey[Emulator]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, default=1, help="of the random schedules of the PTX emulator")
+    parser.addoption("--schedules", default="fixed,random", help="of the PTX emulator: fixed, random or both")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        config.stash[_emulator] = start(os.environ["VIT_FAST_EXECUTE"])
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"PTX emulator: {os.environ['VIT_FAST_EXECUTE']}, seed {config.getoption('seed')}"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "schedule" in metafunc.fixturenames:
+        metafunc.parametrize("schedule", metafunc.config.getoption("schedules").split(","), indirect=True)
+
+
+@pytest.fixture
+def emulator(request: pytest.FixtureRequest) -> Emulator:
+    return request.config.stash[_emulator]
+
+
+@pytest.fixture(autouse=True)
+def schedule(request: pytest.FixtureRequest, emulator: Emulator) -> Schedule:
+    """The order of execution; a random one depends on the seed and the test alone."""
+    seed = zlib.crc32(f"{request.config.getoption('seed')} {request.node.nodeid}".encode()) or 1
+    chosen = Schedule() if request.param == "fixed" else Schedule(seed, early=2, reverse=bool(seed & 1))
+    emulator.schedule(chosen)
+    return chosen
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    emulator = item.config.stash[_emulator]
+    emulator.reports()
+    try:
+        result = yield
+    except BaseException:
+        item.add_report_section("call", "PTX emulator", _explain(item, emulator))
+        raise
+    explanation = _explain(item, emulator)
+    if explanation:
+        pytest.fail(explanation, pytrace=False)
+    return result
+
+
+def _explain(item: pytest.Item, emulator: Emulator) -> str:
+    found = emulator.reports()
+    for report in found:
+        if report.kind == SERIALISED:
+            warnings.warn(str(report), stacklevel=1)
+    reports = "\n".join(str(report) for report in found if report.kind != SERIALISED)
+    how = f"{os.environ['VIT_FAST_EXECUTE']} --seed {item.config.getoption('seed')} '{item.nodeid}'"
+    return f"{reports}\nto repeat: python tests/execute.py {how}" if reports else ""

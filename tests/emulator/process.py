@@ -1,0 +1,29 @@
+"""Makes the emulator Triton's GPU for this process."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from .build import build
+from .library import Emulator
+
+
+def start(arch: str) -> Emulator:
+    """Starts the emulator in a process that tests/execute.py made and that has not launched a kernel.
+
+    Triton stops at PTX, so ptxas is not needed; its cache must be one for this alone.
+    """
+    if not hasattr(ctypes.CDLL(None), "emulator_find_allocation"):
+        raise RuntimeError("the emulator must know all memory from the start: use tests/execute.py")
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    from vit_fast.kernels import stand_in_driver
+
+    def keep_ptx(self: Any, source: str, *rest: Any) -> bytes:
+        return b"\x7fELFPTX" + source.encode() + b"\0"
+
+    CUDABackend.make_cubin = keep_ptx
+    library = build() / "libcuda.so.1"
+    stand_in_driver.install(arch, library)
+    return Emulator(library)

@@ -1,0 +1,143 @@
+"""Runs hand-written PTX on the emulator: arrays as memory, tensor maps, and what was reported."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from .library import Emulator, Report, Schedule
+
+SHARED_BYTES = 227 * 1024
+_TENSOR_MAP = 128  # bytes
+_FIND = ctypes.CFUNCTYPE(
+    ctypes.c_bool, ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_uint64)
+)
+# CUtensorMapDataType by bytes an element
+_MAP_TYPES = {1: 0, 2: 1, 4: 2, 8: 4}
+_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
+
+# Registers of every kind, pointers %a0.. to the arrays, %t the thread.
+_KERNEL = """
+.version 8.7
+.target sm_90a
+.address_size 64
+.visible .entry snippet({parameters})
+{{
+  .reg .pred %p<8>;
+  .reg .b16 %h<64>;
+  .reg .b32 %r<300>;
+  .reg .b32 %t;
+  .reg .b64 %d<64>;
+  .reg .b64 %a<16>;
+  mov.u32 %t, %tid.x;
+{loads}
+{body}
+  ret;
+}}
+"""
+
+
+class _LaunchConfig(ctypes.Structure):
+    _fields_ = [
+        *((f"{what}{axis}", ctypes.c_uint) for what in ("grid", "block") for axis in "xyz"),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint),
+    ]
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A tensor in global memory, and the box of it that one TMA copy moves.
+
+    Args:
+        array: Row-major; its last dimension is the first one of the map.
+        box: Sizes, as the array's.
+        swizzle: Bytes: 0, 32, 64 or 128.
+    """
+
+    array: np.ndarray
+    box: Sequence[int]
+    swizzle: int = 0
+
+
+class Device:
+    """The emulator as an sm_90 whose memory are numpy arrays."""
+
+    def __init__(self, folder: Path) -> None:
+        self.emulator = Emulator(folder / "emulator.so")
+        self.emulator.schedule(Schedule())
+        self._driver = self.emulator.library
+        self._driver.stand_in_configure(90, 132, SHARED_BYTES, SHARED_BYTES + 1024)
+        self._spans: list[tuple[int, int]] = []
+        self._find = _FIND(self._find_allocation)
+        self._driver.emulator_set_allocations(self._find)
+
+    def _find_allocation(self, address: int, first: ctypes._Pointer, end: ctypes._Pointer) -> bool:
+        for start, stop in self._spans:
+            if start <= address < stop:
+                first[0], end[0] = start, stop
+                return True
+        return False
+
+    def run(
+        self, body: str, *arguments: np.ndarray | TensorMap, threads: int = 32, grid: int = 1, shared: int = 0
+    ) -> list[Report]:
+        """Executes `body` with the arrays at %a0, %a1, ... (of a tensor map: the map) and returns what was reported."""
+        arrays = [argument.array if isinstance(argument, TensorMap) else argument for argument in arguments]
+        self._spans = [(array.ctypes.data, array.ctypes.data + array.nbytes) for array in arrays]
+        declared, loads, values = [], [], []
+        for i, argument in enumerate(arguments):
+            if isinstance(argument, TensorMap):
+                declared.append(f".param .align 64 .b8 q{i}[{_TENSOR_MAP}]")
+                loads.append(f"  mov.b64 %a{i}, q{i};\n  cvta.param.u64 %a{i}, %a{i};")
+                values.append(self._encode(argument))
+            else:
+                declared.append(f".param .u64 q{i}")
+                loads.append(f"  ld.param.u64 %a{i}, [q{i}];")
+                values.append(ctypes.c_uint64(argument.ctypes.data))
+        text = _KERNEL.format(parameters=", ".join(declared), loads="\n".join(loads), body=body)
+        module = ctypes.c_void_p()
+        self._call("cuModuleLoadData", ctypes.byref(module), b"\x7fELFPTX" + text.encode() + b"\0")
+        function = ctypes.c_void_p()
+        self._call("cuModuleGetFunction", ctypes.byref(function), module, b"snippet")
+        self._call("cuFuncSetAttribute", function, 8, ctypes.c_int(shared))
+        config = _LaunchConfig(grid, 1, 1, threads, 1, 1, shared, None, None, 0)
+        pointers = (ctypes.c_void_p * len(values))(
+            *(ctypes.cast(ctypes.pointer(value), ctypes.c_void_p) for value in values)
+        )
+        self._call("cuLaunchKernelEx", ctypes.byref(config), function, pointers, None)
+        return self.emulator.reports()
+
+    def _call(self, name: str, *arguments: object) -> None:
+        status = getattr(self._driver, name)(*arguments)
+        assert status == 0, f"{name}: {status}"
+
+    def _encode(self, tensor: TensorMap) -> ctypes.Array[ctypes.c_char]:
+        memory = ctypes.create_string_buffer(_TENSOR_MAP + 64)
+        start = -ctypes.addressof(memory) % 64
+        packed = (ctypes.c_char * _TENSOR_MAP).from_buffer(memory, start)
+        rank, array = tensor.array.ndim, tensor.array
+        sizes = (ctypes.c_uint64 * 5)(*reversed(array.shape))
+        strides = (ctypes.c_uint64 * 5)(*reversed(array.strides[:-1]))
+        box, steps = (ctypes.c_uint32 * 5)(*reversed(tensor.box)), (ctypes.c_uint32 * 5)(*([1] * 5))
+        self._call(
+            "cuTensorMapEncodeTiled", packed, _MAP_TYPES[array.itemsize], rank, ctypes.c_void_p(array.ctypes.data),
+            sizes, strides, box, steps, 0, _SWIZZLES[tensor.swizzle], 0, 0,
+        )  # fmt: skip
+        return packed
+
+
+def swizzled(box: np.ndarray, swizzle: int) -> np.ndarray:
+    """The bytes of a box as a swizzle places them: 16-byte chunks exclusive-or the row of 128 bytes."""
+    flat = box.reshape(-1).view(np.uint8)
+    placed = np.zeros_like(flat)
+    for start in range(0, flat.size, 16):
+        place = start ^ (start >> 7) % (swizzle // 16 or 1) * 16
+        placed[place : place + 16] = flat[start : start + 16]
+    return placed

@@ -1,0 +1,267 @@
+// The data shared by the emulator's parser, instructions, scheduler and driver.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace emulator {
+
+using u8 = uint8_t;
+using u16 = uint16_t;
+using u32 = uint32_t;
+using u64 = uint64_t;
+using i8 = int8_t;
+using i16 = int16_t;
+using i32 = int32_t;
+using i64 = int64_t;
+
+constexpr u32 ALL = ~0u;           // a mask of all 32 lanes
+constexpr u32 SHARED_BASE = 1024;  // first shared address: hardware reserves 1 KiB
+
+struct Warp;
+struct Instruction;
+using Run = void (*)(Warp&, Instruction&, u32 mask);
+
+enum RegisterClass : u8 { PREDICATE, B16, B32, B64 };
+
+// A slot of the register file, lanes side by side in 32-bit words. Constants and special registers have slots too.
+struct Operand {
+  u32 slot = 0;
+  u32 slot64 = 0;  // of a constant: its 64-bit copy
+  u32 number = 0;  // of a register; 0 for what is always defined: constants, special registers and `_`
+  RegisterClass cls = B32;
+  bool negated = false, constant = false, discarded = false;
+};
+
+enum Kind : u8 { PLAIN, BRANCH, RETURN, BARRIER, TRY_WAIT, WGMMA, COLLECTIVE };
+
+// How undefined sources affect an instruction.
+enum Undefined : u8 {
+  PASSED_ON,   // the result is undefined
+  REPORTED,    // memory, addresses and products
+  OF_PARTNER,  // a butterfly shuffle: the partner's value counts
+  OF_CHOSEN,   // selp: the chosen value counts
+  OF_AND,      // a false predicate decides
+  OF_OR,       // a true predicate decides
+  OF_ANY,      // packing: LLVM leaves halves undefined that nobody reads
+};
+
+enum Space : u8 { GLOBAL, SHARED, PARAMETER, GENERIC };
+enum ElementType : u8 { BF16, F16, TF32, E4M3, E5M2, UNKNOWN_TYPE };
+enum Atomic : u8 { ADD, MAX, MIN, EXCHANGE, COMPARE_AND_SWAP, OR, AND, XOR };
+enum Shuffle : u8 { BUTTERFLY, INDEX, UP, DOWN };
+enum Vote : u8 { BALLOT, ANY_LANE, ALL_LANES };
+
+struct Allocation;
+
+struct Statistics {
+  u64 executed = 0, lanes = 0;
+  // of memory instructions, in the first CTA of each launch
+  u64 accesses = 0, wavefronts = 0, ideal_wavefronts = 0, bytes = 0, sectors = 0;
+};
+
+struct Instruction {
+  Run run = nullptr;
+  Kind kind = PLAIN;
+  Undefined undefined = PASSED_ON;
+  bool guarded = false;
+  Operand guard;
+  std::vector<Operand> operands;  // destinations, then sources
+  u32 destinations = 0;
+  i64 offset = 0, second_offset = 0;  // added to the first and second address
+
+  Space space = GLOBAL;
+  int bytes = 0, vector = 1;  // of an element of memory; elements a lane
+  bool is_signed = false, is_float = false, transposed = false;
+  int mode = 0;     // Atomic, Shuffle, Vote, comparison or rounding
+  int combine = 0;  // of setp with a third predicate: 1 and, 2 or, 3 xor
+  int count = 0;    // matrices, coordinates, bytes of cp.async, groups that may stay pending, threads at a barrier
+
+  ElementType type = UNKNOWN_TYPE;  // of mma and wgmma
+  int n = 0, k = 0, a_operands = 0, b_operands = 0;
+  bool half_accumulator = false, transposed_b = false, negated_a = false, negated_b = false;
+
+  int target = -1, meeting = -1;  // of a branch: where it leads, and where its lanes meet again
+  int line = -1;                  // index into Kernel::lines
+  std::string text, opcode;
+  Statistics statistics;
+  Allocation* allocation = nullptr;  // the one used last, in which launch
+  u64 allocation_launch = 0;
+};
+
+struct Parameter {
+  std::string name;
+  u32 offset, size;
+};
+
+struct Kernel {
+  std::string name, errors;
+  std::vector<Instruction> code;
+  std::vector<Parameter> parameters;
+  u32 parameter_bytes = 0;
+  u32 words = 0, registers = 1;  // size of the register file, numbers of registers
+  std::vector<std::string> register_names, lines;
+  std::vector<std::pair<u32, u64>> constants;         // 64-bit slot, value
+  std::vector<std::pair<u32, u32>> parameter_slots;   // 64-bit slot that holds the address of a parameter, its offset
+  u32 special_slots[16] = {};                         // in the order of SPECIAL_REGISTERS; 0 where unused
+  std::vector<std::unique_ptr<u8[]>> module_data;     // of .global variables
+  u64 launches = 0, ctas = 0;
+};
+
+enum { TID, NTID = 3, CTAID = 6, NCTAID = 9, LANEID = 12, WARPID };
+
+std::unique_ptr<Kernel> parse(const std::string& text);
+
+// What happened to two bytes of shared memory.
+struct Shadow {
+  u32 written = 0, read = 0;  // epochs
+  u32 readers = 0;            // warps that read in that epoch
+  u32 sequence = 0;           // of the write, for fences
+  u32 copy = 0;               // index into Cta::copies if an asynchronous copy wrote
+  u8 writer = 0;
+  bool asynchronous = false;
+};
+
+struct AsyncCopy {
+  u32 observers;  // warps that have waited for it
+  int instruction;
+};
+
+struct TmaCopy {
+  u64 map;
+  i32 coordinates[5];
+  u32 shared, bytes, copy;
+  int instruction;
+  std::vector<u8> source;  // of a store: shared memory when it was issued
+};
+
+struct Mbarrier {
+  int count = 0, pending = 0;
+  i64 bytes = 0;  // still expected
+  u32 phase = 0;
+  std::vector<TmaCopy> loads;                    // issued, not delivered
+  std::vector<std::pair<u32, u32>> delivered;    // phase, copy
+};
+
+struct CpAsync {
+  u32 shared, bytes, copy;
+  u8 data[16];
+};
+
+struct Wgmma {
+  Instruction* instruction;
+  bool accumulates;
+  u64 descriptor_a, descriptor_b;
+  std::vector<u8> a, b;  // the operands in shared memory when it was issued
+};
+
+// Asynchronous work of a warp: not committed, and committed group by group.
+template <class T> struct Groups {
+  std::vector<T> open;
+  std::vector<std::vector<T>> committed;
+
+  void commit() {
+    committed.push_back(std::move(open));
+    open.clear();
+  }
+  std::vector<T> take_oldest() {
+    auto oldest = std::move(committed.front());
+    committed.erase(committed.begin());
+    return oldest;
+  }
+  bool empty() const {
+    for (auto& group : committed)
+      if (!group.empty()) return false;
+    return open.empty();
+  }
+  void clear() { open.clear(), committed.clear(); }
+};
+
+enum State : u8 { READY, AT_BARRIER, AT_MBARRIER, DONE };
+
+struct Frame {
+  int next, meeting;
+  u32 mask;
+};
+
+struct Cta;
+
+struct Warp {
+  Cta* cta = nullptr;
+  int id = 0;
+  State state = DONE;
+  u32* registers = nullptr;
+  std::vector<u32> file;
+  std::vector<u32> defined;        // lanes, by register number
+  std::vector<u64> written_at;     // `executed`, by register number
+  std::vector<u8> in_flight;       // by register number: 1 accumulator, 2 operand A of a wgmma that was not waited for
+  int registers_in_flight = 0;
+  std::vector<Frame> stack;
+  u32 exited = 0;
+  u64 executed = 0, wgmma_fence = 0;
+  u32 proxy_fence = 0;             // Cta::sequence
+  u32 barrier = 0, mbarrier = 0;   // at which it waits
+  bool tried = false;              // the mbarrier, in vain
+  Groups<CpAsync> copies;
+  Groups<TmaCopy> stores;
+  Groups<Wgmma> products;
+};
+
+struct Launch {
+  Kernel* kernel;
+  u32 grid[3], block[3], shared_bytes;
+  u8* parameters;
+};
+
+struct Cta {
+  Launch* launch;
+  u32 index[3], serial = 0;
+  bool measured = false, aborted = false;
+  std::vector<u8> shared;
+  std::vector<Shadow> shadows;
+  u32 first_epoch = 1, epoch = 1;  // a barrier begins the next epoch
+  u32 sequence = 1;
+  std::vector<AsyncCopy> copies;
+  std::vector<u32> observed;  // copies waited for since the last barrier
+  std::map<u32, Mbarrier> mbarriers;
+  std::vector<Warp> warps;
+
+  u8* at(u32 address) { return shared.data() + (address - SHARED_BASE); }
+};
+
+// ---- what the interface sets and reads ----
+
+struct Settings {
+  u32 seed = 0;         // 0: warps in order, each until it waits; otherwise a random order in random portions
+  int early = 0;        // asynchronous copies arrive 0 as late as allowed, 1 at once, 2 at a random one of both
+  bool reverse = false; // CTAs from the last to the first
+  int fp8_bits = 0;     // significant bits that wgmma keeps of e4m3 and e5m2 sums; 0: fp32
+  bool (*find_allocation)(u64 address, u64* first, u64* end) = nullptr;
+};
+
+struct Totals {
+  u64 warp_instructions = 0, launches = 0, ctas = 0, multiplications = 0, tma_bytes = 0, tma_useful_bytes = 0;
+  double seconds = 0;
+};
+
+struct Report {
+  std::string kind, kernel, line, text, instruction;
+  u64 count = 0;
+};
+
+extern Settings settings;
+extern u64 launch_number;
+extern Totals totals;
+extern std::map<std::string, Report> reports;
+
+void start_schedule(u32 seed, int early, bool reverse);
+bool toss();  // a coin of the random schedule
+void execute(Launch& launch);
+void report(Warp& w, const Instruction& I, const char* kind, const char* format, ...) __attribute__((format(printf, 4, 5)));
+void report(const Kernel& kernel, const Instruction& I, const char* kind, const std::string& text);
+
+}  // namespace emulator
