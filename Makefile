@@ -11,7 +11,7 @@ PIP     := $(BIN)/python -m pip install --disable-pip-version-check -q -c constr
 SOURCES := vit_fast kernels export benchmarks tests
 READY   := $(VENV)/.ready
 
-.PHONY: bench test test-full lint format typecheck docs classes kernels verify gpu-check bench-suite record wheel clean
+.PHONY: bench test test-full test-execute lint format typecheck docs classes kernels verify gpu-check bench-suite record wheel clean
 
 bench: $(READY)
 	$(BIN)/vit-fast bench $(ARGS)
@@ -21,6 +21,15 @@ test: $(READY)
 
 test-full: $(READY)
 	OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=full $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=15 --slow $(ARGS)
+	$(MAKE) test-execute
+
+# The kernel tests on the PTX emulator. SEED changes the random schedules; a failure prints the command that repeats it.
+ARCHS ?= sm_80 sm_86 sm_89 sm_90 sm_120
+SEED  ?= 1
+test-execute: $(READY)
+	set -e; for arch in $(ARCHS); do \
+	  $(BIN)/python tests/execute.py $$arch -n $(JOBS) --dist worksteal --seed $(SEED) $(ARGS); \
+	done
 
 lint: $(READY)
 	$(BIN)/ruff check $(SOURCES)

@@ -1,4 +1,4 @@
-"""What every test shares: Triton's interpreter where there is no GPU, markers, one thread per worker, seeds."""
+"""What every test shares: how kernels run, markers, one thread per worker, seeds."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from kernel_execution import HAS_GPU, INTERPRETED, KERNEL_ARCH
 from torch import nn
 
 import torchvision_cpu
 
 torchvision_cpu.install_import_hook()
 
-HAS_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
-if not HAS_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported: before any kernel is decorated
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # What was once found on this machine decides nothing in a test; this folder not even root can make.
 os.environ["VIT_FAST_CACHE"] = f"{os.devnull}/nowhere"
@@ -23,7 +21,7 @@ os.environ["VIT_FAST_CACHE"] = f"{os.devnull}/nowhere"
 import pytest  # noqa: E402  # the environment above must be set before anything imports triton
 from hypothesis import HealthCheck, settings  # noqa: E402  # as above
 
-if not HAS_GPU:
+if INTERPRETED:
     import interpreter_speed
 
     interpreter_speed.search_once()
@@ -41,10 +39,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     no_gpu = pytest.mark.skip(reason="needs a CUDA device of capability 8.0 or newer")
+    not_executed = pytest.mark.skip(reason="needs the PTX emulator: make test-execute")
     too_slow = pytest.mark.skip(reason="slow: give --slow")
     for item in items:
         if "gpu" in item.keywords and not HAS_GPU:
             item.add_marker(no_gpu)
+        if "executed" in item.keywords and KERNEL_ARCH is None:
+            item.add_marker(not_executed)
         if "slow" in item.keywords and not config.getoption("--slow"):
             item.add_marker(too_slow)
 

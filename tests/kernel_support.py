@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import os
 
 import torch
+from kernel_execution import HAS_GPU, INTERPRETED
 from torch import Tensor
 
 from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR, error_of, judge
 
-HAS_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
-if not HAS_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
-
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-if not HAS_GPU:
+if INTERPRETED:
     from interpreter import make_bf16_exact
 
     make_bf16_exact()

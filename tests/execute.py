@@ -1,0 +1,45 @@
+"""Runs tests of kernels on the PTX emulator.
+
+    python tests/execute.py sm_90 [arguments of pytest]
+
+Without a file, all tests of kernels run. Needs g++; see tests/emulator/README.md.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from emulator import build
+
+TESTS = Path(__file__).resolve().parent
+# The tests that hold kernels against references. What checks the host alone, or whole libraries, stays with make test.
+KERNEL_TESTS = (
+    "test_attention_kernel", "test_attention_varlen", "test_block_operator",
+    "test_fp8_block", "test_gated_kernel", "test_inner_norm", "test_linear_operator",
+    "test_matmul_kernel", "test_mlp_kernels", "test_modern_blocks", "test_rms_norm", "test_rotary_kernel",
+    "test_scaled_weights", "test_weight_gradients",
+)  # fmt: skip
+
+
+def main(arch: str, *arguments: str) -> None:
+    if reason := build.why_unavailable():
+        raise SystemExit(reason)
+    named = any(argument.split("::")[0].endswith(".py") for argument in arguments)
+    files = () if named else tuple(str(TESTS / f"{name}.py") for name in KERNEL_TESTS)
+    path = [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {
+        "VIT_FAST_EXECUTE": arch,
+        "LD_PRELOAD": str(build.build() / "preload.so"),
+        "TRITON_CACHE_DIR": str(build.CACHE / "triton"),
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "OMP_NUM_THREADS": "1",
+    }
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-m", "pytest", "-p", "emulator.plugin", *files, *arguments]
+    os.execve(sys.executable, command, environment)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
