@@ -10,10 +10,12 @@ from torch import Tensor
 
 from vit_fast.kernels import folding, layer_norm, linear, matmul_policy
 from vit_fast.kernels.activations import ACTIVATIONS
+from vit_fast.kernels.device import gpu_of, reads_descriptors
 from vit_fast.kernels.matmul_launch import MatmulConfig, Operands, matmul_launch
 from vit_fast.kernels.matmul_policy import matmul_config
 
 HALF = (torch.float16, torch.bfloat16)
+ARCH = gpu_of(torch.device(DEVICE)).arch  # of the interpreter: the reference GPU's
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -30,7 +32,7 @@ def test_a_residual_in_fp32_is_added_and_kept_in_fp32(N: int, dtype: torch.dtype
     (out,) = nan_like(residual)
     operands = Operands(a, b, out, b_is_nk=True, residual=residual, bias=bias, scale=scale)
     config = matmul_config(operands, "residual")
-    assert config.tma == (N == 48)
+    assert config.tma == (N == 48 and reads_descriptors(ARCH))
     matmul_launch(operands, epilogue="residual", config=config).run()
 
     def formula(precision: torch.dtype) -> Tensor:
@@ -49,7 +51,7 @@ def test_an_input_gradient_in_fp32(N: int, dtype: torch.dtype) -> None:
     (out,) = nan_like(x)
     operands = Operands(a, b, out, x=x, residual=residual, mean=mean, rstd=rstd, row_part=parts)
     config = matmul_config(operands, "layer_norm_grad")
-    assert config.tma == (N == 48)
+    assert config.tma == (N == 48 and reads_descriptors(ARCH))
     matmul_launch(operands, epilogue="layer_norm_grad", config=config).run()
 
     def formula(precision: torch.dtype) -> Tensor:
@@ -106,7 +108,7 @@ def test_the_library_computes_the_same_residual(
     stream: torch.dtype | None, present: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a table in which cuBLASLt was faster, torch's matmul takes the place of ours and is within the same rule."""
-    monkeypatch.setattr(matmul_policy, "_library_table", lambda: {"sm_90": {"residual/half": [[48, 200, 1, 70]]}})
+    monkeypatch.setattr(matmul_policy, "_library_table", lambda: {ARCH: {"residual/half": [[48, 200, 1, 70]]}})
     monkeypatch.setattr(linear, "matmul_launch", _never)
     h, weight, bias, scale, residual = _branch(70, 48, torch.bfloat16, stream or torch.bfloat16)
     tensors = (
@@ -138,7 +140,7 @@ def test_the_library_computes_the_same_layer_norm_linear(
     rows = layer_norm.input_rows(x, 1e-6, None, dtype)
     run = linear.layer_norm_linear_keeping if keeping else linear.layer_norm_linear
     ours = run(rows, folded, activation)
-    monkeypatch.setattr(matmul_policy, "_library_table", lambda: {"sm_90": {"layer_norm/half": [[48, 96, 1, 70]]}})
+    monkeypatch.setattr(matmul_policy, "_library_table", lambda: {ARCH: {"layer_norm/half": [[48, 96, 1, 70]]}})
     monkeypatch.setattr(linear, "matmul_launch", _never)
     theirs = run(rows, folded, activation)
     if keeping:
@@ -155,7 +157,7 @@ def test_the_library_is_taken_only_where_it_was_measured(monkeypatch: pytest.Mon
         return matmul_policy.prefers_library(Operands(meta[M], meta[N], meta[M], b_is_nk=True), "residual")
 
     assert not prefers(70, 48)  # the committed table: nothing was measured
-    monkeypatch.setattr(matmul_policy, "_library_table", lambda: {"sm_90": {"residual/half": [[48, 200, 70, 70]]}})
+    monkeypatch.setattr(matmul_policy, "_library_table", lambda: {ARCH: {"residual/half": [[48, 200, 70, 70]]}})
     assert prefers(70, 48)
     assert not (prefers(69, 48) or prefers(71, 48) or prefers(70, 47))
 
