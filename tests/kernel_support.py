@@ -11,7 +11,6 @@ from torch import Tensor
 from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR, error_of, judge
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 if INTERPRETED:
     from interpreter import make_bf16_exact
 

@@ -9,9 +9,9 @@ from itertools import cycle
 
 import pytest
 import torch
+from kernel_execution import DTYPES
 from kernel_support import (
     DEVICE,
-    DTYPES,
     FORWARD_FACTOR,
     GRADIENT_FACTOR,
     LAYOUTS,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel_execution import DTYPES
 from mlp_support import DEVICE, check_case, make_case, statistics_of
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -17,7 +18,6 @@ from vit_fast.ops.layer_norm_mlp_op import layer_norm_mlp_op, layer_norm_mlp_tra
 from vit_fast.ops.reference import ACTIVATIONS
 
 support.make_bf16_exact()
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel_execution import DTYPES
 from mlp_support import check_case, make_case
 
 from vit_fast.kernels import hidden_norm, linear
@@ -18,7 +19,6 @@ from vit_fast.kernels.matmul_launch import MatmulConfig, Operands
 from vit_fast.kernels.matmul_policy import is_usable
 
 support.make_bf16_exact()
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -10,6 +10,7 @@ import torch
 from fused_models import assert_within
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel_execution import DTYPES
 from mlp_support import check_case, make_case
 from torch import Tensor
 
@@ -17,7 +18,6 @@ from vit_fast.kernels import matmul_policy
 from vit_fast.kernels.activations import ACTIVATIONS
 from vit_fast.kernels.matmul_launch import MatmulConfig
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 support.make_bf16_exact()
 
 

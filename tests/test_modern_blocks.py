@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel_execution import DTYPES
 from mlp_support import DEVICE, assert_rule
 from torch import Tensor
 
@@ -29,7 +30,6 @@ from vit_fast.ops.reference import normalise
 from vit_fast.ops.rotary_op import flat_settings
 
 support.make_bf16_exact()
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WIDTH, HEADS, HIDDEN, B, N = 48, 2, 40, 2, 7
 
 

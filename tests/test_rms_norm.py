@@ -8,6 +8,7 @@ import mlp_support as support
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_execution import DTYPES
 from mlp_support import DEVICE, assert_rule, check_case, make_case, statistics_of
 from torch import Tensor
 
@@ -18,7 +19,6 @@ from vit_fast.ops.layer_norm_mlp import fused_layer_norm_mlp
 from vit_fast.ops.linear import layer_norm_linear, linear_residual
 
 support.make_bf16_exact()
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

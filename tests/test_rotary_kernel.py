@@ -9,7 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_support import DEVICE, DTYPES, assert_as_exact_as_eager
+from kernel_execution import DTYPES
+from kernel_support import DEVICE, assert_as_exact_as_eager
 from torch import Tensor
 
 from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR
