@@ -39,6 +39,7 @@ CONVOLUTIONAL = {"byobnet", "byoanet", "resnest", "sknet", "cpubone", "lowformer
 NO_TOWER = re.compile(
     r"For[A-Z]|PreTrained(Model)?$|Backbone$|Text|Decoder|Encoder(Model)?$|Processor|WithProjection|Stack$"
 )
+TOWERS = {"DPTModel", "LwDetrViTBackbone", "RfDetrDinov2Backbone", "VitPoseBackbone"}  # these are, though named so
 UNKNOWN = " is not a class vit_fast knows"
 SHALLOW = ("num_hidden_layers", "depth")
 
@@ -117,7 +118,7 @@ def transformers_classes() -> Iterator[tuple[str, type[nn.Module]]]:
             module = importlib.import_module(f"transformers.models.{folder}.{file.stem}")
             for name, cls in vars(module).items():
                 own = isinstance(cls, type) and cls.__module__ == module.__name__ and issubclass(cls, PreTrainedModel)
-                if own and not NO_TOWER.search(name) and _is_tower(cls):
+                if own and (name in TOWERS or (not NO_TOWER.search(name) and _is_tower(cls))):
                     yield folder, cls
 
 

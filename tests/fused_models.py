@@ -81,6 +81,12 @@ def transformers_subject(model: str, config: str, pick: str = "last_hidden_state
     return Subject(make, images("pixel_values"), lambda result: getattr(result, pick))
 
 
+def vitpose_subject(**overrides: Any) -> Subject:
+    settings = {"image_size": [32, 32], "patch_size": [16, 16], "mlp_ratio": 2, "out_indices": [2]} | overrides
+    subject = transformers_subject("vitpose_backbone.VitPoseBackbone", "VitPoseBackboneConfig", **settings)
+    return dataclasses.replace(subject, output=lambda result: result.feature_maps[-1])
+
+
 def _torchvision(depth: int = 2) -> nn.Module:
     models = pytest.importorskip("torchvision").models
     return models.VisionTransformer(IMAGE, 16, depth, num_heads=2, hidden_dim=64, mlp_dim=128, num_classes=5)
@@ -168,6 +174,8 @@ SUBJECTS: dict[str, Subject] = {
     "transformers-chinese-clip": transformers_subject("ChineseCLIPVisionModel", "ChineseCLIPVisionConfig"),
     "transformers-clipseg": transformers_subject("CLIPSegVisionModel", "CLIPSegVisionConfig"),
     "transformers-metaclip2": transformers_subject("MetaClip2VisionModel", "MetaClip2VisionConfig"),
+    "transformers-dpt": transformers_subject("DPTModel", "DPTConfig", backbone_out_indices=[0, 1]),
+    "transformers-vitpose": vitpose_subject(),
     "transformers-ovis2": transformers_subject(
         "ovis2.modeling_ovis2.Ovis2VisionModel", "Ovis2VisionConfig", "pooler_output", vocab_size=32
     ),

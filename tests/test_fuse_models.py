@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fused_models import SUBJECTS, assert_gradients_within, assert_within, gradients, in_fp64
+from fused_models import SUBJECTS, assert_gradients_within, assert_within, gradients, in_fp64, vitpose_subject
 from kernel_support import DEVICE, HAS_GPU
 from torch import nn
 
@@ -123,7 +123,15 @@ def test_the_triton_backend_is_as_exact_as_the_formulas(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["timm-vit", "timm-dinov3", "transformers-clip", "transformers-dinov3", "torchvision-vit"]
+    "name",
+    [
+        "timm-vit",
+        "timm-dinov3",
+        "transformers-clip",
+        "transformers-dinov3",
+        "transformers-dpt",
+        "torchvision-vit",
+    ],
 )
 def test_whole_blocks_run_as_kernels_until_somebody_looks_inside(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run_block, calls = block.run_block, []
@@ -314,3 +322,32 @@ def test_a_layer_of_a_model_that_cannot_be_made_here(model: str) -> None:
     before = layer(x, *masks, **extra)
     vit_fast.fuse(layer, backend="sdpa").require_all()
     torch.testing.assert_close(layer(x, *masks, **extra), before, rtol=1e-4, atol=1e-5)
+
+
+def test_vitpose_with_experts_keeps_its_mlps() -> None:
+    subject = vitpose_subject(num_experts=3, part_features=16)
+    model = subject.build().eval()
+    inputs = subject.inputs() | {"dataset_index": torch.tensor([0, 2])}
+    expected = subject.run(model, inputs)
+    report = vit_fast.fuse(model, backend="sdpa")
+    reason = "mlp is a VitPoseBackboneMoeMLP of 3 experts: must be a single MLP"
+    assert [module.reasons for module in report.left] == [(reason,)] * 2
+    assert {module.part for module in report.fused} == {"attention"}
+    torch.testing.assert_close(subject.run(model, inputs), expected)
+
+
+def test_a_hybrid_dpt_has_the_same_blocks() -> None:
+    transformers = pytest.importorskip("transformers")
+    bit = {"model_type": "bit", "depths": [1, 1, 1], "hidden_sizes": [8, 8, 16], "num_groups": 4, "embedding_size": 8}
+    bit |= {"out_features": ["stage1", "stage2", "stage3"], "global_padding": "same", "layer_type": "bottleneck"}
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 96}
+    necks = {"neck_hidden_sizes": [8] * 4, "fusion_hidden_size": 8, "neck_ignore_stages": [0, 1]}
+    hybrid = {"is_hybrid": True, "backbone_config": bit, "backbone_featmap_shape": [1, 16, 2, 2]}
+    config = transformers.DPTConfig(
+        image_size=32, backbone_out_indices=[0, 1, 0, 1], readout_type="project", **sizes, **necks, **hybrid
+    )
+    torch.manual_seed(0)
+    model, images = transformers.DPTForDepthEstimation(config).eval(), torch.randn(2, 3, 32, 32)
+    expected = model(images).predicted_depth
+    assert len(vit_fast.fuse(model, backend="sdpa").require_all().fused) == 4
+    torch.testing.assert_close(model(images).predicted_depth, expected)

@@ -49,6 +49,7 @@ class FusedModule(nn.Module):
         original: The class whose instances can be given this one.
         kind: What is computed by our operators, for the report.
         host_reads: What its forward reads on the host, which a captured graph would not read again; "" where nothing.
+        passes_for_original: True for a class that prints as its original, in whose library registries are keyed so.
         vit_fast_request: The backend that was asked for, "auto" included.
         vit_fast_backend: The backend that it stands for where the module is now.
     """
@@ -57,6 +58,7 @@ class FusedModule(nn.Module):
     original_forward: ClassVar[Callable[..., Any]]
     kind: ClassVar[str]
     host_reads: ClassVar[str] = ""
+    passes_for_original: ClassVar[bool] = False
     vit_fast_request: str = "auto"
     vit_fast_backend: str = "sdpa"
 
@@ -123,6 +125,8 @@ def fused_form_of(original: type[nn.Module], *, equivalent: bool = True) -> Call
         cls.original = original
         cls.original_forward = original.forward
         cls.__name__ = original.__name__
+        if cls.passes_for_original:
+            cls.__module__, cls.__qualname__ = original.__module__, original.__qualname__
         show_original_to_tracers(cls, original, equivalent)
         return cls
 

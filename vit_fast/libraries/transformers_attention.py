@@ -20,7 +20,7 @@ from ..plain import is_touched, touch_reasons
 from ..reading import Reader, describe, dropout_notes
 from .transformers import ACTIVATION_CLASSES, NORM_CLASSES
 
-MLP_CONTAINERS = ("MLP", "VisionMlp", "FFN", "Intermediate", "Output", "LayerScale")
+CONTAINERS = ("Attention", "MLP", "VisionMlp", "FFN", "Intermediate", "Output", "LayerScale")
 
 # What models of transformers 4.53 to 5.23 give an attention function beside query, key, value, mask, scaling, dropout.
 # These say nothing about attention:
@@ -176,11 +176,11 @@ def _dropout(module: nn.Module) -> float:
 
 
 def container_classes_beside(original: type[nn.Module]) -> tuple[type, ...]:
-    """The MLP classes that a model's own module defines."""
+    """The classes around attention and in MLPs that a model's own module defines."""
     return tuple(
         thing
         for name, thing in vars(sys.modules[original.__module__]).items()
-        if isinstance(thing, type) and name.endswith(MLP_CONTAINERS) and issubclass(thing, nn.Module)
+        if isinstance(thing, type) and name.endswith(CONTAINERS) and issubclass(thing, nn.Module)
     )
 
 

@@ -22,6 +22,7 @@ from .transformers_attention import (
     FusedSelfAttention,
     TransformersReader,
     container_classes_beside,
+    given,
     projections_of,
 )
 
@@ -106,6 +107,7 @@ PIXIO = Layer(
     dropouts=("dropout",),
     drop_path="drop_path",
 )
+VITPOSE = Layer(("layernorm_before", "layernorm_after"), "attention")
 JANUS = Layer(("layer_norm1", "layer_norm2"), "self_attn", dropouts=("mlp.dropout1", "mlp.dropout2"))
 AIMV2 = Layer(("rms_norm1", "rms_norm2"), "attention", mlp="ffn")
 CLIP = Layer(("layer_norm1", "layer_norm2"), "self_attn")
@@ -120,15 +122,22 @@ class FusedLayer(FusedNormMlp):
     reader = TransformersReader
     layer_spec: ClassVar[Layer]
     vit_fast_returns_tuple: bool
-    vit_fast_takes_mask: bool
+    vit_fast_arguments: tuple[str, ...]
 
     @classmethod
     def read_attention(cls, block: Reader) -> AttentionParts | None:
-        layer = cls.layer_spec
+        layer, known = cls.layer_spec, container_classes_beside(cls.original)
         name, module = layer.attention, block.reach(layer.attention)
+        inside, dropouts = dict.fromkeys(layer.scale_modules[:1], known), layer.dropouts
         block.nothing("relative_position_bias")
         names = projections_of(module)
-        if names is None or names.out is None or not fused_class(module, FusedSelfAttention):
+        out = names and names.out and f"{name}.{names.out}"
+        if block.at(f"{name}.output.dense") is not None:  # transformers 4: the output linear lives apart
+            inside |= {name: known, f"{name}.output": known}
+            out, dropouts = f"{name}.output.dense", (f"{name}.output.dropout",)
+            name, module = f"{name}.attention", block.reach(f"{name}.attention")
+            names = projections_of(module)
+        if names is None or not out or not fused_class(module, FusedSelfAttention):
             block.reasons.append(f"{name} is {describe(module)}: accepted is a fused one with four projections")
             return None
         linears = [block.linear(f"{name}.{linear}") for linear in (names.query, names.key, names.value)]
@@ -139,9 +148,9 @@ class FusedLayer(FusedNormMlp):
             name,
             layer.norms[0],
             tuple(f"{name}.{linear}" for linear in (names.query, names.key, names.value)),
-            f"{name}.{names.out}",
-            inside={path: container_classes_beside(cls.original) for path in layer.scale_modules[:1]},
-            dropouts=layer.dropouts,
+            out,
+            inside=inside,
+            dropouts=dropouts,
             rates=(f"{name}.{rate}",),
             empty=[f"{name}.{after}" for after in AFTERWARDS],
             qk_norm=(f"{name}.{QK_NORMS[0]}", f"{name}.{QK_NORMS[1]}"),
@@ -179,23 +188,22 @@ class FusedLayer(FusedNormMlp):
         )
 
     def set_up(self) -> None:
-        signature = inspect.signature(type(self).original_forward)
-        # nothing else tells the versions apart
-        self.vit_fast_returns_tuple = "tuple" in str(signature.return_annotation).lower()
-        self.vit_fast_takes_mask = list(signature.parameters)[2:3] == ["attention_mask"]
+        names = tuple(inspect.signature(type(self).original_forward).parameters)
+        self.vit_fast_arguments = names[2:]
+        # of the versions that return a tuple, every one can add attention weights to it
+        self.vit_fast_returns_tuple = "output_attentions" in names
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
         """[B, N, C] -> the same, in the tuple that this version of transformers wants."""
         parts, layer = self.ready(), type(self).layer_spec
+        given_by_name = self.named(args, kwargs)
         # a hook on the attention layer is shown its arguments, which some models give by keyword
-        if parts is None or (parts.attention is None and is_touched(getattr(self, layer.attention))):
+        hooked = parts is not None and parts.attention is None and is_touched(getattr(self, layer.attention))
+        if parts is None or hooked or given(given_by_name.get("output_attentions")):
             return super().forward(hidden_states, *args, **kwargs)
-        args, kwargs = self.named(args, kwargs)
-        extras: tuple[Any, ...] = ()
 
         def attend(x: Tensor) -> Tensor:
-            nonlocal extras
-            branch, extras = self.attend(getattr(self, layer.norms[0])(x), *args, **kwargs)
+            branch = self.attend(getattr(self, layer.norms[0])(x), **given_by_name)
             for name in layer.after:
                 part = getattr(self, name, None)
                 if isinstance(part, nn.Module):
@@ -205,33 +213,30 @@ class FusedLayer(FusedNormMlp):
             return branch + x
 
         rope = keys = None
-        if ordinary := parts.attention is not None and not parts.attention.module.runs_as_it_was(args, kwargs):
-            rope = parts.attention.module.rope_of(hidden_states, kwargs)
-            keys = parts.attention.module.keys_of(hidden_states, kwargs)
+        if ordinary := parts.attention is not None and not parts.attention.module.runs_as_it_was((), given_by_name):
+            rope = parts.attention.module.rope_of(hidden_states, given_by_name)
+            keys = parts.attention.module.keys_of(hidden_states, given_by_name)
         output = self.run_as_block(parts, hidden_states, attend, ordinary, rope, keys)
-        return (output, *extras) if self.vit_fast_returns_tuple else output
+        return (output,) if self.vit_fast_returns_tuple else output
 
-    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A mask that transformers' own loop hands on by its place, by its name."""
-        if len(args) == 1 and self.vit_fast_takes_mask:
-            return (), {"attention_mask": args[0], **kwargs}
-        return args, kwargs
+    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Returns the arguments of the attention layer, by name: transformers' loops pass some by position."""
+        return {**dict(zip(self.vit_fast_arguments, args, strict=False)), **kwargs}
 
-    def attend(self, normed: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Any, ...]]:
-        """The attention layer's output, and whatever else it returned."""
-        result = getattr(self, type(self).layer_spec.attention)(normed, *args, **kwargs)
-        if isinstance(result, tuple):
-            return result[0], tuple(extra for extra in result[1:] if extra is not None)
-        return result, ()
+    def attend(self, normed: Tensor, **kwargs: Any) -> Tensor:
+        """The attention layer's output."""
+        result = getattr(self, type(self).layer_spec.attention)(normed, **kwargs)
+        output: Tensor = result[0] if isinstance(result, tuple) else result
+        return output
 
 
 class FusedLayerWithBias(FusedLayer):
     """BEiT's layer makes its attention's position bias; transformers 4 leaves that to the attention."""
 
-    def attend(self, normed: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Any, ...]]:
+    def attend(self, normed: Tensor, **kwargs: Any) -> Tensor:
         if not hasattr(self, "relative_position_bias"):
-            return super().attend(normed, *args, **kwargs)
-        return self._attend_with_bias(normed, *args, **kwargs)
+            return super().attend(normed, **kwargs)
+        return self._attend_with_bias(normed, **kwargs)
 
     def _attend_with_bias(
         self,
@@ -240,7 +245,7 @@ class FusedLayerWithBias(FusedLayer):
         interpolate_pos_encoding: bool = False,
         resolution: tuple[int, int] | None = None,
         **kwargs: Any,
-    ) -> tuple[Tensor, tuple[Any, ...]]:
+    ) -> Tensor:
         if self.relative_position_bias is not None:
             if resolution is None:
                 raise ValueError("resolution is None: a BEiT layer with a position bias needs (height, width)")
@@ -248,6 +253,20 @@ class FusedLayerWithBias(FusedLayer):
             bias = self.relative_position_bias(window, interpolate_pos_encoding, dim_size=normed.shape[1])
             attention_mask = bias if attention_mask is None else bias + attention_mask
         return super().attend(normed, attention_mask=attention_mask, **kwargs)
+
+
+class FusedLayerOfOneMlp(FusedLayer):
+    """VitPose's layer, which is told, too, which of its experts to use; one of a single MLP has none."""
+
+    @classmethod
+    def read_mlp(cls, block: Reader) -> MlpParts | None:
+        if experts := block.value("mlp.num_experts"):
+            block.reasons.append(f"mlp is {describe(block.reach('mlp'))} of {experts} experts: must be a single MLP")
+            return None
+        return super().read_mlp(block)
+
+    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in super().named(args, kwargs).items() if name != "dataset_index"}
 
 
 def layer_of(spec: Layer, base: type[FusedLayer] = FusedLayer) -> type[FusedLayer]:
@@ -289,6 +308,8 @@ LAYERS: dict[str, tuple[type[FusedLayer], str]] = {
     "pixio": (layer_of(PIXIO), "Pixio"),
     "radio": (layer_of(DINOV2), "Radio"),
     "yolos": (layer_of(VIT), "Yolos"),
+    "dpt": (layer_of(VIT), "DPTViT"),
+    "vitpose_backbone": (layer_of(VITPOSE, FusedLayerOfOneMlp), "VitPoseBackbone"),
 }
 
 
@@ -298,7 +319,8 @@ ROTARY = {"dinov3_vit", "eomt_dinov3"}
 def _mixins() -> dict[str, type[FusedModule]]:
     found: dict[str, type[FusedModule]] = {}
     for model, (layer, name) in LAYERS.items():
-        home, short = f"transformers.models.{model}.modeling_{model}", name.removesuffix("Encoder")
+        home = f"transformers.models.{model}.modeling_{model}"
+        short = "DPT" if model == "dpt" else name.removesuffix("Encoder")  # DPTViTLayer holds DPTSelfAttention
         found[f"{home}.{name}Layer"] = layer
         for attention in ("Attention", "SelfAttention"):
             found[f"{home}.{short}{attention}"] = FusedRotarySelfAttention if model in ROTARY else FusedSelfAttention

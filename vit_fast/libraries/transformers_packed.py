@@ -100,15 +100,35 @@ class FusedToldAttention(FusedRotarySelfAttention):
         return kwargs.get(KEYS)
 
 
-class FusedTellingTower(FusedModule):
+class FusedTower(FusedModule):
+    """A whole model of transformers.
+
+    transformers finds by the class's module and name which outputs it records and how it names its weights in files.
+    """
+
+    passes_for_original = True
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles and copies by the original, which has the name by which pickle looks."""
+        if "original" not in vars(type(self)):  # fully_shard has given it a class of its own
+            return super().__reduce_ex__(protocol)
+        return _new_tower, (type(self).original,), self.__dict__
+
+    def _get_name(self) -> str:
+        return f"Fused{type(self).__qualname__}"
+
+
+def _new_tower(original: type[nn.Module]) -> nn.Module:
+    form: Any = FORMS.of(original)
+    tower: nn.Module = form.__new__(form)
+    return tower
+
+
+class FusedTellingTower(FusedTower):
     """Pixtral's tower: tells its layers the lengths of the images that it packs."""
 
     kind = "lengths of packed images"
     host_reads = "it reads the sizes of its images on the host, and packs them by these"
-
-    @classmethod
-    def examine(cls, module: Any) -> Finding:
-        return Finding()
 
     def forward(self, pixel_values: Tensor, image_sizes: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Pictures [B, 3, H, W] and the (height, width) of each in pixels -> tokens [1, total, C]."""
@@ -122,7 +142,7 @@ class FusedTellingTower(FusedModule):
         return super().forward(pixel_values, image_sizes, *args, **kwargs)
 
 
-class FusedPaddedTower(FusedModule):
+class FusedPaddedTower(FusedTower):
     """SigLIP 2's tower: gives its layers a padding mask that says by its strides that it is one.
 
     transformers writes a mask of every query and key, after it has waited for the device to learn whether there is any
@@ -133,11 +153,14 @@ class FusedPaddedTower(FusedModule):
 
     @classmethod
     def examine(cls, module: Any) -> Finding:
-        return Finding()
+        if hasattr(module, "use_head"):
+            return Finding()
+        return Finding(notes=["before transformers 5.6, padded images run the original attention"])
 
     def forward(self, pixel_values: Tensor, pixel_attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
         """Patches [B, N, P], mask [B, N]."""
-        head_knows = not self.use_head or isinstance(self.head, FusedPoolingHead)
+        # before 5.6 the head is in a tower inside, which takes no mask of four dimensions
+        head_knows = hasattr(self, "use_head") and (not self.use_head or isinstance(self.head, FusedPoolingHead))
         fits = isinstance(pixel_attention_mask, Tensor) and pixel_attention_mask.shape == pixel_values.shape[:2]
         if head_knows and fits and self.config._attn_implementation in ("sdpa", "vit_fast") and not is_exporting():
             batch, tokens = pixel_values.shape[:2]
@@ -150,7 +173,8 @@ class FusedLlama4Attention(FusedSelfAttention):
 
     def runs_as_it_was(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         rest = {name: value for name, value in kwargs.items() if name not in ("freqs_ci", "attention_mask")}
-        return kwargs.get("freqs_ci") is None or super().runs_as_it_was(args, rest)
+        turns = kwargs.get("freqs_ci")  # real after model.half(), which leaves the imaginary part out
+        return turns is None or not turns.is_complex() or super().runs_as_it_was(args, rest)
 
     def rope_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Rope:
         turns = kwargs["freqs_ci"].reshape(hidden_states.shape[1], -1)
@@ -161,17 +185,11 @@ class FusedLlama4Attention(FusedSelfAttention):
 
 
 class FusedLlama4Layer(FusedLayer):
-    """Llama 4's layer, which is called by keywords and always gives a tuple."""
-
-    def set_up(self) -> None:
-        super().set_up()
-        self.vit_fast_returns_tuple = True
+    """Llama 4's layer, which is called by keywords."""
 
     def forward(self, hidden_state: Tensor, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # their name
         """[B, N, C] -> ([B, N, C],)."""
-        if any(map(given, args)) or given(kwargs.get("output_attentions")):
-            return super(FusedLayer, self).forward(hidden_state, *args, **kwargs)
-        return super().forward(hidden_state, freqs_ci=kwargs.get("freqs_ci"))
+        return super().forward(hidden_state, *args, **kwargs)
 
 
 QWEN = layer_of(Layer(("norm1", "norm2"), "attn"), FusedPackedLayer)

@@ -1,0 +1,155 @@
+"""What transformers records of a fused model, and finds under its class: hidden states, attention weights, names."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from fused_models import SUBJECTS
+from torch import Tensor, nn
+
+import vit_fast
+from vit_fast.fused import fused_form_of
+from vit_fast.libraries import transformers_blocks, transformers_packed
+
+transformers = pytest.importorskip("transformers")
+
+PACKED = ("pixtral", "siglip2", "qwen2_5_vl", "idefics3", "llama4")
+NAMES = (*(name for name in SUBJECTS if name.startswith("transformers-")), *PACKED)
+HIDDEN, WEIGHTS = "output_hidden_states", "output_attentions"
+
+
+def build(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    if name in SUBJECTS:
+        return SUBJECTS[name].build().eval(), SUBJECTS[name].inputs()
+    from packed_towers import TOWERS  # needs transformers 5
+
+    return TOWERS[name].build().eval(), TOWERS[name].inputs(0)
+
+
+def tensors(output: Any) -> dict[str, Tensor]:
+    """Every tensor of an output, by its place."""
+
+    def walk(place: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+        if isinstance(value, Tensor):
+            yield place, value
+        elif isinstance(value, (dict, tuple, list)):
+            for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+                yield from walk(f"{place}.{key}", part)
+
+    return dict(walk("", output))
+
+
+@torch.no_grad()
+def outputs(model: nn.Module, inputs: dict[str, Any], *asked: str) -> dict[str, Tensor]:
+    return tensors(model(**copy.deepcopy(inputs), **dict.fromkeys(asked, True)))
+
+
+def make_eager(model: nn.Module) -> None:
+    for config in {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}.values():
+        config._attn_implementation = "eager"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_fused_model_records_what_it_recorded(name: str) -> None:
+    plain, inputs = build(name)
+    fused = copy.deepcopy(plain)
+    vit_fast.fuse(fused, "sdpa")
+    undone = copy.deepcopy(fused)
+    vit_fast.unfuse(undone)
+    copied = copy.deepcopy(pickle.loads(pickle.dumps(fused)))
+    hidden = outputs(plain, inputs, HIDDEN)
+    make_eager(plain)
+    weights = outputs(plain, inputs, HIDDEN, WEIGHTS)
+    assert len(weights) >= len(hidden) + 2 >= 5
+    for model in (fused, copied, undone):
+        torch.testing.assert_close(outputs(model, inputs, HIDDEN), hidden, rtol=1e-3, atol=1e-3)
+        make_eager(model)
+        torch.testing.assert_close(outputs(model, inputs, HIDDEN, WEIGHTS), weights, rtol=1e-3, atol=1e-3)
+        for asked in (HIDDEN, WEIGHTS):
+            setattr(model.config, asked, True)
+        torch.testing.assert_close(outputs(model, inputs), weights, rtol=1e-3, atol=1e-3)
+
+
+def test_a_fused_tower_has_the_name_of_its_original() -> None:
+    """transformers keys what a model records by its class's text, and takes a class of another package for custom."""
+    towers = []
+    for file in (transformers_blocks, transformers_packed):
+        for path in file.FORMS._mixins:
+            module, _, name = path.rpartition(".")
+            if name.endswith(("Layer", "Block", "Attention", "Head")):
+                continue
+            try:
+                original = getattr(importlib.import_module(module), name)
+            except (ImportError, AttributeError):
+                continue  # of another version
+            if issubclass(original, transformers.PreTrainedModel):
+                towers.append(name)
+                assert str(file.FORMS.of(original)) == str(original)
+    assert towers == ["PixtralVisionModel", "Siglip2VisionModel"]
+
+
+def test_a_tower_that_was_wrapped_is_not_pickled_as_its_original() -> None:
+    model, _ = build("transformers-siglip2")
+    vit_fast.fuse(model, "sdpa")
+    assert str(model).startswith("FusedSiglip2VisionModel(")
+    model.__class__ = type("Wrapped", (type(model),), {})
+    with pytest.raises((pickle.PicklingError, AttributeError)):
+        pickle.dumps(model)
+
+
+VISION = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+VISION |= {"model_type": "pixtral", "image_size": 32, "patch_size": 4}
+TEXT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
+TEXT |= {"num_key_value_heads": 2, "vocab_size": 100}
+CHATS = {"Llava": ("Llama", {"vision_feature_select_strategy": "full"}, 24), "Mistral3": ("Mistral", {}, 6)}
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_a_chat_model_finds_the_hidden_states_of_its_tower(name: str) -> None:
+    text, settings, tokens = CHATS[name]
+    shared = {"image_token_index": 90, "vision_feature_layer": -1, "vision_config": VISION}
+    written = getattr(transformers, f"{text}Config")(**TEXT)
+    config = getattr(transformers, f"{name}Config")(text_config=written, **shared, **settings)
+    torch.manual_seed(0)
+    plain = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    ids = torch.tensor([[1, *[90] * tokens, 2, 3]])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+    inputs |= {"pixel_values": torch.randn(1, 3, 24, 16), "image_sizes": torch.tensor([[24, 16]])}
+    fused = copy.deepcopy(plain)
+    assert len(vit_fast.fuse(fused, "sdpa").fused) == 5
+    right = outputs(plain, inputs)
+    for model in (fused, copy.deepcopy(fused)):
+        torch.testing.assert_close(outputs(model, inputs), right)
+
+
+def test_a_layer_called_by_position_that_returns_a_tuple() -> None:
+    """Of transformers 4.53 to 5.5: what tells is a parameter, annotations are missing or wrong."""
+    pytest.importorskip("transformers", minversion="5.6")
+    dpt = importlib.import_module("transformers.models.dpt.modeling_dpt")
+
+    class Older(dpt.DPTViTLayer):
+        __module__ = dpt.__name__
+
+        def forward(self, hidden_states, head_mask=None, output_attentions=False):  # type: ignore[no-untyped-def]
+            (out, *_) = tensors(super().forward(hidden_states)).values()
+            return (out, "weights") if output_attentions else (out,)
+
+    config = transformers.DPTConfig(hidden_size=64, num_attention_heads=2, intermediate_size=96)
+    config._attn_implementation = "sdpa"
+    torch.manual_seed(0)
+    layer, x = Older(config).eval(), torch.randn(2, 5, 64)
+    (right,) = layer(x, None, False)
+    vit_fast.fuse(layer, "sdpa")
+    spec = transformers_blocks.layer_of(transformers_blocks.VIT)
+    layer.__class__ = fused_form_of(Older)(type("FusedOlder", (spec, Older), {}))
+    layer.set_up()
+    assert layer.read().attention is not None
+    (found,) = layer(x, None, False)
+    torch.testing.assert_close(found, right)
+    assert layer(x, None, True)[1] == layer(x, output_attentions=True)[1] == "weights"
