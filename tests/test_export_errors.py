@@ -357,3 +357,13 @@ def test_command_refuses(
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["naflexvit_base_patch16_gap", "swin_tiny_patch4_window7_224", "hiera_tiny_224"])
+def test_a_model_that_the_guide_says_is_refused(name: str, tmp_path: Path) -> None:
+    timm = pytest.importorskip("timm")
+    with torch.device("meta"):
+        refused = timm.create_model(name)
+    with pytest.raises(UnsupportedInputError, match=f"export of .*{type(refused).__name__}"):
+        export_onnx(refused, tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())
