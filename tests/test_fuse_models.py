@@ -130,6 +130,7 @@ def test_the_triton_backend_is_as_exact_as_the_formulas(name: str) -> None:
         "transformers-clip",
         "transformers-dinov3",
         "transformers-dpt",
+        "transformers-vitpose",
         "torchvision-vit",
     ],
 )

@@ -62,7 +62,8 @@ def test_a_fused_model_records_what_it_recorded(name: str) -> None:
     vit_fast.fuse(fused, "sdpa")
     undone = copy.deepcopy(fused)
     vit_fast.unfuse(undone)
-    copied = copy.deepcopy(pickle.loads(pickle.dumps(fused)))
+    # a backbone carries transformers' hooks from the start, which cannot be pickled
+    copied = copy.deepcopy(fused if name == "transformers-vitpose" else pickle.loads(pickle.dumps(fused)))
     hidden = outputs(plain, inputs, HIDDEN)
     make_eager(plain)
     weights = outputs(plain, inputs, HIDDEN, WEIGHTS)

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 _TENSORS = (nn.Parameter, Tensor)
+_RECORDERS = "transformers.utils.output_capturing"  # its hooks on attention find nothing without weights
 
 
 def is_plain(tensor: Tensor | None) -> bool:
@@ -20,9 +21,11 @@ def is_plain(tensor: Tensor | None) -> bool:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+    """True for hooks of users; transformers leaves its own on layers and attention, which return nothing."""
+    if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return True
+    hooks = module._forward_hooks
+    return bool(hooks) and any(getattr(hook, "__module__", None) != _RECORDERS for hook in hooks.values())
 
 
 def forward_is_replaced(module: nn.Module) -> bool:
@@ -112,7 +115,7 @@ class Watch:
         for _, children, name, child, cls, own, parameters in self._plain:
             if children.get(name) is not child or child.__class__ is not cls:
                 return False
-            if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"]:
+            if own["_forward_pre_hooks"] or own["_backward_hooks"] or (own["_forward_hooks"] and is_hooked(child)):
                 return False
             if own["_backward_pre_hooks"] or ("forward" in own and forward_is_replaced(child)):
                 return False
