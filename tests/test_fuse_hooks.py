@@ -102,6 +102,7 @@ def test_an_identity_in_a_block_of_ours_is_called(path: str, backend: str) -> No
     assert torch.equal(block(x), plain(x)) and len(seen) == 1
 
 
+@pytest.mark.filterwarnings("ignore:(Full backward hook is firing|For backward hooks to be called):UserWarning")
 @pytest.mark.parametrize("name", ["timm-vit", "transformers-vit", "torchvision-vit"])
 def test_backward_hooks_fire_as_often_as_before_fuse(name: str) -> None:
     subject = SUBJECTS[name]
