@@ -134,14 +134,8 @@ class OnnxRunner:
         return self._execution.run(images)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """For pickle and copy.deepcopy.
-
-        Raises:
-            UnsupportedInputError: always, since the session belongs to this process.
-        """
-        raise UnsupportedInputError(
-            "copying or pickling an OnnxRunner", [f"open the file again: OnnxRunner({str(self.path)!r})"]
-        )
+        """For pickle and copy.deepcopy; refused, since the session belongs to this process."""
+        raise UnsupportedInputError("copying an OnnxRunner", [f"open the file again: OnnxRunner({str(self.path)!r})"])
 
     def probabilities(self, images: Sequence[Image.Image]) -> np.ndarray:
         """Class probabilities [B, classes] of photographs, prepared as the file or `data_config` says.

@@ -85,9 +85,7 @@ def optimize(
             latency_or_throughput="latency" if latency else "throughput",
             memory_limit=None if memory_limit is None else int(memory_limit * 2**20),
             again=again,
-            progress=lambda what, seconds: progress.print(
-                f"{seconds:.1f} of {budget:.0f} s: {what}", markup=False, highlight=False, soft_wrap=True
-            ),
+            progress=lambda what, seconds: progress.out(f"{seconds:.1f} of {budget:g} s: {what}", highlight=False),
         )
     if result.table:
         console.print(_table(result))

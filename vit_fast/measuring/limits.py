@@ -16,7 +16,6 @@ import torch
 
 # After a limit: how often the alarm repeats, and how long cleanup may take before it is interrupted, too.
 REPEAT_S, CLEANUP_S = 0.1, 5.0
-# Of C++ for torch.compile on a CPU, and of PTX.
 COMPILERS = ("g++", "c++", "clang++", "cc1plus", "clang", "as", "ld", "ptxas")
 
 
@@ -70,21 +69,13 @@ def at_most(seconds: float) -> Iterator[Callable[[], None]]:
                 signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - start), 1e-3), every)
 
 
-def _descendants() -> dict[int, str]:
-    """The names of the processes below this one, by id; empty where there is no /proc."""
-    found: dict[int, tuple[int, str]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
-            pid, _, rest = path.read_text(errors="replace").partition(" (")
-            name, _, fields = rest.rpartition(") ")
-            found[int(pid)] = int(fields.split()[1]), name
-    names, parents = {}, [os.getpid()]
-    while parents:
-        parent = parents.pop()
-        children = {pid: name for pid, (ppid, name) in found.items() if ppid == parent}
-        names.update(children)
-        parents += children
-    return names
+def _descendants(pid: int | str = "self") -> set[int]:
+    """The processes below one, on Linux; elsewhere none."""
+    found = set()
+    with contextlib.suppress(OSError):  # it has ended
+        for path in Path(f"/proc/{pid}/task").glob("*/children"):
+            found.update(map(int, path.read_text().split()))
+    return found.union(*map(_descendants, found))
 
 
 def _end_compilers(before: Collection[int]) -> None:
@@ -99,9 +90,9 @@ def _end_compilers(before: Collection[int]) -> None:
             if (worker := getattr(pool, "process", None)) is not None:
                 worker.kill()  # its own workers end with it
         inductor.after_fork()  # the next compilation starts others
-    for pid, name in _descendants().items():
-        if pid not in before and name in COMPILERS:
-            with contextlib.suppress(ProcessLookupError):
+    for pid in _descendants().difference(before):
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/comm").read_text().strip() in COMPILERS:
                 os.kill(pid, signal.SIGKILL)
 
 

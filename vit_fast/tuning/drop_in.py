@@ -20,10 +20,9 @@ from .choices import Choice
 class Optimized(nn.Module):
     """A model in the fastest way that was found for it: an independent, read-only copy for inference.
 
-    Takes and returns what the model does, in the same dtypes, without gradients. It was copied when the search began,
-    whatever runs it: no later change of the model reaches it. Nor can it be changed itself. Its modules and methods
-    are hidden, `parameters()`, `buffers()` and `state_dict()` return copies, and setting, loading, converting, moving
-    or training raises an error. To apply a change, change the model and optimize it again.
+    Takes and returns what the model does, in the same dtypes. No later change of the model reaches it, and it cannot
+    be changed itself: its modules and methods are hidden, `parameters()`, `buffers()` and `state_dict()` return copies,
+    and setting, loading, converting, moving or training raises an error. Change the model and optimize it again.
 
     Args:
         original: The model; whoever builds this copies it before.
@@ -82,12 +81,6 @@ class Optimized(nn.Module):
         self.training = mode
         return self
 
-    def requires_grad_(self, requires_grad: bool = True) -> Optimized:
-        """Accepts False, which changes nothing."""
-        if requires_grad:
-            raise self._refusal("computes no gradients: train the model it was made from")
-        return self
-
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
         """Copies of the parameters, which torch refuses to write into."""
         return ((name, _copy_of(value)) for name, value in self._original.named_parameters(*args, **kwargs))
@@ -106,10 +99,10 @@ class Optimized(nn.Module):
         return destination
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused."""
         raise self._refusal("is read-only: load the weights into the model it was made from, and optimize that again")
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.load_state_dict()
+    _load_from_state_dict = load_state_dict  # of a module that holds this one
 
     def __setattr__(self, name: str, value: Any) -> None:
         own = name in self.__dict__ or hasattr(type(self), name)
@@ -128,9 +121,6 @@ class Optimized(nn.Module):
             raise AttributeError(f"{words}: take it from the model it was made from")
         return _copy_of(value) if isinstance(value, Tensor) else copy.deepcopy(value)
 
-    def extra_repr(self) -> str:
-        return self.choice.name
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Optimized:
         twin = type(self).__new__(type(self))
         for name, value in self.__dict__.items():  # nobody changes the two
@@ -138,11 +128,7 @@ class Optimized(nn.Module):
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """For pickle and torch.save.
-
-        Raises:
-            UnsupportedInputError: it holds a session or compiled code of this process.
-        """
+        """For pickle; refused where a session, a graph or compiled code of this process runs it."""
         if self.choice.engine != "torch" or not isinstance(self._function, nn.Module):
             reason = "cannot be pickled: write result.save(path), and call vit_fast.load_optimized(path, model) there"
             raise self._refusal(reason)

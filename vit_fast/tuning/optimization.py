@@ -69,8 +69,7 @@ class Optimization:
     """What `optimize` found; print it.
 
     Attributes:
-        model: Takes the place of the model that was given: an independent, read-only copy of it as it was when optimize
-            was called, whatever runs it; see docs/howto/optimize.md.
+        model: An independent, read-only copy of the model as it was then, whatever runs it; see docs/howto/optimize.md.
         choice: How it runs.
         table: Every choice that was thought of, the given one first; empty where a kept answer was taken.
         gain: How many times as fast the choice is as what was given.
@@ -148,9 +147,8 @@ def optimize(
             given it runs in ONNX Runtime, by its defaults.
         example: What it will be called with: images [B, channels, height, width], a tuple of arguments, or a mapping
             of keyword arguments, on the model's device.
-        budget_s: Seconds for all of it: building, exporting, checking against fp64 and timing. A candidate that is not
-            expected to fit is not begun, and one that takes longer is ended. The model itself is measured, and a cached
-            result rebuilt, however long that takes.
+        budget_s: Seconds for building, exporting, checking and timing. What is not expected to fit is not begun; what
+            takes longer is ended. The model itself is always measured, and a cached result always rebuilt.
         lossless: Whether only what passes the rule of `vit_fast.accuracy` is taken: at most twice as far off as the
             model itself is, against fp64. Else what keeps min_agreement is, too.
         min_agreement: The share of images that a lossy choice must answer as the model does: the same largest output
@@ -162,8 +160,7 @@ def optimize(
         allow: Number formats that may be tried where loss is allowed: "bf16", "fp16", "int8", "fp8"; None means all.
         images: More batches like the example, to judge agreement on where loss is allowed.
         again: Whether to search although an answer is kept.
-        progress: Called with what comes next and the seconds since the start: the reference, each candidate by its
-            name, the timing.
+        progress: Called with what comes next (the reference, a candidate, the timing) and the seconds since the start.
     Returns:
         The model's replacement, and what was tried. Ctrl-C gives the best so far.
     Raises:
@@ -268,9 +265,8 @@ def _snapshot(model: Any, example: Any) -> nn.Module:
         try:
             return copy.deepcopy(model).eval()
         except Exception as error:  # whatever the model's own classes raise
-            raise UnsupportedInputError(
-                "optimizing this model", [f"copying it fails: {describe_error(error)}"]
-            ) from None
+            reason = f"copying it fails: {describe_error(error)}"
+            raise UnsupportedInputError("optimizing this model", [reason]) from None
     if not isinstance(model, str | Path):
         raise TypeError(f"model is a {type(model).__name__}: accepted is a torch.nn.Module, or the path of a file.onnx")
     images = only_images(example)

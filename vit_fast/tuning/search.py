@@ -106,7 +106,6 @@ class Found(Generic[C]):
     Attributes:
         chosen: The best, or what was given.
         trials: Of every candidate, what was given first.
-        again_ms: The fastest one's calls under its second name.
         resolution: Below which share of difference nothing can be told here; None where that was not reached.
         interrupted: Whether it was ended early by Ctrl-C.
         tried: Candidates that the budget sufficed for, what was given among them.
@@ -115,7 +114,6 @@ class Found(Generic[C]):
 
     chosen: C
     trials: tuple[Trial[C], ...]
-    again_ms: tuple[float, ...]
     resolution: float | None
     interrupted: bool
     tried: int
@@ -158,8 +156,7 @@ class _Search(Generic[C]):
         self.again: list[float] = []  # the leader's calls under its second name
         self.running: list[Trial[C]] = []  # prepared, and not dropped
         self.rounds = 0
-        self.untried: list[Trial[C]] = []  # for want of time
-        self.lacking_s = 0.0  # which these would have taken, and more rounds
+        self.untried, self.lacking_s = 0, 0.0  # candidates that were cut off, and the seconds for these and more rounds
 
     def run(self, candidates: Sequence[C]) -> Found[C]:
         interrupted = False
@@ -206,20 +203,19 @@ class _Search(Generic[C]):
             needed, left = self.shop.seconds(candidate), self._left_s(share)
             if needed > left:
                 trial.reason = f"not tried: takes about {needed:.2g} s, which the budget does not hold"
-                self._lack(trial, needed)
+                self._lack(needed)
                 continue
             try:
                 self._prepare(trial, left)
             except Refused as error:
                 if isinstance(error, OutOfTime):
-                    self._lack(trial, left)  # and what it has taken: twice as long
+                    self._lack(left)  # and what it has taken: twice as long
                 self._drop(trial, str(error))
                 continue
             self._drop_far_behind()
 
-    def _lack(self, trial: Trial[C], seconds: float) -> None:
-        self.untried.append(trial)
-        self.lacking_s += max(seconds, 0.0)
+    def _lack(self, seconds: float) -> None:
+        self.untried, self.lacking_s = self.untried + 1, self.lacking_s + seconds
 
     def _vary(self) -> None:
         """Of the fastest, of the faster one that this found, and so on: one thing is changed at a time.
@@ -324,8 +320,8 @@ class _Search(Generic[C]):
                 trial.reason = "interrupted while it was prepared"
         # what is prepared last has to fit into the share that scouting gets
         finish_s = (self.shop.elapsed_s() + self.lacking_s) / SCOUTING_SHARE if self.lacking_s else None
-        tried = len(self.trials) - len(self.untried)
-        return Found(chosen.candidate, tuple(self.trials), tuple(self.again), resolution, interrupted, tried, finish_s)
+        tried = len(self.trials) - self.untried
+        return Found(chosen.candidate, tuple(self.trials), resolution, interrupted, tried, finish_s)
 
     def _lead(self, one: Trial[C], other: Trial[C]) -> float:
         """How many times as fast one surely is as the other."""

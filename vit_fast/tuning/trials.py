@@ -109,17 +109,13 @@ class Trials:
             # what was given is measured however long it takes
             with contextlib.nullcontext() if candidate == GIVEN else at_most(max(seconds, 1.0)):
                 optimized, self.checked[candidate] = self._build_and_check(candidate)
-        except Refused:
-            self._forget()
-            raise
-        except TimeoutError as error:
-            self.took[candidate] = time.perf_counter() - start
-            self._forget()
-            raise OutOfTime(str(error)) from None
         except Exception as error:  # a choice may fail in any way it likes; the others are tried all the same
             self._forget()
-            if candidate == GIVEN:
+            if candidate == GIVEN or isinstance(error, Refused):
                 raise
+            if isinstance(error, TimeoutError):
+                self.took[candidate] = time.perf_counter() - start
+                raise OutOfTime(str(error)) from None
             raise Refused(_in_words(error)) from None
         self.took[candidate] = time.perf_counter() - start
         one = lambda number: call(optimized, self.example)  # noqa: E731  # a name would say no more
