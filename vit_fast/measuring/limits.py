@@ -71,7 +71,7 @@ def at_most(seconds: float) -> Iterator[Callable[[], None]]:
 
 def _descendants(pid: int | str = "self") -> set[int]:
     """The processes below one, on Linux; elsewhere none."""
-    found = set()
+    found: set[int] = set()
     with contextlib.suppress(OSError):  # it has ended
         for path in Path(f"/proc/{pid}/task").glob("*/children"):
             found.update(map(int, path.read_text().split()))
