@@ -17,7 +17,7 @@ from torch import nn
 
 from vit_fast.config import DataConfig
 from vit_fast.data import find_images
-from vit_fast.errors import UnsupportedInputError
+from vit_fast.errors import UnsupportedInputError, check_type
 from vit_fast.files import file_aside
 from vit_fast.fp8_scales import runs_in_fp8
 from vit_fast.libraries.image_model import ImageModel, Output
@@ -103,6 +103,8 @@ def export_onnx(
         CalibrationError: a cache is not this model's.
         OSError: the file cannot be written.
     """
+    check_type("model", model, nn.Module)
+    check_type("path", path, str, Path)
     options = ExportOptions(
         opset=opset_for(precision) if opset is None else opset, dynamic_batch=dynamic_batch, dynamic_size=dynamic_size,
         precision=precision, preprocess=preprocess, target=target, output=output, external_data=external_data,
@@ -166,10 +168,12 @@ def _complete(
 ) -> None:
     """Adds what was given by hand to what the model says, and checks that it is enough."""
     if data_config is not None:
+        check_type("data_config", data_config, DataConfig, Mapping)
         if not isinstance(data_config, DataConfig):
             data_config = DataConfig.from_dict(data_config)
         vit.set_data_config(data_config)
     if names is not None:
+        check_type("class_names", names, Sequence)
         if len(names) != vit.num_classes:
             raise ValueError(f"class_names has {len(names)} names: accepted are {vit.num_classes}, as num_classes")
         vit.class_names = tuple(map(str, names))

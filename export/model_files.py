@@ -9,7 +9,7 @@ import onnx
 import onnx_ir as ir
 from google.protobuf.message import DecodeError
 
-from vit_fast.errors import VitFastError
+from vit_fast.errors import VitFastError, check_type
 
 PROTOBUF_LIMIT = 2 * 2**30 - 32 * 2**20
 """Bytes of weights that fit into one file: protobuf's 2 GiB less room for the graph."""
@@ -48,6 +48,7 @@ def read_proto(path: str | Path) -> onnx.ModelProto:
     Raises:
         ModelFileError: missing, not ONNX, truncated, or with external data that leaves the model's folder.
     """
+    check_type("path", path, str, Path)
     path = Path(path)
     if path.exists() and not path.is_file():  # a pipe would be waited for
         raise ModelFileError(f"{path}: is {'a folder' if path.is_dir() else 'no regular file'}, not an ONNX file")

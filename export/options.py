@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
+from vit_fast.arguments import check_choice
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.libraries.image_model import Output
 
@@ -42,9 +43,9 @@ class ExportOptions:
     external_data: bool | None
 
     def __post_init__(self) -> None:
-        _check_choice("target", self.target, get_args(Target))
-        _check_choice("precision", self.precision, get_args(Precision))
-        _check_choice("output", self.output, get_args(Output))
+        check_choice("target", self.target, get_args(Target))
+        check_choice("precision", self.precision, get_args(Precision))
+        check_choice("output", self.output, get_args(Output))
         newest = newest_opset()
         if not isinstance(self.opset, int) or isinstance(self.opset, bool) or not MIN_OPSET <= self.opset <= newest:
             raise ValueError(f"opset={self.opset!r}: accepted are {MIN_OPSET} to {newest}, or None")
@@ -106,8 +107,3 @@ def newest_opset() -> int:
     from onnxscript.version_converter import _version_converter
 
     return int(getattr(_version_converter, "SUPPORTED_MAX_ONNX_OPSET", ATTENTION_OPSET))
-
-
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value!r}: accepted are {', '.join(map(repr, choices))}")

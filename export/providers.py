@@ -8,7 +8,7 @@ import io
 from pathlib import Path
 from typing import Any
 
-from vit_fast.errors import VitFastError
+from vit_fast.errors import VitFastError, check_type
 
 from .model_files import ModelFileError
 
@@ -34,6 +34,7 @@ def parse_device(device: str) -> tuple[str, int]:
     Raises:
         ValueError: it is none of the devices known.
     """
+    check_type("device", device, str)
     kind, _, index = device.partition(":")
     if kind not in ("auto", *DEVICES) or (index and (not index.isdigit() or kind not in ("cuda", "tensorrt"))):
         raise ValueError(

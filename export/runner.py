@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 
 from vit_fast.config import DataConfig, Size
-from vit_fast.errors import UnsupportedInputError
+from vit_fast.errors import UnsupportedInputError, check_type
 from vit_fast.libraries.image_model import Output
 
 from .execution import Execution
@@ -74,6 +74,7 @@ class OnnxRunner:
         output: Output | None = None,
         optimise: bool = True,
     ) -> None:
+        check_type("path", path, str, Path)
         kind, index = parse_device(device)
         for name, value in (("threads", threads), ("max_batch", max_batch)):
             if value is not None and (not isinstance(value, int) or value < 1):

@@ -50,6 +50,18 @@ from vit_fast.variants import get_variant
         ({"pool_mlp_ratio": 4.0}, ["pool_mlp_ratio", "global_pool='map' only"]),
         ({"pool_mlp_ratio": 0.0, "global_pool": "map"}, ["pool_mlp_ratio=0.0", "at least one hidden unit"]),
         ({"final_norm": False, "fc_norm": True}, ["fc_norm=True", "final_norm=True only"]),
+        ({"depth": 10**5}, ["depth must be at most 1024, got 100000"]),
+        ({"embed_dim": 10**10}, ["embed_dim must be at most", "got 10000000000"]),
+        ({"embed_dim": 12 * 10**7}, ["at most 1e+12 parameters", "embed_dim=120000000"]),
+        ({"mlp_ratio": 1e300}, ["mlp_ratio times embed_dim must be at most", "got 1e+300"]),
+        ({"img_size": 16 * 10**8}, ["at most 1e+12 parameters", "img_size=(1600000000, 1600000000)"]),
+        ({"img_size": 16 * 10**9}, ["img_size must be at most"]),
+        ({"num_classes": 2**31}, ["num_classes must be at most"]),
+        ({"num_classes": 2 * 10**9}, ["at most 1e+12 parameters", "num_classes=2000000000"]),
+        ({"reg_tokens": 2 * 10**9}, ["at most 1e+12 parameters"]),
+        ({"in_chans": 2 * 10**9}, ["at most 1e+12 parameters"]),
+        ({"stem_channels": (2**30, 2**30)}, ["at most 1e+12 parameters"]),
+        ({"global_pool": "map", "pool_mlp_ratio": 1e200}, ["pool_mlp_ratio times embed_dim must be at most"]),
     ],
 )
 def test_a_bad_field_is_named_with_its_value_and_what_is_accepted(fields, words):
@@ -176,3 +188,16 @@ def test_list_models_takes_wildcards():
         "vit_*_hybrid_*",
     ):
         assert vit_fast.list_models(family), family
+
+
+def test_the_largest_vits_are_accepted_and_counted():
+    """ViT-22B (arXiv 2302.05442), and a narrow one of a thousand layers (DeepNet, arXiv 2203.00555)."""
+    config = ViTConfig(embed_dim=6144, depth=48, num_heads=48, patch_size=14, num_classes=30_000)
+    assert config.num_parameters() == pytest.approx(21.9e9, rel=0.01)
+    assert ViTConfig(depth=1000, embed_dim=512, num_heads=8).num_parameters() == pytest.approx(3.2e9, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["vit_base_patch16_224", "vit_so400m_patch14_siglip_224", "vit_test"])
+def test_nearly_all_parameters_are_counted(name):
+    (row,) = model_rows(name)
+    assert get_variant(name).config.num_parameters() == pytest.approx(row["parameters"], rel=0.02)

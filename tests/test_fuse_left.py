@@ -244,7 +244,7 @@ def test_bad_arguments_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     classes = [type(module) for module in model.modules()]
     with pytest.raises(ValueError, match="backend='fast': accepted are 'auto', 'eager', 'sdpa', 'triton'"):
         vit_fast.fuse(model, backend="fast")
-    with pytest.raises(TypeError, match="model is a dict"):
+    with pytest.raises(TypeError, match=r"model must be torch\.nn\.Module, got a dict"):
         vit_fast.fuse({})
     monkeypatch.setattr(fusion, "triton_unavailable_reasons", lambda device: ("triton is not installed",))
     with pytest.raises(vit_fast.UnsupportedInputError, match="triton is not installed"):

@@ -130,9 +130,9 @@ def test_what_is_no_source_says_what_is_accepted(tmp_path: Path) -> None:
     ):
         with pytest.raises(WeightsError, match=message):
             load_weights(model, source)
-    with pytest.raises(TypeError, match="weights are a int"):
+    with pytest.raises(TypeError, match=r"source of weights must be a path, .* got 7"):
         load_weights(model, 7)  # type: ignore[arg-type]  # the point of the test
-    with pytest.raises(TypeError, match="model is a Linear"):
+    with pytest.raises(TypeError, match="model must be VisionTransformer, got a Linear"):
         load_weights(torch.nn.Linear(1, 1), {})  # type: ignore[arg-type]  # the point of the test
 
 
@@ -271,6 +271,19 @@ def test_save_and_load_refuse_what_they_cannot_do(tmp_path: Path) -> None:
     save_file(_state(), tmp_path / "broken.safetensors", metadata={"vit_fast": "{"})
     with pytest.raises(WeightsError, match="metadata"):
         load(tmp_path / "broken.safetensors")
+
+
+def test_weights_whose_config_describes_a_larger_model_are_refused_before_it_is_built(tmp_path: Path) -> None:
+    model = create_model("vit_test")
+    for field, size, message in (
+        ("depth", 10**6, "depth must be at most 1024, got 1000000"),
+        ("depth", 1000, "must hold the .* parameters of its config's blocks, holds"),
+        ("embed_dim", 65536, "must hold the .* parameters of its config's blocks, holds"),
+    ):
+        described = {"config": model.config.to_dict() | {field: size}, "data_config": {}, "class_names": None}
+        save_file(model.state_dict(), tmp_path / "m.safetensors", metadata={"vit_fast": json.dumps(described)})
+        with pytest.raises(WeightsError, match=message):
+            load(tmp_path / "m.safetensors")
 
 
 def test_another_number_of_heads_is_refused_though_every_shape_fits(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .errors import UnsupportedInputError
+from .errors import UnsupportedInputError, check_type
 from .fp8_agreement import IMAGES, as_taken
 from .fp8_scales import LEAST, LINEARS, MOST, give_scales
 from .fp8_shadow import Look, Simulated, simulate
@@ -110,8 +110,7 @@ def calibrate(model: nn.Module, images: Tensor | Iterable[Any]) -> Calibration:
 
 
 def _check(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}: accepted is a torch.nn.Module")
+    check_type("model", model, nn.Module)
     if hasattr(model, "_orig_mod"):
         raise ValueError("model is compiled: accepted is the module itself, calibrate and fuse it before compiling")
     if device_of(model).type == "meta":

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from .arguments import MAX_SIZE, check_choice, check_integer, check_number, known_fields, pair
+from .errors import check_type
 from .ops.reference import ACTIVATIONS
 
 GlobalPool = Literal["token", "avg", "map", ""]
@@ -18,6 +21,9 @@ Interpolation = Literal["bicubic", "bilinear", "nearest", "lanczos"]
 CropMode = Literal["center", "squash"]
 
 Size = tuple[int, int]
+
+MAX_DEPTH, MAX_PARAMETERS = 1024, 10**12
+"""No model comes near: the deepest transformer published has 1,000 layers, the largest ViT 22 billion parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,23 +45,27 @@ class DataConfig:
     crop_mode: CropMode = "center"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "mean", tuple(float(v) for v in self.mean))
-        object.__setattr__(self, "std", tuple(float(v) for v in self.std))
+        for name in ("mean", "std"):
+            check_type(name, getattr(self, name), tuple, list)
+            for value in getattr(self, name):
+                check_number(name, value)
+            object.__setattr__(self, name, tuple(map(float, getattr(self, name))))
+        check_number("crop_pct", self.crop_pct)
         if len(self.mean) != len(self.std):
             raise ValueError(f"mean and std differ in length: {len(self.mean)} and {len(self.std)}")
         if any(not (v > 0 and math.isfinite(v)) for v in self.std):
             raise ValueError(f"std={self.std}: accepted are positive numbers")
         if not 0 < self.crop_pct <= 1:
             raise ValueError(f"crop_pct={self.crop_pct}: accepted is a share in (0, 1]")
-        _check_choice("interpolation", self.interpolation, get_args(Interpolation))
-        _check_choice("crop_mode", self.crop_mode, get_args(CropMode))
+        check_choice("interpolation", self.interpolation, get_args(Interpolation))
+        check_choice("crop_mode", self.crop_mode, get_args(CropMode))
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> DataConfig:
-        return cls(**_known_fields(cls, fields))
+        return cls(**known_fields(cls, fields))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,14 +91,14 @@ class RopeConfig:
     columns_first: bool = False
 
     def __post_init__(self) -> None:
-        _check_choice("coordinates", self.coordinates, ("centred", "index"))
-        _check_choice("layout", self.layout, ("half", "interleaved"))
-        _check_number("temperature", self.temperature)
-        _check_number("offset", self.offset)
+        check_choice("coordinates", self.coordinates, ("centred", "index"))
+        check_choice("layout", self.layout, ("half", "interleaved"))
+        check_number("temperature", self.temperature)
+        check_number("offset", self.offset)
         if self.temperature <= 0:
             raise ValueError(f"temperature={self.temperature}: accepted is a positive number")
         if self.reference_grid is not None:
-            object.__setattr__(self, "reference_grid", _pair("reference_grid", self.reference_grid))
+            object.__setattr__(self, "reference_grid", pair("reference_grid", self.reference_grid))
         if self.coordinates == "centred" and (self.reference_grid is not None or self.offset):
             raise ValueError("coordinates='centred' with reference_grid or offset: accepted with 'index' only")
 
@@ -184,8 +194,8 @@ class ViTConfig:
     drop_path_rate: float = 0.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "img_size", _pair("img_size", self.img_size))
-        object.__setattr__(self, "patch_size", _pair("patch_size", self.patch_size))
+        object.__setattr__(self, "img_size", pair("img_size", self.img_size))
+        object.__setattr__(self, "patch_size", pair("patch_size", self.patch_size))
         if not isinstance(self.stem_channels, tuple | list):
             raise ValueError(f"stem_channels={self.stem_channels!r}: accepted is a tuple of integers")
         object.__setattr__(self, "stem_channels", tuple(self.stem_channels))
@@ -194,11 +204,11 @@ class ViTConfig:
 
     @property
     def image_hw(self) -> Size:
-        return _pair("img_size", self.img_size)
+        return pair("img_size", self.img_size)
 
     @property
     def patch_hw(self) -> Size:
-        return _pair("patch_size", self.patch_size)
+        return pair("patch_size", self.patch_size)
 
     @property
     def stem_stride(self) -> int:
@@ -269,16 +279,23 @@ class ViTConfig:
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> ViTConfig:
         """From to_dict's mapping, also after a trip through JSON; unknown names raise ValueError."""
-        known = _known_fields(cls, fields)
+        known = known_fields(cls, fields)
         if isinstance(known.get("rope"), Mapping):
-            known["rope"] = RopeConfig(**_known_fields(RopeConfig, known["rope"]))
+            known["rope"] = RopeConfig(**known_fields(RopeConfig, known["rope"]))
         return cls(**known)
 
     def num_parameters(self) -> int:
-        """Parameters in the blocks and the position embedding, which are nearly all."""
-        C = self.embed_dim
-        positions = self.seqlen * C if self.pos_embed == "learn" else 0
-        return positions + self.depth * (4 * C * C + self._mlp_matrices * C * self.hidden_dim)
+        """Elements of all matrices, tokens and tables of positions, which are nearly all."""
+        C, channels = self.embed_dim, (self.in_chans, *self.stem_channels)
+        positions = 0 if self.pos_embed == "none" and self.rope is None else self.num_patches * C
+        stem = sum(9 * before * after for before, after in itertools.pairwise(channels))
+        embedding = stem + channels[-1] * math.prod(self.patch_hw) * C + self.num_prefix_tokens * C
+        pool = 4 * C * C + 2 * C * self.pool_hidden_dim if self.global_pool == "map" else 0
+        return self.block_parameters() + positions + embedding + pool + (1 + self.distilled) * self.num_classes * C
+
+    def block_parameters(self) -> int:
+        """Elements of the matrices in all blocks."""
+        return self.depth * self.embed_dim * (4 * self.embed_dim + self._mlp_matrices * self.hidden_dim)
 
     def flops_per_image(self) -> int:
         """Floating-point operations of one image's forward pass through the matrix products, 2 per multiply-add."""
@@ -289,30 +306,43 @@ class ViTConfig:
 
 def _check_each(config: ViTConfig) -> None:
     """What each field accepts by itself."""
-    _check_number("norm_eps", config.norm_eps)
-    _check_number("mlp_ratio", config.mlp_ratio)
+    check_number("norm_eps", config.norm_eps)
+    check_number("mlp_ratio", config.mlp_ratio)
     for name in ("init_values", "pool_mlp_ratio"):
         if getattr(config, name) is not None:
-            _check_number(name, getattr(config, name))
-    for name in ("in_chans", "embed_dim", "depth", "num_heads"):
-        _check_int(name, getattr(config, name), minimum=1)
+            check_number(name, getattr(config, name))
+    check_integer("depth", config.depth, 1, MAX_DEPTH)
+    for name in ("in_chans", "embed_dim", "num_heads", *(("pool_heads",) if config.pool_heads is not None else ())):
+        check_integer(name, getattr(config, name), minimum=1)
     for name in ("num_classes", "reg_tokens"):
-        _check_int(name, getattr(config, name), minimum=0)
+        check_integer(name, getattr(config, name), minimum=0)
+    for field in dataclasses.fields(config):
+        if isinstance(field.default, bool):
+            check_choice(field.name, getattr(config, field.name), (True, False))
+    check_type("rope", config.rope, RopeConfig, type(None))
     for channels in config.stem_channels:
-        _check_int("stem_channels", channels, minimum=1)
+        check_integer("stem_channels", channels, minimum=1)
     for name in ("drop_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate"):
-        _check_number(name, getattr(config, name))
+        check_number(name, getattr(config, name))
         if not 0 <= getattr(config, name) < 1:
             raise ValueError(f"{name}={getattr(config, name)}: accepted is a probability in [0, 1)")
-    _check_choice("global_pool", config.global_pool, get_args(GlobalPool))
-    _check_choice("pos_embed", config.pos_embed, get_args(PosEmbed))
-    _check_choice("norm_layer", config.norm_layer, get_args(NormLayer))
-    _check_choice("mlp_layer", config.mlp_layer, get_args(MlpLayer))
-    _check_choice("act_layer", config.act_layer, tuple(ACTIVATIONS))
+    check_choice("global_pool", config.global_pool, get_args(GlobalPool))
+    check_choice("pos_embed", config.pos_embed, get_args(PosEmbed))
+    check_choice("norm_layer", config.norm_layer, get_args(NormLayer))
+    check_choice("mlp_layer", config.mlp_layer, get_args(MlpLayer))
+    check_choice("act_layer", config.act_layer, tuple(ACTIVATIONS))
 
 
 def _check_together(config: ViTConfig) -> None:
     """What fields accept in the light of others."""
+    for name, ratio in (("mlp_ratio", config.mlp_ratio), ("pool_mlp_ratio", config.pool_mlp_ratio or 0)):
+        if not config.embed_dim * ratio <= MAX_SIZE:
+            raise ValueError(f"{name} times embed_dim must be at most {MAX_SIZE}, got {ratio} x {config.embed_dim}")
+    if (count := config.num_parameters()) > MAX_PARAMETERS:
+        raise ValueError(
+            f"a model must have at most {MAX_PARAMETERS:.0e} parameters, got {count:.1e}: img_size={config.img_size}, "
+            f"embed_dim={config.embed_dim}, depth={config.depth}, num_classes={config.num_classes}"
+        )
     if config.norm_eps <= 0:
         raise ValueError(f"norm_eps={config.norm_eps}: accepted is a positive number")
     if config.mlp_ratio <= 0 or config.hidden_dim < 1:
@@ -327,7 +357,7 @@ def _check_together(config: ViTConfig) -> None:
                 f"img_size={config.img_size}: the {axis} {pixels} must divide by the patch's {cell} pixels "
                 f"(patch_size={config.patch_size}, stem stride {config.stem_stride})"
             )
-    if (heads := config.pool_heads) is not None and (heads < 1 or config.embed_dim % heads):
+    if (heads := config.pool_heads) is not None and config.embed_dim % heads:
         raise ValueError(f"pool_heads={heads}: accepted is None or a divisor of embed_dim={config.embed_dim}")
     if config.pool_hidden_dim < 1:
         raise ValueError(f"pool_mlp_ratio={config.pool_mlp_ratio}: accepted is a ratio with at least one hidden unit")
@@ -368,32 +398,3 @@ def _head_flops(config: ViTConfig) -> int:
         # k and v of every patch, scores and mixing, proj, and the pool's own MLP; q is computed once a batch
         flops += 4 * P * C * C + 4 * P * C + 2 * C * C + 4 * C * F
     return flops
-
-
-def _pair(name: str, value: int | Size) -> Size:
-    pair = (value, value) if isinstance(value, int) else tuple(value) if isinstance(value, tuple | list) else ()
-    if len(pair) != 2 or not all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in pair):
-        raise ValueError(f"{name}={value!r}: accepted is a positive integer or a (height, width) pair of them")
-    return pair[0], pair[1]
-
-
-def _check_int(name: str, value: object, minimum: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise ValueError(f"{name}={value!r}: accepted is an integer >= {minimum}")
-
-
-def _check_number(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{name}={value!r}: accepted is a finite number")
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value!r}: accepted are {', '.join(map(repr, choices))}")
-
-
-def _known_fields(cls: type[ViTConfig | DataConfig | RopeConfig], fields: Mapping[str, Any]) -> dict[str, Any]:
-    known = {field.name for field in dataclasses.fields(cls)}
-    if unknown := sorted(set(fields) - known):
-        raise ValueError(f"unknown {cls.__name__} field {', '.join(unknown)}: accepted are {', '.join(sorted(known))}")
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}

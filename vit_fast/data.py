@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import struct
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +18,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from .config import DataConfig, Size
-from .errors import VitFastError
+from .errors import VitFastError, check_type
 
 if TYPE_CHECKING:
     from .model import VisionTransformer
@@ -65,6 +66,7 @@ def find_images(paths: Iterable[str | Path]) -> list[Path]:
     """
     if isinstance(paths, str | Path):
         raise TypeError(f"{paths}: accepted are several paths, [{str(paths)!r}] for one")
+    check_type("images", paths, Iterable)
     found: list[Path] = []
     problems: list[str] = []
     for path in map(Path, paths):
@@ -93,6 +95,7 @@ def read_image(path: str | Path) -> Image.Image:
         ImageError: missing, a folder, not an image, damaged, or with more pixels than Pillow's limit against
             decompression bombs.
     """
+    check_type("path", path, str, os.PathLike)
     path = Path(path)
     if path.exists() and not path.is_file():
         raise ImageError(f"{path}: is {'a folder' if path.is_dir() else 'no regular file'}, not an image")

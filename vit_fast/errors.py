@@ -26,5 +26,15 @@ class UnsupportedInputError(VitFastError, ValueError):
         return type(self), (self.what, self.reasons)
 
 
+def check_type(name: str, value: object, *kinds: type) -> None:
+    """Raises TypeError unless an argument is of one of these kinds."""
+    if not isinstance(value, kinds):
+        full = {"Module": "torch.nn.Module", "Tensor": "torch.Tensor", "NoneType": "None"}
+        names = [full.get(kind.__name__, kind.__name__) for kind in kinds]
+        plain = value is None or isinstance(value, int | float | str | bytes)
+        came = repr(value)[:60] if plain else f"a {type(value).__name__}"
+        raise TypeError(f"{name} must be {' or '.join(names)}, got {came}")
+
+
 class MissingPackageError(VitFastError, ImportError):
     """What was asked for needs packages that are not installed; names them and the extra that brings them."""

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .arguments import as_device
 from .config import DataConfig, ViTConfig
+from .errors import check_type
 from .fusion import fuse
 from .model import VisionTransformer, set_backend
 from .variants import get_variant
@@ -46,6 +48,8 @@ def create_model(
         ValueError: unknown name (with the nearest), unknown or unacceptable field, weights that do not fit, or a model
             larger than the device's memory.
     """
+    check_type("name", name, str)
+    check_type("dtype", dtype, torch.dtype, type(None))
     if "/" in name and weights is not None:
         raise ValueError(f"name={name!r} has weights of its own: accepted is a variant's name, or no weights beside it")
     head_is_asked_for = "num_classes" in config_overrides
@@ -60,7 +64,7 @@ def create_model(
 
         config_overrides = overrides_from(source) | config_overrides
     config = config.replace(**config_overrides)
-    place = torch.device(device if device is not None else torch.get_default_device())
+    place = as_device(device)
     _check_memory(config, place)
     with place:
         model = VisionTransformer(config, data_config=data_config, backend=backend)
@@ -99,4 +103,5 @@ def _shape(name: str, source: Source | None) -> tuple[ViTConfig, DataConfig | No
         return variant.config, variant.data
     if source is None or source.config is None:
         raise ValueError(f"{name} does not say what shape its model has: name a variant, and give it as weights")
+    source.check_size()
     return source.config, source.data_config

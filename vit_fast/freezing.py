@@ -7,6 +7,7 @@ from typing import Any, Self
 from torch import nn
 
 from .block import freeze_parts
+from .errors import check_type
 from .fp8_scales import make_room
 from .ops.frozen import Frozen
 from .parts import BlockParts
@@ -68,8 +69,7 @@ def freeze(model: nn.Module) -> tuple[str, ...]:
         TypeError: model is no module.
         ValueError: a block is in training mode; nothing is frozen then.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}: accepted is a torch.nn.Module")
+    check_type("model", model, nn.Module)
     blocks = [(name, module) for name, module in model.named_modules() if isinstance(module, Freezable)]
     for name, block in blocks:
         if block.training:
@@ -85,6 +85,7 @@ def freeze(model: nn.Module) -> tuple[str, ...]:
 
 def unfreeze(model: nn.Module) -> None:
     """Undoes freeze: the weights are folded in every forward again. A model that is not frozen is left alone."""
+    check_type("model", model, nn.Module)
     for module in model.modules():
         if isinstance(module, Freezable):
             module.drop_frozen()

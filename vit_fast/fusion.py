@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from . import fp8
-from .errors import UnsupportedInputError
+from .errors import UnsupportedInputError, check_type
 from .fp8_scales import take_scales_away
 from .fused import Finding, FusedBlocks, FusedModule, FusedNormMlp, device_of, dtype_of
 from .fusion_report import FusionReport, ModuleReport
@@ -72,8 +72,7 @@ def fuse(
         UnsupportedInputError: a backend asked for by name cannot run here; lists all reasons. Nothing is changed. A
             model on meta is fused for any, and its forward raises where it has been moved to and cannot run.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}: accepted is a torch.nn.Module")
+    check_type("model", model, nn.Module)
     choice = None
     if precision is not None or keep is not None or min_agreement is not None:
         fp8.check_request(model, backend, precision, keep, min_agreement)
@@ -108,6 +107,7 @@ def unfuse(model: nn.Module) -> None:
     Raises:
         UnsupportedInputError: fully_shard was applied after fuse; lists the modules. Nothing is changed.
     """
+    check_type("model", model, nn.Module)
     fused = [(name, module) for name, module in model.named_modules() if isinstance(module, FusedModule)]
     wrapped = [name for name, module in fused if "original" not in vars(type(module))]
     if wrapped:

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from .block import Blocks, positions_of
 from .config import DataConfig, ViTConfig
 from .encoder_block import Attention, Block
+from .errors import check_type
 from .layers import AttentionPool, PatchEmbed, make_norm
 from .ops import Rope
 from .ops.attention_op import DTYPES as KERNEL_DTYPES
@@ -53,7 +54,10 @@ class VisionTransformer(nn.Module):
         backend: str = "auto",
     ) -> None:
         super().__init__()
+        check_type("config", config, ViTConfig)
         self.config = config
+        check_type("data_config", data_config, DataConfig, type(None))
+        check_type("class_names", class_names, Iterable, type(None))
         self.data_config = data_config or DataConfig()
         self.class_names = None if class_names is None else tuple(class_names)
         self.num_classes, self.embed_dim, self.num_features = (
@@ -241,6 +245,7 @@ def set_backend(model: nn.Module, backend: str) -> None:
     Raises:
         ValueError: the backend is unknown, or there is nothing in the model to set it on.
     """
+    check_type("model", model, nn.Module)
     owners = {name: m for name, m in model.named_modules() if isinstance(m, Attention | Block | AttentionPool)}
     if not owners:
         raise ValueError(

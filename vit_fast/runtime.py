@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .errors import UnsupportedInputError
+from .arguments import check_batch_sizes, check_choice
+from .errors import UnsupportedInputError, check_type
 from .freezing import freeze, frozen_of
 from .libraries.image_model import needs_more
 from .ops.frozen import Frozen
@@ -39,8 +40,8 @@ def compile(
     Raises:
         ValueError: the mode is unknown.
     """
-    if mode not in get_args(CompileMode):
-        raise ValueError(f"mode={mode!r}: accepted are {', '.join(map(repr, get_args(CompileMode)))}")
+    check_type("model", model, nn.Module)
+    check_choice("mode", mode, get_args(CompileMode))
     compiled: Any = torch.compile(model, mode=mode, fullgraph=fullgraph, dynamic=None if dynamic_batch else False)
     if dynamic_batch:
         compiled.register_forward_pre_hook(_mark_batch_dynamic, with_kwargs=True)
@@ -114,10 +115,10 @@ class GraphRunner:
         *,
         fallback: Fallback = "error",
     ) -> None:
-        if fallback not in get_args(Fallback):
-            raise ValueError(f"fallback={fallback!r}: accepted are {', '.join(map(repr, get_args(Fallback)))}")
-        if not batch_sizes or any(not isinstance(size, int) or size < 1 for size in batch_sizes):
-            raise ValueError(f"batch_sizes={batch_sizes!r}: accepted are one or more positive numbers of images")
+        check_type("model", model, nn.Module)
+        check_type("example", example, Tensor)
+        check_choice("fallback", fallback, get_args(Fallback))
+        check_batch_sizes(batch_sizes)
         if example.dim() < 2:
             raise ValueError(f"example has shape {tuple(example.shape)}: accepted is [B, channels, height, width]")
         reasons = _no_graph_reasons(model, example)
@@ -143,6 +144,7 @@ class GraphRunner:
         Raises:
             ValueError: images differ from the example in shape, dtype or device.
         """
+        check_type("images", images, Tensor)
         if images.shape[1:] != self._image_shape or images.dtype != self._dtype or images.device != self._device:
             raise ValueError(
                 f"images are {tuple(images.shape)} {images.dtype} on {images.device}: accepted are "

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .config import DataConfig, RopeConfig, ViTConfig
+from .errors import check_type
 
 Shape = dict[str, Any]
 
@@ -288,6 +289,7 @@ def list_models(pattern: str = "*") -> list[str]:
 
     `list_models("vit_base_*_224")`
     """
+    check_type("pattern", pattern, str)
     return sorted(fnmatch.filter(_VARIANTS, pattern))
 
 

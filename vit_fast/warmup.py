@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from .arguments import check_batch_sizes
+from .errors import check_type
 from .libraries.known import IMAGE_MODELS
 from .ops.precompile import compile_launches, nothing_to_compile_reasons
 
@@ -68,10 +70,11 @@ def warm_up(
         ValueError: batch_sizes is empty or has other than positive numbers; an example is needed, or has no images.
         RuntimeError: a kernel does not compile.
     """
-    if not batch_sizes or any(not isinstance(size, int) or size < 1 for size in batch_sizes):
-        raise ValueError(f"batch_sizes={batch_sizes!r}: accepted are one or more positive numbers of images")
+    check_type("model", model, nn.Module)
+    check_batch_sizes(batch_sizes)
     if example is None:
         example = _example(model)
+    check_type("example", example, Tensor)
     if example.dim() < 2 or example.shape[0] < 1:
         raise ValueError(f"example has shape {tuple(example.shape)}: accepted is [any, channels, height, width]")
     start = time.perf_counter()

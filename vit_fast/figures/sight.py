@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..config import DataConfig, Size
 from ..data import default_photograph, make_transform, read_image
-from ..errors import UnsupportedInputError
+from ..errors import UnsupportedInputError, check_type
 from ..fusion import fuse, unfuse
 from ..libraries.image_model import needs_more
 from ..libraries.known import recognise
@@ -230,6 +230,7 @@ def patch_filters(model: nn.Module) -> Tensor:
     Raises:
         UnsupportedInputError: the model has no convolution, or its first is no patch embedding of pictures.
     """
+    check_type("model", model, nn.Module)
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             weight = module.weight.detach().float().cpu()

@@ -10,7 +10,7 @@ from . import reference
 from .attention_op import attention_kernel, attention_qkvpacked_kernel, unsupported_reasons
 from .attention_varlen_op import attention_masked_kernel
 from .backends import constant_to_compiler, resolve_backend
-from .checks import matmul_dtype
+from .checks import check_tensors, matmul_dtype
 from .transforms import in_transform
 
 DTYPES = ("torch.float32", "torch.float16", "torch.bfloat16", "torch.float64")
@@ -42,6 +42,7 @@ def attention(
         UnsupportedInputError: this backend cannot run this input; lists all reasons.
     Source: "Attention Is All You Need", arXiv 1706.03762, equation 1; FlashAttention-2, arXiv 2307.08691.
     """
+    check_tensors(q=q, k=k, v=v)
     backend = resolve_backend(backend, q.device, q.dtype)
     if backend == "triton":
         q, k, v = autocast(q, k, v)
@@ -73,6 +74,7 @@ def attention_qkvpacked(qkv: Tensor, *, scale: float | None = None, backend: str
         ValueError: qkv is not [B, N, 3, H, D] of a floating dtype.
         UnsupportedInputError: this backend cannot run this input; lists all reasons.
     """
+    check_tensors(qkv=qkv)
     if qkv.dim() != 5 or qkv.shape[2] != 3:
         raise ValueError(f"qkv has shape {tuple(qkv.shape)}: accepted is [B, N, 3, H, D]")
     backend = resolve_backend(backend, qkv.device, qkv.dtype)
@@ -102,7 +104,7 @@ def scaled_dot_product_attention(
     whatever else the kernel does not do go to torch's own function; so does everything inside a torch.func transform,
     and where torch's fused kernels are switched off (`sdpa_kernel`).
     """
-    tensors = [tensor for tensor in (query, key, value, attn_mask) if tensor is not None]
+    tensors = [query, key, value, *([] if attn_mask is None else [attn_mask])]
     # first of all the tensors: stand-ins such as fx's Proxy come with others for the numbers, which cannot be asked
     plain = all(map(_is_ordinary, tensors)) and dropout_p == 0.0 and not is_causal and not enable_gqa
     if plain and _auto_is_triton(query):

@@ -12,6 +12,7 @@ from . import reference
 from .attention import attention, attention_qkvpacked, autocast, check_dtype, is_exporting, scale_of
 from .attention_varlen_op import as_batch, attention_varlen_kernel, attention_varlen_qkvpacked_kernel
 from .backends import resolve_backend
+from .checks import check_tensors
 from .descriptions import Keys
 
 
@@ -44,6 +45,7 @@ def attention_varlen(
         UnsupportedInputError: this backend cannot run this input; lists all reasons.
     Source: flash_attn_varlen_func of github.com/Dao-AILab/flash-attention for the conventions.
     """
+    check_tensors(q=q, k=k, v=v, cu_seqlens=cu_seqlens)
     backend = resolve_backend(backend, q.device, q.dtype)
     if backend == "triton":
         q, k, v = autocast(q, k, v)
@@ -83,6 +85,7 @@ def attention_varlen_qkvpacked(
         ValueError: qkv is not [total, 3, H, D] of a floating dtype, or cu_seqlens is wrong and was read.
         UnsupportedInputError: this backend cannot run this input; lists all reasons.
     """
+    check_tensors(qkv=qkv, cu_seqlens=cu_seqlens)
     if qkv.dim() != 4 or qkv.shape[1] != 3:
         raise ValueError(f"qkv has shape {tuple(qkv.shape)}: accepted is [total, 3, H, D]")
     backend = resolve_backend(backend, qkv.device, qkv.dtype)

@@ -9,12 +9,18 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedInputError
+from ..errors import UnsupportedInputError, check_type
 from .backends import triton_unavailable_reasons
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Row numbers are 32-bit in the kernels, up to the end of the last tile; offsets of elements are 64-bit.
 MAX_ROWS = 2**31 - 256
+
+
+def check_tensors(**tensors: object) -> None:
+    """Raises TypeError unless all of these arguments are tensors."""
+    for name, tensor in tensors.items():
+        check_type(name, tensor, Tensor)
 
 
 def unsupported_reasons(x: Tensor, parameters: Mapping[str, Tensor | None], dtype: torch.dtype) -> list[str]:

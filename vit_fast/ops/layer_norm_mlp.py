@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..errors import check_type
 from . import reference
 from .attention import is_exporting
 from .backends import resolve_backend
-from .checks import matmul_dtype, require_one_device, residual_stream
+from .checks import check_tensors, matmul_dtype, require_one_device, residual_stream
 from .descriptions import Norm, check_norm, flat_norm
 from .layer_norm_mlp_op import layer_norm_mlp_op, layer_norm_mlp_training
 from .transforms import needs_gradient
@@ -138,6 +139,8 @@ def _check_inputs(
     gate_weight: Tensor | None,
     gate_bias: Tensor | None,
 ) -> None:
+    check_tensors(x=x, fc1_weight=fc1_weight, fc2_weight=fc2_weight)
+    check_type("activation", activation, str)
     if activation not in reference.ACTIVATIONS:
         raise ValueError(f"activation={activation!r}: accepted are {', '.join(map(repr, reference.ACTIVATIONS))}")
     if x.dim() < 1 or fc1_weight.dim() != 2:
@@ -161,5 +164,6 @@ def _check_inputs(
     if gate_weight is not None and (gate_bias is None) != (fc1_bias is None):
         raise ValueError("one of fc1_bias and gate_bias is given: accepted are both or neither")
     for name, tensor, shape in expected:
+        check_type(name, tensor, Tensor, type(None))
         if tensor is not None and tuple(tensor.shape) != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}: accepted is {shape} for x of width {C}")

@@ -7,6 +7,7 @@ from torch import Tensor
 from . import reference
 from .attention import is_exporting
 from .backends import resolve_backend
+from .checks import check_tensors
 from .descriptions import QkNorm, Rope, check_qk_norm, checked_rope
 from .rotary_op import qk_norm_rope_kernel
 
@@ -29,6 +30,7 @@ def qk_norm_rope(
         UnsupportedInputError: this backend cannot run this input; lists all reasons.
     Source: arXiv 2104.09864 (rotary positions), 2302.05442 (qk-norm).
     """
+    check_tensors(qkv=qkv)
     if qkv.dim() not in (4, 5) or qkv.shape[-3] != 3:
         raise ValueError(f"qkv has shape {tuple(qkv.shape)}: accepted are [B, N, 3, H, D] and [total, 3, H, D]")
     if qkv.dim() == 4:

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..arguments import check_choice
 from ..data import find_images
-from ..errors import UnsupportedInputError
+from ..errors import UnsupportedInputError, check_type
 from ..files import file_aside
 from ..measuring import resolution
 from ..measuring.limits import describe_error
@@ -170,6 +171,7 @@ def optimize(
         Exception: whatever the model itself raises for the example.
     """
     start = time.perf_counter()
+    check_type("progress", progress, Callable, type(None))  # type: ignore[arg-type]  # works with isinstance
     allowed = _check(budget_s, lossless, min_agreement, latency_or_throughput, memory_limit, allow)
     others: Any = images
     if isinstance(others, Tensor):
@@ -223,6 +225,7 @@ def load_optimized(
         ValueError: it is no such file, or was written for a model of other shapes.
         Refused: the choice cannot be had here, or does not keep what was asked of it.
     """
+    check_type("path", path, str, Path)
     try:
         answer = Answer.from_dict(json.loads(Path(path).read_text()))
     except ValueError as error:
@@ -287,12 +290,12 @@ def _check(
             raise TypeError(f"{name} is a {type(value).__name__}: accepted is a number")
     if isinstance(allow, str):
         raise TypeError(f"allow={allow!r}: accepted are several names, ({allow!r},) for one")
+    check_type("allow", allow, Collection, type(None))
     if not budget_s > 0:
         raise ValueError(f"budget_s={budget_s}: accepted is a number of seconds above 0")
     if not 0 <= min_agreement <= 1:
         raise ValueError(f"min_agreement={min_agreement}: accepted is a share from 0 to 1")
-    if objective not in SHARE:
-        raise ValueError(f"latency_or_throughput={objective!r}: accepted are {', '.join(map(repr, SHARE))}")
+    check_choice("latency_or_throughput", objective, tuple(SHARE))
     if memory_limit is not None and memory_limit < 1:
         raise ValueError(f"memory_limit={memory_limit}: accepted is a number of bytes above 0, or None")
     if lossless and allow:

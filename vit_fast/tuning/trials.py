@@ -179,7 +179,7 @@ def device_of_example(example: Any) -> torch.device:
     if not tensors or any(not tensor.numel() for tensor in tensors) or not tensors[0].dim():
         raise ValueError(
             "example: accepted are images [B, channels, height, width] with B >= 1, a tuple of arguments, or a mapping "
-            "of keyword arguments"
+            f"of keyword arguments, got {type(example).__name__}"
         )
     devices = {tensor.device for tensor in tensors}
     if torch.device("meta") in devices:

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..arguments import as_device
 from ..config import Size
+from ..errors import check_type
 from ..files import file_aside
 from ..fp8_scales import make_room, scales_that_come
 from ..libraries import known
@@ -84,8 +86,7 @@ def load_weights(
         WeightsError: it cannot be read, or does not fit; lists all that is missing, unexpected or of the wrong shape.
         TypeError: model is not a VisionTransformer.
     """
-    if not isinstance(model, VisionTransformer):
-        raise TypeError(f"model is a {type(model).__name__}: accepted is a VisionTransformer")
+    check_type("model", model, VisionTransformer)
     opened = open_source(source)
     fit = _Fit(model, opened, replace_head)
     for name, block in model.blocks.named_children():
@@ -117,6 +118,8 @@ def save(model: VisionTransformer, path: str | Path) -> Path:
         TypeError: model is not a VisionTransformer.
         OSError: it cannot be written.
     """
+    check_type("model", model, VisionTransformer)
+    check_type("path", path, str, Path)
     return save_tensors(model, model.state_dict(), path)
 
 
@@ -126,8 +129,6 @@ def save_tensors(model: VisionTransformer, state: Mapping[str, Tensor], path: st
     from safetensors.torch import save_file
 
     path = Path(path)
-    if not isinstance(model, VisionTransformer):
-        raise TypeError(f"model is a {type(model).__name__}: accepted is a VisionTransformer")
     if path.suffix != ".safetensors":
         raise ValueError(f"path={str(path)!r}: accepted is a name that ends in .safetensors")
     if "vit_fast_mean" in vars(model.patch_embed.proj):
@@ -164,6 +165,8 @@ def load(
             f"{opened.name}: does not say what shape it is for (vit_fast.save and config.json do): name the model, "
             "create_model(name, weights=...)"
         )
+    opened.check_size()
+    place = as_device(device or "cpu")
     names = opened.class_names
     if names is not None and len(names) != opened.config.num_classes:
         names = None
@@ -175,7 +178,7 @@ def load(
         dtype = tensors["patch_embed.proj.weight"].dtype  # a sum made while translating may be wider than its terms
         tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     model.load_state_dict(tensors, assign=True)
-    model = model.to(device or "cpu")
+    model = model.to(place)
     set_backend(model, backend)
     return model.eval()
 

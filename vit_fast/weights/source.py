@@ -39,6 +39,18 @@ class Source(Facts):
     name: str
     tensors: dict[str, Tensor]
 
+    def check_size(self) -> None:
+        """Refuses a config whose blocks need more parameters than the source holds, before a model of it is built.
+
+        Raises:
+            WeightsError: says how many of each there are.
+        """
+        needed = 0 if self.config is None else self.config.block_parameters()
+        if needed > (held := sum(tensor.numel() for tensor in self.tensors.values())):
+            raise WeightsError(
+                f"{self.name}: must hold the {needed:,} parameters of its config's blocks, holds {held:,}"
+            )
+
 
 def read_file(path: Path) -> Source:
     """One weights file of any accepted format; the suffix decides.

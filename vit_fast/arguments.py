@@ -1,0 +1,67 @@
+"""Checks of arguments: each error names the argument, what it must be, and what came."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .errors import check_type
+
+MAX_SIZE = 2**31 - 1  # torch indexes with 32 bits in places
+
+
+def check_integer(name: str, value: object, minimum: int, maximum: int = MAX_SIZE) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise ValueError(f"{name}={value!r}: accepted is an integer >= {minimum}")
+    if value > maximum:
+        raise ValueError(f"{name} must be at most {maximum}, got {value}")
+
+
+def check_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{name}={value!r}: accepted is a finite number")
+
+
+def check_batch_sizes(sizes: object) -> None:
+    valid = isinstance(sizes, Sequence) and not isinstance(sizes, str | bytes) and len(sizes) > 0
+    if not valid or any(not isinstance(size, int) or size < 1 for size in sizes):  # type: ignore[attr-defined]
+        raise ValueError(f"batch_sizes={sizes!r}: accepted are one or more positive numbers of images")
+
+
+def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r}: accepted are {', '.join(map(repr, choices))}")
+
+
+def pair(name: str, value: object) -> tuple[int, int]:
+    """Two positive integers; one number stands for both."""
+    sides = (value, value) if isinstance(value, int) else tuple(value) if isinstance(value, tuple | list) else ()
+    if len(sides) != 2 or not all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in sides):
+        raise ValueError(f"{name}={value!r}: accepted is a positive integer or a (height, width) pair of them")
+    for side in sides:
+        check_integer(name, side, 1)
+    return sides[0], sides[1]
+
+
+def as_device(device: torch.device | str | None) -> torch.device:
+    """A device that exists here; None means torch's default device."""
+    try:
+        found = torch.get_default_device() if device is None else torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device must be a torch.device or a name such as cpu or cuda:0, got {device!r}") from None
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device must exist, got {found}: there are {torch.cuda.device_count()} CUDA devices here")
+    return found
+
+
+def known_fields(cls: type[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a dataclass from JSON, lists as tuples; a ValueError names unknown ones."""
+    check_type("fields", fields, Mapping)
+    known = {field.name for field in dataclasses.fields(cls)}
+    if unknown := sorted(set(fields) - known):
+        raise ValueError(f"unknown {cls.__name__} field {', '.join(unknown)}: accepted are {', '.join(sorted(known))}")
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
