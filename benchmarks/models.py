@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import importlib
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ import vit_fast
 from vit_fast.config import DataConfig, Size, ViTConfig
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.variants import get_variant, list_models
+from vit_fast.weights.hub import hub_id
 from vit_fast.work import Counter, Work, total, work
 
 from .operators import Operator
@@ -51,7 +53,7 @@ class Model:
         onnx: Where it is a file: its path; precision: of its weights, where that is fewer bits than fp32.
         block: Whether its first block alone is meant.
         operator: Where it is a single operator: that.
-        source: What find_models makes it of again, where that is not its name.
+        source: What resolve makes it of again, where that is not its name.
     """
 
     name: str
@@ -90,32 +92,37 @@ class Model:
         return None if self.parts is None else total(self.parts(1, False).values()).flop
 
 
-def find_models(given: str, img_size: Size | None) -> list[Model]:
-    """The models that a word of `--models` means; see the head of this file.
+def resolve(given: str) -> Callable[[Size | None], list[Model]]:
+    """Looks up the models that a word of `--models` means, see the head of this file; builds nothing.
 
-    Args:
-        given: The word.
-        img_size: Height and width of the images; None means the model's own.
+    Returns:
+        A function of the images' height and width, None for the model's own, that makes the models. It raises
+        ValueError where one cannot be made.
     Raises:
-        ValueError: nothing is meant by it, or it cannot be made; names what is accepted.
+        ValueError: nothing is meant by the word; names what is accepted.
     """
     if (operator := Operator.parse(given)) is not None:
-        return [Model(given, operator.shape, None, operator.parts, operator=operator)]
+        return lambda size: [Model(given, operator.shape, None, operator.parts, operator=operator)]
     if given.startswith("block:"):
-        return [_block(model) for model in find_models(given.removeprefix("block:"), img_size)]
+        whole = resolve(given.removeprefix("block:"))
+        return lambda size: [_block(model) for model in whole(size)]
     if matched := _WITH_LIBRARY.fullmatch(given):
         make = {"timm": _timm, "hf": _transformers}[matched[1]]
-        return [_given(given, *make(matched[2], img_size))]
-    if given.endswith(".onnx"):
-        return [_onnx(Path(given), img_size)]
+        if matched[1] == "timm":
+            _check_timm(matched[2])
+        return lambda size: [_given(given, *make(matched[2], size))]
     if _FUNCTION.fullmatch(given):
-        return [_given(given, _function(given), img_size or (224, 224), DataConfig())]
-    if "/" in given or "." in given or Path(given).is_dir():  # none of our names has them
-        return [_of_weights(given, img_size)]
+        function = _function(given)
+        return lambda size: [_given(given, function, size or (224, 224), DataConfig())]
+    is_onnx = given.endswith(".onnx")
+    if is_onnx or "/" in given or "." in given or Path(given).is_dir():  # none of our names has them
+        if not Path(given).exists() and (is_onnx or hub_id(given) is None):
+            raise ValueError(f"{given}: no such file")
+        return lambda size: [_onnx(Path(given), size) if is_onnx else _of_weights(given, size)]
     names = list_models(given)
     if not names:
         get_variant(given)  # raises, naming the nearest
-    return [_variant(name, img_size) for name in names]
+    return lambda size: [_variant(name, size) for name in names]
 
 
 def _variant(name: str, img_size: Size | None) -> Model:
@@ -202,12 +209,17 @@ def _given(name: str, make: Callable[[], nn.Module], image_hw: Size, data: DataC
     return Model(name, (in_chans, *image_hw), data, parts, make=make)
 
 
-def _timm(name: str, img_size: Size | None) -> tuple[Callable[[], nn.Module], Size, DataConfig]:
+def _check_timm(name: str) -> None:
     import timm
 
     if not timm.is_model(name):
         nearest = ", ".join(timm.list_models(f"*{name.partition('.')[0]}*")[:3])
         raise ValueError(f"timm:{name}: timm {timm.__version__} has none; {nearest or 'see timm.list_models'}")
+
+
+def _timm(name: str, img_size: Size | None) -> tuple[Callable[[], nn.Module], Size, DataConfig]:
+    import timm
+
     options: dict[str, Any] = {} if img_size is None else {"img_size": img_size}
     try:
         model = timm.create_model(name, **options)
@@ -249,6 +261,8 @@ def _transformers(name: str, img_size: Size | None) -> tuple[Callable[[], nn.Mod
 
 def _function(name: str) -> Callable[[], nn.Module]:
     module, _, function = name.partition(":")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)  # as `python script.py` has it; an installed command has not
     try:
         make = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:

@@ -17,7 +17,7 @@ from vit_fast.measuring.timing import Protocol
 
 from .inputs import MAX_VIEWS
 from .machine import DTYPES, memory_bytes
-from .models import Model, find_models
+from .models import Model, resolve
 from .rows import PERCENTILE_REPEATS, Group
 from .subjects import Selection, choose
 
@@ -126,7 +126,7 @@ def make_plan(
 
     Args:
         images: Files and folders; none means a photograph that is on this machine already.
-        models: Names, patterns, ids, files or functions; see models.find_models.
+        models: Names, patterns, ids, files or functions; see models.resolve.
         batch_sizes: Images a call, each at least 1; "best": doubled for as long as that gains images a second.
         dtypes: "fp32", "tf32", "fp16", "bf16".
         subjects: See subjects.parse_label.
@@ -155,18 +155,23 @@ def make_plan(
     if latency and batch_sizes not in (None, [1]):
         raise ValueError("--latency: is of one image a call; accepted with it is --batch-sizes 1 or none")
     words = DEFAULT_MODELS[kind] if models is None else models
-    found = _some("models", [model for word in words for size in _sizes(img_size) for model in find_models(word, size)])
-    if data != "device" and (data != "host" or kind == "cpu" or any(model.data is None for model in found)):
-        raise ValueError(f"--data {data}: accepted are device and, for images on a GPU, host; a CPU copies nothing")
+    # all that is quick to check before the first model is built
+    resolved, img_sizes, photographs = [resolve(word) for word in words], _sizes(img_size), _images(images)
+    names = ("amp",) if amp else _dtypes(DEFAULT_DTYPES[kind] if dtypes is None else dtypes, where)
+    choose(subjects, compile_modes, where)
     search = batch_sizes == "best"
     sizes = SEARCHED[kind] if batch_sizes == "best" else (1,) if latency else batch_sizes
+    sizes = _batch_sizes(DEFAULT_BATCH_SIZES[kind] if sizes is None else sizes)
+    found = _some("models", [model for make in resolved for size in img_sizes for model in make(size)])
+    if data != "device" and (data != "host" or kind == "cpu" or any(model.data is None for model in found)):
+        raise ValueError(f"--data {data}: accepted are device and, for images on a GPU, host; a CPU copies nothing")
     plan = Plan(
         models=found,
-        batch_sizes=_batch_sizes(DEFAULT_BATCH_SIZES[kind] if sizes is None else sizes),
-        dtypes=("amp",) if amp else _dtypes(DEFAULT_DTYPES[kind] if dtypes is None else dtypes, where),
+        batch_sizes=sizes,
+        dtypes=names,
         selections={m.kind: tuple(choose(subjects, compile_modes, where, m.kind, train)) for m in found},
         device=where,
-        images=_images(images),
+        images=photographs,
         time_budget_s=budget or math.inf,
         protocol=protocol or (LATENCY if latency else PROTOCOLS[kind]).lasting(seconds),
         training=train,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from .rows import CHECKED_FIELDS, SPEED_FIELDS
 
 _MISSING = object()
-_KINDS = {
+_KINDS: dict[str, Callable[[Any], bool]] = {
     "a text": lambda v: isinstance(v, str),
     "a flag": lambda v: isinstance(v, bool),
     "a list": lambda v: isinstance(v, list),
@@ -21,7 +22,7 @@ _KINDS = {
 }
 _ABOUT = dict.fromkeys(("model", "dtype"), "a text") | dict.fromkeys(("batch", "requested_batch"), "a count")
 _ABOUT |= {"data": "a text or missing"}
-_ROW = _ABOUT | dict.fromkeys(("subject", "task", "precision", "status", "compile_mode"), "a text")
+_ROW: dict[str, Any] = _ABOUT | dict.fromkeys(("subject", "task", "precision", "status", "compile_mode"), "a text")
 _ROW |= {"img_size": ["a count"], "peer": "a flag"} | dict.fromkeys(("reason", "defect"), "a text or null")
 _ROW |= {"images_per_s": "a number > 0 or null"}
 # Of a measured row, first what none lacks; the lists where they are not null.

@@ -21,7 +21,7 @@ import torch
 
 import vit_fast
 from vit_fast.benchmarks.cold import cold_start
-from vit_fast.benchmarks.models import find_models
+from vit_fast.benchmarks.models import resolve
 from vit_fast.benchmarks.plan import make_plan
 from vit_fast.benchmarks.preparation import Posed, pose, prepare
 from vit_fast.benchmarks.rows import Group
@@ -52,7 +52,7 @@ def _cases() -> list[Any]:
     """Every subject of every group: single parts at the larger batch, models at both, and in training."""
     cases = []
     for word, training in itertools.product(MODELS, (False, True)):
-        (model,) = find_models(word, None)
+        (model,) = resolve(word)(None)
         for batch in BATCH_SIZES[-1:] if training or model.data is None else BATCH_SIZES:
             for label in default_labels(DEVICE, model.kind, training):
                 name = f"{word.partition(':')[0]}-{label}-{'training' if training else batch}"
@@ -62,7 +62,7 @@ def _cases() -> list[Any]:
 
 @functools.cache
 def posed(word: str, training: bool, batch: int) -> tuple[Group, Posed]:
-    (model,) = find_models(word, None)
+    (model,) = resolve(word)(None)
     group = Group(model, DTYPE, batch, batch, training)
     return group, pose(group, [default_photograph()], DEVICE)
 

@@ -25,7 +25,8 @@ DATA_TYPES = {
     "float": "TYPE_FP32", "float16": "TYPE_FP16", "bfloat16": "TYPE_BF16", "double": "TYPE_FP64",
     "uint8": "TYPE_UINT8", "int64": "TYPE_INT64", "int32": "TYPE_INT32",
 }  # fmt: skip
-INSTANCE_KINDS = {"cpu": "KIND_CPU", "gpu": "KIND_GPU"}
+INSTANCE_KINDS = {"auto": "KIND_AUTO", "cpu": "KIND_CPU", "gpu": "KIND_GPU"}
+TARGET_DEVICES = {"ort-cpu": "cpu", "ort-cuda": "gpu", "tensorrt": "gpu"}
 ACCELERATOR_MODES = {"fp32": "FP32", "fp16": "FP16", "int8": "INT8"}
 QUEUE_DELAY_US = 500
 LABELS = "labels.txt"
@@ -38,7 +39,7 @@ def write_triton_repository(
     name: str | None = None,
     max_batch: int = 64,
     instances: int = 1,
-    device: str = "gpu",
+    device: str | None = None,
 ) -> Path:
     """Puts an ONNX file into a model repository for NVIDIA's Triton Inference Server.
 
@@ -48,7 +49,7 @@ def write_triton_repository(
         name: The model's name in it; None means the file's.
         max_batch: Largest batch that the server puts together from requests. A file with a fixed batch gets none.
         instances: Copies of the model that run side by side on each device.
-        device: "gpu" or "cpu".
+        device: "gpu", "cpu", or "auto", a GPU if the server has one; None means by the target of the file.
     Returns:
         The model's folder.
     Raises:
@@ -61,11 +62,12 @@ def write_triton_repository(
     for argument, value in (("max_batch", max_batch), ("instances", instances)):
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{argument}={value!r}: accepted is an integer >= 1")
-    if device not in INSTANCE_KINDS:
-        raise ValueError(f"device={device!r}: accepted are 'gpu', 'cpu'")
+    if device is not None and device not in INSTANCE_KINDS:
+        raise ValueError(f"device={device!r}: accepted are 'auto', 'gpu', 'cpu'")
     target = check_triton_repository(repository, name)
     proto = read_proto(model_path)
     info = describe(proto, model_path)
+    device = device or TARGET_DEVICES.get(str(info.metadata.get("target")), "auto")
     config = server_config(info, name, max_batch, instances, device)
     with folder_aside(target) as aside:
         version = aside / "1"

@@ -36,7 +36,7 @@ from .preprocessing import preprocessing_model
 from .quantise import Quantised, quantise
 from .report import ExportReport
 from .tensorrt import trtexec_line
-from .verification import BATCHES, verify_file, verify_preprocessing
+from .verification import BATCHES, check_verifiable, verify_file, verify_preprocessing
 
 HELD_OUT_IMAGES = 64
 LEAST_HELD_OUT = 32
@@ -115,6 +115,8 @@ def export_onnx(
     vit = recognise(model)
     _complete(vit, options, data_config, class_names)
     images_of = _Images.find(options, calibration, calibration_cache, images, verify)
+    if verify:
+        check_verifiable(options)
     labelled = None if validation is None else check_labelled(Path(validation), vit, options)
 
     path = Path(path)

@@ -175,6 +175,21 @@ def _eager(vit: ImageModel, inputs: torch.Tensor, options: ExportOptions) -> np.
     return result.double().numpy()
 
 
+def check_verifiable(options: ExportOptions) -> None:
+    """Refuses a file that ONNX Runtime cannot run on this machine, before the model is captured.
+
+    Raises:
+        UnsupportedInputError: says what to do instead.
+    """
+    if options.precision == "bf16" and not _on_cuda(options):
+        reasons = ["ONNX Runtime runs bf16 on CUDA only, torch finds none here", "pass verify=False (--no-verify)"]
+        raise UnsupportedInputError("verification of a bf16 file", reasons)
+
+
+def _on_cuda(options: ExportOptions) -> bool:
+    return (options.target in ("ort-cuda", "tensorrt") or options.precision == "bf16") and torch.cuda.is_available()
+
+
 def _session(path: Path, options: ExportOptions) -> Any:
     import onnxruntime
 
@@ -184,7 +199,7 @@ def _session(path: Path, options: ExportOptions) -> Any:
     if options.precision == "fp8":
         settings.add_session_config_entry(*KEEP_FP8_APART)
     providers: list[Any] = ["CPUExecutionProvider"]
-    if options.target in ("ort-cuda", "tensorrt") and torch.cuda.is_available():
+    if _on_cuda(options):
         onnxruntime.preload_dlls()
         providers.insert(0, (CUDA, CUDA_OPTIONS))
     try:

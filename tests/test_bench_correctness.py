@@ -14,7 +14,7 @@ from vit_fast import ViTConfig
 from vit_fast.benchmarks import subjects_models
 from vit_fast.benchmarks.correctness import Expected, expect, judge, spread
 from vit_fast.benchmarks.inputs import image_views, random_weights, rotating_batches, rounded
-from vit_fast.benchmarks.models import describe_ours, find_models
+from vit_fast.benchmarks.models import describe_ours, resolve
 from vit_fast.benchmarks.subjects import Subject, Task, get_subject
 from vit_fast.benchmarks.subjects_models import build
 from vit_fast.data import default_photograph
@@ -207,7 +207,7 @@ def test_no_parameter_is_zero_or_uniform() -> None:
 
 
 def test_batches_are_real_different_images_in_memory_of_their_own() -> None:
-    (model,) = find_models("vit_test", None)
+    (model,) = resolve("vit_test")(None)
     views = image_views([default_photograph()], model, 6)
     whole = image_views([default_photograph()], model, 1)
     assert torch.equal(views[0], whole[0])

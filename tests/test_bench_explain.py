@@ -7,7 +7,7 @@ import torch
 
 from vit_fast.benchmarks import html_report, machine
 from vit_fast.benchmarks.explain import CALLS, COMPILED, REST, explain, part_of, tables
-from vit_fast.benchmarks.models import find_models
+from vit_fast.benchmarks.models import resolve
 from vit_fast.benchmarks.plan import make_plan
 from vit_fast.benchmarks.rows import Group
 from vit_fast.benchmarks.runner import run
@@ -38,7 +38,7 @@ def test_names_belong_to_parts(part, names):
 
 
 def test_a_profile_counts_the_calls_of_a_model_and_what_its_parts_must_do():
-    (model,) = find_models("vit_test", None)
+    (model,) = resolve("vit_test")(None)
     linears = [torch.nn.Linear(64, 64) for _ in range(5)]
     numbers = []
 
@@ -80,7 +80,7 @@ def test_a_run_explains_every_subject_side_by_side_and_what_is_lost(monkeypatch)
     assert "vit_test, fp32, batch 2" in caption
     assert set(titles) == {"part", "floor", "eager", "sdpa"}
     lines = {part: dict(zip(titles, [part, *cells], strict=True)) for part, *cells in parts}
-    config = find_models("vit_test", None)[0].config
+    config = resolve("vit_test")(None)[0].config
     assert lines["attention"]["floor"] == f"{4 * work(config, 2)['attention'].elements / 1e6:.4g}"  # at 1 GB/s, in ms
     floor = 4 * total(work(config, 2).values()).elements / 1e6
     assert (lines["linears"]["sdpa"], lines[REST]["floor"], lines["sum"]["eager"]) == ("3", "", "4.5")

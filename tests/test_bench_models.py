@@ -13,8 +13,8 @@ from onnx_models import randomised
 from torch import Tensor, nn
 
 import vit_fast
-from vit_fast.benchmarks import runner, subjects
-from vit_fast.benchmarks.models import find_models
+from vit_fast.benchmarks import models, runner, subjects
+from vit_fast.benchmarks.models import resolve
 from vit_fast.benchmarks.plan import make_plan
 from vit_fast.benchmarks.report import command
 from vit_fast.benchmarks.subjects import Subject, Task, choose
@@ -68,7 +68,7 @@ def test_a_timm_id_is_measured_as_it_is_and_fused_and_exported() -> None:
 
 
 def test_a_model_counts_what_our_formula_counts() -> None:
-    ours, timms = (find_models(name, (64, 64))[0] for name in ("vit_tiny_patch16_224", "timm:vit_tiny_patch16_224"))
+    ours, timms = (resolve(name)((64, 64))[0] for name in ("vit_tiny_patch16_224", "timm:vit_tiny_patch16_224"))
     assert timms.flops == ours.flops
 
 
@@ -78,7 +78,7 @@ def test_a_transformers_folder_is_measured_with_its_weights(in_a_folder: Path) -
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     made = ViTForImageClassification(ViTConfig(**shape, image_size=32, patch_size=8, num_labels=7)).eval()
     made.save_pretrained(in_a_folder / "mine")
-    (model,) = find_models("hf:mine", None)
+    (model,) = resolve("hf:mine")(None)
     images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         assert torch.equal(model.make()(images), made(pixel_values=images).logits)
@@ -88,11 +88,11 @@ def test_a_transformers_folder_is_measured_with_its_weights(in_a_folder: Path) -
 def test_weights_are_measured_beside_the_peers(in_a_folder: Path) -> None:
     model = vit_fast.create_model("vit_test")
     vit_fast.save(model, "mine.safetensors")
-    (found,) = find_models("mine.safetensors", None)
+    (found,) = resolve("mine.safetensors")(None)
     assert torch.equal(found.weights["head.weight"], model.head.weight)
     assert_measured(measure("mine.safetensors", "sdpa", "timm"), "sdpa", "timm")
     with pytest.raises(ValueError, match=r"its weights are for \(32, 32\)"):
-        find_models("mine.safetensors", (64, 64))
+        resolve("mine.safetensors")((64, 64))
 
 
 def test_an_onnx_file_is_measured_as_it_is(in_a_folder: Path) -> None:
@@ -120,6 +120,35 @@ def test_a_function_gives_a_model(in_a_folder: Path) -> None:
     given, fused = rows
     assert given["status"] == "measured" and given["img_size"] == [32, 64]
     assert fused["status"] == "unsupported" and "no attention or MLP" in fused["reason"]
+
+
+def test_an_installed_command_finds_modules_in_the_working_directory(tmp_path: Path, monkeypatch) -> None:
+    """Also `show`, which takes the same words; sys.path as it is in a script of an environment's bin folder."""
+    (tmp_path / "only_here.py").write_text("import torch\ndef make(): return torch.nn.Conv2d(3, 8, 4, 4)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", ".", str(tmp_path))])
+    with pytest.raises(SystemExit) as ended:
+        main(["show", "only_here:make", "--figures", "filters", "--out", "seen", "--img-size", "32"])
+    assert not ended.value.code and (tmp_path / "seen" / "filters.png").is_file()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [["--models", "no_such_module:none"], ["--models", "none.onnx"], ["--models", "timm:none"], ["--subjects", "none"],
+     ["--dtypes", "fp7"], ["--batch-sizes", "0"], ["none.jpg"], ["--out", "{file}/below"]],
+)  # fmt: skip
+def test_nothing_is_built_before_all_names_are_known(wrong, in_a_folder: Path, monkeypatch, capsys) -> None:
+    def built(*_: object) -> None:
+        raise AssertionError("built before all names were known")
+
+    for name in ("_given", "_onnx", "_of_weights", "_variant"):
+        monkeypatch.setattr(models, name, built)
+    (in_a_folder / "file").write_text("")
+    words = ["my_models:convolution", *([wrong[1]] if "--models" in wrong else [])]
+    others = [word.format(file=in_a_folder / "file") for word in wrong if "--models" not in wrong]
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "--models", ",".join(words), *others])
+    assert ended.value.code == 2 and capsys.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -215,7 +244,7 @@ def test_the_command_of_a_record_measures_the_same(in_a_folder: Path) -> None:
 
 
 def test_our_subjects_refuse_a_model_of_another_shape() -> None:
-    (model,) = find_models("timm:test_vit", (64, 64))
+    (model,) = resolve("timm:test_vit")((64, 64))
     task = Task(model, None, torch.float32, torch.device("cpu"), 1)
     for name in ("eager", "timm", "given"):
         subject = subjects.get_subject(name)

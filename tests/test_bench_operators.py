@@ -8,7 +8,7 @@ import torch
 from vit_fast.benchmarks import machine, runner, subjects_operators
 from vit_fast.benchmarks.correctness import expect, judge, stepper
 from vit_fast.benchmarks.inputs import weights_of
-from vit_fast.benchmarks.models import find_models
+from vit_fast.benchmarks.models import resolve
 from vit_fast.benchmarks.plan import make_plan
 from vit_fast.benchmarks.subjects import Subject, Task, get_subject
 from vit_fast.errors import UnsupportedInputError
@@ -20,7 +20,7 @@ SMALL = ("attention:20x2x16", "mlp:14x32x64", "matmul:14x32x64", "block:vit_test
 
 
 def make_task(word: str, dtype: torch.dtype = torch.float32, training: bool = False, batch: int = 5) -> Task:
-    (model,) = find_models(word, None)
+    (model,) = resolve(word)(None)
     return Task(model, weights_of(model, dtype), dtype, torch.device("cpu"), batch, training)
 
 
@@ -28,7 +28,7 @@ def test_work_by_hand() -> None:
     """ViT-B's layer at batch 2: q k^T and p v; two products of 394 rows."""
     rows = 2 * 197
     (attention, mlp, matmul) = (
-        find_models(w, None)[0] for w in ("attention:197x12x64", "mlp:197x768x3072", "matmul:197x768x3072")
+        resolve(w)(None)[0] for w in ("attention:197x12x64", "mlp:197x768x3072", "matmul:197x768x3072")
     )
     forward = Work(4 * 2 * 12 * 197 * 197 * 64, 4 * rows * 768)
     assert attention.parts(2, False) == {"attention": forward}
@@ -40,7 +40,7 @@ def test_work_by_hand() -> None:
 
 
 def test_a_block_is_a_share_of_its_model() -> None:
-    (whole,), (block,) = find_models("vit_test", None), find_models("block:vit_test", None)
+    (whole,), (block,) = resolve("vit_test")(None), resolve("block:vit_test")(None)
     of_all = whole.parts(3, False)
     depth = whole.config.depth
     assert block.parts(3, False)["linears"] == Work(
@@ -111,9 +111,9 @@ def test_who_cannot_compute_it_says_all_reasons() -> None:
     with pytest.raises(UnsupportedInputError, match="vit_test is no single operator"):
         get_subject("flex").build(make_task("vit_test"))
     with pytest.raises(ValueError, match="accepted behind an mlp's sizes are gelu"):
-        find_models("mlp:14x32x64:tanh", None)
+        resolve("mlp:14x32x64:tanh")(None)
     with pytest.raises(ValueError, match="accepted is one of our variants"):
-        find_models("block:timm:test_vit", None)
+        resolve("block:timm:test_vit")(None)
 
 
 def test_a_peer_is_two_lines_and_is_measured_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:

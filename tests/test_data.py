@@ -161,3 +161,10 @@ def test_default_photograph_is_a_photograph() -> None:
     pixels = np.asarray(read_image(default_photograph()))
     assert min(pixels.shape[:2]) > 224
     assert pixels.std() > 20
+
+
+def test_a_link_that_leads_nowhere_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.png").symlink_to("gone.png")
+    assert find_images([tmp_path]) == [tmp_path / "a.png"], "a folder's are not left out"
+    with pytest.raises(ImageError, match=r"a\.png: is a link to gone\.png, which does not exist"):
+        read_image(tmp_path / "a.png")

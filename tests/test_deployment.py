@@ -166,6 +166,10 @@ def test_the_server_builds_engines_for_a_tensorrt_file(
     assert list(value.dims) == [1, 8, 8] and value.data_type == schema().TYPE_FP32
     assert config.output[0].label_filename == "labels.txt"
     assert (folder / "labels.txt").read_text().splitlines() == [str(i) for i in range(10)]
+    for target, kind in (("generic", "KIND_AUTO"), ("ort-cpu", "KIND_CPU"), ("ort-cuda", "KIND_GPU")):
+        file = saying(files / "half.onnx", tmp_path / "for.onnx", "target", target)
+        (group,) = read_config(write_triton_repository(file, tmp_path / target, name=target)).instance_group
+        assert group.Kind.Name(group.kind) == kind
     on_cpu = read_config(write_triton_repository(files / "half.onnx", tmp_path / "models", name="c", device="cpu"))
     assert not on_cpu.HasField("optimization")
     with pytest.raises(UnsupportedInputError, match=r"no fp8: accepted are fp32, fp16, int8\n.*build an engine"):

@@ -19,6 +19,7 @@ from torch import nn
 import vit_fast
 from vit_fast.config import DataConfig
 from vit_fast.data import default_photograph, make_transform, read_image
+from vit_fast.errors import UnsupportedInputError
 from vit_fast.export import OnnxRunner, export_onnx, inspect_onnx, model_files, verification
 from vit_fast.export.options import ExportOptions
 from vit_fast.export.photographs import photographs
@@ -329,6 +330,17 @@ def test_bf16_is_written_and_not_passed_off_as_verified(tmp_path: Path) -> None:
     kinds = {t.data_type for t in onnx.load(tmp_path / "m.onnx").graph.initializer if len(t.dims) == 2}
     assert kinds == {onnx.TensorProto.BFLOAT16}
     onnx.checker.check_model(str(tmp_path / "m.onnx"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="bf16 files are verified on CUDA")
+def test_bf16_that_cannot_be_verified_here_is_refused_before_the_capture(tmp_path: Path, monkeypatch) -> None:
+    def captured(*_: object) -> None:
+        raise AssertionError("captured before it was refused")
+
+    monkeypatch.setattr("vit_fast.export.exporter.capture", captured)
+    with pytest.raises(UnsupportedInputError, match=r"bf16 on CUDA only, .*\n.*--no-verify"):
+        export_onnx(make("vit"), tmp_path / "new" / "m.onnx", precision="bf16")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

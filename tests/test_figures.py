@@ -163,6 +163,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("show", "vit_test", "--figures", "colours") == 2
     assert "--figures colours: accepted are patches" in capsys.readouterr().err
     assert run("show", "vit_test", "--blocks", "x") == 2
+    assert run("show", "vit_test", "--blocks", "99", "--out", str(tmp_path / "none")) == 2
+    assert "blocks has 99" in capsys.readouterr().err and not (tmp_path / "none").exists()
     assert run("show", "vit_test", str(tmp_path / "missing.jpg")) == 2
 
 

@@ -10,7 +10,7 @@ from vit_fast.benchmarks import machine, runner
 from vit_fast.benchmarks.cold import cold_start
 from vit_fast.benchmarks.correctness import expect, judge
 from vit_fast.benchmarks.inputs import random_weights
-from vit_fast.benchmarks.models import find_models
+from vit_fast.benchmarks.models import resolve
 from vit_fast.benchmarks.plan import make_plan
 from vit_fast.benchmarks.subjects import Task, get_subject
 from vit_fast.errors import UnsupportedInputError
@@ -22,7 +22,7 @@ QUICK = Protocol(repeats=3, least_repeats=3, warmup_repeats=1)
 def make_task(dtype: torch.dtype = torch.float32) -> Task:
     model = vit_fast.create_model("vit_test")
     weights = {name: tensor.to(dtype) for name, tensor in random_weights(model.config).items()}  # type: ignore[arg-type]
-    (described,) = find_models("vit_test", None)
+    (described,) = resolve("vit_test")(None)
     return Task(described, weights, dtype, torch.device("cpu"), batch_size=3)
 
 

@@ -71,7 +71,8 @@ def find_images(paths: Iterable[str | Path]) -> list[Path]:
     problems: list[str] = []
     for path in map(Path, paths):
         if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file())
+            images = (p for p in path.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
+            inside = sorted(p for p in images if p.is_file() or (p.is_symlink() and not p.exists()))
             if not inside:
                 problems.append(f"{path}: no image in this folder ({', '.join(sorted(IMAGE_SUFFIXES))})")
             found += inside
@@ -105,7 +106,8 @@ def read_image(path: str | Path) -> Image.Image:
             with Image.open(path) as image:
                 return _to_rgb(ImageOps.exif_transpose(image))
     except FileNotFoundError:
-        raise ImageError(f"{path}: no such file") from None
+        what = f"is a link to {path.readlink()}, which does not exist" if path.is_symlink() else "no such file"
+        raise ImageError(f"{path}: {what}") from None
     except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
         raise ImageError(f"{path}: refused as a possible decompression bomb: {error}") from None
     except Image.UnidentifiedImageError:

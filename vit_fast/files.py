@@ -107,8 +107,8 @@ def _hidden_folder(path: Path, *errors: type[Exception]) -> Iterator[Path]:
         aside = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         with _locked(aside):
             yield aside
-    except (OSError, *errors) as error:
-        if isinstance(error, OSError) and not _is_about(error, aside):
+    except Exception as error:
+        if not (_is_about(error, aside) if isinstance(error, OSError) else isinstance(error, errors)):
             raise
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         raise OSError(f"{path}: cannot be written: {reason}") from error

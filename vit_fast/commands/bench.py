@@ -89,7 +89,7 @@ def bench(
 
     from ..benchmarks.machine import describe
     from ..benchmarks.plan import make_plan
-    from ..benchmarks.records import Journal, default_folder, to_json
+    from ..benchmarks.records import Journal, check_folder, default_folder, to_json
     from ..benchmarks.report import FULL_WIDTH
     from ..benchmarks.runner import run
 
@@ -99,6 +99,8 @@ def bench(
     if list_subjects:
         _print_subjects(console)
         return
+    if out is not None:
+        check_folder(out)
     if resume is None:
         plan = make_plan(
             images or (),

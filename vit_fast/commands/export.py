@@ -114,7 +114,7 @@ def export(
     if not has_weights:
         report.warnings.append("the weights are random: give --weights")
     if triton_repository is not None:
-        folder = write_triton_repository(out, triton_repository, device="cpu" if target == "ort-cpu" else "gpu")
+        folder = write_triton_repository(out, triton_repository)
         typer.echo(f"for Triton Inference Server: {folder}", err=True)
     if card:
         typer.echo(f"model card: {write_card(out, license_name)}", err=True)

@@ -36,9 +36,10 @@ def show(
     """
     from .. import figures as drawn
     from ..errors import UnsupportedInputError
-    from ..files import file_aside
+    from ..files import check_replaceable, file_aside
     from ..tuning.entry import open_model
 
+    check_replaceable(out / "figure.png")
     wanted = [name.strip() for name in figures.split(",")]
     for name in wanted:
         if name not in FIGURES:
@@ -49,15 +50,17 @@ def show(
         opened.module, image or opened.photographs[0], data_config=opened.model.data, image_hw=opened.model.image_hw,
         in_chans=opened.model.in_chans,
     )  # fmt: skip
+    made = {}
     for name in wanted:
         try:
             if name == "filters":
-                figure = drawn.filters(opened.module)
+                made[name] = drawn.filters(opened.module)
             else:
-                figure = getattr(drawn, name)(opened.module, picture, **(of_attention if name == "attention" else {}))
+                options = of_attention if name == "attention" else {}
+                made[name] = getattr(drawn, name)(opened.module, picture, **options)
         except UnsupportedInputError as error:
             typer.echo(f"no {name}: {error}", err=True)
-            continue
+    for name, figure in made.items():
         path = out / f"{name}.png"
         with file_aside(path) as aside:
             figure.savefig(aside)

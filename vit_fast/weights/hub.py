@@ -44,8 +44,7 @@ def open_source(source: str | Path | Mapping[str, Any] | Source) -> Source:
     if isinstance(source, Mapping):
         return Source("a state dict", tensors_of(source, "a state dict"))
     if not isinstance(source, str | Path):
-        came = repr(source) if source is None or isinstance(source, int) else f"a {type(source).__name__}"
-        raise TypeError(f"source of weights must be a path, a Hub id or a state dict, got {came}")
+        raise TypeError(f"source of weights must be a path, a Hub id or a state dict, got {repr(source)[:60]}")
     path = Path(source)
     if path.is_file():
         return read_file(path)
