@@ -39,13 +39,20 @@ _ROWS = 64
 
 
 @triton.jit
-def piece_statistics(values, col, N, COLS: tl.constexpr):
-    """Mean and sum of squared deviations, [ROWS] each, of fp32 columns col .. col + COLS of rows of N columns."""
-    inside = ((col + tl.arange(0, COLS)) < N)[None, :]
-    count = tl.maximum(tl.minimum(N - col, COLS), 1).to(tl.float32)
-    values = tl.where(inside, values, 0.0)
-    mean = tl.sum(values, 1) / count
-    deviation = tl.where(inside, values - mean[:, None], 0.0)
+def piece_statistics(values, col, N, COLS: tl.constexpr, WHOLE: tl.constexpr = False):
+    """Mean and sum of squared deviations, [ROWS] each, of fp32 columns col .. col + COLS of rows of N columns.
+
+    WHOLE: no piece passes column N. Of a piece that begins there nothing is stored.
+    """
+    if WHOLE:
+        mean = tl.sum(values, 1) / COLS
+        deviation = values - mean[:, None]
+    else:
+        inside = ((col + tl.arange(0, COLS)) < N)[None, :]
+        count = tl.maximum(tl.minimum(N - col, COLS), 1).to(tl.float32)
+        values = tl.where(inside, values, 0.0)
+        mean = tl.sum(values, 1) / count
+        deviation = tl.where(inside, values - mean[:, None], 0.0)
     return mean, tl.sum(deviation * deviation, 1)
 
 

@@ -60,6 +60,7 @@ from .matmul_tiles import (
     load_pieces,
     load_rows,
     load_tile,
+    rounded,
     store_tile,
     sum_row_parts,
     tile_position,
@@ -106,9 +107,10 @@ def _layer_norm_epilogue(
                 ROWS, COLS, HEAD, ROW_STEP, PAIR_STEP,
             )  # fmt: skip
     if z is not None:
-        store_tile(z, value.to(DTYPE), row, col, M, N, ROWS, COLS, TMA)
         # the activation of what the backward will read, so that both see the same hidden layer
-        value = value.to(DTYPE).to(tl.float32)
+        kept = rounded(value, DTYPE)
+        store_tile(z, kept, row, col, M, N, ROWS, COLS, TMA)
+        value = kept.to(tl.float32)
     if GATED:
         gate, up = tl.split(value.reshape(ROWS, COLS // 2, 2))
         value = divided(activate(gate, ACTIVATION, DTYPE == tl.float32) * up, out_scale_ptr)
@@ -135,7 +137,7 @@ def _residual_epilogue(
         acc *= tl.load(scale_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
     if addend is not None:
         acc += addend.to(tl.float32)
-    value = acc.to(DTYPE)
+    value = rounded(acc, DTYPE)
     store_tile(out, value, row, col, M, N, ROWS, COLS, TMA)
     return value
 
@@ -209,7 +211,7 @@ def _activation_grad_epilogue(
     along_row = tl.sum(grad * (pre - bias[None, :]), 1)
     part = row_part_ptr + tl.cast(row, tl.int64) * PARTS + col // COLS + tl.arange(0, ROWS) * PARTS
     tl.store(part, along_row, mask=(rows < M) & (col < N))
-    scaled = (grad * rstd[:, None]).to(DTYPE)
+    scaled = rounded(grad * rstd[:, None], DTYPE)
     store_tile(out, scaled, row, wide, M, width, ROWS, COLS_Z, TMA)
     # of the rounded values: the weight gradient subtracts mean times exactly what its matmul summed
     along_column = tl.sum(grad, 0)
@@ -277,6 +279,7 @@ def _matmul_kernel(
     PARTS: tl.constexpr,  # of a row in row_part_ptr
     OUT_PARTS: tl.constexpr,  # of a row in out_part_ptr
     TIMES: tl.constexpr,  # pieces of a tile, as they are stored, make one of those
+    WHOLE: tl.constexpr,  # no such piece passes the last column
     HEAD: tl.constexpr,  # "rotary", "qk_norm": channels of a head; of the latter as many as a piece of a tile
     NORM: tl.constexpr,  # of q and k: "layer_norm", "rms_norm" or "none"
     HALVES: tl.constexpr,  # to the norms' vectors pairs that are turned are channels j and j + HEAD / 2
@@ -380,7 +383,7 @@ def _matmul_kernel(
                 if out_part_ptr is not None:
                     width = N // 2 if EPILOGUE == "gated" else N
                     start = col // 2 if EPILOGUE == "gated" else col
-                    found = piece_statistics(value.to(tl.float32), start + i * WIDTH, width, WIDTH)
+                    found = piece_statistics(value.to(tl.float32), start + i * WIDTH, width, WIDTH, WHOLE)
                     first = start + i // TIMES * TIMES * WIDTH
                     if i % TIMES == 0:
                         merged = found

@@ -243,6 +243,7 @@ def matmul_launch(
         "PARTS": 0 if o.row_part is None else o.row_part.shape[-1],
         "OUT_PARTS": 0 if o.out_part is None else o.out_part.shape[-1],
         "TIMES": 1 if o.out_part is None else _pieces_of_statistics(config, epilogue),
+        "WHOLE": o.out_part is not None and o.out.shape[-1] % PIECE == 0,
         **head_constants,
         "ALIGN": math.gcd(16, *(tensor.shape[-1] for tensor in o.tiled())),
     }  # fmt: skip

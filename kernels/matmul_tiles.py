@@ -9,6 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .launch import is_interpreted
+
+_INTERPRETED = tl.constexpr(is_interpreted())
+
 
 @triton.jit
 def tile_position(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
@@ -50,6 +54,17 @@ def store_tile(target, values, row, col, rows, columns, ROWS: tl.constexpr, COLS
     else:
         pointers = target + tile_offsets(row, col, columns, ROWS, COLS)
         tl.store(pointers, values, mask=tile_mask(row, col, rows, columns, ROWS, COLS))
+
+
+@triton.jit
+def rounded(value, DTYPE: tl.constexpr):
+    """An fp32 tile in DTYPE, for tiles that are also read again: of those the compiler rounds numbers one by one."""
+    if _INTERPRETED or DTYPE != tl.bfloat16:
+        return value.to(DTYPE)
+    else:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [value], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
 
 
 @triton.jit

@@ -117,6 +117,7 @@ class Stats:
     e4m3: int = 0
     wgmma_waits: int = 0
     wgmma_waits_in_ptx: int = 0
+    single_conversions: int = 0
 
     @property
     def spills(self) -> int:
@@ -283,6 +284,7 @@ def read_stats(compiled: Any, arch: str, seconds: float) -> Stats:
         async_copies=mix["LDGSTS"],
         seconds=round(seconds, 3),
         e4m3=mix["QGMMA"] + mix["QMMA"] + mix["UTCQMMA"],
+        single_conversions=mix["F2F"],
         wgmma_waits=sass.count("WARPGROUP.DEPBAR"),
         wgmma_waits_in_ptx=compiled.asm["ptx"].count("wgmma.wait_group"),
     )

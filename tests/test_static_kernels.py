@@ -56,6 +56,14 @@ def test_the_row_kernel_keeps_its_bars(core_report: dict[str, Any]) -> None:
     assert row["hgmma"] and row["tma_loads"] and row["tma_stores"]
 
 
+def test_tiles_that_are_read_again_are_rounded_in_pairs(core_report: dict[str, Any]) -> None:
+    """F2F rounds one number, at a quarter of the rate of the instruction that rounds two."""
+    rounding = ("residual, statistics", "keeping z", "gelu")
+    rows = [row for row in core_report["builds"] if row["case"].startswith("half") and row["case"].endswith(rounding)]
+    assert {row["kernel"] for row in rows} >= {"matmul_residual", "matmul_layer_norm", "matmul_activation_grad"}
+    assert not [(row["arch"], row["kernel"], row["case"]) for row in rows if row["single_conversions"]]
+
+
 def test_operands_in_e4m3_reach_their_tensor_cores(core_report: dict[str, Any]) -> None:
     """Tiles of 128 x 256 x 128 on sm_90: QGMMA, no spills, operands and results by TMA."""
     rows = [row for row in core_report["builds"] if row["case"].startswith("fp8")]
