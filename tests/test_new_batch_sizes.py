@@ -61,18 +61,18 @@ def most(first: dict[int, int], after: int) -> int:
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in driver is for machines without a GPU")
 
 
-@pytest.mark.parametrize(("arch", "total", "at_once"), [("sm_80", 13, 2), ("sm_90", 19, 3), ("sm_100", 12, 2)])
+@pytest.mark.parametrize(("arch", "total", "at_once"), [("sm_80", 13, 2), ("sm_90", 19, 3), ("sm_100", 13, 2)])
 def test_inference(arch: str, total: int, at_once: int) -> None:
-    """From nine images on one kernel at most, below that a few: tiles that small batches are faster with."""
+    """From twelve images on one kernel at most, below that a few: tiles that small batches are faster with."""
     for different, first in new_kernels(arch)[: len(INFERENCE)]:
         assert sum(first.values()) == different <= total  # nothing anew for a number of rows, of parts, or an address
         assert len(first) > 1  # other tiles at other sizes
         assert most(first, 1) <= at_once
-        assert most(first, 8) <= 1
+        assert most(first, 11) <= 1
         assert most(first, 88) == 0
 
 
-@pytest.mark.parametrize(("arch", "total", "at_once"), [("sm_80", 26, 4), ("sm_90", 37, 5), ("sm_100", 27, 3)])
+@pytest.mark.parametrize(("arch", "total", "at_once"), [("sm_80", 26, 4), ("sm_90", 37, 5), ("sm_100", 28, 3)])
 def test_training(arch: str, total: int, at_once: int) -> None:
     """Products of the same size change their tiles together; from 16 images on one kernel at most."""
     for different, first in new_kernels(arch)[len(INFERENCE) :]:

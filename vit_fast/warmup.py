@@ -59,7 +59,7 @@ def warm_up(
     Args:
         model: Ours, or one that `fuse` has changed; not compiled by torch.compile.
         batch_sizes: Images of the calls to come. Another size compiles at its first call what it alone needs: at most
-            one kernel from nine images on without gradients, from 33 on in training, a few below (ViT-S, B and L).
+            one kernel from twelve images on without gradients, from 33 on in training, a few below (ViT-S, B and L).
         training: Whether they are training steps, forward and backward; else without gradients, in evaluation mode.
         example: Images [any, channels, height, width] like theirs; None stands for images of the size that the model
             was made for, in its parameters' dtype.
