@@ -19,6 +19,7 @@ from torch import Tensor
 from .device import Gpu, generation, gpu_of, product_kind, reads_descriptors
 from .launch import ceil_div, is_interpreted
 from .matmul_launch import MatmulConfig, Operands, fits_tma
+from .matmul_model import epilogue_instructions, predicted_cycles
 from .row_parts import PIECE
 
 TABLE_PATH = Path(__file__).with_name("matmul_table.json")
@@ -185,93 +186,6 @@ def _pointer_table(arch: str, kind: str, epilogue: str) -> tuple[MatmulConfig, .
             64, 64, small, sub_tiles=2 if halves else 1, num_warps=4, num_stages=3, ctas_per_sm=2, maxnreg=limit
         ),
     )
-
-
-# Estimates, in cycles of a multiprocessor, from data sheets and from instructions counted in compiled kernels; none is
-# measured. They only have to order configurations.
-# Dense fp16 multiply-adds a cycle with fp32 sums: A100, A10, L40S, H100, B200, B300, RTX 5090.
-_PRODUCTS = {
-    "sm_80": 1024, "sm_86": 512, "sm_89": 512, "sm_90": 2048, "sm_100": 4096, "sm_103": 4096, "sm_120": 256,
-}  # fmt: skip
-# Bytes a cycle from L2, of the operands' tiles: for all multiprocessors, the A100's and about the RTX 4090's; for one.
-_L2_BYTES = {"sm_86": 2048, "sm_89": 2048, "sm_120": 2048}
-_L2_BYTES_HBM = 5120
-_L2_PORT = 64
-_L2_HOLDS = 2**25
-_SHARED_BYTES = 128  # a cycle: mma.sync has the warps read their operands, 32 rows by a share of the columns each
-_LATENCY = 700  # from the request of a tile of A and B to its arrival
-_ISSUE = 3.0  # instructions a cycle in an epilogue: 75 % of four schedulers
-_DRAIN = 600  # an epilogue's exposed latencies: its first loads, its last stores
-_START = 1500  # a launch's first loads
-_NEXT_LAUNCH = 3000  # from the end of one launch to the start of the next
-# Instructions a warp issues for a tile outside the loop over K: so many, and for every element of a thread ...
-_TILE_INSTRUCTIONS = 250
-_INSTRUCTIONS = {
-    "layer_norm": 7, "rotary": 18, "qk_norm": 29, "gated": 10, "residual": 2, "activation_grad": 39, "gated_grad": 58,
-    "layer_norm_grad": 11, "partial": 4,
-}  # fmt: skip
-_ACTIVATION, _ADDEND, _STATISTICS, _SECOND = 10, 6, 9, 5  # more: GELU, a residual, its statistics, a result in e4m3
-
-
-def epilogue_instructions(operands: Operands, epilogue: str, activation: str = "identity") -> int:
-    """Instructions a thread issues for each element of a tile after the loop over K, counted in SASS of sm_90."""
-    count = _INSTRUCTIONS[epilogue]
-    if epilogue == "layer_norm" and activation != "identity":
-        count += _ACTIVATION
-    if epilogue == "residual":
-        extras = ((operands.residual, _ADDEND), (operands.out_part, _STATISTICS), (operands.out8, _SECOND))
-        count += sum(cost for tensor, cost in extras if tensor is not None)
-    return count
-
-
-def predicted_cycles(
-    config: MatmulConfig, sizes: tuple[int, int, int], itemsize: int, gpu: Gpu, instructions: int, splits: int = 1
-) -> float:
-    """An estimate of what the busiest multiprocessor needs for its tiles.
-
-    Args:
-        config: The tiles.
-        sizes: M, N, K of the product.
-        itemsize: Bytes an element of A and B.
-        gpu: Where it runs.
-        instructions: `epilogue_instructions` where K is whole.
-        splits: Parts of K; more than one are fp32 in memory, and summed by a launch of their own.
-    """
-    M, N, K = sizes
-    units = config.tiles(M, N) * splits
-    if units == 0:
-        return 0.0
-    tiles = ceil_div(units, gpu.sm_count)
-    together = min(tiles, config.ctas_per_sm)
-    area, border = config.block_m * config.block_n, config.block_m + config.block_n
-    steps = ceil_div(ceil_div(K, config.block_k), splits)
-    depth, l2_bytes = config.block_k * itemsize, _L2_BYTES.get(gpu.arch, _L2_BYTES_HBM)
-    load = border * depth / min(_L2_PORT, l2_bytes * tiles / units)
-    product = area * depth / 2 / _PRODUCTS.get(gpu.arch, 1024)
-    if generation(gpu.arch) == "ampere":
-        product = max(product, (32 * config.num_warps + area / 32 + border) * depth / _SHARED_BYTES)
-    under_way = max(1, config.num_stages - 1)
-    epilogue = epilogue_cycles(config, instructions if splits == 1 else _INSTRUCTIONS["partial"])
-    if config.ctas_per_sm > 1:  # but for the last ones, epilogues run under the products of another program's tile
-        loop = steps * max(product, load, _LATENCY / (under_way * together))
-        last = (tiles - 1) % together + 1
-        cycles = (tiles - last) * max(loop, epilogue) + last * (loop + epilogue)
-    else:  # a flattened loop issues the next tile's first loads before the epilogue, and nothing else overlaps it
-        early = under_way if config.flatten and splits == 1 else 0
-        waits = 0 if early else _LATENCY
-        loop = max(steps * max(product, _LATENCY / under_way), (steps - early) * load)
-        cycles = tiles * (loop + waits + epilogue)
-    cycles += _START
-    if splits > 1:  # parts written and read, the sum's other operands read, its result written
-        rate = l2_bytes if 4 * splits * M * N <= _L2_HOLDS else l2_bytes / 4  # of DRAM, about
-        cycles += _NEXT_LAUNCH + _START + (8 * splits + 2 * itemsize) * M * N / rate
-    return cycles
-
-
-def epilogue_cycles(config: MatmulConfig, instructions: int) -> float:
-    """An estimate of a tile's epilogue by itself; `instructions` as `epilogue_instructions` counts them."""
-    a_warp = _TILE_INSTRUCTIONS + instructions * config.block_m * config.block_n / (32 * config.num_warps)
-    return a_warp * config.num_warps / _ISSUE + _DRAIN
 
 
 def choose_split(

@@ -21,7 +21,8 @@ from vit_fast.kernels import offline
 from vit_fast.kernels.device import REFERENCE_GPU, Gpu
 from vit_fast.kernels.launch import Launch
 from vit_fast.kernels.matmul_launch import EPILOGUES, MatmulConfig, Operands, fits_tma, matmul_launch
-from vit_fast.kernels.matmul_policy import choose_split, config_table, epilogue_instructions, predicted_cycles
+from vit_fast.kernels.matmul_model import epilogue_instructions, predicted_cycles
+from vit_fast.kernels.matmul_policy import choose_split, config_table
 from vit_fast.kernels.row_parts import row_parts
 from vit_fast.kernels.weight_products import weight_products_launch
 

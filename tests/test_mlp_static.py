@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from typing import Any
@@ -15,6 +14,7 @@ pytest.importorskip("triton", reason="the kernels need triton")
 
 from vit_fast.kernels import matmul_policy, offline
 from vit_fast.kernels.matmul_launch import EPILOGUES, MatmulConfig
+from vit_fast.kernels.sass import count_loops
 
 _COMPILE = """
 import json
@@ -42,33 +42,11 @@ def fc1() -> dict[str, Any]:
     return found
 
 
-def _epilogue(sass: str) -> int:
-    """Instructions of the epilogue in the loop that runs over all steps of all tiles: what a step jumps over.
-
-    The loop is the backward branch around the wgmmas. A wait on a barrier that has been moved out of line also branches
-    back, after a TRYWAIT, but repeats nothing.
-    """
-    lines = [(int(m[1], 16), m[2]) for m in re.finditer(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", sass, re.MULTILINE)]
-    index_of = {address: index for index, (address, _) in enumerate(lines)}
-    branches = []
-    for index, (_, text) in enumerate(lines):
-        target = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)
-        waits = any("TRYWAIT" in line for _, line in lines[max(index - 2, 0) : index])
-        if target is not None and int(target[1], 16) in index_of and not waits:
-            branches.append((index, index_of[int(target[1], 16)]))
-    products = [index for index, (_, text) in enumerate(lines) if "HGMMA" in text]
-    start, stop = min(
-        ((to, at) for at, to in branches if to <= products[0] and products[-1] <= at),
-        key=lambda loop: loop[1] - loop[0],
-    )
-    skipped = max(to - at for at, to in branches if start <= at and to <= stop)
-    assert stop - start - skipped < 400 < skipped, "the loop and the epilogue in it were not recognised"
-    return skipped
-
-
 def _epilogue_issue_slots(row: dict[str, Any]) -> int:
     """Issue slots of a scheduler a tile in the epilogue: its share of the warps runs it once."""
-    return _epilogue(row["sass"]) * row["warps"] // 4
+    loops = count_loops(row["sass"])
+    assert 0 < loops.step < 400 < loops.tile, "the loop and the epilogue in it were not recognised"
+    return loops.tile * row["warps"] // 4
 
 
 def test_fc1_keeps_its_bars(fc1: dict[str, Any]) -> None:

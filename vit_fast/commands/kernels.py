@@ -32,6 +32,11 @@ def kernels(
     ] = None,
     batch_sizes: Annotated[str, typer.Option(help="With --warm-up: batch sizes, separated by commas.")] = "1",
     training: Annotated[bool, typer.Option(help="With --warm-up: for training steps.")] = False,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help="Without a GPU: model a layer's device time (sm_90 unless --arch)."),
+    ] = None,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="With --model: images.")] = 256,
     host: Annotated[
         bool,
         typer.Option("--host", help="Without a GPU: what the host spends to launch a block (sm_90 unless --arch)."),
@@ -40,6 +45,9 @@ def kernels(
     """Compiles the kernels for the named architectures, without a GPU; exits with 1 if one spills or became worse."""
     if host:
         _print_host_time("sm_90" if arch == DEFAULT_ARCHS else arch, as_json=as_json)
+        return
+    if model is not None:
+        _print_device_time(model, batch, "sm_90" if arch == DEFAULT_ARCHS else arch, as_json=as_json)
         return
     if warm_up is not None:
         _warm_up(warm_up, batch_sizes, training)
@@ -116,6 +124,17 @@ def _print_host_time(arch: str, *, as_json: bool) -> None:
     typer.echo(json.dumps(report, indent=2) if as_json else render(report))
     if report["violations"]:
         raise typer.Exit(1)
+
+
+def _print_device_time(name: str, batch: int, arch: str, *, as_json: bool) -> None:
+    from .device_time import model_layer, render
+
+    try:
+        report = model_layer(name, batch, arch)
+    except (RuntimeError, ValueError, ImportError) as error:
+        typer.echo(f"vit-fast kernels --model: {error}", err=True)
+        raise typer.Exit(2) from error
+    typer.echo(json.dumps(report, indent=2) if as_json else render(report))
 
 
 def collect(archs: list[str], *, core: bool, update_baseline: bool, progress: bool = False) -> dict[str, Any]:

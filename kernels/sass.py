@@ -1,0 +1,57 @@
+"""Loops in SASS, as cuobjdump prints it: how many instructions a warp executes how often."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", re.MULTILINE)
+_BRANCH = re.compile(r"\bBRA\b.*?0x([0-9a-f]+)")
+_PRODUCT = re.compile(r"\b(?:[HQI]G?MMA|UTC\w*MMA)\b")
+
+
+@dataclass(frozen=True)
+class Loops:
+    """Instructions of a warp.
+
+    Args:
+        step: In one step of the innermost loop around the matrix products, without `tile`.
+        tile: Around that loop, in one step of the outer one; where one loop walks over all steps of all tiles, what
+            those steps jump over that are not a tile's last. 0 where there is but one loop.
+        once: Outside loops.
+    """
+
+    step: int
+    tile: int
+    once: int
+
+
+def count_loops(sass: str) -> Loops:
+    """Returns the counts of a kernel; all `once` where no loop has matrix products.
+
+    A loop is a backward branch around a product. A wait on a barrier that was moved out of line also branches back,
+    after a TRYWAIT, but repeats nothing.
+    """
+    lines = [(int(m[1], 16), m[2]) for m in _LINE.finditer(sass)]
+    index_of = {address: index for index, (address, _) in enumerate(lines)}
+    branches = []
+    for index, (_, text) in enumerate(lines):
+        target = _BRANCH.search(text)
+        waits = any("TRYWAIT" in line for _, line in lines[max(index - 2, 0) : index])
+        if target is not None and int(target[1], 16) in index_of and not waits:
+            branches.append((index, index_of[int(target[1], 16)]))
+    products = [index for index, (_, text) in enumerate(lines) if _PRODUCT.search(text)]
+    ends: dict[int, int] = {}
+    for at, to in branches:
+        if any(to <= product <= at for product in products):
+            ends[to] = max(at, ends.get(to, 0))
+    executed = sum("NOP" not in text for _, text in lines)
+    if not ends:
+        return Loops(0, 0, executed)
+    (start, stop), *outer = sorted(ends.items(), key=lambda loop: loop[1] - loop[0])
+    inner = stop - start + 1
+    around = [end - begin + 1 for begin, end in outer if begin <= start and stop <= end]
+    skipped = max((to - at for at, to in branches if start <= at < to <= stop + 1), default=0)
+    # a jump over most of the loop is one over the end of a tile
+    tile = around[0] - inner if around else skipped if 2 * skipped > inner else 0
+    return Loops(inner if around else inner - tile, tile, executed - max([inner, *around]))

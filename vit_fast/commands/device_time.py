@@ -1,0 +1,83 @@
+"""For `vit-fast kernels --model`: what each launch of a layer would take on a GPU, modelled without one.
+
+    report = model_layer("vit_base_patch16_224", 256, "sm_90")
+    print(render(report))
+
+The launches are recorded under the stand-in driver, compiled, and modelled from their machine code and the launch
+policy (`kernels/device_model.py`). Nothing here is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .. import create_model, freeze
+from ..block import run_blocks
+from ..variants import get_variant
+
+if TYPE_CHECKING:
+    from ..kernels.launch import Launch
+
+NOTE = "Modelled from machine code and the launch policy. Nothing here is measured."
+_COLUMNS = {
+    "kernel": "launch", "tile": "tile/parts", "waves": "waves", "MB": "MB", "GFLOP": "GFLOP", "registers": "registers",
+    "step_instructions": "step", "tile_instructions": "tile", "issue_us": "issue us", "floor_us": "floor us",
+    "modelled_us": "modelled us", "bottleneck": "bottleneck",
+}  # fmt: skip
+
+
+def model_layer(name: str, batch: int, arch: str) -> dict[str, Any]:
+    """Returns a row for each launch of a frozen layer in bf16, and their sums in microseconds.
+
+    Raises:
+        ValueError: the model or the architecture is unknown.
+        RuntimeError: the stand-in driver, which is installed in this process, cannot be.
+    """
+    from ..kernels import stand_in_driver
+    from ..kernels.device_model import GPUS, model_launches
+
+    layers = get_variant(name).config.depth
+    driver = stand_in_driver.install(arch)
+    rows = model_launches(record_layer(name, batch), arch)
+    gpu, clock, dram = GPUS[arch]
+    return {
+        "note": NOTE, "arch": arch, "gpu": gpu, "clock_GHz": clock, "DRAM_GB_per_s": dram,
+        "multiprocessors": driver.gpu.sm_count, "model": name, "batch": batch, "dtype": "bf16", "layers": layers,
+        "launches": rows,
+        "layer": {key: round(sum(row[key] for row in rows), 2) for key in ("issue_us", "floor_us", "modelled_us")},
+    }  # fmt: skip
+
+
+def record_layer(name: str, batch: int) -> list[Launch]:
+    """Returns the launches of a layer behind another, which leaves it LayerNorm statistics."""
+    from ..kernels.device_model import recorded
+
+    model = create_model(name, backend="triton", depth=2).bfloat16()
+    config = model.config
+    x = torch.empty(batch, config.seqlen, config.embed_dim, dtype=torch.bfloat16)
+    rope = model.rope(torch.empty(1, config.in_chans, *config.image_hw), x)
+    with torch.no_grad(), recorded() as launches:
+        freeze(model.blocks)
+        launches.clear()
+        run_blocks(model.blocks, x, rope)
+    return launches[-(len(launches) // 2) :]
+
+
+def render(report: Mapping[str, Any]) -> str:
+    """Formats a report as text."""
+    rows = [list(_COLUMNS.values()), *([str(row[key]) for key in _COLUMNS] for row in report["launches"])]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    layers, sums = report["layers"], report["layer"]
+    lines = [
+        f"{report['model']}, batch {report['batch']}, bf16, frozen, one of {layers} layers",
+        f"{report['arch']}: {report['gpu']}, {report['multiprocessors']} multiprocessors, {report['clock_GHz']} GHz, "
+        f"{report['DRAM_GB_per_s']} GB/s",
+        report["note"] + " Instructions of a warp: in a step along K, and in the rest of a tile.",
+        *("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows),
+        f"layer: issue {sums['issue_us']} us, floor {sums['floor_us']} us, modelled {sums['modelled_us']} us",
+        f"{layers} layers: modelled {layers * sums['modelled_us'] / 1e3:.2f} ms",
+    ]
+    return "\n".join(lines)
