@@ -8,11 +8,13 @@ import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from vit_fast.accuracy import judge
 
@@ -183,6 +185,11 @@ SUBJECTS: dict[str, Subject] = {
     "torch-encoder": Subject(_encoder, lambda: {"src": torch.randn(2, 5, 64)}, lambda tokens: tokens),
     "ours": Subject(_ours, images("images"), lambda logits: logits),
 }
+
+
+def transformers_is_whole() -> bool:
+    """True if ViT's blocks run as one operator: in transformers 4 the output projection is a module apart."""
+    return TorchVersion(version("transformers")) >= (5, 0)
 
 
 def of_depth(depth: int) -> dict[str, Subject]:

@@ -22,6 +22,7 @@ from kernel_support import (
     packed,
     sequences_of,
 )
+from our_operators import OurOperators
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -251,13 +252,15 @@ def test_compiles_whole_with_dynamic_lengths() -> None:
     def function(qkv: Tensor, bounds: Tensor, longest: int) -> Tensor:
         return ops.attention_varlen_qkvpacked(qkv * 2, bounds, longest, backend="triton").sin()
 
-    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+    seen = OurOperators()
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=seen)
     for lengths in ([4, 5], [3, 8, 1], [20]):
         qkv, bounds = packed(sum(lengths), 2, 16).requires_grad_(), sequences_of(lengths)
         right, value = (f(qkv, bounds, max(lengths)) for f in (function, compiled))
         torch.testing.assert_close(value, right)
         grads = [torch.autograd.grad(result.sum(), qkv)[0] for result in (right, value)]
         torch.testing.assert_close(grads[1], grads[0])
+    assert seen == ["attention_varlen_qkvpacked"] * seen.graphs
 
 
 class _Packed(torch.nn.Module):

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from mlp_support import DEVICE, make_bf16_exact
+from our_operators import OurOperators
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -185,8 +186,10 @@ def test_torch_compile_takes_it_whole() -> None:
             )
         return known[0]
 
+    seen = OurOperators()
     with torch.no_grad():
-        assert torch.equal(torch.compile(two, fullgraph=True, backend="aot_eager")(x), two(x))
+        assert torch.equal(torch.compile(two, fullgraph=True, backend=seen)(x), two(x))
+    assert seen == ["block_fp8"] * 2
 
 
 def test_nothing_optional_and_parameters_in_fp32() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from fused_models import SUBJECTS
 from mlp_support import DEVICE
+from our_operators import OurOperators
 from torch import Tensor, nn
 
 import vit_fast
@@ -244,7 +245,8 @@ def test_the_dtype_is_that_of_the_matmuls(folds: list[int]) -> None:
 def test_compiled_it_is_followed_too(folds: list[int]) -> None:
     model, x = ours(), images()
     vit_fast.freeze(model)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    seen = OurOperators()
+    compiled = torch.compile(model, fullgraph=True, backend=seen)
     with torch.no_grad():
         expected = model(x)
         folds.clear()
@@ -255,6 +257,7 @@ def test_compiled_it_is_followed_too(folds: list[int]) -> None:
                 change(model)
             expected = copy.deepcopy(model)(x)
             torch.testing.assert_close(compiled(x), expected, rtol=1e-5, atol=1e-5)
+    assert seen == ["block"] * len(model.blocks) * seen.graphs
 
 
 def test_a_part_that_is_hooked_later_runs() -> None:

@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from fused_models import IMAGE, LIBRARIES, SUBJECTS, Subject, gradients
+from fused_models import IMAGE, LIBRARIES, SUBJECTS, Subject, gradients, packed_of_depth, transformers_is_whole
 from kernel_support import DEVICE
+from our_operators import OurOperators
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
@@ -58,27 +59,37 @@ def test_compile_without_a_graph_break(library: str) -> None:
         torch.testing.assert_close(subject.run(compiled, inputs), expected)
 
 
-@pytest.mark.parametrize("library", ["timm", "transformers", "torchvision"])
+@every_library
 def test_the_kernels_compile_without_a_graph_break_and_export_without_themselves(library: str) -> None:
+    """One operator a block, frozen too; two with transformers 4, whose output projection is a module apart."""
+    whole = library != "transformers" or transformers_is_whole()
     subject, model, inputs, expected = fused(library)
     model.to(DEVICE)
     inputs = {name: tensor.to(DEVICE) for name, tensor in inputs.items()}
     vit_fast.fuse(model, backend="triton")
-    with torch.no_grad():
-        graphs = []
-
-        def keep(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
-            graphs.append(graph)
-            return graph
-
-        found = subject.run(torch.compile(model, backend=keep, fullgraph=True), inputs)
+    for frozen in (False, True):
+        if frozen:
+            assert len(vit_fast.freeze(model)) == 2 * whole
+        seen = OurOperators()
+        with torch.no_grad():
+            found = subject.run(torch.compile(model, backend=seen, fullgraph=True), inputs)
         torch.testing.assert_close(found.cpu(), expected, rtol=1e-3, atol=1e-3)
-        assert len(graphs) == 1
-        ends = ("vit_fast.linear_residual", "vit_fast.block")  # of what a block's first half is, or all of it
-        assert sum(str(node.target).startswith(ends) for node in graphs[0].graph.nodes) == 2
-    program = torch.export.export(model, (), inputs)
-    assert "vit_fast" not in str(program.graph)
-    torch.testing.assert_close(subject.output(program.module()(**inputs)).cpu(), expected, rtol=1e-3, atol=1e-3)
+        assert (seen, seen.graphs) == ((["block"] if whole else ["attention", "layer_norm_mlp"]) * 2, 1)
+    for strict in (False, True):
+        program = torch.export.export(model, (), inputs, strict=strict)
+        assert "vit_fast" not in str(program.graph)
+        torch.testing.assert_close(subject.output(program.module()(**inputs)).cpu(), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_compiled_blocks_of_padded_images_are_operators() -> None:
+    subject = packed_of_depth(2)["timm's mask"]
+    model, inputs = subject.build().to(DEVICE).eval(), {name: x.to(DEVICE) for name, x in subject.inputs().items()}
+    vit_fast.fuse(model, backend="triton").require_all()
+    seen = OurOperators()
+    with torch.no_grad():
+        expected = subject.run(model, inputs)
+        torch.testing.assert_close(subject.run(torch.compile(model, backend=seen), inputs), expected)
+    assert seen == ["block"] * 2
 
 
 @pytest.mark.parametrize("library", ["timm", "transformers"])

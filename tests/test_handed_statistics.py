@@ -12,6 +12,7 @@ import pytest
 import torch
 from fused_models import LIBRARIES, SUBJECTS, Subject, assert_gradients_within, assert_within, gradients, in_fp64
 from kernel_support import DEVICE, HAS_GPU
+from our_operators import OurOperators
 from torch import Tensor, nn
 
 import vit_fast
@@ -193,14 +194,9 @@ def model_unfused(model: nn.Module) -> nn.Module:
 def test_a_compiled_model_hands_them_on_where_its_blocks_are_a_sequential(library: str, handed_on: list[bool]) -> None:
     subject, model, inputs = half(library)
     vit_fast.fuse(model, "triton").require_all()
-    graphs = []
-
-    def keep(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
-        graphs.append(graph)
-        return graph
-
+    seen = OurOperators()
     with torch.no_grad():
-        found = subject.run(torch.compile(model, backend=keep, fullgraph=True), inputs)
+        found = subject.run(torch.compile(model, backend=seen, fullgraph=True), inputs)
         assert torch.equal(found, subject.run(model, inputs))
-    assert len(graphs) == 1
+    assert (seen, seen.graphs) == (["block"] * 2, 1)
     assert handed_on == [False, True] * 2, "traced, and run as it is"

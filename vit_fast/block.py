@@ -9,6 +9,7 @@ x   = x + ls (h W2^T + b2)          likewise, for the LayerNorm of the next bloc
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from functools import partial
 from itertools import zip_longest
@@ -48,7 +49,7 @@ from .traced_parts import Outline, built, outline
 def parts_of(block: Any) -> BlockParts:
     """The parts of a block, read anew where it is not what it was."""
     if torch.compiler.is_compiling():
-        found = _outline(block)
+        found = _outline(id(block))
         if found is not None:
             return built(block, found)
         compiled: BlockParts = block.vit_fast_parts
@@ -61,8 +62,12 @@ def parts_of(block: Any) -> BlockParts:
 
 
 @constant_to_compiler
-def _outline(block: Any) -> Outline | None:
-    """torch.compile calls this while it traces."""
+def _outline(address: int) -> Outline | None:
+    """Takes id(block), which torch.compile guards: torch 2.11 accepts no module as an argument of a constant.
+
+    torch.compile calls this while it traces, and holds the block meanwhile.
+    """
+    block: Any = ctypes.cast(address, ctypes.py_object).value
     parts = block.__dict__.get("vit_fast_parts")
     if parts is None or not parts.watch.holds(block):
         parts = _read(block)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .config import RopeConfig, Size, ViTConfig
 from .ops import Rope
+from .ops.attention import in_torch_export
 
 
 def pos_embed_for(config: ViTConfig, learned: Tensor | None, grid: Size, patches: Tensor) -> Tensor | None:
@@ -59,7 +60,7 @@ def resample_pos_embed(pos_embed: Tensor, old_grid: Size, new_grid: Size, num_pr
     The first num_prefix_tokens rows are kept as they are. The same grid gives the same tensor back.
     """
     # Asked first: comparing sizes while exporting would fix them in the graph.
-    if not torch.compiler.is_exporting() and old_grid == new_grid:
+    if not in_torch_export() and old_grid == new_grid:
         return pos_embed
     prefix, patches = pos_embed[:, :num_prefix_tokens], pos_embed[:, num_prefix_tokens:]
     plane = patches.float().reshape(1, old_grid[0], old_grid[1], -1).permute(0, 3, 1, 2)
