@@ -1,4 +1,4 @@
-"""Launch plans: what an operator launches, recorded when it first runs, and from then on launched without being asked.
+"""Launch plans: what an operator launches, recorded at the second call of a signature and replayed from the third on.
 
     result = run(function, arguments)        # function(*arguments), by its plan where there is one
 
@@ -31,7 +31,9 @@ from .plan_steps import LaunchPlan
 Function = Callable[..., Any]
 
 MAX_PLANS = 2048
+MAX_SEEN = 16384
 _plans: dict[tuple[Any, ...], LaunchPlan | None] = {}  # None: it cannot be planned
+_seen: set[int] = set()  # hashes of the signatures that ran once; a collision only records one call early
 _UNSEEN: Any = object()
 _INTERPRETED = is_interpreted()
 
@@ -58,20 +60,34 @@ def run(function: Function, arguments: Sequence[Any]) -> Any:
     found = tuple(key)
     plan = _plans.get(found, _UNSEEN)
     if plan is _UNSEEN:
-        return function(*arguments) if is_watched() else _record(found, function, arguments)
+        if is_watched() or _is_first(found):
+            return function(*arguments)
+        return _record(found, function, arguments)
     if plan is None or is_watched(*plan.kernels):
         return function(*arguments)
     return plan.replay(tensors, addresses)
 
 
 def forget() -> None:
-    """Drop every plan: for whoever changes by hand what decides the launches."""
+    """Drop every plan and what was seen: for whoever changes by hand what decides the launches."""
     _plans.clear()
+    _seen.clear()
 
 
 def plans() -> list[LaunchPlan | None]:
     """The plans kept; None for each call that could not be planned."""
     return list(_plans.values())
+
+
+def _is_first(key: tuple[Any, ...]) -> bool:
+    """Notes a signature; True if it was not noted before."""
+    signature = hash(key)
+    if signature in _seen:
+        return False
+    if len(_seen) >= MAX_SEEN:
+        _seen.clear()
+    _seen.add(signature)
+    return True
 
 
 def _record(key: tuple[Any, ...], function: Function, arguments: Sequence[Any]) -> Any:

@@ -15,13 +15,11 @@ import vit_fast
 from vit_fast.kernels import plan, plan_recorder, stand_in_driver
 from vit_fast.kernels.launch import Launch
 from vit_fast.ops.attention_op import attention_op
-from vit_fast.ops.linear_op import (
-    layer_norm_linear_op,
-)
+from vit_fast.ops.linear_op import layer_norm_linear_op
 
 
 def steady_state() -> None:
-    """A model's second step builds no launch: forward, backward and inference."""
+    """A model's third step builds no launch: forward, backward and inference."""
     model = vit_fast.create_model("vit_test", backend="triton", depth=3).bfloat16()
     images = torch.zeros(2, 3, 32, 32, dtype=BF16)
 
@@ -30,6 +28,7 @@ def steady_state() -> None:
         with torch.no_grad():
             model(images)
 
+    step()
     step()
     build, built = Launch.__init__, []
     Launch.__init__ = lambda self, *args, **kwargs: built.append(build(self, *args, **kwargs))  # type: ignore[method-assign]  # a spy
@@ -43,7 +42,8 @@ def one_plan_serves_one_tensor_thrice_and_three() -> None:
     """What was recorded with one tensor as q, k and v reads three when it is given three."""
     plan.forget()
     one, others = zeros(1, 2, 17, 64), [zeros(1, 2, 17, 64) for _ in range(3)]
-    attention_op(one, one, one, 0.125)
+    for _ in range(2):
+        attention_op(one, one, one, 0.125)
     replayed, _ = taped(lambda: attention_op(*others, 0.125))
     assert len(plan.plans()) == 1
     addresses = {value for call in replayed for value in call if isinstance(value, Address)}
@@ -66,12 +66,12 @@ def precision() -> None:
         FP32,
     )
     tensors: list[Any] = []
-    for setting in ("ieee", "tf32", "ieee", "tf32"):
+    for setting in ("ieee", "tf32") * 3:
         torch.backends.cuda.matmul.fp32_precision = setting
         calls, _ = taped(lambda: layer_norm_linear_op(*arguments))
         tensors.append(calls[-1][5])  # the function on the device
     torch.backends.cuda.matmul.fp32_precision = "ieee"
-    assert tensors[0] == tensors[2] != tensors[1] == tensors[3]
+    assert tensors[0] != tensors[1] and tensors == tensors[:2] * 3
     assert len(plan.plans()) == 2
 
 
@@ -99,7 +99,7 @@ def with_torch(x: Tensor, y: Tensor, factor: float) -> tuple[Tensor, Tensor, Ten
 
 def torch_operators() -> None:
     plan.forget()
-    for start in (0.0, 1.0, 7.0):
+    for start in (0.0, 1.0, 7.0, 8.0):
         x, y = torch.arange(start, start + 4), torch.randn(4)
         found = plan.run(with_torch, (x, y, 3.0))
         for tensor, expected in zip(found, with_torch(x, y, 3.0), strict=True):
@@ -108,7 +108,8 @@ def torch_operators() -> None:
     one = torch.ones(4)
     for tensor, expected in zip(plan.run(with_torch, (one, one, 3.0)), with_torch(one, one, 3.0)):
         assert torch.equal(tensor, expected)
-    assert torch.equal(plan.run(with_torch, (one, one, 5.0))[1], 5 * one[None])
+    for _ in range(3):
+        assert torch.equal(plan.run(with_torch, (one, one, 5.0))[1], 5 * one[None])
     assert len(plan.plans()) == 2 and None not in plan.plans()
 
 
@@ -137,14 +138,15 @@ def unplannable() -> None:
     for function in (foreign, by_value, itself, as_bits, no_tensor):
         plan.forget()
         plan.run(function, (x,))
+        plan.run(function, (x,))
         assert plan.plans() == [None], function
     plan.forget()
-    plan.run(foreign, (x,))
-    FOREIGN.fill_(5)
-    assert torch.equal(plan.run(foreign, (x,)), torch.full((4,), 6.0))
+    for value in (1.0, 5.0, 6.0):
+        FOREIGN.fill_(value)
+        assert torch.equal(plan.run(foreign, (x,)), x + value)
     plan.forget()
-    assert torch.equal(plan.run(by_value, (2 * x,)), 10 * x)
-    assert torch.equal(plan.run(by_value, (x,)), 5 * x)
+    for factor in (2, 1, 3):
+        assert torch.equal(plan.run(by_value, (factor * x,)), 5 * factor * x)
 
 
 def errors() -> None:
@@ -154,7 +156,7 @@ def errors() -> None:
         raise ValueError("no")
 
     plan.forget()
-    for _ in range(2):
+    for _ in range(3):
         try:
             plan.run(failing, (torch.ones(4),))
         except ValueError:
@@ -167,11 +169,11 @@ def hooks(driver: stand_in_driver.StandInDriver) -> None:
     """Whoever listens hears every launch, of planned operators too."""
     plan.forget()
     x, heard = torch.ones(32), []
-    for _ in range(2):
+    for _ in range(3):
         plan.run(launched_copy, (x,))
     triton.knobs.runtime.launch_enter_hook.add(heard.append)
     plan.run(launched_copy, (x,))
-    plan.run(launched_copy, (x[:16],))  # not seen before: nothing is recorded
+    plan.run(launched_copy, (x[:16],))  # has no plan: nothing is recorded
     triton.knobs.runtime.launch_enter_hook.remove(heard.append)
     copy_kernel.add_pre_run_hook(lambda *args, **kwargs: heard.append(None))
     plan.run(launched_copy, (x,))
@@ -210,11 +212,26 @@ def threads() -> None:
     assert failures == []
 
 
-def bounded() -> None:
-    plan.MAX_PLANS = 4
+def only_what_comes_back_is_recorded() -> None:
+    plan.forget()
+    x = torch.ones(32)
+    recorded = []
+    for _ in range(3):
+        plan.run(launched_copy, (x,))
+        recorded.append(len(plan.plans()))
+    assert recorded == [0, 1, 1]
     for n in range(1, 20):
         plan.run(launched_copy, (torch.ones(n),))
-        assert len(plan.plans()) <= 4
+    assert len(plan.plans()) == 1
+
+
+def bounded() -> None:
+    plan.forget()
+    plan.MAX_PLANS = plan.MAX_SEEN = 4
+    for n in range(1, 20):
+        for _ in range(2):
+            plan.run(launched_copy, (torch.ones(n),))
+        assert 1 <= len(plan.plans()) <= 4 and len(plan._seen) <= 4
 
 
 def buffers_share() -> None:
@@ -246,6 +263,7 @@ def main() -> None:
     hooks(driver)
     threads()
     buffers_share()
+    only_what_comes_back_is_recorded()
     bounded()
     assert driver.violations() == []
     sys.stdout.write("ok")

@@ -74,8 +74,8 @@ def assert_same(ordinary: list[list[Any]], planned: list[list[Any]], inputs: Arg
 def hold(operator: Any, arguments: Arguments, kept: list[Tensor]) -> None:
     """Recorded, replayed, and replayed elsewhere: the launches of the call without a plan."""
     for tensors in (arguments, moved(arguments)):
-        operator(*tensors)  # a launch that compiles is triton's own, with hooks
         plan.forget()
+        operator(*tensors)  # a launch that compiles is triton's own, with hooks; and nothing is recorded yet
         ordinary, made = taped(lambda tensors=tensors: operator(*tensors))
         assert plan.plans() != [None], operator
         replayed, again = taped(lambda tensors=tensors: operator(*tensors))
@@ -85,6 +85,7 @@ def hold(operator: Any, arguments: Arguments, kept: list[Tensor]) -> None:
         replayed, _ = taped(lambda tensors=elsewhere: operator(*tensors))
         assert len(plan.plans()) == 1
         plan.forget()
+        operator(*elsewhere)
         ordinary, _ = taped(lambda tensors=elsewhere: operator(*tensors))
         assert_same(ordinary, replayed, elsewhere)
     kept.clear()

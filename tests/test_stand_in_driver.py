@@ -16,6 +16,7 @@ import children
 import pytest
 import torch
 from children import run_python
+from fused_models import transformers_is_whole
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
@@ -137,7 +138,7 @@ for name, absent in {} if counts["reasons"] else kept.items():
         block = quantize_block(tensors, own, torch.bfloat16, paired_head=head)
         known = zeros(2, 197, C), None, None
         made = []
-        for _ in range(3):
+        for _ in range(5):
             before = driver.counters().launches
             with torch.no_grad():
                 known = fused_block_fp8(
@@ -155,7 +156,7 @@ print(json.dumps([counts, driver.violations()]))
 def test_a_block_in_fp8_is_five_launches(arch: str, environment: dict[str, str]) -> None:
     """As in half precision: no pass over memory is added, but for what the first block reads.
 
-    What it refuses is asked where a call is planned, not in every one: of three there is a first and a second kind.
+    What it refuses is asked until a call is planned: once of the first block, and twice of those behind another.
     """
     counts, violations = json.loads(run_python(["-c", _FP8_COUNTS.replace("ARCH", arch)], environment))
     reasons = counts.pop("reasons")
@@ -166,7 +167,7 @@ def test_a_block_in_fp8_is_five_launches(arch: str, environment: dict[str, str])
     else:
         assert reasons == []
         assert len(counts) == 8
-        assert {name: made for name, made in counts.items() if made != [6, 5, 5, 2]} == {}
+        assert {name: made for name, made in counts.items() if made != [6, 5, 5, 5, 5, 3]} == {}
 
 
 _LIBRARY_COUNTS = """
@@ -219,6 +220,8 @@ def test_a_fused_model_of_every_library_launches_what_ours_does(environment: dic
     counts, by_torch = json.loads(run_python(["-c", _LIBRARY_COUNTS], environment))
     assert by_torch == []
     assert set(counts) == {"timm", "transformers", "torchvision", "ours"}
+    if not transformers_is_whole():
+        counts.pop("transformers")
     for shallow, deep in counts.values():
         assert [(b - a) / 2 for a, b in zip(shallow, deep)] == [6 + 11, 6, 5]
         assert shallow == [6 + 11 + 1, 6 + 1, 5 + 1]
