@@ -62,6 +62,22 @@ def test_positions_that_training_augments(name: str, backend: str) -> None:
         torch.testing.assert_close(subject.run(twin, inputs), subject.run(model, inputs), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["timm-dinov3", "timm-eva02-norms-inside"])
+def test_an_attention_layer_without_head_dim(name: str) -> None:
+    """EvaAttention of timm 1.0.20, with q, k and v in one linear and apart."""
+    subject = SUBJECTS[name]
+    model = subject.build().to(DEVICE).eval()
+    inputs = {name: tensor.to(DEVICE) for name, tensor in subject.inputs().items()}
+    with torch.no_grad():
+        expected = subject.run(model, inputs)
+        for block in model.blocks:
+            block.attn.__dict__.pop("head_dim", None)
+        vit_fast.fuse(model, backend="triton").require_all()
+        torch.testing.assert_close(subject.run(model, inputs), expected, rtol=1e-3, atol=1e-3)
+        model.blocks[0].drop_path1.register_forward_hook(lambda *_: None)  # that block runs by its modules
+        torch.testing.assert_close(subject.run(model, inputs), expected, rtol=1e-3, atol=1e-3)
+
+
 def test_fewer_heads_of_keys_run_our_attention_between_the_modules() -> None:
     subject = timm_subject(
         "vit_small_patch16_dinov3", attn_type="rope", qkv_fused=False, num_kv_heads=1, qk_norm=True, qkv_bias=True

@@ -48,7 +48,8 @@ class _AttentionLayer(FusedModule):
 
     @classmethod
     def head_width(cls, module: Any) -> int:
-        return int(module.head_dim)
+        # EvaAttention of timm 1.0.20 has no head_dim
+        return int(getattr(module, "head_dim", 0) or module.proj.in_features // module.num_heads)
 
     def runs_as_it_was(self, attn_mask: Tensor | None, is_causal: bool) -> bool:
         """Whether a call is for timm's own forward."""
@@ -117,7 +118,8 @@ class RotaryAttentionForm(_AttentionLayer):
         """[B, N, C] -> [B, N, 3, H, D]; fewer heads of k and v are repeated."""
         if self.qkv is None:
             q, k, v = (
-                linear(x).unflatten(-1, (-1, self.head_dim)) for linear in (self.q_proj, self.k_proj, self.v_proj)
+                linear(x).unflatten(-1, (-1, self.head_width(self)))
+                for linear in (self.q_proj, self.k_proj, self.v_proj)
             )
             if (groups := getattr(self, "num_kv_groups", 1)) > 1:
                 k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
