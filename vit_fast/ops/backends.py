@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
+from torch.torch_version import TorchVersion
 
 from .flops import register_flop_formulas
 from .probe import probe_reasons
@@ -131,9 +132,23 @@ def _static_reasons(device: torch.device) -> tuple[str, ...]:
             reasons.append("the tensors are on the CPU: accepted are CUDA tensors (or TRITON_INTERPRET=1, for tests)")
     else:
         reasons.append(f"the tensors are on {device.type}: accepted are CUDA tensors")
+    if not reasons and interpreter_is_active():
+        reasons += _interpreter_reasons()
     if not reasons:
         register_flop_formulas()
     return tuple(reasons)
+
+
+def _interpreter_reasons() -> list[str]:
+    import numpy
+    import triton
+
+    found = TorchVersion(triton.__version__), TorchVersion(numpy.__version__)
+    if found[0] >= "3.7" or found[1] < "2.4":
+        return []
+    return [
+        f"the interpreter of triton {found[0]} requires numpy < 2.4, got {found[1]}: install numpy 2.3 or triton 3.7"
+    ]
 
 
 @functools.cache
