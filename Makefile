@@ -1,17 +1,20 @@
 # Every target sets up what it needs: a virtual environment with the versions of constraints.txt.
 #   make bench       the main job: throughput of a ViT on a real photograph, table and plot
 #   make test        all tests (the ones that need a GPU are skipped without one)
+#   make test-oldest the oldest supported versions: compile, export, launches, public API, a tenth of the rest
 #   make gpu-check   everything worth measuring on a CUDA machine, offline; OUT=folder for the records
 
 PYTHON  ?= python3
 VENV    ?= .venv
+PINS    ?= constraints.txt
+EXTRAS  ?= export,interop,train,predict,dev
 BIN     := $(VENV)/bin
 JOBS    ?= auto
-PIP     := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt $(PIP_ARGS)
+PIP     := $(BIN)/python -m pip install --disable-pip-version-check -q -c $(PINS) $(PIP_ARGS)
 SOURCES := vit_fast kernels export benchmarks tests
 READY   := $(VENV)/.ready
 
-.PHONY: bench test test-full test-execute lint format typecheck docs classes kernels verify gpu-check bench-suite record wheel clean
+.PHONY: bench test test-full test-execute test-oldest lint format typecheck docs classes kernels verify gpu-check bench-suite record wheel clean
 
 bench: $(READY)
 	$(BIN)/vit-fast bench $(ARGS)
@@ -22,6 +25,7 @@ test: $(READY)
 test-full: $(READY)
 	OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=full $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=15 --slow $(ARGS)
 	$(MAKE) test-execute
+	$(MAKE) test-oldest
 
 # The kernel tests on the PTX emulator. SEED changes the random schedules; a failure prints the command that repeats it.
 ARCHS ?= sm_80 sm_86 sm_89 sm_90 sm_120
@@ -30,6 +34,11 @@ test-execute: $(READY)
 	set -e; for arch in $(ARCHS); do \
 	  $(BIN)/python tests/execute.py $$arch -n $(JOBS) --dist worksteal --seed $(SEED) $(ARGS); \
 	done
+
+# With the oldest versions that pyproject.toml allows, in an environment of its own.
+test-oldest:
+	$(MAKE) test VENV=.venv-oldest PINS=constraints-oldest.txt EXTRAS=export,interop,train,predict,test \
+		'ARGS=--oldest $(ARGS)'
 
 lint: $(READY)
 	$(BIN)/ruff check $(SOURCES)
@@ -76,12 +85,12 @@ wheel: $(READY)
 	$(BIN)/python -m build --wheel --sdist --no-isolation
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # torch first: the packages that depend on it then find it there instead of choosing another build.
-$(READY): pyproject.toml constraints.txt tests/torchvision_cpu.py
+$(READY): pyproject.toml $(PINS) tests/torchvision_cpu.py
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch setuptools wheel
-	$(PIP) --no-build-isolation -e '.[export,interop,train,predict,dev]'
+	$(PIP) --no-build-isolation -e '.[$(EXTRAS)]'
 	$(BIN)/python tests/torchvision_cpu.py --install
 	touch $@

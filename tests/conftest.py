@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -36,9 +37,32 @@ settings.load_profile("executed" if KERNEL_ARCH else os.environ.get("HYPOTHESIS_
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+    parser.addoption("--oldest", action="store_true", help="run what depends on versions, and a tenth of the rest")
+
+
+# What depends on the versions of libraries: compile, export, launches, public API.
+WHOLE = {
+    "test_export_errors", "test_export_options", "test_export_rotary", "test_fuse_matrix", "test_fuse_tracing",
+    "test_model", "test_onnx_runner", "test_packaging", "test_runtime", "test_stand_in_driver", "test_static_kernels",
+    "test_traced_parts", "test_warm_up",
+}  # fmt: skip
+
+
+def _of_oldest(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The tests of WHOLE, those of compiling and exporting, and of each other file every tenth."""
+    kept = []
+    for path, group in groupby(items, key=lambda item: item.path):
+        for position, item in enumerate(group):
+            if path.stem in WHOLE or "compile" in item.name or "export" in item.name or position % 10 == 0:
+                kept.append(item)
+    return kept
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--oldest"):
+        kept = _of_oldest(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
     no_gpu = pytest.mark.skip(reason="needs a CUDA device of capability 8.0 or newer")
     not_executed = pytest.mark.skip(reason="needs the PTX emulator: make test-execute")
     too_slow = pytest.mark.skip(reason="slow: give --slow")

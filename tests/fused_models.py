@@ -6,9 +6,12 @@ import copy
 import dataclasses
 import functools
 import importlib
+import importlib.util
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from torch.torch_version import TorchVersion
 from vit_fast.accuracy import judge
 
 IMAGE = 32
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
@@ -52,12 +56,20 @@ def images(name: str, size: int = IMAGE) -> Callable[[], dict[str, Tensor]]:
     return lambda: {name: torch.randn(2, 3, size, size)}
 
 
+def _skip_before_it(library: str, known: bool, model: str) -> None:
+    """Skips a model that only later releases have than the installed one; with constraints.txt none is skipped."""
+    pinned = re.search(rf"^{library}==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    if not known and pinned is not None and TorchVersion(version(library)) < pinned[1]:
+        pytest.skip(f"{library} {version(library)} has no {model}")
+
+
 def timm_subject(name: str, size: int = IMAGE, **overrides: Any) -> Subject:
     def make() -> nn.Module:
         timm = pytest.importorskip("timm")
         settings = {"img_size": size, "depth": 2, "embed_dim": 64, "num_heads": 2, "num_classes": 5} | overrides
         if isinstance(settings.get("mlp_layer"), str):
             settings["mlp_layer"] = getattr(timm.layers, settings["mlp_layer"])
+        _skip_before_it("timm", timm.is_model(name), name)
         return timm.create_model(name, **settings)
 
     return Subject(make, images("x", size), lambda logits: logits)
@@ -77,7 +89,10 @@ def transformers_subject(model: str, config: str, pick: str = "last_hidden_state
         if "num_patches" in settings:
             del settings["image_size"]
         home, _, name = model.rpartition(".")
+        folder = f"transformers.models.{home.partition('.')[0]}"
+        _skip_before_it("transformers", not home or importlib.util.find_spec(folder) is not None, model)
         owner = importlib.import_module(f"transformers.models.{home}") if home else transformers
+        _skip_before_it("transformers", hasattr(owner, name), model)
         return getattr(owner, name)(getattr(owner, config)(**settings))
 
     return Subject(make, images("pixel_values"), lambda result: getattr(result, pick))
