@@ -207,6 +207,12 @@ def transformers_is_whole() -> bool:
     return TorchVersion(version("transformers")) >= (5, 0)
 
 
+def require_whole(name: str) -> None:
+    """Skips a model of transformers whose blocks do not run as one operator."""
+    if name.startswith("transformers") and not transformers_is_whole():
+        pytest.skip("no whole block: transformers is older than 5.0")
+
+
 def of_depth(depth: int) -> dict[str, Subject]:
     """A model of so many blocks of each library."""
     return {
