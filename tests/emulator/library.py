@@ -25,18 +25,6 @@ class Report(NamedTuple):
         return f"{self.kind} in {where}: {self.text}\n    {self.instruction}"
 
 
-class Totals(NamedTuple):
-    """Amounts executed."""
-
-    warp_instructions: int
-    launches: int
-    ctas: int
-    multiplications: int
-    tma_bytes: int
-    tma_useful_bytes: int
-    seconds: float
-
-
 class Found(NamedTuple):
     """An instruction of a loaded kernel."""
 
@@ -91,7 +79,7 @@ class Emulator:
 
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
-        for name in ("reports", "totals", "profile", "find"):
+        for name in ("reports", "profile", "find"):
             getattr(self.library, f"emulator_{name}").restype = ctypes.c_char_p
 
     def _ask(self, name: str, *arguments: bytes) -> Any:
@@ -106,9 +94,6 @@ class Emulator:
 
     def reports(self) -> list[Report]:
         return [Report(*row) for row in self._ask("reports")]
-
-    def totals(self) -> Totals:
-        return Totals(*self._ask("totals"))
 
     def profile(self) -> list[Profile]:
         return [Profile(*kernel, [Row(*row) for row in rows]) for *kernel, rows in self._ask("profile")]

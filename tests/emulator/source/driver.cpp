@@ -3,7 +3,6 @@
 // The project's stand-in driver checks each call; here the launch is executed. A module image is "\177ELF" "PTX" and the
 // text of the PTX, as the emulator has Triton write in place of a cubin.
 #include <cuda.h>
-#include <chrono>
 #include <dlfcn.h>
 #include <mutex>
 #include <tuple>
@@ -32,8 +31,6 @@ bool recording = false;
 std::mutex lock;
 std::string answer;
 
-using Words64 = std::vector<u64>;
-
 std::string quoted(const std::string& text) {
   std::string result = "\"";
   for (char c : text) {
@@ -55,9 +52,7 @@ void run(RecordedLaunch& r) {
   if (!settings.find_allocation)
     settings.find_allocation = (bool (*)(u64, u64*, u64*))dlsym(RTLD_DEFAULT, "emulator_find_allocation");
   r.launch.parameters = (u8*)(((u64)r.parameters.data() + 63) & ~63ull);  // tensor maps lie on 64 bytes
-  const auto start = std::chrono::steady_clock::now();
   execute(r.launch);
-  totals.seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
 }  // namespace
@@ -82,7 +77,7 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* c, CUfunction function, void** p
   if (result != CUDA_SUCCESS || module == modules.end()) return result;
   Kernel* kernel = module->second;
   RecordedLaunch r{{kernel, {c->gridDimX, c->gridDimY, c->gridDimZ}, {c->blockDimX, c->blockDimY, c->blockDimZ}, c->sharedMemBytes, nullptr},
-                   Words64(kernel->parameter_bytes / 8 + 17)};
+                   std::vector<u64>(kernel->parameter_bytes / 8 + 17)};
   const u64 aligned = (((u64)r.parameters.data() + 63) & ~63ull);
   for (size_t i = 0; i < kernel->parameters.size(); i++)
     std::memcpy((u8*)aligned + kernel->parameters[i].offset, parameters[i], kernel->parameters[i].size);
@@ -114,13 +109,6 @@ const char* emulator_reports() {
     append(list, array(quoted(r.kind), quoted(r.kernel), quoted(r.line), quoted(r.instruction), quoted(r.text), number(r.count)));
   reports.clear();
   return reply(list);
-}
-// [warp instructions, launches, CTAs, multiplications, TMA bytes, useful ones, seconds] since the last call.
-const char* emulator_totals() {
-  std::lock_guard hold(lock);
-  const Totals t = std::exchange(totals, {});
-  return (answer = array(number(t.warp_instructions), number(t.launches), number(t.ctas), number(t.multiplications),
-                         number(t.tma_bytes), number(t.tma_useful_bytes), number(t.seconds))).c_str();
 }
 // Per kernel executed since the last call [name, launches, CTAs, [[index, opcode, line, executed, lanes, accesses,
 // wavefronts, ideal wavefronts, bytes, sectors], ...]].

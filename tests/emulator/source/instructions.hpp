@@ -33,6 +33,9 @@ DECLARE(mma) DECLARE(wgmma_issue) DECLARE(wgmma_fence) DECLARE(wgmma_commit) DEC
 bool mbarrier_try_wait(Warp& w, Instruction& I, u32 mask);  // true when the phase is complete
 void wait_for_products(Warp& w, size_t may_stay);
 
+// Runs a warp until it waits or ends, or for `portion` instructions; returns false if it only waits on.
+bool run_warp(Warp& w, u64 portion);
+
 // ---- memory ----
 
 void load_element(Warp& w, const Instruction& I, int operand, int lane, const u8* from);

@@ -2,12 +2,11 @@
 #include <cstdarg>
 #include <cstdio>
 #include <random>
-#include "schedule.hpp"
+#include "instructions.hpp"
 
 namespace emulator {
 
 Settings settings;
-Totals totals;
 std::map<std::string, Report> reports;
 u64 launch_number = 0;
 
@@ -152,7 +151,7 @@ void start_warp(Warp& w) {
 
 void execute(Launch& launch) {
   Kernel& kernel = *launch.kernel;
-  launch_number++, totals.launches++, kernel.launches++;
+  launch_number++, kernel.launches++;
   if (settings.seed) generator.seed(settings.seed + scheduled_launches++);
   Instruction start;
   const u32 threads = launch.block[0] * launch.block[1] * launch.block[2];
@@ -175,7 +174,7 @@ void execute(Launch& launch) {
     std::fill(cta.shared.begin(), cta.shared.end(), POISON);
     for (auto& w : cta.warps) start_warp(w);
     run_cta(cta);
-    kernel.ctas++, totals.ctas++;
+    kernel.ctas++;
   }
 }
 

@@ -55,7 +55,6 @@ void mma(Warp& w, Instruction& I, u32 mask) {
     for (int i = 0; i < 4; i++)
       if (!I.half_accumulator) words(w, I, i)[l] = std::bit_cast<u32>(at(l, i));
       else if (i % 2 == 0) words(w, I, i / 2)[l] = to_f16(at(l, i)) | to_f16(at(l, i + 1)) << 16;
-  totals.multiplications += 16 * 8 * I.k;
 }
 
 }  // namespace emulator

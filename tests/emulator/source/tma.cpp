@@ -127,9 +127,7 @@ void deliver(Cta& cta, Mbarrier& barrier, const TmaCopy& load) {
     if (p.inside && check_global(w, I, p.global, p.inside, "TMA load")) {
       note_global_read(w, I, p.global, p.inside);
       std::memcpy(to + p.skipped, (void*)p.global, p.inside);
-      totals.tma_useful_bytes += p.inside;
     }
-    totals.tma_bytes += p.bytes;
   });
   barrier.bytes -= load.bytes;
   barrier.delivered.push_back({barrier.phase, load.copy});

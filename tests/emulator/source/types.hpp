@@ -243,11 +243,6 @@ struct Settings {
   bool (*find_allocation)(u64 address, u64* first, u64* end) = nullptr;
 };
 
-struct Totals {
-  u64 warp_instructions = 0, launches = 0, ctas = 0, multiplications = 0, tma_bytes = 0, tma_useful_bytes = 0;
-  double seconds = 0;
-};
-
 struct Report {
   std::string kind, kernel, line, text, instruction;
   u64 count = 0;
@@ -255,7 +250,6 @@ struct Report {
 
 extern Settings settings;
 extern u64 launch_number;
-extern Totals totals;
 extern std::map<std::string, Report> reports;
 
 void start_schedule(u32 seed, int early, bool reverse);

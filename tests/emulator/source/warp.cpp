@@ -1,5 +1,5 @@
 // One warp: branches with reconvergence, barriers, undefined values, registers of wgmma in flight.
-#include "schedule.hpp"
+#include "instructions.hpp"
 
 namespace emulator {
 namespace {
@@ -118,7 +118,7 @@ bool run_warp(Warp& w, u64 portion) {
     if (I.guarded && active & ~w.defined[I.guard.number])
       report(w, I, "undefined-value-used", "guard %s", register_name(w, I.guard.number));
     I.statistics.executed++, I.statistics.lanes += std::popcount(mask);
-    w.executed++, totals.warp_instructions++;
+    w.executed++;
     if (I.kind == TRY_WAIT && mask) {
       const bool done = mbarrier_try_wait(w, I, mask);
       w.defined[I.operands[0].number] |= mask;

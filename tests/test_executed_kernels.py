@@ -1,0 +1,219 @@
+"""What only execution shows: launch plans replayed, CUDA graphs, a compiled model, TF32, the short sums of FP8."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import planned_launches
+import pytest
+import test_fp8_block
+import torch
+from emulator.library import Emulator
+from kernel_execution import KERNEL_ARCH
+from kernel_support import check_attention
+from mlp_support import check_case, make_case
+from torch import Tensor, nn
+
+import vit_fast
+from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR, judge
+from vit_fast.kernels import plan
+from vit_fast.model import set_backend
+from vit_fast.ops import attention_qkvpacked, layer_norm_mlp, reference
+
+pytestmark = pytest.mark.executed
+
+BF16 = torch.bfloat16
+
+
+# ---- launch plans ----
+
+
+def _random(*shape: int, dtype: torch.dtype = BF16, offset: int = 0) -> Tensor:
+    """In the place of launch_tapes.zeros."""
+    size = torch.Size(shape).numel()
+    return (torch.randn(size + offset) / 4).to(dtype)[offset:].view(shape)
+
+
+def _copied(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same values elsewhere."""
+    moved = (planned_launches.elsewhere(a).copy_(a) if isinstance(a, Tensor) else a for a in arguments)
+    return tuple(moved)
+
+
+@pytest.mark.parametrize("cases", ["cases", "block_cases", "modern_cases", "fp8_cases"])
+def test_a_replayed_plan_computes_the_same_bits(cases: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For every operator that is planned: at the addresses where it was recorded, and elsewhere."""
+    if cases == "fp8_cases" and KERNEL_ARCH in ("sm_80", "sm_86"):
+        pytest.skip("no FP8 on this architecture")
+    monkeypatch.setattr(planned_launches, "zeros", _random)
+    for operator, arguments in getattr(planned_launches, cases)():
+        plan.forget()
+        results = [operator(*arguments) for _ in range(3)]  # compiled, recorded, replayed
+        results.append(operator(*_copied(arguments)))
+        assert len(plan.plans()) == 1
+        for one in zip(*map(planned_launches.leaves, results), strict=True):
+            ordinary, *planned = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in one)
+            assert all(torch.equal(ordinary, bits) for bits in planned), operator
+
+
+# ---- whole models ----
+
+
+@pytest.fixture
+def models() -> Iterator[tuple[nn.Module, nn.Module, nn.Module]]:
+    """Ours and eager in bf16, and in fp64."""
+    shape = {"embed_dim": 192, "num_heads": 3, "img_size": 64, "patch_size": 16}
+    model = vit_fast.create_model("vit_base_patch16_224", backend="eager", depth=2, num_classes=10, **shape).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+            parameter.copy_(parameter.to(BF16).float())
+    ours = copy.deepcopy(model).to(BF16)
+    set_backend(ours, "triton")
+    yield ours, copy.deepcopy(model).to(BF16), model.double()
+    torch._dynamo.reset()
+
+
+def test_batches_and_addresses_change(models: tuple[nn.Module, ...]) -> None:
+    """Plans are replayed with other sizes and addresses, then with frozen weights."""
+    ours, eager, exact = models
+    kept = []
+    for frozen in (False, True):
+        if frozen:
+            vit_fast.freeze(ours)
+        for batch in 3 * (1, 3, 2):
+            kept.append(torch.empty(1 + 7 * len(kept)))  # so that addresses change
+            images = torch.randn(batch, 3, 64, 64).to(BF16)
+            with torch.inference_mode():
+                found = judge(ours(images), eager(images), exact(images.double()), FORWARD_FACTOR)
+            assert found.passed, (frozen, batch, found)
+
+
+def _gradients(model: nn.Module, images: Tensor, weight: Tensor) -> list[Tensor]:
+    model.train().zero_grad(set_to_none=True)
+    (model(images) * weight).sum().backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_training(compiled: bool, models: tuple[nn.Module, ...]) -> None:
+    """Compiled by Inductor, whose buffers and strides our operators then get."""
+    ours, eager, exact = models
+    step = torch.compile(ours) if compiled else ours
+    for batch in (2, 1) if compiled else (2, 1, 2, 2):
+        images, weight = torch.randn(batch, 3, 64, 64).to(BF16), torch.randn(batch, 10).to(BF16)
+        gradients = (
+            _gradients(step, images, weight), _gradients(eager, images, weight),
+            _gradients(exact, images.double(), weight.double()),
+        )  # fmt: skip
+        for each in zip(*gradients, strict=True):
+            found = judge(*each, GRADIENT_FACTOR, "rms")
+            assert found.passed, found
+
+
+def test_a_graph_replays_with_new_inputs(models: tuple[nn.Module, ...], emulator: Emulator) -> None:
+    """Launches are recorded without being executed, as in a CUDA graph, and executed after the inputs changed."""
+    ours = models[0]
+    vit_fast.freeze(ours)
+    static = torch.randn(2, 17, 192).to(BF16)
+
+    def blocks(x: Tensor) -> Tensor:
+        for block in ours.blocks:
+            x = block(x)
+        return x
+
+    with torch.inference_mode():
+        expected_first = [blocks(static) for _ in range(3)][-1]  # compiled and planned before the capture
+        with emulator.recording():
+            out = blocks(static)
+        assert out.isnan().all()  # nothing ran
+        for seed in range(3):
+            torch.manual_seed(seed)
+            images = torch.randn(2, 17, 192).to(BF16)
+            expected = blocks(images)
+            static.copy_(images)
+            emulator.replay()
+            assert torch.equal(out, expected)
+            assert not torch.equal(out, expected_first)
+    emulator.release()
+
+
+# ---- precisions ----
+
+
+def _assert_near(found: Tensor, exact: Tensor) -> None:
+    """Operands of TF32 have 11 bits."""
+    error = float((found.double() - exact).abs().max() / exact.abs().max())
+    assert error < 4e-3, error
+
+
+@pytest.fixture
+def tf32(emulator: Emulator) -> Iterator[None]:
+    """Products in TF32, which at least one instruction computed."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    emulator.profile()
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert any(found.executed for found in emulator.find("tf32.tf32"))
+
+
+@pytest.mark.parametrize(("N", "D"), [(17, 64), (50, 32), (197, 64), (65, 16), (257, 32)])
+def test_tf32_attention(N: int, D: int, tf32: None) -> None:
+    qkv, do = torch.randn(1, N, 3, 2, D, requires_grad=True), torch.randn(1, N, 2, D)
+    out = attention_qkvpacked(qkv, backend="triton")
+    (gradient,) = torch.autograd.grad(out, qkv, do)
+    exact = qkv.detach().double().requires_grad_()
+    right = attention_qkvpacked(exact, backend="eager")
+    _assert_near(out, right)
+    _assert_near(gradient, torch.autograd.grad(right, exact, do.double())[0])
+
+
+@pytest.mark.parametrize(("M", "C", "F"), [(1, 64, 128), (70, 192, 264), (129, 72, 200), (33, 100, 150)])
+def test_tf32_mlp(M: int, C: int, F: int, tf32: None) -> None:
+    """Through TMA and by pointers, forward and every gradient."""
+    shapes = ((C,), (C,), (F, C), (F,), (C, F), (C,))
+    tensors = [torch.randn(M, C, requires_grad=True), *((torch.randn(s) / 8).requires_grad_() for s in shapes)]
+    dy = torch.randn(M, C)
+    y = layer_norm_mlp(*tensors, backend="triton")
+    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    right = layer_norm_mlp(*exact, backend="eager")
+    _assert_near(y, right)
+    for found, gradient in zip(
+        torch.autograd.grad(y, tensors, dy), torch.autograd.grad(right, exact, dy.double()), strict=True
+    ):
+        _assert_near(found, gradient)
+
+
+@pytest.mark.parametrize(("N", "D"), [(17, 64), (9, 72)])
+def test_exact_fp32_attention(N: int, D: int) -> None:
+    check_attention(*(torch.randn(1, 2, N, D) for _ in range(4)), D**-0.5)
+
+
+def test_exact_fp32_mlp() -> None:
+    check_case(make_case(17, 64, 72, torch.float32))
+
+
+@pytest.mark.skipif(KERNEL_ARCH != "sm_90", reason="wgmma of 8-bit floats is sm_90's")
+def test_fp8_is_accurate_with_sums_of_14_bits(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As sm_90 adds products of 8-bit floats, at ViT-S' sizes."""
+    monkeypatch.setattr(test_fp8_block, "WIDTH", 384)
+    monkeypatch.setattr(test_fp8_block, "HIDDEN", 1536)
+    monkeypatch.setattr(test_fp8_block, "HEADS", 6)
+    x = test_fp8_block.an_input()
+    tensors, scales = test_fp8_block.parameters(BF16), test_fp8_block.some_scales(x)
+    emulator.shorten_fp8_sums(14)
+    try:
+        y, _, _ = test_fp8_block.run(x, tensors, scales)
+    finally:
+        emulator.shorten_fp8_sums(0)
+    eager, exact = (
+        reference.fp8_block(x.to(dtype), tensors, scales, heads=6, eps=test_fp8_block.EPS)
+        for dtype in (BF16, torch.float64)
+    )
+    found = judge(y, eager, exact, measure="rms")
+    assert found.passed, found
