@@ -41,3 +41,22 @@ def test_kernels_are_executed(arch: str) -> None:
 
 def test_the_tests_that_are_executed_exist() -> None:
     assert [name for name in execute.KERNEL_TESTS if not (TESTS / f"{name}.py").exists()] == []
+
+
+@pytest.mark.skipif(REASON is not None, reason=str(REASON))
+def test_libraries_are_built_once_for_a_state_of_their_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = build.build()
+
+    def compile_again(*arguments: object) -> None:
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(build, "_compile", compile_again)
+    assert build.build() == folder
+    monkeypatch.setattr(build, "OPTIONS", [*build.OPTIONS, "-DANOTHER"])
+    with pytest.raises(AssertionError, match="compiled"):
+        build.build()
+
+
+def test_a_missing_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    assert "install them" in str(build.why_unavailable())

@@ -13,7 +13,7 @@ void observe(Warp& w, u32 copy) {
   w.cta->copies[copy].observers |= 1u << w.id;
   w.cta->observed.push_back(copy);
 }
-bool arrives_early() { return settings.early == 2 ? toss() : settings.early; }
+bool arrives_early() { return settings.early == 2 ? flip_coin() : settings.early; }
 
 // ---- cp.async ----
 

@@ -1,9 +1,9 @@
-// Where the lanes of a divergent branch meet again: at its immediate post-dominator.
+// The reconvergence point of a divergent branch: its immediate post-dominator.
 #include "parser.hpp"
 
 namespace emulator {
 
-void find_meeting_points(Kernel& kernel) {
+void find_reconvergence_points(Kernel& kernel) {
   auto& code = kernel.code;
   const int size = code.size();
   std::vector<bool> begins(size + 1);
@@ -47,7 +47,7 @@ void find_meeting_points(Kernel& kernel) {
     auto count = [&](int block) { return std::count(dominated_by[block].begin(), dominated_by[block].end(), true); };
     for (int i = 0; i < blocks; i++)
       if (i != b && dominated_by[b][i] && count(i) > count(nearest)) nearest = i;
-    code[last(b)].meeting = nearest == exit ? size - 1 : first[nearest];
+    code[last(b)].reconvergence = nearest == exit ? size - 1 : first[nearest];
   }
 }
 

@@ -19,7 +19,7 @@ void start_schedule(u32 seed, int early, bool reverse) {
   settings.seed = seed, settings.early = early, settings.reverse = reverse;
   scheduled_launches = 0;
 }
-bool toss() { return settings.seed && (generator() & 1); }
+bool flip_coin() { return settings.seed && (generator() & 1); }
 
 // ---- reports ----
 

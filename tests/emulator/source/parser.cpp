@@ -245,7 +245,7 @@ std::unique_ptr<Kernel> Parser::run() {
   end.kind = RETURN, end.opcode = end.text = "(end)";
   kernel->code.push_back(end);
   resolve_jumps();
-  find_meeting_points(*kernel);
+  find_reconvergence_points(*kernel);
   return std::move(kernel);
 }
 

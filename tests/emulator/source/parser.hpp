@@ -85,6 +85,6 @@ class Parser {
   std::unordered_map<std::string, int> line_numbers;
 };
 
-void find_meeting_points(Kernel& kernel);  // control_flow.cpp
+void find_reconvergence_points(Kernel& kernel);  // control_flow.cpp
 
 }  // namespace emulator

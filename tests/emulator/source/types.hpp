@@ -85,7 +85,7 @@ struct Instruction {
   int n = 0, k = 0, a_operands = 0, b_operands = 0;
   bool half_accumulator = false, transposed_b = false, negated_a = false, negated_b = false;
 
-  int target = -1, meeting = -1;  // of a branch: where it leads, and where its lanes meet again
+  int target = -1, reconvergence = -1;  // of a branch: where it leads, and where its lanes join again
   int line = -1;                  // index into Kernel::lines
   std::string text, opcode;
   Statistics statistics;
@@ -184,7 +184,7 @@ template <class T> struct Groups {
 enum State : u8 { READY, AT_BARRIER, AT_MBARRIER, DONE };
 
 struct Frame {
-  int next, meeting;
+  int next, reconvergence;
   u32 mask;
 };
 
@@ -253,7 +253,7 @@ extern u64 launch_number;
 extern std::map<std::string, Report> reports;
 
 void start_schedule(u32 seed, int early, bool reverse);
-bool toss();  // a coin of the random schedule
+bool flip_coin();  // of the random schedule
 void execute(Launch& launch);
 void report(Warp& w, const Instruction& I, const char* kind, const char* format, ...) __attribute__((format(printf, 4, 5)));
 void report(const Kernel& kernel, const Instruction& I, const char* kind, const std::string& text);

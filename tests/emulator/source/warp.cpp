@@ -71,9 +71,9 @@ void branch(Warp& w, const Instruction& I, u32 taken, u32 active) {
   else if (!taken) frame.next++;
   else {
     const int fallen_through = frame.next + 1;
-    frame.next = I.meeting;
-    if (fallen_through != I.meeting) w.stack.push_back({fallen_through, I.meeting, active & ~taken});
-    if (I.target != I.meeting) w.stack.push_back({I.target, I.meeting, taken});
+    frame.next = I.reconvergence;
+    if (fallen_through != I.reconvergence) w.stack.push_back({fallen_through, I.reconvergence, active & ~taken});
+    if (I.target != I.reconvergence) w.stack.push_back({I.target, I.reconvergence, taken});
   }
 }
 
@@ -102,7 +102,7 @@ bool run_warp(Warp& w, u64 portion) {
       w.state = DONE;
       return true;
     }
-    while (w.stack.size() > 1 && w.stack.back().next == w.stack.back().meeting) w.stack.pop_back();
+    while (w.stack.size() > 1 && w.stack.back().next == w.stack.back().reconvergence) w.stack.pop_back();
     Frame& frame = w.stack.back();
     const u32 active = frame.mask & ~w.exited;
     if (!active) {
