@@ -12,8 +12,9 @@ import pytest
 from .library import Emulator, Profile, Schedule
 from .process import start
 
-# ptxas waits for every wgmma of such a function, which is correct and slow: the static check for C75xx decides.
-SERIALISED = "register-of-wgmma-in-flight"
+# ptxas merges such a copy, or waits for every wgmma of the function: both are correct, and the second is slow.
+# The static check for C75xx tells which.
+MERGED_OR_SERIALISED = "register-of-wgmma-in-flight"
 _emulator = pytest.StashKey[Emulator]()
 
 
@@ -69,9 +70,9 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 def _explain(item: pytest.Item, emulator: Emulator) -> str:
     found = emulator.reports()
     for report in found:
-        if report.kind == SERIALISED:
+        if report.kind == MERGED_OR_SERIALISED:
             warnings.warn(str(report), stacklevel=1)
-    reports = "\n".join(str(report) for report in found if report.kind != SERIALISED)
+    reports = "\n".join(str(report) for report in found if report.kind != MERGED_OR_SERIALISED)
     how = f"{os.environ['VIT_FAST_EXECUTE']} --seed {item.config.getoption('seed')} '{item.nodeid}'"
     return f"{reports}\nto repeat: python tests/execute.py {how}" if reports else ""
 
