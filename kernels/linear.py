@@ -25,7 +25,7 @@ from .layer_norm import (
     row_statistics_launch,
 )
 from .matmul_launch import HeadStep, Operands, matmul_launch
-from .matmul_policy import matmul_config, prefers_library, residual_config
+from .matmul_policy import matmul_config, prefers_library, residual_config, rows_in_whole_waves
 from .scaled_weights import ScaledWeight
 from .split_k import finish_residual_launch
 
@@ -142,15 +142,21 @@ def linear_residual(
             found = new_statistics(M, C, h.device) if row_part is None else row_part
             row_statistics_launch(out, found, out8, out_scale).run()
         return out, row_part
-    config, splits = residual_config(operands)
-    if splits == 1:
-        matmul_launch(operands, epilogue="residual", config=config).run()
-        return out, row_part
-    part = torch.empty(splits, M, C, dtype=torch.float32, device=h.device)
-    parts = Operands(h, weight, part, b_is_nk=True)
-    matmul_launch(parts, epilogue="partial", config=config, split_k=splits).run()
-    finish_residual_launch(part, bias, scale, residual, out, row_part, out8, out_scale).run()
+    first = rows_in_whole_waves(operands)
+    for rows in (slice(0, first), slice(first, M)) if first < M else (slice(0, M),):
+        _run_residual(operands if first == M else operands.of_rows(rows))
     return out, row_part
+
+
+def _run_residual(operands: Operands) -> None:
+    o = operands
+    config, splits = residual_config(o)
+    if splits == 1:
+        matmul_launch(o, epilogue="residual", config=config).run()
+        return
+    part = torch.empty(splits, *o.out.shape, dtype=torch.float32, device=o.out.device)
+    matmul_launch(Operands(o.a, o.b, part, b_is_nk=True), epilogue="partial", config=config, split_k=splits).run()
+    finish_residual_launch(part, o.bias, o.scale, o.residual, o.out, o.out_part, o.out8, o.out_scale).run()
 
 
 def activation_gradient(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -166,6 +166,12 @@ class Operands:
         """M, N, K."""
         M, K = self.a.shape
         return M, self.b.shape[0] if self.b_is_nk else self.b.shape[1], K
+
+    def of_rows(self, rows: slice) -> Operands:
+        """The same for some rows of a "residual" matmul."""
+        names = ("a", "out", "residual", "out_part", "out8")
+        given = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: tensor[rows] for name, tensor in given.items() if tensor is not None})
 
     def tiled(self) -> list[Tensor]:
         """The tensors that are read or written by tiles, through descriptors where the configuration says so."""

@@ -219,6 +219,35 @@ def residual_config(operands: Operands) -> tuple[MatmulConfig, int]:
     return _chosen(operands, "residual", most=_MAX_RESIDUAL_SPLITS)
 
 
+def rows_in_whole_waves(operands: Operands) -> int:
+    """Returns how many rows a "residual" matmul computes first, where the others get a launch of their own; else all.
+
+    The tiles of those first rows fill every multiprocessor the same number of times. A last wave of few tiles takes as
+    long as a whole one; the rows that are left over get narrower tiles, or parts of K, that spread over the GPU.
+    """
+    rows = operands.sizes[0]
+    return rows if is_interpreted() else _best_head(*_question(operands, "residual", most=_MAX_RESIDUAL_SPLITS))
+
+
+@lru_cache(4096)
+def _best_head(
+    gpu: Gpu, kind: str, epilogue: str, instructions: int, tma: bool, sizes: tuple[int, int, int], itemsize: int,
+    *limits: int,
+) -> int:  # fmt: skip
+    M, N, K = sizes
+
+    def cycles(rows: int) -> float:
+        part = (rows, N, K)
+        config, splits = _best(gpu, kind, epilogue, instructions, tma, part, itemsize, *limits)
+        return predicted_cycles(config, part, itemsize, gpu, instructions, splits) if rows else 0.0
+
+    heads = [M]
+    for config in config_table(gpu.arch, kind, epilogue, tma):
+        tiles = config.tiles(M, N) // gpu.sm_count * gpu.sm_count
+        heads.append(tiles // ceil_div(N, config.block_n) * config.block_m)
+    return min((head for head in heads if 0 < head <= M), key=lambda head: cycles(head) + cycles(M - head), default=M)
+
+
 def prefers_library(operands: Operands, epilogue: str) -> bool:
     """Whether cuBLASLt was measured to be faster than our matmul at this size: see `library.py`."""
     measured = _library_table().get(gpu_of(operands.a.device).arch)
@@ -236,14 +265,19 @@ def _library_table() -> dict[str, dict[str, list[list[int]]]]:
 
 
 def _chosen(operands: Operands, epilogue: str, activation: str = "identity", most: int = 1) -> tuple[MatmulConfig, int]:
-    tma = fits_tma(operands.tiled())
-    wanted = _requirements(operands, epilogue)
     if is_interpreted():
         kind = "fp8" if operands.a.dtype == torch.float8_e4m3fn else "half"
-        return next(c for c in config_table("sm_90", kind, epilogue, tma) if _meets(c, *wanted)), 1
+        table = config_table("sm_90", kind, epilogue, fits_tma(operands.tiled()))
+        return next(config for config in table if is_usable(config, operands, epilogue)), 1
+    return _best(*_question(operands, epilogue, activation, most))
+
+
+def _question(operands: Operands, epilogue: str, activation: str = "identity", most: int = 1) -> tuple[Any, ...]:
+    """The arguments of `_best`."""
     gpu, dtype = gpu_of(operands.a.device), operands.a.dtype
-    instructions = epilogue_instructions(operands, epilogue, activation)
-    return _best(gpu, product_kind(dtype), epilogue, instructions, tma, operands.sizes, dtype.itemsize, most, *wanted)
+    instructions, tma = epilogue_instructions(operands, epilogue, activation), fits_tma(operands.tiled())
+    wanted = _requirements(operands, epilogue)
+    return gpu, product_kind(dtype), epilogue, instructions, tma, operands.sizes, dtype.itemsize, most, *wanted
 
 
 @lru_cache(4096)
