@@ -45,7 +45,7 @@ def attention_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, scale: float,
     o_scale: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write o = softmax(scale q k^T) v [/ o_scale] and its log-sum-exp.
+    """Write o = softmax(scale q k^T) v [o_scale] and its log-sum-exp.
 
     Args:
         q: Queries [B, H, N_q, D], D from 16 to 128; fp32, fp16 or bf16; last stride 1.
@@ -54,7 +54,7 @@ def attention_forward(
         o: Written: [B, H, N_q, D] of q's dtype, with o_scale of e4m3; last stride 1.
         lse: Written: fp32 [B, H, N_q], contiguous, base 2.
         scale: Multiplier of q k^T; positive and finite.
-        o_scale: fp32 [1]; None: o is not divided.
+        o_scale: fp32 [1]; None: o is not scaled.
     """
     problem = problem_of(q, k, v, o)
     forward_launch(q, k, v, o, lse, scale, forward_config(problem), problem.precision, o_scale).run()

@@ -62,7 +62,7 @@ def _masked_row(scores, n_kv, START: tl.constexpr, KEYS: tl.constexpr, SURE: tl.
 def _attention_fwd_row_kernel(
     q, q_hi, k_a, k_a_hi, k_b, k_b_hi, k_c, k_c_hi, v_a, v_a_hi, v_b, v_b_hi, v_c, v_c_hi, o, o_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
-    o_scale_ptr,  # fp32 [1], what o is divided by, which is of e4m3 then; or None
+    o_scale_ptr,  # fp32 [1], what o is multiplied by, which is of e4m3 then; or None
     q_stride_b, q_stride_h, q_stride_n, k_stride_b, k_stride_h, k_stride_n,
     v_stride_b, v_stride_h, v_stride_n, o_stride_b, o_stride_h, o_stride_n,
     n_heads, n_q, n_kv, qk_scale,
@@ -192,7 +192,7 @@ def online_step(
 def _attention_fwd_looped_kernel(
     q, q_hi, k_a, k_a_hi, k_b, k_b_hi, k_c, k_c_hi, v_a, v_a_hi, v_b, v_b_hi, v_c, v_c_hi, o, o_hi,
     lse_ptr,  # fp32 [B, H, N_q], contiguous
-    o_scale_ptr,  # fp32 [1], what o is divided by, which is of e4m3 then; or None
+    o_scale_ptr,  # fp32 [1], what o is multiplied by, which is of e4m3 then; or None
     q_stride_b, q_stride_h, q_stride_n, k_stride_b, k_stride_h, k_stride_n,
     v_stride_b, v_stride_h, v_stride_n, o_stride_b, o_stride_h, o_stride_n,
     n_heads, n_q, n_kv, qk_scale,
@@ -267,7 +267,7 @@ def forward_launch(
         scale: Multiplier of q k^T, positive.
         config: Which kernel and which tiles.
         precision: Of fp32 products: "ieee" or "tf32".
-        o_scale: fp32 [1], what o is divided by where it is of e4m3; else None.
+        o_scale: fp32 [1], what o is multiplied by where it is of e4m3; else None.
     """
     batch, heads, n_q, _ = q.shape
     n_kv = k.shape[2]

@@ -125,7 +125,7 @@ def combine_statistics(part_ptr, row, M, C, eps, ROWS: tl.constexpr, PARTS: tl.c
 def _row_statistics_kernel(
     x_ptr,  # [M, C] fp16 or bf16
     part_ptr,  # fp32 [M, 2, PARTS]
-    out8_ptr,  # [M, C] e4m3: x divided by out_scale, fp32 [C]; or None
+    out8_ptr,  # [M, C] e4m3: x times out_scale, fp32 [C]; or None
     out_scale_ptr,
     M, C,
     ROWS: tl.constexpr, PARTS: tl.constexpr,
@@ -266,7 +266,7 @@ def chunk(width: int) -> tuple[int, int]:
 def row_statistics_launch(
     x: Tensor, part: Tensor, out8: Tensor | None = None, out_scale: Tensor | None = None
 ) -> Launch:
-    """Statistics of the rows of x [M, C], fp16 or bf16, as `row_parts.py` has them; into out8 x / out_scale in e4m3."""
+    """Statistics of the rows of x [M, C], fp16 or bf16, as `row_parts.py` has them; into out8 x out_scale in e4m3."""
     M, C = x.shape
     args = {"x_ptr": x, "part_ptr": part, "out8_ptr": out8, "out_scale_ptr": out_scale, "M": M, "C": C}
     constants = {"ROWS": _ROWS, "PARTS": row_parts(C)}

@@ -57,7 +57,7 @@ def layer_norm_linear(
         head_step: Of q and k, in whose heads pairs that are turned are neighbours; None: they stay as they are.
         out_part: Room for the statistics of the result's rows, as `row_parts.py` has them; None: not wanted.
         dtype: Of the result; None means that of the rows.
-        out_scale: fp32 [1], what a result of e4m3 is divided by; else None.
+        out_scale: fp32 [1], what a result of e4m3 is multiplied by; else None.
     """
     return _layer_norm_linear(rows, folded, activation, gated, head_step, None, None, out_part, dtype, out_scale)
 
@@ -125,7 +125,7 @@ def linear_residual(
         residual: In the dtype of h or in fp32; so is the result then.
         statistics: Whether a LayerNorm follows that takes them over; only for half-precision results.
         dtype: Of the result where there is no residual; None means that of h.
-        out8: Written: the result divided by out_scale, fp32 [C], in e4m3 [M, C]; None: it is not.
+        out8: Written: the result times out_scale, fp32 [C], in e4m3 [M, C]; None: it is not.
     """
     M, C = h.shape[0], weight.shape[0]
     bias, scale = (vector if vector is None else vector.contiguous() for vector in (bias, scale))

@@ -24,7 +24,7 @@ The epilogues, with acc = A B of row m and column n:
 - "partial":         out[split] = acc over one of `splits` parts of K, fp32, summed later in a fixed order.
 
 Operands of e4m3 (`fp8.py`) carry scales: of "residual" they are in `scale` and `bias`, of "layer_norm" and those
-like it acc is multiplied by `scale`. What is written in e4m3 is divided by out_scale. Products of e4m3 are added up by
+like it acc is multiplied by `scale`. What is written in e4m3 is multiplied by out_scale. Products of e4m3 are added by
 sm_90's tensor cores in about 14 bits, throughout K: every 32 of them cost up to 2^-13 of the sum, where operands have
 an error of 2^-4 each; what fp32 sums every 128 products would cost are registers that 128 x 256 tiles do not have.
 
@@ -257,8 +257,8 @@ def _matmul_kernel(
     bias_ptr,  # [N]
     weight_sum_ptr,  # fp32 [N], or None: RMSNorm in place of LayerNorm
     scale_ptr,  # "residual": [N]; "layer_norm": fp32 [N] or None; "activation_grad": fp32, of which the first divided B
-    out8,  # [M, N] e4m3: `out` divided by out_scale, stored by "residual" unless None
-    out_scale_ptr,  # fp32 [N]; of "layer_norm" [1], what `out`, e4m3 then, is divided by; or None
+    out8,  # [M, N] e4m3: `out` times out_scale, stored by "residual" unless None
+    out_scale_ptr,  # fp32 [N]; of "layer_norm" [1], what `out`, e4m3 then, is multiplied by; or None
     row_part_ptr,  # fp32: statistics of A's rows, read by "layer_norm", by "residual" unless None; sums over pieces of
     # the columns, [M, PARTS], stored by "activation_grad", read by "layer_norm_grad"
     out_part_ptr,  # fp32: statistics of the rows of out, stored by "residual" and "gated" unless None

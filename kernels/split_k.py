@@ -31,7 +31,7 @@ def _finish_residual_kernel(
     residual_ptr,  # [M, C] or None
     out_ptr,  # [M, C]
     row_part_ptr,  # fp32 [M, 2, PARTS], or None: no statistics are wanted
-    out8_ptr,  # [M, C] e4m3: out divided by out_scale, fp32 [C]; or None
+    out8_ptr,  # [M, C] e4m3: out times out_scale, fp32 [C]; or None
     out_scale_ptr,
     splits, M, C,
     ROWS: tl.constexpr, PARTS: tl.constexpr,
@@ -63,7 +63,7 @@ def finish_residual_launch(
     row_part: Tensor | None, out8: Tensor | None = None, out_scale: Tensor | None = None,
 ) -> Launch:  # fmt: skip
     """The call that sums parts fp32 [splits, M, C] into out [M, C], and the statistics of its rows unless None; and
-    into out8 the same in e4m3, divided by out_scale."""
+    into out8 the same in e4m3, multiplied by out_scale."""
     splits, M, C = part.shape
     args = {
         "part_ptr": part, "bias_ptr": bias, "scale_ptr": scale, "residual_ptr": residual, "out_ptr": out,

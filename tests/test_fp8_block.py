@@ -86,8 +86,8 @@ def run(
     block = quantize_block(tensors, scales, x.dtype, norm, paired)
     with torch.no_grad():
         return fused_block_fp8(
-            x, None, None, block, next_scale, heads=HEADS, attention_scale=None, eps=EPS,
-            **{"activation": "gelu", **settings},
+            x, None, None, block, None if next_scale is None else 1 / next_scale, heads=HEADS,
+            attention_scale=None, eps=EPS, **{"activation": "gelu", **settings},
         )  # fmt: skip
 
 
@@ -239,7 +239,7 @@ def test_rows_in_e4m3_without_statistics_where_a_library_multiplies(monkeypatch:
     monkeypatch.setattr(linear, "prefers_library", lambda *_: True)
     h, weight = (torch.randn(shape, device=DEVICE).bfloat16() for shape in ((19, 64), (48, 64)))
     out8, scale = torch.zeros(19, 48, device=DEVICE, dtype=E4M3), 2.0 ** torch.randint(-5, 1, (48,), device=DEVICE)
-    out, statistics = linear.linear_residual(h, weight, None, None, None, out8=out8, out_scale=scale)
+    out, statistics = linear.linear_residual(h, weight, None, None, None, out8=out8, out_scale=scale.reciprocal())
     assert statistics is None
     assert torch.equal(out8.double(), reference.quantize_e4m3(out, scale))
 
@@ -285,7 +285,7 @@ def test_parts_of_k_end_in_e4m3_too() -> None:
     part, residual = torch.randn(3, 19, 48, device=DEVICE), torch.randn(19, 48, device=DEVICE).bfloat16()
     out, out8 = torch.empty_like(residual), torch.empty_like(residual, dtype=E4M3)
     statistics, scale = new_statistics(19, 48, residual.device), 2.0 ** torch.randint(-5, 1, (48,), device=DEVICE)
-    finish_residual_launch(part, None, None, residual, out, statistics, out8, scale).run()
+    finish_residual_launch(part, None, None, residual, out, statistics, out8, 1 / scale).run()
     assert torch.equal(out8.double(), reference.quantize_e4m3(out, scale))
     torch.testing.assert_close(out.float(), part.sum(0) + residual.float(), rtol=2**-8, atol=2**-8)
 
@@ -358,7 +358,7 @@ def test_refusals_name_every_reason() -> None:
     for args, word in (
         ((x.float(), None, None, block, None), r"x is torch\.float32"),
         ((wide, None, None, block, None), f"rows have {2 * WIDTH} channels: accepted are {WIDTH}, as qkv reads"),
-        ((x, None, None, block, C), rf"next_scale is torch\.float32 \({WIDTH + 1},\)"),
+        ((x, None, None, block, C), rf"next_factor is torch\.float32 \({WIDTH + 1},\)"),
         ((x.to("meta"), None, None, block, None), "qkv is on .*, x is on meta"),
     ):
         with pytest.raises(UnsupportedInputError, match=word), torch.no_grad():

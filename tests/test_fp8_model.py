@@ -219,7 +219,7 @@ def test_what_fails_midway_leaves_the_choice_as_it_was(monkeypatch: pytest.Monke
     for block in model.blocks:  # type: ignore[union-attr]  # it has
         parts = parts_of(block)
         assert (
-            parts is not None and isinstance(parts.frozen, Quantised) and parts.frozen.layers.fc2.operand_scale is None
+            parts is not None and isinstance(parts.frozen, Quantised) and parts.frozen.layers.fc2.operand_factor is None
         )
 
 

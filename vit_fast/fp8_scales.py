@@ -120,7 +120,7 @@ class Fp8Scales(nn.Module):
             parts.frozen = kept = self._quantised(parts, 0)
         y, y8, statistics = fused_block_fp8(
             x, rows.x8 if rows.reader is kept else None, rows.statistics, kept.layers,
-            None if reader is None else reader.layers.qkv.operand_scale,
+            None if reader is None else reader.layers.qkv.operand_factor,
             heads=attention.num_heads, attention_scale=attention.scale,
             eps=(attention.norm.eps, mlp.norm.eps), norm=mlp.norm.kind, activation=mlp.activation,
             qk_norm=attention.qk_norm and attention.qk_norm.now(), rope=rope,
@@ -130,7 +130,7 @@ class Fp8Scales(nn.Module):
     def reader(self, parts: BlockParts) -> Quantised | None:
         """The kept weights of a block whose first layer reads e4m3; None where that stays in half precision."""
         kept = self.kept_of(parts)
-        return None if kept.layers.qkv.operand_scale is None else kept
+        return None if kept.layers.qkv.operand_factor is None else kept
 
     def kept_of(self, parts: BlockParts) -> Quantised:
         """The kept weights of a block, which are made where it has none."""

@@ -135,7 +135,7 @@ def _normed(
         shift = shift + weight.double() @ beta.double()
     values, rows = reference.fp8_weight(weight, scale, gamma)
     sums = None if rms else (values / scale).sum(1).mul(rows).float()
-    return Fp8Linear(values.to(E4M3), shift.float(), rows, sums, scale.contiguous())
+    return Fp8Linear(values.to(E4M3), shift.float(), rows, sums, scale.reciprocal().contiguous())
 
 
 def _paired(rows: Tensor, head_dim: int) -> Tensor:
@@ -154,7 +154,9 @@ def _before_residual(
         return Fp8Linear(weight.to(dtype).contiguous(), shift, factor, None, None)
     values, rows = reference.fp8_weight(weight, scale)
     factor = rows if layer_scale is None else rows * layer_scale.float()
-    return Fp8Linear(values.to(E4M3), None if bias is None else bias.float() / rows, factor, None, scale.reshape(1))
+    return Fp8Linear(
+        values.to(E4M3), None if bias is None else bias.float() / rows, factor, None, scale.reciprocal().reshape(1)
+    )
 
 
 def fused_block_fp8(
@@ -162,7 +164,7 @@ def fused_block_fp8(
     x8: Tensor | None,
     statistics: Tensor | None,
     block: Fp8Block,
-    next_scale: Tensor | None,
+    next_factor: Tensor | None,
     *,
     heads: int,
     attention_scale: float | None,
@@ -177,10 +179,11 @@ def fused_block_fp8(
 
     Args:
         x: [B, N, C]; fp16 or bf16.
-        x8: x divided by block.qkv.operand_scale, in e4m3, as the block before gave it; None computes it.
+        x8: x times block.qkv.operand_factor, in e4m3, as the block before gave it; None computes it.
         statistics: Of the rows of x, as the block before gave them; None computes them.
         block: From `quantize_block`, for x's dtype.
-        next_scale: What y is divided by for the next block, fp32 [C]: its scales.qkv; None: it reads half precision.
+        next_factor: What y is multiplied by for the next block, fp32 [C]: its qkv.operand_factor; None: it reads half
+            precision.
         heads: H.
         attention_scale: Multiplier of q k^T; None means D**-0.5.
         eps: Of the two norms, in units of x squared.
@@ -190,12 +193,12 @@ def fused_block_fp8(
         rope: Rotary positions of q and k.
         next_statistics: Whether a block or norm follows that takes the statistics of the rows over.
     Returns:
-        y [B, N, C] in x.dtype; y / next_scale in e4m3, or None; and the statistics of its rows, or None.
+        y [B, N, C] in x.dtype; y next_factor in e4m3, or None; and the statistics of its rows, or None.
     Raises:
         UnsupportedInputError: FP8 cannot run this input; lists all reasons.
     """
     width = block.qkv.weight.shape[0]
-    _require_supported(x, x8, block, next_scale, norm, qk_norm)
+    _require_supported(x, x8, block, next_factor, norm, qk_norm)
     if attention_scale is None:
         attention_scale = (width // (3 * heads)) ** -0.5
     if block.paired_head:
@@ -208,15 +211,15 @@ def fused_block_fp8(
         rope = neighbours(rope, block.paired_head)
     *of_qk, kind, qk_eps, over, prefix, layout = checked_qk(x, width, heads, qk_norm, rope, block.paired_head > 0)
     y, y8, emitted = block_fp8_op(
-        x, x8, statistics, next_scale, *block.qkv, *block.proj, *block.fc1, *block.fc2, *of_qk,
+        x, x8, statistics, next_factor, *block.qkv, *block.proj, *block.fc1, *block.fc2, *of_qk,
         heads, attention_scale, *eps, activation, kind, qk_eps, over, prefix, layout,
         next_statistics,
     )  # fmt: skip
-    return y, None if next_scale is None else y8, emitted if next_statistics else None
+    return y, None if next_factor is None else y8, emitted if next_statistics else None
 
 
 def _require_supported(
-    x: Tensor, x8: Tensor | None, block: Fp8Block, next_scale: Tensor | None, norm: str, qk_norm: QkNorm | None
+    x: Tensor, x8: Tensor | None, block: Fp8Block, next_factor: Tensor | None, norm: str, qk_norm: QkNorm | None
 ) -> None:
     """What the operator, which looks at tensors but once for all calls like one another, cannot see for itself."""
     reasons, linears = [], block[:4]
@@ -232,4 +235,4 @@ def _require_supported(
         reasons.append(f"norm is {norm!r}: the block was quantized with the other kind")
     # torch would choose one of several devices before the operator sees its inputs
     if reasons or any(linear.weight.device != x.device for linear in linears):
-        raise UnsupportedInputError("a block in FP8", unsupported_reasons(x, x8, next_scale, linears) + reasons)
+        raise UnsupportedInputError("a block in FP8", unsupported_reasons(x, x8, next_factor, linears) + reasons)

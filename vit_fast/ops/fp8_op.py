@@ -42,18 +42,19 @@ class Fp8Linear(NamedTuple):
         scale: Of e4m3 what products are multiplied by, fp32 [F]; before a residual LayerScale is a factor of it, and
             all of it in half precision; or None.
         weight_sum: Behind a LayerNorm the rows' sums of what x is multiplied by, fp32 [F]; else None.
-        operand_scale: What the operand is divided by, fp32, [C] of the residual stream, else [1]; None: not quantised.
+        operand_factor: What the operand is multiplied by, the reciprocal of its scale: fp32, [C] of the residual
+            stream, else [1]; None: not quantised.
     """
 
     weight: Tensor
     shift: Tensor | None
     scale: Tensor | None
     weight_sum: Tensor | None
-    operand_scale: Tensor | None
+    operand_factor: Tensor | None
 
 
 def unsupported_reasons(
-    x: Tensor, x8: Tensor | None, next_scale: Tensor | None, linears: Sequence[Fp8Linear]
+    x: Tensor, x8: Tensor | None, next_factor: Tensor | None, linears: Sequence[Fp8Linear]
 ) -> list[str]:
     """Every reason why the kernels cannot run on x [B, N, C] with these: qkv, proj, fc1, fc2; empty when they can."""
     reasons, C = fp8_reasons(x.device), x.shape[-1]
@@ -68,9 +69,9 @@ def unsupported_reasons(
         reasons.append(f"rows have {C} channels: accepted are {linears[0].weight.shape[1]}, as qkv reads")
     if x8 is not None and (x8.shape != x.shape or x8.dtype != E4M3 or x8.device != x.device):
         reasons.append(f"x8 is {x8.dtype} {tuple(x8.shape)} on {x8.device}: accepted is {E4M3} in the shape of x")
-    if next_scale is not None:
-        if tuple(next_scale.shape) != (C,) or next_scale.dtype != torch.float32 or next_scale.device != x.device:
-            reasons.append(f"next_scale is {next_scale.dtype} {tuple(next_scale.shape)} on {next_scale.device}: "
+    if next_factor is not None:
+        if tuple(next_factor.shape) != (C,) or next_factor.dtype != torch.float32 or next_factor.device != x.device:
+            reasons.append(f"next_factor is {next_factor.dtype} {tuple(next_factor.shape)} on {next_factor.device}: "
                            f"accepted is float32 {(C,)} beside x")  # fmt: skip
         if C % DIVISOR:
             reasons.append(f"rows have {C} channels: accepted in FP8 are multiples of {DIVISOR}")
@@ -85,7 +86,7 @@ def _ensure_current(x: Tensor, x8: Tensor | None, statistics: Tensor | None, sca
 
 @operator("vit_fast::block_fp8", before=_ensure_current)
 def block_fp8_op(
-    x: Tensor, x8: Tensor | None, statistics: Tensor | None, next_scale: Tensor | None,
+    x: Tensor, x8: Tensor | None, statistics: Tensor | None, next_factor: Tensor | None,
     qkv_weight: Tensor, qkv_shift: Tensor | None, qkv_scale: Tensor | None, qkv_sum: Tensor | None,
     qkv_operand: Tensor | None, proj_weight: Tensor, proj_shift: Tensor | None, proj_scale: Tensor | None,
     proj_sum: Tensor | None, proj_operand: Tensor | None, fc1_weight: Tensor, fc1_shift: Tensor | None,
@@ -96,7 +97,7 @@ def block_fp8_op(
     heads: int, attention_scale: float, eps1: float, eps2: float, activation: str, qk_norm: str,
     qk_eps: float, over: str, prefix: int, layout: str, next_statistics: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The block's output [B, N, C] for x [B, N, C]; with `next_scale` [C] the same in e4m3, divided by that; and with
+    """The block's output [B, N, C] for x [B, N, C]; with `next_factor` [C] the same in e4m3, times that; and with
     `next_statistics` those of its rows. The layers are `Fp8Linear`."""
     from ..kernels.attention import attention_forward
     from ..kernels.linear import layer_norm_linear, linear_residual
@@ -105,7 +106,7 @@ def block_fp8_op(
     proj = Fp8Linear(proj_weight, proj_shift, proj_scale, proj_sum, proj_operand)
     fc1 = Fp8Linear(fc1_weight, fc1_shift, fc1_scale, fc1_sum, fc1_operand)
     fc2 = Fp8Linear(fc2_weight, fc2_shift, fc2_scale, fc2_sum, fc2_operand)
-    if reasons := unsupported_reasons(x, x8, next_scale, (qkv, proj, fc1, fc2)):
+    if reasons := unsupported_reasons(x, x8, next_factor, (qkv, proj, fc1, fc2)):
         raise UnsupportedInputError("a block in FP8", reasons)
     step = qkv_step(
         q_weight, q_bias, k_weight, k_bias, cos, sin, qk_norm, qk_eps, over, prefix, layout,
@@ -131,10 +132,10 @@ def block_fp8_op(
         _rows(between if between8 is None else between8, known, eps2), _folded(fc1), activation, gated,
         dtype=_written(fc2, dtype), out_scale=fc2_operand,
     )  # fmt: skip
-    y8 = None if next_scale is None else torch.empty_like(x, dtype=E4M3, memory_format=torch.contiguous_format)
+    y8 = None if next_factor is None else torch.empty_like(x, dtype=E4M3, memory_format=torch.contiguous_format)
     y, emitted = linear_residual(
         h, fc2.weight, fc2.shift, fc2.scale, between, next_statistics,
-        out8=None if y8 is None else contiguous_rows(y8), out_scale=next_scale,
+        out8=None if y8 is None else contiguous_rows(y8), out_scale=next_factor,
     )  # fmt: skip
     return (
         y.view(x.shape),
@@ -177,14 +178,14 @@ def _folded(linear: Fp8Linear) -> Any:
 
 def _written(linear: Fp8Linear, dtype: torch.dtype) -> torch.dtype:
     """That of a layer's operand."""
-    return dtype if linear.operand_scale is None else E4M3
+    return dtype if linear.operand_factor is None else E4M3
 
 
 @fake(block_fp8_op)
 def _(
-    x: Tensor, x8: Tensor | None, statistics: Tensor | None, next_scale: Tensor | None, *args: Any
+    x: Tensor, x8: Tensor | None, statistics: Tensor | None, next_factor: Tensor | None, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    y8 = no_tensor(x) if next_scale is None else x.new_empty(x.shape, dtype=E4M3)
+    y8 = no_tensor(x) if next_factor is None else x.new_empty(x.shape, dtype=E4M3)
     return x.new_empty(x.shape), y8, fake_statistics(x, x.shape[-1], args[-1])
 
 
@@ -192,7 +193,7 @@ torch.library.register_vmap(block_fp8_op, refuse_vmap("a block in FP8"))
 
 
 @flop_formula(torch.ops.vit_fast.block_fp8)
-def _(x: Any, x8: Any, statistics: Any, next_scale: Any, *args: Any, **kwargs: Any) -> int:
+def _(x: Any, x8: Any, statistics: Any, next_factor: Any, *args: Any, **kwargs: Any) -> int:
     matmuls = sum(2 * rows_of(x) * int(weight[0]) * int(weight[1]) for weight in args[0:20:5])
     images, tokens = rows_of(x) // max(int(x[-2]), 1), int(x[-2])
     return matmuls + attention_flop(images, 1, tokens, tokens, int(args[5][1]))

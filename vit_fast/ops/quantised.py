@@ -45,7 +45,7 @@ class Quantised(Frozen):
         layers = quantize_block(self._block(), self._scales, self.dtype, self._norm, self.paired_head)
         # one in half precision may hold the parameters themselves, which are not ours to write to
         made = [
-            [_own(tensor) if linear.operand_scale is None else tensor for tensor in linear] for linear in layers[:4]
+            [_own(tensor) if linear.operand_factor is None else tensor for tensor in linear] for linear in layers[:4]
         ]
         if self.layers is None:
             self.layers = Fp8Block._make([*map(Fp8Linear._make, made), layers.paired_head])
