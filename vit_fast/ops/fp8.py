@@ -193,7 +193,7 @@ def fused_block_fp8(
         rope: Rotary positions of q and k.
         next_statistics: Whether a block or norm follows that takes the statistics of the rows over.
     Returns:
-        y [B, N, C] in x.dtype; y next_factor in e4m3, or None; and the statistics of its rows, or None.
+        y [B, N, C] in x.dtype; y times next_factor in e4m3, or None; and the statistics of its rows, or None.
     Raises:
         UnsupportedInputError: FP8 cannot run this input; lists all reasons.
     """
