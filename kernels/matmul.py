@@ -224,12 +224,16 @@ def _activation_grad_epilogue(
 @triton.jit
 def _layer_norm_grad_epilogue(
     acc, out, x, residual, coefficient, row_scale, mean, row, col, M, N,
-    ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr, DTYPE: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr, DTYPE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    value = load_tile(x, row, col, M, N, ROWS, COLS, TMA).to(tl.float32)
-    acc = acc * row_scale[:, None] - (value - mean[:, None]) * coefficient[:, None]
+    value = load_tile(x, row, col, M, N, ROWS, COLS, TMA and EARLY == 0)
+    if residual is not None and TMA and EARLY > 0:  # both under way at once; descriptors are waited for one by one
+        addend = load_tile(residual, row, col, M, N, ROWS, COLS, False)
+    acc = acc * row_scale[:, None] - (value.to(tl.float32) - mean[:, None]) * coefficient[:, None]
     if residual is not None:
-        acc += load_tile(residual, row, col, M, N, ROWS, COLS, TMA).to(tl.float32)
+        if not (TMA and EARLY > 0):
+            addend = load_tile(residual, row, col, M, N, ROWS, COLS, TMA)
+        acc += addend.to(tl.float32)
     store_tile(out, acc.to(DTYPE), row, col, M, N, ROWS, COLS, TMA)
 
 
@@ -251,7 +255,7 @@ def _matmul_kernel(
     z,  # [M, N] pre-activation: stored by "layer_norm" and "residual" unless None, read by "activation_grad"
     h,  # [M, N] activation, or that normalised, stored by "activation_grad" unless None
     x,  # [M, N] input of the LayerNorm, read by "layer_norm_grad"
-    residual,  # [M, N] added to the result unless None; of "residual" always a pointer
+    residual,  # [M, N] added to the result unless None; of "residual", and where EARLY, a pointer
     mean_ptr,  # fp32 [M], stored by who reads row statistics unless None; else None: rows were normalised beforehand
     rstd_ptr,  # fp32 [M], negative for a constant row (see layer_norm.py); stored likewise unless None
     bias_ptr,  # [N]
@@ -275,7 +279,7 @@ def _matmul_kernel(
     B_IS_NK: tl.constexpr, TMA: tl.constexpr, FLATTEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SUB_TILES: tl.constexpr, GROUP_M: tl.constexpr,
-    EARLY: tl.constexpr,  # "residual": pieces of the residual that are under way at once
+    EARLY: tl.constexpr,  # "residual": pieces under way at once; "layer_norm_grad": unless 0, x and it are pointers
     PARTS: tl.constexpr,  # of a row in row_part_ptr
     OUT_PARTS: tl.constexpr,  # of a row in out_part_ptr
     TIMES: tl.constexpr,  # pieces of a tile, as they are stored, make one of those
@@ -378,7 +382,7 @@ def _matmul_kernel(
                     tl.static_assert(EPILOGUE == "layer_norm_grad", "unknown epilogue")
                     _layer_norm_grad_epilogue(
                         pieces[i], out, x, residual, coefficient, row_scale, mean, row, col + i * COLS, M, N,
-                        BLOCK_M, COLS, TMA, DTYPE,
+                        BLOCK_M, COLS, TMA, DTYPE, EARLY,
                     )  # fmt: skip
                 if out_part_ptr is not None:
                     width = N // 2 if EPILOGUE == "gated" else N

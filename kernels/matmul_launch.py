@@ -221,6 +221,11 @@ def matmul_launch(
     M, N, K = o.sizes
     rows, cols, depth = config.block_m, config.block_n, config.block_k
 
+    # in e4m3 there are no registers for all of it, of an fp32 stream for two at once
+    early = 1 if o.out8 is not None or o.a.dtype == torch.float8_e4m3fn else config.sub_tiles
+    if o.x is not None:
+        early = int(o.x.element_size() == 2)
+
     def piece(name: str) -> Any:
         return tiled(getattr(o, name), rows, int(config.piece * _WIDER.get((epilogue, name), 1)), config.tma)
 
@@ -228,8 +233,8 @@ def matmul_launch(
         "a": tiled(o.a, rows, depth, config.tma),
         "b": tiled(o.b, *((cols, depth) if o.b_is_nk else (depth, cols)), config.tma),
         "out": o.out if epilogue == "partial" else piece("out"),
-        "z": piece("z"), "h": piece("h"), "x": piece("x"),
-        "residual": o.residual if epilogue == "residual" else piece("residual"),
+        "z": piece("z"), "h": piece("h"), "x": o.x if early else piece("x"),
+        "residual": o.residual if early else piece("residual"),
         "mean_ptr": o.mean, "rstd_ptr": o.rstd,
         "bias_ptr": o.bias, "weight_sum_ptr": o.weight_sum, "scale_ptr": o.scale, "out8": piece("out8"),
         "out_scale_ptr": o.out_scale, "row_part_ptr": o.row_part, "column_part_ptr": o.column_part,
@@ -244,8 +249,7 @@ def matmul_launch(
         "FLATTEN": config.flatten and epilogue != "partial",
         "BLOCK_M": rows, "BLOCK_N": cols, "BLOCK_K": depth,
         "SUB_TILES": config.sub_tiles, "GROUP_M": config.group_m,
-        # in e4m3 there are no registers for all of it
-        "EARLY": 1 if o.out8 is not None or o.a.dtype == torch.float8_e4m3fn else config.sub_tiles,
+        "EARLY": early,
         "PARTS": 0 if o.row_part is None else o.row_part.shape[-1],
         "OUT_PARTS": 0 if o.out_part is None else o.out_part.shape[-1],
         "TIMES": 1 if o.out_part is None else _pieces_of_statistics(config, epilogue),

@@ -64,6 +64,12 @@ def test_tiles_that_are_read_again_are_rounded_in_pairs(core_report: dict[str, A
     assert not [(row["arch"], row["kernel"], row["case"]) for row in rows if row["single_conversions"]]
 
 
+def test_an_input_gradient_waits_for_no_descriptor_but_its_operands(core_report: dict[str, Any]) -> None:
+    """On sm_90: two before the loop and one in it, of A and of B; x and the residual come by pointers, together."""
+    rows = [row for row in core_report["builds"] if row["kernel"] == "matmul_layer_norm_grad"]
+    assert [row["tma_loads"] for row in rows if row["arch"] == "sm_90"] == [6]
+
+
 def test_operands_in_e4m3_reach_their_tensor_cores(core_report: dict[str, Any]) -> None:
     """Tiles of 128 x 256 x 128 on sm_90: QGMMA, no spills, operands and results by TMA."""
     rows = [row for row in core_report["builds"] if row["case"].startswith("fp8")]
