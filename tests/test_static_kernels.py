@@ -165,7 +165,8 @@ def test_no_build_of_the_grid_spills_or_waits_for_every_wgmma() -> None:
     assert all("spills" in builds[key] for key in core)
     assert all("wgmma_waits" in builds[key] for key in core if builds[key]["hgmma"])
     assert not {key: counts["spills"] for key, counts in builds.items() if counts.get("spills")}
-    assert not [key for key, counts in builds.items() if 0 < counts["hgmma"] <= counts.get("wgmma_waits", 0)]
+    # two instructions may wait once each without being serialised; `problems` compares with PTX
+    assert not [key for key, counts in builds.items() if 2 < counts["hgmma"] <= counts.get("wgmma_waits", 0)]
 
 
 def test_spills_are_kept_in_the_baseline(tmp_path: Path) -> None:
