@@ -292,7 +292,8 @@ def run_blocks(blocks: nn.Sequential, x: Tensor, rope: Rope | None = None) -> Te
     """
     ready: list[Any] = []
     for block in blocks:
-        known: Any = block if hasattr(block, "whole") and not is_touched(block) else None
+        touched = block._forward_hooks or is_touched(block)  # the former for hooks of transformers
+        known: Any = block if hasattr(block, "whole") and not touched else None
         ready.append(known and known.whole())
     if None in ready:
         for block in blocks:

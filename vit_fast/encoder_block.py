@@ -6,6 +6,7 @@ Parameter names are timm's. Axes: B images, N tokens, C = embed_dim, H heads, D 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +55,8 @@ class Attention(nn.Module):
 
     def _project(self, x: Tensor, rope: Rope | None) -> Tensor:
         qkv: Tensor = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
-        q_norm, k_norm = self._modules["q_norm"], self._modules["k_norm"]  # nn.Module looks attributes up in Python
+        children: Any = self._modules  # nn.Module looks attributes up in Python
+        q_norm, k_norm = children["q_norm"], children["k_norm"]
         if not (does_nothing(q_norm) and does_nothing(k_norm)):
             q, k, v = qkv.unbind(2)
             qkv = torch.stack((q_norm(q).to(v.dtype), k_norm(k).to(v.dtype), v), 2)

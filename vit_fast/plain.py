@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 _TENSORS = (nn.Parameter, Tensor)
-_RECORDERS = "transformers.utils.output_capturing"  # its hooks on attention find nothing without weights
+_RECORDERS = "transformers.utils.output_capturing"
+# By key and index into the output: a layer is called whatever records it, and without weights attention returns none.
+_HARMLESS = (("hidden_states", 0), ("attentions", 1))
 
 
 def is_plain(tensor: Tensor | None) -> bool:
@@ -21,11 +24,22 @@ def is_plain(tensor: Tensor | None) -> bool:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """True for hooks of users; transformers leaves its own on layers and attention, which return nothing."""
+    """True for hooks of users; not for those that transformers leaves on layers and attention."""
     if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return True
     hooks = module._forward_hooks
-    return bool(hooks) and any(getattr(hook, "__module__", None) != _RECORDERS for hook in hooks.values())
+    return bool(hooks) and not all(map(_records_nothing_else, hooks.values()))
+
+
+def _records_nothing_else(hook: Any) -> bool:
+    """True for a hook of transformers that records hidden states of layers, or attention weights."""
+    if getattr(hook, "__module__", None) != _RECORDERS or not hasattr(hook, "__code__"):
+        return False
+    if torch.compiler.is_compiling():  # which cannot follow the rest; parts were read before it traces
+        return True
+    held = dict(zip(hook.__code__.co_freevars, hook.__closure__ or ()))
+    found = tuple(held[name].cell_contents for name in ("key", "index") if name in held)
+    return found in _HARMLESS
 
 
 def forward_is_replaced(module: nn.Module) -> bool:

@@ -138,8 +138,8 @@ class FusedSelfAttention(FusedModule):
             kwargs = {name: value for name, value in kwargs.items() if name != "attention_mask"}
         unusual = any(map(given, args)) or says_more(kwargs)
         eager = self.config._attn_implementation == "eager"
-        children, (q, k) = self._modules, QK_NORMS
-        unusual = unusual or (q in children and (is_touched(children[q]) or is_touched(children[k])))
+        children: Any = self._modules
+        unusual = unusual or any(name in children and is_touched(children[name]) for name in QK_NORMS)
         return bool(unusual or eager or (self.training and _dropout(self)))
 
     def mixed_heads(self, hidden_states: Tensor, rope: Rope | None, keys: Keys | None) -> Tensor:
