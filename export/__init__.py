@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from .card import write_card
     from .deployment import write_triton_repository
     from .exporter import export_onnx
-    from .latency import measure_latency
     from .metadata import inspect_onnx
     from .model_files import ModelFileError
     from .quantise import QuantisationError
@@ -38,7 +37,6 @@ _LAZY = {
     "VerificationError": ".verification",
     "export_onnx": ".exporter",
     "inspect_onnx": ".metadata",
-    "measure_latency": ".latency",
     "trtexec_line": ".tensorrt",
     "write_card": ".card",
     "write_triton_repository": ".deployment",
@@ -54,7 +52,6 @@ __all__ = [
     "VerificationError",
     "export_onnx",
     "inspect_onnx",
-    "measure_latency",
     "trtexec_line",
     "write_card",
     "write_triton_repository",

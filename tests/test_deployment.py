@@ -1,4 +1,4 @@
-"""What a deployer is given: the server's repository and a client for it, TensorRT's shapes, latency, a model card."""
+"""What a deployer is given: the server's repository and a client for it, TensorRT's shapes, a model card."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from vit_fast.cli import main
 from vit_fast.data import default_photograph
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.export import OnnxRunner, ProviderError, export_onnx, inspect_onnx, write_card, write_triton_repository
-from vit_fast.export.latency import Latency, draw_latency, measure_latency
 from vit_fast.export.tensorrt import shape_profile, trtexec_line
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -200,36 +199,6 @@ def test_shapes_for_tensorrt(files: Path, tmp_path: Path, capsys: pytest.Capture
     assert "--maxShapes=images:64x1x16x16" in words and "--stronglyTyped" in words
     report = export_onnx(digits_vit(), tmp_path / "one.onnx", dynamic_batch=False, target="tensorrt", verify=False)
     assert report.trtexec is not None and "Shapes" not in report.trtexec and report.trtexec.startswith("trtexec")
-
-
-def test_latency(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["latency", str(files / "pixels.onnx"), "--device", "cpu", "--runs", "7", "--batches", "1,3"]
-    with pytest.raises(SystemExit, match="0"):
-        main([*arguments, "--threads", "1,2", "--picture", str(tmp_path / "l.png"), "--json"])
-    rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [(row["batch"], row["threads"]) for row in rows] == [(1, 1), (3, 1), (1, 2), (3, 2)]
-    for row in rows:
-        assert 0 < row["p50"] <= row["p95"] <= row["p99"]
-        assert row["images_per_second"] == pytest.approx(row["batch"] / row["p50"] * 1e3)
-    assert Image.open(tmp_path / "l.png").width > 400
-    with pytest.raises(SystemExit, match="0"):
-        main(arguments)
-    assert len(capsys.readouterr().out.splitlines()) == 3
-    draw_latency([Latency(1, None, 1.0, 2.0, 3.0, 1000.0)], tmp_path / "one.svg", "one")
-    with pytest.raises(SystemExit, match="2"):
-        main([*arguments, "--picture", str(tmp_path / "l.xyz")])
-    said = capsys.readouterr()
-    assert len(said.out.splitlines()) == 3 and "'xyz' is not supported" in said.err, "what was measured is told"
-    with pytest.raises(SystemExit, match="2"):
-        main([*arguments, "--picture", str(tmp_path)])
-    said = capsys.readouterr()
-    assert not said.out and "is a folder" in said.err, "before anything is measured"
-    for wrong, message in (("--batches=0", "accepted are integers >= 1"), ("--threads=a", "--threads='a'")):
-        with pytest.raises(SystemExit, match="2"):
-            main([*arguments, wrong])
-        assert message in capsys.readouterr().err
-    with pytest.raises(ValueError, match="runs=0"):
-        measure_latency(files / "pixels.onnx", runs=0)
 
 
 def test_a_model_card(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

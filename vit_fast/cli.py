@@ -25,7 +25,6 @@ COMMANDS = (
     "export",
     "optimize",
     "show",
-    "latency",
     "hf_kernel",
 )
 
