@@ -10,6 +10,7 @@ from fuse_changes import (
     CHANGES,
     tiny_timm,
 )
+from fused_models import SUBJECTS
 from kernel_support import DEVICE
 from torch import nn
 
@@ -45,6 +46,25 @@ def test_an_activation_replaced_since_is_taken_at_once_and_by_fusing_again() -> 
     vit_fast.fuse(model).require_all()
     assert not model.blocks[0].runs_as_it_was()
     torch.testing.assert_close(model(images), expected)
+
+
+@pytest.mark.parametrize("backend", ("sdpa", "triton"))
+@pytest.mark.parametrize("name", ("timm-vit", "timm-eva02", "transformers-vit", "transformers-siglip2"))
+def test_a_scale_of_attention_changed_since_counts(name: str, backend: str) -> None:
+    plain, inputs = SUBJECTS[name].build().to(DEVICE).eval(), SUBJECTS[name].inputs()
+    inputs = {key: value.to(DEVICE) for key, value in inputs.items()}
+    fused = copy.deepcopy(plain)
+    vit_fast.fuse(fused, backend)
+    with torch.no_grad():
+        before = SUBJECTS[name].output(fused(**inputs))
+        for module in (*plain.modules(), *fused.modules()):
+            for attribute in ("scale", "scaling"):
+                if isinstance(getattr(module, attribute, None), float):
+                    setattr(module, attribute, 3.0)
+                    module.fused_attn = False  # timm looks at its scale only then
+        expected = SUBJECTS[name].output(plain(**inputs))
+        assert (expected - before).norm() > 0.01 * before.norm()
+        torch.testing.assert_close(SUBJECTS[name].output(fused(**inputs)), expected, rtol=1e-3, atol=1e-3)
 
 
 def test_fusing_again_with_triton_leaves_heads_that_it_does_not_take() -> None:

@@ -33,8 +33,8 @@ LEFT = {
 class _AttentionLayer(FusedModule):
     """An attention layer of timm's with our operator between its linears, which still run as modules.
 
-    With any mask but one of padding, a causal flag, attention dropout in training, a changed attn_drop, or hooks on it
-    or on the norms of q and k, timm's own forward runs.
+    With any mask but one of padding, a causal flag, attention dropout in training, a changed attn_drop or scale, or
+    hooks on the former or on the norms of q and k, timm's own forward runs.
     """
 
     kind = "attention"
@@ -56,7 +56,12 @@ class _AttentionLayer(FusedModule):
         drop, q_norm, k_norm = self._read_past()
         changed = type(drop) is not nn.Dropout or is_touched(drop) or is_touched(q_norm) or is_touched(k_norm)
         masked = attn_mask is not None and not is_padding(attn_mask)
-        return masked or is_causal or changed or bool(self.training and drop.p)
+        return masked or is_causal or changed or self.scales_by_its_own() or bool(self.training and drop.p)
+
+    def scales_by_its_own(self) -> bool:
+        """True for a changed scale where timm uses it, which is without its fused attention."""
+        own = vars(self)
+        return not own.get("fused_attn", True) and own["scale"] != type(self).head_width(self) ** -0.5
 
     def _read_past(self) -> tuple[Any, Any, Any]:
         """The modules that need not be called; by a dictionary, because nn.Module looks attributes up in Python."""
@@ -303,6 +308,10 @@ def read_attention(
 ) -> AttentionParts | None:
     """A norm and the `attn` of a block, of a fused class made of `form`."""
     block.nothing("attn.gate")
+    attention = block.at("attn")
+    watched = block.value("attn.scale"), block.value("attn.fused_attn")
+    if all(value is not None for value in watched) and fused_class(attention, form) and attention.scales_by_its_own():
+        block.reasons.append("attn.scale was changed, and attn.fused_attn is False")
     return block.attention(
         "attn",
         "norm1",

@@ -71,6 +71,10 @@ def first_attribute(module: nn.Module, *names: str) -> Any:
     return next((getattr(module, name) for name in names if hasattr(module, name)), None)
 
 
+def scale_name(module: nn.Module) -> str:
+    return "scaling" if hasattr(module, "scaling") else "scale"
+
+
 class FusedSelfAttention(FusedModule):
     """An attention layer of transformers with our operator between its linears, which still run as modules.
 
@@ -80,7 +84,10 @@ class FusedSelfAttention(FusedModule):
 
     kind = "attention"
     vit_fast_names: Projections
-    vit_fast_scale: float
+
+    @property
+    def vit_fast_scale(self) -> float:
+        return float(getattr(self, scale_name(self)))
 
     @classmethod
     def examine(cls, module: Any) -> Finding:
@@ -107,7 +114,6 @@ class FusedSelfAttention(FusedModule):
         if names is None:
             raise ValueError(f"{type(self).__qualname__} has no query, key and value projections")
         self.vit_fast_names = names
-        self.vit_fast_scale = first_attribute(self, "scaling", "scale")
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """[B, N, C] -> [B, N, C] and None instead of weights."""

@@ -24,6 +24,7 @@ from .transformers_attention import (
     container_classes_beside,
     given,
     projections_of,
+    scale_name,
 )
 
 
@@ -156,7 +157,7 @@ class FusedLayer(FusedNormMlp):
             qk_norm=(f"{name}.{QK_NORMS[0]}", f"{name}.{QK_NORMS[1]}"),
             qk_norm_over="width",
             num_heads=linears[0].out_features // type(module).head_width(module),
-            scale=module.vit_fast_scale,
+            scale=block.value(f"{name}.{scale_name(module)}"),
             rotates_halves=isinstance(module, FusedRotarySelfAttention),
             layer_scale=layer.layer_scales[0],
             drop_path=layer.drop_path,

@@ -42,7 +42,7 @@ class FusedPackedAttention(FusedRotarySelfAttention):
         return Finding()
 
     def set_up(self) -> None:
-        self.vit_fast_scale = self.scaling
+        """Does nothing: one linear layer makes q, k and v."""
 
     def runs_as_it_was(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         rest = {name: value for name, value in kwargs.items() if name not in ("cu_seqlens", "max_seqlen")}
@@ -83,7 +83,7 @@ class FusedPackedLayer(FusedLayer):
             (f"{name}.qkv",),
             f"{name}.proj",
             num_heads=module.num_heads,
-            scale=module.vit_fast_scale,
+            scale=block.value(f"{name}.scaling"),
             rotates_halves=True,
         )
 
