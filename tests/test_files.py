@@ -93,3 +93,11 @@ def test_missing_folders_are_created_and_those_that_cannot_be_are_named(tmp_path
     (tmp_path / "text").write_text("")
     with pytest.raises(NotADirectoryError, match=r"m\.safetensors: cannot be written: .*text is a file, must"):
         save(model, tmp_path / "text" / "deep" / "m.safetensors")
+
+
+def test_links_in_a_circle_are_named(tmp_path: Path) -> None:
+    for name, target in (("a", "b"), ("b", "a")):
+        (tmp_path / name).symlink_to(tmp_path / target)
+    with pytest.raises(OSError, match=r"a/file: cannot be written: "), file_aside(tmp_path / "a" / "file"):
+        raise AssertionError
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a", "b"]

@@ -97,7 +97,7 @@ def _kind(path: Path) -> str:
 @contextlib.contextmanager
 def _hidden_folder(path: Path, *errors: type[Exception]) -> Iterator[Path]:
     """A new folder beside `path`, removed at the end; those that killed processes left there go, too."""
-    parent = path.parent.resolve()
+    parent = Path(os.path.realpath(path.parent))  # Path.resolve raises RuntimeError for links in a circle
     prefix = f".{path.name}.{_MARK}"
     created = [folder for folder in (parent, *parent.parents) if not folder.exists()]
     aside = None
