@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from .rows import CHECKED_FIELDS, SPEED_FIELDS
 
 _MISSING = object()
+_MOST = sys.float_info.max  # JSON also holds longer integers
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "a text": lambda v: isinstance(v, str),
     "a flag": lambda v: isinstance(v, bool),
     "a list": lambda v: isinstance(v, list),
     "an object": lambda v: isinstance(v, dict),
     "a count": lambda v: isinstance(v, int) and v is not True and v >= 1,
-    "a number >= 0": lambda v: isinstance(v, int | float) and not isinstance(v, bool) and 0 <= v < math.inf,
+    "a number >= 0": lambda v: isinstance(v, int | float) and not isinstance(v, bool) and 0 <= v <= _MOST,
     "a number > 0": lambda v: v != 0 and _KINDS["a number >= 0"](v),
     "null": lambda v: v is None,
     "missing": lambda v: v is _MISSING,
@@ -29,7 +30,8 @@ _ROW |= {"images_per_s": "a number > 0 or null"}
 _RATES = dict.fromkeys(("images_per_s", "ms", "ms_p20", "ms_p80"), "a number > 0")
 _FIGURES = dict.fromkeys((*CHECKED_FIELDS, *SPEED_FIELDS, "cold_s", "cold_MiB"), "a number >= 0 or null or missing")
 _FIGURES |= _RATES | {"host_bound": "a flag or null or missing", "ratio_to_best_peer": "a number > 0 or null"}
-_FIGURES |= dict.fromkeys(("verdict", "best_peer", "defect", "samples_ms", "ratio_interval"), "a text or null")
+_FIGURES |= dict.fromkeys(("verdict", "best_peer", "defect"), "a text or null")
+_FIGURES |= dict.fromkeys(("samples_ms", "ratio_interval"), "a list or null")
 _LISTS = {
     "samples_ms": ["a number > 0"],
     "ratio_interval": ("a number > 0", "a number > 0"),
