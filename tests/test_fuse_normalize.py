@@ -14,8 +14,8 @@ import vit_fast
 from vit_fast.patch_embed import FusedPatchConv
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-# patches, tokens, or a video come in, or noise beside the images
-OTHERS = ("transformers-siglip2", "torch-encoder", "transformers-vivit", "transformers-vit-mae")
+# patches, tokens, or a video come in, or noise beside the images; or the convolution pads them
+OTHERS = ("transformers-siglip2", "torch-encoder", "transformers-vivit", "transformers-vit-mae", "transformers-vitpose")
 NAMES = [name for name in SUBJECTS if name not in OTHERS]
 
 

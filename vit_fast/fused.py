@@ -22,7 +22,7 @@ from .ops.backends import resolve_backend
 from .ops.descriptions import Keys, Rope
 from .parts import AttentionParts, BlockParts, MlpParts
 from .reading import Reader, read_block
-from .tracing import show_original_to_tracers
+from .tracing import show_original_to_tracers, show_original_to_unfused
 
 FusedClass = TypeVar("FusedClass", bound="type[FusedModule]")
 
@@ -65,6 +65,12 @@ class FusedModule(nn.Module):
     if TYPE_CHECKING:  # the other base's attributes, which nn.Module types as Tensor | Module
 
         def __getattr__(self, name: str) -> Any: ...
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        original = cls.__bases__[-1]
+        if original.__module__.startswith("transformers."):
+            show_original_to_unfused(cls, original)
+        super().__init_subclass__(**kwargs)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -23,15 +23,9 @@ def show_original_to_tracers(cls: type[nn.Module], original: type[nn.Module], eq
     Where the two are not equivalent, torch.fx keeps the module whole, and torch.jit.script fails on our forward.
     A forward that a user bound while the module was fused runs that of `original` once it no longer is.
     """
+    if original.__module__.startswith("transformers."):
+        return  # its layers' own wrapper of forward has to stay the outermost; neither tracer takes its models anyway
     fused_forward, original_forward = cls.forward, original.forward
-    if original.__module__.startswith("transformers."):  # neither tracer takes its models
-
-        @functools.wraps(fused_forward)
-        def bound(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return (fused_forward if isinstance(self, cls) else original_forward)(self, *args, **kwargs)
-
-        cls.forward = bound
-        return
     leaf = original.__module__.startswith(_LEAVES) and not issubclass(original, nn.Sequential)
     proxy_among, stays_whole = first_proxy, not equivalent or leaf
 
@@ -55,6 +49,20 @@ def show_original_to_tracers(cls: type[nn.Module], original: type[nn.Module], eq
     cls.forward = functools.update_wrapper(shown, original_forward)
     # the first class that has any is where it looks for the types of attributes: nn.Module at the latest
     cls.__annotations__ = dict(next(filter(None, map(inspect.get_annotations, original.__mro__))))
+
+
+def show_original_to_unfused(cls: type[nn.Module], original: type[nn.Module]) -> None:
+    """Wraps the forward of a fused class of transformers, before transformers wraps it for gradient checkpointing.
+
+    A forward that a user bound while the module was fused runs that of `original` once it no longer is.
+    """
+    fused_forward, original_forward = cls.forward, original.forward
+
+    @functools.wraps(fused_forward)
+    def bound(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return (fused_forward if isinstance(self, cls) else original_forward)(self, *args, **kwargs)
+
+    cls.forward = bound
 
 
 def first_proxy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proxy | None:
