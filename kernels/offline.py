@@ -22,13 +22,15 @@ from typing import Any
 
 import torch
 import triton
+from torch.torch_version import TorchVersion
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .launch import Launch, is_interpreted
 
-ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120")
+_SM_103 = () if TorchVersion(triton.__version__) < "3.7" else ("sm_103",)  # older cuobjdumps cannot read it
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", *_SM_103, "sm_120")
 # Modules beside this one that ship kernels.
 PROVIDERS: tuple[str, ...] = ("attention_offline", "matmul_offline", "rotary_offline", "fp8_offline")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import io
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -210,9 +211,9 @@ def test_what_is_compiled_is_exported_as_a_package(model, images, engine, tmp_pa
     """Up to the compiler, which is handed a program that computes what the model does."""
     packed: list[Any] = []
 
-    def pack(program: Any, package_path: str) -> None:
+    def pack(program: Any, package_path: io.BytesIO) -> None:
         packed.append(program)
-        Path(package_path).write_bytes(b"a package")
+        package_path.write(b"a package")
 
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", pack)
     found: Any = SimpleNamespace(choice=Choice(engine, precision="bf16"), answer=Answer({}, Choice(engine), {}))

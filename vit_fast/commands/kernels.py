@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 
 _SAMPLE = 10  # builds, about, from which the time of all is estimated
-DEFAULT_ARCHS = "sm_80,sm_86,sm_89,sm_90,sm_100,sm_103,sm_120"
 
 
 def register(app: typer.Typer) -> None:
@@ -17,7 +16,9 @@ def register(app: typer.Typer) -> None:
 
 
 def kernels(
-    arch: Annotated[str, typer.Option(help="Architectures to compile for, separated by commas.")] = DEFAULT_ARCHS,
+    arch: Annotated[
+        str | None, typer.Option(help="Architectures to compile for, separated by commas; by default all.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
     core: Annotated[bool, typer.Option("--core", help="Only the builds that the tests compile on every run.")] = False,
     update_baseline: Annotated[
@@ -44,10 +45,10 @@ def kernels(
 ) -> None:
     """Compiles the kernels for the named architectures, without a GPU; exits with 1 if one spills or became worse."""
     if host:
-        _print_host_time("sm_90" if arch == DEFAULT_ARCHS else arch, as_json=as_json)
+        _print_host_time(arch or "sm_90", as_json=as_json)
         return
     if model is not None:
-        _print_device_time(model, batch, "sm_90" if arch == DEFAULT_ARCHS else arch, as_json=as_json)
+        _print_device_time(model, batch, arch or "sm_90", as_json=as_json)
         return
     if warm_up is not None:
         _warm_up(warm_up, batch_sizes, training)
@@ -62,7 +63,9 @@ def kernels(
             raise typer.Exit(2) from error
         return
     try:
-        report = collect(arch.split(","), core=core, update_baseline=update_baseline, progress=not as_json)
+        report = collect(
+            arch.split(",") if arch else None, core=core, update_baseline=update_baseline, progress=not as_json
+        )
     except (RuntimeError, ValueError, ImportError) as error:
         typer.echo(f"vit-fast kernels: {error}", err=True)
         raise typer.Exit(2) from error
@@ -137,7 +140,7 @@ def _print_device_time(name: str, batch: int, arch: str, *, as_json: bool) -> No
     typer.echo(json.dumps(report, indent=2) if as_json else render(report))
 
 
-def collect(archs: list[str], *, core: bool, update_baseline: bool, progress: bool = False) -> dict[str, Any]:
+def collect(archs: list[str] | None, *, core: bool, update_baseline: bool, progress: bool = False) -> dict[str, Any]:
     """Compile and compare; everything that `vit-fast kernels` prints, as plain data.
 
     Raises:
@@ -152,7 +155,9 @@ def collect(archs: list[str], *, core: bool, update_baseline: bool, progress: bo
     if launch.is_interpreted():
         raise RuntimeError("TRITON_INTERPRET is set: there is nothing to compile; unset it")
     # before the first compilation: a wrong name shall not cost the minutes of the right ones
-    wanted = [(arch, build) for arch in archs for build in offline.builds(arch) if build.core or not core]
+    wanted = [
+        (arch, build) for arch in archs or offline.ARCHS for build in offline.builds(arch) if build.core or not core
+    ]
     before = baseline.read_baseline() if baseline.BASELINE_PATH.exists() else {"triton": None, "builds": {}}
     comparable = baseline.is_comparable(before) and not update_baseline
     found: dict[str, Any] = {}
