@@ -1,4 +1,4 @@
-"""What launches would take on a GPU: a model, from their machine code and the launch policy. Nothing is measured.
+"""Models the device time of launches from their machine code and the launch policy. Nothing is measured.
 
     with recorded() as launches:    # under the stand-in driver; nothing is launched
         model(images)
@@ -141,7 +141,7 @@ def _bytes(launch: Launch) -> int:
 
 
 def _tensors(launch: Launch) -> Iterator[tuple[tuple[int, ...], int]]:
-    """What tells a tensor from others, and its bytes; views of the same elements are one."""
+    """Returns the identity of a tensor and its bytes; views of the same elements are one."""
     for value in launch.args.values():
         tensor = value.base if isinstance(value, TensorDescriptor) else value
         if isinstance(tensor, Tensor):

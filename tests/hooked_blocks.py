@@ -154,7 +154,7 @@ def set_a_forward(owner: nn.Module, name: str, seen: list[Any]) -> Undo:
 
 
 class Wrapped(nn.Module):
-    """What stands in the place of a module, and has its attributes."""
+    """A replacement of a module, with its attributes."""
 
     def __init__(self, inner: nn.Module, seen: list[Any]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What of ours a compiled graph holds: one without our operators computes the same, by torch."""
+"""Counts our operators in compiled graphs: a graph without them computes the same, by torch."""
 
 from __future__ import annotations
 

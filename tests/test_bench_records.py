@@ -29,7 +29,7 @@ def record() -> records.Record:
 
 
 def paths(value: Any, at: Path_ = ()) -> Iterator[Path_]:
-    """Where the values inside a value are; of a list the first two."""
+    """Paths of the values inside a value; of a list the first two."""
     inside = value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
     for name, inner in inside:
         yield (*at, name)

@@ -226,7 +226,7 @@ def test_nan_wins_or_loses(device: Device) -> None:
 
 
 def _torch(bits: np.ndarray, kind: str) -> torch.Tensor:
-    """Of packed ones, two values a thread."""
+    """Packed operands: two values a thread."""
     dtype = {"bf16": torch.bfloat16, "f16": torch.float16}[kind.removesuffix("x2")]
     return torch.from_numpy(bits.view(np.int16)).view(dtype)
 

@@ -1,4 +1,4 @@
-"""What only execution shows: launch plans replayed, CUDA graphs, a compiled model, TF32, the short sums of FP8."""
+"""Tests that need execution: launch plans replayed, CUDA graphs, a compiled model, TF32, the short sums of FP8."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_exact_fp32_mlp() -> None:
 
 @pytest.mark.skipif(KERNEL_ARCH != "sm_90", reason="wgmma of 8-bit floats is sm_90's")
 def test_fp8_is_accurate_with_sums_of_14_bits(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As sm_90 adds products of 8-bit floats, at ViT-S' sizes."""
+    """Sums of 14 bits, as sm_90 adds products of 8-bit floats, at ViT-S' sizes."""
     monkeypatch.setattr(test_fp8_block, "WIDTH", 384)
     monkeypatch.setattr(test_fp8_block, "HIDDEN", 1536)
     monkeypatch.setattr(test_fp8_block, "HEADS", 6)

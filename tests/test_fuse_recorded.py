@@ -1,4 +1,4 @@
-"""What transformers records of a fused model, and finds under its class: hidden states, attention weights, names."""
+"""Fused models under transformers' recorders and class registries: hidden states, attention weights, names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vit_fast.optimize returns: an independent, read-only copy, whatever runs it."""
+"""The result of vit_fast.optimize: an independent, read-only copy, whatever runs it."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def set_forward(module: nn.Module) -> None:
 
 
 def attributes_of(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """What modules hold beside parameters and children; of containers what is in them."""
+    """Returns the attributes of modules beside parameters and children, and the items of containers."""
     hidden = {"_parameters", "_buffers", "_modules"}
     return {
         name: {key: repr(value) for key, value in vars(module).items() if key not in hidden}
@@ -86,7 +86,7 @@ def test_a_forward_set_before_fuse_stays() -> None:
 
 
 def test_a_forward_of_its_own_that_others_left_behind_goes_with_the_class() -> None:
-    """As accelerate leaves one when it takes its hooks away."""
+    """A forward as accelerate leaves it when it takes its hooks away."""
     model, images = SUBJECTS["timm-vit"].build().eval(), torch.randn(1, 3, 32, 32)
     expected = model(images)
     vit_fast.fuse(model, "sdpa")

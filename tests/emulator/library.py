@@ -37,7 +37,7 @@ class Found(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What an instruction did; the figures of memory are those of the first CTA of each launch."""
+    """Counts of one instruction; the figures of memory are those of the first CTA of each launch."""
 
     index: int
     opcode: str
