@@ -111,7 +111,7 @@ def test_ties_and_few_classes() -> None:
         ([], "needs --weights or --onnx"),
         (["--weights", "a", "--onnx", "b.onnx"], "needs --weights or --onnx"),
         (["--weights", "a", "--img-size", "8"], "accepted with --onnx only"),
-        (["--weights", "a", "--confusion", "."], "is a folder, accepted is a file name"),
+        (["--weights", "a", "--confusion", "."], "is a folder, must be a file name"),
     ],
 )
 def test_what_is_refused(

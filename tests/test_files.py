@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from vit_fast import create_model, save
-from vit_fast.files import file_aside
+from vit_fast.files import file_aside, folder_aside
 
 RECORD = Path(__file__).parents[1] / "benchmarks" / "results" / "cpu-2core"
 FULL_DISK = """
@@ -93,6 +93,28 @@ def test_missing_folders_are_created_and_those_that_cannot_be_are_named(tmp_path
     (tmp_path / "text").write_text("")
     with pytest.raises(NotADirectoryError, match=r"m\.safetensors: cannot be written: .*text is a file, must"):
         save(model, tmp_path / "text" / "deep" / "m.safetensors")
+
+
+def test_a_name_may_be_as_long_as_the_system_allows(tmp_path: Path) -> None:
+    name = "\u00e4" * 120 + ".safetensors"  # 252 bytes of 255
+    assert save(create_model("vit_test"), tmp_path / name).is_file()
+    with folder_aside(tmp_path / ("f" * 255)) as aside:
+        (aside / "text").write_text("")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["f" * 255, name]
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_folder_appears_where_a_link_leads(exists: bool, tmp_path: Path) -> None:
+    link, target = tmp_path / "link", tmp_path / "elsewhere" / "target"
+    link.symlink_to(target)
+    if exists:
+        target.mkdir(parents=True)
+    with folder_aside(link) as aside:
+        (aside / "text").write_text("")
+    assert link.is_symlink() and [path.name for path in target.iterdir()] == ["text"]
+    with pytest.raises(OSError, match="cannot be written"), folder_aside(link):
+        pass
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["elsewhere", "link", "target", "text"]
 
 
 def test_links_in_a_circle_are_named(tmp_path: Path) -> None:

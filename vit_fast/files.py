@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import glob
 import os
 import shutil
 import stat
@@ -16,7 +15,7 @@ from pathlib import Path
 if sys.platform != "win32":  # there the folders of killed processes stay
     import fcntl
 
-_MARK = "vit-fast-"
+_PREFIX = ".vit-fast-partial-"  # without the name of what is written, which may be as long as a name can be
 _SECONDS_TO_LOCK = 60.0  # a folder so young may not be locked yet by the process that made it
 
 
@@ -49,11 +48,15 @@ def file_aside(path: Path, *errors: type[Exception]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def folder_aside(path: Path) -> Iterator[Path]:
-    """A hidden folder to fill, which becomes `path` when the block succeeds; `path` is new, or an empty folder.
+    """A hidden folder to fill, which becomes `path` when the block succeeds.
 
+    Args:
+        path: A new name or an empty folder; a symbolic link stands for what it leads to.
     Raises:
         OSError: it cannot be written; names `path`, nothing is left behind.
     """
+    if path.is_symlink():
+        path = Path(os.path.realpath(path))
     with _hidden_folder(path) as aside:
         yield aside
         aside.chmod(0o755)  # mkdtemp's folder is for its owner only
@@ -83,9 +86,9 @@ def check_replaceable(path: Path) -> None:
     """
     check_writable(path)
     if path.is_dir():
-        raise IsADirectoryError(f"{path}: is a folder, accepted is a file name such as {path / 'NAME'}")
+        raise IsADirectoryError(f"{path}: is a folder, must be a file name such as {path / 'NAME'}")
     if path.exists() and not path.is_file():
-        raise FileExistsError(f"{path}: is {_kind(path)}, accepted is a new name or a regular file")
+        raise FileExistsError(f"{path}: is {_kind(path)}, must be a new name or a regular file")
 
 
 def _kind(path: Path) -> str:
@@ -98,13 +101,12 @@ def _kind(path: Path) -> str:
 def _hidden_folder(path: Path, *errors: type[Exception]) -> Iterator[Path]:
     """A new folder beside `path`, removed at the end; those that killed processes left there go, too."""
     parent = Path(os.path.realpath(path.parent))  # Path.resolve raises RuntimeError for links in a circle
-    prefix = f".{path.name}.{_MARK}"
     created = [folder for folder in (parent, *parent.parents) if not folder.exists()]
     aside = None
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(parent, prefix)
-        aside = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        _remove_abandoned(parent)
+        aside = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         with _locked(aside):
             yield aside
     except Exception as error:
@@ -126,8 +128,8 @@ def _is_about(error: OSError, aside: Path | None) -> bool:
     return error.errno is not None and (aside is None or not names or any(n.is_relative_to(aside) for n in names))
 
 
-def _remove_abandoned(parent: Path, prefix: str) -> None:
-    for folder in parent.glob(f"{glob.escape(prefix)}*"):
+def _remove_abandoned(parent: Path) -> None:
+    for folder in parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             if time.time() - folder.stat().st_mtime > _SECONDS_TO_LOCK:
                 with _locked(folder) as is_ours:
@@ -137,7 +139,7 @@ def _remove_abandoned(parent: Path, prefix: str) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Whether a folder could be locked; the system unlocks it when the process ends, however it does."""
+    """True if the folder could be locked; the system unlocks it when the process ends, however it does."""
     if sys.platform == "win32":
         yield False
         return
