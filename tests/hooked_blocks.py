@@ -108,7 +108,7 @@ def _first(value: Any) -> Any:
     return value[0] if isinstance(value, tuple) and value else value
 
 
-def _changed(value: Any, scale: float) -> Any:
+def changed(value: Any, scale: float) -> Any:
     """A result, or arguments, with another first tensor."""
     first = _first(value)
     if not isinstance(first, Tensor) or not first.is_floating_point():
@@ -124,7 +124,7 @@ def _noted(seen: list[Any], args: Any, kwargs: dict[str, Any]) -> None:
 def hook_the_output(owner: nn.Module, name: str, seen: list[Any]) -> Undo:
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         _noted(seen, args, kwargs)
-        return _changed(output, 1.5)
+        return changed(output, 1.5)
 
     return owner.get_submodule(name).register_forward_hook(hook, with_kwargs=True).remove
 
@@ -132,7 +132,7 @@ def hook_the_output(owner: nn.Module, name: str, seen: list[Any]) -> Undo:
 def hook_the_input(owner: nn.Module, name: str, seen: list[Any]) -> Undo:
     def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
         _noted(seen, args, kwargs)
-        return _changed(args, 0.5), kwargs
+        return changed(args, 0.5), kwargs
 
     return owner.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True).remove
 
@@ -147,7 +147,7 @@ def set_a_forward(owner: nn.Module, name: str, seen: list[Any]) -> Undo:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         _noted(seen, args, kwargs)
-        return _changed(before(*args, **kwargs), 1.5)
+        return changed(before(*args, **kwargs), 1.5)
 
     module.forward = forward  # type: ignore[method-assign]  # what users do
     return lambda: module.__dict__.pop("forward")
@@ -169,7 +169,7 @@ class Wrapped(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.seen.append("called")
-        return _changed(self.inner(*args, **kwargs), 1.5)
+        return changed(self.inner(*args, **kwargs), 1.5)
 
 
 def replace(owner: nn.Module, name: str, seen: list[Any]) -> Undo:

@@ -15,6 +15,7 @@ from hooked_blocks import (
     Change,
     assert_changes_count,
     blocks_of,
+    changed,
     hook_the_output,
     hook_without_change,
     transformers_layer,
@@ -23,6 +24,7 @@ from kernel_support import DEVICE
 from torch import nn
 
 import vit_fast
+from vit_fast import plain
 from vit_fast.freezing import frozen_of
 from vit_fast.libraries import timm_blocks, torchvision
 from vit_fast.reading import Reader, read_block
@@ -72,7 +74,7 @@ def test_what_is_done_to_a_module_of_any_layer_of_transformers_counts(path: str)
 
 
 @pytest.mark.parametrize("name", ["timm-vit", "timm-dinov3", "transformers-dinov2", "torchvision-vit", "ours"])
-def test_the_kernels_do_not_run_past_anything_that_is_done(name: str) -> None:
+def test_the_kernels_do_not_run_past_anything_that_is_done(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing inside a block can be hooked, and the block still be nothing but kernels; and afterwards it is again."""
     model = SUBJECTS[name].build().eval()
     vit_fast.fuse(model, "triton")
@@ -86,6 +88,61 @@ def test_the_kernels_do_not_run_past_anything_that_is_done(name: str) -> None:
             undo()
             assert parts is None or change is CHANGES[-1], f"{change.__name__} of {path}"
             assert block.whole() is not None, path
+    for cls in {type(block.get_submodule(path)) for path in inside}:
+        with monkeypatch.context() as patched:
+            patched.setattr(cls, "forward", lambda self, x: x)
+            assert block.whole() is None, cls
+        assert block.whole() is not None, cls
+
+
+@pytest.mark.parametrize("name", ["timm-vit", "timm-eva02-norms-inside", "transformers-vit", "torchvision-vit"])
+def test_a_forward_that_is_set_on_a_class_counts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = SUBJECTS[name]
+    model, inputs = subject.build().eval(), subject.inputs()
+    twin = copy.deepcopy(model)
+    vit_fast.fuse(model, "sdpa").require_all()
+    block = next(module for module in model.modules() if hasattr(module, "whole"))
+    close, seen = {"rtol": 1e-4, "atol": 1e-4}, []
+
+    def patch(patched: pytest.MonkeyPatch, cls: Any) -> None:
+        before = cls.forward
+
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            seen.append(cls)
+            return changed(before(self, *args, **kwargs), 1.5)
+
+        patched.setattr(cls, "forward", forward)
+
+    with torch.no_grad():
+        expected = subject.run(twin, inputs)
+        for cls in {type(module) for module in block.modules() if not hasattr(module, "original")}:
+            with monkeypatch.context() as patched:
+                patch(patched, cls)
+                torch.testing.assert_close(subject.run(model, inputs), subject.run(twin, inputs), **close)
+        for cls in {type(module) for module in model.modules() if hasattr(module, "original")}:
+            with monkeypatch.context() as patched:
+                patch(patched, cls.original)
+                torch.testing.assert_close(subject.run(model, inputs), subject.run(twin, inputs), **close)
+            with monkeypatch.context() as patched:
+                patch(patched, cls)
+                seen.clear()
+                subject.run(model, inputs)
+                assert seen == [cls] * sum(type(module) is cls for module in model.modules())
+        torch.testing.assert_close(subject.run(model, inputs), expected, **close)
+
+
+@pytest.mark.parametrize("path", ["attn", "mlp"])
+def test_a_class_that_was_patched_before_it_was_first_seen_is_skipped(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, images = of_depth(1)["timm"].build().eval(), torch.randn(1, 3, IMAGE, IMAGE)
+    cls: Any = type(model.blocks[0].get_submodule(path))
+    monkeypatch.setattr(plain, "_FORWARDS", {})
+    monkeypatch.setattr(cls, "forward", lambda self, x, **rest: 2 * x)
+    expected = model(images)
+    (row,) = vit_fast.fuse(model, "sdpa").left
+    assert f"{cls.__name__}.forward was replaced on the class" in row.reasons[0]
+    torch.testing.assert_close(model(images), expected)
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])

@@ -101,7 +101,7 @@ def test_a_forward_replaced_on_an_instance_or_in_the_library(monkeypatch: pytest
     torch.testing.assert_close(model(images), expected)
     vit_fast.fuse(tiny_timm()).require_all()
     monkeypatch.setattr(Block, "forward", lambda self, x, **masks: x)
-    assert reasons_of(tiny_timm(), "norm + MLP") == ["Block.forward has been replaced since vit_fast first saw it"]
+    assert reasons_of(tiny_timm(), "norm + MLP") == ["Block.forward was replaced on the class"]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from .libraries.known import fused_form, left_reason, reads_text_or_decodes, sta
 from .model import VisionTransformer
 from .ops.backends import auto_reasons, resolve_backend, triton_unavailable_reasons
 from .patch_embed import FusedPatchConv, FusedPatchEmbed, check_normalize, find_patch_conv
-from .plain import forward_is_replaced
+from .plain import class_is_patched, forward_is_replaced
 from .tuning.answers import known_backends
 
 LOOKS_FUSABLE = re.compile(r"(Attention|Attn|Mlp|MLP|FFN|FeedForward)(?![a-z])|Attention$")
@@ -316,8 +316,8 @@ def _checked_backend(model: nn.Module, backend: str) -> str:
 def _instance_reasons(module: nn.Module, form: type[FusedModule]) -> list[str]:
     """Why this instance is not what its class says."""
     reasons = []
-    if type(module).forward is not form.original_forward:
-        reasons.append(f"{type(module).__qualname__}.forward has been replaced since vit_fast first saw it")
+    if type(module).forward is not form.original_forward or class_is_patched(type(module)):
+        reasons.append(f"{type(module).__qualname__}.forward was replaced on the class")
     if forward_is_replaced(module):
         reasons.append("its forward was replaced on the instance")
     return reasons

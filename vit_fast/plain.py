@@ -16,6 +16,7 @@ _TENSORS = (nn.Parameter, Tensor)
 _RECORDERS = "transformers.utils.output_capturing"
 # By key and index into the output: a layer is called whatever records it, and without weights attention returns none.
 _HARMLESS = (("hidden_states", 0), ("attentions", 1))
+_FORWARDS: dict[type, Any] = {}  # of each class that was inspected, the forward that its library defines
 
 
 def is_plain(tensor: Tensor | None) -> bool:
@@ -54,9 +55,29 @@ def forward_is_replaced(module: nn.Module) -> bool:
     return not (own and getattr(forward, "__func__", None) is type(module).forward)
 
 
+def class_is_patched(cls: type) -> bool:
+    """True if a class, or the class that it is the fused form of, has a forward that its library did not define."""
+    original = getattr(cls, "original", None)
+    return _forward_is_foreign(cls) or (isinstance(original, type) and _forward_is_foreign(original))
+
+
+def _forward_is_foreign(cls: Any) -> bool:
+    """A library's forward is named after its class when it is first seen, and stays the same from then on."""
+    forward = cls.forward
+    if cls not in _FORWARDS:
+        owner = next(base for base in cls.__mro__ if "forward" in vars(base))
+        is_known = owner is nn.Module or "original_forward" in vars(owner)
+        if not is_known and getattr(forward, "__qualname__", "") != f"{owner.__qualname__}.forward":
+            return True
+        _FORWARDS[cls] = forward
+    return _FORWARDS[cls] is not forward
+
+
 def is_touched(module: nn.Module) -> bool:
-    """Whether a module has to be called, whatever its class."""
+    """True if a module has to be called, whatever its class."""
     if is_hooked(module) or forward_is_replaced(module):
+        return True
+    if not torch.compiler.is_compiling() and class_is_patched(type(module)):
         return True
     parameters = module._parameters
     return bool(parameters) and not all(map(is_plain, parameters.values()))
@@ -74,6 +95,8 @@ def touch_reasons(name: str, module: nn.Module) -> list[str]:
         reasons.append(f"{name} carries hooks, which would no longer run")
     if forward_is_replaced(module):
         reasons.append(f"{name}.forward was replaced on the instance")
+    if class_is_patched(type(module)):
+        reasons.append(f"{type(module).__qualname__}.forward was replaced on the class of {name}")
     for own, parameter in module._parameters.items():
         reasons += tensor_reasons(f"{name}.{own}", parameter)
     return reasons
@@ -109,6 +132,9 @@ class Watch:
         self._own = tuple((value[0].__dict__, *value[1:]) for value in own)
         self._absent = tuple((value[0].__dict__, value[1]) for value in absent if value not in own)
         self._others = tuple(value for value in values if value not in own and value not in absent)
+        classes = {type(child) for child in self.modules}
+        classes |= {getattr(cls, "original", cls) for cls in classes}
+        self._forwards = tuple((cls, cls.forward) for cls in classes)
         self._touched = tuple((*edge, type(edge[2])) for edge in edges if is_touched(edge[2]))
         self._plain = tuple(
             (parent, parent._modules, name, child, type(child), child.__dict__, child._parameters)
@@ -117,13 +143,16 @@ class Watch:
         )
 
     def holds(self, owner: nn.Module) -> bool:
-        """Whether `owner` is the module that was read, and nothing below it has changed; a few microseconds.
+        """True if `owner` is the module that was read, and nothing below it has changed; takes a few microseconds.
 
-        The modules are still the same objects of the same classes; hooks, forwards set on an instance and weights of a
-        class of their own are where they were and nowhere else.
+        The modules are still the same objects of the same classes; hooks, forwards set on an instance or a class and
+        weights of a class of their own are where they were and nowhere else.
         """
         if owner is not self.owner:  # a shallow copy, or a replica of nn.DataParallel
             return False
+        for cls, forward in self._forwards:
+            if cls.forward is not forward:
+                return False
         plain = nn.Parameter
         # dictionaries in place of attributes: nn.Module has them looked up in Python
         for _, children, name, child, cls, own, parameters in self._plain:

@@ -21,7 +21,8 @@ def show_original_to_tracers(cls: type[nn.Module], original: type[nn.Module], eq
     """Wraps the forward of a fused class `cls`, so that tracers meet that of `original`.
 
     Where the two are not equivalent, torch.fx keeps the module whole, and torch.jit.script fails on our forward.
-    A forward that a user bound while the module was fused runs that of `original` once it no longer is.
+    A forward that a user bound while the module was fused runs that of `original` once it no longer is, and a forward
+    that a user sets on `original` runs in fused modules, too.
     """
     if original.__module__.startswith("transformers."):
         return  # its layers' own wrapper of forward has to stay the outermost; neither tracer takes its models anyway
@@ -30,8 +31,8 @@ def show_original_to_tracers(cls: type[nn.Module], original: type[nn.Module], eq
     proxy_among, stays_whole = first_proxy, not equivalent or leaf
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(self, cls):
-            return original_forward(self, *args, **kwargs)
+        if not isinstance(self, cls) or original.forward is not original_forward:
+            return original.forward(self, *args, **kwargs)
         proxy = proxy_among(args, kwargs)
         if proxy is None:
             return fused_forward(self, *args, **kwargs)
@@ -60,7 +61,8 @@ def show_original_to_unfused(cls: type[nn.Module], original: type[nn.Module]) ->
 
     @functools.wraps(fused_forward)
     def bound(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return (fused_forward if isinstance(self, cls) else original_forward)(self, *args, **kwargs)
+        is_fused = isinstance(self, cls) and original.forward is original_forward
+        return (fused_forward if is_fused else original.forward)(self, *args, **kwargs)
 
     cls.forward = bound
 
