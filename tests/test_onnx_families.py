@@ -12,14 +12,13 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
-from onnx_models import FAMILIES, SIZE, make, randomised, transformers_deit_with_teacher
+from onnx_models import FAMILIES, SIZE, make, newest_opset_to_run, randomised, transformers_deit_with_teacher
 
 from vit_fast.export import capture as capture_module
 from vit_fast.export import export_onnx, exporter
-from vit_fast.export.options import newest_opset
 from vit_fast.libraries.known import recognise
 
-OPSETS = (18, 20, 23, newest_opset())
+OPSETS = tuple(dict.fromkeys((18, 20, 23, newest_opset_to_run())))
 ATTENTIONS = {"siglip": 3, "timm_siglip": 3}
 OTHER_ACTIVATIONS = {"clip_quickgelu", "siglip", "transformers_clip", "transformers_siglip"}
 # transformers' SigLIP pools with torch's nn.MultiheadAttention, which asks for the weights and so decomposes
