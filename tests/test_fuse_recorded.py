@@ -6,6 +6,7 @@ import copy
 import importlib
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -168,7 +169,7 @@ def test_a_user_model_records_the_parts_of_layers(container: type[nn.Module], ba
 
 
 def test_a_layer_called_by_position_that_returns_a_tuple() -> None:
-    """Of transformers 4.53 to 5.5: what tells is a parameter, annotations are missing or wrong."""
+    """Layers of transformers 4.53 to 5.5 show this by a parameter: their annotations are missing or wrong."""
     pytest.importorskip("transformers", minversion="5.6")
     dpt = importlib.import_module("transformers.models.dpt.modeling_dpt")
 
@@ -192,3 +193,50 @@ def test_a_layer_called_by_position_that_returns_a_tuple() -> None:
     (found,) = layer(x, None, False)
     torch.testing.assert_close(found, right)
     assert layer(x, None, True)[1] == layer(x, output_attentions=True)[1] == "weights"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pixtral", "siglip2"])
+def test_a_fused_tower_passes_the_checks_of_transformers_own_suite(name: str, tmp_path: Path) -> None:
+    """Tuples, gradients of what is recorded, checkpointing, saving and loading, other attention, batches."""
+    plain, inputs = build(name)
+    fused = copy.deepcopy(plain)
+    vit_fast.fuse(fused, "sdpa")
+    right = outputs(plain, inputs, HIDDEN)
+    close = {"rtol": 1e-3, "atol": 1e-3}
+
+    in_tuples = {model: model(**inputs, output_hidden_states=True, return_dict=False) for model in (plain, fused)}
+    torch.testing.assert_close(tensors(in_tuples[fused]), tensors(in_tuples[plain]), **close)
+
+    fused.save_pretrained(tmp_path)
+    for loaded in (type(plain).from_pretrained(tmp_path), type(fused).from_pretrained(tmp_path)):
+        assert list(loaded.state_dict()) == list(plain.state_dict())
+        torch.testing.assert_close(outputs(loaded.eval(), inputs, HIDDEN), right, **close)
+        vit_fast.fuse(loaded, "sdpa")
+        torch.testing.assert_close(outputs(loaded, inputs, HIDDEN), right, **close)
+
+    gradients = []
+    for model, checkpointing in ((plain, False), (fused, False), (fused, True)):
+        model.train().zero_grad()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+            assert model.is_gradient_checkpointing
+        output = model(**inputs, output_hidden_states=not checkpointing)
+        recorded = list(output.hidden_states or ())[:-1]
+        for each in recorded:
+            each.retain_grad()
+        output.last_hidden_state.square().mean().backward()
+        assert all(each.grad is not None and each.grad.abs().sum() > 0 for each in recorded)
+        gradients.append({key: value.grad for key, value in model.named_parameters() if value.grad is not None})
+    assert len(gradients[0]) > 20
+    torch.testing.assert_close(gradients[1:], gradients[:1] * 2, **close)
+
+    for model in (plain, fused):
+        model.gradient_checkpointing_disable()
+        model.eval().set_attn_implementation("eager")
+    output = fused(**inputs, output_attentions=True)
+    for each in output.attentions:
+        each.retain_grad()
+    output.last_hidden_state.square().mean().backward()
+    assert len(output.attentions) == 2 and all(each.grad.abs().sum() > 0 for each in output.attentions)
+    torch.testing.assert_close(outputs(fused, inputs, WEIGHTS), outputs(plain, inputs, WEIGHTS), **close)
