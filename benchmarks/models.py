@@ -99,7 +99,7 @@ def resolve(given: str) -> Callable[[Size | None], list[Model]]:
         A function of the images' height and width, None for the model's own, that makes the models. It raises
         ValueError where one cannot be made.
     Raises:
-        ValueError: nothing is meant by the word; names what is accepted.
+        ValueError: the word names no model; the message lists the forms that do.
     """
     if (operator := Operator.parse(given)) is not None:
         return lambda size: [Model(given, operator.shape, None, operator.parts, operator=operator)]

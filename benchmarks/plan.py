@@ -153,7 +153,7 @@ def make_plan(
     if amp and (not train or dtypes not in (None, ["fp32"])):
         raise ValueError("--amp: accepted with --train, and with --dtypes fp32 or none: the parameters stay in fp32")
     if latency and batch_sizes not in (None, [1]):
-        raise ValueError("--latency: is of one image a call; accepted with it is --batch-sizes 1 or none")
+        raise ValueError("--latency times calls of one image: --batch-sizes must be 1 or absent")
     words = DEFAULT_MODELS[kind] if models is None else models
     # all that is quick to check before the first model is built
     resolved, img_sizes, photographs = [resolve(word) for word in words], _sizes(img_size), _images(images)
@@ -164,7 +164,7 @@ def make_plan(
     sizes = _batch_sizes(DEFAULT_BATCH_SIZES[kind] if sizes is None else sizes)
     found = _some("models", [model for make in resolved for size in img_sizes for model in make(size)])
     if data != "device" and (data != "host" or kind == "cpu" or any(model.data is None for model in found)):
-        raise ValueError(f"--data {data}: accepted are device and, for images on a GPU, host; a CPU copies nothing")
+        raise ValueError(f"--data must be device or, for images on a GPU, host, got {data}; a CPU copies nothing")
     plan = Plan(
         models=found,
         batch_sizes=sizes,

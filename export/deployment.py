@@ -63,7 +63,7 @@ def write_triton_repository(
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{argument}={value!r}: accepted is an integer >= 1")
     if device is not None and device not in INSTANCE_KINDS:
-        raise ValueError(f"device={device!r}: accepted are 'auto', 'gpu', 'cpu'")
+        raise ValueError(f"device must be 'auto', 'gpu' or 'cpu', got {device!r}")
     target = check_triton_repository(repository, name)
     proto = read_proto(model_path)
     info = describe(proto, model_path)

@@ -96,7 +96,7 @@ class Build:
 
 @dataclass(frozen=True)
 class Stats:
-    """What the compiler made of a build: counts, bytes where the name says so, `seconds` to compile it.
+    """Resources and instructions of a compiled build: counts, bytes where the name says so, `seconds` to compile it.
 
     More `wgmma_waits` than in PTX: ptxas serialised wgmma (its warnings C75xx), so that every product waits for itself.
     """
@@ -184,7 +184,7 @@ def compile_build(build: Build, arch: str) -> Stats:
 
 
 def problems(build: Build, stats: Stats, arch: str) -> list[str]:
-    """What keeps a build from being shipped: spills, serialised wgmma, a lost instruction, too much memory."""
+    """Lists why a build cannot be shipped: spills, serialised wgmma, a missing instruction, too much shared memory."""
     found = []
     if stats.spills:
         found.append(f"spills: {stats.spill_loads} loads, {stats.spill_stores} stores")

@@ -1,4 +1,4 @@
-"""What every test shares: how kernels run, markers, one thread per worker, seeds."""
+"""Set-up shared by all tests: the way kernels run, markers, one thread per worker, seeds."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_a_run_prints_a_table_and_writes_record_table_and_plot(tmp_path: Path, p
         (["--resume", "{text}"], "accepted beside it is --json"),
         (["--dtypes", "fp8"], "fp32, fp16, bf16"),
         (["--device", "toaster"], "toaster"),
-        (["--data", "disk"], "--data disk: accepted are device"),
+        (["--data", "disk"], "--data must be device or"),
         (["--data", "host", "--device", "cpu"], "a CPU copies nothing"),
         (["--device", "cuda:63"], "CUDA devices here"),
         (["--time-budget", "-1"], "time_budget_s"),

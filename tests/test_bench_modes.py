@@ -218,7 +218,7 @@ def test_a_plan_for_a_gpu_takes_data_on_the_host_of_images_alone(monkeypatch: py
     assert [group.data for group in made.groups()] == ["host"]
     assert make_plan(**made.request).to_dict() == made.to_dict()
     assert "--data host" in report.command({"plan": made.to_dict()})
-    with pytest.raises(ValueError, match="accepted are device and, for images on a GPU, host"):
+    with pytest.raises(ValueError, match="--data must be device or, for images on a GPU, host"):
         make_plan(models=["attention:20x2x16"], **asked)
 
 

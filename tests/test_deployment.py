@@ -1,4 +1,4 @@
-"""What a deployer is given: the server's repository and a client for it, TensorRT's shapes, a model card."""
+"""Files for deployment: a repository for the server with a client, TensorRT's shapes, a model card."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_inductor_computes_what_the_model_does() -> None:
 
 
 def test_compile_names_its_modes() -> None:
-    with pytest.raises(ValueError, match="mode='fast': accepted are 'default', 'reduce-overhead', 'max-autotune'"):
+    with pytest.raises(ValueError, match="mode must be one of 'default', 'reduce-overhead', 'max-autotune'"):
         vit_fast.compile(nn.Linear(2, 2), mode="fast")
 
 
@@ -124,9 +124,9 @@ def test_graph_runner_without_cuda_says_so_or_runs_plainly() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"batch_sizes": ()}, "one or more positive numbers"),
-        ({"batch_sizes": (0, 4)}, "one or more positive numbers"),
-        ({"fallback": "cpu"}, "fallback='cpu': accepted are 'error', 'eager'"),
+        ({"batch_sizes": ()}, "one or more positive integers"),
+        ({"batch_sizes": (0, 4)}, "one or more positive integers"),
+        ({"fallback": "cpu"}, "fallback must be one of 'error', 'eager', got 'cpu'"),
         ({"example": torch.zeros(3)}, r"example has shape \(3,\)"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What the compiler makes of the kernels: no spills, no serialised wgmma, the right instructions; the policy."""
+"""Compiled kernels: no spills, no serialised wgmma, the expected instructions; the policy."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_every_core_build_is_in_the_committed_baseline() -> None:
 
 
 def test_no_build_of_the_grid_spills_or_waits_for_every_wgmma() -> None:
-    """As the committed baseline has it, whose spills and waits are counted wherever it was made anew."""
+    """Reads the committed baseline, which counts spills and waits of each build."""
     builds = baseline.read_baseline()["builds"]
     core = {build.key(arch) for arch in offline.ARCHS for build in offline.builds(arch) if build.core}
     assert all("spills" in builds[key] for key in core)

@@ -16,32 +16,32 @@ MAX_SIZE = 2**31 - 1  # torch indexes with 32 bits in places
 
 def check_integer(name: str, value: object, minimum: int, maximum: int = MAX_SIZE) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise ValueError(f"{name}={value!r}: accepted is an integer >= {minimum}")
+        raise ValueError(f"{name} must be an integer >= {minimum}, got {value!r}")
     if value > maximum:
         raise ValueError(f"{name} must be at most {maximum}, got {value}")
 
 
 def check_number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{name}={value!r}: accepted is a finite number")
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
 
 
 def check_batch_sizes(sizes: object) -> None:
     valid = isinstance(sizes, Sequence) and not isinstance(sizes, str | bytes) and len(sizes) > 0
     if not valid or any(not isinstance(size, int) or size < 1 for size in sizes):  # type: ignore[attr-defined]
-        raise ValueError(f"batch_sizes={sizes!r}: accepted are one or more positive numbers of images")
+        raise ValueError(f"batch_sizes must be one or more positive integers, got {sizes!r}")
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     if value not in choices:
-        raise ValueError(f"{name}={value!r}: accepted are {', '.join(map(repr, choices))}")
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
 def pair(name: str, value: object) -> tuple[int, int]:
     """Two positive integers; one number stands for both."""
     sides = (value, value) if isinstance(value, int) else tuple(value) if isinstance(value, tuple | list) else ()
     if len(sides) != 2 or not all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in sides):
-        raise ValueError(f"{name}={value!r}: accepted is a positive integer or a (height, width) pair of them")
+        raise ValueError(f"{name} must be a positive integer or a (height, width) pair of them, got {value!r}")
     for side in sides:
         check_integer(name, side, 1)
     return sides[0], sides[1]
@@ -63,5 +63,5 @@ def known_fields(cls: type[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
     check_type("fields", fields, Mapping)
     known = {field.name for field in dataclasses.fields(cls)}
     if unknown := sorted(set(fields) - known):
-        raise ValueError(f"unknown {cls.__name__} field {', '.join(unknown)}: accepted are {', '.join(sorted(known))}")
+        raise ValueError(f"{cls.__name__} fields must be among {', '.join(sorted(known))}, got {', '.join(unknown)}")
     return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}

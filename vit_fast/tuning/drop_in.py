@@ -42,7 +42,7 @@ class Optimized(nn.Module):
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model gave when it was optimized.
+        """Returns the output of the model as it was optimized.
 
         Raises:
             UnsupportedInputError: it is in training mode.
@@ -142,7 +142,7 @@ def _copy_of(tensor: Tensor) -> Tensor:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was written to; torch does not count that of those made in inference mode."""
+    """Counts the writes to a tensor; torch does not count those to inference tensors."""
     return 0 if tensor.is_inference() else tensor._version
 
 

@@ -86,7 +86,7 @@ class Trials:
         return time.perf_counter() - self.start
 
     def seconds(self, candidate: Choice) -> float:
-        """What the longest of its kind took so far; of the first of a kind an estimate for a machine this slow."""
+        """The longest time of its kind so far; for the first of a kind, an estimate for a machine this slow."""
 
         def kind(choice: Choice) -> tuple[object, ...]:
             return choice.engine, choice.precision, choice.frozen
