@@ -1,6 +1,7 @@
 # Every target sets up what it needs: a virtual environment with the versions of constraints.txt.
 #   make bench       the main job: throughput of a ViT on a real photograph, table and plot
-#   make test        all tests (the ones that need a GPU are skipped without one)
+#   make test        the fast tests, in five minutes on two quiet cores (those that need a GPU are skipped without one)
+#   make test-full   all tests; make test-changed: those of them that the changed folders require
 #   make test-oldest the oldest supported versions: compile, export, launches, public API, a tenth of the rest
 #   make gpu-check   everything worth measuring on a CUDA machine, offline; OUT=folder for the records
 
@@ -14,7 +15,7 @@ PIP     := $(BIN)/python -m pip install --disable-pip-version-check -q -c $(PINS
 SOURCES := vit_fast kernels export benchmarks tests
 READY   := $(VENV)/.ready
 
-.PHONY: bench test test-full test-execute test-oldest lint format typecheck docs classes kernels verify gpu-check bench-suite record wheel clean
+.PHONY: bench test test-full test-changed test-execute test-oldest lint format typecheck docs classes kernels verify gpu-check bench-suite record wheel clean
 
 bench: $(READY)
 	$(BIN)/vit-fast bench $(ARGS)
@@ -27,12 +28,16 @@ test-full: $(READY)
 	$(MAKE) test-execute
 	$(MAKE) test-oldest
 
+# After `make test`: the parts of test-full for the folders that differ from main; the table is in tests/changed.py.
+test-changed: $(READY)
+	JOBS=$(JOBS) $(BIN)/python tests/changed.py $(ARGS)
+
 # The kernel tests on the PTX emulator. SEED changes the random schedules; a failure prints the command that repeats it.
 ARCHS ?= sm_80 sm_86 sm_89 sm_90 sm_120
 SEED  ?= 1
 test-execute: $(READY)
 	set -e; for arch in $(ARCHS); do \
-	  $(BIN)/python tests/execute.py $$arch -n $(JOBS) --dist worksteal --seed $(SEED) $(ARGS); \
+	  $(BIN)/python tests/execute.py $$arch --slow -n $(JOBS) --dist worksteal --seed $(SEED) $(ARGS); \
 	done
 
 # With the oldest versions that pyproject.toml allows, in an environment of its own.

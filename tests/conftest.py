@@ -7,6 +7,7 @@ from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 
+import tiers
 import torch
 from kernel_execution import HAS_GPU, INTERPRETED, KERNEL_ARCH
 from torch import nn
@@ -28,7 +29,7 @@ if INTERPRETED:
     interpreter_speed.search_once()
 
 settings.register_profile(
-    "quick", max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+    "quick", max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
 )
 settings.register_profile("full", max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("executed", settings.get_profile("quick"), max_examples=5)  # each compiles kernels
@@ -36,7 +37,8 @@ settings.load_profile("executed" if KERNEL_ARCH else os.environ.get("HYPOTHESIS_
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+    parser.addoption("--slow", action="store_true", help="also run what only `make test-full` runs")
+    parser.addoption("--only-slow", action="store_true", help="run of this what takes no minutes, and no fast test")
     parser.addoption("--oldest", action="store_true", help="run what depends on versions, and a tenth of the rest")
 
 
@@ -58,26 +60,32 @@ def _of_oldest(items: list[pytest.Item]) -> list[pytest.Item]:
     kept = []
     for path, group in groupby(items, key=lambda item: item.path):
         for position, item in enumerate(() if path.stem.startswith(TOOLS) else group):
+            if tiers.takes_minutes(item):
+                continue
             if path.stem in WHOLE or "compile" in item.name or "export" in item.name or position % 10 == 0:
                 kept.append(item)
     return kept
 
 
+def _keep(config: pytest.Config, items: list[pytest.Item], kept: set[pytest.Item]) -> None:
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--oldest"):
-        kept = _of_oldest(items)
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = kept
+        _keep(config, items, set(_of_oldest(items)))
+    elif config.getoption("--only-slow"):
+        _keep(config, items, {item for item in tiers.left_out(items) if not tiers.takes_minutes(item)})
+    elif not config.getoption("--slow"):
+        _keep(config, items, set(items) - tiers.left_out(items, cases=KERNEL_ARCH is None))
     no_gpu = pytest.mark.skip(reason="needs a CUDA device of capability 8.0 or newer")
     not_executed = pytest.mark.skip(reason="needs the PTX emulator: make test-execute")
-    too_slow = pytest.mark.skip(reason="slow: give --slow")
     for item in items:
         if "gpu" in item.keywords and not HAS_GPU:
             item.add_marker(no_gpu)
         if "executed" in item.keywords and KERNEL_ARCH is None:
             item.add_marker(not_executed)
-        if "slow" in item.keywords and not config.getoption("--slow"):
-            item.add_marker(too_slow)
 
 
 @pytest.fixture(autouse=True)

@@ -38,6 +38,7 @@ _turn = zip(cycle((64, 16, 80, 32, 72, 48, 96)), cycle((1, 3)), cycle((torch.flo
 LENGTH_CASES = [(n, d, h, dtype) for n, (d, h, dtype) in zip(LENGTHS, _turn)]
 LENGTH_CASES += [(1025, 16, 1, torch.float16)]
 LENGTH_CASES += [(n, 64, 1, torch.float32) for n in (1, 17, 64, 129)]
+FAST_LENGTHS = (1, 9, 17, 50, 65, 128, 129, 197)  # on and off the sizes of tiles
 
 
 def _gradient_of(q: torch.Tensor) -> torch.Tensor:
@@ -45,12 +46,16 @@ def _gradient_of(q: torch.Tensor) -> torch.Tensor:
     return torch.randn(batch, tokens, heads, head_dim, device=q.device).to(q.dtype).transpose(1, 2)
 
 
-@pytest.mark.parametrize(("tokens", "head_dim", "heads", "dtype"), LENGTH_CASES)
+@pytest.mark.parametrize(
+    ("tokens", "head_dim", "heads", "dtype"),
+    [pytest.param(*case, marks=[] if case[0] in FAST_LENGTHS else [pytest.mark.slow]) for case in LENGTH_CASES],
+)
 def test_every_length(tokens: int, head_dim: int, heads: int, dtype: torch.dtype) -> None:
     q, k, v = packed_inputs(1, tokens, heads, head_dim, dtype)
     check_attention(q, k, v, _gradient_of(q), head_dim**-0.5)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_every_head_size_and_dtype(head_dim: int, dtype: torch.dtype) -> None:
@@ -82,6 +87,7 @@ FORWARD_CONFIGS = [
 ]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("tma", [True, False], ids=["tma", "pointers"])
 @pytest.mark.parametrize("head_dim", [64, 80], ids=["whole", "split"])
 @pytest.mark.parametrize("config", FORWARD_CONFIGS, ids=str)
@@ -152,6 +158,7 @@ def test_scores_far_below_zero(n_kv: int) -> None:
     check_attention(q, k.contiguous(), v, torch.randn_like(q), 1.0)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [1, 30, 300, 1000])
 @pytest.mark.parametrize("kind", ["saturated", "shared"])
@@ -212,6 +219,7 @@ print("right")
 """
 
 
+@pytest.mark.slow
 def test_more_than_two_to_the_31_elements() -> None:
     """In a process of its own: an offset that wraps at 32 bits reads outside the buffer, which may end the process."""
     run = subprocess.run([sys.executable, "-c", _BEYOND_32_BITS], capture_output=True, text=True)

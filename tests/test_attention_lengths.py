@@ -67,8 +67,8 @@ def test_short_lengths_share_kernels() -> None:
 @pytest.mark.parametrize(
     ("arch", "lengths"),
     [
-        pytest.param("sm_90", DECISIVE, id="sm_90-decisive"),
-        *(pytest.param(arch, ALL, id=arch, marks=pytest.mark.slow) for arch in offline.ARCHS),
+        pytest.param("sm_90", DECISIVE, id="sm_90-decisive", marks=pytest.mark.slow),
+        *(pytest.param(arch, ALL, id=arch, marks=pytest.mark.slow(minutes=True)) for arch in offline.ARCHS),
     ],
 )
 def test_every_length_compiles_within_the_limits(arch: str, lengths: list[tuple[int, int]]) -> None:

@@ -46,6 +46,7 @@ def _packed(qkv: Tensor) -> Tensor:
     return ops.attention_qkvpacked(qkv, backend="triton")
 
 
+@pytest.mark.slow
 def test_opcheck() -> None:
     qkv, (q, k, v) = _qkv(), _separate()
     torch.library.opcheck(attention_qkvpacked_op, (qkv.clone().requires_grad_(), 0.25))
@@ -56,6 +57,7 @@ def test_opcheck() -> None:
     torch.library.opcheck(attention_backward_op, (torch.randn_like(out), q, k, v, out, lse, 0.2))
 
 
+@pytest.mark.fast_cases("aot_eager")
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 def test_compiles_whole_with_a_dynamic_batch(compiler: str) -> None:
     def function(qkv: Tensor) -> Tensor:
@@ -187,6 +189,7 @@ def test_flop_formulas() -> None:
     assert counter.get_total_flops() == 14 * 2 * 2 * 17 * 17 * 16 + 4 * 2 * 2 * 5 * 9 * 32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["import vit_fast", "import torch.utils.flop_counter"])
 def test_flop_counters_made_before_triton_was_asked_for_count_us(first: str) -> None:
     code = f"""

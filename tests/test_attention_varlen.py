@@ -80,6 +80,7 @@ def check_all(found: Any, inputs: list[Tensor], scale: float) -> None:
         assert_as_exact_as_eager(name, value, usual, right, factor)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("lengths", "heads", "head_dim", "dtype"),
     [
@@ -231,6 +232,7 @@ def test_no_tokens(backend: str, sequences: list[int]) -> None:
     assert grad.shape == qkv.shape
 
 
+@pytest.mark.slow
 def test_opcheck() -> None:
     bounds, qkv = sequences_of([5, 0, 9]), packed(14, 2, 16)
     q, k, v = (part.contiguous() for part in qkv.unbind(1))

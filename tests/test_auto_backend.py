@@ -240,6 +240,7 @@ def test_auto_is_sdpa_where_triton_does_not_run(
     assert not rows["triton"]["available"] and reason in rows["triton"]["reasons"][0]
 
 
+@pytest.mark.fast_cases("driver")
 @pytest.mark.parametrize("case", ["compiler", "driver"])
 def test_triton_itself_fails_to_start(case: str, tmp_path: Path) -> None:
     """A process whose Triton has a real reason not to run: no C compiler on the PATH, or no driver."""

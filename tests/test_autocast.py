@@ -20,15 +20,6 @@ HALF = [torch.bfloat16, torch.float16]
 every_half = pytest.mark.parametrize("dtype", HALF, ids=str)
 
 
-# The interpreter is slow at 24 layers: one library in each dtype on every run, the others with --slow.
-_ALWAYS = {("timm", torch.bfloat16), ("ours", torch.float16)}
-_DEEP = [
-    pytest.param(library, dtype, marks=() if (library, dtype) in _ALWAYS else pytest.mark.slow)
-    for library in DEEP
-    for dtype in HALF
-]
-
-
 def _packed(grads: dict[str, Tensor]) -> dict[str, Tensor]:
     """Gradients of query, key and value as the other libraries have them, in one tensor.
 
@@ -41,7 +32,9 @@ def _packed(grads: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: torch.cat(parts) for name, parts in together.items()}
 
 
-@pytest.mark.parametrize(("library", "dtype"), _DEEP, ids=str)
+@pytest.mark.slow  # the interpreter needs minutes for 24 layers
+@every_half
+@pytest.mark.parametrize("library", DEEP)
 def test_24_layers_are_as_exact_as_torchs_autocast(library: str, dtype: torch.dtype) -> None:
     """Forward and every gradient: with the stream rounded in every block, gradients of timm's miss the rule."""
     subject = DEEP[library]

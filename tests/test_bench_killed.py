@@ -59,6 +59,7 @@ def test_out_of_memory_halves_the_batch_says_so_and_goes_on(add) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_running_out_of_memory_while_timing_loses_nobody_else(add) -> None:
     def later(task: Task) -> object:
         model, calls = build("sdpa", task), []
@@ -126,6 +127,7 @@ runner.run(chosen, None, journal)
 """
 
 
+@pytest.mark.slow
 def test_kill_9_keeps_the_rows_and_the_run_can_go_on(add, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     ended = subprocess.run([sys.executable, "-c", KILLED, str(folder)], capture_output=True, text=True)
@@ -160,6 +162,7 @@ AGAIN = KILLED.replace("records.Journal.begin(Path(sys.argv[1]), chosen.request,
                        "records.Journal.resume(Path(sys.argv[1]))")  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_ends_the_process_twice_is_failed_and_leaves_the_others(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     for script in (KILLED, AGAIN):
@@ -177,6 +180,7 @@ def test_what_ends_the_process_twice_is_failed_and_leaves_the_others(tmp_path: P
     assert any("the process ended while this was prepared" in (row["reason"] or "") for row in found)
 
 
+@pytest.mark.fast_cases("while it is timed")
 @pytest.mark.parametrize("calls_before", [0, 6], ids=["while it is checked", "while it is timed"])
 def test_what_hangs_is_ended_and_leaves_the_others(calls_before: int, add, monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit is long for all others, and never waited for: the hanging one lets the clock strike itself."""

@@ -95,6 +95,7 @@ def test_weights_are_measured_beside_the_peers(in_a_folder: Path) -> None:
         resolve("mine.safetensors")((64, 64))
 
 
+@pytest.mark.slow
 def test_an_onnx_file_is_measured_as_it_is(in_a_folder: Path) -> None:
     model = randomised(vit_fast.create_model("vit_test", backend="sdpa"))
     vit_fast.export.export_onnx(model, in_a_folder / "mine.onnx", verify=False)
@@ -107,6 +108,7 @@ def test_an_onnx_file_is_measured_as_it_is(in_a_folder: Path) -> None:
         assert row["model"] == "mine.onnx" and row["TFLOP_per_s"] > 0
 
 
+@pytest.mark.slow
 def test_an_onnx_file_in_fewer_bits_is_no_share_of_the_ceiling_of_fp32(in_a_folder: Path) -> None:
     model = vit_fast.create_model("vit_test", backend="sdpa")
     vit_fast.export.export_onnx(model, in_a_folder / "half.onnx", precision="fp16", verify=False)
@@ -176,6 +178,7 @@ def test_what_is_no_model_is_one_line_and_status_2(in_a_folder: Path, arguments,
     assert ended.value.code == 2 and message in error and error.count("\n") == 1, error
 
 
+@pytest.mark.fast_cases("amp")
 @pytest.mark.parametrize("fields", [{}, {"dtypes": ["bf16"]}, {"amp": True}], ids=["fp32", "bf16", "amp"])
 def test_training_steps_of_every_library_pass_and_count_three_times(fields: dict) -> None:
     rows = measure("vit_test", "sdpa", "timm", "transformers", "torchvision", train=True, **fields)
@@ -223,6 +226,7 @@ def test_a_wrong_gradient_gets_no_speed(forgets: bool, reason: str, monkeypatch:
     assert row["status"] == "wrong" and reason in row["reason"] and row["ms"] is None
 
 
+@pytest.mark.slow
 def test_only_modules_are_trained() -> None:
     (row,) = measure("vit_test", "onnxruntime", train=True)
     assert row["status"] == "unsupported" and "only modules of torch are trained" in row["reason"]

@@ -62,6 +62,7 @@ class Simulated:
         return []
 
 
+@pytest.mark.fast_cases("ms1-asked1")
 @pytest.mark.parametrize(
     ("ms", "asked"),
     [

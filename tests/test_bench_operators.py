@@ -50,6 +50,7 @@ def test_a_block_is_a_share_of_its_model() -> None:
     assert block.shape == (17, 64) and block.data is None
 
 
+@pytest.mark.fast_cases("False")
 @pytest.mark.parametrize("training", [False, True])
 def test_all_that_can_run_here_is_right_and_measured(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(machine.MATMUL_SIZE, "cpu", 64)

@@ -154,6 +154,7 @@ def test_a_spent_time_budget_starts_nothing_new_and_says_so() -> None:
     assert all("time budget" in row["reason"] for row in record["rows"])
 
 
+@pytest.mark.slow
 def test_a_compiled_subject_is_checked_and_timed_like_any_other() -> None:
     record = runner.run(plan("sdpa+compile"))
     row = record["rows"][0]

@@ -36,6 +36,7 @@ def run_suite(selected: str, path: Path) -> dict:
     return json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_every_suite_runs_and_figures_follow_from_its_times(tmp_path):
     record = run_suite(NOT_SLOW, tmp_path / "record.json")
     names = {run["name"] for run in record["benchmarks"]}
@@ -70,6 +71,7 @@ def test_a_peer_that_is_wrong_fails_nothing_and_ours_does(monkeypatch):
             suite.test_subject(None, word, False, 1, "eager")
 
 
+@pytest.mark.slow
 def test_a_slower_run_fails_the_comparison(tmp_path):
     record = run_suite("mlp-eager-4", tmp_path / "record.json")
     (run,) = record["benchmarks"]

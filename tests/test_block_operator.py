@@ -114,6 +114,7 @@ def of_training(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     return *arguments[:26], *arguments[28:-3], *arguments[-2:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_opcheck(dtype: torch.dtype) -> None:
     wanted = dtype != torch.float32
@@ -160,6 +161,7 @@ def test_what_was_folded_for_another_dtype_is_refused() -> None:
         by_one(x, None, fold(tensors, torch.float32))
 
 
+@pytest.mark.slow
 def test_opcheck_with_nothing_optional() -> None:
     x, tensors = make(torch.float32, **OPTIONAL)
     torch.library.opcheck(block_training_op, of_training(arguments(x, tensors)))

@@ -78,6 +78,7 @@ def test_what_is_looked_at_is_the_model(name: str) -> None:
     assert all(a is b for a, b in zip(model.parameters(), shadow.parameters(), strict=True)), "no weight is copied"
 
 
+@pytest.mark.fast_cases("torch.float16")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_scales_are_the_same_after_every_way_that_weights_go(dtype: torch.dtype, tmp_path: Path) -> None:
     model, _ = calibrated()
@@ -131,6 +132,7 @@ def test_a_fused_model_is_calibrated_as_it_is_and_again() -> None:
     assert model.blocks[0].backend == "sdpa"
 
 
+@pytest.mark.slow
 def test_large_channels_are_moved_into_the_weight_where_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond what e4m3 spans: without it all channels but one would be 0, or close to it."""
     model = digits_vit(massive=1e5)

@@ -51,6 +51,7 @@ def saying(path: Path, to: Path, key: str, value: Any) -> Path:
     return to
 
 
+@pytest.mark.slow
 def test_a_client_over_http(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     """The example, run against a server that reads the configuration as the real one does."""
     spec = importlib.util.spec_from_file_location("triton_client", ROOT / "examples" / "triton_client.py")
@@ -184,6 +185,7 @@ def test_the_server_builds_engines_for_a_tensorrt_file(
     assert "accelerator has no fp8" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_shapes_for_tensorrt(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     profile = shape_profile(inspect_onnx(files / "half.onnx"))
     assert profile is not None
@@ -201,6 +203,7 @@ def test_shapes_for_tensorrt(files: Path, tmp_path: Path, capsys: pytest.Capture
     assert report.trtexec is not None and "Shapes" not in report.trtexec and report.trtexec.startswith("trtexec")
 
 
+@pytest.mark.slow
 def test_a_model_card(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It says what the file says, with the hashes of what lies there."""
     report = export_onnx(digits_vit(), tmp_path / "m.onnx", external_data=True, target="tensorrt", source="a test")

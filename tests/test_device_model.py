@@ -47,6 +47,7 @@ def modelled() -> dict[str, list[dict[str, Any]]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_layer_of_vit_b_at_batch_256(modelled: dict[str, list[dict[str, Any]]]) -> None:
     """By hand: qkv 252 us, attention 100, proj 102, fc1 406, fc2 336; their floors 226, 100, 76, 301, 301."""
     rows = modelled["256"]

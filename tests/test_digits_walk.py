@@ -27,6 +27,7 @@ def _run(*arguments: Any) -> None:
     assert not exit_.value.code
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_ceilings")
 def test_a_digits_model_goes_all_the_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -18,6 +18,7 @@ PAGES = {path.relative_to(DOCS).as_posix(): path.read_text() for path in sorted(
 WITH_CODE = [name for name, text in PAGES.items() if "```python" in text]
 
 
+@pytest.mark.fast_cases("howto/fuse.md")
 @pytest.mark.usefixtures("small_ceilings")
 @pytest.mark.parametrize("page", WITH_CODE)
 def test_code_runs(
@@ -45,6 +46,7 @@ def test_the_tutorial_has_the_steps_of_the_paper() -> None:
         assert shape in text
 
 
+@pytest.mark.slow
 def test_it_builds_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "-d", str(tmp_path / "trees")]
     built = subprocess.run([*command, str(DOCS), str(tmp_path / "html")], capture_output=True, text=True)

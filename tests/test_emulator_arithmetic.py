@@ -13,7 +13,7 @@ from emulator import build
 from emulator.snippets import Device
 
 REASON = build.why_unavailable()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 THREADS = 128
 REGISTERS = {16: "h", 32: "r", 64: "d"}
 

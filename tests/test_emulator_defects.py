@@ -9,7 +9,7 @@ from emulator.library import Schedule
 from emulator.snippets import Device, TensorMap
 
 REASON = build.why_unavailable()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 
 SHARED = "mad.lo.u32 %r0, %t, 4, 1024;\nxor.b32 %r1, %r0, 128;\nmov.u32 %r2, %t;\n"
 EXCHANGE = SHARED + "st.shared.b32 [%r0], %r2;\nbar.sync 0;\nld.shared.b32 %r3, [%r1];\n"

@@ -11,7 +11,7 @@ from emulator import build
 from emulator.snippets import Device, swizzled
 
 REASON = build.why_unavailable()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 LANE = np.arange(32)
 DTYPES = {
     "bf16": torch.bfloat16,

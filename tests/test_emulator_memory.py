@@ -11,7 +11,7 @@ from emulator.library import Schedule
 from emulator.snippets import Device, TensorMap, swizzled
 
 REASON = build.why_unavailable()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 SCHEDULES = (Schedule(), Schedule(early=1), Schedule(seed=7, early=2, reverse=True))
 LANES = np.arange(32)
 RANDOM = np.random.default_rng(0)

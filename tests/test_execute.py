@@ -19,6 +19,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 @pytest.mark.parametrize("arch", CASES)
 def test_kernels_are_executed(arch: str) -> None:
@@ -43,6 +44,7 @@ def test_the_tests_that_are_executed_exist() -> None:
     assert [name for name in execute.KERNEL_TESTS if not (TESTS / f"{name}.py").exists()] == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 def test_libraries_are_built_once_for_a_state_of_their_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = build.build()

@@ -46,6 +46,7 @@ def accuracy_of_model() -> float:
         return float((digits_vit()(images).argmax(1) == labels).float().mean())
 
 
+@pytest.mark.fast_cases("int8-ort-cpu-300.0", "fp8-tensorrt-300.0")
 @pytest.mark.parametrize(
     "outlier", [pytest.param(1.0, marks=pytest.mark.slow), pytest.param(100.0, marks=pytest.mark.slow), 300.0]
 )
@@ -60,6 +61,7 @@ def test_accuracy_is_kept(precision: Any, target: Any, outlier: float, folder: P
     assert accuracy_of(tmp_path / "m.onnx") >= accuracy_of_model() - POINTS
 
 
+@pytest.mark.slow
 def test_an_outlier_that_no_norm_can_take_is_left_float(folder: Path, tmp_path: Path) -> None:
     """One channel of v 1000 times as large, the column of proj as much smaller: no norm between them to fold into."""
     model = digits_vit()
@@ -75,6 +77,7 @@ def test_an_outlier_that_no_norm_can_take_is_left_float(folder: Path, tmp_path: 
     assert "blocks.1.attn.proj" in str(report)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_kept_is_refused(folder: Path, tmp_path: Path) -> None:
     """Every proj and fc2 with such an outlier: more than may stay float."""
     model = digits_vit()
@@ -93,6 +96,7 @@ def test_what_cannot_be_kept_is_refused(folder: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_cache_stands_for_the_images(folder: Path, tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"precision": "int8", "target": "generic", "calibration_cache": tmp_path / "c.json"}
     export_onnx(digits_vit(), tmp_path / "a.onnx", calibration=[folder], images=[folder], **arguments)
@@ -124,6 +128,7 @@ def test_accuracy_on_labelled_images(folder: Path, tmp_path: Path) -> None:
         export_onnx(digits_vit(), tmp_path / "m.onnx", output="features", validation=folder)
 
 
+@pytest.mark.slow
 def test_fp8_is_written_as_tensorrt_fuses_it(folder: Path, tmp_path: Path) -> None:
     """e4m3 everywhere, scales in fp16, every product fed by two DequantizeLinear, the softmax's scale 1/448."""
     from vit_fast.export import loss
@@ -150,6 +155,7 @@ def test_fp8_is_written_as_tensorrt_fuses_it(folder: Path, tmp_path: Path) -> No
     assert Counter(n.op_type for n in model.graph)["QuantizeLinear"] == 12 + 4 * 3, "one an activation"
 
 
+@pytest.mark.slow
 def test_int8_for_tensorrt_is_symmetric_in_fp16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of a model whose weights would not fit into one file (the limit is lowered)."""
     monkeypatch.setattr(graphs, "PROTOBUF_LIMIT", 1000)
@@ -202,6 +208,7 @@ def test_a_loss_that_a_user_would_notice_does_not_pass() -> None:
     assert loss.flips == 12 and not loss.acceptable()
 
 
+@pytest.mark.slow
 def test_a_file_with_too_large_an_error_says_what_is_accepted(tmp_path: Path, monkeypatch: Any, folder: Path) -> None:
     from vit_fast.export import eight_bit, quantise
 

@@ -123,6 +123,7 @@ def test_a_path_that_cannot_be_written(model: nn.Module, tmp_path: Path) -> None
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.slow
 def test_only_regular_files_are_replaced(model: nn.Module, tmp_path: Path) -> None:
     pipe, device = tmp_path / "m.onnx", tmp_path / "link"
     os.mkfifo(pipe)
@@ -163,6 +164,7 @@ with file_aside(Path({str(tmp_path / "m.onnx")!r})) as aside:
     assert sorted(p.name for p in tmp_path.iterdir()) == [".m.onnx.mine", "m.onnx"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("external", [True, None])
 def test_a_disk_that_fills(external: bool | None, tmp_path: Path) -> None:
     """A real limit on the size of files, in a process of its own: the old file stays, nothing else is left."""
@@ -241,6 +243,7 @@ assert not loaded, loaded
 # --- Triton Inference Server --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_triton_repository(model: nn.Module, tmp_path: Path) -> None:
     """Parsed by the server's own schema; the model in it runs."""
     export_onnx(model, tmp_path / "vit.onnx", external_data=True, preprocess=True, verify=False)
@@ -314,6 +317,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "[batch, height, width, channels]" in " ".join(capsys.readouterr().out.replace("│", " ").split())
 
 
+@pytest.mark.slow
 def test_command_with_a_model_that_brings_its_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A repository (here a folder of that form): not random weights, and said to be the source."""
     repository: Any = make("transformers_vit")

@@ -61,6 +61,7 @@ for path, write in writers.items():
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     """A real limit on the size of files, in a process of its own."""
     for name in ("a", "b"):

@@ -46,6 +46,7 @@ def by_transformers(tower: torch.nn.Module, images: Tensor) -> Tensor:
     return out.unflatten(0, (len(images), -1))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("backend", ["", "sdpa", "triton"])
 @pytest.mark.parametrize("name", NAMES)
 def test_images_of_one_size_give_what_the_processor_and_the_tower_give(name: str, backend: str) -> None:
@@ -60,6 +61,7 @@ def test_images_of_one_size_give_what_the_processor_and_the_tower_give(name: str
             torch.testing.assert_close(model(images[:batch]), expected[:batch], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.fast_cases("qwen2_vl")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_captured_graph_holds_it(name: str) -> None:
     """Frozen, in half precision, with nothing read or copied from the host: what `GraphRunner` records."""
@@ -84,6 +86,7 @@ def test_the_towers_own_forward_is_no_graph() -> None:
         tower(**TOWERS["qwen2_5_vl"].inputs(0))
 
 
+@pytest.mark.slow
 def test_it_is_traced_whole_and_moves_with_its_tower() -> None:
     model = vit_fast.FixedGrid(TOWERS["qwen2_5_vl"].build().eval(), IMAGE)
     vit_fast.fuse(model, "triton")
@@ -95,6 +98,7 @@ def test_it_is_traced_whole_and_moves_with_its_tower() -> None:
     assert not [name for name in model.state_dict() if not name.startswith("tower.")]
 
 
+@pytest.mark.slow
 def test_it_is_exported(tmp_path: Path) -> None:
     model = vit_fast.FixedGrid(TOWERS["qwen2_5_vl"].build().eval(), IMAGE)
     with pytest.raises(UnsupportedInputError, match=r"blocks\.0\.attn is transformers' own: fuse the tower first"):

@@ -42,6 +42,7 @@ def accuracies(model: Any, eight: nn.Module) -> tuple[float, float]:
     return plain, other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("massive", [100.0, 1000.0])
 def test_massive_activations_cost_no_accuracy(massive: float) -> None:
     """Two channels of the residual stream hundreds of times the rest, as in DINOv2 and CLIP; nothing is kept."""
@@ -51,6 +52,7 @@ def test_massive_activations_cost_no_accuracy(massive: float) -> None:
     assert plain > 0.95 and eight >= plain - POINTS
 
 
+@pytest.mark.fast_cases("1.0")
 @pytest.mark.parametrize("outlier", [1.0, 100.0])
 def test_as_many_layers_are_kept_as_the_agreement_takes(outlier: float) -> None:
     model = digits_vit(outlier)

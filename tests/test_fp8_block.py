@@ -304,6 +304,7 @@ def flat_call(x: Tensor, handed: bool) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("handed", [False, True])
 def test_opcheck(handed: bool) -> None:
     # but the test of the schema, for which torch would have to compare tensors of e4m3

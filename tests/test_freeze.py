@@ -171,6 +171,7 @@ SEEN = {
 }
 
 
+@pytest.mark.fast_cases("AdamW fused", "in place", "another module", "load_state_dict")
 @pytest.mark.parametrize("change", SEEN)
 def test_what_torch_can_see_is_followed(change: str) -> None:
     model, x = ours(), images()
@@ -243,6 +244,7 @@ def test_the_dtype_is_that_of_the_matmuls(folds: list[int]) -> None:
     assert folds
 
 
+@pytest.mark.slow
 def test_compiled_it_is_followed_too(folds: list[int]) -> None:
     model, x = ours(), images()
     vit_fast.freeze(model)

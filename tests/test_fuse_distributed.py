@@ -43,6 +43,7 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", ["check_ddp", "check_fsdp2"])
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_two_processes_train_as_one_does(findings: Path, library: str, check: str) -> None:

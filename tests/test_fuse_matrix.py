@@ -51,6 +51,7 @@ def test_inference_mode(library: str) -> None:
         torch.testing.assert_close(subject.run(model, inputs), expected)
 
 
+@pytest.mark.fast_cases("timm", "torchvision")
 @every_library
 def test_compile_without_a_graph_break(library: str) -> None:
     subject, model, inputs, expected = fused(library)
@@ -59,6 +60,7 @@ def test_compile_without_a_graph_break(library: str) -> None:
         torch.testing.assert_close(subject.run(compiled, inputs), expected)
 
 
+@pytest.mark.fast_cases("transformers")
 @every_library
 def test_the_kernels_compile_without_a_graph_break_and_export_without_themselves(library: str) -> None:
     """One operator a block, frozen too; two with transformers 4, whose output projection is a module apart."""
@@ -81,6 +83,7 @@ def test_the_kernels_compile_without_a_graph_break_and_export_without_themselves
         torch.testing.assert_close(subject.output(program.module()(**inputs)).cpu(), expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_of_padded_images_are_operators() -> None:
     subject = packed_of_depth(2)["timm's mask"]
     model, inputs = subject.build().to(DEVICE).eval(), {name: x.to(DEVICE) for name, x in subject.inputs().items()}
@@ -92,6 +95,7 @@ def test_compiled_blocks_of_padded_images_are_operators() -> None:
     assert seen == ["block"] * 2
 
 
+@pytest.mark.fast_cases("timm")
 @pytest.mark.parametrize("library", ["timm", "transformers"])
 def test_compiled_training(library: str) -> None:
     subject, model, inputs, _ = fused(library)
@@ -103,6 +107,7 @@ def test_compiled_training(library: str) -> None:
     torch.testing.assert_close(compiled_grads, grads)
 
 
+@pytest.mark.slow
 def test_fusing_a_model_that_is_compiled_already() -> None:
     subject = SUBJECTS["timm-vit"]
     model, inputs = subject.build().eval(), subject.inputs()
@@ -181,6 +186,7 @@ def test_pickle_and_torch_save(library: str) -> None:
             torch.testing.assert_close(subject.run(loaded, inputs), expected)
 
 
+@pytest.mark.slow
 def test_a_saved_model_loads_in_a_new_process(tmp_path: Path) -> None:
     """The fused classes of transformers are made on demand: unpickling must find them by name."""
     subject, model, inputs, _ = fused("transformers")
@@ -214,6 +220,7 @@ def test_state_dict_goes_both_ways(library: str) -> None:
         torch.testing.assert_close(subject.run(model, inputs), expected)
 
 
+@pytest.mark.fast_cases("timm", "transformers", "torchvision", "ours")
 @every_library
 def test_export_with_a_dynamic_batch(library: str) -> None:
     subject, model, inputs, expected = fused(library)

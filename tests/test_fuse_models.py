@@ -109,6 +109,10 @@ TRITON = [
 ]
 
 
+@pytest.mark.fast_cases(
+    "timm-dinov2-registers", "timm-gated", "timm-dinov3-gated", "transformers-dinov3", "transformers-internvl-6b",
+    "torchvision-vit", "ours",
+)  # fmt: skip
 @pytest.mark.parametrize("name", TRITON)
 def test_the_triton_backend_is_as_exact_as_the_formulas(name: str) -> None:
     subject = SUBJECTS[name]
@@ -122,6 +126,7 @@ def test_the_triton_backend_is_as_exact_as_the_formulas(name: str) -> None:
     assert_gradients_within(after_grads, before_grads, exact_grads, 3)
 
 
+@pytest.mark.fast_cases("timm-dinov3", "transformers-clip")
 @pytest.mark.parametrize(
     "name",
     [

@@ -60,6 +60,7 @@ def test_a_tower_is_fused_and_agrees(name: str) -> None:
     assert [type(module) for module in model.modules()] == [type(module) for module in plain.modules()]
 
 
+@pytest.mark.fast_cases("qwen2_5_vl", "siglip2")
 @pytest.mark.parametrize("name", TOWERS)
 def test_a_tower_runs_by_kernels(name: str) -> None:
     pytest.importorskip("triton", reason="the kernels need triton")
@@ -168,6 +169,7 @@ NEEDS = {
 }
 
 
+@pytest.mark.fast_cases("pixtral")
 @pytest.mark.parametrize("name", [*NEEDS, "pixtral", "llama4"])
 def test_what_takes_images_alone_says_why_it_does_not_take_a_tower(name: str, tmp_path: Path) -> None:
     """Export, a graph runner, and looking at what a model attends to."""
@@ -199,7 +201,7 @@ def test_what_a_packed_tower_attends_to_can_be_seen() -> None:
     torch.testing.assert_close(seen.features[1:], alone.features)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=True)
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "siglip2"])
 def test_compiled_towers_agree_for_other_sizes(name: str) -> None:
     """With graph breaks, where transformers reads sizes on the host."""

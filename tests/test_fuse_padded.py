@@ -60,6 +60,7 @@ def assert_agree(found: tuple[Tensor, dict[str, Tensor]], right: tuple[Tensor, d
         torch.testing.assert_close(found[1][name], gradient, rtol=1e-3, atol=1e-4 * largest, msg=name)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("backend", ["sdpa", "triton"])
 @pytest.mark.parametrize("name", MODELS)
 def test_padded_images_run_ours_and_agree(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:

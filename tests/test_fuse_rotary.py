@@ -40,6 +40,7 @@ AUGMENTED = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("backend", ["sdpa", "triton"])
 @pytest.mark.parametrize("name", AUGMENTED)
 def test_positions_that_training_augments(name: str, backend: str) -> None:
@@ -62,6 +63,7 @@ def test_positions_that_training_augments(name: str, backend: str) -> None:
         torch.testing.assert_close(subject.run(twin, inputs), subject.run(model, inputs), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.fast_cases("timm-eva02-norms-inside")
 @pytest.mark.parametrize("name", ["timm-dinov3", "timm-eva02-norms-inside"])
 def test_an_attention_layer_without_head_dim(name: str) -> None:
     """EvaAttention of timm 1.0.20, with q, k and v in one linear and apart."""
@@ -136,6 +138,7 @@ def test_our_operators_are_what_runs(name: str, where: Any, operator: str, monke
     assert calls[: 2 * len(rotated)] == rotated * 2
 
 
+@pytest.mark.fast_cases("timm-eva02")
 @pytest.mark.parametrize("name", ["timm-dinov3", "timm-eva02", "timm-gated", "transformers-dinov3-gated"])
 def test_frozen_blocks_give_the_same(name: str) -> None:
     subject = SUBJECTS[name]

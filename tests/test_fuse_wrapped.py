@@ -55,6 +55,7 @@ def quantize_by_torchao(model: nn.Module) -> None:
     quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("quantize", [quantize_by_hand, quantize_by_torchao])
 @pytest.mark.parametrize("library", [*LIBRARIES, "torch"])
 def test_weights_of_another_class_are_left_to_their_own_linear(
@@ -90,6 +91,7 @@ def hook_by_accelerate(module: nn.Module) -> Callable[[], None]:
     return lambda: hooks.remove_hook_from_module(module)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("hook", [hook_by_hand, hook_by_accelerate])
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_hooks_that_were_taken_away_leave_a_model_fused(library: str, hook: Callable[[nn.Module], Any]) -> None:
@@ -106,6 +108,7 @@ def test_hooks_that_were_taken_away_leave_a_model_fused(library: str, hook: Call
     torch.testing.assert_close(subject.run(model, inputs), expected)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("backend", ["sdpa", "triton"])
 @pytest.mark.parametrize("library", ["timm-vit", "transformers-vit", "transformers-dinov2", "torchvision-vit"])
 def test_a_container_replaced_after_fuse_is_called(library: str, backend: str) -> None:

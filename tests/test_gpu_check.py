@@ -55,6 +55,7 @@ def asked(request: Any) -> Job:
     return replace(NOTHING, name=f"{request} it", request=request)
 
 
+@pytest.mark.slow
 def test_a_job_that_raises_dies_or_hangs_leaves_the_others(worker: Worker) -> None:
     """One process runs the jobs until one breaks it, and then another does."""
     found = [worker.run(asked(request), 120) for request in ("works", "raises", "works", "dies", "works")]
@@ -200,6 +201,7 @@ def test_plans_of_other_parts_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert names("mlp") == ["mlp"]
 
 
+@pytest.mark.slow
 def test_a_job_of_bench_leaves_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(machine.MATMUL_SIZE, "cpu", 64)
     monkeypatch.setitem(machine.COPY_BYTES, "cpu", 2**16)
@@ -219,6 +221,7 @@ def test_a_job_of_bench_leaves_its_record(tmp_path: Path, monkeypatch: pytest.Mo
     assert gpu_check_worker.figures([ours | {"status": "skipped"}]) == {"outcome": "no time left"}
 
 
+@pytest.mark.slow
 def test_tests_are_counted_by_what_became_of_them(tmp_path: Path) -> None:
     path = tmp_path / "test_it.py"
     path.write_text(

@@ -47,6 +47,7 @@ def half(library: str) -> tuple[Subject, nn.Module, dict[str, Tensor]]:
     return subject, subject.build().to(DEVICE, torch.bfloat16).eval(), inputs
 
 
+@pytest.mark.fast_cases("timm-rotary", "transformers", "torchvision")
 @every_library
 def test_every_librarys_blocks_hand_them_on(library: str, handed_on: list[bool]) -> None:
     subject, model, inputs = half(library)
@@ -100,6 +101,7 @@ def blocks_of(library: str) -> list[nn.Module]:
     return [part for part in model.modules() if isinstance(part, FusedNormMlp) or type(part).__name__ == "Block"]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("change", BETWEEN)
 def test_what_is_done_between_blocks_is_seen(change: str, mode: Callable[[], Any], handed_on: list[bool]) -> None:
@@ -167,6 +169,7 @@ def test_hidden_states_stay_ordinary_tensors() -> None:
     assert _last.entry is None
 
 
+@pytest.mark.fast_cases("False-timm", "True-transformers")
 @pytest.mark.parametrize("library", ["timm", "transformers", "ours"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_blocks_do_the_same_twice(library: str, reentrant: bool) -> None:
@@ -190,6 +193,7 @@ def model_unfused(model: nn.Module) -> nn.Module:
     return twin
 
 
+@pytest.mark.fast_cases("torchvision")
 @pytest.mark.parametrize("library", ["timm", "torchvision", "ours"])
 def test_a_compiled_model_hands_them_on_where_its_blocks_are_a_sequential(library: str, handed_on: list[bool]) -> None:
     subject, model, inputs = half(library)

@@ -10,6 +10,7 @@ from typing import Any
 
 import children
 import numpy as np
+import pytest
 
 _TYPES = (
     *("int1", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "bfloat16"),
@@ -26,6 +27,7 @@ _BLOCKS = ([4], [2, 8], [1, 1], [], [3], [0], [1.5], ["4"], [2**21], (4,), 4)
 _ULPS = 1  # erf alone is another library's
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_the_interpreter_as_it_comes() -> None:
     """In a process of its own, where nothing is patched yet: every pair of types, before and after."""
     children.run_python([__file__], children.environment() | {"TRITON_INTERPRET": "1"})

@@ -27,6 +27,7 @@ def _linear_arguments() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return x, gamma, beta, weight, bias
 
 
+@pytest.mark.slow
 def test_opcheck_of_the_linear_layers() -> None:
     x, gamma, beta, weight, bias = _linear_arguments()
     parameters = (gamma, beta, weight, bias, 1e-6, "layer_norm")
@@ -80,6 +81,7 @@ def test_linear_layers_against_fp64(dtype: torch.dtype) -> None:
     assert_rule(results(fused, dtype), results(plain, dtype), results(plain, torch.float64))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("unusual", ["constant", "far from 0", "wide"])
 def test_layer_norm_linear_of_unusual_rows(unusual: str, dtype: torch.dtype) -> None:

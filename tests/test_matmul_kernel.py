@@ -82,6 +82,7 @@ def _check_statistics(out: Tensor, part: Tensor) -> None:
     torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("stream", [None, torch.float32], ids=["stream of h", "fp32 stream"])
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("splits", [2, 3, 7])  # of 4 steps of K: parts of 2, of 2 and none, of 1 and none
@@ -126,6 +127,7 @@ def test_the_library_computes_the_same_residual(
         _check_statistics(out, statistics)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("keeping", [False, True], ids=["inference", "keeping z"])
 @pytest.mark.parametrize("activation", ["identity", *ACTIVATIONS])
 @pytest.mark.parametrize("stream", (*HALF, torch.float32), ids=str)
@@ -166,6 +168,7 @@ def _never(*args: object, **kwargs: object) -> None:
     raise AssertionError("our matmul was launched")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("sub_tiles", [1, 2, 4])
 @pytest.mark.parametrize("C", [200, 33, 64, 260])
 def test_statistics_of_pieces_of_every_size(C: int, sub_tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,6 +181,7 @@ def test_statistics_of_pieces_of_every_size(C: int, sub_tiles: int, monkeypatch:
     _check_statistics(out, part)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 def test_linears_are_folded_together(count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

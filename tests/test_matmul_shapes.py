@@ -118,13 +118,14 @@ def in_compiler(function: str, *arguments: Any) -> Any:
     return json.loads(run.stdout)
 
 
+@pytest.mark.slow
 def test_a_single_row_in_training_fits_everywhere() -> None:
     """K of a weight gradient is the number of rows: 1 in attention pooling at batch 1. sm_90 was asked for 272 KiB."""
     found = in_compiler("compiled", [(arch, PRODUCTS, 3072, 768, 1) for arch in offline.ARCHS])
     assert found == [[0, []]] * len(offline.ARCHS)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=True)
 @pytest.mark.parametrize("arch", offline.ARCHS)
 def test_every_size_fits(arch: str) -> None:
     cases = in_compiler("grid", arch)
@@ -135,6 +136,7 @@ def test_every_size_fits(arch: str) -> None:
         assert not [problem for problem in problems if not problem.startswith("spills")], case
 
 
+@pytest.mark.slow
 def test_sizes_are_not_compiled_anew() -> None:
     """Every batch size is one binary, and so is every number of rows behind a weight gradient."""
     cases = [("sm_90", epilogue, M, 768, 768) for epilogue in EPILOGUES for M in (50_432, 50_433)]

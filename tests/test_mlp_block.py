@@ -44,6 +44,7 @@ def _photograph_tiles(count: int) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(tiles).permute(0, 3, 1, 2), torch.from_numpy(lefts * 4 // width)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("overrides", [{}, {"init_values": 0.5, "qkv_bias": False, "act_layer": "quick_gelu"}])
 def test_model_against_fp64(overrides: dict[str, Any], dtype: torch.dtype) -> None:
@@ -98,13 +99,14 @@ def _check_training(dtype: torch.dtype, tolerance: float, **overrides: Any) -> N
     assert eager.unique().numel() == 32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES, ids=["fp32", "bf16"])
 def test_training_follows_eager(dtype: torch.dtype, tolerance: float) -> None:
     """One block of 5 tokens: the interpreter takes a second a step for that."""
     _check_training(dtype, tolerance, depth=1, patch_size=16)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=True)
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES, ids=["fp32", "bf16"])
 def test_training_of_the_whole_test_model_follows_eager(dtype: torch.dtype, tolerance: float) -> None:
     _check_training(dtype, tolerance)
@@ -150,6 +152,7 @@ def test_gradient_checkpointing_changes_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*gradients))
 
 
+@pytest.mark.slow
 def test_compiled_model() -> None:
     model, images = _with_backend(_model(), "triton"), _photograph_tiles(2)[0].to(DEVICE)
     compiled = torch.compile(model, fullgraph=True)

@@ -21,12 +21,14 @@ from vit_fast.kernels.matmul_launch import MatmulConfig
 support.make_bf16_exact()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("M", [1, 127, 128, 129, 197])
 def test_row_counts(M: int, dtype: torch.dtype) -> None:
     check_case(make_case(M, 48, 72, dtype))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("C", "F"), [(192, 264), (100, 150), (65, 33), (40, 328), (8, 8), (1, 3)])
 def test_widths(C: int, F: int, dtype: torch.dtype) -> None:
@@ -34,18 +36,21 @@ def test_widths(C: int, F: int, dtype: torch.dtype) -> None:
     check_case(make_case(17, C, F, dtype))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations(activation: str, dtype: torch.dtype) -> None:
     check_case(make_case(20, 48, 72, dtype, activation=activation))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mean", [0, 10, 100, 1000])
 def test_rows_with_a_mean_far_above_their_spread(mean: float, dtype: torch.dtype) -> None:
     check_case(make_case(30, 48, 72, dtype, mean=mean))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("value", [0.0, 0.1, 3.0, 1000.0])
 def test_constant_rows(value: float, dtype: torch.dtype) -> None:
@@ -66,6 +71,7 @@ def test_massive_activations(dtype: torch.dtype) -> None:
     check_case(case)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [100.0, 800.0, 5000.0])
 def test_one_massive_channel(size: float, dtype: torch.dtype) -> None:
@@ -85,6 +91,7 @@ def test_one_massive_channel(size: float, dtype: torch.dtype) -> None:
         assert_within(*(torch.stack(each) for each in zip(*results)), 2 if name == "y" else 3, name)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize("scaled", [True, False])
@@ -154,7 +161,11 @@ def _shipped() -> list[tuple[torch.dtype, MatmulConfig]]:
     return list(shipped)
 
 
-@pytest.mark.parametrize(("dtype", "config"), _shipped(), ids=lambda value: str(value).replace("MatmulConfig", ""))
+@pytest.mark.parametrize(
+    ("dtype", "config"),
+    [pytest.param(*case, marks=[pytest.mark.slow] if i % 4 else []) for i, case in enumerate(_shipped())],
+    ids=lambda value: str(value).replace("MatmulConfig", ""),
+)
 def test_every_shipped_configuration(dtype: torch.dtype, config: MatmulConfig, only: list[MatmulConfig]) -> None:
     """Rows and columns off every tile, so that each configuration has full, cut and empty pieces."""
     only.append(config)

@@ -40,11 +40,13 @@ def _operator_arguments(case: Case, **changes: Any) -> tuple[Any, ...]:
     return tuple({**arguments, **changes}.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wanted", [True, False])
 def test_opcheck_of_training(case: Case, wanted: bool) -> None:
     torch.library.opcheck(layer_norm_mlp_training_op, _operator_arguments(case, next_statistics=wanted))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("handed_in", [True, False])
 def test_opcheck_of_training_in_half_precision(case: Case, handed_in: bool) -> None:
     half = case.to(torch.bfloat16)
@@ -53,17 +55,20 @@ def test_opcheck_of_training_in_half_precision(case: Case, handed_in: bool) -> N
     torch.library.opcheck(layer_norm_mlp_training_op, arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("residual", [True, False])
 def test_opcheck_of_training_under_autocast(case: Case, residual: bool) -> None:
     arguments = _operator_arguments(case, residual=residual, layer_scale=None, dtype=torch.bfloat16)
     torch.library.opcheck(layer_norm_mlp_training_op, arguments)
 
 
+@pytest.mark.slow
 def test_opcheck_of_training_with_absent_parameters(case: Case) -> None:
     absent = {"norm_weight": None, "norm_bias": None, "fc1_bias": None, "fc2_bias": None, "layer_scale": None}
     torch.library.opcheck(layer_norm_mlp_training_op, _operator_arguments(case, **absent, residual=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_opcheck_with_a_norm_inside(dtype: torch.dtype) -> None:
     case = make_case(18, 32, 48, dtype, gated=True, inner_norm="layer_norm")
@@ -78,6 +83,7 @@ def test_opcheck_of_inference(case: Case) -> None:
     torch.library.opcheck(layer_norm_mlp_op, tuple(arguments))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("width", [32, 100, 1100])
 @pytest.mark.parametrize("rows", ["usual", "constant", "far from 0", "pieces apart"])
 def test_statistics_handed_in_give_the_same_result(rows: str, width: int) -> None:

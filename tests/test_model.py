@@ -203,6 +203,7 @@ def test_auto_is_resolved_again_when_the_model_moves():
     assert chosen.blocks[0].backend == "eager"
 
 
+@pytest.mark.fast_cases("False-sdpa")
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_into_one_graph(backend, dynamic):
@@ -217,6 +218,7 @@ def test_compiles_into_one_graph(backend, dynamic):
             compiled(x)
 
 
+@pytest.mark.fast_cases("sdpa")
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 def test_compiled_by_inductor_agrees(backend):
     torch._dynamo.reset()

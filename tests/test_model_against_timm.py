@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import re
+from typing import Any
 
 import pytest
 import timm
@@ -37,7 +39,20 @@ def assert_same_outputs(ours: nn.Module, theirs: nn.Module, images: torch.Tensor
         assert (ours.double()(images.double()) - expected).abs().max() < 1e-10
 
 
-@pytest.mark.parametrize("name", sorted(set(vit_fast.list_models()) - NOT_IN_TIMM))
+def _variants() -> list[Any]:
+    """All of them; in `make test` one of each family, whichever its sizes."""
+    seen: set[str] = set()
+    found = []
+    for name in sorted(set(vit_fast.list_models()) - NOT_IN_TIMM):
+        family = re.sub(
+            r"_(tiny|small|base|mediumd?|betwixt|large|huge|giant|gigantic|so400m|\d+b?|patch\d+)(?=_|$)", "", name
+        )
+        found.append(pytest.param(name, marks=[pytest.mark.slow] if family in seen else []))
+        seen.add(family)
+    return found
+
+
+@pytest.mark.parametrize("name", _variants())
 def test_variant_has_timms_parameters(name, monkeypatch):
     monkeypatch.setattr(torch, "linspace", functools.partial(torch.linspace, device="cpu"))  # timm 1.0.20 reads it
     with torch.device("meta"):

@@ -185,12 +185,14 @@ def _hold(kind: Kind, dtype: torch.dtype) -> None:
     assert_rule({"y": inference[0]}, eager, exact)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_forward_and_every_gradient(kind: str, dtype: torch.dtype) -> None:
     _hold(KINDS[kind], dtype)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("head_dim", [64, 72, 80, 128])
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
 def test_heads_of_all_sizes(head_dim: int, layout: str) -> None:
@@ -237,6 +239,7 @@ PAIRED = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", PAIRED)
 @pytest.mark.parametrize("repeated", [False, True])
 def test_pairs_brought_together_beforehand(kind: str, repeated: bool) -> None:
@@ -306,6 +309,7 @@ def test_qk_norm_drawn(
     assert launched.count("_qk_norm_rope_kernel") == 1 - by_matmul
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["DINOv3", "EVA", "EVA, a norm inside", "a table a head", "qk-norm", "packed", "padded"]
 )

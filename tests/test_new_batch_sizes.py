@@ -58,7 +58,10 @@ def most(first: dict[int, int], after: int) -> int:
     return max((count for batch, count in first.items() if batch > after), default=0)
 
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in driver is for machines without a GPU")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in driver is for machines without a GPU"),
+]
 
 
 @pytest.mark.parametrize(("arch", "total", "at_once"), [("sm_80", 13, 2), ("sm_90", 20, 3), ("sm_100", 15, 2)])

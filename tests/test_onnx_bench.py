@@ -26,6 +26,7 @@ def make_task(dtype: torch.dtype = torch.float32) -> Task:
     return Task(described, weights, dtype, torch.device("cpu"), batch_size=3)
 
 
+@pytest.mark.fast_cases("onnxruntime")
 @pytest.mark.parametrize("name", ["onnxruntime", "onnxruntime-int8", "torch-onnx", "timm-onnx"])
 def test_subjects_pass_the_gate_and_a_wrong_one_does_not(name: str) -> None:
     task, subject = make_task(), get_subject(name)
@@ -42,6 +43,7 @@ def test_what_onnx_runtime_cannot_run_is_refused() -> None:
             get_subject(name).build(make_task(dtype))
 
 
+@pytest.mark.slow
 def test_a_cold_start_counts_the_export_and_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process of its own, whose answer is checked there; what cannot answer says why."""
     monkeypatch.setitem(machine.MATMUL_SIZE, "cpu", 64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -46,16 +47,14 @@ def cached_capture(captured: dict[Any, bytes], monkeypatch: pytest.MonkeyPatch, 
 
 
 def _matrix() -> list[Any]:
-    """The whole product; by default two opsets a family, one in each precision, so that all of them occur."""
-    rows = []
-    for i, family in enumerate(FAMILIES):
-        for j, opset in enumerate(OPSETS):
-            for k, precision in enumerate(("fp32", "fp16")):
-                by_default = j % 2 == i % 2 and k == (j // 2 + i // 2) % 2
-                for target in ("generic", "ort-cpu"):
-                    marks = [] if by_default else [pytest.mark.slow]
-                    rows.append(pytest.param(family, opset, precision, target, marks=marks))
-    return rows
+    """The whole product; in `make test` one export a family, so that every opset, precision and target occurs."""
+    kinds = [*product(OPSETS, ("fp32", "fp16"), ("generic", "ort-cpu"))]
+    minutes = pytest.mark.slow(minutes=True)  # together
+    return [
+        pytest.param(family, *kind, marks=[] if kind == kinds[3 * i % len(kinds)] else [minutes])
+        for i, family in enumerate(FAMILIES)
+        for kind in kinds
+    ]
 
 
 @pytest.mark.parametrize(("family", "opset", "precision", "target"), _matrix())
@@ -90,6 +89,7 @@ def test_family(family: str, opset: int, precision: str, target: str, tmp_path: 
     assert np.abs(got - expected).max() <= (2e-5 if precision == "fp32" else 2e-2) * scale
 
 
+@pytest.mark.fast_cases("transformers_vit-23")
 @pytest.mark.parametrize("opset", [18, 23])
 @pytest.mark.parametrize("family", ["vit", "transformers_vit", "torchvision"])
 def test_everything_is_fused_for_ort_cuda(family: str, opset: int, tmp_path: Path) -> None:
@@ -99,6 +99,7 @@ def test_everything_is_fused_for_ort_cuda(family: str, opset: int, tmp_path: Pat
     assert (fused["MultiHeadAttention"], fused["SkipLayerNormalization"], fused["BiasGelu"]) == (2, 4, 2)
 
 
+@pytest.mark.slow
 def test_every_missing_fusion_is_a_visible_line(tmp_path: Path) -> None:
     report = export_onnx(make("transformers_siglip"), tmp_path / "m.onnx", target="ort-cpu")
     (attention,) = [f for f in report.fusions if f.name == "MultiHeadAttention"]
@@ -107,6 +108,7 @@ def test_every_missing_fusion_is_a_visible_line(tmp_path: Path) -> None:
     assert "MultiHeadAttention: 2 of 3" in str(report)
 
 
+@pytest.mark.slow
 def test_a_model_with_two_heads_gives_their_logits(tmp_path: Path) -> None:
     """DeiT with its teacher's head: two linears, none of them called classifier."""
     model = randomised(transformers_deit_with_teacher())

@@ -193,6 +193,7 @@ def test_a_file_exported_by_timm_or_plain_torch(tmp_path: Path) -> None:
     assert by_hand.class_names == tuple(NAMES)
 
 
+@pytest.mark.slow
 def test_a_file_as_optimum_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Input pixel_values, output logits, every dimension of both open; a photograph is prepared as told."""
     model: Any = transformers_vit().eval()

@@ -33,6 +33,7 @@ def exported(model: nn.Module, path: Path, **options: object) -> Path:
     return path
 
 
+@pytest.mark.fast_cases("generic", "ort-cpu")
 @pytest.mark.parametrize(
     "options",
     [
@@ -49,6 +50,7 @@ def test_every_form_of_a_file_counts_what_torch_counts(options: dict, tmp_path: 
     assert narrow_precision(path) == options.get("precision")
 
 
+@pytest.mark.fast_cases("timm")
 @pytest.mark.parametrize("family", ["deit_distilled", "dinov2_registers", "hybrid", "timm", "torchvision"])
 def test_every_family_counts_what_torch_counts(family: str, tmp_path: Path) -> None:
     model = make(family)
@@ -56,6 +58,7 @@ def test_every_family_counts_what_torch_counts(family: str, tmp_path: Path) -> N
     assert count_work(path, (2, 3, 32, 32)).flop == counted(model, 2).flop
 
 
+@pytest.mark.slow
 def test_gates_and_a_fixed_batch(tmp_path: Path) -> None:
     """Three images are three calls of a file that takes one."""
     model = randomised(ours(mlp_layer="swiglu", act_layer="silu"))

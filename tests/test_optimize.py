@@ -40,7 +40,7 @@ CHOICES = [
     Choice(threads=1),
     Choice(attention="sdpa", mlp="sdpa", precision="bf16", split=2),
     Choice("onnxruntime"),
-    Choice("onnxruntime", precision="int8", split=1),
+    pytest.param(Choice("onnxruntime", precision="int8", split=1), marks=pytest.mark.slow),
     pytest.param(Choice("compile", frozen=True), marks=pytest.mark.slow),
 ]
 
@@ -170,6 +170,7 @@ def test_memory_limit(model, images) -> None:
     trials.prepare(Choice(), 60)
 
 
+@pytest.mark.fast_cases("latency")
 @pytest.mark.parametrize("objective", ["throughput", "latency"])
 def test_finds_keeps_and_gives_again(model, images, one_engine, objective) -> None:
     model.train()
@@ -228,6 +229,7 @@ def test_ctrl_c_ends_the_search_whatever_swallows_it(model, images, monkeypatch)
     assert list(answers.all_answers()) == [], "half a search is no answer to keep"
 
 
+@pytest.mark.slow
 def test_answers_with_loss_hold_for_these_weights_alone(model, images, one_engine) -> None:
     found = vit_fast.optimize(model, images, budget_s=60, lossless=False, allow=["bf16"], min_agreement=0.0)
     assert any(row.choice.precision == "bf16" and row.ms for row in found.table)
@@ -289,7 +291,7 @@ def test_arguments_of_another_type(model, images, how, message) -> None:
 
 
 def test_a_choice_has_one_name_and_comes_back_from_a_file() -> None:
-    everything = [*choices.candidates(torch.device("cpu"), choices.PRECISIONS), *CHOICES[:-1]]
+    everything = [*choices.candidates(torch.device("cpu"), choices.PRECISIONS), *CHOICES[:-2]]
     everything += choices.variations(Choice(), torch.device("cpu"), 8)
     assert len({choice.name for choice in everything}) == len(set(everything))
     assert all(Choice.from_dict(choice.to_dict()) == choice for choice in everything)

@@ -50,6 +50,7 @@ def test_json(capsys: pytest.CaptureFixture[str], only) -> None:
     assert 0 <= found["table"][1]["checked"]["agreement"] <= 1
 
 
+@pytest.mark.slow
 def test_what_an_error_says_in_brackets_is_no_markup(capsys: pytest.CaptureFixture[str], only, monkeypatch) -> None:
     only(Choice(attention="sdpa", mlp="sdpa"))
 
@@ -61,6 +62,7 @@ def test_what_an_error_says_in_brackets_is_no_markup(capsys: pytest.CaptureFixtu
     assert "RuntimeError: [/usr/lib/so] of [int8]" in capsys.readouterr().out
 
 
+@pytest.mark.fast_cases("fused sdpa, bf16")
 @pytest.mark.parametrize(
     "choice",
     [Choice("onnxruntime"), Choice(attention="sdpa", mlp="sdpa", precision="bf16")],
@@ -146,6 +148,7 @@ def test_candidates_are_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> No
     assert engines == {"torch", "compile"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_ceilings")
 def test_the_bench_has_what_was_found_as_a_row(only) -> None:
     subjects = ("eager", "optimized", "optimized-bf16")

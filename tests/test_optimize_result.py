@@ -107,6 +107,7 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+@pytest.mark.fast_cases("as given", "fused sdpa", "ONNX Runtime")
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
 def test_no_change_of_the_model_reaches_the_result(choice: Choice, timm_model, images, only) -> None:
     only(choice)
@@ -132,6 +133,7 @@ def test_what_was_loaded_is_a_copy_too(timm_model, images, only, tmp_path: Path)
     assert torch.equal(loaded(images), before)
 
 
+@pytest.mark.slow
 def test_whoever_writes_into_a_file_does_not_reach_the_result(model, images, tmp_path: Path, only) -> None:
     """ONNX Runtime maps the weights beside a file."""
     only(Choice())
@@ -174,6 +176,7 @@ REFUSED: dict[str, Callable[[Any], object]] = {
 }
 
 
+@pytest.mark.fast_cases("fused sdpa")
 @pytest.mark.parametrize("choice", [FUSED, Choice("onnxruntime")], ids=lambda choice: choice.name)
 def test_a_result_is_read_only(choice: Choice, timm_model, images) -> None:
     result = build(choice, timm_model, images, timm_model(images), ())
@@ -200,6 +203,7 @@ def test_a_result_is_read_only(choice: Choice, timm_model, images) -> None:
     assert state["last.weight"] is holder.last.weight and "inner.head.weight" in state
 
 
+@pytest.mark.fast_cases("as given", "fused sdpa, bf16", "1 threads")
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
 def test_a_result_is_copied_and_pickled_or_says_why_not(choice: Choice, timm_model, images) -> None:
     with torch.no_grad():
@@ -216,6 +220,7 @@ def test_a_result_is_copied_and_pickled_or_says_why_not(choice: Choice, timm_mod
             write(result)
 
 
+@pytest.mark.slow
 def test_a_runtime_of_files_is_not_pickled(model, images, only, tmp_path: Path) -> None:
     only(Choice("onnxruntime"))
     result = vit_fast.optimize(model, images, budget_s=600)

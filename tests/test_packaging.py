@@ -71,6 +71,7 @@ def test_every_public_name_is_there():
         vit_fast.nothing  # noqa: B018  # the access is the test
 
 
+@pytest.mark.slow
 def test_transformers_imports_from_the_repository_root():
     """A regular top-level package `kernels` here would be taken for Hugging Face's."""
     assert "ViTModel" in run_python("from transformers import ViTModel; print(ViTModel)")
@@ -134,6 +135,7 @@ def test_wheel_holds_real_files(wheel):
     assert not any(name.startswith(("tests/", "kernels/", "benchmarks/", "export/")) for name in names)
 
 
+@pytest.mark.slow
 def test_wheel_works_in_an_empty_environment(wheel, tmp_path):
     """Installed alone, outside the repository; dependencies come from the environment of these tests."""
     environment = tmp_path / "venv"

@@ -176,6 +176,7 @@ def test_a_full_disk_keeps_the_parts_and_nothing_else(
     _check(model, folder, out)
 
 
+@pytest.mark.slow
 def test_killed_for_good(folder: Path, weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.parquet"
     code = (

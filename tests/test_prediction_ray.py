@@ -79,6 +79,7 @@ def _with(model: VisionTransformer, hook: Callable[..., None]) -> VisionTransfor
     return model
 
 
+@pytest.mark.slow
 def test_a_killed_worker_loses_and_doubles_nothing(
     ray: Any, model: VisionTransformer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,6 +102,7 @@ def test_a_killed_worker_loses_and_doubles_nothing(
     _check(model, folder, tmp_path / "out.parquet")
 
 
+@pytest.mark.slow
 def test_what_kills_every_worker_is_named_and_the_rest_is_kept(
     ray: Any, model: VisionTransformer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +123,7 @@ def test_what_kills_every_worker_is_named_and_the_rest_is_kept(
     _check(model, folder, out)
 
 
+@pytest.mark.slow
 def test_command(
     ray: Any, model: VisionTransformer, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

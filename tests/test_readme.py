@@ -30,9 +30,13 @@ def test_python_block_runs(block, tmp_path, monkeypatch):
     exec(compile(block, "README.md", "exec"), {})
 
 
+@pytest.fixture(scope="module")
+def app():
+    return typer.main.get_command(cli.make_app())
+
+
 @pytest.mark.parametrize("command", COMMANDS)
-def test_command_and_its_options_exist(command):
-    app = typer.main.get_command(cli.make_app())
+def test_command_and_its_options_exist(command, app):
     _, name, *arguments = shlex.split(command)
     context = typer.Context(app, info_name="vit-fast")
     subcommand = app.get_command(context, name)

@@ -21,6 +21,7 @@ from vit_fast.ops.linear import layer_norm_linear, linear_residual
 support.make_bf16_exact()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mean", [0.0, 100.0])
 @pytest.mark.parametrize("residual", [True, False])
@@ -109,6 +110,7 @@ def _by_four(x: Tensor, statistics: Tensor | None, t: BlockTensors) -> tuple[Ten
     )  # fmt: skip
 
 
+@pytest.mark.fast_cases("torch.bfloat16")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_block_is_its_four_operators(dtype: torch.dtype) -> None:
     x, tensors = _block(dtype)

@@ -38,6 +38,7 @@ def _assert_same(found: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
     torch.testing.assert_close(found, torch.stack((q, k, v), 2).transpose(1, 3))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("prefix", [0, 1, 5])
 @pytest.mark.parametrize("wide", [True, False])

@@ -69,6 +69,7 @@ def _check(
         assert_as_exact_as_eager("d " * bool(index) + str(index), one, two, three, factor)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
 @pytest.mark.parametrize("D", [64, 72, 80, 128])
@@ -77,6 +78,7 @@ def test_heads_of_all_sizes(D: int, layout: str, dtype: torch.dtype) -> None:
     _check(shape, dtype, rope=Rope(*_tables(shape, (), 1), 1, layout))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("D", [64, 72])
 @pytest.mark.parametrize("over", ["head", "width"])
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
@@ -89,6 +91,7 @@ def test_norms(D: int, over: str, norm: str, affine: bool, rotated: bool) -> Non
     _check(shape, torch.float32, norm=norm, over=over, affine=affine, rope=rope)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("leading", [(), (2,), (2, 1), (1, 3), (2, 3)])
 @pytest.mark.parametrize("prefix", [0, 1, 5, 7])
 def test_tables_of_all_kinds(leading: tuple[int, ...], prefix: int) -> None:
@@ -192,6 +195,7 @@ def _arguments(**changes: Any) -> tuple[Any, ...]:
 _NO_NORM = {"qw": None, "qb": None, "kw": None, "kb": None, "norm": "none"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, _NO_NORM, {"cos": None, "sin": None}, {"qb": None, "kb": None}])
 def test_opcheck(changes: dict[str, Any]) -> None:
     torch.library.opcheck(qk_norm_rope_op, _arguments(**changes))

@@ -87,6 +87,7 @@ def test_positions_of_other_image_sizes_are_timms(name: str) -> None:
             torch.testing.assert_close(ours(images), theirs(images), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.fast_cases("vit_small_plus_patch16_dinov3")
 @pytest.mark.parametrize("name", ["vit_small_patch16_dinov3_qkvb", "vit_small_plus_patch16_dinov3"])
 def test_the_kernels_give_the_same(name: str) -> None:
     _, ours = pair(name, embed_dim=32)
@@ -101,6 +102,7 @@ def test_the_kernels_give_the_same(name: str) -> None:
         torch.testing.assert_close(ours(images), expected[0], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_the_norm_inside_eva02s_mlp_is_of_the_kernels() -> None:
     _, ours = pair("eva02_base_patch14_448")
     images = torch.randn(1, 3, *ours.config.image_hw, device=DEVICE)
@@ -154,6 +156,7 @@ def test_qk_norm_and_rms_norm() -> None:
         torch.testing.assert_close(model(images), theirs(images), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_compile_checkpointing_and_a_trip_through_a_file(tmp_path: Any) -> None:
     _, model = pair("vit_small_plus_patch16_dinov3")
     images = torch.randn(2, 3, 64, 64)

@@ -32,6 +32,7 @@ def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.fast_cases("timm-vit")
 @pytest.mark.parametrize("name", ["timm-vit", "transformers-vit"])
 @pytest.mark.usefixtures("quick_compiler")
 def test_one_graph_serves_every_batch_size(name: str) -> None:
@@ -71,6 +72,7 @@ def test_a_graph_break_is_an_error_unless_allowed() -> None:
     assert vit_fast.compile(Breaking(), fullgraph=False)(torch.zeros(2, 3)).sum() == 6
 
 
+@pytest.mark.slow
 def test_inductor_computes_what_the_model_does() -> None:
     timm = pytest.importorskip("timm")
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, embed_dim=32, num_heads=2, num_classes=3)

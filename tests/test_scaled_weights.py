@@ -105,6 +105,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in driver is for machines without a GPU")
 def test_no_weight_of_a_block_is_cast_by_torch() -> None:
     """A training step: of torch's own only the gradients of an fp32 residual stream are cast, once in each half."""

@@ -21,6 +21,7 @@ from fused_models import transformers_is_whole
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from vit_fast.commands import host_time
+from vit_fast.kernels import stand_in_driver
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in driver is for machines without a GPU")
 
@@ -51,10 +52,12 @@ def assert_legal(rows: list[dict[str, Any]]) -> None:
     assert all(row["launches"] for row in rows)
 
 
+@pytest.mark.slow
 def test_every_launch_of_an_mlp_is_legal(environment: dict[str, str]) -> None:
     assert_legal(run_cases("sm_90", "mlp", environment))
 
 
+@pytest.mark.slow
 def test_every_launch_and_tensor_map_of_attention_is_legal(environment: dict[str, str]) -> None:
     rows = run_cases("sm_90", "attention", environment)
     assert_legal(rows)
@@ -64,8 +67,7 @@ def test_every_launch_and_tensor_map_of_attention_is_legal(environment: dict[str
     assert described[unaligned] == 0
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.slow(minutes=True)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_launch_and_tensor_map_is_legal_in_full(arch: str, environment: dict[str, str]) -> None:
     rows = run_cases(arch, "full", environment)
@@ -78,12 +80,14 @@ _BLOCK_COUNTS = """
 import json
 from vit_fast.commands import host_time
 from vit_fast.kernels import stand_in_driver
+from vit_fast.kernels import stand_in_driver
 driver = stand_in_driver.install("sm_90")
 calls = host_time.our_calls(**host_time.NARROW)
 print(json.dumps({name: host_time.count(driver, call) for name, call in calls.items()}))
 """
 
 
+@pytest.mark.slow
 def test_a_block_launches_no_more_than_it_needs(environment: dict[str, str]) -> None:
     """Upper bounds: whoever launches less lowers them. Folding both LayerNorms into their linear layers is one."""
     counts = json.loads(run_python(["-c", _BLOCK_COUNTS], environment))
@@ -152,6 +156,7 @@ print(json.dumps([counts, driver.violations()]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_90", "sm_89", "sm_86"])
 def test_a_block_in_fp8_is_five_launches(arch: str, environment: dict[str, str]) -> None:
     """As in half precision: no pass over memory is added, but for what the first block reads.
@@ -208,6 +213,7 @@ print(json.dumps([counts, by_torch]))
 """
 
 
+@pytest.mark.slow
 def test_a_fused_model_of_every_library_launches_what_ours_does(environment: dict[str, str]) -> None:
     """Five launches a block, and one that folds where it is not frozen: qkv, attention, proj, fc1, fc2.
 
@@ -227,6 +233,7 @@ def test_a_fused_model_of_every_library_launches_what_ours_does(environment: dic
         assert shallow == [6 + 11 + 1, 6 + 1, 5 + 1]
 
 
+@pytest.mark.slow
 def test_rotary_positions_and_gates_add_no_launch(environment: dict[str, str]) -> None:
     """As many as without them, but for one in a backward: the gradients of q and k are turned back in place.
 
@@ -245,6 +252,7 @@ def test_rotary_positions_and_gates_add_no_launch(environment: dict[str, str]) -
         assert [(b - a) / 2 for a, b in zip(shallow, deep)] == expected, name
 
 
+@pytest.mark.slow
 def test_norms_of_q_and_k_add_no_launch_in_inference(environment: dict[str, str]) -> None:
     """The qkv matmul normalises heads of 64; in training that is a launch, forward and backward: q and k are kept."""
     path = os.pathsep.join([environment["PYTHONPATH"], str(Path(__file__).parent)])
@@ -256,6 +264,7 @@ def test_norms_of_q_and_k_add_no_launch_in_inference(environment: dict[str, str]
         assert [(b - a) / 2 for a, b in zip(shallow, deep)] == [6 + 11 + 2 + scales, 6, 5], name
 
 
+@pytest.mark.slow
 def test_images_of_several_sizes_add_no_launch(environment: dict[str, str]) -> None:
     """A block of packed or padded images is one operator, frozen too, whatever way it is told which tokens meet."""
     path = os.pathsep.join([environment["PYTHONPATH"], str(Path(__file__).parent)])
@@ -274,15 +283,17 @@ def planted(environment: dict[str, str]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_kept_kernels_are_those_that_triton_would_choose(environment: dict[str, str]) -> None:
     assert run_python([str(KEPT)], environment) == "ok"
 
 
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow(minutes=True))])
 def test_a_plan_launches_what_the_call_without_it_launches(environment: dict[str, str], every: int) -> None:
     assert run_python([str(PLANS), str(every)], environment) == "ok"
 
 
+@pytest.mark.slow
 def test_what_is_planned_and_when(environment: dict[str, str]) -> None:
     assert run_python([str(RULES)], environment) == "ok"
 
@@ -312,45 +323,46 @@ def test_what_a_driver_refuses_is_refused_and_kept(plant: str, rule: str, plante
     assert rule in found["error"]
 
 
-@pytest.mark.parametrize(
-    ("preparation", "word"),
-    [
-        ("import os; os.environ['TRITON_INTERPRET'] = '1'", "TRITON_INTERPRET is set"),
-        ("import torch; torch.cuda.is_available = lambda: True", "CUDA is available"),
-        ("from vit_fast.kernels import stand_in_driver; stand_in_driver.install('sm_90')", "installed in this process"),
-        ("import os; os.environ |= {'CC': '', 'PATH': '', 'TRITON_CACHE_DIR': '/dev/null/none'}", "no C compiler"),
-    ],
-)
-def test_it_refuses_to_stand_in_where_it_must_not(preparation: str, word: str, environment: dict[str, str]) -> None:
-    code = f"""
-{preparation}
-from vit_fast.kernels import stand_in_driver
-try:
-    stand_in_driver.install("sm_90")
-except RuntimeError as error:
-    print(error)
-"""
-    assert word in run_python(["-c", code], environment)
-
-
-def test_operators_take_cpu_tensors_only_with_it(environment: dict[str, str]) -> None:
-    code = """
+_REFUSALS = """
+import os
 import torch
+from unittest import mock
 from vit_fast.kernels import stand_in_driver
 from vit_fast.ops.backends import triton_unavailable_reasons
-try:
-    stand_in_driver.install("sm_75")
-except ValueError as error:
-    print(error)
-{install}
+
+def install(arch="sm_90"):
+    try:
+        stand_in_driver.install(arch)
+    except (RuntimeError, ValueError) as error:
+        print(str(error).replace(chr(10), " "))
+
+with mock.patch.object(torch.cuda, "is_available", lambda: True):
+    install()
+with mock.patch.dict(os.environ, {"CC": "", "PATH": "", "TRITON_CACHE_DIR": "/dev/null/none"}):
+    install()
+install("sm_75")
 print(triton_unavailable_reasons(torch.device("cpu")))
+install()
+print(triton_unavailable_reasons(torch.device("cpu")))
+install()
 """
-    without = run_python(["-c", code.format(install="")], environment)
-    assert "arch must be one of sm_80" in without
-    assert "the tensors are on the CPU" in without
-    assert run_python(["-c", code.format(install="stand_in_driver.install('sm_90')")], environment).endswith("()\n")
 
 
+def test_it_refuses_to_stand_in_where_it_must_not(environment: dict[str, str]) -> None:
+    """Operators take CPU tensors only once it is installed."""
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET is set"):
+        stand_in_driver.install("sm_90")
+    lines = run_python(["-c", _REFUSALS], environment).splitlines()
+    words = (
+        "CUDA is available", "no C compiler", "arch must be one of sm_80",
+        "the tensors are on the CPU", "()", "installed in this process",
+    )  # fmt: skip
+    assert len(lines) == len(words)
+    for line, word in zip(lines, words):
+        assert word in line
+
+
+@pytest.mark.slow
 def test_the_command_says_what_is_wrong(environment: dict[str, str]) -> None:
     command = [sys.executable, "-m", "vit_fast.cli", "kernels", "--host", "--arch", "sm_75"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -358,7 +370,7 @@ def test_the_command_says_what_is_wrong(environment: dict[str, str]) -> None:
     assert done.stderr.startswith("vit-fast kernels --host: arch must be one of sm_80")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=True)
 def test_the_command_reports_host_time(environment: dict[str, str]) -> None:
     report = json.loads(run_python(["-m", "vit_fast.cli", "kernels", "--host", "--json"], environment))
     assert report["violations"] == []

@@ -27,57 +27,73 @@ STATS = offline.Stats(
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def core_report() -> dict[str, Any]:
-    """The core builds of every architecture, compiled in a process that is not the interpreter's."""
+def run_compiler(command: list[str]) -> Any:
+    """Returns what a process prints as JSON that compiles kernels instead of interpreting them."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", "from vit_fast.cli import main; main(['kernels', '--core', '--json'])"]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    run = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment)
     assert run.returncode in (0, 1), run.stderr[-2000:]
-    report: dict[str, Any] = json.loads(run.stdout)
-    return report
+    return json.loads(run.stdout)
 
 
-def test_no_core_build_spills_or_became_worse(core_report: dict[str, Any]) -> None:
-    assert {row["arch"] for row in core_report["builds"]} == set(offline.ARCHS)
-    bad = [f"{row['arch']} {row['kernel']} {row['case']}: {row['problems']}" for row in core_report["builds"]]
-    assert not [line for line, row in zip(bad, core_report["builds"]) if row["problems"]]
+_COMPILE = """
+import json, sys
+from vit_fast.kernels import offline
+wanted = {f"{arch}/{case}": arch for arch, cases in json.loads(sys.argv[1]).items() for case in cases}
+found = {}
+for arch in dict.fromkeys(wanted.values()):
+    for build in offline.builds(arch):
+        if build.key(arch) in wanted:
+            stats = offline.compile_build(build, arch)
+            found[build.key(arch)] = stats.as_dict() | {"problems": offline.problems(build, stats, arch)}
+print(json.dumps(found))
+"""
 
 
-def test_the_row_kernel_keeps_its_bars(core_report: dict[str, Any]) -> None:
-    """N = 197, D = 64 on sm_90: no spills, at most 184 registers and 64 KiB, wgmma and TMA in and out."""
-    (row,) = (
-        row
-        for row in core_report["builds"]
-        if (row["arch"], row["kernel"], row["case"]) == ("sm_90", "attention_fwd_row", "bf16 N197 D64 B256 tma")
+def compile_builds(keys: dict[str, tuple[str, ...]]) -> dict[str, dict[str, Any]]:
+    """Compiles the named builds of each architecture; returns their statistics and problems."""
+    found: dict[str, dict[str, Any]] = run_compiler(["-c", _COMPILE, json.dumps(keys)])
+    assert len(found) == sum(map(len, keys.values()))
+    return found
+
+
+def test_attention_and_fc1_keep_their_bars() -> None:
+    """On sm_90, N = 197, D = 64, and fc1 with GELU: no spills, at most 184 registers, wgmma and TMA in and out."""
+    row, fc1 = "attention_fwd_row/bf16 N197 D64 B256 tma", "matmul_layer_norm/half 128x256x64 TMA gelu"
+    found = compile_builds({"sm_90": (row, fc1)})
+    for build in found.values():
+        assert build["problems"] == []
+        assert build["spill_loads"] == build["spill_stores"] == 0
+        assert build["registers"] <= 184
+        assert build["hgmma"] and build["tma_loads"] and build["tma_stores"]
+    assert found[f"sm_90/{row}"]["shared_bytes"] <= 64 * 1024
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", offline.ARCHS)
+def test_core_builds(arch: str) -> None:
+    """No build spills, serialises wgmma or became worse than the baseline; the instructions are the expected ones."""
+    report = run_compiler(
+        ["-c", f"from vit_fast.cli import main; main(['kernels', '--core', '--json', '--arch', '{arch}'])"]
     )
-    assert row["spill_loads"] == row["spill_stores"] == 0
-    assert row["registers"] <= 184 and row["shared_bytes"] <= 64 * 1024
-    assert row["hgmma"] and row["tma_loads"] and row["tma_stores"]
+    rows = report["builds"]
+    assert {row["arch"] for row in rows} == {arch}
+    assert not [f"{row['kernel']} {row['case']}: {row['problems']}" for row in rows if row["problems"]]
 
-
-def test_tiles_that_are_read_again_are_rounded_in_pairs(core_report: dict[str, Any]) -> None:
-    """F2F rounds one number, at a quarter of the rate of the instruction that rounds two."""
+    # F2F rounds one number, at a quarter of the rate of the instruction that rounds two
     rounding = ("residual, statistics", "keeping z", "gelu")
-    rows = [row for row in core_report["builds"] if row["case"].startswith("half") and row["case"].endswith(rounding)]
-    assert {row["kernel"] for row in rows} >= {"matmul_residual", "matmul_layer_norm", "matmul_activation_grad"}
-    assert not [(row["arch"], row["kernel"], row["case"]) for row in rows if row["single_conversions"]]
+    read_again = [row for row in rows if row["case"].startswith("half") and row["case"].endswith(rounding)]
+    assert {row["kernel"] for row in read_again} >= {"matmul_residual", "matmul_layer_norm", "matmul_activation_grad"}
+    assert not [(row["kernel"], row["case"]) for row in read_again if row["single_conversions"]]
 
-
-def test_an_input_gradient_waits_for_no_descriptor_but_its_operands(core_report: dict[str, Any]) -> None:
-    """On sm_90: two before the loop and one in it, of A and of B; x and the residual come by pointers, together."""
-    rows = [row for row in core_report["builds"] if row["kernel"] == "matmul_layer_norm_grad"]
-    assert [row["tma_loads"] for row in rows if row["arch"] == "sm_90"] == [6]
-
-
-def test_operands_in_e4m3_reach_their_tensor_cores(core_report: dict[str, Any]) -> None:
-    """Tiles of 128 x 256 x 128 on sm_90: QGMMA, no spills, operands and results by TMA."""
-    rows = [row for row in core_report["builds"] if row["case"].startswith("fp8")]
-    assert {row["kernel"] for row in rows} == {"matmul_layer_norm", "matmul_residual"}
-    for row in rows:
+    eight_bit = [row for row in rows if row["case"].startswith("fp8")]
+    for row in eight_bit:
         assert row["case"].startswith("fp8 128x256x128 TMA")
         assert row["e4m3"] and row["tma_loads"] and row["tma_stores"]
-        assert row["spill_loads"] == row["spill_stores"] == 0
+    if arch == "sm_90":
+        assert {row["kernel"] for row in eight_bit} == {"matmul_layer_norm", "matmul_residual"}
+        # two descriptors before the loop and one in it, of A and of B; x and the residual come by pointers
+        gradients = [row for row in rows if row["kernel"] == "matmul_layer_norm_grad"]
+        assert [row["tma_loads"] for row in gradients] == [6]
 
 
 @pytest.mark.parametrize("count", [1, 7, 25])
@@ -190,27 +206,12 @@ _ONCE_SPILLED = {
         "qk_norm_rope_grad/fp32 layer_norm, rope D64",
     ),
 }
-_COMPILE = """
-import json, sys
-from vit_fast.kernels import offline
-wanted = {f"{arch}/{case}": arch for arch, cases in json.loads(sys.argv[1]).items() for case in cases}
-found = {}
-for arch in dict.fromkeys(wanted.values()):
-    for build in offline.builds(arch):
-        if build.key(arch) in wanted:
-            found[build.key(arch)] = offline.problems(build, offline.compile_build(build, arch), arch)
-print(json.dumps(found))
-"""
 
 
+@pytest.mark.slow
 def test_what_spilled_once_does_not_again() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", _COMPILE, json.dumps(_ONCE_SPILLED)]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr[-2000:]
-    found = json.loads(run.stdout)
-    assert len(found) == sum(map(len, _ONCE_SPILLED.values()))
-    assert not {key: problems for key, problems in found.items() if problems}
+    found = compile_builds(_ONCE_SPILLED)
+    assert not {key: row["problems"] for key, row in found.items() if row["problems"]}
 
 
 @given(length=st.integers(1, 256), largest=st.sampled_from((64, 128, 256)), pieces=st.integers(1, 3))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,12 +31,18 @@ def _find_modules() -> dict[str, Path]:
 MODULES = _find_modules()
 
 
-def _imports(module: str, *, typing: bool) -> set[str]:
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def _imports(module: str, *, typing: bool) -> frozenset[str]:
     """The modules of ours that one imports, also inside functions; those for the type checker alone if asked for."""
     path = MODULES[module]
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
     found: set[str] = set()
-    for node in _statements(ast.parse(path.read_text()), typing=typing):
+    for node in _statements(_tree(path), typing=typing):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -44,7 +51,7 @@ def _imports(module: str, *, typing: bool) -> set[str]:
             names = {f"{source}.{alias.name}" for alias in node.names}
             found |= {name if name in MODULES else source for name in names}
     found |= {parent for name in found for parent in _packages(name)} - _packages(module)  # which run before it
-    return (found & MODULES.keys()) - {module}
+    return frozenset((found & MODULES.keys()) - {module})
 
 
 def _packages(module: str) -> set[str]:
@@ -139,7 +146,7 @@ def test_export_and_benchmarks_import_across_folders_absolutely() -> None:
     """What is relative there ends in the folder: an editor opened at the root does not know of the links."""
     for module, path in MODULES.items():
         if path.parent.name in ("export", "benchmarks"):
-            levels = [node.level for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+            levels = [node.level for node in ast.walk(_tree(path)) if isinstance(node, ast.ImportFrom)]
             assert max(levels, default=0) <= 1, module
 
 
@@ -150,9 +157,9 @@ def test_no_file_and_no_class_is_too_long() -> None:
         text = path.read_text()
         if (lines := text.count("\n")) > MAX_FILE:
             too_long.append(f"{path.name}: {lines} lines")
-        if path.suffix != ".py":
+        if path.suffix != ".py" or lines <= MAX_CLASS:
             continue
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(_tree(path)):
             if isinstance(node, ast.ClassDef) and (length := (node.end_lineno or 0) - node.lineno + 1) > MAX_CLASS:
                 too_long.append(f"{path.name}, class {node.name}: {length} lines")
     assert too_long == []
@@ -160,9 +167,7 @@ def test_no_file_and_no_class_is_too_long() -> None:
 
 def _named(module: str) -> set[str]:
     """The modules that one loads or starts by name: a string that is their name, or a path or dots that end in it."""
-    strings = [
-        node.value for node in ast.walk(ast.parse(MODULES[module].read_text())) if isinstance(node, ast.Constant)
-    ]
+    strings = [node.value for node in ast.walk(_tree(MODULES[module])) if isinstance(node, ast.Constant)]
     ends = {re.split(r"[./]", text.removesuffix(".py"))[-1] for text in strings if isinstance(text, str)}
     return {name for name in MODULES if name.rpartition(".")[2] in ends}
 

@@ -77,6 +77,7 @@ def compiled(model: nn.Module) -> tuple[Any, list[str]]:
     return torch.compile(model, backend="eager", fullgraph=True, dynamic=False, options=options), sources
 
 
+@pytest.mark.fast_cases("ours")
 @pytest.mark.parametrize("library", ["timm", "ours"])
 def test_no_module_is_guarded_by_two_paths(library: str) -> None:
     model = fused_models.of_depth(2)[library].build().eval()
@@ -103,6 +104,7 @@ def other_layer(block: Any) -> None:
     nn.init.normal_(block.mlp.fc2.weight)
 
 
+@pytest.mark.slow
 @sees_classes
 def test_what_is_called_as_a_module_hides_nothing_behind_it() -> None:
     """A hook keeps the attention a module; the MLP is still guarded."""
@@ -135,6 +137,7 @@ def other_parameter(block: Any) -> None:
     block.norm1.weight = nn.Parameter(torch.randn_like(block.norm1.weight))
 
 
+@pytest.mark.fast_cases("larger_eps", "other_layer")
 @pytest.mark.parametrize(
     "change", [larger_eps, other_heads, other_layer, pytest.param(other_class, marks=sees_classes), other_parameter]
 )

@@ -59,6 +59,7 @@ class _Interrupted(Exception):
     pass
 
 
+@pytest.mark.fast_cases("options1")
 @pytest.mark.parametrize(
     "options",
     [{"augment": False}, {"ema_decay": 0.9, "mixup": 0.4, "accumulation": 2, "layer_decay": 0.7, "patience": 3}],
@@ -85,6 +86,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(
         assert torch.equal(parameter, whole.state_dict()[name]), name
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_bit(folder: Path, tmp_path: Path) -> None:
     """Killed as no process can prevent, after its first epoch."""
     code = (
@@ -135,6 +137,7 @@ def test_augmentation_depends_on_epoch_and_seed_alone(
         assert not torch.equal(first[3][0], PreparedImages(source, model)[3][0])
 
 
+@pytest.mark.slow
 def test_a_killed_reader_is_named_and_the_run_resumed(folder: Path, tmp_path: Path) -> None:
     data, config = open_data(folder), settings(batch_size=2)
     rows = train(small_model(), data, tmp_path / "whole", config)
@@ -201,6 +204,7 @@ def eager_losses() -> torch.Tensor:
     return _losses_of_32_steps()
 
 
+@pytest.mark.fast_cases("other0")
 @pytest.mark.parametrize(
     "other", [{"backend": "sdpa"}, {"grad_checkpointing": True}, {"dtype": "bf16"}, {"accumulation": 4}]
 )
@@ -235,6 +239,7 @@ def test_patience_stops_and_keeps_the_best_weights(
         train(small_model(), open_data(folder), tmp_path / "new", settings(patience=2))
 
 
+@pytest.mark.slow
 def test_weights_of_another_resolution_and_head_are_a_start(folder: Path, tmp_path: Path) -> None:
     weights = save(small_model(num_classes=10), tmp_path / "start.safetensors")
     model = create_model("vit_test", weights=weights, img_size=48, num_classes=2)
@@ -306,23 +311,12 @@ def test_damaged_and_foreign_checkpoints_are_refused(
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("epochs", 0),
-        ("batch_size", 0),
-        ("accumulation", 0),
-        ("layer_decay", 1.5),
-        ("layer_decay", 0.0),
-        ("label_smoothing", 1.0),
-        ("ema_decay", 1.0),
-        ("mixup", -0.1),
-        ("max_grad_norm", float("inf")),
-        ("patience", -1),
-        ("schedule", "linear"),
-        ("lr", 0.0),
-        ("weight_decay", -1.0),
-        ("warmup_epochs", float("nan")),
-        ("dtype", "int8"),
+        ("epochs", 0), ("batch_size", 0), ("accumulation", 0), ("layer_decay", 1.5), ("layer_decay", 0.0),
+        ("label_smoothing", 1.0), ("ema_decay", 1.0), ("mixup", -0.1), ("max_grad_norm", float("inf")),
+        ("patience", -1), ("schedule", "linear"), ("lr", 0.0), ("weight_decay", -1.0),
+        ("warmup_epochs", float("nan")), ("dtype", "int8"),
     ],
-)
+)  # fmt: skip
 def test_bad_fields_are_named(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=field):
         TrainConfig(**{field: value})
@@ -384,7 +378,7 @@ def test_tensorboard_gets_every_row(folder: Path, tmp_path: Path, monkeypatch: p
     assert not (tmp_path / "without").exists()
 
 
-@pytest.mark.parametrize("steps", [8, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [4, pytest.param(50, marks=pytest.mark.slow(minutes=True))])
 def test_the_kernels_take_the_same_losses_as_eager(steps: int) -> None:
     """Under the interpreter where there is no GPU: a block of one head, five tokens."""
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -35,6 +35,7 @@ def _arguments(data: Path, validation: Path, out: Path, options: dict[str, objec
     return ["train", *paths, "--model", "vit_test", "--img-size", "16", "--no-augment", *given]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parallel", "backend", "epochs", "count"),
     [

@@ -112,6 +112,7 @@ def test_other_transforms_are_refused(operator: str) -> None:
         torch.func.grad(lambda x: torch.func.grad(ours)(x).sum())(x)
 
 
+@pytest.mark.slow
 def test_gradients_of_a_whole_model_by_torch_func() -> None:
     settings = {"img_size": 32, "patch_size": 16, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 3}
     model = create_model("vit_tiny_patch16_224", backend="triton", **settings).to(DEVICE)
@@ -125,6 +126,7 @@ def test_gradients_of_a_whole_model_by_torch_func() -> None:
     _close(gradients, {name: parameter.grad for name, parameter in parameters.items()})
 
 
+@pytest.mark.fast_cases("attention")
 @every_operator
 def test_the_compiler_meets_a_transform(operator: str) -> None:
     """Whatever is transformed runs uncompiled; where that is forbidden, the error says so."""
@@ -140,6 +142,7 @@ def test_the_compiler_meets_a_transform(operator: str) -> None:
         whole(x)
 
 
+@pytest.mark.fast_cases("False")
 @pytest.mark.parametrize("warm", [True, False])
 def test_a_compiled_function_refuses_forward_mode(warm: bool) -> None:
     x, ours = _input(), _scalar("attention", "triton")
@@ -172,6 +175,7 @@ def _qkv(head_dim: int = 16) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
+@pytest.mark.fast_cases("False")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_stand_in_inside_transforms_is_torchs(compiled: bool, kernel_calls: list[str]) -> None:
     q, k, v = _qkv()
@@ -199,6 +203,7 @@ def test_the_stand_in_inside_transforms_is_torchs(compiled: bool, kernel_calls: 
     assert kernel_calls == []
 
 
+@pytest.mark.slow
 def test_the_stand_in_compiles_with_dynamic_shapes(kernel_calls: list[str]) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(ops.scaled_dot_product_attention, dynamic=True, fullgraph=True, backend="aot_eager")

@@ -191,6 +191,7 @@ def test_where_memory_runs_out_or_a_driver_fails_the_others_are_tried(model, ima
     trials.prepare(Choice(), 60)
 
 
+@pytest.mark.slow
 def test_every_candidate_of_cuda_says_why_it_is_not_here(model, images, monkeypatch: pytest.MonkeyPatch) -> None:
     """None of them fails in another way than by a reason, where there is no GPU at all."""
     monkeypatch.setattr(choices, "triton_unavailable_reasons", lambda device: ())
@@ -249,6 +250,7 @@ def test_fp8_is_calibrated_and_computes(images, graphs: list[Graph], monkeypatch
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_fp8_keeps_layers_for_the_agreement_that_was_asked_for(model, images, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a classifier; of what gives no classes optimize judges the outputs itself."""
     asked, fuse = [], vit_fast.tuning.build.fuse

@@ -47,7 +47,8 @@ def model() -> nn.Module:
 def files(model: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("files")
     export_onnx(model, folder / "plain.onnx", verify=False)
-    export_onnx(model, folder / "beside.onnx", verify=False, external_data=True)
+    proto = onnx.load(folder / "plain.onnx")
+    onnx.save(proto, folder / "beside.onnx", save_as_external_data=True, location="beside.onnx.data", size_threshold=0)
     export_onnx(model, folder / "pixels.onnx", verify=False, preprocess=True)
     _write_half(folder / "half.onnx")
     return folder
@@ -78,6 +79,7 @@ CHOICES = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
 @pytest.mark.parametrize("name", ["plain", "beside"])
 def test_a_file_runs_in_every_way_that_is_chosen(files: Path, name: str, choice: Choice, model, images) -> None:
@@ -108,6 +110,7 @@ def test_what_a_file_cannot_be_is_named(files: Path, images) -> None:
         expected.check(lambda values: file(values) * 1.001, AS_FILE, Rule(0.99))
 
 
+@pytest.mark.slow
 def test_a_file_is_optimized_kept_saved_and_exported(files: Path, images, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="path of a file"):
         vit_fast.optimize(3, images)  # type: ignore[arg-type]
@@ -127,6 +130,7 @@ def test_a_file_is_optimized_kept_saved_and_exported(files: Path, images, tmp_pa
     torch.testing.assert_close(output, found.model(images))
 
 
+@pytest.mark.fast_cases("plain")
 @pytest.mark.parametrize("name", ["plain", "pixels", "half"])
 def test_the_command_takes_files(files: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("optimize", str(files / f"{name}.onnx"), "--batch", "2", "--budget", "2", "--json") == 0
@@ -150,6 +154,7 @@ class Named(nn.Module):
         self.made = kind(config).eval()
 
 
+@pytest.mark.slow
 def test_outputs_are_of_the_models_own_class(images) -> None:
     model = Named(1).made
     expected = model(pixel_values=images)
@@ -166,6 +171,7 @@ def test_outputs_are_of_the_models_own_class(images) -> None:
         build(AS_FILE, base, images, base(images), ())
 
 
+@pytest.mark.slow
 def test_a_mapping_is_optimized_and_kept(images, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vit_fast.tuning.optimization.candidates", lambda *_: [Choice(attention="sdpa", mlp="sdpa")])
     model = Named(1).made
@@ -208,6 +214,7 @@ def test_openvino_is_tried_where_it_is_installed(files: Path, images, monkeypatc
         assert asked == {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": 1, "device": "CPU"}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without CUDA")
 def test_cuda_runtimes_say_why_they_are_not_here(files: Path, images, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their own code as far as it goes: the candidates, the export for the target, what ONNX Runtime is asked for."""

@@ -92,12 +92,13 @@ class Parts:
         return choices.variations(candidate, torch.device("cuda"), 8, self.classes)
 
 
-def test_the_best_of_each_class_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within 3 % of the best backend of each class, on 95 of 100 machines, in two minutes of theirs."""
+@pytest.mark.parametrize("machines", [20, pytest.param(100, marks=pytest.mark.slow)])
+def test_the_best_of_each_class_is_found(machines: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within 3 % of the best backend of each class, on 95 % of the machines, in two minutes of theirs."""
     monkeypatch.setattr(choices, "triton_unavailable_reasons", lambda device: ())
     classes = [LARGE, SMALL, "norm + MLP 2x64x16", "norm + MLP 2x32x32"]
     good, mixed = 0, 0
-    for seed in range(100):
+    for seed in range(machines):
         machine = Parts(seed, classes)
         first = choices.candidates(torch.device("cuda"), ())
         found = search(machine, Choice(), first, budget_s=120)
@@ -106,8 +107,8 @@ def test_the_best_of_each_class_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
         good += machine.exact_ms(found.chosen) <= 1.03 * min(best, given)
         mixed += bool(found.chosen.by_shape)
         assert machine.now < 125
-    assert good >= 95
-    assert mixed >= 30, "where the best differs by shape, the choice does"
+    assert good >= 0.95 * machines
+    assert mixed >= 0.3 * machines, "where the best differs by shape, the choice does"
 
 
 def test_parts_of_one_class_are_not_varied_by_it() -> None:

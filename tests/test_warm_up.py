@@ -24,6 +24,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return children.environment(str(tmp_path_factory.mktemp("triton-cache")))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in driver is for machines without a GPU")
 def test_calls_compile_nothing_afterwards(environment: dict[str, str]) -> None:
     """Ours and a fused model, inference and training; then from the cache on disk in a process of its own."""

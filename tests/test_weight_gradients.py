@@ -29,6 +29,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     return torch.randn(shape, generator=generator).to(DEVICE, dtype)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("programs", [1, 2, 3, 132])
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize(
@@ -65,6 +66,7 @@ def test_two_products_share_the_multiprocessors() -> None:
     assert together <= alone
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("M", "F"), [(1, 1), (255, 127), (256, 128), (257, 129), (600, 24)])
@@ -84,6 +86,7 @@ def test_rows_are_summed_beside_the_layer_norm(M: int, F: int, dtype: torch.dtyp
     assert torch.equal(normalised, same)
 
 
+@pytest.mark.fast_cases("torch.bfloat16")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_more_rows_than_a_part_of_their_sums(dtype: torch.dtype) -> None:
     check_case(make_case(600, 16, 24, dtype))
@@ -137,6 +140,7 @@ def assert_exact(given: FoldedProducts | ResidualProducts, found: object) -> Non
             torch.testing.assert_close(gradient.double(), expected, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("vectors", [True, False])
 @pytest.mark.parametrize("counts", [(1, 0), (0, 1), (1, 1), (2, 1), (2, 2), (1, 2)], ids=str)
 def test_what_is_finished_together_is_as_by_itself(

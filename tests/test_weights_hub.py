@@ -269,6 +269,7 @@ def test_what_a_hub_id_looks_like() -> None:
         assert hub_id(other) is None
 
 
+@pytest.mark.slow
 def test_the_cache_named_by_the_environment_is_used(tmp_path: Path) -> None:
     _publish(tmp_path, "timm/vit_tiny.test", {"config.json": TIMM_CONFIG, "model.safetensors": _timm_state()})
     code = "import vit_fast; print(vit_fast.create_model('timm/vit_tiny.test').class_names)"

@@ -1,0 +1,74 @@
+"""Which tests a tier holds: the cases that cover all values, and what a changed folder requires."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from itertools import combinations, product
+from pathlib import Path
+
+import changed
+import pytest
+from tiers import covering
+
+AXES = {"dtype": ("fp32", "fp16", "bf16"), "head_dim": (16, 64, 75, 128), "length": (1, 17, 197), "packed": (0, 1)}
+CASES = [dict(zip(AXES, values)) for values in product(*AXES.values())]
+
+
+@pytest.mark.parametrize(("strength", "most"), [(1, 4), (2, 14)])
+def test_few_cases_hold_every_value_and_every_pair(strength: int, most: int) -> None:
+    chosen = [CASES[position] for position in covering(CASES, strength)]
+    assert len(chosen) <= most < len(CASES)
+    for names in combinations(AXES, strength):
+        found = {tuple(case[name] for name in names) for case in chosen}
+        assert found == set(product(*(AXES[name] for name in names)))
+
+
+def test_the_other_values_take_turns() -> None:
+    cases = [{"kind": kind, "dtype": dtype} for kind, dtype in product(range(6), ("fp32", "fp16", "bf16"))]
+    chosen = [cases[position]["dtype"] for position in covering(cases, 1)]
+    assert sorted(chosen) == ["bf16"] * 2 + ["fp16"] * 2 + ["fp32"] * 2
+
+
+def test_every_folder_requires_tests_that_exist() -> None:
+    table = (changed.ROOT / "CONTRIBUTING.md").read_text()
+    folders = [folder.rstrip("/") for folder in re.findall(r"^\| `([\w/]+/)` \|", table, re.MULTILINE)]
+    assert len(folders) > 10 and set(folders) <= changed.PARTS.keys()
+    assert [key for key in changed.PARTS if not (changed.ROOT / key).exists()] == []
+    patterns = {pattern for part in changed.PARTS.values() for pattern in part}
+    assert [pattern for pattern in patterns if not [*(changed.ROOT / "tests").glob(f"test_{pattern}.py")]] == []
+
+
+def test_the_deepest_folder_decides() -> None:
+    assert changed.folders_of("vit_fast/ops/attention.py") == ["vit_fast/ops"]
+    assert changed.folders_of("vit_fast/model.py") == ["vit_fast"]
+    assert changed.folders_of("LICENSE") == []
+    assert "tests/test_matmul_kernel.py" in changed.tests_of(["kernels/linear.py"])
+    assert changed.tests_of(["tests/test_cli.py", "tests/conftest.py"]) == ["tests/test_cli.py"]
+    assert "tests/test_onnx_families.py" in changed.tests_of(["tests/onnx_models.py"])
+
+
+def git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "init.defaultBranch=main", *arguments]
+    return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_what_a_branch_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Against main on a branch, against the parent on main; of a single commit nothing is known."""
+    monkeypatch.setattr(changed, "ROOT", tmp_path)
+    assert changed.main(["--list"]) == 0 and "no earlier commit" in capsys.readouterr().out
+    git(tmp_path, "init")
+    git(tmp_path, "commit", "--allow-empty", "-m", "first")
+    assert changed.main(["--list"]) == 0 and "no earlier commit" in capsys.readouterr().out
+    first = git(tmp_path, "rev-parse", "HEAD")
+    git(tmp_path, "commit", "--allow-empty", "-m", "second")
+    assert changed.base_commit() == first
+    git(tmp_path, "checkout", "-b", "branch", first)
+    (tmp_path / "committed").write_text("")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-m", "of the branch")
+    (tmp_path / "new").write_text("")
+    assert changed.base_commit() == first
+    assert changed.changed_paths(first) == ["committed", "new"]
