@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 KERNELS = (
-    "attention_*", "matmul_*", "mlp_*", "modern_blocks", "gated_kernel", "inner_norm", "rotary_kernel", "rms_norm",
+    "attention_*", "matmul_*", "mlp_*", "modern_blocks", "gated_kernel", "inner_norm", "rotary*", "rms_norm",
     "weight_gradients", "scaled_weights", "block_operator", "linear_operator", "fp8_block",
 )  # fmt: skip
 COMPILED = ("static_kernels", "stand_in_driver", "new_batch_sizes", "warm_up", "device_model")
@@ -53,7 +53,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "tests": (),  # only the file that changed, or the files that import it
     "tests/emulator": ("emulator_*", "execute"),
     "pyproject.toml": ("packaging", "docs"),
-    "constraints.txt": (*EXPORT, *FUSED, "packaging"),
+    "constraints.txt": (*EXPORT, *FUSED, "packaging", "interpreter_speed"),
 }
 # Whoever changes these also runs some kernels as PTX; all of them are `make test-execute`.
 EXECUTED = ("kernels", "tests/emulator")

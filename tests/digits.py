@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 import vit_fast
 from vit_fast.config import DataConfig
 from vit_fast.data import make_transform
+from vit_fast.files import file_aside
 from vit_fast.train import TrainConfig, Trainer
 
 TRAINED_ON, EPOCHS, BATCH = 1200, 12, 50
@@ -47,6 +49,13 @@ MASSIVE = (5, 40)
 """The channels of the residual stream that `massive` is about."""
 
 
+def _kept(massive: float) -> Path:
+    """Where the trained weights are kept, by what they were made with."""
+    sources = [Path(__file__), *sorted(Path(vit_fast.__file__).parent.rglob("*.py"))]
+    key = hashlib.sha256(torch.__version__.encode() + b"".join(path.read_bytes() for path in sources))
+    return Path(__file__).parents[1] / "build" / "digits" / f"{key.hexdigest()[:16]}-{massive:g}.pth"
+
+
 @functools.cache
 def _trained(massive: float = 0) -> vit_fast.VisionTransformer:
     with torch.random.fork_rng(), torch.inference_mode(False), torch.enable_grad():
@@ -55,20 +64,29 @@ def _trained(massive: float = 0) -> vit_fast.VisionTransformer:
             "vit_test", backend="sdpa", img_size=8, patch_size=2, in_chans=1, num_classes=10, embed_dim=64, depth=3,
             num_heads=4,
         )  # fmt: skip
-        for name, parameter in model.named_parameters():  # twelve epochs are few: begin with variances kept
-            if parameter.ndim > 1:
-                nn.init.normal_(parameter, std=0.5 if "pos" in name else parameter[0].numel() ** -0.5)
-        if massive:
-            _make_massive(model, massive)
         model.data_config, model.class_names = DATA_CONFIG, tuple(map(str, range(10)))
-        images, labels = inputs()[:TRAINED_ON], digits()[1][:TRAINED_ON]
-        steps = TRAINED_ON // BATCH
-        config = TrainConfig(epochs=EPOCHS, batch_size=BATCH, lr=1e-3)
-        trainer = Trainer(model, config, EPOCHS * steps, steps)
-        for _ in range(EPOCHS):
-            for chosen in torch.randperm(TRAINED_ON).split(BATCH):
-                trainer.step(images[chosen], labels[chosen])
+        path = _kept(massive)
+        if not path.exists():
+            _train(model, massive)
+            with file_aside(path) as aside:
+                torch.save(model.state_dict(), aside)
+        model.load_state_dict(torch.load(path))
     return model.eval()
+
+
+def _train(model: vit_fast.VisionTransformer, massive: float) -> None:
+    for name, parameter in model.named_parameters():  # twelve epochs are few: begin with variances kept
+        if parameter.ndim > 1:
+            nn.init.normal_(parameter, std=0.5 if "pos" in name else parameter[0].numel() ** -0.5)
+    if massive:
+        _make_massive(model, massive)
+    images, labels = inputs()[:TRAINED_ON], digits()[1][:TRAINED_ON]
+    steps = TRAINED_ON // BATCH
+    config = TrainConfig(epochs=EPOCHS, batch_size=BATCH, lr=1e-3)
+    trainer = Trainer(model, config, EPOCHS * steps, steps)
+    for _ in range(EPOCHS):
+        for chosen in torch.randperm(TRAINED_ON).split(BATCH):
+            trainer.step(images[chosen], labels[chosen])
 
 
 def _make_massive(model: Any, factor: float) -> None:

@@ -54,6 +54,7 @@ def run_compiler(code: str, *arguments: str) -> Any:
     return json.loads(run_python(["-c", code, *arguments], environment()))
 
 
+@pytest.mark.slow
 def test_short_lengths_share_kernels() -> None:
     """256 lengths: a row kernel for eight of them, one more where they fill its chunks; few for the gradients."""
     found = run_compiler(_COUNT)

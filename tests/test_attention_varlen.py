@@ -119,6 +119,7 @@ def test_drawn_packed(
         check_packed(lengths, behind, qkv, sharpness * head_dim**-0.5)
 
 
+@pytest.mark.slow
 def test_a_sequence_is_found_among_thousands() -> None:
     """The search in two steps: more sequences than one step holds, one that is long, empty ones in between."""
     lengths = [1, 0, 2] * 100 + [150] + [0] * 50 + [3]

@@ -57,6 +57,7 @@ def assert_measured(rows: list[dict], *labels: str) -> None:
     assert {row["subject"]: row["status"] for row in rows} == dict.fromkeys(labels, "measured"), rows
 
 
+@pytest.mark.slow
 def test_a_timm_id_is_measured_as_it_is_and_fused_and_exported() -> None:
     rows = measure("timm:test_vit", "given", "given+fused", "onnxruntime", "given-bf16", img_size=[64])
     assert_measured(rows, "given", "given+fused", "onnxruntime", "given-bf16")
@@ -72,6 +73,7 @@ def test_a_model_counts_what_our_formula_counts() -> None:
     assert timms.flops == ours.flops
 
 
+@pytest.mark.slow
 def test_a_transformers_folder_is_measured_with_its_weights(in_a_folder: Path) -> None:
     from transformers import ViTConfig, ViTForImageClassification
 

@@ -134,6 +134,7 @@ def test_a_subject_that_breaks_while_it_is_timed_is_failed_and_the_others_are_ti
     assert rows["eager"]["status"] == "measured"
 
 
+@pytest.mark.slow
 def test_a_definition_that_cannot_run_fails_its_group_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     expect = preparation.expect
 

@@ -95,6 +95,7 @@ def test_with_fp32_parameters_and_nothing_optional() -> None:
     hold(*make(torch.bfloat16, **OPTIONAL))
 
 
+@pytest.mark.fast_cases("torch.bfloat16")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_under_autocast(dtype: torch.dtype) -> None:
     x, tensors = make(dtype, torch.float32)
@@ -142,6 +143,7 @@ def test_opcheck(dtype: torch.dtype) -> None:
     )
 
 
+@pytest.mark.fast_cases("torch.bfloat16")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_folded_beforehand_it_is_the_same(dtype: torch.dtype) -> None:
     x, tensors = make(dtype, torch.float32)

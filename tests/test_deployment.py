@@ -98,6 +98,7 @@ def cpp_client(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "client"
 
 
+@pytest.mark.slow
 def test_a_client_in_cpp(files: Path, cpp_client: Path, tmp_path: Path) -> None:
     """The example's answers are the runner's: of pixels, and of what was prepared before."""
     names = ("null", 'a "quoted" one', "back\\slash", "a/b", "tab\tbed", "f\u00fcnf", "\u516d", "\U0001f986", "8", "9")

@@ -60,6 +60,7 @@ def test_a_layer_of_vit_b_at_batch_256(modelled: dict[str, list[dict[str, Any]]]
     assert rows[3]["issue_us"] == pytest.approx(36 * (12 * 1024 + 2411 * 2) / 1755, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_nothing_is_modelled_below_its_floor(modelled: dict[str, list[dict[str, Any]]]) -> None:
     for rows in modelled.values():
         assert all(row["modelled_us"] >= row["floor_us"] > 0 for row in rows)
@@ -67,6 +68,7 @@ def test_nothing_is_modelled_below_its_floor(modelled: dict[str, list[dict[str, 
     assert [row["kernel"] for row in modelled["1"]][-2:] == ["matmul, partial", "finish_residual"]
 
 
+@pytest.mark.slow
 def test_the_text_says_that_it_is_modelled(modelled: dict[str, list[dict[str, Any]]]) -> None:
     report = {
         "note": NOTE, "arch": "sm_90", "gpu": "H100 SXM", "clock_GHz": 1.755, "DRAM_GB_per_s": 3350,

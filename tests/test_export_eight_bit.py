@@ -46,7 +46,7 @@ def accuracy_of_model() -> float:
         return float((digits_vit()(images).argmax(1) == labels).float().mean())
 
 
-@pytest.mark.fast_cases("int8-ort-cpu-300.0", "fp8-tensorrt-300.0")
+@pytest.mark.fast_cases("int8-ort-cpu-300.0")
 @pytest.mark.parametrize(
     "outlier", [pytest.param(1.0, marks=pytest.mark.slow), pytest.param(100.0, marks=pytest.mark.slow), 300.0]
 )

@@ -247,6 +247,7 @@ def _graph(path: Path) -> list[str]:
     return [f"{n.op_type} {[weights.get(name) for name in n.input if name in weights]}" for n in graph.node]
 
 
+@pytest.mark.slow
 def test_a_fused_transformers_model(tmp_path: Path) -> None:
     model = make("transformers_vit")
     vit_fast.fuse(model, backend="sdpa")

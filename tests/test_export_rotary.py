@@ -20,7 +20,7 @@ DYNAMIC = {
 }
 
 
-@pytest.mark.fast_cases("timm-dinov3")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DYNAMIC)
 def test_any_size_from_one_file(name: str, tmp_path: Path) -> None:
     subject = DYNAMIC[name]
@@ -41,7 +41,7 @@ def test_any_size_from_one_file(name: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4 * max(1, np.abs(expected).max()))
 
 
-@pytest.mark.slow
+@pytest.mark.fast_cases("vit_pe_lang_gigantic_patch14_448")
 @pytest.mark.parametrize("name", ["eva02_base_patch16_clip_224", "vit_pe_lang_gigantic_patch14_448"])
 def test_a_model_of_ours_is_exported_with_every_norm_it_has(name: str, tmp_path: Path) -> None:
     size = 3 * vit_fast.variants.get_variant(name).config.patch_hw[0]

@@ -289,7 +289,7 @@ def test_half_the_model_stays_where_the_kernels_do_not_run_it_as_a_whole() -> No
     assert seen, "a hook is honoured: that block runs as it was"
 
 
-@pytest.mark.fast_cases("ours")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ours", "transformers-vit"])
 def test_a_compiled_model_in_fp8_is_one_graph_that_follows_its_weights(name: str) -> None:
     model, given = calibrated(name)

@@ -51,7 +51,7 @@ def test_inference_mode(library: str) -> None:
         torch.testing.assert_close(subject.run(model, inputs), expected)
 
 
-@pytest.mark.fast_cases("timm", "torchvision")
+@pytest.mark.fast_cases("torchvision")
 @every_library
 def test_compile_without_a_graph_break(library: str) -> None:
     subject, model, inputs, expected = fused(library)
@@ -95,7 +95,7 @@ def test_compiled_blocks_of_padded_images_are_operators() -> None:
     assert seen == ["block"] * 2
 
 
-@pytest.mark.fast_cases("timm")
+@pytest.mark.slow
 @pytest.mark.parametrize("library", ["timm", "transformers"])
 def test_compiled_training(library: str) -> None:
     subject, model, inputs, _ = fused(library)

@@ -47,7 +47,7 @@ def assert_alike(name: str, model: nn.Module, twin: nn.Module, inputs: dict[str,
     return expected
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("transformers-vit-triton")
 @every_case
 def test_an_adapter_on_a_fused_model_is_merged_and_taken_apart(name: str, backend: str) -> None:
     model, inputs = case(name)
@@ -65,7 +65,7 @@ def test_an_adapter_on_a_fused_model_is_merged_and_taken_apart(name: str, backen
     torch.testing.assert_close(assert_alike(name, model, twin, inputs), adapted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("timm-vit-sdpa")
 @every_case
 def test_a_model_is_fused_after_merging(name: str, backend: str) -> None:
     model, inputs = case(name)

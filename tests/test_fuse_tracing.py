@@ -71,7 +71,7 @@ def test_torchs_own_layers_stay_whole_in_a_trace() -> None:
         _close(traced(*inputs), expected)
 
 
-@pytest.mark.fast_cases("timm-vit", "timm-eva02", "torchvision-vit", "torch-encoder")
+@pytest.mark.fast_cases("timm-vit", "torchvision-vit")
 @pytest.mark.parametrize("name", SCRIPTABLE)
 def test_script(name: str) -> None:
     model, inputs, expected = _fused(name)

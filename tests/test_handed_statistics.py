@@ -169,7 +169,7 @@ def test_hidden_states_stay_ordinary_tensors() -> None:
     assert _last.entry is None
 
 
-@pytest.mark.fast_cases("False-timm", "True-transformers")
+@pytest.mark.fast_cases("False-transformers")
 @pytest.mark.parametrize("library", ["timm", "transformers", "ours"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_blocks_do_the_same_twice(library: str, reentrant: bool) -> None:

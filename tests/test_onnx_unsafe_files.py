@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from onnx_models import make
@@ -23,8 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("onnx")
     model = make("vit")
     export_onnx(model, folder / "plain.onnx", class_names=NAMES, verify=False)
-    proto = onnx.load(folder / "plain.onnx")
-    onnx.save(proto, folder / "beside.onnx", save_as_external_data=True, location="beside.onnx.data", size_threshold=0)
+    ir.save(ir.load(folder / "plain.onnx"), folder / "beside.onnx", external_data="beside.onnx.data")
     return folder
 
 

@@ -33,7 +33,7 @@ def exported(model: nn.Module, path: Path, **options: object) -> Path:
     return path
 
 
-@pytest.mark.fast_cases("generic", "ort-cpu")
+@pytest.mark.fast_cases("generic")
 @pytest.mark.parametrize(
     "options",
     [

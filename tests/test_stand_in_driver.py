@@ -298,12 +298,14 @@ def test_what_is_planned_and_when(environment: dict[str, str]) -> None:
     assert run_python([str(RULES)], environment) == "ok"
 
 
+@pytest.mark.slow
 def test_a_legal_launch_is_counted(planted: dict[str, Any]) -> None:
     legal = planted["legal"]
     assert (legal["launches"], legal["descriptors"], legal["modules"], legal["refused"]) == (1, 2, 1, [])
     assert legal["largest_shared"] >= 16 * 16 * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plant", "rule"),
     [

@@ -39,6 +39,13 @@ def test_every_folder_requires_tests_that_exist() -> None:
     assert [pattern for pattern in patterns if not [*(changed.ROOT / "tests").glob(f"test_{pattern}.py")]] == []
 
 
+def test_every_slow_test_is_required_by_a_folder() -> None:
+    required = changed.tests_of(changed.PARTS)
+    marks = re.compile(r"mark\.(slow|pairwise|each_value|fast_cases)\b")
+    files = {path.relative_to(changed.ROOT).as_posix(): path for path in (changed.ROOT / "tests").glob("test_*.py")}
+    assert [file for file, path in files.items() if marks.search(path.read_text()) and file not in required] == []
+
+
 def test_the_deepest_folder_decides() -> None:
     assert changed.folders_of("vit_fast/ops/attention.py") == ["vit_fast/ops"]
     assert changed.folders_of("vit_fast/model.py") == ["vit_fast"]

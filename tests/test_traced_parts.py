@@ -137,7 +137,7 @@ def other_parameter(block: Any) -> None:
     block.norm1.weight = nn.Parameter(torch.randn_like(block.norm1.weight))
 
 
-@pytest.mark.fast_cases("larger_eps", "other_layer")
+@pytest.mark.fast_cases("larger_eps")
 @pytest.mark.parametrize(
     "change", [larger_eps, other_heads, other_layer, pytest.param(other_class, marks=sees_classes), other_parameter]
 )

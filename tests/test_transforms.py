@@ -142,7 +142,7 @@ def test_the_compiler_meets_a_transform(operator: str) -> None:
         whole(x)
 
 
-@pytest.mark.fast_cases("False")
+@pytest.mark.slow
 @pytest.mark.parametrize("warm", [True, False])
 def test_a_compiled_function_refuses_forward_mode(warm: bool) -> None:
     x, ours = _input(), _scalar("attention", "triton")

@@ -285,6 +285,7 @@ def test_fp8_keeps_layers_for_the_agreement_that_was_asked_for(model, images, mo
         Trials(model, images, Expected(model, images), (), Rule(0.75)).prepare(choice, 60)
 
 
+@pytest.mark.slow
 def test_fp8_says_why_it_is_not_here(model, images, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vit_fast.tuning.build.fp8_reasons", lambda device: [f"{device} has no e4m3"])
     (wanted,) = (choice for choice in choices.candidates(torch.device(DEVICE), ["fp8"]) if choice.precision == "fp8")

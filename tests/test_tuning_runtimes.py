@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from command_line import run
@@ -47,8 +48,7 @@ def model() -> nn.Module:
 def files(model: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("files")
     export_onnx(model, folder / "plain.onnx", verify=False)
-    proto = onnx.load(folder / "plain.onnx")
-    onnx.save(proto, folder / "beside.onnx", save_as_external_data=True, location="beside.onnx.data", size_threshold=0)
+    ir.save(ir.load(folder / "plain.onnx"), folder / "beside.onnx", external_data="beside.onnx.data")
     export_onnx(model, folder / "pixels.onnx", verify=False, preprocess=True)
     _write_half(folder / "half.onnx")
     return folder
@@ -79,7 +79,7 @@ CHOICES = [
 ]
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("plain-as given", "beside-ONNX Runtime, 2 threads")
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
 @pytest.mark.parametrize("name", ["plain", "beside"])
 def test_a_file_runs_in_every_way_that_is_chosen(files: Path, name: str, choice: Choice, model, images) -> None:

@@ -40,6 +40,7 @@ main(["kernels", "--warm-up", "vit_test", "--batch-sizes", "1,2"])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in driver is for machines without a GPU")
 def test_the_command_says_what_was_compiled(environment: dict[str, str]) -> None:
     out = run_python(["-c", _COMMAND], environment)
