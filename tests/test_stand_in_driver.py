@@ -288,7 +288,9 @@ def test_kept_kernels_are_those_that_triton_would_choose(environment: dict[str, 
     assert run_python([str(KEPT)], environment) == "ok"
 
 
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow(minutes=True))])
+@pytest.mark.parametrize(
+    "every", [pytest.param(3, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow(minutes=True))]
+)
 def test_a_plan_launches_what_the_call_without_it_launches(environment: dict[str, str], every: int) -> None:
     assert run_python([str(PLANS), str(every)], environment) == "ok"
 

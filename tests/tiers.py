@@ -77,5 +77,4 @@ def left_out(items: Sequence[pytest.Item], *, cases: bool = True) -> set[pytest.
 
 def takes_minutes(item: pytest.Item) -> bool:
     """Returns True for a test that only `make test-full` runs."""
-    slow = item.get_closest_marker("slow")
-    return slow is not None and slow.kwargs.get("minutes", False)
+    return any(mark.kwargs.get("minutes", False) for mark in item.iter_markers("slow"))
