@@ -31,12 +31,13 @@ FP8 = ("fp8_*", "calibrate")
 EXPORT = ("export_*", "onnx_*", "deployment", "fixed_grid")
 TUNING = ("optimize*", "tuning_*")
 BENCH = ("bench_*", "onnx_bench", "gpu_check")
+MODEL = ("model*", "mlp_block", "rotary_models")
 PREDICTION = ("predict*", "evaluate", "data", "files")
 TRAINING = ("train*", "digits_walk")
 # The tests of a folder, by names without test_ and .py; a path is one of the folders that it begins with.
 PARTS: dict[str, tuple[str, ...]] = {
     "kernels": (*KERNELS, *COMPILED, "fp8_*", "autocast"),
-    "vit_fast": (*FUSED, *FP8, *PREDICTION, "autocast", "model*", "mlp_block", "rotary_models", "runtime", "cli"),
+    "vit_fast": (*FUSED, *FP8, *PREDICTION, *MODEL, "stand_in_driver", "autocast", "runtime", "cli"),
     "vit_fast/ops": (*KERNELS, *FP8, "stand_in_driver", "autocast", "transforms", "auto_backend"),
     "vit_fast/libraries": (*FUSED, *FP8, "onnx_families", "export_rotary", "model_*", "weights_*", "bench_models"),
     "vit_fast/integrations": FUSED,

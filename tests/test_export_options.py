@@ -364,11 +364,10 @@ def test_vit_base_error(tmp_path: Path) -> None:
     assert fp16.max_error is not None and fp16.max_error <= 5e-3
 
 
+@pytest.mark.fast_cases("deit_base_patch16_224")
 @pytest.mark.parametrize("name", ["vit_base_patch16_224", "deit_base_patch16_224", "vit_test"])
 def test_a_model_of_ours_is_called_by_its_own_name(name):
     """ViT-B and DeiT-B have one shape; their images are prepared differently."""
     from vit_fast.libraries.known import recognise
 
-    with torch.device("meta"):
-        model = vit_fast.create_model(name)
-    assert recognise(model).name == name
+    assert recognise(vit_fast.create_model(name)).name == name

@@ -104,6 +104,7 @@ def test_a_block_launches_no_more_than_it_needs(environment: dict[str, str]) -> 
     assert counts["block, inference"]["descriptors"] <= 22
 
 
+@pytest.mark.slow
 def test_tokens_pass_few_files_and_functions(environment: dict[str, str]) -> None:
     """From the model's forward to the launches, in the steady state; upper bounds, as above."""
     for weights, passed in json.loads(run_python([str(WALKED)], environment)).items():
@@ -345,7 +346,6 @@ with mock.patch.object(torch.cuda, "is_available", lambda: True):
 with mock.patch.dict(os.environ, {"CC": "", "PATH": "", "TRITON_CACHE_DIR": "/dev/null/none"}):
     install()
 install("sm_75")
-print(triton_unavailable_reasons(torch.device("cpu")))
 install()
 print(triton_unavailable_reasons(torch.device("cpu")))
 install()
@@ -359,7 +359,7 @@ def test_it_refuses_to_stand_in_where_it_must_not(environment: dict[str, str]) -
     lines = run_python(["-c", _REFUSALS], environment).splitlines()
     words = (
         "CUDA is available", "no C compiler", "arch must be one of sm_80",
-        "the tensors are on the CPU", "()", "installed in this process",
+        "()", "installed in this process",
     )  # fmt: skip
     assert len(lines) == len(words)
     for line, word in zip(lines, words):
