@@ -46,6 +46,7 @@ from .matmul_tiles import load_tile
 SUM_ROWS = 256  # rows that are summed to one part
 _SUM_ROWS = tl.constexpr(SUM_ROWS)
 _SUM_COLS = tl.constexpr(128)
+_AT_ONCE = tl.constexpr(64)  # parts under way
 
 
 @triton.jit
@@ -69,15 +70,18 @@ def store_column_sums(source_ptr, part_ptr, program, M, N):
 
 @triton.jit
 def sum_column_parts(part_ptr, parts, stride, col, N, COLS: tl.constexpr):
-    """[COLS] sums over fp32 parts that lie `stride` apart, each of at least N columns."""
+    """[COLS] sums over fp32 parts that lie `stride` apart, each of at least N columns.
+
+    Threads add what they load; only their sums pass through shared memory.
+    """
     cols = col + tl.arange(0, COLS)
-    total = tl.zeros((COLS,), tl.float32)
-    for first in tl.range(0, parts, 16):
-        part = first + tl.arange(0, 16)
+    total = tl.zeros((_AT_ONCE, COLS), tl.float32)
+    for first in tl.range(0, parts, _AT_ONCE):
+        part = first + tl.arange(0, _AT_ONCE)
         mask = (part < parts)[:, None] & (cols < N)[None, :]
         pointers = part_ptr + (part.to(tl.int64)[:, None] * stride + cols[None, :])
-        total += tl.sum(tl.load(pointers, mask=mask, other=0.0), 0)
-    return total
+        total += tl.load(pointers, mask=mask, other=0.0)
+    return tl.sum(total, 0)
 
 
 @triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["rstd_ptr"])

@@ -98,7 +98,7 @@ def folded(seed: int, *, affine: bool, bias: bool) -> FoldedProducts:
         normal(size, seed=seed + i) if wanted else None
         for i, (size, wanted) in enumerate(((F, bias), (C, affine), (C, affine)))
     ]
-    sums = normal(3, 2, F, seed=seed) if seed % 2 else normal(2, F, seed=seed)
+    sums = normal(3, 2, F, seed=seed) if seed % 2 else normal(70, F, seed=seed)  # more than are added at once
     return FoldedProducts(normal(2 + seed, F, C, seed=seed), sums, NormedLinear(normal(F, C, seed=seed), *vectors))
 
 
