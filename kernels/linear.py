@@ -189,16 +189,18 @@ def activation_gradient(
 
 
 def input_gradient(
-    gradient: FoldedGradient, rows: RowStatistics, folded: FoldedLinear, residual: Tensor | None
-) -> Tensor:
-    """dx [M, C] in the dtype of x through the linear layer and its LayerNorm, [residual +] included."""
+    gradient: FoldedGradient, rows: RowStatistics, folded: FoldedLinear, residual: Tensor | None, rounded: bool = False
+) -> tuple[Tensor, Tensor]:
+    """dx [M, C] in the dtype of x through the linear layer and its LayerNorm, [residual +] included; and with
+    `rounded` the same in the dtype of the matmuls."""
     out = torch.empty_like(rows.source, dtype=rows.input_dtype)
+    narrow = torch.empty_like(rows.source) if rounded and out.dtype != rows.source.dtype else None
     operands = Operands(
         gradient.scaled, folded.weight, out, x=rows.source, residual=residual, mean=rows.mean,
-        rstd=rows.rstd, row_part=gradient.row_part,
+        rstd=rows.rstd, row_part=gradient.row_part, h=narrow,
     )  # fmt: skip
     matmul_launch(operands, epilogue="layer_norm_grad", config=matmul_config(operands, "layer_norm_grad")).run()
-    return out
+    return out, out if narrow is None else narrow
 
 
 def product_gradient(grad: Tensor, scaled: ScaledWeight) -> Tensor:

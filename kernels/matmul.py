@@ -19,8 +19,8 @@ The epilogues, with acc = A B of row m and column n:
 - "gated_grad":      the same behind "gated", with acc the gradient of h = act(g) u [M, N]: z and out are twice as wide.
                      In both, where a norm of h comes next: acc is that of the normalised h^ but for the norm's own way
                      back, which takes h^ along = h^ mean(acc h^) from it, and h^ is stored in place of h.
-- "layer_norm_grad": out = [residual +] acc - (x - mean) coefficient; the LayerNorm backward of a row, with
-                     coefficient = rstd^2 / N times its sum of dz (z - c), which "activation_grad" left in parts.
+- "layer_norm_grad": out = [residual +] acc - (x - mean) coefficient, the LayerNorm backward of a row, and h the same in
+                     the dtype of A; coefficient = rstd^2 / N times its sum of dz (z - c), parts by "activation_grad".
 - "partial":         out[split] = acc over one of `splits` parts of K, fp32, summed later in a fixed order.
 
 Operands of e4m3 (`fp8.py`) carry scales: of "residual" they are in `scale` and `bias`, of "layer_norm" and those
@@ -28,10 +28,8 @@ like it acc is multiplied by `scale`. What is written in e4m3 is multiplied by o
 sm_90's tensor cores in about 14 bits, throughout K: every 32 of them cost up to 2^-13 of the sum, where operands have
 an error of 2^-4 each; what fp32 sums every 128 products would cost are registers that 128 x 256 tiles do not have.
 
-Of an RMSNorm folded in there is no weight_sum, and mean is 0.
-
-Rows that were normalised beforehand have no mean: rstd is then 1 throughout, but for the end of the way back, where
-"layer_norm_grad" takes it: out = [residual +] rstd acc - x coefficient.
+Of an RMSNorm folded in there is no weight_sum, and mean is 0. Rows that were normalised beforehand have no mean: rstd
+is then 1 throughout, but in "layer_norm_grad": out = [residual +] rstd acc - x coefficient.
 
 A constant row (rstd < 0, see `layer_norm.py`) takes 1 in place of rstd in "activation_grad" and its magnitude in
 "layer_norm_grad": its weight gradient, dz~ (x - mean), then cancels between numbers a thousand times smaller.
@@ -144,10 +142,8 @@ def _residual_epilogue(
 
 @triton.jit
 def _in_layout_of(tile, anchor):
-    """The same tile, tied to the registers that hold `anchor`.
-
-    Without it the compiler computes the activation twice, once where the product lies and once where the store of h
-    wants it. The move costs nothing: the assembler removes it.
+    """Ties a tile to the registers of `anchor`, so that the compiler does not compute the activation twice: where the
+    product lies, and where the store of h wants it. The assembler removes the move.
     """
     if _INTERPRETED:
         return tile
@@ -223,7 +219,7 @@ def _activation_grad_epilogue(
 
 @triton.jit
 def _layer_norm_grad_epilogue(
-    acc, out, x, residual, coefficient, row_scale, mean, row, col, M, N,
+    acc, out, h, x, residual, coefficient, row_scale, mean, row, col, M, N,
     ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr, DTYPE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     value = load_tile(x, row, col, M, N, ROWS, COLS, TMA and EARLY == 0)
@@ -235,6 +231,8 @@ def _layer_norm_grad_epilogue(
             addend = load_tile(residual, row, col, M, N, ROWS, COLS, TMA)
         acc += addend.to(tl.float32)
     store_tile(out, acc.to(DTYPE), row, col, M, N, ROWS, COLS, TMA)
+    if h is not None:
+        store_tile(h, acc.to(h.dtype if TMA else h.dtype.element_ty), row, col, M, N, ROWS, COLS, TMA)
 
 
 @triton.jit
@@ -253,7 +251,7 @@ def _matmul_kernel(
     b,  # [K, N], or [N, K] where B_IS_NK
     out,  # [M, N]; "partial": fp32 [splits, M, N]
     z,  # [M, N] pre-activation: stored by "layer_norm" and "residual" unless None, read by "activation_grad"
-    h,  # [M, N] activation, or that normalised, stored by "activation_grad" unless None
+    h,  # [M, N] activation, or that normalised, stored by "activation_grad" unless None; see "layer_norm_grad"
     x,  # [M, N] input of the LayerNorm, read by "layer_norm_grad"
     residual,  # [M, N] added to the result unless None; of "residual", and where EARLY, a pointer
     mean_ptr,  # fp32 [M], stored by who reads row statistics unless None; else None: rows were normalised beforehand
@@ -381,7 +379,7 @@ def _matmul_kernel(
                 else:
                     tl.static_assert(EPILOGUE == "layer_norm_grad", "unknown epilogue")
                     _layer_norm_grad_epilogue(
-                        pieces[i], out, x, residual, coefficient, row_scale, mean, row, col + i * COLS, M, N,
+                        pieces[i], out, h, x, residual, coefficient, row_scale, mean, row, col + i * COLS, M, N,
                         BLOCK_M, COLS, TMA, DTYPE, EARLY,
                     )  # fmt: skip
                 if out_part_ptr is not None:

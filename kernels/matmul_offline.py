@@ -188,6 +188,9 @@ def _matmul_cases(
     elif epilogue == "layer_norm_grad":
         for stream in streams:
             yield "residual" + (" in fp32" if stream != dtype else ""), _layer_norm_grad(dtype, stream), "identity", 1
+            if stream != dtype:
+                wide = replace(_layer_norm_grad(dtype, stream), h=_meta(_M, _C, dtype=dtype))
+                yield "residual in fp32, rounded beside it", wide, "identity", 1
 
 
 # What the static test compiles on every run, of the widest half-precision configuration; elsewhere nothing.

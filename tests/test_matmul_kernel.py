@@ -48,8 +48,8 @@ def test_an_input_gradient_in_fp32(N: int, dtype: torch.dtype) -> None:
     a, b = normal(70, 64, dtype=dtype), normal(64, N, dtype=dtype, seed=1)
     x, residual = normal(70, N, seed=2), normal(70, N, seed=3)
     mean, rstd, parts = normal(70, seed=4), normal(70, seed=5).abs(), normal(70, 19, seed=6)
-    (out,) = nan_like(x)
-    operands = Operands(a, b, out, x=x, residual=residual, mean=mean, rstd=rstd, row_part=parts)
+    out, rounded = nan_like(x, x.to(dtype))
+    operands = Operands(a, b, out, x=x, residual=residual, mean=mean, rstd=rstd, row_part=parts, h=rounded)
     config = matmul_config(operands, "layer_norm_grad")
     assert config.tma == (N == 48 and reads_descriptors(ARCH))
     matmul_launch(operands, epilogue="layer_norm_grad", config=config).run()
@@ -60,6 +60,7 @@ def test_an_input_gradient_in_fp32(N: int, dtype: torch.dtype) -> None:
         return residual_ + a_ @ b_ - (x_ - mean_[:, None]) * coefficient[:, None]
 
     assert_as_exact_as_eager("out", out, formula(torch.float32), formula(torch.float64), FORWARD_FACTOR)
+    assert torch.equal(rounded, out.to(dtype))
 
 
 def _branch(M: int, C: int, dtype: torch.dtype, stream: torch.dtype) -> tuple[Tensor, ...]:

@@ -253,10 +253,9 @@ def block_backward_op(
         [(proj, scale1), (qkv_parts.weight, None), *([(fc2, scale2)] if inner is None else [])], z.dtype
     )
     second = scaled_fc2[0] if scaled_fc2 else None
-    stream, d_fc1, d_fc2, h = mlp_gradient(
-        contiguous_rows(grad_output), known2, z, fc1_parts, second, activation, True, inner
+    (stream, d_proj), d_fc1, d_fc2, h = mlp_gradient(
+        contiguous_rows(grad_output), known2, z, fc1_parts, second, activation, True, inner, rounded=True
     )  # fmt: skip
-    d_proj = stream.to(mixed.dtype)
     d_mixed = linear.product_gradient(d_proj, scaled_proj).view(mixed.shape)
     d_packed = attention_gradient(d_mixed, qkv, mixed, lse, cu_seqlens, key_mask, longest, attention_scale)
     norm_sums = step.backward(d_packed, before_norm)

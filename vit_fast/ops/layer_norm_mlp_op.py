@@ -252,7 +252,7 @@ def layer_norm_mlp_backward_op(
     inner = hidden_gradient(branch, hidden, inner_weight, inner_bias, fc2_weight, fc2_bias, layer_scale, inner_norm)
     second, stream = fc2_weight.contiguous(), contiguous_rows(grad_output)
     scaled = None if inner is not None else scaled_weights.scaled_weights([(second, layer_scale)], z.dtype)[0]
-    dx, gradient, dy, h = mlp_gradient(stream, known, z, first, scaled, activation, residual, inner)
+    (dx, _), gradient, dy, h = mlp_gradient(stream, known, z, first, scaled, activation, residual, inner)
     part, last = weight_products.weight_products((gradient.scaled, known.source), (dy, h))
     of_first = FoldedProducts(part, gradient.column_part, first)
     if inner is None:
@@ -268,14 +268,15 @@ def layer_norm_mlp_backward_op(
 
 def mlp_gradient(
     stream: Tensor, known: RowStatistics, z: Tensor, first: NormedLinear, second: ScaledWeight | None, activation: str,
-    residual: bool, inner: HiddenGradient | None = None,
-) -> tuple[Tensor, FoldedGradient, Tensor, Tensor]:  # fmt: skip
+    residual: bool, inner: HiddenGradient | None = None, rounded: bool = False,
+) -> tuple[tuple[Tensor, Tensor], FoldedGradient, Tensor, Tensor]:  # fmt: skip
     """The gradients of x and of fc1's output, that of fc2's in the dtype of the matmuls, and fc2's input; rows [M, *].
 
     Args:
         stream: The gradient of the result [M, C].
         second: fc2's weight [C, F] with its LayerScale; None where `inner` has both.
         inner: Of a norm between h and fc2, if there is one; fc2's input is then what it makes without its affine.
+        rounded: Whether the second gradient of x is in the dtype of the matmuls; else it is the first.
     """
     from ..kernels import folding, linear, scaled_weights
 
@@ -288,7 +289,8 @@ def mlp_gradient(
     assert second is not None, "fc2's weight is given, or folded with its norm"
     gated = first.gate is not None
     gradient, h = linear.activation_gradient(dy, second, z, known, folded, activation, gated, hidden, along)
-    return linear.input_gradient(gradient, known, folded, stream if residual else None), gradient, dy, h
+    dx = linear.input_gradient(gradient, known, folded, stream if residual else None, rounded)
+    return dx, gradient, dy, h
 
 
 @fake(layer_norm_mlp_backward_op)
