@@ -173,7 +173,7 @@ def _activation_grad_epilogue(
     acc, out, z, h, bias_ptr, scale_ptr, row_part_ptr, column_part_ptr, hidden_ptr, along_ptr, rstd, mean,
     row, col, M, N,
     ROWS: tl.constexpr, COLS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, TMA: tl.constexpr,
-    DTYPE: tl.constexpr, PARTS: tl.constexpr,
+    DTYPE: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     WIDER: tl.constexpr = 2 if GATED else 1
     COLS_Z: tl.constexpr = WIDER * COLS
@@ -183,7 +183,8 @@ def _activation_grad_epilogue(
     if scale_ptr is not None:
         acc *= tl.load(scale_ptr)
     anchor = tl.join(acc, acc).reshape(ROWS, COLS_Z) if GATED else acc
-    pre = _in_layout_of(load_tile(z, row, wide, M, WIDER * N, ROWS, COLS_Z, TMA).to(tl.float32), anchor)
+    pre = load_tile(z, row, wide, M, WIDER * N, ROWS, COLS_Z, TMA and EARLY == 0)
+    pre = _in_layout_of(pre.to(tl.float32), anchor)
     if GATED:
         gate, up = tl.split(pre.reshape(ROWS, COLS, 2))
         value, slope = activate_with_slope(gate, ACTIVATION, DTYPE == tl.float32)
@@ -253,7 +254,7 @@ def _matmul_kernel(
     z,  # [M, N] pre-activation: stored by "layer_norm" and "residual" unless None, read by "activation_grad"
     h,  # [M, N] activation, or that normalised, stored by "activation_grad" unless None; see "layer_norm_grad"
     x,  # [M, N] input of the LayerNorm, read by "layer_norm_grad"
-    residual,  # [M, N] added to the result unless None; of "residual", and where EARLY, a pointer
+    residual,  # [M, N] added to the result unless None; a pointer where EARLY, as x and z
     mean_ptr,  # fp32 [M], stored by who reads row statistics unless None; else None: rows were normalised beforehand
     rstd_ptr,  # fp32 [M], negative for a constant row (see layer_norm.py); stored likewise unless None
     bias_ptr,  # [N]
@@ -277,7 +278,7 @@ def _matmul_kernel(
     B_IS_NK: tl.constexpr, TMA: tl.constexpr, FLATTEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SUB_TILES: tl.constexpr, GROUP_M: tl.constexpr,
-    EARLY: tl.constexpr,  # "residual": pieces under way at once; "layer_norm_grad": unless 0, x and it are pointers
+    EARLY: tl.constexpr,  # "residual": pieces under way at once; gradients: unless 0, x, z and it are pointers
     PARTS: tl.constexpr,  # of a row in row_part_ptr
     OUT_PARTS: tl.constexpr,  # of a row in out_part_ptr
     TIMES: tl.constexpr,  # pieces of a tile, as they are stored, make one of those
@@ -374,7 +375,7 @@ def _matmul_kernel(
                     _activation_grad_epilogue(
                         pieces[i], out, z, h, bias_ptr, scale_ptr, row_part_ptr, column_part_ptr,
                         hidden_ptr, along_ptr, rstd, mean, row, col + i * COLS, M, N,
-                        BLOCK_M, COLS, ACTIVATION, EPILOGUE == "gated_grad", TMA, DTYPE, PARTS,
+                        BLOCK_M, COLS, ACTIVATION, EPILOGUE == "gated_grad", TMA, DTYPE, PARTS, EARLY,
                     )  # fmt: skip
                 else:
                     tl.static_assert(EPILOGUE == "layer_norm_grad", "unknown epilogue")

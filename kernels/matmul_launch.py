@@ -225,6 +225,9 @@ def matmul_launch(
     early = 1 if o.out8 is not None or o.a.dtype == torch.float8_e4m3fn else config.sub_tiles
     if o.x is not None:
         early = int(o.x.element_size() == 2)
+    reads_z = epilogue in ("activation_grad", "gated_grad")
+    if reads_z:  # beside the slope of gelu_tanh there are no registers for it
+        early = int(o.a.element_size() == 2 and activation != "gelu_tanh")
 
     def piece(name: str) -> Any:
         return tiled(getattr(o, name), rows, int(config.piece * _WIDER.get((epilogue, name), 1)), config.tma)
@@ -233,7 +236,7 @@ def matmul_launch(
         "a": tiled(o.a, rows, depth, config.tma),
         "b": tiled(o.b, *((cols, depth) if o.b_is_nk else (depth, cols)), config.tma),
         "out": o.out if epilogue == "partial" else piece("out"),
-        "z": piece("z"), "h": piece("h"), "x": o.x if early else piece("x"),
+        "z": o.z if reads_z and early else piece("z"), "h": piece("h"), "x": o.x if early else piece("x"),
         "residual": o.residual if early else piece("residual"),
         "mean_ptr": o.mean, "rstd_ptr": o.rstd,
         "bias_ptr": o.bias, "weight_sum_ptr": o.weight_sum, "scale_ptr": o.scale, "out8": piece("out8"),
