@@ -11,14 +11,15 @@ PINS    ?= constraints.txt
 EXTRAS  ?= export,interop,train,predict,dev
 BIN     := $(VENV)/bin
 JOBS    ?= auto
-PIP     := $(BIN)/python -m pip install --disable-pip-version-check -q -c $(PINS) $(PIP_ARGS)
+# of pip errors alone
+PIP     := $(BIN)/python -m pip install --disable-pip-version-check -qq -c $(PINS) $(PIP_ARGS)
 SOURCES := vit_fast kernels export benchmarks tests
 READY   := $(VENV)/.ready
 
 .PHONY: bench test test-full test-changed test-execute test-oldest lint format typecheck docs classes kernels verify gpu-check bench-suite record wheel clean
 
 bench: $(READY)
-	$(BIN)/vit-fast bench $(ARGS)
+	@$(BIN)/vit-fast bench $(ARGS)
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=15 $(ARGS)
@@ -94,8 +95,11 @@ clean:
 
 # torch first: the packages that depend on it then find it there instead of choosing another build.
 $(READY): pyproject.toml $(PINS) tests/torchvision_cpu.py
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) torch setuptools wheel
-	$(PIP) --no-build-isolation -e '.[$(EXTRAS)]'
-	$(BIN)/python tests/torchvision_cpu.py --install
-	touch $@
+	@echo "set-up: virtual environment $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "set-up: torch (hundreds of megabytes; the versions of $(PINS))"
+	@$(PIP) torch setuptools wheel
+	@echo "set-up: vit-fast and its peers ($(EXTRAS))"
+	@$(PIP) --no-build-isolation -e '.[$(EXTRAS)]'
+	@$(BIN)/python tests/torchvision_cpu.py --install
+	@touch $@

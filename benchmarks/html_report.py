@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .explain import tables
+from .plot import colour_of
 from .records import Record, is_bench
 from .report import ceilings_line, cells, command, contests, heading, label, not_measured, objections, remarks
 from .rows import Row, measured
@@ -103,7 +104,10 @@ def _series(rows: Iterable[Row], same: Sequence[str], x: str, y: str) -> dict[st
             point |= {"peer": row["peer"], "compiled": row["compile_mode"] != "none"}
             groups.setdefault(group, {}).setdefault(row["subject"], []).append(point)
     return {
-        group: [{"name": name, "points": sorted(points, key=lambda p: p["x"])} for name, points in lines.items()]
+        group: [
+            {"name": name, "colour": colour_of(name), "points": sorted(points, key=lambda p: p["x"])}
+            for name, points in lines.items()
+        ]
         for group, lines in groups.items()
     }
 

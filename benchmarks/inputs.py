@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -58,13 +59,19 @@ def _draw(name: str, parameter: Tensor, owner: nn.Module, generator: torch.Gener
 
 
 def weights_of(model: Model, dtype: torch.dtype) -> dict[str, Tensor] | None:
-    """A model's parameters in a dtype, its own or random ones; None of a model that was given with them inside."""
-    found = model.weights
-    if found is None and model.config is not None:
-        found = random_weights(model.config)
-    elif model.operator is not None:
-        found = model.operator.weights()
-    return None if found is None else rounded(found, dtype)
+    """A model's parameters in a dtype, its own or random ones; None of a model that was given with them inside.
+
+    Those of a whole model are the same object for every batch size; nobody writes to them.
+    """
+    if model.operator is not None:
+        return rounded(model.operator.weights(), dtype)
+    return None if model.config is None else _of_whole(model, dtype)
+
+
+@functools.lru_cache(maxsize=2)
+def _of_whole(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
+    assert model.config is not None
+    return rounded(random_weights(model.config) if model.weights is None else model.weights, dtype)
 
 
 def rounded(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

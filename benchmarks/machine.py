@@ -119,6 +119,13 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def has_bf16() -> bool:
+    """True if this CPU has instructions for products in bf16."""
+    if platform.machine() in ("x86_64", "AMD64"):
+        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def checkout() -> Path | None:
     """The repository this file lies in, or None when the package is installed."""
     root = Path(__file__).resolve().parent.parent

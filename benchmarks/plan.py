@@ -16,23 +16,23 @@ from vit_fast.data import default_photograph, find_images, read_image
 from vit_fast.measuring.timing import Protocol
 
 from .inputs import MAX_VIEWS
-from .machine import DTYPES, memory_bytes
+from .machine import DTYPES, has_bf16, memory_bytes
 from .models import Model, resolve
 from .rows import PERCENTILE_REPEATS, Group
-from .subjects import Selection, choose
+from .subjects import FP32_ALONE, Selection, choose
 
-# Sizes that are worth measuring on the device. On two CPU cores, one compilation that starts just before the budget is
-# spent, and what follows it, still ends within three minutes.
+# Sizes that are worth measuring on the device. On two CPU cores the budget ends the run within three minutes.
 DEFAULT_MODELS = {"cpu": ("vit_tiny_patch16_224",), "cuda": ("vit_base_patch16_224",)}
 DEFAULT_BATCH_SIZES = {"cpu": (1, 8), "cuda": (1, 32, 256)}
 DEFAULT_DTYPES = {"cpu": ("fp32",), "cuda": ("bf16",)}
-DEFAULT_TIME_BUDGET_S = {"cpu": 125.0, "cuda": 900.0}
+DEFAULT_TIME_BUDGET_S = {"cpu": 150.0, "cuda": 900.0}
 PROTOCOLS = {
-    "cpu": Protocol(repeats=75, seconds=1.5, least_repeats=5, warmup_repeats=1, warmup_seconds=0.0),
+    "cpu": Protocol(repeats=80, seconds=4.0, least_repeats=5, warmup_repeats=1, warmup_seconds=0.0),
     "cuda": Protocol(repeats=100, seconds=1.0, least_repeats=10),
 }
 # Of one image: enough calls for a 99th percentile.
 LATENCY = Protocol(repeats=1000, seconds=5.0, least_repeats=PERCENTILE_REPEATS)
+BOTH_DTYPES = ("ours", "given")  # models that a CPU with products in bf16 measures in fp32 and in bf16
 # Where the batch with most images a second is searched; see runner.
 SEARCHED = {"cpu": tuple(2**i for i in range(7)), "cuda": tuple(2**i for i in range(12))}
 
@@ -79,6 +79,17 @@ class Plan:
             for dtype in self.dtypes
             for batch_size in self.batch_sizes
         ]
+
+    @property
+    def is_default(self) -> bool:
+        """True if nobody named the candidates: then those are planned that the time suffices for."""
+        return self.request.get("subjects") is None and not self.search
+
+    def selections_of(self, group: Group) -> list[Selection]:
+        """The candidates of a group; by default none that cannot compute in its dtype."""
+        found = self.selections[group.model.kind]
+        left_out = FP32_ALONE if self.is_default and self.device.type == "cpu" and group.dtype_name != "fp32" else ()
+        return [selection for selection in found if selection.subject.name not in left_out]
 
     def product_dtypes(self) -> list[str]:
         """In which the subjects multiply, as far as torch does, too; amp does in bf16."""
@@ -139,7 +150,7 @@ def make_plan(
         cold: Measure each from the start of a process to its first answer, too; see cold.cold_start.
         latency: One image a call, often enough for a 99th percentile.
         device: "auto" (CUDA where there is one), or what torch.device takes.
-        time_budget_s: Seconds; 0 means without limit, as None does with `seconds`.
+        time_budget_s: Seconds; 0 means without limit, as None does where `subjects` or `seconds` are given.
         seconds: How long each subject is timed; None means what suits the device.
         protocol: How long a measurement is, in place of what the device and `seconds` say.
     Raises:
@@ -147,7 +158,8 @@ def make_plan(
     """
     request = {name: value for name, value in locals().items() if name != "protocol"}
     kind = (where := _device(device)).type
-    budget = (DEFAULT_TIME_BUDGET_S[kind] if seconds is None else 0) if time_budget_s is None else time_budget_s
+    unlimited = 0 if seconds is not None or subjects is not None else DEFAULT_TIME_BUDGET_S[kind]
+    budget = unlimited if time_budget_s is None else time_budget_s
     if not budget >= 0:
         raise ValueError(f"time_budget_s={budget}: accepted is a number of seconds >= 0 (0: no limit)")
     if amp and (not train or dtypes not in (None, ["fp32"])):
@@ -163,6 +175,8 @@ def make_plan(
     sizes = SEARCHED[kind] if batch_sizes == "best" else (1,) if latency else batch_sizes
     sizes = _batch_sizes(DEFAULT_BATCH_SIZES[kind] if sizes is None else sizes)
     found = _some("models", [model for make in resolved for size in img_sizes for model in make(size)])
+    if dtypes is None and kind == "cpu" and not train and has_bf16() and all(m.kind in BOTH_DTYPES for m in found):
+        names = ("fp32", "bf16")
     if data != "device" and (data != "host" or kind == "cpu" or any(model.data is None for model in found)):
         raise ValueError(f"--data must be device or, for images on a GPU, host, got {data}; a CPU copies nothing")
     plan = Plan(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import colorsys
 import io
 import textwrap
+import zlib
 from typing import Any
 
 from vit_fast.measuring.resolution import SAME, UNKNOWN
@@ -12,12 +14,26 @@ from .records import Record
 from .report import ceilings_line, contests, format_rate, heading, label, not_measured
 from .rows import Row, measured
 
-OURS, PEER, INK, FAINT = "#0f766e", "#94a3b8", "#1e293b", "#64748b"
-COMPILED_HATCH = "////"
+INK, FAINT = "#1e293b", "#64748b"
+# Of the candidates that are mostly seen together; the others' follow from their names.
+COLOURS = {
+    "timm+fused+frozen": "#0f766e", "timm+fused": "#4ade80", "timm": "#4f7fdb", "timm+compile": "#7c6bd6",
+    "timm+compile:freezing": "#c2417c", "openvino": "#b42318", "onnxruntime": "#d97706", "onnxruntime-int8": "#facc15",
+    "transformers": "#96764a", "torchvision": "#64748b", "sdpa": "#38bdf8", "eager": "#cbd5e1", "triton": "#14b8a6",
+    "triton-frozen": "#065f46",
+}  # fmt: skip
 BAR_INCHES, TITLE_INCHES, HEAD_INCHES, LINE_INCHES, WIDTH_INCHES = 0.32, 0.55, 0.6, 0.13, 10.0
 # Characters of the foot that fit beside one another, of wide ones.
 FOOT_CHARACTERS = 150
 LABEL_SHARE = 0.0085  # of the width, a character of a subject's name
+
+
+def colour_of(name: str) -> str:
+    """A candidate's own colour, the same in every plot and report."""
+    drawn = zlib.crc32(name.encode())
+    lightness, saturation = 0.35 + 0.1 * (drawn % 4), 0.4 + 0.2 * (drawn // 4 % 3)
+    parts = colorsys.hls_to_rgb((drawn >> 8) / 2**24, lightness, saturation)
+    return COLOURS.get(name, "#" + "".join(f"{round(255 * part):02x}" for part in parts))
 
 
 def draw(record: Record) -> bytes:
@@ -28,7 +44,6 @@ def draw(record: Record) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
 
     # A contest in which nothing was measured is named at the foot, unless there is nothing else to draw.
     panels = {title: rows for title, rows in contests(record).items() if measured(rows)} or contests(record)
@@ -42,13 +57,11 @@ def draw(record: Record) -> bytes:
     title = "ViT throughput, images per second"
     figure.text(0.02, 1 - 0.3 / total, title, size=13, weight="bold", color=INK, va="center")
     handles = [
-        Patch(facecolor=OURS, label="vit-fast"),
-        Patch(facecolor=PEER, label="other libraries"),
-        Patch(facecolor="white", edgecolor=FAINT, hatch=COMPILED_HATCH, label="torch.compile"),
+        Line2D([], [], linestyle="none", label="bold: vit-fast"),
         Line2D([], [], color=INK, linewidth=1.2, label="p20 to p80"),
     ]
     anchor = (0.985, 1 - 0.3 / total)
-    place = {"loc": "center right", "bbox_to_anchor": anchor, "ncols": 4}
+    place = {"loc": "center right", "bbox_to_anchor": anchor, "ncols": 2}
     figure.legend(handles=handles, frameon=False, fontsize=8, labelcolor=INK, **place)
     bottom = total - HEAD_INCHES
     left = max(0.23, LABEL_SHARE * max((len(label(row)) for rows in panels.values() for row in rows), default=0))
@@ -76,8 +89,7 @@ def _draw_panel(axes: Any, title: str, rows: list[Row]) -> None:
     longest = max(row["batch"] / row["ms_p20"] * 1e3 for row in shown)
     for position, row in enumerate(shown):
         rate, slow, fast = (row["batch"] / row[field] * 1e3 for field in ("ms", "ms_p80", "ms_p20"))
-        look = {"color": PEER if row["peer"] else OURS, "edgecolor": "white", "linewidth": 0, "height": 0.72}
-        axes.barh(position, rate, hatch=None if row["compile_mode"] == "none" else COMPILED_HATCH, **look)
+        axes.barh(position, rate, color=colour_of(row["subject"]), linewidth=0, height=0.72)
         axes.plot([slow, fast], [position, position], color=INK, linewidth=1.2, solid_capstyle="butt")
         texts = {1.02: format_rate(rate)}
         if row["ratio_to_best_peer"] is not None:
@@ -86,6 +98,8 @@ def _draw_panel(axes: Any, title: str, rows: list[Row]) -> None:
         for x, text in texts.items():
             axes.text(x, position, text, transform=axes.get_yaxis_transform(), va="center", fontsize=8.5, color=INK)
     axes.set_yticks(range(len(shown)), [label(row) for row in shown])
+    for name, row in zip(axes.get_yticklabels(), shown, strict=True):
+        name.set_fontweight("normal" if row["peer"] else "bold")
     axes.set_xlim(0, longest)
     axes.set_ylim(-0.6, len(shown) - 0.4)
 

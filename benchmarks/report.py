@@ -14,11 +14,11 @@ from .rows import Row, is_lower, measured, resolution_of
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table: its title, how a measured row fills it, and how soon a narrow terminal leaves it out."""
+    """A column of the table: its title, how a measured row fills it, and its place on the screen, where it has one."""
 
     title: str
     cell: Callable[[Row], str]
-    rank: int
+    rank: int | None = None
 
 
 def _number(row: Row, field: str, pattern: str = "{:.3g}") -> str:
@@ -46,38 +46,69 @@ def _ratio(row: Row) -> str:
 COLUMNS = (
     Column("images/s", lambda row: format_rate(row["images_per_s"]), 0),
     Column("ms", lambda row: f"{row['ms']:.4g}", 2),
-    Column("[p20, p80]", lambda row: f"[{row['ms_p20']:.4g}, {row['ms_p80']:.4g}]", 4),
-    Column("p90 ms", lambda row: _number(row, "ms_p90", "{:.4g}"), 4),
-    Column("p99 ms", lambda row: _number(row, "ms_p99", "{:.4g}"), 3),
-    Column("host ms", lambda row: _number(row, "host_ms") + (" bound" if row.get("host_bound") else ""), 3),
-    Column("TFLOP/s", lambda row: _number(row, "TFLOP_per_s"), 5),
-    Column("of ceiling", lambda row: "above" if row["defect"] else _number(row, "ceiling_share", "{:.0%}"), 6),
-    Column("floor ms", lambda row: _number(row, "floor_ms", "{:.4g}"), 9),
+    Column("[p20, p80]", lambda row: f"[{row['ms_p20']:.4g}, {row['ms_p80']:.4g}]"),
+    Column("p90 ms", lambda row: _number(row, "ms_p90", "{:.4g}")),
+    Column("p99 ms", lambda row: _number(row, "ms_p99", "{:.4g}"), 6),
+    Column("host ms", lambda row: _number(row, "host_ms") + (" bound" if row.get("host_bound") else ""), 7),
+    Column("TFLOP/s", lambda row: _number(row, "TFLOP_per_s")),
+    Column("of ceiling", lambda row: "above" if row["defect"] else _number(row, "ceiling_share", "{:.0%}")),
+    Column("floor ms", lambda row: _number(row, "floor_ms", "{:.4g}")),
     Column("x best peer", _ratio, 1),
-    Column("J/image", lambda row: _number(row, "J_per_image"), 4),
-    Column("peak MiB", lambda row: _number(row, "peak_MiB", "{:,.1f}"), 7),
-    Column("max error", lambda row: _number(row, "max_error", "{:.1e}"), 8),
-    Column("first call s", lambda row: _number(row, "first_call_s"), 10),
-    Column("cold s", lambda row: _number(row, "cold_s"), 3),
-    Column("cold MiB", lambda row: _number(row, "cold_MiB", "{:,.0f}"), 8),
-    Column("agrees", lambda row: _number(row, "agreement", "{:.0%}") if is_lower(row) else "", 2),
+    Column("J/image", lambda row: _number(row, "J_per_image")),
+    Column("peak MiB", lambda row: _number(row, "peak_MiB", "{:,.1f}")),
+    Column("max error", lambda row: _number(row, "max_error", "{:.1e}"), 3),
+    Column("first call s", lambda row: _number(row, "first_call_s")),
+    Column("cold s", lambda row: _number(row, "cold_s"), 5),
+    Column("cold MiB", lambda row: _number(row, "cold_MiB", "{:,.0f}")),
+    Column("agrees", lambda row: _number(row, "agreement", "{:.0%}"), 4),
 )
+PRECISION = Column("precision", lambda row: str(row["precision"]), 0)  # on the screen, where no column says the dtype
+MOST_ON_SCREEN = 7  # beside the candidate
 
 # Characters a line where nobody says: wide enough for the whole table.
 FULL_WIDTH = 160
 
 
-def contests(record: Record) -> dict[str, list[Row]]:
-    """The rows by what they compete in, fastest first, those of lower precision after the others."""
+def contests(record: Record, *, by_dtype: bool = True) -> dict[str, list[Row]]:
+    """The rows by what they compete in, fastest first, those of lower precision after the others.
+
+    Args:
+        record: See records.read_record.
+        by_dtype: False to put a batch's contests under one title, one dtype after the other.
+    """
     grouped: dict[str, list[Row]] = {}
     for row in record["rows"]:
         size = "x".join(map(str, row["img_size"])) + (", data on the host" if row["data"] == "host" else "")
         task = "" if row["task"] == "inference" else ", training step"
-        title = f"{row['model']}{task}, {row['dtype']}, batch {row['requested_batch']}, {size}"
+        dtype = f"{row['dtype']}, " if by_dtype else ""
+        title = f"{row['model']}{task}, {dtype}batch {row['requested_batch']}, {size}"
         grouped.setdefault(title, []).append(row)
     for rows in grouped.values():
-        rows.sort(key=lambda row: (is_lower(row), -(row["images_per_s"] or 0)))
+        dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
+        rows.sort(key=lambda row: (dtypes.index(row["dtype"]), is_lower(row), -(row["images_per_s"] or 0)))
     return grouped
+
+
+def closing(record: Record) -> str:
+    """Returns the result in a sentence: the best of ours against the best peer by contest, and what to try next."""
+    found, next_command = [], ""
+    for rows in contests(record).values():
+        alike = [row for row in measured(rows) if not is_lower(row)]
+        where = f"({alike[0]['dtype']}, batch {alike[0]['requested_batch']})" if alike else ""
+        ours = next((row for row in alike if not row["peer"]), None)
+        if ours is not None and ours["best_peer"] is not None:
+            ratio = f"{ours['ratio_to_best_peer']:.2f}x {ours['best_peer']}"
+            told = {SAME: f"equal to {ours['best_peer']}", UNKNOWN: "not ranked, the machine is too noisy"}
+            found.append(f"{told.get(ours['verdict'], ratio)} {where}")
+        elif alike:
+            found.append(f"{alike[0]['subject']} is the fastest {where}")
+        if alike and alike[0]["task"] == "inference":
+            next_command = f"vit-fast optimize {alike[0]['model']} --batch {alike[0]['requested_batch']}"
+    if any(row["verdict"] == UNKNOWN for row in measured(record["rows"])):
+        next_command = f"on a quiet machine, {command(record)} --seconds 6"
+    text = "the best of vit-fast against the best peer: " if any(row["best_peer"] for row in record["rows"]) else ""
+    result = f"Result: {text}{', '.join(found)}" if found else "Result: nothing was measured"
+    return f"{result}; next: {next_command or command(record)}"
 
 
 def remarks(record: Record) -> list[str]:
@@ -160,9 +191,9 @@ def ceilings_line(record: Record) -> str:
     return f"ceilings: matmul {size}^3 {matmul}; copy of {copied:.0f} MiB {ceilings['copy_GB_per_s']:.3g} GB/s"
 
 
-def label(row: Row) -> str:
+def label(row: Row, *, precision: bool = True) -> str:
     """The subject; its precision when that is lower, the batch when it is not what was asked for, data on the host."""
-    notes = [str(row["precision"])] if is_lower(row) else []
+    notes = [str(row["precision"])] if precision and is_lower(row) else []
     notes += [f"batch {row['batch']}"] if row["batch"] != row["requested_batch"] else []
     notes += ["data on the host"] if row["data"] == "host" else []
     return f"{row['subject']} ({', '.join(notes)})" if notes else str(row["subject"])
@@ -177,7 +208,10 @@ def not_measured(record: Record) -> list[str]:
             if row["status"] != "measured":
                 reason = f"{row['status']}: {row['reason']}" if row["reason"] else str(row["status"])
                 titles.setdefault(f"{label(row)}: {reason}", []).append(title)
-    return [line if len(where) == len(grouped) else f"{line} ({'; '.join(where)})" for line, where in titles.items()]
+    lines = [line if len(where) == len(grouped) else f"{line} ({'; '.join(where)})" for line, where in titles.items()]
+    if left_out := record.get("left_out"):
+        lines.append(f"{', '.join(left_out)}: left out for lack of time; --time-budget 0 measures all")
+    return lines
 
 
 def filled_columns(record: Record) -> list[Column]:

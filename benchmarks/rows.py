@@ -64,6 +64,11 @@ class Group:
         return DTYPES[self.dtype_name]
 
     @property
+    def whole(self) -> Group:
+        """It with the batch that was asked for."""
+        return dataclasses.replace(self, batch_size=self.requested_batch_size)
+
+    @property
     def contest(self) -> tuple[str | int, ...]:
         """What its rows compete in; see contest."""
         return self.model.name, self.dtype_name, self.requested_batch_size, self.data, *self.sizes
@@ -139,8 +144,8 @@ def make_control(group: Group, subject: str, timing: Timing, again: Timing, cond
 def finish(rows: Sequence[Row], ceilings: dict[str, Any], controls: Sequence[Row]) -> None:
     """What follows from a whole run: shares of the ceiling, and ratios to the fastest peer with their verdicts.
 
-    The peer is the fastest of the same model, dtype and requested batch. A share above 1 is not given: the row names it
-    as a defect, of the ceiling or of the formula.
+    The peer is the fastest of the same model, dtype and requested batch that computes in that dtype. A share above 1 is
+    not given: the row names it as a defect, of the ceiling or of the formula.
     """
     for row in measured(rows):
         reached = ceilings.get("matmul_TFLOP_per_s", {})
@@ -151,7 +156,8 @@ def finish(rows: Sequence[Row], ceilings: dict[str, Any], controls: Sequence[Row
         row["defect"] = f"{share:.2f}x the matmul ceiling of this run" if above else None
         if ceiling and row["bytes"]:
             row["floor_ms"] = Work(row["FLOP"], row["bytes"]).floor_ms(1, ceiling, ceilings["copy_GB_per_s"])
-        peers = [other for other in measured(rows) if other["peer"] and contest(other) == contest(row)]
+        rivals = [other for other in measured(rows) if other["peer"] and contest(other) == contest(row)]
+        peers = [other for other in rivals if not is_lower(other)] or rivals
         if not peers:
             continue
         best = max(peers, key=lambda peer: peer["images_per_s"])

@@ -12,15 +12,16 @@ import gc
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from vit_fast.measuring.limits import at_most, describe_error, is_out_of_memory
-from vit_fast.measuring.timing import Call, Samples, Timing, time_interleaved
+from vit_fast.measuring.timing import Call, Timing, time_interleaved
 
 from . import preparation
+from .allocation import Allocation, Planned
 from .cold import cold_start
 from .conditions import Conditions, joules_of
 from .correctness import describe_rule
@@ -30,28 +31,9 @@ from .preparation import Posed, Prepared, TooLarge, pose, prepare
 from .records import FORMAT, Journal
 from .rows import Group, Row, Status, add_timing, contest, finish, is_lower, make_control, make_row
 from .subjects import Selection
+from .watch import AGAIN, FLOOR_LEAST_REPEATS, Listener, Watch
 
-# Under this name the best call of a group, at its full precision, is timed a second time.
-AGAIN = "again"
-# A measurement cut short, by Ctrl-C or the time budget, still counts when it reaches MEASURE's floor.
 GAIN = 1.03  # by which a batch must be better than all smaller ones for a search to go on
-FLOOR_REPEATS, FLOOR_MS, FLOOR_LEAST_REPEATS = 50, 200.0, 3
-
-
-class Listener(Protocol):
-    """Who is told how a run goes on."""
-
-    def start(self, steps: int) -> None:
-        """The run has about this many steps."""
-
-    def now(self, what: str) -> None:
-        """This is being done."""
-
-    def done(self, steps: float) -> None:
-        """So many steps are behind us."""
-
-    def say(self, text: str) -> None:
-        """Something the reader should know."""
 
 
 class Silent:
@@ -83,8 +65,8 @@ class _Findings:
     def __init__(self, journal: Journal | None) -> None:
         self._journal = journal
         found = [] if journal is None else journal.entries
-        self.rows, self.controls, self.ceilings = (
-            [value for kind, value in found if kind == wanted] for wanted in ("row", "control", "ceilings")
+        self.rows, self.controls, self.ceilings, self.left_out = (
+            [value for kind, value in found if kind == wanted] for wanted in ("row", "control", "ceilings", "left out")
         )
         begun = [
             tuple(a) for (kind, a), (after, _) in itertools.pairwise(found) if (kind, after) == ("begun", "resumed")
@@ -102,7 +84,8 @@ class _Findings:
 
     def add(self, kind: str, value: Row) -> None:
         """Puts a finding down; what only was not reached stays out of the journal."""
-        {"row": self.rows, "control": self.controls, "ceilings": self.ceilings}[kind].append(value)
+        found = {"row": self.rows, "control": self.controls, "ceilings": self.ceilings, "left out": self.left_out}
+        found[kind].append(value)
         if self._journal is not None and value.get("status") not in ("skipped", "interrupted"):
             self._journal.add(kind, value)
 
@@ -117,34 +100,48 @@ class _Run:
         self.plan, self.listener, self.journal = plan, listener, journal
         self.found = _Findings(journal)
         self.start = time.perf_counter()
-        self.group_deadline_s = plan.time_budget_s
+        self.allocation = Allocation({group: plan.selections_of(group) for group in plan.groups()})
+        self.preparing_s = self.assumed_s = 0.0
 
     def record(self) -> dict[str, Any]:
         plan = self.plan
         machine = describe(plan.device) if self.journal is None else self.journal.header["machine"]
-        groups = plan.groups()
-        left = {group: self.found.left(group, plan.selections[group.model.kind]) for group in groups}
-        self.listener.start(2 * sum(map(len, left.values())) + 1 + len(groups))
         interrupted = False
         try:
             self._take_ceilings()
-            for number, group in enumerate(list(groups)):
+            planned = self._allocate()
+            for group in list(planned):
                 if self.plan.search and not _may_pay(group, self.found.rows):
-                    groups.remove(group)
-                    continue
-                self._give_share(len(groups) - number)
-                if left[group]:
-                    self._run_group(group, left[group])
-                self._take_ceilings()
+                    del planned[group]
+                elif left := self.found.left(group, planned[group]):
+                    self._run_group(group, left)
+                    self._take_ceilings()
         except KeyboardInterrupt:
             interrupted = True
             self.listener.say("interrupted: keeping what was measured")
-        self._account_for_the_rest(groups, interrupted)
-        self.found.rows.sort(key=functools.partial(_planned_place, plan))
+        self._account_for_the_rest(self.allocation.planned, interrupted)
+        self.found.rows.sort(key=functools.partial(_planned_place, self.allocation.planned))
         return _finished(plan, machine, self.found) | {
             "interrupted": interrupted,
+            "left_out": self.allocation.left_out,
             "seconds": round(time.perf_counter() - self.start, 1),
         }
+
+    def _allocate(self) -> Planned:
+        """Plans what fits, where nobody said which candidates to measure; a resumed run has its plan."""
+        plan, before = self.plan, self.found.left_out
+        self.allocation = Allocation(
+            {group: plan.selections_of(group) for group in plan.groups()},
+            plan.time_budget_s,
+            self.found.ceilings[-1],
+            before[0]["labels"] if before else None if plan.is_default else (),
+        )
+        if not before:
+            self.found.add("left out", {"labels": self.allocation.left_out})
+        planned = self.allocation.planned
+        steps = [2 * len(self.found.left(group, selections)) for group, selections in planned.items()]
+        self.listener.start(sum(steps) + 1 + len(planned))
+        return planned
 
     def _take_ceilings(self) -> None:
         """Before, between and after the groups, as what else runs on the machine comes and goes."""
@@ -176,7 +173,8 @@ class _Run:
     def _measure_group(self, group: Group, selections: Sequence[Selection]) -> list[Selection]:
         """Adds a row for every selection but those that did not fit, which are returned."""
         plan = self.plan
-        self.listener.now(f"{group}: images and the fp64 definition")
+        start_s = self.elapsed_s()
+        self.listener.now(f"{group}: images and the fp64 reference")
         try:
             posed = pose(group, plan.images, plan.device)
         except TooLarge:
@@ -200,6 +198,8 @@ class _Run:
             if ready is not None:
                 prepared[selection.label] = ready
             self.listener.done(1 if ready is not None else 2)  # 2: there is nothing to time
+        self.preparing_s += self.elapsed_s() - start_s
+        self.assumed_s += self.allocation.prepared_s(group.whole)
         too_large += self._time(group, prepared)
         return too_large
 
@@ -244,7 +244,9 @@ class _Run:
             # of those that ratios are about: a runtime in fewer bits may be as unsteady as none of the others
             alike = [name for name, ready in prepared.items() if not is_lower(ready.row)] or list(prepared)
             best = min(alike, key=lambda name: prepared[name].call_s)
-            watch, conditions = _Watch(self, len(prepared)), Conditions(self.plan.device)
+            end_s, conditions = self._end_of_timing_s(group), Conditions(self.plan.device)
+            watch = Watch(self.plan.protocol, self.listener, self.elapsed_s, end_s, prepared, best)
+            add = functools.partial(_add_timed, self.found, self.plan.device, group, prepared, best)
             calls = {name: tracked(name, ready.call) for name, ready in prepared.items()}
             calls[AGAIN] = tracked(best, prepared[best].call)
             try:
@@ -252,7 +254,9 @@ class _Run:
                     protocol = dataclasses.replace(self.plan.protocol, launch=group.launch)
                     timings = time_interleaved(calls, self.plan.device, protocol, on_round=watch)
             except KeyboardInterrupt:
-                self._add_timed(group, prepared, best, watch.timings(), conditions, "interrupted")
+                _add_timed(
+                    self.found, self.plan.device, group, prepared, best, watch.timings(), conditions, "interrupted"
+                )
                 raise
             except Exception as error:
                 broken = prepared.pop(running)
@@ -262,47 +266,50 @@ class _Run:
                     broken.row.update(status="failed", reason=f"while it was timed: {describe_error(error)}")
                     self.found.add("row", broken.row)
             else:
-                self._add_timed(group, prepared, best, timings, conditions, "skipped")
+                add(timings, conditions, "skipped")
                 break
             # Not inside the handler, where the exception still holds the frames and their tensors.
             _release_memory(self.plan.device, forget_compiled=False)
         return too_large
 
-    def _add_timed(
-        self, group: Group, prepared: Mapping[str, Prepared], best: str, timings: Mapping[str, Timing],
-        conditions: Conditions, otherwise: Status,
-    ) -> None:  # fmt: skip
-        if best in timings and AGAIN in timings:
-            self.found.add("control", make_control(group, best, timings[best], timings[AGAIN], conditions.summary()))
-        for name, ready in prepared.items():
-            if name in timings:
-                add_timing(ready.row, timings[name], group)
-                whole = group.model.data is not None
-                if whole and (joules := joules_of(ready.call, timings[name].ms, self.plan.device)) is not None:
-                    ready.row["J_per_image"] = joules / group.batch_size
-            else:
-                ready.row.update(status=otherwise, reason="before there were enough repeats")
-            self.found.add("row", ready.row)
-
     def elapsed_s(self) -> float:
         return time.perf_counter() - self.start
 
-    def _give_share(self, groups_left: int) -> None:
-        """Gives the next group twice as much of the time that is left as each of those after it."""
-        left_s = self.plan.time_budget_s - self.elapsed_s()
-        self.group_deadline_s = self.elapsed_s() + left_s * 2 / (groups_left + 1)
-
     def _is_too_late(self, others: Sequence[Prepared]) -> bool:
-        """Whether the group's time is spent, with the timing of those prepared before; a compilation may exceed it."""
+        """True if the time is spent, with the timing of those prepared before; a compilation may exceed it."""
         ahead = sum(other.call_s for other in others) * FLOOR_LEAST_REPEATS
-        return self.elapsed_s() + ahead > self.group_deadline_s
+        return self.elapsed_s() + ahead > self.plan.time_budget_s
 
-    def _account_for_the_rest(self, groups: Sequence[Group], interrupted: bool) -> None:
+    def _end_of_timing_s(self, group: Group) -> float:
+        """When the timing of a prepared group must end."""
+        if not self.plan.is_default:
+            return self.plan.time_budget_s
+        slowness = max(1.0, self.preparing_s / self.assumed_s)
+        return self.allocation.end_of_timing_s(group.whole, self.elapsed_s(), slowness)
+
+    def _account_for_the_rest(self, planned: Planned, interrupted: bool) -> None:
         """A row for everything that was planned and never came to be."""
-        for group in groups:
-            for selection in self.found.left(group, self.plan.selections[group.model.kind]):
+        for group, selections in planned.items():
+            for selection in self.found.left(group, selections):
                 status: Status = "interrupted" if interrupted else "skipped"
                 self.found.add("row", make_row(group, selection, status, "not reached"))
+
+
+def _add_timed(
+    found: _Findings, device: torch.device, group: Group, prepared: Mapping[str, Prepared], best: str,
+    timings: Mapping[str, Timing], conditions: Conditions, otherwise: Status,
+) -> None:  # fmt: skip
+    if best in timings and AGAIN in timings:
+        found.add("control", make_control(group, best, timings[best], timings[AGAIN], conditions.summary()))
+    for name, ready in prepared.items():
+        if name in timings:
+            add_timing(ready.row, timings[name], group)
+            whole = group.model.data is not None
+            if whole and (joules := joules_of(ready.call, timings[name].ms, device)) is not None:
+                ready.row["J_per_image"] = joules / group.batch_size
+        else:
+            ready.row.update(status=otherwise, reason="before there were enough repeats")
+        found.add("row", ready.row)
 
 
 def _finished(plan: Plan, machine: dict[str, Any], found: _Findings) -> dict[str, Any]:
@@ -324,33 +331,6 @@ def _finished(plan: Plan, machine: dict[str, Any], found: _Findings) -> dict[str
     }
 
 
-class _Watch:
-    """Follows a timing round by round: progress, the time budget, and the samples should they be needed early."""
-
-    def __init__(self, owner: _Run, subjects: int) -> None:
-        self.owner, self.subjects = owner, subjects
-        self.samples: Mapping[str, Samples] = {}
-        self.again: Callable[[], None] = lambda: None
-        self.told = 0.0
-
-    def __call__(self, number: int, samples: Mapping[str, Samples]) -> bool:
-        self.samples = samples
-        self.again()
-        share = min(map(self.owner.plan.protocol.share_of, samples.values())) * self.subjects
-        self.owner.listener.done(share - self.told)
-        self.told = share
-        late = self.owner.elapsed_s() > self.owner.plan.time_budget_s
-        return not (late and len(self.timings()) == len(samples))
-
-    def timings(self) -> dict[str, Timing]:
-        """Of the subjects that have reached the floor."""
-        return {
-            name: taken.timing()
-            for name, taken in self.samples.items()
-            if len(taken) >= FLOOR_REPEATS or (len(taken) >= FLOOR_LEAST_REPEATS and sum(taken) >= FLOOR_MS)
-        }
-
-
 def _may_pay(group: Group, rows: Sequence[Row]) -> bool:
     """In a search, whether the batch before this one gave any subject more images a second than all before it."""
     rates: dict[str, list[float]] = {}
@@ -363,11 +343,9 @@ def _may_pay(group: Group, rows: Sequence[Row]) -> bool:
     return most < 2 or any(found[-1] > GAIN * max(found[:-1]) for found in tried)
 
 
-def _planned_place(plan: Plan, row: Row) -> tuple[int, int]:
-    groups = plan.groups()
-    number = [group.contest for group in groups].index(contest(row))
-    selections = plan.selections[groups[number].model.kind]
-    return number, [selection.label for selection in selections].index(row["subject"])
+def _planned_place(planned: Planned, row: Row) -> tuple[int, int]:
+    number = [group.contest for group in planned].index(contest(row))
+    return number, [selection.label for selection in [*planned.values()][number]].index(row["subject"])
 
 
 def _release_memory(device: torch.device, forget_compiled: bool = True) -> None:

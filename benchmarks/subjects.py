@@ -21,20 +21,20 @@ from torch import Tensor, nn
 
 from vit_fast.config import ViTConfig
 from vit_fast.errors import UnsupportedInputError
+from vit_fast.runtime import compile_frozen
 
 from .models import Model
 
 PROVIDERS = ("subjects_models", "subjects_runtimes", "subjects_operators")
 
 # How `--compile-modes` and the part behind "+compile:" are written; "none" is the subject as it is.
-COMPILE_MODES = ("none", "default", "reduce-overhead", "max-autotune")
+COMPILE_MODES = ("none", "default", "freezing", "reduce-overhead", "max-autotune")
 
-# Should the time budget end a run early, what comes first is there.
+# In the order in which they are given time: what a run has no time for is the last of them.
 DEFAULT_LABELS = {
     "cpu": (
-        "sdpa", "timm", "onnxruntime", "onnxruntime-int8", "sdpa-bf16", "timm+fused", "transformers", "torchvision",
-        "openvino", "eager", "optimized", "optimized-bf16", "optimized-int8", "timm+compile", "sdpa+compile",
-        "eager+compile",
+        "timm", "timm+fused+frozen", "openvino", "onnxruntime", "timm+compile:freezing", "timm+compile", "timm+fused",
+        "transformers", "torchvision", "sdpa", "eager", "onnxruntime-int8",
     ),
     "cuda": (
         "eager", "sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "triton", "triton-frozen", "triton-graphs",
@@ -45,13 +45,15 @@ DEFAULT_LABELS = {
         "torchao-fp8+compile",
     ),
 }  # fmt: skip
+# On a CPU these have no products in bf16.
+FP32_ALONE = ("onnxruntime", "onnxruntime-nobinding", "onnxruntime-int8")
 
 _SDPA = ("sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient")
 # For what is not a whole model of our shapes.
 LABELS = {
     "given": (
-        "given", "given+fused", "given-bf16", "onnxruntime", "openvino", "optimized", "given+compile",
-        "given+fused+compile",
+        "given", "given+fused+frozen", "openvino", "onnxruntime", "given+compile:freezing", "given+compile",
+        "given+fused", "given+fused+compile",
     ),
     "onnx": ("onnxruntime", "onnxruntime-nobinding", "openvino"),
     "block": ("eager", "sdpa", "triton", "timm", "timm+fused"),
@@ -119,6 +121,7 @@ class Subject:
             than task.dtype; None means the rule of vit_fast.accuracy.
         trainable: Whether training steps make sense.
         precision: In what it computes where that is fewer bits than task.dtype, such as "int8".
+        seconds: About how long the first of it takes to build and check on two quiet cores, without compiling.
     """
 
     name: str
@@ -132,6 +135,7 @@ class Subject:
     tolerance: float | None = None
     precision: str | None = None
     trainable: bool = True
+    seconds: float = 1.0
 
     def make(self, task: Task) -> Callable[[Tensor], Tensor]:
         """What build gives, or its first block where that is the task."""
@@ -259,4 +263,6 @@ def compile_selection(selection: Selection, function: Callable[[Tensor], Tensor]
     """The function in the selection's compile mode; each shape is compiled for itself."""
     if selection.mode == "none":
         return function
+    if selection.mode == "freezing":
+        return compile_frozen(function, fullgraph=selection.subject.fullgraph)
     return torch.compile(function, mode=selection.mode, fullgraph=selection.subject.fullgraph, dynamic=False)

@@ -37,9 +37,9 @@ from .inputs import image_views
 from .models import OutputOf
 from .subjects import Task, get_subject, register
 
-# Shares of the largest output that bf16, and e4m3 and the lossy formats of vit_fast.optimize, may be off: other
-# number formats, of which the rule for fp32 says nothing; of the last the search has judged the answers.
-BF16_TOLERANCE, LOSSY_TOLERANCE = 0.15, 0.35
+# Share of the largest output that e4m3 and the lossy formats of vit_fast.optimize may be off: other number formats, of
+# which the rule for fp32 says nothing; of the last the search has judged the answers.
+LOSSY_TOLERANCE = 0.35
 
 
 def build(backend: str, task: Task) -> nn.Module:
@@ -119,49 +119,26 @@ def define(task: Task) -> nn.Module:
     return made
 
 
-def build_fused(build_model: Callable[[Task], nn.Module], whole: bool, task: Task) -> nn.Module:
+def build_fused(
+    build_model: Callable[[Task], nn.Module], whole: bool, task: Task, *, frozen: bool = False
+) -> nn.Module:
     """A model after vit_fast.fuse, by the kernels where they can run.
 
     Args:
         build_model: What builds it.
         whole: Whether every attention and MLP must be fused, or any; what could not be then stays as it was.
         task: What it is to compute.
+        frozen: True to call vit_fast.freeze, too.
     Raises:
-        UnsupportedInputError: something in it could not be fused, or nothing; all reasons.
+        UnsupportedInputError: something in it could not be fused, or nothing; all reasons; or nothing can be frozen.
     """
     model = build_model(task)
     report = fuse(model)
     if whole or not report.fused:
         report.require_all()
+    if frozen and not freeze(model):
+        raise UnsupportedInputError("freeze", ["no block of this model can be frozen here"])
     return model
-
-
-class _InBf16(nn.Module):
-    """A model that computes in bf16 between images and outputs of another dtype."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model.to(torch.bfloat16)
-
-    def forward(self, images: Tensor) -> Tensor:
-        outputs: Tensor = self.model(images.bfloat16())
-        return outputs.to(images.dtype)
-
-
-def build_in_bf16(build_model: Callable[[Task], nn.Module], task: Task) -> nn.Module:
-    """A model in bf16 for a task in fp32.
-
-    Raises:
-        UnsupportedInputError: the task is another, or this CPU computes bf16 only by way of fp32.
-    """
-    reasons = []
-    if task.dtype != torch.float32 or task.training:
-        reasons.append("it replaces fp32 in inference; accepted elsewhere is --dtypes bf16")
-    if task.device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        reasons.append("this CPU has no products in bf16")
-    if reasons:
-        raise UnsupportedInputError("bf16", reasons)
-    return _InBf16(build_model(task))
 
 
 def build_optimized(precision: Precision | None, task: Task) -> Optimized:
@@ -202,13 +179,13 @@ for library in PEERS:
     register(name, library.PEER, build_it, packages=packages, peer=True)
     fused, build_whole = f"{name}'s model after vit_fast.fuse", partial(build_fused, build_it, True)
     register(f"{name}+fused", fused, build_whole, packages=packages, fullgraph=True)
+    traits = {"packages": packages, "fullgraph": True, "trainable": False}
+    register(f"{name}+fused+frozen", f"{fused} and vit_fast.freeze", partial(build_whole, frozen=True), **traits)
 as_given = "the model as it was given"
+fused, build_some = f"{as_given} after vit_fast.fuse", partial(build_fused, build_given, False)
 register("given", as_given, build_given, peer=True)
-register("given+fused", f"{as_given} after vit_fast.fuse", partial(build_fused, build_given, False))
-bf16 = {"precision": "bf16", "tolerance": BF16_TOLERANCE, "trainable": False}
-for name, what, build_model in (("sdpa", "our model", partial(build, "sdpa")), ("given", as_given, build_given)):
-    in_bf16 = f"{what}, parameters and products in bf16"
-    register(f"{name}-bf16", in_bf16, partial(build_in_bf16, build_model), **bf16)
+register("given+fused", fused, build_some)
+register("given+fused+frozen", f"{fused} and vit_fast.freeze", partial(build_some, frozen=True), trainable=False)
 found = "what vit_fast.optimize found here"
 register("optimized", f"{found}, at full precision", partial(build_optimized, None), compilable=False, trainable=False)
 for precision in PRECISIONS:

@@ -18,10 +18,11 @@ from vit_fast.libraries import timm
 
 from . import subjects_models
 from .machine import short_name
-from .models import OutputOf
+from .models import Model, OutputOf
 from .subjects import Task, register
 
 BF16_OPSET, OPSET = 22, 20
+MOST_FILES = 4  # that are kept for further batch sizes
 # Share of the largest logit: int8 is another number format, and the rule for fp32 says nothing about it.
 INT8_TOLERANCE = 0.35
 
@@ -40,31 +41,49 @@ def build(open_file: Open, task: Task, *, int8: bool = False) -> Function:
         UnsupportedInputError: the runtime cannot run this dtype here.
         ProviderError: a provider was asked for and did not come up.
     """
-    from vit_fast.export import export_onnx
-
-    precision: Any = "int8" if int8 else short_name(task.dtype)
-    on_cpu = task.device.type == "cpu"
-    reasons = [f"no file in {precision} runs on a CPU"] if precision == "bf16" and on_cpu else []
+    by_openvino, on_cpu = open_file is _open_openvino, task.device.type == "cpu"
+    # OpenVINO converts to bf16 by itself
+    precision = "int8" if int8 else "fp32" if by_openvino else short_name(task.dtype)
+    reasons = ["it has no kernels in bf16 for a CPU"] if precision == "bf16" and on_cpu else []
+    if by_openvino and not (on_cpu and task.dtype in (torch.float32, torch.bfloat16)):
+        reasons.append("expected a CPU, and fp32 or bf16")
     if int8 and task.dtype != torch.float32:
         reasons.append(f"int8 replaces fp32, not {short_name(task.dtype)}")
-    if task.model.onnx is not None and precision != "fp32":
-        reasons.append(f"{task.model.name} is run as it is: accepted is fp32, not int8")
+    if task.model.onnx is not None and (int8 or task.dtype != torch.float32):
+        reasons.append(f"{task.model.name} is run as it is: expected fp32")
     if reasons:
-        raise UnsupportedInputError("onnxruntime", reasons)
+        raise UnsupportedInputError("openvino" if by_openvino else "onnxruntime", reasons)
     if task.model.onnx is not None:
         return open_file(task.model.onnx, task)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.onnx"
+    target = "generic" if by_openvino else "ort-cpu" if on_cpu else "ort-cuda"
+    return open_file(_exported(task, precision, target), task)
+
+
+# The files of this run, and the weights in each: one serves all batch sizes.
+_files: dict[tuple[Model, str, str], tuple[object, tempfile.TemporaryDirectory[str]]] = {}
+
+
+def _exported(task: Task, precision: Any, target: Any) -> Path:
+    """The task's model as a file."""
+    from vit_fast.export import export_onnx
+
+    key = task.model, precision, target
+    weights, folder = _files.pop(key, (None, None))
+    if folder is None or weights is not task.weights:
+        folder = tempfile.TemporaryDirectory()
         export_onnx(
             _exportable(task),
-            path,
+            Path(folder.name) / "model.onnx",
             opset=BF16_OPSET if precision == "bf16" else OPSET,
             precision=precision,
-            target="generic" if open_file is _open_openvino else "ort-cpu" if on_cpu else "ort-cuda",
-            calibration=[default_photograph()] if int8 else None,
+            target=target,
+            calibration=[default_photograph()] if precision == "int8" else None,
             verify=False,  # the benchmark's own gate does that, on its images
         )
-        return open_file(path, task)
+    while len(_files) >= MOST_FILES:
+        del _files[next(iter(_files))]
+    _files[key] = task.weights, folder
+    return Path(folder.name) / "model.onnx"
 
 
 def _open_onnxruntime(path: Path, task: Task, device: str | None = None, io_binding: bool = True) -> Function:
@@ -85,9 +104,8 @@ def _open_tensorrt(path: Path, task: Task) -> Function:
 def _open_openvino(path: Path, task: Task) -> Function:
     from vit_fast.export.openvino import OpenvinoRunner
 
-    if task.device.type != "cpu" or task.dtype != torch.float32:
-        raise UnsupportedInputError("openvino", ["accepted is a CPU, and fp32"])
-    return OpenvinoRunner(path)
+    runner = OpenvinoRunner(path, precision=short_name(task.dtype))
+    return lambda images: runner(images.float()).to(task.dtype)
 
 
 def build_by_torch(task: Task) -> Function:
@@ -154,13 +172,13 @@ def build_torchao(fp8: bool, task: Task) -> nn.Module:
 on_ort, file = ("onnx", "onnxscript", "onnxruntime"), {"compilable": False, "trainable": False}
 int8 = {"precision": "int8", "tolerance": INT8_TOLERANCE, "trainable": False}
 bound = "ONNX Runtime, exported by vit_fast.export, inputs and outputs bound"
-register("onnxruntime", bound, partial(build, _open_onnxruntime), packages=on_ort, **file)
+register("onnxruntime", bound, partial(build, _open_onnxruntime), packages=on_ort, peer=True, **file)
 unbound, open_unbound = "the same through session.run, as most people do", partial(_open_onnxruntime, io_binding=False)
-register("onnxruntime-nobinding", unbound, partial(build, open_unbound), packages=on_ort, **file)
+register("onnxruntime-nobinding", unbound, partial(build, open_unbound), packages=on_ort, peer=True, **file)
 by_tensorrt = "the same by ONNX Runtime's TensorRT provider"
-register("tensorrt", by_tensorrt, partial(build, _open_tensorrt), packages=on_ort, **file)
+register("tensorrt", by_tensorrt, partial(build, _open_tensorrt), packages=on_ort, peer=True, **file)
 on_openvino, packages = "OpenVINO on a CPU, exported by vit_fast.export", ("onnx", "onnxscript", "openvino")
-register("openvino", on_openvino, partial(build, _open_openvino), packages=packages, **file)
+register("openvino", on_openvino, partial(build, _open_openvino), packages=packages, peer=True, **file)
 calibrated = "ONNX Runtime, static int8 calibrated on a photograph"
 build_int8 = partial(build, _open_onnxruntime, int8=True)
 register("onnxruntime-int8", calibrated, build_int8, packages=on_ort, compilable=False, **int8)

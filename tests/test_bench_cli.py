@@ -14,7 +14,7 @@ from rich.console import Console
 
 from vit_fast.benchmarks import machine, plot, readme_table, records, report, runner
 from vit_fast.cli import main
-from vit_fast.commands.bench import fitting_columns, patient_interrupt, rich_tables
+from vit_fast.commands.bench import patient_interrupt, rich_tables, screen_columns
 
 pytestmark = pytest.mark.usefixtures("small_ceilings")
 
@@ -58,8 +58,9 @@ def test_a_run_prints_a_table_and_writes_record_table_and_plot(tmp_path: Path, p
     assert sorted(path.name for path in folder.iterdir()) == ["plot.png", "record.json", "report.html", "table.md"]
     assert [path.name for path in folder.parent.iterdir()] == ["run"]
     assert str(folder) in printed
-    for title in ("images/s", "[p20, p80]", "TFLOP/s", "x best peer", "peak MiB", "max error"):
+    for title in ("candidate", "precision", "images/s", "ms", "x best peer", "max error", "agrees"):
         assert title in printed
+    assert "[p20, p80]" not in printed and "[p20, p80]" in (folder / "table.md").read_text()
     assert record["plan"]["images"] == ["0.png", "1.png"]
     assert str(tmp_path) not in (folder / "record.json").read_text()
     with Image.open(folder / "plot.png") as picture:
@@ -360,9 +361,8 @@ def test_a_table_shows_whole_words_in_any_terminal(width: int, record: dict) -> 
     console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
     (table,) = rich_tables(shown, width)
     console.print(table)
-    text, kept = console.file.getvalue(), fitting_columns(shown, width)
+    text, kept = console.file.getvalue(), [column.title for column in screen_columns(shown, width)]
     assert "…" not in text and max(map(len, text.splitlines())) <= width
-    for column in report.filled_columns(shown):
-        assert (column.title in text) == (column.title in kept), column.title
-    assert "images/s" in text and "x best peer" in text
-    assert len(kept) < len(report.filled_columns(shown)) or width > 126
+    assert text.splitlines()[2].split() == " ".join(["candidate", *kept]).split()
+    assert kept[:2] == ["precision", "images/s"] and "x best peer" in kept
+    assert len(kept) <= report.MOST_ON_SCREEN

@@ -59,13 +59,11 @@ def assert_measured(rows: list[dict], *labels: str) -> None:
 
 @pytest.mark.slow
 def test_a_timm_id_is_measured_as_it_is_and_fused_and_exported() -> None:
-    rows = measure("timm:test_vit", "given", "given+fused", "onnxruntime", "given-bf16", img_size=[64])
-    assert_measured(rows, "given", "given+fused", "onnxruntime", "given-bf16")
-    given, _, _, in_bf16 = rows
-    assert given["model"] == "timm:test_vit" and given["img_size"] == [64, 64] and given["best_peer"] == "given"
-    assert given["TFLOP_per_s"] > 0 and given["FLOP"] == in_bf16["FLOP"]
-    assert (in_bf16["precision"], in_bf16["dtype"]) == ("bf16", "fp32") and 0 <= in_bf16["agreement"] <= 1
-    assert in_bf16["max_error"] > 10 * given["max_error"]
+    rows = measure("timm:test_vit", "given", "given+fused", "onnxruntime", img_size=[64])
+    assert_measured(rows, "given", "given+fused", "onnxruntime")
+    given = rows[0]
+    assert given["model"] == "timm:test_vit" and given["img_size"] == [64, 64] and given["TFLOP_per_s"] > 0
+    assert given["best_peer"] in ("given", "onnxruntime") and given["precision"] == "fp32"
 
 
 def test_a_model_counts_what_our_formula_counts() -> None:
@@ -236,9 +234,17 @@ def test_only_modules_are_trained() -> None:
     assert {"sdpa", "timm", "timm+fused"} <= labels and not any("onnx" in label for label in labels)
 
 
-def test_the_default_on_a_cpu_shows_what_is_to_be_gained() -> None:
-    labels = [selection.label for selection in choose(None, None, torch.device("cpu"))]
-    assert {"onnxruntime", "onnxruntime-int8", "sdpa-bf16", "timm", "timm+fused"} <= set(labels[:6])
+@pytest.mark.parametrize("supported", [True, False])
+def test_a_cpu_measures_peers_and_ours_in_every_dtype_that_they_have_there(supported, monkeypatch) -> None:
+    monkeypatch.setattr("vit_fast.benchmarks.plan.has_bf16", lambda: supported)
+    plan = make_plan(models=["vit_test"], device="cpu")
+    assert {group.dtype_name for group in plan.groups()} == ({"fp32", "bf16"} if supported else {"fp32"})
+    for group in plan.groups():
+        labels = {selection.label for selection in plan.selections_of(group)}
+        assert {"timm", "timm+fused+frozen", "openvino", "timm+compile", "timm+compile:freezing"} <= labels
+        assert ("onnxruntime" in labels) == (group.dtype_name == "fp32"), "it has no kernels in bf16"
+        assert not any("optimized" in label for label in labels), "nothing is cached on a first run"
+    assert {group.dtype_name for group in make_plan(models=["vit_test"], train=True, device="cpu").groups()} == {"fp32"}
 
 
 def test_the_command_of_a_record_measures_the_same(in_a_folder: Path) -> None:

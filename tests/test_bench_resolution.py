@@ -120,6 +120,9 @@ def test_the_resolution_is_the_far_end_of_what_identical_code_did() -> None:
     assert resolution.verdict(1.19, (1.1, 1.3), 0.2) == "cannot be ranked"
     assert resolution.verdict(1.05, (1.02, 1.08), 0.06) == "no difference"
     assert resolution.verdict(1.05, (0.99, 1.1), 0.01) == "no difference"
+    assert (
+        resolution.verdict(1.05, (0.99, 1.3), 0.01) == resolution.verdict(1.0, (0.7, 1.05), 0.01) == "cannot be ranked"
+    )
     assert resolution.verdict(1.05, (1.02, 1.08), 0.04) == "faster"
     assert resolution.verdict(0.95, (0.93, 0.97), 0.04) == "slower"
 

@@ -174,7 +174,7 @@ def test_labels_carry_compile_modes() -> None:
     ]
     for device in (cpu, torch.device("cuda")):
         labels = {selection.label for selection in choose(None, None, device)}
-        assert {"eager", "sdpa", "eager+compile", "sdpa+compile", "timm", "transformers"} <= labels
+        assert {"eager", "sdpa", "timm+compile", "timm", "transformers"} <= labels
     assert DEFAULT_BATCH_SIZES == {"cpu": (1, 8), "cuda": (1, 32, 256)}
 
 
@@ -205,10 +205,11 @@ def test_the_control_is_the_best_at_full_precision(add) -> None:
     def quick(task: Task) -> object:
         return lambda images: torch.zeros(len(images), 10)
 
-    add("quick", quick, precision="int8", tolerance=1e9)
-    record = runner.run(plan("quick", "sdpa"))
+    add("quick", quick, precision="int8", tolerance=1e9, peer=True)
+    record = runner.run(plan("quick", "timm"))
     assert {row["status"] for row in record["rows"]} == {"measured"}
-    assert [control["subject"] for control in record["controls"]] == ["sdpa"]
+    assert [control["subject"] for control in record["controls"]] == ["timm"]
+    assert [row["best_peer"] for row in record["rows"]] == ["timm", "timm"], "no peer in fewer bits is the yardstick"
     (control,) = runner.run(plan("quick"))["controls"]
     assert control["subject"] == "quick"
 

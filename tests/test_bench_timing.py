@@ -77,7 +77,9 @@ def test_what_is_timed_is_the_call() -> None:
 
 
 def test_a_listener_can_end_the_measurement_and_an_exception_goes_through() -> None:
-    timings = time_interleaved({"a": lambda _: None}, CPU, QUICK, on_round=lambda number, _: number < 2)
+    timings = time_interleaved(
+        {"a": lambda _: None}, CPU, QUICK, on_round=lambda number, taken: taken if number < 2 else ()
+    )
     assert timings["a"].repeats == 2
 
     def broken(_: int) -> None:

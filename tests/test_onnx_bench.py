@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 import pytest
 import torch
 
 import vit_fast
-from vit_fast.benchmarks import machine, runner
+from vit_fast.benchmarks import machine, runner, subjects_runtimes
 from vit_fast.benchmarks.cold import cold_start
 from vit_fast.benchmarks.correctness import expect, judge
-from vit_fast.benchmarks.inputs import random_weights
+from vit_fast.benchmarks.inputs import random_weights, weights_of
 from vit_fast.benchmarks.models import resolve
 from vit_fast.benchmarks.plan import make_plan
 from vit_fast.benchmarks.subjects import Task, get_subject
@@ -26,21 +29,55 @@ def make_task(dtype: torch.dtype = torch.float32) -> Task:
     return Task(described, weights, dtype, torch.device("cpu"), batch_size=3)
 
 
-@pytest.mark.fast_cases("onnxruntime")
-@pytest.mark.parametrize("name", ["onnxruntime", "onnxruntime-int8", "torch-onnx", "timm-onnx"])
-def test_subjects_pass_the_gate_and_a_wrong_one_does_not(name: str) -> None:
-    task, subject = make_task(), get_subject(name)
-    images = torch.randn(3, 3, 32, 32)
+FP32, BF16 = torch.float32, torch.bfloat16
+CASES = [(name, FP32) for name in ("onnxruntime", "onnxruntime-int8", "torch-onnx", "timm-onnx", "openvino")]
+
+
+@pytest.mark.fast_cases("onnxruntime-dtype0")
+@pytest.mark.parametrize(("name", "dtype"), [*CASES, ("openvino", BF16)])
+def test_subjects_pass_the_gate_and_a_wrong_one_does_not(name: str, dtype: torch.dtype) -> None:
+    task, subject = make_task(dtype), get_subject(name)
+    if missing := subject.missing_packages():
+        pytest.skip(f"not installed: {missing}")
+    if dtype == BF16 and not machine.has_bf16():
+        with pytest.raises(UnsupportedInputError, match="no products in bf16"):
+            subject.build(task)
+        return
+    images = torch.randn(3, 3, 32, 32, dtype=dtype)
     expected = expect(task, images)
     outputs = subject.build(task)(images)
     assert judge(subject, task, expected, outputs).passed
     assert not judge(subject, task, expected, outputs.roll(1, dims=0)).passed
 
 
-def test_what_onnx_runtime_cannot_run_is_refused() -> None:
-    for name, dtype in (("onnxruntime", torch.bfloat16), ("onnxruntime-int8", torch.float16)):
-        with pytest.raises(UnsupportedInputError, match="onnxruntime"):
+def test_what_a_runtime_cannot_run_is_refused_before_it_is_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subjects_runtimes, "_exported", None)
+    reasons = {
+        "onnxruntime": (BF16, "no kernels in bf16 for a CPU"),
+        "onnxruntime-int8": (torch.float16, "replaces fp32"),
+    }
+    for name, (dtype, reason) in (reasons | {"openvino": (torch.float16, "expected a CPU, and fp32 or bf16")}).items():
+        with pytest.raises(UnsupportedInputError, match=f"(?s){name.removesuffix('-int8')}.*{reason}"):
             get_subject(name).build(make_task(dtype))
+
+
+def test_a_model_is_exported_once_for_all_batches_and_again_with_other_weights(monkeypatch, tmp_path) -> None:
+    written: list[Path] = []
+    monkeypatch.setattr("vit_fast.export.export_onnx", lambda model, path, **_: written.append(path))
+    task = make_task()
+    same = [dataclasses.replace(task, batch_size=size) for size in (1, 8)]
+    paths = [subjects_runtimes._exported(each, "fp32", "ort-cpu") for each in same]
+    assert paths == written[:1] * 2 and paths[0].parent.is_dir()
+    other = dataclasses.replace(task, weights=dict(task.weights))
+    others = (
+        (other, "fp32", "ort-cpu"),
+        (other, "int8", "ort-cpu"),
+        (other, "fp32", "generic"),
+        (make_task(), "fp32", "ort-cpu"),
+    )
+    assert len({*paths, *(subjects_runtimes._exported(*each) for each in others)}) == 5 == len(written)
+    weights = [weights_of(task.model, FP32) for _ in range(2)]
+    assert weights[0] is weights[1] is not weights_of(task.model, BF16)
 
 
 @pytest.mark.slow

@@ -11,9 +11,10 @@ import torch
 from fused_models import SUBJECTS
 from kernel_support import DEVICE
 from torch import nn
+from torch._inductor import config as inductor
 
 import vit_fast
-from vit_fast.runtime import _require_images_first, pick_batches
+from vit_fast.runtime import _require_images_first, compile_frozen, pick_batches
 
 
 @pytest.fixture(autouse=True)
@@ -81,6 +82,19 @@ def test_inductor_computes_what_the_model_does() -> None:
     images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         torch.testing.assert_close(compiled(images), model(images))
+
+
+def test_freezing_makes_constants_of_the_weights_and_holds_during_a_call_alone() -> None:
+    model, x = torch.nn.Linear(8, 8).eval().requires_grad_(False), torch.randn(2, 8)
+    run = compile_frozen(model)
+    before = run(x)
+    torch.testing.assert_close(before, model(x))
+    model.weight.mul_(2)
+    assert torch.equal(run(x), before), "the graph still reads the weights"
+    assert not inductor.freezing and torch.is_grad_enabled()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        run()
+    assert not inductor.freezing
 
 
 def test_compile_names_its_modes() -> None:

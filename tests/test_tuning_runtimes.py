@@ -192,10 +192,14 @@ def test_openvino_is_tried_where_it_is_installed(files: Path, images, monkeypatc
         def read_model(self, path: Path) -> Path:
             return path
 
+        def get_property(self, device: str, name: str) -> list[str]:
+            return ["FP32", "BF16"]
+
         def compile_model(self, path: Path, device: str, options: dict[str, Any]) -> Any:
             asked.update(options, device=device)
             runner = OnnxRunner(path, "cpu")
-            return lambda array: [np.asarray(runner(array))]
+            infer = lambda given, share_inputs: [np.asarray(runner(given[0]))]  # noqa: E731  # as openvino has it
+            return types.SimpleNamespace(create_infer_request=lambda: types.SimpleNamespace(infer=infer))
 
     if not choices.installed("openvino"):
         fake = types.ModuleType("openvino")
@@ -210,8 +214,12 @@ def test_openvino_is_tried_where_it_is_installed(files: Path, images, monkeypatc
     choice = Choice("openvino", threads=1, split=3)
     trials.prepare(choice, 60)
     torch.testing.assert_close(trials.prepared[choice][0](images), file(images), atol=1e-5, rtol=1e-5)
+    fewer = Choice("openvino", precision="bf16")
+    assert fewer in candidates_of_file(cpu, ["bf16"]) and fewer in choices.candidates(cpu, ["bf16"])
     if asked:
         assert asked == {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": 1, "device": "CPU"}
+        trials.prepare(fewer, 60)
+        assert asked["INFERENCE_PRECISION_HINT"] == "bf16"
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -48,6 +48,27 @@ def compile(
     if mode in ("reduce-overhead", "max-autotune"):
         compiled.register_forward_pre_hook(_look_after_frozen)
     return compiled
+
+
+def compile_frozen(function: Callable[..., Any], *, fullgraph: bool = True) -> Callable[..., Any]:
+    """Compiles a model for inference with its weights as constants, which torch lays out for its products.
+
+    This is torch._inductor.config.freezing, set during a call and restored after it: torch reads it while it traces,
+    too, so that the option of torch.compile alone freezes nothing. Later changes of the weights are not followed.
+    """
+    from torch._inductor import config
+
+    compiled = torch.compile(function, fullgraph=fullgraph, dynamic=False)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before, config.freezing = config.freezing, True
+        try:
+            with torch.no_grad():
+                return compiled(*args, **kwargs)
+        finally:
+            config.freezing = before
+
+    return run
 
 
 _at_fixed_addresses: weakref.WeakSet[Frozen] = weakref.WeakSet()

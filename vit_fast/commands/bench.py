@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from ..benchmarks.report import Column
+
 
 def register(app: typer.Typer) -> None:
     app.command(name="bench")(bench)
@@ -90,7 +92,7 @@ def bench(
     from ..benchmarks.machine import describe
     from ..benchmarks.plan import make_plan
     from ..benchmarks.records import Journal, check_folder, default_folder, to_json
-    from ..benchmarks.report import FULL_WIDTH
+    from ..benchmarks.report import FULL_WIDTH, closing
     from ..benchmarks.runner import run
 
     console = Console(stderr=as_json)
@@ -136,7 +138,8 @@ def bench(
         _print_record(console, record)
         journal.finish(_files(journal.folder.name, record), keep=record["interrupted"])
     names = "record.json, table.md, plot.png, report.html"
-    console.print(f"written: {journal.folder}/ ({names})", soft_wrap=True, highlight=False)
+    console.print(f"written, with all columns: {journal.folder}/ ({names})", soft_wrap=True, highlight=False)
+    console.print(closing(record), soft_wrap=True, highlight=False, markup=False)
     if as_json:
         typer.echo(to_json(record), nl=False)
     if record["interrupted"]:
@@ -191,7 +194,7 @@ def _print_record(console: Console, record: dict[str, Any]) -> None:
     from rich.table import Table
 
     from ..benchmarks.explain import tables
-    from ..benchmarks.report import ceilings_line, filled_columns, heading, not_measured, remarks
+    from ..benchmarks.report import ceilings_line, heading, not_measured, remarks
 
     for line in (heading(record), ceilings_line(record), *remarks(record)):
         console.print(line, highlight=False, markup=False, soft_wrap=not console.is_terminal)
@@ -202,48 +205,48 @@ def _print_record(console: Console, record: dict[str, Any]) -> None:
         for row in cells:
             explained.add_row(*map(escape, row))
         console.print(explained)
-    kept = fitting_columns(record, console.width)
-    if left_out := [column.title for column in filled_columns(record) if column.title not in kept]:
-        console.print(f"{', '.join(left_out)}: in table.md, or in a wider terminal", markup=False, highlight=False)
     for line in not_measured(record):
         console.print(line, highlight=False, markup=False, soft_wrap=not console.is_terminal)
 
 
-def fitting_columns(record: dict[str, Any], width: int) -> list[str]:
-    """Titles of the columns that a terminal of so many characters shows whole, beside the subject."""
-    from ..benchmarks.report import cells, filled_columns
+def screen_columns(record: dict[str, Any], width: int) -> list[Column]:
+    """The columns that a terminal of so many characters shows whole, beside the candidate: a few of the record's."""
+    from ..benchmarks.report import MOST_ON_SCREEN, PRECISION, filled_columns, label
+    from ..benchmarks.rows import measured
 
-    columns, texts, kept = filled_columns(record), cells(record), set()
-    left = width - max(map(len, texts["subject"]), default=0) - 2
-    for column in sorted(columns, key=lambda column: column.rank):
-        left -= max(map(len, (column.title, *texts[column.title]))) + 3
+    rows, columns = measured(record["rows"]), [PRECISION, *filled_columns(record)]
+    kept: list[Column] = []
+    left = width - max((len(label(row, precision=False)) for row in rows), default=0) - 2
+    ranked = sorted((column.rank, place) for place, column in enumerate(columns) if column.rank is not None)
+    for _, place in ranked[:MOST_ON_SCREEN]:
+        left -= max(map(len, (columns[place].title, *map(columns[place].cell, rows)))) + 3
         if left < 0:
             break
-        kept.add(column.title)
-    return [column.title for column in columns if column.title in kept]
+        kept.append(columns[place])
+    return sorted(kept, key=columns.index)
 
 
 def rich_tables(record: dict[str, Any], width: int) -> list[Table]:
-    """One table of the measured rows for each model, dtype and batch size; a narrow one leaves columns out."""
+    """One table of the measured rows for each model and batch size; a narrow one leaves columns out."""
     from rich import box
     from rich.markup import escape
     from rich.table import Table
 
-    from ..benchmarks.report import contests, filled_columns, label
-    from ..benchmarks.rows import is_lower, measured
+    from ..benchmarks.report import contests, label
+    from ..benchmarks.rows import measured
 
-    fitting = fitting_columns(record, width)
-    columns = [column for column in filled_columns(record) if column.title in fitting]
+    columns = screen_columns(record, width)
     tables = []
-    for title, rows in contests(record).items():
+    for title, rows in contests(record, by_dtype=False).items():
         table = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-        table.add_column("subject", no_wrap=True)
+        table.add_column("candidate", no_wrap=True)
         for column in columns:
             table.add_column(escape(column.title), justify="right", no_wrap=True)
-        for _, alike in itertools.groupby(measured(rows), is_lower):
+        for _, alike in itertools.groupby(measured(rows), lambda row: row["precision"]):
             table.add_section()
             for row in alike:
-                table.add_row(escape(label(row)), *(escape(column.cell(row)) for column in columns))
+                cells = (escape(column.cell(row)) for column in columns)
+                table.add_row(escape(label(row, precision=False)), *cells)
         if table.row_count:
             tables.append(table)
     return tables

@@ -81,11 +81,16 @@ def control(first_ms: Sequence[float], again_ms: Sequence[float], *, share: floa
 
 
 def verdict(found: float, interval: Sequence[float], resolution: float) -> str:
-    """What a ratio says at a resolution: faster, slower, no difference, or that nothing can be said."""
+    """What a ratio says at a resolution: faster, slower, no difference, or that nothing can be said.
+
+    Of too few samples the interval is wider than what can be ranked: two candidates are then not called equal.
+    """
     if resolution > UNRANKABLE:
         return UNKNOWN
     low, high = interval
-    if low <= 1 <= high or max(found, 1 / found) - 1 <= resolution:
+    if low <= 1 <= high:
+        return UNKNOWN if max(high, 1 / low) > 1 + UNRANKABLE else SAME
+    if max(found, 1 / found) - 1 <= resolution:
         return SAME
     return FASTER if found > 1 else SLOWER
 
@@ -93,8 +98,13 @@ def verdict(found: float, interval: Sequence[float], resolution: float) -> str:
 def compare_rows(
     base: Mapping[str, Any], other: Mapping[str, Any], resolution: float, *, paired: bool
 ) -> dict[str, Any]:
-    """How many times as fast the other measured row is: ratio, its interval, verdict."""
-    scale, samples = other["batch"] / base["batch"], (base["samples_ms"], other["samples_ms"])
+    """How many times as fast the other measured row is: ratio, its interval, verdict.
+
+    paired: The samples are of the same rounds, as far as both have some: noise may have left one fewer.
+    """
+    scale = other["batch"] / base["batch"]
+    count = min(len(base["samples_ms"]), len(other["samples_ms"])) if paired else None
+    samples = base["samples_ms"][:count], other["samples_ms"][:count]
     interval = [scale * end for end in ratio_interval(*samples, paired=paired)]
     found = scale * ratio(*samples, paired=paired)
     return {"ratio": found, "interval": interval, "verdict": verdict(found, interval, resolution)}

@@ -19,7 +19,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +76,10 @@ class Protocol:
         count, seconds = len(samples_ms), sum(samples_ms) / 1e3
         in_time = min(count / self.least_repeats, seconds / self.seconds if self.seconds else 1.0)
         return min(max(count / self.repeats, in_time), 1.0)
+
+    def is_satisfied(self, samples: Mapping[str, Sequence[float]]) -> bool:
+        """True if every measurement is long enough."""
+        return all(self.share_of(taken) == 1 for taken in samples.values())
 
 
 @dataclass(frozen=True)
@@ -145,7 +149,7 @@ def time_interleaved(
     device: torch.device | str,
     protocol: Protocol | None = None,
     *,
-    on_round: Callable[[int, Mapping[str, Samples]], bool] | None = None,
+    on_round: Callable[[int, Mapping[str, Samples]], Collection[str]] | None = None,
 ) -> dict[str, Timing]:
     """Times several calls in turns until each satisfies the protocol.
 
@@ -153,8 +157,8 @@ def time_interleaved(
         calls: By name; each is called with the round's number, by which it chooses its rotated inputs.
         device: Where they compute.
         protocol: None means Protocol().
-        on_round: Called after every round with its number and the samples so far; returning False ends the
-            measurement early.
+        on_round: Called after every round with its number and the samples so far; returns the names to go on with,
+            none to end the measurement. None goes on until the protocol is satisfied.
     Returns:
         A Timing for each call that was timed at all.
     Raises:
@@ -168,13 +172,16 @@ def time_interleaved(
         samples = {name: Samples(call, device, protocol) for name, call in calls.items()}
         names = list(calls)
         number = 0
-        while names and not all(protocol.share_of(taken) == 1 for taken in samples.values()):
+        while names:
             # A new order each round, the same in each run: what a call leaves behind (idle threads that spin, a warm
             # cache) meets every other call, not always the same one.
             for name in random.Random(number).sample(names, len(names)):
                 samples[name].take(number)
             number += 1
-            if on_round is not None and not on_round(number, samples):
+            if on_round is not None:
+                going_on = on_round(number, samples)
+                names = [name for name in names if name in going_on]
+            elif protocol.is_satisfied(samples):
                 break
     return {name: taken.timing() for name, taken in samples.items() if taken}
 

@@ -29,7 +29,7 @@ FORMAT = 1
 # What every answer has.
 KEY = ("machine", "model", "example", "asked")
 FIGURES = ("gain", "over_compile", "resolution", "ms", "images_per_s", "agreement", "parts")
-PACKAGES = ("torch", "triton", "onnxruntime", "onnxruntime-gpu", "timm", "transformers")
+PACKAGES = ("torch", "triton", "onnxruntime", "onnxruntime-gpu", "openvino", "timm", "transformers")
 
 
 @dataclass(frozen=True)

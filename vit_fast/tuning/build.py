@@ -19,7 +19,7 @@ from ..fused import FusedModule
 from ..fusion import fuse
 from ..libraries.known import recognise
 from ..ops.backends import fp8_reasons
-from ..runtime import CompileMode, GraphRunner, compile
+from ..runtime import CompileMode, GraphRunner, compile, compile_frozen
 from .calls import Function, of_images, only_images, tensors_in
 from .choices import DTYPES, Choice
 from .drop_in import Optimized, hook_reasons, in_pieces, with_inputs, with_threads
@@ -144,7 +144,7 @@ def _module(
     work = changed_copy(choice, model, example, photographs, min_agreement)
     function: Function = work
     if choice.engine != "torch" and choice.frozen:
-        function = torch.compile(work, dynamic=False, options={"freezing": True})
+        function = compile_frozen(work, fullgraph=False)
     elif choice.engine != "torch":  # of other libraries' models a graph may break; each shape is compiled for itself
         function = compile(work, _mode(choice), fullgraph=False)
         if choice.engine == "max-autotune":

@@ -144,7 +144,8 @@ def candidates(device: torch.device, allowed: Collection[Precision]) -> list[Cho
         for attention, mlp in parts:
             fused = Choice(attention=attention, mlp=mlp, precision=precision)
             graphed = dataclasses.replace(fused, graphs=True, frozen=attention == mlp == "triton")
-            found += [fused, graphed] if on_cuda else [fused]
+            frozen = dataclasses.replace(fused, frozen=True)
+            found += [fused, graphed] if on_cuda else [frozen, fused]
         compiled = Choice("compile", precision=precision)
         # on a CPU what is frozen is laid out for its matmuls; on CUDA our kernels go into what is compiled
         other: dict[str, Any] = {"attention": backends[0], "mlp": backends[0]} if on_cuda else {"frozen": True}
@@ -155,8 +156,8 @@ def candidates(device: torch.device, allowed: Collection[Precision]) -> list[Cho
         found += [eight_bit, *([dataclasses.replace(eight_bit, graphs=True)] if on_cuda else [])]
     smaller: Precision = "fp16" if on_cuda else "int8"
     for choice in _runtimes(device):
-        lossy = smaller in allowed and choice.engine != "openvino"
-        found += [choice, *([dataclasses.replace(choice, precision=smaller)] if lossy else [])]
+        fewer = "bf16" if choice.engine == "openvino" else smaller
+        found += [choice, *([dataclasses.replace(choice, precision=fewer)] if fewer in allowed else [])]
     # whoever allows loss expects most of it: what takes long and loses nothing waits
     return sorted(found, key=lambda c: (c.seconds > 1 and c.precision is None, c.seconds, c.precision is None))
 
@@ -164,7 +165,10 @@ def candidates(device: torch.device, allowed: Collection[Precision]) -> list[Cho
 def candidates_of_file(device: torch.device, allowed: Collection[Precision]) -> list[Choice]:
     """What to try first of a model that is a file, likewise; it runs in ONNX Runtime as it was given."""
     found = [choice for choice in _runtimes(device) if choice != AS_FILE]
-    return found + [Choice("onnxruntime", precision="int8")] * ("int8" in allowed and device.type == "cpu")
+    if device.type == "cpu":
+        found += [Choice("onnxruntime", precision="int8")] * ("int8" in allowed)
+        found += [Choice("openvino", precision="bf16")] * (Choice("openvino") in found and "bf16" in allowed)
+    return found
 
 
 def _runtimes(device: torch.device) -> list[Choice]:

@@ -126,7 +126,7 @@ def write_onnx(choice: Choice, model: nn.Module, path: Path, images: Tensor, pho
         model,
         path,
         opset=OPSET,
-        precision=choice.precision or "fp32",
+        precision="fp32" if choice.engine == "openvino" else choice.precision or "fp32",  # it converts by itself
         target=targets.get(choice.engine, on_ort),
         calibration=calibration,
         verify=False,  # it is held against the model as all candidates are
@@ -134,7 +134,7 @@ def write_onnx(choice: Choice, model: nn.Module, path: Path, images: Tensor, pho
 
 
 def _write_again(choice: Choice, model: OnnxFile, path: Path, calibration: Sequence[Path] | None) -> None:
-    if choice.precision is None:
+    if choice.precision is None or choice.engine == "openvino":
         _copy_file(model.path, path)
         return
     from vit_fast.export.quantise_file import quantise_file
@@ -151,7 +151,8 @@ def _opened(choice: Choice, path: Path, images: Tensor, image_hw: Size | None) -
 
         if not on_cpu:
             raise UnsupportedInputError(choice.name, [f"images are on {images.device}: accepted is the CPU"])
-        return in_pieces(OpenvinoRunner(path, threads=threads), choice.split or len(images))
+        precision = "bf16" if choice.precision == "bf16" or images.dtype == torch.bfloat16 else "fp32"
+        return in_pieces(OpenvinoRunner(path, threads=threads, precision=precision), choice.split or len(images))
     from vit_fast.export import OnnxRunner
 
     where = f"tensorrt:{images.device.index or 0}" if choice.engine == "tensorrt" else str(images.device)

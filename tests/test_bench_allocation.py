@@ -1,0 +1,169 @@
+"""The time of a run: what is planned, when each timing ends, and what noise does to both, by simulated clocks."""
+
+from __future__ import annotations
+
+import math
+import types
+
+import numpy as np
+import pytest
+import torch
+from bench_support import Notes
+
+from vit_fast.benchmarks import runner
+from vit_fast.benchmarks.allocation import ALWAYS, COMPILING_S, PLANNED_SHARE, Allocation
+from vit_fast.benchmarks.plan import DEFAULT_TIME_BUDGET_S, Plan, make_plan
+from vit_fast.benchmarks.preparation import Prepared
+from vit_fast.benchmarks.rows import Group, make_row
+from vit_fast.benchmarks.subjects import Selection, parse_label
+from vit_fast.benchmarks.watch import AGAIN, Watch
+from vit_fast.measuring.timing import Protocol, time_interleaved
+
+CPU = torch.device("cpu")
+TWO_CORES = {"copy_GB_per_s": 30.0, "copy_bytes": 1, "matmul_size": 1}
+TWO_CORES |= {"matmul_TFLOP_per_s": {"fp32": 0.2, "bf16": 0.45}}
+
+
+@pytest.fixture
+def default(monkeypatch: pytest.MonkeyPatch) -> Plan:
+    """What `vit-fast bench` does without arguments, on two cores with bf16, with every peer installed."""
+    monkeypatch.setattr("vit_fast.benchmarks.plan.has_bf16", lambda: True)
+    monkeypatch.setattr("vit_fast.benchmarks.subjects.Subject.missing_packages", lambda subject: [])
+    return make_plan(device="cpu")
+
+
+def allocated(plan: Plan, budget_s: float, speed: float = 1.0, **fields: object) -> Allocation:
+    reached = {name: speed * value for name, value in TWO_CORES["matmul_TFLOP_per_s"].items()}
+    groups = {group: plan.selections_of(group) for group in plan.groups()}
+    return Allocation(groups, budget_s, TWO_CORES | {"matmul_TFLOP_per_s": reached}, **fields)
+
+
+def labels(allocation: Allocation) -> list[list[str]]:
+    return [[selection.label for selection in found] for found in allocation.planned.values()]
+
+
+def test_what_does_not_fit_is_left_out_of_every_group_the_last_first(default: Plan) -> None:
+    everything, some, few = (allocated(default, seconds) for seconds in (math.inf, DEFAULT_TIME_BUDGET_S["cpu"], 1.0))
+    assert not everything.left_out and len(labels(everything)) == 4
+    assert some.left_out and not {"timm", "timm+fused+frozen", "openvino", "onnxruntime"} & set(some.left_out)
+    for chosen, every in zip(labels(some), labels(everything), strict=True):
+        assert chosen == [label for label in every if label not in some.left_out]
+    assert [len(found) for found in labels(few)] == [ALWAYS] * 4
+    slow = allocated(default, DEFAULT_TIME_BUDGET_S["cpu"], speed=0.2)
+    assert set(some.left_out) < set(slow.left_out)
+    resumed = allocated(default, 1.0, left_out=some.left_out)
+    assert labels(resumed) == labels(some) and resumed.left_out == some.left_out
+
+
+def test_the_time_that_is_left_is_divided_by_what_there_is_to_time(default: Plan) -> None:
+    allocation = allocated(default, 150.0)
+    groups = list(allocation.planned)
+    after = [sum(map(allocation.prepared_s, groups[place + 1 :])) for place in range(4)]
+    ends = [allocation.end_of_timing_s(group, 40.0, 1.0) for group in groups]
+    assert 40 < ends[0] < 150 - after[0] and ends[3] == pytest.approx(150)
+    assert allocation.end_of_timing_s(groups[0], 40.0, 2.0) < ends[0], "what comes after takes twice as long"
+    assert allocation.end_of_timing_s(groups[0], 200.0, 1.0) == 200, "too late: the floor of a measurement is all"
+
+
+class Machine:
+    """A clock that simulated calls and preparations advance."""
+
+    def __init__(self, slowness: float = 1.0, noise: float = 0.0) -> None:
+        self.now_s, self.slowness, self.noise = 0.0, slowness, noise
+        self.random = np.random.default_rng(0)
+
+    def spend(self, seconds: float) -> None:
+        self.now_s += seconds * self.slowness * float(np.exp(self.random.normal(0, self.noise)))
+
+    def prepared(self, selection: Selection, group: Group, seconds: float) -> Prepared:
+        row = make_row(group, selection, "measured") | {"max_error": 1e-6, "allowed_error": 1e-5, "agreement": 1.0}
+        return Prepared(selection, lambda _: self.spend(seconds), row, seconds)
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As the machine of a run: clocks, ceilings, preparations that take what they are assumed to."""
+        monkeypatch.setattr(runner.time, "perf_counter", lambda: self.now_s)
+        monkeypatch.setattr("vit_fast.measuring.timing.time.perf_counter_ns", lambda: int(self.now_s * 1e9))
+
+        def ceilings(*_: object) -> dict:
+            self.spend(1.5)
+            return TWO_CORES
+
+        def prepare(selection: Selection, group: Group, *_: object, **__: object) -> tuple[Prepared, dict]:
+            self.spend(selection.subject.seconds + COMPILING_S[selection.mode])
+            seconds = (0.02 if group.dtype_name == "fp32" else 0.014) * group.batch_size
+            ready = self.prepared(selection, group, seconds * (0.8 if "frozen" in selection.label else 1.0))
+            return ready, ready.row
+
+        monkeypatch.setattr(runner, "measure_ceilings", ceilings)
+        monkeypatch.setattr(runner, "pose", lambda *_: self.spend(1.0))
+        monkeypatch.setattr(runner, "prepare", prepare)
+
+
+@pytest.mark.parametrize(("slowness", "noise"), [(0.7, 0.01), (1.0, 0.03), (1.4, 0.05)])
+def test_the_default_run_measures_and_ranks_all_that_it_planned_in_time(slowness, noise, default, monkeypatch) -> None:
+    Machine(slowness, noise).install(monkeypatch)
+    record = runner.run(default, notes := Notes())
+    assert record["seconds"] <= DEFAULT_TIME_BUDGET_S["cpu"] + 15, "and starting and writing take the rest of 180"
+    assert {row["status"] for row in record["rows"]} == {"measured"}
+    assert len({(row["dtype"], row["batch"]) for row in record["rows"]}) == 4
+    told = [row["verdict"] for row in record["rows"] if noise < 0.05 or row["subject"] == "timm+fused+frozen"]
+    assert set(told) <= {None, "faster", "slower", "no difference"} and "faster" in told
+    assert notes.steps == pytest.approx(notes.total)
+    if slowness == 1.0:
+        assert record["seconds"] > PLANNED_SHARE * DEFAULT_TIME_BUDGET_S["cpu"] * 0.6, "the time is used"
+
+
+def follow(machine: Machine, end_s: float, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, int], list[str]]:
+    """How often each of four candidates is called until a timing ends, and what is said about it."""
+    monkeypatch.setattr("vit_fast.measuring.timing.time.perf_counter_ns", lambda: int(machine.now_s * 1e9))
+    (group,) = make_plan(models=["vit_test"], batch_sizes=[8], dtypes=["fp32"], device="cpu").groups()
+    names = {"timm": 0.1, "timm+fused+frozen": 0.09, "eager": 0.12, "openvino": 0.11}
+    prepared = {name: machine.prepared(parse_label(name), group, seconds) for name, seconds in names.items()}
+    protocol, notes = Protocol(repeats=80, seconds=4.0, least_repeats=5, warmup_repeats=1, warmup_seconds=0.0), Notes()
+    best = "timm+fused+frozen"
+    watch = Watch(protocol, notes, lambda: machine.now_s, end_s, prepared, best)
+    calls = {name: ready.call for name, ready in prepared.items()} | {AGAIN: prepared[best].call}
+    timings = time_interleaved(calls, CPU, protocol, on_round=watch)
+    return {name: timing.repeats for name, timing in timings.items()}, notes.said
+
+
+def test_a_quiet_machine_times_all_candidates_as_long_as_the_protocol_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(noise=0.01)
+    repeats, said = follow(machine, 120.0, monkeypatch)
+    assert len(set(repeats.values())) == 1 and min(repeats.values()) * 0.09 >= 4.0 and not said
+    assert machine.now_s < 60, "no longer than that"
+
+
+def test_noise_leaves_the_best_of_ours_and_of_the_peers_until_they_can_be_ranked(monkeypatch) -> None:
+    machine = Machine(noise=0.35)
+    repeats, said = follow(machine, 300.0, monkeypatch)
+    assert repeats["timm"] == repeats["timm+fused+frozen"] == repeats[AGAIN] > 1.3 * repeats["eager"]
+    assert repeats["eager"] == repeats["openvino"]
+    assert said == ["noisy: going on with timm, timm+fused+frozen"]
+    assert machine.now_s < 300
+
+
+def test_noise_without_end_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(noise=1.5)
+    repeats, said = follow(machine, 40.0, monkeypatch)
+    assert 40 <= machine.now_s < 60 and said and repeats["timm"] > repeats["eager"] > 5
+
+
+def test_named_candidates_are_all_planned_and_without_a_limit() -> None:
+    named = make_plan(models=["vit_test"], subjects=["eager", "timm+compile"], device="cpu")
+    assert named.time_budget_s == math.inf and not named.is_default
+    limited = make_plan(models=["vit_test"], subjects=["eager"], time_budget_s=5, device="cpu")
+    assert limited.time_budget_s == 5 and not limited.is_default
+    assert make_plan(models=["vit_test"], device="cpu").time_budget_s == DEFAULT_TIME_BUDGET_S["cpu"]
+
+
+def test_a_resumed_run_leaves_out_what_the_first_did(default: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine().install(monkeypatch)
+    entries: list[tuple[str, object]] = []
+    journal = types.SimpleNamespace(
+        entries=entries, header={"machine": {}}, add=lambda kind, value: entries.append((kind, value))
+    )
+    first = runner.run(default, None, journal)
+    monkeypatch.setattr(runner, "measure_ceilings", lambda *_: TWO_CORES | {"matmul_TFLOP_per_s": {"fp32": 100.0}})
+    again = runner.run(default, None, journal)
+    assert again["left_out"] == first["left_out"] and len(again["rows"]) == len(first["rows"])
