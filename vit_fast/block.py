@@ -28,6 +28,7 @@ from .ops.descriptions import BlockTensors, Keys, Rope, neighbours
 from .ops.frozen import Frozen
 from .ops.layer_norm_mlp import fused_layer_norm_mlp, layer_norm_mlp
 from .ops.linear import layer_norm_linear, linear_residual
+from .ops.packed import Packed, Settings, pack_reasons, run_packed
 from .ops.rotary import qk_norm_rope
 from .ops.transforms import in_transform, needs_gradient
 from .parts import (
@@ -37,6 +38,7 @@ from .parts import (
     Slot,
     block_tensors,
     frozen_sources,
+    linear_sources,
     scale_of,
     tensor_of,
     tensors_of,
@@ -191,7 +193,7 @@ def _tensors_for(parts: BlockParts, x: Tensor, rope: Rope | None) -> tuple[Block
     """
     attention: Any = parts.attention
     mlp: Any = parts.mlp
-    frozen = parts.frozen if parts.fp8 is None else None  # of a block in FP8 that is another thing
+    frozen = parts.frozen if type(parts.frozen) is Frozen else None  # of a block in FP8 it is another thing
     apart = rope is None and attention.qk_norm is not None and attention.paired_head  # pairs as the norms have them
     if frozen is not None and frozen.dtype == matmul_dtype(x) and not apart:
         proj, fc2 = (*tensors_of(attention.proj), scale_of(attention)), (*tensors_of(mlp.fc2), scale_of(mlp))
@@ -212,13 +214,77 @@ def freeze_parts(parts: BlockParts) -> None:
     dtype = matmul_dtype(tensor_of(*mlp.fc1.weights[0]))
     if parts.fp8 is not None:
         parts.fp8.kept_of(parts).refresh()
-    elif parts.frozen is None or parts.frozen.dtype != dtype:
+    elif type(parts.frozen) is not Frozen or parts.frozen.dtype != dtype:
         folding = sources, norm, pairs, inner_norm, _ = _folding_of(attention, mlp)
         tensors = partial(block_tensors, attention, mlp)
         parts.frozen = Frozen(sources, tensors, dtype, norm, pairs, inner_norm)
         parts.frozen.folding = folding
     else:
         parts.frozen.refresh()
+
+
+def pack_parts(parts: BlockParts) -> None:
+    """Packs the linear layers of a block that `is_packable`."""
+    dtype = tensor_of(*parts.mlp.fc1.weights[0]).dtype  # type: ignore[union-attr]  # it has both halves
+    if type(parts.frozen) is Packed and parts.frozen.dtype is dtype:
+        parts.frozen.refresh()
+        return
+    sources, settings = folding = _packing_of(parts.attention, parts.mlp)
+    qk_norm: Any = parts.attention.qk_norm  # type: ignore[union-attr]  # likewise
+    tensors = partial(block_tensors, parts.attention, parts.mlp)  # type: ignore[arg-type]  # likewise
+    parts.frozen = Packed(sources, tensors, dtype, settings, qk_norm and qk_norm.now)
+    parts.frozen.folding = folding
+
+
+def is_packable(parts: BlockParts, backend: str) -> bool:
+    """Whether all of a block is known, and torch's kernels run it on a CPU that can pack its linear layers."""
+    if backend != "sdpa" or parts.attention is None or parts.mlp is None or parts.fp8 is not None:
+        return False
+    tensors = [tensor_of(*slot) for slot in _packing_of(parts.attention, parts.mlp)[0]]
+    dtype = tensor_of(*parts.mlp.fc1.weights[0]).dtype
+    if parts.attention.norm.kind != parts.mlp.norm.kind:
+        return False
+    alike = all(tensor is None or (tensor.device.type == "cpu" and tensor.dtype is dtype) for tensor in tensors)
+    return alike and not pack_reasons(dtype)
+
+
+def run_packed_block(parts: BlockParts, x: Tensor, rope: Rope | None = None, keys: Keys | None = None) -> Tensor | None:
+    """A block with its packed linear layers, where it has them and they serve this call; None where not."""
+    return run_packed([parts.frozen], x, rope, keys) if _takes(parts, x) else None
+
+
+def _takes(parts: BlockParts, x: Tensor) -> bool:
+    packed: Any = parts.frozen
+    if type(packed) is not Packed or not packed.takes(x):
+        return False
+    return not (torch.is_grad_enabled() and needs_gradient(x, *parts.watch.owner.parameters()))
+
+
+def _run_packed_blocks(blocks: nn.Sequential, x: Tensor, rope: Rope | None) -> Tensor | None:
+    """All blocks with their packed linear layers, where every one has them and they serve this call."""
+    packed: list[Any] = []
+    for block in blocks:
+        held: BlockParts | None = block.__dict__.get("vit_fast_parts")
+        if held is None or type(held.frozen) is not Packed or block._forward_hooks or is_touched(block):
+            return None
+        parts: BlockParts | None = block.packed()  # type: ignore[operator]  # a Freezable
+        if parts is None or not (_takes(parts, x) if torch.is_grad_enabled() or not packed else parts.frozen):
+            return None
+        packed.append(parts.frozen)
+    return run_packed(packed, x, rope, None) if packed else None
+
+
+def _packing_of(attention: Any, mlp: Any) -> tuple[list[Slot], Settings]:
+    """Everything that packed weights depend on."""
+    qk_norms = () if attention.qk_norm is None else (attention.qk_norm.q, attention.qk_norm.k)
+    norms = [norm for norm in (attention.norm, *qk_norms, mlp.norm, mlp.inner_norm) if norm is not None]
+    scales = [parts.layer_scale for parts in (attention, mlp) if parts.layer_scale is not None]
+    sources = [*(slot for norm in norms for slot in norm.slots), *linear_sources(attention, mlp), *scales]
+    inner_kind, inner_eps = _inner_norm(mlp)
+    return sources, Settings(
+        attention.num_heads, attention.scale, attention.norm.kind, None if inner_kind == "none" else inner_kind,
+        (attention.norm.eps, mlp.norm.eps, inner_eps), mlp.activation,
+    )  # fmt: skip
 
 
 def _folding_of(attention: Any, mlp: Any) -> tuple[Any, ...]:
@@ -230,6 +296,8 @@ def _still_fits(frozen: Any, parts: BlockParts) -> bool:
     """True if cached weights are those of the block, or may be once a hook that keeps it from the kernels is gone."""
     if parts.attention is None or parts.mlp is None:
         return True
+    if type(frozen) is Packed:
+        return bool(frozen.folding == _packing_of(parts.attention, parts.mlp))
     return type(frozen) is Frozen and frozen.folding == _folding_of(parts.attention, parts.mlp)
 
 
@@ -290,11 +358,15 @@ def run_blocks(blocks: nn.Sequential, x: Tensor, rope: Rope | None = None) -> Te
     needs no kernels and no launch plan of its own. A block that is wrapped, replaced or carries hooks is called as a
     module, and so are all the others then.
     """
+    if not torch.compiler.is_compiling() and (output := _run_packed_blocks(blocks, x, rope)) is not None:
+        return output
     ready: list[Any] = []
     for block in blocks:
         touched = block._forward_hooks or is_touched(block)  # the former for hooks of transformers
         known: Any = block if hasattr(block, "whole") and not touched else None
         ready.append(known and known.whole())
+        if ready[-1] is None:
+            break
     if None in ready:
         for block in blocks:
             x = block(x, *positions_of(rope))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .block import drops, forward_block, parts_of, positions_of, runs_whole
+from .block import drops, forward_block, is_packable, parts_of, positions_of, run_packed_block, runs_whole
 from .config import ViTConfig
 from .errors import UnsupportedInputError
 from .freezing import Freezable
@@ -91,13 +91,15 @@ class Block(Freezable):
 
     def forward(self, x: Tensor, rope: Rope | None = None) -> Tensor:
         """[B, N, C] -> [B, N, C]; each half as kernels or one operator where nothing in it is a module to be called."""
-        parts = parts_of(self)
-        if parts.fp8 is not None:
+        parts = None if self.leaves_all_to_torch(self.backend) else parts_of(self)
+        if parts is not None and parts.fp8 is not None:
             parts.fp8.check(self.backend)
-        if parts.mlp is None:
+        if parts is None or parts.mlp is None:
             x = self._attend(x, rope)
             return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
         if not drops(parts.mlp.dropouts):
+            if parts.frozen is not None and (output := run_packed_block(parts, x, rope)) is not None:
+                return output
             attend = None if runs_whole(parts, self.backend) else partial(self._attend, rope=rope)
             return forward_block(self, parts, x, rope=rope, backend=self.backend, attend=attend)
         x = self._attend(x, rope)
@@ -112,6 +114,14 @@ class Block(Freezable):
         """Its parts where it is nothing but kernels now."""
         parts = parts_of(self)
         return parts if runs_whole(parts, self.backend) else None
+
+    def packable(self) -> BlockParts | None:
+        parts = parts_of(self)
+        return parts if is_packable(parts, self.backend) else None
+
+    def packed(self) -> BlockParts | None:
+        parts = parts_of(self)
+        return None if self.backend != "sdpa" or parts.mlp is None or drops(parts.mlp.dropouts) else parts
 
     def read(self) -> BlockParts:
         """What it consists of."""

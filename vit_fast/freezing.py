@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Self
 
+import torch
 from torch import nn
 
-from .block import freeze_parts
+from .block import freeze_parts, pack_parts
 from .errors import check_type
-from .fp8_scales import make_room
+from .fp8_scales import PLACE, make_room
 from .ops.frozen import Frozen
 from .parts import BlockParts
 
@@ -21,6 +22,23 @@ class Freezable(nn.Module):
     def whole(self) -> BlockParts | None:
         """Its parts where it is nothing but kernels now."""
         raise NotImplementedError
+
+    def packable(self) -> BlockParts | None:
+        """Its parts where its linear layers can be packed for the CPU."""
+        raise NotImplementedError
+
+    def packed(self) -> BlockParts | None:
+        """Its parts where its linear layers are packed and it has nothing else to run."""
+        raise NotImplementedError
+
+    def leaves_all_to_torch(self, backend: str) -> bool:
+        """True where nothing is gained over its modules: on sdpa, without FP8 (which is simulated) or packed weights."""
+        if backend != "sdpa" or PLACE in self._modules:
+            return False
+        if torch.compiler.is_compiling():  # a compiled block does not run packed
+            return True
+        parts = self.__dict__.get("vit_fast_parts")
+        return parts is None or parts.frozen is None
 
     def drop_frozen(self) -> None:
         """Folds anew in every forward again."""
@@ -76,10 +94,13 @@ def freeze(model: nn.Module) -> tuple[str, ...]:
             raise ValueError(f"{name or 'model'} is in training mode: accepted is evaluation mode, call eval() first")
     frozen = []
     for name, block in blocks:
-        parts = block.whole()
-        if parts is not None:
+        if (parts := block.whole()) is not None:
             freeze_parts(parts)
-            frozen.append(name)
+        elif (parts := block.packable()) is not None:
+            pack_parts(parts)
+        else:
+            continue
+        frozen.append(name)
     return tuple(frozen)
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .block import drops, forward_block, parts_of, run_blocks, run_mlp, runs_whole
+from .block import drops, forward_block, is_packable, parts_of, run_blocks, run_mlp, run_packed_block, runs_whole
 from .freezing import Freezable
 from .ops.attention_op import DTYPES, MAX_HEAD_DIM, MIN_HEAD_DIM
 from .ops.backends import resolve_backend
@@ -104,6 +104,10 @@ class FusedModule(nn.Module):
         self.vit_fast_backend = resolve_backend(request, device_of(self), dtype_of(self))
         if request == "auto" and type(self).triton_reasons(self):
             self.vit_fast_backend = "sdpa"
+
+    def is_idle(self) -> bool:
+        """Whether the original's forward runs for now, because ours would do no better."""
+        return False
 
     def _apply(self, fn: Any, recurse: bool = True) -> FusedModule:
         """Runs on .to(), .cuda() and the like: "auto" is resolved again, since it depends on the device."""
@@ -237,7 +241,7 @@ class FusedNormMlp(Freezable, FusedModule):
         return read_block(self, self.read_mlp, self.read_attention, self.reader)
 
     def ready(self) -> BlockParts | None:
-        """Its parts; None where something between norm and MLP has to run: dropout, a hook, a wrapped child."""
+        """Its parts; None where its own forward has to run, for dropout, a hook, a wrapped child."""
         parts = parts_of(self)
         if parts.fp8 is not None:
             parts.fp8.check(self.vit_fast_backend)
@@ -245,6 +249,15 @@ class FusedNormMlp(Freezable, FusedModule):
 
     def runs_as_it_was(self) -> bool:
         return self.ready() is None
+
+    def is_idle(self) -> bool:
+        return self.leaves_all_to_torch(self.vit_fast_backend)
+
+    def packable(self) -> BlockParts | None:
+        parts = parts_of(self)
+        attention: Any = parts.attention
+        backend = self.vit_fast_backend
+        return parts if is_packable(parts, backend) and attention.module.vit_fast_backend == backend else None
 
     def whole(self) -> BlockParts | None:
         """Its parts where it is a block that is nothing but kernels now."""
@@ -255,6 +268,10 @@ class FusedNormMlp(Freezable, FusedModule):
         attention: Any = parts.attention
         backend = self.vit_fast_backend
         return runs_whole(parts, backend) and attention.module.vit_fast_backend == backend
+
+    def packed(self) -> BlockParts | None:
+        parts = self.ready()
+        return parts if parts is not None and self.vit_fast_backend == "sdpa" else None
 
     def norm_mlp(self, parts: BlockParts, x: Tensor) -> Tensor:
         """x + drop_path(layer_scale * MLP(LN(x))) for x [..., C], by the parts of ready()."""
@@ -279,6 +296,8 @@ class FusedNormMlp(Freezable, FusedModule):
             rope: Its rotary positions, where it is ordinary and has some.
             keys: Likewise, which keys queries meet.
         """
+        if ordinary and parts.frozen is not None and (output := run_packed_block(parts, x, rope, keys)) is not None:
+            return output
         by_modules = None if ordinary and self._runs_whole(parts) else attend
         return forward_block(self, parts, x, rope=rope, keys=keys, backend=self.vit_fast_backend, attend=by_modules)
 

@@ -213,15 +213,17 @@ def block_tensors(attention: AttentionParts, mlp: MlpParts) -> BlockTensors:
 
 def frozen_sources(attention: AttentionParts, mlp: MlpParts) -> list[Slot]:
     """The parameters that something is kept of where a block is frozen: of norms, qkv and fc1, and other weights."""
+    norms = [norm for norm in (attention.norm, mlp.norm, mlp.inner_norm) if norm is not None]
+    unread = [(attention.proj, "bias")] if mlp.inner_norm is not None else [(attention.proj, "bias"), (mlp.fc2, "bias")]
+    linears = [slot for slot in linear_sources(attention, mlp) if slot not in unread]
+    return [*(slot for norm in norms for slot in norm.slots), *linears]
+
+
+def linear_sources(attention: AttentionParts, mlp: MlpParts) -> list[Slot]:
+    """The weights and biases of qkv, fc1, gate, proj and fc2."""
     linears = (attention.qkv, mlp.fc1, *(() if mlp.gate is None else (mlp.gate,)))
-    inner = () if mlp.inner_norm is None else (*mlp.inner_norm.slots, (mlp.fc2, "bias"))
-    return [
-        *(slot for norm in (attention.norm, mlp.norm) for slot in norm.slots),
-        *inner,
-        *(slot for linear in linears for slot in (*linear.weights, *linear.biases)),
-        (attention.proj, "weight"),
-        (mlp.fc2, "weight"),
-    ]
+    behind = [(layer, name) for layer in (attention.proj, mlp.fc2) for name in ("weight", "bias")]
+    return [*(slot for linear in linears for slot in (*linear.weights, *linear.biases)), *behind]
 
 
 def tensors_of(owner: nn.Module) -> tuple[Any, Any]:

@@ -35,7 +35,7 @@ def show_original_to_tracers(cls: type[nn.Module], original: type[nn.Module], eq
             return original.forward(self, *args, **kwargs)
         proxy = proxy_among(args, kwargs)
         if proxy is None:
-            return fused_forward(self, *args, **kwargs)
+            return (original_forward if self.is_idle() else fused_forward)(self, *args, **kwargs)
         tracer: Any = proxy.tracer
         if stays_whole and self is not tracer.root:
             # torch.fx did not know it for a leaf: the graph calls the module, which is fused still
@@ -61,7 +61,7 @@ def show_original_to_unfused(cls: type[nn.Module], original: type[nn.Module]) ->
 
     @functools.wraps(fused_forward)
     def bound(self: Any, *args: Any, **kwargs: Any) -> Any:
-        is_fused = isinstance(self, cls) and original.forward is original_forward
+        is_fused = isinstance(self, cls) and original.forward is original_forward and not self.is_idle()
         return (fused_forward if is_fused else original.forward)(self, *args, **kwargs)
 
     cls.forward = bound

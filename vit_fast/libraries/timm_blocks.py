@@ -96,6 +96,8 @@ class AttentionForm(_AttentionLayer):
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """[B, N, C] -> [B, N, dim_out]."""
+        if self.vit_fast_backend == "sdpa" and self.fused_attn and attn_mask is None and not is_causal:
+            return super().forward(x)
         if self.runs_as_it_was(attn_mask, is_causal):
             return self.as_it_was(x, attn_mask, is_causal)
         return self.project(self.mix(self.qkv(x).unflatten(-1, (3, self.num_heads, -1)), attn_mask), x)

@@ -58,7 +58,7 @@ class Frozen:
         self._made_of: list[_Source] = []
         self.refresh()
         _follow_optimizers()
-        KEPT[self.tensors[0].data_ptr()] = self
+        KEPT[self.tensors[0].data_ptr() if self.tensors else id(self)] = self
 
     def refresh(self) -> None:
         """Folds the weights as they are now, into the memory that is there.
@@ -69,17 +69,25 @@ class Frozen:
         # an inference tensor could not be written to outside of inference mode
         with self._lock, torch.inference_mode(False), torch.no_grad():
             made_of = [_look(owner, name) for owner, name in self._sources]
-            found = self._made()
-            if not self.tensors:
-                self.tensors = found
-            elif any(new.shape != old.shape or new.device != old.device for new, old in zip(found, self.tensors)):
-                raise RuntimeError(
-                    "frozen weights have changed their shape or device: call vit_fast.freeze again, and make graph "
-                    "runners anew"
-                )
-            else:
-                torch._foreach_copy_(self.tensors, found)
-            self._made_of = made_of if _has_run(self.tensors[0]) else []
+            self.make()
+            self._made_of = made_of if not self.tensors or _has_run(self.tensors[0]) else []
+
+    def make(self) -> None:
+        """Makes `tensors` of the weights as they are now, in the memory that is there.
+
+        Raises:
+            RuntimeError: they changed in shape or device.
+        """
+        found = self._made()
+        if not self.tensors:
+            self.tensors = found
+        elif any(new.shape != old.shape or new.device != old.device for new, old in zip(found, self.tensors)):
+            raise RuntimeError(
+                "frozen weights have changed their shape or device: call vit_fast.freeze again, and make graph "
+                "runners anew"
+            )
+        else:
+            torch._foreach_copy_(self.tensors, found)
 
     def _made(self) -> list[Tensor]:
         """`tensors`, of the weights as they are now."""
