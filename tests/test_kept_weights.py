@@ -14,18 +14,20 @@ from torch import Tensor, nn
 
 import vit_fast
 from vit_fast.freezing import frozen_of
+from vit_fast.ops.packed import Packed
 from vit_fast.ops.quantised import Quantised
 
 Change = Callable[[nn.Module], object]
 
 
-@pytest.fixture(scope="module", params=["folded", "fp8"])
+@pytest.fixture(scope="module", params=["folded", "fp8", "packed"])
 def made(request: pytest.FixtureRequest) -> nn.Module:
     subject = SUBJECTS["ours"]
-    dtype = torch.float32 if request.param == "folded" else torch.bfloat16
-    model = subject.build().eval().to(DEVICE, dtype)
-    if request.param == "folded":
-        vit_fast.fuse(model, "triton")
+    dtype = torch.bfloat16 if request.param == "fp8" else torch.float32
+    device = torch.device("cpu") if request.param == "packed" else DEVICE
+    model = subject.build().eval().to(device, dtype)
+    if request.param != "fp8":
+        vit_fast.fuse(model, "triton" if request.param == "folded" else "sdpa")
     else:
         vit_fast.calibrate(model, subject.inputs()["images"].to(DEVICE, dtype))
         vit_fast.fuse(model, precision="fp8")
@@ -46,7 +48,9 @@ def kept(model: nn.Module) -> list[Tensor]:
     """As the next forward would use it."""
     for each in frozen_of(model):
         each.ensure_current()
-    return [tensor.float() for each in frozen_of(model) for tensor in each.tensors]
+    tensors = [tensor.float() for each in frozen_of(model) for tensor in each.tensors]
+    packed = [each for each in frozen_of(model) if isinstance(each, Packed)]
+    return tensors + [layer(torch.eye(layer.inputs)) for each in packed for layer in each.linears()]
 
 
 def assert_followed(model: nn.Module, before: list[Tensor]) -> None:

@@ -250,28 +250,31 @@ def is_packable(parts: BlockParts, backend: str) -> bool:
 
 def run_packed_block(parts: BlockParts, x: Tensor, rope: Rope | None = None, keys: Keys | None = None) -> Tensor | None:
     """A block with its packed linear layers, where it has them and they serve this call; None where not."""
-    return run_packed([parts.frozen], x, rope, keys) if _takes(parts, x) else None
+    packed = _packed_for(parts, x)
+    return None if packed is None else run_packed([packed], x, rope, keys)
 
 
-def _takes(parts: BlockParts, x: Tensor) -> bool:
-    packed: Any = parts.frozen
-    if type(packed) is not Packed or not packed.takes(x):
-        return False
-    return not (torch.is_grad_enabled() and needs_gradient(x, *parts.watch.owner.parameters()))
+def _packed_for(parts: BlockParts, x: Tensor) -> Packed | None:
+    packed = parts.frozen
+    if not isinstance(packed, Packed) or not packed.takes(x):
+        return None
+    wanted = torch.is_grad_enabled() and needs_gradient(x, *parts.watch.owner.parameters())
+    return None if wanted else packed
 
 
 def _run_packed_blocks(blocks: nn.Sequential, x: Tensor, rope: Rope | None) -> Tensor | None:
     """All blocks with their packed linear layers, where every one has them and they serve this call."""
-    packed: list[Any] = []
+    ready: list[Packed] = []
     for block in blocks:
         held: BlockParts | None = block.__dict__.get("vit_fast_parts")
         if held is None or type(held.frozen) is not Packed or block._forward_hooks or is_touched(block):
             return None
         parts: BlockParts | None = block.packed()  # type: ignore[operator]  # a Freezable
-        if parts is None or not (_takes(parts, x) if torch.is_grad_enabled() or not packed else parts.frozen):
+        packed = None if parts is None else _packed_for(parts, x)
+        if packed is None:
             return None
-        packed.append(parts.frozen)
-    return run_packed(packed, x, rope, None) if packed else None
+        ready.append(packed)
+    return run_packed(ready, x, rope, None) if ready else None
 
 
 def _packing_of(attention: Any, mlp: Any) -> tuple[list[Slot], Settings]:

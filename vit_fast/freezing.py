@@ -1,4 +1,4 @@
-"""freeze(model) and unfreeze(model): LayerNorm folded into the weights once, instead of in every forward."""
+"""freeze(model) and unfreeze(model): weights prepared for inference once, instead of in every forward."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Freezable(nn.Module):
         raise NotImplementedError
 
     def leaves_all_to_torch(self, backend: str) -> bool:
-        """True where nothing is gained over its modules: on sdpa, without FP8 (which is simulated) or packed weights."""
+        """True where its modules do as well: on sdpa, without FP8 (which is simulated) and packed weights."""
         if backend != "sdpa" or PLACE in self._modules:
             return False
         if torch.compiler.is_compiling():  # a compiled block does not run packed
@@ -64,12 +64,18 @@ class Freezable(nn.Module):
 
 
 def freeze(model: nn.Module) -> tuple[str, ...]:
-    """Folds every LayerNorm of a model's blocks into the linear layer behind it, and keeps the result for inference.
+    """Prepares the weights of a model's blocks for inference once, instead of in every forward.
 
-    Without it the weights are folded anew in every forward, which is always right and costs one launch a block. Frozen,
-    a block makes five: qkv, attention, proj, fc1, fc2. What is kept is a second copy of the qkv and fc1 weights, in the
-    dtype of the matmuls: autocast's where this is called under autocast, else the weights' own. A forward in another
-    dtype, one in training mode, and one that needs gradients use the weights themselves.
+    On a GPU, every LayerNorm is folded into the linear layer behind it, which saves one launch per block. A frozen
+    block makes five launches: qkv, attention, proj, fc1, fc2. The extra memory is a second copy of the qkv and fc1
+    weights, in the dtype of the matmuls: autocast's where this is called under autocast, else the weights' own.
+
+    On a CPU (backend sdpa), the linear layers are packed for the processor, by MKL in fp32 and by oneDNN in bf16 and
+    fp16, with LayerScale folded in and activation and residual in place. The extra memory is a second copy of the
+    weights of all linear layers in the blocks. A forward under autocast, and one that torch.compile, torch.export,
+    tracing or torch.func sees, uses the modules.
+
+    A forward in another dtype, one in training mode, and one that needs gradients use the weights themselves.
 
     The copies last until unfreeze(model), train(), load_state_dict(), or a move to another device or dtype. They follow
     what torch can see of changed weights: steps of its optimizers, writes that its version counters count, parameters
@@ -79,8 +85,8 @@ def freeze(model: nn.Module) -> tuple[str, ...]:
     a pickle of the model is not frozen. Blocks in FP8 keep their quantised weights in any case, under the same promise.
 
     Args:
-        model: A VisionTransformer, or a model fused by vit_fast.fuse, in evaluation mode. Blocks that the kernels do
-            not compute as a whole (another backend, a wrapped or hooked part) are left as they are.
+        model: A VisionTransformer, or a model fused by vit_fast.fuse, in evaluation mode. Blocks of which a part is
+            wrapped or hooked, or whose backend or dtype offers nothing to prepare, are left as they are.
     Returns:
         The names of the blocks that are frozen now.
     Raises:
@@ -116,3 +122,8 @@ def frozen_of(model: nn.Module) -> list[Frozen]:
     """What is kept of a model's blocks."""
     parts = [module.__dict__.get("vit_fast_parts") for module in model.modules() if isinstance(module, Freezable)]
     return [each.frozen for each in parts if each is not None and each.frozen is not None]
+
+
+def frozen_bytes(model: nn.Module) -> int:
+    """Memory of the copies of weights that freeze keeps, in bytes."""
+    return sum(each.bytes for each in frozen_of(model))

@@ -17,7 +17,7 @@ from torch.fx import Proxy
 _LEAVES = ("torch.nn.", "torch.ao.nn.")  # modules that torch.fx never looks into, by the module of their class
 
 
-def show_original_to_tracers(cls: type[nn.Module], original: type[nn.Module], equivalent: bool) -> None:
+def show_original_to_tracers(cls: type[Any], original: type[nn.Module], equivalent: bool) -> None:
     """Wraps the forward of a fused class `cls`, so that tracers meet that of `original`.
 
     Where the two are not equivalent, torch.fx keeps the module whole, and torch.jit.script fails on our forward.
@@ -35,7 +35,8 @@ def show_original_to_tracers(cls: type[nn.Module], original: type[nn.Module], eq
             return original.forward(self, *args, **kwargs)
         proxy = proxy_among(args, kwargs)
         if proxy is None:
-            return (original_forward if self.is_idle() else fused_forward)(self, *args, **kwargs)
+            run: Any = original_forward if self.is_idle() else fused_forward
+            return run(self, *args, **kwargs)
         tracer: Any = proxy.tracer
         if stays_whole and self is not tracer.root:
             # torch.fx did not know it for a leaf: the graph calls the module, which is fused still
@@ -52,7 +53,7 @@ def show_original_to_tracers(cls: type[nn.Module], original: type[nn.Module], eq
     cls.__annotations__ = dict(next(filter(None, map(inspect.get_annotations, original.__mro__))))
 
 
-def show_original_to_unfused(cls: type[nn.Module], original: type[nn.Module]) -> None:
+def show_original_to_unfused(cls: type[Any], original: type[nn.Module]) -> None:
     """Wraps the forward of a fused class of transformers, before transformers wraps it for gradient checkpointing.
 
     A forward that a user bound while the module was fused runs that of `original` once it no longer is.

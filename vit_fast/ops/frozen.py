@@ -126,6 +126,11 @@ class Frozen:
         if not self._made_of:
             self.refresh()
 
+    @property
+    def bytes(self) -> int:
+        """Memory of what is kept."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+
     def forget(self, stepped: set[int] | None) -> None:
         """Is to be refreshed when next used, if it is made of one of these tensors, by id; None stands for all."""
         if stepped is None or any(id(held) in stepped for _, _, _, held, *_ in self._made_of):

@@ -1,8 +1,8 @@
 """A frozen block on the CPU: weights packed once for the processor, and little between one operator and the next.
 
-torch lays a weight out anew for the processor in every call of `F.linear`. Packed, that is done once, with the operators
-that torch's own compiler uses for frozen models. Which of its two libraries packs a layer was measured on two cores of a
-Xeon with AMX, for 197 and 788 rows, each layer with weights of its own:
+torch lays a weight out anew for the processor in every call of `F.linear`. Packed, that is done once, with the
+operators that torch's own compiler uses for frozen models. Which of its two libraries packs a layer was measured on two
+cores of a Xeon with AMX, for 197 and 788 rows, each layer with weights of its own:
 
 - bf16 and fp16: oneDNN, with activation and residual in its epilogue; 1.1 to 1.6 times as fast as `F.linear`.
 - fp32: MKL, with activation and residual in place behind it; up to 1.3 times as fast at 768 channels, 1.1 at 192.
@@ -38,8 +38,10 @@ _IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": torch.ops.aten.silu_.default,
     "quick_gelu": lambda x: torch.sigmoid(1.702 * x).mul_(x),
 }
-_EPILOGUES = {"gelu": ("gelu", [], "none"), "gelu_tanh": ("gelu", [], "tanh"), "relu": ("relu", [], "")}
-_NO_EPILOGUE = ("none", [], "")
+_NO_EPILOGUE: tuple[str, list[float], str] = ("none", [], "")
+_EPILOGUES: dict[str, tuple[str, list[float], str]] = {
+    "gelu": ("gelu", [], "none"), "gelu_tanh": ("gelu", [], "tanh"), "relu": ("relu", [], ""),
+}  # fmt: skip
 
 
 class Settings(NamedTuple):
@@ -86,7 +88,7 @@ class PackedLinear:
         pack = torch.ops.mkl._mkl_reorder_linear_weight if by_mkl else torch.ops.mkldnn._reorder_linear_weight
         self._weight = pack(weight.contiguous(), ROWS)
         self._shape_only = weight.new_empty(()).expand(weight.shape) if by_mkl else None
-        self.bytes = weight.numel() * weight.element_size()
+        self.inputs, self.bytes = inputs, weight.numel() * weight.element_size()
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         if self._shape_only is not None:
@@ -141,10 +143,14 @@ class Packed(Frozen):
         self._settings, self._qk_norm = settings, qk_norm
         super().__init__(sources, block, dtype)
 
+    def linears(self) -> list[PackedLinear]:
+        """Those that are there, in order."""
+        return [step for step in self._steps if isinstance(step, PackedLinear)]
+
     @property
     def bytes(self) -> int:
         """Memory of the packed weights."""
-        return sum(step.bytes for step in self._steps if isinstance(step, PackedLinear))
+        return sum(layer.bytes for layer in self.linears())
 
     def make(self) -> None:
         """Packs the weights as they are now."""
@@ -159,7 +165,7 @@ class Packed(Frozen):
             norm2=Norm(t.norm2_weight, t.norm2_bias, settings.eps[1], kind),
             fc1=PackedLinear(t.fc1_weight, t.fc1_bias, settings.activation if gate is None else None),
             gate=gate,
-            inner_norm=inner_kind and Norm(t.inner_weight, t.inner_bias, settings.eps[2], inner_kind),
+            inner_norm=Norm(t.inner_weight, t.inner_bias, settings.eps[2], inner_kind) if inner_kind else None,
             fc2=PackedLinear(t.fc2_weight, t.fc2_bias, scale=t.scale2),
         )
 

@@ -1,0 +1,227 @@
+"""Frozen blocks on the CPU: the same answers from packed weights, wherever these may be used, and nowhere else."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+import pytest
+import torch
+from fused_models import SUBJECTS, Subject
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import vit_fast
+from vit_fast import block
+from vit_fast.accuracy import judge
+from vit_fast.freezing import Freezable, frozen_bytes, frozen_of
+from vit_fast.ops.packed import PackedLinear, pack_reasons
+
+pytestmark = pytest.mark.skipif(bool(pack_reasons(torch.float32)), reason="; ".join(pack_reasons(torch.float32)))
+
+# One of each kind of block: plain, LayerScale, QuickGELU, GELU's tanh form, qk-norm, rotary positions with separate
+# biases, norms inside, SwiGLU with RMSNorm, separate q, k and v, packed sequences, ours.
+FAST = (
+    "timm-vit", "timm-dinov2-registers", "timm-clip-quickgelu", "timm-siglip", "timm-qk-norm", "timm-eva02",
+    "timm-gated", "timm-deepseek", "transformers-vit", "transformers-dinov3-gated", "torchvision-vit", "ours",
+)  # fmt: skip
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Grows by the number of blocks whenever some run packed."""
+    counts: list[int] = []
+    run = block.run_packed
+
+    def counted(blocks: list[object], *args: object) -> object:
+        counts.append(len(blocks))
+        return run(blocks, *args)  # type: ignore[arg-type]  # handed on
+
+    monkeypatch.setattr(block, "run_packed", counted)
+    yield counts
+
+
+def fused(subject: Subject, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, dict[str, Tensor]]:
+    model = subject.build().eval().to(dtype)
+    vit_fast.fuse(model, "sdpa")
+    inputs = {k: v.to(dtype) if v.is_floating_point() else v for k, v in subject.inputs().items()}
+    return model, inputs
+
+
+def packs(model: nn.Module) -> int:
+    return sum(isinstance(module, Freezable) and module.packable() is not None for module in model.modules())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in SUBJECTS]
+)
+def test_every_kind_of_block(name: str, dtype: torch.dtype, runs: list[int]) -> None:
+    if reasons := pack_reasons(dtype):
+        pytest.skip(reasons[0])
+    subject = SUBJECTS[name]
+    model, inputs = fused(subject, dtype)
+    plain, blocks = copy.deepcopy(model), packs(model)
+    assert blocks or name not in FAST, "nothing to pack"
+    assert len(vit_fast.freeze(model)) == blocks
+    with torch.no_grad():
+        found, eager = subject.run(model, inputs), subject.run(plain, inputs)
+        assert sum(runs) >= blocks
+        exact = subject.run(plain.double(), {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()})
+    accuracy = judge(found, eager, exact, measure="rms")
+    assert accuracy.passed, accuracy
+
+
+@pytest.mark.parametrize("outputs", [32, 384])
+@pytest.mark.parametrize("activation", [None, "gelu", "gelu_tanh", "relu", "silu", "quick_gelu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_packed_layer_serves_any_number_of_rows(dtype: torch.dtype, activation: str | None, outputs: int) -> None:
+    if reasons := pack_reasons(dtype):
+        pytest.skip(reasons[0])
+    torch.manual_seed(0)
+    weight, bias, scale = torch.randn(outputs, 48) / 7, torch.randn(outputs), torch.randn(outputs)
+    layer = PackedLinear(weight.to(dtype), bias.to(dtype), activation, scale.to(dtype))
+    activate = vit_fast.ops.reference.ACTIVATIONS.get(str(activation), lambda y: y)
+    for rows in (1, 5, 197, 800):
+        x = torch.randn(1, rows, 48).to(dtype)
+        read = [tensor.to(dtype).double() for tensor in (weight, bias, scale)]
+        exact = activate((x.double() @ read[0].T + read[1]) * read[2])
+        eager = activate((x @ weight.to(dtype).T + bias.to(dtype)) * scale.to(dtype))
+        accuracy = judge(layer(x), eager, exact, measure="rms")
+        assert accuracy.passed, (rows, accuracy)
+        if activation is None:
+            residual = torch.randn_like(exact).to(dtype)
+            kept = residual.clone()
+            torch.testing.assert_close(layer(x, residual), layer(x) + residual, rtol=2e-2, atol=2e-2)
+            assert torch.equal(residual, kept)
+
+
+def _tracing(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.jit.trace(model, x, check_trace=False)(x)  # type: ignore[no-any-return]  # a scripted module's
+
+
+def _exported(model: nn.Module, x: Tensor) -> Tensor:
+    program = torch.export.export(model, (x,))
+    assert not any("mkl" in str(node.target) for node in program.graph.nodes)
+    return program.module()(x)  # type: ignore[no-any-return]  # likewise
+
+
+UNPACKED: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "compiled": lambda model, x: torch.compile(model, backend="aot_eager", fullgraph=True)(x),
+    "exported": _exported,
+    "traced": _tracing,
+    "counted": lambda model, x: _counted(model, x),
+    "vmapped": lambda model, x: torch.vmap(lambda image: model(image[None])[0])(x),
+    "double": lambda model, x: copy.deepcopy(model).double()(x.double()).float(),
+}
+
+
+def _counted(model: nn.Module, x: Tensor) -> Tensor:
+    with FlopCounterMode(display=False) as counter:
+        y: Tensor = model(x)
+    with FlopCounterMode(display=False) as plain:
+        SUBJECTS["timm-vit"].build().eval()(x)
+    assert counter.get_total_flops() == plain.get_total_flops()
+    return y
+
+
+@pytest.mark.parametrize("way", UNPACKED)
+def test_what_looks_into_a_block_finds_its_modules(way: str, runs: list[int]) -> None:
+    model, inputs = fused(SUBJECTS["timm-vit"])
+    with torch.no_grad():
+        expected = model(inputs["x"])
+        assert vit_fast.freeze(model)
+        found = UNPACKED[way](model, inputs["x"])
+        assert not runs
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(model(inputs["x"]), expected, rtol=1e-4, atol=1e-4)
+    assert runs == [2]
+
+
+def test_gradients_are_those_of_the_modules(runs: list[int]) -> None:
+    model, inputs = fused(SUBJECTS["timm-vit"])
+    twin = copy.deepcopy(model)
+    assert vit_fast.freeze(model)
+    for each in (model, twin):
+        each(**inputs).square().sum().backward()
+    assert not runs
+    for found, expected in zip(model.parameters(), twin.parameters()):
+        assert torch.equal(found.grad, expected.grad)  # type: ignore[arg-type]  # every one has a gradient
+    model.requires_grad_(False)
+    model(**inputs)
+    assert runs == [2], "no gradients are wanted"
+
+
+def test_autocast_runs_the_modules(runs: list[int]) -> None:
+    model, inputs = fused(SUBJECTS["timm-vit"])
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = model(**inputs)
+        assert vit_fast.freeze(model)
+        assert torch.equal(model(**inputs), expected) and not runs
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_threads(mode: Callable[[], AbstractContextManager[object]], runs: list[int]) -> None:
+    model, inputs = fused(SUBJECTS["timm-vit"])
+    vit_fast.freeze(model)
+    with mode():
+        expected = model(**inputs)
+    answers: list[Tensor] = []
+
+    def serve() -> None:
+        with mode():
+            answers.extend(model(**inputs) for _ in range(5))
+
+    threads = [threading.Thread(target=serve) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(answers) == 20 and all(torch.equal(answer, expected) for answer in answers)
+    assert len(runs) == 21
+
+
+def test_hooks_and_other_backends(runs: list[int]) -> None:
+    model, inputs = fused(SUBJECTS["timm-vit"])
+    vit_fast.freeze(model)
+    called: list[int] = []
+    handle = model.get_submodule("blocks.1.mlp.fc1").register_forward_hook(lambda *_: called.append(1))
+    with torch.no_grad():
+        model(**inputs)
+        assert called and runs == [1], "the other block runs packed by itself"
+        handle.remove()
+        model(**inputs)
+        assert runs == [1, 2]
+        vit_fast.fuse(model, "eager")
+        model(**inputs)
+        assert runs == [1, 2]
+
+
+def test_copies_and_files_hold_no_packed_weights(runs: list[int]) -> None:
+    model, inputs = fused(SUBJECTS["timm-vit"])
+    names = list(model.state_dict())
+    blocks = model.get_submodule("blocks")
+    assert frozen_bytes(model) == 0
+    vit_fast.freeze(model)
+    matrices = [parameter for parameter in blocks.parameters() if parameter.dim() == 2]
+    assert frozen_bytes(model) == sum(matrix.numel() * 4 for matrix in matrices)
+    assert list(model.state_dict()) == names
+    with torch.no_grad():
+        expected = copy.deepcopy(model)(**inputs)
+        assert not frozen_of(copy.deepcopy(model)) and not frozen_of(pickle.loads(pickle.dumps(model))) and not runs
+        torch.testing.assert_close(model(**inputs), expected, rtol=1e-4, atol=1e-4)
+        vit_fast.unfreeze(model)
+        assert torch.equal(model(**inputs), expected) and runs == [2] and frozen_bytes(model) == 0
+
+
+@pytest.mark.parametrize("name", ["timm-vit", "timm-eva02", "transformers-vit"])
+def test_on_a_cpu_fuse_alone_changes_no_bit(name: str) -> None:
+    subject = SUBJECTS[name]
+    model, inputs = subject.build().eval(), subject.inputs()
+    with torch.no_grad():
+        expected = subject.run(model, inputs)
+        vit_fast.fuse(model)
+        assert torch.equal(subject.run(model, inputs), expected)
