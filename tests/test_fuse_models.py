@@ -207,7 +207,7 @@ def test_the_fused_operators_are_what_runs(monkeypatch: pytest.MonkeyPatch) -> N
         model = subject.build()
         subject.run(model, subject.inputs())
         assert calls == []
-        vit_fast.fuse(model)
+        vit_fast.fuse(model, "eager")
         subject.run(model, subject.inputs())
         assert calls == [attention, "layer_norm_mlp"] * 2
         calls.clear()

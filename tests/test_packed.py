@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import vit_fast
-from vit_fast import block
+from vit_fast import block, packing
 from vit_fast.accuracy import judge
 from vit_fast.freezing import Freezable, frozen_bytes, frozen_of
 from vit_fast.ops.packed import PackedLinear, pack_reasons
@@ -41,6 +41,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return run(blocks, *args)  # type: ignore[arg-type]  # handed on
 
     monkeypatch.setattr(block, "run_packed", counted)
+    monkeypatch.setattr(packing, "run_packed", counted)
     yield counts
 
 

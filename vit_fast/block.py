@@ -28,9 +28,10 @@ from .ops.descriptions import BlockTensors, Keys, Rope, neighbours
 from .ops.frozen import Frozen
 from .ops.layer_norm_mlp import fused_layer_norm_mlp, layer_norm_mlp
 from .ops.linear import layer_norm_linear, linear_residual
-from .ops.packed import Packed, Settings, pack_reasons, run_packed
+from .ops.packed import Packed, run_packed
 from .ops.rotary import qk_norm_rope
 from .ops.transforms import in_transform, needs_gradient
+from .packing import packed_for, packing_of
 from .parts import (
     AttentionParts,
     BlockParts,
@@ -38,7 +39,6 @@ from .parts import (
     Slot,
     block_tensors,
     frozen_sources,
-    linear_sources,
     scale_of,
     tensor_of,
     tensors_of,
@@ -223,45 +223,6 @@ def freeze_parts(parts: BlockParts) -> None:
         parts.frozen.refresh()
 
 
-def pack_parts(parts: BlockParts) -> None:
-    """Packs the linear layers of a block that `is_packable`."""
-    dtype = tensor_of(*parts.mlp.fc1.weights[0]).dtype  # type: ignore[union-attr]  # it has both halves
-    if type(parts.frozen) is Packed and parts.frozen.dtype is dtype:
-        parts.frozen.refresh()
-        return
-    sources, settings = folding = _packing_of(parts.attention, parts.mlp)
-    qk_norm: Any = parts.attention.qk_norm  # type: ignore[union-attr]  # likewise
-    tensors = partial(block_tensors, parts.attention, parts.mlp)  # type: ignore[arg-type]  # likewise
-    parts.frozen = Packed(sources, tensors, dtype, settings, qk_norm and qk_norm.now)
-    parts.frozen.folding = folding
-
-
-def is_packable(parts: BlockParts, backend: str) -> bool:
-    """Whether all of a block is known, and torch's kernels run it on a CPU that can pack its linear layers."""
-    if backend != "sdpa" or parts.attention is None or parts.mlp is None or parts.fp8 is not None:
-        return False
-    tensors = [tensor_of(*slot) for slot in _packing_of(parts.attention, parts.mlp)[0]]
-    dtype = tensor_of(*parts.mlp.fc1.weights[0]).dtype
-    if parts.attention.norm.kind != parts.mlp.norm.kind:
-        return False
-    alike = all(tensor is None or (tensor.device.type == "cpu" and tensor.dtype is dtype) for tensor in tensors)
-    return alike and not pack_reasons(dtype)
-
-
-def run_packed_block(parts: BlockParts, x: Tensor, rope: Rope | None = None, keys: Keys | None = None) -> Tensor | None:
-    """A block with its packed linear layers, where it has them and they serve this call; None where not."""
-    packed = _packed_for(parts, x)
-    return None if packed is None else run_packed([packed], x, rope, keys)
-
-
-def _packed_for(parts: BlockParts, x: Tensor) -> Packed | None:
-    packed = parts.frozen
-    if not isinstance(packed, Packed) or not packed.takes(x):
-        return None
-    wanted = torch.is_grad_enabled() and needs_gradient(x, *parts.watch.owner.parameters())
-    return None if wanted else packed
-
-
 def _run_packed_blocks(blocks: nn.Sequential, x: Tensor, rope: Rope | None) -> Tensor | None:
     """All blocks with their packed linear layers, where every one has them and they serve this call."""
     ready: list[Packed] = []
@@ -270,24 +231,11 @@ def _run_packed_blocks(blocks: nn.Sequential, x: Tensor, rope: Rope | None) -> T
         if held is None or type(held.frozen) is not Packed or block._forward_hooks or is_touched(block):
             return None
         parts: BlockParts | None = block.packed()  # type: ignore[operator]  # a Freezable
-        packed = None if parts is None else _packed_for(parts, x)
+        packed = None if parts is None else packed_for(parts, x)
         if packed is None:
             return None
         ready.append(packed)
     return run_packed(ready, x, rope, None) if ready else None
-
-
-def _packing_of(attention: Any, mlp: Any) -> tuple[list[Slot], Settings]:
-    """Everything that packed weights depend on."""
-    qk_norms = () if attention.qk_norm is None else (attention.qk_norm.q, attention.qk_norm.k)
-    norms = [norm for norm in (attention.norm, *qk_norms, mlp.norm, mlp.inner_norm) if norm is not None]
-    scales = [parts.layer_scale for parts in (attention, mlp) if parts.layer_scale is not None]
-    sources = [*(slot for norm in norms for slot in norm.slots), *linear_sources(attention, mlp), *scales]
-    inner_kind, inner_eps = _inner_norm(mlp)
-    return sources, Settings(
-        attention.num_heads, attention.scale, attention.norm.kind, None if inner_kind == "none" else inner_kind,
-        (attention.norm.eps, mlp.norm.eps, inner_eps), mlp.activation,
-    )  # fmt: skip
 
 
 def _folding_of(attention: Any, mlp: Any) -> tuple[Any, ...]:
@@ -300,7 +248,7 @@ def _still_fits(frozen: Any, parts: BlockParts) -> bool:
     if parts.attention is None or parts.mlp is None:
         return True
     if type(frozen) is Packed:
-        return bool(frozen.folding == _packing_of(parts.attention, parts.mlp))
+        return bool(frozen.folding == packing_of(parts.attention, parts.mlp))
     return type(frozen) is Frozen and frozen.folding == _folding_of(parts.attention, parts.mlp)
 
 

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .block import drops, forward_block, is_packable, parts_of, positions_of, run_packed_block, runs_whole
+from .block import drops, forward_block, parts_of, positions_of, runs_whole
 from .config import ViTConfig
 from .errors import UnsupportedInputError
 from .freezing import Freezable
 from .layers import MLPS, DropPath, LayerScale, make_norm, read_norm_mlp
 from .ops import Rope, attention_qkvpacked, qk_norm_rope, reference, scaled_dot_product_attention
+from .packing import is_packable, run_packed_block
 from .parts import AttentionParts, BlockParts, MlpParts
 from .plain import does_nothing
 from .reading import Reader, read_block
@@ -98,7 +99,7 @@ class Block(Freezable):
             x = self._attend(x, rope)
             return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
         if not drops(parts.mlp.dropouts):
-            if parts.frozen is not None and (output := run_packed_block(parts, x, rope)) is not None:
+            if self.backend == "sdpa" and (output := run_packed_block(parts, x, rope)) is not None:
                 return output
             attend = None if runs_whole(parts, self.backend) else partial(self._attend, rope=rope)
             return forward_block(self, parts, x, rope=rope, backend=self.backend, attend=attend)

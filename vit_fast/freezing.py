@@ -7,10 +7,11 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from .block import freeze_parts, pack_parts
+from .block import freeze_parts
 from .errors import check_type
 from .fp8_scales import PLACE, make_room
 from .ops.frozen import Frozen
+from .packing import pack_parts
 from .parts import BlockParts
 
 
@@ -38,7 +39,7 @@ class Freezable(nn.Module):
         if torch.compiler.is_compiling():  # a compiled block does not run packed
             return True
         parts = self.__dict__.get("vit_fast_parts")
-        return parts is None or parts.frozen is None
+        return parts is None or (parts.frozen is None and parts.fp8 is None)
 
     def drop_frozen(self) -> None:
         """Folds anew in every forward again."""

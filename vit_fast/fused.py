@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .block import drops, forward_block, is_packable, parts_of, run_blocks, run_mlp, run_packed_block, runs_whole
+from .block import drops, forward_block, parts_of, run_blocks, run_mlp, runs_whole
 from .freezing import Freezable
 from .ops.attention_op import DTYPES, MAX_HEAD_DIM, MIN_HEAD_DIM
 from .ops.backends import resolve_backend
 from .ops.descriptions import Keys, Rope
+from .packing import is_packable, run_packed_block
 from .parts import AttentionParts, BlockParts, MlpParts
 from .reading import Reader, read_block
 from .tracing import show_original_to_tracers, show_original_to_unfused
@@ -296,7 +297,8 @@ class FusedNormMlp(Freezable, FusedModule):
             rope: Its rotary positions, where it is ordinary and has some.
             keys: Likewise, which keys queries meet.
         """
-        if ordinary and parts.frozen is not None and (output := run_packed_block(parts, x, rope, keys)) is not None:
+        on_torch = self.vit_fast_backend == "sdpa"
+        if ordinary and on_torch and (output := run_packed_block(parts, x, rope, keys)) is not None:
             return output
         by_modules = None if ordinary and self._runs_whole(parts) else attend
         return forward_block(self, parts, x, rope=rope, keys=keys, backend=self.vit_fast_backend, attend=by_modules)

@@ -230,6 +230,9 @@ class AttentionPoolLatentForm(FusedNormMlp):
     def head_width(cls, module: Any) -> int:
         return int(module.head_dim)
 
+    def is_idle(self) -> bool:
+        return False  # it takes padding masks in a form of ours
+
     def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         """Tokens [B, N, C] -> pooled [B, C]."""
         parts = self.ready()

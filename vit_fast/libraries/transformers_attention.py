@@ -221,6 +221,9 @@ class FusedPoolingHead(FusedNormMlp):
     def head_width(cls, module: Any) -> int:
         return int(module.attention.head_dim)
 
+    def is_idle(self) -> bool:
+        return False  # it takes padding masks in a form of ours
+
     def forward(self, hidden_state: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Tokens [B, N, C] -> pooled [B, C]."""
         mha = self.attention
