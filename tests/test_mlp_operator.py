@@ -117,10 +117,12 @@ def test_the_reader_applies_its_own_epsilon(case: Case) -> None:
             assert (given - computed).abs().max() <= 2**-7 * computed.abs().max()
 
 
-def test_compile_with_dynamic_batch(case: Case) -> None:
+@pytest.mark.fast_cases("aot_eager")
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_compile_with_dynamic_batch(case: Case, compiler: str) -> None:
     compiled = torch.compile(
         lambda x: layer_norm_mlp(x, *case.parameters, layer_scale=case.layer_scale, backend="triton"),
-        fullgraph=True, dynamic=True,
+        fullgraph=True, dynamic=True, backend=compiler,
     )  # fmt: skip
     for batch in (2, 3, 5):
         x = torch.randn(batch, 4, 32, device=DEVICE, requires_grad=True)

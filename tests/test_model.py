@@ -218,7 +218,7 @@ def test_compiles_into_one_graph(backend, dynamic):
             compiled(x)
 
 
-@pytest.mark.fast_cases("sdpa")
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 def test_compiled_by_inductor_agrees(backend):
     torch._dynamo.reset()

@@ -56,6 +56,7 @@ def packs(model: nn.Module) -> int:
     return sum(isinstance(module, Freezable) and module.packable() is not None for module in model.modules())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in SUBJECTS]
@@ -76,6 +77,7 @@ def test_every_kind_of_block(name: str, dtype: torch.dtype, runs: list[int]) -> 
     assert accuracy.passed, accuracy
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("outputs", [32, 384])
 @pytest.mark.parametrize("activation", [None, "gelu", "gelu_tanh", "relu", "silu", "quick_gelu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

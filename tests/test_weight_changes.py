@@ -241,8 +241,10 @@ def test_tied_weights_with_different_norms(mlp: Mlp) -> None:
         assert _agrees(other, x)
 
 
-def test_compiled_inference_follows_changes(mlp: Mlp) -> None:
-    compiled = torch.compile(mlp, fullgraph=True)
+@pytest.mark.fast_cases("aot_eager")
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_compiled_inference_follows_changes(mlp: Mlp, compiler: str) -> None:
+    compiled = torch.compile(mlp, fullgraph=True, backend=compiler)
     x = torch.randn(4, C, device=DEVICE)
     for _ in range(2):
         with torch.no_grad():

@@ -42,10 +42,9 @@ def covering(cases: Sequence[dict[str, Hashable]], strength: int) -> list[int]:
 
 
 def _values(item: pytest.Function) -> dict[str, Hashable]:
-    """A case's parameters: their values where these compare, otherwise their places in the list."""
-    call = item.callspec
+    """A case's parameters: what they print where that tells values apart, otherwise which objects they are."""
     return {
-        name: repr(value) if isinstance(value, PLAIN) else call.indices[name] for name, value in call.params.items()
+        name: repr(value) if isinstance(value, PLAIN) else id(value) for name, value in item.callspec.params.items()
     }
 
 
