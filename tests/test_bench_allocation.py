@@ -99,6 +99,7 @@ class Machine:
         monkeypatch.setattr(runner, "prepare", prepare)
 
 
+@pytest.mark.fast_cases("1.0-0.03")
 @pytest.mark.parametrize(("slowness", "noise"), [(0.7, 0.01), (1.0, 0.03), (1.4, 0.05)])
 def test_the_default_run_measures_and_ranks_all_that_it_planned_in_time(slowness, noise, default, monkeypatch) -> None:
     Machine(slowness, noise).install(monkeypatch)

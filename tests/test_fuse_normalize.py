@@ -71,6 +71,7 @@ def test_parameters_are_shared_and_trained_through_the_folding() -> None:
     torch.testing.assert_close(model.patch_embed.proj.bias.grad, twin.patch_embed.proj.bias.grad, rtol=1e-3, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_it_compiles_pickles_and_may_be_given_again() -> None:
     subject = SUBJECTS["timm-vit"]
     model = subject.build().eval()

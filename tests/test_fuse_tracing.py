@@ -112,6 +112,7 @@ def test_timms_feature_extraction() -> None:
         _close(feature, right[name])
 
 
+@pytest.mark.slow
 def test_a_fused_block_by_itself() -> None:
     model, _, _ = _fused("timm-vit")
     block, x = model.blocks[0], torch.randn(2, 5, 64)

@@ -47,7 +47,7 @@ def half(library: str) -> tuple[Subject, nn.Module, dict[str, Tensor]]:
     return subject, subject.build().to(DEVICE, torch.bfloat16).eval(), inputs
 
 
-@pytest.mark.fast_cases("timm-rotary", "transformers", "torchvision")
+@pytest.mark.fast_cases("timm-rotary", "torchvision")
 @every_library
 def test_every_librarys_blocks_hand_them_on(library: str, handed_on: list[bool]) -> None:
     subject, model, inputs = half(library)

@@ -141,6 +141,7 @@ def test_no_images() -> None:
     assert model(torch.empty(0, 3, 32, 32, device=DEVICE)).shape == (0, 10)
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_changes_nothing() -> None:
     images = _photograph_tiles(2)[0].to(DEVICE)
     gradients = []

@@ -181,6 +181,7 @@ def test_any_shape(M: int, C: int, F: int, dtype: torch.dtype, activation: str, 
     check_case(make_case(M, C, F, dtype, activation=activation, residual=residual, seed=seed))
 
 
+@pytest.mark.slow
 def test_results_have_the_same_bits_each_run() -> None:
     case = make_case(197, 96, 384, torch.bfloat16)
     first = case.run("triton")

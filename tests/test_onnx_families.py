@@ -21,7 +21,13 @@ from vit_fast.libraries.known import recognise
 
 OPSETS = tuple(dict.fromkeys((18, 20, 23, newest_opset_to_run())))
 ATTENTIONS = {"siglip": 3, "timm_siglip": 3}
-LIKE = {"vit_avg_pool", "sincos", "timm_siglip", "transformers_dinov2"}  # others, but for a few nodes
+LIKE = {
+    "vit_avg_pool",
+    "sincos",
+    "timm_siglip",
+    "transformers_dinov2",
+    "transformers_siglip",
+}  # others, but for a few nodes
 OTHER_ACTIVATIONS = {"clip_quickgelu", "siglip", "transformers_clip", "transformers_siglip"}
 # transformers' SigLIP pools with torch's nn.MultiheadAttention, which asks for the weights and so decomposes
 UNFUSED_POOL = {"transformers_siglip"}
@@ -90,7 +96,7 @@ def test_family(family: str, opset: int, precision: str, target: str, tmp_path: 
     assert np.abs(got - expected).max() <= (2e-5 if precision == "fp32" else 2e-2) * scale
 
 
-@pytest.mark.fast_cases("transformers_vit-23")
+@pytest.mark.slow
 @pytest.mark.parametrize("opset", [18, 23])
 @pytest.mark.parametrize("family", ["vit", "transformers_vit", "torchvision"])
 def test_everything_is_fused_for_ort_cuda(family: str, opset: int, tmp_path: Path) -> None:

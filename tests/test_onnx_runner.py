@@ -29,9 +29,9 @@ def model() -> Any:
 @pytest.fixture(scope="module")
 def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("onnx")
-    export_onnx(model, folder / "plain.onnx", target="ort-cpu", class_names=NAMES)
+    export_onnx(model, folder / "plain.onnx", target="ort-cpu", class_names=NAMES, verify=False)
     export_onnx(model, folder / "fixed.onnx", dynamic_batch=False, verify=False)
-    export_onnx(model, folder / "pixels.onnx", preprocess=True, class_names=NAMES)
+    export_onnx(model, folder / "pixels.onnx", preprocess=True, class_names=NAMES, verify=False)
     export_onnx(model, folder / "sizes.onnx", dynamic_size=True, verify=False)
     return folder
 

@@ -50,7 +50,7 @@ def test_every_form_of_a_file_counts_what_torch_counts(options: dict, tmp_path: 
     assert narrow_precision(path) == options.get("precision")
 
 
-@pytest.mark.fast_cases("timm")
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["deit_distilled", "dinov2_registers", "hybrid", "timm", "torchvision"])
 def test_every_family_counts_what_torch_counts(family: str, tmp_path: Path) -> None:
     model = make(family)

@@ -60,7 +60,7 @@ def test_without_a_gpu_there_is_nothing_to_compile(capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize("batch_sizes", [[], [0], [1, -2], [1.5], ["8"]])
 def test_batch_sizes_that_are_none(batch_sizes: list[int]) -> None:
-    with pytest.raises(ValueError, match="batch_sizes="):
+    with pytest.raises(ValueError, match="batch_sizes must be"):
         vit_fast.warm_up(vit_fast.create_model("vit_test"), batch_sizes)
 
 
