@@ -21,13 +21,8 @@ from vit_fast.libraries.known import recognise
 
 OPSETS = tuple(dict.fromkeys((18, 20, 23, newest_opset_to_run())))
 ATTENTIONS = {"siglip": 3, "timm_siglip": 3}
-LIKE = {
-    "vit_avg_pool",
-    "sincos",
-    "timm_siglip",
-    "transformers_dinov2",
-    "transformers_siglip",
-}  # others, but for a few nodes
+# These are others but for a few nodes.
+LIKE = {"vit_avg_pool", "sincos", "timm_siglip", "transformers_dinov2", "transformers_siglip"}
 OTHER_ACTIVATIONS = {"clip_quickgelu", "siglip", "transformers_clip", "transformers_siglip"}
 # transformers' SigLIP pools with torch's nn.MultiheadAttention, which asks for the weights and so decomposes
 UNFUSED_POOL = {"transformers_siglip"}
