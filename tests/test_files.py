@@ -57,7 +57,8 @@ for path, write in writers.items():
             write()
         except OSError as error:
             told.write(f"vit-fast: error: {error}\\n")
-    print(path, Path("new").exists(), told.getvalue(), sep="|", end="")
+    said = told.getvalue().lstrip("\\n")  # rich 13.7 ends a bar of progress with an empty line
+    print(path, Path("new").exists(), said, sep="|", end="")
 """
 
 

@@ -228,7 +228,7 @@ def test_a_fused_tower_passes_the_checks_of_transformers_own_suite(name: str, tm
         output.last_hidden_state.square().mean().backward()
         assert all(each.grad is not None and each.grad.abs().sum() > 0 for each in recorded)
         gradients.append({key: value.grad for key, value in model.named_parameters() if value.grad is not None})
-    assert len(gradients[0]) > 20
+    assert len(gradients[0]) >= 20
     torch.testing.assert_close(gradients[1:], gradients[:1] * 2, **close)
 
     for model in (plain, fused):

@@ -235,7 +235,7 @@ def rope_config(rope: Any) -> RopeConfig | None:
         return None
     common: dict[str, Any] = {
         "temperature": float(rope.temperature),
-        "layout": "half" if rope.rotate_half else "interleaved",
+        "layout": "half" if getattr(rope, "rotate_half", False) else "interleaved",  # timm 1.0.20 has no other
         "columns_first": rope.grid_indexing == "xy",
     }
     if kind == "RotaryEmbeddingDinoV3":
