@@ -106,9 +106,10 @@ def _to_onnx(exported: Any, options: ExportOptions) -> ir.Model:
     if written != options.opset:
         raise UnsupportedInputError(f"opset {options.opset}", [f"torch wrote opset {written} instead"])
     for node in model.graph.all_nodes():
-        if node.op_type == "Resize" and node.attributes.get_int("antialias", 0):  # before onnxscript 0.7.2 it differs
-            node.attributes.add(ir.AttrFloat32("cubic_coeff_a", -0.5))
-            node.attributes.add(ir.AttrInt64("exclude_outside", 1))
+        if node.op_type == "Resize":  # onnxscript before 0.7.2 writes what torch does not compute
+            if node.attributes.get_int("antialias", 0):
+                node.attributes.add(ir.AttrFloat32("cubic_coeff_a", -0.5))
+                node.attributes.add(ir.AttrInt64("exclude_outside", 1))
             if node.attributes.get_string("coordinate_transformation_mode") == "pytorch_half_pixel":
                 node.attributes.add(ir.AttrString("coordinate_transformation_mode", "half_pixel"))
     return model

@@ -79,8 +79,7 @@ def is_touched(module: nn.Module) -> bool:
         return True
     if not torch.compiler.is_compiling() and class_is_patched(type(module)):
         return True
-    parameters = module._parameters
-    return bool(parameters) and not all(map(is_plain, parameters.values()))
+    return not all(map(is_plain, module._parameters.values()))
 
 
 def does_nothing(module: nn.Module) -> bool:

@@ -31,7 +31,8 @@ def pos_embed_for(config: ViTConfig, learned: Tensor | None, grid: Size, patches
 def sincos_1d(positions: Tensor, dim: int) -> Tensor:
     """Sines and cosines of positions [P] at dim/2 geometric frequencies: [P, dim]; arXiv 1706.03762, section 3.5."""
     angles = positions[:, None] * frequencies(dim // 2, 10000.0, positions)
-    return torch.cat([angles.sin(), angles.cos()], dim=1)
+    cosines = (angles + math.pi / 2).sin()  # ONNX Runtime 1.23 has no Cos of doubles
+    return torch.cat([angles.sin(), cosines], dim=1)
 
 
 def frequencies(count: int, temperature: float, like: Tensor) -> Tensor:
