@@ -202,17 +202,6 @@ SUBJECTS: dict[str, Subject] = {
 }
 
 
-def transformers_is_whole() -> bool:
-    """True if ViT's blocks run as one operator: in transformers 4 the output projection is a module apart."""
-    return TorchVersion(version("transformers")) >= (5, 0)
-
-
-def require_whole(name: str) -> None:
-    """Skips a model of transformers whose blocks do not run as one operator."""
-    if name.startswith("transformers") and not transformers_is_whole():
-        pytest.skip("no whole block: transformers is older than 5.0")
-
-
 def of_depth(depth: int) -> dict[str, Subject]:
     """A model of so many blocks of each library."""
     return {

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fused_models import SUBJECTS, require_whole
+from fused_models import SUBJECTS
 from mlp_support import DEVICE, make_bf16_exact
 from our_operators import OurOperators
 from torch import Tensor, nn
@@ -32,7 +32,6 @@ UnsupportedInputError = vit_fast.UnsupportedInputError
 
 def calibrated(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Module, dict[str, Tensor]]:
     """A small model of a library, and what it takes."""
-    require_whole(name)
     subject = SUBJECTS[name]
     model = subject.build().eval().to(DEVICE, dtype)
     given = {key: value.to(DEVICE, dtype) for key, value in subject.inputs().items()}

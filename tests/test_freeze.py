@@ -9,7 +9,7 @@ from collections.abc import Callable
 import mlp_support as support
 import pytest
 import torch
-from fused_models import SUBJECTS, require_whole
+from fused_models import SUBJECTS
 from mlp_support import DEVICE
 from our_operators import OurOperators
 from torch import Tensor, nn
@@ -75,7 +75,6 @@ def test_the_same_answers_without_folding(dtype: torch.dtype, folds: list[int]) 
 
 @pytest.mark.parametrize("name", ["timm-vit", "transformers-vit", "torchvision-vit"])
 def test_models_of_other_libraries(name: str, folds: list[int]) -> None:
-    require_whole(name)
     subject = SUBJECTS[name]
     model, inputs = subject.build().to(DEVICE).eval(), {k: v.to(DEVICE) for k, v in subject.inputs().items()}
     vit_fast.fuse(model, "triton").require_all()

@@ -229,19 +229,19 @@ class TimmModel(TimmInterface):
 
 
 def rope_config(rope: Any) -> RopeConfig | None:
-    """What timm's module of rotary positions computes, where a RopeConfig says it."""
+    """Describes timm's module of rotary positions; None if no RopeConfig can. timm 1.0.20 lacks some attributes."""
     kind = type(rope).__name__
     if kind not in ("RotaryEmbeddingDinoV3", "RotaryEmbeddingCat"):
         return None
     common: dict[str, Any] = {
         "temperature": float(rope.temperature),
-        "layout": "half" if getattr(rope, "rotate_half", False) else "interleaved",  # timm 1.0.20 has no other
+        "layout": "half" if getattr(rope, "rotate_half", False) else "interleaved",
         "columns_first": rope.grid_indexing == "xy",
     }
     if kind == "RotaryEmbeddingDinoV3":
         usual = rope.min_period is None and rope.normalize_coords == "separate" and not rope.grid_offset
         return RopeConfig(**common) if usual else None
-    if rope.grid_type != "index":
+    if getattr(rope, "grid_type", "index") != "index":
         return None
     grid = None if rope.ref_feat_shape is None else (rope.ref_feat_shape[0], rope.ref_feat_shape[1])
     return RopeConfig(coordinates="index", reference_grid=grid, offset=rope.grid_offset, **common)
