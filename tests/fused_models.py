@@ -70,7 +70,11 @@ def timm_subject(name: str, size: int = IMAGE, **overrides: Any) -> Subject:
         if isinstance(settings.get("mlp_layer"), str):
             settings["mlp_layer"] = getattr(timm.layers, settings["mlp_layer"])
         _skip_before_it("timm", timm.is_model(name), name)
-        return timm.create_model(name, **settings)
+        try:
+            return timm.create_model(name, **settings)
+        except TypeError:  # an argument that came later
+            _skip_before_it("timm", False, f"{name} with {', '.join(overrides)}")
+            raise
 
     return Subject(make, images("x", size), lambda logits: logits)
 

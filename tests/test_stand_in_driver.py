@@ -179,6 +179,7 @@ _LIBRARY_COUNTS = """
 import json
 import os
 import fused_models
+import pytest
 import torch
 import vit_fast
 from vit_fast.kernels import plan, stand_in_driver
@@ -187,7 +188,11 @@ driver = stand_in_driver.install("sm_90")
 counts, by_torch = {}, []
 for depth in (1, 3):
     for library, subject in getattr(fused_models, os.environ["OF_DEPTH"])(depth).items():
-        model = subject.build().bfloat16().eval()
+        try:
+            model = subject.build().bfloat16().eval()
+        except pytest.skip.Exception:  # of a later release than the installed one
+            counts[library] = None
+            continue
         inputs = {
             name: tensor.bfloat16() if tensor.is_floating_point() else tensor
             for name, tensor in subject.inputs().items()
@@ -213,6 +218,14 @@ print(json.dumps([counts, by_torch]))
 """
 
 
+def library_counts(of_depth: str, environment: dict[str, str]) -> tuple[dict[str, Any], set[str], list[str]]:
+    """Launches of the models that the installed libraries have, the names of all, and operators of torch in plans."""
+    path = os.pathsep.join([environment["PYTHONPATH"], str(Path(__file__).parent)])
+    environment = environment | {"PYTHONPATH": path, "OF_DEPTH": of_depth}
+    counts, by_torch = json.loads(run_python(["-c", _LIBRARY_COUNTS], environment))
+    return {name: made for name, made in counts.items() if made}, set(counts), by_torch
+
+
 @pytest.mark.slow
 def test_a_fused_model_of_every_library_launches_what_ours_does(environment: dict[str, str]) -> None:
     """Five launches a block, and one that folds where it is not frozen: qkv, attention, proj, fc1, fc2.
@@ -221,11 +234,9 @@ def test_a_fused_model_of_every_library_launches_what_ours_does(environment: dic
     of fc2, fc1, which is folded again, proj, attention (two) and qkv, the first LayerNorm's, all products of the
     weight gradients, and the parameters' gradients in two; nothing is left to torch.
     """
-    path = os.pathsep.join([environment["PYTHONPATH"], str(Path(__file__).parent)])
-    environment = environment | {"PYTHONPATH": path, "OF_DEPTH": "of_depth"}
-    counts, by_torch = json.loads(run_python(["-c", _LIBRARY_COUNTS], environment))
+    counts, names, by_torch = library_counts("of_depth", environment)
     assert by_torch == []
-    assert set(counts) == {"timm", "transformers", "torchvision", "ours"}
+    assert names == {"timm", "transformers", "torchvision", "ours"}
     for shallow, deep in counts.values():
         assert [(b - a) / 2 for a, b in zip(shallow, deep)] == [6 + 11, 6, 5]
         assert shallow == [6 + 11 + 1, 6 + 1, 5 + 1]
@@ -238,11 +249,9 @@ def test_rotary_positions_and_gates_add_no_launch(environment: dict[str, str]) -
     The tables are read as they lie, in each library's way of giving them: torch copies nothing. A norm inside the MLP
     is folded into fc2 in a launch of its own, which a frozen block spares; training adds three for its backward.
     """
-    path = os.pathsep.join([environment["PYTHONPATH"], str(Path(__file__).parent)])
-    environment = environment | {"PYTHONPATH": path, "OF_DEPTH": "rotary_of_depth"}
-    counts, by_torch = json.loads(run_python(["-c", _LIBRARY_COUNTS], environment))
+    counts, names, by_torch = library_counts("rotary_of_depth", environment)
     assert by_torch == []
-    assert len(counts) == 6
+    assert len(names) == 6
     for name, (shallow, deep) in counts.items():
         inside = name == "timm, gated, norm inside"
         scales = not inside and name != "timm, interleaved, gated"  # a LayerScale: a backward multiplies weights
@@ -253,10 +262,8 @@ def test_rotary_positions_and_gates_add_no_launch(environment: dict[str, str]) -
 @pytest.mark.slow
 def test_norms_of_q_and_k_add_no_launch_in_inference(environment: dict[str, str]) -> None:
     """The qkv matmul normalises heads of 64; in training that is a launch, forward and backward: q and k are kept."""
-    path = os.pathsep.join([environment["PYTHONPATH"], str(Path(__file__).parent)])
-    environment = environment | {"PYTHONPATH": path, "OF_DEPTH": "qk_norm_of_depth"}
-    counts, _ = json.loads(run_python(["-c", _LIBRARY_COUNTS], environment))
-    assert set(counts) == {"timm", "timm, half", "timm, RMSNorm"}
+    counts, names, _ = library_counts("qk_norm_of_depth", environment)
+    assert names == {"timm", "timm, half", "timm, RMSNorm"}
     for name, (shallow, deep) in counts.items():
         scales = name == "timm, half"  # a LayerScale, with which a backward multiplies weights
         assert [(b - a) / 2 for a, b in zip(shallow, deep)] == [6 + 11 + 2 + scales, 6, 5], name
@@ -265,9 +272,7 @@ def test_norms_of_q_and_k_add_no_launch_in_inference(environment: dict[str, str]
 @pytest.mark.slow
 def test_images_of_several_sizes_add_no_launch(environment: dict[str, str]) -> None:
     """A block of packed or padded images is one operator, frozen too, whatever way it is told which tokens meet."""
-    path = os.pathsep.join([environment["PYTHONPATH"], str(Path(__file__).parent)])
-    environment = environment | {"PYTHONPATH": path, "OF_DEPTH": "packed_of_depth"}
-    counts, by_torch = json.loads(run_python(["-c", _LIBRARY_COUNTS], environment))
+    counts, _, by_torch = library_counts("packed_of_depth", environment)
     assert by_torch == []
     for told, (shallow, deep) in counts.items():
         turned = told in ("cu_seqlens", "lengths", "timm's mask, rotary")
