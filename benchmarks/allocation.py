@@ -23,7 +23,7 @@ CALLS_BEFORE, REFERENCE_CALLS = 6, 50
 SHARE, UNKNOWN_CALL_S = {"fp32": 0.5}, 0.1
 OTHER_SHARE = 0.3
 # Of the budget, the rest being for a machine that gets slower.
-PLANNED_SHARE = 0.75
+PLANNED_SHARE = 0.85
 ALWAYS = 2  # candidates that are planned however long they take
 
 
@@ -42,10 +42,10 @@ class Allocation:
         groups: The candidates of each group, the ones to be measured first before the others.
         budget_s: Seconds from the start of the run; infinite plans every candidate.
         ceilings: See machine.measure_ceilings.
-        left_out: Labels not to plan, of a run that is resumed; None means those that do not fit.
+        left_out: What not to plan, of a run that is resumed; None means what does not fit.
     Attributes:
-        planned: The candidates of each group that fit. Each is measured in all of its groups or in none.
-        left_out: The labels of the others.
+        planned: The candidates of each group that fit. Each is measured in all groups of a dtype or in none of them.
+        left_out: The others, with their dtype.
     """
 
     def __init__(
@@ -61,12 +61,19 @@ class Allocation:
         self.left_out: list[str] = [] if left_out is None else list(left_out)
         self.planned: Planned = {group: [] for group in groups}
         needed = sum(self._fixed_s(group) for group in groups)
-        for place, label in enumerate(dict.fromkeys(s.label for found in groups.values() for s in found)):
-            chosen = [(group, s) for group, found in groups.items() for s in found if s.label == label]
-            seconds = sum(self.preparing_s(*pair) + self._timed[pair[0]] for pair in chosen)
-            fits = place < ALWAYS or needed + seconds <= PLANNED_SHARE * budget_s
-            if label in self.left_out or (left_out is None and not fits):
-                self.left_out += [label] * (left_out is None)
+        every = [(s.label, group.dtype_name) for group, found in groups.items() for s in found]
+        labels = list(dict.fromkeys(label for label, _ in every))
+        for label, dtype in sorted(dict.fromkeys(every), key=lambda one: labels.index(one[0])):
+            chosen = [
+                (group, s)
+                for group, found in groups.items()
+                for s in found
+                if (s.label, group.dtype_name) == (label, dtype)
+            ]
+            name, seconds = f"{label} ({dtype})", sum(self.preparing_s(*pair) + self._timed[pair[0]] for pair in chosen)
+            fits = label in labels[:ALWAYS] or needed + seconds <= PLANNED_SHARE * budget_s
+            if name in self.left_out or (left_out is None and not fits):
+                self.left_out += [name] * (left_out is None)
                 continue
             needed += seconds
             for group, selection in chosen:

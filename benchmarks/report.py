@@ -105,7 +105,8 @@ def closing(record: Record) -> str:
         if alike and alike[0]["task"] == "inference":
             next_command = f"vit-fast optimize {alike[0]['model']} --batch {alike[0]['requested_batch']}"
     if any(row["verdict"] == UNKNOWN for row in measured(record["rows"])):
-        next_command = f"on a quiet machine, {command(record)} --seconds 6"
+        longer = record | {"plan": record["plan"] | {"seconds": 2 * (record["plan"].get("seconds") or 5)}}
+        next_command = f"on a quiet machine, {command(longer)}"
     text = "the best of vit-fast against the best peer: " if any(row["best_peer"] for row in record["rows"]) else ""
     result = f"Result: {text}{', '.join(found)}" if found else "Result: nothing was measured"
     return f"{result}; next: {next_command or command(record)}"

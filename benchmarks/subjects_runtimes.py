@@ -169,8 +169,8 @@ def build_torchao(fp8: bool, task: Task) -> nn.Module:
     return model
 
 
-on_ort, file = ("onnx", "onnxscript", "onnxruntime"), {"compilable": False, "trainable": False}
-int8 = {"precision": "int8", "tolerance": INT8_TOLERANCE, "trainable": False}
+on_ort, file = ("onnx", "onnxscript", "onnxruntime"), {"compilable": False, "trainable": False, "seconds": 7.0}
+int8 = {"precision": "int8", "tolerance": INT8_TOLERANCE, "trainable": False, "seconds": 9.0}
 bound = "ONNX Runtime, exported by vit_fast.export, inputs and outputs bound"
 register("onnxruntime", bound, partial(build, _open_onnxruntime), packages=on_ort, peer=True, **file)
 unbound, open_unbound = "the same through session.run, as most people do", partial(_open_onnxruntime, io_binding=False)

@@ -19,7 +19,7 @@ from vit_fast.benchmarks.subjects import Selection, parse_label
 from vit_fast.benchmarks.watch import AGAIN, Watch
 from vit_fast.measuring.timing import Protocol, time_interleaved
 
-CPU = torch.device("cpu")
+CPU, FREEZING = torch.device("cpu"), "timm+compile:freezing"
 TWO_CORES = {"copy_GB_per_s": 30.0, "copy_bytes": 1, "matmul_size": 1}
 TWO_CORES |= {"matmul_TFLOP_per_s": {"fp32": 0.2, "bf16": 0.45}}
 
@@ -42,12 +42,13 @@ def labels(allocation: Allocation) -> list[list[str]]:
     return [[selection.label for selection in found] for found in allocation.planned.values()]
 
 
-def test_what_does_not_fit_is_left_out_of_every_group_the_last_first(default: Plan) -> None:
+def test_what_does_not_fit_is_left_out_of_a_dtype_the_last_first(default: Plan) -> None:
     everything, some, few = (allocated(default, seconds) for seconds in (math.inf, DEFAULT_TIME_BUDGET_S["cpu"], 1.0))
     assert not everything.left_out and len(labels(everything)) == 4
-    assert some.left_out and not {"timm", "timm+fused+frozen", "openvino", "onnxruntime"} & set(some.left_out)
-    for chosen, every in zip(labels(some), labels(everything), strict=True):
-        assert chosen == [label for label in every if label not in some.left_out]
+    first = {f"{label} (fp32)" for label in ("timm", "timm+fused+frozen", "openvino", "onnxruntime", FREEZING)}
+    assert some.left_out and not first & set(some.left_out) and "eager (bf16)" in some.left_out
+    for chosen, every, group in zip(labels(some), labels(everything), some.planned, strict=True):
+        assert chosen == [label for label in every if f"{label} ({group.dtype_name})" not in some.left_out]
     assert [len(found) for found in labels(few)] == [ALWAYS] * 4
     slow = allocated(default, DEFAULT_TIME_BUDGET_S["cpu"], speed=0.2)
     assert set(some.left_out) < set(slow.left_out)
@@ -56,11 +57,11 @@ def test_what_does_not_fit_is_left_out_of_every_group_the_last_first(default: Pl
 
 
 def test_the_time_that_is_left_is_divided_by_what_there_is_to_time(default: Plan) -> None:
-    allocation = allocated(default, 150.0)
+    allocation = allocated(default, 165.0)
     groups = list(allocation.planned)
     after = [sum(map(allocation.prepared_s, groups[place + 1 :])) for place in range(4)]
     ends = [allocation.end_of_timing_s(group, 40.0, 1.0) for group in groups]
-    assert 40 < ends[0] < 150 - after[0] and ends[3] == pytest.approx(150)
+    assert 40 < ends[0] < 165 - after[0] and ends[3] == pytest.approx(165)
     assert allocation.end_of_timing_s(groups[0], 40.0, 2.0) < ends[0], "what comes after takes twice as long"
     assert allocation.end_of_timing_s(groups[0], 200.0, 1.0) == 200, "too late: the floor of a measurement is all"
 
@@ -104,7 +105,7 @@ class Machine:
 def test_the_default_run_measures_and_ranks_all_that_it_planned_in_time(slowness, noise, default, monkeypatch) -> None:
     Machine(slowness, noise).install(monkeypatch)
     record = runner.run(default, notes := Notes())
-    assert record["seconds"] <= DEFAULT_TIME_BUDGET_S["cpu"] + 15, "and starting and writing take the rest of 180"
+    assert record["seconds"] <= DEFAULT_TIME_BUDGET_S["cpu"] + 5, "and starting and writing take the rest of 180"
     assert {row["status"] for row in record["rows"]} == {"measured"}
     assert len({(row["dtype"], row["batch"]) for row in record["rows"]}) == 4
     told = [row["verdict"] for row in record["rows"] if noise < 0.05 or row["subject"] == "timm+fused+frozen"]

@@ -21,6 +21,7 @@ import pytest
 from PIL import Image
 
 from vit_fast.benchmarks import html_report, plot, records, report
+from vit_fast.benchmarks.subjects import COMPILE_MODES, all_subjects, select
 from vit_fast.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -94,6 +95,46 @@ def test_names_of_strangers_stay_text(record):
     assert text.count("<script") == html_report.render({}).count("<script")
     assert hostile in [line[0] for line in table_of(page, "images/s")]
     assert any(hostile in text for text in page.texts["li"])
+
+
+def test_every_candidate_has_its_own_colour_in_plot_and_curves(record):
+    names = [
+        select(name, mode).label for name, s in all_subjects().items() for mode in COMPILE_MODES[: 1 + 4 * s.compilable]
+    ]
+    colours = [plot.colour_of(name) for name in names]
+    assert len(set(colours)) == len(names) > 60 and all(re.fullmatch("#[0-9a-f]{6}", colour) for colour in colours)
+    (text,) = (text for text in Page(html_report.render({"run": record})).texts["script"] if text.startswith("[{"))
+    drawn = {line["name"]: line["colour"] for curve in json.loads(text) for line in curve["series"]}
+    assert drawn == {name: plot.colour_of(name) for name in drawn} and len(drawn) > 5
+    (red, green, blue), pixels = bytes.fromhex(plot.colour_of("timm")[1:]), Image.open(io.BytesIO(plot.draw(record)))
+    assert (red, green, blue) in {colour for _, colour in pixels.convert("RGB").getcolors(2**24)}
+
+
+def told(record: records.Record, **changes: object) -> str:
+    """The closing sentence where the best of ours is as said."""
+    for row in record["rows"]:
+        if row["subject"] == "sdpa+compile":
+            row.update({"peer": False, "images_per_s": 1e4, "best_peer": "onnxruntime"} | changes)
+    return report.closing(record)
+
+
+def test_a_run_ends_with_its_result_and_a_command_to_try(record):
+    text = told(record, ratio_to_best_peer=1.234, verdict="faster")
+    assert text.startswith(
+        "Result: the best of vit-fast against the best peer: 1.23x onnxruntime (fp32, batch 1), 1.23x"
+    )
+    assert text.endswith("next: vit-fast optimize vit_tiny_patch16_224 --batch 8") and "\n" not in text
+    assert "equal to onnxruntime (fp32, batch 8)" in told(record, verdict="no difference")
+    noisy = told(record, verdict="cannot be ranked")
+    assert "not ranked" in noisy and noisy.partition("next: ")[2].startswith("on a quiet machine, vit-fast bench ")
+    assert noisy.count("--seconds") == 1
+    nothing = {**record, "rows": [row | {"status": "failed"} for row in record["rows"]]}
+    assert report.closing(nothing) == f"Result: nothing was measured; next: {report.command(record)}"
+
+
+def test_what_was_left_out_is_named_with_the_way_to_get_it(record):
+    text = report.markdown(record | {"left_out": ["sdpa", "eager"]})
+    assert "- sdpa, eager: left out for lack of time; --time-budget 0 measures all\n" in text
 
 
 def test_needs_no_network(record):
