@@ -25,14 +25,14 @@ COLOURS = {
 BAR_INCHES, TITLE_INCHES, HEAD_INCHES, LINE_INCHES, WIDTH_INCHES = 0.32, 0.55, 0.6, 0.13, 10.0
 # Characters of the foot that fit beside one another, of wide ones.
 FOOT_CHARACTERS = 150
-LABEL_SHARE = 0.0085  # of the width, a character of a subject's name
+LABEL_SHARE = 0.0095  # of the width, a character of a name in bold
 
 
 def colour_of(name: str) -> str:
     """A candidate's own colour, the same in every plot and report."""
     drawn = zlib.crc32(name.encode())
-    lightness, saturation = 0.35 + 0.1 * (drawn % 4), 0.4 + 0.2 * (drawn // 4 % 3)
-    parts = colorsys.hls_to_rgb((drawn >> 8) / 2**24, lightness, saturation)
+    lightness, saturation = 0.35 + 0.3 * (drawn >> 16 & 255) / 255, 0.4 + 0.4 * (drawn >> 24) / 255
+    parts = colorsys.hls_to_rgb((drawn & 0xFFFF) / 2**16, lightness, saturation)
     return COLOURS.get(name, "#" + "".join(f"{round(255 * part):02x}" for part in parts))
 
 

@@ -230,7 +230,7 @@ class _Run:
         """Times the prepared subjects in turns and adds their rows; returns those that ran out of memory now."""
         too_large: list[Selection] = []
         while prepared:
-            self.listener.now(f"{group}: timing {len(prepared)} subjects in turns")
+            self.listener.now(f"{group}: timing {len(prepared)} candidates, interleaved")
             running = ""
 
             def tracked(name: str, call: Call) -> Call:
@@ -245,7 +245,8 @@ class _Run:
             alike = [name for name, ready in prepared.items() if not is_lower(ready.row)] or list(prepared)
             best = min(alike, key=lambda name: prepared[name].call_s)
             end_s, conditions = self._end_of_timing_s(group), Conditions(self.plan.device)
-            watch = Watch(self.plan.protocol, self.listener, self.elapsed_s, end_s, prepared, best)
+            clock = self.elapsed_s, end_s, self.plan.is_default
+            watch = Watch(self.plan.protocol, self.listener, *clock, prepared, best)
             add = functools.partial(_add_timed, self.found, self.plan.device, group, prepared, best)
             calls = {name: tracked(name, ready.call) for name, ready in prepared.items()}
             calls[AGAIN] = tracked(best, prepared[best].call)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Protocol
 
@@ -39,14 +38,15 @@ class Listener(Protocol):
 class Watch:
     """Decides after every round which candidates to go on with; see timing.time_interleaved.
 
-    A quiet machine times all of them until the protocol is satisfied. Where noise leaves nothing to rank, what is left
-    until `end_s` is spent on the best of ours and the best of the peers.
+    A quiet machine times all of them until the protocol is satisfied. Where noise leaves nothing to rank, the rest of
+    the time that was allocated is spent on the best of ours and the best of the peers.
 
     Args:
         protocol: When a measurement is long enough.
         listener: Told how far the timing is, in candidates, and whether any are dropped.
         now_s: The clock.
         end_s: When the timing must end, by this clock.
+        allocated: True if the time until then is this timing's own.
         prepared: The candidates.
         best: The one that is timed twice.
     Attributes:
@@ -55,10 +55,10 @@ class Watch:
 
     def __init__(
         self, protocol: timing.Protocol, listener: Listener, now_s: Callable[[], float], end_s: float,
-        prepared: Mapping[str, Prepared], best: str,
+        allocated: bool, prepared: Mapping[str, Prepared], best: str,
     ) -> None:  # fmt: skip
         self._protocol, self._listener, self._now_s, self._end_s = protocol, listener, now_s, end_s
-        self._prepared, self._best = prepared, best
+        self._allocated, self._prepared, self._best = allocated, prepared, best
         self._start_s, self._told = now_s(), 0.0
         self._samples: Mapping[str, Samples] = {}
         self._narrowed: set[str] = set()
@@ -76,7 +76,7 @@ class Watch:
     def _decide(self, number: int) -> Collection[str]:
         samples, now_s = self._samples, self._now_s()
         long_enough = self._protocol.is_satisfied(samples)
-        if long_enough and self._end_s == math.inf:  # nobody gave it time for more
+        if long_enough and not self._allocated:
             return ()
         if len(self.timings()) < len(samples):
             return samples
@@ -85,7 +85,7 @@ class Watch:
             return ()
         if self._narrowed:
             return () if number % ROUNDS_BETWEEN == 0 and self._can_rank() else self._narrowed
-        if not check or (number % ROUNDS_BETWEEN and not long_enough):
+        if not (check and self._allocated) or (number % ROUNDS_BETWEEN and not long_enough):
             return samples
         if self._can_rank():
             return () if long_enough else samples

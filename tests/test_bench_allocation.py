@@ -115,7 +115,9 @@ def test_the_default_run_measures_and_ranks_all_that_it_planned_in_time(slowness
         assert record["seconds"] > PLANNED_SHARE * DEFAULT_TIME_BUDGET_S["cpu"] * 0.6, "the time is used"
 
 
-def follow(machine: Machine, end_s: float, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, int], list[str]]:
+def follow(
+    machine: Machine, end_s: float, monkeypatch: pytest.MonkeyPatch, *, allocated: bool = True
+) -> tuple[dict[str, int], list[str]]:
     """How often each of four candidates is called until a timing ends, and what is said about it."""
     monkeypatch.setattr("vit_fast.measuring.timing.time.perf_counter_ns", lambda: int(machine.now_s * 1e9))
     (group,) = make_plan(models=["vit_test"], batch_sizes=[8], dtypes=["fp32"], device="cpu").groups()
@@ -123,7 +125,7 @@ def follow(machine: Machine, end_s: float, monkeypatch: pytest.MonkeyPatch) -> t
     prepared = {name: machine.prepared(parse_label(name), group, seconds) for name, seconds in names.items()}
     protocol, notes = Protocol(repeats=80, seconds=4.0, least_repeats=5, warmup_repeats=1, warmup_seconds=0.0), Notes()
     best = "timm+fused+frozen"
-    watch = Watch(protocol, notes, lambda: machine.now_s, end_s, prepared, best)
+    watch = Watch(protocol, notes, lambda: machine.now_s, end_s, allocated, prepared, best)
     calls = {name: ready.call for name, ready in prepared.items()} | {AGAIN: prepared[best].call}
     timings = time_interleaved(calls, CPU, protocol, on_round=watch)
     return {name: timing.repeats for name, timing in timings.items()}, notes.said
@@ -149,6 +151,12 @@ def test_noise_without_end_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None
     machine = Machine(noise=1.5)
     repeats, said = follow(machine, 40.0, monkeypatch)
     assert 40 <= machine.now_s < 60 and said and repeats["timm"] > repeats["eager"] > 5
+
+
+def test_time_that_is_not_its_own_is_left_to_other_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(noise=0.35)
+    repeats, said = follow(machine, 300.0, monkeypatch, allocated=False)
+    assert len(set(repeats.values())) == 1 and not said and machine.now_s < 60
 
 
 def test_named_candidates_are_all_planned_and_without_a_limit() -> None:

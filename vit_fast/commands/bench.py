@@ -70,7 +70,8 @@ def bench(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     out: Annotated[Path | None, typer.Option(help="New or empty folder for record, table and plot.")] = None,
     time_budget: Annotated[
-        float | None, typer.Option(help="Seconds after which nothing new is started; 0: no limit.", metavar="SECONDS")
+        float | None,
+        typer.Option(help="Seconds; candidates that do not fit are left out. 0: no limit.", metavar="SECONDS"),
     ] = None,
     seconds: Annotated[
         float | None, typer.Option(help="How long each subject is timed: longer on a restless machine.", metavar="S")
