@@ -19,9 +19,9 @@ COMPILING_S = {"none": 0.0, "default": 25.0, "freezing": 25.0, "reduce-overhead"
 TIMED_S, ROUNDS = 1.5, 20
 # Calls before a candidate is timed; what images and reference in fp64 of a group take, in calls of one image.
 CALLS_BEFORE, REFERENCE_CALLS = 6, 50
+CEILINGS_S = 1.0
 # Of the matmul ceiling, what a model reaches; a model that nobody counts takes so long for an image.
-SHARE, UNKNOWN_CALL_S = {"fp32": 0.5}, 0.1
-OTHER_SHARE = 0.3
+SHARE, OTHER_SHARE, UNKNOWN_CALL_S = {"fp32": 0.6}, 0.4, 0.1
 # Of the budget, the rest being for a machine that gets slower.
 PLANNED_SHARE = 0.85
 ALWAYS = 2  # candidates that are planned however long they take
@@ -89,7 +89,7 @@ class Allocation:
 
     def _fixed_s(self, group: Group) -> float:
         """The reference, and the control: the best candidate, timed twice."""
-        return REFERENCE_CALLS * self._calls[group] / group.batch_size + self._timed[group]
+        return CEILINGS_S + REFERENCE_CALLS * self._calls[group] / group.batch_size + self._timed[group]
 
     def prepared_s(self, group: Group) -> float:
         """About how long a group takes until its candidates can be timed."""
