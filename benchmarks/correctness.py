@@ -46,12 +46,14 @@ class Expected:
         eager_error: Our eager model's error in the group's dtype, by measure.
         parameters: Of a training step, the norm of all parameters' gradients [1]; of a part's backward, each of them.
             Of each, eager's error and what it is in fp64.
+        classes: Of the batches after the first, as far as agreement is of them, too: the largest outputs in fp64.
     """
 
     rows: list[int]
     outputs: Tensor
     eager_error: dict[Measure, float]
     parameters: Sequence[tuple[float, Tensor]] = ()
+    classes: Sequence[Tensor] = ()
 
 
 @dataclass(frozen=True)
@@ -71,12 +73,13 @@ class Verdict:
         return self.reason is None
 
 
-def expect(task: Task, images: Tensor) -> Expected:
+def expect(task: Task, images: Tensor, *others: Tensor) -> Expected:
     """The definition in fp64 and eager's own error in the task's dtype.
 
     Args:
         task: What is computed.
         images: The batch that subjects will be checked on; up to MAX_CHECKED_IMAGES of it are, or as an operator says.
+        others: The batches after it, of which a whole model's agreement is, too.
     """
     rows = checked_rows(task)
     if task.model.onnx is not None:
@@ -95,7 +98,9 @@ def expect(task: Task, images: Tensor) -> Expected:
     with torch.inference_mode():
         exact = exact_model(chosen.double()).cpu()
         eager = eager_model(chosen)
-    return Expected(rows, exact[: len(rows)], {measure: error_of(eager, exact, measure) for measure in MEASURES})
+        classes = [exact_model(batch.double()).argmax(-1) for batch in others]
+    errors = {measure: error_of(eager, exact, measure) for measure in MEASURES}
+    return Expected(rows, exact[: len(rows)], errors, classes=classes)
 
 
 def _expect_gradients(

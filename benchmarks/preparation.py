@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +19,7 @@ from vit_fast.errors import UnsupportedInputError
 from vit_fast.measuring.limits import at_most, describe_error, is_out_of_memory
 from vit_fast.measuring.timing import Call, peak_memory_of_call, synchronise
 
-from .correctness import Expected, checked_rows, expect, judge, stepper
+from .correctness import MAX_CHECKED_IMAGES, Expected, checked_rows, expect, judge, stepper
 from .explain import explain
 from .inputs import MAX_VIEWS, image_views, rotating_batches, weights_of
 from .rows import Group, Row, Status, add_verdict, make_row
@@ -46,7 +49,9 @@ def pose(group: Group, images: Sequence[Path], device: torch.device) -> Posed:
     """
     with out_of_memory_is_too_large():
         task, batches = ask(group, images, device)
-        return Posed(task, batches, expect(task, batches[0].to(device)))
+        # so many that agreement is of as many images as of a large batch
+        few = math.ceil(MAX_CHECKED_IMAGES / task.batch_size) if task.whole and not task.training else 1
+        return Posed(task, batches, expect(task, *(batch.to(device) for batch in batches[:few])))
 
 
 def ask(group: Group, images: Sequence[Path], device: torch.device) -> tuple[Task, list[Tensor]]:
@@ -136,6 +141,9 @@ def _build_and_check(selection: Selection, group: Group, posed: Posed) -> tuple[
     call_s = _seconds(lambda: last.append(call(0)), device)
     verdict = judge(selection.subject, task, expected, (first if task.training else last).pop())
     row = make_row(group, selection, "measured" if verdict.passed else "wrong", verdict.reason)
+    if verdict.agreement is not None and expected.classes:
+        shares = [_share_alike(call(place), best) for place, best in enumerate(expected.classes, 1)]
+        verdict = dataclasses.replace(verdict, agreement=statistics.fmean([verdict.agreement, *shares]))
     add_verdict(row, verdict)
     row.update(build_s=round(build_s, 3), first_call_s=round(first_call_s, 3))
     if not verdict.passed:
@@ -144,6 +152,10 @@ def _build_and_check(selection: Selection, group: Group, posed: Posed) -> tuple[
     if resident is not None:
         row["peak_MiB"] = round((resident + peak_memory_of_call(lambda: call(1), device)) / 2**20, 1)
     return Prepared(selection, call, row, call_s), row
+
+
+def _share_alike(outputs: Any, classes: Tensor) -> float:
+    return float((outputs.argmax(-1) == classes).double().mean())
 
 
 def first_answer(selection: Selection, group: Group, images: Sequence[Path], device: torch.device) -> Row:

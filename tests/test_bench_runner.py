@@ -90,6 +90,26 @@ def test_a_subject_that_is_right_only_at_first_is_wrong(add) -> None:
     assert_no_speed(row)
 
 
+def test_agreement_is_of_eight_images_at_any_batch(add) -> None:
+    """A candidate that names another class than fp64 for one image of eight."""
+
+    def partly(task: Task) -> object:
+        model, called = build("sdpa", task), []
+
+        def answer(images: torch.Tensor) -> torch.Tensor:
+            outputs = model(images).clone()
+            called.append(1)
+            if len(called) == 5:  # two before the verdict, one with it, then the batches after the first
+                outputs[:, outputs.argmax(-1)] = -1e3
+            return outputs
+
+        return answer
+
+    add("partly", partly, precision="int8", tolerance=1e9)
+    rows = rows_by_subject(runner.run(plan("sdpa", "partly", batch_sizes=(1,))))
+    assert (rows["sdpa"]["agreement"], rows["partly"]["agreement"]) == (1.0, 7 / 8)
+
+
 def test_missing_refused_and_broken_subjects_are_rows_with_reasons(add) -> None:
     def refuse(task: Task) -> object:
         raise UnsupportedInputError("this library", ["one reason", "another reason"])
@@ -120,7 +140,7 @@ def test_a_subject_that_breaks_while_it_is_timed_is_failed_and_the_others_are_ti
 
         def answer(images: torch.Tensor) -> torch.Tensor:
             calls.append(1)
-            if len(calls) > 6:
+            if len(calls) > 9:
                 raise RuntimeError("worn out")
             return model(images)
 

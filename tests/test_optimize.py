@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import os
 import signal
 import time
@@ -30,9 +31,11 @@ def images() -> Tensor:
     return torch.randn(4, 3, 32, 32)
 
 
+FROZEN = Choice(attention="sdpa", mlp="sdpa", frozen=True)
 CHOICES = [
     Choice(),
     Choice(attention="sdpa", mlp="sdpa"),
+    FROZEN,
     Choice(attention="sdpa", mlp="eager"),
     Choice(attention="sdpa"),
     Choice(channels_last=True),
@@ -301,6 +304,11 @@ def test_a_choice_has_one_name_and_comes_back_from_a_file() -> None:
     with pytest.raises(ValueError, match="accepted are engine"):
         Choice.from_dict({"colour": "red"})
     assert Choice().plainness == 0 < Choice(attention="sdpa", mlp="sdpa").plainness < Choice("compile").plainness
+
+
+def test_a_cpu_tries_frozen_blocks_in_every_dtype() -> None:
+    found = choices.candidates(torch.device("cpu"), ["bf16"])
+    assert {FROZEN, dataclasses.replace(FROZEN, precision="bf16"), Choice("compile", frozen=True)} <= set(found)
 
 
 def test_what_is_tried_on_a_gpu(monkeypatch) -> None:

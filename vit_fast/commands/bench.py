@@ -65,7 +65,9 @@ def bench(
     ] = None,
     compile_modes: Annotated[
         str | None,
-        typer.Option(help="For subjects that name none: none, default, reduce-overhead, max-autotune.", metavar="A,B"),
+        typer.Option(
+            help="For subjects that name none: none, default, freezing, reduce-overhead, max-autotune.", metavar="A,B"
+        ),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     out: Annotated[Path | None, typer.Option(help="New or empty folder for record, table and plot.")] = None,

@@ -156,7 +156,7 @@ def candidates(device: torch.device, allowed: Collection[Precision]) -> list[Cho
         found += [eight_bit, *([dataclasses.replace(eight_bit, graphs=True)] if on_cuda else [])]
     smaller: Precision = "fp16" if on_cuda else "int8"
     for choice in _runtimes(device):
-        fewer = "bf16" if choice.engine == "openvino" else smaller
+        fewer: Precision = "bf16" if choice.engine == "openvino" else smaller
         found += [choice, *([dataclasses.replace(choice, precision=fewer)] if fewer in allowed else [])]
     # whoever allows loss expects most of it: what takes long and loses nothing waits
     return sorted(found, key=lambda c: (c.seconds > 1 and c.precision is None, c.seconds, c.precision is None))
