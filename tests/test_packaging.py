@@ -100,6 +100,21 @@ def test_pyproject_lists_every_package():
     assert listed == found
 
 
+def test_set_up_prints_a_line_for_each_step_and_no_warning_of_pip(tmp_path):
+    """With a stand-in for the environment's python, whose pip warns unless it is told not to."""
+    python = tmp_path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\ncase "$*" in *pip*-qq*) ;; *pip*) echo "WARNING: a warning" ;; esac\n')
+    python.chmod(0o755)
+    ready = python.parent.parent / ".ready"
+    command = ["make", "--no-print-directory", "PYTHON=true", f"VENV={ready.parent}", str(ready)]
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=outside)
+    lines = (done.stdout + done.stderr).splitlines()
+    assert done.returncode == 0 and ready.exists() and len(lines) == 3, lines
+    assert all(line.startswith("set-up: ") for line in lines)
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("wheel")

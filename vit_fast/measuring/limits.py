@@ -80,9 +80,9 @@ def at_most(seconds: float) -> Iterator[Callable[[], None]]:
     try:
         yield again
     except Exception as error:
-        if not raised or error in raised:
+        if not raised:
             raise
-        raise TimeoutError(f"more than {seconds:g} s") from error  # a compiler wraps it in its own
+        raise TimeoutError(f"more than {seconds:g} s") from error  # also where a compiler wrapped it in its own
     finally:
         try:
             signal.setitimer(signal.ITIMER_REAL, 0)
