@@ -25,7 +25,7 @@ from .subjects import FP32_ALONE, Selection, choose
 DEFAULT_MODELS = {"cpu": ("vit_tiny_patch16_224",), "cuda": ("vit_base_patch16_224",)}
 DEFAULT_BATCH_SIZES = {"cpu": (1, 8), "cuda": (1, 32, 256)}
 DEFAULT_DTYPES = {"cpu": ("fp32",), "cuda": ("bf16",)}
-DEFAULT_TIME_BUDGET_S = {"cpu": 165.0, "cuda": 900.0}
+DEFAULT_TIME_BUDGET_S = {"cpu": 155.0, "cuda": 900.0}
 PROTOCOLS = {
     "cpu": Protocol(repeats=80, seconds=4.0, least_repeats=5, warmup_repeats=1, warmup_seconds=0.0),
     "cuda": Protocol(repeats=100, seconds=1.0, least_repeats=10),

@@ -210,8 +210,14 @@ def not_measured(record: Record) -> list[str]:
                 reason = f"{row['status']}: {row['reason']}" if row["reason"] else str(row["status"])
                 titles.setdefault(f"{label(row)}: {reason}", []).append(title)
     lines = [line if len(where) == len(grouped) else f"{line} ({'; '.join(where)})" for line, where in titles.items()]
-    if left_out := record.get("left_out"):
-        lines.append(f"{', '.join(left_out)}: left out for lack of time; --time-budget 0 measures all")
+    left_out: dict[str, list[str]] = {}
+    for name in record.get("left_out", ()):
+        found, _, dtype = name.removesuffix(")").partition(" (")
+        left_out.setdefault(found, []).append(dtype)
+    if left_out:
+        every = len(record["plan"]["dtypes"])
+        names = [name if len(of) == every else f"{name} ({', '.join(of)})" for name, of in left_out.items()]
+        lines.append(f"left out for lack of time, --time-budget 0 measures all: {', '.join(names)}")
     return lines
 
 

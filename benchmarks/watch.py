@@ -16,7 +16,7 @@ AGAIN = "again"
 FLOOR_REPEATS, FLOOR_MS, FLOOR_LEAST_REPEATS = 50, 200.0, 3
 # The share of a group's time that goes to all of its candidates before noise narrows them down, and after how many
 # rounds it is checked again whether they can be ranked.
-SHARE_OF_ALL, ROUNDS_BETWEEN = 0.6, 5
+SHARE_OF_ALL, ROUNDS_BETWEEN = 0.4, 5
 
 
 class Listener(Protocol):

@@ -133,8 +133,9 @@ def test_a_run_ends_with_its_result_and_a_command_to_try(record):
 
 
 def test_what_was_left_out_is_named_with_the_way_to_get_it(record):
-    text = report.markdown(record | {"left_out": ["sdpa", "eager"]})
-    assert "- sdpa, eager: left out for lack of time; --time-budget 0 measures all\n" in text
+    record["plan"]["dtypes"] = ["fp32", "bf16"]
+    text = report.markdown(record | {"left_out": ["sdpa (bf16)", "eager (fp32)", "eager (bf16)"]})
+    assert "- left out for lack of time, --time-budget 0 measures all: sdpa (bf16), eager\n" in text
 
 
 def test_needs_no_network(record):
