@@ -24,15 +24,17 @@ CEILINGS_S = 1.0
 SHARE, OTHER_SHARE, UNKNOWN_CALL_S = {"fp32": 0.6}, 0.4, 0.1
 # Of the budget, the rest being for a machine that gets slower.
 PLANNED_SHARE = 0.88
+OF_FP32 = 0.7  # of the time in fp32, what a narrower dtype takes at the least: not all of a model is products
 ALWAYS = 2  # candidates that are planned however long they take
 
 
 def call_s(group: Group, ceilings: Mapping[str, Any]) -> float:
     """About how long a call of a group takes."""
-    flop, reached = total(group.least().values()).flop, ceilings.get("matmul_TFLOP_per_s", {}).get(group.dtype_name)
-    if not flop or not reached:
+    flop, reached = total(group.least().values()).flop, ceilings.get("matmul_TFLOP_per_s", {})
+    if not flop or group.dtype_name not in reached:
         return UNKNOWN_CALL_S * group.batch_size
-    return flop / (SHARE.get(group.dtype_name, OTHER_SHARE) * reached * 1e12)
+    seconds = {name: flop / (SHARE.get(name, OTHER_SHARE) * most * 1e12) for name, most in reached.items()}
+    return max(seconds[group.dtype_name], OF_FP32 * seconds.get("fp32", 0.0))
 
 
 class Allocation:

@@ -11,7 +11,7 @@ import torch
 from bench_support import Notes
 
 from vit_fast.benchmarks import runner
-from vit_fast.benchmarks.allocation import ALWAYS, COMPILING_S, PLANNED_SHARE, Allocation
+from vit_fast.benchmarks.allocation import ALWAYS, COMPILING_S, PLANNED_SHARE, Allocation, call_s
 from vit_fast.benchmarks.plan import DEFAULT_TIME_BUDGET_S, Plan, make_plan
 from vit_fast.benchmarks.preparation import Prepared
 from vit_fast.benchmarks.rows import Group, make_row
@@ -54,6 +54,12 @@ def test_what_does_not_fit_is_left_out_of_a_dtype_the_last_first(default: Plan) 
     assert set(some.left_out) < set(slow.left_out)
     resumed = allocated(default, 1.0, left_out=some.left_out)
     assert labels(resumed) == labels(some) and resumed.left_out == some.left_out
+
+
+def test_a_fast_unit_for_products_in_bf16_does_not_make_the_whole_model_as_fast(default: Plan) -> None:
+    fast = TWO_CORES | {"matmul_TFLOP_per_s": {"fp32": 0.2, "bf16": 5.0}}
+    calls = [call_s(group, fast) for group in default.groups()]
+    assert calls[2:] == pytest.approx([0.7 * seconds for seconds in calls[:2]])
 
 
 def test_the_time_that_is_left_is_divided_by_what_there_is_to_time(default: Plan) -> None:
