@@ -175,7 +175,8 @@ def make_plan(
     sizes = SEARCHED[kind] if batch_sizes == "best" else (1,) if latency else batch_sizes
     sizes = _batch_sizes(DEFAULT_BATCH_SIZES[kind] if sizes is None else sizes)
     found = _some("models", [model for make in resolved for size in img_sizes for model in make(size)])
-    if dtypes is None and kind == "cpu" and not train and has_bf16() and all(m.kind in BOTH_DTYPES for m in found):
+    by_default = dtypes is None and subjects is None and not train
+    if by_default and kind == "cpu" and has_bf16() and all(model.kind in BOTH_DTYPES for model in found):
         names = ("fp32", "bf16")
     if data != "device" and (data != "host" or kind == "cpu" or any(model.data is None for model in found)):
         raise ValueError(f"--data must be device or, for images on a GPU, host, got {data}; a CPU copies nothing")

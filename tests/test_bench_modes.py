@@ -33,7 +33,7 @@ def test_latency_is_of_one_image_and_says_its_99th_percentile() -> None:
     assert plan.batch_sizes == (1,) and plan.protocol == LATENCY
     assert "--latency" in report.command({"plan": plan.to_dict()})
     assert "--batch-sizes" not in report.command({"plan": plan.to_dict()})
-    with pytest.raises(ValueError, match="of one image a call"):
+    with pytest.raises(ValueError, match="calls of one image"):
         make_plan(latency=True, batch_sizes=[1, 8], **VIT_TEST)
     enough = Protocol(repeats=PERCENTILE_REPEATS, seconds=60.0, least_repeats=PERCENTILE_REPEATS, warmup_repeats=1)
     record = runner.run(make_plan(subjects=["sdpa"], latency=True, protocol=enough, **VIT_TEST))
