@@ -137,7 +137,8 @@ def _layer_norm_grad_kernel(
             if mean_ptr is not None:
                 stored = normalised.to(normalised_ptr.dtype.element_ty)
                 tl.store(normalised_ptr + start + cols[None, :], stored, mask=mask)
-            dx = tl.abs(rstd)[:, None] * (grad - total[:, None] - normalised * along[:, None])
+            # a product that is rounded by itself: the compiler would fuse a plain one with the sum below
+            dx = tl.fma(tl.abs(rstd)[:, None], grad - total[:, None] - normalised * along[:, None], 0.0)
             dx = dx.to(out_ptr.dtype.element_ty)
             if residual_ptr is not None:  # of rounded numbers, as autograd adds what two branches give
                 added = tl.load(residual_ptr + start + cols[None, :], mask=mask, other=0.0).to(tl.float32)
