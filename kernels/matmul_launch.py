@@ -226,8 +226,8 @@ def matmul_launch(
     if o.x is not None:
         early = int(o.x.element_size() == 2)
     reads_z = epilogue in ("activation_grad", "gated_grad")
-    if reads_z:  # beside the slope of gelu_tanh there are no registers for it
-        early = int(o.a.element_size() == 2 and activation != "gelu_tanh")
+    if reads_z:  # beside the slope of gelu_tanh the widest tiles have no registers for it
+        early = int(o.a.element_size() == 2 and not (activation == "gelu_tanh" and cols == 256))
 
     def piece(name: str) -> Any:
         return tiled(getattr(o, name), rows, int(config.piece * _WIDER.get((epilogue, name), 1)), config.tma)
