@@ -252,7 +252,10 @@ def _forward_rule(problem: Problem) -> ForwardConfig:
         return ForwardConfig("looped", 32, 32, num_warps=4, num_stages=1)
     most_columns, most_keys = _ROW_LIMITS[generation, tma]
     keys = sum(cover(problem.n_kv, 128, 3))
-    if generation == "ampere" and problem.n_q <= 64 and 128 < keys <= most_keys and width <= most_columns:
+    # 100 KB of shared memory hold the keys and values of one head; of smaller tiles three programs, whose loads,
+    # exponentials and products overlap
+    alone = problem.arch in ("sm_86", "sm_89", "sm_120") and width * (4 * keys + 128) > 49 * 1024
+    if generation == "ampere" and (problem.n_q <= 64 or alone) and 128 < keys <= most_keys and width <= most_columns:
         # a few queries (attention pooling) make one tile, for which the row kernel spills: see _fill
         return ForwardConfig("looped", 64, 64, num_warps=4, num_stages=2)
     if width <= most_columns and keys in range(1, most_keys + 1):
