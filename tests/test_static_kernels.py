@@ -203,6 +203,7 @@ _ONCE_SPILLED = {
     "sm_100": (
         "matmul_layer_norm/half 64x64x64 pointers gelu",
         "matmul_activation_grad/half 64x64x64 TMA gelu with a factor",
+        "matmul_activation_grad/half 128x128x64 TMA gelu_tanh",
         "matmul_gated_grad/half 128x64x64 TMA silu of normalised rows",
         "qk_norm_rope_grad/fp32 layer_norm, rope D64",
     ),
@@ -238,6 +239,16 @@ def test_small_batches_spread_over_the_chip() -> None:
     problem = Problem("sm_90", 132, "half", 64, 197, 197, batch_heads=3072, access="tma")
     assert forward_config(problem).tiles == 4
     assert forward_config(replace(problem, batch_heads=12)).tiles == 1
+
+
+@pytest.mark.parametrize("arch", ["sm_86", "sm_89", "sm_120"])
+def test_rows_leave_room_for_a_second_program(arch: str) -> None:
+    """100 KB of shared memory hold the keys and values of one head of 197 tokens, or of two of 160."""
+    problem = Problem(arch, 84, "half", 64, 197, 197, batch_heads=3072, access="tma")
+    schemes = [forward_config(replace(problem, n_q=n, n_kv=n)).scheme for n in (160, 161, 197)]
+    assert schemes == ["row", "looped", "looped"]
+    assert forward_config(replace(problem, head_dim=32)).scheme == "row"
+    assert forward_config(replace(problem, arch="sm_80")).scheme == "row"
 
 
 def test_measured_configurations_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
