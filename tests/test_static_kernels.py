@@ -82,7 +82,8 @@ def test_core_builds(arch: str) -> None:
     # F2F rounds one number, at a quarter of the rate of the instruction that rounds two
     rounding = ("residual, statistics", "keeping z", "gelu")
     read_again = [row for row in rows if row["case"].startswith("half") and row["case"].endswith(rounding)]
-    assert {row["kernel"] for row in read_again} >= {"matmul_residual", "matmul_layer_norm", "matmul_activation_grad"}
+    read_again_there = {"matmul_residual", "matmul_layer_norm", "matmul_activation_grad"} if arch == "sm_90" else set()
+    assert {row["kernel"] for row in read_again} >= read_again_there
     assert not [(row["kernel"], row["case"]) for row in read_again if row["single_conversions"]]
 
     eight_bit = [row for row in rows if row["case"].startswith("fp8")]
