@@ -5,6 +5,7 @@
     python -m vit_fast.benchmarks.readme_table --check RECORD    refuses one that nobody should cite
 
 A block starts with the line `<!-- record: PATH -->`, PATH relative to the document, and ends with `<!-- /record -->`.
+`<!-- summary: PATH -->` to `<!-- /record -->` holds only the best of ours beside the best peer.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ import sys
 from pathlib import Path
 
 from .records import Record, read_record
-from .report import markdown, objections
+from .report import markdown, objections, summary
 
-_BLOCK = re.compile(r"(<!-- record: (\S+) -->\n).*?(<!-- /record -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- (record|summary): (\S+) -->\n).*?(<!-- /record -->)", re.DOTALL)
+_TABLES = {"record": markdown, "summary": summary}
 
 
 def fill(document: str, folder: Path) -> str:
-    """The document with every block replaced by its record's table; of a busy machine no figure goes into a document.
+    """The document with every block filled from its record; of a busy machine no figure goes into a document.
 
     Args:
         document: Markdown.
@@ -29,7 +31,7 @@ def fill(document: str, folder: Path) -> str:
         OSError, ValueError: see records.read_record; or a record is none to cite, see report.objections.
     """
 
-    return _BLOCK.sub(lambda match: f"{match[1]}{markdown(check(folder / match[2]))}{match[3]}", document)
+    return _BLOCK.sub(lambda match: f"{match[1]}{_TABLES[match[2]](check(folder / match[3]))}{match[4]}", document)
 
 
 def check(path: Path) -> Record:

@@ -247,3 +247,21 @@ def markdown(record: Record) -> str:
         text += "\nNot measured:\n\n" + "".join(f"- {note}\n" for note in notes)
     text += f"\nThe same again: `{command(record)}`; a row alone with its own model, dtype, batch and subject.\n"
     return text
+
+
+def summary(record: Record) -> str:
+    """The best of ours beside the best peer, a line for each contest, for a document."""
+    lines = [
+        "| model | precision | batch | vit-fast images/s | best peer images/s | ratio |",
+        "|---|---|---:|---|---|---:|",
+    ]
+    for rows in contests(record).values():
+        alike = {row["subject"]: row for row in measured(rows) if not is_lower(row)}
+        ours = next((row for row in alike.values() if not row["peer"] and row["best_peer"]), None)
+        if ours is not None:
+            both = (
+                f"{format_rate(row['images_per_s'])} (`{row['subject']}`)" for row in (ours, alike[ours["best_peer"]])
+            )
+            cells = (ours["model"], ours["dtype"], str(ours["requested_batch"]), *both, _ratio(ours))
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", f"Measured on {heading(record)}."]) + "\n"

@@ -340,6 +340,9 @@ def test_blocks_of_a_document_are_filled_from_their_records(record: dict, tmp_pa
     assert filled == f"before\n<!-- record: r.json -->\n{report.markdown(record)}<!-- /record -->\nafter\n"
     readme_table.main(["--fill", str(document)])
     assert document.read_text() == filled
+    short = readme_table.fill("<!-- summary: r.json -->\n<!-- /record -->", tmp_path)
+    assert short == f"<!-- summary: r.json -->\n{report.summary(record)}<!-- /record -->"
+    assert report.heading(record) in short
     readme_table.main([str(tmp_path / "r.json")])
     assert capsys.readouterr().out == report.markdown(record)
 

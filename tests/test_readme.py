@@ -52,7 +52,7 @@ def test_make_targets_exist():
 
 
 def test_tables_are_those_of_the_committed_records():
-    assert re.search(r"<!-- record: \S+ -->\n\|?.+", README)
+    assert re.search(r"<!-- summary: \S+ -->\n\|.+", README)
     assert fill(README, ROOT) == README
 
 
@@ -67,7 +67,7 @@ def test_no_committed_record_is_one_that_nobody_should_cite():
     ("place", "value"), [("busy", ["load 7.5 on 2 cores"]), ("rows.3.defect", "1.25x its ceiling")]
 )
 def test_a_table_of_a_busy_record_or_one_above_its_ceiling_is_refused(place, value, tmp_path):
-    record = json.loads((ROOT / re.search(r"<!-- record: (\S+) -->", README)[1]).read_text())
+    record = json.loads((ROOT / re.search(r"<!-- summary: (\S+) -->", README)[1]).read_text())
     *path, last = [int(name) if name.isdigit() else name for name in place.split(".")]
     functools.reduce(operator.getitem, path, record)[last] = value
     (tmp_path / "record.json").write_text(json.dumps(record))
