@@ -261,7 +261,7 @@ def test_save_and_load(model, images, one_engine, tmp_path) -> None:
     [
         ({"budget_s": 0}, "budget_s=0"),
         ({"min_agreement": 2}, "min_agreement=2"),
-        ({"latency_or_throughput": "both"}, "latency_or_throughput='both'"),
+        ({"latency_or_throughput": "both"}, "latency_or_throughput must be one of .*'both'"),
         ({"memory_limit": 0}, "memory_limit=0"),
         ({"allow": ["bf16"]}, "lossless=False"),
         ({"lossless": False, "allow": ["int4"]}, "allow has 'int4'"),

@@ -41,8 +41,8 @@ def work(config: ViTConfig, batch: int) -> dict[str, Work]:
     """By part, what a forward pass over a batch does."""
     B, C, F, N = batch, config.embed_dim, config.hidden_dim, config.seqlen
     M = B * N
-    up = (2 if config.mlp_layer == "swiglu" else 1) * [_linear(M, C, F)]
-    linears = [_linear(M, C, 3 * C, config.qkv_bias), _linear(M, C, C), *up, _linear(M, F, C)]
+    up = _linear(M, C, 2 * F if config.mlp_layer == "swiglu" else F)
+    linears = [_linear(M, C, 3 * C, config.qkv_bias), _linear(M, C, C), up, _linear(M, F, C)]
     return {
         "embedding": total(_embedding(config, B)),
         "linears": total(config.depth * linears),
