@@ -67,7 +67,14 @@ class Page(html.parser.HTMLParser):
 
 @pytest.fixture
 def record() -> records.Record:
-    return records.read_record(COMMITTED)
+    """The committed one in fp32, with a row that has no figures."""
+    found = records.read_record(COMMITTED)
+    rows = [row for row in found["rows"] if row["dtype"] == "fp32"]
+    missing = rows[0] | {"subject": "optimized", "status": "unsupported", "reason": "nothing is kept"}
+    return found | {
+        "rows": [*rows, {**missing, "images_per_s": None}],
+        "controls": [row for row in found["controls"] if row["dtype"] == "fp32"],
+    }
 
 
 def table_of(page: Page, title: str) -> list[list[str]]:
@@ -113,7 +120,7 @@ def test_every_candidate_has_its_own_colour_in_plot_and_curves(record):
 def told(record: records.Record, **changes: object) -> str:
     """The closing sentence where the best of ours is as said."""
     for row in record["rows"]:
-        if row["subject"] == "sdpa+compile":
+        if row["subject"] == "timm+fused+frozen":
             row.update({"peer": False, "images_per_s": 1e4, "best_peer": "onnxruntime"} | changes)
     return report.closing(record)
 
