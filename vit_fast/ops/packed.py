@@ -4,9 +4,9 @@ torch lays a weight out anew for the processor in every call of `F.linear`. Pack
 operators that torch's own compiler uses for frozen models. Which of its two libraries packs a layer was measured on two
 cores of a Xeon with AMX, for 197 and 788 rows, each layer with weights of its own:
 
-- bf16 and fp16: oneDNN, with activation and residual in its epilogue; 1.1 to 1.6 times as fast as `F.linear`.
-- fp32: MKL, with activation and residual in place behind it; up to 1.3 times as fast at 768 channels, 1.1 at 192.
-  oneDNN is faster where fewer than 384 outputs are made of more inputs, and has the only fast GELU in its tanh form.
+- bf16 and fp16: oneDNN, with activation and residual in its epilogue.
+- fp32: MKL, with activation and residual in place behind it. oneDNN is faster where fewer than 384 outputs are made of
+  more inputs, and has the only fast GELU in its tanh form.
 
 LayerNorm is not folded: without its weight and bias it is no faster on a CPU.
 """
