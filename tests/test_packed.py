@@ -158,6 +158,31 @@ def test_gradients_are_those_of_the_modules(runs: list[int]) -> None:
     assert runs == [2], "no gradients are wanted"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tokens_of_any_layout_and_number(dtype: torch.dtype) -> None:
+    if reasons := pack_reasons(dtype):
+        pytest.skip(reasons[0])
+    model, _ = fused(SUBJECTS["timm-vit"], dtype)
+    plain = copy.deepcopy(model)
+    vit_fast.freeze(model)
+    tokens = torch.randn(7, 3, 64).to(dtype)
+    shapes = (
+        tokens.transpose(0, 1),
+        tokens[:1].expand(4, -1, -1),
+        tokens[:, ::2],
+        tokens[:1, :1],
+        tokens[:0],
+        tokens[:, :0],
+    )
+    for x in shapes:
+        kept = x.clone()
+        with torch.no_grad():
+            found, expected = (each.get_submodule("blocks.0")(x) for each in (model, plain))
+        tolerance = 1e-4 if dtype == torch.float32 else 0.05
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+        assert torch.equal(x, kept)
+
+
 def test_autocast_runs_the_modules(runs: list[int]) -> None:
     model, inputs = fused(SUBJECTS["timm-vit"])
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):

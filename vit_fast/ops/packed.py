@@ -176,7 +176,12 @@ class Packed(Frozen):
         # a FLOP counter and FakeTensor are such modes; neither they nor a tracer can see into a packed weight
         if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
             return False
-        if x.device.type != "cpu" or matmul_dtype(x) is not self.dtype or torch.is_autocast_enabled("cpu"):
+        if (
+            x.numel() == 0
+            or x.device.type != "cpu"
+            or matmul_dtype(x) is not self.dtype
+            or torch.is_autocast_enabled("cpu")
+        ):
             return False
         return not in_transform()
 
