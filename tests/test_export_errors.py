@@ -367,7 +367,10 @@ def test_command_refuses(
 @pytest.mark.parametrize("name", ["naflexvit_base_patch16_gap", "swin_tiny_patch4_window7_224", "hiera_tiny_224"])
 def test_a_model_that_the_guide_says_is_refused(name: str, tmp_path: Path) -> None:
     timm = pytest.importorskip("timm")
-    with torch.device("meta"):
+    try:
+        with torch.device("meta"):
+            refused = timm.create_model(name)
+    except (RuntimeError, NotImplementedError):  # timm 1.0.20 computes while it builds
         refused = timm.create_model(name)
     with pytest.raises(UnsupportedInputError, match=f"export of .*{type(refused).__name__}"):
         export_onnx(refused, tmp_path / "model.onnx")
