@@ -7,6 +7,7 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 import torch
@@ -219,20 +220,39 @@ def test_threads(mode: Callable[[], AbstractContextManager[object]], runs: list[
     assert len(runs) == 21
 
 
-def test_hooks_and_other_backends(runs: list[int]) -> None:
+@pytest.mark.parametrize("path", ["attn", "attn.qkv", "norm1", "mlp.fc1", "drop_path2"])
+def test_hooks_run_and_packing_comes_back(path: str, runs: list[int]) -> None:
     model, inputs = fused(SUBJECTS["timm-vit"])
     vit_fast.freeze(model)
     called: list[int] = []
-    handle = model.get_submodule("blocks.1.mlp.fc1").register_forward_hook(lambda *_: called.append(1))
     with torch.no_grad():
         model(**inputs)
-        assert called and runs == [1], "the other block runs packed by itself"
+        handle = model.get_submodule(f"blocks.1.{path}").register_forward_hook(lambda *_: called.append(1))
+        model(**inputs)
+        assert called and runs == [2, 1], "the other block runs packed by itself"
         handle.remove()
         model(**inputs)
-        assert runs == [1, 2]
+        assert runs == [2, 1, 2]
         vit_fast.fuse(model, "eager")
         model(**inputs)
-        assert runs == [1, 2]
+        assert runs == [2, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["timm-vit", "ours"])
+@pytest.mark.parametrize("path", ["attn.proj_drop", "drop_path1", "drop_path2"])
+def test_what_drops_runs_as_modules(name: str, path: str, runs: list[int]) -> None:
+    model, inputs = fused(SUBJECTS[name])
+    vit_fast.freeze(model)
+    block = model.get_submodule("blocks.1")
+    if isinstance(block.get_submodule(path), nn.Identity):  # timm's, where nothing was to drop
+        block.set_submodule(path, pytest.importorskip("timm.layers").DropPath(0.5).eval())
+        vit_fast.freeze(model)
+    part: Any = block.get_submodule(path)
+    setattr(part, "drop_prob" if path.startswith("drop_path") else "p", 0.5)
+    part.train()
+    with torch.no_grad():
+        model(**inputs)
+    assert runs == [1]
 
 
 def test_copies_and_files_hold_no_packed_weights(runs: list[int]) -> None:

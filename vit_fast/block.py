@@ -36,8 +36,9 @@ from .parts import (
     AttentionParts,
     BlockParts,
     MlpParts,
-    Slot,
     block_tensors,
+    drops,
+    drops_path,
     frozen_sources,
     scale_of,
     tensor_of,
@@ -88,11 +89,6 @@ def _read(block: Any) -> BlockParts:
         parts.frozen = before.frozen
     block.__dict__["vit_fast_parts"] = parts
     return parts
-
-
-def drops(dropouts: tuple[Slot, ...]) -> bool:
-    """Whether elements are dropped at random now."""
-    return any(owner.training and getattr(owner, name) for owner, name in dropouts)
 
 
 def runs_whole(parts: BlockParts, backend: str) -> bool:
@@ -150,7 +146,7 @@ def run_block(
         x, statistics = _run_attention(attention, x, statistics, rope, keys)
     if backend != "triton" or is_exporting():
         return run_mlp(mlp, x, backend), None
-    dropping = _drops_path(mlp.drop_path)
+    dropping = drops_path(mlp.drop_path)
     y, emitted = fused_layer_norm_mlp(
         x, statistics, *mlp.tensors(), **mlp.options(), residual=not dropping,
         next_statistics=next_statistics and not dropping,
@@ -160,7 +156,7 @@ def run_block(
 
 def run_mlp(parts: MlpParts, x: Tensor, backend: str) -> Tensor:
     """The second half of a block by itself, [..., C] -> [..., C]."""
-    dropping = _drops_path(parts.drop_path)
+    dropping = drops_path(parts.drop_path)
     branch_or_sum = layer_norm_mlp(
         x, *parts.tensors(), **parts.options(), residual=not dropping, backend=backend
     )  # fmt: skip
@@ -180,7 +176,7 @@ def _run_attention(
         packed = qk_norm_rope(packed, qk_norm=qk_norm, rope=rope, backend="triton")
     mixed = attention_among(packed, keys, scale=parts.scale, backend="triton").flatten(-2)
     weight, bias = tensors_of(parts.proj)
-    if _drops_path(parts.drop_path):
+    if drops_path(parts.drop_path):
         branch, _ = linear_residual(mixed, weight, bias, layer_scale=scale_of(parts), residual=None)
         return x + parts.drop_path(branch), None
     return linear_residual(mixed, weight, bias, layer_scale=scale_of(parts), residual=x, next_statistics=True)
@@ -230,8 +226,7 @@ def _run_packed_blocks(blocks: nn.Sequential, x: Tensor, rope: Rope | None) -> T
         held: BlockParts | None = block.__dict__.get("vit_fast_parts")
         if held is None or type(held.frozen) is not Packed or block._forward_hooks or is_touched(block):
             return None
-        parts: BlockParts | None = block.packed()  # type: ignore[operator]  # a Freezable
-        packed = None if parts is None else packed_for(parts, x)
+        packed = packed_for(parts_of(block), x) if block.runs_on_torch() else None  # type: ignore[operator]  # Freezable
         if packed is None:
             return None
         ready.append(packed)
@@ -258,11 +253,7 @@ def _inner_norm(mlp: MlpParts) -> tuple[str, float]:
 
 
 def _drops_a_path(attention: AttentionParts, mlp: MlpParts) -> bool:
-    return _drops_path(attention.drop_path) or _drops_path(mlp.drop_path)
-
-
-def _drops_path(drop_path: Any) -> bool:
-    return drop_path is not None and bool(drop_path.training and drop_path.drop_prob)
+    return drops_path(attention.drop_path) or drops_path(mlp.drop_path)
 
 
 def forward_block(

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .block import drops, forward_block, parts_of, positions_of, runs_whole
+from .block import forward_block, parts_of, positions_of, runs_whole
 from .config import ViTConfig
 from .errors import UnsupportedInputError
 from .freezing import Freezable
 from .layers import MLPS, DropPath, LayerScale, make_norm, read_norm_mlp
 from .ops import Rope, attention_qkvpacked, qk_norm_rope, reference, scaled_dot_product_attention
 from .packing import is_packable, run_packed_block
-from .parts import AttentionParts, BlockParts, MlpParts
+from .parts import AttentionParts, BlockParts, MlpParts, drops
 from .plain import does_nothing
 from .reading import Reader, read_block
 
@@ -92,14 +92,14 @@ class Block(Freezable):
 
     def forward(self, x: Tensor, rope: Rope | None = None) -> Tensor:
         """[B, N, C] -> [B, N, C]; each half as kernels or one operator where nothing in it is a module to be called."""
-        parts = None if self.leaves_all_to_torch(self.backend) else parts_of(self)
+        parts = None if self.leaves_all_to_torch() else parts_of(self)
         if parts is not None and parts.fp8 is not None:
             parts.fp8.check(self.backend)
         if parts is None or parts.mlp is None:
             x = self._attend(x, rope)
             return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
         if not drops(parts.mlp.dropouts):
-            if self.backend == "sdpa" and (output := run_packed_block(parts, x, rope)) is not None:
+            if self.runs_on_torch() and (output := run_packed_block(parts, x, rope)) is not None:
                 return output
             attend = None if runs_whole(parts, self.backend) else partial(self._attend, rope=rope)
             return forward_block(self, parts, x, rope=rope, backend=self.backend, attend=attend)
@@ -120,9 +120,8 @@ class Block(Freezable):
         parts = parts_of(self)
         return parts if is_packable(parts, self.backend) else None
 
-    def packed(self) -> BlockParts | None:
-        parts = parts_of(self)
-        return None if self.backend != "sdpa" or parts.mlp is None or drops(parts.mlp.dropouts) else parts
+    def runs_on_torch(self) -> bool:
+        return self.backend == "sdpa"
 
     def read(self) -> BlockParts:
         """What it consists of."""

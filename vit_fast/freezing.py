@@ -28,13 +28,13 @@ class Freezable(nn.Module):
         """Its parts where its linear layers can be packed for the CPU."""
         raise NotImplementedError
 
-    def packed(self) -> BlockParts | None:
-        """Its parts where its linear layers are packed and it has nothing else to run."""
+    def runs_on_torch(self) -> bool:
+        """True if its backend is sdpa."""
         raise NotImplementedError
 
-    def leaves_all_to_torch(self, backend: str) -> bool:
+    def leaves_all_to_torch(self) -> bool:
         """True where its modules do as well: on sdpa, without FP8 (which is simulated) and packed weights."""
-        if backend != "sdpa" or PLACE in self._modules:
+        if not self.runs_on_torch() or PLACE in self._modules:
             return False
         if torch.compiler.is_compiling():  # a compiled block does not run packed
             return True

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .block import drops, forward_block, parts_of, run_blocks, run_mlp, runs_whole
+from .block import forward_block, parts_of, run_blocks, run_mlp, runs_whole
 from .freezing import Freezable
 from .ops.attention_op import DTYPES, MAX_HEAD_DIM, MIN_HEAD_DIM
 from .ops.backends import resolve_backend
 from .ops.descriptions import Keys, Rope
 from .packing import is_packable, run_packed_block
-from .parts import AttentionParts, BlockParts, MlpParts
+from .parts import AttentionParts, BlockParts, MlpParts, drops
 from .reading import Reader, read_block
 from .tracing import show_original_to_tracers, show_original_to_unfused
 
@@ -252,7 +252,7 @@ class FusedNormMlp(Freezable, FusedModule):
         return self.ready() is None
 
     def is_idle(self) -> bool:
-        return self.leaves_all_to_torch(self.vit_fast_backend)
+        return self.leaves_all_to_torch()
 
     def packable(self) -> BlockParts | None:
         parts = parts_of(self)
@@ -270,9 +270,8 @@ class FusedNormMlp(Freezable, FusedModule):
         backend = self.vit_fast_backend
         return runs_whole(parts, backend) and attention.module.vit_fast_backend == backend
 
-    def packed(self) -> BlockParts | None:
-        parts = self.ready()
-        return parts if parts is not None and self.vit_fast_backend == "sdpa" else None
+    def runs_on_torch(self) -> bool:
+        return self.vit_fast_backend == "sdpa"
 
     def norm_mlp(self, parts: BlockParts, x: Tensor) -> Tensor:
         """x + drop_path(layer_scale * MLP(LN(x))) for x [..., C], by the parts of ready()."""
@@ -297,8 +296,7 @@ class FusedNormMlp(Freezable, FusedModule):
             rope: Its rotary positions, where it is ordinary and has some.
             keys: Likewise, which keys queries meet.
         """
-        on_torch = self.vit_fast_backend == "sdpa"
-        if ordinary and on_torch and (output := run_packed_block(parts, x, rope, keys)) is not None:
+        if ordinary and self.runs_on_torch() and (output := run_packed_block(parts, x, rope, keys)) is not None:
             return output
         by_modules = None if ordinary and self._runs_whole(parts) else attend
         return forward_block(self, parts, x, rope=rope, keys=keys, backend=self.vit_fast_backend, attend=by_modules)

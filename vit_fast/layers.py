@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .block import drops, parts_of, run_mlp
+from .block import parts_of, run_mlp
 from .config import Size, ViTConfig
 from .ops import attention as attention_op
 from .ops.reference import ACTIVATIONS
-from .parts import BlockParts, MlpParts
+from .parts import BlockParts, MlpParts, drops
 from .reading import Reader, read_block
 
 

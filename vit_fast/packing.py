@@ -11,7 +11,7 @@ from torch import Tensor
 from .ops.descriptions import Keys, Rope
 from .ops.packed import Packed, Settings, pack_reasons, run_packed
 from .ops.transforms import needs_gradient
-from .parts import BlockParts, Slot, block_tensors, linear_sources, tensor_of
+from .parts import BlockParts, Slot, block_tensors, drops, drops_path, linear_sources, tensor_of
 
 
 def pack_parts(parts: BlockParts) -> None:
@@ -48,8 +48,11 @@ def run_packed_block(parts: BlockParts, x: Tensor, rope: Rope | None = None, key
 def packed_for(parts: BlockParts, x: Tensor) -> Packed | None:
     """The packed linear layers of a block, where it has them and they serve a call with these tokens."""
     packed = parts.frozen
-    if not isinstance(packed, Packed) or not packed.takes(x):
+    if not isinstance(packed, Packed) or parts.fp8 is not None or not packed.takes(x):
         return None
+    for half in (parts.attention, parts.mlp):  # one that has to run as modules has no parts
+        if half is None or drops(half.dropouts) or drops_path(half.drop_path):
+            return None
     wanted = torch.is_grad_enabled() and needs_gradient(x, *parts.watch.owner.parameters())
     return None if wanted else packed
 

@@ -202,6 +202,16 @@ def scale_of(parts: AttentionParts | MlpParts) -> Any:
     return None if parts.layer_scale is None else tensor_of(*parts.layer_scale)
 
 
+def drops(dropouts: tuple[Slot, ...]) -> bool:
+    """Whether elements are dropped at random now."""
+    return any(owner.training and getattr(owner, name) for owner, name in dropouts)
+
+
+def drops_path(drop_path: Any) -> bool:
+    """True if a DropPath drops branches now."""
+    return drop_path is not None and bool(drop_path.training and drop_path.drop_prob)
+
+
 def block_tensors(attention: AttentionParts, mlp: MlpParts) -> BlockTensors:
     """The parameters of a block as they are now; separate linear layers of q, k and v joined."""
     first = (*attention.norm.tensors(), *attention.qkv.tensors(), *tensors_of(attention.proj), scale_of(attention))

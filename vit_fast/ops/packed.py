@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from . import reference
 from .attention_varlen import attention_among
-from .checks import matmul_dtype
 from .descriptions import BlockTensors, Keys, Norm, QkNorm, Rope
 from .frozen import Frozen
 from .rotary import qk_norm_rope
@@ -176,12 +175,7 @@ class Packed(Frozen):
         # a FLOP counter and FakeTensor are such modes; neither they nor a tracer can see into a packed weight
         if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
             return False
-        if (
-            x.numel() == 0
-            or x.device.type != "cpu"
-            or matmul_dtype(x) is not self.dtype
-            or torch.is_autocast_enabled("cpu")
-        ):
+        if x.numel() == 0 or x.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
             return False
         return not in_transform()
 
