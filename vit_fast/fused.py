@@ -107,7 +107,7 @@ class FusedModule(nn.Module):
             self.vit_fast_backend = "sdpa"
 
     def is_idle(self) -> bool:
-        """Whether the original's forward runs for now, because ours would do no better."""
+        """True while the original's forward runs, because ours would be no faster."""
         return False
 
     def _apply(self, fn: Any, recurse: bool = True) -> FusedModule:

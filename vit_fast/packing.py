@@ -1,4 +1,4 @@
-"""Which blocks can have their linear layers packed for the CPU, and which calls such a block serves."""
+"""Packs the linear layers of blocks for the CPU where that is possible, and runs the calls that can use them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pack_parts(parts: BlockParts) -> None:
 
 
 def is_packable(parts: BlockParts, backend: str) -> bool:
-    """Whether all of a block is known, and torch's kernels run it on a CPU that can pack its linear layers."""
+    """True if both halves were read, the backend is sdpa, and this CPU can pack the dtype of the weights."""
     if backend != "sdpa" or parts.attention is None or parts.mlp is None or parts.fp8 is not None:
         return False
     tensors = [tensor_of(*slot) for slot in packing_of(parts.attention, parts.mlp)[0]]
@@ -58,7 +58,7 @@ def packed_for(parts: BlockParts, x: Tensor) -> Packed | None:
 
 
 def packing_of(attention: Any, mlp: Any) -> tuple[list[Slot], Settings]:
-    """Everything that packed weights depend on."""
+    """Returns everything that packed weights depend on: parameters and settings."""
     qk_norms = () if attention.qk_norm is None else (attention.qk_norm.q, attention.qk_norm.k)
     norms = [norm for norm in (attention.norm, *qk_norms, mlp.norm, mlp.inner_norm) if norm is not None]
     scales = [parts.layer_scale for parts in (attention, mlp) if parts.layer_scale is not None]

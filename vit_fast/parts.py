@@ -203,7 +203,7 @@ def scale_of(parts: AttentionParts | MlpParts) -> Any:
 
 
 def drops(dropouts: tuple[Slot, ...]) -> bool:
-    """Whether elements are dropped at random now."""
+    """True if elements are dropped at random now."""
     return any(owner.training and getattr(owner, name) for owner, name in dropouts)
 
 

@@ -81,7 +81,7 @@ def control(first_ms: Sequence[float], again_ms: Sequence[float], *, share: floa
 
 
 def verdict(found: float, interval: Sequence[float], resolution: float) -> str:
-    """What a ratio says at a resolution: faster, slower, no difference, or that nothing can be said.
+    """Judges a ratio at a resolution: faster, slower, no difference, or cannot be ranked.
 
     Of too few samples the interval is wider than what can be ranked: two candidates are then not called equal.
     """
@@ -98,7 +98,7 @@ def verdict(found: float, interval: Sequence[float], resolution: float) -> str:
 def compare_rows(
     base: Mapping[str, Any], other: Mapping[str, Any], resolution: float, *, paired: bool
 ) -> dict[str, Any]:
-    """How many times as fast the other measured row is: ratio, its interval, verdict.
+    """Compares the other measured row with the base: speed ratio, its interval, verdict.
 
     paired: The samples are of the same rounds, as far as both have some: noise may have left one fewer.
     """

@@ -44,7 +44,7 @@ _EPILOGUES: dict[str, tuple[str, list[float], str]] = {
 
 
 class Settings(NamedTuple):
-    """What a block needs beside its parameters.
+    """Settings of a block that are not parameters.
 
     Attributes:
         heads, attention_scale: Of the attention; a scale of None means D**-0.5.
@@ -105,7 +105,7 @@ class PackedLinear:
 
 
 class Steps(NamedTuple):
-    """What a block computes with, in order."""
+    """The norms and linear layers of a block, in the order in which it computes."""
 
     norm1: Norm
     qkv: PackedLinear
@@ -169,7 +169,7 @@ class Packed(Frozen):
         )
 
     def takes(self, x: Tensor) -> bool:
-        """Whether it serves a call with these tokens that wants no gradients: one that nothing looks into."""
+        """True if a call with these tokens, without gradients, can run packed: nothing traces or intercepts it."""
         if x.dtype is not self.dtype or type(x) is not Tensor or torch.compiler.is_compiling():
             return False
         # a FLOP counter and FakeTensor are such modes; neither they nor a tracer can see into a packed weight
@@ -180,7 +180,7 @@ class Packed(Frozen):
         return not in_transform()
 
     def steps(self) -> tuple[Steps, Settings]:
-        """What the block computes with now."""
+        """Returns the current steps and settings."""
         self.ensure_current()
         return self._steps, self._settings
 
