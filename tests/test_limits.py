@@ -149,7 +149,10 @@ def test_an_alarm_at_the_very_end_leaves_nothing_behind(monkeypatch: pytest.Monk
 def test_a_limit_ends_the_compilers_that_its_thread_started(tmp_path: Path) -> None:
     def start(name: str) -> subprocess.Popen[bytes]:
         (tmp_path / name).symlink_to(sys.executable)
-        return subprocess.Popen([tmp_path / name, "-SEc", "import time; time.sleep(1000)"])
+        process = subprocess.Popen([tmp_path / name, "-SEc", "import time; time.sleep(1000)"])
+        while Path(f"/proc/{process.pid}/comm").read_text().strip() != name:  # Linux sets it after Popen has returned
+            time.sleep(0.001)
+        return process
 
     started = [start("cc1plus")]
     with ThreadPoolExecutor(1) as thread:
@@ -158,7 +161,7 @@ def test_a_limit_ends_the_compilers_that_its_thread_started(tmp_path: Path) -> N
                 started += [thread.submit(start, "g++").result(), start("worker"), start("ptxas")]
                 signal.raise_signal(signal.SIGALRM)
             *others, compiler = started
-            assert compiler.wait() == -signal.SIGKILL
+            assert compiler.wait(60) == -signal.SIGKILL
             assert all(process.poll() is None for process in others)
         finally:
             for process in started:
