@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .data import find_images
-from .image_folder import class_names_of
+from .data import class_names_of, find_images
 
 TOP = 5
 

@@ -92,8 +92,7 @@ def _of_weights(
 
 def _files(folder: Path) -> list[Path]:
     """The images of a labelled folder, class by class: as labelled_images has them."""
-    from ..apps.data import find_images
-    from ..apps.image_folder import class_names_of
+    from ..apps.data import class_names_of, find_images
 
     return [file for name in class_names_of(folder) for file in find_images([folder / name])]
 
