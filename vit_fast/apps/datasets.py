@@ -141,9 +141,9 @@ def _of_torchvision(path: Path) -> TrainingData | None:
             f"{path}: torchvision cannot read it as {name}: {str(error) or type(error).__name__}"
         ) from None
     digits = name == "MNIST"  # whose classes torchvision names "0 - zero"
-    names = tuple(map(str, range(10))) if digits else tuple(parts[0].classes)
+    classes = tuple(map(str, range(10))) if digits else tuple(parts[0].classes)
     return TrainingData(
-        *(SmallImages(np.asarray(part.data), np.asarray(part.targets), names, mirrored=not digits) for part in parts)
+        *(SmallImages(np.asarray(part.data), np.asarray(part.targets), classes, mirrored=not digits) for part in parts)
     )
 
 

@@ -75,10 +75,10 @@ def export(
     if softmax and features:
         raise ValueError("--softmax with --features: accepted is one of them")
 
+    from ..apps.classifiers import read_class_names
     from ..apps.data import find_images
     from ..export import export_onnx, write_card, write_triton_repository
     from ..export.deployment import accelerator_mode, check_triton_repository
-    from .predict import read_class_names
 
     if triton_repository is not None:
         check_triton_repository(triton_repository, out.stem)
