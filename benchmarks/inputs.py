@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from vit_fast.apps.data import make_transform, read_image
 from vit_fast.config import ViTConfig
-from vit_fast.data import make_transform, read_image
 from vit_fast.measuring.timing import cold_copies
 from vit_fast.model import VisionTransformer
 

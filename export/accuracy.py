@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from vit_fast.data import read_image
+from vit_fast.apps.data import read_image
+from vit_fast.apps.evaluation import Labelled, evaluate, labelled_images
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.evaluation import Labelled, evaluate, labelled_images
 from vit_fast.libraries.image_model import ImageModel
 
 from .loss import POINTS, Accuracy

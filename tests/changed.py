@@ -38,6 +38,10 @@ TRAINING = ("train*", "digits_walk")
 PARTS: dict[str, tuple[str, ...]] = {
     "kernels": (*KERNELS, *COMPILED, "fp8_*", "autocast"),
     "vit_fast": (*FUSED, *FP8, *PREDICTION, *MODEL, "stand_in_driver", "autocast", "runtime", "cli"),
+    "vit_fast/fusion": (*FUSED, *FP8, *MODEL, "stand_in_driver", "autocast", "runtime"),
+    "vit_fast/quantization": (*FP8, "export_eight_bit*"),
+    "vit_fast/run": ("runtime", "warm_up", "new_batch_sizes", "stand_in_driver"),
+    "vit_fast/apps": PREDICTION,
     "vit_fast/ops": (*KERNELS, *FP8, "stand_in_driver", "autocast", "transforms", "auto_backend"),
     "vit_fast/libraries": (*FUSED, *FP8, "onnx_families", "export_rotary", "model_*", "weights_*", "bench_models"),
     "vit_fast/integrations": FUSED,

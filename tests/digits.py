@@ -18,10 +18,10 @@ from PIL import Image
 from torch import Tensor, nn
 
 import vit_fast
+from vit_fast.apps.data import make_transform
 from vit_fast.config import DataConfig
-from vit_fast.data import make_transform
 from vit_fast.files import file_aside
-from vit_fast.train import TrainConfig, Trainer
+from vit_fast.training.train import TrainConfig, Trainer
 
 TRAINED_ON, EPOCHS, BATCH = 1200, 12, 50
 DATA_CONFIG = DataConfig(mean=(0.5,), std=(0.5,), crop_pct=1.0)

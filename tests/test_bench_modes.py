@@ -13,6 +13,7 @@ import pytest
 import torch
 from bench_support import QUICK
 
+from vit_fast.apps.data import default_photograph
 from vit_fast.benchmarks import conditions, html_report, plan, preparation, report, runner
 from vit_fast.benchmarks.comparison import compare
 from vit_fast.benchmarks.plan import LATENCY, Plan, make_plan
@@ -20,7 +21,6 @@ from vit_fast.benchmarks.records import read_record
 from vit_fast.benchmarks.rows import PERCENTILE_REPEATS, finish
 from vit_fast.benchmarks.subjects import Task, parse_label
 from vit_fast.benchmarks.subjects_models import build
-from vit_fast.data import default_photograph
 from vit_fast.measuring.timing import Protocol, percentile
 
 pytestmark = pytest.mark.usefixtures("small_ceilings")

@@ -17,11 +17,11 @@ from fused_models import SUBJECTS
 from torch import Tensor, nn
 
 import vit_fast
-from vit_fast import calibration, ranges
-from vit_fast.fp8_agreement import IMAGES
-from vit_fast.fp8_scales import LINEARS, PLACE, Fp8Scales, scales_of
-from vit_fast.fp8_shadow import simulate
-from vit_fast.fusion import shadow_of
+from vit_fast.fusion.fuse import shadow_of
+from vit_fast.quantization import calibration, ranges
+from vit_fast.quantization.fp8_agreement import IMAGES
+from vit_fast.quantization.fp8_scales import LINEARS, PLACE, Fp8Scales, scales_of
+from vit_fast.quantization.fp8_shadow import simulate
 
 LIBRARIES = [
     "ours", "timm-vit", "timm-qk-norm", "timm-dinov3", "timm-gated", "transformers-vit", "transformers-dinov2",

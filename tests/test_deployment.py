@@ -20,8 +20,8 @@ from PIL import Image
 from triton_server import read_config, schema, serving
 
 import vit_fast
+from vit_fast.apps.data import default_photograph
 from vit_fast.cli import main
-from vit_fast.data import default_photograph
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.export import OnnxRunner, ProviderError, export_onnx, inspect_onnx, write_card, write_triton_repository
 from vit_fast.export.tensorrt import shape_profile, trtexec_line

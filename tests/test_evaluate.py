@@ -13,8 +13,8 @@ from digits import digits, digits_vit, inputs, write_digits
 from PIL import Image
 from typer.testing import CliRunner
 
+from vit_fast.apps.evaluation import Labelled, draw_confusion, evaluate, labelled_images
 from vit_fast.cli import main, make_app
-from vit_fast.evaluation import Labelled, draw_confusion, evaluate, labelled_images
 from vit_fast.export import export_onnx
 from vit_fast.weights import save
 

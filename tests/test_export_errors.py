@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from triton_server import read_config, schema
 
 import vit_fast
+from vit_fast.apps.data import ImageError, default_photograph
 from vit_fast.cli import main
-from vit_fast.data import ImageError, default_photograph
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.export import VerificationError, export_onnx, exporter, inspect_onnx, model_files, write_triton_repository
 from vit_fast.files import file_aside

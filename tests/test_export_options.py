@@ -17,8 +17,8 @@ from PIL import Image
 from torch import nn
 
 import vit_fast
+from vit_fast.apps.data import default_photograph, make_transform, read_image
 from vit_fast.config import DataConfig
-from vit_fast.data import default_photograph, make_transform, read_image
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.export import OnnxRunner, export_onnx, inspect_onnx, model_files, verification
 from vit_fast.export.options import ExportOptions

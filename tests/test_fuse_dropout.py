@@ -11,7 +11,7 @@ from kernel_support import DEVICE
 from torch import nn
 
 import vit_fast
-from vit_fast.fused import FusedModule, FusedNormMlp
+from vit_fast.fusion.fused import FusedModule, FusedNormMlp
 from vit_fast.ops import attention_op, checks
 
 P = 0.25

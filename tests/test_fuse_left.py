@@ -22,8 +22,8 @@ from kernel_support import DEVICE
 from torch import Tensor, nn
 
 import vit_fast
-from vit_fast import fused as common
-from vit_fast import fusion
+from vit_fast.fusion import fuse as fusion
+from vit_fast.fusion import fused as common
 
 
 def reasons_of(model: nn.Module, part: str | None = None) -> list[str]:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import vit_fast
 from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR
-from vit_fast.block import parts_of
-from vit_fast.data import default_photograph, read_image
+from vit_fast.apps.data import default_photograph, read_image
 from vit_fast.errors import UnsupportedInputError
+from vit_fast.fusion.block import parts_of
 from vit_fast.model import Block, VisionTransformer
 
 support.make_bf16_exact()

@@ -12,9 +12,9 @@ import pytest
 import torch
 from onnx_models import make, timm_vit, transformers_vit
 
+from vit_fast.apps.data import default_photograph, make_transform, read_image
 from vit_fast.cli import main
 from vit_fast.config import DataConfig
-from vit_fast.data import default_photograph, make_transform, read_image
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.export import OnnxRunner, ProviderError, export_onnx
 

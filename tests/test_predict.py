@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 
 from vit_fast import DataConfig, create_model, save
+from vit_fast.apps.data import default_photograph, load_images
 from vit_fast.cli import main
-from vit_fast.data import default_photograph, load_images
 
 
 @pytest.fixture

@@ -16,12 +16,13 @@ import pytest
 import torch
 from PIL import Image
 
-from vit_fast import calibrate, create_model, load, prediction, prediction_rows, save
+from vit_fast import calibrate, create_model, load, save
+from vit_fast.apps import prediction, prediction_rows
+from vit_fast.apps.data import find_images, load_images
+from vit_fast.apps.prediction import PredictionError, predict_to_parquet
 from vit_fast.cli import main
-from vit_fast.data import find_images, load_images
 from vit_fast.errors import MissingPackageError
 from vit_fast.model import VisionTransformer
-from vit_fast.prediction import PredictionError, predict_to_parquet
 
 pq = pytest.importorskip("pyarrow.parquet")
 ROOT = Path(__file__).resolve().parents[1]

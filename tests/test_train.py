@@ -19,13 +19,13 @@ from safetensors.torch import load_file
 from train_support import settings, small_model
 
 from vit_fast import create_model, load, save
+from vit_fast.apps.data import ImageError, default_photograph, load_images
+from vit_fast.apps.image_folder import ImageFolder
+from vit_fast.apps.readers import ReaderLostError
 from vit_fast.cli import main
-from vit_fast.data import ImageError, default_photograph, load_images
-from vit_fast.image_folder import ImageFolder
-from vit_fast.readers import ReaderLostError
-from vit_fast.train import TrainConfig, Trainer, TrainingError, train
 from vit_fast.training.config import config_for
 from vit_fast.training.datasets import PreparedImages, open_data
+from vit_fast.training.train import TrainConfig, Trainer, TrainingError, train
 from vit_fast.training.trainer import Measure
 
 
@@ -220,7 +220,7 @@ def test_32_steps_take_the_same_losses_as_eager(other: dict[str, object], eager_
 def test_patience_stops_and_keeps_the_best_weights(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vit_fast import train as module
+    from vit_fast.training import train as module
 
     accuracies = iter([3, 5, 4, 5, 9])
     kept = []

@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 
 from vit_fast import create_model, load
-from vit_fast.train import TrainConfig, train
 from vit_fast.training.datasets import open_data
+from vit_fast.training.train import TrainConfig, train
 
 HERE = Path(__file__).parent
 OPTIONS = {"batch_size": 4, "warmup_epochs": 0.0, "augment": False, "ema_decay": 0.5, "accumulation": 2}

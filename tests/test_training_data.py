@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from vit_fast import create_model
-from vit_fast.data import ImageError
+from vit_fast.apps.data import ImageError
 from vit_fast.training import archives
 from vit_fast.training.archives import read_cifar, read_idx
 from vit_fast.training.datasets import FASHION, PreparedImages, SmallImages, open_data

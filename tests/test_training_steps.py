@@ -8,7 +8,7 @@ import pytest
 import torch
 from train_support import settings, small_model
 
-from vit_fast.train import TrainConfig, Trainer
+from vit_fast.training.train import TrainConfig, Trainer
 from vit_fast.training.trainer import learning_rate_factor, parameter_groups
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import vit_fast
-from vit_fast import runtime
+from vit_fast.run import runtime
 from vit_fast.tuning import choices, deployable
 from vit_fast.tuning.answers import Answer
 from vit_fast.tuning.build import build

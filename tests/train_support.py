@@ -6,7 +6,7 @@ import torch
 
 from vit_fast import create_model
 from vit_fast.model import VisionTransformer
-from vit_fast.train import TrainConfig
+from vit_fast.training.train import TrainConfig
 
 
 def small_model(**overrides: object) -> VisionTransformer:

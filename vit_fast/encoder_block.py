@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .block import forward_block, parts_of, positions_of, runs_whole
 from .config import ViTConfig
 from .errors import UnsupportedInputError
-from .freezing import Freezable
+from .fusion.block import forward_block, parts_of, positions_of, runs_whole
+from .fusion.freezing import Freezable
+from .fusion.packing import is_packable, run_packed_block
+from .fusion.parts import AttentionParts, BlockParts, MlpParts, drops
+from .fusion.plain import does_nothing
+from .fusion.reading import Reader, read_block
 from .layers import MLPS, DropPath, LayerScale, make_norm, read_norm_mlp
 from .ops import Rope, attention_qkvpacked, qk_norm_rope, reference, scaled_dot_product_attention
-from .packing import is_packable, run_packed_block
-from .parts import AttentionParts, BlockParts, MlpParts, drops
-from .plain import does_nothing
-from .reading import Reader, read_block
 
 
 class Attention(nn.Module):

@@ -11,7 +11,7 @@ import torch
 from .arguments import as_device
 from .config import DataConfig, ViTConfig
 from .errors import check_type
-from .fusion import fuse
+from .fusion.fuse import fuse
 from .model import VisionTransformer, set_backend
 from .variants import get_variant
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .block import parts_of, run_mlp
 from .config import Size, ViTConfig
+from .fusion.block import parts_of, run_mlp
+from .fusion.parts import BlockParts, MlpParts, drops
+from .fusion.reading import Reader, read_block
 from .ops import attention as attention_op
 from .ops.reference import ACTIVATIONS
-from .parts import BlockParts, MlpParts, drops
-from .reading import Reader, read_block
 
 
 class PatchEmbed(nn.Module):

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .block import Blocks, positions_of
 from .config import DataConfig, ViTConfig
 from .encoder_block import Attention, Block
 from .errors import check_type
+from .fusion.block import Blocks, positions_of
 from .layers import AttentionPool, PatchEmbed, make_norm
 from .ops import Rope
 from .ops.attention_op import DTYPES as KERNEL_DTYPES

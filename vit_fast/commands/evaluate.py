@@ -13,7 +13,7 @@ import typer
 from .predict import class_names_for, onnx_predictions, predictions, read_class_names, torch_classifier
 
 if TYPE_CHECKING:
-    from ..evaluation import Evaluation
+    from ..apps.evaluation import Evaluation
 
 LISTED = 20  # disagreements and classes that are printed; --json holds all
 
@@ -47,7 +47,7 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output, all images.")] = False,
 ) -> None:
     """Measures accuracy on labelled images: top-1, top-5, by class; with --against, of two models side by side."""
-    from ..evaluation import draw_confusion
+    from ..apps.evaluation import draw_confusion
     from ..files import check_replaceable, file_aside
 
     if confusion is not None:
@@ -92,8 +92,8 @@ def _of_weights(
 
 def _files(folder: Path) -> list[Path]:
     """The images of a labelled folder, class by class: as labelled_images has them."""
-    from ..data import find_images
-    from ..image_folder import class_names_of
+    from ..apps.data import find_images
+    from ..apps.image_folder import class_names_of
 
     return [file for name in class_names_of(folder) for file in find_images([folder / name])]
 
@@ -101,8 +101,8 @@ def _files(folder: Path) -> list[Path]:
 def _evaluated(
     folder: Path, given: Sequence[str] | None, known: Sequence[str] | None, rows: Iterator[tuple[Path, list[float]]]
 ) -> tuple[Sequence[str], Evaluation]:
-    from ..evaluation import evaluate as collect
-    from ..evaluation import labelled_images
+    from ..apps.evaluation import evaluate as collect
+    from ..apps.evaluation import labelled_images
 
     first = next(rows)  # says how many classes there are
     count = len(first[1])

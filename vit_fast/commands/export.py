@@ -75,7 +75,7 @@ def export(
     if softmax and features:
         raise ValueError("--softmax with --features: accepted is one of them")
 
-    from ..data import find_images
+    from ..apps.data import find_images
     from ..export import export_onnx, write_card, write_triton_repository
     from ..export.deployment import accelerator_mode, check_triton_repository
     from .predict import read_class_names

@@ -81,7 +81,7 @@ def _warm_up(name: str, batch_sizes: str, training: bool) -> None:
     import torch
 
     from .. import create_model
-    from ..warmup import warm_up
+    from ..run.warmup import warm_up
 
     try:
         sizes = [int(size) for size in batch_sizes.split(",")]

@@ -83,7 +83,7 @@ def predict(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
     """Classifies images: the most probable classes with their probabilities, which sum to one over all classes."""
-    from ..data import find_images
+    from ..apps.data import find_images
 
     if top_k < 1:
         raise ValueError(f"--top-k={top_k}: accepted is an integer >= 1")
@@ -135,7 +135,7 @@ def _to_parquet(
     engine: str,
     device: str,
 ) -> None:
-    from ..prediction import predict_to_parquet
+    from ..apps.prediction import predict_to_parquet
 
     class_names = class_names_for(model.config.num_classes, names, model.class_names)
     done = predict_to_parquet(
@@ -182,7 +182,7 @@ def torch_classifier(weights: str, model_name: str | None, backend: str, device:
     """
     import torch
 
-    from ..data import make_transform, read_image
+    from ..apps.data import make_transform, read_image
 
     model = classifying_model(weights, model_name, backend, device)
     config, parameter = model.config, next(model.parameters())
@@ -222,7 +222,7 @@ def onnx_predictions(
         ModelFileError: the file cannot be run.
         ImageError: an image cannot be read.
     """
-    from ..data import read_image
+    from ..apps.data import read_image
     from ..export import OnnxRunner
 
     try:

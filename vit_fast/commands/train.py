@@ -13,8 +13,8 @@ import typer
 from .words import model_name
 
 if TYPE_CHECKING:
-    from ..train import TrainConfig
     from ..training.processes import Processes
+    from ..training.train import TrainConfig
     from ..training.trainer import Measure
 
 _DTYPES = ("fp32", "bf16")
@@ -115,9 +115,9 @@ def _run(
     import torch
 
     from ..factory import create_model
-    from ..train import train
     from ..training.datasets import open_data
     from ..training.figures import tensorboard_rows
+    from ..training.train import train
 
     data = open_data(data_path, validation)
     torch.manual_seed(config.seed)
@@ -145,9 +145,9 @@ def _tell(row: dict[str, Any], epochs: int) -> None:
 
 def _tell_the_end(out: Path, rows: list[dict[str, Any]], config: TrainConfig) -> None:
     from ..files import file_aside
-    from ..train import kept_row
     from ..training.figures import draw_curve
     from ..training.runs import WEIGHTS
+    from ..training.train import kept_row
 
     row = kept_row(rows, config)
     if row["accuracy"] is not None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..config import ViTConfig
 from ..errors import UnsupportedInputError
-from ..fused import FusedModule
+from ..fusion.fused import FusedModule
 from . import (
     fixed_grid,
     google,

@@ -12,11 +12,11 @@ from typing import Any
 from torch import nn
 
 from ..config import DataConfig, ViTConfig
-from ..fused import dtype_of, triton_reasons
+from ..fusion.fused import dtype_of, triton_reasons
+from ..fusion.plain import forward_is_replaced
+from ..fusion.reading import describe, dropout_notes
 from ..layers import AttentionPool, Mlp
 from ..model import Attention, Block, VisionTransformer, set_backend
-from ..plain import forward_is_replaced
-from ..reading import describe, dropout_notes
 from ..variants import get_variant, list_models
 from .image_model import ImageModel, TimmInterface, switch
 

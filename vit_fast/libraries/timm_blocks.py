@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..fused import Finding, Forms, FusedModule, FusedNormMlp, fused_class
+from ..fusion.fused import Finding, Forms, FusedModule, FusedNormMlp, fused_class
+from ..fusion.parts import AttentionParts, MlpParts
+from ..fusion.plain import is_touched
+from ..fusion.reading import Reader
 from ..ops import Rope, attention, qk_norm_rope
 from ..ops.attention import is_exporting
 from ..ops.attention_varlen import attention_among
 from ..ops.descriptions import Keys, is_padding
-from ..parts import AttentionParts, MlpParts
-from ..plain import is_touched
-from ..reading import Reader
 from .timm import ACTIVATION_CLASSES, NORM_CLASSES
 
 LEFT = {

@@ -7,11 +7,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..fused import Finding, FusedModule, FusedNormMlp, fused_form_of
+from ..fusion.fused import Finding, FusedModule, FusedNormMlp, fused_form_of
+from ..fusion.parts import MlpParts
+from ..fusion.plain import is_plain, is_touched, tensor_reasons, touch_reasons
+from ..fusion.reading import Reader, dropout_notes
 from ..ops import attention_qkvpacked
-from ..parts import MlpParts
-from ..plain import is_plain, is_touched, tensor_reasons, touch_reasons
-from ..reading import Reader, dropout_notes
 
 
 @fused_form_of(nn.MultiheadAttention)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..plain import is_plain
+from ..fusion.plain import is_plain
 from .block import fold
 from .block_op import KEPT
 from .descriptions import BlockTensors

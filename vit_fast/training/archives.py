@@ -21,7 +21,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..data import ImageError
+from ..apps.data import ImageError
 
 Pixels = NDArray[np.uint8]
 

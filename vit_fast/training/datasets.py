@@ -20,9 +20,9 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ..apps.data import ImageError, make_transform
+from ..apps.image_folder import ImageFolder
 from ..config import Size
-from ..data import ImageError, make_transform
-from ..image_folder import ImageFolder
 from ..model import VisionTransformer
 from .archives import Pixels, find_cifar, read_cifar, read_idx
 

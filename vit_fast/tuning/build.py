@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..calibration import calibrate
 from ..errors import UnsupportedInputError
-from ..fp8_agreement import as_taken, logits_of
-from ..freezing import freeze
-from ..fused import FusedModule
-from ..fusion import fuse
+from ..fusion.freezing import freeze
+from ..fusion.fuse import fuse
+from ..fusion.fused import FusedModule
 from ..libraries.known import recognise
 from ..ops.backends import fp8_reasons
-from ..runtime import CompileMode, GraphRunner, compile, compile_frozen
+from ..quantization.calibration import calibrate
+from ..quantization.fp8_agreement import as_taken, logits_of
+from ..run.runtime import CompileMode, GraphRunner, compile, compile_frozen
 from .calls import Function, of_images, only_images, tensors_in
 from .choices import DTYPES, Choice
 from .drop_in import Optimized, hook_reasons, in_pieces, with_inputs, with_threads

@@ -20,11 +20,11 @@ from ..arguments import as_device
 from ..config import Size
 from ..errors import check_type
 from ..files import file_aside
-from ..fp8_scales import make_room, scales_that_come
 from ..libraries import known
 from ..libraries.rename import Converted
 from ..model import VisionTransformer, set_backend
 from ..positions import resample_pos_embed
+from ..quantization.fp8_scales import make_room, scales_that_come
 from ..version import __version__
 from .hub import open_source
 from .source import METADATA_KEY, Source, WeightsError

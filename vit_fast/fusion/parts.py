@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .ops.descriptions import BlockTensors, Norm, QkNorm
-from .ops.frozen import Frozen
+from ..ops.descriptions import BlockTensors, Norm, QkNorm
+from ..ops.frozen import Frozen
 from .plain import Watch
 
 Slot = tuple[Any, str]  # a module and the name of one of its attributes

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .arguments import check_batch_sizes
-from .errors import check_type
-from .libraries.known import IMAGE_MODELS
-from .ops.precompile import compile_launches, nothing_to_compile_reasons
+from ..arguments import check_batch_sizes
+from ..errors import check_type
+from ..libraries.known import IMAGE_MODELS
+from ..ops.precompile import compile_launches, nothing_to_compile_reasons
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import MissingPackageError
-from .files import check_replaceable, file_aside
-from .model import VisionTransformer
+from ..errors import MissingPackageError
+from ..files import check_replaceable, file_aside
+from ..model import VisionTransformer
+from ..tuning.answers import weights_digest
 from .prediction_ray import joined_cluster
 from .prediction_rows import PredictionError, schema, tables
 from .readers import ReaderLostError
-from .tuning.answers import weights_digest
 
 __all__ = ["ENGINES", "Predicted", "PredictionError", "predict_to_parquet"]
 

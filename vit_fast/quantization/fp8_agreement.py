@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .errors import UnsupportedInputError
+from ..errors import UnsupportedInputError
+from ..fusion.fused import device_of, dtype_of
+from ..ops.descriptions import BlockScales
 from .fp8_scales import LINEARS
 from .fp8_shadow import Simulated
-from .fused import device_of, dtype_of
-from .ops.descriptions import BlockScales
 
 IMAGES_FOR_ORDER = 32
 """That tell how much each layer changes the answers when it alone is rounded."""

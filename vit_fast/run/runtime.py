@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .arguments import check_batch_sizes, check_choice
-from .errors import UnsupportedInputError, check_type
-from .freezing import freeze, frozen_of
-from .libraries.image_model import needs_more
-from .ops.frozen import Frozen
+from ..arguments import check_batch_sizes, check_choice
+from ..errors import UnsupportedInputError, check_type
+from ..fusion.freezing import freeze, frozen_of
+from ..libraries.image_model import needs_more
+from ..ops.frozen import Frozen
 
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 Fallback = Literal["error", "eager"]

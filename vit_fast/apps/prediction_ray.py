@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import MissingPackageError, VitFastError
-from .model import VisionTransformer
+from ..errors import MissingPackageError, VitFastError
+from ..model import VisionTransformer
 from .prediction_rows import BATCH_SIZE, PredictionError, schema, tables
 
 DEVICES = ("auto", "cpu", "cuda")

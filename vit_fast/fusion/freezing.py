@@ -7,10 +7,10 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from ..errors import check_type
+from ..ops.frozen import Frozen
+from ..quantization.fp8_scales import PLACE, make_room
 from .block import freeze_parts
-from .errors import check_type
-from .fp8_scales import PLACE, make_room
-from .ops.frozen import Frozen
 from .packing import pack_parts
 from .parts import BlockParts
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import UnsupportedInputError
+from ..errors import UnsupportedInputError
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from .config import DataConfig, Size
-from .errors import VitFastError, check_type
+from ..config import DataConfig, Size
+from ..errors import VitFastError, check_type
 
 if TYPE_CHECKING:
-    from .model import VisionTransformer
+    from ..model import VisionTransformer
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"})
 

@@ -10,19 +10,19 @@ from typing import Any
 
 from torch import nn
 
-from . import fp8
-from .errors import UnsupportedInputError, check_type
-from .fp8_scales import take_scales_away
+from ..errors import UnsupportedInputError, check_type
+from ..layers import PatchEmbed
+from ..libraries import ours
+from ..libraries.known import fused_form, left_reason, reads_text_or_decodes, stands_in_block
+from ..model import VisionTransformer
+from ..ops.backends import auto_reasons, resolve_backend, triton_unavailable_reasons
+from ..patch_embed import FusedPatchConv, FusedPatchEmbed, check_normalize, find_patch_conv
+from ..quantization import fp8
+from ..quantization.fp8_scales import take_scales_away
+from ..tuning.answers import known_backends
 from .fused import Finding, FusedBlocks, FusedModule, FusedNormMlp, device_of, dtype_of
 from .fusion_report import FusionReport, ModuleReport
-from .layers import PatchEmbed
-from .libraries import ours
-from .libraries.known import fused_form, left_reason, reads_text_or_decodes, stands_in_block
-from .model import VisionTransformer
-from .ops.backends import auto_reasons, resolve_backend, triton_unavailable_reasons
-from .patch_embed import FusedPatchConv, FusedPatchEmbed, check_normalize, find_patch_conv
 from .plain import class_is_patched, forward_is_replaced
-from .tuning.answers import known_backends
 
 LOOKS_FUSABLE = re.compile(r"(Attention|Attn|Mlp|MLP|FFN|FeedForward)(?![a-z])|Attention$")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from .errors import VitFastError
+from ..errors import VitFastError
 
 
 class ReaderLostError(VitFastError, RuntimeError):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .ops import reference
+from ..ops import reference
 from .parts import AttentionParts, BlockParts, LinearParts, MlpParts, NormParts, QkNormParts, Slot
 from .plain import Watch, tensor_reasons, touch_reasons
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from ..errors import VitFastError
+from ..model import VisionTransformer
 from .data import ImageError, make_transform, read_image
-from .errors import VitFastError
-from .model import VisionTransformer
 from .readers import batches_of
 
 BATCH_SIZE = 32  # images at once

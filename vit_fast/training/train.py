@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-from .model import VisionTransformer
-from .readers import batches_of
-from .training.config import TrainConfig
-from .training.datasets import LabelledImages, PreparedImages, TrainingData, mixed_seed
-from .training.processes import ALONE, Processes
-from .training.runs import WEIGHTS, Row, resume_run, start_run, write_run
-from .training.trainer import Measure, Trainer, TrainingError
+from ..apps.readers import batches_of
+from ..model import VisionTransformer
+from .config import TrainConfig
+from .datasets import LabelledImages, PreparedImages, TrainingData, mixed_seed
+from .processes import ALONE, Processes
+from .runs import WEIGHTS, Row, resume_run, start_run, write_run
+from .trainer import Measure, Trainer, TrainingError
 
 __all__ = ["TrainConfig", "Trainer", "TrainingError", "train"]
 

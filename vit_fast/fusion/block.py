@@ -18,19 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .fp8_scales import scales_of
-from .ops.attention import is_exporting
-from .ops.attention_varlen import attention_among
-from .ops.backends import constant_to_compiler
-from .ops.block import fused_block
-from .ops.checks import matmul_dtype
-from .ops.descriptions import BlockTensors, Keys, Rope, neighbours
-from .ops.frozen import Frozen
-from .ops.layer_norm_mlp import fused_layer_norm_mlp, layer_norm_mlp
-from .ops.linear import layer_norm_linear, linear_residual
-from .ops.packed import Packed, run_packed
-from .ops.rotary import qk_norm_rope
-from .ops.transforms import in_transform, needs_gradient
+from ..ops.attention import is_exporting
+from ..ops.attention_varlen import attention_among
+from ..ops.backends import constant_to_compiler
+from ..ops.block import fused_block
+from ..ops.checks import matmul_dtype
+from ..ops.descriptions import BlockTensors, Keys, Rope, neighbours
+from ..ops.frozen import Frozen
+from ..ops.layer_norm_mlp import fused_layer_norm_mlp, layer_norm_mlp
+from ..ops.linear import layer_norm_linear, linear_residual
+from ..ops.packed import Packed, run_packed
+from ..ops.rotary import qk_norm_rope
+from ..ops.transforms import in_transform, needs_gradient
+from ..quantization.fp8_scales import scales_of
 from .packing import packed_for, packing_of
 from .parts import (
     AttentionParts,

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .errors import UnsupportedInputError, check_type
+from ..errors import UnsupportedInputError, check_type
+from ..fusion.fuse import shadow_of
+from ..fusion.fused import device_of
+from ..ops import reference
+from ..ops.descriptions import BlockScales, Norm
 from .fp8_agreement import IMAGES, as_taken
 from .fp8_scales import LEAST, LINEARS, MOST, give_scales
 from .fp8_shadow import Look, Simulated, simulate
-from .fused import device_of
-from .fusion import shadow_of
-from .ops import reference
-from .ops.descriptions import BlockScales, Norm
 from .ranges import Observation, Observer, Range, candidate_ranges, power_of_two, smoothing_scale
 
 BATCH = 16

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import UnsupportedInputError
-from .ops.attention import is_exporting
-from .ops.descriptions import BlockScales, Rope
-from .ops.fp8 import fused_block_fp8
-from .ops.quantised import Quantised
-from .ops.transforms import needs_gradient
-from .parts import BlockParts, block_tensors, frozen_sources, tensor_of
-from .row_statistics import RowFacts
+from ..errors import UnsupportedInputError
+from ..fusion.parts import BlockParts, block_tensors, frozen_sources, tensor_of
+from ..fusion.row_statistics import RowFacts
+from ..ops.attention import is_exporting
+from ..ops.descriptions import BlockScales, Rope
+from ..ops.fp8 import fused_block_fp8
+from ..ops.quantised import Quantised
+from ..ops.transforms import needs_gradient
 
 LINEARS = BlockScales._fields
 """The linear layers of a block, as the buffers are called."""

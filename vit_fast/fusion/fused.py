@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..ops.attention_op import DTYPES, MAX_HEAD_DIM, MIN_HEAD_DIM
+from ..ops.backends import resolve_backend
+from ..ops.descriptions import Keys, Rope
 from .block import forward_block, parts_of, run_blocks, run_mlp, runs_whole
 from .freezing import Freezable
-from .ops.attention_op import DTYPES, MAX_HEAD_DIM, MIN_HEAD_DIM
-from .ops.backends import resolve_backend
-from .ops.descriptions import Keys, Rope
 from .packing import is_packable, run_packed_block
 from .parts import AttentionParts, BlockParts, MlpParts, drops
 from .reading import Reader, read_block

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .errors import UnsupportedInputError
+from ..errors import UnsupportedInputError
+from ..fusion.freezing import Freezable
+from ..fusion.fused import device_of, dtype_of
+from ..fusion.fusion_report import ModuleReport
+from ..ops.backends import fp8_reasons
 from .fp8_agreement import IMAGES, as_taken, find_kept
 from .fp8_scales import LINEARS, Fp8Scales, scales_of
 from .fp8_shadow import simulate
-from .freezing import Freezable
-from .fused import device_of, dtype_of
-from .fusion_report import ModuleReport
-from .ops.backends import fp8_reasons
 
 WHAT = "fuse with precision='fp8'"
 
