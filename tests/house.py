@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -13,7 +12,6 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-os.environ["TRITON_INTERPRET"] = "1"
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
@@ -25,20 +23,6 @@ import vit_fast.ops  # noqa: E402  # registers the operators
 from vit_fast.benchmarks import machine  # noqa: E402
 from vit_fast.cli import main as command_line  # noqa: E402
 from vit_fast.cli import make_app  # noqa: E402
-
-TARGETS = {
-    "source lines": 28_000,
-    "source files": 180,
-    "files in the fullest folder": 15,
-    "test lines": 16_000,
-    "frozen block, steady state: files": 12,
-    "frozen block, steady state: functions": 40,
-    "jumps between files in fuse of timm": 60,
-    "files in a bench run": 35,
-    "pairs of folders that import each other": 0,
-    "options of all commands": 100,
-    "flat positional arguments of an operator": 12,
-}
 
 
 class Trace:
@@ -73,22 +57,21 @@ class Trace:
 
 
 def _is_ours(frame: FrameType) -> bool:
-    """True for source of this repository that runs on the host, not for kernels in Triton's interpreter."""
-    if not frame.f_code.co_filename.startswith(str(ROOT / "vit_fast")):
-        return False
-    return type(frame.f_globals.get(frame.f_code.co_name)).__name__ != "InterpretedFunction"
+    return frame.f_code.co_filename.startswith(str(ROOT / "vit_fast"))
 
 
 def trace_frozen_block() -> Trace:
-    """One call of the first block of a frozen model, after two others."""
-    model = vit_fast.create_model("vit_test", backend="sdpa").eval()
+    """One call of a frozen block after its launch plans were recorded, against the stand-in for the CUDA driver."""
+    from vit_fast.kernels import stand_in_driver
+
+    stand_in_driver.install("sm_90")
+    model = vit_fast.create_model("vit_test", backend="triton").bfloat16().eval()
     vit_fast.freeze(model)
-    tokens = torch.randn(1, model.config.seqlen, model.config.embed_dim)
-    block = model.blocks[0]
+    tokens = torch.zeros(1, model.config.seqlen, model.config.embed_dim, dtype=torch.bfloat16)
     with torch.inference_mode():
-        for _ in range(2):
-            block(tokens)
-        return Trace().run(lambda: block(tokens))
+        for _ in range(4):
+            model.blocks[0](tokens)
+        return Trace().run(lambda: model.blocks[0](tokens))
 
 
 def trace_fuse() -> Trace:
@@ -131,26 +114,31 @@ def lines(paths: Any) -> int:
 
 def main() -> None:
     modules = test_structure.MODULES.values()
-    block, bench = trace_frozen_block(), trace_bench()
+    bench = trace_bench()
+    child = subprocess.run([sys.executable, __file__, "block"], capture_output=True, text=True, check=True)
+    block_files, block_functions = map(int, child.stdout.split())
     tests = [path for path in (ROOT / "tests").rglob("*.py") if "__pycache__" not in path.parts]
-    found = {
-        "source lines": lines(modules),
-        "source files": len(modules),
-        "files in the fullest folder": max(Counter(path.parent for path in modules).values()),
-        "test lines": lines(tests),
-        "frozen block, steady state: files": len(block.files),
-        "frozen block, steady state: functions": len(block.functions),
-        "jumps between files in fuse of timm": trace_fuse().jumps,
-        "files in a bench run": len(bench.files),
-        "pairs of folders that import each other": len(test_structure.folder_pairs()),
-        "options of all commands": count_options(),
-        "flat positional arguments of an operator": most_arguments(),
-    }
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    print(f"{commit.stdout.strip() or 'no commit':45} {'now':>7} {'target':>7}")
-    for name, target in TARGETS.items():
-        print(f"{name:45} {found[name]:7,} {target:7,}{'' if found[name] <= target else '   missed'}")
+    measured = [
+        ("source lines", lines(modules), 28_000),
+        ("source files", len(modules), 180),
+        ("files in the fullest folder", max(Counter(path.parent for path in modules).values()), 15),
+        ("test lines", lines(tests), 16_000),
+        ("frozen block, steady state: files", block_files, 12),
+        ("frozen block, steady state: functions", block_functions, 40),
+        ("jumps between files in fuse of timm", trace_fuse().jumps, 60),
+        ("files in a bench run", len(bench.files), 35),
+        ("pairs of folders that import each other", len(test_structure.folder_pairs()), 0),
+        ("options of all commands", count_options(), 100),
+        ("flat positional arguments of an operator", most_arguments(), 12),
+    ]
+    print(f"{'':45} {'now':>7} {'target':>7}")
+    for name, now, target in measured:
+        print(f"{name:45} {now:7,} {target:7,}{'' if now <= target else '   missed'}")
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:] == ["block"]:  # in a process of its own, in which torch takes the CPU for a GPU
+        block = trace_frozen_block()
+        print(len(block.files), len(block.functions))
+    else:
+        main()

@@ -107,7 +107,7 @@ def test_ties_and_few_classes() -> None:
     ("arguments", "message"),
     [
         ([], "--weights"),
-        (["--weights", "a", "--against", "b", "--img-size", "8"], "--img-size need an ONNX file, got a and b"),
+        (["--weights", "a", "--against", "b", "--data-config", "x"], "--data-config needs an ONNX file, got a and b"),
         (["--weights", "a", "--confusion", "."], "is a folder, must be a file name"),
     ],
 )

@@ -227,11 +227,11 @@ def test_a_file_as_optimum_writes_it(tmp_path: Path, capsys: pytest.CaptureFixtu
     given = OnnxRunner(tmp_path / "o.onnx", "cpu", data_config=DataConfig(), image_hw=(32, 32), output="features")
     with pytest.raises(UnsupportedInputError, match="gives features"):
         given.probabilities([photograph])
-    (tmp_path / "data.json").write_text(json.dumps(DataConfig().to_dict()))
+    (tmp_path / "data.json").write_text(json.dumps(DataConfig().to_dict() | {"img_size": 32}))
     arguments = ["--weights", str(tmp_path / "o.onnx"), "--data-config", str(tmp_path / "data.json"), "--json"]
     capsys.readouterr()  # torch 2.11 tells what it exported
     with pytest.raises(SystemExit) as status:
-        main(["predict", str(default_photograph()), *arguments, "--img-size", "32"])
+        main(["predict", str(default_photograph()), *arguments])
     assert status.value.code == 0
     (result,) = json.loads(capsys.readouterr().out)
     assert result["top"][0]["index"] == int(logits[0].argmax())
@@ -271,7 +271,7 @@ def test_predict_needs_nothing_but_the_file(folder: Path, capsys: pytest.Capture
     [
         (["absent.onnx"], "no such file"),
         (["absent.onnx", "--model", "vit_test"], "--model must not be given for an ONNX file"),
-        (["absent.safetensors", "--img-size", "8"], "--img-size need an ONNX file"),
+        (["absent.safetensors", "--data-config", "x"], "--data-config needs an ONNX file"),
     ],
 )
 def test_predict_refuses(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,10 +37,8 @@ def evaluate(
     classes: Annotated[Path | None, typer.Option(help="Class names: one a line, or JSON.")] = None,
     backend: Annotated[str, typer.Option(help="auto, eager, sdpa or triton, for weights.")] = "auto",
     data_config: Annotated[
-        Path | None, typer.Option(help="JSON with mean, std, crop_pct, for an ONNX file that does not say them.")
-    ] = None,
-    img_size: Annotated[
-        int | None, typer.Option(help="Height and width in pixels, for an ONNX file that leaves them open.")
+        Path | None,
+        typer.Option(help="JSON with mean, std, crop_pct, img_size, for an ONNX file that does not say them."),
     ] = None,
     confusion: Annotated[
         Path | None, typer.Option(help="Draw which class is taken for which: a .png, .svg or .pdf.")
@@ -55,13 +53,13 @@ def evaluate(
     if confusion is not None:
         check_replaceable(confusion)
     asked = [weights] if against is None else [weights, against]
-    if (data_config is not None or img_size is not None) and not any(name.endswith(".onnx") for name in asked):
-        raise ValueError(f"--data-config and --img-size need an ONNX file, got {' and '.join(asked)}")
+    if data_config is not None and not any(name.endswith(".onnx") for name in asked):
+        raise ValueError(f"--data-config needs an ONNX file, got {' and '.join(asked)}")
     given = None if classes is None else read_class_names(classes)
-    names, evaluation = _evaluate(folder, weights, given, model, backend, data_config, img_size)
+    names, evaluation = _evaluate(folder, weights, given, model, backend, data_config)
     other: Evaluation | None = None
     if against is not None:
-        _, other = _evaluate(folder, against, names, model, backend, data_config, img_size)
+        _, other = _evaluate(folder, against, names, model, backend, data_config)
     if as_json:
         typer.echo(json.dumps(_as_dict(evaluation, other, names), indent=2))
     else:
@@ -78,7 +76,6 @@ def _evaluate(
     model: str | None,
     backend: str,
     data_config: Path | None,
-    img_size: int | None,
 ) -> tuple[Sequence[str], Evaluation]:
     from ..apps.classifiers import class_names_for
     from ..apps.data import ImageFolder
@@ -87,7 +84,7 @@ def _evaluate(
 
     files = [file for file, _ in ImageFolder(folder).files]
     if weights.endswith(".onnx"):  # of two models, each option is for the one that it applies to
-        known, rows = classify(files, weights, data_config=data_config, img_size=img_size)
+        known, rows = classify(files, weights, data_config=data_config)
     else:
         known, rows = classify(files, weights, model, backend)
     first = next(rows)  # says how many classes there are

@@ -37,10 +37,9 @@ def predict(
     backend: Annotated[str, typer.Option(help="auto, eager, sdpa or triton.")] = "auto",
     data_config: Annotated[
         Path | None,
-        typer.Option(help="JSON with mean, std, crop_pct, interpolation, for an ONNX file that does not say them."),
-    ] = None,
-    img_size: Annotated[
-        int | None, typer.Option(help="Height and width in pixels, for an ONNX file that leaves them open.")
+        typer.Option(
+            help="JSON with mean, std, crop_pct, interpolation, img_size, for an ONNX file that does not say them."
+        ),
     ] = None,
     out: Annotated[
         Path | None,
@@ -79,12 +78,12 @@ def predict(
     files = find_images(images)
     given = None if classes is None else read_class_names(classes)
     if out is not None:
-        if weights.endswith(".onnx") or data_config is not None or img_size is not None:
+        if weights.endswith(".onnx") or data_config is not None:
             raise ValueError("--out needs weights, whose model also gives embeddings, got an ONNX file or its options")
         here = "cpu" if engine == "ray" else device  # each worker of a cluster gets a copy
         _to_parquet(open_classifier(weights, model, backend, here), files, out, given, workers, engine, device)
         return
-    known, rows = classify(files, weights, model, backend, device, data_config, img_size)
+    known, rows = classify(files, weights, model, backend, device, data_config)
     results = []
     for file, probabilities in zip(files, rows):
         names = class_names_for(len(probabilities), given, known)
@@ -132,7 +131,6 @@ def classify(
     backend: str = "auto",
     device: str = "auto",
     data_config: Path | None = None,
-    img_size: int | None = None,
 ) -> tuple[Sequence[str] | None, Iterator[np.ndarray]]:
     """Opens weights or an ONNX file.
 
@@ -146,9 +144,9 @@ def classify(
     if weights.endswith(".onnx"):
         if model is not None:
             raise ValueError(f"--model must not be given for an ONNX file, got {model}")
-        return _classify_by_onnx(files, Path(weights), device, data_config, img_size)
-    if data_config is not None or img_size is not None:
-        raise ValueError(f"--data-config and --img-size need an ONNX file, got --weights {weights}")
+        return _classify_by_onnx(files, Path(weights), device, data_config)
+    if data_config is not None:
+        raise ValueError(f"--data-config needs an ONNX file, got --weights {weights}")
     from ..apps.classifiers import open_classifier, rows
     from ..apps.data import ImageError
 
@@ -164,18 +162,20 @@ def classify(
 
 
 def _classify_by_onnx(
-    files: Sequence[Path], path: Path, device: str, data_config: Path | None, img_size: int | None
+    files: Sequence[Path], path: Path, device: str, data_config: Path | None
 ) -> tuple[Sequence[str] | None, Iterator[np.ndarray]]:
     import numpy as np
 
     from ..apps.data import read_image
+    from ..arguments import pair
     from ..export import OnnxRunner
 
     try:
         given = None if data_config is None else json.loads(data_config.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"--data-config must be a file of JSON, got {data_config}: {error}") from None
-    runner = OnnxRunner(path, device, data_config=given, image_hw=None if img_size is None else (img_size, img_size))
+    image_hw = pair("img_size", given.pop("img_size")) if isinstance(given, dict) and "img_size" in given else None
+    runner = OnnxRunner(path, device, data_config=given or None, image_hw=image_hw)
 
     def probabilities() -> Iterator[np.ndarray]:
         for start in range(0, len(files), BATCH_SIZE):
