@@ -11,20 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import run
 from digits import TRAINED_ON, digits, digits_vit, inputs, write_digits
 
 import vit_fast
 from vit_fast.benchmarks.records import read_record
-from vit_fast.cli import main
 from vit_fast.export import OnnxRunner
 
 FIRST, LAST = 1700, 1797  # of the digits that nothing was trained on
 
 
 def _run(*arguments: Any) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main([*map(str, arguments)])
-    assert not exit_.value.code
+    assert run(*map(str, arguments)) == 0
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Batches from processes that read images, which may be killed: for want of memory, or by an image in the decoder."""
+"""Batches from processes that read images and may be killed, by lack of memory or in an image decoder."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ..errors import VitFastError
 
 
 class ReaderLostError(VitFastError, RuntimeError):
-    """A process that reads images ended before its work did."""
+    """A process that reads images ended early."""
 
 
 def batches_of(loader: DataLoader[Any]) -> Generator[Any]:
-    """What a loader gives.
+    """Yields the batches of a loader.
 
-    Where a process of a DataLoader ends, torch raises from a signal's handler, wherever this process is just then. Here
-    the signal is left alone: the loader notices, too, when it is asked for the next batch, or cannot take that.
+    If a worker of a DataLoader dies, torch raises from a signal handler, wherever this process is. Here the handler is
+    replaced: the loader also notices when it is asked for the next batch.
 
     Raises:
-        ReaderLostError: such a process ended before its work did.
+        ReaderLostError: such a process ended early.
     """
     others = set(multiprocessing.active_children())
     batches = iter(loader)
@@ -40,7 +40,7 @@ def batches_of(loader: DataLoader[Any]) -> Generator[Any]:
                 batch = next(batches)
             except StopIteration:
                 return
-            except Exception:  # torch's of a lost process, or whatever the connection to it gives
+            except Exception:  # torch's for a lost process, or an error of its connection
                 gone = multiprocessing.connection.wait([process.sentinel for process in readers], timeout=1.0)
                 for process in readers:
                     if process.sentinel in gone:
