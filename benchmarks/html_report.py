@@ -25,10 +25,10 @@ _BASELINE = Path(__file__).resolve().parent.parent / "kernels" / "baseline.json"
 _SETTINGS = ("batch", "model", "dtype")
 # The curves of a record: title, what stays the same along one, x and y with their units, and whether x is logarithmic.
 _CURVES = (
-    ("Latency and throughput", ("model", "dtype", "img_size"), ("ms", "ms a call"), ("images_per_s", "images/s")),
-    ("Batch", ("model", "dtype", "img_size"), ("requested_batch", "images a call"), ("images_per_s", "images/s")),
-    ("Tokens", ("model", "dtype", "requested_batch"), ("tokens", "tokens an image"), ("TFLOP_per_s", "TFLOP/s")),
-    ("Model size", ("dtype", "requested_batch"), ("GFLOP_per_image", "GFLOP an image"), ("TFLOP_per_s", "TFLOP/s")),
+    ("Latency and throughput", ("model", "dtype", "img_size"), ("ms", "ms per call"), ("images_per_s", "images/s")),
+    ("Batch", ("model", "dtype", "img_size"), ("requested_batch", "images per call"), ("images_per_s", "images/s")),
+    ("Tokens", ("model", "dtype", "requested_batch"), ("tokens", "tokens per image"), ("TFLOP_per_s", "TFLOP/s")),
+    ("Model size", ("dtype", "requested_batch"), ("GFLOP_per_image", "GFLOP per image"), ("TFLOP_per_s", "TFLOP/s")),
 )  # fmt: skip
 
 
