@@ -9,7 +9,8 @@ import pytest
 import torch
 from command_line import run
 
-from vit_fast import ops, verify
+from vit_fast import ops
+from vit_fast.apps import verify
 
 
 def test_triton_passes_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:

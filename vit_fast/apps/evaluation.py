@@ -141,7 +141,9 @@ def draw_confusion(evaluation: Evaluation, names: Sequence[str], path: Path) -> 
     side = 3.0 + 0.35 * min(len(counts), 40)
     figure = Figure(figsize=(side, side), layout="constrained")
     axes = figure.add_subplot(
-        xlabel="answer", ylabel="class", title=f"top-1 {evaluation.top1:.2%} of {len(evaluation.files)} images"
+        xlabel="predicted class",
+        ylabel="true class",
+        title=f"top-1 {evaluation.top1:.2%} of {len(evaluation.files)} images",
     )
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     if len(counts) <= 40:
