@@ -20,9 +20,8 @@ from safetensors.torch import load_file
 from train_support import settings, small_model
 
 from vit_fast import create_model, load, save
-from vit_fast.apps.data import ImageError, ImageFolder, default_photograph, load_images
+from vit_fast.apps.data import ImageError, ImageFolder, ReaderLostError, default_photograph, load_images
 from vit_fast.apps.datasets import PreparedImages, open_data
-from vit_fast.apps.readers import ReaderLostError
 from vit_fast.apps.train_config import config_for
 from vit_fast.apps.trainer import Measure
 from vit_fast.apps.training import TrainConfig, Trainer, TrainingError, train

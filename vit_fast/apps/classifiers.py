@@ -18,8 +18,7 @@ from ..factory import create_model
 from ..model import VisionTransformer
 from ..weights import load
 from ..weights.hub import open_source
-from .data import ImageError, make_transform, read_image
-from .readers import batches_of
+from .data import ImageError, batches_of, make_transform, read_image
 
 BATCH_SIZE = 32  # images at once
 

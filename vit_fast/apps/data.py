@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.process
 import os
+import signal
 import struct
+import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from itertools import cycle, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,6 +26,8 @@ from ..config import DataConfig, Size
 from ..errors import VitFastError, check_type
 
 if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
     from ..model import VisionTransformer
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"})
@@ -208,6 +215,48 @@ def load_images(paths: Sequence[str | Path], model: VisionTransformer, batch_siz
     transform = make_transform(model.data_config, model.config.image_hw, model.config.in_chans)
     images = [transform(read_image(file)) for file in files]
     return torch.stack(list(islice(cycle(images), batch_size or len(images))))
+
+
+class ReaderLostError(VitFastError, RuntimeError):
+    """A process that reads images ended early."""
+
+
+def batches_of(loader: DataLoader[Any]) -> Generator[Any]:
+    """Yields the batches of a loader.
+
+    If a worker of a DataLoader dies, torch raises from a signal handler, wherever this process is. Here the handler is
+    replaced: the loader also notices when it is asked for the next batch.
+
+    Raises:
+        ReaderLostError: such a process ended early.
+    """
+    others = set(multiprocessing.active_children())
+    batches = iter(loader)
+    readers = [process for process in multiprocessing.active_children() if process not in others]
+    handled = bool(readers) and threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL) if handled else None
+    ended: list[multiprocessing.process.BaseProcess] = []
+    try:
+        while not ended:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except Exception:  # torch's for a lost process, or an error of its connection
+                gone = multiprocessing.connection.wait([process.sentinel for process in readers], timeout=1.0)
+                for process in readers:
+                    if process.sentinel in gone:
+                        process.join()  # its end of the pipe closes a moment before it has an exit code
+                ended = [process for process in readers if process.exitcode]
+                if not ended:
+                    raise
+            else:
+                yield batch
+    finally:
+        del batches  # ends the others, and waits for them
+        if handled:
+            signal.signal(signal.SIGCHLD, before)
+    raise ReaderLostError(f"a process that reads images has ended, with exit code {ended[0].exitcode}")
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

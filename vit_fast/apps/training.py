@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from ..model import VisionTransformer
 from .checkpoints import WEIGHTS, Row, resume_run, start_run, write_run
+from .data import batches_of
 from .datasets import LabelledImages, PreparedImages, TrainingData, mixed_seed
 from .processes import ALONE, Processes
-from .readers import batches_of
 from .train_config import TrainConfig
 from .trainer import Measure, Trainer, TrainingError
 
