@@ -128,19 +128,19 @@ def schema() -> Any:
 
 
 def tables(
-    model: VisionTransformer, files: Sequence[Path], class_names: Sequence[str], workers: int, size: int
+    model: VisionTransformer, files: Sequence[Path], class_names: Sequence[str], size: int, workers: int = 0
 ) -> Generator[Any]:
     """Yields the rows of files, in their order, as tables of `size` rows; the last one may be shorter.
 
     Args:
-        model: In evaluation mode, where it is.
+        model: In evaluation mode, on its device.
         files: Image files.
         class_names: Of the model's outputs.
+        size: Rows per table.
         workers: Processes that read images beside this one.
-        size: Rows a table.
     Raises:
         ValueError: an image's logits are not finite.
-        ReaderLostError: such a process ended before its work did.
+        ReaderLostError: such a process ended early.
     """
     import pyarrow as pa
 

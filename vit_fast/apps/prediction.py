@@ -8,6 +8,7 @@ and of a cluster can resume each other.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import json
@@ -95,12 +96,11 @@ def predict_to_parquet(
     chunks = [files[start : start + PART] for start in range(0, len(files), PART)]
     names = [parts / f"{i:08}.parquet" for i in range(len(chunks))]
     lost: list[str] = []
-    with joined_cluster(workers, device) if engine == "ray" else contextlib.nullcontext() as cluster:
+    here = contextlib.nullcontext(functools.partial(tables, workers=workers or 0))
+    with joined_cluster(workers, device) if engine == "ray" else here as rows_of:
 
         def rows(wanted: Sequence[Path]) -> Generator[Any]:
-            if cluster is not None:
-                return cluster.tables(model, wanted, class_names, PART)
-            return tables(model, wanted, class_names, workers or 0, PART)
+            return rows_of(model, wanted, class_names, PART)
 
         _begin(parts, _task(model, files, class_names))
         try:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import functools
 import importlib.util
 import logging
 import math
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,67 +51,19 @@ class _Worker:
         try:
             if ray.get(self.tries.begin.remote(str(paths[0]))) > _TRIES:  # Ray itself would repeat it forever
                 raise PredictionError(f"{_TRIES} workers died between {paths[0]} and {paths[-1]}")
-            (table,) = tables(self.model, paths, self.class_names, 0, len(paths))
+            (table,) = tables(self.model, paths, self.class_names, len(paths))
         except (VitFastError, ValueError) as error:  # Ray would add pages of traceback
             return pa.Table.from_pylist([{"failed": str(error)}], schema=_schema())
         return table.append_column("failed", pa.nulls(len(paths), pa.string()))
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """Resources of a joined cluster.
-
-    Attributes:
-        workers: Processes, each with a core.
-        gpus: Each one's share of a GPU.
-    """
-
-    workers: int
-    gpus: float
-
-    def tables(
-        self, model: VisionTransformer, files: Sequence[Path], class_names: Sequence[str], size: int
-    ) -> Generator[Any]:
-        """Yields the rows of files as classifiers.tables does.
-
-        Args:
-            model: On the CPU; each worker gets a copy.
-            files: Image files.
-            class_names: Of the model's outputs.
-            size: Rows per table.
-        Raises:
-            PredictionError: workers died repeatedly at the same images, the cluster failed, or logits are not finite.
-        """
-        import ray
-        import ray.data
-        import ray.exceptions
-
-        tries = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(_Tries).remote()
-        pieces = max(math.ceil(len(files) / size), min(math.ceil(len(files) / BATCH_SIZE), _PIECES * self.workers))
-        rows = ray.data.from_items([{"file": str(file)} for file in files], override_num_blocks=pieces).map_batches(
-            _Worker,
-            fn_constructor_args=(model, list(class_names), "cuda" if self.gpus else "cpu", tries),
-            batch_size=None,
-            batch_format="pyarrow",
-            compute=ray.data.ActorPoolStrategy(size=self.workers),
-            num_cpus=1,
-            num_gpus=self.gpus,
-        )
-        try:
-            for table in rows.iter_batches(batch_size=size, batch_format="pyarrow"):
-                table = table.cast(_schema())
-                for failed in table.column("failed").drop_null().to_pylist():
-                    raise PredictionError(failed)
-                yield table.drop_columns(["failed"])
-        except ray.exceptions.RayError as error:
-            raise PredictionError(f"ray: {' '.join(str(error).split())}") from None
-
-
 @contextlib.contextmanager
-def joined_cluster(workers: int | None, device: str) -> Iterator[Cluster]:
-    """Joins the cluster that `ray.init()` finds, or starts Ray on this machine.
+def joined_cluster(workers: int | None, device: str) -> Iterator[Callable[..., Generator[Any]]]:
+    """Joins the cluster that `ray.init()` finds, or starts Ray on this machine, and yields classifiers.tables for it.
 
-    The nodes of a cluster need this package, and the files under the same paths.
+    The nodes of a cluster need this package, and the files under the same paths. Its function takes model, files,
+    class_names and size, with the model on the CPU, and raises PredictionError if workers died repeatedly at the same
+    images, the cluster failed, or logits are not finite.
 
     Args:
         workers: Processes in the whole cluster, each with a core and an equal share of the GPUs; None: one per core.
@@ -127,8 +79,49 @@ def joined_cluster(workers: int | None, device: str) -> Iterator[Cluster]:
     import ray
     import ray.data
 
-    with _joined(ray):
-        yield Cluster(*_share(ray.cluster_resources(), workers, device))
+    context = copy.deepcopy(ray.data.DataContext.get_current())
+    context.enable_progress_bars = False
+    context.execution_options.preserve_order = True
+    logger = logging.getLogger("ray.data")
+    level, joined_before = logger.level, ray.is_initialized()
+    logger.setLevel(logging.ERROR)
+    if not joined_before:
+        ray.init(log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        with ray.data.DataContext.current(context):
+            yield functools.partial(_tables, *_share(ray.cluster_resources(), workers, device))
+    finally:
+        logger.setLevel(level)
+        if not joined_before:
+            ray.shutdown()
+
+
+def _tables(
+    workers: int, gpus: float, model: VisionTransformer, files: Sequence[Path], class_names: Sequence[str], size: int
+) -> Generator[Any]:
+    import ray
+    import ray.data
+    import ray.exceptions
+
+    tries = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(_Tries).remote()
+    pieces = max(math.ceil(len(files) / size), min(math.ceil(len(files) / BATCH_SIZE), _PIECES * workers))
+    rows = ray.data.from_items([{"file": str(file)} for file in files], override_num_blocks=pieces).map_batches(
+        _Worker,
+        fn_constructor_args=(model, list(class_names), "cuda" if gpus else "cpu", tries),
+        batch_size=None,
+        batch_format="pyarrow",
+        compute=ray.data.ActorPoolStrategy(size=workers),
+        num_cpus=1,
+        num_gpus=gpus,
+    )
+    try:
+        for table in rows.iter_batches(batch_size=size, batch_format="pyarrow"):
+            table = table.cast(_schema())
+            for failed in table.column("failed").drop_null().to_pylist():
+                raise PredictionError(failed)
+            yield table.drop_columns(["failed"])
+    except ray.exceptions.RayError as error:
+        raise PredictionError(f"ray: {' '.join(str(error).split())}") from None
 
 
 def _schema() -> Any:
@@ -146,23 +139,3 @@ def _share(resources: dict[str, float], workers: int | None, device: str) -> tup
     if not 1 <= count <= cores:
         raise ValueError(f"workers must be 1 to {cores}, the cores of the cluster, got {workers}")
     return count, 0.0 if device == "cpu" or not gpus else 1 / math.ceil(count / gpus)
-
-
-@contextlib.contextmanager
-def _joined(ray: Any) -> Iterator[None]:
-    """Joins a cluster without progress bars and with rows in order; leaves it unless it was joined before."""
-    context = copy.deepcopy(ray.data.DataContext.get_current())
-    context.enable_progress_bars = False
-    context.execution_options.preserve_order = True
-    logger = logging.getLogger("ray.data")
-    level, joined = logger.level, ray.is_initialized()
-    logger.setLevel(logging.ERROR)
-    if not joined:
-        ray.init(log_to_driver=False, logging_level=logging.ERROR)
-    try:
-        with ray.data.DataContext.current(context):
-            yield
-    finally:
-        logger.setLevel(level)
-        if not joined:
-            ray.shutdown()
