@@ -84,7 +84,7 @@ def attention_backward(
     for_dq, for_dkdv = problem_of(q, k, v, o, do, dq), problem_of(q, k, v, do, dk, dv)
     precision = for_dq.backward_precision
     delta = torch.empty_like(lse)
-    inverse = torch.empty_like(lse) if for_dq.exact_backward else None
+    inverse = None
     dq_launch(q, k, v, o, do, lse, dq, delta, inverse, scale, dq_config(for_dq), precision).run()
     dkdv_launch(q, k, v, do, lse, delta, inverse, dk, dv, scale, dkdv_config(for_dkdv), precision).run()
 
@@ -144,7 +144,7 @@ def varlen_backward(
     for_dkdv = varlen_problem_of(q, k, v, do, dk, dv, sequences=sequences, longest=longest)
     precision = for_dq.backward_precision
     delta = torch.empty_like(lse)
-    inverse = torch.empty_like(lse) if for_dq.exact_backward else None
+    inverse = None
     _, config, _ = varlen_configs(for_dq, keep is not None)
     varlen_dq_launch(q, k, v, o, do, lse, dq, delta, inverse, sequences, keep, scale, config, precision).run()
     _, _, config = varlen_configs(for_dkdv, keep is not None)

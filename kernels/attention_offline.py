@@ -120,7 +120,7 @@ def _cases(arch: str) -> Iterator[_Case]:
     yield _Case(arch, torch.bfloat16, "half", 196, 64, _FULL_BATCH, "tma", queries=1)
     for tokens, head_dim in _CORE_SHAPES:
         yield _Case(arch, torch.float16, "half", tokens, head_dim, _FULL_BATCH, "tma")
-    for element in ("ieee", "tf32"):
+    for element in ("tf32",):
         for tokens, head_dim in _FP32_SHAPES:
             yield _Case(arch, torch.float32, element, tokens, head_dim, _FULL_BATCH, "tma")
 
@@ -158,7 +158,7 @@ def _varlen_cases(arch: str) -> Iterator[tuple[_Case, str]]:
         for tokens, head_dim in shapes:
             for access in ("tma", "scalar"):
                 yield _Case(arch, torch.bfloat16, "half", tokens, head_dim, _FULL_BATCH, access), form
-        for element in ("ieee", "tf32"):
+        for element in ("tf32",):
             for tokens, head_dim in _FP32_SHAPES:
                 yield _Case(arch, torch.float32, element, tokens, head_dim, _FULL_BATCH, "tma"), form
 
@@ -174,7 +174,7 @@ def _varlen_builds(case: _Case, form: str) -> Iterator[Build]:
         sequences, keep = torch.empty(case.batch + 1, dtype=torch.int32, device="meta"), None
     q, k, v, dq, dk, dv, o, do = tensors
     lse, delta = (torch.empty(q.shape[:3], dtype=torch.float32, device="meta") for _ in range(2))
-    inverse = torch.empty_like(lse) if problem.exact_backward else None
+    inverse = None
     forward, for_dq, for_dkdv = varlen_configs(problem, keep is not None)
     precision, ragged = problem.backward_precision, (sequences, keep, scale)
     launches = {
@@ -194,7 +194,7 @@ def _builds(case: _Case) -> Iterator[Build]:
     q, k, v = case.packed()
     dq, dk, dv = case.packed()
     o, do, lse, delta = case.output(), case.output(), case.row_values(), case.row_values()
-    inverse = case.row_values() if problem.exact_backward else None
+    inverse = None
     forward, for_dq, for_dkdv = forward_config(problem), dq_config(problem), dkdv_config(problem)
     launches = {
         f"attention_fwd_{forward.scheme}": forward_launch(q, k, v, o, lse, scale, forward, problem.precision),

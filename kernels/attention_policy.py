@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .device import dot_precision, generation, reads_descriptors
+from .device import generation, reads_descriptors
 
 TABLE_PATH = Path(__file__).with_name("attention_table.json")
 MAX_ROW_KEYS = 256
@@ -100,7 +100,7 @@ class Problem:
     Args:
         arch: Architecture, e.g. "sm_90".
         sm_count: Streaming multiprocessors of the device.
-        element: The `product_kind` of the tensors: "half", "tf32" or "ieee".
+        element: The `product_kind` of the tensors: "half" or "tf32".
         batch_heads: Batch times heads.
         access: What the layout of all tensors allows: "tma" (descriptors), "vector" (16-byte loads only: a stride of
             0, or an output that no descriptor writes), or "scalar" (rows that start anywhere).
@@ -118,17 +118,12 @@ class Problem:
     @property
     def precision(self) -> str:
         """How `tl.dot` computes fp32 products; without effect on half precision."""
-        return dot_precision(self.element)
+        return "tf32"
 
     @property
     def backward_precision(self) -> str:
         """The same for the backward: tiles wider than 64 columns spill in tf32, so those stay in full fp32."""
         return self.precision if self.width <= 64 else "ieee"
-
-    @property
-    def exact_backward(self) -> bool:
-        """Whether the backward must be as exact as full fp32 allows: see `attention_backward`."""
-        return self.element != "half" and self.backward_precision == "ieee"
 
     @property
     def width(self) -> int:
@@ -197,14 +192,12 @@ def varlen_configs(problem: Problem, masked: bool) -> tuple[ForwardConfig, Backw
     if problem.n_kv <= SHORT:
         forward = replace(forward, block_n=min(forward.block_n, SHORT))
     # the tile that ends a sequence is as large as the others, and masked: what it holds beside them spills in these
-    if problem.element == "ieee" or (problem.generation == "ampere" and problem.width <= 32):
+    if problem.generation == "ampere" and problem.width <= 32:
         forward = replace(forward, block_n=min(forward.block_n, 32))
     if problem.element != "half" and problem.width == 128:
         dkdv = replace(dkdv, block_m=16, num_warps=8)
         if problem.generation == "blackwell":
             forward = replace(forward, block_m=32)
-        if problem.element == "ieee":
-            forward = replace(forward, num_warps=16)
     if masked and problem.generation == "ampere" and problem.width >= 80:
         forward = replace(forward, block_m=min(forward.block_m, 64))
         dkdv = replace(dkdv, block_m=16)
@@ -242,8 +235,6 @@ def _fill(problem: Problem, config: ForwardConfig) -> int:
 
 def _forward_rule(problem: Problem) -> ForwardConfig:
     tma, generation, width = problem.uses_tma, problem.generation, problem.width
-    if problem.element == "ieee":
-        return ForwardConfig("looped", 32, 64, num_warps=8, num_stages=1)
     if problem.element == "tf32":
         if generation != "ampere" and tma:
             return ForwardConfig("looped", 64, 32, num_warps=4 if generation == "hopper" else 8, num_stages=2, tma=True)
@@ -275,11 +266,6 @@ def _forward_rule(problem: Problem) -> ForwardConfig:
 
 
 def _dq_rule(problem: Problem) -> BackwardConfig:
-    if problem.exact_backward and problem.width <= 64:
-        return BackwardConfig(32, 32, num_warps=16, num_stages=1)
-    if problem.exact_backward:
-        # a tile of 32 queries with its two sums of 128 columns spills
-        return BackwardConfig(16, 32, num_warps=8, num_stages=1)
     if problem.element != "half":
         return BackwardConfig(32, 32, num_warps=8, num_stages=1)
     if problem.access == "scalar":

@@ -14,18 +14,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from . import library
 from .folding import FoldedLinear, NormedLinear
 from .gradients import layer_norm_gradient
 from .layer_norm import (
     InputRows,
     RowStatistics,
-    combine_statistics_launch,
     new_statistics,
     row_statistics_launch,
 )
 from .matmul_launch import HeadStep, Operands, matmul_launch
-from .matmul_policy import matmul_config, prefers_library, residual_config, rows_in_whole_waves
+from .matmul_policy import matmul_config, residual_config, rows_in_whole_waves
 from .scaled_weights import ScaledWeight
 from .split_k import finish_residual_launch
 
@@ -92,26 +90,11 @@ def _layer_norm_linear(
         out_part=out_part if gated else None,
     )  # fmt: skip
     epilogue = "gated" if gated else "layer_norm" if head_step is None else head_step.epilogue
-    if out_scale is None and prefers_library(operands, epilogue):
-        known = _statistics(rows, finished, folded.weight_sum is None)
-        out = library.layer_norm_linear(known, folded, activation, z)
-    else:
-        config = matmul_config(operands, epilogue, activation)
-        matmul_launch(operands, epilogue=epilogue, config=config, activation=activation).run()
+    config = matmul_config(operands, epilogue, activation)
+    matmul_launch(operands, epilogue=epilogue, config=config, activation=activation).run()
     if out_part is not None and not gated:  # beside an activation of the whole tile there are no registers for them
         row_statistics_launch(out, out_part).run()
     return out
-
-
-def _statistics(rows: InputRows, finished: Tensor | None, rms: bool) -> RowStatistics:
-    """The statistics of whole rows by a launch of their own, into `finished` where there is room already."""
-    if rows.part is None:
-        return RowStatistics(rows.source, rows.statistics)
-    M, C = rows.source.shape
-    if finished is None:
-        finished = torch.empty(2, M, dtype=torch.float32, device=rows.source.device)
-    combine_statistics_launch(rows.part, C, rows.eps, finished, rms).run()
-    return RowStatistics(rows.source, finished)
 
 
 def linear_residual(
@@ -136,12 +119,6 @@ def linear_residual(
         h, weight, out, b_is_nk=True, residual=residual, bias=bias, scale=scale, out_part=row_part, out8=out8,
         out_scale=out_scale,
     )  # fmt: skip
-    if prefers_library(operands, "residual"):
-        out = library.linear_residual(h, weight, bias, scale, residual, dtype)
-        if row_part is not None or out8 is not None:
-            found = new_statistics(M, C, h.device) if row_part is None else row_part
-            row_statistics_launch(out, found, out8, out_scale).run()
-        return out, row_part
     first = rows_in_whole_waves(operands)
     for rows in (slice(0, first), slice(first, M)) if first < M else (slice(0, M),):
         _run_residual(operands if first == M else operands.of_rows(rows))

@@ -274,7 +274,6 @@ def _matmul_kernel(
     M, N, K, eps, splits, qk_eps,
     tokens, prefix, image_rows,  # of an image, of them not turned, and rows of the tables, 0 where shared
     EPILOGUE: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr,  # DTYPE: of out, z and h
-    PRECISION: tl.constexpr,
     B_IS_NK: tl.constexpr, TMA: tl.constexpr, FLATTEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SUB_TILES: tl.constexpr, GROUP_M: tl.constexpr,
@@ -314,7 +313,7 @@ def _matmul_kernel(
             k_stop = min(K, k_start + steps)
         acc = accumulate(
             a, b, row, col, k_start, k_stop, M, N, K,
-            BLOCK_M, BLOCK_N, BLOCK_K, False, B_IS_NK, TMA, PRECISION,
+            BLOCK_M, BLOCK_N, BLOCK_K, False, B_IS_NK, TMA,
         )  # fmt: skip
 
         if EPILOGUE == "partial":

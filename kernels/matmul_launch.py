@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .device import dot_precision, gpu_of, product_kind
+from .device import gpu_of
 from .launch import Launch, ceil_div
 from .matmul import _matmul_kernel
 from .rotary import QkvSettings, table_steps
@@ -203,7 +203,6 @@ def matmul_launch(
     config: MatmulConfig,
     activation: str = "identity",
     split_k: int = 1,
-    precision: str | None = None,
 ) -> Launch:
     """The call that computes `operands.out`.
 
@@ -214,7 +213,6 @@ def matmul_launch(
         activation: Of the "layer_norm" and "activation_grad" epilogues and the gated ones: "identity" or one of
             `ACTIVATIONS`.
         split_k: Parts of K in the "partial" epilogue.
-        precision: "tf32" or "ieee"; None takes torch's setting, `product_kind`.
     """
     o = operands
     head_args, head_constants = o.head_step.arguments() if o.head_step else _NO_STEP
@@ -247,7 +245,6 @@ def matmul_launch(
     }  # fmt: skip
     constants = {
         "EPILOGUE": epilogue, "ACTIVATION": activation, "DTYPE": TL_DTYPES[o.out.dtype],
-        "PRECISION": precision or dot_precision(product_kind(o.a.dtype)),
         "B_IS_NK": o.b_is_nk, "TMA": config.tma,
         "FLATTEN": config.flatten and epilogue != "partial",
         "BLOCK_M": rows, "BLOCK_N": cols, "BLOCK_K": depth,

@@ -19,7 +19,6 @@ from .hidden_norm import along_launch
 from .launch import Launch
 from .layer_norm import (
     RowStatistics,
-    combine_statistics_launch,
     normalise_launch,
     row_statistics_launch,
 )
@@ -35,7 +34,7 @@ from .weight_gradients import FoldedProducts, ResidualProducts, room_for, weight
 from .weight_products import weight_products_launch
 
 _M, _C, _F = 50_432, 768, 3072
-_KINDS = {"half": torch.bfloat16, "tf32": torch.float32, "ieee": torch.float32}
+_KINDS = {"half": torch.bfloat16, "tf32": torch.float32}
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -211,8 +210,6 @@ _CORE = {
 
 
 def _instructions(arch: str, kind: str, tma: bool) -> tuple[str, ...]:
-    if kind == "ieee":
-        return ()
     transfers = ("UTMALDG",) if tma else ()
     return (matrix_instruction(arch), *transfers)
 
@@ -227,9 +224,8 @@ def _matmul_builds(arch: str) -> Iterator[Build]:
                     if not is_usable(config, operands, epilogue):
                         continue
                     launch = matmul_launch(
-                        operands, epilogue=epilogue, config=config, activation=activation, split_k=parts,
-                        precision="ieee" if kind == "half" else kind,
-                    )  # fmt: skip
+                        operands, epilogue=epilogue, config=config, activation=activation, split_k=parts
+                    )
                     yield Build(
                         kernel_name(epilogue),
                         f"{kind} {_tile(config)} {what}",
@@ -249,7 +245,7 @@ def _product_builds(arch: str) -> Iterator[Build]:
                 yield Build(
                     "weight_products",
                     f"{kind} {_tile(config)} {what}",
-                    weight_products_launch(pairs[:count], out[:count], config, "ieee" if kind == "half" else kind),
+                    weight_products_launch(pairs[:count], out[:count], config),
                     core=kind == "half" and config.tma and what in _CORE.get(arch, ()),
                     needs=_instructions(arch, kind, config.tma),
                 )
@@ -280,7 +276,6 @@ def _small_launches(dtype: torch.dtype, stream: torch.dtype) -> Iterator[tuple[s
     else:
         part = _meta(_M, 2, row_parts(_C))
         yield "row_statistics", row_statistics_launch(x, part)
-        yield "combine_statistics", combine_statistics_launch(part, _C, 1e-6, known.statistics)
     yield "finish_residual", finish_residual_launch(_meta(5, _M, _C), vector, vector, x, x, part)
     linear = NormedLinear(weight, bias, vector, vector)
     folded = FoldedLinear(_meta(_F, _C, dtype=dtype), _meta(_F), _meta(_F))

@@ -6,11 +6,9 @@ model of the busiest multiprocessor's time finds fastest; its constants are esti
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, lru_cache
-from pathlib import Path
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,7 +20,6 @@ from .matmul_launch import MatmulConfig, Operands, fits_tma
 from .matmul_model import epilogue_instructions, predicted_cycles
 from .row_parts import PIECE
 
-TABLE_PATH = Path(__file__).with_name("matmul_table.json")
 # Epilogues that hold more of a tile in registers than the others.
 _HEAVY = ("activation_grad", "weight_products")
 _MAX_SPLITS = 16  # of a weight gradient
@@ -36,7 +33,7 @@ def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[Matmul
 
     Args:
         arch: e.g. "sm_90"; sm_120 and unknown ones take the pointer tables, which every architecture runs.
-        kind: The `product_kind` of the operands: "half", "fp8", "tf32" or "ieee".
+        kind: The `product_kind` of the operands: "half", "fp8" or "tf32".
         epilogue: One of `EPILOGUES`, of which "qk_norm" is of "half" alone; or "weight_products".
         tma: Whether the operands can go through tensor descriptors.
     """
@@ -49,8 +46,6 @@ def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[Matmul
         table = _gated_grad_table(arch, kind, tma and reads_descriptors(arch))
     elif kind == "fp8":
         table = _fp8_table(arch, tma and reads_descriptors(arch))
-    elif kind == "ieee":
-        table = _IEEE_HALVES if blackwell and epilogue == "activation_grad" else _IEEE
     elif not (tma and reads_descriptors(arch)):
         table = _pointer_table(arch, kind, epilogue)
     elif kind == "tf32":
@@ -71,10 +66,6 @@ def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[Matmul
     # a weight gradient is as large as its weight: splitting K, not small tiles, fills the multiprocessors
     return table[:1] if epilogue == "weight_products" else table
 
-
-# Products on the CUDA cores: they, not the epilogue, fill the registers.
-_IEEE = (MatmulConfig(64, 64, 16, num_warps=8, num_stages=2, ctas_per_sm=2),)
-_IEEE_HALVES = (MatmulConfig(64, 64, 16, sub_tiles=2, num_warps=8, num_stages=2, ctas_per_sm=2),)
 
 _HALF_HOPPER = (
     MatmulConfig(128, 256, 64, sub_tiles=4, num_warps=8, num_stages=3, tma=True, flatten=True),
@@ -147,8 +138,6 @@ def _qk_norm_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ...]:
 
 def _gated_grad_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ...]:
     """Of "gated_grad", which holds z and its gradient beside the product, each twice as wide."""
-    if kind == "ieee":
-        return (MatmulConfig(64, 64, 16, sub_tiles=2, num_warps=8, num_stages=2, ctas_per_sm=2),)
     depth = 64 if kind == "half" else 32
     if tma:
         wide = MatmulConfig(128, 128, depth, sub_tiles=4, num_warps=8, num_stages=3, tma=True, flatten=kind == "half")
@@ -246,22 +235,6 @@ def _best_head(
         tiles = config.tiles(M, N) // gpu.sm_count * gpu.sm_count
         heads.append(tiles // ceil_div(N, config.block_n) * config.block_m)
     return min((head for head in heads if 0 < head <= M), key=lambda head: cycles(head) + cycles(M - head), default=M)
-
-
-def prefers_library(operands: Operands, epilogue: str) -> bool:
-    """Whether cuBLASLt was measured to be faster than our matmul at this size: see `library.py`."""
-    measured = _library_table().get(gpu_of(operands.a.device).arch)
-    if not measured:
-        return False
-    M, N, K = operands.sizes
-    sizes = measured.get(f"{epilogue}/{product_kind(operands.a.dtype)}", ())
-    return any((N, K) == (n, k) and fewest <= M <= most for n, k, fewest, most in sizes)
-
-
-@cache
-def _library_table() -> dict[str, dict[str, list[list[int]]]]:
-    table: dict[str, Any] = json.loads(TABLE_PATH.read_text())["architectures"]
-    return table
 
 
 def _chosen(operands: Operands, epilogue: str, activation: str = "identity", most: int = 1) -> tuple[MatmulConfig, int]:

@@ -71,7 +71,7 @@ def rounded(value, DTYPE: tl.constexpr):
 def accumulate(
     a, b, row, col, k_start, k_stop, M, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    A_IS_KM: tl.constexpr, B_IS_NK: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    A_IS_KM: tl.constexpr, B_IS_NK: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """acc [BLOCK_M, BLOCK_N] in fp32 over k_start .. k_stop, which lies on multiples of BLOCK_K or ends at K."""
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -84,7 +84,7 @@ def accumulate(
             b_tile = load_tile(b, col, k, N, K, BLOCK_N, BLOCK_K, TMA).T
         else:
             b_tile = load_tile(b, k, col, K, N, BLOCK_K, BLOCK_N, TMA)
-        acc = tl.dot(a_tile, b_tile, acc, input_precision=PRECISION)
+        acc = tl.dot(a_tile, b_tile, acc)
     return acc
 
 

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .device import dot_precision, gpu_of, product_kind
+from .device import gpu_of
 from .launch import Launch
 from .matmul_launch import MatmulConfig, tiled
 from .matmul_policy import products_config
@@ -31,7 +31,7 @@ from .matmul_tiles import accumulate, store_tile, tile_position
 def _store_parts(
     a, b, out, start, P, Q, M, splits,
     BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, GROUP: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+    TMA: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """This program's share of a product, from its `start`-th tile; which tile of the next product it begins with."""
     # the sizes are not specialised, for the reason given in `matmul.py`
@@ -49,7 +49,7 @@ def _store_parts(
         first = unit // tiles * steps
         acc = accumulate(
             a, b, row, col, first, min(M, first + steps), P, Q, M,
-            BLOCK_P, BLOCK_Q, BLOCK_M, True, False, TMA, PRECISION,
+            BLOCK_P, BLOCK_Q, BLOCK_M, True, False, TMA,
         )  # fmt: skip
         base = out + tl.cast(unit // tiles, tl.int64) * P * Q
         store_tile(base, acc, row, col, P, Q, BLOCK_P, BLOCK_Q, False)
@@ -67,36 +67,29 @@ def _weight_products_kernel(
     a4, b4, out4, P4, Q4,
     M, splits,
     BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, GROUP: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
     ALIGN: tl.constexpr,  # divides the widths of all operands
 ):  # fmt: skip
     start = tl.program_id(0)
-    start = _store_parts(a, b, out, start, P, Q, M, splits, BLOCK_P, BLOCK_Q, BLOCK_M, GROUP, TMA, PRECISION, ALIGN)
+    start = _store_parts(a, b, out, start, P, Q, M, splits, BLOCK_P, BLOCK_Q, BLOCK_M, GROUP, TMA, ALIGN)
     if a2 is not None:
-        start = _store_parts(
-            a2, b2, out2, start, P2, Q2, M, splits, BLOCK_P, BLOCK_Q, BLOCK_M, GROUP, TMA, PRECISION, ALIGN
-        )
+        start = _store_parts(a2, b2, out2, start, P2, Q2, M, splits, BLOCK_P, BLOCK_Q, BLOCK_M, GROUP, TMA, ALIGN)
     if a3 is not None:
-        start = _store_parts(
-            a3, b3, out3, start, P3, Q3, M, splits, BLOCK_P, BLOCK_Q, BLOCK_M, GROUP, TMA, PRECISION, ALIGN
-        )
+        start = _store_parts(a3, b3, out3, start, P3, Q3, M, splits, BLOCK_P, BLOCK_Q, BLOCK_M, GROUP, TMA, ALIGN)
     if a4 is not None:
-        _store_parts(a4, b4, out4, start, P4, Q4, M, splits, BLOCK_P, BLOCK_Q, BLOCK_M, GROUP, TMA, PRECISION, ALIGN)
+        _store_parts(a4, b4, out4, start, P4, Q4, M, splits, BLOCK_P, BLOCK_Q, BLOCK_M, GROUP, TMA, ALIGN)
 
 
 Pair = tuple[Tensor, Tensor]
 
 
-def weight_products_launch(
-    pairs: Sequence[Pair], out: Sequence[Tensor], config: MatmulConfig, precision: str | None = None
-) -> Launch:
+def weight_products_launch(pairs: Sequence[Pair], out: Sequence[Tensor], config: MatmulConfig) -> Launch:
     """The call that computes fp32 parts [splits, P, Q] of one to four products into `out`.
 
     Args:
         pairs: a [M, P] and b [M, Q], contiguous, all of as many rows.
         out: The number of parts is that of its tensors.
         config: Tiles of a result, `block_k` of the rows; `config.tma` asks for operands that `fits_tma`.
-        precision: "tf32" or "ieee"; None takes torch's setting, `product_kind`.
     """
     (first, _), splits = pairs[0], out[0].shape[0]
     args: dict[str, Any] = {"M": first.shape[0], "splits": splits}
@@ -112,7 +105,7 @@ def weight_products_launch(
         }  # fmt: skip
     constants = {
         "BLOCK_P": config.block_m, "BLOCK_Q": config.block_n, "BLOCK_M": config.block_k, "GROUP": config.group_m,
-        "TMA": config.tma, "PRECISION": precision or dot_precision(product_kind(first.dtype)),
+        "TMA": config.tma,
         "ALIGN": math.gcd(16, *(tensor.shape[1] for pair in pairs for tensor in pair)),
     }  # fmt: skip
     programs = min(tiles * splits, gpu_of(first.device).sm_count * config.ctas_per_sm)

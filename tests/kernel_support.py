@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import torch
-from kernel_execution import HAS_GPU, INTERPRETED
+from kernel_execution import DTYPES, HAS_GPU, INTERPRETED
 from torch import Tensor
 
 from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR, error_of, judge
@@ -103,5 +103,5 @@ def sequences_of(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=DEVICE)
 
 
-def packed(total: int, heads: int, head_dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def packed(total: int, heads: int, head_dim: int, dtype: torch.dtype = DTYPES[0]) -> Tensor:
     return torch.randn(total, 3, heads, head_dim, device=DEVICE).to(dtype)

@@ -251,6 +251,7 @@ def fp8_cases() -> Iterator[tuple[Any, Arguments]]:
 def main() -> None:
     torch.set_num_threads(1)
     listen()
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
     driver = stand_in_driver.install("sm_90")
     kept = keep_what_is_recorded()
     every = int(sys.argv[1]) if len(sys.argv) > 1 else 1

@@ -153,7 +153,7 @@ def only(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[MatmulConfig]]:
 def _shipped() -> list[tuple[torch.dtype, MatmulConfig]]:
     shipped: dict[tuple[torch.dtype, MatmulConfig], None] = {}
     for arch in ("sm_80", "sm_90", "sm_100"):
-        for kind, dtype in (("half", torch.bfloat16), ("tf32", torch.float32), ("ieee", torch.float32)):
+        for kind, dtype in (("half", torch.bfloat16), ("tf32", torch.float32)):
             for epilogue in ("layer_norm", "activation_grad"):
                 for tma in (True, False):
                     for config in matmul_policy.config_table(arch, kind, epilogue, tma):

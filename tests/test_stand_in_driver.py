@@ -61,7 +61,7 @@ def test_every_launch_and_tensor_map_of_attention_is_legal(environment: dict[str
     rows = run_cases("sm_90", "attention", environment)
     assert_legal(rows)
     described = {row["case"]: row["descriptors"] for row in rows}
-    aligned, unaligned = "attention N197 D64 torch.bfloat16 +0 ieee", "attention N50 D64 torch.bfloat16 +1 ieee"
+    aligned, unaligned = "attention N197 D64 torch.bfloat16 +0", "attention N50 D64 torch.bfloat16 +1"
     assert described[aligned] > 0
     assert described[unaligned] == 0
 

@@ -197,8 +197,8 @@ def test_spills_are_kept_in_the_baseline(tmp_path: Path) -> None:
 _ONCE_SPILLED = {
     "sm_80": ("vector_grad of a block/fp32", "vector_grad before a residual/fp32"),
     "sm_89": (
-        "attention_varlen_dkdv/ieee N257 D80 B256 tma packed",
-        "attention_varlen_dq/ieee N257 D80 B256 tma masked",
+        "attention_varlen_dkdv/tf32 N257 D80 B256 tma packed",
+        "attention_varlen_dq/tf32 N257 D80 B256 tma masked",
         "attention_varlen_fwd/bf16 N64 D128 B256 tma packed",
     ),
     "sm_100": (

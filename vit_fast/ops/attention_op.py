@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedInputError
-from .backends import triton_unavailable_reasons
+from .backends import product_reasons, triton_unavailable_reasons
 from .checks import refuse_double_backward, refuse_vmap
 from .flops import flop_formula
 from .operators import differentiable, fake, operator
@@ -32,7 +32,7 @@ _SMALLEST_TILE = 32
 
 def unsupported_reasons(q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[str]:
     """Every reason why the kernel cannot compute attention of q, k, v [B, H, N, D]; empty when it can."""
-    reasons = list(triton_unavailable_reasons(q.device))
+    reasons = [*triton_unavailable_reasons(q.device), *product_reasons(q.dtype)]
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             reasons.append(f"{name} has shape {tuple(tensor.shape)}: accepted is [B, H, N, D]")
