@@ -37,6 +37,10 @@ TRAINING = ("train*", "digits_walk")
 # The tests of a folder, by names without test_ and .py; a path is one of the folders that it begins with.
 PARTS: dict[str, tuple[str, ...]] = {
     "kernels": (*KERNELS, *COMPILED, "fp8_*", "autocast"),
+    "kernels/attention": ("attention_*", *COMPILED, "packed", "block_operator", "fp8_block"),
+    "kernels/linear": (*KERNELS, *COMPILED, "fp8_*", "autocast"),
+    "kernels/matmul": (*KERNELS, *COMPILED, "fp8_*", "autocast"),
+    "kernels/inspect": (*COMPILED, "attention_tuning", "packaging"),
     "vit_fast": (*FUSED, *FP8, *PREDICTION, *MODEL, "stand_in_driver", "autocast", "runtime", "cli"),
     "vit_fast/ops": (*KERNELS, *FP8, "stand_in_driver", "autocast", "transforms", "auto_backend"),
     "vit_fast/libraries": (*FUSED, *FP8, "onnx_families", "export_rotary", "model_*", "weights_*", "bench_models"),
@@ -57,7 +61,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "constraints.txt": (*EXPORT, *FUSED, "packaging", "interpreter_speed"),
 }
 # Whoever changes these also runs some kernels as PTX; all of them are `make test-execute`.
-EXECUTED = ("kernels", "tests/emulator")
+EXECUTED = ("kernels", "kernels/attention", "kernels/linear", "kernels/matmul", "tests/emulator")
 EXECUTE = ["tests/execute.py", "sm_90", "tests/test_executed_kernels.py"]
 
 

@@ -58,7 +58,7 @@ def nan_output(q: Tensor) -> tuple[Tensor, Tensor]:
 
 def check_attention(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float) -> None:
     """Run the kernels forward and backward and hold every output against fp64."""
-    from vit_fast.kernels.attention import attention_backward, attention_forward
+    from vit_fast.kernels.attention.attention import attention_backward, attention_forward
 
     o, lse = nan_output(q)
     attention_forward(q, k, v, o, lse, scale)

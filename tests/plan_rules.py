@@ -12,7 +12,8 @@ from torch import Tensor
 
 import vit_fast
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.kernels import plan, plan_recorder, stand_in_driver
+from vit_fast.kernels import plan, plan_recorder
+from vit_fast.kernels.inspect import stand_in_driver
 from vit_fast.kernels.launch import Launch
 from vit_fast.ops.attention_op import attention_op
 from vit_fast.ops.linear_op import layer_norm_linear_op

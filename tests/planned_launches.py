@@ -14,7 +14,8 @@ import torch
 from launch_tapes import BF16, FP32, Address, Arguments, described, listen, taped, zeros
 from torch import Tensor
 
-from vit_fast.kernels import plan, plan_recorder, stand_in_driver
+from vit_fast.kernels import plan, plan_recorder
+from vit_fast.kernels.inspect import stand_in_driver
 from vit_fast.ops.attention_op import attention_backward_op, attention_op, attention_qkvpacked_op
 from vit_fast.ops.attention_varlen_op import (
     attention_masked_backward_op,

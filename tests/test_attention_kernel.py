@@ -26,10 +26,10 @@ from kernel_support import (
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from vit_fast.kernels import attention, attention_launch
-from vit_fast.kernels.attention_backward import dkdv_launch, dq_launch
-from vit_fast.kernels.attention_forward import forward_launch
-from vit_fast.kernels.attention_policy import BackwardConfig, ForwardConfig
+from vit_fast.kernels.attention import attention, attention_launch
+from vit_fast.kernels.attention.attention_backward import dkdv_launch, dq_launch
+from vit_fast.kernels.attention.attention_forward import forward_launch
+from vit_fast.kernels.attention.attention_policy import BackwardConfig, ForwardConfig
 
 # Every length and every head size of the grid; each length meets one (head size, heads, dtype) in turn.
 LENGTHS = (1, 2, 8, 9, 16, 17, 49, 50, 64, 65, 127, 128, 129, 196, 197, 198, 200, 201, 233, 240, 255, 256, 257, 577)
@@ -117,8 +117,8 @@ def test_every_backward_path(head_dim: int, block_m: int, block_n: int, tma: boo
     attention.attention_forward(q, k, v, o, lse, 0.2)
     dq, dk, dv = nan_like(q, k, v)
     (delta,) = nan_like(lse)
-    first = dq_launch(q, k, v, o, do, lse, dq, delta, None, 0.2, config)
-    second = dkdv_launch(q, k, v, do, lse, delta, None, dk, dv, 0.2, config)
+    first = dq_launch(q, k, v, o, do, lse, dq, delta, 0.2, config)
+    second = dkdv_launch(q, k, v, do, lse, delta, dk, dv, 0.2, config)
     assert first.constants["TMA"] is second.constants["TMA"] is tma
     first.run()
     second.run()
@@ -199,7 +199,7 @@ import sys
 sys.path.insert(0, "tests")
 import torch
 from kernel_support import DEVICE, check_attention
-from vit_fast.kernels.attention_launch import needs_wide_offsets
+from vit_fast.kernels.attention.attention_launch import needs_wide_offsets
 
 def far_apart(stride_b, stride_n):
     shape, strides = (2, 1, 17, 16), (stride_b, 16, stride_n, 1)
@@ -248,8 +248,8 @@ def test_every_head_of_every_image_is_on_the_first_grid_axis() -> None:
     launches = (
         forward_launch(q, k, v, q, lse, 0.25, ForwardConfig("row", 16, 64)),
         forward_launch(q, k, v, q, lse, 0.25, ForwardConfig("looped", 32, 32)),
-        dq_launch(q, k, v, q, q, lse, q, lse, None, 0.25, config),
-        dkdv_launch(q, k, v, q, lse, lse, None, k, v, 0.25, config),
+        dq_launch(q, k, v, q, q, lse, q, lse, 0.25, config),
+        dkdv_launch(q, k, v, q, lse, lse, k, v, 0.25, config),
     )
     assert [launch.grid for launch in launches] == [(140_000,)] * 4
 

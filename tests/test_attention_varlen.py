@@ -43,8 +43,8 @@ from vit_fast.ops.attention_varlen_op import (
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from vit_fast.kernels.attention import varlen_backward, varlen_forward
-from vit_fast.kernels.attention_policy import varlen_configs
+from vit_fast.kernels.attention.attention import attention_backward, attention_forward, problem_of
+from vit_fast.kernels.attention.attention_policy import forward_config
 
 BACKENDS = ("eager", "sdpa", "triton")
 NAMES = ("o", "dq", "dk", "dv")
@@ -53,9 +53,9 @@ NAMES = ("o", "dq", "dk", "dv")
 def run(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float, **which: Any) -> tuple[Tensor, ...]:
     """o, dq, dk, dv of the kernels, written over NaN."""
     o, lse = nan_output(q)
-    varlen_forward(q, k, v, o, lse, scale, **which)
+    attention_forward(q, k, v, o, lse, scale, **which)
     gradients = nan_like(q.contiguous(), k.contiguous(), v.contiguous())
-    varlen_backward(q, k, v, o, do, lse, *gradients, scale, **which)
+    attention_backward(q, k, v, o, do, lse, *gradients, scale, **which)
     return o, *gradients
 
 
@@ -337,7 +337,7 @@ def test_wrong_lengths_touch_no_other_memory() -> None:
     _, lse = nan_output(q)
     for bounds in ([0, 25], [-4, 6], [0, 8, 3, 40]):
         sequences = torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
-        varlen_forward(q, k, v, as_batch(room[10:20, 0]), lse, 0.25, sequences=sequences, longest=10)
+        attention_forward(q, k, v, as_batch(room[10:20, 0]), lse, 0.25, sequences=sequences, longest=10)
         assert (room[:10] == 7).all() and (room[20:] == 7).all()
 
 
@@ -363,11 +363,8 @@ def test_key_padding_masks_of_the_stand_in_run_the_kernel(monkeypatch: pytest.Mo
 
 def test_the_policy_shrinks_tiles_for_windows() -> None:
     """By the mean length: one long sequence among windows does not fill every window's tile with nothing."""
-    from vit_fast.kernels.attention import varlen_problem_of
-
     q = torch.empty(1, 2, 4096, 64, dtype=torch.float16)
     windows, few = torch.zeros(65, dtype=torch.int32), torch.zeros(5, dtype=torch.int32)
-    small, _, _ = varlen_configs(varlen_problem_of(q, q, q, q, sequences=windows, longest=1000), False)
-    large, _, _ = varlen_configs(varlen_problem_of(q, q, q, q, sequences=few, longest=1000), False)
+    small, large = (forward_config(problem_of(q, q, q, q, sequences=s, longest=1000)) for s in (windows, few))
     assert (small.block_m, small.block_n) == (64, 64)
     assert small.scheme == large.scheme == "looped" and large.block_m * large.block_n > 64 * 64

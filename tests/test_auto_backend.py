@@ -80,7 +80,7 @@ def test_the_small_kernel_agrees_in_the_interpreter() -> None:
 
 @pytest.mark.parametrize("factor", [1.01, float("nan")])
 def test_a_kernel_that_answers_wrongly_is_found_out(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vit_fast.kernels import attention
+    from vit_fast.kernels.attention import attention
 
     right = attention.attention_forward
 

@@ -8,10 +8,10 @@ from kernel_support import DEVICE, FORWARD_FACTOR, assert_as_exact_as_eager, nan
 from mlp_support import combined, statistics_of
 from torch import Tensor
 
-from vit_fast.kernels import folding, linear
 from vit_fast.kernels.device import gpu_of, reads_descriptors
-from vit_fast.kernels.matmul_launch import MatmulConfig, Operands, matmul_launch
-from vit_fast.kernels.matmul_policy import matmul_config
+from vit_fast.kernels.linear import folding, linear
+from vit_fast.kernels.matmul.matmul_launch import MatmulConfig, Operands, matmul_launch
+from vit_fast.kernels.matmul.matmul_policy import matmul_config
 
 HALF = (torch.float16, torch.bfloat16)
 ARCH = gpu_of(torch.device(DEVICE)).arch  # of the interpreter: the reference GPU's

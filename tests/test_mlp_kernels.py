@@ -14,9 +14,9 @@ from kernel_execution import DTYPES
 from mlp_support import check_case, make_case
 from torch import Tensor
 
-from vit_fast.kernels import matmul_policy
 from vit_fast.kernels.activations import ACTIVATIONS
-from vit_fast.kernels.matmul_launch import MatmulConfig
+from vit_fast.kernels.matmul import matmul_policy
+from vit_fast.kernels.matmul.matmul_launch import MatmulConfig
 
 support.make_bf16_exact()
 
@@ -144,7 +144,7 @@ def test_no_layer_scale_left() -> None:
 def only(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[MatmulConfig]]:
     """Makes every matmul run with the configuration that the test puts into this list."""
     chosen: list[MatmulConfig] = []
-    from vit_fast.kernels import linear
+    from vit_fast.kernels.linear import linear
 
     monkeypatch.setattr(linear, "matmul_config", lambda *_: chosen[0])
     yield chosen

@@ -6,8 +6,9 @@ import pytest
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from vit_fast.kernels import matmul_policy, offline
-from vit_fast.kernels.matmul_launch import EPILOGUES, MatmulConfig
+from vit_fast.kernels.inspect import offline
+from vit_fast.kernels.matmul import matmul_policy
+from vit_fast.kernels.matmul.matmul_launch import EPILOGUES, MatmulConfig
 
 
 @pytest.mark.parametrize("arch", offline.ARCHS)

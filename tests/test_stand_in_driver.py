@@ -20,7 +20,7 @@ from children import run_python
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from vit_fast.commands import host_time
-from vit_fast.kernels import stand_in_driver
+from vit_fast.kernels.inspect import stand_in_driver
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in driver is for machines without a GPU")
 
@@ -78,8 +78,8 @@ def test_every_launch_and_tensor_map_is_legal_in_full(arch: str, environment: di
 _BLOCK_COUNTS = """
 import json
 from vit_fast.commands import host_time
-from vit_fast.kernels import stand_in_driver
-from vit_fast.kernels import stand_in_driver
+from vit_fast.kernels.inspect import stand_in_driver
+from vit_fast.kernels.inspect import stand_in_driver
 driver = stand_in_driver.install("sm_90")
 calls = host_time.our_calls(**host_time.NARROW)
 print(json.dumps({name: host_time.count(driver, call) for name, call in calls.items()}))
@@ -117,7 +117,7 @@ def test_tokens_pass_few_files_and_functions(environment: dict[str, str]) -> Non
 _FP8_COUNTS = """
 import json
 import torch
-from vit_fast.kernels import stand_in_driver
+from vit_fast.kernels.inspect import stand_in_driver
 from vit_fast.ops.descriptions import BlockScales, BlockTensors, Rope
 from vit_fast.ops.backends import fp8_reasons
 from vit_fast.ops.fp8 import fused_block_fp8, quantize_block
@@ -182,7 +182,8 @@ import fused_models
 import pytest
 import torch
 import vit_fast
-from vit_fast.kernels import plan, stand_in_driver
+from vit_fast.kernels import plan
+from vit_fast.kernels.inspect import stand_in_driver
 from vit_fast.kernels.plan_steps import TorchCall
 driver = stand_in_driver.install("sm_90")
 counts, by_torch = {}, []
@@ -334,7 +335,7 @@ _REFUSALS = """
 import os
 import torch
 from unittest import mock
-from vit_fast.kernels import stand_in_driver
+from vit_fast.kernels.inspect import stand_in_driver
 from vit_fast.ops.backends import triton_unavailable_reasons
 
 def install(arch="sm_90"):

@@ -13,7 +13,7 @@ import torch
 
 from vit_fast import create_model, freeze
 from vit_fast.commands.host_time import MODEL, NARROW
-from vit_fast.kernels import stand_in_driver
+from vit_fast.kernels.inspect import stand_in_driver
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = tuple(ROOT / folder for folder in ("vit_fast", "kernels", "export", "benchmarks"))  # not .venv beside them

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import time
 from typing import Annotated, Any
 
 import typer
 
+_KERNELS = "vit_fast.kernels"
 _SAMPLE = 10  # builds, about, from which the time of all is estimated
 
 
@@ -44,17 +46,24 @@ def kernels(
     ] = False,
 ) -> None:
     """Compiles the kernels for the named architectures, without a GPU; exits with 1 if one spills or became worse."""
+    if warm_up is not None:
+        _warm_up(warm_up, batch_sizes, training)
+        return
+    if importlib.util.find_spec(f"{_KERNELS}.inspect") is None:
+        typer.echo(
+            "vit-fast kernels needs the folder kernels/inspect, which a wheel leaves out: run it from a checkout "
+            "(pip install -e .), or pass --warm-up",
+            err=True,
+        )
+        raise typer.Exit(2)
     if host:
         _print_host_time(arch or "sm_90", as_json=as_json)
         return
     if model is not None:
         _print_device_time(model, batch, arch or "sm_90", as_json=as_json)
         return
-    if warm_up is not None:
-        _warm_up(warm_up, batch_sizes, training)
-        return
     if tune:
-        from ..kernels.attention_tuning import tune as search
+        from ..kernels.inspect.attention_tuning import tune as search
 
         try:
             search(report=typer.echo)
@@ -150,7 +159,8 @@ def collect(archs: list[str] | None, *, core: bool, update_baseline: bool, progr
     """
     import triton
 
-    from ..kernels import baseline, launch, offline
+    from ..kernels import launch
+    from ..kernels.inspect import baseline, offline
 
     if launch.is_interpreted():
         raise RuntimeError("TRITON_INTERPRET is set: there is nothing to compile; unset it")

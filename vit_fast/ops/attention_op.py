@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedInputError
-from .backends import product_reasons, triton_unavailable_reasons
+from .backends import kernel_reasons
 from .checks import refuse_double_backward, refuse_vmap
 from .flops import flop_formula
 from .operators import differentiable, fake, operator
@@ -32,7 +32,7 @@ _SMALLEST_TILE = 32
 
 def unsupported_reasons(q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[str]:
     """Every reason why the kernel cannot compute attention of q, k, v [B, H, N, D]; empty when it can."""
-    reasons = [*triton_unavailable_reasons(q.device), *product_reasons(q.dtype)]
+    reasons = kernel_reasons(q.device, q.dtype)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             reasons.append(f"{name} has shape {tuple(tensor.shape)}: accepted is [B, H, N, D]")
@@ -94,7 +94,7 @@ def last_stride_one(grad: Tensor) -> Tensor:
 def attention_op(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """softmax(scale q k^T) v as [B, H, N_q, D], and its log-sum-exp [B, H, N_q], fp32, base 2."""
     _require_supported(q, k, v, scale)
-    from ..kernels.attention import attention_forward
+    from ..kernels.attention.attention import attention_forward
 
     out, lse = new_output(q), new_lse(q)
     attention_forward(q, k, v, out, lse, scale)
@@ -111,7 +111,7 @@ def attention_backward_op(
     grad_output: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of `attention_op`, contiguous."""
-    from ..kernels.attention import attention_backward
+    from ..kernels.attention.attention import attention_backward
 
     dq, dk, dv = new_gradients(q, k, v)
     attention_backward(q, k, v, out, last_stride_one(grad_output), lse, dq, dk, dv, scale)
@@ -135,7 +135,7 @@ def attention_qkvpacked_op(qkv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """softmax(scale q k^T) v of qkv [B, N, 3, H, D] as [B, N, H, D], and its log-sum-exp [B, H, N], fp32, base 2."""
     q, k, v = heads_first(qkv)
     _require_supported(q, k, v, scale)
-    from ..kernels.attention import attention_forward
+    from ..kernels.attention.attention import attention_forward
 
     out, lse = new_output(q), new_lse(q)
     attention_forward(q, k, v, out, lse, scale)
@@ -151,7 +151,7 @@ def _(qkv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
 @operator("vit_fast::attention_qkvpacked_backward")
 def attention_qkvpacked_backward_op(grad_output: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, scale: float) -> Tensor:
     """d qkv [B, N, 3, H, D] of `attention_qkvpacked_op`, contiguous: the three gradients written in place in one."""
-    from ..kernels.attention import attention_backward
+    from ..kernels.attention.attention import attention_backward
 
     q, k, v = heads_first(qkv)
     grad = qkv.new_empty(qkv.shape)

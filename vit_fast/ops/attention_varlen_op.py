@@ -58,7 +58,7 @@ def attention_varlen_op(
     if q.shape[0]:
         views = as_batch(q), as_batch(k), as_batch(v)
         _require_supported("attention_varlen", *views, scale)
-        from ..kernels.attention import varlen_forward
+        from ..kernels.attention.attention import varlen_forward
 
         varlen_forward(*views, as_batch(out), lse, scale, sequences=cu_seqlens.contiguous(), longest=max_seqlen)
     return out, lse
@@ -97,7 +97,7 @@ def _write_gradients(
 ) -> None:
     if not out.shape[0]:
         return
-    from ..kernels.attention import varlen_backward
+    from ..kernels.attention.attention import varlen_backward
 
     q, k, v, o, do, dq, dk, dv = map(as_batch, (*inputs, out, last_stride_one(grad_output), *gradients))
     sequences = cu_seqlens.contiguous()
@@ -113,7 +113,7 @@ def attention_varlen_qkvpacked_op(
     if qkv.shape[0]:
         q, k, v = map(as_batch, qkv.unbind(1))
         _require_supported("attention_varlen_qkvpacked", q, k, v, scale)
-        from ..kernels.attention import varlen_forward
+        from ..kernels.attention.attention import varlen_forward
 
         varlen_forward(q, k, v, as_batch(out), lse, scale, sequences=cu_seqlens.contiguous(), longest=max_seqlen)
     return out, lse
@@ -143,7 +143,7 @@ def _(grad_output: Tensor, qkv: Tensor, *args: Any) -> Tensor:
 def attention_masked_op(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Attention [B, H, N_q, D] to the keys that are true in key_mask [B, N_kv], and its log-sum-exp, fp32, base 2."""
     _require_supported("attention", q, k, v, scale)
-    from ..kernels.attention import varlen_forward
+    from ..kernels.attention.attention import varlen_forward
 
     out, lse = new_output(q), new_lse(q)
     varlen_forward(q, k, v, out, lse, scale, keep=last_stride_one(key_mask))
@@ -160,7 +160,7 @@ def attention_masked_backward_op(
     grad_output: Tensor, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of `attention_masked_op`, contiguous."""
-    from ..kernels.attention import varlen_backward
+    from ..kernels.attention.attention import varlen_backward
 
     dq, dk, dv = new_gradients(q, k, v)
     do = last_stride_one(grad_output)
@@ -201,7 +201,7 @@ def attention_gradient(
         return backward(grad_output[0], qkv[0], cu_seqlens, out[0], lse, longest, scale)[None]
     if key_mask is None:
         return function_of(attention_qkvpacked_backward_op)(grad_output, qkv, out, lse, scale)
-    from ..kernels.attention import varlen_backward
+    from ..kernels.attention.attention import varlen_backward
 
     grad = qkv.new_empty(qkv.shape)
     do = last_stride_one(grad_output).transpose(1, 2)

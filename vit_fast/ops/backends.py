@@ -102,15 +102,22 @@ def _capability_reasons(device: torch.device) -> tuple[str, ...]:
     return (f"{device} has compute capability {major}.{minor}: accepted for FP8 is {accepted} or newer",)
 
 
-def product_reasons(dtype: torch.dtype) -> list[str]:
-    """Returns why the kernels cannot compute products of this dtype; Triton's interpreter computes fp32 exactly."""
-    if dtype != torch.float32 or interpreter_is_active() or _tf32_is_allowed():
-        return []
+def kernel_reasons(device: torch.device, dtype: torch.dtype) -> list[str]:
+    """Returns every reason why kernels with products of this dtype cannot run on a device."""
+    reasons = list(triton_unavailable_reasons(device))
+    if reasons or dtype != torch.float32 or _computes_exactly() or _tf32_is_allowed():
+        return reasons
     return [
         "fp32 products must be allowed in TF32, got "
         f"torch.backends.cuda.matmul.fp32_precision={torch.backends.cuda.matmul.fp32_precision!r}: call "
         "torch.set_float32_matmul_precision('high'), use float16 or bfloat16, or backend='sdpa'"
     ]
+
+
+@constant_to_compiler
+def _computes_exactly() -> bool:
+    """True under Triton's interpreter; compiled kernels compute fp32 products in TF32."""
+    return interpreter_is_active()
 
 
 @constant_to_compiler

@@ -51,7 +51,7 @@ from .rotary_op import norm_gradients
 from .transforms import transformable
 
 if TYPE_CHECKING:
-    from ..kernels.folding import FoldedLinear
+    from ..kernels.linear.folding import FoldedLinear
 
 _residual = function_of(linear_residual_op)
 
@@ -91,7 +91,7 @@ def block_op(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The block's output [B, N, C] for x [B, N, C], and with `next_statistics` those of its rows, which are of half
     precision. `cu_seqlens` and `longest` as in `attention_varlen` make x a packed batch [1, total, C]."""
-    from ..kernels.scaled_weights import in_dtype
+    from ..kernels.linear.scaled_weights import in_dtype
 
     step = qkv_step(
         q_weight, q_bias, k_weight, k_bias, cos, sin, qk_norm, qk_eps, over, prefix, layout,
@@ -127,7 +127,7 @@ def _folded(
 ) -> list[FoldedLinear]:  # fmt: skip
     """qkv and fc1 with the norms before them, and fc2 where there is one inside: folded already where the sums are
     there, else in one launch for every two."""
-    from ..kernels.folding import FoldedLinear, fold_linears
+    from ..kernels.linear.folding import FoldedLinear, fold_linears
 
     qkv = normed_linear(x, norm1_weight, norm1_bias, qkv_weight, qkv_bias, norm, dtype, paired_head)
     fc1 = normed_mlp(
@@ -168,8 +168,8 @@ def block_training_op(
 ]:  # fmt: skip
     """As `block`, and for the backward: the rows and statistics that the first LayerNorm made, qkv [B, N, 3, H, D], the
     attention's output [B, N, H, D] and log-sum-exp, rows and statistics of the second LayerNorm, fc1's output, qkv
-    before its norms, where it has any, and what `kernels/hidden_norm.py` keeps of a norm inside the MLP."""
-    from ..kernels.scaled_weights import in_dtype
+    before its norms, where it has any, and what `kernels/linear/hidden_norm.py` keeps of a norm inside the MLP."""
+    from ..kernels.linear.scaled_weights import in_dtype
 
     step = qkv_step(
         q_weight, q_bias, k_weight, k_bias, cos, sin, qk_norm, qk_eps, over, prefix, layout,
@@ -236,8 +236,8 @@ def block_backward_op(
 ]:  # fmt: skip
     """Gradients of x, of the twenty parameters and the two of a norm inside the MLP; of an absent one an empty
     tensor."""
-    from ..kernels import linear, scaled_weights, vector_gradients, weight_products
-    from ..kernels.weight_gradients import FoldedProducts
+    from ..kernels.linear import linear, scaled_weights, vector_gradients, weight_products
+    from ..kernels.linear.weight_gradients import FoldedProducts
 
     step = qkv_step(
         q_weight, q_bias, k_weight, k_bias, cos, sin, qk_norm, qk_eps, over, prefix, layout, qkv.shape[-1], False

@@ -99,8 +99,8 @@ def block_fp8_op(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The block's output [B, N, C] for x [B, N, C]; with `next_factor` [C] the same in e4m3, times that; and with
     `next_statistics` those of its rows. The layers are `Fp8Linear`."""
-    from ..kernels.attention import attention_forward
-    from ..kernels.linear import layer_norm_linear, linear_residual
+    from ..kernels.attention.attention import attention_forward
+    from ..kernels.linear.linear import layer_norm_linear, linear_residual
 
     qkv = Fp8Linear(qkv_weight, qkv_shift, qkv_scale, qkv_sum, qkv_operand)
     proj = Fp8Linear(proj_weight, proj_shift, proj_scale, proj_sum, proj_operand)
@@ -170,7 +170,7 @@ def _rows(source: Tensor, statistics: Tensor | None, eps: float) -> Any:
 
 
 def _folded(linear: Fp8Linear) -> Any:
-    from ..kernels.folding import FoldedLinear
+    from ..kernels.linear.folding import FoldedLinear
 
     assert linear.shift is not None, "a folded layer has a shift"
     return FoldedLinear(linear.weight, linear.weight_sum, linear.shift, linear.scale)

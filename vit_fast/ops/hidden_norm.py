@@ -11,8 +11,8 @@ from .checks import present
 from .descriptions import is_rms
 
 if TYPE_CHECKING:
-    from ..kernels.folding import NormedLinear
-    from ..kernels.weight_gradients import FoldedProducts
+    from ..kernels.linear.folding import NormedLinear
+    from ..kernels.linear.weight_gradients import FoldedProducts
 
 
 @dataclass
@@ -22,7 +22,7 @@ class HiddenGradient:
     Attributes:
         linear: Both, of dense tensors.
         scale: LayerScale [C] behind them, or None.
-        branch, statistics: What `kernels/hidden_norm.py` kept.
+        branch, statistics: What `kernels/linear/hidden_norm.py` kept.
         sums: Parts of the sums over the rows of dy, from `along` on.
     """
 
@@ -34,14 +34,14 @@ class HiddenGradient:
 
     def along(self, dy: Tensor) -> Tensor:
         """The means of the product of normalised rows and their gradient, fp32 [M], for dy [M, C]."""
-        from ..kernels import hidden_norm
+        from ..kernels.linear import hidden_norm
 
         along, self.sums = hidden_norm.along_rows(dy, self.branch, self.scale, self.linear.weight.shape[1])
         return along
 
     def products(self, part: Tensor) -> FoldedProducts:
         """What the parameters' gradients are made of; `part` is dy^T h^, without LayerScale."""
-        from ..kernels.weight_gradients import FoldedProducts
+        from ..kernels.linear.weight_gradients import FoldedProducts
 
         assert self.sums is not None, "along comes first"
         linear, scale = self.linear, self.scale
@@ -72,7 +72,7 @@ def hidden_gradient(
     """The norm `inner_norm` before fc2; None where it is "none"."""
     if inner_norm == "none":
         return None
-    from ..kernels.folding import NormedLinear
+    from ..kernels.linear.folding import NormedLinear
 
     linear = NormedLinear(fc2_weight, fc2_bias, inner_weight, inner_bias, is_rms(inner_norm)).contiguous()
     return HiddenGradient(linear, layer_scale, branch, statistics)

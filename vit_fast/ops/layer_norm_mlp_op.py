@@ -34,11 +34,11 @@ from .operators import differentiable, fake, operator
 from .transforms import transformable
 
 if TYPE_CHECKING:
-    from ..kernels.folding import FoldedLinear, NormedLinear
-    from ..kernels.hidden_norm import HiddenLinear, HiddenRows
     from ..kernels.layer_norm import RowStatistics
-    from ..kernels.linear import FoldedGradient
-    from ..kernels.scaled_weights import ScaledWeight
+    from ..kernels.linear.folding import FoldedLinear, NormedLinear
+    from ..kernels.linear.hidden_norm import HiddenLinear, HiddenRows
+    from ..kernels.linear.linear import FoldedGradient
+    from ..kernels.linear.scaled_weights import ScaledWeight
 
 
 @operator("vit_fast::layer_norm_mlp")
@@ -51,7 +51,7 @@ def layer_norm_mlp_op(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """[x +] ls (act(LN(x) W1^T + b1) W2^T + b2) [..., C] by matmuls of `dtype`, and with `next_statistics` those
     of its rows, which are of half precision."""
-    from ..kernels import folding
+    from ..kernels.linear import folding
 
     normed = normed_mlp(
         x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, gate_weight, gate_bias,
@@ -94,7 +94,7 @@ def layer_norm_mlp_training_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """As `layer_norm_mlp`, and for the backward fc1's output z [M, F], with a gate [M, 2 F] of both by turns, the rows
     and statistics that it made, and with a norm inside what `hidden_norm.py` keeps."""
-    from ..kernels import folding
+    from ..kernels.linear import folding
 
     normed = normed_mlp(
         x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, gate_weight, gate_bias,
@@ -143,7 +143,7 @@ def normed_mlp(
         "gate_bias": gate_bias,
     }  # fmt: skip
     require_supported("layer_norm_mlp", x, parameters, dtype)
-    from ..kernels.folding import NormedLinear
+    from ..kernels.linear.folding import NormedLinear
 
     return NormedLinear(fc1_weight, fc1_bias, norm_weight, norm_bias, is_rms(norm), gate_weight, gate_bias)
 
@@ -156,14 +156,14 @@ def normed_hidden(
     if inner_norm == "none":
         return []
     require_supported("layer_norm_mlp", x, {"inner_norm.weight": inner_weight, "inner_norm.bias": inner_bias}, dtype)
-    from ..kernels.folding import NormedLinear
+    from ..kernels.linear.folding import NormedLinear
 
     return [NormedLinear(fc2_weight, fc2_bias, inner_weight, inner_bias, is_rms(inner_norm))]
 
 
 def hidden_linear(folded: Sequence[FoldedLinear], eps: float) -> HiddenLinear | None:
     """What was folded of `normed_hidden`, with the norm's epsilon."""
-    from ..kernels.hidden_norm import HiddenLinear
+    from ..kernels.linear.hidden_norm import HiddenLinear
 
     return HiddenLinear(folded[0], eps) if folded else None
 
@@ -174,7 +174,8 @@ def folded_mlp(
     dtype: torch.dtype, inner: HiddenLinear | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`layer_norm_mlp` of an fc1 that is folded already; where `inner` is given, of such an fc2 as well."""
-    from ..kernels import layer_norm, linear
+    from ..kernels import layer_norm
+    from ..kernels.linear import linear
 
     rows = contiguous_rows(x)
     known = layer_norm.input_rows(rows, eps, statistics, dtype, folded.weight_sum is None)
@@ -192,7 +193,8 @@ def folded_mlp_training(
     dtype: torch.dtype, inner: HiddenLinear | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`layer_norm_mlp_training` of an fc1 that is folded already; where `inner` is given, of such an fc2 as well."""
-    from ..kernels import layer_norm, linear
+    from ..kernels import layer_norm
+    from ..kernels.linear import linear
 
     rows = contiguous_rows(x)
     known = layer_norm.input_rows(rows, eps, statistics, dtype, folded.weight_sum is None)
@@ -219,7 +221,8 @@ def _fc2_residual(
     base: Tensor | None, next_statistics: bool, dtype: torch.dtype, inner: HiddenLinear | None, keep: bool,
 ) -> tuple[Tensor, Tensor, HiddenRows | None]:  # fmt: skip
     """The result like x, statistics of its rows, and with `keep` what the backward of a norm inside needs."""
-    from ..kernels import hidden_norm, layer_norm, linear, scaled_weights
+    from ..kernels import layer_norm
+    from ..kernels.linear import hidden_norm, linear, scaled_weights
 
     sum_dtype, hidden = _output_dtype(x, layer_scale, base is not None, dtype), None
     emitted: Tensor | None
@@ -243,8 +246,8 @@ def layer_norm_mlp_backward_op(
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
 ]:  # fmt: skip
     """Gradients of x, of the nine parameters and the two of a norm inside; of an absent one an empty tensor."""
-    from ..kernels import scaled_weights, vector_gradients, weight_products
-    from ..kernels.weight_gradients import FoldedProducts
+    from ..kernels.linear import scaled_weights, vector_gradients, weight_products
+    from ..kernels.linear.weight_gradients import FoldedProducts
 
     known, first = normed_rows(
         rows, statistics, norm_weight, norm_bias, fc1_weight, fc1_bias, norm, gate_weight, gate_bias
@@ -278,7 +281,7 @@ def mlp_gradient(
         inner: Of a norm between h and fc2, if there is one; fc2's input is then what it makes without its affine.
         rounded: Whether the second gradient of x is in the dtype of the matmuls; else it is the first.
     """
-    from ..kernels import folding, linear, scaled_weights
+    from ..kernels.linear import folding, linear, scaled_weights
 
     dy, linears, hidden, along = stream.to(z.dtype), [first], None, None
     if inner is not None:

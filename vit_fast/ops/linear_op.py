@@ -29,10 +29,10 @@ from .operators import differentiable, fake, operator
 from .transforms import transformable
 
 if TYPE_CHECKING:
-    from ..kernels.folding import FoldedLinear, NormedLinear
     from ..kernels.layer_norm import RowStatistics
-    from ..kernels.matmul_launch import HeadStep
-    from ..kernels.weight_gradients import ResidualProducts
+    from ..kernels.linear.folding import FoldedLinear, NormedLinear
+    from ..kernels.linear.weight_gradients import ResidualProducts
+    from ..kernels.matmul.matmul_launch import HeadStep
 
 
 @operator("vit_fast::layer_norm_linear")
@@ -41,7 +41,7 @@ def layer_norm_linear_op(
     weight: Tensor, bias: Tensor | None, eps: float, norm: str, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """norm(x) W^T + b: x [..., C], W [F, C] -> [..., F] in `dtype`; `norm` is one of `descriptions.NORMS`."""
-    from ..kernels import folding
+    from ..kernels.linear import folding
 
     normed = normed_linear(x, norm_weight, norm_bias, weight, bias, norm, dtype)
     return folded_linear(x, statistics, folding.fold_linear(normed, dtype), eps, dtype)
@@ -61,7 +61,7 @@ def layer_norm_linear_training_op(
     weight: Tensor, bias: Tensor | None, eps: float, norm: str, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As `layer_norm_linear`, and the rows and statistics that it made for the backward."""
-    from ..kernels import folding
+    from ..kernels.linear import folding
 
     normed = normed_linear(x, norm_weight, norm_bias, weight, bias, norm, dtype)
     return folded_linear_training(x, statistics, folding.fold_linear(normed, dtype), eps, dtype)
@@ -83,7 +83,7 @@ def normed_linear(
     """The parameters of `layer_norm_linear`, checked, to be folded."""
     parameters = {"norm_weight": norm_weight, "norm_bias": norm_bias, "weight": weight, "bias": bias}
     require_supported("layer_norm_linear", x, parameters, dtype)
-    from ..kernels.folding import NormedLinear
+    from ..kernels.linear.folding import NormedLinear
 
     return NormedLinear(weight, bias, norm_weight, norm_bias, is_rms(norm), paired_head=paired_head)
 
@@ -93,7 +93,8 @@ def folded_linear(
     head_step: HeadStep | None = None,
 ) -> Tensor:  # fmt: skip
     """`layer_norm_linear` of parameters that are folded already; `head_step` is what is done to q and k."""
-    from ..kernels import layer_norm, linear
+    from ..kernels import layer_norm
+    from ..kernels.linear import linear
 
     rows = layer_norm.input_rows(contiguous_rows(x), eps, statistics, dtype, folded.weight_sum is None)
     return linear.layer_norm_linear(rows, folded, head_step=head_step).view(*x.shape[:-1], folded.shift.shape[0])
@@ -104,7 +105,8 @@ def folded_linear_training(
     head_step: HeadStep | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`layer_norm_linear_training` of parameters that are folded already."""
-    from ..kernels import layer_norm, linear
+    from ..kernels import layer_norm
+    from ..kernels.linear import linear
 
     rows = layer_norm.input_rows(contiguous_rows(x), eps, statistics, dtype, folded.weight_sum is None)
     out, _, known = linear.layer_norm_linear_keeping(rows, folded, head_step=head_step)
@@ -117,8 +119,8 @@ def layer_norm_linear_backward_op(
     norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None, norm: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, norm_weight, norm_bias, weight, bias; of an absent one an empty tensor."""
-    from ..kernels import linear, scaled_weights, vector_gradients, weight_products
-    from ..kernels.weight_gradients import FoldedProducts
+    from ..kernels.linear import linear, scaled_weights, vector_gradients, weight_products
+    from ..kernels.linear.weight_gradients import FoldedProducts
 
     grad = contiguous_rows(grad_output)
     known, normed = normed_rows(rows, statistics, norm_weight, norm_bias, weight, bias, norm)
@@ -135,7 +137,8 @@ def normed_rows(
     gate: Tensor | None = None, gate_bias: Tensor | None = None,
 ) -> tuple[RowStatistics, NormedLinear]:  # fmt: skip
     """What a backward reads of a LayerNorm and the linear layer behind it."""
-    from ..kernels import folding, layer_norm
+    from ..kernels import layer_norm
+    from ..kernels.linear import folding
 
     normed = folding.NormedLinear(weight, bias, norm_weight, norm_bias, is_rms(norm), gate, gate_bias).contiguous()
     return layer_norm.RowStatistics(contiguous_rows(rows), statistics), normed
@@ -172,7 +175,7 @@ def linear_residual_op(
     """
     parameters = {"weight": weight, "bias": bias, "layer_scale": layer_scale, "residual": residual}
     require_supported("linear_residual", h, parameters, h.dtype)
-    from ..kernels import linear, scaled_weights
+    from ..kernels.linear import linear, scaled_weights
 
     (second,) = scaled_weights.in_dtype(h.dtype, weight)
     base = None if residual is None else contiguous_rows(residual)
@@ -203,7 +206,7 @@ def linear_residual_backward_op(
     grad_output: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of h, weight, bias, layer_scale; of an absent one an empty tensor."""
-    from ..kernels import linear, scaled_weights, vector_gradients, weight_products
+    from ..kernels.linear import linear, scaled_weights, vector_gradients, weight_products
 
     dy, dense = contiguous_rows(grad_output).to(h.dtype), weight.contiguous()
     (scaled,) = scaled_weights.scaled_weights([(dense, layer_scale)], h.dtype)
@@ -218,7 +221,7 @@ def branch_products(
 ) -> ResidualProducts:
     """What the gradients of a linear layer before a residual are made of: dy^T h in parts, dy [M, C] and its
     parameters."""
-    from ..kernels.weight_gradients import ResidualProducts
+    from ..kernels.linear.weight_gradients import ResidualProducts
 
     bias, scale = (vector if vector is None else vector.contiguous() for vector in (bias, layer_scale))
     return ResidualProducts(part, dy, weight, bias, scale)

@@ -17,7 +17,7 @@ from .checks import no_tensor
 from .rotary_op import qkv_settings, require_qkv_supported
 
 if TYPE_CHECKING:
-    from ..kernels.matmul_launch import HeadStep
+    from ..kernels.matmul.matmul_launch import HeadStep
     from ..kernels.rotary import QkvSettings
 
 
@@ -56,7 +56,7 @@ class QkvStep:
         """What the matmul is told to do to q and k in images of so many tokens."""
         if not self.in_matmul:
             return None
-        from ..kernels.matmul_launch import HeadStep
+        from ..kernels.matmul.matmul_launch import HeadStep
 
         return HeadStep(self.settings, tokens, self.head_dim)
 
@@ -123,6 +123,6 @@ def qkv_step(
 
 
 def _normalises(dtype: torch.dtype, head_dim: int) -> bool:
-    from ..kernels.matmul_policy import NORMED_HEADS
+    from ..kernels.matmul.matmul_policy import NORMED_HEADS
 
     return dtype.itemsize == 2 and head_dim in NORMED_HEADS
