@@ -142,12 +142,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_wheel_holds_real_files(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {"vit_fast/model.py", "vit_fast/py.typed", "vit_fast/ops/attention.py"} <= names
-    data = {
-        "vit_fast/benchmarks/report.html",
-        "vit_fast/kernels/attention/attention_table.json",
-        "vit_fast/training/digits.npz",
-    }
-    assert data <= names
+    data = ("benchmarks/report.html", "kernels/attention/attention_table.json", "apps/digits.npz")
+    assert {f"vit_fast/{name}" for name in data} <= names
     for folder in ("kernels", "export", "benchmarks"):
         paths = {f"vit_fast/{path.relative_to(ROOT)}" for path in (ROOT / folder).rglob("*.py")}
         inspect = {path for path in paths if path.startswith("vit_fast/kernels/inspect/")}
