@@ -59,6 +59,11 @@ def generation(arch: str) -> str:
     return "hopper" if 90 <= number < 100 else "blackwell" if 100 <= number < 120 else "ampere"
 
 
+def has_fp8(arch: str) -> bool:
+    """True for architectures with products of e4m3."""
+    return int(arch.removeprefix("sm_")) >= 89
+
+
 def reads_descriptors(arch: str) -> bool:
     """Whether tiles are loaded through TMA descriptors where the layout allows."""
     return generation(arch) != "ampere"

@@ -266,9 +266,9 @@ def _forward_rule(problem: Problem) -> ForwardConfig:
 
 
 def _dq_rule(problem: Problem) -> BackwardConfig:
-    if problem.element != "half":
-        return BackwardConfig(32, 32, num_warps=8, num_stages=1)
-    if problem.access == "scalar":
+    if problem.element != "half" and problem.width > 64:
+        return BackwardConfig(16, 32, num_warps=8, num_stages=1)  # 32 queries spill on sm_80
+    if problem.element != "half" or problem.access == "scalar":
         return BackwardConfig(32, 32, num_warps=8, num_stages=1)
     if problem.generation == "ampere" and problem.width > 80:
         return BackwardConfig(32, 32, num_warps=8, num_stages=2)

@@ -10,9 +10,9 @@ import torch
 
 from ..attention.attention_backward import dkdv_launch, dq_launch
 from ..attention.attention_forward import forward_launch
-from ..attention.attention_policy import ROW_CHUNKS, ForwardConfig, Problem, dkdv_config, dq_config, forward_config
-from ..device import REFERENCE_GPU, matrix_instruction
-from .offline import Build
+from ..attention.attention_policy import ROW_CHUNKS, Problem, dkdv_config, dq_config, forward_config
+from ..device import REFERENCE_GPU, has_fp8, matrix_instruction
+from .offline import Build, meta
 
 # (tokens, head_dim): ViT at 224 and 384 pixels, ViT-H, SigLIP So400m, and one of every other tile width.
 _HALF_SHAPES = (
@@ -26,6 +26,7 @@ _CORE_SHAPES = ((197, 64), (577, 64), (257, 80))
 _PACKED_SHAPES = (
     (1024, 80), (64, 80), (1024, 64), (1024, 72), (1024, 128), (64, 128), (1024, 96), (1024, 48), (1024, 32),
 )  # fmt: skip
+_E4M3_SHAPES = ((197, 64, "tma"), (577, 64, "tma"), (257, 80, "tma"), (729, 72, "vector"))
 _MASKED_SHAPES = ((256, 72), (1024, 64), (1024, 128))
 _HEADS = 4
 _FULL_BATCH = 256  # fills every GPU several times
@@ -114,6 +115,7 @@ def offline_builds(arch: str) -> Iterator[Build]:
     yield from _tuned_builds(arch)
     for case in _varlen_cases(arch):
         yield from _builds(case)
+    yield from _fp8_builds(arch)
 
 
 def _cases(arch: str) -> Iterator[_Case]:
@@ -135,12 +137,14 @@ def builds_of_lengths(arch: str, lengths: Iterable[tuple[int, int]]) -> Iterator
         yield from _builds(_Case(arch, torch.bfloat16, "half", n_kv, 64, _FULL_BATCH, "tma", queries=n_q))
 
 
-def forward_case(
-    arch: str, tokens: int, head_dim: int, access: str
-) -> tuple[str, tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor, ForwardConfig]:
-    """Name, q, k and v, output, row values and configuration of a forward in bf16."""
-    case = _Case(arch, torch.bfloat16, "half", tokens, head_dim, _FULL_BATCH, access)
-    return case.name, case.packed(), case.output(), case.row_values(), forward_config(case.problem())
+def _fp8_builds(arch: str) -> Iterator[Build]:
+    """The forward whose output is in e4m3."""
+    for tokens, head_dim, access in _E4M3_SHAPES if has_fp8(arch) else ():
+        case = _Case(arch, torch.bfloat16, "half", tokens, head_dim, _FULL_BATCH, access)
+        (q, k, v), config = case.packed(), forward_config(case.problem())
+        o = torch.empty_like(case.output(), dtype=torch.float8_e4m3fn)
+        launch = forward_launch(q, k, v, o, case.row_values(), head_dim**-0.5, config, o_scale=meta(1))
+        yield Build(f"attention_fwd_{config.scheme}", f"{case.name} to e4m3", launch)
 
 
 def _tuned_builds(arch: str) -> Iterator[Build]:

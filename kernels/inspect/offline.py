@@ -32,7 +32,7 @@ from ..launch import Launch, is_interpreted
 _SM_103 = () if TorchVersion(triton.__version__) < "3.7" else ("sm_103",)  # older cuobjdumps cannot read it
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", *_SM_103, "sm_120")
 # Modules beside this one that ship kernels.
-PROVIDERS: tuple[str, ...] = ("attention_offline", "matmul_offline", "rotary_offline", "fp8_offline")
+PROVIDERS: tuple[str, ...] = ("attention_offline", "matmul_offline", "rotary_offline")
 
 _TYPE_NAMES = {
     torch.bfloat16: "bf16",
@@ -141,6 +141,11 @@ class Stats:
             "E4M3": self.e4m3,
         }
         return fields[instruction] > 0
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Returns a tensor without memory."""
+    return torch.empty(shape, device="meta", dtype=dtype)
 
 
 def builds(arch: str) -> Iterator[Build]:

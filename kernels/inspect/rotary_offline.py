@@ -13,21 +13,17 @@ from torch import Tensor
 
 from ..launch import Launch
 from ..rotary import QkvSettings, qk_norm_rope_grad_launch, qk_norm_rope_launch
-from .offline import Build
+from .offline import Build, meta
 
 _B, _T = 64, 196
 
 
-def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(shape, device="meta", dtype=dtype)
-
-
 def _cases(dtype: torch.dtype) -> Iterator[tuple[str, Tensor, QkvSettings]]:
     def qkv(tokens: int, heads: int, head_dim: int) -> Tensor:
-        return _meta(_B, tokens, 3, heads, head_dim, dtype=dtype)
+        return meta(_B, tokens, 3, heads, head_dim, dtype=dtype)
 
     def both(*shape: int, of: torch.dtype = dtype) -> tuple[Tensor, Tensor]:
-        return _meta(*shape, dtype=of), _meta(*shape, dtype=of)
+        return meta(*shape, dtype=of), meta(*shape, dtype=of)
 
     shared, single = both(1, 1, _T, 32, of=torch.float32), both(_B, 1, _T, 36, of=torch.float32)
     yield "rope D64", qkv(_T + 5, 12, 64), QkvSettings(tables=shared, prefix=5)
@@ -44,7 +40,7 @@ def _launches(dtype: torch.dtype) -> Iterator[tuple[str, str, Launch]]:
         if settings.norm == "none":
             yield "qk_norm_rope", f"{what} back", qk_norm_rope_launch(x, torch.empty_like(x), settings, inverse=True)
             continue
-        part = _meta(264, 2, 2, x.shape[-2] * x.shape[-1] if settings.wide else x.shape[-1])
+        part = meta(264, 2, 2, x.shape[-2] * x.shape[-1] if settings.wide else x.shape[-1])
         grad = torch.empty_like(x)
         yield "qk_norm_rope_grad", what, qk_norm_rope_grad_launch(grad, x, torch.empty_like(x), part, settings)
 
