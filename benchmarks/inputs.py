@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from vit_fast.apps.data import make_transform, read_image
 from vit_fast.config import ViTConfig
-from vit_fast.data import make_transform, read_image
 from vit_fast.measuring.timing import cold_copies
 from vit_fast.model import VisionTransformer
 
@@ -33,7 +33,7 @@ def random_weights(config: ViTConfig, seed: int = 0) -> dict[str, Tensor]:
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.device("meta"):
-        model = VisionTransformer(config, backend="eager")
+        model = VisionTransformer(config)
     model = model.to_empty(device="cpu")
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import torch
 
+from vit_fast.apps.data import default_photograph, find_images, read_image
 from vit_fast.config import Size
-from vit_fast.data import default_photograph, find_images, read_image
 from vit_fast.measuring.timing import Protocol
 
 from .inputs import MAX_VIEWS

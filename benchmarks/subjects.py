@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from vit_fast.config import ViTConfig
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.runtime import compile_frozen
+from vit_fast.run.runtime import compile_frozen
 
 from .models import Model
 

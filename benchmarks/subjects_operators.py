@@ -6,7 +6,6 @@ To add one: its function of x and the operator's parameters into the tables, its
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from vit_fast import ops
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.ops.operators import Gradient, operator
+from vit_fast.ops.matmul import matmul
 
 from .subjects import Task, register
 
@@ -113,36 +112,6 @@ def _transformer_engine_module(width: int, hidden: int, dtype: torch.dtype) -> A
     return LayerNormMLP(width, hidden, eps=1e-6, activation="gelu", params_dtype=dtype)
 
 
-def _product(x: Tensor, weight: Tensor) -> Tensor:
-    from vit_fast.kernels.linear import linear_residual
-
-    return linear_residual(x.flatten(0, -2), weight, None, None, None)[0].view(*x.shape[:-1], weight.shape[0])
-
-
-def _product_gradient(grad_output: Tensor, x: Tensor, weight: Tensor) -> list[Tensor]:
-    from vit_fast.kernels import linear, scaled_weights, vector_gradients, weight_products
-    from vit_fast.kernels.weight_gradients import ResidualProducts
-
-    grad, rows = grad_output.flatten(0, -2).contiguous(), x.flatten(0, -2)
-    (scaled,) = scaled_weights.scaled_weights([(weight, None)], x.dtype)
-    (part,) = weight_products.weight_products((grad, rows))
-    products = [ResidualProducts(part, grad, weight, None, None)]
-    _, (found,) = vector_gradients.parameter_gradients([], products)
-    return [linear.product_gradient(grad, scaled).view(x.shape), found.weight]
-
-
-_matmul_backward = operator(
-    "vit_fast::matmul_backward", "(Tensor grad_output, Tensor x, Tensor weight) -> Tensor[]", _product_gradient,
-    what="a matmul", flop=lambda grad, x, w: 4 * math.prod(x) * w[0],
-    fake=lambda grad, x, weight: [torch.empty_like(x), torch.empty_like(weight)],
-)  # fmt: skip
-_matmul = operator(
-    "vit_fast::matmul", "(Tensor x, Tensor weight) -> Tensor", _product, what="a matmul",
-    flop=lambda x, weight: 2 * math.prod(x) * weight[0],
-    fake=lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[0]),
-    gradient=Gradient(lambda args, out: (args, None), lambda grad, kept, rest: _matmul_backward(grad, *kept)),
-)  # fmt: skip
-
 _ATTENTION: dict[str, Function] = {
     "eager": partial(ops.attention_qkvpacked, backend="eager"),
     "sdpa": _sdpa,
@@ -156,7 +125,7 @@ _MLP: dict[str, Function] = {
     "cublaslt": _cublaslt,
     "transformer-engine": _transformer_engine,
 }
-_MATMUL: dict[str, Function] = {"eager": F.linear, "triton": _matmul}
+_MATMUL: dict[str, Function] = {"eager": F.linear, "triton": matmul}
 # On a CPU the epilogue of _addmm_activation is exact GELU.
 _ON_A_GPU = ("flash-attn", "xformers", "cublaslt", "transformer-engine")
 _OF_GELU_TANH = ("cublaslt", "transformer-engine")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vit_fast.data import default_photograph
+from vit_fast.apps.data import default_photograph
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.libraries import timm
 

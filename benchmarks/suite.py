@@ -20,13 +20,13 @@ import pytest
 import torch
 
 import vit_fast
+from vit_fast.apps.data import default_photograph
 from vit_fast.benchmarks.cold import cold_start
 from vit_fast.benchmarks.models import resolve
 from vit_fast.benchmarks.plan import make_plan
 from vit_fast.benchmarks.preparation import Posed, pose, prepare
 from vit_fast.benchmarks.rows import Group
 from vit_fast.benchmarks.subjects import default_labels, parse_label
-from vit_fast.data import default_photograph
 from vit_fast.measuring.device_clock import Instant
 from vit_fast.work import total
 

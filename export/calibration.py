@@ -1,8 +1,8 @@
 """What goes through a model on calibration images, and the range of each activation in eight bits, chosen by layer.
 
-Every way to choose a range (`vit_fast/ranges.py`) is tried on every activation, and the one taken whose products differ
-least from the float ones: |(x - Q(x)) W|^2 on a sample of tokens. "entropy" minimises the divergence of the histograms
-(ONNX Runtime's).
+Every method of `vit_fast/quantization/ranges.py` is tried on every activation. The range is taken whose products
+differ least from the float ones: |(x - Q(x)) W|^2 on a sample of tokens. "entropy" minimises the divergence of the
+histograms (ONNX Runtime's).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import onnx_ir as ir
 
 from vit_fast.errors import VitFastError
 from vit_fast.files import file_aside
-from vit_fast.ranges import Observation, Observer, Range, candidate_ranges
+from vit_fast.quantization.ranges import Observation, Observer, Range, candidate_ranges
 
 from .graphs import run_graph
 from .products import Product

@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from vit_fast.apps.data import ImageError, default_photograph, find_images, make_transform, read_image
 from vit_fast.config import DataConfig, Size
-from vit_fast.data import ImageError, default_photograph, find_images, make_transform, read_image
 
 CALIBRATION_IMAGES = 32
 MIN_CROP_SHARE = 0.4  # of each side

@@ -16,7 +16,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
 from vit_fast.errors import VitFastError
-from vit_fast.ranges import Observation, Range
+from vit_fast.quantization.ranges import Observation, Range
 
 from .calibration import (
     Calibration,

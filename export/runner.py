@@ -163,7 +163,7 @@ class OnnxRunner:
         """A photograph as this file takes it: uint8 pixels, or fp32 [channels, height, width] by data_config."""
         if self.takes_pixels:
             return self._as_pixels(image)
-        from vit_fast.data import make_transform
+        from vit_fast.apps.data import make_transform
 
         if self.data_config is None:
             raise UnsupportedInputError(

@@ -5,7 +5,7 @@
 The norm before the linear gives x / s when its own weight and bias are divided by s. Large ViTs have single channels
 100 to 1000 times the rest, which would take an activation's whole range in eight bits.
 
-Source: SmoothQuant, arxiv.org/abs/2211.10438; s as in `vit_fast/ranges.py`.
+Source: SmoothQuant, arxiv.org/abs/2211.10438; s as in `vit_fast/quantization/ranges.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from vit_fast.ranges import power_of_two, smoothing_scale
+from vit_fast.quantization.ranges import power_of_two, smoothing_scale
 
 from .graphs import Writer, constant_of
 from .products import Product

@@ -11,13 +11,13 @@ from mlp_support import make_bf16_exact
 from torch import Tensor
 
 from vit_fast import ViTConfig
+from vit_fast.apps.data import default_photograph
 from vit_fast.benchmarks import subjects_models
 from vit_fast.benchmarks.correctness import Expected, expect, judge, spread
 from vit_fast.benchmarks.inputs import image_views, random_weights, rotating_batches, rounded
 from vit_fast.benchmarks.models import describe_ours, resolve
 from vit_fast.benchmarks.subjects import Subject, Task, get_subject
 from vit_fast.benchmarks.subjects_models import build
-from vit_fast.data import default_photograph
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.variants import get_variant
 

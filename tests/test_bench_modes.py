@@ -13,6 +13,7 @@ import pytest
 import torch
 from bench_support import QUICK
 
+from vit_fast.apps.data import default_photograph
 from vit_fast.benchmarks import conditions, html_report, plan, preparation, report, runner
 from vit_fast.benchmarks.comparison import compare
 from vit_fast.benchmarks.plan import LATENCY, Plan, make_plan
@@ -20,7 +21,6 @@ from vit_fast.benchmarks.records import read_record
 from vit_fast.benchmarks.rows import PERCENTILE_REPEATS, finish
 from vit_fast.benchmarks.subjects import Task, parse_label
 from vit_fast.benchmarks.subjects_models import build
-from vit_fast.data import default_photograph
 from vit_fast.measuring.timing import Protocol, percentile
 
 pytestmark = pytest.mark.usefixtures("small_ceilings")
@@ -79,7 +79,7 @@ def test_the_batch_is_doubled_as_long_as_that_gains(ms, asked, monkeypatch: pyte
     assert simulated.asked == asked
     assert sorted({row["requested_batch"] for row in record["rows"]}) == asked
     best = max(asked, key=lambda batch: batch / ms[batch])
-    lines = [line for line in report.remarks(record) if "most images a second" in line]
+    lines = [line for line in report.remarks(record) if "highest throughput" in line]
     assert len(lines) == 2 and all(f"at batch {best}, " in line for line in lines)
     assert "--batch-sizes best" in report.command(record)
 

@@ -9,7 +9,7 @@ from mlp_support import make_bf16_exact
 from torch import nn
 
 import vit_fast
-from vit_fast import block as block_module
+from vit_fast.fusion import block as block_module
 from vit_fast.model import VisionTransformer
 
 make_bf16_exact()

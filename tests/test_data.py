@@ -11,8 +11,8 @@ import pytest
 import torch
 from PIL import Image
 
+from vit_fast.apps.data import ImageError, default_photograph, find_images, load_images, make_transform, read_image
 from vit_fast.config import DataConfig
-from vit_fast.data import ImageError, default_photograph, find_images, load_images, make_transform, read_image
 from vit_fast.factory import create_model
 
 

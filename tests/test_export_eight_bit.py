@@ -14,13 +14,13 @@ import pytest
 import torch
 from digits import digits_vit, held_out, write_digits
 
-from vit_fast.data import default_photograph
+from vit_fast.apps.data import default_photograph
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.export import OnnxRunner, VerificationError, export_onnx, graphs
 from vit_fast.export.calibration import CalibrationError, choose_range, in_integers, load_calibration
 from vit_fast.export.loss import loss_of
 from vit_fast.export.quantise import QuantisationError
-from vit_fast.ranges import Observation
+from vit_fast.quantization.ranges import Observation
 
 LAYOUTS = [
     ("int8", "generic"), ("int8", "ort-cpu"), ("int8", "tensorrt"), ("int8-dynamic", "ort-cpu"), ("fp8", "tensorrt"),

@@ -24,10 +24,10 @@ from kernel_support import DEVICE
 from torch import nn
 
 import vit_fast
-from vit_fast import plain
-from vit_fast.freezing import frozen_of
+from vit_fast.fusion import plain
+from vit_fast.fusion.freezing import frozen_of
+from vit_fast.fusion.reading import Reader, read_block
 from vit_fast.libraries import timm_blocks, torchvision
-from vit_fast.reading import Reader, read_block
 
 OFTEN = (
     "timm-vit", "timm-qk-norm", "timm-siglip", "timm-eva02-norms-inside", "transformers-vit", "transformers-siglip",

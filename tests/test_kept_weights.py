@@ -13,7 +13,7 @@ from optimizer_ways import Step, optimizer_ways
 from torch import Tensor, nn
 
 import vit_fast
-from vit_fast.freezing import frozen_of
+from vit_fast.fusion.freezing import frozen_of
 from vit_fast.ops.packed import Packed
 from vit_fast.ops.quantised import Quantised
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from onnx_models import make
 
-from vit_fast.data import default_photograph
+from vit_fast.apps.data import default_photograph
 from vit_fast.export import ModelFileError, OnnxRunner, export_onnx, inspect_onnx
 
 NAMES = [f"thing {i}" for i in range(10)]

@@ -14,13 +14,14 @@ import pytest
 import torch
 from PIL import Image
 
-from vit_fast import create_model, load, prediction, save
+from vit_fast import create_model, load, save
+from vit_fast.apps import prediction
+from vit_fast.apps.data import find_images
+from vit_fast.apps.prediction import PredictionError, predict_to_parquet
+from vit_fast.apps.prediction_ray import _share
 from vit_fast.cli import main
-from vit_fast.data import find_images
 from vit_fast.errors import MissingPackageError
 from vit_fast.model import VisionTransformer
-from vit_fast.prediction import PredictionError, predict_to_parquet
-from vit_fast.prediction_ray import _share
 
 pq = pytest.importorskip("pyarrow.parquet")
 COUNT = 37

@@ -14,7 +14,7 @@ from torch import nn
 from torch._inductor import config as inductor
 
 import vit_fast
-from vit_fast.runtime import _require_images_first, compile_frozen, pick_batches
+from vit_fast.run.runtime import _require_images_first, compile_frozen, pick_batches
 
 
 @pytest.fixture(autouse=True)

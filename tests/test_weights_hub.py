@@ -234,7 +234,7 @@ def test_preprocessing_equals_transformers_own() -> None:
     import transformers
     from PIL import Image
 
-    from vit_fast.data import default_photograph, make_transform, read_image
+    from vit_fast.apps.data import default_photograph, make_transform, read_image
 
     # transformers 5 computes with torchvision unless the PIL class is named
     processor = getattr(transformers, "BitImageProcessorPil", transformers.BitImageProcessor)(

@@ -16,48 +16,48 @@ from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from . import export, figures, ops
-    from .calibration import Calibration, calibrate
     from .config import DataConfig, ViTConfig
     from .errors import UnsupportedInputError, VitFastError
     from .factory import create_model
-    from .freezing import freeze, unfreeze
-    from .fusion import fuse, unfuse
-    from .fusion_report import FusionReport
+    from .fusion.freezing import freeze, unfreeze
+    from .fusion.fuse import fuse, set_backend, unfuse
+    from .fusion.fusion_report import FusionReport
     from .libraries.fixed_grid import FixedGrid
-    from .model import VisionTransformer, set_backend
-    from .runtime import GraphRunner, compile
+    from .model import VisionTransformer
+    from .quantization.calibration import Calibration, calibrate
+    from .run.runtime import GraphRunner, compile
+    from .run.warmup import WarmUp, warm_up
     from .tuning.optimization import Optimization, load_optimized, optimize
     from .variants import list_models
-    from .warmup import WarmUp, warm_up
     from .weights import load, load_weights, save
 
 _LAZY = {
-    "Calibration": ".calibration",
+    "Calibration": ".quantization.calibration",
     "DataConfig": ".config",
     "FixedGrid": ".libraries.fixed_grid",
-    "FusionReport": ".fusion_report",
-    "GraphRunner": ".runtime",
+    "FusionReport": ".fusion.fusion_report",
+    "GraphRunner": ".run.runtime",
     "Optimization": ".tuning.optimization",
     "UnsupportedInputError": ".errors",
     "ViTConfig": ".config",
     "VisionTransformer": ".model",
     "VitFastError": ".errors",
-    "WarmUp": ".warmup",
-    "calibrate": ".calibration",
-    "compile": ".runtime",
+    "WarmUp": ".run.warmup",
+    "calibrate": ".quantization.calibration",
+    "compile": ".run.runtime",
     "create_model": ".factory",
-    "freeze": ".freezing",
-    "fuse": ".fusion",
+    "freeze": ".fusion.freezing",
+    "fuse": ".fusion.fuse",
     "list_models": ".variants",
     "load": ".weights",
     "load_optimized": ".tuning.optimization",
     "load_weights": ".weights",
     "optimize": ".tuning.optimization",
     "save": ".weights",
-    "set_backend": ".model",
-    "unfreeze": ".freezing",
-    "unfuse": ".fusion",
-    "warm_up": ".warmup",
+    "set_backend": ".fusion.fuse",
+    "unfreeze": ".fusion.freezing",
+    "unfuse": ".fusion.fuse",
+    "warm_up": ".run.warmup",
 }
 
 _LAZY_PACKAGES = ("config", "errors", "export", "factory", "figures", "model", "ops", "variants")

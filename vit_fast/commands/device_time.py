@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import create_model, freeze
-from ..block import run_blocks
+from ..fusion.block import run_blocks
 from ..variants import get_variant
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def record_layer(name: str, batch: int) -> list[Launch]:
     with torch.no_grad(), recorded() as launches:
         freeze(model.blocks)
         launches.clear()
-        run_blocks(model.blocks, x, rope)
+        run_blocks(model.blocks, x, *rope)
     return launches[-(len(launches) // 2) :]
 
 

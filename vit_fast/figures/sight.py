@@ -20,10 +20,10 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..apps.data import default_photograph, make_transform, read_image
 from ..config import DataConfig, Size
-from ..data import default_photograph, make_transform, read_image
 from ..errors import UnsupportedInputError, check_type
-from ..fusion import fuse, unfuse
+from ..fusion.fuse import fuse, unfuse
 from ..libraries.image_model import needs_more
 from ..libraries.known import recognise
 from ..ops import reference

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import Size
-from ..fused import FusedModule
+from ..fusion.fused import FusedModule
 from .image_model import Head, ImageModel, comes_from, pair
 from .peers import refuse
 

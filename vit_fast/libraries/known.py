@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..config import ViTConfig
 from ..errors import UnsupportedInputError
-from ..fused import FusedModule
+from ..fusion.fused import FusedModule
 from . import (
     fixed_grid,
     google,
@@ -32,7 +32,13 @@ NAMED_WEIGHTS = (google, torchvision, transformers, openai, timm)
 CONFIGURATIONS = (timm, transformers_config)
 PEERS = (timm, transformers, torchvision)
 IMAGE_MODELS = (ours, fixed_grid, timm, transformers, torchvision)
-FUSABLE = {"timm": timm_blocks, "transformers": transformers_packed, "torchvision": torchvision, "torch": torch_nn}
+FUSABLE = {
+    "vit_fast": ours,
+    "timm": timm_blocks,
+    "transformers": transformers_packed,
+    "torchvision": torchvision,
+    "torch": torch_nn,
+}
 
 ATTENTION = re.compile("att(n|ention)", re.IGNORECASE)
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)

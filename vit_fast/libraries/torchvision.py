@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from ..config import ViTConfig
 from ..errors import UnsupportedInputError
-from ..fused import Forms, FusedModule, FusedNormMlp, fused_class
-from ..parts import AttentionParts, MlpParts
-from ..reading import Reader
+from ..fusion.fused import Forms, FusedModule, FusedNormMlp, fused_class
+from ..fusion.parts import AttentionParts, MlpParts
+from ..fusion.reading import Reader
 from .image_model import Head, ImageModel, comes_from
 from .peers import plain_vit_reasons, reasons, refuse
 from .rename import Converted, Rule, rename

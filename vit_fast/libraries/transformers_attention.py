@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..fused import Finding, FusedModule, FusedNormMlp
+from ..fusion.fused import Finding, FusedModule, FusedNormMlp
+from ..fusion.parts import MlpParts
+from ..fusion.plain import is_touched, touch_reasons
+from ..fusion.reading import Reader, describe, dropout_notes
 from ..ops import Rope, attention, qk_norm_rope
 from ..ops.attention_varlen import attention_among
 from ..ops.descriptions import Keys, is_padding
-from ..parts import MlpParts
-from ..plain import is_touched, touch_reasons
-from ..reading import Reader, describe, dropout_notes
 from .transformers import ACTIVATION_CLASSES, NORM_CLASSES
 
 CONTAINERS = ("Attention", "MLP", "VisionMlp", "FFN", "Intermediate", "Output", "LayerScale")

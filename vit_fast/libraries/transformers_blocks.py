@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from ..fused import Forms, FusedModule, FusedNormMlp, fused_class
-from ..parts import AttentionParts, MlpParts
-from ..plain import is_touched
-from ..reading import Reader, describe
+from ..fusion.fused import Forms, FusedModule, FusedNormMlp, fused_class
+from ..fusion.parts import AttentionParts, MlpParts
+from ..fusion.plain import is_touched
+from ..fusion.reading import Reader, describe
 from .transformers_attention import (
     AFTERWARDS,
     DROPOUT_RATES,

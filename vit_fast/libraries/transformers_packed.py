@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..fused import Finding, Forms, FusedModule, fused_class
+from ..fusion.fused import Finding, Forms, FusedModule, fused_class
+from ..fusion.parts import AttentionParts
+from ..fusion.reading import Reader, describe
 from ..ops import Rope, qk_norm_rope
 from ..ops.attention import is_exporting
 from ..ops.attention_varlen import attention_among
 from ..ops.descriptions import Keys
-from ..parts import AttentionParts
-from ..reading import Reader, describe
 from . import transformers_blocks
 from .transformers_attention import FusedPoolingHead, FusedRotarySelfAttention, FusedSelfAttention, given
 from .transformers_blocks import CLIP, FusedLayer, Layer, layer_of

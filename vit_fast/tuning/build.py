@@ -11,15 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..calibration import calibrate
 from ..errors import UnsupportedInputError
-from ..fp8_agreement import as_taken, logits_of
-from ..freezing import freeze
-from ..fused import FusedModule
-from ..fusion import fuse
+from ..fusion.freezing import freeze
+from ..fusion.fuse import fuse
 from ..libraries.known import recognise
 from ..ops.backends import fp8_reasons
-from ..runtime import CompileMode, GraphRunner, compile, compile_frozen
+from ..quantization.calibration import calibrate
+from ..quantization.fp8_agreement import as_taken, logits_of
+from ..run.runtime import CompileMode, GraphRunner, compile, compile_frozen
 from .calls import Function, of_images, only_images, tensors_in
 from .choices import DTYPES, Choice
 from .drop_in import Optimized, hook_reasons, in_pieces, with_inputs, with_threads
@@ -127,10 +126,7 @@ def _fuse_parts(work: nn.Module, choice: Choice, classes: Mapping[str, str]) -> 
     for row in rows:
         module: Any = work.get_submodule(row.name)
         backend = by_class.get(classes.get(row.name, "")) or choice.backend_of(row.part)
-        if isinstance(module, FusedModule):
-            module.set_fused_backend(str(backend))
-        else:
-            module.backend = backend
+        module.set_fused_backend(str(backend))
 
 
 def _module(

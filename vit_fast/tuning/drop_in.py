@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import UnsupportedInputError
-from ..plain import is_hooked
+from ..fusion.plain import is_hooked
 from .calls import Function
 from .choices import Choice
 

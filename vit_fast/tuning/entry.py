@@ -16,7 +16,7 @@ from vit_fast.benchmarks.plan import make_plan
 from vit_fast.benchmarks.subjects import Task
 from vit_fast.benchmarks.subjects_models import define
 
-from ..data import read_image
+from ..apps.data import read_image
 from .runtimes import OnnxFile
 
 # Batches beside the example, to judge agreement on.

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from ..accuracy import Measure, allowed_error, error_of, size_of
 from ..errors import UnsupportedInputError
-from ..fusion import unfuse
+from ..fusion.fuse import unfuse
 from ..measuring.limits import describe_error
 from .calls import call, first_batch, tensors_in
 from .choices import GIVEN, Choice

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..apps.data import find_images
 from ..arguments import check_choice
-from ..data import find_images
 from ..errors import UnsupportedInputError, check_type
 from ..files import file_aside
 from ..measuring import resolution

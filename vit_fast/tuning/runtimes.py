@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from vit_fast.config import Size
 
-from ..data import default_photograph, find_images
+from ..apps.data import default_photograph, find_images
 from ..errors import UnsupportedInputError
 from ..libraries.known import recognise
 from .calls import Function, of_images, only_images, tensors_in

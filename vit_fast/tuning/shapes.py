@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..fusion import fuse, unfuse
+from ..fusion.fuse import fuse, unfuse
 from .calls import call, first_batch
 from .choices import Choice
 

@@ -1,0 +1,1 @@
+"""Data, prediction and evaluation."""

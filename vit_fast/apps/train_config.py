@@ -1,0 +1,126 @@
+"""Training settings: TrainConfig, and the recipes of the variants that have one."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+_POSITIVE_INTEGERS = ("epochs", "batch_size", "accumulation")
+_POSITIVE = ("lr", "layer_decay")
+_NOT_NEGATIVE = ("weight_decay", "warmup_epochs", "mixup", "max_grad_norm", "patience")
+_SHARES = ("label_smoothing", "ema_decay")  # in [0, 1)
+_FLAGS = ("grad_checkpointing", "augment")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Training settings; 0 turns off what can be.
+
+    Attributes:
+        epochs: Passes over the images.
+        batch_size: Images a step, of all processes together; an epoch's last batch may be smaller.
+        lr: Learning rate at the end of the warm-up.
+        weight_decay: Of matrices, as AdamW has it (0 makes it Adam); biases, norms, LayerScale, tokens and positions
+            have none.
+        warmup_epochs: The rate rises linearly from 0 over these.
+        schedule: What follows: half a "cosine" down to 0, or "constant".
+        layer_decay: Each block's rate is the next one's times this, the head's is lr, the embedding's the smallest
+            (BEiT, arXiv 2106.08254); 1 means lr everywhere.
+        label_smoothing: The share of the target that is spread over all classes.
+        mixup: alpha of the Beta distribution that pairs of images are mixed by (arXiv 1710.09412).
+        max_grad_norm: The norm of all gradients together is clipped to this.
+        ema_decay: Of the running mean of the weights, which is then measured and saved in their place; in the first
+            steps it is at most (1 + step) / (10 + step).
+        accumulation: Parts that a batch is computed in, one after the other, for less memory.
+        patience: Training stops after so many epochs without a better accuracy on the held-out images, and the weights
+            of the best epoch are kept.
+        dtype: Autocast dtype of the forward pass; "fp32" means no autocast.
+        grad_checkpointing: Recompute blocks in the backward pass instead of keeping their activations.
+        augment: See PreparedImages; else the evaluation transform.
+        seed: Of order, augmentation, mixing, dropout and drop path.
+
+    Raises:
+        ValueError: A field is not acceptable.
+    """
+
+    epochs: int = 10
+    batch_size: int = 64
+    lr: float = 5e-4
+    weight_decay: float = 0.05
+    warmup_epochs: float = 1.0
+    schedule: Literal["cosine", "constant"] = "cosine"
+    layer_decay: float = 1.0
+    label_smoothing: float = 0.0
+    mixup: float = 0.0
+    max_grad_norm: float = 1.0
+    ema_decay: float = 0.0
+    accumulation: int = 1
+    patience: int = 0
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    grad_checkpointing: bool = False
+    augment: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in _POSITIVE_INTEGERS:
+            self._check(name, type(getattr(self, name)) is int and getattr(self, name) >= 1, "an integer >= 1")
+        self._check("seed", type(self.seed) is int, "an integer")
+        for name in _POSITIVE:
+            self._check(name, self._number(name) > 0, "a positive number")
+        for name in _NOT_NEGATIVE:
+            self._check(name, self._number(name) >= 0, "a non-negative number")
+        for name in _SHARES:
+            self._check(name, 0 <= self._number(name) < 1, "a share in [0, 1)")
+        for name in _FLAGS:
+            self._check(name, isinstance(getattr(self, name), bool), "true or false")
+        self._check("layer_decay", self.layer_decay <= 1, "a number in (0, 1]")
+        self._check("schedule", self.schedule in ("cosine", "constant"), "'cosine' or 'constant'")
+        self._check("dtype", self.dtype in ("fp32", "bf16"), "'fp32' or 'bf16'")
+
+    def _number(self, name: str) -> float:
+        """NaN, which no comparison accepts, for what is infinite or no number."""
+        value = getattr(self, name)
+        return value if isinstance(value, int | float) and math.isfinite(value) else math.nan
+
+    def _check(self, name: str, acceptable: bool, expected: str) -> None:
+        if not acceptable:
+            raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
+
+
+# What a variant is trained by where nothing else is asked for.
+RECIPES: Mapping[str, Mapping[str, Any]] = {
+    # as the tutorials do that the variant comes from: Adam at one rate
+    "vit_mnist": {
+        "epochs": 5, "batch_size": 128, "lr": 5e-3, "weight_decay": 0.0, "warmup_epochs": 0.0, "schedule": "constant",
+        "max_grad_norm": 0.0, "augment": False,
+    },
+    "vit_micro_patch7_28": {"epochs": 60, "batch_size": 32, "lr": 2e-3, "warmup_epochs": 2.0},
+}  # fmt: skip
+
+
+def config_for(variant: str, given: Mapping[str, Any], settings: Iterable[str] = ()) -> TrainConfig:
+    """Returns the variant's recipe, changed by what is given.
+
+    Args:
+        variant: A name of `vit-fast models`, or any other, which has no recipe.
+        given: Fields of TrainConfig; None leaves one as it is.
+        settings: More fields, as NAME=VALUE.
+    Raises:
+        ValueError: a field is unknown, given twice, or not acceptable.
+    """
+    fields_given = {name: value for name, value in given.items() if value is not None}
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        if not equals or name in fields_given:
+            raise ValueError(f"settings must be NAME=VALUE, each name once, got {setting}")
+        try:
+            fields_given[name] = json.loads(text)
+        except ValueError:
+            fields_given[name] = text
+    known = {field.name for field in fields(TrainConfig)}
+    if unknown := sorted(fields_given.keys() - known):
+        raise ValueError(f"settings must be of {', '.join(sorted(known))}, got {', '.join(unknown)}")
+    return TrainConfig(**{**RECIPES.get(variant, {}), **fields_given})

@@ -1,0 +1,200 @@
+"""One model's optimisation, a step at a time, on one process or several."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from ..errors import VitFastError
+from ..model import VisionTransformer
+from .processes import ALONE, Processes
+from .train_config import TrainConfig
+
+
+class TrainingError(VitFastError, RuntimeError):
+    """Training cannot go on, or not be resumed from here."""
+
+
+class Measure(NamedTuple):
+    """Sums over images.
+
+    Attributes:
+        loss: The mean cross entropy.
+        right: Images whose most probable class is theirs.
+        seen: Images.
+    """
+
+    loss: float
+    right: int
+    seen: int
+
+
+class Trainer:
+    """One model's optimisation, step by step.
+
+    Args:
+        model: Trained in place, where it is.
+        config: How.
+        total_steps: Over which the learning rate runs.
+        warmup_steps: Over which it rises.
+        processes: Those that take each step together; the model is in each of them, with the same parameters.
+    """
+
+    def __init__(
+        self,
+        model: VisionTransformer,
+        config: TrainConfig,
+        total_steps: int,
+        warmup_steps: int,
+        processes: Processes = ALONE,
+    ) -> None:
+        self.model, self.config, self.processes = model, config, processes
+        model.set_grad_checkpointing(config.grad_checkpointing)
+        self.forward = processes.wrap(model)
+        self.optimizer = torch.optim.AdamW(parameter_groups(model, config), lr=config.lr)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: learning_rate_factor(step, warmup_steps, total_steps, config.schedule)
+        )
+        self.parameters = list(model.parameters())
+        self.averages = [p.detach().clone() for p in self.parameters] if config.ema_decay else []
+        self.step_count = 0
+
+    def step(self, images: Tensor, labels: Tensor) -> Measure:
+        """One update from this process' images [B, C, H, W] and labels [B]; the measure of all before it.
+
+        Raises:
+            TrainingError: the loss is not finite; nothing was updated.
+        """
+        self.model.train()
+        device = self.parameters[0].device
+        images, labels = images.to(device), labels.to(device)
+        images, mixed_with, share = self._mixed(images, labels)
+        found = torch.zeros(3, dtype=torch.float64, device=device)
+        parts = list(zip(*(tensor.chunk(self.config.accumulation) for tensor in (images, labels, mixed_with))))
+        for i, (part, own, other) in enumerate(parts):
+            with self.processes.synchronising(self.forward, last=i == len(parts) - 1):
+                with torch.autocast(device.type, torch.bfloat16, enabled=self.config.dtype == "bf16"):
+                    logits = self.forward(part)
+                loss = share * self._loss(logits, own)
+                if share < 1:
+                    loss = loss + (1 - share) * self._loss(logits, other)
+                (loss * (len(part) / len(images))).backward()
+            right = (logits.detach().argmax(1) == own).sum()
+            found += torch.stack([loss.detach().double() * len(part), right, torch.full_like(right, len(part))])
+        total, right_count, count = self.processes.sum(found).tolist()
+        if not math.isfinite(total):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise TrainingError(f"step {self.step_count}: the loss is {total / count}; a smaller lr may help")
+        if self.config.max_grad_norm:
+            nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.scheduler.step()
+        self.step_count += 1
+        self._average()
+        return Measure(total / count, int(right_count), int(count))
+
+    @torch.no_grad()
+    def measure(self, batches: Iterable[tuple[Tensor, Tensor]], own: int) -> Measure:
+        """Of held-out images, by the averaged weights where there are some.
+
+        Args:
+            batches: Images and labels, as many batches in each process.
+            own: How many images of these count; what follows only keeps the processes together.
+        """
+        self.model.eval()
+        device = self.parameters[0].device
+        found = torch.zeros(3, dtype=torch.float64, device=device)
+        with self.averaged():
+            for images, labels in batches:
+                labels = labels[: max(0, own)].to(device)
+                logits = self.forward(images.to(device))[: len(labels)].float()
+                own -= len(images)
+                if len(labels):
+                    loss = F.cross_entropy(logits, labels, reduction="sum").double()
+                    right = (logits.argmax(1) == labels).sum()
+                    found += torch.stack([loss, right, torch.full_like(right, len(labels))])
+        total, right_count, count = self.processes.sum(found).tolist()
+        return Measure(total / count, int(right_count), int(count))
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The model with the running mean of its weights, where there is one."""
+        if not self.averages:
+            yield
+            return
+        kept = [parameter.detach().clone() for parameter in self.parameters]
+        try:
+            _copy(self.averages, self.parameters)
+            yield
+        finally:
+            _copy(kept, self.parameters)
+
+    def _mixed(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, float]:
+        """Each image mixed with the one at the other end of the batch: images, its labels, the first one's share."""
+        if not self.config.mixup:
+            return images, labels, 1.0
+        share = torch.distributions.Beta(self.config.mixup, self.config.mixup).sample().item()
+        share = max(share, 1 - share)  # the label that is counted as right is the larger share's
+        return share * images + (1 - share) * images.flip(0), labels.flip(0), share
+
+    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits.float(), labels, label_smoothing=self.config.label_smoothing)
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        if self.averages:
+            decay = min(self.config.ema_decay, (1 + self.step_count) / (10 + self.step_count))
+            get_ema_multi_avg_fn(decay)(self.averages, [p.detach() for p in self.parameters], None)
+
+
+@torch.no_grad()
+def _copy(sources: list[Tensor], targets: list[nn.Parameter]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
+
+
+def parameter_groups(model: VisionTransformer, config: TrainConfig) -> list[dict[str, Any]]:
+    """Matrices with weight decay; vectors and what model.no_weight_decay() names, without; by layers where they differ.
+
+    For layer_decay, the embedding counts as layer 0, block i as layer i + 1, and what follows the blocks as the last.
+    """
+    exempt, depth = model.no_weight_decay(), len(model.blocks)
+    groups: dict[tuple[int, bool], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            layer = _layer(name, depth) if config.layer_decay != 1 else depth + 1
+            groups.setdefault((layer, parameter.dim() >= 2 and name not in exempt), []).append(parameter)
+    return [
+        {
+            "params": parameters,
+            "weight_decay": config.weight_decay if decays else 0.0,
+            "lr": config.lr * config.layer_decay ** (depth + 1 - layer),
+        }
+        for (layer, decays), parameters in sorted(groups.items(), key=lambda item: (item[0][0], not item[0][1]))
+    ]
+
+
+def _layer(name: str, depth: int) -> int:
+    """0 of what comes before the blocks, depth + 1 of what comes behind them."""
+    first, *rest = name.split(".")
+    if first == "blocks":
+        return int(rest[0]) + 1
+    return 0 if first in ("patch_embed", "cls_token", "dist_token", "reg_token", "pos_embed", "norm_pre") else depth + 1
+
+
+def learning_rate_factor(step: int, warmup_steps: int, total_steps: int, schedule: str = "cosine") -> float:
+    """Linear from 1/warmup_steps to 1; then half a cosine down to 0 at total_steps, or 1."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    if schedule == "constant":
+        return 1.0
+    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))

@@ -1,0 +1,140 @@
+"""Training a VisionTransformer: epochs over images, resumable to the bit.
+
+What is random depends on the seed, the epoch and the image alone, so that a run can be repeated, resumed, and compared
+step by step between backends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.utils.data import DataLoader, DistributedSampler, Subset
+
+from ..model import VisionTransformer
+from .checkpoints import WEIGHTS, Row, resume_run, start_run, write_run
+from .datasets import LabelledImages, PreparedImages, TrainingData, mixed_seed
+from .processes import ALONE, Processes
+from .readers import batches_of
+from .train_config import TrainConfig
+from .trainer import Measure, Trainer, TrainingError
+
+__all__ = ["TrainConfig", "Trainer", "TrainingError", "train"]
+
+
+def train(
+    model: VisionTransformer,
+    data: TrainingData,
+    out: Path,
+    config: TrainConfig,
+    *,
+    resume: bool = False,
+    workers: int = 0,
+    processes: Processes = ALONE,
+    on_step: Callable[[int, int, int, Measure], None] = lambda epoch, step, steps, measure: None,
+    on_epoch: Callable[[Row], None] = lambda row: None,
+) -> list[Row]:
+    """Trains, and writes model.safetensors, checkpoint.pth and log.jsonl, after every epoch.
+
+    Args:
+        model: As many classes as the data; it gets the data's class names, and in the end the weights that are kept.
+        data: See open_data.
+        out: Made if missing; an earlier run in it is resumed or refused, never overwritten.
+        config: How.
+        resume: Go on after the last finished epoch in out.
+        workers: Processes that read images beside this one.
+        processes: Those that train together, each with a share of every batch; the first of them writes.
+        on_step: Called with each epoch, step in it, steps of an epoch, and measure.
+        on_epoch: Called with each new row of the log.
+    Returns:
+        A row an epoch: epoch, loss and train_accuracy (mean over its images, before each step), lr (at its end),
+        held_out_loss and accuracy (of the held-out images, or None).
+    Raises:
+        ImageError: an image is not usable.
+        TrainingError: out holds another run, or the loss is not finite.
+        ReaderLostError: one of the workers was killed; to be resumed.
+        ValueError: model and data differ in classes, the model does not pool, or the batch cannot be shared out.
+    """
+    if model.config.num_classes != len(data.train.class_names):
+        raise ValueError(
+            f"model and data must have the same number of classes, got {model.config.num_classes} and "
+            f"{len(data.train.class_names)}"
+        )
+    if model.config.global_pool == "":
+        raise ValueError("global_pool must not be '', which gives logits of every token; train a model that pools")
+    if config.patience and data.held_out is None:
+        raise ValueError(f"patience must be 0 without held-out images, got {config.patience}")
+    if config.batch_size % (processes.world * config.accumulation):
+        raise ValueError(
+            f"batch_size must be a multiple of {processes.world} processes times accumulation={config.accumulation}, "
+            f"got {config.batch_size}"
+        )
+    model.class_names = data.train.class_names
+    images = PreparedImages(data.train, model, augment=config.augment, seed=config.seed)
+    about = {"model": model.config.to_dict(), "classes": list(data.train.class_names), "images": len(data.train)}
+    sampler: DistributedSampler[Any] = DistributedSampler(images, processes.world, processes.rank, seed=config.seed)
+    loader = DataLoader(images, config.batch_size // processes.world, sampler=sampler, num_workers=workers)
+    steps = len(loader)
+    trainer = Trainer(model, config, config.epochs * steps, round(config.warmup_epochs * steps), processes)
+    rows: list[Row] = []
+    if resume:
+        rows = resume_run(out, trainer, about)
+    else:
+        start_run(out, processes)
+    for epoch in range(len(rows), config.epochs):
+        if _has_stopped(rows, config.patience):
+            break
+        torch.manual_seed(mixed_seed(config.seed, epoch, processes.rank))  # mixing, dropout and drop path
+        images.epoch = epoch  # workers are started anew, and see it
+        sampler.set_epoch(epoch)
+        measures: list[Measure] = []
+        for step, batch in enumerate(batches_of(loader)):
+            measures.append(trainer.step(*batch))
+            on_step(epoch, step, steps, measures[-1])
+        seen = sum(measure.seen for measure in measures)
+        held_out = None if data.held_out is None else _measure(trainer, data.held_out, workers)
+        row: Row = {
+            "epoch": epoch,
+            "loss": sum(measure.loss * measure.seen for measure in measures) / seen,
+            "train_accuracy": sum(measure.right for measure in measures) / seen,
+            "lr": trainer.scheduler.get_last_lr()[-1],
+            "held_out_loss": None if held_out is None else held_out.loss,
+            "accuracy": None if held_out is None else held_out.right / held_out.seen,
+        }
+        rows.append(row)
+        write_run(out, trainer, rows, about, best=kept_row(rows, config) is row)
+        on_epoch(row)
+    whole = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(model, load_file(out / WEIGHTS), options=whole)  # type: ignore[arg-type]  # tensors are values
+    model.eval()
+    return rows
+
+
+def kept_row(rows: list[Row], config: TrainConfig) -> Row:
+    """Of the epoch whose weights are kept: the last one, or with patience the best."""
+    return rows[_best(rows) if config.patience else -1]
+
+
+def _measure(trainer: Trainer, source: LabelledImages, workers: int) -> Measure:
+    """Each process takes its share; those with one image less fill up with the first, which does not count."""
+    rank, world = trainer.processes.rank, trainer.processes.world
+    own = list(range(rank, len(source), world))
+    filled = own + [0] * (math.ceil(len(source) / world) - len(own))
+    images: Subset[tuple[Tensor, int]] = Subset(PreparedImages(source, trainer.model), filled)
+    loader = DataLoader(images, trainer.config.batch_size // world, num_workers=workers)
+    return trainer.measure(batches_of(loader), len(own))
+
+
+def _best(rows: list[Row]) -> int:
+    """The first epoch with the best accuracy."""
+    return max(range(len(rows)), key=lambda epoch: rows[epoch]["accuracy"])
+
+
+def _has_stopped(rows: list[Row], patience: int) -> bool:
+    return bool(patience and rows) and len(rows) - 1 - _best(rows) >= patience

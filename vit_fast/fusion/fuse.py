@@ -1,0 +1,378 @@
+"""fuse(model) and unfuse(model): our operators inside the models of other libraries, in place and reversibly."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from ..errors import UnsupportedInputError, check_type
+from ..layers import AttentionPool, PatchEmbed
+from ..libraries.known import fused_form, left_reason, reads_text_or_decodes, stands_in_block
+from ..model import Attention, Block
+from ..ops.backends import auto_reasons, resolve_backend, triton_unavailable_reasons
+from ..quantization import fp8
+from ..quantization.fp8_scales import take_scales_away
+from .fused import Finding, FusedBlocks, FusedModule, FusedNormMlp, device_of, dtype_of
+from .fusion_report import FusionReport, ModuleReport
+from .patch_embed import FusedPatchConv, FusedPatchEmbed, check_normalize, find_patch_conv
+from .plain import class_is_patched, forward_is_replaced
+
+LOOKS_FUSABLE = re.compile(r"(Attention|Attn|Mlp|MLP|FFN|FeedForward)(?![a-z])|Attention$")
+
+
+def fuse(
+    model: nn.Module,
+    backend: str = "auto",
+    *,
+    normalize: tuple[Sequence[float], Sequence[float]] | None = None,
+    precision: str | None = None,
+    keep: Iterable[str] | None = None,
+    min_agreement: float | None = None,
+) -> FusionReport:
+    """Makes attention and LayerNorm + MLP of a timm, transformers, torchvision or torch.nn model run our operators.
+
+    In place and per instance. The modules stay the very objects they are, with the same Parameters, state_dict keys,
+    hooks and names; only their class changes, to a subclass with another forward. Training, autocast, checkpointing,
+    deepcopy, pickle, torch.export, DDP and FSDP work as before (fuse before fully_shard). A module that cannot be fused
+    is left as it is, with every reason in the report. Fusing again changes the backend, and normalize where given;
+    a module that can no longer be fused is given back its class.
+
+    A fused module runs its original forward for what the operators do not do: masks, attention weights asked for,
+    dropout in training, and children that were hooked, wrapped or replaced after fuse.
+
+    Args:
+        model: Any module; everything inside it is looked at.
+        backend: "triton", "sdpa", "eager", or "auto": triton on a CUDA device where it runs, for fp16, bf16, and fp32
+            with TF32 or under autocast; else sdpa. "auto" is resolved now, and again when the model is moved or
+            converted.
+        normalize: (mean, std) of pictures in 0..1, a number a channel. The patch embedding then takes pictures in
+            0..255, uint8 or floating, and normalises within its convolution.
+        precision: None computes in the model's own. "fp8": the linear layers of every block that the kernels run as a
+            whole read operands and weights of e4m3, attention stays in half precision: for inference on GPUs of compute
+            capability 8.9 and newer, of a model in fp16 or bf16 that `vit_fast.calibrate` has seen. A forward in
+            training mode, or where gradients are recorded, is refused; what a fused module runs its original forward
+            for, and packed sequences, runs in half precision. Fusing again without it goes back.
+        keep: With "fp8", names or patterns of linear layers that stay in half precision, `("*.mlp.fc2",)`. With neither
+            this nor min_agreement those that were chosen last, which is saved with the scales.
+        min_agreement: With "fp8", the share of the calibration images whose top class has to stay the same: as many of
+            the most sensitive linear layers are kept as that takes, found with the layers simulated.
+    Returns:
+        What was done, module by module; print it, or call require_all() on it.
+    Raises:
+        ValueError: the backend or precision is unknown, normalize or keep does not fit the model, or min_agreement
+            has no images.
+        UnsupportedInputError: a backend asked for by name cannot run here; lists all reasons. Nothing is changed. A
+            model on meta is fused for any, and its forward raises where it has been moved to and cannot run.
+    """
+    check_type("model", model, nn.Module)
+    choice = None
+    if precision is not None or keep is not None or min_agreement is not None:
+        fp8.check_request(model, backend, precision, keep, min_agreement)
+        choice, backend = fp8.choose(model, shadow_of(model), keep, min_agreement), "triton"
+    resolved = _checked_backend(model, backend)
+    plan = _Walk(model, backend, resolved)
+    if normalize is not None:
+        plan.add_normalize(model, *check_normalize(normalize))
+    plan.changes.append((fp8.touched(model), functools.partial(fp8.switch, model, choice)))
+    plan.apply()
+    if choice is not None:
+        rows = fp8.annotated(plan.rows, choice, dtype_of(model))
+        return FusionReport(resolved, tuple(rows), (), precision, choice.notes, tuple(plan.elsewhere))
+    why = auto_reasons(device_of(model), dtype_of(model)) if backend == "auto" and resolved != "triton" else ()
+    return FusionReport(resolved, tuple(plan.rows), why, elsewhere=tuple(plan.elsewhere))
+
+
+def unfuse(model: nn.Module) -> None:
+    """Undoes fuse: every module is again of the class it was, and is the very object it was all along.
+
+    Hooks, modules and forwards that were set since stay. A Sequential that was sliced from the model keeps working.
+    A model that was not fused is left alone, but for what `calibrate` put into it.
+
+    Raises:
+        UnsupportedInputError: fully_shard was applied after fuse; lists the modules. Nothing is changed.
+    """
+    check_type("model", model, nn.Module)
+    fused = [(name, module) for name, module in model.named_modules() if isinstance(module, FusedModule)]
+    wrapped = [name for name, module in fused if "original" not in vars(type(module))]
+    if wrapped:
+        raise UnsupportedInputError(
+            "unfuse", [f"{name} has been given another class since ({_class_name(model, name)})" for name in wrapped]
+        )
+    for _, module in fused:
+        _give_class_back(module)
+    take_scales_away(model)
+
+
+def set_backend(model: nn.Module, backend: str) -> None:
+    """Chooses what computes the blocks of a VisionTransformer: fuses it with this backend, or again with another.
+
+    Args:
+        model: A VisionTransformer, or a module that contains some.
+        backend: "eager" (the formulas), "sdpa" (torch's fused attention), "triton" (our kernels), or "auto"; see fuse.
+    Raises:
+        ValueError: the backend is unknown, or there is nothing in the model to set it on.
+        UnsupportedInputError: "triton" cannot run the model; lists all reasons. Nothing is changed.
+    """
+    check_type("model", model, nn.Module)
+    if not any(isinstance(module, Block | AttentionPool | Attention) for module in model.modules()):
+        raise ValueError(
+            f"model must contain blocks of vit_fast, got {type(model).__name__}: use vit_fast.fuse for other libraries"
+        )
+    if backend == "triton":
+        parts = list(model.modules())
+        forms = [type(part) if isinstance(part, FusedModule) else fused_form(type(part)) for part in parts]
+        unable = [form.triton_reasons(part) for part, form in zip(parts, forms) if form is not None]
+        if reasons := list(dict.fromkeys(reason for found in unable for reason in found)):
+            raise UnsupportedInputError("set_backend with backend='triton'", reasons)
+    fuse(model, backend)
+
+
+def shadow_of(model: nn.Module) -> nn.Module:
+    """A copy of a model that shares its tensors, fused with a backend that runs anywhere."""
+    shadow = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+    _Walk(shadow, "sdpa", "sdpa").apply()
+    return shadow
+
+
+Change = tuple[Sequence[nn.Module], Callable[[], None]]  # the modules whose class or attributes it touches, and it
+
+
+class _Walk:
+    """One walk over a model: a row for everything that may be fused, and the changes that it takes."""
+
+    def __init__(self, model: nn.Module, requested: str, resolved: str) -> None:
+        self.model, self.requested, self.resolved = model, requested, resolved
+        self.rows: list[ModuleReport] = []
+        self.elsewhere: list[str] = []
+        self.changes: list[Change] = []
+        self._spoken_for: dict[nn.Module, bool] = {}
+        self._blocks: set[nn.Module] = set()  # whose norm and MLP are fused from now on
+        self.visit("", model)
+
+    def visit(self, name: str, module: nn.Module, inside_unknown: bool = False) -> bool:
+        """Adds the rows of a module and of all inside it; says whether there are any.
+
+        Args:
+            inside_unknown: Whether something around it has a row already, or will have: a class that only looks like
+                attention or an MLP is none of its own then.
+        """
+        if module in self._spoken_for:
+            return self._spoken_for[module]
+        self._spoken_for[module] = True
+        if isinstance(module, FusedPatchConv):
+            return True
+        if isinstance(module, FusedBlocks):
+            return self._children(name, module, inside_unknown)
+        if isinstance(module, FusedModule):
+            left = self._fused(name, module)
+        elif (form := fused_form(type(module))) is None:
+            return self._other(name, module, inside_unknown)
+        elif issubclass(form, FusedBlocks):
+            return self._sequence(name, module, form, inside_unknown)
+        else:
+            left = self._fusable(name, module, form)
+        self._children(name, module, inside_unknown=left)
+        return True
+
+    def _children(self, name: str, module: nn.Module, inside_unknown: bool) -> bool:
+        prefix = f"{name}." if name else ""
+        found = [self.visit(prefix + own, child, inside_unknown) for own, child in module.named_children()]
+        return any(found)
+
+    def _other(self, name: str, module: nn.Module, inside_unknown: bool) -> bool:
+        """A module without a fused form: one that is left for a known reason, looks fusable, or is none of ours."""
+        if reason := _reason_to_leave(module):
+            part = "norm + MLP" if "Block" in type(module).__name__ else "attention"
+            self.rows.append(_row(name, module, part, [reason]))
+            self._children(name, module, inside_unknown=True)
+            return True
+        is_elsewhere = bool(name) and reads_text_or_decodes(module)
+        if is_elsewhere and not inside_unknown:
+            self.elsewhere.append(f"{name} ({type(module).__qualname__})")
+        inside_unknown = inside_unknown or is_elsewhere
+        looks_fusable = LOOKS_FUSABLE.search(type(module).__name__) is not None
+        found = self._children(name, module, inside_unknown or looks_fusable)
+        part = "attention" if "Att" in type(module).__name__ else "norm + MLP"
+        looks_fusable = looks_fusable and (part == "attention" or stands_in_block(self.model, name))
+        if looks_fusable and not (found or inside_unknown) and next(module.parameters(), None) is not None:
+            reason = f"{type(module).__qualname__} is not a class vit_fast knows"
+            self.rows.append(_row(name, module, part, [reason]))
+            found = True
+        self._spoken_for[module] = found
+        return found
+
+    def _sequence(self, name: str, module: Any, form: type[FusedBlocks], inside_unknown: bool) -> bool:
+        """A Sequential, which is fused if it holds nothing but blocks that are."""
+        found = self._children(name, module, inside_unknown)
+        if len(module) > 1 and all(block in self._blocks for block in module):
+            self.changes.append(([module], lambda: _give_class(module, form, self.requested)))
+        self._spoken_for[module] = found
+        return found
+
+    def _fusable(self, name: str, module: nn.Module, form: type[FusedModule]) -> bool:
+        """A module of a class that has a fused form; says whether it is left."""
+        finding = form.examine(module)
+        reasons: Sequence[str] = _instance_reasons(module, form) or finding.reasons
+        notes: list[str] = []
+        if not reasons:
+            reasons, notes = self._about_triton(module, form)
+        self.rows.append(_row(name, module, form.kind, reasons, () if reasons else [*finding.notes, *notes]))
+        if reasons:
+            return True
+        self._spoken_for.update(dict.fromkeys(finding.bypassed, True))
+        if issubclass(form, FusedNormMlp):
+            self._blocks.add(module)
+        self.changes.append(([module], lambda: _give_class(module, form, self.requested)))
+        return False
+
+    def _fused(self, name: str, module: FusedModule) -> bool:
+        """A module that was fused earlier; says whether it can no longer be."""
+        form = type(module)
+        finding = form.examine(module)
+        reasons = _reasons_now(module, finding)
+        notes: list[str] = []
+        if not reasons:
+            reasons, notes = self._about_triton(module, form)
+        self.rows.append(_row(name, module, form.kind, reasons, () if reasons else ("already fused", *notes)))
+        if not reasons:
+            self._spoken_for.update(dict.fromkeys(finding.bypassed, True))
+            self.changes.append(([module], lambda: _fuse_again(module, self.requested)))
+        elif "original" in vars(form) and not forward_is_replaced(module):
+            self.changes.append(([module], lambda: _give_class_back(module)))
+        else:  # fully_shard gave it another class, or the forward set on it may call the one it had: that must work
+            self.changes.append(([module], lambda: module.set_fused_backend("sdpa")))
+        return bool(reasons)
+
+    def add_normalize(self, model: nn.Module, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+        found = find_patch_conv(model)
+        reasons: list[str] = ["the model has no convolution that could be its patch embedding"]
+        if found is not None:
+            name, conv = found
+            folded = {"vit_fast_mean": mean, "vit_fast_std": std}
+            if isinstance(conv, FusedPatchConv):
+                self.rows.append(_row(name, conv, FusedPatchConv.kind))
+                self.changes.append(([conv], lambda: conv.__dict__.update(folded)))
+                return
+            finding = FusedPatchConv.examine(conv)
+            reasons = list(finding.reasons)
+            if conv.in_channels != len(mean):
+                reasons.append(f"{name} takes {conv.in_channels} channels: normalize has {len(mean)}")
+        if found is None or reasons:
+            raise ValueError("normalize cannot be folded into this model: " + "; ".join(reasons))
+        self.rows.append(_row(name, conv, FusedPatchConv.kind, notes=finding.notes))
+        self.changes.append(([conv], lambda: _give_class(conv, FusedPatchConv, "auto", **folded)))
+        for owner in model.modules():
+            if type(owner) is PatchEmbed and any(part is conv for part in owner.modules()):
+                self.changes.append(([owner], functools.partial(_give_class, owner, FusedPatchEmbed, "auto")))
+
+    def apply(self) -> None:
+        """All of it, or none: what was done is undone when something fails."""
+        kept = [(module, type(module), dict(module.__dict__)) for modules, _ in self.changes for module in modules]
+        try:
+            for _, change in self.changes:
+                change()
+        except BaseException:
+            for module, cls, attributes in kept:
+                module.__class__ = cls
+                module.__dict__.clear()
+                module.__dict__.update(attributes)
+            raise
+
+    def _about_triton(self, module: nn.Module, form: type[FusedModule]) -> tuple[list[str], list[str]]:
+        """Why the kernels cannot do this module: reasons to leave it, or a note where "auto" takes sdpa instead."""
+        unable = form.triton_reasons(module) if self.resolved == "triton" else []
+        if self.requested != "auto":
+            return unable, []
+        place, dtype = device_of(module), dtype_of(module)
+        backend = "sdpa" if unable else resolve_backend("auto", place, dtype)
+        if backend == self.resolved:
+            return [], []
+        why = [] if backend == "triton" else unable or auto_reasons(place, dtype)
+        return [], [f"it runs with backend {backend}" + ("" if not why else ": " + "; ".join(why))]
+
+
+def _checked_backend(model: nn.Module, backend: str) -> str:
+    device = device_of(model)
+    resolved = resolve_backend(backend, device, dtype_of(model))
+    if backend == "triton" and device.type != "meta":  # from there a model moves to where it will run
+        reasons = triton_unavailable_reasons(device)
+        if reasons:
+            raise UnsupportedInputError("fuse with backend='triton'", reasons)
+    return resolved
+
+
+def _instance_reasons(module: nn.Module, form: type[FusedModule]) -> list[str]:
+    """Why this instance is not what its class says."""
+    reasons = []
+    if type(module).forward is not form.original_forward or class_is_patched(type(module)):
+        reasons.append(f"{type(module).__qualname__}.forward was replaced on the class")
+    if forward_is_replaced(module):
+        reasons.append("its forward was replaced on the instance")
+    return reasons
+
+
+def _reasons_now(module: FusedModule, finding: Finding) -> list[str]:
+    """Why a module that was fused earlier can no longer be.
+
+    Sharded weights are none: fully_shard came after fuse, and gathers them before forward runs.
+    """
+    reasons = ["its forward was replaced on the instance"] if forward_is_replaced(module) else []
+    return reasons + [reason for reason in finding.reasons if " is a DTensor: " not in reason]
+
+
+def _reason_to_leave(module: nn.Module) -> str | None:
+    """Why a module without a fused form is left, where there is a particular reason."""
+    cls = type(module)
+    reason = left_reason(cls)
+    if reason is not None:
+        return f"{cls.__qualname__}: {reason}"
+    for base in cls.__mro__[1:]:
+        form = fused_form(base) if issubclass(base, nn.Module) and base is not nn.Module else None
+        if form is None:
+            continue
+        if cls.__name__.startswith("FSDP") and any(parent.__name__ == "FSDPModule" for parent in cls.__mro__):
+            return "fully_shard has wrapped it: call fuse before fully_shard"
+        own = cls.forward is not form.original_forward
+        return f"{cls.__qualname__} is a subclass of {base.__qualname__}" + (
+            " with a forward of its own" if own else ""
+        )
+    return None
+
+
+def _give_class(module: nn.Module, form: type[FusedModule], backend: str, **attributes: Any) -> None:
+    """Makes the module an instance of its fused class."""
+    module.__dict__.pop("forward", None)  # transformers 4 leaves the class's own behind, which would win over ours
+    module.__class__ = form
+    module.__dict__.update(attributes)
+    fused: Any = module
+    _fuse_again(fused, backend)
+
+
+def _fuse_again(module: FusedModule, backend: str) -> None:
+    module.set_up()
+    module.set_fused_backend(backend)
+
+
+def _give_class_back(module: FusedModule) -> None:
+    if not forward_is_replaced(module):
+        module.__dict__.pop("forward", None)  # as above; one that a user set stays
+    for name in [name for name in module.__dict__ if name.startswith("vit_fast_")]:
+        del module.__dict__[name]
+    module.__class__ = type(module).original  # type: ignore[assignment]  # a class of another library
+
+
+def _row(
+    name: str, module: nn.Module, part: str, reasons: Sequence[str] = (), notes: Sequence[str] = ()
+) -> ModuleReport:
+    form = type(module)
+    class_name = form.original.__qualname__ if issubclass(form, FusedModule) else form.__qualname__
+    return ModuleReport(name, class_name, part, not reasons, tuple(reasons), tuple(notes))
+
+
+def _class_name(model: nn.Module, name: str) -> str:
+    return type(model.get_submodule(name)).__name__

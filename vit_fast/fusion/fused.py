@@ -1,0 +1,312 @@
+"""The classes that `fuse` gives to modules of other libraries.
+
+A module is fused by giving this one instance another class, a subclass of its own with another `forward`. Nothing else
+about it changes: the object, its Parameters, its children, its hooks and its state_dict keys are the ones that were
+there, so optimizers, EMA copies, DDP and FSDP notice nothing, and undoing it is giving the class back.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.attention_op import DTYPES, MAX_HEAD_DIM, MIN_HEAD_DIM
+from ..ops.backends import resolve_backend
+from ..ops.descriptions import Keys, Rope
+from .block import forward_block, parts_of, run_blocks, run_mlp, runs_whole
+from .freezing import Freezable
+from .packing import is_packable, run_packed_block
+from .parts import AttentionParts, BlockParts, MlpParts, drops
+from .reading import Reader, read_block
+from .tracing import show_original_to_tracers, show_original_to_unfused
+
+FusedClass = TypeVar("FusedClass", bound="type[FusedModule]")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is to be known of a module before it is fused.
+
+    Attributes:
+        reasons: Why it must stay as it is; empty where it need not.
+        notes: What a user of the fused module should know.
+        bypassed: Modules inside, whose own forward will no longer run.
+    """
+
+    reasons: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    bypassed: Sequence[nn.Module] = ()
+
+
+class FusedModule(nn.Module):
+    """A class that a module of another library is given by `fuse`, or that such a library constructs itself.
+
+    Attributes:
+        original: The class whose instances can be given this one.
+        kind: What is computed by our operators, for the report.
+        host_reads: What its forward reads on the host, which a captured graph would not read again; "" where nothing.
+        passes_for_original: True for a class that prints as its original, in whose library registries are keyed so.
+        vit_fast_request: The backend that was asked for, "auto" included.
+        vit_fast_backend: The backend that it stands for where the module is now.
+    """
+
+    original: ClassVar[type[nn.Module]]
+    original_forward: ClassVar[Callable[..., Any]]
+    kind: ClassVar[str]
+    host_reads: ClassVar[str] = ""
+    passes_for_original: ClassVar[bool] = False
+    vit_fast_request: str = "auto"
+    vit_fast_backend: str = "sdpa"
+
+    if TYPE_CHECKING:  # the other base's attributes, which nn.Module types as Tensor | Module
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        original = cls.__bases__[-1]
+        if original.__module__.startswith("transformers."):
+            show_original_to_unfused(cls, original)
+        super().__init_subclass__(**kwargs)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        reasons = self.examine(self).reasons
+        if reasons:
+            raise ValueError(f"{type(self).__qualname__} cannot be built so: " + "; ".join(reasons))
+        self.set_up()
+        self.set_fused_backend("auto")
+
+    @classmethod
+    def examine(cls, module: Any) -> Finding:
+        """Inspects an instance of `original`; by default any will do."""
+        return Finding()
+
+    @classmethod
+    def head_width(cls, module: Any) -> int | None:
+        """Width of an attention head, in channels; None where there is no attention."""
+        return None
+
+    @classmethod
+    def triton_reasons(cls, module: Any) -> list[str]:
+        """Why the kernels cannot do an instance."""
+        return triton_reasons(cls.head_width(module), dtype_of(module))
+
+    def set_up(self) -> None:
+        """Records what forward needs beyond the original's attributes; runs once the class is set."""
+
+    def set_fused_backend(self, request: str) -> None:
+        """Resolves "auto" for the device, the dtype and the head width: triton where it can run, else sdpa."""
+        self.vit_fast_request = request
+        self.vit_fast_backend = resolve_backend(request, device_of(self), dtype_of(self))
+        if request == "auto" and type(self).triton_reasons(self):
+            self.vit_fast_backend = "sdpa"
+
+    def is_idle(self) -> bool:
+        """True while the original's forward runs, because ours would be no faster."""
+        return False
+
+    def _apply(self, fn: Any, recurse: bool = True) -> FusedModule:
+        """Runs on .to(), .cuda() and the like: "auto" is resolved again, since it depends on the device."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves _apply untyped
+        self.set_fused_backend(self.vit_fast_request)
+        return self
+
+    def _get_name(self) -> str:
+        return type(self).__qualname__
+
+
+def fused_form_of(original: type[nn.Module], *, equivalent: bool = True) -> Callable[[FusedClass], FusedClass]:
+    """Class decorator: ties a fused class to the class it stands for.
+
+    It takes over the original's __name__, because wrapping policies (transformers' _no_split_modules, accelerate's
+    FSDP) find layers by it; pickle goes by __qualname__, which stays its own. torch.fx and torch.jit.script meet the
+    original's forward, see `tracing.py`.
+
+    Args:
+        original: The class.
+        equivalent: Whether its forward gives the same results.
+    """
+
+    def decorate(cls: FusedClass) -> FusedClass:
+        cls.original = original
+        cls.original_forward = original.forward
+        cls.__name__ = original.__name__
+        if cls.passes_for_original:
+            cls.__module__, cls.__qualname__ = original.__module__, original.__qualname__
+        show_original_to_tracers(cls, original, equivalent)
+        return cls
+
+    return decorate
+
+
+def fused_class(module: Any, mixin: type[FusedModule]) -> tuple[type, ...]:
+    """The class of a module, where that is one made of the mixin by `fuse` and of nothing else since."""
+    cls = type(module)
+    return (cls,) if issubclass(cls, mixin) and "original" in vars(cls) else ()
+
+
+class Forms:
+    """The fused classes of one library's file.
+
+    Each is made when its original is first seen, for the library may be absent and is slow to import. It is then a
+    global of the file under the name "Fused" and the original's, by which pickle finds it.
+
+    Args:
+        file: The file's globals.
+        mixins: What makes a fused class of an original, by the original's dotted path.
+    """
+
+    def __init__(self, file: dict[str, Any], mixins: Mapping[str, type[FusedModule]]) -> None:
+        self._file, self._mixins = file, mixins
+
+    def of(self, original: type[nn.Module]) -> type[FusedModule] | None:
+        """The fused class that instances of exactly this class can be given, or None."""
+        mixin = self._mixins.get(f"{original.__module__}.{original.__qualname__}")
+        if mixin is None:
+            return None
+        name = f"Fused{original.__name__}"
+        made: type[FusedModule] | None = self._file.get(name)
+        if made is None or made.original is not original:
+            about = {"__module__": self._file["__name__"], "__qualname__": name, "__doc__": mixin.__doc__}
+            made = fused_form_of(original)(type(name, (mixin, original), about))
+            self._file[name] = made
+        return made
+
+    def named(self, name: str) -> type[FusedModule]:
+        """The fused class of this name, which imports its library.
+
+        Raises:
+            AttributeError: there is none.
+        """
+        for path in self._mixins:
+            module, _, original = path.rpartition(".")
+            if name == f"Fused{original}" and (made := self.of(getattr(importlib.import_module(module), original))):
+                return made
+        raise AttributeError(f"module {self._file['__name__']!r} has no attribute {name!r}")
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """The device of the first parameter, or buffer; the CPU where there is none."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        return tensor.device
+    return torch.device("cpu")
+
+
+def dtype_of(module: nn.Module) -> torch.dtype | None:
+    """The dtype of the first parameter; None where there is none, as in quantised layers."""
+    return next((parameter.dtype for parameter in module.parameters()), None)
+
+
+def triton_reasons(head_width: int | None, dtype: torch.dtype | None) -> list[str]:
+    """Why the kernels cannot do a module of this head width (None: it has no attention) and weight dtype."""
+    reasons = []
+    if head_width is not None and not MIN_HEAD_DIM <= head_width <= MAX_HEAD_DIM:
+        reasons.append(f"a head is {head_width} wide: the triton kernel takes {MIN_HEAD_DIM} to {MAX_HEAD_DIM}")
+    if dtype is not None and dtype not in DTYPES:
+        reasons.append(f"the weights are {dtype}: the triton kernels take fp32, fp16 and bf16")
+    return reasons
+
+
+class FusedNormMlp(Freezable, FusedModule):
+    """A module whose norm and MLP are one operator; a block, whose kernels follow one another where nothing intervenes.
+
+    A child that gets a hook, a wrapper or another class after fuse is honoured: what holds it then runs as it was.
+    """
+
+    kind = "norm + MLP"
+    reader: ClassVar[type[Reader]] = Reader
+
+    @classmethod
+    def read_mlp(cls, block: Reader) -> MlpParts | None:
+        """norm and MLP of such a module; None with the reader's reasons where they have to stay."""
+        raise NotImplementedError
+
+    @classmethod
+    def read_attention(cls, block: Reader) -> AttentionParts | None:
+        """What comes before in a block; None where that stays modules."""
+        return None
+
+    @classmethod
+    def examine(cls, module: Any) -> Finding:
+        reader = cls.reader(module)
+        cls.read_mlp(reader)
+        return Finding(reader.reasons, reader.notes, reader.modules)
+
+    def read(self) -> BlockParts:
+        """What the module consists of now."""
+        return read_block(self, self.read_mlp, self.read_attention, self.reader)
+
+    def ready(self) -> BlockParts | None:
+        """Its parts; None where its own forward has to run, for dropout, a hook, a wrapped child."""
+        parts = parts_of(self)
+        if parts.fp8 is not None:
+            parts.fp8.check(self.vit_fast_backend)
+        return None if parts.mlp is None or drops(parts.mlp.dropouts) else parts
+
+    def runs_as_it_was(self) -> bool:
+        return self.ready() is None
+
+    def is_idle(self) -> bool:
+        return self.leaves_all_to_torch()
+
+    def packable(self) -> BlockParts | None:
+        parts = parts_of(self)
+        attention: Any = parts.attention
+        backend = self.vit_fast_backend
+        return parts if is_packable(parts, backend) and attention.module.vit_fast_backend == backend else None
+
+    def whole(self) -> BlockParts | None:
+        """Its parts where it is a block that is nothing but kernels now."""
+        parts = parts_of(self)
+        return parts if self._runs_whole(parts) else None
+
+    def _runs_whole(self, parts: BlockParts) -> bool:
+        attention: Any = parts.attention
+        backend = self.vit_fast_backend
+        return runs_whole(parts, backend) and attention.module.vit_fast_backend == backend
+
+    def runs_on_torch(self) -> bool:
+        return self.vit_fast_backend == "sdpa"
+
+    def norm_mlp(self, parts: BlockParts, x: Tensor) -> Tensor:
+        """x + drop_path(layer_scale * MLP(LN(x))) for x [..., C], by the parts of ready()."""
+        mlp: Any = parts.mlp
+        return run_mlp(mlp, x, self.vit_fast_backend)
+
+    def run_as_block(
+        self,
+        parts: BlockParts,
+        x: Tensor,
+        attend: Callable[[Tensor], Tensor],
+        ordinary: bool = True,
+        rope: Rope | None = None,
+        keys: Keys | None = None,
+    ) -> Tensor:
+        """The module as a block, [B, N, C] -> [B, N, C].
+
+        Args:
+            parts: Of ready().
+            attend: x -> x + attention by the modules, for where they have to run.
+            ordinary: Whether the call asks for nothing but what rope and keys say.
+            rope: Its rotary positions, where it is ordinary and has some.
+            keys: Likewise, which keys queries meet.
+        """
+        if ordinary and self.runs_on_torch() and (output := run_packed_block(parts, x, rope, keys)) is not None:
+            return output
+        by_modules = None if ordinary and self._runs_whole(parts) else attend
+        return forward_block(self, parts, x, rope=rope, keys=keys, backend=self.vit_fast_backend, attend=by_modules)
+
+
+class FusedBlocks(FusedModule):
+    """A Sequential of nothing but fused blocks, which hands the LayerNorm statistics from each to the next."""
+
+    kind = "blocks"
+
+    def forward(self, input: Tensor, *rope: Tensor) -> Tensor:
+        """[B, N, C] -> [B, N, C]."""
+        return run_blocks(self, input, *rope)

@@ -1,0 +1,129 @@
+"""What fuse did with each module of a model, and how that is printed."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import UnsupportedInputError
+
+
+@dataclass(frozen=True)
+class ModuleReport:
+    """What fuse did with one module.
+
+    Attributes:
+        name: Its dotted name in the model; "" is the model itself.
+        class_name: Its class before.
+        part: "attention", "norm + MLP" or "normalisation".
+        fused: Whether it now runs our operator.
+        reasons: Why it was left, when it was; every reason.
+        notes: What to know when it was fused.
+    """
+
+    name: str
+    class_name: str
+    part: str
+    fused: bool
+    reasons: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class FusionReport:
+    """What fuse did; print it.
+
+    Attributes:
+        backend: What "auto" meant: "eager", "sdpa" or "triton".
+        modules: One entry a module, in the model's order.
+        backend_reasons: Why "auto" did not mean triton, where it was asked for and did not.
+        precision: What was asked for beside the model's own; None where nothing was.
+        precision_notes: What was measured of it.
+        elsewhere: Language models and decoders inside the model, whose attention and MLPs are neither fused nor left:
+            the encoder of the images is another part. What is in them of classes that are known is fused, CLIP's text
+            towers for one.
+    """
+
+    backend: str
+    modules: tuple[ModuleReport, ...] = ()
+    backend_reasons: tuple[str, ...] = ()
+    precision: str | None = None
+    precision_notes: tuple[str, ...] = ()
+    elsewhere: tuple[str, ...] = ()
+
+    @property
+    def fused(self) -> tuple[ModuleReport, ...]:
+        return tuple(module for module in self.modules if module.fused)
+
+    @property
+    def left(self) -> tuple[ModuleReport, ...]:
+        return tuple(module for module in self.modules if not module.fused)
+
+    def require_all(self) -> FusionReport:
+        """Gives the report back when every attention and MLP of the model's encoder blocks was fused.
+
+        Raises:
+            UnsupportedInputError: something was left, or there was nothing to fuse; lists every module and reason.
+        """
+        reasons = [
+            f"{module.name or 'the model'} ({module.class_name}, {module.part}): {reason}"
+            for module in self.left
+            for reason in module.reasons
+        ]
+        if not self.modules:
+            reasons = ["the model holds no attention or MLP that vit_fast knows"]
+        if reasons:
+            raise UnsupportedInputError("fuse left modules as they were", reasons)
+        return self
+
+    def __str__(self) -> str:
+        """A table: equal modules of consecutive blocks share a line."""
+        precision = f", precision {self.precision}" if self.precision else ""
+        title = f"backend {self.backend}{precision}: {len(self.fused)} fused, {len(self.left)} left"
+        elsewhere = [
+            f"{each}: a language model or decoder, left but for parts of known classes" for each in self.elsewhere
+        ]
+        if not self.modules:
+            return "\n".join([f"{title} (no attention or MLP that vit_fast knows)", *elsewhere])
+        rows = [(*row[:3], "; ".join(row[3])) for row in _grouped(self.modules)]
+        header = ("module", "part", "what happened", "reasons and notes")
+        widths = [max(len(row[i]) for row in (header, *rows)) for i in range(3)]
+        about = [f"backend {self.backend}: {'; '.join(self.backend_reasons)}"] if self.backend_reasons else []
+        about += [f"precision {self.precision}: {note}" for note in self.precision_notes] + elsewhere
+        lines = [title, *about, _table_line(header, widths)]
+        return "\n".join(lines + [_table_line(row, widths) for row in rows])
+
+
+def _grouped(modules: Sequence[ModuleReport]) -> Iterator[tuple[str, str, str, tuple[str, ...]]]:
+    """Rows of the table; blocks.0.attn .. blocks.11.attn with one outcome become blocks.{0-11}.attn."""
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for module in modules:
+        pattern = re.sub(r"\d+", "*", module.name)
+        what = "fused" if module.fused else "left"
+        key = (pattern, f"{module.class_name}: {module.part}", what, module.reasons + module.notes)
+        groups.setdefault(key, []).append(module.name)
+    for (_, part, what, remarks), names in groups.items():
+        yield _joined(names), part, what, remarks
+
+
+def _joined(names: list[str]) -> str:
+    if len(names) == 1:
+        return names[0] or "(the model)"
+    numbers = [re.findall(r"\d+", name) for name in names]
+    varying = [i for i in range(len(numbers[0])) if len({row[i] for row in numbers}) > 1]
+    if len(varying) != 1:
+        return f"{names[0]} and {len(names) - 1} more"
+    pieces = re.split(r"(\d+)", names[0])
+    found = sorted(int(row[varying[0]]) for row in numbers)
+    together = found == list(range(found[0], found[-1] + 1))
+    pieces[2 * varying[0] + 1] = "{" + (f"{found[0]}-{found[-1]}" if together else ",".join(map(str, found))) + "}"
+    return "".join(pieces)
+
+
+def _table_line(row: Sequence[str], widths: Sequence[int]) -> str:
+    left = "  ".join(text.ljust(width) for text, width in zip(row, widths))
+    wrapped = textwrap.wrap(row[3], 80) or [""]
+    return ("\n" + " " * (len(left) + 2)).join([f"{left}  {wrapped[0]}", *wrapped[1:]]).rstrip()

@@ -1,0 +1,252 @@
+"""A pre-norm encoder block as data, whatever library it comes from.
+
+A library reads its blocks into `BlockParts` (`reading.py` helps); what cannot be read past stays a module, and the
+parts say why. They hold modules and names, never tensors: a Parameter may be replaced at any time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..ops.descriptions import BlockTensors, Norm, QkNorm
+from ..ops.frozen import Frozen
+from .plain import Watch
+
+Slot = tuple[Any, str]  # a module and the name of one of its attributes
+
+
+@dataclass(frozen=True, eq=False)
+class NormParts:
+    """A normalisation over the last axis.
+
+    Attributes:
+        module: Holds weight and, of a LayerNorm, bias.
+        kind: "layer_norm" or "rms_norm".
+        eps: Epsilon, in units of x squared.
+    """
+
+    module: Any
+    kind: str
+    eps: float
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Where its parameters are."""
+        names = ("weight", "bias") if self.kind == "layer_norm" else ("weight",)
+        return tuple((self.module, name) for name in names)
+
+    def tensors(self) -> tuple[Any, Any]:
+        """Weight and bias; None where there is none."""
+        bias = tensor_of(self.module, "bias") if self.kind == "layer_norm" else None
+        return tensor_of(self.module, "weight"), bias
+
+    def now(self) -> Norm:
+        """As an operator takes it."""
+        return Norm(*self.tensors(), self.eps, self.kind)
+
+
+@dataclass(frozen=True, eq=False)
+class LinearParts:
+    """A linear layer, or several with one input as one, their rows joined: q, k and v.
+
+    Attributes:
+        weights: One weight, or one a layer.
+        biases: Likewise, not necessarily as many: timm's EVA has one weight and three biases.
+        chunk: Which half of the rows, 0 or 1, of a layer that packs two, gate and up; None means all.
+    """
+
+    weights: tuple[Slot, ...]
+    biases: tuple[Slot, ...]
+    chunk: int | None = None
+
+    def tensors(self) -> tuple[Any, Any]:
+        """Weight and bias; None where there is none."""
+        if self.chunk is not None:
+            packed = tensor_of(*self.weights[0]), tensor_of(*self.biases[0])
+            weight, bias = (None if each is None else each.chunk(2)[self.chunk] for each in packed)
+            return weight, bias
+        weights = [tensor_of(*slot) for slot in self.weights]
+        biases = [tensor_of(*slot) for slot in self.biases]
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        if len(biases) == 1:
+            return weight, biases[0]
+        if all(bias is None for bias in biases):
+            return weight, None
+        absent = weight.new_zeros(weight.shape[0] // len(biases))  # BEiT's keys have no bias
+        return weight, torch.cat([absent if bias is None else bias for bias in biases])
+
+
+@dataclass(frozen=True, eq=False)
+class QkNormParts:
+    """The norms of q and k, each head by itself (over "head") or all of a token's together ("width")."""
+
+    q: NormParts
+    k: NormParts
+    over: str
+
+    def now(self) -> QkNorm:
+        """As an operator takes it."""
+        return QkNorm(self.q.now(), self.k.now(), self.over)
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionParts:
+    """x + drop_path(layer_scale * proj(attention(qkv(norm(x))))); rotary positions are given with each call.
+
+    Attributes:
+        module: The attention layer.
+        norm: What comes first.
+        qkv: The projections to q, k and v, of equal width.
+        qk_norm: Of q and k, before they are rotated; None where there is none.
+        num_heads: Of the attention.
+        scale: Multiplier of q k^T; None means D**-0.5.
+        proj: A linear layer.
+        layer_scale: The vector [C]; None where there is none.
+        drop_path: A module with drop_prob, or None.
+        dropouts: Probabilities that are dropped with in training.
+        rotates_halves: Whether its rotary positions turn channels j and j + D/2 of a head.
+    """
+
+    module: Any
+    norm: NormParts
+    qkv: LinearParts
+    num_heads: int
+    scale: float | None
+    proj: Any
+    layer_scale: Slot | None
+    drop_path: Any
+    dropouts: tuple[Slot, ...]
+    qk_norm: QkNormParts | None = None
+    rotates_halves: bool = False
+
+    @property
+    def paired_head(self) -> int:
+        """Channels of a head that freezing is to pair, so that the qkv matmul can turn them; 0 where it cannot."""
+        if not self.rotates_halves or (self.qk_norm is not None and self.qk_norm.over == "width"):
+            return 0
+        return sum(tensor_of(*slot).shape[0] for slot in self.qkv.weights) // (3 * self.num_heads)
+
+
+@dataclass(frozen=True, eq=False)
+class MlpParts:
+    """x + drop_path(layer_scale * fc2(inner_norm(hidden))), after norm; attributes else as in AttentionParts.
+
+    Attributes:
+        fc1: hidden = activation(fc1(norm(x))); with a gate activation(gate(norm(x))) * fc1(norm(x)).
+        gate: That; None where there is none.
+        activation: The operator's name of it.
+        inner_norm: EVA-02's; None where there is none.
+        fc2: A linear layer.
+    """
+
+    norm: NormParts
+    fc1: LinearParts
+    activation: str
+    fc2: Any
+    layer_scale: Slot | None
+    drop_path: Any
+    dropouts: tuple[Slot, ...]
+    gate: LinearParts | None = None
+    inner_norm: NormParts | None = None
+
+    def tensors(self) -> tuple[Any, ...]:
+        """norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias."""
+        return (*self.norm.tensors(), *self.fc1.tensors(), *tensors_of(self.fc2))
+
+    def options(self) -> dict[str, Any]:
+        """What the operator takes beside them."""
+        options = {"eps": self.norm.eps, "activation": self.activation, "layer_scale": scale_of(self)}
+        if self.norm.kind != "layer_norm":
+            options["norm"] = self.norm.kind
+        if self.gate is not None:
+            options["gate_weight"], options["gate_bias"] = self.gate.tensors()
+        if self.inner_norm is not None:
+            options["inner_norm"] = self.inner_norm.now()
+        return options
+
+
+@dataclass(eq=False)
+class BlockParts:
+    """What a block was read into.
+
+    Attributes:
+        attention: Its first half; None where that stays modules.
+        mlp: Its second half, likewise.
+        attention_reasons: Why the first half stays; empty where it does not.
+        mlp_reasons: Likewise of the second half.
+        watch: Whether all this still stands.
+        frozen: qkv and fc1 with their norms folded in, where they are kept (`freezing.py`).
+        fp8: What runs the block where it is to run in e4m3 (`fp8_scales.py`).
+        reader: The kept weights of the block behind it, where that reads e4m3.
+    """
+
+    attention: AttentionParts | None
+    mlp: MlpParts | None
+    attention_reasons: tuple[str, ...]
+    mlp_reasons: tuple[str, ...]
+    watch: Watch
+    frozen: Frozen | None = None
+    fp8: Any = None
+    reader: Any = None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # a copy of the block, or one that was pickled, is read again
+
+
+def scale_of(parts: AttentionParts | MlpParts) -> Any:
+    """The LayerScale of a half, or None."""
+    return None if parts.layer_scale is None else tensor_of(*parts.layer_scale)
+
+
+def drops(dropouts: tuple[Slot, ...]) -> bool:
+    """True if elements are dropped at random now."""
+    return any(owner.training and getattr(owner, name) for owner, name in dropouts)
+
+
+def drops_path(drop_path: Any) -> bool:
+    """True if a DropPath drops branches now."""
+    return drop_path is not None and bool(drop_path.training and drop_path.drop_prob)
+
+
+def block_tensors(attention: AttentionParts, mlp: MlpParts) -> BlockTensors:
+    """The parameters of a block as they are now; separate linear layers of q, k and v joined."""
+    first = (*attention.norm.tensors(), *attention.qkv.tensors(), *tensors_of(attention.proj), scale_of(attention))
+    gate = (None, None) if mlp.gate is None else mlp.gate.tensors()
+    inner = (None, None) if mlp.inner_norm is None else mlp.inner_norm.tensors()
+    everything: Any = (*first, *mlp.tensors(), scale_of(mlp), *gate, None, None, *inner)
+    return BlockTensors(*everything)
+
+
+def frozen_sources(attention: AttentionParts, mlp: MlpParts) -> list[Slot]:
+    """The parameters that something is kept of where a block is frozen: of norms, qkv and fc1, and other weights."""
+    norms = [norm for norm in (attention.norm, mlp.norm, mlp.inner_norm) if norm is not None]
+    unread = [(attention.proj, "bias")] if mlp.inner_norm is not None else [(attention.proj, "bias"), (mlp.fc2, "bias")]
+    linears = [slot for slot in linear_sources(attention, mlp) if slot not in unread]
+    return [*(slot for norm in norms for slot in norm.slots), *linears]
+
+
+def linear_sources(attention: AttentionParts, mlp: MlpParts) -> list[Slot]:
+    """The weights and biases of qkv, fc1, gate, proj and fc2."""
+    linears = (attention.qkv, mlp.fc1, *(() if mlp.gate is None else (mlp.gate,)))
+    behind = [(layer, name) for layer in (attention.proj, mlp.fc2) for name in ("weight", "bias")]
+    return [*(slot for linear in linears for slot in (*linear.weights, *linear.biases)), *behind]
+
+
+def tensors_of(owner: nn.Module) -> tuple[Any, Any]:
+    """Weight and bias."""
+    return tensor_of(owner, "weight"), tensor_of(owner, "bias")
+
+
+def tensor_of(owner: nn.Module, name: str) -> Any:
+    """The attribute without nn.Module's own look-up, which is slow; FSDP keeps weights outside of _parameters."""
+    if torch.compiler.is_compiling():
+        return getattr(owner, name)
+    own = owner.__dict__
+    if name in own:
+        return own[name]
+    parameters = own["_parameters"]
+    return parameters[name] if name in parameters else getattr(owner, name)  # it may be a buffer by now

@@ -1,0 +1,101 @@
+"""Pictures as bytes: the normalisation (x / 255 - mean) / std folded into the patch embedding's convolution.
+
+    conv((x / 255 - mean) / std) = conv'(x - 128),  W' = W / (255 std),  b' = b + sum W (128 / 255 - mean) / std
+
+A byte minus 128 is exact in fp16 and bf16, a normalised value is not. A power of two keeps W' in fp16's normal range.
+W' and b' are made from the Parameters in every forward, in fp32: nothing is copied, and gradients reach the Parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..layers import PatchEmbed
+from .fused import Finding, FusedModule, fused_form_of
+from .reading import describe
+
+CENTRE = 128.0
+POWER = 64.0  # bytes are divided by it and weights multiplied
+
+
+@fused_form_of(nn.Conv2d, equivalent=False)
+class FusedPatchConv(FusedModule, nn.Conv2d):
+    """A patch embedding's convolution that takes pictures in 0..255, uint8 or any floating dtype."""
+
+    kind = "normalisation"
+    vit_fast_mean: tuple[float, ...]
+    vit_fast_std: tuple[float, ...]
+
+    @classmethod
+    def examine(cls, module: Any) -> Finding:
+        if type(module) is not nn.Conv2d:
+            return Finding([f"the patch embedding is {describe(module)}: accepted is torch.nn.Conv2d"])
+        reasons = []
+        if any(module.padding) if isinstance(module.padding, tuple) else module.padding != "valid":
+            reasons.append(f"it pads by {module.padding}: zero is not a picture's zero before normalisation")
+        if module.groups != 1:
+            reasons.append(f"it has {module.groups} groups: accepted is 1")
+        return Finding(reasons, ["the model now takes pictures in 0..255, uint8 or floating, not normalised ones"])
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Bytes [B, channels, height, width] -> [B, C, rows, columns]."""
+        scale = [POWER / (255.0 * std) for std in self.vit_fast_std]
+        shift = [(CENTRE / 255.0 - mean) / std for mean, std in zip(self.vit_fast_mean, self.vit_fast_std)]
+        channels = self.weight.float().split(1, dim=1)  # a scalar a channel: no tensor is made on the host
+        weight = torch.cat([channel * factor for channel, factor in zip(channels, scale)], dim=1)
+        bias = sum(channel.sum(dim=(1, 2, 3)) * offset for channel, offset in zip(channels, shift))
+        if self.bias is not None:
+            bias = bias + self.bias.float()
+        dtype = self.weight.dtype
+        centred = ((input.to(dtype) - CENTRE) / POWER).to(dtype)
+        return F.conv2d(
+            centred, weight.to(dtype), torch.as_tensor(bias).to(dtype), self.stride, self.padding, self.dilation
+        )
+
+
+@fused_form_of(PatchEmbed, equivalent=False)
+class FusedPatchEmbed(FusedModule, PatchEmbed):
+    """Our own patch embedding, which otherwise refuses bytes."""
+
+    kind = "normalisation"
+
+    def forward(self, images: Tensor) -> Any:
+        """Bytes [B, channels, height, width] -> what PatchEmbed returns."""
+        return super().forward(images.to(self.proj.weight.dtype))
+
+
+def find_patch_conv(model: nn.Module) -> tuple[str, nn.Conv2d | FusedPatchConv] | None:
+    """The first convolution of the model: the one that sees the picture."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Conv2d):
+            return name, module
+    return None
+
+
+def check_normalize(normalize: object) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """(mean, std) as two tuples of floats.
+
+    Raises:
+        ValueError: not two sequences of the same length, or a std that is not positive.
+    """
+    try:
+        mean, std = (tuple(float(value) for value in _sequence(values)) for values in _sequence(normalize))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"normalize={normalize!r}: accepted is (mean, std), each a number a channel") from error
+    if len(mean) != len(std) or not mean or min(std) <= 0:
+        raise ValueError(
+            f"normalize={normalize!r}: accepted are as many means as standard deviations, those positive, "
+            "both for pictures in 0..1"
+        )
+    return mean, std
+
+
+def _sequence(values: object) -> Sequence[Any]:
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise TypeError(f"{values!r} is not a sequence")
+    return values

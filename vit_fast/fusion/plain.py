@@ -1,0 +1,185 @@
+"""May a module be read past, its parameters taken and its forward left uncalled? The one judge.
+
+Not where somebody looks in or computes otherwise: hooks, a forward set on the instance, weights of a tensor class of
+their own (torchao quantises so, DTensor shards so), another class. A module is judged when it is read; `Watch` then
+says, in every forward, whether everything is still what was judged.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.frozen import is_plain
+
+_RECORDERS = "transformers.utils.output_capturing"
+# By key and index into the output: a layer is called whatever records it, and without weights attention returns none.
+_HARMLESS = (("hidden_states", 0), ("attentions", 1))
+_FORWARDS: dict[type, Any] = {}  # of each class that was inspected, the forward that its library defines
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """True for hooks of users; not for those that transformers leaves on layers and attention."""
+    if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return True
+    hooks = module._forward_hooks
+    return bool(hooks) and not all(map(_records_nothing_else, hooks.values()))
+
+
+def _records_nothing_else(hook: Any) -> bool:
+    """True for a hook of transformers that records hidden states of layers, or attention weights."""
+    if getattr(hook, "__module__", None) != _RECORDERS or not hasattr(hook, "__code__"):
+        return False
+    if torch.compiler.is_compiling():  # which cannot follow the rest; parts were read before it traces
+        return True
+    held = dict(zip(hook.__code__.co_freevars, hook.__closure__ or ()))
+    found = tuple(held[name].cell_contents for name in ("key", "index") if name in held)
+    return found in _HARMLESS
+
+
+def forward_is_replaced(module: nn.Module) -> bool:
+    """Whether the instance has a forward other than its class's own.
+
+    Its own stands there, too, after transformers 4 has made a module or accelerate has taken its hooks away.
+    """
+    if "forward" not in module.__dict__:
+        return False
+    forward = module.__dict__["forward"]
+    own = getattr(forward, "__self__", None) is module
+    return not (own and getattr(forward, "__func__", None) is type(module).forward)
+
+
+def class_is_patched(cls: type) -> bool:
+    """True if a class, or the class that it is the fused form of, has a forward that its library did not define."""
+    original = getattr(cls, "original", None)
+    return _forward_is_foreign(cls) or (isinstance(original, type) and _forward_is_foreign(original))
+
+
+def _forward_is_foreign(cls: Any) -> bool:
+    """A library's forward is named after its class when it is first seen, and stays the same from then on."""
+    forward = cls.forward
+    if cls not in _FORWARDS:
+        owner = next(base for base in cls.__mro__ if "forward" in vars(base))
+        is_known = owner is nn.Module or "original_forward" in vars(owner)
+        if not is_known and getattr(forward, "__qualname__", "") != f"{owner.__qualname__}.forward":
+            return True
+        _FORWARDS[cls] = forward
+    return _FORWARDS[cls] is not forward
+
+
+def is_touched(module: nn.Module) -> bool:
+    """True if a module has to be called, whatever its class."""
+    if is_hooked(module) or forward_is_replaced(module):
+        return True
+    if not torch.compiler.is_compiling() and class_is_patched(type(module)):
+        return True
+    return not all(map(is_plain, module._parameters.values()))
+
+
+def touch_reasons(name: str, module: nn.Module) -> list[str]:
+    """`is_touched`, in words."""
+    reasons = []
+    if is_hooked(module):
+        reasons.append(f"{name} carries hooks, which would no longer run")
+    if forward_is_replaced(module):
+        reasons.append(f"{name}.forward was replaced on the instance")
+    if class_is_patched(type(module)):
+        reasons.append(f"{type(module).__qualname__}.forward was replaced on the class of {name}")
+    for own, parameter in module._parameters.items():
+        reasons += tensor_reasons(f"{name}.{own}", parameter)
+    return reasons
+
+
+def tensor_reasons(name: str, tensor: Tensor | None) -> list[str]:
+    if is_plain(tensor):
+        return []
+    return [f"{name} is a {type(tensor).__name__}: accepted is an ordinary tensor"]
+
+
+class Watch:
+    """What a reading rests on, and whether it still stands.
+
+    Args:
+        owner: The module that was read.
+        edges: (parent, name, child) of every module that is read past, and of those that forbid it.
+        values: (owner, attribute, value) of everything else that the reading depends on.
+    Attributes:
+        modules: The children among the edges.
+    """
+
+    def __init__(
+        self,
+        owner: nn.Module,
+        edges: list[tuple[nn.Module, str, nn.Module]],
+        values: list[tuple[Any, str, object]],
+    ) -> None:
+        self.owner, self.values = owner, tuple(values)
+        self.modules = tuple(child for _, _, child in edges)
+        own = [value for value in values if value[1] in getattr(value[0], "__dict__", ())]
+        absent = [value for value in values if isinstance(value[0], nn.Module) and value[2] is None]
+        self._own = tuple((value[0].__dict__, *value[1:]) for value in own)
+        self._absent = tuple((value[0].__dict__, value[1]) for value in absent if value not in own)
+        self._others = tuple(value for value in values if value not in own and value not in absent)
+        classes = {type(child) for child in self.modules}
+        classes |= {getattr(cls, "original", cls) for cls in classes}
+        self._forwards = tuple((cls, cls.forward) for cls in classes)
+        self._touched = tuple((*edge, type(edge[2])) for edge in edges if is_touched(edge[2]))
+        self._plain = tuple(
+            (parent, parent._modules, name, child, type(child), child.__dict__, child._parameters)
+            for parent, name, child in edges
+            if not is_touched(child)
+        )
+
+    def holds(self, owner: nn.Module) -> bool:
+        """True if `owner` is the module that was read, and nothing below it has changed; takes a few microseconds.
+
+        The modules are still the same objects of the same classes; hooks, forwards set on an instance or a class and
+        weights of a class of their own are where they were and nowhere else.
+        """
+        if owner is not self.owner:  # a shallow copy, or a replica of nn.DataParallel
+            return False
+        for cls, forward in self._forwards:
+            if cls.forward is not forward:
+                return False
+        plain = nn.Parameter
+        # dictionaries in place of attributes: nn.Module has them looked up in Python
+        for _, children, name, child, cls, own, parameters in self._plain:
+            if children.get(name) is not child or child.__class__ is not cls:
+                return False
+            if own["_forward_pre_hooks"] or own["_backward_hooks"] or (own["_forward_hooks"] and is_hooked(child)):
+                return False
+            if own["_backward_pre_hooks"] or ("forward" in own and forward_is_replaced(child)):
+                return False
+            if parameters:
+                for parameter in parameters.values():
+                    if parameter.__class__ is not plain and not is_plain(parameter):
+                        return False
+        for parent, name, child, cls in self._touched:
+            if parent._modules.get(name) is not child or type(child) is not cls or not is_touched(child):
+                return False
+        for attributes, name, value in self._own:
+            now = attributes.get(name)
+            if now is not value and now != value:
+                return False
+        for attributes, name in self._absent:
+            for place in (attributes, attributes["_modules"], attributes["_parameters"]):
+                if place.get(name) is not None:
+                    return False
+        return all(getattr(owner, name, None) == value for owner, name, value in self._others)
+
+    def guard(self) -> None:
+        """Looks at the same in a way that torch.compile can follow, and so guards.
+
+        It guards classes by itself, and hooks where it is told to (`torch._dynamo.config.skip_nnmodule_hook_guards`).
+        """
+        for parent, _, name, child, *_ in self._plain:
+            if parent._modules.get(name) is not child or is_touched(child):
+                return
+        for parent, name, child, _ in self._touched:
+            if parent._modules.get(name) is not child:
+                return
+        for owner, name, value in self.values:
+            if getattr(owner, name, None) != value:
+                return

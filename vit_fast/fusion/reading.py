@@ -1,0 +1,376 @@
+"""How a library's file reads its modules into parts: by paths, with every reason against reading past what is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..ops import reference
+from .parts import AttentionParts, BlockParts, LinearParts, MlpParts, NormParts, QkNormParts, Slot
+from .plain import Watch, tensor_reasons, touch_reasons
+
+ACTIVATION_FUNCTIONS: dict[Any, str] = {F.gelu: "gelu", F.relu: "relu", torch.relu: "relu", F.silu: "silu"}
+LINEAR_CLASSES = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)  # the latter in MultiheadAttention
+
+Classes = tuple[type, ...]
+
+
+class Looker:
+    """Looks at one module, and all that is in it.
+
+    Every module on the way to a part is one whose forward is left uncalled, so all of them are judged and watched.
+
+    Args:
+        owner: The module; what it carries itself, hooks for one, is none of a reading's business.
+    Attributes:
+        reasons: Why it cannot be read past what was looked at so far.
+        notes: What to know where it can.
+    """
+
+    def __init__(self, owner: nn.Module) -> None:
+        self.owner = owner
+        self.reasons: list[str] = []
+        self.notes: list[str] = []
+        self.edges: dict[str, tuple[nn.Module, str, nn.Module]] = {}
+        self.values: list[tuple[Any, str, object]] = []
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """What was read past."""
+        return [child for _, _, child in self.edges.values()]
+
+    def at(self, path: str) -> Any:
+        """The attribute at a dotted path, or None when some part of the path is missing."""
+        found: Any = self.owner
+        for name in path.split("."):
+            found = getattr(found, name, None)
+            if found is None:
+                return None
+        return found
+
+    def reach(self, path: str) -> Any:
+        """`at`, with every module on the way, and at its end, watched."""
+        parent: Any = self.owner
+        names = path.split(".")
+        for i, name in enumerate(names):
+            child = getattr(parent, name, None)
+            if isinstance(child, nn.Module):
+                self.edges[".".join(names[: i + 1])] = (parent, name, child)
+            elif child is None or not isinstance(child, Tensor):
+                self.values.append((parent, name, child))
+            if child is None:
+                return None
+            parent = child
+        return parent
+
+    def value(self, path: str) -> Any:
+        """An attribute that is no module, watched."""
+        path, _, name = path.rpartition(".")
+        owner = self.at(path) if path else self.owner
+        value = getattr(owner, name, None)
+        self.values.append((owner, name, value))
+        return value
+
+    def inside(self, path: str, classes: Classes) -> bool:
+        """Whether a module that holds or passes on what is between the parts is of a known class."""
+        module = self.reach(path)
+        if type(module) in classes:
+            return True
+        accepted = " or ".join(dict.fromkeys(_class_name(cls) for cls in classes)) or "none"
+        self.reasons.append(f"{path} is {describe(module)}: accepted is {accepted}")
+        return False
+
+    def _all_inside(self, inside: Mapping[str, Classes]) -> bool:
+        known = [self.inside(path, classes) for path, classes in inside.items()]
+        return all(known)
+
+    def judge(self) -> bool:
+        """True if everything inspected may be bypassed, with all modules below it; call it last."""
+        if not self.reasons:
+            self.claim({path.partition(".")[0] for path in self.edges})
+        for path, (_, _, child) in self.edges.items():
+            self.reasons += touch_reasons(path, child)
+        return not self.reasons
+
+    def claim(self, children: Collection[str]) -> None:
+        """Watches these children of the owner and all modules below them, so that no reader can forget one."""
+        for path, module in self.owner.named_modules(remove_duplicate=False):
+            parent, _, name = path.rpartition(".")
+            if path.partition(".")[0] in children and path not in self.edges:
+                self.edges[path] = (self.owner.get_submodule(parent), name, module)
+
+
+class PartReader(Looker):
+    """Reads one module: what a part of a block may be.
+
+    Attributes:
+        activation_classes: The operator's name of each activation, by its class's dotted path; a library adds its own.
+        norm_classes: The kind of each normalisation, likewise.
+    """
+
+    activation_classes: ClassVar[Mapping[str, str]] = {
+        "torch.nn.modules.activation.ReLU": "relu",
+        "torch.nn.modules.activation.SiLU": "silu",
+    }
+    norm_classes: ClassVar[Mapping[str, str]] = {
+        "torch.nn.modules.normalization.LayerNorm": "layer_norm",
+        "torch.nn.modules.normalization.RMSNorm": "rms_norm",
+    }
+
+    def norm(self, path: str) -> NormParts:
+        norm = self.reach(path)
+        kind = self.norm_classes.get(class_path(norm))
+        eps = self.value(f"{path}.{'variance_epsilon' if hasattr(norm, 'variance_epsilon') else 'eps'}")
+        if kind is None:
+            self.reasons.append(f"{path} is {describe(norm)}: accepted are LayerNorm and RMSNorm")
+        elif norm.weight is not None and norm.weight.dim() != 1:
+            self.reasons.append(f"{path} normalises over {tuple(norm.weight.shape)}: accepted is the last axis")
+        elif eps is None:
+            self.reasons.append(f"{path}.eps is None, which depends on the dtype: accepted is a number")
+        elif getattr(norm, "_fast_norm", False):
+            self.reasons.append(
+                f"{path} uses timm's fast norm, which rounds its statistics: call timm.layers.set_fast_norm(False)"
+            )
+        return NormParts(norm, kind or "", eps)
+
+    def norm_or_nothing(self, path: str) -> NormParts | None:
+        """A norm where there may be one; None where the place is absent or an Identity."""
+        return None if type(self.reach(path)) in (type(None), nn.Identity) else self.norm(path)
+
+    def linear(self, path: str, classes: Classes = (nn.Linear,)) -> Any:
+        """A linear layer; not one that is wrapped (LoRA), quantised or parametrized."""
+        linear = self.reach(path)
+        if type(linear) not in classes:
+            self.reasons.append(f"{path} is a {class_path(linear)}: accepted is torch.nn.Linear itself")
+        return linear
+
+    def activation(self, path: str) -> str:
+        activation = self.reach(path)
+        if isinstance(activation, nn.GELU):
+            self.value(f"{path}.approximate")
+        name = self._activation_name(activation)
+        if name is None:
+            known = ", ".join(reference.ACTIVATIONS)
+            self.reasons.append(f"{path} is {describe(activation)}: accepted are {known}")
+        return name or ""
+
+    def _activation_name(self, activation: Any) -> str | None:
+        """The operator's name of an activation: a module, a function or that name; None when it has none."""
+        if type(activation) is nn.GELU:
+            return "gelu_tanh" if activation.approximate == "tanh" else "gelu"
+        if isinstance(activation, str):
+            return activation if activation in reference.ACTIVATIONS else None
+        if isinstance(activation, nn.Module):
+            return self.activation_classes.get(class_path(activation))
+        return ACTIVATION_FUNCTIONS.get(activation)
+
+    def nothing(self, path: str) -> None:
+        """A place that must be empty: absent, or an Identity."""
+        module = self.reach(path)
+        if module is not None and type(module) is not nn.Identity:
+            self.reasons.append(f"{path} is {describe(module)}: accepted is none")
+
+    def dropout(self, path: str) -> Slot:
+        dropout = self.reach(path)
+        if type(dropout) is not nn.Dropout:
+            self.reasons.append(f"{path} is {describe(dropout)}: accepted is torch.nn.Dropout")
+        else:
+            self.notes += dropout_notes(path, dropout.p)
+        return dropout, "p"
+
+    def rate(self, path: str) -> Slot:
+        """A probability of dropout that is a plain attribute."""
+        path, _, name = path.rpartition(".")
+        return self.at(path), name
+
+    def drop_path(self, path: str | None) -> Any:
+        drop_path = self.reach(path) if path else None
+        if drop_path is None or type(drop_path) is nn.Identity:
+            return None
+        if not hasattr(drop_path, "drop_prob"):
+            self.reasons.append(f"{path} is {describe(drop_path)}: accepted is a DropPath with drop_prob")
+        return drop_path
+
+    def layer_scale(self, path: str | None) -> Slot | None:
+        """Where the vector is; None where the path leads nowhere, or to the number 1."""
+        if path is None:
+            return None
+        scale = self.reach(path)
+        if isinstance(scale, Tensor):
+            self.reasons += tensor_reasons(path, scale)
+            owner, _, name = path.rpartition(".")
+            return (self.at(owner) if owner else self.owner), name
+        if scale is not None and scale != 1.0:
+            self.reasons.append(f"{path} is {scale!r}: accepted is a Parameter")
+        return None
+
+    def _joined(self, paths: tuple[str, ...], chunk: int | None = None) -> LinearParts:
+        """Linear layers of one input; a MultiheadAttention among them stands for the projection that it holds."""
+        weights, biases = [], []
+        for path in paths:
+            holds_it = isinstance(self.at(path), nn.MultiheadAttention)
+            owner = self.reach(path) if holds_it else self.linear(path)
+            weights.append((owner, "in_proj_weight" if holds_it else "weight"))
+            biases.append((owner, "in_proj_bias" if holds_it else "bias"))
+        return LinearParts(tuple(weights), tuple(biases), chunk)
+
+    def _with_biases(self, paths: tuple[str, ...], biases: tuple[str, ...]) -> LinearParts:
+        slots = []
+        for path in biases:
+            self.reasons += tensor_reasons(path, self.reach(path))
+            owner, _, name = path.rpartition(".")
+            slots.append((self.at(owner), name))
+        return LinearParts(self._joined(paths).weights, tuple(slots))
+
+    def _qk_norm(self, q: str, k: str, over: str) -> QkNormParts | None:
+        of_q, of_k = self.norm_or_nothing(q), self.norm_or_nothing(k)
+        if of_q is None or of_k is None or (of_q.kind, of_q.eps) != (of_k.kind, of_k.eps):
+            if of_q is not of_k:
+                self.reasons.append(f"{q} and {k} differ: accepted are two norms of one kind and epsilon, or none")
+            return None
+        return QkNormParts(of_q, of_k, over)
+
+
+class Reader(PartReader):
+    """Reads one module: the two halves of a block."""
+
+    def mlp(
+        self,
+        norm: str,
+        fc1: str,
+        activation: str,
+        fc2: str,
+        *,
+        gate: str | None = None,
+        gate_chunk: int | None = None,
+        inner_norm: str | None = None,
+        inside: Mapping[str, Classes] | None = None,
+        empty: Iterable[str] = (),
+        dropouts: Iterable[str] = (),
+        layer_scale: str | None = None,
+        drop_path: str | None = None,
+    ) -> MlpParts | None:
+        """The second half of a block by the paths of its parts; None with `reasons` where it has to stay.
+
+        Args:
+            gate: The gate's linear layer, where it has one of its own.
+            gate_chunk: Which half of fc1 is the gate, 0 or 1, where both are packed.
+            inner_norm: Where a norm may be before fc2.
+            inside: Modules that hold parts, or one of them alone, and what they may be.
+            empty: Places that may hold nothing but an Identity.
+            dropouts, layer_scale, drop_path: As in MlpParts.
+        """
+        if not self._all_inside(inside or {}):
+            return None
+        parts = MlpParts(
+            norm=self.norm(norm),
+            fc1=self._joined((fc1,), None if gate_chunk is None else 1 - gate_chunk),
+            gate=None if gate is None and gate_chunk is None else self._joined((gate or fc1,), gate_chunk),
+            activation=self.activation(activation),
+            inner_norm=None if inner_norm is None else self.norm_or_nothing(inner_norm),
+            fc2=self.linear(fc2),
+            layer_scale=self.layer_scale(layer_scale),
+            drop_path=self.drop_path(drop_path),
+            dropouts=tuple(self.dropout(path) for path in dropouts),
+        )
+        for path in empty:
+            self.nothing(path)
+        return parts if self.judge() else None
+
+    def attention(
+        self,
+        module: str,
+        norm: str,
+        qkv: tuple[str, ...],
+        proj: str,
+        *,
+        biases: tuple[str, ...] | None = None,
+        qk_norm: tuple[str, str] | None = None,
+        qk_norm_over: str = "head",
+        rotates_halves: bool = False,
+        inside: Mapping[str, Classes] | None = None,
+        empty: Iterable[str] = (),
+        dropouts: Iterable[str] = (),
+        rates: Iterable[str] = (),
+        num_heads: int,
+        scale: float | None = None,
+        layer_scale: str | None = None,
+        drop_path: str | None = None,
+    ) -> AttentionParts | None:
+        """The first half of a block by the paths of its parts; None with `reasons` where it has to stay.
+
+        Args:
+            module: The attention layer.
+            qkv: One linear layer, or three; or a MultiheadAttention, which holds the weights itself.
+            biases: Where those of qkv are, if not in the linear layers.
+            qk_norm: Where norms of q and of k may be.
+            qk_norm_over: As in QkNormParts.
+            rates: Probabilities of dropout that are plain attributes.
+            inside, empty: As in `mlp`.
+            dropouts, num_heads, scale, layer_scale, drop_path, rotates_halves: As in AttentionParts.
+        """
+        if not self._all_inside(inside or {}):
+            return None
+        parts = AttentionParts(
+            module=self.reach(module),
+            norm=self.norm(norm),
+            qkv=self._joined(qkv) if biases is None else self._with_biases(qkv, biases),
+            qk_norm=None if qk_norm is None else self._qk_norm(*qk_norm, qk_norm_over),
+            num_heads=num_heads,
+            scale=scale,
+            proj=self.linear(proj, LINEAR_CLASSES),
+            layer_scale=self.layer_scale(layer_scale),
+            drop_path=self.drop_path(drop_path),
+            dropouts=(*map(self.dropout, dropouts), *map(self.rate, rates)),
+            rotates_halves=rotates_halves,
+        )
+        for path in empty:
+            self.nothing(path)
+        return parts if self.judge() else None
+
+
+def read_block(
+    block: nn.Module,
+    read_mlp: Callable[[Reader], MlpParts | None],
+    read_attention: Callable[[Reader], AttentionParts | None] | None = None,
+    reader: type[Reader] = Reader,
+) -> BlockParts:
+    """The parts of a block, its halves read apart, so that one may stay where the other need not."""
+    first, second = reader(block), reader(block)
+    attention = None if read_attention is None else read_attention(first)
+    mlp = read_mlp(second)
+    edges = first.edges | second.edges
+    rest = Looker(block)
+    if first.edges:  # else the block's forward calls every module of its first half
+        reached = {path.partition(".")[0] for path in edges}
+        rest.claim([name for name in block._modules if name not in reached and not name.startswith("vit_fast_")])
+    if not rest.judge():  # a module that neither reader reached may belong to either half
+        attention = mlp = None
+        first.reasons += rest.reasons
+        second.reasons += rest.reasons
+    watch = Watch(block, list((edges | rest.edges).values()), first.values + second.values)
+    return BlockParts(attention, mlp, tuple(first.reasons), tuple(second.reasons), watch)
+
+
+def dropout_notes(name: str, p: float) -> list[str]:
+    return [f"in training it runs as it was, because {name} drops with probability {p}"] if p else []
+
+
+def class_path(thing: object) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+def describe(thing: object) -> str:
+    if thing is None:
+        return "absent"
+    name = type(thing).__qualname__
+    return ("an " if name[:1] in "AEIO" else "a ") + name
+
+
+def _class_name(cls: type) -> str:
+    library = cls.__module__.partition(".")[0]
+    return f"the {cls.__qualname__} of {'ours' if library == 'vit_fast' else library}"

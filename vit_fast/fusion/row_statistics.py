@@ -1,0 +1,106 @@
+"""What travels beside the hidden states where a library's own loop calls block after block: statistics, rows in e4m3.
+
+A block remembers, a thread at a time, the tensor that it returned and what it knows of its rows; the next block takes
+that where it is handed that very tensor: the same object, over the same memory, that nothing wrote to since (torch
+counts), on the same stream. In whatever torch does not count or keeps for later, nothing is remembered: a transform, a
+CUDA graph that is being captured, and a checkpointed forward, which has to do the same when it is repeated.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..ops.transforms import in_transform
+
+
+class RowFacts(NamedTuple):
+    """What is known of the rows of a tensor.
+
+    Attributes:
+        statistics: As the operators have them; None where nobody has them.
+        x8: The same rows in e4m3; None where there are none.
+        reader: The kept weights (`ops/quantised.py`) for which they were made.
+        maker: The parts of the block that returned the tensor, where that runs in e4m3.
+    """
+
+    statistics: Tensor | None = None
+    x8: Tensor | None = None
+    reader: Any = None
+    maker: Any = None
+
+
+NOTHING = RowFacts()
+
+
+@dataclass(frozen=True, eq=False)
+class _Entry:
+    """The output of a block, by what tells it from every other tensor, and what is known of its rows."""
+
+    key: tuple[int, ...]
+    alive: weakref.ref[Tensor]  # drops the entry when the tensor goes, whose id another may then have
+    rows: RowFacts
+
+
+class _Last(threading.local):
+    entry: _Entry | None = None
+
+
+_last = _Last()
+
+
+def remember(y: Tensor, rows: RowFacts) -> None:
+    """Keeps what is known of the rows of y, as long as y lives and no other block has returned something.
+
+    Args:
+        y: What a block returns.
+        rows: As its last operator gave them.
+    """
+    last = _last
+    last.entry = None
+    if rows is NOTHING or not _is_followed(y):
+        return
+
+    def forget(gone: weakref.ref[Tensor]) -> None:
+        if last.entry is not None and last.entry.alive is gone:
+            last.entry = None
+
+    last.entry = _Entry(_key(y), weakref.ref(y, forget), rows)
+
+
+def recall(x: Tensor) -> RowFacts:
+    """What is known of the rows of x, if x is what the block before returned; else nothing."""
+    entry = _last.entry
+    if entry is None or entry.key[0] != id(x) or not _is_followed(x) or entry.key != _key(x):
+        return NOTHING
+    return entry.rows
+
+
+@contextmanager
+def counted() -> Iterator[None]:
+    """Within it tensors count what is written to them, in inference mode too."""
+    if not torch.is_inference_mode_enabled():
+        yield
+    else:
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+
+
+def _is_followed(tensor: Tensor) -> bool:
+    if type(tensor) is not Tensor or tensor.is_inference() or tensor.is_meta or in_transform():
+        return False
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def _key(tensor: Tensor) -> tuple[int, ...]:
+    stream = torch._C._cuda_getCurrentRawStream(tensor.device.index) if tensor.is_cuda else 0
+    return id(tensor), tensor._version, tensor.data_ptr(), stream

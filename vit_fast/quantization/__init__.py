@@ -1,0 +1,1 @@
+"""Number formats of eight bits: observers, scales, and FP8 blocks."""

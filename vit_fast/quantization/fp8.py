@@ -1,0 +1,204 @@
+"""What `fuse(model, precision="fp8")` does beside fusing: which blocks run in e4m3, and which of their layers stay."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..errors import UnsupportedInputError
+from ..fusion.freezing import Freezable
+from ..fusion.fused import device_of, dtype_of
+from ..fusion.fusion_report import ModuleReport
+from ..ops.backends import fp8_reasons
+from .fp8_agreement import IMAGES, as_taken, find_kept
+from .fp8_scales import LINEARS, Fp8Scales, scales_of
+from .fp8_shadow import simulate
+
+WHAT = "fuse with precision='fp8'"
+
+
+def unable_reasons(device: torch.device, dtype: torch.dtype | None) -> list[str]:
+    """Why no model of this dtype on this device runs in e4m3, calibrated or not."""
+    reasons = [] if device.type == "meta" else list(fp8_reasons(device))
+    if dtype not in (torch.float16, torch.bfloat16):
+        reasons.append(
+            f"the weights are {dtype}: accepted are float16 and bfloat16, convert the model by "
+            "model.to(torch.bfloat16), or make it with dtype=torch.bfloat16"
+        )
+    return reasons
+
+
+def check_request(
+    model: nn.Module, backend: str, precision: str | None, keep: Iterable[str] | None, min_agreement: float | None
+) -> None:
+    """Refuses what cannot run in e4m3, before anything is changed; all reasons at once."""
+    if precision is None:
+        raise ValueError(f"keep={keep!r}, min_agreement={min_agreement}: accepted with precision='fp8'")
+    if precision != "fp8":
+        raise ValueError(f"precision={precision!r}: accepted are None and 'fp8'")
+    reasons = unable_reasons(device_of(model), dtype_of(model))
+    if backend not in ("auto", "triton"):
+        reasons.append(f"backend={backend!r}: accepted are 'auto' and 'triton'")
+    if model.training:
+        reasons.append("the model is in training mode, and e4m3 is for inference: call eval() first")
+    if not any(isinstance(module, Fp8Scales) for module in model.modules()):
+        reasons.append(
+            "the model is not calibrated: call vit_fast.calibrate(model, images), or load weights that were saved with "
+            "their scales"
+        )
+    if reasons:
+        raise UnsupportedInputError(WHAT, reasons)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is to run in e4m3.
+
+    Attributes:
+        linears: By block and name of LINEARS, the names in the model.
+        kept: By block and name of LINEARS, why a layer stays in half precision.
+        left: By block, why it does altogether.
+        notes: What was measured.
+    """
+
+    linears: dict[str, dict[str, tuple[str, ...]]]
+    kept: dict[str, dict[str, str]]
+    left: dict[str, str]
+    notes: tuple[str, ...] = ()
+
+
+def choose(model: nn.Module, shadow: nn.Module, keep: Iterable[str] | None, min_agreement: float | None) -> Choice:
+    """Looks for what is to run in e4m3; nothing in the model is changed.
+
+    Args:
+        shadow: A copy of it, fused with a backend that runs anywhere.
+        keep, min_agreement: As of `fuse`.
+    """
+    blocks, left = simulate(shadow)
+    scales = {block.name: scales_of(model.get_submodule(block.name)) for block in blocks}
+    without = [
+        f"{name} was not calibrated: call vit_fast.calibrate(model, images)"
+        for name, own in scales.items()
+        if own is None
+    ]
+    if without or not blocks:
+        raise UnsupportedInputError(WHAT, without or [f"{name}: {why}" for name, why in left.items()])
+    linears = {block.name: block.linears for block in blocks}
+    if keep is None and min_agreement is None:
+        kept = {name: dict.fromkeys(own.names_kept(), "as its scales say") for name, own in scales.items() if own}
+        return Choice(linears, kept, left)
+    asked = _kept_by_name(linears, () if keep is None else keep)
+    kept = {name: dict.fromkeys(layers, "asked for by keep") for name, layers in asked.items()}
+    if min_agreement is None:
+        return Choice(linears, kept, left)
+    if not isinstance(min_agreement, int | float) or not 0 < min_agreement <= 1:
+        raise ValueError(f"min_agreement={min_agreement}: accepted is a share of the images, above 0 and at most 1")
+    if model not in IMAGES:
+        raise ValueError(
+            "min_agreement is given: call vit_fast.calibrate(model, images) first, on whose images it is measured"
+        )
+    everything = {name: own.all() for name, own in scales.items() if own}
+    images = [as_taken(model, batch) for batch in IMAGES[model]]  # it may have been converted, or moved, since
+    found = find_kept(shadow, blocks, everything, images, min_agreement, asked)
+    for name, layers in found.kept.items():
+        for layer in layers:
+            kept[name].setdefault(layer, "min_agreement asks for it")
+    note = f"top class the same on {found.agreement:.1%} of {found.images} calibration images, by the definition"
+    return Choice(linears, kept, left, (note,))
+
+
+@torch.no_grad()
+def switch(model: nn.Module, choice: Choice | None) -> None:
+    """Has these blocks of a fused model run in e4m3, and no others.
+
+    Raises:
+        UnsupportedInputError: the kernels cannot run one of them as a whole after all; attributes of some are changed
+            by then.
+    """
+    before = [(own.kept, own.kept.clone()) for own in model.modules() if isinstance(own, Fp8Scales)]
+    try:
+        _switch(model, choice)
+    except BaseException:  # whoever undoes a change puts attributes back, not what a tensor holds
+        for kept, value in before:
+            kept.copy_(value)
+        raise
+
+
+def _switch(model: nn.Module, choice: Choice | None) -> None:
+    for name, block in model.named_modules():
+        own = scales_of(block)
+        if own is None:
+            continue
+        own.active = choice is not None and name in choice.linears and len(choice.kept[name]) < len(LINEARS)
+        if choice is not None and name in choice.linears:
+            own.keep(choice.kept[name])
+        block.__dict__.pop("vit_fast_parts", None)
+        if not own.active:
+            continue
+        parts = block.whole() if isinstance(block, Freezable) else None
+        if parts is None:
+            raise UnsupportedInputError(WHAT, [f"{name}: the kernels do not run it as a whole"])
+        if own.qkv.device.type != "meta":
+            own.kept_of(parts)
+
+
+def touched(model: nn.Module) -> list[nn.Module]:
+    """The modules whose attributes `switch` changes."""
+    blocks = [module for module in model.modules() if scales_of(module) is not None]
+    return blocks + [module for module in model.modules() if isinstance(module, Fp8Scales)]
+
+
+def annotated(rows: Sequence[ModuleReport], choice: Choice, dtype: torch.dtype | None) -> list[ModuleReport]:
+    """The report's rows of blocks, with what of them runs in e4m3, and why the rest does not."""
+    half = str(dtype).removeprefix("torch.")
+    found = []
+    for row in rows:
+        if row.fused and row.name in choice.linears and "MLP" in row.part:
+            kept = choice.kept[row.name]
+            inside = ", ".join(name for name in LINEARS if name not in kept)
+            stay = [f"{name} stays in {half}: {kept[name]}" for name in LINEARS if name in kept]
+            notes = [f"in e4m3: {inside or 'nothing'}", *stay]
+        elif row.fused and row.name in choice.left:
+            notes = [f"stays in {half}: {choice.left[row.name]}"]
+        else:
+            notes = []
+        found.append(dataclasses.replace(row, notes=(*row.notes, *notes)))
+    return found
+
+
+def _kept_by_name(linears: Mapping[str, Mapping[str, Sequence[str]]], keep: Iterable[str]) -> dict[str, set[str]]:
+    """By block, names of LINEARS that these patterns mean.
+
+    Args:
+        linears: By block and name of LINEARS, the names in the model.
+        keep: Names, or patterns as of a shell.
+    Raises:
+        TypeError: keep is one string, or no names.
+        ValueError: a pattern is of no layer that can run in e4m3.
+    """
+    if isinstance(keep, str):
+        raise TypeError(f"keep={keep!r}: accepted are several names, ({keep!r},) for one")
+    keep = list(keep) if isinstance(keep, Iterable) else [keep]
+    if not all(isinstance(pattern, str) for pattern in keep):
+        raise TypeError(f"keep={keep!r}: accepted are names of linear layers, or patterns of them")
+    kept: dict[str, set[str]] = {block: set() for block in linears}
+    for pattern in keep:
+        found = [
+            (block, linear)
+            for block, layers in linears.items()
+            for linear, names in layers.items()
+            if any(fnmatch.fnmatchcase(name, pattern) for name in names)
+        ]
+        if not found:
+            first = ", ".join(name for names in next(iter(linears.values())).values() for name in names)
+            raise ValueError(
+                f"keep has {pattern!r}: accepted are {first}, those of the other blocks, and patterns of them"
+            )
+        for block, linear in found:
+            kept[block].add(linear)
+    return kept

@@ -1,0 +1,205 @@
+"""The scales of a block's operands in e4m3, kept inside the block as its weights are: buffers of a module of their own.
+
+So they are in the state dict (`blocks.0.vit_fast_fp8.qkv`), are loaded, copied, pickled and moved with it. They are
+powers of two that every floating dtype holds exactly, so that none changes when the model is converted; of a floating
+format the rounding is the same at any power of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UnsupportedInputError
+from ..fusion.parts import BlockParts, block_tensors, frozen_sources, tensor_of
+from ..fusion.row_statistics import RowFacts
+from ..ops.attention import is_exporting
+from ..ops.descriptions import BlockScales, Rope
+from ..ops.fp8 import fused_block_fp8
+from ..ops.quantised import Quantised
+from ..ops.transforms import needs_gradient
+
+LINEARS = BlockScales._fields
+"""The linear layers of a block, as the buffers are called."""
+PLACE = "vit_fast_fp8"
+"""Of the module in its block."""
+LEAST, MOST = 2.0**-24, 2.0**15
+"""What fp16 still holds."""
+BACK = "vit_fast.fuse(model) goes back to the model's own precision"
+
+
+class Fp8Scales(nn.Module):
+    """What each operand of a block is divided by before it is rounded to e4m3.
+
+    Args:
+        width: Channels C of the residual stream.
+        device: Where to make the buffers.
+    Attributes:
+        qkv, fc1: Of the residual stream, by channels [C].
+        proj, fc2: Of the attention's output and of the hidden layer, [].
+        kept: Which of LINEARS stay in half precision, bool [4].
+        active: Whether the block is to run in e4m3: `vit_fast.fuse` says so.
+    """
+
+    simulated = False
+
+    qkv: Tensor
+    proj: Tensor
+    fc1: Tensor
+    fc2: Tensor
+    kept: Tensor
+
+    def __init__(self, width: int, device: torch.device | None = None) -> None:
+        super().__init__()
+        self.active = False
+        for name in LINEARS:
+            shape = (width,) if name in ("qkv", "fc1") else ()
+            self.register_buffer(name, torch.ones(shape, device=device))
+        self.register_buffer("kept", torch.zeros(len(LINEARS), dtype=torch.bool, device=device))
+        self.requires_grad_(False)
+        self.eval()
+
+    @torch.no_grad()
+    def set(self, scales: BlockScales) -> None:
+        """Takes these scales over; the layers that were kept are still."""
+        for name, scale in scales._asdict().items():
+            getattr(self, name).copy_(scale)
+
+    @torch.no_grad()
+    def keep(self, names: Collection[str]) -> None:
+        """Keeps these of LINEARS in half precision, and no others."""
+        self.kept.copy_(torch.tensor([name in names for name in LINEARS]))
+
+    def names_kept(self) -> list[str]:
+        """Those of LINEARS that stay in half precision; none on meta, where nothing is known of them yet."""
+        if self.kept.is_meta:
+            return []
+        return [name for name, kept in zip(LINEARS, self.kept.tolist()) if kept]
+
+    def all(self) -> BlockScales:
+        """The scales in fp32, of the layers that are kept too: copies, which weights rounded by them may hold."""
+        with torch.inference_mode(False):  # outside of it no such tensor could be written to
+            return BlockScales(*(getattr(self, name).to(torch.float32, copy=True) for name in LINEARS))
+
+    def now(self) -> BlockScales:
+        """As the operator takes them; None of the layers that are kept."""
+        return self.all()._replace(**dict.fromkeys(self.names_kept()))
+
+    def check(self, backend: str) -> None:
+        """Raises UnsupportedInputError where the block cannot run in e4m3 now."""
+        reasons = ["it is in training mode: call eval() first"] if self.training else []
+        if is_exporting():
+            reasons.append("it is being exported: export the model as it was, with precision='fp8' (--precision fp8)")
+        elif backend != "triton":
+            reasons.append(f"its backend is {backend!r}: accepted is 'triton'")
+        if reasons:
+            raise UnsupportedInputError("a block in FP8", [*reasons, BACK])
+
+    def run(
+        self, parts: BlockParts, x: Tensor, rows: RowFacts, rope: Rope | None, reader: Quantised | None = None
+    ) -> tuple[Tensor, RowFacts]:
+        """The block, [B, N, C] -> [B, N, C], and what is known of the rows of its output.
+
+        Args:
+            parts: Of the block, which is whole.
+            rows: What is known of those of x.
+            reader: The kept weights of the block that follows, where that reads e4m3.
+        """
+        attention: Any = parts.attention
+        mlp: Any = parts.mlp
+        self.check("triton")
+        if torch.is_grad_enabled() and needs_gradient(x, *block_tensors(attention, mlp)):
+            reason = "gradients are recorded, and e4m3 gives none: call it within torch.no_grad()"
+            raise UnsupportedInputError("a block in FP8", [reason, BACK])
+        kept = self.kept_of(parts)
+        if kept.paired_head and not _turned_alike(rope):
+            parts.frozen = kept = self._quantised(parts, 0)
+        y, y8, statistics = fused_block_fp8(
+            x, rows.x8 if rows.reader is kept else None, rows.statistics, kept.layers,
+            None if reader is None else reader.layers.qkv.operand_factor,
+            heads=attention.num_heads, attention_scale=attention.scale,
+            eps=(attention.norm.eps, mlp.norm.eps), norm=mlp.norm.kind, activation=mlp.activation,
+            qk_norm=attention.qk_norm and attention.qk_norm.now(), rope=rope,
+        )  # fmt: skip
+        return y, RowFacts(statistics, y8, reader, parts)
+
+    def reader(self, parts: BlockParts) -> Quantised | None:
+        """The kept weights of a block whose first layer reads e4m3; None where that stays in half precision."""
+        kept = self.kept_of(parts)
+        return None if kept.layers.qkv.operand_factor is None else kept
+
+    def kept_of(self, parts: BlockParts) -> Quantised:
+        """The kept weights of a block, which are made where it has none."""
+        if not isinstance(parts.frozen, Quantised):
+            attention: Any = parts.attention
+            parts.frozen = self._quantised(parts, attention.paired_head)
+        return parts.frozen
+
+    def _quantised(self, parts: BlockParts, paired_head: int) -> Quantised:
+        attention: Any = parts.attention
+        mlp: Any = parts.mlp
+        sources = [*frozen_sources(attention, mlp), (attention.proj, "bias"), (mlp.fc2, "bias")]
+        sources += [part.layer_scale for part in (attention, mlp) if part.layer_scale is not None]
+        tensors, dtype = partial(block_tensors, attention, mlp), tensor_of(*mlp.fc1.weights[0]).dtype
+        return Quantised(sources, tensors, self.now(), dtype, mlp.norm.kind, paired_head)
+
+
+def _turned_alike(rope: Rope | None) -> bool:
+    """Whether the qkv matmul can turn its pairs itself: half-split positions that all heads share."""
+    return rope is not None and rope.layout == "half" and (rope.cos.dim() < 4 or rope.cos.shape[1] == 1)
+
+
+def scales_of(block: nn.Module) -> Fp8Scales | None:
+    """The scales of a block; None where it was not calibrated."""
+    held = block._modules
+    found = held[PLACE] if PLACE in held else None  # noqa: SIM401  # a traced module has no get
+    return found if isinstance(found, Fp8Scales) else None
+
+
+def give_scales(block: nn.Module, scales: BlockScales) -> None:
+    """Puts these scales, all of them, into a block; weights that it keeps for other scales are dropped."""
+    width = scales.qkv.shape[0]  # type: ignore[union-attr]  # which is there
+    _place(block, width).set(scales)
+    block.__dict__.pop("vit_fast_parts", None)
+
+
+def runs_in_fp8(model: nn.Module) -> bool:
+    """Whether any of its blocks does."""
+    return any(isinstance(module, Fp8Scales) and module.active for module in model.modules())
+
+
+def _place(block: nn.Module, width: int) -> Fp8Scales:
+    """The scales of a block, which are made where it has none of this width."""
+    found = scales_of(block)
+    if found is None or found.qkv.shape[0] != width:
+        device = next((parameter.device for parameter in block.parameters()), None)
+        found = Fp8Scales(width, device)
+        block.add_module(PLACE, found)
+    return found
+
+
+def take_scales_away(model: nn.Module) -> None:
+    """The state dict is then what it was before calibrate."""
+    for module in model.modules():
+        if module._modules.pop(PLACE, None) is not None:
+            module.__dict__.pop("vit_fast_parts", None)
+
+
+def make_room(block: nn.Module, state: Mapping[str, Tensor], prefix: str) -> None:
+    """Before weights are loaded: a block has place for the scales that come for it, and drops what others made."""
+    coming = state.get(f"{prefix}{PLACE}.{LINEARS[0]}")
+    if coming is not None:
+        _place(block, coming.shape[0])
+        block.__dict__.pop("vit_fast_parts", None)
+
+
+def scales_that_come(state: Mapping[str, Tensor], width: int) -> dict[str, Tensor]:
+    """The buffers that blocks of this width will have once they have room for the scales in a state dict."""
+    end = f"{PLACE}.{LINEARS[0]}"
+    buffers = Fp8Scales(width).state_dict()
+    blocks = [name.removesuffix(LINEARS[0]) for name in state if name.endswith(end)]
+    return {block + name: buffer for block in blocks for name, buffer in buffers.items()}
