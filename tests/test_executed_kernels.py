@@ -12,6 +12,7 @@ import test_fp8_block
 import torch
 from emulator.library import Emulator
 from kernel_execution import KERNEL_ARCH
+from our_operators import each_tensor
 from torch import Tensor, nn
 
 import vit_fast
@@ -36,8 +37,8 @@ def _random(*shape: int, dtype: torch.dtype = BF16, offset: int = 0) -> Tensor:
 
 def _copied(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """The same values elsewhere."""
-    moved = (planned_launches.elsewhere(a).copy_(a) if isinstance(a, Tensor) else a for a in arguments)
-    return tuple(moved)
+    moved: tuple[Any, ...] = each_tensor(lambda tensor: planned_launches.elsewhere(tensor).copy_(tensor), arguments)
+    return moved
 
 
 @pytest.mark.parametrize("cases", ["cases", "block_cases", "modern_cases", "fp8_cases"])
@@ -46,7 +47,8 @@ def test_a_replayed_plan_computes_the_same_bits(cases: str, monkeypatch: pytest.
     if cases == "fp8_cases" and KERNEL_ARCH in ("sm_80", "sm_86"):
         pytest.skip("no FP8 on this architecture")
     monkeypatch.setattr(planned_launches, "zeros", _random)
-    for operator, arguments in getattr(planned_launches, cases)():
+    found = [call for case in getattr(planned_launches, cases)() for call in planned_launches.calls(case)]
+    for operator, arguments in found:
         plan.forget()
         results = [operator(*arguments) for _ in range(3)]  # compiled, recorded, replayed
         results.append(operator(*_copied(arguments)))

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from mlp_support import DEVICE, make_bf16_exact
-from our_operators import OurOperators
+from our_operators import OurOperators, calls_of, each_tensor
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -23,7 +23,6 @@ from vit_fast.ops import reference
 from vit_fast.ops.backends import fp8_reasons
 from vit_fast.ops.descriptions import BlockScales, BlockTensors, Norm, QkNorm, Rope
 from vit_fast.ops.fp8 import fused_block_fp8, quantize_block
-from vit_fast.ops.fp8_op import block_fp8_op
 
 make_bf16_exact()
 
@@ -280,26 +279,18 @@ def test_parts_of_k_end_in_e4m3_too() -> None:
     torch.testing.assert_close(out.float(), part.sum(0) + residual.float(), rtol=2**-8, atol=2**-8)
 
 
-def flat_call(x: Tensor, handed: bool) -> tuple[Any, ...]:
-    tensors, scales = parameters(torch.bfloat16), some_scales(x)
-    block = quantize_block(tensors, scales, x.dtype)
-    given = (None, None)
-    if handed:
-        _, *given = run(x, tensors, scales, scales.qkv)
-    layers = (*block.qkv, *block.proj, *block.fc1, *block.fc2)
-    of_qk = ("none", 0.0, "head", 0, "half")
-    return (
-        x, *given, scales.qkv if handed else None, *layers, *(None,) * 6, HEADS, 0.25, *EPS, "gelu", *of_qk,
-        handed,
-    )  # fmt: skip
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("handed", [False, True])
 def test_opcheck(handed: bool) -> None:
+    x, tensors = an_input(), parameters(torch.bfloat16)
+    scales = some_scales(x)
+    given = run(x, tensors, scales, scales.qkv)[1:] if handed else (None, None)
+    block, next_factor = quantize_block(tensors, scales, x.dtype), 1 / scales.qkv if handed else None
+    settings = {"heads": HEADS, "attention_scale": 0.25, "eps": EPS, "activation": "gelu", "next_statistics": handed}
+    ((operator, arguments),) = calls_of(lambda: fused_block_fp8(x, *given, block, next_factor, **settings))
     # but the test of the schema, for which torch would have to compare tensors of e4m3
     others = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(block_fp8_op, flat_call(an_input(), handed), test_utils=others)
+    torch.library.opcheck(operator, each_tensor(torch.Tensor.detach, arguments), test_utils=others)
 
 
 def test_its_flop_are_those_of_its_products() -> None:

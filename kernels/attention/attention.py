@@ -104,6 +104,3 @@ def attention_backward(
     delta = torch.empty_like(lse)
     dq_launch(q, k, v, o, do, lse, dq, delta, scale, for_dq, **form).run()
     dkdv_launch(q, k, v, do, lse, delta, dk, dv, scale, for_dkdv, **form).run()
-
-
-varlen_forward, varlen_backward = attention_forward, attention_backward

@@ -33,8 +33,9 @@ from .. import create_model, freeze
 from ..benchmarks.machine import describe
 from ..fusion.block import run_blocks
 from ..ops.attention import attention_qkvpacked
+from ..ops.block import fused_block
+from ..ops.descriptions import BlockTensors
 from ..ops.layer_norm_mlp import fused_layer_norm_mlp
-from ..ops.linear import layer_norm_linear, linear_residual
 
 if TYPE_CHECKING:
     from ..kernels.inspect.stand_in_driver import StandInDriver
@@ -181,23 +182,20 @@ def _without_gradient(call: Call) -> Call:
 
 
 def _operator_calls(block: Any, x: Tensor) -> dict[str, Call]:
-    """The single operators with the tensors of one of our blocks, and row statistics handed from one to the next."""
+    """The operators with the tensors of one of our blocks, and LayerNorm statistics passed from one to the next."""
     attn, mlp, norm1, norm2 = block.attn, block.mlp, block.norm1, block.norm2
+    absent: Any = (None,) * 7
+    first = partial(
+        fused_block, x, None, BlockTensors(
+            norm1.weight, norm1.bias, attn.qkv.weight, attn.qkv.bias, attn.proj.weight, attn.proj.bias, None, *absent
+        ), heads=attn.num_heads, eps=(norm1.eps, 0.0), next_statistics=True,
+    )  # fmt: skip
+    packed = x.new_zeros(*x.shape[:-1], 3, attn.num_heads, x.shape[-1] // attn.num_heads)
     with torch.no_grad():
-        qkv = layer_norm_linear(x, norm1.weight, norm1.bias, attn.qkv.weight, attn.qkv.bias, eps=norm1.eps)
-        packed = qkv.unflatten(-1, (3, attn.num_heads, -1))
-        proj = partial(
-            linear_residual, attention_qkvpacked(packed, backend="triton").flatten(2), attn.proj.weight, attn.proj.bias,
-            layer_scale=None, residual=x, next_statistics=True,
-        )  # fmt: skip
-        _, statistics = proj()
+        _, statistics = first()
     return {
-        "LN + qkv": partial(
-            layer_norm_linear, x, norm1.weight, norm1.bias, attn.qkv.weight, attn.qkv.bias, eps=norm1.eps,
-            statistics=statistics,
-        ),
         "attention": partial(attention_qkvpacked, packed, backend="triton"),
-        "proj + residual": proj,
+        "LN + attention half": first,
         "LN + MLP": partial(
             fused_layer_norm_mlp, x, statistics, norm2.weight, norm2.bias, mlp.fc1.weight, mlp.fc1.bias,
             mlp.fc2.weight, mlp.fc2.bias, eps=norm2.eps, activation=mlp.activation, layer_scale=None, residual=True,
