@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import UnsupportedInputError, check_type
 from ..layers import AttentionPool, PatchEmbed
-from ..libraries.known import fused_form, left_reason, reads_text_or_decodes, stands_in_block
+from ..libraries.known import fused_form, left_reason, stands_in_block
 from ..model import Attention, Block
 from ..ops.backends import auto_reasons, resolve_backend, triton_unavailable_reasons
 from ..quantization import fp8
@@ -78,7 +78,8 @@ def fuse(
     plan = _Walk(model, backend, resolved)
     if normalize is not None:
         plan.add_normalize(model, *check_normalize(normalize))
-    plan.changes.append((fp8.touched(model), functools.partial(fp8.switch, model, choice)))
+    if calibrated := fp8.touched(model):
+        plan.changes.append((calibrated, functools.partial(fp8.switch, model, choice)))
     plan.apply()
     if choice is not None:
         rows = fp8.annotated(plan.rows, choice, dtype_of(model))
@@ -191,7 +192,7 @@ class _Walk:
             self.rows.append(_row(name, module, part, [reason]))
             self._children(name, module, inside_unknown=True)
             return True
-        is_elsewhere = bool(name) and reads_text_or_decodes(module)
+        is_elsewhere = bool(name) and _reads_text_or_decodes(module)
         if is_elsewhere and not inside_unknown:
             self.elsewhere.append(f"{name} ({type(module).__qualname__})")
         inside_unknown = inside_unknown or is_elsewhere
@@ -342,6 +343,13 @@ def _reason_to_leave(module: nn.Module) -> str | None:
             " with a forward of its own" if own else ""
         )
     return None
+
+
+def _reads_text_or_decodes(module: nn.Module) -> bool:
+    """True for a language model of transformers, which sees nothing, and for a decoder behind an encoder."""
+    name = type(module).__name__
+    decodes = "Decoder" in name and "Encoder" not in name
+    return decodes or getattr(module, "input_modalities", None) in ("text", ("text",))
 
 
 def _give_class(module: nn.Module, form: type[FusedModule], backend: str, **attributes: Any) -> None:

@@ -379,13 +379,3 @@ FORMS = Forms(
 
 def __getattr__(name: str) -> Any:
     return FORMS.named(name)
-
-
-def fused_form(cls: type[nn.Module]) -> type[FusedModule] | None:
-    """The fused class for one of timm's, or None."""
-    return FORMS.of(cls)
-
-
-def left_reason(cls: type[nn.Module]) -> str | None:
-    """Why a class of timm's is never fused, where that is known."""
-    return LEFT.get(cls.__name__)

@@ -16,7 +16,7 @@ from ..fusion.fused import device_of, dtype_of
 from ..fusion.fusion_report import ModuleReport
 from ..ops.backends import fp8_reasons
 from .fp8_agreement import IMAGES, as_taken, find_kept
-from .fp8_scales import LINEARS, Fp8Scales, scales_of
+from .fp8_scales import LINEARS, PLACE, Fp8Scales, scales_of
 from .fp8_shadow import simulate
 
 WHAT = "fuse with precision='fp8'"
@@ -149,7 +149,7 @@ def _switch(model: nn.Module, choice: Choice | None) -> None:
 
 def touched(model: nn.Module) -> list[nn.Module]:
     """The modules whose attributes `switch` changes."""
-    blocks = [module for module in model.modules() if scales_of(module) is not None]
+    blocks = [module for module in model.modules() if isinstance(module._modules.get(PLACE), Fp8Scales)]
     return blocks + [module for module in model.modules() if isinstance(module, Fp8Scales)]
 
 
