@@ -228,7 +228,7 @@ def _run_packed_blocks(blocks: nn.Sequential, x: Tensor, *rope: Tensor) -> Tenso
         if held is None or type(held.frozen) is not Packed or block._forward_hooks or is_touched(block):
             return None
         parts = parts_of(block)
-        packed = packed_for(parts, x) if block.runs_on_torch() else None  # type: ignore[operator]  # Freezable
+        packed = packed_for(parts, x) if block.runs_on_torch() else None  # type: ignore[operator]  # a FusedNormMlp
         if packed is None:
             return None
         first = first or parts

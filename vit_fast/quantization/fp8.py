@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedInputError
-from ..fusion.freezing import Freezable
-from ..fusion.fused import device_of, dtype_of
+from ..fusion.fused import FusedNormMlp, device_of, dtype_of
 from ..fusion.fusion_report import ModuleReport
 from ..ops.backends import fp8_reasons
 from .fp8_agreement import IMAGES, as_taken, find_kept
@@ -140,7 +139,7 @@ def _switch(model: nn.Module, choice: Choice | None) -> None:
         block.__dict__.pop("vit_fast_parts", None)
         if not own.active:
             continue
-        parts = block.whole() if isinstance(block, Freezable) else None
+        parts = block.whole() if isinstance(block, FusedNormMlp) else None
         if parts is None:
             raise UnsupportedInputError(WHAT, [f"{name}: the kernels do not run it as a whole"])
         if own.qkv.device.type != "meta":
