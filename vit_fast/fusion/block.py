@@ -92,7 +92,7 @@ def _read(block: Any) -> BlockParts:
 
 
 def runs_whole(parts: BlockParts, backend: str) -> bool:
-    """Whether the block is nothing but kernels now: none of it is a module, drops elements, or is being exported."""
+    """True if the block is nothing but kernels now: no part is a module, drops elements, or is being exported."""
     simulated = parts.fp8 is not None and parts.fp8.simulated  # which any device can do
     if (backend != "triton" and not simulated) or parts.attention is None or parts.mlp is None or is_exporting():
         return False

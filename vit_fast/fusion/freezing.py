@@ -67,7 +67,7 @@ def unfreeze(model: nn.Module) -> None:
 
 
 def frozen_of(model: nn.Module) -> list[Frozen]:
-    """What is kept of a model's blocks."""
+    """Returns the cached weights of a model's blocks."""
     parts = [module.__dict__.get("vit_fast_parts") for module in model.modules() if isinstance(module, FusedNormMlp)]
     return [each.frozen for each in parts if each is not None and each.frozen is not None]
 

@@ -285,7 +285,7 @@ class _Walk:
             raise
 
     def _about_triton(self, module: nn.Module, form: type[FusedModule]) -> tuple[list[str], list[str]]:
-        """Why the kernels cannot do this module: reasons to leave it, or a note where "auto" takes sdpa instead."""
+        """Returns why the kernels cannot run this module: reasons to skip it, or a note."""
         unable = form.triton_reasons(module) if self.resolved == "triton" else []
         if self.requested != "auto":
             return unable, []
@@ -308,7 +308,6 @@ def _checked_backend(model: nn.Module, backend: str) -> str:
 
 
 def _instance_reasons(module: nn.Module, form: type[FusedModule]) -> list[str]:
-    """Why this instance is not what its class says."""
     reasons = []
     if type(module).forward is not form.original_forward or class_is_patched(type(module)):
         reasons.append(f"{type(module).__qualname__}.forward was replaced on the class")
@@ -318,7 +317,7 @@ def _instance_reasons(module: nn.Module, form: type[FusedModule]) -> list[str]:
 
 
 def _reasons_now(module: FusedModule, finding: Finding) -> list[str]:
-    """Why a module that was fused earlier can no longer be.
+    """Returns why a module that was fused earlier can no longer be.
 
     Sharded weights are none: fully_shard came after fuse, and gathers them before forward runs.
     """
@@ -327,7 +326,6 @@ def _reasons_now(module: FusedModule, finding: Finding) -> list[str]:
 
 
 def _reason_to_leave(module: nn.Module) -> str | None:
-    """Why a module without a fused form is left, where there is a particular reason."""
     cls = type(module)
     reason = left_reason(cls)
     if reason is not None:

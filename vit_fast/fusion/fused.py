@@ -30,7 +30,7 @@ FusedClass = TypeVar("FusedClass", bound="type[FusedModule]")
 
 @dataclass(frozen=True)
 class Finding:
-    """What is to be known of a module before it is fused.
+    """Findings about a module before it is fused.
 
     Attributes:
         reasons: Why it must stay as it is; empty where it need not.
@@ -93,7 +93,7 @@ class FusedModule(nn.Module):
 
     @classmethod
     def triton_reasons(cls, module: Any) -> list[str]:
-        """Why the kernels cannot do an instance."""
+        """Returns why the kernels cannot run an instance."""
         return triton_reasons(cls.head_width(module), dtype_of(module))
 
     def set_up(self) -> None:
@@ -203,7 +203,7 @@ def dtype_of(module: nn.Module) -> torch.dtype | None:
 
 
 def triton_reasons(head_width: int | None, dtype: torch.dtype | None) -> list[str]:
-    """Why the kernels cannot do a module of this head width (None: it has no attention) and weight dtype."""
+    """Returns why the kernels cannot run a module of this head width (None: no attention) and weight dtype."""
     reasons = []
     if head_width is not None and not MIN_HEAD_DIM <= head_width <= MAX_HEAD_DIM:
         reasons.append(f"a head is {head_width} wide: the triton kernel takes {MIN_HEAD_DIM} to {MAX_HEAD_DIM}")
@@ -229,7 +229,7 @@ class FusedNormMlp(FusedModule):
 
     @classmethod
     def read_attention(cls, block: Reader) -> AttentionParts | None:
-        """What comes before in a block; None where that stays modules."""
+        """Reads the first half of a block; None where that stays modules."""
         return None
 
     @classmethod
@@ -239,7 +239,7 @@ class FusedNormMlp(FusedModule):
         return Finding(reader.reasons, reader.notes, reader.modules)
 
     def read(self) -> BlockParts:
-        """What the module consists of now."""
+        """Reads the module as it is now."""
         return read_block(self, self.read_mlp, self.read_attention, self.reader)
 
     def ready(self) -> BlockParts | None:

@@ -40,7 +40,7 @@ def _records_nothing_else(hook: Any) -> bool:
 
 
 def forward_is_replaced(module: nn.Module) -> bool:
-    """Whether the instance has a forward other than its class's own.
+    """True if the instance has a forward other than its class's own.
 
     Its own stands there, too, after transformers 4 has made a module or accelerate has taken its hooks away.
     """
@@ -99,7 +99,7 @@ def tensor_reasons(name: str, tensor: Tensor | None) -> list[str]:
 
 
 class Watch:
-    """What a reading rests on, and whether it still stands.
+    """Everything that a reading depends on; checks that nothing of it changed.
 
     Args:
         owner: The module that was read.

@@ -1,4 +1,4 @@
-"""What is known of each library, in one file a library that can be imported without it; known.py lists them.
+"""Support for each library, in files that can be imported without it; known.py lists them.
 
 A library's file holds what applies to it:
 

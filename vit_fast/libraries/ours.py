@@ -24,7 +24,7 @@ NAME = "vit-fast"
 
 
 def recognise(model: nn.Module) -> ImageModel | None:
-    """What a VisionTransformer of ours takes and gives; None for another model."""
+    """Describes a VisionTransformer of ours; None for another model."""
     if not isinstance(model, VisionTransformer):
         return None
     config = model.config

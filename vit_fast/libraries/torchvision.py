@@ -80,7 +80,7 @@ def build_peer(config: ViTConfig) -> nn.Module:
 
 
 def recognise(model: nn.Module) -> ImageModel | None:
-    """What a VisionTransformer of torchvision's takes and gives; None for another model."""
+    """Describes a VisionTransformer of torchvision; None for another model."""
     return _describe(model) if comes_from(NAME, model, class_name="VisionTransformer") else None
 
 

@@ -30,7 +30,7 @@ from .transformers_attention import (
 
 @dataclass(frozen=True)
 class Layer:
-    """How an encoder layer names its parts: x + after(attention(norm(x))), then norm and MLP.
+    """Names of the parts of an encoder layer: x + after(attention(norm(x))), then norm and MLP.
 
     Attributes:
         norms: The two LayerNorms.
@@ -54,7 +54,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Mlp:
-    """How an MLP names its parts; of transformers 4's two modules by their paths from the layer."""
+    """Names of the parts of an MLP; of transformers 4's two modules by their paths from the layer."""
 
     fc1: str
     activation: str

@@ -1,4 +1,4 @@
-"""What `fuse(model, precision="fp8")` does beside fusing: which blocks run in e4m3, and which of their layers stay."""
+"""`fuse(model, precision="fp8")`: chooses the blocks that run in e4m3 and the layers that stay in half precision."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WHAT = "fuse with precision='fp8'"
 
 
 def unable_reasons(device: torch.device, dtype: torch.dtype | None) -> list[str]:
-    """Why no model of this dtype on this device runs in e4m3, calibrated or not."""
+    """Returns why no model of this dtype on this device runs in e4m3, calibrated or not."""
     reasons = [] if device.type == "meta" else list(fp8_reasons(device))
     if dtype not in (torch.float16, torch.bfloat16):
         reasons.append(
@@ -56,7 +56,7 @@ def check_request(
 
 @dataclass(frozen=True)
 class Choice:
-    """What is to run in e4m3.
+    """Blocks and layers that run in e4m3.
 
     Attributes:
         linears: By block and name of LINEARS, the names in the model.
