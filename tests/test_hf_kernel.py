@@ -87,4 +87,4 @@ def test_the_command_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
         cli.main(["hf-kernel", str(tmp_path / "repository")])
     assert end.value.code in (0, None)
     assert "vit-fast-kernels: " in capsys.readouterr().out
-    assert (tmp_path / "repository" / "build" / "torch-universal" / "kernels" / "attention.py").is_file()
+    assert (tmp_path / "repository" / "build" / "torch-universal" / "kernels" / "attention" / "attention.py").is_file()

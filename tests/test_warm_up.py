@@ -35,7 +35,7 @@ def test_calls_compile_nothing_afterwards(environment: dict[str, str]) -> None:
 
 _COMMAND = """
 from vit_fast.cli import main
-from vit_fast.kernels import stand_in_driver
+from vit_fast.kernels.inspect import stand_in_driver
 stand_in_driver.install("sm_90")
 main(["kernels", "--warm-up", "vit_test", "--batch-sizes", "1,2"])
 """
