@@ -1,4 +1,4 @@
-"""What a record says: its rows as columns of text, what must be known beside them, and a table for a document."""
+"""A record as text: rows as columns, remarks, and a table for a document."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from vit_fast.measuring.resolution import QUIET_RUN, SAME, UNKNOWN, UNRANKABLE
+from vit_fast.measure.resolution import QUIET_RUN, SAME, UNKNOWN, UNRANKABLE
 
 from .records import Record
 from .rows import Row, is_lower, measured, resolution_of
@@ -113,7 +113,7 @@ def closing(record: Record) -> str:
 
 
 def remarks(record: Record) -> list[str]:
-    """What a reader must know before any figure: busy, what can be told apart, what is above its ceiling."""
+    """Returns remarks to read before any figure: noise, resolution, rows above their ceiling."""
     lines = [f"BUSY: {reason}" for reason in record["busy"]]
     for title, rows in contests(record).items():
         if not measured(rows):
@@ -132,7 +132,7 @@ def remarks(record: Record) -> list[str]:
 
 
 def _best_batches(record: Record) -> Iterable[str]:
-    """Of a search, where each subject has most images a second."""
+    """Yields the best batch of each subject of a search."""
     best: dict[str, Row] = {}
     for row in measured(record["rows"]) if record["plan"]["batch_sizes"] == ["best"] else []:
         name = " ".join(map(str, (row["model"], row["dtype"], *row["img_size"][:1], row["subject"])))
@@ -201,7 +201,7 @@ def label(row: Row, *, precision: bool = True) -> str:
 
 
 def not_measured(record: Record) -> list[str]:
-    """What has no figures and why, each reason once, with the contests it applies to unless that is all of them."""
+    """Returns the rows without figures by reason, with the contests unless that is all of them."""
     titles: dict[str, list[str]] = {}
     grouped = contests(record)
     for title, rows in grouped.items():

@@ -23,14 +23,14 @@ from vit_fast.fusion.fuse import fuse
 from vit_fast.libraries import transformers
 from vit_fast.libraries.known import PEERS
 from vit_fast.libraries.peers import take_weights
+from vit_fast.measure import cache
+from vit_fast.measure.build import build as build_choice
+from vit_fast.measure.candidate import PRECISIONS, Precision
+from vit_fast.measure.optimized import Optimized
 from vit_fast.model import VisionTransformer, set_backend
 from vit_fast.quantization.calibration import calibrate
 from vit_fast.quantization.fp8 import unable_reasons
 from vit_fast.run.runtime import GraphRunner
-from vit_fast.tuning import answers
-from vit_fast.tuning.build import build as build_choice
-from vit_fast.tuning.choices import PRECISIONS, Precision
-from vit_fast.tuning.drop_in import Optimized
 
 from . import subjects_operators
 from .inputs import image_views
@@ -113,7 +113,7 @@ def build_given(task: Task) -> nn.Module:
 
 
 def define(task: Task) -> nn.Module:
-    """What a task is held against: our eager model or operator; of a model that was given, itself."""
+    """Builds the reference of a task: our eager model or operator, or the given model itself."""
     made = build_given(task) if task.model.kind == "given" else get_subject("eager").make(task)
     assert isinstance(made, nn.Module)
     return made
@@ -149,7 +149,7 @@ def build_optimized(precision: Precision | None, task: Task) -> Optimized:
     """
     module = define(task)
     example = torch.zeros(task.batch_size, task.model.in_chans, *task.model.image_hw).to(task.device, task.dtype)
-    answer = answers.find(module, example, precision)
+    answer = cache.find(module, example, precision)
     if answer is None:
         allowed = "" if precision is None else f" --allow {precision}"
         words = f"vit-fast optimize {task.model.name} --batch {task.batch_size}{allowed}"

@@ -28,7 +28,6 @@ from .ops.attention_op import DTYPES as KERNEL_DTYPES
 from .ops.attention_op import MAX_HEAD_DIM, MIN_HEAD_DIM
 from .ops.backends import resolve_backend
 from .positions import pos_embed_for, rope_of
-from .tuning.answers import known_backends
 
 
 class VisionTransformer(nn.Module):
@@ -253,11 +252,10 @@ def set_backend(model: nn.Module, backend: str) -> None:
         )
     parameter = next(model.parameters(), torch.empty(0))
     resolved: str = resolve_backend(backend, parameter.device, parameter.dtype)
-    known = known_backends(model) if backend == "auto" else {}
-    for name, owner in owners.items():
+    for owner in owners.values():
         # "auto" is triton only where its attention can run: 16 <= head_dim <= 128, and no fp64
         fits = parameter.dtype in KERNEL_DTYPES and MIN_HEAD_DIM <= owner.head_dim <= MAX_HEAD_DIM
-        owner.backend = "sdpa" if backend == "auto" and not fits else known.get(name, resolved)
+        owner.backend = "sdpa" if backend == "auto" and not fits else resolved
     for part in model.modules():
         if isinstance(part, VisionTransformer):
             part.requested_backend = backend

@@ -63,12 +63,6 @@ def bench(
     subjects: Annotated[
         str | None, typer.Option(help="What to measure; see --list-subjects.", metavar="eager,timm+compile")
     ] = None,
-    compile_modes: Annotated[
-        str | None,
-        typer.Option(
-            help="For subjects that name none: none, default, freezing, reduce-overhead, max-autotune.", metavar="A,B"
-        ),
-    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     out: Annotated[Path | None, typer.Option(help="New or empty folder for record, table and plot.")] = None,
     time_budget: Annotated[
@@ -113,7 +107,6 @@ def bench(
             batch_sizes="best" if batch_sizes == "best" else integers("--batch-sizes", batch_sizes),
             dtypes=split_words(dtypes),
             subjects=split_words(subjects),
-            compile_modes=split_words(compile_modes),
             img_size=[integers("--img-size", size, "x") or [] for size in img_size.split(",")] if img_size else None,
             train=train,
             amp=amp,
@@ -128,10 +121,10 @@ def bench(
         machine = describe(plan.device)
         journal = Journal.begin(default_folder(machine) if out is None else out, plan.request, machine)
     else:
-        asked = (images, models, img_size, batch_sizes, dtypes, subjects, compile_modes, out, time_budget, seconds)
+        asked = (images, models, img_size, batch_sizes, dtypes, subjects, out, time_budget, seconds)
         others = train, amp, explain, cold, latency, device != "auto", data != "device"
         if any(value is not None for value in asked) or any(others):
-            raise ValueError(f"--resume {resume}: does what that run was asked for; accepted beside it is --json")
+            raise ValueError(f"--resume {resume} repeats the options of that run: expected no other option than --json")
         journal = Journal.resume(resume)
         plan = make_plan(**journal.header["request"])
         journal.check_machine(describe(plan.device))

@@ -11,7 +11,7 @@ import typer
 from .words import integers
 
 if TYPE_CHECKING:
-    from ..tuning.optimization import Optimization
+    from ..measure.optimization import Optimization
 
 
 def register(app: typer.Typer) -> None:
@@ -58,11 +58,11 @@ def optimize(
     from rich.console import Console
     from rich.markup import escape
 
+    from ..benchmarks.opening import open_model
     from ..benchmarks.report import FULL_WIDTH
     from ..files import check_replaceable
-    from ..tuning import deployable
-    from ..tuning.entry import open_model
-    from ..tuning.optimization import optimize as run
+    from ..measure import deployable
+    from ..measure.optimization import optimize as run
 
     if export is not None:
         deployable.check_folder(export)
@@ -141,16 +141,16 @@ def cache(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
     """Shows what `optimize` has found on this machine, or removes it."""
-    from ..tuning import answers
+    from ..measure import cache
 
     if clear:
-        typer.echo(f"removed {answers.clear()} from {answers.folder()}")
+        typer.echo(f"removed {cache.clear()} from {cache.folder()}")
         return
-    found = list(answers.all_answers())
+    found = list(cache.all_answers())
     if as_json:
         typer.echo(json.dumps([answer.to_dict() for _, answer in found], indent=2))
         return
-    typer.echo(f"{len(found)} kept in {answers.folder()}")
+    typer.echo(f"{len(found)} kept in {cache.folder()}")
     for path, answer in found:
         key = answer.key
         shapes = " ".join("x".join(map(str, shape)) + f" {dtype}" for shape, dtype in key["example"])

@@ -19,7 +19,6 @@ from ..ops.backends import auto_reasons, resolve_backend, triton_unavailable_rea
 from ..patch_embed import FusedPatchConv, FusedPatchEmbed, check_normalize, find_patch_conv
 from ..quantization import fp8
 from ..quantization.fp8_scales import take_scales_away
-from ..tuning.answers import known_backends
 from .fused import Finding, FusedBlocks, FusedModule, FusedNormMlp, device_of, dtype_of
 from .fusion_report import FusionReport, ModuleReport
 from .plain import class_is_patched, forward_is_replaced
@@ -78,9 +77,6 @@ def fuse(
         fp8.check_request(model, backend, precision, keep, min_agreement)
         choice, backend = fp8.choose(model, shadow_of(model), keep, min_agreement), "triton"
     resolved = _checked_backend(model, backend)
-    known = known_backends(model) if backend == "auto" else {}
-    if known and set(known.values()) != {resolved}:
-        backend = resolved = max(known.values(), key=[*known.values()].count)
     plan = _Walk(model, backend, resolved)
     if normalize is not None:
         plan.add_normalize(model, *check_normalize(normalize))
@@ -89,12 +85,7 @@ def fuse(
     if choice is not None:
         rows = fp8.annotated(plan.rows, choice, dtype_of(model))
         return FusionReport(resolved, tuple(rows), (), precision, choice.notes, tuple(plan.elsewhere))
-    for name, other in known.items():
-        if other != resolved:
-            _set_backend_of_part(model.get_submodule(name), other)
     why = auto_reasons(device_of(model), dtype_of(model)) if backend == "auto" and resolved != "triton" else ()
-    if known:
-        why = ("vit_fast.optimize found it to be the fastest here",)
     return FusionReport(resolved, tuple(plan.rows), why, elsewhere=tuple(plan.elsewhere))
 
 
@@ -371,13 +362,6 @@ def _give_class_back(module: FusedModule) -> None:
     for name in [name for name in module.__dict__ if name.startswith("vit_fast_")]:
         del module.__dict__[name]
     module.__class__ = type(module).original  # type: ignore[assignment]  # a class of another library
-
-
-def _set_backend_of_part(part: Any, backend: str) -> None:
-    if isinstance(part, FusedModule):
-        part.set_fused_backend(backend)
-    elif "backend" in part.__dict__:  # one of ours
-        part.backend = backend
 
 
 def _row(

@@ -14,17 +14,14 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedInputError
-from ..measuring.limits import at_most, describe_error, is_out_of_memory
-from ..measuring.timing import Protocol, Samples, peak_memory_of_call, synchronise
-from .build import build
-from .calls import call, first_batch, tensors_in
-from .choices import AS_FILE, GIVEN, Choice, variations
-from .drop_in import Optimized
-from .expected import Expected, Rule
-from .interruption import Interruption
+from .build import build, shape_classes
+from .candidate import AS_FILE, GIVEN, Candidate, variations
+from .check import Expected, Rule
+from .clock import Protocol, Samples, peak_memory_of_call, synchronise
+from .limits import Interruption, at_most, describe_error, is_out_of_memory
+from .optimized import Optimized, call, first_batch, tensors_in
 from .runtimes import OnnxFile
 from .search import OutOfTime, Refused
-from .shapes import shape_classes
 
 # About how long a runtime takes to open a file.
 OPENING_S = 1.0
@@ -32,7 +29,7 @@ OPENING_S = 1.0
 
 @dataclass(frozen=True)
 class Checked:
-    """What is known of a choice that gave outputs.
+    """Errors, agreement, first call and memory of a candidate that gave outputs.
 
     Attributes:
         error: Largest against fp64; allowed is what the rule of accuracy allows, None where loss is allowed.
@@ -76,19 +73,19 @@ class Trials:
         self.photographs, self.rule, self.tell = photographs, rule, tell
         self.interruption = interruption or Interruption()
         self.device = device_of_example(example)
-        self.checked: dict[Choice, Checked] = {}
-        self.took: dict[Choice, float] = {}  # seconds, of what was prepared or ran out of time
-        self.prepared: dict[Choice, tuple[Optimized, Samples]] = {}
+        self.checked: dict[Candidate, Checked] = {}
+        self.took: dict[Candidate, float] = {}  # seconds, of what was prepared or ran out of time
+        self.prepared: dict[Candidate, tuple[Optimized, Samples]] = {}
         self.classes = {} if isinstance(model, OnnxFile) else shape_classes(model, example)
         self.start = time.perf_counter()
 
     def elapsed_s(self) -> float:
         return time.perf_counter() - self.start
 
-    def seconds(self, candidate: Choice) -> float:
+    def seconds(self, candidate: Candidate) -> float:
         """The longest time of its kind so far; for the first of a kind, an estimate for a machine this slow."""
 
-        def kind(choice: Choice) -> tuple[object, ...]:
+        def kind(choice: Candidate) -> tuple[object, ...]:
             return choice.engine, choice.precision, choice.frozen
 
         took = [seconds for choice, seconds in self.took.items() if kind(choice) == kind(candidate)]
@@ -100,7 +97,7 @@ class Trials:
         checks_s = self.took.get(GIVEN, 0.0) if candidate.engine != GIVEN.engine else 0.0
         return checks_s + candidate.seconds * max([1.0, *slow])
 
-    def prepare(self, candidate: Choice, seconds: float) -> None:
+    def prepare(self, candidate: Candidate, seconds: float) -> None:
         """Builds, checks, and weighs a choice."""
         self.interruption.check()
         self._tell(candidate.name)
@@ -121,7 +118,7 @@ class Trials:
         one = lambda number: call(optimized, self.example)  # noqa: E731  # a name would say no more
         self.prepared[candidate] = optimized, Samples(one, self.device, Protocol())
 
-    def _build_and_check(self, choice: Choice) -> tuple[Optimized, Checked]:
+    def _build_and_check(self, choice: Candidate) -> tuple[Optimized, Checked]:
         start = time.perf_counter()
         before = _own_bytes(self.device)
         what = self.model, self.example, self.expected.output, self.photographs
@@ -137,7 +134,7 @@ class Trials:
             raise Refused(f"takes {peak / 2**20:.3g} MiB, memory_limit is {limit / 2**20:.3g} MiB")
         return optimized, Checked(error, allowed, agreement, first_call_s, peak)
 
-    def call_ms(self, candidate: Choice, number: int) -> float:
+    def call_ms(self, candidate: Candidate, number: int) -> float:
         self.interruption.check()
         samples = self.prepared[candidate][1]
         try:
@@ -148,18 +145,18 @@ class Trials:
             raise Refused(_in_words(error)) from None
         return samples[-1]
 
-    def compare(self, candidates: Sequence[Choice]) -> None:
+    def compare(self, candidates: Sequence[Candidate]) -> None:
         self._tell(f"timing the {len(candidates)} that are left, interleaved")
 
     def _tell(self, what: str) -> None:
         if self.tell is not None:
             self.tell(what, self.elapsed_s())
 
-    def release(self, candidate: Choice) -> None:
+    def release(self, candidate: Candidate) -> None:
         self.prepared.pop(candidate, None)
         self._forget()
 
-    def variations(self, candidate: Choice) -> Sequence[Choice]:
+    def variations(self, candidate: Candidate) -> Sequence[Candidate]:
         base = AS_FILE if isinstance(self.model, OnnxFile) and candidate == GIVEN else candidate
         return variations(base, self.device, first_batch(self.example), set(self.classes.values()))
 
@@ -170,7 +167,7 @@ class Trials:
 
 
 def device_of_example(example: Any) -> torch.device:
-    """Where the example's tensors are.
+    """Returns the device of the example's tensors.
 
     Raises:
         ValueError: there is none, or they are not all on one device with images in them.
@@ -178,14 +175,14 @@ def device_of_example(example: Any) -> torch.device:
     tensors = tensors_in(example)
     if not tensors or any(not tensor.numel() for tensor in tensors) or not tensors[0].dim():
         raise ValueError(
-            "example: accepted are images [B, channels, height, width] with B >= 1, a tuple of arguments, or a mapping "
+            "example: expected images [B, channels, height, width] with B >= 1, a tuple of arguments, or a mapping "
             f"of keyword arguments, got {type(example).__name__}"
         )
     devices = {tensor.device for tensor in tensors}
     if torch.device("meta") in devices:
-        raise ValueError("example lies on meta: accepted are tensors that hold numbers")
+        raise ValueError("example lies on meta: expected tensors that hold numbers")
     if len(devices) > 1:
-        raise ValueError(f"example lies on {', '.join(map(str, devices))}: accepted is one device")
+        raise ValueError(f"example lies on {', '.join(map(str, devices))}: expected one device")
     return devices.pop()
 
 

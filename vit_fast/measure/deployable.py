@@ -1,4 +1,4 @@
-"""What was chosen, in a form that runs without this search: an ONNX file, or torch's own package."""
+"""The chosen candidate in a form that runs without the search: an ONNX file, or torch's own package."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 from ..errors import UnsupportedInputError
 from ..files import check_writable, folder_aside
 from .build import changed_copy
-from .calls import arguments, only_images
-from .choices import DTYPES
+from .candidate import DTYPES
 from .optimization import Optimization
+from .optimized import arguments, only_images
 from .runtimes import OnnxFile, write_onnx
 
 FIGURES = "optimize.json"
@@ -29,7 +29,7 @@ def check_folder(folder: Path) -> None:
         OSError: it is no folder, or not an empty one.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"{folder}: accepted is a new or empty folder")
+        raise FileExistsError(f"{folder}: expected a new or empty folder")
     check_writable(folder)
 
 
