@@ -250,8 +250,8 @@ def markdown(record: Record) -> str:
 
 
 def summary(record: Record) -> str:
-    """The best of ours beside timm and the best peer, a line for each contest, for a document."""
-    titles = ("model", "precision", "batch", "vit-fast, images/s", "timm", "best peer", "ratio to it")
+    """Returns a table for a document: per contest, the best of ours, timm and the best peer."""
+    titles = ("model", "precision", "batch", "vit-fast (images/s)", "timm", "best peer", "ratio to best peer")
     lines = [f"| {' | '.join(titles)} |", "|---|---|---:|---|---:|---|---:|"]
     for rows in contests(record).values():
         alike = {row["subject"]: row for row in measured(rows) if not is_lower(row)}
