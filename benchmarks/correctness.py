@@ -26,6 +26,7 @@ from vit_fast.accuracy import (
     size_of,
 )
 from vit_fast.measure.check import MEASURES, Reference, Verdict, errors_of, judge, same_answers
+from vit_fast.measure.runtimes import unrewritten
 
 from .subjects import Subject, Task
 from .subjects_models import define
@@ -66,7 +67,7 @@ def expect(task: Task, images: Tensor, *others: Tensor) -> Expected:
     """
     rows = checked_rows(task)
     if task.model.onnx is not None:
-        outputs = _unoptimised(task)(images[rows])
+        outputs = unrewritten(task.model.onnx, task.model.image_hw)(images[rows].float()).double()
         return Expected(rows, outputs, {measure: ONNX_TOLERANCE * size_of(outputs, measure) for measure in MEASURES})
     weights = None if task.weights is None else {name: tensor.double() for name, tensor in task.weights.items()}
     exact_task = dataclasses.replace(task, weights=weights, dtype=torch.float64, amp=False)
@@ -106,15 +107,6 @@ def _expect_gradients(
 def stepper(task: Task, model: nn.Module, function: Callable[[Tensor], Tensor]) -> TrainingStep | Backward:
     """Returns a step of a whole model, or the backward of a part."""
     return TrainingStep(model, function, amp=task.amp) if task.whole else Backward(model, function)
-
-
-def _unoptimised(task: Task) -> Callable[[Tensor], Tensor]:
-    """A file as ONNX Runtime runs it without rewriting it: there is no other definition of it."""
-    from vit_fast.export import OnnxRunner
-
-    assert task.model.onnx is not None
-    runner = OnnxRunner(task.model.onnx, "cpu", image_hw=task.model.image_hw, optimise=False)
-    return lambda images: torch.as_tensor(runner(images.float().cpu())).double()
 
 
 def checked_rows(task: Task) -> list[int]:

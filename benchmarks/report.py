@@ -65,9 +65,6 @@ COLUMNS = (
 PRECISION = Column("precision", lambda row: str(row["precision"]), 0)  # on the screen, where no column says the dtype
 MOST_ON_SCREEN = 7  # beside the candidate
 
-# Characters a line where nobody says: wide enough for the whole table.
-FULL_WIDTH = 160
-
 
 def contests(record: Record, *, by_dtype: bool = True) -> dict[str, list[Row]]:
     """The rows by what they compete in, fastest first, those of lower precision after the others.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .words import integers, split_words
+from .words import integers, split_words, table, wide_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -84,17 +84,13 @@ def bench(
     table.md, plot.png and report.html into a folder that it names. Exit status 1 when a subject is wrong or failed,
     130 after Ctrl-C.
     """
-    from rich.console import Console
-
     from ..benchmarks.machine import describe
     from ..benchmarks.plan import make_plan
     from ..benchmarks.records import Journal, check_folder, default_folder, to_json
-    from ..benchmarks.report import FULL_WIDTH, closing
+    from ..benchmarks.report import closing
     from ..benchmarks.runner import run
 
-    console = Console(stderr=as_json)
-    if not console.is_terminal:
-        console.width = FULL_WIDTH
+    console = wide_console(stderr=as_json)
     if list_subjects:
         _print_subjects(console)
         return
@@ -171,36 +167,27 @@ def patient_interrupt() -> Iterator[None]:
 
 
 def _print_subjects(console: Console) -> None:
-    from rich.table import Table
-
     from ..benchmarks.subjects import COMPILE_MODES, all_subjects
 
-    table = Table("subject", "what it is", "installed", "torch.compile", title="subjects")
+    rows = []
     for subject in all_subjects().values():
         missing = subject.missing_packages()
         installed = f"no (pip install {' '.join(missing)})" if missing else "yes"
-        table.add_row(subject.name, subject.summary, installed, "yes" if subject.compilable else "no")
-    console.print(table)
+        rows.append((subject.name, subject.summary, installed, "yes" if subject.compilable else "no"))
+    console.print(table("subjects", ("subject", "description", "installed", "torch.compile"), rows, texts=4))
     console.print(f"behind a name: +compile, or +compile:MODE with {', '.join(COMPILE_MODES[1:])}")
 
 
 def _print_record(console: Console, record: dict[str, Any]) -> None:
-    from rich import box
-    from rich.markup import escape
-    from rich.table import Table
-
     from ..benchmarks.explain import tables
     from ..benchmarks.report import ceilings_line, heading, not_measured, remarks
 
     for line in (heading(record), ceilings_line(record), *remarks(record)):
         console.print(line, highlight=False, markup=False, soft_wrap=not console.is_terminal)
-    for table in rich_tables(record, console.width):
-        console.print(table)
+    for made in rich_tables(record, console.width):
+        console.print(made)
     for caption, titles, cells in tables(record):
-        explained = Table(*titles, title=caption, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-        for row in cells:
-            explained.add_row(*map(escape, row))
-        console.print(explained)
+        console.print(table(caption, titles, cells))
     for line in not_measured(record):
         console.print(line, highlight=False, markup=False, soft_wrap=not console.is_terminal)
 
@@ -224,9 +211,7 @@ def screen_columns(record: dict[str, Any], width: int) -> list[Column]:
 
 def rich_tables(record: dict[str, Any], width: int) -> list[Table]:
     """One table of the measured rows for each model and batch size; a narrow one leaves columns out."""
-    from rich import box
     from rich.markup import escape
-    from rich.table import Table
 
     from ..benchmarks.report import contests, label
     from ..benchmarks.rows import measured
@@ -234,17 +219,13 @@ def rich_tables(record: dict[str, Any], width: int) -> list[Table]:
     columns = screen_columns(record, width)
     tables = []
     for title, rows in contests(record, by_dtype=False).items():
-        table = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-        table.add_column("candidate", no_wrap=True)
-        for column in columns:
-            table.add_column(escape(column.title), justify="right", no_wrap=True)
+        made = table(title, ["candidate", *(column.title for column in columns)])
         for _, alike in itertools.groupby(measured(rows), lambda row: row["precision"]):
-            table.add_section()
+            made.add_section()
             for row in alike:
-                cells = (escape(column.cell(row)) for column in columns)
-                table.add_row(escape(label(row, precision=False)), *cells)
-        if table.row_count:
-            tables.append(table)
+                made.add_row(*map(escape, (label(row, precision=False), *(column.cell(row) for column in columns))))
+        if made.row_count:
+            tables.append(made)
     return tables
 
 

@@ -17,7 +17,7 @@ from ..fusion.fuse import unfuse
 from .candidate import GIVEN, Candidate
 from .limits import describe_error
 from .optimized import call, first_batch, tensors_in, version_of
-from .runtimes import OnnxFile
+from .runtimes import OnnxFile, unrewritten
 from .search import Refused
 
 MEASURES: tuple[Measure, ...] = ("largest", "rms")
@@ -252,7 +252,7 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
 def _definition(model: nn.Module) -> tuple[Callable[..., Any], float]:
     """Returns the reference model, and the share of its output that the model itself may be off by."""
     if isinstance(model, OnnxFile):
-        return model.unrewritten(), FILE_ROUNDING
+        return unrewritten(model.path, model.image_hw), FILE_ROUNDING
     try:
         exact = copy.deepcopy(model)
         unfuse(exact)

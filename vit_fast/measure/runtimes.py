@@ -66,12 +66,13 @@ class OnnxFile(nn.Module):
         output: Tensor = self.runner(images)
         return output
 
-    def unrewritten(self) -> Run:
-        """The file computed node by node as it stands, on the CPU: there is no other definition of it."""
-        from vit_fast.export import OnnxRunner
 
-        runner = OnnxRunner(self.path, "cpu", image_hw=self.image_hw, optimise=False)
-        return lambda images: torch.as_tensor(runner(images.cpu()))
+def unrewritten(path: Path, image_hw: Size | None) -> Run:
+    """Opens a file node by node as it stands, on the CPU: the reference for a file."""
+    from vit_fast.export import OnnxRunner
+
+    runner = OnnxRunner(path, "cpu", image_hw=image_hw, optimise=False)
+    return lambda images: torch.as_tensor(runner(images.cpu()))
 
 
 def session(
