@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from vit_fast.files import check_writable
+from vit_fast.files import check_new_folder
 
 from .rows import CHECKED_FIELDS, SPEED_FIELDS
 
@@ -39,16 +39,12 @@ def check_folder(folder: Path) -> None:
     """Checks that a record can be written there.
 
     Raises:
-        ValueError: it is a file, or holds something already.
-        OSError: nothing may be written there.
+        ValueError: an unfinished run is there.
+        OSError: it is no new or empty folder, or cannot be written.
     """
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder}: is a file; expected a new or empty folder")
-    if folder.is_dir() and any(folder.iterdir()):
-        raise ValueError(f"{folder}: is not empty; expected a new or empty folder")
     if (partial := _partial(folder)).exists():
         raise ValueError(f"{partial}: holds an unfinished run; expected --resume {folder}, or another folder")
-    check_writable(folder)
+    check_new_folder(folder)
 
 
 def _partial(folder: Path) -> Path:

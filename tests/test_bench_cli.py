@@ -152,7 +152,7 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["run.partial"]
     records.Journal.resume(target).finish({"a": b"a"}, keep=False)
     assert (target / "a").read_bytes() == b"a"
-    with pytest.raises(ValueError, match="not empty"):
+    with pytest.raises(FileExistsError, match="not empty"):
         records.Journal.begin(target, {}, {})
 
 

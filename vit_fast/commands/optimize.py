@@ -61,12 +61,12 @@ def optimize(
     from rich.markup import escape
 
     from ..benchmarks.opening import open_model
-    from ..files import check_replaceable
+    from ..files import check_new_folder, check_replaceable
     from ..measure import deployable
     from ..measure.optimization import optimize as run
 
     if export is not None:
-        deployable.check_folder(export)
+        check_new_folder(export)
     if save is not None:
         check_replaceable(save)
     console, progress = wide_console(stderr=as_json), Console(stderr=True)
