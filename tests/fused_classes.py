@@ -26,14 +26,15 @@ TABLE = Path(__file__).parents[1] / "docs" / "classes.md"
 LIBRARIES = ("timm", "transformers")
 HEADER = """# Supported classes
 
-What `vit_fast.fuse` does with every class of timm and transformers that has attention, tested with {versions}:
+Look up what `vit_fast.fuse` does with each class of timm and transformers that has attention. Tested with
+{versions}:
 
 - **fused**: all attention and all norm + MLP modules are fused.
 - **partly**: some are fused. The reasons for the others follow.
 - **skipped**: none is fused, for the reasons that follow.
 
-Each class is tested in the library's default configuration: of timm the named model, of transformers the default config. Models of images and
-text are tested with their vision tower. Written by `make classes`.
+A class of timm is tested with the model that is named, a class of transformers with its default configuration. Models
+of images and text are tested with their vision tower. `make classes` writes this page.
 """
 # of timm: convolutional networks with some attention in them
 CONVOLUTIONAL = {"byobnet", "byoanet", "resnest", "sknet", "cpubone", "lowformer", "mobilenetv5"}

@@ -174,8 +174,8 @@ def _print_subjects(console: Console) -> None:
         missing = subject.missing_packages()
         installed = f"no (pip install {' '.join(missing)})" if missing else "yes"
         rows.append((subject.name, subject.summary, installed, "yes" if subject.compilable else "no"))
-    console.print(table("subjects", ("subject", "description", "installed", "torch.compile"), rows, texts=4))
-    console.print(f"behind a name: +compile, or +compile:MODE with {', '.join(COMPILE_MODES[1:])}")
+    console.print(table("candidates", ("candidate", "description", "installed", "torch.compile"), rows, texts=4))
+    console.print(f"append to a name: +compile, or +compile:MODE with {', '.join(COMPILE_MODES[1:])}")
 
 
 def _print_record(console: Console, record: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ def compare(
         resolution = "unknown" if pair["resolution"] is None else f"{pair['resolution']:.1%}"
         about = pair["model"], pair["dtype"], str(pair["batch"]), pair["subject"], pair["verdict"]
         rows.append((*about, *rates, f"{pair['ratio']:.3f}", interval, resolution))
-    texts = ("model", "dtype", "batch", "subject", "verdict")
+    texts = ("model", "dtype", "batch", "candidate", "verdict")
     titles = (*texts, "first", "second", "ratio", "interval", "resolution")
     console = wide_console()
     console.print(table("second / first, images per second", titles, rows, texts=len(texts)))
