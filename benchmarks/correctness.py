@@ -26,7 +26,6 @@ from vit_fast.accuracy import (
     size_of,
 )
 from vit_fast.measure.check import MEASURES, Reference, Verdict, errors_of, judge, same_answers
-from vit_fast.measure.runtimes import unrewritten
 
 from .subjects import Subject, Task
 from .subjects_models import define
@@ -67,6 +66,8 @@ def expect(task: Task, images: Tensor, *others: Tensor) -> Expected:
     """
     rows = checked_rows(task)
     if task.model.onnx is not None:
+        from vit_fast.measure.runtimes import unrewritten
+
         outputs = unrewritten(task.model.onnx, task.model.image_hw)(images[rows].float()).double()
         return Expected(rows, outputs, {measure: ONNX_TOLERANCE * size_of(outputs, measure) for measure in MEASURES})
     weights = None if task.weights is None else {name: tensor.double() for name, tensor in task.weights.items()}

@@ -29,7 +29,6 @@ import vit_fast
 from vit_fast.config import DataConfig, Size, ViTConfig
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.variants import get_variant, list_models
-from vit_fast.weights.hub import hub_id
 from vit_fast.work import Counter, Work, total, work
 
 from .operators import Operator
@@ -116,6 +115,8 @@ def resolve(given: str) -> Callable[[Size | None], list[Model]]:
         return lambda size: [_given(given, function, size or (224, 224), DataConfig())]
     is_onnx = given.endswith(".onnx")
     if is_onnx or "/" in given or "." in given or Path(given).is_dir():  # none of our names has them
+        from vit_fast.weights.hub import hub_id
+
         if not Path(given).exists() and (is_onnx or hub_id(given) is None):
             raise ValueError(f"{given}: no such file")
         return lambda size: [_onnx(Path(given), size) if is_onnx else _of_weights(given, size)]

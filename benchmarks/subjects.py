@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from vit_fast.config import ViTConfig
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.run.runtime import compile_frozen
 
 from .models import Model
 
@@ -239,5 +238,7 @@ def compile_selection(selection: Subject, function: Callable[[Tensor], Tensor]) 
     if selection.mode == "none":
         return function
     if selection.mode == "freezing":
+        from vit_fast.run.runtime import compile_frozen
+
         return compile_frozen(function, fullgraph=selection.fullgraph)
     return torch.compile(function, mode=selection.mode, fullgraph=selection.fullgraph, dynamic=False)

@@ -22,14 +22,8 @@ from vit_fast.fusion.fuse import fuse
 from vit_fast.libraries import transformers
 from vit_fast.libraries.known import PEERS
 from vit_fast.libraries.peers import take_weights
-from vit_fast.measure import cache
-from vit_fast.measure.build import build as build_choice
-from vit_fast.measure.build import changed_copy
 from vit_fast.measure.candidate import PRECISIONS, Candidate, Precision
-from vit_fast.measure.optimized import Optimized
 from vit_fast.model import VisionTransformer, set_backend
-from vit_fast.quantization.fp8 import unable_reasons
-from vit_fast.run.runtime import GraphRunner
 
 from . import subjects_operators
 from .models import OutputOf
@@ -59,6 +53,9 @@ def build_as(candidate: Candidate, task: Task) -> nn.Module:
     Raises:
         UnsupportedInputError: the candidate is not available here; every reason.
     """
+    from vit_fast.measure.build import changed_copy
+    from vit_fast.quantization.fp8 import unable_reasons
+
     reasons = []
     if candidate.precision == "fp8":  # before anything is built in vain
         reasons = unable_reasons(task.device, task.dtype)
@@ -78,6 +75,8 @@ def build_graphs(backend: str, task: Task) -> Callable[[Tensor], Tensor]:
     Raises:
         UnsupportedInputError: the task is for a CPU.
     """
+    from vit_fast.run.runtime import GraphRunner
+
     return GraphRunner(build(backend, task), _example(task, 1), batch_sizes=(task.batch_size,))
 
 
@@ -134,12 +133,15 @@ def build_fused(
     return model
 
 
-def build_optimized(precision: Precision | None, task: Task) -> Optimized:
+def build_optimized(precision: Precision | None, task: Task) -> nn.Module:
     """The model in the way that vit_fast.optimize found in this number format.
 
     Raises:
         UnsupportedInputError: no answer is kept for it; or what was found cannot be had any more.
     """
+    from vit_fast.measure import cache
+    from vit_fast.measure.build import build as build_candidate
+
     module = define(task)
     example = _example(task, task.batch_size)
     answer = cache.find(module, example, precision)
@@ -148,7 +150,7 @@ def build_optimized(precision: Precision | None, task: Task) -> Optimized:
         words = f"vit-fast optimize {task.model.name} --batch {task.batch_size}{allowed}"
         raise UnsupportedInputError("optimized", [f"no answer is kept for this here: {words} finds one"])
     with torch.no_grad():
-        return build_choice(answer.choice, module, example, module(example), ())
+        return build_candidate(answer.choice, module, example, module(example), ())
 
 
 definition = "our model, plain formulas: the definition"

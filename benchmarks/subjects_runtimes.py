@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.libraries import timm
 from vit_fast.measure.candidate import AS_FILE, RUNTIMES, Candidate
-from vit_fast.measure.runtimes import open_file, write_onnx
 
 from . import subjects_models
 from .machine import short_name
@@ -56,6 +55,8 @@ def build(candidate: Candidate, task: Task, *, io_binding: bool = True) -> Funct
 
 
 def _open(candidate: Candidate, path: Path, task: Task, io_binding: bool = True) -> Function:
+    from vit_fast.measure.runtimes import open_file
+
     run = open_file(candidate, path, _images(task), task.model.image_hw, io_binding=io_binding)
     return lambda images: run(images.float()).to(task.dtype)
 
@@ -70,6 +71,8 @@ _files: dict[tuple[Model, Candidate, torch.device], tuple[object, tempfile.Tempo
 
 def _exported(candidate: Candidate, task: Task) -> Path:
     """The task's model as a file."""
+    from vit_fast.measure.runtimes import write_onnx
+
     key = task.model, candidate, task.device
     weights, folder = _files.pop(key, (None, None))
     if folder is None or weights is not task.weights:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from vit_fast import ViTConfig
 from vit_fast.apps.data import default_photograph
-from vit_fast.benchmarks import subjects_models
 from vit_fast.benchmarks.correctness import Expected, expect, judge_outputs, spread
 from vit_fast.benchmarks.inputs import image_views, random_weights, rotating_batches, rounded
 from vit_fast.benchmarks.models import describe_ours, resolve
@@ -176,7 +175,9 @@ def test_our_model_in_e4m3_passes_and_is_not_what_it_is_in_bf16(monkeypatch: pyt
         found = subject.build(task)(images)
         assert judge_outputs(subject, task, expect(task, images), found).passed
         assert not torch.equal(found, get_subject("triton").build(task)(images))
-    monkeypatch.setattr(subjects_models, "changed_copy", lambda *_: pytest.fail("what cannot run is not calibrated"))
+    monkeypatch.setattr(
+        "vit_fast.measure.build.changed_copy", lambda *_: pytest.fail("what cannot run is not calibrated")
+    )
     with pytest.raises(UnsupportedInputError, match="float32"):
         subject.build(make_task(config)[0])
     block = dataclasses.replace(task, model=dataclasses.replace(task.model, block=True))

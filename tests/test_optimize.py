@@ -19,9 +19,8 @@ from vit_fast.errors import UnsupportedInputError
 from vit_fast.measure import cache, candidate
 from vit_fast.measure.build import build
 from vit_fast.measure.candidate import Candidate
-from vit_fast.measure.check import Expected, Rule
 from vit_fast.measure.search import OutOfTime, Refused
-from vit_fast.measure.trials import Trials
+from vit_fast.measure.trials import Expected, Rule, Trials
 
 pytestmark = [pytest.mark.usefixtures("own_cache"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 

@@ -22,9 +22,8 @@ from vit_fast.measure import candidate, deployable
 from vit_fast.measure.build import build
 from vit_fast.measure.cache import Answer
 from vit_fast.measure.candidate import Candidate
-from vit_fast.measure.check import Expected, Rule
 from vit_fast.measure.search import Refused
-from vit_fast.measure.trials import Trials
+from vit_fast.measure.trials import Expected, Rule, Trials
 from vit_fast.run import runtime
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without CUDA")

@@ -15,8 +15,8 @@ import vit_fast
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.measure.build import build, shape_classes
 from vit_fast.measure.candidate import Candidate
-from vit_fast.measure.check import Expected, Rule
 from vit_fast.measure.search import Refused
+from vit_fast.measure.trials import Expected, Rule
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

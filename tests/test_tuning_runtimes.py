@@ -26,10 +26,9 @@ from vit_fast.export import OnnxRunner, ProviderError, export_onnx
 from vit_fast.measure import cache, candidate, deployable
 from vit_fast.measure.build import build
 from vit_fast.measure.candidate import AS_FILE, Candidate, candidates_of_file
-from vit_fast.measure.check import Expected, Rule
 from vit_fast.measure.runtimes import OnnxFile
 from vit_fast.measure.search import Refused
-from vit_fast.measure.trials import Trials
+from vit_fast.measure.trials import Expected, Rule, Trials
 
 pytestmark = [pytest.mark.usefixtures("own_cache"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 

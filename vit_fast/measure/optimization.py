@@ -27,13 +27,12 @@ from . import cache, resolution
 from .build import backends_of
 from .cache import Answer
 from .candidate import GIVEN, PRECISIONS, Candidate, Precision, candidates, candidates_of_file
-from .check import Expected, Rule
 from .clock import percentile
 from .limits import describe_error, remembered
 from .optimized import Optimized, first_batch, only_images
 from .runtimes import OnnxFile
 from .search import SHARE, Found, Objective, Refused, Trial, paired, search
-from .trials import Checked, Trials, device_of_example
+from .trials import Checked, Expected, Rule, Trials, device_of_example
 
 # What was found once may take so long to build again.
 REBUILDING_S = 1800.0
