@@ -18,12 +18,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.fusion.freezing import freeze
-from vit_fast.fusion.fuse import fuse
+from vit_fast.fusion.fuse import fuse, set_backend
 from vit_fast.libraries import transformers
 from vit_fast.libraries.known import PEERS
 from vit_fast.libraries.peers import take_weights
 from vit_fast.measure.candidate import PRECISIONS, Candidate, Precision
-from vit_fast.model import VisionTransformer, set_backend
+from vit_fast.model import VisionTransformer
 
 from . import subjects_operators
 from .models import OutputOf
@@ -40,7 +40,7 @@ def build(backend: str, task: Task) -> nn.Module:
         return subjects_operators.build(backend, task)
     config, weights = task.ours
     with torch.device("meta"):
-        model = VisionTransformer(config, data_config=task.model.data, backend="eager")
+        model = VisionTransformer(config, data_config=task.model.data)
     model = model.to_empty(device=task.device).to(task.dtype)
     model.load_state_dict(dict(weights))
     set_backend(model, backend)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import logging
 import re
@@ -19,6 +20,7 @@ from vit_fast.errors import UnsupportedInputError
 from vit_fast.libraries.image_model import ImageModel, Output
 
 from . import attention_nodes
+from .exported_blocks import exportable_copy
 from .options import ExportOptions
 
 INPUT, BATCH = "images", "batch"
@@ -52,6 +54,7 @@ def capture(vit: ImageModel, options: ExportOptions) -> ir.Model:
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(options.dtype, torch.float32)
     if dtype != torch.float32:
         vit = vit.copy_in(dtype)
+    vit = dataclasses.replace(vit, model=exportable_copy(vit.model))
     example = torch.randn(2, vit.in_chans, *_example_size(vit, options))
     module = _Exported(vit, options.output, dtype, options.dynamic_size).eval()
     with vit.exporting("sdpa", options.dynamic_size), _quiet(), torch.no_grad():

@@ -166,7 +166,7 @@ def test_nothing_is_built_before_all_names_are_known(wrong, in_a_folder: Path, m
         (["--models", "my_models:sized"], "my_models:sized() raises TypeError: sized() missing"),
         (["--models", "timm:test_vit", "--img-size", "63"], "timm:test_vit"),
         (["--models", "vit_test", "--img-size", "1x2x3"], "expected a side, or HEIGHTxWIDTH"),
-        (["--models", "vit_test", "--img-size", "ax2"], "--img-size ax2"),
+        (["--models", "vit_test", "--img-size", "ax2"], "got ax2"),
         (["--models", "vit_test", "--amp"], "expected with --train"),
         (["--models", "vit_test", "--train", "--amp", "--dtypes", "bf16"], "the parameters stay in fp32"),
     ],

@@ -305,7 +305,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "names.txt").write_text("\n".join(f"thing {i}" for i in range(10)))
     assert not run(
         "vit_test", "-o", str(tmp_path / "m.onnx"), "--weights", str(tmp_path / "w.safetensors"), "--target", "ort-cpu",
-        "--preprocess", "--output", "probabilities", "--classes", str(tmp_path / "names.txt"),
+        "--preprocess", "--returns", "probabilities", "--classes", str(tmp_path / "names.txt"),
         "--triton-repository", str(tmp_path / "models"), "--json",
     )  # fmt: skip
     report = json.loads(capsys.readouterr().out)
@@ -343,7 +343,7 @@ def test_command_refuses_a_taken_name_before_exporting(tmp_path: Path, capsys: p
     [
         ([], "export needs a MODEL or --weights, and -o FILE.onnx"),
         (["vit_tset", "-o", "m.onnx"], "unknown model 'vit_tset': nearest are vit_test"),
-        (["vit_test", "-o", "m.onnx", "--output", "x"], "output"),
+        (["vit_test", "-o", "m.onnx", "--returns", "x"], "output"),
         (["vit_test", "-o", "m.onnx", "--precision", "int8"], "needs image files"),
         (["vit_test", "-o", "m.onnx", "--precision", "int8", "--calibrate", "absent"], "absent: no such file"),
         (["--inspect", "absent.onnx"], "absent.onnx: no such file"),

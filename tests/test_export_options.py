@@ -208,7 +208,7 @@ def test_a_fused_model_exports_to_the_same_graph(tmp_path: Path) -> None:
         vit_fast.set_backend(ours_model, backend)
         export_onnx(ours_model, tmp_path / "m.onnx", target="ort-cpu")
         graphs.append(_graph(tmp_path / "m.onnx"))
-        assert ours_model.blocks[0].backend == backend
+        assert ours_model.blocks[0].vit_fast_backend == backend
     assert graphs[0] == graphs[1] == graphs[2]
 
     peer = make("timm")
@@ -276,7 +276,7 @@ def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
     export_onnx(model, tmp_path / "m.onnx", dynamic_size=True, precision="fp16", target="ort-cuda")
     assert {name: (id(p), p.dtype) for name, p in model.named_parameters()} == before
     assert model.training and model.config is config and model.patch_embed.config is config
-    assert model.blocks[0].backend == "eager"
+    assert model.blocks[0].vit_fast_backend == "eager"
 
 
 @pytest.mark.slow

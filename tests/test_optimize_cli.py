@@ -106,7 +106,7 @@ def test_export_of_what_torch_compiles(only, tmp_path: Path) -> None:
         (("vit_*_patch16_224",), "expected one of them"),
         (("missing.onnx",), "missing.onnx"),
         (("vit_test", "--allow", "int4"), "int4"),
-        (("vit_test", "--img-size", "big"), "--img-size big"),
+        (("vit_test", "--img-size", "big"), "got big"),
         (("vit_test", "--images", "missing.jpg"), "missing.jpg"),
         (("vit_test", "--save", f"{__file__}/fast.json"), "is a file, must be a folder"),
         (("vit_test", "--save", "."), "is a folder"),

@@ -31,7 +31,7 @@ def export(
         typer.Option(help="Images or folders: 32, spread evenly, give int8's and fp8's ranges, 64 others judge them."),
     ] = None,
     preprocess: Annotated[bool, typer.Option("--preprocess", help="Take uint8 photographs of any size.")] = False,
-    output: Annotated[str, typer.Option(help="logits, probabilities, or features (pooled).")] = "logits",
+    returns: Annotated[str, typer.Option(help="logits, probabilities, or features (pooled).")] = "logits",
     dynamic_size: Annotated[bool, typer.Option("--dynamic-size", help="Take any height and width.")] = False,
     validation: Annotated[
         Path | None,
@@ -82,7 +82,7 @@ def export(
         precision=precision,  # type: ignore[arg-type]  # checked by export_onnx
         preprocess=preprocess,
         target=target,  # type: ignore[arg-type]  # checked by export_onnx
-        output=output,  # type: ignore[arg-type]  # checked by export_onnx
+        output=returns,  # type: ignore[arg-type]  # checked by export_onnx
         calibration=calibrate or None,
         validation=validation,
         class_names=names,
