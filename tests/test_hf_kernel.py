@@ -68,7 +68,7 @@ def test_metadata_and_card_say_what_it_is(tmp_path: Path) -> None:
 def test_nothing_is_overwritten_and_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("mine")
-    with pytest.raises(FileExistsError, match="accepted is a new or empty folder"):
+    with pytest.raises(FileExistsError, match="must be a new or empty folder"):
         build_hf_kernel(tmp_path / "full")
     assert (tmp_path / "full" / "mine").read_text() == "mine"
 
