@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from vit_fast import cli
-from vit_fast.hf_kernel import build_hf_kernel
+from vit_fast.apps.hub_kernel import build_hf_kernel
 
 # What the loader does, in a process that has no vit_fast: import the variant's package under its metadata's id.
 LOAD = """
