@@ -1,9 +1,9 @@
-# Every target sets up what it needs: a virtual environment with the versions of constraints.txt.
-#   make bench       the main job: throughput of a ViT on a real photograph, table and plot
-#   make test        the fast tests, in five minutes on two quiet cores (those that need a GPU are skipped without one)
-#   make test-full   all tests; make test-changed: those of them that the changed folders require
-#   make test-oldest the oldest supported versions: compile, export, launches, public API, a tenth of the rest
-#   make gpu-check   everything worth measuring on a CUDA machine, offline; OUT=folder for the records
+# Each target creates what it needs: a virtual environment with the versions in constraints.txt.
+#   make bench       measure the throughput of a ViT on a real image; writes a table and a plot
+#   make test        run the fast tests: five minutes on two quiet cores (GPU tests are skipped without a GPU)
+#   make test-full   run all tests; make test-changed: only those that the changed folders require
+#   make test-oldest test the oldest supported versions: compile, export, launches, public API, a tenth of the rest
+#   make gpu-check   check and measure a CUDA machine, offline; OUT=folder for the records
 
 PYTHON  ?= python3
 VENV    ?= .venv
@@ -11,7 +11,7 @@ PINS    ?= constraints.txt
 EXTRAS  ?= export,interop,train,predict,dev
 BIN     := $(VENV)/bin
 JOBS    ?= auto
-# of pip errors alone
+# Print only errors of pip.
 PIP     := $(BIN)/python -m pip install --disable-pip-version-check -qq -c $(PINS) $(PIP_ARGS)
 SOURCES := vit_fast kernels export benchmarks tests
 READY   := $(VENV)/.ready
@@ -29,11 +29,11 @@ test-full: $(READY)
 	$(MAKE) test-execute
 	$(MAKE) test-oldest
 
-# After `make test`: the parts of test-full for the folders that differ from main; the table is in tests/changed.py.
+# Run after `make test`: the parts of test-full for folders that differ from main; see the table in tests/changed.py.
 test-changed: $(READY)
 	JOBS=$(JOBS) $(BIN)/python tests/changed.py $(ARGS)
 
-# The kernel tests on the PTX emulator. SEED changes the random schedules; a failure prints the command that repeats it.
+# Runs the kernel tests on the PTX emulator. SEED changes the random schedules; a failure prints how to repeat it.
 ARCHS ?= sm_80 sm_86 sm_89 sm_90 sm_120
 SEED  ?= 1
 test-execute: $(READY)
@@ -41,7 +41,7 @@ test-execute: $(READY)
 	  $(BIN)/python tests/execute.py $$arch --slow -n $(JOBS) --dist worksteal --seed $(SEED) $(ARGS); \
 	done
 
-# With the oldest versions that pyproject.toml allows, in an environment of its own.
+# Tests the oldest versions that pyproject.toml allows, in a separate environment.
 test-oldest:
 	$(MAKE) test VENV=.venv-oldest PINS=constraints-oldest.txt EXTRAS=export,interop,train,predict,test \
 		'ARGS=--oldest $(ARGS)'
@@ -66,7 +66,7 @@ kernels: $(READY)
 verify: $(READY)
 	$(BIN)/vit-fast verify $(ARGS)
 
-# The README's table, measured anew on a quiet machine: refused where that was busy, and then nothing has changed.
+# Measures the README's table again. Fails and changes nothing if the machine was busy.
 RECORD := benchmarks/results/cpu-2core
 record: $(READY)
 	rm -rf $(RECORD).new
@@ -76,7 +76,7 @@ record: $(READY)
 	rm -rf $(RECORD).new
 	$(BIN)/python -m vit_fast.benchmarks.readme_table --fill README.md
 
-# Runs on the machine's own python, with what is installed there; nothing is fetched. OUT is where the records go.
+# Uses the system's Python and its packages, and downloads nothing. OUT is the folder for the records.
 OUT ?= vit-fast-results/gpu-check
 gpu-check:
 	$(PYTHON) -m vit_fast.benchmarks.gpu_check --out $(OUT) $(if $(PARTS),--parts $(PARTS)) $(ARGS)
@@ -93,7 +93,7 @@ wheel: $(READY)
 clean:
 	rm -rf $(VENV) .venv-oldest build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-# torch first: the packages that depend on it then find it there instead of choosing another build.
+# Install torch first, so that packages that depend on it do not choose another build.
 $(READY): pyproject.toml $(PINS) tests/torchvision_cpu.py
 	@echo "set-up: virtual environment $(VENV)"
 	@$(PYTHON) -m venv $(VENV)

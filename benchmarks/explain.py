@@ -76,8 +76,8 @@ def tables(record: Record) -> Iterator[tuple[str, list[str], list[list[str]]]]:
     for title, rows in contests(record).items():
         explained = [row for row in measured(rows) if row.get("explained")]
         if explained:
-            yield f"Where the time goes, ms a call: {title}", *_parts(record, explained)
-            yield f"Longest kernels: {title}", ["kernel", "subject", "part", "calls", "ms"], _kernels(explained)
+            yield f"Where the time goes, ms per call: {title}", *_parts(record, explained)
+            yield f"Longest kernels: {title}", ["kernel", "candidate", "part", "calls", "ms"], _kernels(explained)
 
 
 def _parts(record: Record, rows: list[Row]) -> tuple[list[str], list[list[str]]]:

@@ -25,10 +25,10 @@ _BASELINE = Path(__file__).resolve().parent.parent / "kernels" / "baseline.json"
 _SETTINGS = ("batch", "model", "dtype")
 # The curves of a record: title, what stays the same along one, x and y with their units, and whether x is logarithmic.
 _CURVES = (
-    ("Latency and throughput", ("model", "dtype", "img_size"), ("ms", "ms a call"), ("images_per_s", "images/s")),
-    ("Batch", ("model", "dtype", "img_size"), ("requested_batch", "images a call"), ("images_per_s", "images/s")),
-    ("Tokens", ("model", "dtype", "requested_batch"), ("tokens", "tokens an image"), ("TFLOP_per_s", "TFLOP/s")),
-    ("Model size", ("dtype", "requested_batch"), ("GFLOP_per_image", "GFLOP an image"), ("TFLOP_per_s", "TFLOP/s")),
+    ("Latency and throughput", ("model", "dtype", "img_size"), ("ms", "ms per call"), ("images_per_s", "images/s")),
+    ("Batch", ("model", "dtype", "img_size"), ("requested_batch", "images per call"), ("images_per_s", "images/s")),
+    ("Tokens", ("model", "dtype", "requested_batch"), ("tokens", "tokens per image"), ("TFLOP_per_s", "TFLOP/s")),
+    ("Model size", ("dtype", "requested_batch"), ("GFLOP_per_image", "GFLOP per image"), ("TFLOP_per_s", "TFLOP/s")),
 )  # fmt: skip
 
 
@@ -61,8 +61,8 @@ def _bench(record: Record, curves: list[dict[str, Any]]) -> Iterable[str]:
     # what all rows have in common stands above them, where a narrow screen needs no column for it; of the rest last
     common = {title: columns.pop(title)[0] for title in _SETTINGS if len(set(columns[title])) == 1}
     ends = {title: columns.pop(title) for title in ("model", "dtype") if title in columns}
-    columns = {"subject": columns["subject"]} | columns | ends
-    caption = ", ".join([*(f"{title} {value}" for title, value in common.items()), "a title sorts"])
+    columns = {"candidate": columns["candidate"]} | columns | ends
+    caption = ", ".join([*(f"{title} {value}" for title, value in common.items()), "click a heading to sort"])
     yield _table(caption, list(columns), zip(*columns.values(), strict=True))
     if notes := not_measured(record):
         yield "<p>Not measured:</p><ul>" + "".join(f"<li>{escape(note)}</li>" for note in notes) + "</ul>"
@@ -70,7 +70,7 @@ def _bench(record: Record, curves: list[dict[str, Any]]) -> Iterable[str]:
         curves.append(curve)
         yield f'<figure data-curve="{len(curves) - 1}"><figcaption>{escape(curve["title"])}</figcaption></figure>'
     for caption, titles, lines in tables(record):
-        yield _table(f"{caption}; a title sorts", titles, lines)
+        yield _table(f"{caption}; click a heading to sort", titles, lines)
     yield f"<p>The same again:</p><pre tabindex=0>{escape(command(record))}</pre>"
 
 
@@ -117,7 +117,7 @@ def _other(record: Record) -> str:
     rows = [{name: _plain(value) for name, value in row.items()} for row in record["rows"]]
     names = [name for name in dict.fromkeys(name for row in rows for name in row) if any(row.get(name) for row in rows)]
     first = f"<p>{escape(str(record['note']))}</p>" if record.get("note") else ""
-    return first + _table("a title sorts", names, [[row.get(name, "") for name in names] for row in rows])
+    return first + _table("click a heading to sort", names, [[row.get(name, "") for name in names] for row in rows])
 
 
 def _plain(value: object) -> object:
@@ -148,7 +148,7 @@ def _kernels() -> str:
         "TMA",
     )  # fmt: skip
     text = f"Compiled without a GPU by triton {escape(str(baseline['triton']))}; the last four count builds."
-    return f"<p>{text}</p>" + _table("a title sorts", titles, rows)
+    return f"<p>{text}</p>" + _table("click a heading to sort", titles, rows)
 
 
 def _table(caption: str, titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

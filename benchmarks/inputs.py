@@ -33,7 +33,7 @@ def random_weights(config: ViTConfig, seed: int = 0) -> dict[str, Tensor]:
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.device("meta"):
-        model = VisionTransformer(config, backend="eager")
+        model = VisionTransformer(config)
     model = model.to_empty(device="cpu")
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -113,32 +113,32 @@ def closing(record: Record) -> str:
 
 
 def remarks(record: Record) -> list[str]:
-    """What a reader must know before any figure: busy, what can be told apart, what is above its ceiling."""
+    """Returns warnings about the run: a busy machine, its resolution, rows above their ceiling."""
     lines = [f"BUSY: {reason}" for reason in record["busy"]]
     for title, rows in contests(record).items():
         if not measured(rows):
             continue
         resolution = resolution_of(rows[0], record["controls"])
         if resolution == float("inf"):
-            lines.append(f"{title}: no control, so no difference is told")
+            lines.append(f"{title}: no control was measured, so differences cannot be assessed")
         elif resolution > UNRANKABLE:
             lines.append(
                 f"{title}: nothing here can be ranked: identical code differed by {resolution:.0%}; {QUIET_RUN}"
             )
         else:
-            lines.append(f"{title}: resolution {resolution:.1%}; within it, and marked =, there is no difference")
+            lines.append(f"{title}: resolution {resolution:.1%}; = marks differences below it")
         lines += [f"{title}: DEFECT: {label(row)} at {row['defect']}" for row in rows if row["defect"]]
     return [*lines, *_best_batches(record)]
 
 
 def _best_batches(record: Record) -> Iterable[str]:
-    """Of a search, where each subject has most images a second."""
+    """Returns the batch size with the highest throughput of each candidate, for `--batch-sizes best`."""
     best: dict[str, Row] = {}
     for row in measured(record["rows"]) if record["plan"]["batch_sizes"] == ["best"] else []:
         name = " ".join(map(str, (row["model"], row["dtype"], *row["img_size"][:1], row["subject"])))
         best[name] = max(best.get(name, row), row, key=lambda row: row["images_per_s"])
     for name, row in best.items():
-        yield f"{name}: most images a second at batch {row['batch']}, {format_rate(row['images_per_s'])}"
+        yield f"{name}: highest throughput at batch {row['batch']}, {format_rate(row['images_per_s'])} images/s"
 
 
 def heading(record: Record) -> str:
@@ -165,7 +165,7 @@ def objections(record: Record) -> list[str]:
 
 
 def command(record: Record) -> str:
-    """The command line that measures the same again; the photographs, where they are not the default, by name."""
+    """Returns the command line that repeats the run; names the images if they are not the default."""
     words, implied = ["vit-fast", "bench"], {"dtypes": "amp", "batch_sizes": "latency"}
     if record["plan"]["images"] != ["grace_hopper.jpg"]:
         words += record["plan"]["images"]
@@ -217,7 +217,7 @@ def not_measured(record: Record) -> list[str]:
     if left_out:
         every = len(record["plan"]["dtypes"])
         names = [name if len(of) == every else f"{name} ({', '.join(of)})" for name, of in left_out.items()]
-        lines.append(f"left out for lack of time, --time-budget 0 measures all: {', '.join(names)}")
+        lines.append(f"skipped for lack of time; --time-budget 0 measures all: {', '.join(names)}")
     return lines
 
 
@@ -231,27 +231,27 @@ def cells(record: Record) -> dict[str, list[str]]:
     rows = [row for rows in contests(record).values() for row in measured(rows)]
     about = {"model": "model", "dtype": "dtype", "batch": "requested_batch"}
     found = {title: [str(row[field]) for row in rows] for title, field in about.items()}
-    return found | {"subject": [*map(label, rows)]} | {c.title: [*map(c.cell, rows)] for c in filled_columns(record)}
+    return found | {"candidate": [*map(label, rows)]} | {c.title: [*map(c.cell, rows)] for c in filled_columns(record)}
 
 
 def markdown(record: Record) -> str:
-    """The record as one markdown table under its heading, for a document."""
+    """Returns the record as one markdown table under its heading."""
     columns = cells(record)
-    columns["subject"] = [f"`{name}`" for name in columns["subject"]]
-    marks = ["---" if title in ("model", "dtype", "batch", "subject") else "---:" for title in columns]
+    columns["candidate"] = [f"`{name}`" for name in columns["candidate"]]
+    marks = ["---" if title in ("model", "dtype", "batch", "candidate") else "---:" for title in columns]
     lines = [f"| {' | '.join(line)} |" for line in (columns, marks, *zip(*columns.values(), strict=True))]
     text = "\n".join([f"Measured on {heading(record)}; {ceilings_line(record)}.", "", *lines]) + "\n"
     if record["controls"]:
         text += "\n" + "".join(f"- {remark}\n" for remark in remarks(record))
     if notes := not_measured(record):
         text += "\nNot measured:\n\n" + "".join(f"- {note}\n" for note in notes)
-    text += f"\nThe same again: `{command(record)}`; a row alone with its own model, dtype, batch and subject.\n"
+    text += f"\nReproduce with `{command(record)}`, or one row with its model, dtype, batch and candidate.\n"
     return text
 
 
 def summary(record: Record) -> str:
-    """The best of ours beside timm and the best peer, a line for each contest, for a document."""
-    titles = ("model", "precision", "batch", "vit-fast, images/s", "timm", "best peer", "ratio to it")
+    """Returns a table for a document: per contest, the best of ours, timm and the best peer."""
+    titles = ("model", "precision", "batch", "vit-fast (images/s)", "timm", "best peer", "ratio to best peer")
     lines = [f"| {' | '.join(titles)} |", "|---|---|---:|---|---:|---|---:|"]
     for rows in contests(record).values():
         alike = {row["subject"]: row for row in measured(rows) if not is_lower(row)}

@@ -19,11 +19,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from vit_fast.apps.data import default_photograph
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.fusion.freezing import freeze
-from vit_fast.fusion.fuse import fuse
+from vit_fast.fusion.fuse import fuse, set_backend
 from vit_fast.libraries import transformers
 from vit_fast.libraries.known import PEERS
 from vit_fast.libraries.peers import take_weights
-from vit_fast.model import VisionTransformer, set_backend
+from vit_fast.model import VisionTransformer
 from vit_fast.quantization.calibration import calibrate
 from vit_fast.quantization.fp8 import unable_reasons
 from vit_fast.run.runtime import GraphRunner
@@ -48,7 +48,7 @@ def build(backend: str, task: Task) -> nn.Module:
         return subjects_operators.build(backend, task)
     config, weights = task.ours
     with torch.device("meta"):
-        model = VisionTransformer(config, data_config=task.model.data, backend="eager")
+        model = VisionTransformer(config, data_config=task.model.data)
     model = model.to_empty(device=task.device).to(task.dtype)
     model.load_state_dict(dict(weights))
     set_backend(model, backend)

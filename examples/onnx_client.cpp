@@ -1,15 +1,16 @@
-/* Says what photographs show, by an exported file in ONNX Runtime's C++ API and nothing else.
+/* Classifies images with an exported ONNX file, using only ONNX Runtime's C++ API.
 
        vit-fast export vit_base_patch16_224 --weights W -o vit.onnx --preprocess --softmax
        g++ -std=c++17 -O2 -I $ORT/include examples/onnx_client.cpp -L $ORT/lib -Wl,-rpath,$ORT/lib -lonnxruntime \
            -o onnx_client
-       ./onnx_client vit.onnx photograph.ppm
+       ./onnx_client vit.onnx image.ppm
 
-   ORT: ONNX Runtime 1.14 or newer, unpacked, from github.com/microsoft/onnxruntime/releases. A file that was exported
-   with --preprocess takes pixels of any size: binary PPM for colours, PGM for grey, as
-   `convert photograph.jpg photograph.ppm` writes them; a program of its own would hand over what its decoder or camera
-   gives. Any other file takes what was prepared before: raw fp32 [channels, height, width] in the machine's byte
-   order, as numpy's `tofile` writes it. The names of the classes stand in the file. */
+   ORT is the unpacked release of ONNX Runtime 1.14 or newer, from github.com/microsoft/onnxruntime/releases.
+
+   A model exported with --preprocess takes images of any size: binary PPM for RGB, PGM for gray, as written by
+   `convert image.jpg image.ppm`. In your own program, pass the pixels of your decoder or camera instead. Any other
+   model takes preprocessed images: raw fp32 [channels, height, width] in native byte order, as written by numpy's
+   `tofile`. The class names are read from the model. */
 
 #include <algorithm>
 #include <cmath>
@@ -31,7 +32,7 @@ namespace {
 
 constexpr std::size_t kTop = 5;
 
-/// One image as the model takes it, a batch of one; values lie in `pixels` or in `floats`.
+/// The input for one image, a batch of one. Either `pixels` or `floats` contains the values.
 struct Image {
   std::vector<std::int64_t> shape;
   std::vector<std::uint8_t> pixels;
@@ -47,7 +48,7 @@ std::string Utf8(std::uint32_t code) {
   return text;
 }
 
-/// The strings of a JSON list as export writes it: ASCII, every other character as \uXXXX.
+/// Parses a JSON list of strings as written by the export: ASCII, other characters as \uXXXX.
 std::vector<std::string> Strings(const std::string& json) {
   std::vector<std::string> strings;
   const std::string plain = "bfnrt", meant = "\b\f\n\r\t";
@@ -76,7 +77,7 @@ std::vector<std::string> Strings(const std::string& json) {
   return strings;
 }
 
-/// A binary PPM or PGM file of eight bits: [1, height, width, channels].
+/// Reads a binary 8-bit PPM or PGM file as [1, height, width, channels].
 Image ReadPixels(const std::string& path, std::int64_t channels) {
   std::ifstream file(path, std::ios::binary);
   std::string kind;
@@ -88,11 +89,11 @@ Image ReadPixels(const std::string& path, std::int64_t channels) {
   };
   file >> kind;
   const std::int64_t width = number(), height = number(), most = number();
-  const std::string accepted = channels == 1 ? "P5" : "P6";
+  const std::string expected = channels == 1 ? "P5" : "P6";
   constexpr std::int64_t kLongest = 1 << 14;
-  if (!file || kind != accepted || most != 255 || std::min(width, height) < 1 || std::max(width, height) > kLongest)
-    throw std::runtime_error(path + ": accepted is a binary " + (channels == 1 ? "PGM" : "PPM") + " file (" +
-                             accepted + ") of eight bits");
+  if (!file || kind != expected || most != 255 || std::min(width, height) < 1 || std::max(width, height) > kLongest)
+    throw std::runtime_error(path + ": must be a binary 8-bit " + (channels == 1 ? "PGM" : "PPM") + " file (" +
+                             expected + ")");
   file.get();
   Image image{{1, height, width, channels}, std::vector<std::uint8_t>(height * width * channels), {}};
   if (!file.read(reinterpret_cast<char*>(image.pixels.data()), image.pixels.size()))
@@ -100,37 +101,37 @@ Image ReadPixels(const std::string& path, std::int64_t channels) {
   return image;
 }
 
-/// Raw fp32 of a shape [1, channels, height, width].
+/// Reads raw fp32 values of shape [1, channels, height, width].
 Image ReadFloats(const std::string& path, const std::vector<std::int64_t>& shape) {
   std::ifstream file(path, std::ios::binary | std::ios::ate);
-  if (!file) throw std::runtime_error(path + ": cannot be read");
+  if (!file) throw std::runtime_error(path + ": cannot open file");
   std::size_t count = 1;
   for (const std::int64_t side : shape) {
-    if (side < 1) throw std::runtime_error("the model leaves the size of images open: accepted is a fixed one");
+    if (side < 1) throw std::runtime_error("the model must have a fixed image size; export it without --dynamic-size");
     count *= static_cast<std::size_t>(side);
   }
   if (file.tellg() != static_cast<std::streamoff>(count * sizeof(float)))
-    throw std::runtime_error(path + ": has " + std::to_string(file.tellg()) + " bytes: accepted are " +
-                             std::to_string(count * sizeof(float)) + ", fp32 as the model takes it");
+    throw std::runtime_error(path + ": must have " + std::to_string(count * sizeof(float)) +
+                             " bytes (fp32, the shape of the model's input), got " + std::to_string(file.tellg()));
   Image image{shape, {}, std::vector<float>(count)};
   file.seekg(0).read(reinterpret_cast<char*>(image.floats.data()), count * sizeof(float));
   return image;
 }
 
-/// A classifier of one image at a time.
+/// Classifies one image per call.
 class Classifier {
  public:
   explicit Classifier(const char* path)
       : env_(ORT_LOGGING_LEVEL_WARNING, "onnx_client"), session_(env_, path, Ort::SessionOptions{}) {
     const Ort::ModelMetadata metadata = session_.GetModelMetadata();
-    const auto said = [&](const char* key) {
+    const auto metadata_of = [&](const char* key) {
       const auto value = metadata.LookupCustomMetadataMapAllocated(key, allocator_);
       return value ? std::string(value.get()) : std::string();
     };
-    const std::string output = said("vit_fast.output");
-    if (output == "\"features\"") throw std::runtime_error("the model gives features: accepted are classes");
+    const std::string output = metadata_of("vit_fast.output");
+    if (output == "\"features\"") throw std::runtime_error("the model must output classes, got features");
     probabilities_ = output == "\"probabilities\"";
-    names_ = Strings(said("vit_fast.class_names"));
+    names_ = Strings(metadata_of("vit_fast.class_names"));
     input_ = session_.GetInputNameAllocated(0, allocator_).get();
     output_ = session_.GetOutputNameAllocated(0, allocator_).get();
     const Ort::TypeInfo type = session_.GetInputTypeInfo(0);
@@ -139,8 +140,8 @@ class Classifier {
     const bool pixels = type_ == ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
     if (!(pixels || type_ == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT) || shape_.size() != 4 || shape_[0] > 1 ||
         (pixels && shape_[3] != 1 && shape_[3] != 3))
-      throw std::runtime_error("the model's input: accepted are images, one a call, as fp32 [batch, channels, height, "
-                               "width] or as uint8 [batch, height, width, 1 or 3]");
+      throw std::runtime_error("the model's input must be fp32 [batch, channels, height, width] or uint8 [batch, "
+                               "height, width, 1 or 3], for a batch of one");
     shape_[0] = 1;
   }
 
@@ -148,7 +149,7 @@ class Classifier {
     return type_ == ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8 ? ReadPixels(path, shape_[3]) : ReadFloats(path, shape_);
   }
 
-  /// Names and probabilities, the best first, kTop at most.
+  /// Returns up to kTop class names and probabilities, the most probable first.
   std::vector<std::pair<std::string, float>> Classify(Image& image) {
     const auto memory = Ort::MemoryInfo::CreateCpu(OrtArenaAllocator, OrtMemTypeDefault);
     const auto tensor = [&](auto& values) {
@@ -160,17 +161,17 @@ class Classifier {
     const auto outputs = session_.Run(Ort::RunOptions{}, &input_name, &input, 1, &output_name, 1);
     const auto info = outputs[0].GetTensorTypeAndShapeInfo();
     if (info.GetElementType() != ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT || info.GetDimensionsCount() != 2)
-      throw std::runtime_error("the model's output: accepted is fp32 [images, classes]");
+      throw std::runtime_error("the model's output must be fp32 [batch, classes]");
     const float* const values = outputs[0].GetTensorData<float>();
-    std::vector<float> shares(values, values + info.GetElementCount());
-    if (!probabilities_) Softmax(shares);
-    std::vector<std::size_t> order(shares.size());
+    std::vector<float> scores(values, values + info.GetElementCount());
+    if (!probabilities_) Softmax(scores);
+    std::vector<std::size_t> order(scores.size());
     std::iota(order.begin(), order.end(), 0);
-    std::stable_sort(order.begin(), order.end(), [&](auto one, auto other) { return shares[one] > shares[other]; });
+    std::stable_sort(order.begin(), order.end(), [&](auto one, auto other) { return scores[one] > scores[other]; });
     order.resize(std::min(order.size(), kTop));
     std::vector<std::pair<std::string, float>> best;
     for (const std::size_t i : order)
-      best.emplace_back(i < names_.size() ? names_[i] : "class " + std::to_string(i), shares[i]);
+      best.emplace_back(i < names_.size() ? names_[i] : "class " + std::to_string(i), scores[i]);
     return best;
   }
 
@@ -209,7 +210,7 @@ int main(int argc, char** argv) {
     for (int i = 2; i < argc; ++i) {
       Image image = classifier.Read(argv[i]);
       if (argc > 3) std::printf("%s\n", argv[i]);
-      for (const auto& [name, share] : classifier.Classify(image)) std::printf("%9.4f  %s\n", share, name.c_str());
+      for (const auto& [name, score] : classifier.Classify(image)) std::printf("%9.4f  %s\n", score, name.c_str());
     }
   } catch (const std::exception& error) {
     std::fprintf(stderr, "%s: %s\n", argv[1], error.what());

@@ -1,13 +1,13 @@
-"""Asks NVIDIA's Triton Inference Server what photographs show, over HTTP with nothing but the standard library.
+"""Classifies an image with NVIDIA Triton Inference Server, over HTTP and with the standard library only.
 
     vit-fast export vit_base_patch16_224 --weights W -o vit.onnx --preprocess --softmax --triton-repository models
     docker run --gpus all -p 8000:8000 -v $PWD/models:/models nvcr.io/nvidia/tritonserver:YY.MM-py3 \
         tritonserver --model-repository /models
-    python examples/triton_client.py http://localhost:8000 vit photograph.jpg
+    python examples/triton_client.py http://localhost:8000 vit image.jpg
 
-The model's file takes uint8 pixels (--preprocess), so that nothing is prepared here but the decoding. The server names
-the classes by labels.txt. Protocol: github.com/kserve/open-inference-protocol, with Triton's extensions for binary data
-and classification.
+The model takes uint8 pixels (--preprocess), so the client only decodes the image. The server reads class names from
+labels.txt. Protocol: github.com/kserve/open-inference-protocol, with Triton's extensions for binary data and
+classification.
 """
 
 from __future__ import annotations
@@ -22,21 +22,23 @@ from PIL import Image
 
 
 def ask(server: str, model: str, pixels: np.ndarray, top: int) -> list[tuple[str, float]]:
-    """The most probable classes of one photograph.
+    """Returns the most probable classes of an image.
 
     Args:
         server: Address, such as http://localhost:8000.
-        model: The model's name on the server.
+        model: Name of the model on the server.
         pixels: uint8 [height, width, channels].
-        top: How many classes.
+        top: Number of classes.
     Returns:
-        Names and values, the best first.
+        Class names and model outputs, the most probable first.
+    Raises:
+        ValueError: If the model does not take uint8 pixels.
     """
     with urllib.request.urlopen(f"{server}/v2/models/{model}") as response:
-        described = json.load(response)
-    entry, output = described["inputs"][0], described["outputs"][0]
+        metadata = json.load(response)
+    entry, output = metadata["inputs"][0], metadata["outputs"][0]
     if entry["datatype"] != "UINT8":
-        raise ValueError(f"{model} takes {entry['datatype']}: accepted is UINT8, a file exported with --preprocess")
+        raise ValueError(f"{model} must take UINT8, got {entry['datatype']}; export it with --preprocess")
     raw = np.ascontiguousarray(pixels[None]).tobytes()
     header = json.dumps(
         {
@@ -57,9 +59,9 @@ def ask(server: str, model: str, pixels: np.ndarray, top: int) -> list[tuple[str
         headers={"Inference-Header-Content-Length": str(len(header)), "Content-Type": "application/octet-stream"},
     )
     with urllib.request.urlopen(request) as response:
-        answer: dict[str, Any] = json.load(response)
+        result: dict[str, Any] = json.load(response)
     best = []
-    for line in answer["outputs"][0]["data"]:
+    for line in result["outputs"][0]["data"]:
         value, index, *name = line.split(":", 2)
         best.append((name[0] if name else f"class {index}", float(value)))
     return best

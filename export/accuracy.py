@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from vit_fast.apps.data import read_image
-from vit_fast.apps.evaluation import Labelled, evaluate, labelled_images
+from vit_fast.apps.evaluation import evaluate, labelled_images
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.libraries.image_model import ImageModel
 
@@ -23,7 +23,7 @@ from .verification import VerificationError
 BATCH = 16
 
 
-def check_labelled(folder: Path, vit: ImageModel, options: ExportOptions) -> Labelled:
+def check_labelled(folder: Path, vit: ImageModel, options: ExportOptions) -> list[tuple[Path, int]]:
     """The labelled images of a folder, for a model that can be asked.
 
     Raises:
@@ -39,7 +39,9 @@ def check_labelled(folder: Path, vit: ImageModel, options: ExportOptions) -> Lab
     return labelled_images(folder, vit.num_classes, vit.class_names)
 
 
-def measure_accuracy(path: Path, vit: ImageModel, options: ExportOptions, labelled: Labelled) -> Accuracy:
+def measure_accuracy(
+    path: Path, vit: ImageModel, options: ExportOptions, labelled: Sequence[tuple[Path, int]]
+) -> Accuracy:
     """Asks the file and the model it was made of, both on the CPU.
 
     Raises:
@@ -53,10 +55,11 @@ def measure_accuracy(path: Path, vit: ImageModel, options: ExportOptions, labell
         answers: np.ndarray = vit.forward(inputs, "logits", False).float().numpy()
         return answers
 
-    of_file = evaluate(labelled, _answers(labelled.files, runner.probabilities))
+    files = [file for file, _ in labelled]
+    of_file = evaluate(labelled, _answers(files, runner.probabilities))
     with vit.exporting("eager", False), torch.inference_mode():
-        of_model = evaluate(labelled, _answers(labelled.files, ask_model))
-    accuracy = Accuracy(len(labelled.files), of_model.top1, of_file.top1)
+        of_model = evaluate(labelled, _answers(files, ask_model))
+    accuracy = Accuracy(len(files), of_model.top1, of_file.top1)
     if not accuracy.acceptable:
         raise VerificationError(
             f"{options.precision} file: {accuracy.line()}; accepted is a loss of {POINTS:.1%} of the images, or of one"
@@ -64,9 +67,6 @@ def measure_accuracy(path: Path, vit: ImageModel, options: ExportOptions, labell
     return accuracy
 
 
-def _answers(
-    files: Sequence[Path], ask: Callable[[list[Image.Image]], np.ndarray]
-) -> Iterator[tuple[Path, Sequence[float]]]:
+def _answers(files: Sequence[Path], ask: Callable[[list[Image.Image]], np.ndarray]) -> Iterator[np.ndarray]:
     for start in range(0, len(files), BATCH):
-        chunk = files[start : start + BATCH]
-        yield from zip(chunk, ask([read_image(file) for file in chunk]).tolist())
+        yield from ask([read_image(file) for file in files[start : start + BATCH]])

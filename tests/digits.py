@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 import vit_fast
 from vit_fast.apps.data import make_transform
+from vit_fast.apps.training import TrainConfig, Trainer
 from vit_fast.config import DataConfig
 from vit_fast.files import file_aside
-from vit_fast.training.train import TrainConfig, Trainer
 
 TRAINED_ON, EPOCHS, BATCH = 1200, 12, 50
 DATA_CONFIG = DataConfig(mean=(0.5,), std=(0.5,), crop_pct=1.0)
@@ -32,7 +32,7 @@ DATA_CONFIG = DataConfig(mean=(0.5,), std=(0.5,), crop_pct=1.0)
 def digits() -> tuple[list[Image.Image], Tensor]:
     """All images, grey, and their labels [1797]; in an order by chance, since each writer's lie together."""
     order = np.random.default_rng(0).permutation(1797)
-    bundled = resources.files("vit_fast.training").joinpath("digits.npz")
+    bundled = resources.files("vit_fast.apps").joinpath("digits.npz")
     with bundled.open("rb") as file, np.load(file) as arrays:
         pixels, labels = arrays["images"][order], arrays["labels"][order]
     return [Image.fromarray((image * 15.9).astype(np.uint8)) for image in pixels], torch.from_numpy(labels).long()

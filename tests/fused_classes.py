@@ -24,14 +24,17 @@ import vit_fast
 
 TABLE = Path(__file__).parents[1] / "docs" / "classes.md"
 LIBRARIES = ("timm", "transformers")
-HEADER = """# Every Vision Transformer of timm and transformers
+HEADER = """# Supported classes
 
-What `vit_fast.fuse` says of each class with attention, made as its library makes it by default: {versions}.
-Written by `make classes`; `tests/test_fused_classes.py` holds it true.
+Look up what `vit_fast.fuse` does with each class of timm and transformers that has attention. Tested with
+{versions}:
 
-"fused": all attention and all norm + MLP pairs run our operators. "partly" and "left" come with fuse's reasons.
-Of timm a class is judged by its first model; where that is fused, or some of it, by all. Models of images and text are
-judged by their vision tower.
+- **fused**: all attention and all norm + MLP modules are fused.
+- **partly**: some are fused. The reasons for the others follow.
+- **skipped**: none is fused, for the reasons that follow.
+
+A class of timm is tested with the model that is named, a class of transformers with its default configuration. Models
+of images and text are tested with their vision tower. `make classes` writes this page.
 """
 # of timm: convolutional networks with some attention in them
 CONVOLUTIONAL = {"byobnet", "byoanet", "resnest", "sknet", "cpubone", "lowformer", "mobilenetv5"}
@@ -64,8 +67,8 @@ def outcome(model: nn.Module) -> str | None:
     reasons = list(dict.fromkeys(reason for module in report.left for reason in module.reasons))
     unknown = [reason.removesuffix(UNKNOWN) for reason in reasons if reason.endswith(UNKNOWN)]
     said = [reason for reason in reasons if not reason.endswith(UNKNOWN)]
-    said += [f"not known: {', '.join(unknown)}"] if unknown else []
-    return f"{'partly' if report.fused else 'left'}: {'; '.join(said)}" if said else "fused"
+    said += [f"unknown classes: {', '.join(unknown)}"] if unknown else []
+    return f"{'partly' if report.fused else 'skipped'}: {'; '.join(said)}" if said else "fused"
 
 
 def timm_groups() -> dict[tuple[str, str], list[str]]:
@@ -97,8 +100,8 @@ def timm_rows() -> Iterator[Row]:
             cls, found = timm_outcome(name)
             if found is not None:
                 judged.setdefault((cls, found), []).append(name)
-            if not any(not said.startswith("left:") for _, said in judged):
-                break  # its relatives are left for the same
+            if not any(not said.startswith("skipped:") for _, said in judged):
+                break  # its relatives are skipped for the same reason
         for (cls, found), alike in judged.items():
             more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
             yield Row(where, cls, alike[0] + more, found)
@@ -146,9 +149,9 @@ def transformers_rows() -> Iterator[Row]:
             found = transformers_outcome(cls)
         except ImportError as error:  # of a library that it needs
             missing = re.search(r"requires the (\w+)|named '(\w+)'", str(error))
-            found = f"not looked at: it needs {next(filter(None, missing.groups())) if missing else 'more libraries'}"
+            found = f"not checked: needs {next(filter(None, missing.groups())) if missing else 'more libraries'}"
         if found is not None:
-            yield Row(folder, cls.__name__, "its default", found)
+            yield Row(folder, cls.__name__, "default", found)
 
 
 def versions() -> str:
@@ -163,7 +166,7 @@ def table() -> str:
         fused = sum(row.outcome == "fused" for row in found)
         lines += [
             f"\n## {library}: {fused} of {len(found)} fused\n",
-            "| module | class | judged by | outcome |",
+            "| module | class | tested with | outcome |",
             "|---|---|---|---|",
         ]
         lines += map(str, found)

@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import vit_fast
 from vit_fast.fusion.fused import FusedNormMlp
-from vit_fast.model import Block
 
 
 def run(rank: int, world: int, folder: Path) -> None:
@@ -77,20 +76,19 @@ def check_ddp(library: str, model: nn.Module, share: dict, expected: dict, mesh:
 def check_fsdp2(library: str, model: nn.Module, share: dict, expected: dict, mesh: DeviceMesh) -> None:
     subject = SUBJECTS[LIBRARIES[library]]
     for block in list(model.modules()):
-        if isinstance(block, FusedNormMlp | Block):
+        if isinstance(block, FusedNormMlp):
             fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     assert isinstance(model, FSDPModule)
     subject.run(model, share).square().sum().backward()
     compare(model, expected)
     subject.run(model, share)  # gathers, runs and frees once more
-    if library != "ours":  # ours keeps its classes, so there is nothing to give back
-        try:
-            vit_fast.unfuse(model)
-        except vit_fast.UnsupportedInputError as error:
-            assert "FSDP" in str(error)
-        else:
-            raise AssertionError("unfuse below fully_shard was not refused")
+    try:
+        vit_fast.unfuse(model)
+    except vit_fast.UnsupportedInputError as error:
+        assert "FSDP" in str(error)
+    else:
+        raise AssertionError("unfuse below fully_shard was not refused")
 
 
 def compare(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:

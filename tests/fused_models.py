@@ -118,11 +118,13 @@ def _encoder() -> nn.Module:
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
-def _ours(depth: int = 2) -> nn.Module:
+def plain_vit(name: str = "vit_tiny_patch16_224", depth: int = 2, **fields: Any) -> nn.Module:
+    """A small model of ours, not fused."""
     import vit_fast
 
     sizes = {"img_size": IMAGE, "depth": depth, "embed_dim": 64, "num_heads": 2, "num_classes": 5}
-    return vit_fast.create_model("vit_tiny_patch16_224", backend="eager", **sizes).train()
+    config = vit_fast.variants.get_variant(name).config.replace(**sizes, **fields)
+    return vit_fast.VisionTransformer(config)
 
 
 def _siglip2_inputs() -> dict[str, Tensor]:
@@ -202,7 +204,7 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "torchvision-vit": Subject(_torchvision, images("x"), lambda logits: logits),
     "torch-encoder": Subject(_encoder, lambda: {"src": torch.randn(2, 5, 64)}, lambda tokens: tokens),
-    "ours": Subject(_ours, images("images"), lambda logits: logits),
+    "ours": Subject(plain_vit, images("images"), lambda logits: logits),
 }
 
 
@@ -214,16 +216,13 @@ def of_depth(depth: int) -> dict[str, Subject]:
             "ViTForImageClassification", "ViTConfig", "logits", num_hidden_layers=depth
         ),
         "torchvision": Subject(functools.partial(_torchvision, depth), images("x"), lambda logits: logits),
-        "ours": Subject(functools.partial(_ours, depth), images("images"), lambda logits: logits),
+        "ours": Subject(functools.partial(plain_vit, depth=depth), images("images"), lambda logits: logits),
     }
 
 
 def rotary_of_depth(depth: int) -> dict[str, Subject]:
     """A model with rotary positions of so many blocks of each library that has any."""
-    import vit_fast
-
-    sizes = {"img_size": IMAGE, "depth": depth, "embed_dim": 64, "num_heads": 2, "num_classes": 5}
-    ours = functools.partial(vit_fast.create_model, "vit_small_patch16_dinov3", backend="triton", **sizes)
+    ours = functools.partial(plain_vit, "vit_small_patch16_dinov3", depth)
     theirs = functools.partial(transformers_subject, "DINOv3ViTModel", "DINOv3ViTConfig", num_register_tokens=2)
     return {
         "timm, half": timm_subject("vit_small_patch16_dinov3", depth=depth),

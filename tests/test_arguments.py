@@ -35,7 +35,7 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (vit_fast.load, {"source": "m.safetensors"}, "source"),
     (vit_fast.load_weights, {"model": MODEL, "source": {}}, "model source"),
     (vit_fast.save, {"model": MODEL, "path": "m.safetensors"}, "model path"),
-    (vit_fast.VisionTransformer, {"config": MODEL.config}, "config data_config backend"),
+    (vit_fast.VisionTransformer, {"config": MODEL.config}, "config data_config"),
     (vit_fast.ViTConfig, {}, "depth img_size mlp_ratio stem_channels rope class_token pool_heads global_pool"),
     (vit_fast.ViTConfig.from_dict, {"fields": {}}, "fields"),
     (vit_fast.DataConfig, {}, "mean std crop_pct interpolation"),

@@ -79,7 +79,7 @@ def test_the_batch_is_doubled_as_long_as_that_gains(ms, asked, monkeypatch: pyte
     assert simulated.asked == asked
     assert sorted({row["requested_batch"] for row in record["rows"]}) == asked
     best = max(asked, key=lambda batch: batch / ms[batch])
-    lines = [line for line in report.remarks(record) if "most images a second" in line]
+    lines = [line for line in report.remarks(record) if "highest throughput" in line]
     assert len(lines) == 2 and all(f"at batch {best}, " in line for line in lines)
     assert "--batch-sizes best" in report.command(record)
 

@@ -139,10 +139,10 @@ def test_a_run_ends_with_its_result_and_a_command_to_try(record):
     assert report.closing(nothing) == f"Result: nothing was measured; next: {report.command(record)}"
 
 
-def test_what_was_left_out_is_named_with_the_way_to_get_it(record):
+def test_what_was_skipped_is_named_with_the_way_to_get_it(record):
     record["plan"]["dtypes"] = ["fp32", "bf16"]
     text = report.markdown(record | {"left_out": ["sdpa (bf16)", "eager (fp32)", "eager (bf16)"]})
-    assert "- left out for lack of time, --time-budget 0 measures all: sdpa (bf16), eager\n" in text
+    assert "- skipped for lack of time; --time-budget 0 measures all: sdpa (bf16), eager\n" in text
 
 
 def test_needs_no_network(record):
@@ -298,7 +298,7 @@ def test_titles_sort_in_a_browser_and_nothing_is_on_its_console(record, tmp_path
         return (True, text) if number is None else (False, float(number[1].rstrip(",.").replace(",", "")))
 
     assert found["images/s"][0][-1] == "1,234"
-    assert {"subject", "images/s", "ms", "[p20, p80]", "TFLOP/s", "of ceiling", "max error"} <= set(found)
+    assert {"candidate", "images/s", "ms", "[p20, p80]", "TFLOP/s", "of ceiling", "max error"} <= set(found)
     for rising, first, falling, second, marked in found.values():
         filled = [text for text in rising if text]
         assert filled == sorted(filled, key=key)

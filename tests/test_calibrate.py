@@ -94,6 +94,7 @@ def test_scales_are_the_same_after_every_way_that_weights_go(dtype: torch.dtype,
     assert same(copy.deepcopy(model)) and same(pickle.loads(pickle.dumps(model)))
     assert same(copy.deepcopy(model).to(dtype).float())
     fresh = vit_fast.VisionTransformer(model.config)
+    vit_fast.fuse(fresh)
     fresh.load_state_dict(model.state_dict())
     assert same(fresh)
     assert same(vit_fast.load(vit_fast.save(model, tmp_path / "model.safetensors")))
@@ -129,7 +130,7 @@ def test_a_fused_model_is_calibrated_as_it_is_and_again() -> None:
     assert all(torch.equal(scales_in(model)[name], scale) for name, scale in plain.items())
     vit_fast.calibrate(model, 64 * inputs()[:8])
     assert scales_in(model)["blocks.0.vit_fast_fp8.qkv"].mean() > 4 * plain["blocks.0.vit_fast_fp8.qkv"].mean()
-    assert model.blocks[0].backend == "sdpa"
+    assert model.blocks[0].vit_fast_backend == "sdpa"
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ def test_a_client_over_http(files: Path, tmp_path: Path, capsys: pytest.CaptureF
             best = client.ask(address, "digits", np.asarray(image)[..., None], top=3)
             assert [int(name) for name, _ in best] == expected.topk(3).indices.tolist() and label == int(best[0][0])
             np.testing.assert_allclose([value for _, value in best], expected.topk(3).values, atol=1e-3)
-        with pytest.raises(ValueError, match="half takes FP32: accepted is UINT8"):
+        with pytest.raises(ValueError, match="half must take UINT8, got FP32"):
             client.ask(address, "half", np.zeros((8, 8, 1), np.uint8), top=1)
         digits()[0][0].convert("RGB").save(tmp_path / "a.png")
         monkeypatch.setattr("sys.argv", ["triton_client.py", address, "digits", str(tmp_path / "a.png")])
@@ -137,12 +137,12 @@ def test_what_the_client_in_cpp_refuses(files: Path, cpp_client: Path, tmp_path:
     export_onnx(digits_vit(), tmp_path / "any size.onnx", dynamic_size=True, verify=False)
     for model, image, message in (
         (files / "pixels.onnx", "short.pgm", "short.pgm: ends before its last pixel"),
-        (files / "pixels.onnx", "colours.ppm", "colours.ppm: accepted is a binary PGM file (P5)"),
-        (files / "pixels.onnx", "none.pgm", "none.pgm: accepted is"),
-        (files / "half.onnx", "short.raw", "short.raw: has 252 bytes: accepted are 256"),
-        (files / "half.onnx", "none.raw", "none.raw: cannot be read"),
-        (tmp_path / "any size.onnx", "short.raw", "accepted is a fixed one"),
-        (features, "short.raw", "the model gives features: accepted are classes"),
+        (files / "pixels.onnx", "colours.ppm", "colours.ppm: must be a binary 8-bit PGM file (P5)"),
+        (files / "pixels.onnx", "none.pgm", "none.pgm: must be"),
+        (files / "half.onnx", "short.raw", "short.raw: must have 256 bytes"),
+        (files / "half.onnx", "none.raw", "none.raw: cannot open file"),
+        (tmp_path / "any size.onnx", "short.raw", "must have a fixed image size"),
+        (features, "short.raw", "the model must output classes, got features"),
         (tmp_path / "none.onnx", "short.raw", "none.onnx"),
     ):
         with pytest.raises(subprocess.CalledProcessError) as raised:
@@ -223,7 +223,7 @@ def test_shapes_for_tensorrt(files: Path, tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.slow
-def test_a_model_card(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_card(files: Path, tmp_path: Path) -> None:
     """It says what the file says, with the hashes of what lies there."""
     report = export_onnx(digits_vit(), tmp_path / "m.onnx", external_data=True, target="tensorrt", source="a test")
     text = write_card(tmp_path / "m.onnx", "cc-by-4.0").read_text()
@@ -237,9 +237,6 @@ def test_a_model_card(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     text = write_card(files / "pixels.onnx").read_text()
     assert "| preprocessing | in the file, of uint8 pixels |" in text and "Not verified." in text
     assert "license: unknown" in text and "trtexec" not in text
-    with pytest.raises(SystemExit, match="2"):
-        main(["export", "vit_test", "-o", str(tmp_path / "x.onnx"), "--license", "mit"])
-    assert "--license: accepted with --card" in capsys.readouterr().err
 
 
 def test_openvino_is_a_device_where_it_is_installed(files: Path) -> None:

@@ -84,7 +84,7 @@ def test_the_text_says_that_it_is_modelled(modelled: dict[str, list[dict[str, An
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
 def test_the_command_counts_what_it_compiles(arch: str) -> None:
-    command = ["-m", "vit_fast.cli", "kernels", "--model", "vit_base_patch16_224", "--batch", "8", "--arch", arch]
+    command = ["-m", "vit_fast.cli", "kernels", "--model", "vit_base_patch16_224", "--batch-sizes", "8", "--arch", arch]
     report = json.loads(run_python([*command, "--json"], environment()))
     matmuls = [row for row in report["launches"] if row["tile"]]
     assert len(matmuls) == 4

@@ -57,10 +57,10 @@ def test_a_digits_model_goes_all_the_way(
     _run("export", "digits.safetensors", "-o", "digits.onnx", "--target", "ort-cpu", "--validation", "images")
     assert "random" not in capsys.readouterr().out
     torch.testing.assert_close(OnnxRunner("digits.onnx", "cpu")(images), logits, atol=1e-4, rtol=1e-4)
-    _run("evaluate", "images", "--onnx", "digits.onnx", "--against", "digits.safetensors", "--json")
+    _run("evaluate", "images", "--weights", "digits.onnx", "--against", "digits.safetensors", "--json")
     assert json.loads(capsys.readouterr().out)["top1"] == pytest.approx(right)
 
-    _run("predict", "images/7", "--onnx", "digits.onnx", "--top-k", "1", "--json")
+    _run("predict", "images/7", "--weights", "digits.onnx", "--top-k", "1", "--json")
     assert {row["top"][0]["class"] for row in json.loads(capsys.readouterr().out)} <= set("0123456789")
     _run("show", "digits.safetensors", next(Path("images/7").iterdir()), "--out", "seen")
     assert len(list(Path("seen").glob("*.png"))) == 7

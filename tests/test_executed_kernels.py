@@ -17,9 +17,9 @@ from mlp_support import check_case, make_case
 from torch import Tensor, nn
 
 import vit_fast
+from vit_fast import set_backend
 from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR, judge
 from vit_fast.kernels import plan
-from vit_fast.model import set_backend
 from vit_fast.ops import attention_qkvpacked, layer_norm_mlp, reference
 
 pytestmark = pytest.mark.executed

@@ -16,7 +16,7 @@ from onnx_models import make, ours, randomised, timm_vit, torchvision_vit, trans
 from torch import Tensor, nn
 
 import vit_fast
-from vit_fast.apps.data import ImageError, default_photograph
+from vit_fast.apps.data import ImageError
 from vit_fast.cli import main
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.export import VerificationError, export_onnx, inspect_onnx, model_files, write_triton_repository
@@ -241,7 +241,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "names.txt").write_text("\n".join(f"thing {i}" for i in range(10)))
     assert not run(
         "vit_test", "-o", str(tmp_path / "m.onnx"), "--weights", str(tmp_path / "w.safetensors"), "--target", "ort-cpu",
-        "--preprocess", "--softmax", "--classes", str(tmp_path / "names.txt"), "--images", str(default_photograph()),
+        "--preprocess", "--returns", "probabilities", "--classes", str(tmp_path / "names.txt"),
         "--triton-repository", str(tmp_path / "models"), "--json",
     )  # fmt: skip
     report = json.loads(capsys.readouterr().out)
@@ -279,8 +279,7 @@ def test_command_refuses_a_taken_name_before_exporting(tmp_path: Path, capsys: p
     [
         ([], "export needs a MODEL or --weights, and -o FILE.onnx"),
         (["vit_tset", "-o", "m.onnx"], "unknown model 'vit_tset': nearest are vit_test"),
-        (["vit_test", "-o", "m.onnx", "--opset", "3"], "opset=3: accepted are 18"),
-        (["vit_test", "-o", "m.onnx", "--softmax", "--features"], "accepted is one of them"),
+        (["vit_test", "-o", "m.onnx", "--returns", "x"], "output"),
         (["vit_test", "-o", "m.onnx", "--precision", "int8"], "needs image files"),
         (["vit_test", "-o", "m.onnx", "--precision", "int8", "--calibrate", "absent"], "absent: no such file"),
         (["--inspect", "absent.onnx"], "absent.onnx: no such file"),

@@ -197,7 +197,7 @@ def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
     export_onnx(model, tmp_path / "m.onnx", dynamic_size=True, precision="fp16", target="ort-cuda")
     assert {name: (id(p), p.dtype) for name, p in model.named_parameters()} == before
     assert model.training and model.config is config and model.patch_embed.config is config
-    assert model.blocks[0].backend == "eager"
+    assert model.blocks[0].vit_fast_backend == "eager"
 
 
 @pytest.mark.slow

@@ -235,7 +235,8 @@ def test_what_cannot_be_done_is_refused_with_all_reasons(monkeypatch: pytest.Mon
         "vit_fast.calibrate",
     ):
         assert reason in str(refusal.value)
-    assert type(model).__name__ == "VisionTransformer" and not isinstance(model.blocks[0], vit_fast.fused.FusedModule)
+    assert type(model).__name__ == "VisionTransformer"
+    assert not isinstance(model.blocks[0], vit_fast.fusion.fused.FusedModule)
     with pytest.raises(ValueError, match="precision='int4': accepted are None and 'fp8'"):
         vit_fast.fuse(model, precision="int4")
     with pytest.raises(ValueError, match=r"keep=\(\), .*accepted with precision='fp8'"):

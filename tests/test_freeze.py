@@ -100,10 +100,6 @@ def _in_place(model: VisionTransformer) -> None:
         model.blocks[1].norm1.weight.mul_(3)
 
 
-def _replace(model: VisionTransformer) -> None:
-    model.blocks[0].mlp.fc1.weight = nn.Parameter(torch.randn_like(model.blocks[0].mlp.fc1.weight))
-
-
 def _replace_module(model: VisionTransformer) -> None:
     model.blocks[0].attn.qkv = nn.Linear(*reversed(model.blocks[0].attn.qkv.weight.shape), device=DEVICE)
 
@@ -111,19 +107,6 @@ def _replace_module(model: VisionTransformer) -> None:
 def _load_inside(model: VisionTransformer) -> None:
     layer = model.blocks[0].attn.qkv
     layer.load_state_dict({name: torch.randn_like(value) for name, value in layer.state_dict().items()})
-
-
-def _load(model: VisionTransformer) -> None:
-    model.load_state_dict({name: value + 0.1 for name, value in model.state_dict().items()})
-
-
-def _assign(model: VisionTransformer) -> None:
-    model.load_state_dict({name: value + 0.1 for name, value in model.state_dict().items()}, assign=True)
-
-
-def _other_memory(model: VisionTransformer) -> None:
-    for parameter in model.parameters():
-        parameter.data = parameter.data * 2
 
 
 def _other_memory_twice(model: VisionTransformer) -> None:
@@ -152,17 +135,8 @@ def _train(model: VisionTransformer) -> None:
 
 
 SEEN = {
-    "AdamW fused": _step(torch.optim.AdamW, fused=True),
-    "AdamW": _step(torch.optim.AdamW, foreach=False),
-    "SGD fused": _step(torch.optim.SGD, fused=True),
-    "SGD foreach": _step(torch.optim.SGD, foreach=True),
-    "in place": _in_place,
-    "another parameter": _replace,
     "another module": _replace_module,
     "loaded inside": _load_inside,
-    "load_state_dict": _load,
-    "load_state_dict assign": _assign,
-    "other memory": _other_memory,
     "other memory twice": _other_memory_twice,
     "a buffer": _buffer,
     "in inference mode": _in_inference_mode,
@@ -170,25 +144,13 @@ SEEN = {
 }
 
 
-@pytest.mark.fast_cases("AdamW fused", "load_state_dict")
+@pytest.mark.fast_cases("loaded inside", "train and eval")
 @pytest.mark.parametrize("change", SEEN)
 def test_what_torch_can_see_is_followed(change: str) -> None:
     model, x = ours(), images()
     vit_fast.freeze(model)
     before = assert_current(model, x)
     SEEN[change](model)
-    assert not torch.allclose(assert_current(model, x), before, atol=1e-3)
-
-
-def test_what_torch_cannot_see_is_promised_and_taken_over_by_freezing_again() -> None:
-    model, x = ours(), images()
-    vit_fast.freeze(model)
-    with torch.no_grad():
-        before = model(x)
-    model.blocks[0].attn.qkv.weight.data.mul_(-1)
-    with torch.no_grad():
-        assert torch.equal(model(x), before)
-    vit_fast.freeze(model)
     assert not torch.allclose(assert_current(model, x), before, atol=1e-3)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
-from fused_models import IMAGE, SUBJECTS, Subject, images, timm_subject, transformers_subject
+from fused_models import IMAGE, SUBJECTS, Subject, images, plain_vit, timm_subject, transformers_subject
 from kernel_support import DEVICE
 from torch import nn
 
@@ -28,11 +29,6 @@ def encoder() -> nn.Module:
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
-def ours() -> nn.Module:
-    sizes = {"img_size": IMAGE, "depth": 2, "embed_dim": 64, "num_heads": 2, "num_classes": 5}
-    return vit_fast.create_model("vit_tiny_patch16_224", backend="eager", proj_drop_rate=P, **sizes)
-
-
 tokens, logits = SUBJECTS["torch-encoder"].inputs, SUBJECTS["torch-encoder"].output
 DROPPING: dict[str, Subject] = {
     "timm, attention": timm_subject("vit_tiny_patch16_224", attn_drop_rate=P),
@@ -44,7 +40,7 @@ DROPPING: dict[str, Subject] = {
     ),
     "torchvision": Subject(torchvision_vit, images("x"), logits),
     "torch": Subject(encoder, tokens, logits),
-    "ours": Subject(ours, images("images"), logits),
+    "ours": Subject(functools.partial(plain_vit, proj_drop_rate=P), images("images"), logits),
 }
 
 
@@ -91,18 +87,6 @@ def test_the_kernels_run_in_evaluation_though_fused_in_training() -> None:
     assert model.blocks[0].whole() is not None
     assert not model.blocks[0].runs_as_it_was()
     torch.testing.assert_close(subject.run(model, inputs), subject.run(twin.eval(), inputs), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("rate", ["attn_drop_rate", "proj_drop_rate"])
-def test_our_model_with_the_kernels_raises_in_training_as_its_note_says(rate: str) -> None:
-    model = vit_fast.create_model("vit_test", backend="eager", **{rate: P}).to(DEVICE).eval()
-    images = torch.randn(2, 3, *model.config.image_hw, device=DEVICE)
-    report = vit_fast.fuse(model, "triton").require_all()
-    assert any(note.startswith("in training it raises, because") for row in report.fused for note in row.notes)
-    with pytest.raises(vit_fast.UnsupportedInputError, match=r"dropout 0\.25"):
-        model.train()(images)
-    assert vit_fast.fuse(model, "sdpa").require_all()
-    assert model(images).isfinite().all()
 
 
 @pytest.mark.parametrize("library", ["timm-vit", "transformers-vit", "torchvision-vit", "ours"])

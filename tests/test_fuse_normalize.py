@@ -11,7 +11,7 @@ from fused_models import SUBJECTS, Subject
 from torch import Tensor, nn
 
 import vit_fast
-from vit_fast.patch_embed import FusedPatchConv
+from vit_fast.fusion.patch_embed import FusedPatchConv
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # patches, tokens, or a video come in, or noise beside the images; or the convolution pads them

@@ -29,7 +29,7 @@ def test_a_class_of_transformers_is_as_the_table_says(folder: str, name: str) ->
     cls = getattr(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"), name)
     found = transformers_outcome(cls)
     assert found is not None
-    assert str(Row(folder, name, "its default", found)) in committed()
+    assert str(Row(folder, name, "default", found)) in committed()
 
 
 @pytest.mark.slow

@@ -102,7 +102,8 @@ def test_choice_gives_timms_outputs(choice, backend):
     fields = SMALL | fields
     timm_fields = {k: v for k, v in fields.items() if k != "norm_eps"} | timm_only
     theirs = randomise(TimmViT(**timm_fields))
-    ours = vit_fast.VisionTransformer(ViTConfig(**fields), backend=backend).eval()
+    ours = vit_fast.VisionTransformer(ViTConfig(**fields)).eval()
+    vit_fast.set_backend(ours, backend)
     ours.load_state_dict(theirs.state_dict())
     images = torch.randn(2, ours.config.in_chans, *ours.config.image_hw)
     assert_same_outputs(ours, theirs, images)

@@ -209,11 +209,11 @@ def test_a_file_as_optimum_writes_it(tmp_path: Path, capsys: pytest.CaptureFixtu
     given = OnnxRunner(tmp_path / "o.onnx", "cpu", data_config=DataConfig(), image_hw=(32, 32), output="features")
     with pytest.raises(UnsupportedInputError, match="gives features"):
         given.probabilities([photograph])
-    (tmp_path / "data.json").write_text(json.dumps(DataConfig().to_dict()))
-    arguments = ["--onnx", str(tmp_path / "o.onnx"), "--data-config", str(tmp_path / "data.json"), "--json"]
+    (tmp_path / "data.json").write_text(json.dumps(DataConfig().to_dict() | {"img_size": 32}))
+    arguments = ["--weights", str(tmp_path / "o.onnx"), "--data-config", str(tmp_path / "data.json"), "--json"]
     capsys.readouterr()  # torch 2.11 tells what it exported
     with pytest.raises(SystemExit) as status:
-        main(["predict", str(default_photograph()), *arguments, "--img-size", "32"])
+        main(["predict", str(default_photograph()), *arguments])
     assert status.value.code == 0
     (result,) = json.loads(capsys.readouterr().out)
     assert result["top"][0]["index"] == int(logits[0].argmax())
@@ -241,7 +241,7 @@ def test_an_output_of_integers(tmp_path: Path) -> None:
 def test_predict_needs_nothing_but_the_file(exported: Any, capsys: pytest.CaptureFixture[str]) -> None:
     for file in ("pixels", "plain"):
         with pytest.raises(SystemExit) as status:
-            main(["predict", str(default_photograph()), "--onnx", str(exported(file)), "--json", "--top-k", "10"])
+            main(["predict", str(default_photograph()), "--weights", str(exported(file)), "--json", "--top-k", "10"])
         assert status.value.code == 0
         (result,) = json.loads(capsys.readouterr().out)
         assert sum(row["probability"] for row in result["top"]) == pytest.approx(1)
@@ -251,14 +251,14 @@ def test_predict_needs_nothing_but_the_file(exported: Any, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--onnx", "absent.onnx"], "no such file"),
-        (["--onnx", "absent.onnx", "--weights", "w"], "accepted is one or the other"),
-        ([], "needs --weights, or --onnx"),
+        (["absent.onnx"], "no such file"),
+        (["absent.onnx", "--model", "vit_test"], "--model must not be given for an ONNX file"),
+        (["absent.safetensors", "--data-config", "x"], "--data-config needs an ONNX file"),
     ],
 )
 def test_predict_refuses(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as status:
-        main(["predict", str(default_photograph()), *arguments])
+        main(["predict", str(default_photograph()), "--weights", *arguments])
     assert status.value.code == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1

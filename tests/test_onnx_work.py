@@ -14,9 +14,9 @@ from onnx_models import make, ours, randomised
 from torch import nn
 
 import vit_fast
+from vit_fast import set_backend
 from vit_fast.apps.data import default_photograph
 from vit_fast.export.work import UncountedError, count_work, narrow_precision
-from vit_fast.model import set_backend
 from vit_fast.work import Counter, Work
 
 

@@ -117,31 +117,6 @@ def test_bad_words(arguments: tuple[str, ...], message: str, capsys: pytest.Capt
     assert message in capsys.readouterr().err
 
 
-def test_fuse_takes_what_is_known_of_this_machine(monkeypatch: pytest.MonkeyPatch, only, capsys) -> None:
-    opened = open_model("timm:test_vit", 1, ())
-    report = vit_fast.fuse(opened.module)
-    assert report.backend == "sdpa"
-    vit_fast.unfuse(opened.module)
-    only(Choice(attention="eager", mlp="eager"))
-    found = vit_fast.optimize(opened.module, opened.example, budget_s=60)
-    assert found.choice.attention == "eager"
-    report = vit_fast.fuse(opened.module)
-    assert report.backend == "eager"
-    assert "vit_fast.optimize found it to be the fastest here" in str(report)
-    other = open_model("timm:vit_tiny_patch16_224", 1, (), img_size=[32])
-    assert vit_fast.fuse(other.module).backend == "sdpa"
-
-
-def test_auto_takes_what_is_known_of_this_machine(only) -> None:
-    opened = open_model("vit_test", 1, ())
-    assert vit_fast.create_model("vit_test").blocks[0].backend == "sdpa"
-    only(Choice(attention="eager", mlp="eager"))
-    assert vit_fast.optimize(opened.module, opened.example, budget_s=60).choice.attention == "eager"
-    assert vit_fast.create_model("vit_test").blocks[0].backend == "eager"
-    assert vit_fast.create_model("vit_test", backend="sdpa").blocks[0].backend == "sdpa"
-    assert vit_fast.create_model("vit_test", depth=1).blocks[0].backend == "sdpa"
-
-
 def test_candidates_are_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "installed", lambda name: None)
     engines = {choice.engine for choice in choices.candidates(torch.device("cpu"), ["bf16", "int8"])}

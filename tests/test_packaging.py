@@ -142,7 +142,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_wheel_holds_real_files(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {"vit_fast/model.py", "vit_fast/py.typed", "vit_fast/ops/attention.py"} <= names
-    data = {"vit_fast/benchmarks/report.html", "vit_fast/kernels/baseline.json", "vit_fast/training/digits.npz"}
+    data = {"vit_fast/benchmarks/report.html", "vit_fast/kernels/baseline.json", "vit_fast/apps/digits.npz"}
     assert data <= names
     for folder in ("kernels", "export", "benchmarks"):
         sources = {f"vit_fast/{folder}/{path.name}" for path in (ROOT / folder).glob("*.py")}

@@ -116,13 +116,13 @@ def test_bad_input_ends_in_one_line_and_status_2(
         ((photo, "--weights", tmp_path / "text.png"), "files that end in"),
         ((photo, "--weights", weights, "--model", "vit_tset"), "vit_test"),
         ((photo, "--weights", weights, "--model", "vit_tiny_patch16_224"), "does not fit"),
-        ((photo, "--weights", weights, "--top-k", "0"), "--top-k=0"),
-        ((photo, "--weights", weights, "--classes", tmp_path / "three.txt"), "3 names"),
+        ((photo, "--weights", weights, "--top-k", "0"), "--top-k must be an integer >= 1, got 0"),
+        ((photo, "--weights", weights, "--classes", tmp_path / "three.txt"), "got 3"),
         ((photo, "--weights", weights, "--classes", tmp_path / "gap.json"), "class names"),
         ((photo, "--weights", weights, "--classes", tmp_path / "absent.txt"), "no such file"),
         ((photo, "--weights", weights, "--backend", "cuda"), "cuda"),
-        ((photo, "--onnx", "m.onnx", "--data-config", tmp_path / "absent.json"), "--data-config"),
-        ((photo, "--onnx", "m.onnx", "--data-config", tmp_path / "three.txt"), "three.txt: accepted is a file of JSON"),
+        ((photo, "--weights", "m.onnx", "--data-config", tmp_path / "absent.json"), "--data-config"),
+        ((photo, "--weights", "m.onnx", "--data-config", tmp_path / "three.txt"), "must be a file of JSON, got"),
         ((photo, "--weights", no_head), "no classification head"),
         ((photo, "--weights", nan_weights), "not finite"),
     ):
@@ -137,7 +137,7 @@ def test_an_onnx_file_without_its_packages(
 ) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxruntime" else find(name))
-    assert _run(default_photograph(), "--onnx", tmp_path / "m.onnx") == 2
+    assert _run(default_photograph(), "--weights", tmp_path / "m.onnx") == 2
     assert "onnxruntime not installed: pip install 'vit-fast[export]'" in capsys.readouterr().err
 
 

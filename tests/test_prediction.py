@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 
 from vit_fast import calibrate, create_model, load, save
-from vit_fast.apps import prediction, prediction_rows
+from vit_fast.apps import classifiers, prediction
 from vit_fast.apps.data import find_images, load_images
 from vit_fast.apps.prediction import PredictionError, predict_to_parquet
 from vit_fast.cli import main
@@ -54,7 +54,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prediction, "PART", 4)
-    monkeypatch.setattr(prediction_rows, "BATCH_SIZE", 3)
+    monkeypatch.setattr(classifiers, "BATCH_SIZE", 3)
 
 
 def _predict(model: VisionTransformer, folder: Path, out: Path, **options: object) -> prediction.Predicted:
@@ -181,7 +181,8 @@ def test_a_full_disk_keeps_the_parts_and_nothing_else(
 def test_killed_for_good(folder: Path, weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.parquet"
     code = (
-        "import os, signal, sys; from vit_fast import prediction; from vit_fast.commands import predict; import typer\n"
+        "import os, signal, sys, typer\n"
+        "from vit_fast.apps import prediction\n"
         "prediction.PART = 4\n"
         "typer.echo = lambda text, err: text.startswith('12 of') and os.kill(os.getpid(), signal.SIGKILL)\n"
         "from vit_fast.cli import main; main(sys.argv[1:])"
@@ -268,11 +269,10 @@ def test_what_cannot_be_written_says_so(
         _predict(nan, folder, tmp_path / "nan.parquet")
     for options in (
         ["--workers", "2"], ["--engine", "ray"], ["--out", "x", "--workers", "-1"], ["--out", "x", "--engine", "spark"],
-        ["--out", "x", "--onnx", "m.onnx"],
+        ["--out", "x", "--weights", "m.onnx"],
     ):  # fmt: skip
-        given = [] if "--onnx" in options else ["--weights", str(weights)]
         with pytest.raises(SystemExit) as exit_:
-            main(["predict", str(folder), *given, *options])
+            main(["predict", str(folder), "--weights", str(weights), *options])
         assert exit_.value.code == 2 and capsys.readouterr().err.count("\n") == 1
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pyarrow" else find(name))

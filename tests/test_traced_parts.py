@@ -24,6 +24,12 @@ sees_classes = pytest.mark.skipif(
 )
 
 
+def ours(depth: int = 2) -> nn.Module:
+    model = fused_models.of_depth(depth)["ours"].build().eval()
+    vit_fast.fuse(model, "eager")
+    return model
+
+
 def blocks_of(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if hasattr(module, "read") and hasattr(module, "whole")]
 
@@ -54,7 +60,7 @@ def test_an_outline_says_all_of_a_reading(library: str) -> None:
 
 
 def test_what_is_no_module_of_the_block_has_no_outline() -> None:
-    model = fused_models.of_depth(1)["ours"].build()
+    model = ours(1)
     (block,) = blocks_of(model)
     parts = block.read()
     assert outline(block, parts) is not None
@@ -108,7 +114,7 @@ def other_layer(block: Any) -> None:
 @sees_classes
 def test_what_is_called_as_a_module_hides_nothing_behind_it() -> None:
     """A hook keeps the attention a module; the MLP is still guarded."""
-    model = fused_models.of_depth(2)["ours"].build().eval()
+    model = ours()
     for block in blocks_of(model):
         block.attn.register_forward_hook(lambda module, args, out: 2 * out)
     images = torch.randn(1, 3, fused_models.IMAGE, fused_models.IMAGE)
@@ -142,7 +148,7 @@ def other_parameter(block: Any) -> None:
     "change", [larger_eps, other_heads, other_layer, pytest.param(other_class, marks=sees_classes), other_parameter]
 )
 def test_a_compiled_block_follows(change: Any) -> None:
-    model = fused_models.of_depth(2)["ours"].build().eval()
+    model = ours()
     images = torch.randn(1, 3, fused_models.IMAGE, fused_models.IMAGE)
     run, _ = compiled(model)
     with torch.no_grad():

@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 
 from vit_fast import create_model, load
-from vit_fast.training.datasets import open_data
-from vit_fast.training.train import TrainConfig, train
+from vit_fast.apps.datasets import open_data
+from vit_fast.apps.training import TrainConfig, train
 
 HERE = Path(__file__).parent
 OPTIONS = {"batch_size": 4, "warmup_epochs": 0.0, "augment": False, "ema_decay": 0.5, "accumulation": 2}
@@ -30,9 +30,11 @@ def _images(path: Path, count: int) -> Path:
 
 
 def _arguments(data: Path, validation: Path, out: Path, options: dict[str, object]) -> list[str]:
-    given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if name != "augment"]
-    paths = ["--data", str(data), "--validation", str(validation), "--out", str(out)]
-    return ["train", *paths, "--model", "vit_test", "--img-size", "16", "--no-augment", *given]
+    given = [f"--set={name}={json.dumps(value)}" for name, value in options.items()]
+    return [
+        "train", str(data), "--validation", str(validation), "--out", str(out), "--model", "vit_test",
+        "--img-size", "16", *given,
+    ]  # fmt: skip
 
 
 @pytest.mark.slow

@@ -8,8 +8,8 @@ import pytest
 import torch
 from train_support import settings, small_model
 
-from vit_fast.training.train import TrainConfig, Trainer
-from vit_fast.training.trainer import learning_rate_factor, parameter_groups
+from vit_fast.apps.trainer import learning_rate_factor, parameter_groups
+from vit_fast.apps.training import TrainConfig, Trainer
 
 
 def test_learning_rate_warms_up_and_decays() -> None:

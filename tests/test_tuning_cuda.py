@@ -165,7 +165,7 @@ def test_triton_kernels_are_chosen_where_they_run(model, images, monkeypatch: py
     for choice in (Choice(attention="triton", mlp="triton"), Choice(attention="triton", mlp="sdpa")):
         trials.prepare(choice, 600)
         work = trials.prepared[choice][0]._function
-        assert (work.blocks[0].attn.backend, work.blocks[0].backend) == (choice.attention, choice.mlp)
+        assert (work.blocks[0].attn.vit_fast_backend, work.blocks[0].vit_fast_backend) == (choice.attention, choice.mlp)
         assert trials.checked[choice].error <= trials.checked[choice].allowed
 
 

@@ -135,33 +135,3 @@ def test_what_is_known_of_a_class_is_tried_first_in_other_models(pit: nn.Module,
     monkeypatch.setattr("vit_fast.tuning.optimization.candidates", lambda *_: [])
     found = vit_fast.optimize(pit, IMAGES, budget_s=2)
     assert [row.choice for row in found.table][:2] == [Choice(), likely]
-
-
-@pytest.mark.parametrize("precision", [None, "bf16"])
-def test_fuse_gives_each_part_what_was_found(pit: nn.Module, precision) -> None:
-    classes = shape_classes(pit, IMAGES)
-    choice = Choice(attention="sdpa", mlp="sdpa", precision=precision, by_shape=((SMALL, "eager"),))
-    parts = {name: (classes[name], backend) for name, backend in backends_of(choice, classes).items()}
-    key = answers.key_of(pit, IMAGES, {"allow": []})
-    answers.keep(Answer(key, choice, dict.fromkeys(answers.FIGURES) | {"parts": parts}))
-    report = vit_fast.fuse(pit)
-    found = {classes[name]: pit.get_submodule(name).vit_fast_backend for name in classes}
-    vit_fast.unfuse(pit)
-    if precision is None:
-        assert found[SMALL] == "eager" and found[LARGE] == "sdpa"
-        assert "vit_fast.optimize found" in str(report)
-    else:
-        assert set(found.values()) == {"sdpa"}, "an answer in fewer bits says nothing of these"
-
-
-def test_auto_of_our_models_takes_it_by_part() -> None:
-    model = vit_fast.create_model("vit_test")
-    key = answers.key_of(model, torch.zeros(1, 3, 32, 32), {"allow": []})
-    parts = {"blocks.0.attn": ("attention 1x32x64", "eager"), "blocks.0": ("norm + MLP 1x32x64", "sdpa")}
-    answers.keep(Answer(key, Choice(attention="eager", mlp="sdpa"), dict.fromkeys(answers.FIGURES) | {"parts": parts}))
-    again = vit_fast.create_model("vit_test")
-    assert (again.blocks[0].attn.backend, again.blocks[0].backend, again.blocks[1].attn.backend) == (
-        "eager", "sdpa", "sdpa"
-    )  # fmt: skip
-    vit_fast.fuse(again, "auto")
-    assert again.blocks[0].attn.backend == "eager"

@@ -8,7 +8,8 @@ import kernel_support  # sets the interpreter up, as every kernel test does
 import pytest
 import torch
 
-from vit_fast import ops, verify
+from vit_fast import ops
+from vit_fast.apps import verify
 from vit_fast.cli import main
 
 

@@ -185,7 +185,7 @@ def test_transformers(family: str, tmp_path: Path) -> None:
     tolerance = 1e-6 if family in ("dinov2_registers", "dinov3", "dinov3_gated") else 1e-10
     assert_same_outputs(ours, theirs, run_theirs, fp64_tolerance=tolerance)
 
-    fresh = VisionTransformer(ours.config, backend="sdpa")
+    fresh = VisionTransformer(ours.config)
     report = load_weights(fresh, theirs.state_dict())  # the names in memory: transformers 5's
     assert report.layout == HF_FAMILIES[family]
     assert report.loaded == len(ours.state_dict())

@@ -226,7 +226,7 @@ def test_save_and_load_give_back_the_whole_model(tmp_path: Path) -> None:
     assert again.config == model.config
     assert again.data_config == model.data_config
     assert again.class_names == model.class_names
-    assert again.requested_backend == "eager" and not again.training
+    assert again.blocks[0].vit_fast_request == "eager" and not again.training
     assert all(parameter.requires_grad for parameter in again.parameters())
     for name, tensor in again.state_dict().items():
         assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, model.state_dict()[name]), name

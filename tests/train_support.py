@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from vit_fast import create_model
+from vit_fast.apps.training import TrainConfig
 from vit_fast.model import VisionTransformer
-from vit_fast.training.train import TrainConfig
 
 
 def small_model(**overrides: object) -> VisionTransformer:

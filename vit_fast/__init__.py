@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from .errors import UnsupportedInputError, VitFastError
     from .factory import create_model
     from .fusion.freezing import freeze, unfreeze
-    from .fusion.fuse import fuse, unfuse
+    from .fusion.fuse import fuse, set_backend, unfuse
     from .fusion.fusion_report import FusionReport
     from .libraries.fixed_grid import FixedGrid
-    from .model import VisionTransformer, set_backend
+    from .model import VisionTransformer
     from .quantization.calibration import Calibration, calibrate
     from .run.runtime import GraphRunner, compile
     from .run.warmup import WarmUp, warm_up
@@ -54,7 +54,7 @@ _LAZY = {
     "load_weights": ".weights",
     "optimize": ".tuning.optimization",
     "save": ".weights",
-    "set_backend": ".model",
+    "set_backend": ".fusion.fuse",
     "unfreeze": ".fusion.freezing",
     "unfuse": ".fusion.fuse",
     "warm_up": ".run.warmup",

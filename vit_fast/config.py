@@ -11,10 +11,10 @@ from typing import Any, Literal, get_args
 
 from .arguments import MAX_SIZE, check_choice, check_integer, check_number, known_fields, pair
 from .errors import check_type
-from .ops.reference import ACTIVATIONS
 
 GlobalPool = Literal["token", "avg", "map", ""]
 PosEmbed = Literal["learn", "sincos1d", "sincos2d", "none"]
+Activation = Literal["gelu", "gelu_tanh", "relu", "quick_gelu", "silu"]
 NormLayer = Literal["layer_norm", "rms_norm"]
 MlpLayer = Literal["mlp", "swiglu"]
 Interpolation = Literal["bicubic", "bilinear", "nearest", "lanczos"]
@@ -132,7 +132,7 @@ class ViTConfig:
         pool_mlp_ratio: Of that pooling's MLP; None means mlp_ratio.
         final_norm: Whether there is a norm behind the blocks.
         fc_norm: Whether it comes after pooling; None means only when global_pool is "avg".
-        act_layer: Activation of the MLP, one of ops.reference.ACTIVATIONS: "gelu" is exact; "gelu_tanh", "quick_gelu",
+        act_layer: Activation of the MLP, "gelu" is exact; "gelu_tanh", "quick_gelu",
             "relu", "silu".
         norm_layer: Every norm: "layer_norm" or "rms_norm".
         norm_eps: epsilon of every norm.
@@ -330,7 +330,7 @@ def _check_each(config: ViTConfig) -> None:
     check_choice("pos_embed", config.pos_embed, get_args(PosEmbed))
     check_choice("norm_layer", config.norm_layer, get_args(NormLayer))
     check_choice("mlp_layer", config.mlp_layer, get_args(MlpLayer))
-    check_choice("act_layer", config.act_layer, tuple(ACTIVATIONS))
+    check_choice("act_layer", config.act_layer, get_args(Activation))
 
 
 def _check_together(config: ViTConfig) -> None:

@@ -1,4 +1,4 @@
-"""create_model: a named variant, with any field overridden and weights from wherever they are."""
+"""create_model: builds a named variant, with any field overridden and weights from wherever they are, and fuses it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from .arguments import as_device
 from .config import DataConfig, ViTConfig
 from .errors import check_type
-from .fusion.fuse import fuse
-from .model import VisionTransformer, set_backend
+from .fusion.fuse import fuse, set_backend
+from .model import VisionTransformer
 from .variants import get_variant
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def create_model(
     precision: str | None = None,
     **config_overrides: Any,
 ) -> VisionTransformer:
-    """A Vision Transformer by timm's name.
+    """Builds a Vision Transformer by timm's name and fuses it.
 
     Args:
         name: One of list_models(), or a Hugging Face Hub id (or a folder of that form) whose shape and weights to take.
@@ -47,6 +47,7 @@ def create_model(
     Raises:
         ValueError: unknown name (with the nearest), unknown or unacceptable field, weights that do not fit, or a model
             larger than the device's memory.
+        UnsupportedInputError: a backend asked for by name cannot run the model; lists all reasons.
     """
     check_type("name", name, str)
     check_type("dtype", dtype, torch.dtype, type(None))
@@ -67,7 +68,7 @@ def create_model(
     place = as_device(device)
     _check_memory(config, place)
     with place:
-        model = VisionTransformer(config, data_config=data_config, backend=backend)
+        model = VisionTransformer(config, data_config=data_config)
     if dtype is not None:
         model = model.to(dtype)
     if source is not None:

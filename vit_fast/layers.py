@@ -1,19 +1,23 @@
-"""The small parts of the model that the paper's equations take for granted: patches, positions, scaling, pooling."""
+"""The layers that the paper's equations take for granted: patches, MLP, scaling, drop path, pooling."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config import Size, ViTConfig
-from .fusion.block import parts_of, run_mlp
-from .fusion.parts import BlockParts, MlpParts, drops
-from .fusion.reading import Reader, read_block
-from .ops import attention as attention_op
-from .ops.reference import ACTIVATIONS
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),  # of OpenAI's CLIP
+    "silu": F.silu,
+}
 
 
 class PatchEmbed(nn.Module):
@@ -120,7 +124,7 @@ def make_norm(config: ViTConfig, width: int) -> nn.Module:
 
 
 class Mlp(nn.Module):
-    """The parameters of a two-layer MLP; `layer_norm_mlp` computes with them."""
+    """A two-layer MLP: fc2(act(fc1(x)))."""
 
     def __init__(self, config: ViTConfig, drop: float = 0.0) -> None:
         super().__init__()
@@ -140,7 +144,7 @@ class Mlp(nn.Module):
 
 
 class GatedMlp(Mlp):
-    """The parameters of a gated MLP (SwiGLU, arXiv 2002.05202); the rows of fc1 are the gate's, then up's."""
+    """A gated MLP (SwiGLU, arXiv 2002.05202): fc2(act(gate(x)) * up(x)); fc1 holds the gate's rows, then up's."""
 
     def __init__(self, config: ViTConfig, drop: float = 0.0) -> None:
         super().__init__(config, drop)
@@ -154,33 +158,14 @@ class GatedMlp(Mlp):
 MLPS: dict[str, type[Mlp]] = {"mlp": Mlp, "swiglu": GatedMlp}
 
 
-def read_norm_mlp(block: Reader, norm: str = "norm", **rest: Any) -> MlpParts | None:
-    """The norm and the MLP of a block of ours, of which only the norm's name varies."""
-    inside = {"mlp": tuple(MLPS.values())} | rest.pop("inside", {})
-    return block.mlp(
-        norm,
-        "mlp.fc1",
-        "mlp.activation",
-        "mlp.fc2",
-        gate_chunk=0 if type(block.at("mlp")) is GatedMlp else None,
-        inner_norm="mlp.norm",
-        inside=inside,
-        dropouts=("mlp.drop",),
-        **rest,
-    )
-
-
 class AttentionPool(nn.Module):
     """SigLIP's head: one learned query attends to every patch, then an MLP with a residual; arXiv 2303.15343."""
-
-    vit_fast_parts: BlockParts | None = None
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         C = config.embed_dim
         self.num_heads = config.pool_heads or config.num_heads
         self.head_dim = C // self.num_heads
-        self.backend = "sdpa"
         self.latent = nn.Parameter(torch.empty(1, 1, C))
         self.q = nn.Linear(C, C)
         self.kv = nn.Linear(C, 2 * C)
@@ -191,17 +176,16 @@ class AttentionPool(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Patches [B, N, C] -> [B, C]."""
-        B, N, C = x.shape
-        heads = (self.num_heads, C // self.num_heads)
-        q = self.q(self.latent).reshape(1, 1, *heads).transpose(1, 2).expand(B, -1, -1, -1)
-        k, v = self.kv(x).reshape(B, N, 2, *heads).permute(2, 0, 3, 1, 4).unbind(0)
-        pooled = attention_op(q, k, v, backend=self.backend).transpose(1, 2).reshape(B, 1, C)
-        pooled = self.proj(pooled)
-        mlp = parts_of(self).mlp
-        if mlp is None or drops(mlp.dropouts):
-            return (pooled + self.mlp(self.norm(pooled)))[:, 0]
-        return run_mlp(mlp, pooled, self.backend)[:, 0]
+        x = self.attend(x)
+        return (x + self.mlp(self.norm(x)))[:, 0]
 
-    def read(self) -> BlockParts:
-        """Its second half, as of a block."""
-        return read_block(self, read_norm_mlp)
+    def attend(self, x: Tensor) -> Tensor:
+        """Patches [B, N, C] -> what the query takes from them, [B, 1, C]."""
+        B, N, _ = x.shape
+        q = self.q(self.latent).reshape(1, 1, self.num_heads, -1).transpose(1, 2).expand(B, -1, -1, -1)
+        k, v = self.kv(x).reshape(B, N, 2, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        return self.proj(self.mix(q, k, v).transpose(1, 2).flatten(2))
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of q [B, H, 1, D] to k and v [B, H, N, D]."""
+        return F.scaled_dot_product_attention(q, k, v)

@@ -12,38 +12,108 @@ Axes: B images, N tokens, C = embed_dim, H heads, D = C / H.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .config import DataConfig, ViTConfig
-from .encoder_block import Attention, Block
 from .errors import check_type
-from .fusion.block import Blocks, positions_of
-from .layers import AttentionPool, PatchEmbed, make_norm
-from .ops import Rope
-from .ops.attention_op import DTYPES as KERNEL_DTYPES
-from .ops.attention_op import MAX_HEAD_DIM, MIN_HEAD_DIM
-from .ops.backends import resolve_backend
-from .positions import pos_embed_for, rope_of
-from .tuning.answers import known_backends
+from .layers import MLPS, AttentionPool, DropPath, LayerScale, PatchEmbed, make_norm
+from .positions import pos_embed_for, rope_of, rotate
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention, MSA of equation 2: one qkv linear, softmax attention per head, one output linear."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = config.num_heads, config.head_dim
+        self.num_prefix_tokens = config.num_prefix_tokens
+        self.rope_layout = None if config.rope is None else config.rope.layout
+        self.qkv = nn.Linear(config.embed_dim, 3 * config.embed_dim, bias=config.qkv_bias)
+        self.q_norm, self.k_norm = (_norm(config, config.qk_norm, config.head_dim) for _ in range(2))
+        self.attn_drop = nn.Dropout(config.attn_drop_rate)
+        self.norm = _norm(config, config.scale_attn_norm)
+        self.proj = nn.Linear(config.embed_dim, config.embed_dim, bias=config.proj_bias)
+        self.proj_drop = nn.Dropout(config.proj_drop_rate)
+
+    def forward(self, x: Tensor, *rope: Tensor) -> Tensor:
+        """Tokens [B, N, C] and, in a model with rotary positions, their cosines and sines -> [B, N, C]."""
+        q, k, v = self.project(x, *rope)
+        drop = self.attn_drop.p if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=drop)
+        return self.proj_drop(self.proj(self.norm(mixed.transpose(1, 2).flatten(2))))
+
+    def attention_map(self, x: Tensor, *rope: Tensor) -> Tensor:
+        """softmax(q k^T / sqrt(D)) of tokens [B, N, C]: [B, H, N, N], rows sum to one."""
+        q, k, _ = self.project(x, *rope)
+        return (q * self.head_dim**-0.5 @ k.transpose(-2, -1)).softmax(dim=-1)
+
+    def project(self, x: Tensor, *rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens [B, N, C] -> q, k and v [B, H, N, D], q and k normalised and rotated."""
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).transpose(1, 3).unbind(2)
+        q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+        if rope:
+            q, k = self._rotate(q, *rope), self._rotate(k, *rope)
+        return q, k, v
+
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        prefix, patches = x[:, :, : self.num_prefix_tokens], x[:, :, self.num_prefix_tokens :]
+        return torch.cat([prefix, rotate(patches, cos, sin, str(self.rope_layout))], dim=2)
+
+
+class Block(nn.Module):
+    """A pre-norm encoder block: equations 2 and 3, each branch with optional LayerScale and drop path."""
+
+    def __init__(self, config: ViTConfig, drop_path: float) -> None:
+        super().__init__()
+        self.norm1 = _norm(config)
+        self.attn = Attention(config)
+        self.ls1 = _layer_scale(config)
+        self.drop_path1 = DropPath(drop_path)
+        self.norm2 = _norm(config)
+        self.mlp = MLPS[config.mlp_layer](config, config.proj_drop_rate)
+        self.ls2 = _layer_scale(config)
+        self.drop_path2 = DropPath(drop_path)
+
+    def forward(self, x: Tensor, *rope: Tensor) -> Tensor:
+        """Tokens [B, N, C] -> [B, N, C]; see Attention for rope."""
+        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), *rope)))
+        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+
+    def attention_map(self, x: Tensor, *rope: Tensor) -> Tensor:
+        """Returns the attention weights [B, H, N, N] of this block's input [B, N, C]."""
+        return self.attn.attention_map(self.norm1(x), *rope)
+
+
+class Blocks(nn.Sequential):
+    """Blocks one after the other, each of which is given the rotary positions."""
+
+    def forward(self, x: Tensor, *rope: Tensor) -> Tensor:
+        """[B, N, C] -> [B, N, C]."""
+        for block in self:
+            x = block(x, *rope)
+        return x
+
+    def __add__(self, other: nn.Sequential) -> Blocks:
+        return Blocks(*super().__add__(other))
+
+    def __mul__(self, other: int) -> Blocks:
+        return Blocks(*super().__mul__(other))
 
 
 class VisionTransformer(nn.Module):
-    """Image -> patch and position embedding -> blocks -> pooling -> linear head.
+    """Image -> patch and position embedding -> blocks -> pooling -> linear head, by torch's own layers.
+
+    `create_model` builds it and lets `fuse` choose what computes its blocks.
 
     Args:
         config: The shape; see ViTConfig.
         data_config: How images are prepared for these weights; None means DataConfig's defaults.
         class_names: Names of the num_classes outputs, where they are known.
-        backend: See set_backend.
-    Raises:
-        ValueError: the backend is unknown.
     """
-
-    requested_backend: str
 
     def __init__(
         self,
@@ -51,7 +121,6 @@ class VisionTransformer(nn.Module):
         *,
         data_config: DataConfig | None = None,
         class_names: Iterable[str] | None = None,
-        backend: str = "auto",
     ) -> None:
         super().__init__()
         check_type("config", config, ViTConfig)
@@ -86,7 +155,6 @@ class VisionTransformer(nn.Module):
         self.head = _head(config)
         self.head_dist = _head(config) if config.distilled else None
         self.init_weights()
-        set_backend(self, backend)
 
     def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Images [B, in_chans, height, width] -> logits [B, num_classes], or pooled features [B, C] without a head.
@@ -101,9 +169,9 @@ class VisionTransformer(nn.Module):
         rope = self.rope(images, z)
         if self.grad_checkpointing and self.training:
             for block in self.blocks:
-                z = checkpoint(block, z, *positions_of(rope), use_reentrant=False)
+                z = checkpoint(block, z, *rope, use_reentrant=False)
         else:
-            z = self.blocks(z, rope)
+            z = self.blocks(z, *rope)
         return self.norm(z)
 
     def embed(self, images: Tensor) -> Tensor:
@@ -119,13 +187,13 @@ class VisionTransformer(nn.Module):
             z = torch.cat([*prefix, patches + pos_embed], dim=1)
         return self.norm_pre(self.pos_drop(z))
 
-    def rope(self, images: Tensor, z: Tensor) -> Rope | None:
-        """The rotary positions of the images' tokens z; None where the model has none."""
+    def rope(self, images: Tensor, z: Tensor) -> tuple[Tensor, ...]:
+        """Returns cosines and sines of the rotary positions of the images' tokens z; () where the model has none."""
         config, (height, width) = self.config, self.config.patch_pixels
         if config.rope is None:
-            return None
+            return ()
         grid = images.shape[2] // height, images.shape[3] // width
-        return rope_of(config.rope, grid, config.head_dim, config.num_prefix_tokens, like=z)
+        return rope_of(config.rope, grid, config.head_dim, like=z)
 
     def pool(self, tokens: Tensor) -> Tensor:
         """[B, N, C] -> [B, C] by config.global_pool; "" gives the tokens back."""
@@ -147,7 +215,7 @@ class VisionTransformer(nn.Module):
         return features if pre_logits else self.head(features)
 
     def attention_maps(self, images: Tensor, blocks: Iterable[int] | None = None) -> dict[int, Tensor]:
-        """The attention weights of chosen blocks.
+        """Returns the attention weights of chosen blocks.
 
         Args:
             images: [B, in_chans, height, width].
@@ -161,7 +229,7 @@ class VisionTransformer(nn.Module):
         wanted = set(range(depth)) if blocks is None else set()
         for index in blocks or ():
             if not -depth <= index < depth:
-                raise ValueError(f"blocks has {index}: accepted is {-depth} to {depth - 1}")
+                raise ValueError(f"blocks must be between {-depth} and {depth - 1}, got {index}")
             wanted.add(index % depth)
         maps: dict[int, Tensor] = {}
         z = self.embed(images)
@@ -169,19 +237,19 @@ class VisionTransformer(nn.Module):
         for index, block in enumerate(self.blocks):
             if index in wanted:
                 if not isinstance(block, Block):
-                    raise ValueError(f"block {index} is a {type(block).__name__}: accepted is a Block of ours")
-                maps[index] = block.attention_map(z, rope)
+                    raise ValueError(f"block {index} must be a Block of vit_fast, got {type(block).__name__}")
+                maps[index] = block.attention_map(z, *rope)
             if len(maps) == len(wanted):
                 break
-            z = block(z, *positions_of(rope))
+            z = block(z, *rope)
         return maps
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Whether training recomputes each block in the backward pass instead of keeping its activations."""
+        """Sets whether training recomputes each block in the backward pass instead of storing its activations."""
         self.grad_checkpointing = enable
 
     def set_distilled_training(self, enable: bool = True) -> None:
-        """Whether training mode returns the class and distillation logits apart (DeiT) instead of their mean."""
+        """Sets whether training mode returns class and distillation logits separately (DeiT), not their mean."""
         self.distilled_training = enable
 
     def no_weight_decay(self) -> set[str]:
@@ -225,46 +293,13 @@ class VisionTransformer(nn.Module):
             return logits, logits_dist
         return (logits + logits_dist) / 2
 
-    def _apply(self, fn: Any, recurse: bool = True) -> VisionTransformer:
-        """Runs on .to(), .cuda() and the like: "auto" is resolved again, since it depends on the device."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves _apply untyped
-        set_backend(self, self.requested_backend)
-        return self
+
+def _norm(config: ViTConfig, present: bool = True, width: int | None = None) -> nn.Module:
+    return make_norm(config, width or config.embed_dim) if present else nn.Identity()
 
 
-def set_backend(model: nn.Module, backend: str) -> None:
-    """Chooses what computes attention and MLP in every block of a VisionTransformer.
-
-    Args:
-        model: A VisionTransformer, or a module that contains some.
-        backend: "eager" (the formulas), "sdpa" (torch's fused attention), "triton" (our kernels), or "auto":
-            triton where it runs (see `vit-fast info`) and takes the head size and dtype, fp32 only with TF32 or under
-            autocast, else sdpa.
-            "auto" is resolved here, and again when the model is moved or converted; never inside forward. Where
-            `vit_fast.optimize` found another backend to be faster for such a model on this machine, it stands for that.
-    Raises:
-        ValueError: the backend is unknown, or there is nothing in the model to set it on.
-    """
-    check_type("model", model, nn.Module)
-    owners = {name: m for name, m in model.named_modules() if isinstance(m, Attention | Block | AttentionPool)}
-    if not owners:
-        raise ValueError(
-            f"model is a {type(model).__name__} without parts of ours: use vit_fast.fuse for other libraries"
-        )
-    parameter = next(model.parameters(), torch.empty(0))
-    resolved: str = resolve_backend(backend, parameter.device, parameter.dtype)
-    known = known_backends(model) if backend == "auto" else {}
-    for name, owner in owners.items():
-        # "auto" is triton only where its attention can run: 16 <= head_dim <= 128, and no fp64
-        fits = parameter.dtype in KERNEL_DTYPES and MIN_HEAD_DIM <= owner.head_dim <= MAX_HEAD_DIM
-        owner.backend = "sdpa" if backend == "auto" and not fits else known.get(name, resolved)
-    for part in model.modules():
-        if isinstance(part, VisionTransformer):
-            part.requested_backend = backend
-
-
-def _norm(config: ViTConfig, present: bool) -> nn.Module:
-    return make_norm(config, config.embed_dim) if present else nn.Identity()
+def _layer_scale(config: ViTConfig) -> nn.Module:
+    return nn.Identity() if config.init_values is None else LayerScale(config.embed_dim, config.init_values)
 
 
 def _head(config: ViTConfig) -> nn.Module:

@@ -10,8 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .config import RopeConfig, Size, ViTConfig
-from .ops import Rope
-from .ops.attention import in_torch_export
 
 
 def pos_embed_for(config: ViTConfig, learned: Tensor | None, grid: Size, patches: Tensor) -> Tensor | None:
@@ -60,8 +58,8 @@ def resample_pos_embed(pos_embed: Tensor, old_grid: Size, new_grid: Size, num_pr
 
     The first num_prefix_tokens rows are kept as they are. The same grid gives the same tensor back.
     """
-    # Asked first: comparing sizes while exporting would fix them in the graph.
-    if not in_torch_export() and old_grid == new_grid:
+    is_known = all(type(size) is int for size in new_grid)  # comparing a symbolic size would fix it in the graph
+    if is_known and old_grid == new_grid:
         return pos_embed
     prefix, patches = pos_embed[:, :num_prefix_tokens], pos_embed[:, num_prefix_tokens:]
     plane = patches.float().reshape(1, old_grid[0], old_grid[1], -1).permute(0, 3, 1, 2)
@@ -70,29 +68,34 @@ def resample_pos_embed(pos_embed: Tensor, old_grid: Size, new_grid: Size, num_pr
     return torch.cat([prefix, patches], dim=1)
 
 
-def rope_of(config: RopeConfig, grid: Size, head_dim: int, prefix: int, like: Tensor) -> Rope:
-    """The rotary positions of a patch grid.
+def rope_of(config: RopeConfig, grid: Size, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the rotary positions of a patch grid: cosines and sines [rows * columns, head_dim / 2].
 
-    Args:
-        config: What turns by what.
-        grid: Rows and columns of patches.
-        head_dim: D.
-        prefix: Tokens before the patches, which have no position.
-        like: Gives the device; the tables are fp32 (fp64 for fp64).
-    Returns:
-        Tables [rows * columns, D/2].
+    They are fp32 (fp64 for fp64) on the device of `like`.
     Source: RoFormer, arXiv 2104.09864; in two dimensions EVA-02, arXiv 2303.11331, and DINOv3, arXiv 2508.10104.
     """
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     known = isinstance(grid[0], int) and isinstance(grid[1], int) and not torch.compiler.is_compiling()
-    tables = _kept_tables if known and like.device.type != "meta" else _rope_tables
-    return Rope(*tables(config, grid, head_dim, like.device, dtype), prefix, config.layout)
+    tables = _cached_tables if known and like.device.type != "meta" else _rope_tables
+    return tables(config, grid, head_dim, like.device, dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
+    """Returns x [..., D] with its pairs of channels (a, b) turned: (a cos - b sin, b cos + a sin), in x.dtype.
+
+    Args:
+        cos, sin: [..., D/2].
+        layout: "half": channels j and j + D/2 are a pair; "interleaved": 2j and 2j + 1.
+    """
+    a, b = (x[..., ::2], x[..., 1::2]) if layout == "interleaved" else x.chunk(2, -1)
+    turned = a * cos - b * sin, b * cos + a * sin
+    joined = torch.stack(turned, -1).flatten(-2) if layout == "interleaved" else torch.cat(turned, -1)
+    return joined.to(x.dtype)
 
 
 def _rope_tables(
     config: RopeConfig, grid: Size, head_dim: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines."""
     axes = [torch.arange(n, dtype=torch.float32, device=device) for n in grid]
     if config.coordinates == "centred":
         axes = [2 * math.pi * (2 * ((axis + 0.5) / n) - 1) for axis, n in zip(axes, grid)]
@@ -109,7 +112,7 @@ def _rope_tables(
 
 
 @functools.lru_cache(maxsize=32)
-def _kept_tables(
+def _cached_tables(
     config: RopeConfig, grid: Size, head_dim: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     with torch.inference_mode(False):  # they may be used where gradients are recorded later

@@ -1,4 +1,4 @@
-"""How often a classifier is right on labelled images: top-1, top-5, by class, and what is taken for what."""
+"""Accuracy of a classifier on labelled images: top-1, top-5, by class, and its confusions."""
 
 from __future__ import annotations
 
@@ -9,69 +9,53 @@ from typing import Any
 
 import numpy as np
 
-from .data import find_images
-from .image_folder import class_names_of
+from .data import ImageFolder
 
 TOP = 5
 
 
-@dataclass(frozen=True)
-class Labelled:
-    """Images and what they show.
+def labelled_images(folder: Path, classes: int, class_names: Sequence[str] | None) -> list[tuple[Path, int]]:
+    """Finds the images of a folder with one subfolder per class, each with the index of its class.
 
-    Attributes:
-        files: Image files.
-        labels: The class of each, as the model counts them.
-        order: How the folders' names became classes: "by name", "by number" or "in alphabetical order".
-    """
-
-    files: list[Path]
-    labels: list[int]
-    order: str
-
-
-def labelled_images(folder: Path, classes: int, class_names: Sequence[str] | None) -> Labelled:
-    """The images of a folder that has one subfolder a class.
-
-    A subfolder is the class of that name; where no class has such a name, of that number; where the names are others
+    A subfolder holds the class of that name; if no class has such a name, of that number; if the names are others
     altogether (ImageNet's n01440764), the subfolders are all classes in alphabetical order.
 
     Args:
         folder: With at least two subfolders.
-        classes: How many the model knows.
-        class_names: Their names, where they are known.
+        classes: Number of the model's classes.
+        class_names: Their names, if known.
     Raises:
         ImageError: no such folder, fewer than two subfolders, or one without images.
-        ValueError: the subfolders cannot be told to be classes of the model; names some.
+        ValueError: the subfolders are not classes of the model; names some.
     """
-    names = class_names_of(folder)
+    images = ImageFolder(folder)
+    names = images.class_names
     known = {name: i for i, name in enumerate(class_names or ())}
     if all(name in known for name in names):
-        indices, order = [known[name] for name in names], "by name"
+        indices = [known[name] for name in names]
     elif all(name.isdecimal() and int(name) < classes for name in names):
-        indices, order = [int(name) for name in names], "by number"
+        indices = [int(name) for name in names]
     elif len(names) == classes:
-        indices, order = list(range(classes)), "in alphabetical order"
+        indices = list(range(classes))
     else:
-        strangers = [name for name in names if name not in known][:5]
+        strangers = ", ".join([repr(name) for name in names if name not in known][:5])
         raise ValueError(
-            f"{folder}: {len(names)} subfolders, among them {', '.join(map(repr, strangers))}: accepted are names of "
-            f"the model's {classes} classes, their numbers, or as many subfolders as classes"
+            f"{folder}: subfolders must be names of the model's {classes} classes, their numbers, or as many as "
+            f"classes, got {len(names)}, among them {strangers}"
         )
-    found = [(file, index) for name, index in zip(names, indices) for file in find_images([folder / name])]
-    return Labelled([file for file, _ in found], [index for _, index in found], order)
+    return [(file, indices[label]) for file, label in images.files]
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a classifier answered to labelled images.
+    """Outputs of a classifier for labelled images.
 
     Attributes:
         files: The images.
-        labels: What each shows [N].
-        answers: Its most probable classes, the best first [N, min(5, classes)].
-        probabilities: Theirs [N, min(5, classes)].
-        classes: How many there are.
+        labels: Their classes [N].
+        answers: The most probable classes, the best first [N, min(5, classes)].
+        probabilities: Of these [N, min(5, classes)].
+        classes: Number of classes.
     """
 
     files: list[Path]
@@ -82,7 +66,7 @@ class Evaluation:
 
     @property
     def right(self) -> np.ndarray:
-        """Whether each image was recognised [N]."""
+        """True for each image that was classified correctly [N]."""
         hits: np.ndarray = self.answers[:, 0] == self.labels
         return hits
 
@@ -97,13 +81,13 @@ class Evaluation:
 
     @property
     def confusion(self) -> np.ndarray:
-        """How many images of each class (row) were taken for each (column) [classes, classes]."""
+        """Number of images of each class (row) that were classified as each (column) [classes, classes]."""
         counts = np.zeros((self.classes, self.classes), np.int64)
         np.add.at(counts, (self.labels, self.answers[:, 0]), 1)
         return counts
 
     def by_class(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """A row a class with images: its name, their number, top1, and what it is taken for most where not itself."""
+        """Returns a row per class with images: name, number, top1, and the class that it is most often taken for."""
         rows = []
         for index, counts in enumerate(self.confusion):
             if total := int(counts.sum()):
@@ -116,33 +100,34 @@ class Evaluation:
         return rows
 
     def disagreements(self, other: Evaluation) -> list[int]:
-        """Which images another classifier, asked the same, gives another class."""
+        """Returns the indices of images that another classifier classifies otherwise."""
         return np.flatnonzero(self.answers[:, 0] != other.answers[:, 0]).tolist()
 
 
-def evaluate(labelled: Labelled, rows: Iterable[tuple[Path, Sequence[float]]]) -> Evaluation:
-    """Collects a classifier's answers.
+def evaluate(labelled: Sequence[tuple[Path, int]], rows: Iterable[Sequence[float] | np.ndarray]) -> Evaluation:
+    """Collects a classifier's outputs.
 
     Args:
-        labelled: The images.
-        rows: Each file of them, in order, with the probabilities (or logits) of all classes.
+        labelled: Images, each with the index of its class.
+        rows: For each image, in order, the probabilities (or logits) of all classes.
     Raises:
         ValueError: a label is no class of the classifier.
     """
     answers, probabilities, classes = [], [], 0
-    for _, row in rows:
+    for row in rows:
         values = np.asarray(row, np.float64)
         classes = len(values)
         best = np.argsort(-values, kind="stable")[:TOP]
         answers.append(best)
         probabilities.append(values[best])
-    if max(labelled.labels) >= classes:
-        raise ValueError(f"an image is of class {max(labelled.labels)}: accepted are 0 to {classes - 1}")
-    return Evaluation(labelled.files, np.asarray(labelled.labels), np.stack(answers), np.stack(probabilities), classes)
+    labels = np.array([label for _, label in labelled])
+    if labels.max() >= classes:
+        raise ValueError(f"labels must be 0 to {classes - 1}, got {labels.max()}")
+    return Evaluation([file for file, _ in labelled], labels, np.stack(answers), np.stack(probabilities), classes)
 
 
 def draw_confusion(evaluation: Evaluation, names: Sequence[str], path: Path) -> None:
-    """A picture of the confusion matrix: each row's share, by colour; with counts where there is room.
+    """Draws the confusion matrix: each row's share by colour, with counts for up to 40 classes.
 
     Args:
         path: What matplotlib can write, by suffix: .png, .svg, .pdf.
@@ -156,7 +141,9 @@ def draw_confusion(evaluation: Evaluation, names: Sequence[str], path: Path) -> 
     side = 3.0 + 0.35 * min(len(counts), 40)
     figure = Figure(figsize=(side, side), layout="constrained")
     axes = figure.add_subplot(
-        xlabel="answer", ylabel="class", title=f"top-1 {evaluation.top1:.2%} of {len(evaluation.files)} images"
+        xlabel="predicted class",
+        ylabel="true class",
+        title=f"top-1 {evaluation.top1:.2%} of {len(evaluation.files)} images",
     )
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     if len(counts) <= 40:

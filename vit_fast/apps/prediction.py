@@ -22,8 +22,8 @@ from ..errors import MissingPackageError
 from ..files import check_replaceable, file_aside
 from ..model import VisionTransformer
 from ..tuning.answers import weights_digest
+from .classifiers import PredictionError, schema, tables
 from .prediction_ray import joined_cluster
-from .prediction_rows import PredictionError, schema, tables
 from .readers import ReaderLostError
 
 __all__ = ["ENGINES", "Predicted", "PredictionError", "predict_to_parquet"]

@@ -1,6 +1,6 @@
 """The rows of many images from a cluster, by Ray Data.
 
-Every worker reads images and runs the model, by the code of prediction_rows.py; the rows come back in the images'
+Every worker reads images and runs the model, by the code of classifiers.py; the rows come back in the images'
 order, to the process that writes them. A worker that dies is started again by Ray, and what it had begun is done again,
 three times at most: an image may be what kills it.
 """
@@ -20,7 +20,7 @@ from typing import Any
 
 from ..errors import MissingPackageError, VitFastError
 from ..model import VisionTransformer
-from .prediction_rows import BATCH_SIZE, PredictionError, schema, tables
+from .classifiers import BATCH_SIZE, PredictionError, schema, tables
 
 DEVICES = ("auto", "cpu", "cuda")
 _PIECES, _TRIES = 4, 3  # pieces of work for each worker, so that none is waited for long; of each piece
@@ -73,7 +73,7 @@ class Cluster:
     def tables(
         self, model: VisionTransformer, files: Sequence[Path], class_names: Sequence[str], size: int
     ) -> Generator[Any]:
-        """The rows of files, as prediction_rows.tables gives them.
+        """The rows of files, as classifiers.tables gives them.
 
         Args:
             model: On the CPU; each worker gets a copy.

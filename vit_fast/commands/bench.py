@@ -182,13 +182,13 @@ def _print_subjects(console: Console) -> None:
 
     from ..benchmarks.subjects import COMPILE_MODES, all_subjects
 
-    table = Table("subject", "what it is", "installed", "torch.compile", title="subjects")
+    table = Table("candidate", "description", "installed", "torch.compile", title="candidates")
     for subject in all_subjects().values():
         missing = subject.missing_packages()
         installed = f"no (pip install {' '.join(missing)})" if missing else "yes"
         table.add_row(subject.name, subject.summary, installed, "yes" if subject.compilable else "no")
     console.print(table)
-    console.print(f"behind a name: +compile, or +compile:MODE with {', '.join(COMPILE_MODES[1:])}")
+    console.print(f"append to a name: +compile, or +compile:MODE with {', '.join(COMPILE_MODES[1:])}")
 
 
 def _print_record(console: Console, record: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ def compare(
     if not console.is_terminal:
         console.width = FULL_WIDTH
     table = Table(title="second / first, images per second", title_justify="left")
-    for name in ("model", "dtype", "batch", "subject"):
+    for name in ("model", "dtype", "batch", "candidate"):
         table.add_column(name, no_wrap=True)
     for name in ("first", "second", "ratio", "interval", "resolution"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -62,7 +62,7 @@ def record_layer(name: str, batch: int) -> list[Launch]:
     with torch.no_grad(), recorded() as launches:
         freeze(model.blocks)
         launches.clear()
-        run_blocks(model.blocks, x, rope)
+        run_blocks(model.blocks, x, *rope)
     return launches[-(len(launches) // 2) :]
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .predict import class_names_for, onnx_predictions, predictions, read_class_names, torch_classifier
+from .predict import classify
 
 if TYPE_CHECKING:
     from ..apps.evaluation import Evaluation
@@ -24,22 +24,21 @@ def register(app: typer.Typer) -> None:
 
 def evaluate(
     folder: Annotated[Path, typer.Argument(help="Images, one subfolder a class.")],
-    weights: Annotated[str | None, typer.Option(help="A weights file, a folder, or a Hugging Face Hub id.")] = None,
-    onnx: Annotated[Path | None, typer.Option(help="An ONNX file instead, run by ONNX Runtime.")] = None,
+    weights: Annotated[
+        str, typer.Option(help="A weights file, a folder, a Hugging Face Hub id, or an ONNX file (FILE.onnx).")
+    ],
     model: Annotated[
         str | None, typer.Option(help="The variant, where the weights do not say what shape they are for.")
     ] = None,
     against: Annotated[
         str | None,
-        typer.Option(help="A second model on the same images: an ONNX file, or weights; lists where they differ."),
+        typer.Option(help="A second model on the same images, as --weights; lists where they differ."),
     ] = None,
     classes: Annotated[Path | None, typer.Option(help="Class names: one a line, or JSON.")] = None,
     backend: Annotated[str, typer.Option(help="auto, eager, sdpa or triton, for weights.")] = "auto",
     data_config: Annotated[
-        Path | None, typer.Option(help="JSON with mean, std, crop_pct, for an ONNX file that does not say them.")
-    ] = None,
-    img_size: Annotated[
-        int | None, typer.Option(help="Height and width in pixels, for an ONNX file that leaves them open.")
+        Path | None,
+        typer.Option(help="JSON with mean, std, crop_pct, img_size, for an ONNX file that does not say them."),
     ] = None,
     confusion: Annotated[
         Path | None, typer.Option(help="Draw which class is taken for which: a .png, .svg or .pdf.")
@@ -47,26 +46,20 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output, all images.")] = False,
 ) -> None:
     """Measures accuracy on labelled images: top-1, top-5, by class; with --against, of two models side by side."""
+    from ..apps.classifiers import read_class_names
     from ..apps.evaluation import draw_confusion
     from ..files import check_replaceable, file_aside
 
     if confusion is not None:
         check_replaceable(confusion)
-    if (weights is None) == (onnx is None):
-        raise ValueError("evaluate needs --weights or --onnx: accepted is one of them")
-    if onnx is None and (data_config is not None or img_size is not None):
-        raise ValueError("--data-config and --img-size: accepted with --onnx only")
-    names_given = None if classes is None else read_class_names(classes)
-    if onnx is not None:
-        names, evaluation = _of_onnx(onnx, folder, names_given, data_config, img_size)
-    else:
-        names, evaluation = _of_weights(str(weights), folder, names_given, model, backend)
+    asked = [weights] if against is None else [weights, against]
+    if data_config is not None and not any(name.endswith(".onnx") for name in asked):
+        raise ValueError(f"--data-config needs an ONNX file, got {' and '.join(asked)}")
+    given = None if classes is None else read_class_names(classes)
+    names, evaluation = _evaluate(folder, weights, given, model, backend, data_config)
     other: Evaluation | None = None
     if against is not None:
-        if against.endswith(".onnx"):
-            _, other = _of_onnx(Path(against), folder, names, data_config, img_size)
-        else:
-            _, other = _of_weights(against, folder, names, model, backend)
+        _, other = _evaluate(folder, against, names, model, backend, data_config)
     if as_json:
         typer.echo(json.dumps(_as_dict(evaluation, other, names), indent=2))
     else:
@@ -76,39 +69,27 @@ def evaluate(
             draw_confusion(evaluation, names, aside)
 
 
-def _of_onnx(
-    path: Path, folder: Path, names: Sequence[str] | None, data_config: Path | None, img_size: int | None
+def _evaluate(
+    folder: Path,
+    weights: str,
+    given: Sequence[str] | None,
+    model: str | None,
+    backend: str,
+    data_config: Path | None,
 ) -> tuple[Sequence[str], Evaluation]:
-    known, rows = onnx_predictions(path, _files(folder), data_config, img_size)
-    return _evaluated(folder, names, known, rows)
-
-
-def _of_weights(
-    weights: str, folder: Path, names: Sequence[str] | None, model: str | None, backend: str
-) -> tuple[Sequence[str], Evaluation]:
-    classifier = torch_classifier(weights, model, backend)
-    return _evaluated(folder, names, classifier.class_names, predictions(classifier, _files(folder)))
-
-
-def _files(folder: Path) -> list[Path]:
-    """The images of a labelled folder, class by class: as labelled_images has them."""
-    from ..apps.data import find_images
-    from ..apps.image_folder import class_names_of
-
-    return [file for name in class_names_of(folder) for file in find_images([folder / name])]
-
-
-def _evaluated(
-    folder: Path, given: Sequence[str] | None, known: Sequence[str] | None, rows: Iterator[tuple[Path, list[float]]]
-) -> tuple[Sequence[str], Evaluation]:
+    from ..apps.classifiers import class_names_for
+    from ..apps.data import ImageFolder
     from ..apps.evaluation import evaluate as collect
     from ..apps.evaluation import labelled_images
 
+    files = [file for file, _ in ImageFolder(folder).files]
+    if weights.endswith(".onnx"):  # of two models, each option is for the one that it applies to
+        known, rows = classify(files, weights, data_config=data_config)
+    else:
+        known, rows = classify(files, weights, model, backend)
     first = next(rows)  # says how many classes there are
-    count = len(first[1])
-    names = class_names_for(count, given, known)
-    labelled = labelled_images(folder, count, given or known)
-    return names, collect(labelled, chain([first], rows))
+    names = class_names_for(len(first), given, known)
+    return names, collect(labelled_images(folder, len(first), given or known), chain([first], rows))
 
 
 def _as_dict(evaluation: Evaluation, other: Evaluation | None, names: Sequence[str]) -> dict[str, Any]:

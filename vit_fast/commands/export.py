@@ -25,30 +25,19 @@ def export(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="The .onnx file to write.")] = None,
     weights: Annotated[str | None, typer.Option(help="A weights file or a Hugging Face Hub id; else random.")] = None,
     target: Annotated[str, typer.Option(help="generic, ort-cpu, ort-cuda or tensorrt.")] = "generic",
-    opset: Annotated[int | None, typer.Option(help="ONNX operator set, 18 or newer; by default 20 (bf16: 22).")] = None,
     precision: Annotated[str, typer.Option(help="fp32, fp16, bf16, int8, int8-dynamic or fp8.")] = "fp32",
     calibrate: Annotated[
         list[Path] | None,
         typer.Option(help="Images or folders: 32, spread evenly, give int8's and fp8's ranges, 64 others judge them."),
     ] = None,
-    calibration_cache: Annotated[
-        Path | None, typer.Option(help="A file to keep the calibration in: written with --calibrate, else read.")
-    ] = None,
     preprocess: Annotated[bool, typer.Option("--preprocess", help="Take uint8 photographs of any size.")] = False,
-    softmax: Annotated[bool, typer.Option("--softmax", help="Give probabilities instead of logits.")] = False,
-    features: Annotated[bool, typer.Option("--features", help="Give pooled features instead of logits.")] = False,
+    returns: Annotated[str, typer.Option(help="logits, probabilities, or features (pooled).")] = "logits",
     dynamic_size: Annotated[bool, typer.Option("--dynamic-size", help="Take any height and width.")] = False,
-    fixed_batch: Annotated[bool, typer.Option("--fixed-batch", help="Take exactly one image.")] = False,
-    external_data: Annotated[
-        bool, typer.Option("--external-data", help="Put the weights beside the file, also below 2 GB.")
-    ] = False,
-    images: Annotated[list[Path] | None, typer.Option(help="Images or folders to verify with.")] = None,
     validation: Annotated[
         Path | None,
         typer.Option(help="Labelled images, one subfolder a class: the file must not lose accuracy on them."),
     ] = None,
     classes: Annotated[Path | None, typer.Option(help="Class names: one a line, or JSON.")] = None,
-    num_classes: Annotated[int | None, typer.Option(help="Outputs of the head, where weights do not say.")] = None,
     img_size: Annotated[int | None, typer.Option(help="Height and width in pixels.")] = None,
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Hold the file against the model.")] = True,
     triton_repository: Annotated[
@@ -57,7 +46,6 @@ def export(
     card: Annotated[
         bool, typer.Option("--card", help="Also write a model card beside the file: source, precision, checks, hashes.")
     ] = False,
-    license_name: Annotated[str | None, typer.Option("--license", help="Of the weights, for the card.")] = None,
     inspect: Annotated[Path | None, typer.Option(help="Print what an ONNX file says about itself, and stop.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
@@ -72,40 +60,30 @@ def export(
     if model is None or out is None:
         raise ValueError("export needs a MODEL or --weights, and -o FILE.onnx; or --inspect FILE.onnx")
     model = model_name(model)
-    if softmax and features:
-        raise ValueError("--softmax with --features: accepted is one of them")
 
+    from ..apps.classifiers import read_class_names
     from ..apps.data import find_images
     from ..export import export_onnx, write_card, write_triton_repository
     from ..export.deployment import accelerator_mode, check_triton_repository
-    from .predict import read_class_names
 
     if triton_repository is not None:
         check_triton_repository(triton_repository, out.stem)
         if target == "tensorrt":
             accelerator_mode(precision)
-    if license_name is not None and not card:
-        raise ValueError("--license: accepted with --card")
-    for given in (calibrate, images):
-        if given:
-            find_images(given)
+    if calibrate:
+        find_images(calibrate)
     names = None if classes is None else read_class_names(classes)
     has_weights = weights is not None or "/" in model  # which brings its own
-    made = _make_model(model, weights, num_classes=num_classes, img_size=img_size)
+    made = _make_model(model, weights, img_size)
     report = export_onnx(
         made,
         out,
-        opset=opset,
-        dynamic_batch=not fixed_batch,
         dynamic_size=dynamic_size,
         precision=precision,  # type: ignore[arg-type]  # checked by export_onnx
         preprocess=preprocess,
         target=target,  # type: ignore[arg-type]  # checked by export_onnx
-        output="probabilities" if softmax else "features" if features else "logits",
-        external_data=True if external_data else None,
+        output=returns,  # type: ignore[arg-type]  # checked by export_onnx
         calibration=calibrate or None,
-        calibration_cache=calibration_cache,
-        images=images or None,
         validation=validation,
         class_names=names,
         source=model if has_weights and weights is None else f"{model}, {weights or 'random weights'}",
@@ -117,15 +95,15 @@ def export(
         folder = write_triton_repository(out, triton_repository)
         typer.echo(f"for Triton Inference Server: {folder}", err=True)
     if card:
-        typer.echo(f"model card: {write_card(out, license_name)}", err=True)
+        typer.echo(f"model card: {write_card(out)}", err=True)
     _show(report, as_json)
 
 
-def _make_model(name: str, weights: str | None, **overrides: Any) -> Any:
+def _make_model(name: str, weights: str | None, img_size: int | None) -> Any:
     from ..factory import create_model
 
-    given = {key: value for key, value in overrides.items() if value is not None}
-    return create_model(name, weights=weights, backend="sdpa", **given)
+    overrides: dict[str, Any] = {} if img_size is None else {"img_size": img_size}
+    return create_model(name, weights=weights, backend="sdpa", **overrides)
 
 
 def _show(result: Any, as_json: bool) -> None:

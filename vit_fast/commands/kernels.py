@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from .words import integers
+
 _SAMPLE = 10  # builds, about, from which the time of all is estimated
 
 
@@ -31,27 +33,32 @@ def kernels(
         str | None,
         typer.Option("--warm-up", help="On a GPU: compile what this model needs in bf16, into Triton's cache."),
     ] = None,
-    batch_sizes: Annotated[str, typer.Option(help="With --warm-up: batch sizes, separated by commas.")] = "1",
+    batch_sizes: Annotated[
+        str | None,
+        typer.Option(help="With --warm-up, separated by commas (default 1); with --model one of them (default 256)."),
+    ] = None,
     training: Annotated[bool, typer.Option(help="With --warm-up: for training steps.")] = False,
     model: Annotated[
         str | None,
         typer.Option("--model", help="Without a GPU: model a layer's device time (sm_90 unless --arch)."),
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="With --model: images.")] = 256,
     host: Annotated[
         bool,
         typer.Option("--host", help="Without a GPU: what the host spends to launch a block (sm_90 unless --arch)."),
     ] = False,
 ) -> None:
     """Compiles the kernels for the named architectures, without a GPU; exits with 1 if one spills or became worse."""
+    sizes = integers("--batch-sizes", batch_sizes)
     if host:
         _print_host_time(arch or "sm_90", as_json=as_json)
         return
     if model is not None:
-        _print_device_time(model, batch, arch or "sm_90", as_json=as_json)
+        if sizes is not None and (len(sizes) != 1 or sizes[0] < 1):
+            raise ValueError(f"--batch-sizes must be one integer >= 1 with --model, got {batch_sizes}")
+        _print_device_time(model, sizes[0] if sizes else 256, arch or "sm_90", as_json=as_json)
         return
     if warm_up is not None:
-        _warm_up(warm_up, batch_sizes, training)
+        _warm_up(warm_up, sizes or [1], training)
         return
     if tune:
         from ..kernels.attention_tuning import tune as search
@@ -77,16 +84,12 @@ def kernels(
         raise typer.Exit(1)
 
 
-def _warm_up(name: str, batch_sizes: str, training: bool) -> None:
+def _warm_up(name: str, sizes: list[int], training: bool) -> None:
     import torch
 
     from .. import create_model
     from ..run.warmup import warm_up
 
-    try:
-        sizes = [int(size) for size in batch_sizes.split(",")]
-    except ValueError:
-        raise ValueError(f"--batch-sizes {batch_sizes}: accepted are integers separated by commas") from None
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = create_model(name, backend="triton").to(device, torch.bfloat16)
     with _Progress("kernels compiled") as progress:

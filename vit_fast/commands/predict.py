@@ -3,36 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import numpy as np
 
     from ..model import VisionTransformer
 
 BATCH_SIZE = 16  # bounds memory however many images a folder holds
-
-
-@dataclass(frozen=True)
-class Classifier:
-    """What predict needs of a model, whatever runs it.
-
-    Attributes:
-        prepare: An image file -> its input [in_chans, height, width].
-        logits: A batch of inputs [B, in_chans, height, width] -> [B, classes].
-        class_names: Of the outputs, where they are known.
-    """
-
-    prepare: Callable[[Path], Tensor]
-    logits: Callable[[Tensor], Tensor]
-    class_names: Sequence[str] | None
 
 
 def register(app: typer.Typer) -> None:
@@ -41,8 +24,9 @@ def register(app: typer.Typer) -> None:
 
 def predict(
     images: Annotated[list[Path], typer.Argument(help="Image files or folders.", metavar="IMAGE...")],
-    weights: Annotated[str | None, typer.Option(help="A weights file, a folder, or a Hugging Face Hub id.")] = None,
-    onnx: Annotated[Path | None, typer.Option(help="An ONNX file instead, run by ONNX Runtime.")] = None,
+    weights: Annotated[
+        str, typer.Option(help="A weights file, a folder, a Hugging Face Hub id, or an ONNX file (FILE.onnx).")
+    ],
     model: Annotated[
         str | None, typer.Option(help="The variant, where the weights do not say what shape they are for.")
     ] = None,
@@ -53,10 +37,9 @@ def predict(
     backend: Annotated[str, typer.Option(help="auto, eager, sdpa or triton.")] = "auto",
     data_config: Annotated[
         Path | None,
-        typer.Option(help="JSON with mean, std, crop_pct, interpolation, for an ONNX file that does not say them."),
-    ] = None,
-    img_size: Annotated[
-        int | None, typer.Option(help="Height and width in pixels, for an ONNX file that leaves them open.")
+        typer.Option(
+            help="JSON with mean, std, crop_pct, interpolation, img_size, for an ONNX file that does not say them."
+        ),
     ] = None,
     out: Annotated[
         Path | None,
@@ -83,40 +66,29 @@ def predict(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
     """Classifies images: the most probable classes with their probabilities, which sum to one over all classes."""
+    from ..apps.classifiers import class_names_for, open_classifier, read_class_names
     from ..apps.data import find_images
 
     if top_k < 1:
-        raise ValueError(f"--top-k={top_k}: accepted is an integer >= 1")
+        raise ValueError(f"--top-k must be an integer >= 1, got {top_k}")
     if workers is not None and (out is None or workers < 0):
-        raise ValueError(f"--workers={workers}: accepted is an integer >= 0, with --out")
+        raise ValueError(f"--workers must be an integer >= 0, with --out, got {workers}")
     if engine != "local" and out is None:
-        raise ValueError(f"--engine {engine}: accepted with --out")
+        raise ValueError(f"--engine {engine} needs --out")
     files = find_images(images)
-    names_given = None if classes is None else read_class_names(classes)
-    if onnx is not None:
-        if weights is not None or model is not None:
-            raise ValueError("--onnx with --weights or --model: accepted is one or the other")
-        if out is not None:
-            raise ValueError("--onnx with --out: accepted is --weights, whose model gives embeddings, too")
-        names_known, rows = onnx_predictions(onnx, files, data_config, img_size, device)
-    else:
-        if img_size is not None:
-            raise ValueError("--img-size: accepted with --onnx only")
-        if weights is None or data_config is not None:
-            raise ValueError("predict needs --weights, or --onnx (with --data-config where the file lacks it)")
-        if out is not None:
-            here = "cpu" if engine == "ray" else device  # the workers of a cluster get a copy each
-            _to_parquet(
-                classifying_model(weights, model, backend, here), files, out, names_given, workers, engine, device
-            )
-            return
-        classifier = torch_classifier(weights, model, backend, device)
-        names_known, rows = classifier.class_names, predictions(classifier, files)
+    given = None if classes is None else read_class_names(classes)
+    if out is not None:
+        if weights.endswith(".onnx") or data_config is not None:
+            raise ValueError("--out needs weights, whose model also gives embeddings, got an ONNX file or its options")
+        here = "cpu" if engine == "ray" else device  # each worker of a cluster gets a copy
+        _to_parquet(open_classifier(weights, model, backend, here), files, out, given, workers, engine, device)
+        return
+    known, rows = classify(files, weights, model, backend, device, data_config)
     results = []
-    for file, probabilities in rows:
-        names = class_names_for(len(probabilities), names_given, names_known)
-        best = sorted(range(len(probabilities)), key=probabilities.__getitem__, reverse=True)[:top_k]
-        top = [{"index": i, "class": names[i], "probability": probabilities[i]} for i in best]
+    for file, probabilities in zip(files, rows):
+        names = class_names_for(len(probabilities), given, known)
+        best = (-probabilities).argsort(kind="stable")[:top_k].tolist()
+        top = [{"index": i, "class": names[i], "probability": float(probabilities[i])} for i in best]
         results.append({"image": str(file), "top": top})
         if not as_json:
             typer.echo(f"{file}")
@@ -135,6 +107,7 @@ def _to_parquet(
     engine: str,
     device: str,
 ) -> None:
+    from ..apps.classifiers import class_names_for
     from ..apps.prediction import predict_to_parquet
 
     class_names = class_names_for(model.config.num_classes, names, model.class_names)
@@ -151,144 +124,65 @@ def _to_parquet(
     typer.echo(f"wrote {out}: {done.images} images{taken}, {len(done.bad)} could not be read")
 
 
-def classifying_model(weights: str, model_name: str | None, backend: str, device: str) -> VisionTransformer:
-    """A model that gives each image one row of logits.
+def classify(
+    files: Sequence[Path],
+    weights: str,
+    model: str | None = None,
+    backend: str = "auto",
+    device: str = "auto",
+    data_config: Path | None = None,
+) -> tuple[Sequence[str] | None, Iterator[np.ndarray]]:
+    """Opens weights or an ONNX file.
 
+    Returns:
+        The class names that came with them, and the probabilities of all classes for each image, computed as they are
+        asked for: ImageError if an image cannot be read, ValueError if its logits are not finite.
     Raises:
-        ValueError: the weights do not say what they are for and no model is named, the model has no head, or there is
-            no such device.
+        ValueError: an option does not apply to this kind of file, or see open_classifier.
+        ModelFileError: the ONNX file cannot be run.
     """
-    import torch
+    if weights.endswith(".onnx"):
+        if model is not None:
+            raise ValueError(f"--model must not be given for an ONNX file, got {model}")
+        return _classify_by_onnx(files, Path(weights), device, data_config)
+    if data_config is not None:
+        raise ValueError(f"--data-config needs an ONNX file, got --weights {weights}")
+    from ..apps.classifiers import open_classifier, rows
+    from ..apps.data import ImageError
 
-    model = _model(weights, model_name, backend)
-    config = model.config
-    if config.global_pool == "":
-        raise ValueError(f"{weights}: global_pool='' gives logits for every token, accepted is a model that pools")
-    if config.num_classes == 0:
-        raise ValueError(f"{weights}: has no classification head, it makes features")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        return model.to(device)
-    except (RuntimeError, AssertionError) as error:  # torch's, of a name it does not know or a device that is not there
-        raise ValueError(f"--device {device}: {str(error).splitlines()[0]}") from None
+    opened = open_classifier(weights, model, backend, device)
 
+    def probabilities() -> Iterator[np.ndarray]:
+        for row in rows(opened, files, [""] * opened.config.num_classes):
+            if "error" in row:
+                raise ImageError(row["error"])
+            yield row["probabilities"]
 
-def torch_classifier(weights: str, model_name: str | None, backend: str, device: str = "auto") -> Classifier:
-    """A model in PyTorch.
-
-    Raises:
-        ValueError: see classifying_model.
-    """
-    import torch
-
-    from ..apps.data import make_transform, read_image
-
-    model = classifying_model(weights, model_name, backend, device)
-    config, parameter = model.config, next(model.parameters())
-    transform = make_transform(model.data_config, config.image_hw, config.in_chans)
-
-    @torch.inference_mode()
-    def logits(batch: Tensor) -> Tensor:
-        return model(batch.to(parameter.device, parameter.dtype))
-
-    return Classifier(lambda file: transform(read_image(file)), logits, model.class_names)
+    return opened.class_names, probabilities()
 
 
-def predictions(classifier: Classifier, files: Sequence[Path]) -> Iterator[tuple[Path, list[float]]]:
-    """Each file with the probabilities of all classes, softmax in fp64 so that they sum to one.
+def _classify_by_onnx(
+    files: Sequence[Path], path: Path, device: str, data_config: Path | None
+) -> tuple[Sequence[str] | None, Iterator[np.ndarray]]:
+    import numpy as np
 
-    Raises:
-        ImageError: a file cannot be read.
-        ValueError: the logits of an image are not finite.
-    """
-    import torch
-
-    for start in range(0, len(files), BATCH_SIZE):
-        chunk = files[start : start + BATCH_SIZE]
-        logits = classifier.logits(torch.stack([classifier.prepare(file) for file in chunk]))
-        for file, row in zip(chunk, logits.double().cpu()):
-            if not row.isfinite().all():
-                raise ValueError(f"{file}: the model's logits are not finite")
-            yield file, row.softmax(dim=-1).tolist()
-
-
-def onnx_predictions(
-    path: Path, files: Sequence[Path], data_config: Path | None, img_size: int | None = None, device: str = "auto"
-) -> tuple[Sequence[str] | None, Iterator[tuple[Path, list[float]]]]:
-    """The class names that an ONNX file holds, and each image with its probabilities; nothing but the file is needed.
-
-    Raises:
-        ModelFileError: the file cannot be run.
-        ImageError: an image cannot be read.
-    """
     from ..apps.data import read_image
+    from ..arguments import pair
     from ..export import OnnxRunner
 
     try:
         given = None if data_config is None else json.loads(data_config.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"--data-config {data_config}: accepted is a file of JSON: {error}") from None
-    runner = OnnxRunner(path, device, data_config=given, image_hw=None if img_size is None else (img_size, img_size))
+        raise ValueError(f"--data-config must be a file of JSON, got {data_config}: {error}") from None
+    image_hw = pair("img_size", given.pop("img_size")) if isinstance(given, dict) and "img_size" in given else None
+    runner = OnnxRunner(path, device, data_config=given or None, image_hw=image_hw)
 
-    def rows() -> Iterator[tuple[Path, list[float]]]:
+    def probabilities() -> Iterator[np.ndarray]:
         for start in range(0, len(files), BATCH_SIZE):
             chunk = files[start : start + BATCH_SIZE]
             for file, row in zip(chunk, runner.probabilities([read_image(file) for file in chunk])):
-                yield file, _finite(file, row.tolist())
+                if not np.isfinite(row).all():
+                    raise ValueError(f"{file}: the model's logits are not finite")
+                yield row
 
-    return runner.class_names, rows()
-
-
-def _finite(file: Path, probabilities: list[float]) -> list[float]:
-    if not all(math.isfinite(p) for p in probabilities):
-        raise ValueError(f"{file}: the model's logits are not finite")
-    return probabilities
-
-
-def class_names_for(count: int, given: Sequence[str] | None, known: Sequence[str] | None) -> Sequence[str]:
-    """The names given, else those that came with the weights, else numbered ones.
-
-    Raises:
-        ValueError: another number of names is given than there are classes.
-    """
-    if given is not None and len(given) != count:
-        raise ValueError(f"--classes holds {len(given)} names: accepted are {count}, as the model has classes")
-    return given or known or [f"class {i}" for i in range(count)]
-
-
-def read_class_names(path: Path) -> list[str]:
-    """Names from a text file with one a line, or from JSON: a list, or an object from index to name.
-
-    Raises:
-        ValueError: it holds something else.
-        OSError: it cannot be read.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix.lower() != ".json":
-            return [line.strip() for line in text.splitlines() if line.strip()]
-        content: Any = json.loads(text)
-        if isinstance(content, Mapping):
-            by_index = {int(index): name for index, name in content.items()}
-            content = [by_index[i] for i in range(len(by_index))]
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file of class names") from None
-    except (ValueError, KeyError) as error:  # not UTF-8, not JSON, or indices that are no 0 .. n-1
-        raise ValueError(f"{path}: cannot be read as class names: {error}") from None
-    if not isinstance(content, list) or not all(isinstance(name, str) for name in content):
-        raise ValueError(f"{path}: accepted is a JSON list of names, or an object from index to name")
-    return content
-
-
-def _model(weights: str, model_name: str | None, backend: str) -> VisionTransformer:
-    from ..factory import create_model
-    from ..weights import load
-    from ..weights.hub import open_source
-
-    if model_name is not None:
-        return create_model(model_name, weights=weights, backend=backend)
-    source = open_source(weights)
-    if source.config is None:
-        raise ValueError(f"{weights}: does not say what shape it is for: name the variant by --model")
-    return load(source, backend=backend)
+    return runner.class_names, probabilities()

@@ -13,11 +13,8 @@ import typer
 from .words import model_name
 
 if TYPE_CHECKING:
-    from ..training.processes import Processes
-    from ..training.train import TrainConfig
-    from ..training.trainer import Measure
-
-_DTYPES = ("fp32", "bf16")
+    from ..apps.train_config import TrainConfig
+    from ..apps.trainer import Measure
 
 
 def register(app: typer.Typer) -> None:
@@ -25,117 +22,78 @@ def register(app: typer.Typer) -> None:
 
 
 def train_command(
-    folder: Annotated[Path | None, typer.Argument(help="As --data.")] = None,
     data: Annotated[
         Path | None,
-        typer.Option(
-            help="Images, one subfolder a class; or the files of MNIST, Fashion-MNIST (IDX) or CIFAR-10 (its python "
-            "version). Without, 1,797 digits that are bundled."
+        typer.Argument(
+            help="Images, one subfolder per class; or a folder into which torchvision downloaded MNIST, FashionMNIST "
+            "or CIFAR10. Default: 1,797 bundled digits."
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Where weights, checkpoint, log and curve go.")] = Path("trained"),
+    out: Annotated[Path, typer.Option(help="Folder for weights, checkpoint, log and curve.")] = Path("trained"),
     model: Annotated[
         str,
         typer.Option(help="One of `vit-fast models`, a weights file that says its shape, or a Hugging Face Hub id."),
     ] = "vit_micro_patch7_28",
     weights: Annotated[str | None, typer.Option(help="Start from these; a head of another size is replaced.")] = None,
-    validation: Annotated[Path | None, typer.Option(help="A folder like --data's, to measure accuracy on.")] = None,
-    epochs: Annotated[
-        int | None, typer.Option(help="What is not given is the model's recipe, or TrainConfig's.")
-    ] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Images a step, of all processes together.")] = None,
+    validation: Annotated[Path | None, typer.Option(help="A folder like DATA, to measure accuracy on.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Default: the model's recipe, or TrainConfig's.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Images per step, of all processes together.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate after the warm-up.")] = None,
-    weight_decay: Annotated[float | None, typer.Option(help="AdamW's; 0 makes it Adam.")] = None,
-    warmup_epochs: Annotated[float | None, typer.Option()] = None,
-    schedule: Annotated[str | None, typer.Option(help="cosine or constant, behind the warm-up.")] = None,
-    layer_decay: Annotated[float | None, typer.Option(help="Each block's rate over the next one's.")] = None,
-    label_smoothing: Annotated[float | None, typer.Option()] = None,
-    mixup: Annotated[float | None, typer.Option(help="alpha; 0 mixes nothing.")] = None,
-    max_grad_norm: Annotated[float | None, typer.Option(help="0 clips nothing.")] = None,
-    ema_decay: Annotated[float | None, typer.Option(help="Keep the weights' running mean, with this decay.")] = None,
-    accumulation: Annotated[int | None, typer.Option(help="Parts that a batch is computed in.")] = None,
-    patience: Annotated[int | None, typer.Option(help="Stop after so many epochs without a better accuracy.")] = None,
-    drop_path: Annotated[float, typer.Option(help="Stochastic depth of the last block.")] = 0.0,
-    img_size: Annotated[int | None, typer.Option(help="Height and width; None means the model's own.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="fp32, or bf16 by autocast.")] = None,
-    backend: Annotated[str, typer.Option(help="auto, eager, sdpa or triton.")] = "auto",
-    augment: Annotated[bool | None, typer.Option(help="Random crops, shifts and mirroring, as suits the data.")] = None,
-    grad_checkpointing: Annotated[
-        bool | None, typer.Option("--grad-checkpointing", help="Less memory, one more forward pass.")
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Any other field of TrainConfig, repeatable: mixup=0.2.", metavar="NAME=VALUE"),
     ] = None,
-    seed: Annotated[int | None, typer.Option()] = None,
+    drop_path: Annotated[float, typer.Option(help="Stochastic depth of the last block.")] = 0.0,
+    img_size: Annotated[int | None, typer.Option(help="Height and width; default: the model's.")] = None,
+    backend: Annotated[str, typer.Option(help="auto, eager, sdpa or triton.")] = "auto",
     workers: Annotated[int, typer.Option(help="Processes that read images beside this one.")] = 0,
-    parallel: Annotated[str, typer.Option(help="Under torchrun: ddp, or fsdp for parameters in shares.")] = "ddp",
+    parallel: Annotated[str, typer.Option(help="Under torchrun: ddp, or fsdp to shard the parameters.")] = "ddp",
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write OUT/tensorboard.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on after the last finished epoch in --out.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue after the last finished epoch in --out.")] = False,
 ) -> None:
-    """Trains a model on labelled images, says loss and accuracy after every epoch, and draws their curve."""
-    if folder is not None and data is not None:
-        raise ValueError(f"--data {data} beside {folder}: accepted is one of them")
-    if dtype is not None and dtype not in _DTYPES:
-        raise ValueError(f"--dtype {dtype}: accepted are {', '.join(_DTYPES)}")
-    given = {
-        "epochs": epochs, "batch_size": batch_size, "lr": lr, "weight_decay": weight_decay,
-        "warmup_epochs": warmup_epochs, "schedule": schedule, "layer_decay": layer_decay,
-        "label_smoothing": label_smoothing, "mixup": mixup, "max_grad_norm": max_grad_norm, "ema_decay": ema_decay,
-        "accumulation": accumulation, "patience": patience, "dtype": dtype,
-        "augment": augment, "grad_checkpointing": grad_checkpointing, "seed": seed,
-    }  # fmt: skip
+    """Trains a model on labelled images, prints loss and accuracy after every epoch, and draws their curve."""
+    from ..apps.curves import tensorboard_rows
+    from ..apps.datasets import open_data
+    from ..apps.processes import joined
+    from ..apps.train_config import config_for
+    from ..apps.training import train
 
-    from ..training.config import config_for
-    from ..training.processes import joined
-
-    config = config_for(model, {name: value for name, value in given.items() if value is not None})
-    overrides: dict[str, Any] = {"drop_path_rate": drop_path} | ({} if img_size is None else {"img_size": img_size})
+    config = config_for(model, {"epochs": epochs, "batch_size": batch_size, "lr": lr}, settings or ())
     with joined(parallel) as processes:
-        rows = _run(
-            data or folder, validation, out, model, weights, backend, overrides, config, processes,
-            workers=workers, resume=resume, tensorboard=tensorboard,
-        )  # fmt: skip
-    if processes.rank == 0 and rows:
+        first = processes.rank == 0
+        with (
+            _progress(first, config.epochs) as on_step,
+            tensorboard_rows(out if first and tensorboard else None) as keep,
+        ):
+
+            def on_epoch(row: dict[str, Any]) -> None:
+                keep(row)
+                if first:
+                    _tell(row, config.epochs)
+
+            opened = open_data(data, validation)
+            # The model is referred to by this call alone: it must end before the group of processes does.
+            rows = train(
+                _model(model, weights, backend, config, len(opened.train.class_names), drop_path, img_size), opened,
+                out, config, resume=resume, workers=workers, processes=processes, on_step=on_step, on_epoch=on_epoch,
+            )  # fmt: skip
+    if first and rows:
         _tell_the_end(out, rows, config)
 
 
-def _run(
-    data_path: Path | None,
-    validation: Path | None,
-    out: Path,
-    name: str,
-    weights: str | None,
-    backend: str,
-    overrides: dict[str, Any],
-    config: TrainConfig,
-    processes: Processes,
-    *,
-    workers: int,
-    resume: bool,
-    tensorboard: bool,
-) -> list[dict[str, Any]]:
-    """The rows of the log; the model ends with this function, and with it what refers to the other processes."""
+def _model(
+    name: str, weights: str | None, backend: str, config: TrainConfig, classes: int, drop_path: float, size: int | None
+) -> Any:
     import torch
 
     from ..factory import create_model
-    from ..training.datasets import open_data
-    from ..training.figures import tensorboard_rows
-    from ..training.train import train
 
-    data = open_data(data_path, validation)
     torch.manual_seed(config.seed)
     device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
-    overrides = {"num_classes": len(data.train.class_names), **overrides}
-    made = create_model(model_name(name), weights=weights, backend=backend, device=device, **overrides)
-    first = processes.rank == 0
-    with _progress(first, config.epochs) as on_step, tensorboard_rows(out if first and tensorboard else None) as keep:
-
-        def on_epoch(row: dict[str, Any]) -> None:
-            keep(row)
-            if first:
-                _tell(row, config.epochs)
-
-        return train(
-            made, data, out, config, resume=resume, workers=workers, processes=processes, on_step=on_step,
-            on_epoch=on_epoch,
-        )  # fmt: skip
+    overrides: dict[str, Any] = {"num_classes": classes, "drop_path_rate": drop_path}
+    if size is not None:
+        overrides["img_size"] = size
+    return create_model(model_name(name), weights=weights, backend=backend, device=device, **overrides)
 
 
 def _tell(row: dict[str, Any], epochs: int) -> None:
@@ -144,10 +102,10 @@ def _tell(row: dict[str, Any], epochs: int) -> None:
 
 
 def _tell_the_end(out: Path, rows: list[dict[str, Any]], config: TrainConfig) -> None:
+    from ..apps.checkpoints import WEIGHTS
+    from ..apps.curves import draw_curve
+    from ..apps.training import kept_row
     from ..files import file_aside
-    from ..training.figures import draw_curve
-    from ..training.runs import WEIGHTS
-    from ..training.train import kept_row
 
     row = kept_row(rows, config)
     if row["accuracy"] is not None:

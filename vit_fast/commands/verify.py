@@ -28,7 +28,7 @@ def verify(
     if on_cpu and "triton" in backend:
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: without a GPU nothing else runs
 
-    from ..verify import verify as run
+    from ..apps.verify import verify as run
 
     try:
         result = run(backend.split(","), device)

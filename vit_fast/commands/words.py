@@ -14,7 +14,7 @@ def integers(option: str, value: str | None, separator: str = ",") -> list[int] 
     try:
         return None if parts is None else [int(part) for part in parts]
     except ValueError:
-        raise ValueError(f"{option} {value}: accepted are integers separated by {separator!r}") from None
+        raise ValueError(f"{option} must be integers separated by {separator!r}, got {value}") from None
 
 
 def model_name(name: str) -> str:

@@ -119,8 +119,8 @@ def attention(
         for block in blocks
         for head in heads
     }
-    who = "the class token" if sight.prefix else "the patches together"
-    return _over(picture, maps, len(heads), f"where {who} look{'s' if sight.prefix else ''}")
+    title = "attention of the class token" if sight.prefix else "attention, averaged over all patches"
+    return _over(picture, maps, len(heads), title)
 
 
 def rollout(model: nn.Module, image: Given = None) -> Figure:
@@ -132,9 +132,7 @@ def rollout(model: nn.Module, image: Given = None) -> Figure:
     sight = look(model, picture.images)
     flow = sight.rollout()[0]
     reached = (flow[0] if sight.prefix else flow.mean(0)).reshape(sight.grid)
-    return _over(
-        picture, {("the picture", ""): None, ("rollout", ""): reached}, 2, "attention rollout over the picture"
-    )
+    return _over(picture, {("image", ""): None, ("rollout", ""): reached}, 2, "attention rollout")
 
 
 def attention_distance(model: nn.Module, image: Given = None) -> Figure:
@@ -159,7 +157,7 @@ def attention_distance(model: nn.Module, image: Given = None) -> Figure:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     axes.tick_params(colors=FAINT)
-    _title(figure, f"{heads} heads a block, and their mean")
+    _title(figure, f"{heads} heads per block, and their mean")
     return figure
 
 
@@ -179,7 +177,7 @@ def features(model: nn.Module, image: Given = None) -> Figure:
     )
     _show(figure, (0, 0, 0.49, 1), picture.shown)
     _show(figure, (0.51, 0, 0.49, 1), colours.numpy())
-    _title(figure, "features of the patches: three principal components as colours")
+    _title(figure, "patch features: three principal components as colors")
     return figure
 
 

@@ -219,18 +219,21 @@ def freeze_parts(parts: BlockParts) -> None:
         parts.frozen.refresh()
 
 
-def _run_packed_blocks(blocks: nn.Sequential, x: Tensor, rope: Rope | None) -> Tensor | None:
-    """All blocks with their packed linear layers, where every one has them and they serve this call."""
+def _run_packed_blocks(blocks: nn.Sequential, x: Tensor, *rope: Tensor) -> Tensor | None:
+    """Runs all blocks with their packed linear layers; None unless every one has them and they serve this call."""
     ready: list[Packed] = []
+    first: BlockParts | None = None
     for block in blocks:
         held: BlockParts | None = block.__dict__.get("vit_fast_parts")
         if held is None or type(held.frozen) is not Packed or block._forward_hooks or is_touched(block):
             return None
-        packed = packed_for(parts_of(block), x) if block.runs_on_torch() else None  # type: ignore[operator]  # Freezable
+        parts = parts_of(block)
+        packed = packed_for(parts, x) if block.runs_on_torch() else None  # type: ignore[operator]  # Freezable
         if packed is None:
             return None
+        first = first or parts
         ready.append(packed)
-    return run_packed(ready, x, rope, None) if ready else None
+    return None if first is None else run_packed(ready, x, _tables_of(first, rope), None)
 
 
 def _folding_of(attention: Any, mlp: Any) -> tuple[Any, ...]:
@@ -293,14 +296,17 @@ def forward_block(
     return y
 
 
-def run_blocks(blocks: nn.Sequential, x: Tensor, rope: Rope | None = None) -> Tensor:
-    """What a Sequential of blocks does, [B, N, C] -> [B, N, C].
+def run_blocks(blocks: nn.Sequential, x: Tensor, *rope: Tensor) -> Tensor:
+    """Runs a Sequential of blocks, [B, N, C] -> [B, N, C].
 
-    Where all run whole, each takes its first row statistics from the one before; the last leaves some too, so that it
-    needs no kernels and no launch plan of its own. A block that is wrapped, replaced or carries hooks is called as a
-    module, and so are all the others then.
+    Where all run whole, each takes its first LayerNorm statistics from the one before; the last leaves some too, so
+    that it needs no kernels and no launch plan of its own. If a block is wrapped, replaced or carries hooks, all are
+    called as modules.
+
+    Args:
+        rope: What each block is given beside its tokens: its rotary positions, if it has some.
     """
-    if not torch.compiler.is_compiling() and (output := _run_packed_blocks(blocks, x, rope)) is not None:
+    if not torch.compiler.is_compiling() and (output := _run_packed_blocks(blocks, x, *rope)) is not None:
         return output
     ready: list[Any] = []
     for block in blocks:
@@ -309,35 +315,23 @@ def run_blocks(blocks: nn.Sequential, x: Tensor, rope: Rope | None = None) -> Te
         ready.append(known and known.whole())
         if ready[-1] is None:
             break
-    if None in ready:
+    if None in ready or not ready:
         for block in blocks:
-            x = block(x, *positions_of(rope))
+            x = block(x, *rope)
         return x
+    tables = _tables_of(ready[0], rope)
     rows = NOTHING
     for parts, following in zip_longest(ready, ready[1:]):
         if parts.fp8 is None:
-            x, statistics = run_block(parts, x, rows.statistics, rope=rope, next_statistics=True)
+            x, statistics = run_block(parts, x, rows.statistics, rope=tables, next_statistics=True)
             rows = RowFacts(statistics)
         else:
             reader = following.fp8.reader(following) if following is not None and following.fp8 is not None else None
-            x, rows = parts.fp8.run(parts, x, rows, rope, reader)
+            x, rows = parts.fp8.run(parts, x, rows, tables, reader)
     return x
 
 
-def positions_of(rope: Rope | None) -> tuple[Rope, ...]:
-    """What a block is given beside its tokens: nothing in a model without rotary positions."""
-    return () if rope is None else (rope,)
-
-
-class Blocks(nn.Sequential):
-    """The blocks of a model of ours."""
-
-    def forward(self, x: Tensor, rope: Rope | None = None) -> Tensor:
-        """[B, N, C] -> [B, N, C]."""
-        return run_blocks(self, x, rope)
-
-    def __add__(self, other: nn.Sequential) -> Blocks:
-        return Blocks(*super().__add__(other))  # which makes a Sequential, and that hands no positions on
-
-    def __mul__(self, other: int) -> Blocks:
-        return Blocks(*super().__mul__(other))
+def _tables_of(parts: BlockParts, rope: tuple[Tensor, ...]) -> Rope | None:
+    """Returns the rotary positions that blocks are given, as the operators take them."""
+    attention: Any = parts.attention
+    return attention.module.rope_of(*rope) if rope else None

@@ -11,17 +11,15 @@ from typing import Any
 from torch import nn
 
 from ..errors import UnsupportedInputError, check_type
-from ..layers import PatchEmbed
-from ..libraries import ours
+from ..layers import AttentionPool, PatchEmbed
 from ..libraries.known import fused_form, left_reason, reads_text_or_decodes, stands_in_block
-from ..model import VisionTransformer
+from ..model import Attention, Block
 from ..ops.backends import auto_reasons, resolve_backend, triton_unavailable_reasons
-from ..patch_embed import FusedPatchConv, FusedPatchEmbed, check_normalize, find_patch_conv
 from ..quantization import fp8
 from ..quantization.fp8_scales import take_scales_away
-from ..tuning.answers import known_backends
 from .fused import Finding, FusedBlocks, FusedModule, FusedNormMlp, device_of, dtype_of
 from .fusion_report import FusionReport, ModuleReport
+from .patch_embed import FusedPatchConv, FusedPatchEmbed, check_normalize, find_patch_conv
 from .plain import class_is_patched, forward_is_replaced
 
 LOOKS_FUSABLE = re.compile(r"(Attention|Attn|Mlp|MLP|FFN|FeedForward)(?![a-z])|Attention$")
@@ -51,8 +49,7 @@ def fuse(
         model: Any module; everything inside it is looked at.
         backend: "triton", "sdpa", "eager", or "auto": triton on a CUDA device where it runs, for fp16, bf16, and fp32
             with TF32 or under autocast; else sdpa. "auto" is resolved now, and again when the model is moved or
-            converted. Where `vit_fast.optimize` has found another one to be faster for such a model on this machine,
-            it stands for that, for good.
+            converted.
         normalize: (mean, std) of pictures in 0..1, a number a channel. The patch embedding then takes pictures in
             0..255, uint8 or floating, and normalises within its convolution.
         precision: None computes in the model's own. "fp8": the linear layers of every block that the kernels run as a
@@ -78,9 +75,6 @@ def fuse(
         fp8.check_request(model, backend, precision, keep, min_agreement)
         choice, backend = fp8.choose(model, shadow_of(model), keep, min_agreement), "triton"
     resolved = _checked_backend(model, backend)
-    known = known_backends(model) if backend == "auto" else {}
-    if known and set(known.values()) != {resolved}:
-        backend = resolved = max(known.values(), key=[*known.values()].count)
     plan = _Walk(model, backend, resolved)
     if normalize is not None:
         plan.add_normalize(model, *check_normalize(normalize))
@@ -89,12 +83,7 @@ def fuse(
     if choice is not None:
         rows = fp8.annotated(plan.rows, choice, dtype_of(model))
         return FusionReport(resolved, tuple(rows), (), precision, choice.notes, tuple(plan.elsewhere))
-    for name, other in known.items():
-        if other != resolved:
-            _set_backend_of_part(model.get_submodule(name), other)
     why = auto_reasons(device_of(model), dtype_of(model)) if backend == "auto" and resolved != "triton" else ()
-    if known:
-        why = ("vit_fast.optimize found it to be the fastest here",)
     return FusionReport(resolved, tuple(plan.rows), why, elsewhere=tuple(plan.elsewhere))
 
 
@@ -117,9 +106,30 @@ def unfuse(model: nn.Module) -> None:
     for _, module in fused:
         _give_class_back(module)
     take_scales_away(model)
-    for part in model.modules():
-        if isinstance(part, VisionTransformer):
-            ours.give_backend_back(part)
+
+
+def set_backend(model: nn.Module, backend: str) -> None:
+    """Chooses what computes the blocks of a VisionTransformer: fuses it with this backend, or again with another.
+
+    Args:
+        model: A VisionTransformer, or a module that contains some.
+        backend: "eager" (the formulas), "sdpa" (torch's fused attention), "triton" (our kernels), or "auto"; see fuse.
+    Raises:
+        ValueError: the backend is unknown, or there is nothing in the model to set it on.
+        UnsupportedInputError: "triton" cannot run the model; lists all reasons. Nothing is changed.
+    """
+    check_type("model", model, nn.Module)
+    if not any(isinstance(module, Block | AttentionPool | Attention) for module in model.modules()):
+        raise ValueError(
+            f"model must contain blocks of vit_fast, got {type(model).__name__}: use vit_fast.fuse for other libraries"
+        )
+    if backend == "triton":
+        parts = list(model.modules())
+        forms = [type(part) if isinstance(part, FusedModule) else fused_form(type(part)) for part in parts]
+        unable = [form.triton_reasons(part) for part, form in zip(parts, forms) if form is not None]
+        if reasons := list(dict.fromkeys(reason for found in unable for reason in found)):
+            raise UnsupportedInputError("set_backend with backend='triton'", reasons)
+    fuse(model, backend)
 
 
 def shadow_of(model: nn.Module) -> nn.Module:
@@ -154,19 +164,18 @@ class _Walk:
         if module in self._spoken_for:
             return self._spoken_for[module]
         self._spoken_for[module] = True
-        if isinstance(module, VisionTransformer):
-            self._ours(name, module)
-            return True
         if isinstance(module, FusedPatchConv):
             return True
         if isinstance(module, FusedBlocks):
             return self._children(name, module, inside_unknown)
         if isinstance(module, FusedModule):
             left = self._fused(name, module)
-        elif form := fused_form(type(module)):
-            left = self._fusable(name, module, form)
-        else:
+        elif (form := fused_form(type(module))) is None:
             return self._other(name, module, inside_unknown)
+        elif issubclass(form, FusedBlocks):
+            return self._sequence(name, module, form, inside_unknown)
+        else:
+            left = self._fusable(name, module, form)
         self._children(name, module, inside_unknown=left)
         return True
 
@@ -182,12 +191,6 @@ class _Walk:
             self.rows.append(_row(name, module, part, [reason]))
             self._children(name, module, inside_unknown=True)
             return True
-        if type(module) is nn.Sequential:
-            found = self._children(name, module, inside_unknown)
-            if len(module) > 1 and all(block in self._blocks for block in module):
-                self.changes.append(([module], lambda: _give_class(module, FusedBlocks, self.requested)))
-            self._spoken_for[module] = found
-            return found
         is_elsewhere = bool(name) and reads_text_or_decodes(module)
         if is_elsewhere and not inside_unknown:
             self.elsewhere.append(f"{name} ({type(module).__qualname__})")
@@ -203,23 +206,13 @@ class _Walk:
         self._spoken_for[module] = found
         return found
 
-    def _ours(self, prefix: str, model: VisionTransformer) -> None:
-        everywhere = ours.model_reasons(model, self.requested, self.resolved)
-        parts, left = list(ours.parts(model)), []
-        for name, part, kind in parts:
-            reasons = ours.part_reasons(part, self.resolved) + everywhere
-            notes = [] if reasons else ours.notes(model, part, self.requested, self.resolved)
-            self.rows.append(_row(f"{prefix}.{name}" if prefix else name, part, kind, reasons, notes))
-            if reasons:
-                left.append(part)
-        touched = [model, *(part for _, part, _ in parts)]
-        request: str | None = self.requested
-        if everywhere:
-            request, left = model.__dict__.get(ours.BEFORE), []
-        elif len(left) == len(parts):
-            return
-        if request is not None:
-            self.changes.append((touched, functools.partial(ours.choose_backend, model, request, left)))
+    def _sequence(self, name: str, module: Any, form: type[FusedBlocks], inside_unknown: bool) -> bool:
+        """A Sequential, which is fused if it holds nothing but blocks that are."""
+        found = self._children(name, module, inside_unknown)
+        if len(module) > 1 and all(block in self._blocks for block in module):
+            self.changes.append(([module], lambda: _give_class(module, form, self.requested)))
+        self._spoken_for[module] = found
+        return found
 
     def _fusable(self, name: str, module: nn.Module, form: type[FusedModule]) -> bool:
         """A module of a class that has a fused form; says whether it is left."""
@@ -371,13 +364,6 @@ def _give_class_back(module: FusedModule) -> None:
     for name in [name for name in module.__dict__ if name.startswith("vit_fast_")]:
         del module.__dict__[name]
     module.__class__ = type(module).original  # type: ignore[assignment]  # a class of another library
-
-
-def _set_backend_of_part(part: Any, backend: str) -> None:
-    if isinstance(part, FusedModule):
-        part.set_fused_backend(backend)
-    elif "backend" in part.__dict__:  # one of ours
-        part.backend = backend
 
 
 def _row(

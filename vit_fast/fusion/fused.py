@@ -302,12 +302,11 @@ class FusedNormMlp(Freezable, FusedModule):
         return forward_block(self, parts, x, rope=rope, keys=keys, backend=self.vit_fast_backend, attend=by_modules)
 
 
-@fused_form_of(nn.Sequential)
-class FusedBlocks(FusedModule, nn.Sequential):
-    """A Sequential of nothing but fused blocks, which hands the row statistics from each to the next."""
+class FusedBlocks(FusedModule):
+    """A Sequential of nothing but fused blocks, which hands the LayerNorm statistics from each to the next."""
 
     kind = "blocks"
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, *rope: Tensor) -> Tensor:
         """[B, N, C] -> [B, N, C]."""
-        return run_blocks(self, input)
+        return run_blocks(self, input, *rope)

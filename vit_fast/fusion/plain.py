@@ -12,16 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_TENSORS = (nn.Parameter, Tensor)
+from ..ops.frozen import is_plain
+
 _RECORDERS = "transformers.utils.output_capturing"
 # By key and index into the output: a layer is called whatever records it, and without weights attention returns none.
 _HARMLESS = (("hidden_states", 0), ("attentions", 1))
 _FORWARDS: dict[type, Any] = {}  # of each class that was inspected, the forward that its library defines
-
-
-def is_plain(tensor: Tensor | None) -> bool:
-    """Whether a parameter is an ordinary tensor, not of a class that computes in its own way."""
-    return tensor is None or type(tensor) in _TENSORS
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -80,11 +76,6 @@ def is_touched(module: nn.Module) -> bool:
     if not torch.compiler.is_compiling() and class_is_patched(type(module)):
         return True
     return not all(map(is_plain, module._parameters.values()))
-
-
-def does_nothing(module: nn.Module) -> bool:
-    """True for an Identity without hooks, which need not be called."""
-    return type(module) is nn.Identity and not is_touched(module)
 
 
 def touch_reasons(name: str, module: nn.Module) -> list[str]:

@@ -32,7 +32,13 @@ NAMED_WEIGHTS = (google, torchvision, transformers, openai, timm)
 CONFIGURATIONS = (timm, transformers_config)
 PEERS = (timm, transformers, torchvision)
 IMAGE_MODELS = (ours, fixed_grid, timm, transformers, torchvision)
-FUSABLE = {"timm": timm_blocks, "transformers": transformers_packed, "torchvision": torchvision, "torch": torch_nn}
+FUSABLE = {
+    "vit_fast": ours,
+    "timm": timm_blocks,
+    "transformers": transformers_packed,
+    "torchvision": torchvision,
+    "torch": torch_nn,
+}
 
 ATTENTION = re.compile("att(n|ention)", re.IGNORECASE)
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)

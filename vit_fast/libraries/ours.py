@@ -1,27 +1,26 @@
-"""Our own VisionTransformer: one library among the others. Its names are timm's.
-
-Its modules have a backend already, so fusing it is choosing one, and undoing it the one before.
-"""
+"""Our own VisionTransformer: one library among the others. Its names are timm's."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..config import DataConfig, ViTConfig
-from ..fusion.fused import dtype_of, triton_reasons
-from ..fusion.plain import forward_is_replaced
-from ..fusion.reading import describe, dropout_notes
-from ..layers import AttentionPool, Mlp
-from ..model import Attention, Block, VisionTransformer, set_backend
+from ..fusion.fused import Forms, FusedModule, FusedNormMlp
+from ..fusion.fused import FusedBlocks as BlocksForm
+from ..fusion.parts import AttentionParts, MlpParts
+from ..fusion.reading import Reader
+from ..layers import DropPath, GatedMlp, LayerScale, Mlp
+from ..model import VisionTransformer
+from ..ops import Rope, attention
 from ..variants import get_variant, list_models
 from .image_model import ImageModel, TimmInterface, switch
+from .timm_blocks import AttentionLayer, read_attention
 
 NAME = "vit-fast"
-BEFORE = "vit_fast_backend_before"
 
 
 def recognise(model: nn.Module) -> ImageModel | None:
@@ -67,81 +66,103 @@ class OurModel(TimmInterface):
 # --- fusing -------------------------------------------------------------------------------------------------
 
 
-def parts(model: VisionTransformer) -> Iterator[tuple[str, nn.Module, str]]:
-    """Name, module and kind of everything that has a backend, or stands where something should have one."""
-    for name, module in model.named_modules():
-        if isinstance(module, Attention | AttentionPool):
-            yield name, module, "attention"
-        if isinstance(module, Block):
-            yield name, module, "norm + MLP"
-            if not any(isinstance(inner, Attention) for inner in module.attn.modules()):
-                yield f"{name}.attn", module.attn, "attention"
+class AttentionForm(AttentionLayer):
+    """Our Attention with our operators between its linears."""
+
+    def forward(self, x: Tensor, *rope: Tensor) -> Tensor:
+        """[B, N, C] and the rotary positions -> [B, N, C]."""
+        if self.vit_fast_backend == "sdpa" or self.runs_as_it_was(None, False):
+            return super().forward(x, *rope)
+        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
+        return self.project_out(self.mix(qkv, None, self.rope_of(*rope)), x)
+
+    def rope_of(self, *rope: Tensor) -> Rope | None:
+        return Rope(*rope, self.num_prefix_tokens, self.rope_layout) if rope else None
 
 
-def part_reasons(part: nn.Module, backend: str) -> list[str]:
-    """Why a part is not computed by our operator, whatever the rest of the model does."""
-    if type(part) not in (Attention, AttentionPool, Block):
-        ours = isinstance(part, Attention | AttentionPool | Block)
-        return [f"{type(part).__qualname__} is {'a subclass of' if ours else 'not'} one of ours"]
-    reasons = ["its forward was replaced on the instance"] if forward_is_replaced(part) else []
-    if isinstance(part, Block):
-        reasons += part.read().mlp_reasons
-        if backend == "triton" and type(part.attn) is not Attention:  # the kernels would run past its forward
-            reasons.append(f"attn is {describe(part.attn)}: the triton kernels take a whole block of ours")
-    return reasons
+class BlockForm(FusedNormMlp):
+    """Our Block with norm2, MLP, LayerScale and residual as one operator, or altogether a chain of kernels."""
+
+    @classmethod
+    def read_attention(cls, block: Reader) -> AttentionParts | None:
+        inside = {"ls1": (LayerScale, nn.Identity), "drop_path1": (DropPath,)}
+        halves = block.value("attn.rope_layout") == "half"
+        return read_attention(block, AttentionForm, inside=inside, layer_scale="ls1.gamma", rotates_halves=halves)
+
+    @classmethod
+    def read_mlp(cls, block: Reader) -> MlpParts | None:
+        inside = {"ls2": (LayerScale, nn.Identity), "drop_path2": (DropPath,)}
+        return _read_mlp(block, "norm2", inside, layer_scale="ls2.gamma", drop_path="drop_path2")
+
+    def forward(self, x: Tensor, *rope: Tensor) -> Tensor:
+        """[B, N, C] and the rotary positions -> [B, N, C]."""
+        parts = self.ready()
+        if parts is None:
+            return super().forward(x, *rope)
+
+        def attend(x: Tensor) -> Tensor:
+            return x + self.drop_path1(self.ls1(self.attn(self.norm1(x), *rope)))
+
+        tables = None if parts.attention is None else parts.attention.module.rope_of(*rope)
+        return self.run_as_block(parts, x, attend, rope=tables)
 
 
-def model_reasons(model: VisionTransformer, request: str, resolved: str) -> list[str]:
-    """Why the model as a whole cannot be given this backend, naming the first part that cannot."""
-    if resolved != "triton":
-        return []
-    found: dict[str, str] = {}
-    for name, part, _ in parts(model):
-        what, p = _dropout(part)
-        if part.training and p:
-            found.setdefault(f"{what} drops with probability {p} in training", name)
-    reasons = [f"{name}: {reason}" for reason, name in found.items()]
-    unable = dict.fromkeys(reason for _, part, _ in parts(model) for reason in _unable(model, part))
-    return reasons if request == "auto" else [*reasons, *unable]
+class AttentionPoolForm(FusedNormMlp):
+    """Our AttentionPool: a learned query attends to all patches, then norm, MLP and residual."""
+
+    kind = "attention, norm + MLP"
+
+    @classmethod
+    def read_mlp(cls, block: Reader) -> MlpParts | None:
+        return _read_mlp(block, "norm", {})
+
+    @classmethod
+    def head_width(cls, module: Any) -> int:
+        return int(module.head_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Patches [B, N, C] -> [B, C]."""
+        parts = self.ready()
+        return super().forward(x) if parts is None else self.norm_mlp(parts, self.attend(x))[:, 0]
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, backend=self.vit_fast_backend)
 
 
-def notes(model: VisionTransformer, part: nn.Module, request: str, resolved: str) -> list[str]:
-    """What to know of a part that is fused."""
-    what, p = _dropout(part)
-    found = dropout_notes("mlp.drop", p) if resolved != "triton" and isinstance(part, Block) else []
-    if resolved == "triton" and p:
-        found = [f"in training it raises, because {what} drops with probability {p}: fuse with 'sdpa' to train"]
-    if request == "auto" and resolved == "triton" and (unable := _unable(model, part)):
-        found.append("it runs with backend sdpa: " + "; ".join(unable))
-    return found
+def _read_mlp(block: Reader, norm: str, inside: Mapping[str, tuple[type, ...]], **rest: Any) -> MlpParts | None:
+    return block.mlp(
+        norm,
+        "mlp.fc1",
+        "mlp.activation",
+        "mlp.fc2",
+        gate_chunk=0 if type(block.at("mlp")) is GatedMlp else None,
+        inner_norm="mlp.norm",
+        inside={"mlp": (Mlp, GatedMlp), **inside},
+        dropouts=("mlp.drop",),
+        **rest,
+    )
 
 
-def choose_backend(model: VisionTransformer, backend: str, left: Collection[nn.Module]) -> None:
-    """Sets the backend of all parts but `left`.
-
-    A later .to() resolves the backend of every part again; those left run as modules under any backend.
-    """
-    earlier = [(part, part.__dict__["backend"]) for part in left if "backend" in part.__dict__]
-    model.__dict__.setdefault(BEFORE, model.requested_backend)
-    set_backend(model, backend)
-    for part, before in earlier:
-        part.__dict__["backend"] = before
-
-
-def give_backend_back(model: VisionTransformer) -> None:
-    """The backend before the first fuse; nothing when there was none."""
-    before = model.__dict__.pop(BEFORE, None)
-    if before is not None:
-        set_backend(model, before)
+FORMS = Forms(
+    globals(),
+    {
+        "vit_fast.model.Attention": AttentionForm,
+        "vit_fast.model.Block": BlockForm,
+        "vit_fast.model.Blocks": BlocksForm,
+        "vit_fast.layers.AttentionPool": AttentionPoolForm,
+    },
+)
 
 
-def _unable(model: VisionTransformer, part: nn.Module) -> list[str]:
-    """Why the kernels cannot compute a part."""
-    return triton_reasons(model.config.embed_dim // model.config.num_heads, dtype_of(model))
+def __getattr__(name: str) -> Any:
+    return FORMS.named(name)
 
 
-def _dropout(part: nn.Module) -> tuple[str, float]:
-    """What drops in a part, and with which probability."""
-    if isinstance(part, Attention):
-        return "attention", part.attn_drop_rate
-    return "the MLP", part.mlp.drop.p if isinstance(part, Block) and isinstance(part.mlp, Mlp) else 0.0
+def fused_form(cls: type[nn.Module]) -> type[FusedModule] | None:
+    """Returns the fused class for one of ours, or None."""
+    return FORMS.of(cls)
+
+
+def left_reason(cls: type[nn.Module]) -> str | None:
+    """Returns None: no class of ours is left for a known reason."""
+    return None

@@ -249,7 +249,7 @@ def rope_config(rope: Any) -> RopeConfig | None:
 
 def _positions_in_graph(config: RopeConfig, rope: Any, shape: Size) -> Tensor:
     """timm's sines and cosines, [rows * columns, 2 D], of a size that a graph leaves open: timm makes numbers of it."""
-    tables = rope_of(config, shape, rope.dim, 0, like=next(rope.buffers()))
+    cos, sin = rope_of(config, shape, rope.dim, like=next(rope.buffers()))
     half = config.layout == "half"
-    sin, cos = (torch.cat([t, t], -1) if half else t.repeat_interleave(2, -1) for t in (tables.sin, tables.cos))
+    sin, cos = (torch.cat([t, t], -1) if half else t.repeat_interleave(2, -1) for t in (sin, cos))
     return torch.cat([sin, cos], -1)

@@ -30,7 +30,7 @@ LEFT = {
 }
 
 
-class _AttentionLayer(FusedModule):
+class AttentionLayer(FusedModule):
     """An attention layer of timm's with our operator between its linears, which still run as modules.
 
     With any mask but one of padding, a causal flag, attention dropout in training, a changed attn_drop or scale, or
@@ -83,7 +83,7 @@ class _AttentionLayer(FusedModule):
             qkv = qk_norm_rope(qkv, rope=rope, backend="sdpa" if learns(rope) else self.vit_fast_backend)
         return attention_among(qkv, keys_of(attn_mask, qkv), backend=self.vit_fast_backend)
 
-    def project(self, mixed: Tensor, x: Tensor) -> Tensor:
+    def project_out(self, mixed: Tensor, x: Tensor) -> Tensor:
         """What follows attention: heads [B, N, H, D] and the layer's input [B, N, C] -> [B, N, dim_out]."""
         mixed = self.norm(mixed.flatten(2))
         if getattr(self, "gate", None) is not None:
@@ -91,7 +91,7 @@ class _AttentionLayer(FusedModule):
         return self.proj_drop(self.proj(mixed))
 
 
-class AttentionForm(_AttentionLayer):
+class AttentionForm(AttentionLayer):
     """timm's Attention with our operator between its linears."""
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
@@ -100,10 +100,10 @@ class AttentionForm(_AttentionLayer):
             return super().forward(x)
         if self.runs_as_it_was(attn_mask, is_causal):
             return self.as_it_was(x, attn_mask, is_causal)
-        return self.project(self.mix(self.qkv(x).unflatten(-1, (3, self.num_heads, -1)), attn_mask), x)
+        return self.project_out(self.mix(self.qkv(x).unflatten(-1, (3, self.num_heads, -1)), attn_mask), x)
 
 
-class RotaryAttentionForm(_AttentionLayer):
+class RotaryAttentionForm(AttentionLayer):
     """timm's EvaAttention and AttentionRope, with our operators between their linears."""
 
     def forward(
@@ -112,7 +112,7 @@ class RotaryAttentionForm(_AttentionLayer):
         """[B, N, C], and sines and cosines as of `rope_of` -> [B, N, dim_out]."""
         if self.runs_as_it_was(attn_mask, is_causal):
             return self.as_it_was(x, attn_mask, is_causal, rope=rope)
-        return self.project(self.mix(self._packed(x), attn_mask, self.rope_of(rope)), x)
+        return self.project_out(self.mix(self._packed(x), attn_mask, self.rope_of(rope)), x)
 
     def rope_of(self, rope: Tensor | None) -> Rope | None:
         """timm's sines and cosines, side by side: [N - prefix, 2 D], [H, N - prefix, 2 D], or [B, 1 or H, ...]."""
@@ -282,7 +282,7 @@ class PaddedTowerForm(FusedModule):
 
     def _layers_know(self) -> bool:
         """Whether every attention layer takes such a mask: timm's own may add it."""
-        return all(isinstance(block.attn, _AttentionLayer) for block in self.blocks)
+        return all(isinstance(block.attn, AttentionLayer) for block in self.blocks)
 
 
 def padding_mask(valid: Tensor, prefix: int) -> Tensor:
@@ -305,7 +305,7 @@ def added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 def read_attention(
     block: Reader,
-    form: type[_AttentionLayer],
+    form: type[AttentionLayer],
     qkv: tuple[str, ...] = ("attn.qkv",),
     *,
     inside: Mapping[str, tuple[type, ...]] | None = None,

@@ -7,11 +7,12 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..fusion.fused import Finding, FusedModule, FusedNormMlp, fused_form_of
+from ..fusion.fused import Finding, FusedBlocks, FusedModule, FusedNormMlp, fused_form_of
 from ..fusion.parts import MlpParts
-from ..fusion.plain import is_plain, is_touched, tensor_reasons, touch_reasons
+from ..fusion.plain import is_touched, tensor_reasons, touch_reasons
 from ..fusion.reading import Reader, dropout_notes
 from ..ops import attention_qkvpacked
+from ..ops.frozen import is_plain
 
 
 @fused_form_of(nn.MultiheadAttention)
@@ -99,8 +100,13 @@ class FusedTransformerEncoderLayer(FusedNormMlp, nn.TransformerEncoderLayer):
         return self.norm_mlp(parts, src + self.dropout1(mixed))
 
 
+@fused_form_of(nn.Sequential)
+class FusedSequential(FusedBlocks, nn.Sequential):
+    """A Sequential of nothing but fused blocks."""
+
+
 FORMS: dict[type[nn.Module], type[FusedModule]] = {
-    form.original: form for form in (FusedMultiheadAttention, FusedTransformerEncoderLayer)
+    form.original: form for form in (FusedMultiheadAttention, FusedTransformerEncoderLayer, FusedSequential)
 }
 
 

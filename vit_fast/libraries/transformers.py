@@ -38,6 +38,7 @@ NORM_CLASSES = {
     "transformers.models.internvl.modeling_internvl.InternVLVisionRMSNorm": "rms_norm",
     "transformers.models.ovis2.modeling_ovis2.Ovis2RMSNorm": "rms_norm",
     "transformers.models.pixtral.modeling_pixtral.PixtralRMSNorm": "rms_norm",
+    "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2RMSNorm": "rms_norm",  # its name in transformers 4
     "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLRMSNorm": "rms_norm",
 }
 SIGNATURE = r"(^|\.)embeddings\.(patch_embeddings(\.projection)?|patch_embedding)\.weight$"

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..fusion.plain import is_plain
 from .block import fold
 from .block_op import KEPT
 from .descriptions import BlockTensors
@@ -169,6 +168,11 @@ def _version(tensor: Tensor) -> int:
 
 
 @functools.cache
+def is_plain(tensor: Tensor | None) -> bool:
+    """True for an ordinary tensor or None, not one of a class that computes in its own way."""
+    return tensor is None or type(tensor) in (nn.Parameter, Tensor)
+
+
 def _follow_optimizers() -> None:
     def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 from ..errors import UnsupportedInputError
 from ..fusion.freezing import freeze
 from ..fusion.fuse import fuse
-from ..fusion.fused import FusedModule
 from ..libraries.known import recognise
 from ..ops.backends import fp8_reasons
 from ..quantization.calibration import calibrate
@@ -127,10 +126,7 @@ def _fuse_parts(work: nn.Module, choice: Choice, classes: Mapping[str, str]) -> 
     for row in rows:
         module: Any = work.get_submodule(row.name)
         backend = by_class.get(classes.get(row.name, "")) or choice.backend_of(row.part)
-        if isinstance(module, FusedModule):
-            module.set_fused_backend(str(backend))
-        else:
-            module.backend = backend
+        module.set_fused_backend(str(backend))
 
 
 def _module(

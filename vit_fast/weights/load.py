@@ -20,9 +20,10 @@ from ..arguments import as_device
 from ..config import Size
 from ..errors import check_type
 from ..files import file_aside
+from ..fusion.fuse import set_backend
 from ..libraries import known
 from ..libraries.rename import Converted
-from ..model import VisionTransformer, set_backend
+from ..model import VisionTransformer
 from ..positions import resample_pos_embed
 from ..quantization.fp8_scales import make_room, scales_that_come
 from ..version import __version__
@@ -89,8 +90,7 @@ def load_weights(
     check_type("model", model, VisionTransformer)
     opened = open_source(source)
     fit = _Fit(model, opened, replace_head)
-    for name, block in model.blocks.named_children():
-        make_room(block, fit.fitted, f"blocks.{name}.")
+    fit.make_room_for_scales(model)
     state = model.state_dict()
     with torch.no_grad():
         for name, tensor in fit.fitted.items():
@@ -171,12 +171,13 @@ def load(
     if names is not None and len(names) != opened.config.num_classes:
         names = None
     with torch.device("meta"):
-        model = VisionTransformer(opened.config, data_config=opened.data_config, class_names=names, backend="sdpa")
+        model = VisionTransformer(opened.config, data_config=opened.data_config, class_names=names)
     fit = _Fit(model, opened, replace_head=False)
     tensors = fit.fitted
     if fit.report.layout != "vit-fast":
         dtype = tensors["patch_embed.proj.weight"].dtype  # a sum made while translating may be wider than its terms
         tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    fit.make_room_for_scales(model)
     model.load_state_dict(tensors, assign=True)
     model = model.to(place)
     set_backend(model, backend)
@@ -214,6 +215,10 @@ class _Fit:
         self.report.renamed = [
             (theirs, ours) for ours in self.fitted for theirs in converted.origins[ours] if theirs != ours
         ]
+
+    def make_room_for_scales(self, model: VisionTransformer) -> None:
+        for name, block in model.blocks.named_children():
+            make_room(block, self.fitted, f"blocks.{name}.")
 
     def _drop_what_the_model_lacks(self, converted: Converted) -> None:
         """A model without classes has no head, and one that pools otherwise no attention pooling."""

@@ -14,8 +14,8 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ..errors import VitFastError
 from ..model import VisionTransformer
-from .config import TrainConfig
 from .processes import ALONE, Processes
+from .train_config import TrainConfig
 
 
 class TrainingError(VitFastError, RuntimeError):

@@ -1,9 +1,10 @@
-"""How to train: TrainConfig, and the recipes of the variants that have one."""
+"""Training settings: TrainConfig, and the recipes of the variants that have one."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -11,11 +12,12 @@ _POSITIVE_INTEGERS = ("epochs", "batch_size", "accumulation")
 _POSITIVE = ("lr", "layer_decay")
 _NOT_NEGATIVE = ("weight_decay", "warmup_epochs", "mixup", "max_grad_norm", "patience")
 _SHARES = ("label_smoothing", "ema_decay")  # in [0, 1)
+_FLAGS = ("grad_checkpointing", "augment")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How to train; 0 turns off what can be.
+    """Training settings; 0 turns off what can be.
 
     Attributes:
         epochs: Passes over the images.
@@ -64,25 +66,28 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in _POSITIVE_INTEGERS:
-            self._check(name, self._value(name) >= 1, "an integer >= 1")
+            self._check(name, type(getattr(self, name)) is int and getattr(self, name) >= 1, "an integer >= 1")
+        self._check("seed", type(self.seed) is int, "an integer")
         for name in _POSITIVE:
-            self._check(name, self._value(name) > 0, "a positive number")
+            self._check(name, self._number(name) > 0, "a positive number")
         for name in _NOT_NEGATIVE:
-            self._check(name, self._value(name) >= 0, "a non-negative number")
+            self._check(name, self._number(name) >= 0, "a non-negative number")
         for name in _SHARES:
-            self._check(name, 0 <= self._value(name) < 1, "a share in [0, 1)")
+            self._check(name, 0 <= self._number(name) < 1, "a share in [0, 1)")
+        for name in _FLAGS:
+            self._check(name, isinstance(getattr(self, name), bool), "true or false")
         self._check("layer_decay", self.layer_decay <= 1, "a number in (0, 1]")
-        self._check("schedule", self.schedule in ("cosine", "constant"), "'cosine', 'constant'")
-        self._check("dtype", self.dtype in ("fp32", "bf16"), "'fp32', 'bf16'")
+        self._check("schedule", self.schedule in ("cosine", "constant"), "'cosine' or 'constant'")
+        self._check("dtype", self.dtype in ("fp32", "bf16"), "'fp32' or 'bf16'")
 
-    def _value(self, name: str) -> float:
-        """NaN, which no comparison accepts, where it is infinite or no number."""
+    def _number(self, name: str) -> float:
+        """NaN, which no comparison accepts, for what is infinite or no number."""
         value = getattr(self, name)
         return value if isinstance(value, int | float) and math.isfinite(value) else math.nan
 
-    def _check(self, name: str, acceptable: bool, accepted: str) -> None:
+    def _check(self, name: str, acceptable: bool, expected: str) -> None:
         if not acceptable:
-            raise ValueError(f"{name}={getattr(self, name)!r}: accepted is {accepted}")
+            raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
 
 
 # What a variant is trained by where nothing else is asked for.
@@ -96,13 +101,26 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 
-def config_for(variant: str, given: Mapping[str, Any]) -> TrainConfig:
-    """The variant's recipe, with what is given instead.
+def config_for(variant: str, given: Mapping[str, Any], settings: Iterable[str] = ()) -> TrainConfig:
+    """Returns the variant's recipe, changed by what is given.
 
+    Args:
+        variant: A name of `vit-fast models`, or any other, which has no recipe.
+        given: Fields of TrainConfig; None leaves one as it is.
+        settings: More fields, as NAME=VALUE.
     Raises:
-        ValueError: a field is unknown, or not acceptable.
+        ValueError: a field is unknown, given twice, or not acceptable.
     """
+    fields_given = {name: value for name, value in given.items() if value is not None}
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        if not equals or name in fields_given:
+            raise ValueError(f"settings must be NAME=VALUE, each name once, got {setting}")
+        try:
+            fields_given[name] = json.loads(text)
+        except ValueError:
+            fields_given[name] = text
     known = {field.name for field in fields(TrainConfig)}
-    if unknown := sorted(given.keys() - known):
-        raise ValueError(f"unknown field {', '.join(unknown)}: accepted are {', '.join(sorted(known))}")
-    return TrainConfig(**{**RECIPES.get(variant, {}), **given})
+    if unknown := sorted(fields_given.keys() - known):
+        raise ValueError(f"settings must be of {', '.join(sorted(known))}, got {', '.join(unknown)}")
+    return TrainConfig(**{**RECIPES.get(variant, {}), **fields_given})

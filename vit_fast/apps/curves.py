@@ -41,7 +41,7 @@ def draw_curve(rows: Sequence[dict[str, Any]]) -> bytes:
         axes.grid(axis="y", color=FAINT, alpha=0.2)
         axes.set_xlabel("epoch", fontsize=9, color=FAINT)
         axes.xaxis.get_major_locator().set_params(integer=True)
-        for field, color, name in zip(fields, (TRAINED, HELD_OUT), ("training, as it goes", "held out"), strict=True):
+        for field, color, name in zip(fields, (TRAINED, HELD_OUT), ("training", "held out"), strict=True):
             if rows[-1][field] is not None:
                 values = [scale * row[field] for row in rows]
                 marker = "o" if len(rows) == 1 else None

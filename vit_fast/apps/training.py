@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-from ..apps.readers import batches_of
 from ..model import VisionTransformer
-from .config import TrainConfig
+from .checkpoints import WEIGHTS, Row, resume_run, start_run, write_run
 from .datasets import LabelledImages, PreparedImages, TrainingData, mixed_seed
 from .processes import ALONE, Processes
-from .runs import WEIGHTS, Row, resume_run, start_run, write_run
+from .readers import batches_of
+from .train_config import TrainConfig
 from .trainer import Measure, Trainer, TrainingError
 
 __all__ = ["TrainConfig", "Trainer", "TrainingError", "train"]
@@ -63,24 +63,21 @@ def train(
     """
     if model.config.num_classes != len(data.train.class_names):
         raise ValueError(
-            f"the model has {model.config.num_classes} classes, the data {len(data.train.class_names)}: accepted is "
-            "the same number"
+            f"model and data must have the same number of classes, got {model.config.num_classes} and "
+            f"{len(data.train.class_names)}"
         )
     if model.config.global_pool == "":
-        raise ValueError("the model has global_pool='', logits of every token: accepted is a model that pools")
+        raise ValueError("global_pool must not be '', which gives logits of every token; train a model that pools")
     if config.patience and data.held_out is None:
-        raise ValueError(f"patience={config.patience}: accepted with held-out images, which it watches")
+        raise ValueError(f"patience must be 0 without held-out images, got {config.patience}")
     if config.batch_size % (processes.world * config.accumulation):
         raise ValueError(
-            f"batch_size={config.batch_size}: accepted is a multiple of {processes.world} processes times "
-            f"accumulation={config.accumulation}"
+            f"batch_size must be a multiple of {processes.world} processes times accumulation={config.accumulation}, "
+            f"got {config.batch_size}"
         )
     model.class_names = data.train.class_names
     images = PreparedImages(data.train, model, augment=config.augment, seed=config.seed)
-    about = {
-        "model": model.config.to_dict(), "classes": list(data.train.class_names), "images": len(data.train),
-        "augmentation": images.augmented_by,
-    }  # fmt: skip
+    about = {"model": model.config.to_dict(), "classes": list(data.train.class_names), "images": len(data.train)}
     sampler: DistributedSampler[Any] = DistributedSampler(images, processes.world, processes.rank, seed=config.seed)
     loader = DataLoader(images, config.batch_size // processes.world, sampler=sampler, num_workers=workers)
     steps = len(loader)

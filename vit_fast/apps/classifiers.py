@@ -1,0 +1,186 @@
+"""Classifiers from weights, and a row per image: the output of the model, or why the image could not be read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from ..errors import VitFastError
+from ..factory import create_model
+from ..model import VisionTransformer
+from ..weights import load
+from ..weights.hub import open_source
+from .data import ImageError, make_transform, read_image
+from .readers import batches_of
+
+BATCH_SIZE = 32  # images at once
+
+
+class PredictionError(VitFastError, RuntimeError):
+    """A run that cannot go on."""
+
+
+def open_classifier(weights: str, model_name: str | None, backend: str, device: str) -> VisionTransformer:
+    """Builds a model that gives each image one row of logits.
+
+    Args:
+        weights: A weights file, a folder, or a Hugging Face Hub id.
+        model_name: The variant, for weights that do not say their shape.
+        backend: See create_model.
+        device: "auto", or one of torch's.
+    Raises:
+        ValueError: the weights do not say their shape and no model is named, the model has no head or does not pool, or
+            there is no such device.
+    """
+    if model_name is not None:
+        model = create_model(model_name, weights=weights, backend=backend)
+    else:
+        source = open_source(weights)
+        if source.config is None:
+            raise ValueError(f"{weights}: does not say what shape it is for: name the variant by --model")
+        model = load(source, backend=backend)
+    if model.config.global_pool == "":
+        raise ValueError(f"{weights}: must be of a model that pools, got global_pool=''")
+    if model.config.num_classes == 0:
+        raise ValueError(f"{weights}: has no classification head, it makes features")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return model.to(device)
+    except (RuntimeError, AssertionError) as error:  # torch's, for an unknown name or a missing device
+        raise ValueError(f"--device {device}: {str(error).splitlines()[0]}") from None
+
+
+def class_names_for(count: int, given: Sequence[str] | None, known: Sequence[str] | None) -> Sequence[str]:
+    """Returns the names given, else those that came with the weights, else numbered ones.
+
+    Raises:
+        ValueError: another number of names is given than there are classes.
+    """
+    if given is not None and len(given) != count:
+        raise ValueError(f"--classes must hold {count} names, one per class of the model, got {len(given)}")
+    return given or known or [f"class {i}" for i in range(count)]
+
+
+def read_class_names(path: Path) -> list[str]:
+    """Reads a text file with one name per line, or JSON: a list, or an object from index to name.
+
+    Raises:
+        ValueError: it holds something else.
+        OSError: it cannot be read.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix.lower() != ".json":
+            return [line.strip() for line in text.splitlines() if line.strip()]
+        content: Any = json.loads(text)
+        if isinstance(content, Mapping):
+            by_index = {int(index): name for index, name in content.items()}
+            content = [by_index[i] for i in range(len(by_index))]
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file of class names") from None
+    except (ValueError, KeyError) as error:  # not UTF-8, not JSON, or indices that are no 0 .. n-1
+        raise ValueError(f"{path}: cannot be read as class names: {error}") from None
+    if not isinstance(content, list) or not all(isinstance(name, str) for name in content):
+        raise ValueError(f"{path}: must be a JSON list of names, or an object from index to name")
+    return content
+
+
+class _Files(Dataset[tuple[Tensor, str]]):
+    """Each file as a model's input and "", or, where it is no image, as zeros and the reason."""
+
+    def __init__(self, files: Sequence[Path], model: VisionTransformer) -> None:
+        self.files, self.shape = files, (model.config.in_chans, *model.config.image_hw)
+        self.transform = make_transform(model.data_config, model.config.image_hw, model.config.in_chans)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, str]:
+        try:
+            return self.transform(read_image(self.files[index])), ""
+        except ImageError as error:
+            return torch.zeros(self.shape), str(error)
+
+
+def schema() -> Any:
+    """The columns: path, label, index, probability, probabilities, embedding, error."""
+    import pyarrow as pa
+
+    return pa.schema(
+        [
+            ("path", pa.string()),
+            ("label", pa.string()),
+            ("index", pa.int32()),
+            ("probability", pa.float64()),
+            ("probabilities", pa.list_(pa.float32())),
+            ("embedding", pa.list_(pa.float32())),
+            ("error", pa.string()),
+        ]
+    )
+
+
+def tables(
+    model: VisionTransformer, files: Sequence[Path], class_names: Sequence[str], workers: int, size: int
+) -> Generator[Any]:
+    """The rows of files, in their order, as tables of `size` rows; the last one holds what is left.
+
+    Args:
+        model: In evaluation mode, where it is.
+        files: Images, or what should be some.
+        class_names: Of the model's outputs.
+        workers: Processes that read images beside this one: one stream over all tables, they never wait for one.
+        size: Rows a table.
+    Raises:
+        ValueError: an image's logits are not finite.
+        ReaderLostError: such a process ended before its work did.
+    """
+    import pyarrow as pa
+
+    with contextlib.closing(rows(model, files, class_names, workers)) as stream:
+        for start in range(0, len(files), size):
+            yield pa.Table.from_pylist([_as_fp32(next(stream)) for _ in files[start : start + size]], schema=schema())
+
+
+def _as_fp32(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.astype(np.float32) if isinstance(value, np.ndarray) else value for name, value in row.items()}
+
+
+@torch.inference_mode()
+def rows(
+    model: VisionTransformer, files: Sequence[Path], class_names: Sequence[str], workers: int = 0
+) -> Generator[dict[str, Any]]:
+    """Yields a row per file, in their order: path and error; or path, label, index, probability, and as arrays
+    `probabilities` (softmax in fp64) and `embedding`, the input of the head. See `tables`.
+    """
+    parameter = next(model.parameters())
+    order = iter(files)
+    for images, errors in batches_of(DataLoader(_Files(files, model), BATCH_SIZE, num_workers=workers)):
+        tokens = model.forward_features(images.to(parameter.device, parameter.dtype))
+        logits, embeddings = (model.forward_head(tokens, pre_logits=pre_logits) for pre_logits in (False, True))
+        assert isinstance(logits, Tensor) and isinstance(embeddings, Tensor)  # in evaluation mode
+        for error, row, embedding in zip(errors, logits.double().cpu(), embeddings.float().cpu()):
+            file = next(order)
+            if error:
+                yield {"path": str(file), "error": error}
+                continue
+            if not row.isfinite().all():
+                raise ValueError(f"{file}: the model's logits are not finite")
+            probabilities = row.softmax(dim=0)
+            best = int(probabilities.argmax())
+            yield {
+                "path": str(file),
+                "label": class_names[best],
+                "index": best,
+                "probability": probabilities[best].item(),
+                "probabilities": probabilities.numpy(),
+                "embedding": embedding.numpy(),
+            }

@@ -1,0 +1,204 @@
+"""Training data: image folders, torchvision's MNIST, Fashion-MNIST and CIFAR-10, and the bundled digits.
+
+digits.npz holds the 1,797 images [8, 8] of 0 to 16 and the labels of scikit-learn's load_digits (UCI "Optical
+Recognition of Handwritten Digits", E. Alpaydin and C. Kaynak, CC BY 4.0).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from ..errors import MissingPackageError
+from ..model import VisionTransformer
+from .data import ImageError, ImageFolder, make_transform
+
+Pixels = NDArray[np.uint8]
+
+_OF_TORCHVISION = {"MNIST": "MNIST/raw", "FashionMNIST": "FashionMNIST/raw", "CIFAR10": "cifar-10-batches-py"}
+_TEST_EVERY = 5  # of the bundled digits, every fifth is for the test
+
+
+class LabelledImages(Protocol):
+    """Images with the index of their class."""
+
+    class_names: tuple[str, ...]
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int) -> tuple[Image.Image, int]: ...
+
+
+class SmallImages:
+    """Images in memory.
+
+    Args:
+        pixels: [n, height, width] grey or [n, height, width, 3] RGB.
+        labels: [n].
+        class_names: Of the labels.
+        mirrored: True if a mirrored image shows the same class, as no digit does.
+    Raises:
+        ImageError: there is no image, or pixels, labels and names do not match.
+    """
+
+    def __init__(self, pixels: Pixels, labels: Pixels, class_names: tuple[str, ...], *, mirrored: bool) -> None:
+        if pixels.ndim not in (3, 4) or labels.ndim != 1 or len(pixels) != len(labels) or not pixels.size:
+            shapes = f"{list(pixels.shape)} and {list(labels.shape)}"
+            raise ImageError(f"images and labels must be of the same number, got shapes {shapes}")
+        if not 0 <= labels.min() <= labels.max() < len(class_names):
+            raise ImageError(f"labels must be 0 to {len(class_names) - 1}, got {labels.min()} to {labels.max()}")
+        self.pixels, self.labels, self.class_names, self.mirrored = pixels, labels, class_names, mirrored
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        return Image.fromarray(self.pixels[index]), int(self.labels[index])
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """What to train on, and what to measure on, if anything; both with the same classes.
+
+    Raises:
+        ValueError: they have other classes.
+    """
+
+    train: LabelledImages
+    held_out: LabelledImages | None
+
+    def __post_init__(self) -> None:
+        if self.held_out is not None and self.held_out.class_names != self.train.class_names:
+            raise ValueError(
+                f"validation has classes {self.held_out.class_names}, training {self.train.class_names}: accepted are "
+                "the same"
+            )
+
+
+def open_data(path: Path | None = None, validation: Path | None = None) -> TrainingData:
+    """Opens the data behind a path.
+
+    Args:
+        path: A folder of images with a subfolder per class, or the folder into which torchvision downloaded MNIST,
+            FashionMNIST or CIFAR10; None means the bundled digits. All but image folders have a test set of their own.
+        validation: A folder of images with the same classes, to measure on.
+    Raises:
+        ImageError: it is none of these, or is damaged.
+        MissingPackageError: it is a data set of torchvision, which is not installed.
+        ValueError: validation beside data that has a test set, or with other classes.
+    """
+    if path is not None and not path.exists():
+        raise ImageError(f"{path}: no such file or folder")
+    data = _digits() if path is None else _of_torchvision(path)
+    if data is None:
+        assert path is not None
+        return TrainingData(ImageFolder(path), None if validation is None else ImageFolder(validation))
+    if validation is not None:
+        raise ValueError(f"validation must be None for data with a test set of its own, got {validation}")
+    return data
+
+
+def _digits() -> TrainingData:
+    with np.load(Path(__file__).with_name("digits.npz")) as arrays:
+        pixels, labels = (arrays["images"] * 15.9375).astype(np.uint8), arrays["labels"]
+    names = tuple(map(str, range(10)))
+    test = np.arange(len(pixels)) % _TEST_EVERY == 0
+    return TrainingData(*(SmallImages(pixels[part], labels[part], names, mirrored=False) for part in (~test, test)))
+
+
+def _of_torchvision(path: Path) -> TrainingData | None:
+    found = [
+        (name, root)
+        for name, folder in _OF_TORCHVISION.items()
+        for root in (path, path.parent)
+        if (root / folder).is_dir() and (root is path or path.name == Path(folder).parts[0])
+    ]
+    if not found:
+        return None
+    if len(found) > 1:
+        names = ", ".join(name for name, _ in found)
+        raise ImageError(f"{path}: must hold one data set of torchvision, got {names}; name the folder of one")
+    if importlib.util.find_spec("torchvision") is None:
+        raise MissingPackageError("torchvision not installed: pip install 'vit-fast[train]'")
+    from torchvision import datasets
+
+    ((name, root),) = found
+    try:
+        parts: list[Any] = [getattr(datasets, name)(root, train=train) for train in (True, False)]
+    except Exception as error:  # torchvision raises nearly anything for damaged files
+        raise ImageError(
+            f"{path}: torchvision cannot read it as {name}: {str(error) or type(error).__name__}"
+        ) from None
+    digits = name == "MNIST"  # whose classes torchvision names "0 - zero"
+    classes = tuple(map(str, range(10))) if digits else tuple(parts[0].classes)
+    return TrainingData(
+        *(SmallImages(np.asarray(part.data), np.asarray(part.targets), classes, mirrored=not digits) for part in parts)
+    )
+
+
+class PreparedImages(Dataset[tuple[Tensor, int]]):
+    """Labelled images as a model's inputs, with an augmentation that depends on seed, epoch and index alone.
+
+    Args:
+        source: The images.
+        model: Says size and preprocessing.
+        augment: Photographs are cropped and mirrored at random as by torchvision's RandomResizedCrop: 35 to 100 percent
+            of the area, 3:4 to 4:3. Small images are shifted by up to an eighth of the side, and mirrored if that
+            shows the same class.
+        seed: Of the augmentation.
+    """
+
+    def __init__(
+        self, source: LabelledImages, model: VisionTransformer, *, augment: bool = False, seed: int = 0
+    ) -> None:
+        self.source, self.augment, self.seed, self.epoch = source, augment, seed, 0
+        self.whole = augment and not isinstance(source, SmallImages)  # a random crop is not cropped again
+        data_config = (
+            dataclasses.replace(model.data_config, crop_pct=1.0, crop_mode="squash")
+            if self.whole
+            else model.data_config
+        )
+        self.transform = make_transform(data_config, model.config.image_hw, model.config.in_chans)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image, label = self.source.read(index)
+        return self.transform(self._augmented(image, index) if self.augment else image), label
+
+    def _augmented(self, image: Image.Image, index: int) -> Image.Image:
+        generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch, index))
+        x, y, mirror, share, shape = torch.rand(5, generator=generator).tolist()
+        if isinstance(self.source, SmallImages):
+            by = tuple((2 * part - 1) / 8 * side for part, side in ((x, image.width), (y, image.height)))
+            matrix = (1.0, 0.0, by[0], 0.0, 1.0, by[1])
+            image = image.transform(image.size, Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR)
+            return ImageOps.mirror(image) if self.source.mirrored and mirror < 0.5 else image
+        area, ratio = (0.35 + 0.65 * share) * image.width * image.height, (4 / 3) ** (2 * shape - 1)
+        width, height = (
+            min(side, max(1, round(length)))
+            for side, length in ((image.width, math.sqrt(area * ratio)), (image.height, math.sqrt(area / ratio)))
+        )
+        left, top = round(x * (image.width - width)), round(y * (image.height - height))
+        image = image.crop((left, top, left + width, top + height))
+        return ImageOps.mirror(image) if mirror < 0.5 else image
+
+
+def mixed_seed(*parts: int) -> int:
+    """Combines small numbers into one seed, the same on every machine."""
+    seed = 0
+    for part in parts:
+        seed = (seed * 1_000_003 + part + 1) % 2**63
+    return seed
