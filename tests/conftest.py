@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import tiers
 import torch
@@ -177,3 +178,11 @@ def model() -> nn.Module:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     return model
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """ONNX files of a small model, by the names of `onnx_models.FILES`: exported("plain")."""
+    from onnx_models import Exports
+
+    return Exports(tmp_path_factory.mktemp("onnx"))
