@@ -78,6 +78,18 @@ def check_writable(path: Path) -> None:
         raise PermissionError(f"{path}: cannot be written: no permission to write to {parent}")
 
 
+def check_new_folder(path: Path) -> None:
+    """Refuses a path that is taken, or that cannot be written.
+
+    Raises:
+        OSError: it is no new or empty folder, or see check_writable.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        problem = "is not empty" if path.is_dir() else "is a file"
+        raise FileExistsError(f"{path}: {problem}, must be a new or empty folder")
+    check_writable(path)
+
+
 def check_replaceable(path: Path) -> None:
     """Refuses a name that a new file must not take: of a folder, a device, a pipe or a socket, or see check_writable.
 

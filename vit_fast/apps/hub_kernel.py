@@ -16,7 +16,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from ..files import folder_aside
+from ..files import check_new_folder, folder_aside
 
 PACKAGE = Path(__file__).resolve().parents[1]
 NAME = "vit-fast-kernels"
@@ -75,8 +75,7 @@ def build_hf_kernel(folder: str | Path) -> Path:
         FileExistsError: the folder holds something.
     """
     folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"{folder} exists: must be a new or empty folder")
+    check_new_folder(folder)
     with folder_aside(folder) as aside:
         _write(aside)
     return folder / VARIANT

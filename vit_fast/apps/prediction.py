@@ -21,7 +21,7 @@ from typing import Any
 from ..errors import MissingPackageError
 from ..files import check_replaceable, file_aside
 from ..model import VisionTransformer
-from ..tuning.answers import weights_digest
+from ..weights.source import weights_digest
 from .classifiers import PredictionError, schema, tables
 from .data import ReaderLostError
 from .prediction_ray import joined_cluster

@@ -34,9 +34,9 @@ def show(
     What a model does not have (rotary positions are not learned) is said, and left out.
     """
     from .. import figures as drawn
+    from ..benchmarks.opening import open_model
     from ..errors import UnsupportedInputError
     from ..files import check_replaceable, file_aside
-    from ..tuning.entry import open_model
 
     check_replaceable(out / "figure.png")
     wanted = [name.strip() for name in figures.split(",")]
