@@ -12,8 +12,8 @@ from torch import Tensor
 from .. import ops
 from ..accuracy import FORWARD_FACTOR, GRADIENT_FACTOR, judge
 from ..errors import UnsupportedInputError
-from ..factory import create_model
 from ..ops.backends import interpreter_is_active, resolve_backend, triton_unavailable_reasons
+from ..weights.factory import create_model
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _SMALL_MODEL: dict[str, Any] = {
