@@ -282,7 +282,7 @@ def test_bad_arguments(model, images, how, message) -> None:
         ({"min_agreement": None}, "min_agreement is a NoneType"),
         ({"memory_limit": "1 GB"}, "memory_limit is a str"),
         ({"lossless": False, "allow": "bf16"}, r"allow='bf16': expected several names, \('bf16',\)"),
-        ({"calibration": "photo.jpg"}, r"photo.jpg: accepted are several paths, \['photo.jpg'\]"),
+        ({"calibration": "photo.jpg"}, r"must be a list, got 'photo.jpg'; pass \['photo.jpg'\]"),
         ({"images": torch.zeros(4, 3, 32, 32)}, r"images is a tensor \(4, 3, 32, 32\): expected batches"),
         ({"model": 3}, "model is a int"),
     ],

@@ -1,4 +1,4 @@
-"""The `vit-fast` command: one module of vit_fast.commands a command, and one clear line for every bad input."""
+"""The `vit-fast` command: one module of vit_fast.commands per command, and one line for every bad input."""
 
 from __future__ import annotations
 

@@ -46,7 +46,6 @@ def optimize(
     latency: Annotated[bool, typer.Option("--latency", help="Compare what nine of ten calls stay below.")] = False,
     memory_limit: Annotated[float | None, typer.Option(help="MiB beside the model itself.", min=0.001)] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    again: Annotated[bool, typer.Option("--again", help="Search although an answer is kept.")] = False,
     save: Annotated[Path | None, typer.Option(help="Write what vit_fast.load_optimized reads.")] = None,
     export: Annotated[
         Path | None, typer.Option(help="New or empty folder for what was chosen in deployable form, with its figures.")
@@ -83,7 +82,6 @@ def optimize(
             images=opened.others,
             latency_or_throughput="latency" if latency else "throughput",
             memory_limit=None if memory_limit is None else int(memory_limit * 2**20),
-            again=again,
             progress=lambda what, seconds: progress.out(f"{seconds:.1f} of {budget:g} s: {what}", highlight=False),
         )
     if result.table:

@@ -26,7 +26,7 @@ def integers(option: str, value: str | None, separator: str = ",") -> list[int] 
 
 
 def model_name(name: str) -> str:
-    """A variant's name as it is, a file or folder with a slash: create_model takes what has one by its own shape."""
+    """Adds a slash to an existing file or folder, which create_model then takes for weights, not for a variant."""
     return f"./{name}" if "/" not in name and Path(name).exists() else name
 
 

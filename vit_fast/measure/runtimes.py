@@ -143,7 +143,7 @@ def _write_again(choice: Candidate, model: OnnxFile, path: Path, calibration: Se
     if choice.precision is None or choice.engine == "openvino":
         _copy_file(model.path, path)
         return
-    from vit_fast.export.quantise_file import quantise_file
+    from vit_fast.export.quantise import quantise_file
 
     quantise_file(model.path, path, "ort-cuda" if model.device.type == "cuda" else "ort-cpu", calibration or ())
 
