@@ -37,7 +37,7 @@ from .block_backward import (
 from .checks import contiguous_rows, require_supported
 from .descriptions import BlockTensors, is_rms
 from .operators import Gradient, operator
-from .rotary_op import QkTensors, QkvStep, qkv_step
+from .rotary import QkTensors, QkvStep, qkv_step
 
 if TYPE_CHECKING:
     from ..kernels.folding import FoldedLinear

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import reference
-from .attention_varlen import attention_among
+from .attention import attention_among
 from .descriptions import BlockTensors, Keys, Norm, QkNorm, Rope
 from .frozen import Frozen
 from .rotary import qk_norm_rope

@@ -19,8 +19,7 @@ from ..fusion.parts import BlockParts, block_tensors, frozen_sources, tensor_of
 from ..fusion.row_statistics import RowFacts
 from ..ops.attention import is_exporting
 from ..ops.descriptions import BlockScales, Rope
-from ..ops.fp8 import fused_block_fp8
-from ..ops.quantised import Quantised
+from ..ops.fp8 import Quantised, fused_block_fp8
 from ..ops.transforms import needs_gradient
 
 LINEARS = BlockScales._fields
