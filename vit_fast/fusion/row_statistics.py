@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.transforms import in_transform
+from ..ops.checks import in_transform
 
 
 class RowFacts(NamedTuple):

@@ -11,9 +11,8 @@ from torch import Tensor
 from . import reference
 from .attention_op import as_batch, attention_kernel, unsupported_reasons
 from .backends import constant_to_compiler, resolve_backend
-from .checks import check_tensors, matmul_dtype
+from .checks import check_tensors, in_transform, matmul_dtype
 from .descriptions import Keys
-from .transforms import in_transform
 
 DTYPES = ("torch.float32", "torch.float16", "torch.bfloat16", "torch.float64")
 
