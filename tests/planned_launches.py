@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from vit_fast import ops
-from vit_fast.kernels import plan, plan_recorder, stand_in_driver
+from vit_fast.kernels import plan, plan_recorder
+from vit_fast.kernels.inspect import stand_in_driver
 from vit_fast.ops import Norm, QkNorm, Rope
 from vit_fast.ops.block import fold, fused_block
 from vit_fast.ops.descriptions import BlockScales, BlockTensors, Keys
@@ -201,6 +202,7 @@ def calls(case: Call) -> list[tuple[Any, Arguments]]:
 def main() -> None:
     torch.set_num_threads(1)
     listen()
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
     driver = stand_in_driver.install("sm_90")
     every = int(sys.argv[1]) if len(sys.argv) > 1 else 1
     found = [call for case in (*cases(), *block_cases(), *modern_cases(), *fp8_cases()) for call in calls(case)]

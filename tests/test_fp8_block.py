@@ -15,11 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vit_fast import UnsupportedInputError
 from vit_fast.accuracy import judge
-from vit_fast.kernels import linear
 from vit_fast.kernels.device import Gpu
 from vit_fast.kernels.fp8 import to_e4m3
 from vit_fast.kernels.layer_norm import new_statistics
-from vit_fast.kernels.split_k import finish_residual_launch
+from vit_fast.kernels.linear.split_k import finish_residual_launch
 from vit_fast.ops import reference
 from vit_fast.ops.backends import fp8_reasons
 from vit_fast.ops.descriptions import BlockScales, BlockTensors, Norm, QkNorm, Rope
@@ -232,15 +231,6 @@ def test_rows_of_weights_of_next_to_nothing_leave_their_bias() -> None:
     for weight in (tensors.qkv_weight, tensors.proj_weight, tensors.fc1_weight, tensors.fc2_weight):
         weight[3] *= 1e-37
     assert hold(x, tensors, some_scales(x)).isfinite().all()
-
-
-def test_rows_in_e4m3_without_statistics_where_a_library_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "prefers_library", lambda *_: True)
-    h, weight = (torch.randn(shape, device=DEVICE).bfloat16() for shape in ((19, 64), (48, 64)))
-    out8, scale = torch.zeros(19, 48, device=DEVICE, dtype=E4M3), 2.0 ** torch.randint(-5, 1, (48,), device=DEVICE)
-    out, statistics = linear.linear_residual(h, weight, None, None, None, out8=out8, out_scale=scale.reciprocal())
-    assert statistics is None
-    assert torch.equal(out8.double(), reference.quantize_e4m3(out, scale))
 
 
 def test_a_nan_stays_in_its_image() -> None:

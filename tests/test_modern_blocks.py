@@ -17,10 +17,10 @@ from mlp_support import DEVICE, assert_rule
 from torch import Tensor
 
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.kernels import scaled_weights
 from vit_fast.kernels.launch import Launch, listening
-from vit_fast.kernels.matmul_policy import NORMED_HEADS
-from vit_fast.kernels.scaled_weights import ScaledWeight
+from vit_fast.kernels.linear import scaled_weights
+from vit_fast.kernels.linear.scaled_weights import ScaledWeight
+from vit_fast.kernels.matmul.matmul_policy import NORMED_HEADS
 from vit_fast.ops import Norm, QkNorm, Rope, layer_norm_mlp, qk_norm_rope
 from vit_fast.ops.attention import attention_among
 from vit_fast.ops.block import fold, fused_block

@@ -3,10 +3,10 @@
     report = measure("sm_90")        # in processes of its own
     print(render(report))
 
-Triton's launch path runs as it is, against a driver that launches nothing (`kernels/stand_in_driver.py`). Launches and
-descriptors are counted at the sizes of ViT-B, B = 1. Time is taken on narrow tensors, where the CPU's own arithmetic in
-the few torch operators of a step is small beside their dispatch; of our blocks and of timm's eager ones alike. It is
-process CPU time, the empty driver calls included. It leaves out what only a GPU's driver and allocator do.
+Triton's launch path runs unchanged, against a driver that launches nothing (`kernels/inspect/stand_in_driver.py`).
+Launches and descriptors are counted at the sizes of ViT-B, B = 1. Time is measured on narrow tensors, for which the
+CPU's arithmetic in a step's few torch operators is small beside their dispatch, for our blocks and timm's eager ones.
+It is process CPU time, with the empty driver calls, without what only a GPU's driver and allocator do.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ..ops.descriptions import BlockTensors
 from ..ops.layer_norm_mlp import fused_layer_norm_mlp
 
 if TYPE_CHECKING:
-    from ..kernels.stand_in_driver import StandInDriver
+    from ..kernels.inspect.stand_in_driver import StandInDriver
 
 NOTE = (
     "Host only: Triton's launch path against a driver that launches nothing, on tensors of no content. "
@@ -102,7 +102,7 @@ def run_child(arch: str, what: str) -> None:
         arch: As in `measure`.
         what: "compile" only counts, "measure" takes time too.
     """
-    from ..kernels import stand_in_driver
+    from ..kernels.inspect import stand_in_driver
 
     torch.set_num_threads(1)
     driver = stand_in_driver.install(arch)

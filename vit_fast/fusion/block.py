@@ -88,7 +88,7 @@ def _read(block: Any) -> BlockParts:
 
 
 def runs_whole(parts: BlockParts, backend: str) -> bool:
-    """Whether the block is nothing but kernels now: none of it is a module, drops elements, or is being exported."""
+    """True if the block is nothing but kernels now: no part is a module, drops elements, or is being exported."""
     simulated = parts.fp8 is not None and parts.fp8.simulated  # which any device can do
     if (backend != "triton" and not simulated) or parts.attention is None or parts.mlp is None or is_exporting():
         return False
@@ -222,7 +222,7 @@ def _run_packed_blocks(blocks: nn.Sequential, x: Tensor, *rope: Tensor) -> Tenso
         if held is None or type(held.frozen) is not Packed or block._forward_hooks or is_touched(block):
             return None
         parts = parts_of(block)
-        packed = packed_for(parts, x) if block.runs_on_torch() else None  # type: ignore[operator]  # Freezable
+        packed = packed_for(parts, x) if block.runs_on_torch() else None  # type: ignore[operator]  # a FusedNormMlp
         if packed is None:
             return None
         first = first or parts

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedInputError
-from .backends import triton_unavailable_reasons
+from .backends import kernel_reasons
 from .checks import DTYPES
 from .operators import Gradient, operator
 
@@ -26,7 +26,7 @@ _SMALLEST_TILE = 32
 
 def unsupported_reasons(q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[str]:
     """Every reason why the kernel cannot compute attention of q, k, v [B, H, N, D]; empty when it can."""
-    reasons = list(triton_unavailable_reasons(q.device))
+    reasons = kernel_reasons(q.device, q.dtype)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             reasons.append(f"{name} must have shape [B, H, N, D], got {tuple(tensor.shape)}")
@@ -115,12 +115,9 @@ def attention_forward(
         return out, lse
     if reasons := unsupported_reasons(q, k, v, scale):
         raise UnsupportedInputError("attention with backend='triton'", reasons)
-    from ..kernels import attention
+    from ..kernels.attention import attention
 
-    if cu_seqlens is None and key_mask is None:
-        attention.attention_forward(q, k, v, view, lse, scale)
-    else:
-        attention.varlen_forward(q, k, v, view, lse, scale, **_among(cu_seqlens, key_mask, longest))
+    attention.attention_forward(q, k, v, view, lse, scale, **_among(cu_seqlens, key_mask, longest))
     return out, lse
 
 
@@ -145,14 +142,11 @@ def attention_gradient(
     q, k, v = _views(qkv)
     if cu_seqlens is not None and not q.shape[2]:
         return gradients
-    from ..kernels import attention
+    from ..kernels.attention import attention
 
     dq, dk, dv = _views(gradients)
     o, do = (_output_view(tensor, qkv) for tensor in (out, last_stride_one(grad_output)))
-    if cu_seqlens is None and key_mask is None:
-        attention.attention_backward(q, k, v, o, do, lse, dq, dk, dv, scale)
-    else:
-        attention.varlen_backward(q, k, v, o, do, lse, dq, dk, dv, scale, **_among(cu_seqlens, key_mask, longest))
+    attention.attention_backward(q, k, v, o, do, lse, dq, dk, dv, scale, **_among(cu_seqlens, key_mask, longest))
     return gradients
 
 

@@ -35,7 +35,7 @@ def fold(
         paired_head: Channels D of a head of q and k where channels j and j + D/2 are made neighbours, which q k^T does
             not notice: the block then takes its positions as `neighbours` gives them. 0 leaves channels where they are.
     """
-    from ..kernels.folding import NormedLinear, fold_linears
+    from ..kernels.linear.folding import NormedLinear, fold_linears
 
     with torch.no_grad():
         t = BlockTensors._make(tensor if tensor is None else tensor.detach() for tensor in tensors)

@@ -16,11 +16,11 @@ from .operators import operator, words_of
 from .rotary import QkSettings, QkTensors, norm_gradients, qkv_step
 
 if TYPE_CHECKING:
-    from ..kernels.folding import NormedLinear
     from ..kernels.layer_norm import RowStatistics
-    from ..kernels.linear import FoldedGradient
-    from ..kernels.scaled_weights import ScaledWeight
-    from ..kernels.weight_gradients import FoldedProducts
+    from ..kernels.linear.folding import NormedLinear
+    from ..kernels.linear.linear import FoldedGradient
+    from ..kernels.linear.scaled_weights import ScaledWeight
+    from ..kernels.linear.weight_gradients import FoldedProducts
 
 
 class BlockSettings(NamedTuple):
@@ -95,7 +95,7 @@ class Kept(NamedTuple):
         before_norm: qkv before the norms of q and k, where it has any.
         rows2, statistics2: Of the second norm.
         z: fc1's output [M, F], with a gate [M, 2 F] of both, interleaved.
-        branch, hidden: What `kernels/hidden_norm.py` keeps of a norm before fc2.
+        branch, hidden: What `kernels/linear/hidden_norm.py` keeps of a norm before fc2.
     """
 
     rows1: Tensor | None = None
@@ -153,7 +153,7 @@ def block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: An
         tensors: Those of `kept_names`, then those of the forward.
         settings: As `block_forward` takes them.
     """
-    from ..kernels import linear, scaled_weights, weight_products
+    from ..kernels.linear import linear, scaled_weights, weight_products
 
     s = BlockSettings.read(settings)
     kept, t, qk = _read(tensors, s)
@@ -204,7 +204,7 @@ def _normed(
     weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, norm: str,
     gate: Tensor | None = None, gate_bias: Tensor | None = None,
 ) -> NormedLinear:  # fmt: skip
-    from ..kernels.folding import NormedLinear
+    from ..kernels.linear.folding import NormedLinear
 
     return NormedLinear(weight, bias, gamma, beta, is_rms(norm), gate, gate_bias).contiguous()
 
@@ -227,7 +227,7 @@ def _mlp_gradient(
         inner: Of a norm between h and fc2, if there is one; fc2's input is then what it makes without its affine.
         rounded: True if the second gradient of x is in the dtype of the matmuls; else it is the first.
     """
-    from ..kernels import folding, linear, scaled_weights
+    from ..kernels.linear import folding, linear, scaled_weights
 
     dy, linears, hidden, along = stream.to(z.dtype), [first], None, None
     if inner is not None:
@@ -247,8 +247,8 @@ def _parameter_gradients(
     pairs: dict[str, tuple[Tensor, Tensor]], hidden: _HiddenGradient | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Gradients of the linear layers with their norms and LayerScales, by the names of `BlockTensors`."""
-    from ..kernels.vector_gradients import parameter_gradients
-    from ..kernels.weight_gradients import FoldedProducts, ResidualProducts
+    from ..kernels.linear.vector_gradients import parameter_gradients
+    from ..kernels.linear.weight_gradients import FoldedProducts, ResidualProducts
 
     folded = {name: FoldedProducts(parts[name], sums[name], layer) for name, layer in linears.items()}
     if hidden is not None:
@@ -284,7 +284,7 @@ class _HiddenGradient:
     Attributes:
         linear: Both, of dense tensors.
         scale: LayerScale [C] behind them, or None.
-        branch, statistics: What `kernels/hidden_norm.py` kept.
+        branch, statistics: What `kernels/linear/hidden_norm.py` kept.
         sums: Parts of the sums over the rows of dy, from `along` on.
     """
 
@@ -296,14 +296,14 @@ class _HiddenGradient:
 
     def along(self, dy: Tensor) -> Tensor:
         """The means of the product of normalised rows and their gradient, fp32 [M], for dy [M, C]."""
-        from ..kernels import hidden_norm
+        from ..kernels.linear import hidden_norm
 
         along, self.sums = hidden_norm.along_rows(dy, self.branch, self.scale, self.linear.weight.shape[1])
         return along
 
     def products(self, part: Tensor) -> FoldedProducts:
         """What the parameters' gradients are made of; `part` is dy^T h^, without LayerScale."""
-        from ..kernels.weight_gradients import FoldedProducts
+        from ..kernels.linear.weight_gradients import FoldedProducts
 
         assert self.sums is not None, "along comes first"
         linear, scale = self.linear, self.scale

@@ -40,8 +40,8 @@ from .operators import Gradient, operator
 from .rotary import QkTensors, QkvStep, qkv_step
 
 if TYPE_CHECKING:
-    from ..kernels.folding import FoldedLinear
-    from ..kernels.matmul_launch import HeadStep
+    from ..kernels.linear.folding import FoldedLinear
+    from ..kernels.matmul.matmul_launch import HeadStep
 
 
 class KeptWeights(Protocol):
@@ -74,7 +74,7 @@ def block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tensor
     Returns:
         The output, with `next_statistics` those of its rows, and with `keep` the tensors that `_kept_names` names.
     """
-    from ..kernels.linear import linear_residual
+    from ..kernels.linear.linear import linear_residual
 
     s = BlockSettings.read(settings)
     t, qk = tensors_of(tensors, s)
@@ -104,7 +104,8 @@ def _qkv(
     rows: Tensor, statistics: Tensor | None, qkv: FoldedLinear, head_step: HeadStep | None, kept: dict[str, Tensor],
     s: BlockSettings,
 ) -> Tensor:  # fmt: skip
-    from ..kernels import layer_norm, linear
+    from ..kernels import layer_norm
+    from ..kernels.linear import linear
 
     given = layer_norm.input_rows(rows, s.eps1, statistics, s.dtype, qkv.weight_sum is None)
     if not s.keep:
@@ -128,7 +129,8 @@ def _mlp(
     kept: dict[str, Tensor], s: BlockSettings,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The second half of [M, C], and the statistics of its rows."""
-    from ..kernels import hidden_norm, layer_norm, linear
+    from ..kernels import layer_norm
+    from ..kernels.linear import hidden_norm, linear
 
     fc1, inner = folded["fc1"], folded.get("fc2")
     gated = fc1.shift.shape[0] != t.fc2_weight.shape[1]
@@ -178,7 +180,7 @@ def named(t: Any) -> tuple[str, dict[str, Tensor | None]]:
 
 def _folded(x: Tensor, t: Any, paired_head: int, s: BlockSettings) -> dict[str, FoldedLinear]:
     """qkv and fc1 with the norms before them, and fc2 where there is one inside: folded already, or now."""
-    from ..kernels.folding import FoldedLinear, NormedLinear, fold_linears
+    from ..kernels.linear.folding import FoldedLinear, NormedLinear, fold_linears
 
     require_supported(*named(t), x, s.dtype)
     rms = is_rms(s.norm)
@@ -208,7 +210,7 @@ def _folded(x: Tensor, t: Any, paired_head: int, s: BlockSettings) -> dict[str, 
 
 def _plain_weights(t: Any, s: BlockSettings) -> dict[str, Tensor]:
     """proj and fc2 in the dtype of the matmuls, by one launch; without fc2 where that is folded with its norm."""
-    from ..kernels.scaled_weights import in_dtype
+    from ..kernels.linear.scaled_weights import in_dtype
 
     weights = {} if t.proj_weight is None else {"proj": t.proj_weight}
     if t.fc2_weight is not None and s.inner_norm == "none":

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..errors import UnsupportedInputError, check_type
-from .backends import constant_to_compiler, triton_unavailable_reasons
+from .backends import constant_to_compiler, kernel_reasons
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Row numbers are 32-bit in the kernels, up to the end of the last tile; offsets of elements are 64-bit.
@@ -29,7 +29,7 @@ def unsupported_reasons(x: Tensor, parameters: Mapping[str, Tensor | None], dtyp
     Args:
         dtype: Of the matmuls: x's, or autocast's beside fp32 x.
     """
-    reasons = list(triton_unavailable_reasons(x.device))
+    reasons = kernel_reasons(x.device, dtype)
     if x.dtype not in DTYPES:
         reasons.append(f"x is {x.dtype}: accepted are float32, float16, bfloat16")
     if x.numel() // max(x.shape[-1], 1) > MAX_ROWS:

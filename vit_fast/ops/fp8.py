@@ -124,7 +124,7 @@ def _normed(
 ) -> Fp8Linear:  # fmt: skip
     """A linear layer behind a norm."""
     if scale is None:
-        from ..kernels.folding import NormedLinear, fold_linear
+        from ..kernels.linear.folding import NormedLinear, fold_linear
 
         folded = fold_linear(NormedLinear(weight, bias, gamma, beta, rms, gate, gate_bias, paired_head), dtype)
         return Fp8Linear(folded.weight, folded.shift, None, folded.weight_sum, None)

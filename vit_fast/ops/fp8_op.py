@@ -104,8 +104,8 @@ def block_fp8_forward(x: Tensor, tensors: Sequence[Tensor | None], *settings: An
         tensors: `Fp8Inputs`, the layers qkv, proj, fc1 and fc2, five tensors each, and the first six of `QkTensors`.
         settings: As `block_forward` takes them.
     """
-    from ..kernels.attention import attention_forward
-    from ..kernels.linear import layer_norm_linear, linear_residual
+    from ..kernels.attention.attention import attention_forward
+    from ..kernels.linear.linear import layer_norm_linear, linear_residual
 
     x8, statistics, next_factor = _inputs(tensors)
     qkv, proj, fc1, fc2 = _linears(tensors)
@@ -168,7 +168,7 @@ def _rows(source: Tensor, statistics: Tensor | None, eps: float) -> Any:
 
 
 def _folded(linear: Fp8Linear) -> Any:
-    from ..kernels.folding import FoldedLinear
+    from ..kernels.linear.folding import FoldedLinear
 
     assert linear.shift is not None, "a folded layer has a shift"
     return FoldedLinear(linear.weight, linear.weight_sum, linear.shift, linear.scale)

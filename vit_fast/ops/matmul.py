@@ -11,14 +11,14 @@ from .operators import Gradient, operator
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
-    from ..kernels.linear import linear_residual
+    from ..kernels.linear.linear import linear_residual
 
     return linear_residual(x.flatten(0, -2), weight, None, None, None)[0].view(*x.shape[:-1], weight.shape[0])
 
 
 def _product_gradient(grad_output: Tensor, x: Tensor, weight: Tensor) -> list[Tensor]:
-    from ..kernels import linear, scaled_weights, vector_gradients, weight_products
-    from ..kernels.weight_gradients import ResidualProducts
+    from ..kernels.linear import linear, scaled_weights, vector_gradients, weight_products
+    from ..kernels.linear.weight_gradients import ResidualProducts
 
     grad, rows = grad_output.flatten(0, -2).contiguous(), x.flatten(0, -2)
     (scaled,) = scaled_weights.scaled_weights([(weight, None)], x.dtype)

@@ -24,7 +24,7 @@ from .descriptions import QkNorm, Rope, check_qk_norm, checked_rope
 from .operators import Gradient, operator
 
 if TYPE_CHECKING:
-    from ..kernels.matmul_launch import HeadStep
+    from ..kernels.matmul.matmul_launch import HeadStep
     from ..kernels.rotary import QkvSettings
 
 _WHAT = "qk_norm_rope"
@@ -255,7 +255,7 @@ class QkvStep:
         """What the matmul does to q and k in images of so many tokens."""
         if not self.in_matmul:
             return None
-        from ..kernels.matmul_launch import HeadStep
+        from ..kernels.matmul.matmul_launch import HeadStep
 
         return HeadStep(self.settings, tokens, self.head_dim)
 
@@ -319,6 +319,6 @@ def qkv_step(
 
 
 def _normalises(dtype: torch.dtype, head_dim: int) -> bool:
-    from ..kernels.matmul_policy import NORMED_HEADS
+    from ..kernels.matmul.matmul_policy import NORMED_HEADS
 
     return dtype.itemsize == 2 and head_dim in NORMED_HEADS
