@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vit_fast.fusion.block import run_mlp, runs_whole
-from vit_fast.fusion.freezing import Freezable
 from vit_fast.fusion.fuse import shadow_of
 from vit_fast.fusion.fused import FusedNormMlp
 from vit_fast.fusion.parts import BlockParts, LinearParts, scale_of, tensors_of
@@ -92,17 +91,14 @@ def _is_one(linear: LinearParts) -> bool:
 def exportable_copy(model: nn.Module) -> nn.Module:
     """Returns a copy that shares the model's tensors, whose blocks run from their parts where they can be read."""
     shadow = shadow_of(model)
-    for block in [module for module in shadow.modules() if isinstance(module, Freezable)]:
+    for block in [module for module in shadow.modules() if isinstance(module, FusedNormMlp)]:
         parts = block.read()
-        if not runs_whole(parts, "triton"):
-            continue
-        block.vit_fast_exported = exported = ExportedBlock(parts)
-        if isinstance(block, FusedNormMlp):  # its own forward finds positions and masks
+        if runs_whole(parts, "triton"):
+            block.vit_fast_exported = exported = ExportedBlock(parts)
+            # its own forward stays, which finds positions and masks
             block.ready = partial(_same, parts)
             block.is_idle = partial(_same, False)
             block.run_as_block = partial(_run_as_block, exported)
-        else:
-            block.forward = exported.forward
     return shadow
 
 

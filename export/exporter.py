@@ -177,7 +177,7 @@ def _complete(
     if names is not None:
         check_type("class_names", names, Sequence)
         if len(names) != vit.num_classes:
-            raise ValueError(f"class_names has {len(names)} names: accepted are {vit.num_classes}, as num_classes")
+            raise ValueError(f"class_names must have {vit.num_classes} names, as num_classes, got {len(names)}")
         vit.class_names = tuple(map(str, names))
     if options.preprocess and vit.data_config is None:
         raise ValueError(f"preprocess=True, but {vit.name} does not say how its images are prepared: give data_config")
