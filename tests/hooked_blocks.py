@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import vit_fast
 from vit_fast.fusion.fused import FusedModule
-from vit_fast.libraries import transformers_blocks, transformers_packed
+from vit_fast.libraries import known, transformers_blocks, transformers_packed
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Undo = Callable[[], object]
@@ -210,7 +210,7 @@ def assert_changes_count(block: nn.Module, call: Call) -> int:
         nn.init.normal_(parameter, 0.1, 0.2)
     twin = copy.deepcopy(block)
     left = [twin.get_submodule(row.name) for row in vit_fast.fuse(twin, "sdpa").left]
-    assert all(transformers_blocks.left_reason(type(module)) for module in left), "BEiT's attention in transformers 4"
+    assert all(known.left_reason(type(module)) for module in left), "BEiT's attention in transformers 4"
     expected, count = run(twin, call), 0
     close = {"rtol": 1e-4, "atol": 1e-4}
     torch.testing.assert_close(expected, run(block, call), **close)

@@ -23,8 +23,8 @@ from vit_fast import create_model, save
 from vit_fast.cli import main
 from vit_fast.export import export_onnx
 from vit_fast.export.onnx_calibration import Calibration
-from vit_fast.tuning.choices import Choice
-from vit_fast.tuning.deployable import _write_program
+from vit_fast.measure.candidate import Choice
+from vit_fast.measure.deployable import _write_program
 from vit_fast.files import folder_aside
 
 def command(*arguments):

@@ -19,6 +19,7 @@ import vit_fast
 from vit_fast.fusion.block import parts_of, run_block
 from vit_fast.fusion.freezing import frozen_of
 from vit_fast.fusion.fuse import shadow_of
+from vit_fast.fusion.fused import FusedModule
 from vit_fast.ops.descriptions import Keys
 from vit_fast.ops.quantised import Quantised
 from vit_fast.quantization import fp8, fp8_scales
@@ -235,8 +236,7 @@ def test_what_cannot_be_done_is_refused_with_all_reasons(monkeypatch: pytest.Mon
         "vit_fast.calibrate",
     ):
         assert reason in str(refusal.value)
-    assert type(model).__name__ == "VisionTransformer"
-    assert not isinstance(model.blocks[0], vit_fast.fusion.fused.FusedModule)
+    assert type(model).__name__ == "VisionTransformer" and not isinstance(model.blocks[0], FusedModule)
     with pytest.raises(ValueError, match="precision must be None or 'fp8', got 'int4'"):
         vit_fast.fuse(model, precision="int4")
     with pytest.raises(ValueError, match=r"keep=\(\) and .* need precision='fp8'"):

@@ -10,10 +10,10 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from command_line import run
 from onnx_models import NAMES, timm_vit, transformers_vit
 
 from vit_fast.apps.data import default_photograph, make_transform, read_image
-from vit_fast.cli import main
 from vit_fast.config import DataConfig
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.export import OnnxRunner, ProviderError
@@ -212,9 +212,7 @@ def test_a_file_as_optimum_writes_it(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "data.json").write_text(json.dumps(DataConfig().to_dict() | {"img_size": 32}))
     arguments = ["--weights", str(tmp_path / "o.onnx"), "--data-config", str(tmp_path / "data.json"), "--json"]
     capsys.readouterr()  # torch 2.11 tells what it exported
-    with pytest.raises(SystemExit) as status:
-        main(["predict", str(default_photograph()), *arguments])
-    assert status.value.code == 0
+    assert run("predict", str(default_photograph()), *arguments) == 0
     (result,) = json.loads(capsys.readouterr().out)
     assert result["top"][0]["index"] == int(logits[0].argmax())
 
@@ -240,9 +238,8 @@ def test_an_output_of_integers(tmp_path: Path) -> None:
 
 def test_predict_needs_nothing_but_the_file(exported: Any, capsys: pytest.CaptureFixture[str]) -> None:
     for file in ("pixels", "plain"):
-        with pytest.raises(SystemExit) as status:
-            main(["predict", str(default_photograph()), "--weights", str(exported(file)), "--json", "--top-k", "10"])
-        assert status.value.code == 0
+        arguments = ["--weights", str(exported(file)), "--json", "--top-k", "10"]
+        assert run("predict", str(default_photograph()), *arguments) == 0
         (result,) = json.loads(capsys.readouterr().out)
         assert sum(row["probability"] for row in result["top"]) == pytest.approx(1)
         assert {row["class"] for row in result["top"]} == set(NAMES)
@@ -257,8 +254,6 @@ def test_predict_needs_nothing_but_the_file(exported: Any, capsys: pytest.Captur
     ],
 )
 def test_predict_refuses(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as status:
-        main(["predict", str(default_photograph()), "--weights", *arguments])
-    assert status.value.code == 2
+    assert run("predict", str(default_photograph()), "--weights", *arguments) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1

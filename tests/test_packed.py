@@ -18,7 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import vit_fast
 from vit_fast.accuracy import judge
 from vit_fast.fusion import block, packing
-from vit_fast.fusion.freezing import Freezable, frozen_bytes, frozen_of
+from vit_fast.fusion.freezing import frozen_bytes, frozen_of
+from vit_fast.fusion.fused import FusedNormMlp
 from vit_fast.ops.packed import PackedLinear, pack_reasons
 
 pytestmark = pytest.mark.skipif(bool(pack_reasons(torch.float32)), reason="; ".join(pack_reasons(torch.float32)))
@@ -59,7 +60,7 @@ def fused(subject: Subject, dtype: torch.dtype = torch.float32) -> tuple[nn.Modu
 
 
 def packs(model: nn.Module) -> int:
-    return sum(isinstance(module, Freezable) and module.packable() is not None for module in model.modules())
+    return sum(isinstance(module, FusedNormMlp) and module.packable() is not None for module in model.modules())
 
 
 @pytest.mark.each_value

@@ -28,7 +28,7 @@ MAX_DEPTH, MAX_PARAMETERS = 1024, 10**12
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """How an RGB image becomes a model's input, in timm's terms.
+    """Preprocessing of an RGB image for a model, in timm's terms.
 
     Attributes:
         mean: Per-channel mean that is subtracted, of pixel values in [0, 1].
@@ -236,7 +236,7 @@ class ViTConfig:
 
     @property
     def pos_embed_covers_prefix(self) -> bool:
-        """Whether those tokens have a learned position, too."""
+        """True if those tokens have a learned position, too."""
         return self.pos_embed == "learn" and not self.no_embed_class
 
     @property
@@ -305,7 +305,6 @@ class ViTConfig:
 
 
 def _check_each(config: ViTConfig) -> None:
-    """What each field accepts by itself."""
     check_number("norm_eps", config.norm_eps)
     check_number("mlp_ratio", config.mlp_ratio)
     for name in ("init_values", "pool_mlp_ratio"):
@@ -334,7 +333,6 @@ def _check_each(config: ViTConfig) -> None:
 
 
 def _check_together(config: ViTConfig) -> None:
-    """What fields accept in the light of others."""
     for name, ratio in (("mlp_ratio", config.mlp_ratio), ("pool_mlp_ratio", config.pool_mlp_ratio or 0)):
         if not config.embed_dim * ratio <= MAX_SIZE:
             raise ValueError(f"{name} times embed_dim must be at most {MAX_SIZE}, got {ratio} x {config.embed_dim}")

@@ -98,7 +98,6 @@ def _check_memory(config: ViTConfig, device: torch.device) -> None:
 
 
 def _shape(name: str, source: Source | None) -> tuple[ViTConfig, DataConfig | None]:
-    """Of the variant, or of the repository where the name is one."""
     if "/" not in name:
         variant = get_variant(name)
         return variant.config, variant.data

@@ -1,4 +1,4 @@
-"""Where patches are: learned and fixed position embeddings, and the tables of rotary positions."""
+"""Positions of patches: learned and fixed position embeddings, and the tables of rotary positions."""
 
 from __future__ import annotations
 

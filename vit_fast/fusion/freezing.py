@@ -2,66 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
-
-import torch
 from torch import nn
 
 from ..errors import check_type
 from ..ops.frozen import Frozen
-from ..quantization.fp8_scales import PLACE, make_room
 from .block import freeze_parts
+from .fused import FusedNormMlp
 from .packing import pack_parts
-from .parts import BlockParts
-
-
-class Freezable(nn.Module):
-    """A block whose folded weights can be kept; it gives them up where its weights are about to change or move."""
-
-    vit_fast_parts: BlockParts | None = None
-
-    def whole(self) -> BlockParts | None:
-        """Its parts where it is nothing but kernels now."""
-        raise NotImplementedError
-
-    def packable(self) -> BlockParts | None:
-        """Its parts where its linear layers can be packed for the CPU."""
-        raise NotImplementedError
-
-    def runs_on_torch(self) -> bool:
-        """True if its backend is sdpa."""
-        raise NotImplementedError
-
-    def leaves_all_to_torch(self) -> bool:
-        """True where its modules do as well: on sdpa, without FP8 (which is simulated) and packed weights."""
-        if not self.runs_on_torch() or PLACE in self._modules:
-            return False
-        if torch.compiler.is_compiling():  # a compiled block does not run packed
-            return True
-        parts = self.__dict__.get("vit_fast_parts")
-        return parts is None or (parts.frozen is None and parts.fp8 is None)
-
-    def drop_frozen(self) -> None:
-        """Folds anew in every forward again."""
-        parts = self.__dict__.get("vit_fast_parts")
-        if parts is not None:
-            parts.frozen = parts.reader = None
-
-    def train(self, mode: bool = True) -> Self:
-        if mode:
-            self.drop_frozen()
-        return super().train(mode)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """Runs on .to(), .cuda() and the like."""
-        self.drop_frozen()
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        """Runs in load_state_dict of whatever holds this block."""
-        self.drop_frozen()
-        make_room(self, *args[:2])
-        super()._load_from_state_dict(*args)
 
 
 def freeze(model: nn.Module) -> tuple[str, ...]:
@@ -95,7 +42,7 @@ def freeze(model: nn.Module) -> tuple[str, ...]:
         ValueError: a block is in training mode; nothing is frozen then.
     """
     check_type("model", model, nn.Module)
-    blocks = [(name, module) for name, module in model.named_modules() if isinstance(module, Freezable)]
+    blocks = [(name, module) for name, module in model.named_modules() if isinstance(module, FusedNormMlp)]
     for name, block in blocks:
         if block.training:
             raise ValueError(f"{name or 'model'} is in training mode: accepted is evaluation mode, call eval() first")
@@ -115,13 +62,13 @@ def unfreeze(model: nn.Module) -> None:
     """Undoes freeze: the weights are folded in every forward again. A model that is not frozen is left alone."""
     check_type("model", model, nn.Module)
     for module in model.modules():
-        if isinstance(module, Freezable):
+        if isinstance(module, FusedNormMlp):
             module.drop_frozen()
 
 
 def frozen_of(model: nn.Module) -> list[Frozen]:
-    """What is kept of a model's blocks."""
-    parts = [module.__dict__.get("vit_fast_parts") for module in model.modules() if isinstance(module, Freezable)]
+    """Returns the cached weights of a model's blocks."""
+    parts = [module.__dict__.get("vit_fast_parts") for module in model.modules() if isinstance(module, FusedNormMlp)]
     return [each.frozen for each in parts if each is not None and each.frozen is not None]
 
 

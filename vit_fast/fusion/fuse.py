@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import UnsupportedInputError, check_type
 from ..layers import AttentionPool, PatchEmbed
-from ..libraries.known import fused_form, left_reason, reads_text_or_decodes, stands_in_block
+from ..libraries.known import fused_form, left_reason, stands_in_block
 from ..model import Attention, Block
 from ..ops.backends import auto_reasons, resolve_backend, triton_unavailable_reasons
 from ..quantization import fp8
@@ -78,7 +78,8 @@ def fuse(
     plan = _Walk(model, backend, resolved)
     if normalize is not None:
         plan.add_normalize(model, *check_normalize(normalize))
-    plan.changes.append((fp8.touched(model), functools.partial(fp8.switch, model, choice)))
+    if calibrated := fp8.touched(model):
+        plan.changes.append((calibrated, functools.partial(fp8.switch, model, choice)))
     plan.apply()
     if choice is not None:
         rows = fp8.annotated(plan.rows, choice, dtype_of(model))
@@ -191,7 +192,7 @@ class _Walk:
             self.rows.append(_row(name, module, part, [reason]))
             self._children(name, module, inside_unknown=True)
             return True
-        is_elsewhere = bool(name) and reads_text_or_decodes(module)
+        is_elsewhere = bool(name) and _reads_text_or_decodes(module)
         if is_elsewhere and not inside_unknown:
             self.elsewhere.append(f"{name} ({type(module).__qualname__})")
         inside_unknown = inside_unknown or is_elsewhere
@@ -284,7 +285,7 @@ class _Walk:
             raise
 
     def _about_triton(self, module: nn.Module, form: type[FusedModule]) -> tuple[list[str], list[str]]:
-        """Why the kernels cannot do this module: reasons to leave it, or a note where "auto" takes sdpa instead."""
+        """Returns why the kernels cannot run this module: reasons to skip it, or a note."""
         unable = form.triton_reasons(module) if self.resolved == "triton" else []
         if self.requested != "auto":
             return unable, []
@@ -307,7 +308,6 @@ def _checked_backend(model: nn.Module, backend: str) -> str:
 
 
 def _instance_reasons(module: nn.Module, form: type[FusedModule]) -> list[str]:
-    """Why this instance is not what its class says."""
     reasons = []
     if type(module).forward is not form.original_forward or class_is_patched(type(module)):
         reasons.append(f"{type(module).__qualname__}.forward was replaced on the class")
@@ -317,7 +317,7 @@ def _instance_reasons(module: nn.Module, form: type[FusedModule]) -> list[str]:
 
 
 def _reasons_now(module: FusedModule, finding: Finding) -> list[str]:
-    """Why a module that was fused earlier can no longer be.
+    """Returns why a module that was fused earlier can no longer be.
 
     Sharded weights are none: fully_shard came after fuse, and gathers them before forward runs.
     """
@@ -326,7 +326,6 @@ def _reasons_now(module: FusedModule, finding: Finding) -> list[str]:
 
 
 def _reason_to_leave(module: nn.Module) -> str | None:
-    """Why a module without a fused form is left, where there is a particular reason."""
     cls = type(module)
     reason = left_reason(cls)
     if reason is not None:
@@ -342,6 +341,13 @@ def _reason_to_leave(module: nn.Module) -> str | None:
             " with a forward of its own" if own else ""
         )
     return None
+
+
+def _reads_text_or_decodes(module: nn.Module) -> bool:
+    """True for a language model of transformers, which sees nothing, and for a decoder behind an encoder."""
+    name = type(module).__name__
+    decodes = "Decoder" in name and "Encoder" not in name
+    return decodes or getattr(module, "input_modalities", None) in ("text", ("text",))
 
 
 def _give_class(module: nn.Module, form: type[FusedModule], backend: str, **attributes: Any) -> None:

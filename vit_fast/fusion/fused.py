@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from ..ops.attention_op import DTYPES, MAX_HEAD_DIM, MIN_HEAD_DIM
 from ..ops.backends import resolve_backend
 from ..ops.descriptions import Keys, Rope
+from ..quantization.fp8_scales import PLACE, make_room
 from .block import forward_block, parts_of, run_blocks, run_mlp, runs_whole
-from .freezing import Freezable
 from .packing import is_packable, run_packed_block
 from .parts import AttentionParts, BlockParts, MlpParts, drops
 from .reading import Reader, read_block
@@ -30,7 +30,7 @@ FusedClass = TypeVar("FusedClass", bound="type[FusedModule]")
 
 @dataclass(frozen=True)
 class Finding:
-    """What is to be known of a module before it is fused.
+    """Findings about a module before it is fused.
 
     Attributes:
         reasons: Why it must stay as it is; empty where it need not.
@@ -93,7 +93,7 @@ class FusedModule(nn.Module):
 
     @classmethod
     def triton_reasons(cls, module: Any) -> list[str]:
-        """Why the kernels cannot do an instance."""
+        """Returns why the kernels cannot run an instance."""
         return triton_reasons(cls.head_width(module), dtype_of(module))
 
     def set_up(self) -> None:
@@ -203,7 +203,7 @@ def dtype_of(module: nn.Module) -> torch.dtype | None:
 
 
 def triton_reasons(head_width: int | None, dtype: torch.dtype | None) -> list[str]:
-    """Why the kernels cannot do a module of this head width (None: it has no attention) and weight dtype."""
+    """Returns why the kernels cannot run a module of this head width (None: no attention) and weight dtype."""
     reasons = []
     if head_width is not None and not MIN_HEAD_DIM <= head_width <= MAX_HEAD_DIM:
         reasons.append(f"a head is {head_width} wide: the triton kernel takes {MIN_HEAD_DIM} to {MAX_HEAD_DIM}")
@@ -212,7 +212,7 @@ def triton_reasons(head_width: int | None, dtype: torch.dtype | None) -> list[st
     return reasons
 
 
-class FusedNormMlp(Freezable, FusedModule):
+class FusedNormMlp(FusedModule):
     """A module whose norm and MLP are one operator; a block, whose kernels follow one another where nothing intervenes.
 
     A child that gets a hook, a wrapper or another class after fuse is honoured: what holds it then runs as it was.
@@ -220,6 +220,7 @@ class FusedNormMlp(Freezable, FusedModule):
 
     kind = "norm + MLP"
     reader: ClassVar[type[Reader]] = Reader
+    vit_fast_parts: BlockParts | None = None
 
     @classmethod
     def read_mlp(cls, block: Reader) -> MlpParts | None:
@@ -228,7 +229,7 @@ class FusedNormMlp(Freezable, FusedModule):
 
     @classmethod
     def read_attention(cls, block: Reader) -> AttentionParts | None:
-        """What comes before in a block; None where that stays modules."""
+        """Reads the first half of a block; None where that stays modules."""
         return None
 
     @classmethod
@@ -238,7 +239,7 @@ class FusedNormMlp(Freezable, FusedModule):
         return Finding(reader.reasons, reader.notes, reader.modules)
 
     def read(self) -> BlockParts:
-        """What the module consists of now."""
+        """Reads the module as it is now."""
         return read_block(self, self.read_mlp, self.read_attention, self.reader)
 
     def ready(self) -> BlockParts | None:
@@ -252,7 +253,35 @@ class FusedNormMlp(Freezable, FusedModule):
         return self.ready() is None
 
     def is_idle(self) -> bool:
-        return self.leaves_all_to_torch()
+        """True on sdpa, without FP8 (which is emulated) and packed weights: its modules do as well."""
+        if not self.runs_on_torch() or PLACE in self._modules:
+            return False
+        if torch.compiler.is_compiling():  # a compiled block does not run packed
+            return True
+        parts = self.__dict__.get("vit_fast_parts")
+        return parts is None or (parts.frozen is None and parts.fp8 is None)
+
+    def drop_frozen(self) -> None:
+        """Gives up the folded or packed weights, because its weights are about to change or move."""
+        parts = self.__dict__.get("vit_fast_parts")
+        if parts is not None:
+            parts.frozen = parts.reader = None
+
+    def train(self, mode: bool = True) -> Self:
+        if mode:
+            self.drop_frozen()
+        return super().train(mode)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> FusedModule:
+        """Runs on .to(), .cuda() and the like."""
+        self.drop_frozen()
+        return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """Runs in load_state_dict of whatever holds this block."""
+        self.drop_frozen()
+        make_room(self, *args[:2])
+        super()._load_from_state_dict(*args)
 
     def packable(self) -> BlockParts | None:
         parts = parts_of(self)

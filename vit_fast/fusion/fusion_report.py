@@ -1,4 +1,4 @@
-"""What fuse did with each module of a model, and how that is printed."""
+"""Report of fuse: what it did with each module of a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..errors import UnsupportedInputError
 
 @dataclass(frozen=True)
 class ModuleReport:
-    """What fuse did with one module.
+    """Report of one module.
 
     Attributes:
         name: Its dotted name in the model; "" is the model itself.
@@ -34,7 +34,7 @@ class ModuleReport:
 
 @dataclass(frozen=True)
 class FusionReport:
-    """What fuse did; print it.
+    """Report of fuse; print it.
 
     Attributes:
         backend: What "auto" meant: "eager", "sdpa" or "triton".

@@ -35,7 +35,7 @@ class NormParts:
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """Where its parameters are."""
+        """Slots of its parameters."""
         names = ("weight", "bias") if self.kind == "layer_norm" else ("weight",)
         return tuple((self.module, name) for name in names)
 
@@ -45,7 +45,7 @@ class NormParts:
         return tensor_of(self.module, "weight"), bias
 
     def now(self) -> Norm:
-        """As an operator takes it."""
+        """Returns it as operators take it."""
         return Norm(*self.tensors(), self.eps, self.kind)
 
 
@@ -89,7 +89,7 @@ class QkNormParts:
     over: str
 
     def now(self) -> QkNorm:
-        """As an operator takes it."""
+        """Returns it as operators take it."""
         return QkNorm(self.q.now(), self.k.now(), self.over)
 
 
@@ -158,7 +158,7 @@ class MlpParts:
         return (*self.norm.tensors(), *self.fc1.tensors(), *tensors_of(self.fc2))
 
     def options(self) -> dict[str, Any]:
-        """What the operator takes beside them."""
+        """Returns the operator's other arguments."""
         options = {"eps": self.norm.eps, "activation": self.activation, "layer_scale": scale_of(self)}
         if self.norm.kind != "layer_norm":
             options["norm"] = self.norm.kind
@@ -171,7 +171,7 @@ class MlpParts:
 
 @dataclass(eq=False)
 class BlockParts:
-    """What a block was read into.
+    """A block as data.
 
     Attributes:
         attention: Its first half; None where that stays modules.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops.frozen import is_plain
+from ..ops.frozen import PLAIN
 
 _RECORDERS = "transformers.utils.output_capturing"
 # By key and index into the output: a layer is called whatever records it, and without weights attention returns none.
@@ -40,7 +40,7 @@ def _records_nothing_else(hook: Any) -> bool:
 
 
 def forward_is_replaced(module: nn.Module) -> bool:
-    """Whether the instance has a forward other than its class's own.
+    """True if the instance has a forward other than its class's own.
 
     Its own stands there, too, after transformers 4 has made a module or accelerate has taken its hooks away.
     """
@@ -75,7 +75,7 @@ def is_touched(module: nn.Module) -> bool:
         return True
     if not torch.compiler.is_compiling() and class_is_patched(type(module)):
         return True
-    return not all(map(is_plain, module._parameters.values()))
+    return any(type(parameter) not in PLAIN for parameter in module._parameters.values())
 
 
 def touch_reasons(name: str, module: nn.Module) -> list[str]:
@@ -93,13 +93,13 @@ def touch_reasons(name: str, module: nn.Module) -> list[str]:
 
 
 def tensor_reasons(name: str, tensor: Tensor | None) -> list[str]:
-    if is_plain(tensor):
+    if type(tensor) in PLAIN:
         return []
     return [f"{name} is a {type(tensor).__name__}: accepted is an ordinary tensor"]
 
 
 class Watch:
-    """What a reading rests on, and whether it still stands.
+    """Everything that a reading depends on; checks that nothing of it changed.
 
     Args:
         owner: The module that was read.
@@ -154,7 +154,7 @@ class Watch:
                 return False
             if parameters:
                 for parameter in parameters.values():
-                    if parameter.__class__ is not plain and not is_plain(parameter):
+                    if parameter.__class__ is not plain and parameter.__class__ not in PLAIN:
                         return False
         for parent, name, child, cls in self._touched:
             if parent._modules.get(name) is not child or type(child) is not cls or not is_touched(child):

@@ -1,4 +1,4 @@
-"""How a library's file reads its modules into parts: by paths, with every reason against reading past what is there."""
+"""Readers of blocks: a library names its parts by paths; every reason against bypassing a module is collected."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Looker:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """What was read past."""
+        """Modules that were bypassed."""
         return [child for _, _, child in self.edges.values()]
 
     def at(self, path: str) -> Any:
@@ -76,7 +76,7 @@ class Looker:
         return value
 
     def inside(self, path: str, classes: Classes) -> bool:
-        """Whether a module that holds or passes on what is between the parts is of a known class."""
+        """Checks that a module between the parts is of a known class."""
         module = self.reach(path)
         if type(module) in classes:
             return True
@@ -196,7 +196,7 @@ class PartReader(Looker):
         return drop_path
 
     def layer_scale(self, path: str | None) -> Slot | None:
-        """Where the vector is; None where the path leads nowhere, or to the number 1."""
+        """Returns the slot of the vector; None where the path leads nowhere, or to the number 1."""
         if path is None:
             return None
         scale = self.reach(path)

@@ -1,4 +1,4 @@
-"""What travels beside the hidden states where a library's own loop calls block after block: statistics, rows in e4m3.
+"""LayerNorm statistics and e4m3 tokens, passed on from block to block where a library's own loop calls them.
 
 A block remembers, a thread at a time, the tensor that it returned and what it knows of its rows; the next block takes
 that where it is handed that very tensor: the same object, over the same memory, that nothing wrote to since (torch
@@ -22,7 +22,7 @@ from ..ops.transforms import in_transform
 
 
 class RowFacts(NamedTuple):
-    """What is known of the rows of a tensor.
+    """Facts about the tokens of a tensor.
 
     Attributes:
         statistics: As the operators have them; None where nobody has them.
@@ -76,7 +76,7 @@ def remember(y: Tensor, rows: RowFacts) -> None:
 
 
 def recall(x: Tensor) -> RowFacts:
-    """What is known of the rows of x, if x is what the block before returned; else nothing."""
+    """Returns the facts about x if x is the unmodified output of the previous block, else NOTHING."""
     entry = _last.entry
     if entry is None or entry.key[0] != id(x) or not _is_followed(x) or entry.key != _key(x):
         return NOTHING

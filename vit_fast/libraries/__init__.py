@@ -1,4 +1,4 @@
-"""What is known of each library, in one file a library that can be imported without it; known.py lists them.
+"""Support for each library, in files that can be imported without it; known.py lists them.
 
 A library's file holds what applies to it:
 
@@ -7,6 +7,6 @@ A library's file holds what applies to it:
 - `wrote` and `read_config`, for the configuration files of its repositories (transformers': transformers_config.py);
 - PEER, what its own class of our architecture is, and `build_peer`, which makes it;
 - `recognise`, what a model at hand takes and gives, for export;
-- `fused_form` and `left_reason`, for fuse: how its blocks are read (timm_blocks.py, transformers_blocks.py and
-  transformers_packed.py).
+- FORMS, the fused class of each of its classes, and LEFT, why others are never fused (timm_blocks.py,
+  transformers_blocks.py and transformers_packed.py).
 """

@@ -63,13 +63,13 @@ class FixedGrid(nn.Module):
         return merged.unflatten(0, (batch, -1))
 
     def patches(self, images: Tensor) -> Tensor:
-        """What the processor makes of images [B, channels, height, width]: [B N, channels frames patch patch]."""
+        """Cuts images [B, channels, height, width] as the processor does: [B N, channels frames patch patch]."""
         cells = images.unflatten(3, (-1, self.merge, self.patch)).unflatten(2, (-1, self.merge, self.patch))
         by_patch = cells.permute(0, 2, 5, 3, 6, 1, 4, 7).unsqueeze(6)  # [B, rows, columns, merge, merge, channels, ...]
         return by_patch.expand(*(-1,) * 6, self.frames, -1, -1).flatten(5).flatten(0, 4)
 
     def _of_all(self, name: str, batch: int) -> Tensor:
-        """What is known of one image, for all images of a batch, one behind the other."""
+        """Repeats what is known of one image for all images of a batch."""
         one = self.get_buffer(name)
         if name == "position_ids":
             return one.repeat(batch, 1)
@@ -86,13 +86,13 @@ class FixedGridModel(ImageModel):
         """Its layers, which are fused, know what to write."""
 
     def run(self, images: Tensor, head: Head, dynamic_size: bool) -> Tensor:
-        """What the language model is given of images, [B, tokens, C]."""
+        """Returns what the language model is given of images, [B, tokens, C]."""
         tokens: Tensor = self.model(images)
         return tokens
 
 
 def recognise(model: nn.Module) -> ImageModel | None:
-    """What it takes and gives; None for another.
+    """Describes a FixedGrid; None for another model.
 
     Raises:
         UnsupportedInputError: its tower is not fused: transformers' own layers read lengths on the host.
@@ -122,7 +122,6 @@ def recognise(model: nn.Module) -> ImageModel | None:
 
 
 def _reasons(tower: nn.Module) -> list[str]:
-    """Why a model is not taken."""
     if not any(comes_from("transformers", tower, name) for name in TOWERS):
         return [f"the tower is a {type(tower).__name__}: accepted are {', '.join(TOWERS)} of transformers"]
     try:
@@ -133,7 +132,7 @@ def _reasons(tower: nn.Module) -> list[str]:
 
 
 def _layout(tower: Any, grid: Tensor) -> dict[str, Tensor]:
-    """What transformers makes of a grid, by the names under which its towers take it."""
+    """Returns what transformers makes of a grid, by the names under which its towers take it."""
     from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
     merge = tower.config.spatial_merge_size

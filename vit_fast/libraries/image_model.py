@@ -67,7 +67,7 @@ class ImageModel(abc.ABC):
         """Images [B, in_chans, height, width] -> logits or pooled features [B, ...]."""
 
     def set_data_config(self, data_config: DataConfig | None) -> None:
-        """How images are prepared; without normalising where the model does that itself."""
+        """Sets the preprocessing; without normalising where the model does that itself."""
         if data_config is not None and self.takes_bytes:
             zeros, scale = (0.0,) * self.in_chans, (1 / 255,) * self.in_chans
             data_config = dataclasses.replace(data_config, mean=zeros, std=scale)
@@ -113,7 +113,7 @@ class TimmInterface(ImageModel):
 
 
 def needs_more(model: nn.Module) -> list[str]:
-    """Why a model cannot be called with images alone: what its forward needs beside its first argument."""
+    """Returns why a model cannot be called with images alone: other required arguments of its forward."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     takes = [each for each in inspect.signature(model.forward).parameters.values() if each.kind in kinds]
     names = [each.name for each in takes[1:] if each.default is inspect.Parameter.empty]
@@ -124,7 +124,7 @@ def needs_more(model: nn.Module) -> list[str]:
 
 
 def comes_from(package: str, model: nn.Module, class_name: str | None = None) -> bool:
-    """Whether a model's class, or one it was made from, is of a package (and of this name)."""
+    """True if a model's class, or one it derives from, is of a package (and of this name)."""
     return any(
         cls.__module__.partition(".")[0] == package and class_name in (None, cls.__name__)
         for cls in type(model).__mro__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Mapping
 
@@ -22,6 +23,7 @@ from . import (
     torch_nn,
     torchvision,
     transformers,
+    transformers_blocks,
     transformers_config,
     transformers_packed,
 )
@@ -33,11 +35,11 @@ CONFIGURATIONS = (timm, transformers_config)
 PEERS = (timm, transformers, torchvision)
 IMAGE_MODELS = (ours, fixed_grid, timm, transformers, torchvision)
 FUSABLE = {
-    "vit_fast": ours,
-    "timm": timm_blocks,
-    "transformers": transformers_packed,
-    "torchvision": torchvision,
-    "torch": torch_nn,
+    "vit_fast": (ours,),
+    "timm": (timm_blocks,),
+    "transformers": (transformers_packed, transformers_blocks),
+    "torchvision": (torchvision,),
+    "torch": (torch_nn,),
 }
 
 ATTENTION = re.compile("att(n|ention)", re.IGNORECASE)
@@ -89,23 +91,19 @@ def recognise(model: nn.Module) -> ImageModel:
     return found
 
 
+@functools.cache
 def fused_form(cls: type[nn.Module]) -> type[FusedModule] | None:
-    """The fused class that instances of exactly this class can be given, or None."""
-    library = FUSABLE.get(cls.__module__.partition(".")[0])
-    return None if library is None else library.fused_form(cls)
+    """Returns the fused class that instances of exactly this class can be given, or None."""
+    libraries = FUSABLE.get(cls.__module__.partition(".")[0], ())
+    return next((form for library in libraries if (form := library.FORMS.of(cls)) is not None), None)
 
 
+@functools.cache
 def left_reason(cls: type[nn.Module]) -> str | None:
-    """Why a class is never fused, where that is known."""
-    library = FUSABLE.get(cls.__module__.partition(".")[0])
-    return None if library is None else library.left_reason(cls)
-
-
-def reads_text_or_decodes(module: nn.Module) -> bool:
-    """True for a language model of transformers, which sees nothing, and for a decoder behind an encoder."""
-    name = type(module).__name__
-    decodes = "Decoder" in name and "Encoder" not in name
-    return decodes or getattr(module, "input_modalities", None) in ("text", ("text",))
+    """Returns why a class is never fused, where that is known."""
+    libraries = FUSABLE.get(cls.__module__.partition(".")[0], ())
+    left = {pattern: reason for library in libraries for pattern, reason in getattr(library, "LEFT", {}).items()}
+    return next((reason for pattern, reason in left.items() if re.fullmatch(pattern, cls.__name__)), None)
 
 
 def stands_in_block(model: nn.Module, name: str) -> bool:

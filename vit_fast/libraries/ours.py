@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..config import DataConfig, ViTConfig
-from ..fusion.fused import Forms, FusedModule, FusedNormMlp
+from ..fusion.fused import Forms, FusedNormMlp
 from ..fusion.fused import FusedBlocks as BlocksForm
 from ..fusion.parts import AttentionParts, MlpParts
 from ..fusion.reading import Reader
@@ -24,7 +24,7 @@ NAME = "vit-fast"
 
 
 def recognise(model: nn.Module) -> ImageModel | None:
-    """What a VisionTransformer of ours takes and gives; None for another model."""
+    """Describes a VisionTransformer of ours; None for another model."""
     if not isinstance(model, VisionTransformer):
         return None
     config = model.config
@@ -156,13 +156,3 @@ FORMS = Forms(
 
 def __getattr__(name: str) -> Any:
     return FORMS.named(name)
-
-
-def fused_form(cls: type[nn.Module]) -> type[FusedModule] | None:
-    """Returns the fused class for one of ours, or None."""
-    return FORMS.of(cls)
-
-
-def left_reason(cls: type[nn.Module]) -> str | None:
-    """Returns None: no class of ours is left for a known reason."""
-    return None

@@ -44,7 +44,7 @@ def take_weights(
 
 
 def plain_vit_reasons(config: ViTConfig) -> list[str]:
-    """Why a config is not the plain ViT of the paper."""
+    """Returns why a config is not the plain ViT of the paper."""
     return reasons(
         config,
         class_token=(True,),
@@ -70,7 +70,7 @@ def plain_vit_reasons(config: ViTConfig) -> list[str]:
 
 
 def reasons(config: ViTConfig, **accepted: Iterable[object]) -> list[str]:
-    """Why a config does not fit: each field whose value is none of those accepted."""
+    """Returns why a config does not fit: each field whose value is none of those accepted."""
     return [
         f"{name}={getattr(config, name)!r}: accepted is {', '.join(map(repr, values))}"
         for name, values in accepted.items()

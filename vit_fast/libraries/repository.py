@@ -1,4 +1,4 @@
-"""What the configuration files of a model repository settle, whatever library wrote them."""
+"""Facts from the configuration files of a model repository, whatever library wrote them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..config import DataConfig, ViTConfig
 
 @dataclass(kw_only=True)
 class Facts:
-    """What comes with weights beside the tensors; None where nothing is said.
+    """Facts that come with weights beside the tensors; None where nothing is said.
 
     Attributes:
         config: The model that the weights were made for.

@@ -74,7 +74,7 @@ def _area(config: ViTConfig) -> int:
 
 
 def wrote(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is timm's."""
+    """True if timm wrote a config.json."""
     return "pretrained_cfg" in config or "architecture" in config
 
 
@@ -163,7 +163,7 @@ _SHARED_FIELDS = (
 
 
 def recognise(model: nn.Module) -> ImageModel | None:
-    """What a model of timm's takes and gives; None for another.
+    """Describes a model of timm; None for another.
 
     Raises:
         UnsupportedInputError: it does not say its size.

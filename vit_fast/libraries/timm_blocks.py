@@ -52,7 +52,7 @@ class AttentionLayer(FusedModule):
         return int(getattr(module, "head_dim", 0) or module.proj.in_features // module.num_heads)
 
     def runs_as_it_was(self, attn_mask: Tensor | None, is_causal: bool) -> bool:
-        """Whether a call is for timm's own forward."""
+        """True if timm's own forward has to run this call."""
         drop, q_norm, k_norm = self._read_past()
         changed = type(drop) is not nn.Dropout or is_touched(drop) or is_touched(q_norm) or is_touched(k_norm)
         masked = attn_mask is not None and not is_padding(attn_mask)
@@ -84,7 +84,7 @@ class AttentionLayer(FusedModule):
         return attention_among(qkv, keys_of(attn_mask, qkv), backend=self.vit_fast_backend)
 
     def project_out(self, mixed: Tensor, x: Tensor) -> Tensor:
-        """What follows attention: heads [B, N, H, D] and the layer's input [B, N, C] -> [B, N, dim_out]."""
+        """Runs what follows attention: heads [B, N, H, D] and the layer's input [B, N, C] -> [B, N, dim_out]."""
         mixed = self.norm(mixed.flatten(2))
         if getattr(self, "gate", None) is not None:
             mixed = mixed * self.gate(x).sigmoid()
@@ -281,7 +281,7 @@ class PaddedTowerForm(FusedModule):
         return self.attn_pool(x[:, self.num_prefix_tokens - prefix :], attn_mask=padding_mask(patch_valid, prefix))
 
     def _layers_know(self) -> bool:
-        """Whether every attention layer takes such a mask: timm's own may add it."""
+        """True if every attention layer takes such a mask: timm's own may add it."""
         return all(isinstance(block.attn, AttentionLayer) for block in self.blocks)
 
 
@@ -292,7 +292,7 @@ def padding_mask(valid: Tensor, prefix: int) -> Tensor:
 
 
 def keys_of(mask: Tensor | None, x: Tensor) -> Keys | None:
-    """Which keys a padding mask lets the tokens of x [B, N, ...] meet; None where all."""
+    """Returns the keys that a padding mask leaves for the tokens of x [B, N, ...]; None for all."""
     return None if mask is None else Keys(mask=mask[:, 0, 0].expand(x.shape[:2]))
 
 
@@ -347,7 +347,7 @@ def read_mlp(block: Reader, norm: str, inside: Mapping[str, tuple[type, ...]], *
 
 
 def learns(rope: Rope) -> bool:
-    """Whether the tables want gradients, as RoPE-Mixed's do in training: torch has to rotate then."""
+    """True if the tables require gradients, as RoPE-Mixed's do in training: torch has to rotate then."""
     return rope.cos.requires_grad and torch.is_grad_enabled()
 
 
@@ -379,13 +379,3 @@ FORMS = Forms(
 
 def __getattr__(name: str) -> Any:
     return FORMS.named(name)
-
-
-def fused_form(cls: type[nn.Module]) -> type[FusedModule] | None:
-    """The fused class for one of timm's, or None."""
-    return FORMS.of(cls)
-
-
-def left_reason(cls: type[nn.Module]) -> str | None:
-    """Why a class of timm's is never fused, where that is known."""
-    return LEFT.get(cls.__name__)

@@ -7,16 +7,15 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..fusion.fused import Finding, FusedBlocks, FusedModule, FusedNormMlp, fused_form_of
+from ..fusion.fused import Finding, Forms, FusedBlocks, FusedModule, FusedNormMlp
 from ..fusion.parts import MlpParts
 from ..fusion.plain import is_touched, tensor_reasons, touch_reasons
 from ..fusion.reading import Reader, dropout_notes
 from ..ops import attention_qkvpacked
-from ..ops.frozen import is_plain
+from ..ops.frozen import PLAIN
 
 
-@fused_form_of(nn.MultiheadAttention)
-class FusedMultiheadAttention(FusedModule, nn.MultiheadAttention):
+class MultiheadAttentionForm(FusedModule):
     """Self-attention, mha(x, x, x, need_weights=False) without masks, by our operator.
 
     Every other call (cross-attention, masks, weights asked for, dropout in training) runs torch's own forward.
@@ -59,7 +58,7 @@ class FusedMultiheadAttention(FusedModule, nn.MultiheadAttention):
         self_attention = query is key and key is value and query.dim() == 3 and not query.is_nested
         dropping = self.training and self.dropout > 0
         changed = type(self.out_proj) is not nn.modules.linear.NonDynamicallyQuantizableLinear
-        changed = changed or not all(map(is_plain, self._parameters.values()))
+        changed = changed or any(type(parameter) not in PLAIN for parameter in self._parameters.values())
         if masked or need_weights or not self_attention or dropping or changed or is_touched(self.out_proj):
             return super().forward(
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
@@ -71,8 +70,7 @@ class FusedMultiheadAttention(FusedModule, nn.MultiheadAttention):
         return (mixed if self.batch_first else mixed.transpose(0, 1)), None
 
 
-@fused_form_of(nn.TransformerEncoderLayer)
-class FusedTransformerEncoderLayer(FusedNormMlp, nn.TransformerEncoderLayer):
+class TransformerEncoderLayerForm(FusedNormMlp):
     """A pre-norm TransformerEncoderLayer with norm2, feed-forward and residual as one operator."""
 
     @classmethod
@@ -100,23 +98,16 @@ class FusedTransformerEncoderLayer(FusedNormMlp, nn.TransformerEncoderLayer):
         return self.norm_mlp(parts, src + self.dropout1(mixed))
 
 
-@fused_form_of(nn.Sequential)
-class FusedSequential(FusedBlocks, nn.Sequential):
-    """A Sequential of nothing but fused blocks."""
+FORMS = Forms(
+    globals(),
+    {
+        "torch.nn.modules.activation.MultiheadAttention": MultiheadAttentionForm,
+        "torch.nn.modules.transformer.TransformerEncoderLayer": TransformerEncoderLayerForm,
+        "torch.nn.modules.container.Sequential": FusedBlocks,
+    },
+)
+LEFT = {"TransformerDecoderLayer": "a decoder layer: causal and cross-attention"}
 
 
-FORMS: dict[type[nn.Module], type[FusedModule]] = {
-    form.original: form for form in (FusedMultiheadAttention, FusedTransformerEncoderLayer, FusedSequential)
-}
-
-
-def fused_form(cls: type[nn.Module]) -> type[FusedModule] | None:
-    """The fused class for one of torch's own layers, or None."""
-    return FORMS.get(cls)
-
-
-def left_reason(cls: type[nn.Module]) -> str | None:
-    """Why a class of torch's is never fused, where that is known."""
-    if cls is nn.TransformerDecoderLayer:
-        return "a decoder layer: causal and cross-attention"
-    return None
+def __getattr__(name: str) -> Any:
+    return FORMS.named(name)

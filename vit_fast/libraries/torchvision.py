@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from ..config import ViTConfig
 from ..errors import UnsupportedInputError
-from ..fusion.fused import Forms, FusedModule, FusedNormMlp, fused_class
+from ..fusion.fused import Forms, FusedNormMlp, fused_class
 from ..fusion.parts import AttentionParts, MlpParts
 from ..fusion.reading import Reader
 from .image_model import Head, ImageModel, comes_from
 from .peers import plain_vit_reasons, reasons, refuse
 from .rename import Converted, Rule, rename
-from .torch_nn import FusedMultiheadAttention
+from .torch_nn import MultiheadAttentionForm
 
 NAME = "torchvision"
 PEER = "torchvision's VisionTransformer"
@@ -80,7 +80,7 @@ def build_peer(config: ViTConfig) -> nn.Module:
 
 
 def recognise(model: nn.Module) -> ImageModel | None:
-    """What a VisionTransformer of torchvision's takes and gives; None for another model."""
+    """Describes a VisionTransformer of torchvision; None for another model."""
     return _describe(model) if comes_from(NAME, model, class_name="VisionTransformer") else None
 
 
@@ -139,7 +139,7 @@ class EncoderBlockForm(FusedNormMlp):
             "ln_1",
             ("self_attention",),
             "self_attention.out_proj",
-            inside={"self_attention": fused_class(block.at("self_attention"), FusedMultiheadAttention)},
+            inside={"self_attention": fused_class(block.at("self_attention"), MultiheadAttentionForm)},
             dropouts=("dropout",),
             rates=("self_attention.dropout",),
             num_heads=block.value("self_attention.num_heads"),
@@ -165,20 +165,10 @@ class EncoderBlockForm(FusedNormMlp):
         return self.dropout(x) + input
 
 
+LEFT = {"ShiftedWindowAttention": "windowed attention with a position bias"}
+
 FORMS = Forms(globals(), {"torchvision.models.vision_transformer.EncoderBlock": EncoderBlockForm})
 
 
 def __getattr__(name: str) -> Any:
     return FORMS.named(name)
-
-
-def fused_form(cls: type[nn.Module]) -> type[FusedModule] | None:
-    """The fused class for one of torchvision's, or None."""
-    return FORMS.of(cls)
-
-
-def left_reason(cls: type[nn.Module]) -> str | None:
-    """Why a class of torchvision's is never fused, where that is known."""
-    if cls.__name__ == "ShiftedWindowAttention":
-        return "windowed attention with a position bias"
-    return None

@@ -207,7 +207,7 @@ _ATTENTION_NAME = "vit_fast_export"
 
 
 def recognise(model: nn.Module) -> ImageModel | None:
-    """What a vision model of transformers' takes and gives; None for another, also one of images and text.
+    """Describes a vision model of transformers; None for another, also one of images and text.
 
     Raises:
         UnsupportedInputError: it takes more than images.

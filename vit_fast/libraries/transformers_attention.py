@@ -30,12 +30,12 @@ NEUTRAL = frozenset(
 
 
 def given(value: Any) -> bool:
-    """Whether a keyword argument says anything; None and False do not."""
+    """True if a keyword argument says anything; None and False do not."""
     return value is not None and value is not False
 
 
 def says_more(kwargs: dict[str, Any]) -> bool:
-    """Whether a keyword argument may be about attention."""
+    """True if a keyword argument may be about attention."""
     return any(name not in NEUTRAL and given(value) for name, value in kwargs.items())
 
 
@@ -131,7 +131,7 @@ class FusedSelfAttention(FusedModule):
         return None
 
     def keys_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Keys | None:
-        """Which keys a call lets queries meet; None where all."""
+        """Returns the keys that a call leaves to queries; None for all."""
         mask = kwargs.get("attention_mask")
         if mask is None:
             return None
@@ -139,7 +139,7 @@ class FusedSelfAttention(FusedModule):
         return Keys(mask=mask[:, 0, 0].expand(tokens))
 
     def runs_as_it_was(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call is for transformers' own forward."""
+        """True if transformers' own forward has to run this call."""
         if is_padding(kwargs.get("attention_mask")):
             kwargs = {name: value for name, value in kwargs.items() if name != "attention_mask"}
         unusual = any(map(given, args)) or says_more(kwargs)

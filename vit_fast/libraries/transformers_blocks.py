@@ -30,7 +30,7 @@ from .transformers_attention import (
 
 @dataclass(frozen=True)
 class Layer:
-    """How an encoder layer names its parts: x + after(attention(norm(x))), then norm and MLP.
+    """Names of the parts of an encoder layer: x + after(attention(norm(x))), then norm and MLP.
 
     Attributes:
         norms: The two LayerNorms.
@@ -54,7 +54,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Mlp:
-    """How an MLP names its parts; of transformers 4's two modules by their paths from the layer."""
+    """Names of the parts of an MLP; of transformers 4's two modules by their paths from the layer."""
 
     fc1: str
     activation: str
@@ -330,29 +330,24 @@ def _mixins() -> dict[str, type[FusedModule]]:
     return found
 
 
-FORMS = Forms(globals(), _mixins())
-
-
-def __getattr__(name: str) -> Any:
-    return FORMS.named(name)
-
-
-def fused_form(cls: type[nn.Module]) -> type[FusedModule] | None:
-    """The fused class for one of transformers', or None."""
-    return None if _only_wraps_attention(cls) else FORMS.of(cls)
+class _Forms(Forms):
+    def of(self, original: type[nn.Module]) -> type[FusedModule] | None:
+        return None if _only_wraps_attention(original) else super().of(original)
 
 
 def _only_wraps_attention(cls: type[nn.Module]) -> bool:
-    """transformers 4 has ViTAttention around ViTSelfAttention and ViTSelfOutput: the inner one is fused."""
+    """True for ViTAttention of transformers 4, which holds ViTSelfAttention and ViTSelfOutput: the former is fused."""
     if not cls.__name__.endswith("Attention") or cls.__name__.endswith("SelfAttention"):
         return False
     return hasattr(inspect.getmodule(cls), cls.__name__.replace("Attention", "SelfAttention"))
 
 
-def left_reason(cls: type[nn.Module]) -> str | None:
-    """Why a class of transformers' is never fused, where that is known."""
-    if "Rope" in cls.__name__ and "Attention" in cls.__name__:
-        return "rotary positions"
-    if cls.__name__ == "BeitSdpaSelfAttention":
-        return "it adds a relative position bias"
-    return None
+FORMS = _Forms(globals(), _mixins())
+LEFT = {
+    ".*Rope.*Attention.*|.*Attention.*Rope.*": "rotary positions",
+    "BeitSdpaSelfAttention": "it adds a relative position bias",
+}
+
+
+def __getattr__(name: str) -> Any:
+    return FORMS.named(name)

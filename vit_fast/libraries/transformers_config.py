@@ -1,4 +1,4 @@
-"""What transformers' files say of a model: shape, head and class names, and how its images are prepared."""
+"""transformers' files about a model: shape, head and class names, and preprocessing."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _PIL_FILTERS: dict[int, Interpolation] = {0: "nearest", 1: "lanczos", 2: "biline
 
 
 def wrote(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is transformers'."""
+    """True if transformers wrote a config.json."""
     return "model_type" in config
 
 
@@ -174,7 +174,7 @@ def data_config_from_processor(processor: Mapping[str, Any]) -> DataConfig:
 
 
 def _sizes(processor: Mapping[str, Any]) -> tuple[int, int, bool]:
-    """What the image is resized to and then cropped to, in pixels; whether both sides are resized."""
+    """Returns the sizes after resizing and after cropping, in pixels, and whether both sides are resized."""
     size, crops = processor.get("size", 224), bool(processor.get("do_center_crop", False))
     if isinstance(size, Mapping):
         squashes = "height" in size

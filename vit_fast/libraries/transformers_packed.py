@@ -21,7 +21,6 @@ from ..ops import Rope, qk_norm_rope
 from ..ops.attention import is_exporting
 from ..ops.attention_varlen import attention_among
 from ..ops.descriptions import Keys
-from . import transformers_blocks
 from .transformers_attention import FusedPoolingHead, FusedRotarySelfAttention, FusedSelfAttention, given
 from .transformers_blocks import CLIP, FusedLayer, Layer, layer_of
 
@@ -239,11 +238,3 @@ FORMS = Forms(globals(), _mixins())
 
 def __getattr__(name: str) -> Any:
     return FORMS.named(name)
-
-
-def fused_form(cls: type[nn.Module]) -> type[FusedModule] | None:
-    """The fused class for one of transformers', or None."""
-    return FORMS.of(cls) or transformers_blocks.fused_form(cls)
-
-
-left_reason = transformers_blocks.left_reason

@@ -22,6 +22,8 @@ from .block import fold
 from .block_op import KEPT
 from .descriptions import BlockTensors
 
+PLAIN = (nn.Parameter, Tensor, type(None))  # parameters of other classes compute in their own way
+
 
 class Frozen:
     """The folded linear layers of one block.
@@ -168,16 +170,11 @@ def _version(tensor: Tensor) -> int:
 
 
 @functools.cache
-def is_plain(tensor: Tensor | None) -> bool:
-    """True for an ordinary tensor or None, not one of a class that computes in its own way."""
-    return tensor is None or type(tensor) in (nn.Parameter, Tensor)
-
-
 def _follow_optimizers() -> None:
     def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         # FSDP steps what it gathers the weights from, into tensors whose versions it keeps from being counted
-        stepped = {id(p) for p in parameters} if all(map(is_plain, parameters)) else None
+        stepped = {id(p) for p in parameters} if all(type(p) in PLAIN for p in parameters) else None
         for frozen in list(KEPT.values()):
             frozen.forget(stepped)
 

@@ -1,4 +1,4 @@
-"""What `fuse(model, precision="fp8")` does beside fusing: which blocks run in e4m3, and which of their layers stay."""
+"""`fuse(model, precision="fp8")`: chooses the blocks that run in e4m3 and the layers that stay in half precision."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedInputError
-from ..fusion.freezing import Freezable
-from ..fusion.fused import device_of, dtype_of
+from ..fusion.fused import FusedNormMlp, device_of, dtype_of
 from ..fusion.fusion_report import ModuleReport
 from ..ops.backends import fp8_reasons
 from .fp8_agreement import IMAGES, as_taken, find_kept
-from .fp8_scales import LINEARS, Fp8Scales, scales_of
+from .fp8_scales import LINEARS, PLACE, Fp8Scales, scales_of
 from .fp8_shadow import simulate
 
 WHAT = "fuse with precision='fp8'"
 
 
 def unable_reasons(device: torch.device, dtype: torch.dtype | None) -> list[str]:
-    """Why no model of this dtype on this device runs in e4m3, calibrated or not."""
+    """Returns why no model of this dtype on this device runs in e4m3, calibrated or not."""
     reasons = [] if device.type == "meta" else list(fp8_reasons(device))
     if dtype not in (torch.float16, torch.bfloat16):
         reasons.append(
@@ -57,7 +56,7 @@ def check_request(
 
 @dataclass(frozen=True)
 class Choice:
-    """What is to run in e4m3.
+    """Blocks and layers that run in e4m3.
 
     Attributes:
         linears: By block and name of LINEARS, the names in the model.
@@ -140,7 +139,7 @@ def _switch(model: nn.Module, choice: Choice | None) -> None:
         block.__dict__.pop("vit_fast_parts", None)
         if not own.active:
             continue
-        parts = block.whole() if isinstance(block, Freezable) else None
+        parts = block.whole() if isinstance(block, FusedNormMlp) else None
         if parts is None:
             raise UnsupportedInputError(WHAT, [f"{name}: the kernels do not run it as a whole"])
         if own.qkv.device.type != "meta":
@@ -149,7 +148,7 @@ def _switch(model: nn.Module, choice: Choice | None) -> None:
 
 def touched(model: nn.Module) -> list[nn.Module]:
     """The modules whose attributes `switch` changes."""
-    blocks = [module for module in model.modules() if scales_of(module) is not None]
+    blocks = [module for module in model.modules() if isinstance(module._modules.get(PLACE), Fp8Scales)]
     return blocks + [module for module in model.modules() if isinstance(module, Fp8Scales)]
 
 

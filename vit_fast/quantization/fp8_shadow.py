@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..fusion.block import parts_of, runs_whole
-from ..fusion.freezing import Freezable
+from ..fusion.fused import FusedNormMlp
 from ..fusion.parts import BlockParts, LinearParts, block_tensors
 from ..fusion.row_statistics import NOTHING, RowFacts
 from ..ops import reference
@@ -94,7 +94,7 @@ def simulate(shadow: nn.Module) -> tuple[list[Simulated], dict[str, str]]:
     found, left = [], {}
     names = {id(module): name for name, module in shadow.named_modules()}
     for name, block in shadow.named_modules():
-        if not isinstance(block, Freezable):
+        if not isinstance(block, FusedNormMlp):
             continue
         block.__dict__.pop("vit_fast_parts", None)
         block._modules.pop(PLACE, None)

@@ -36,7 +36,7 @@ _LISTED = 12  # names of one kind in a message, before "and N more"
 
 @dataclass
 class WeightsReport:
-    """What load_weights read, and what it did with it.
+    """Report of load_weights: what it read, renamed and left out.
 
     Attributes:
         source: Path, repository, or "a state dict".
@@ -257,7 +257,7 @@ class _Fit:
         return (side, side) if side and side * side == patches else None
 
     def _compare_facts(self) -> None:
-        """What no shape shows: the number of heads, the activation, epsilon."""
+        """Compares what no shape shows: the number of heads, the activation, epsilon."""
         theirs = self.source.config
         if theirs is None:
             return
