@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from vit_fast import ops
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.ops.linear import linear_residual
+from vit_fast.ops.matmul import matmul
 
 from .subjects import Task, register
 
@@ -46,9 +46,9 @@ def build(name: str, task: Task) -> nn.Module:
     if operator is None or task.weights is None:
         raise UnsupportedInputError(name, [f"{task.model.name} is no single operator"])
     table = {"attention": _ATTENTION, "mlp": _MLP, "matmul": _MATMUL}[operator.part]
-    reasons = [] if name in table else [f"it computes no {operator.part}: accepted are {', '.join(table)}"]
+    reasons = [] if name in table else [f"it computes no {operator.part}: expected {', '.join(table)}"]
     if name in _ON_A_GPU and task.device.type == "cpu":
-        reasons.append("accepted is a GPU")
+        reasons.append("expected a GPU")
     if name in _OF_GELU_TANH and operator.activation != "gelu_tanh":
         reasons.append("its activation is gelu_tanh")
     if reasons:
@@ -112,10 +112,6 @@ def _transformer_engine_module(width: int, hidden: int, dtype: torch.dtype) -> A
     return LayerNormMLP(width, hidden, eps=1e-6, activation="gelu", params_dtype=dtype)
 
 
-def _matmul(x: Tensor, weight: Tensor) -> Tensor:
-    return linear_residual(x, weight, bias=None, layer_scale=None, residual=None)[0]
-
-
 _ATTENTION: dict[str, Function] = {
     "eager": partial(ops.attention_qkvpacked, backend="eager"),
     "sdpa": _sdpa,
@@ -129,7 +125,7 @@ _MLP: dict[str, Function] = {
     "cublaslt": _cublaslt,
     "transformer-engine": _transformer_engine,
 }
-_MATMUL: dict[str, Function] = {"eager": F.linear, "triton": _matmul}
+_MATMUL: dict[str, Function] = {"eager": F.linear, "triton": matmul}
 # On a CPU the epilogue of _addmm_activation is exact GELU.
 _ON_A_GPU = ("flash-attn", "xformers", "cublaslt", "transformer-engine")
 _OF_GELU_TANH = ("cublaslt", "transformer-engine")

@@ -12,25 +12,12 @@ Tanh GELU is the same expression with the paper's cubic (Hendrycks and Gimpel, a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from .launch import is_interpreted
 
-# By torch, for the products that are left to its library.
-TORCH_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "relu": F.relu,
-    "silu": F.silu,
-}
-ACTIVATIONS = tuple(TORCH_ACTIVATIONS)
+ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "relu", "silu")
 _INTERPRETED = tl.constexpr(is_interpreted())
 
 

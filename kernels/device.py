@@ -59,6 +59,11 @@ def generation(arch: str) -> str:
     return "hopper" if 90 <= number < 100 else "blackwell" if 100 <= number < 120 else "ampere"
 
 
+def has_fp8(arch: str) -> bool:
+    """True for architectures with products of e4m3."""
+    return int(arch.removeprefix("sm_")) >= 89
+
+
 def reads_descriptors(arch: str) -> bool:
     """Whether tiles are loaded through TMA descriptors where the layout allows."""
     return generation(arch) != "ampere"
@@ -70,14 +75,7 @@ def matrix_instruction(arch: str) -> str:
 
 
 def product_kind(dtype: torch.dtype) -> str:
-    """How products of this dtype are formed: "half", "fp8" (e4m3), or fp32's "tf32" or "ieee", by torch's setting."""
+    """The number format of products of this dtype: "half", "fp8" (e4m3), or "tf32" for fp32."""
     if dtype == torch.float8_e4m3fn:
         return "fp8"
-    if dtype.itemsize == 2:
-        return "half"
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
-
-
-def dot_precision(kind: str) -> str:
-    """What `tl.dot` is told of a `product_kind`; without effect on half precision."""
-    return "tf32" if kind == "tf32" else "ieee"
+    return "half" if dtype.itemsize == 2 else "tf32"

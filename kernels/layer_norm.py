@@ -143,17 +143,6 @@ def _row_statistics_kernel(
         tl.store(out8_ptr + (rows.to(tl.int64)[:, None] * C + cols[None, :]), narrow, mask=mask)
 
 
-@triton.jit(do_not_specialize=["M"])
-def _combine_statistics_kernel(
-    part_ptr, mean_ptr, rstd_ptr, M, C, eps, ROWS: tl.constexpr, PARTS: tl.constexpr, RMS: tl.constexpr
-):
-    row = tl.program_id(0) * ROWS
-    mean, rstd = combine_statistics(part_ptr, row, M, C, eps, ROWS, PARTS, RMS)
-    rows = row + tl.arange(0, ROWS)
-    tl.store(mean_ptr + rows, mean, mask=rows < M)
-    tl.store(rstd_ptr + rows, rstd, mask=rows < M)
-
-
 @triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["rstd_ptr"])
 def _normalise_kernel(
     x_ptr,  # [M, C] fp32
@@ -272,14 +261,6 @@ def row_statistics_launch(
     constants = {"ROWS": _ROWS, "PARTS": row_parts(C)}
     programs = ceil_div(M, _ROWS) * row_parts(C)
     return Launch(_row_statistics_kernel, (programs,), args, constants, num_warps=4, device=x.device)
-
-
-def combine_statistics_launch(part: Tensor, C: int, eps: float, statistics: Tensor, rms: bool = False) -> Launch:
-    """(mean, rstd) of rows of C columns, fp32 [2, M], where no matmul of ours combines them; of RMSNorm mean is 0."""
-    M = part.shape[0]
-    args = {"part_ptr": part, "mean_ptr": statistics[0], "rstd_ptr": statistics[1], "M": M, "C": C, "eps": eps}
-    constants = {"ROWS": _ROWS, "PARTS": row_parts(C), "RMS": rms}
-    return Launch(_combine_statistics_kernel, (ceil_div(M, _ROWS),), args, constants, num_warps=4, device=part.device)
 
 
 def normalise_launch(

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 KERNELS = (
     "attention_*", "matmul_*", "mlp_*", "modern_blocks", "gated_kernel", "inner_norm", "rotary*", "rms_norm",
-    "weight_gradients", "scaled_weights", "block_operator", "linear_operator", "fp8_block",
+    "weight_gradients", "scaled_weights", "block_operator", "operators", "fp8_block",
 )  # fmt: skip
 COMPILED = ("static_kernels", "stand_in_driver", "new_batch_sizes", "warm_up", "device_model")
 FUSED = (
@@ -33,21 +33,24 @@ TUNING = ("optimize*", "tuning_*")
 BENCH = ("bench_*", "onnx_bench", "gpu_check")
 MODEL = ("model*", "mlp_block", "rotary_models")
 PREDICTION = ("predict*", "evaluate", "data", "files")
-TRAINING = ("train*", "digits_walk")
+TRAINING = ("train*",)
 # The tests of a folder, by names without test_ and .py; a path is one of the folders that it begins with.
 PARTS: dict[str, tuple[str, ...]] = {
     "kernels": (*KERNELS, *COMPILED, "fp8_*", "autocast"),
+    "kernels/attention": ("attention_*", *COMPILED, "packed", "block_operator", "fp8_block"),
+    "kernels/linear": (*KERNELS, *COMPILED, "fp8_*", "autocast"),
+    "kernels/matmul": (*KERNELS, *COMPILED, "fp8_*", "autocast"),
+    "kernels/inspect": (*COMPILED, "attention_tuning", "packaging"),
     "vit_fast": (*FUSED, *FP8, *PREDICTION, *MODEL, "stand_in_driver", "autocast", "runtime", "cli"),
     "vit_fast/fusion": (*FUSED, *FP8, *MODEL, "stand_in_driver", "autocast", "runtime"),
     "vit_fast/quantization": (*FP8, "export_eight_bit*"),
     "vit_fast/run": ("runtime", "warm_up", "new_batch_sizes", "stand_in_driver"),
-    "vit_fast/apps": (*PREDICTION, *TRAINING),
+    "vit_fast/apps": (*PREDICTION, *TRAINING, "docs"),
     "vit_fast/ops": (*KERNELS, *FP8, "stand_in_driver", "autocast", "transforms", "auto_backend"),
     "vit_fast/libraries": (*FUSED, *FP8, "onnx_families", "export_rotary", "model_*", "weights_*", "bench_models"),
     "vit_fast/integrations": FUSED,
     "vit_fast/weights": ("weights_*", "model_against_timm", "calibrate"),
-    "vit_fast/tuning": TUNING,
-    "vit_fast/measuring": (*TUNING, *BENCH),
+    "vit_fast/measure": (*TUNING, *BENCH),
     "vit_fast/figures": ("figures", "bench_report"),
     "vit_fast/commands": ("cli", "*_cli", "docs", "readme", "predict*", "train", "deployment"),
     "export": (*EXPORT, "tuning_runtimes", "optimize_*"),
@@ -60,7 +63,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "constraints.txt": (*EXPORT, *FUSED, "packaging", "interpreter_speed"),
 }
 # Whoever changes these also runs some kernels as PTX; all of them are `make test-execute`.
-EXECUTED = ("kernels", "tests/emulator")
+EXECUTED = ("kernels", "kernels/attention", "kernels/linear", "kernels/matmul", "tests/emulator")
 EXECUTE = ["tests/execute.py", "sm_90", "tests/test_executed_kernels.py"]
 
 

@@ -62,7 +62,7 @@ def _is_ours(frame: FrameType) -> bool:
 
 def trace_frozen_block() -> Trace:
     """One call of a frozen block after its launch plans were recorded, against the stand-in for the CUDA driver."""
-    from vit_fast.kernels import stand_in_driver
+    from vit_fast.kernels.inspect import stand_in_driver
 
     stand_in_driver.install("sm_90")
     model = vit_fast.create_model("vit_test", backend="triton").bfloat16().eval()

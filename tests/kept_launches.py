@@ -8,7 +8,8 @@ import threading
 import torch
 import triton
 
-from vit_fast.kernels import launch, stand_in_driver
+from vit_fast.kernels import launch
+from vit_fast.kernels.inspect import stand_in_driver
 from vit_fast.kernels.launch import Launch
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import torch
-from kernel_execution import HAS_GPU, INTERPRETED
+from kernel_execution import DTYPES, HAS_GPU, INTERPRETED
 from torch import Tensor
 
 from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR, error_of, judge
@@ -58,7 +58,7 @@ def nan_output(q: Tensor) -> tuple[Tensor, Tensor]:
 
 def check_attention(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float) -> None:
     """Run the kernels forward and backward and hold every output against fp64."""
-    from vit_fast.kernels.attention import attention_backward, attention_forward
+    from vit_fast.kernels.attention.attention import attention_backward, attention_forward
 
     o, lse = nan_output(q)
     attention_forward(q, k, v, o, lse, scale)
@@ -103,5 +103,5 @@ def sequences_of(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=DEVICE)
 
 
-def packed(total: int, heads: int, head_dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def packed(total: int, heads: int, head_dim: int, dtype: torch.dtype = DTYPES[0]) -> Tensor:
     return torch.randn(total, 3, heads, head_dim, device=DEVICE).to(dtype)

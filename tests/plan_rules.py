@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from typing import Any
 
 import torch
 import triton
@@ -12,10 +11,11 @@ from launch_tapes import BF16, FP32, Address, described, listen, taped, zeros
 from torch import Tensor
 
 import vit_fast
-from vit_fast.kernels import plan, plan_recorder, stand_in_driver
+from vit_fast.errors import UnsupportedInputError
+from vit_fast.kernels import plan, plan_recorder
+from vit_fast.kernels.inspect import stand_in_driver
 from vit_fast.kernels.launch import Launch
-from vit_fast.ops.attention_op import attention_op
-from vit_fast.ops.linear_op import layer_norm_linear_op
+from vit_fast.ops import attention, layer_norm_mlp
 
 
 def steady_state() -> None:
@@ -43,8 +43,8 @@ def one_plan_serves_one_tensor_thrice_and_three() -> None:
     plan.forget()
     one, others = zeros(1, 2, 17, 64), [zeros(1, 2, 17, 64) for _ in range(3)]
     for _ in range(2):
-        attention_op(one, one, one, 0.125)
-    replayed, _ = taped(lambda: attention_op(*others, 0.125))
+        attention(one, one, one, backend="triton")
+    replayed, _ = taped(lambda: attention(*others, backend="triton"))
     assert len(plan.plans()) == 1
     addresses = {value for call in replayed for value in call if isinstance(value, Address)}
     assert {tensor.data_ptr() for tensor in others} <= addresses
@@ -52,27 +52,19 @@ def one_plan_serves_one_tensor_thrice_and_three() -> None:
 
 
 def precision() -> None:
-    """torch's setting for fp32 products decides which kernel: a plan is not asked across it."""
+    """A plan of fp32 products in TF32 is not replayed once torch no longer allows TF32."""
     plan.forget()
-    arguments = (
-        zeros(16, 64, dtype=FP32),
-        None,
-        None,
-        None,
-        zeros(128, 64, dtype=FP32),
-        None,
-        1e-6,
-        "layer_norm",
-        FP32,
-    )
-    tensors: list[Any] = []
-    for setting in ("ieee", "tf32") * 3:
+    x, fc1, fc2 = (zeros(*shape, dtype=FP32) for shape in ((16, 64), (128, 64), (64, 128)))
+    for setting in ("tf32", "tf32", "ieee", "tf32"):
         torch.backends.cuda.matmul.fp32_precision = setting
-        calls, _ = taped(lambda: layer_norm_linear_op(*arguments))
-        tensors.append(calls[-1][5])  # the function on the device
+        try:
+            layer_norm_mlp(x, None, None, fc1, None, fc2, None, backend="triton")
+        except UnsupportedInputError as error:
+            assert setting == "ieee" and "fp32_precision='ieee'" in str(error)
+        else:
+            assert setting == "tf32"
     torch.backends.cuda.matmul.fp32_precision = "ieee"
-    assert tensors[0] != tensors[1] and tensors == tensors[:2] * 3
-    assert len(plan.plans()) == 2
+    assert len(plan.plans()) == 1
 
 
 @triton.jit
@@ -189,16 +181,16 @@ def hooks(driver: stand_in_driver.StandInDriver) -> None:
 def threads() -> None:
     """Several threads replay one plan, each with its own tensors, while plans are forgotten and few maps are kept."""
     plan.forget()
-    weight = zeros(128, 64)
+    fc1, fc2 = zeros(128, 64), zeros(64, 128)
     failures: list[BaseException] = []
 
     def work() -> None:
         try:
             for _ in range(30):
-                arguments = (zeros(17, 64), None, None, None, weight, None, 1e-6, "layer_norm", BF16)
-                calls, result = taped(lambda arguments=arguments: layer_norm_linear_op(*arguments))
+                x = zeros(17, 64)
+                calls, result = taped(lambda x=x: layer_norm_mlp(x, None, None, fc1, None, fc2, None, backend="triton"))
                 addresses = {value for call in calls for value in call if isinstance(value, int)}
-                assert {arguments[0].data_ptr(), weight.data_ptr(), result.data_ptr()} <= addresses
+                assert {x.data_ptr(), fc1.data_ptr(), fc2.data_ptr(), result.data_ptr()} <= addresses
                 if torch.randint(10, ()) == 0:
                     plan.forget()
         except BaseException as error:

@@ -7,36 +7,23 @@ buffers that an operator allocates for itself may lie elsewhere, each in one oth
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from launch_tapes import BF16, FP32, Address, Arguments, described, listen, taped, zeros
+from our_operators import calls_of, each_tensor
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from vit_fast.kernels import plan, plan_recorder, stand_in_driver
-from vit_fast.ops.attention_op import attention_backward_op, attention_op, attention_qkvpacked_op
-from vit_fast.ops.attention_varlen_op import (
-    attention_masked_backward_op,
-    attention_masked_op,
-    attention_varlen_backward_op,
-    attention_varlen_op,
-    attention_varlen_qkvpacked_backward_op,
-    attention_varlen_qkvpacked_op,
-)
-from vit_fast.ops.block import fold
-from vit_fast.ops.block_op import block_backward_op, block_op, block_training_op
-from vit_fast.ops.descriptions import BlockScales, BlockTensors
-from vit_fast.ops.fp8 import quantize_block
-from vit_fast.ops.fp8_op import block_fp8_op
-from vit_fast.ops.layer_norm_mlp_op import layer_norm_mlp_backward_op, layer_norm_mlp_op, layer_norm_mlp_training_op
-from vit_fast.ops.linear_op import (
-    layer_norm_linear_backward_op,
-    layer_norm_linear_op,
-    layer_norm_linear_training_op,
-    linear_residual_backward_op,
-    linear_residual_op,
-)
+from vit_fast import ops
+from vit_fast.kernels import plan, plan_recorder
+from vit_fast.kernels.inspect import stand_in_driver
+from vit_fast.ops import Norm, QkNorm, Rope
+from vit_fast.ops.block import fold, fused_block
+from vit_fast.ops.descriptions import BlockScales, BlockTensors, Keys
+from vit_fast.ops.fp8 import fused_block_fp8, quantize_block
+from vit_fast.ops.layer_norm_mlp import fused_layer_norm_mlp
 
 
 def keep_what_is_recorded() -> list[Tensor]:
@@ -57,7 +44,7 @@ def assert_same(ordinary: list[list[Any]], planned: list[list[Any]], inputs: Arg
     assert len(ordinary) == len(planned) > 0
     spans = [
         range(tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size())
-        for tensor in inputs
+        for tensor in pytree.tree_leaves(inputs)
         if isinstance(tensor, Tensor) and tensor.is_contiguous()
     ]
     moved: dict[int, int] = {}
@@ -97,7 +84,8 @@ def leaves(result: Any) -> list[Tensor]:
 
 def moved(arguments: Arguments) -> Arguments:
     """The same shapes and strides somewhere else, as well aligned."""
-    return tuple(elsewhere(value) if isinstance(value, Tensor) else value for value in arguments)
+    found: Arguments = each_tensor(elsewhere, arguments)
+    return found
 
 
 def elsewhere(tensor: Tensor) -> Tensor:
@@ -107,133 +95,83 @@ def elsewhere(tensor: Tensor) -> Tensor:
     return memory[start:].as_strided(tensor.shape, tensor.stride(), start)
 
 
-def cases() -> Iterator[tuple[Any, Arguments]]:
-    """Operators with arguments: half precision, fp32, fp32 parameters, unaligned, one tensor twice, nothing absent."""
+Call = Callable[[], Tensor]
+
+
+def cases() -> Iterator[Call]:
+    """Half precision, fp32, fp32 parameters, unaligned, one tensor twice, a mask that a replay has to copy too."""
+    bounds, half = torch.tensor([0, 9, 9, 17], dtype=torch.int32), torch.zeros(4, 18, dtype=torch.int32)[:, 1]
     for rows, width, hidden, dtype, weights, offset in (
         (17, 64, 128, BF16, BF16, 0),
         (34, 72, 200, BF16, FP32, 0),
         (16, 64, 128, FP32, FP32, 0),
         (5, 70, 201, BF16, BF16, 1),
     ):
-        x = zeros(rows, width, dtype=dtype, offset=offset)
+        x = zeros(rows, width, dtype=dtype, offset=offset).requires_grad_()
         vectors = [zeros(width, dtype=weights) for _ in range(4)]
-        fc1, fc2 = zeros(hidden, width, dtype=weights), zeros(width, hidden, dtype=weights)
-        bias1 = zeros(hidden, dtype=weights)
-        mlp = (*vectors[:2], fc1, bias1, fc2, vectors[2], vectors[3], None, None)
-        wanted = dtype != FP32
-        yield layer_norm_linear_op, (x, None, *vectors[:2], fc1, bias1, 1e-6, "layer_norm", dtype)
-        yield layer_norm_linear_op, (x, None, None, None, fc1, None, 1e-6, "layer_norm", dtype)
-        training = (x, None, *vectors[:2], fc1, bias1, 1e-6, "layer_norm", dtype)
-        yield layer_norm_linear_training_op, training
-        out, made, statistics = layer_norm_linear_training_op(*training)
-        kept = made if dtype == FP32 else x
-        yield layer_norm_linear_backward_op, (out, kept, statistics, *vectors[:2], fc1, bias1, "layer_norm")
-        h = zeros(rows, hidden, dtype=dtype, offset=offset)
-        yield linear_residual_op, (h, fc2, vectors[2], vectors[3], x, wanted)
-        yield linear_residual_backward_op, (x, h, fc2, vectors[2], vectors[3])
-        gate, affine = zeros(hidden, width, dtype=weights), zeros(hidden, dtype=weights)
-        inside = (*mlp[:6], None, gate, bias1)
-        for parameters, inner in ((mlp, (None, None, "none")), (inside, (affine, affine, "layer_norm"))):
-            training = (x, None, *parameters, 1e-6, "layer_norm", "gelu", True, wanted, dtype, *inner, 1e-6)
-            yield layer_norm_mlp_op, training
-            yield layer_norm_mlp_training_op, training
-            y, _, z, made, statistics, *hidden_rows = layer_norm_mlp_training_op(*training)
-            kept = made if dtype == FP32 else x
-            before = (y, kept, statistics, z, *parameters, "layer_norm", "gelu", True)
-            yield layer_norm_mlp_backward_op, (*before, *hidden_rows, *inner)
-        packed = zeros(2, 17, 3, 2, 64, dtype=dtype, offset=offset)
-        yield attention_qkvpacked_op, (packed, 0.125)
-        q, k, v = packed.transpose(1, 3).unbind(2)
-        yield attention_op, (q, k, v, 0.125)
-        one = zeros(2, 2, 17, 64, dtype=dtype)
-        yield attention_op, (one, one, one, 0.125)
-        out, lse = attention_op(one, one, one, 0.125)
-        yield attention_backward_op, (one, one, one, one, out, lse, 0.125)
-        yield from varlen_cases(zeros(20, 3, 2, 64, dtype=dtype, offset=offset), one)
+        fc1, fc2, bias1 = (zeros(*s, dtype=weights) for s in ((hidden, width), (width, hidden), (hidden,)))
+        mlp = (x, None, *vectors[:2], fc1, bias1, fc2, vectors[2])
+        options = {"eps": 1e-6, "activation": "gelu", "residual": True, "next_statistics": True}
+        yield lambda mlp=mlp, o=options, v=vectors: fused_layer_norm_mlp(*mlp, **o, layer_scale=v[3])[0]
+        inside = {
+            "gate_weight": zeros(hidden, width, dtype=weights),
+            "gate_bias": bias1,
+            "inner_norm": Norm(bias1, bias1),
+        }
+        yield lambda mlp=mlp, o=options | inside: fused_layer_norm_mlp(*mlp, **o, layer_scale=None)[0]
+        qkv = zeros(2, 17, 3, 2, 64, dtype=dtype, offset=offset).requires_grad_()
+        yield lambda qkv=qkv: ops.attention_qkvpacked(qkv, backend="triton")
+        q, k, v = qkv.transpose(1, 3).unbind(2)
+        one = zeros(2, 2, 17, 64, dtype=dtype).requires_grad_()
+        for triple in ((q, k, v), (one, one, one)):
+            yield lambda triple=triple: ops.attention(*triple, backend="triton")
+        for keep in (torch.ones(2, 17, dtype=torch.bool), torch.ones(2, 34, dtype=torch.bool)[:, ::2]):
+            yield lambda one=one, keep=keep: ops.attention(one, one, one, key_mask=keep, backend="triton")
+        packed = zeros(20, 3, 2, 64, dtype=dtype, offset=offset).requires_grad_()
+        for sequences in (bounds, half):
+            yield lambda p=packed, s=sequences: ops.attention_varlen_qkvpacked(p, s, 9, backend="triton")
+        yield lambda p=packed: ops.attention_varlen(*p.unbind(1), bounds, 9, backend="triton")
 
 
-def varlen_cases(qkv: Tensor, one: Tensor) -> Iterator[tuple[Any, Arguments]]:
-    """Packed sequences and masked keys; a row of the mask that has to be copied, which a replay does too."""
-    bounds, half = torch.tensor([0, 9, 9, 17], dtype=torch.int32), torch.zeros(4, 18, dtype=torch.int32)[:, 1]
-    for sequences in (bounds, half):
-        yield attention_varlen_qkvpacked_op, (qkv, sequences, 9, 0.125)
-    q, k, v = qkv.unbind(1)
-    yield attention_varlen_op, (q, k, v, bounds, 9, 0.125)
-    out, lse = attention_varlen_op(q, k, v, bounds, 9, 0.125)
-    yield attention_varlen_backward_op, (out, q, k, v, bounds, out, lse, 9, 0.125)
-    yield attention_varlen_qkvpacked_backward_op, (out, qkv, bounds, out, lse, 9, 0.125)
-    for keep in (torch.ones(2, 17, dtype=torch.bool), torch.ones(2, 34, dtype=torch.bool)[:, ::2]):
-        yield attention_masked_op, (one, one, one, keep, 0.125)
-        out, lse = attention_masked_op(one, one, one, keep, 0.125)
-        yield attention_masked_backward_op, (one, one, one, one, keep, out, lse, 0.125)
-
-
-def block_cases() -> Iterator[tuple[Any, Arguments]]:
-    """Whole blocks of half precision, of fp32 parameters beside it, and of fp32."""
+def block_cases() -> Iterator[Call]:
+    """Whole blocks and halves of half precision, of fp32 parameters beside it, and of fp32; frozen ones."""
+    shapes = (64,), (64,), (192, 64), (192,), (64, 64), (64,), (64,), (64,), (64,), (128, 64), (128,), (64, 128)
     for dtype, weights in ((BF16, BF16), (BF16, FP32), (FP32, FP32)):
-        x = zeros(1, 17, 64, dtype=dtype)
-        shapes = (64,), (64,), (192, 64), (192,), (64, 64), (64,), (64,), (64,), (64,), (128, 64), (128,), (64, 128)
-        tensors = [zeros(*shape, dtype=weights) for shape in (*shapes, (64,), (64,))]
-        of_qk = ("none", 0.0, "head", 0, "half", 0)
-        settings = (1, 0.125, 1e-6, 1e-5, "layer_norm", "gelu", *of_qk, dtype != FP32, dtype)
-        none = (None,) * 8
-        for inner in (
-            BlockTensors(*tensors),
-            fold(BlockTensors(*tensors), dtype),
-        ):
-            yield block_op, (x, None, *inner[:16], *none, *inner[16:18], *settings, None, None, None, "none", 0.0)
-        call = (x, None, *tensors, None, None, *none, *settings, None, None, "none", 0.0)
-        yield block_training_op, call
-        y, _, rows, statistics, *kept = block_training_op(*call)
-        rows = rows if dtype == FP32 else x
-        yield (
-            block_backward_op,
-            (
-                y,
-                rows,
-                statistics,
-                *kept,
-                *tensors,
-                None,
-                None,
-                *none,
-                0.125,
-                "layer_norm",
-                "gelu",
-                *of_qk,
-                *(None, None, "none"),
-            ),
-        )
+        x = zeros(1, 17, 64, dtype=dtype).requires_grad_()
+        t = BlockTensors(*(zeros(*shape, dtype=weights) for shape in (*shapes, (64,), (64,))))
+        options = {"heads": 1, "eps": (1e-6, 1e-5), "next_statistics": True}
+        first = BlockTensors(*t[:7], *(None,) * 7)  # type: ignore[arg-type]  # a half
+        for given in (t, first):
+            yield lambda x=x, given=given, o=options: fused_block(x, None, given, **o)[0]
+        yield lambda x=x, t=t, d=dtype, o=options: fused_block(x.detach(), None, fold(t, d), **o)[0]
 
 
-def modern_cases() -> Iterator[tuple[Any, Arguments]]:
+def modern_cases() -> Iterator[Call]:
     """Blocks of rotary positions, of qk-norm, of RMSNorms and a gate; of padded and of packed images."""
     C, F = 64, 128
-    x, table, vector = zeros(2, 17, C), zeros(1, 1, 16, 32, dtype=FP32), zeros(64)
-    tensors = [
+    table, vector = zeros(16, 32, dtype=FP32), zeros(64)
+    t = BlockTensors(
         zeros(C), None, zeros(3 * C, C), zeros(3 * C), zeros(C, C), zeros(C), zeros(C), zeros(C), None, zeros(F, C),
         zeros(F), zeros(C, F), zeros(C), zeros(C), zeros(F, C), zeros(F),
-    ]  # fmt: skip
-    everything, bounds = (None, None), torch.tensor([0, 9, 9, 17], dtype=torch.int32)
-    turned = (None, None, None, None, table, table)
-    rotated = (*turned, *everything), ("none", 0.0, "head", 1, "half", 0)
-    normed = (vector, None, vector, None, table, table, *everything), ("rms_norm", 1e-6, "head", 1, "interleaved", 0)
-    padded = (*turned, None, torch.ones(2, 17, dtype=torch.bool)), ("none", 0.0, "head", 1, "interleaved", 0)
-    packed = (*turned, bounds, None), ("none", 0.0, "head", 1, "half", 9)
-    none, inside = ((None, None), "none"), ((zeros(F), zeros(F)), "layer_norm")
-    kinds = *((kind, none) for kind in (rotated, normed, padded, packed)), (rotated, inside)
-    for (of_qk, qk_settings), (affine, inner) in kinds:
-        x = zeros(1 if of_qk is packed[0] else 2, 17, C)
-        settings = (1, 0.125, 1e-6, 1e-5, "rms_norm", "silu", *qk_settings, True, BF16)
-        yield block_op, (x, None, *tensors, *of_qk, None, None, *settings, *affine, None, inner, 1e-6)
-        call = (x, None, *tensors, *of_qk, *settings, *affine, inner, 1e-6)
-        yield block_training_op, call
-        y, _, _, statistics, *kept = block_training_op(*call)
-        rest = (*tensors, *of_qk, 0.125, "rms_norm", "silu", *qk_settings, *affine, inner)
-        yield block_backward_op, (y, x, statistics, *kept, *rest)
+    )  # fmt: skip
+    inside = t._replace(inner_weight=zeros(F), inner_bias=zeros(F))
+    half, interleaved = Rope(table, table, 1), Rope(table, table, 1, "interleaved")
+    normed = QkNorm(Norm(vector, kind="rms_norm"), Norm(vector, kind="rms_norm"))
+    packed = Keys(torch.tensor([0, 9, 9, 17], dtype=torch.int32), 9)
+    padded = Keys(mask=torch.ones(2, 17, dtype=torch.bool))
+    for tensors, options in (
+        (t, {"rope": half}),
+        (t, {"rope": interleaved, "qk_norm": normed}),
+        (t, {"rope": interleaved, "keys": padded}),
+        (t, {"rope": half, "keys": packed}),
+        (inside, {"rope": half, "inner_norm": ("layer_norm", 1e-6)}),
+    ):
+        x = zeros(1 if options.get("keys") is packed else 2, 17, C).requires_grad_()
+        options |= {"heads": 1, "eps": (1e-6, 1e-5), "norm": "rms_norm", "activation": "silu", "next_statistics": True}
+        yield lambda x=x, tensors=tensors, options=options: fused_block(x, None, tensors, **options)[0]
 
 
-def fp8_cases() -> Iterator[tuple[Any, Arguments]]:
+def fp8_cases() -> Iterator[Call]:
     """Blocks in e4m3: the first, which makes its operand, and one behind another."""
     x, ones = zeros(2, 17, 64), torch.ones(64)
     tensors = BlockTensors(
@@ -241,20 +179,35 @@ def fp8_cases() -> Iterator[tuple[Any, Arguments]]:
         zeros(128), zeros(64, 128), zeros(64), zeros(64),
     )  # fmt: skip
     block = quantize_block(tensors, BlockScales(ones, ones[0], ones, ones[0]), BF16)
-    layers = (*block.qkv, *block.proj, *block.fc1, *block.fc2)
-    settings = (*(None,) * 6, 1, 0.125, 1e-6, 1e-5, "gelu", "none", 0.0, "head", 0, "half", True)
-    first = (x, None, None, ones, *layers, *settings)
-    yield block_fp8_op, first
-    yield block_fp8_op, (*block_fp8_op(*first), None, *layers, *settings)
+    options = {"heads": 1, "attention_scale": 0.125, "eps": (1e-6, 1e-5), "activation": "gelu"}
+
+    def two() -> Tensor:
+        first = fused_block_fp8(x, None, None, block, ones, **options)
+        return fused_block_fp8(*first, block, None, **options)[0]
+
+    yield two
+
+
+def calls(case: Call) -> list[tuple[Any, Arguments]]:
+    """The operators of a call and of its backward, with what they are given; zeros(...) of their own lengths."""
+
+    def run() -> None:
+        out = case()
+        if out.requires_grad:
+            out.backward(torch.zeros_like(out))
+
+    return [(operator, each_tensor(Tensor.detach, arguments)) for operator, arguments in calls_of(run)]
 
 
 def main() -> None:
     torch.set_num_threads(1)
     listen()
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
     driver = stand_in_driver.install("sm_90")
-    kept = keep_what_is_recorded()
     every = int(sys.argv[1]) if len(sys.argv) > 1 else 1
-    for operator, arguments in [*cases(), *block_cases(), *modern_cases(), *fp8_cases()][::every]:
+    found = [call for case in (*cases(), *block_cases(), *modern_cases(), *fp8_cases()) for call in calls(case)]
+    kept = keep_what_is_recorded()
+    for operator, arguments in found[::every]:
         hold(operator, arguments, kept)
     assert driver.violations() == []
     sys.stdout.write("ok")

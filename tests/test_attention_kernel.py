@@ -26,10 +26,10 @@ from kernel_support import (
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from vit_fast.kernels import attention, attention_launch
-from vit_fast.kernels.attention_backward import dkdv_launch, dq_launch
-from vit_fast.kernels.attention_forward import forward_launch
-from vit_fast.kernels.attention_policy import BackwardConfig, ForwardConfig
+from vit_fast.kernels.attention import attention, attention_launch
+from vit_fast.kernels.attention.attention_backward import dkdv_launch, dq_launch
+from vit_fast.kernels.attention.attention_forward import forward_launch
+from vit_fast.kernels.attention.attention_policy import BackwardConfig, ForwardConfig
 
 # Every length and every head size of the grid; each length meets one (head size, heads, dtype) in turn.
 LENGTHS = (1, 2, 8, 9, 16, 17, 49, 50, 64, 65, 127, 128, 129, 196, 197, 198, 200, 201, 233, 240, 255, 256, 257, 577)
@@ -37,7 +37,7 @@ HEAD_DIMS = (16, 32, 48, 64, 72, 80, 88, 96, 128)
 _turn = zip(cycle((64, 16, 80, 32, 72, 48, 96)), cycle((1, 3)), cycle((torch.float16, torch.bfloat16)))
 LENGTH_CASES = [(n, d, h, dtype) for n, (d, h, dtype) in zip(LENGTHS, _turn)]
 LENGTH_CASES += [(1025, 16, 1, torch.float16)]
-LENGTH_CASES += [(n, 64, 1, torch.float32) for n in (1, 17, 64, 129)]
+LENGTH_CASES += [(n, 64, 1, DTYPES[0]) for n in (1, 17, 64, 129)]
 FAST_LENGTHS = (1, 9, 17, 50, 65, 128, 129, 197)  # on and off the sizes of tiles
 
 
@@ -117,8 +117,8 @@ def test_every_backward_path(head_dim: int, block_m: int, block_n: int, tma: boo
     attention.attention_forward(q, k, v, o, lse, 0.2)
     dq, dk, dv = nan_like(q, k, v)
     (delta,) = nan_like(lse)
-    first = dq_launch(q, k, v, o, do, lse, dq, delta, None, 0.2, config)
-    second = dkdv_launch(q, k, v, do, lse, delta, None, dk, dv, 0.2, config)
+    first = dq_launch(q, k, v, o, do, lse, dq, delta, 0.2, config)
+    second = dkdv_launch(q, k, v, do, lse, delta, dk, dv, 0.2, config)
     assert first.constants["TMA"] is second.constants["TMA"] is tma
     first.run()
     second.run()
@@ -159,14 +159,11 @@ def test_scores_far_below_zero(n_kv: int) -> None:
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("size", [1, 30, 300, 1000])
 @pytest.mark.parametrize("kind", ["saturated", "shared"])
 def test_large_scores(kind: str, size: int, dtype: torch.dtype) -> None:
-    """Scores of `size`: far apart, so that one key takes nearly all; or all near one another, far from zero.
-
-    lse as one fp32 number, and delta summed from o, then cost fp32 gradients 20 times eager's error.
-    """
+    """Scores of `size`: far apart, so that one key takes nearly all; or all near one another, far from zero."""
     q, k, v, do = (torch.randn(1, 2, 50, 64) for _ in range(4))
     if kind == "saturated":
         q, k = q * size**0.5, k * size**0.5
@@ -202,7 +199,7 @@ import sys
 sys.path.insert(0, "tests")
 import torch
 from kernel_support import DEVICE, check_attention
-from vit_fast.kernels.attention_launch import needs_wide_offsets
+from vit_fast.kernels.attention.attention_launch import needs_wide_offsets
 
 def far_apart(stride_b, stride_n):
     shape, strides = (2, 1, 17, 16), (stride_b, 16, stride_n, 1)
@@ -251,8 +248,8 @@ def test_every_head_of_every_image_is_on_the_first_grid_axis() -> None:
     launches = (
         forward_launch(q, k, v, q, lse, 0.25, ForwardConfig("row", 16, 64)),
         forward_launch(q, k, v, q, lse, 0.25, ForwardConfig("looped", 32, 32)),
-        dq_launch(q, k, v, q, q, lse, q, lse, None, 0.25, config),
-        dkdv_launch(q, k, v, q, lse, lse, None, k, v, 0.25, config),
+        dq_launch(q, k, v, q, q, lse, q, lse, 0.25, config),
+        dkdv_launch(q, k, v, q, lse, lse, k, v, 0.25, config),
     )
     assert [launch.grid for launch in launches] == [(140_000,)] * 4
 

@@ -11,7 +11,7 @@ from children import environment, run_python
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from vit_fast.kernels import offline
+from vit_fast.kernels.inspect import offline
 
 LENGTHS = (1, 2, 15, 16, 17, 197, 577, 1025)
 ALL = [*itertools.product(LENGTHS, LENGTHS), *((n, n) for n in range(4, 257, 8))]  # the latter: one of each class
@@ -20,8 +20,8 @@ DECISIVE = [(1, 1), (1, 577), (17, 2)]
 
 _COMPILE = """
 import json, sys
-from vit_fast.kernels import offline
-from vit_fast.kernels.attention_offline import builds_of_lengths
+from vit_fast.kernels.inspect import offline
+from vit_fast.kernels.inspect.attention_offline import builds_of_lengths
 arch, lengths = sys.argv[1], json.loads(sys.argv[2])
 seen, bad = set(), []
 for build in builds_of_lengths(arch, lengths):
@@ -40,8 +40,8 @@ print(json.dumps([len(seen), bad]))
 
 _COUNT = """
 import json
-from vit_fast.kernels import offline
-from vit_fast.kernels.attention_offline import builds_of_lengths
+from vit_fast.kernels.inspect import offline
+from vit_fast.kernels.inspect.attention_offline import builds_of_lengths
 found = {}
 for build in builds_of_lengths("sm_90", [(n, n) for n in range(1, 257)]):
     found.setdefault(build.kernel, {}).setdefault(offline.specialisation(build.launch), []).append(build.case)

@@ -18,13 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vit_fast import create_model, ops
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.ops.attention_op import (
-    attention_backward_op,
-    attention_op,
-    attention_qkvpacked_backward_op,
-    attention_qkvpacked_op,
-    unsupported_reasons,
-)
+from vit_fast.ops.attention_op import attention_kernel, unsupported_reasons
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
@@ -44,17 +38,6 @@ def _separate() -> tuple[Tensor, Tensor, Tensor]:
 
 def _packed(qkv: Tensor) -> Tensor:
     return ops.attention_qkvpacked(qkv, backend="triton")
-
-
-@pytest.mark.slow
-def test_opcheck() -> None:
-    qkv, (q, k, v) = _qkv(), _separate()
-    torch.library.opcheck(attention_qkvpacked_op, (qkv.clone().requires_grad_(), 0.25))
-    torch.library.opcheck(attention_op, (*(t.clone().requires_grad_() for t in (q, k, v)), 0.2))
-    out, lse = attention_qkvpacked_op(qkv, 0.25)
-    torch.library.opcheck(attention_qkvpacked_backward_op, (torch.randn_like(out), qkv, out, lse, 0.25))
-    out, lse = attention_op(q, k, v, 0.2)
-    torch.library.opcheck(attention_backward_op, (torch.randn_like(out), q, k, v, out, lse, 0.2))
 
 
 @pytest.mark.fast_cases("aot_eager")
@@ -117,20 +100,25 @@ def test_every_reason_is_listed() -> None:
     with pytest.raises(UnsupportedInputError) as caught:
         ops.attention(q, q, q.transpose(2, 3).contiguous().transpose(2, 3), scale=-1.0, backend="triton")
     text = str(caught.value)
-    for part in ("q is torch.float64", "v has stride 5 along D", "head_dim is 8", "scale is -1.0"):
+    for part in (
+        "q must be float32, float16 or bfloat16, got torch.float64",
+        "v must have stride 1 along D, got 5",
+        "got 8",
+        "got -1.0",
+    ):
         assert part in text
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda q, k, v: (q, k[:, :, :3], v), "k has shape"),
-        (lambda q, k, v: (q, k.half(), v), "k is torch.float16"),
+        (lambda q, k, v: (q, k[:, :, :3], v), "k and v must have one shape"),
+        (lambda q, k, v: (q, k.half(), v), "got torch.float16"),
         (lambda q, k, v: (q, k.to("meta"), v), "on meta"),
-        (lambda q, k, v: (q[0], k, v), "q has shape"),
-        (lambda q, k, v: (q[:1], k, v), "B, H and D must be equal"),
+        (lambda q, k, v: (q[0], k, v), "q must have shape"),
+        (lambda q, k, v: (q[:1], k, v), "B, H and D of q and k must be equal"),
         (lambda q, k, v: (q.long(), k.long(), v.long()), "int64"),
-        (lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]), "no tokens"),
+        (lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]), "must have tokens"),
     ],
 )
 def test_bad_inputs_are_named(change: Callable[..., tuple[Tensor, Tensor, Tensor]], message: str) -> None:
@@ -139,7 +127,7 @@ def test_bad_inputs_are_named(change: Callable[..., tuple[Tensor, Tensor, Tensor
 
 
 def test_packed_input_of_the_wrong_shape() -> None:
-    with pytest.raises(ValueError, match="accepted is"):
+    with pytest.raises(ValueError, match=r"qkv must have shape \[B, N, 3, H, D\]"):
         _packed(torch.randn(2, 17, 2, 2, 16, device=DEVICE))
 
 
@@ -153,7 +141,7 @@ def test_stand_in_for_torch_uses_the_kernel_where_it_can(monkeypatch: pytest.Mon
 
     def counted(*args: Any) -> Any:
         calls.append("kernel")
-        return attention_op(*args)
+        return attention_kernel(*args)
 
     monkeypatch.setattr(attention_module, "resolve_backend", to_triton)
     monkeypatch.setattr(attention_module, "attention_kernel", counted)
@@ -204,16 +192,6 @@ print(counter.get_total_flops())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.split() == [str(4 * 2 * 4 * 4 * 16)], done.stderr
-
-
-def test_every_operator_has_a_flop_formula() -> None:
-    from torch.utils.flop_counter import flop_registry
-
-    _packed(_qkv())
-    names = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("vit_fast::")}
-    packets = {getattr(torch.ops.vit_fast, name.removeprefix("vit_fast::").partition(".")[0]) for name in names}
-    assert len(packets) >= 8
-    assert packets <= flop_registry.keys()
 
 
 def test_autocast_computes_in_its_dtype() -> None:

@@ -13,9 +13,10 @@ from kernel_support import DEVICE, HAS_GPU
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from vit_fast.cli import main
-from vit_fast.kernels import attention_policy, attention_tuning
-from vit_fast.kernels.attention_forward import forward_launch
-from vit_fast.kernels.attention_policy import BackwardConfig, ForwardConfig
+from vit_fast.kernels.attention import attention_policy
+from vit_fast.kernels.attention.attention_forward import forward_launch
+from vit_fast.kernels.attention.attention_policy import BackwardConfig, ForwardConfig
+from vit_fast.kernels.inspect import attention_tuning
 from vit_fast.kernels.launch import Launch
 
 SHAPE = (1, 33, 1, 16)

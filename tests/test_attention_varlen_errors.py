@@ -26,15 +26,15 @@ BACKENDS = ("eager", "sdpa", "triton")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda q, bounds: (q, q[:, :1], q, bounds, 4), r"k has shape \(6, 1, 16\): accepted is \[total, H, D\]"),
-        (lambda q, bounds: (q[None], q, q, bounds, 4), "q has shape"),
-        (lambda q, bounds: (q, q, q.half(), bounds, 4), "v is torch.float16"),
+        (lambda q, bounds: (q, q[:, :1], q, bounds, 4), r"k must have q\'s shape \(6, 2, 16\), got \(6, 1, 16\)"),
+        (lambda q, bounds: (q[None], q, q, bounds, 4), "q must have shape"),
+        (lambda q, bounds: (q, q, q.half(), bounds, 4), "got torch.float16"),
         (lambda q, bounds: (q.long(),) * 3 + (bounds, 4), "int64"),
-        (lambda q, bounds: (q, q, q, bounds.long(), 4), "cu_seqlens is torch.int64 on .*: accepted is torch.int32"),
-        (lambda q, bounds: (q, q, q, bounds.to("meta"), 4), "cu_seqlens is torch.int32 on meta"),
-        (lambda q, bounds: (q, q, q, bounds[None], 4), r"cu_seqlens has shape \(1, 3\): accepted is \[S \+ 1\]"),
-        (lambda q, bounds: (q, q, q, bounds, -1), "max_seqlen is -1: accepted is an int of at least 0"),
-        (lambda q, bounds: (q, q, q, bounds, bounds.max()), "max_seqlen is tensor"),
+        (lambda q, bounds: (q, q, q, bounds.long(), 4), "cu_seqlens must be torch.int32 on .*, got torch.int64"),
+        (lambda q, bounds: (q, q, q, bounds.to("meta"), 4), "got torch.int32 on meta"),
+        (lambda q, bounds: (q, q, q, bounds[None], 4), r"cu_seqlens must have shape \[S \+ 1\], got \(1, 3\)"),
+        (lambda q, bounds: (q, q, q, bounds, -1), "max_seqlen must be an int of at least 0, got -1"),
+        (lambda q, bounds: (q, q, q, bounds, bounds.max()), "max_seqlen must be an int of at least 0, got tensor"),
     ],
 )
 def test_bad_inputs_are_named(change: Callable[..., tuple[Any, ...]], message: str, backend: str) -> None:
@@ -47,21 +47,21 @@ def test_bad_inputs_are_named(change: Callable[..., tuple[Any, ...]], message: s
 def test_wrong_lengths_are_found_where_they_are_read(bounds: list[int], backend: str) -> None:
     q = packed(6, 2, 16)[:, 0]
     sequences = torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
-    with pytest.raises(ValueError, match=r"(cu_seqlens is \[|max_seqlen is 4)"):
+    with pytest.raises(ValueError, match=r"(cu_seqlens must start with 0|max_seqlen must be at least .*, got 4)"):
         ops.attention_varlen(q, q, q, sequences, 4, backend=backend)
 
 
 def test_packed_input_of_the_wrong_shape() -> None:
-    with pytest.raises(ValueError, match=r"qkv has shape \(6, 2, 2, 16\): accepted is \[total, 3, H, D\]"):
+    with pytest.raises(ValueError, match=r"qkv must have shape \[total, 3, H, D\], got \(6, 2, 2, 16\)"):
         ops.attention_varlen_qkvpacked(torch.randn(6, 2, 2, 16), sequences_of([6]), 6)
 
 
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
-        (torch.ones(2, 9), "key_mask is torch.float32"),
-        (torch.ones(9, dtype=torch.bool), r"key_mask has shape \(9,\): accepted is bool \[2, 9\]"),
-        (torch.ones(2, 5, dtype=torch.bool), "key_mask has shape"),
+        (torch.ones(2, 9), "got torch.float32"),
+        (torch.ones(9, dtype=torch.bool), r"key_mask must be torch.bool \[2, 9\] on .*, got torch.bool \[9\]"),
+        (torch.ones(2, 5, dtype=torch.bool), "key_mask must be torch.bool"),
     ],
 )
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,7 @@ def test_the_small_kernel_agrees_in_the_interpreter() -> None:
 
 @pytest.mark.parametrize("factor", [1.01, float("nan")])
 def test_a_kernel_that_answers_wrongly_is_found_out(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vit_fast.kernels import attention
+    from vit_fast.kernels.attention import attention
 
     right = attention.attention_forward
 
@@ -271,11 +271,29 @@ def test_fp32_is_left_to_torch_unless_its_products_may_be_rounded(
         torch.float32: "sdpa", torch.bfloat16: "triton", torch.float16: "triton",
     }  # fmt: skip
     assert backends.resolve_backend("triton", GPU, torch.float32) == "triton"
-    assert backends.triton_unavailable_reasons(GPU) == ()
     with fp32_products("tf32"):
         assert meaning(torch.float32) == "triton"
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: device_type == "cuda")
     assert meaning(torch.float32) == "triton"
+
+
+def test_kernels_refuse_fp32_products_without_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled kernels, which this machine's interpreter stands for here."""
+    monkeypatch.setattr(backends, "_static_reasons", lambda device: ())
+    monkeypatch.setattr(backends, "interpreter_is_active", lambda: False)
+    q, x, weight = torch.randn(1, 2, 5, 16), torch.randn(5, 16), torch.randn(16, 16)
+    ones = torch.ones(16)
+
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: ops.attention(q, q, q, backend="triton"),
+        lambda: ops.attention(q, q, q, key_mask=torch.ones(1, 5, dtype=torch.bool), backend="triton"),
+        lambda: ops.layer_norm_mlp(x, ones, ones, weight, ones, weight, ones, backend="triton"),
+    )
+    for call in calls:
+        with pytest.raises(UnsupportedInputError, match="set_float32_matmul_precision"):
+            call()
+        with fp32_products("tf32"):
+            call()
 
 
 def test_converting_a_model_resolves_fp32_again(gpu: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The block operator: what the four operators that it is made of give, bit for bit; what torch asks of an operator."""
+"""The block operator: its halves one after the other, bit for bit, each half against fp64, and what it refuses."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from mlp_support import DEVICE, make_bf16_exact
+import torch.nn.functional as F
+from mlp_support import DEVICE, assert_rule, make_bf16_exact
 from our_operators import OurOperators
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from vit_fast import UnsupportedInputError
-from vit_fast.ops.attention import attention_qkvpacked
+from vit_fast.ops import Norm, attention_qkvpacked
 from vit_fast.ops.block import fold, fused_block
-from vit_fast.ops.block_op import block_backward_op, block_op, block_training_op
 from vit_fast.ops.descriptions import BlockTensors
 from vit_fast.ops.layer_norm_mlp import fused_layer_norm_mlp
-from vit_fast.ops.linear import layer_norm_linear, linear_residual
+from vit_fast.ops.reference import normalise
 
 make_bf16_exact()
 
@@ -31,8 +31,6 @@ OPTIONAL = {name: None for name in SHAPES._fields if name not in NEEDED}
 SETTINGS: dict[str, Any] = {
     "heads": HEADS, "attention_scale": None, "eps": (1e-6, 1e-5), "activation": "gelu", "next_statistics": True,
 }  # fmt: skip
-NO_QK_STEP = ("none", 0.0, "head", 0, "half", 0)  # neither norms nor positions
-NO_INNER_NORM = (None, None, "none")
 
 
 def make(dtype: torch.dtype, parameter_dtype: torch.dtype | None = None, **absent: None) -> tuple[Tensor, BlockTensors]:
@@ -46,17 +44,19 @@ def make(dtype: torch.dtype, parameter_dtype: torch.dtype | None = None, **absen
     return x, BlockTensors(*(leaf(shape, parameter_dtype or dtype) for shape in SHAPES[:14]))._replace(**absent)
 
 
-def by_four(x: Tensor, statistics: Tensor | None, t: BlockTensors) -> tuple[Tensor, Tensor | None]:
-    """The same by the single operators."""
-    eps1, eps2 = SETTINGS["eps"]
-    qkv = layer_norm_linear(x, t.norm1_weight, t.norm1_bias, t.qkv_weight, t.qkv_bias, eps=eps1, statistics=statistics)
-    mixed = attention_qkvpacked(qkv.unflatten(-1, (3, HEADS, -1)), backend="triton").flatten(2)
-    x, statistics = linear_residual(
-        mixed, t.proj_weight, t.proj_bias, layer_scale=t.scale1, residual=x, next_statistics=True
-    )
+def first_half(x: Tensor, statistics: Tensor | None, t: BlockTensors, **options: Any) -> tuple[Tensor, Tensor | None]:
+    absent: Any = (None,) * 7
+    settings = {"heads": HEADS, "eps": (1e-6, 0.0), "next_statistics": True, **options}
+    return fused_block(x, statistics, BlockTensors(*t[:7], *absent), **settings)
+
+
+def by_halves(
+    x: Tensor, statistics: Tensor | None, t: BlockTensors, norm: str = "layer_norm"
+) -> tuple[Tensor, Tensor | None]:
+    x, statistics = first_half(x, statistics, t, norm=norm)
     return fused_layer_norm_mlp(
-        x, statistics, t.norm2_weight, t.norm2_bias, t.fc1_weight, t.fc1_bias, t.fc2_weight, t.fc2_bias,
-        eps=eps2, activation="gelu", layer_scale=t.scale2, residual=True, next_statistics=True,
+        x, statistics, t.norm2_weight, t.norm2_bias, t.fc1_weight, t.fc1_bias, t.fc2_weight, t.fc2_bias, eps=1e-5,
+        norm=norm, activation="gelu", layer_scale=t.scale2, residual=True, next_statistics=True,
     )  # fmt: skip
 
 
@@ -67,32 +67,117 @@ def assert_equal(ours: tuple[Any, ...], others: tuple[Any, ...]) -> None:
         assert one is None or (one.dtype == other.dtype and torch.equal(one, other))
 
 
-def by_one(x: Tensor, statistics: Tensor | None, tensors: BlockTensors) -> tuple[Tensor, Tensor | None]:
-    return fused_block(x, statistics, tensors, **SETTINGS)
+def by_one(
+    x: Tensor, statistics: Tensor | None, tensors: BlockTensors, norm: str = "layer_norm"
+) -> tuple[Tensor, Tensor | None]:
+    return fused_block(x, statistics, tensors, norm=norm, **SETTINGS)
 
 
-def hold(x: Tensor, tensors: BlockTensors) -> None:
+def hold(x: Tensor, tensors: BlockTensors, norm: str = "layer_norm") -> None:
     """Inference, of two blocks, the second with the statistics of the first; training and every gradient."""
     leaves = [tensor for tensor in (x, *tensors) if tensor is not None]
     found = []
-    for run in (by_one, by_four):
+    for run in (by_one, by_halves):
         with torch.no_grad():
-            inference = run(*run(x, None, tensors), tensors)
-        y, statistics = run(x, None, tensors)
+            inference = run(*run(x, None, tensors, norm), tensors, norm)
+        y, statistics = run(x, None, tensors, norm)
         gradients = torch.autograd.grad(y, leaves, torch.ones_like(y))
         found.append((*inference, y.detach(), statistics, *gradients))
-    assert_equal(*found)
+    # gradients of a half come rounded to the dtype of x, which the kernels of a block need not do
+    count = len(found[0]) if x.dtype == torch.float32 and not torch.is_autocast_enabled(DEVICE) else 4
+    assert_equal(found[0][:count], found[1][:count])
+    for one, other in zip(found[0][count:], found[1][count:]):
+        torch.testing.assert_close(one, other, rtol=0.05, atol=0.05 * float(other.abs().max()))
     assert all(tensor.isfinite().all() for tensor in found[0] if tensor is not None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_it_is_the_four_operators(dtype: torch.dtype) -> None:
+def test_it_is_its_halves(dtype: torch.dtype) -> None:
     hold(*make(dtype))
 
 
 def test_with_fp32_parameters_and_nothing_optional() -> None:
     hold(*make(torch.bfloat16, torch.float32))
     hold(*make(torch.bfloat16, **OPTIONAL))
+
+
+def test_with_rms_norms() -> None:
+    x, tensors = make(torch.bfloat16, norm1_bias=None, norm2_bias=None)
+    hold(x, tensors, "rms_norm")
+    with torch.no_grad():
+        frozen = fold(tensors, torch.bfloat16, "rms_norm")
+        assert frozen.qkv_sum is not None and frozen.qkv_sum.numel() == 0
+        assert torch.equal(by_one(x, None, frozen, "rms_norm")[0], by_one(x, None, tensors, "rms_norm")[0])
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("rows", ["usual", "constant", "far from 0", "wide"])
+def test_the_first_half_against_fp64(rows: str, residual: bool, norm: str, dtype: torch.dtype) -> None:
+    """Every third row constant, all with a mean of 1000 spreads, or wider than a program reads at once."""
+    width = 2100 if rows == "wide" else WIDTH
+    shapes = ((width,), None if norm == "rms_norm" else (width,), (96, width), (96,), (width, 32), (width,), (width,))
+    base = [None if s is None else torch.randn(s, device=DEVICE) * (s[-1] ** -0.5 if s[1:] else 1) for s in shapes]
+    x = torch.randn(2, 5, width, device=DEVICE)
+    if rows == "constant":
+        x[:, ::3] = 3.0
+    elif rows == "far from 0":
+        x = x * width**0.5 + 1000
+    grad = torch.randn(2, 5, width, device=DEVICE).to(dtype)
+
+    def results(target: torch.dtype, ours: bool) -> dict[str, Tensor]:
+        own = [None if t is None else t.to(dtype).to(target).requires_grad_() for t in (x, *base)]
+        tokens, gamma, beta, qkv_weight, qkv_bias, proj, proj_bias, scale = own
+        if ours:
+            absent: Any = (None,) * 7
+            y, _ = first_half(tokens, None, BlockTensors(*own[1:], *absent), norm=norm, residual=residual)
+        else:
+            qkv = F.linear(normalise(tokens, Norm(gamma, beta, 1e-6, norm)), qkv_weight, qkv_bias)
+            mixed = attention_qkvpacked(qkv.unflatten(-1, (3, HEADS, -1)), backend="eager").flatten(2)
+            y = F.linear(mixed, proj, proj_bias) * scale
+            y = tokens + y if residual else y
+        leaves = [leaf for leaf in own if leaf is not None]
+        gradients = torch.autograd.grad(y, leaves, grad.to(target))
+        return {"y": y.detach(), **{f"d {i}": gradient for i, gradient in enumerate(gradients)}}
+
+    assert_rule(results(dtype, True), results(dtype, False), results(torch.float64, False))
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0)], ids=str)
+def test_no_rows(shape: tuple[int, ...]) -> None:
+    _, tensors = make(torch.float16)
+    x = torch.randn(*shape, WIDTH, device=DEVICE, dtype=torch.float16, requires_grad=True)
+    if 0 in shape[1:]:
+        with pytest.raises(UnsupportedInputError, match="must have tokens"):
+            by_one(x, None, tensors)
+        return
+    y, _ = by_one(x, None, tensors)
+    y.sum().backward()
+    assert y.shape == x.shape and x.grad is not None and x.grad.shape == x.shape
+    assert tensors.qkv_weight.grad is not None and not tensors.qkv_weight.grad.any()
+
+
+@pytest.mark.parametrize("gamma", [1e-5, 1e-6, 3e-8])
+def test_a_small_layer_scale_keeps_its_branch(gamma: float) -> None:
+    """Without a residual, as before drop path, the branch is fp32 as torch's: fp16 would round it to a few bits."""
+    x, t = make(torch.float32)
+    scale = torch.full((WIDTH,), gamma, device=DEVICE, requires_grad=True)
+
+    def eager(x: Tensor, t: BlockTensors) -> Tensor:
+        normed = F.layer_norm(x, (WIDTH,), t.norm1_weight, t.norm1_bias, 1e-6)
+        qkv = F.linear(normed, t.qkv_weight, t.qkv_bias).unflatten(-1, (3, HEADS, -1))
+        mixed = attention_qkvpacked(qkv, backend="eager").flatten(2)
+        return F.linear(mixed, t.proj_weight, t.proj_bias) * scale.to(x.dtype if x.dtype == torch.float64 else scale)
+
+    with torch.autocast(DEVICE, torch.float16):
+        y, _ = first_half(x, None, t._replace(scale1=scale), residual=False)
+        usual = eager(x, t)
+    exact = eager(x.double(), BlockTensors(*(None if each is None else each.double() for each in t)))
+    assert y.dtype == usual.dtype == torch.float32
+    assert (y - exact).abs().max() <= 2 * (usual - exact).abs().max()
+    assert torch.autograd.grad(y.sum(), scale)[0].isfinite().all()
 
 
 @pytest.mark.fast_cases("torch.bfloat16")
@@ -103,46 +188,6 @@ def test_under_autocast(dtype: torch.dtype) -> None:
         hold(x, tensors)
 
 
-def arguments(
-    x: Tensor, tensors: BlockTensors, next_statistics: bool = False, dtype: torch.dtype | None = None
-) -> tuple[Any, ...]:
-    settings = (HEADS, 0.25, 1e-6, 1e-5, "layer_norm", "gelu", *NO_QK_STEP, next_statistics, dtype or x.dtype)
-    return (x, None, *tensors[:16], *(None,) * 8, *tensors[16:18], *settings, None, None, None, "none", 0.0)
-
-
-def of_training(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Without the sums of folded weights."""
-    return *arguments[:26], *arguments[28:-3], *arguments[-2:]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_opcheck(dtype: torch.dtype) -> None:
-    wanted = dtype != torch.float32
-    x, tensors = make(dtype)
-    torch.library.opcheck(block_training_op, of_training(arguments(x, tensors, wanted)))
-    detached = BlockTensors(*(tensor.detach() for tensor in tensors[:14]))
-    torch.library.opcheck(block_op, arguments(x.detach(), detached, wanted))
-    y, _, rows, statistics, *kept = block_training_op(*of_training(arguments(x.detach(), detached)))
-    rows = rows if dtype == torch.float32 else x.detach()
-    torch.library.opcheck(
-        block_backward_op,
-        (
-            y,
-            rows,
-            statistics,
-            *kept,
-            *detached[:16],
-            *(None,) * 8,
-            0.25,
-            "layer_norm",
-            "gelu",
-            *NO_QK_STEP,
-            *NO_INNER_NORM,
-        ),
-    )
-
-
 @pytest.mark.fast_cases("torch.bfloat16")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_folded_beforehand_it_is_the_same(dtype: torch.dtype) -> None:
@@ -150,7 +195,6 @@ def test_folded_beforehand_it_is_the_same(dtype: torch.dtype) -> None:
     with torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16):
         frozen = fold(tensors, torch.bfloat16)
         assert_equal(by_one(x, None, frozen), by_one(x, None, tensors))
-        torch.library.opcheck(block_op, arguments(x.detach(), frozen, dtype=torch.bfloat16))
         tensors.fc1_weight.zero_()  # it follows no change
         assert not torch.equal(by_one(x, None, frozen)[0], by_one(x, None, tensors)[0])
     with pytest.raises(UnsupportedInputError, match="they give no gradient"):
@@ -163,18 +207,12 @@ def test_what_was_folded_for_another_dtype_is_refused() -> None:
         by_one(x, None, fold(tensors, torch.float32))
 
 
-@pytest.mark.slow
-def test_opcheck_with_nothing_optional() -> None:
-    x, tensors = make(torch.float32, **OPTIONAL)
-    torch.library.opcheck(block_training_op, of_training(arguments(x, tensors)))
-
-
 def test_compiled_it_is_one_graph_with_one_operator_a_direction() -> None:
     x, tensors = make(torch.float32)
     seen = OurOperators()
     compiled = torch.compile(lambda x: by_one(x, None, tensors)[0], backend=seen, fullgraph=True)
     assert torch.equal(compiled(x), by_one(x, None, tensors)[0])
-    assert seen == ["block_training"]
+    assert seen == ["block"]
 
 
 def test_torch_func_differentiates_it() -> None:
@@ -195,9 +233,9 @@ def test_what_it_cannot_do_it_says() -> None:
         by_one(x, None, tensors._replace(qkv_weight=tensors.qkv_weight.double()))
 
 
-def test_flop_are_those_of_the_four_operators() -> None:
+def test_flop_are_those_of_the_halves() -> None:
     counts = []
-    for run in (by_one, by_four):
+    for run in (by_one, by_halves):
         x, tensors = make(torch.float32)
         with FlopCounterMode(display=False) as counter:
             run(x, None, tensors)[0].sum().backward()

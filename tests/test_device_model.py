@@ -20,9 +20,9 @@ _MODEL = """
 import json
 from types import SimpleNamespace
 from vit_fast.commands.device_time import record_layer
-from vit_fast.kernels import stand_in_driver
-from vit_fast.kernels.device_model import model_launch
-from vit_fast.kernels.sass import Loops
+from vit_fast.kernels.inspect import stand_in_driver
+from vit_fast.kernels.inspect.device_model import model_launch
+from vit_fast.kernels.inspect.sass import Loops
 stand_in_driver.install("sm_90")
 counted = {"identity": 1130, "gelu": 2411, "residual": 2381}
 stats = SimpleNamespace(registers=184, ctas_per_sm=3, warps=4)

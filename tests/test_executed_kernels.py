@@ -12,8 +12,7 @@ import test_fp8_block
 import torch
 from emulator.library import Emulator
 from kernel_execution import KERNEL_ARCH
-from kernel_support import check_attention
-from mlp_support import check_case, make_case
+from our_operators import each_tensor
 from torch import Tensor, nn
 
 import vit_fast
@@ -38,8 +37,8 @@ def _random(*shape: int, dtype: torch.dtype = BF16, offset: int = 0) -> Tensor:
 
 def _copied(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """The same values elsewhere."""
-    moved = (planned_launches.elsewhere(a).copy_(a) if isinstance(a, Tensor) else a for a in arguments)
-    return tuple(moved)
+    moved: tuple[Any, ...] = each_tensor(lambda tensor: planned_launches.elsewhere(tensor).copy_(tensor), arguments)
+    return moved
 
 
 @pytest.mark.parametrize("cases", ["cases", "block_cases", "modern_cases", "fp8_cases"])
@@ -48,7 +47,8 @@ def test_a_replayed_plan_computes_the_same_bits(cases: str, monkeypatch: pytest.
     if cases == "fp8_cases" and KERNEL_ARCH in ("sm_80", "sm_86"):
         pytest.skip("no FP8 on this architecture")
     monkeypatch.setattr(planned_launches, "zeros", _random)
-    for operator, arguments in getattr(planned_launches, cases)():
+    found = [call for case in getattr(planned_launches, cases)() for call in planned_launches.calls(case)]
+    for operator, arguments in found:
         plan.forget()
         results = [operator(*arguments) for _ in range(3)]  # compiled, recorded, replayed
         results.append(operator(*_copied(arguments)))
@@ -162,7 +162,7 @@ def tf32(emulator: Emulator) -> Iterator[None]:
     assert any(found.executed for found in emulator.find("tf32.tf32"))
 
 
-@pytest.mark.parametrize(("N", "D"), [(17, 64), (50, 32), (197, 64), (65, 16), (257, 32)])
+@pytest.mark.parametrize(("N", "D"), [(17, 64), (50, 32), (197, 64), (65, 16), (257, 32), (9, 72)])
 def test_tf32_attention(N: int, D: int, tf32: None) -> None:
     qkv, do = torch.randn(1, N, 3, 2, D, requires_grad=True), torch.randn(1, N, 2, D)
     out = attention_qkvpacked(qkv, backend="triton")
@@ -187,15 +187,6 @@ def test_tf32_mlp(M: int, C: int, F: int, tf32: None) -> None:
         torch.autograd.grad(y, tensors, dy), torch.autograd.grad(right, exact, dy.double()), strict=True
     ):
         _assert_near(found, gradient)
-
-
-@pytest.mark.parametrize(("N", "D"), [(17, 64), (9, 72)])
-def test_exact_fp32_attention(N: int, D: int) -> None:
-    check_attention(*(torch.randn(1, 2, N, D) for _ in range(4)), D**-0.5)
-
-
-def test_exact_fp32_mlp() -> None:
-    check_case(make_case(17, 64, 72, torch.float32))
 
 
 @pytest.mark.skipif(KERNEL_ARCH != "sm_90", reason="wgmma of 8-bit floats is sm_90's")

@@ -9,22 +9,20 @@ import torch
 import triton
 import triton.language as tl
 from mlp_support import DEVICE, make_bf16_exact
-from our_operators import OurOperators
+from our_operators import OurOperators, calls_of, each_tensor
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from vit_fast import UnsupportedInputError
 from vit_fast.accuracy import judge
-from vit_fast.kernels import linear
 from vit_fast.kernels.device import Gpu
 from vit_fast.kernels.fp8 import to_e4m3
 from vit_fast.kernels.layer_norm import new_statistics
-from vit_fast.kernels.split_k import finish_residual_launch
+from vit_fast.kernels.linear.split_k import finish_residual_launch
 from vit_fast.ops import reference
 from vit_fast.ops.backends import fp8_reasons
 from vit_fast.ops.descriptions import BlockScales, BlockTensors, Norm, QkNorm, Rope
 from vit_fast.ops.fp8 import fused_block_fp8, quantize_block
-from vit_fast.ops.fp8_op import block_fp8_op
 
 make_bf16_exact()
 
@@ -235,15 +233,6 @@ def test_rows_of_weights_of_next_to_nothing_leave_their_bias() -> None:
     assert hold(x, tensors, some_scales(x)).isfinite().all()
 
 
-def test_rows_in_e4m3_without_statistics_where_a_library_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "prefers_library", lambda *_: True)
-    h, weight = (torch.randn(shape, device=DEVICE).bfloat16() for shape in ((19, 64), (48, 64)))
-    out8, scale = torch.zeros(19, 48, device=DEVICE, dtype=E4M3), 2.0 ** torch.randint(-5, 1, (48,), device=DEVICE)
-    out, statistics = linear.linear_residual(h, weight, None, None, None, out8=out8, out_scale=scale.reciprocal())
-    assert statistics is None
-    assert torch.equal(out8.double(), reference.quantize_e4m3(out, scale))
-
-
 def test_a_nan_stays_in_its_image() -> None:
     x = an_input()
     tensors, scales = parameters(torch.bfloat16), some_scales(x)
@@ -290,26 +279,18 @@ def test_parts_of_k_end_in_e4m3_too() -> None:
     torch.testing.assert_close(out.float(), part.sum(0) + residual.float(), rtol=2**-8, atol=2**-8)
 
 
-def flat_call(x: Tensor, handed: bool) -> tuple[Any, ...]:
-    tensors, scales = parameters(torch.bfloat16), some_scales(x)
-    block = quantize_block(tensors, scales, x.dtype)
-    given = (None, None)
-    if handed:
-        _, *given = run(x, tensors, scales, scales.qkv)
-    layers = (*block.qkv, *block.proj, *block.fc1, *block.fc2)
-    of_qk = ("none", 0.0, "head", 0, "half")
-    return (
-        x, *given, scales.qkv if handed else None, *layers, *(None,) * 6, HEADS, 0.25, *EPS, "gelu", *of_qk,
-        handed,
-    )  # fmt: skip
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("handed", [False, True])
 def test_opcheck(handed: bool) -> None:
+    x, tensors = an_input(), parameters(torch.bfloat16)
+    scales = some_scales(x)
+    given = run(x, tensors, scales, scales.qkv)[1:] if handed else (None, None)
+    block, next_factor = quantize_block(tensors, scales, x.dtype), 1 / scales.qkv if handed else None
+    settings = {"heads": HEADS, "attention_scale": 0.25, "eps": EPS, "activation": "gelu", "next_statistics": handed}
+    ((operator, arguments),) = calls_of(lambda: fused_block_fp8(x, *given, block, next_factor, **settings))
     # but the test of the schema, for which torch would have to compare tensors of e4m3
     others = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(block_fp8_op, flat_call(an_input(), handed), test_utils=others)
+    torch.library.opcheck(operator, each_tensor(torch.Tensor.detach, arguments), test_utils=others)
 
 
 def test_its_flop_are_those_of_its_products() -> None:

@@ -15,7 +15,7 @@ from our_operators import OurOperators
 from torch import Tensor, nn
 
 import vit_fast
-from vit_fast.kernels import folding
+from vit_fast.kernels.linear import folding
 from vit_fast.model import Block, VisionTransformer
 
 support.make_bf16_exact()

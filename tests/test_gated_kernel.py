@@ -14,7 +14,6 @@ from mlp_support import DEVICE, check_case, make_case, statistics_of
 from torch.utils.flop_counter import FlopCounterMode
 
 from vit_fast.ops.layer_norm_mlp import fused_layer_norm_mlp, layer_norm_mlp
-from vit_fast.ops.layer_norm_mlp_op import layer_norm_mlp_op, layer_norm_mlp_training_op
 from vit_fast.ops.reference import ACTIVATIONS
 
 support.make_bf16_exact()
@@ -106,18 +105,6 @@ def test_statistics_go_in_and_out() -> None:
         own = fused_layer_norm_mlp(case.x, None, *case.parameters, **choices, **gate)
     torch.testing.assert_close(handed, own)
     torch.testing.assert_close(own[1], statistics_of(own[0]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_opcheck(dtype: torch.dtype) -> None:
-    case = make_case(18, 32, 48, dtype, gated=True)
-    x = case.x.detach().view(2, 9, -1).requires_grad_()
-    settings = (1e-6, "layer_norm", "silu", True, dtype != torch.float32, dtype, None, None, "none", 0.0)
-    parameters = (*case.parameters, case.layer_scale, *case.gate)
-    torch.library.opcheck(layer_norm_mlp_training_op, (x, None, *parameters, *settings))
-    detached = (parameter.detach() for parameter in parameters)
-    torch.library.opcheck(layer_norm_mlp_op, (x.detach(), None, *detached, *settings))
 
 
 def test_flop_are_those_of_the_eager_formula() -> None:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from kernel_execution import DTYPES
 from mlp_support import check_case, make_case
 
-from vit_fast.kernels import hidden_norm, linear
 from vit_fast.kernels.launch import Launch
-from vit_fast.kernels.matmul_launch import MatmulConfig, Operands
-from vit_fast.kernels.matmul_policy import is_usable
+from vit_fast.kernels.linear import hidden_norm, linear
+from vit_fast.kernels.matmul.matmul_launch import MatmulConfig, Operands
+from vit_fast.kernels.matmul.matmul_policy import is_usable
 
 support.make_bf16_exact()
 

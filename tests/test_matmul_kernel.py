@@ -8,11 +8,10 @@ from kernel_support import DEVICE, FORWARD_FACTOR, assert_as_exact_as_eager, nan
 from mlp_support import combined, statistics_of
 from torch import Tensor
 
-from vit_fast.kernels import folding, layer_norm, linear, matmul_policy
-from vit_fast.kernels.activations import ACTIVATIONS
 from vit_fast.kernels.device import gpu_of, reads_descriptors
-from vit_fast.kernels.matmul_launch import MatmulConfig, Operands, matmul_launch
-from vit_fast.kernels.matmul_policy import matmul_config
+from vit_fast.kernels.linear import folding, linear
+from vit_fast.kernels.matmul.matmul_launch import MatmulConfig, Operands, matmul_launch
+from vit_fast.kernels.matmul.matmul_policy import matmul_config
 
 HALF = (torch.float16, torch.bfloat16)
 ARCH = gpu_of(torch.device(DEVICE)).arch  # of the interpreter: the reference GPU's
@@ -102,71 +101,6 @@ def test_parts_of_k_are_summed(
         _check_statistics(out, statistics)
     again, _ = linear.linear_residual(*tensors, statistics=stream is None)
     assert torch.equal(out, again)
-
-
-@pytest.mark.parametrize("present", ["all", "no scale", "no bias", "no residual", "product alone"])
-@pytest.mark.parametrize("stream", [None, torch.float32], ids=["stream of h", "fp32 stream"])
-def test_the_library_computes_the_same_residual(
-    stream: torch.dtype | None, present: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a table in which cuBLASLt was faster, torch's matmul takes the place of ours and is within the same rule."""
-    monkeypatch.setattr(matmul_policy, "_library_table", lambda: {ARCH: {"residual/half": [[48, 200, 1, 70]]}})
-    monkeypatch.setattr(linear, "matmul_launch", _never)
-    h, weight, bias, scale, residual = _branch(70, 48, torch.bfloat16, stream or torch.bfloat16)
-    tensors = (
-        h, weight, None if present in ("no bias", "product alone") else bias,
-        None if present in ("no scale", "product alone") else scale,
-        None if present in ("no residual", "product alone") else residual,
-    )  # fmt: skip
-    wanted = stream is None and tensors[4] is not None
-    out, statistics = linear.linear_residual(*tensors, statistics=wanted, dtype=stream or torch.bfloat16)
-    assert out.dtype == (stream or torch.bfloat16)
-    eager = _formula(tuple(None if t is None else t.bfloat16() for t in tensors), torch.bfloat16)
-    assert_as_exact_as_eager("out", out.bfloat16(), eager, _formula(tensors, torch.float64), FORWARD_FACTOR)
-    if wanted:
-        assert statistics is not None
-        _check_statistics(out, statistics)
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize("keeping", [False, True], ids=["inference", "keeping z"])
-@pytest.mark.parametrize("activation", ["identity", *ACTIVATIONS])
-@pytest.mark.parametrize("stream", (*HALF, torch.float32), ids=str)
-def test_the_library_computes_the_same_layer_norm_linear(
-    stream: torch.dtype, activation: str, keeping: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dtype = torch.bfloat16 if stream == torch.float32 else stream
-    x, weight, vectors = normal(70, 96, dtype=stream), normal(48, 96, seed=1) / 10, [normal(96, seed=i) for i in (2, 3)]
-    x[5] = 3.0  # a constant row
-    bias = normal(48, seed=4)
-    folded = folding.fold_linear(folding.NormedLinear(weight, bias, *vectors), dtype)
-    rows = layer_norm.input_rows(x, 1e-6, None, dtype)
-    run = linear.layer_norm_linear_keeping if keeping else linear.layer_norm_linear
-    ours = run(rows, folded, activation)
-    monkeypatch.setattr(matmul_policy, "_library_table", lambda: {ARCH: {"layer_norm/half": [[48, 96, 1, 70]]}})
-    monkeypatch.setattr(linear, "matmul_launch", _never)
-    theirs = run(rows, folded, activation)
-    if keeping:
-        (*ours, mine), (*theirs, other) = ours, theirs
-        torch.testing.assert_close(other.statistics, mine.statistics)
-    for mine, other in zip(*((pair if keeping else (pair,)) for pair in (ours, theirs))):
-        torch.testing.assert_close(other, mine, rtol=3e-2, atol=3e-2)
-
-
-def test_the_library_is_taken_only_where_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    meta = {size: torch.empty(size, 200, device="meta", dtype=torch.bfloat16) for size in (47, 48, 69, 70, 71)}
-
-    def prefers(M: int, N: int) -> bool:
-        return matmul_policy.prefers_library(Operands(meta[M], meta[N], meta[M], b_is_nk=True), "residual")
-
-    assert not prefers(70, 48)  # the committed table: nothing was measured
-    monkeypatch.setattr(matmul_policy, "_library_table", lambda: {ARCH: {"residual/half": [[48, 200, 70, 70]]}})
-    assert prefers(70, 48)
-    assert not (prefers(69, 48) or prefers(71, 48) or prefers(70, 47))
-
-
-def _never(*args: object, **kwargs: object) -> None:
-    raise AssertionError("our matmul was launched")
 
 
 @pytest.mark.each_value

@@ -15,11 +15,13 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from vit_fast.kernels import baseline, linear, matmul_policy
 from vit_fast.kernels.device import Gpu
-from vit_fast.kernels.matmul_launch import MatmulConfig, Operands
+from vit_fast.kernels.inspect import baseline
+from vit_fast.kernels.inspect.stand_in_driver import SM_COUNTS
+from vit_fast.kernels.linear import linear
+from vit_fast.kernels.matmul import matmul_policy
+from vit_fast.kernels.matmul.matmul_launch import MatmulConfig, Operands
 from vit_fast.kernels.row_parts import row_parts
-from vit_fast.kernels.stand_in_driver import SM_COUNTS
 
 PATH = Path(__file__).with_name("matmul_tiles.txt")
 ARCHS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")

@@ -14,9 +14,9 @@ from kernel_execution import DTYPES
 from mlp_support import check_case, make_case
 from torch import Tensor
 
-from vit_fast.kernels import matmul_policy
 from vit_fast.kernels.activations import ACTIVATIONS
-from vit_fast.kernels.matmul_launch import MatmulConfig
+from vit_fast.kernels.matmul import matmul_policy
+from vit_fast.kernels.matmul.matmul_launch import MatmulConfig
 
 support.make_bf16_exact()
 
@@ -144,7 +144,7 @@ def test_no_layer_scale_left() -> None:
 def only(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[MatmulConfig]]:
     """Makes every matmul run with the configuration that the test puts into this list."""
     chosen: list[MatmulConfig] = []
-    from vit_fast.kernels import linear
+    from vit_fast.kernels.linear import linear
 
     monkeypatch.setattr(linear, "matmul_config", lambda *_: chosen[0])
     yield chosen
@@ -153,7 +153,7 @@ def only(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[MatmulConfig]]:
 def _shipped() -> list[tuple[torch.dtype, MatmulConfig]]:
     shipped: dict[tuple[torch.dtype, MatmulConfig], None] = {}
     for arch in ("sm_80", "sm_90", "sm_100"):
-        for kind, dtype in (("half", torch.bfloat16), ("tf32", torch.float32), ("ieee", torch.float32)):
+        for kind, dtype in (("half", torch.bfloat16), ("tf32", torch.float32)):
             for epilogue in ("layer_norm", "activation_grad"):
                 for tma in (True, False):
                     for config in matmul_policy.config_table(arch, kind, epilogue, tma):

@@ -11,7 +11,7 @@ from mlp_support import DEVICE, make_case
 from torch import Tensor, nn
 
 import vit_fast
-from vit_fast.kernels.matmul_tiles import load_rows, load_tile, store_tile
+from vit_fast.kernels.matmul.matmul_tiles import load_rows, load_tile, store_tile
 
 support.make_bf16_exact()
 

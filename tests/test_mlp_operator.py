@@ -1,4 +1,4 @@
-"""layer_norm_mlp and the fused linear layers as operators: registration, tracing, layouts, refusals."""
+"""layer_norm_mlp as an operator: tracing, layouts, statistics, refusals."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.ops import LayerNormMLP, layer_norm_mlp
 from vit_fast.ops.layer_norm_mlp import fused_layer_norm_mlp
-from vit_fast.ops.layer_norm_mlp_op import layer_norm_mlp_op, layer_norm_mlp_training_op
-from vit_fast.ops.linear import layer_norm_linear, linear_residual
 from vit_fast.ops.reference import ACTIVATIONS
 
 support.make_bf16_exact()
@@ -28,67 +26,13 @@ def case() -> Case:
     return make_case(18, 32, 48, torch.float32)
 
 
-def _operator_arguments(case: Case, **changes: Any) -> tuple[Any, ...]:
-    arguments = {
-        "x": case.x.detach().view(2, 9, -1).requires_grad_(), "statistics": None,
-        **dict(zip(support.NAMES, case.parameters)), "layer_scale": case.layer_scale,
-        "gate_weight": case.gate[0], "gate_bias": case.gate[1],
-        "eps": 1e-6, "norm": "layer_norm", "activation": "gelu", "residual": True, "next_statistics": False,
-        "dtype": case.x.dtype, "inner_weight": case.inner[0], "inner_bias": case.inner[1],
-        "inner_norm": case.inner_norm, "inner_eps": 1e-6,
-    }  # fmt: skip
-    return tuple({**arguments, **changes}.values())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wanted", [True, False])
-def test_opcheck_of_training(case: Case, wanted: bool) -> None:
-    torch.library.opcheck(layer_norm_mlp_training_op, _operator_arguments(case, next_statistics=wanted))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("handed_in", [True, False])
-def test_opcheck_of_training_in_half_precision(case: Case, handed_in: bool) -> None:
-    half = case.to(torch.bfloat16)
-    statistics = statistics_of(half.x) if handed_in else None
-    arguments = _operator_arguments(half, statistics=statistics, next_statistics=True)
-    torch.library.opcheck(layer_norm_mlp_training_op, arguments)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("residual", [True, False])
-def test_opcheck_of_training_under_autocast(case: Case, residual: bool) -> None:
-    arguments = _operator_arguments(case, residual=residual, layer_scale=None, dtype=torch.bfloat16)
-    torch.library.opcheck(layer_norm_mlp_training_op, arguments)
-
-
-@pytest.mark.slow
-def test_opcheck_of_training_with_absent_parameters(case: Case) -> None:
-    absent = {"norm_weight": None, "norm_bias": None, "fc1_bias": None, "fc2_bias": None, "layer_scale": None}
-    torch.library.opcheck(layer_norm_mlp_training_op, _operator_arguments(case, **absent, residual=False))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_opcheck_with_a_norm_inside(dtype: torch.dtype) -> None:
-    case = make_case(18, 32, 48, dtype, gated=True, inner_norm="layer_norm")
-    arguments = _operator_arguments(case, next_statistics=dtype != torch.float32)
-    torch.library.opcheck(layer_norm_mlp_training_op, arguments)
-    detached = (a.detach() if isinstance(a, Tensor) else a for a in arguments)
-    torch.library.opcheck(layer_norm_mlp_op, tuple(detached))
-
-
-def test_opcheck_of_inference(case: Case) -> None:
-    arguments = (a.detach() if isinstance(a, Tensor) else a for a in _operator_arguments(case, next_statistics=True))
-    torch.library.opcheck(layer_norm_mlp_op, tuple(arguments))
-
-
 @pytest.mark.each_value
 @pytest.mark.parametrize("width", [32, 100, 1100])
 @pytest.mark.parametrize("rows", ["usual", "constant", "far from 0", "pieces apart"])
 def test_statistics_handed_in_give_the_same_result(rows: str, width: int) -> None:
     """Of one piece, of a last one that is shorter, and of more than are combined at once."""
     x, weight = torch.randn(18, width, device=DEVICE), torch.randn(48, width, device=DEVICE) * width**-0.5
+    second = torch.randn(width, 48, device=DEVICE).bfloat16() * 48**-0.5
     if rows == "constant":
         x[::3] = 3.1
     elif rows == "far from 0":
@@ -96,20 +40,21 @@ def test_statistics_handed_in_give_the_same_result(rows: str, width: int) -> Non
     elif rows == "pieces apart":
         x[:, :64] += 50
     x, weight = x.bfloat16(), weight.bfloat16()
-    exact = F.linear(F.layer_norm(x.double(), (width,), eps=1e-5), weight.double())
-    eager = F.linear(F.layer_norm(x, (width,), eps=1e-5), weight)
-    given = layer_norm_linear(x, None, None, weight, None, eps=1e-5, statistics=statistics_of(x))
-    computed = layer_norm_linear(x, None, None, weight, None, eps=1e-5)
-    for ours in (given, computed):
-        assert_rule({"y": ours}, {"y": eager}, {"y": exact})
+    options = {"eps": 1e-5, "activation": "relu", "residual": False, "layer_scale": None}
+
+    def eager(dtype: torch.dtype) -> Tensor:
+        hidden = F.linear(F.layer_norm(x.to(dtype), (width,), eps=1e-5), weight.to(dtype)).relu()
+        return F.linear(hidden, second.to(dtype))
+
+    for statistics in (statistics_of(x), None):
+        ours, _ = fused_layer_norm_mlp(x, statistics, None, None, weight, None, second, None, **options)
+        assert_rule({"y": ours}, {"y": eager(torch.bfloat16)}, {"y": eager(torch.float64)})
 
 
 def test_the_reader_applies_its_own_epsilon(case: Case) -> None:
     half = case.to(torch.bfloat16)
-    identity = torch.eye(32, device=DEVICE, dtype=torch.bfloat16)
     with torch.no_grad():
-        x, statistics = linear_residual(half.x, identity, None, layer_scale=None, residual=None, next_statistics=True)
-        assert torch.equal(x, half.x)
+        x, statistics = half.x, statistics_of(half.x)
         for eps in (1e-6, 0.5):
             options = {"eps": eps, "activation": "gelu", "layer_scale": half.layer_scale, "residual": True}
             given, _ = fused_layer_norm_mlp(x, statistics, *half.parameters, **options)

@@ -16,7 +16,7 @@ TRAINING = [("vit_base_patch16_224", True)]
 _COUNT = """
 import json, sys, torch, vit_fast
 from vit_fast.fusion.block import run_blocks
-from vit_fast.kernels import offline, stand_in_driver
+from vit_fast.kernels.inspect import offline, stand_in_driver
 from vit_fast.kernels.launch import Launch
 
 arch, cases = json.loads(sys.argv[1])

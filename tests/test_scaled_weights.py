@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from vit_fast.kernels.scaled_weights import in_dtype, scaled_weights
+from vit_fast.kernels.linear.scaled_weights import in_dtype, scaled_weights
 
 make_bf16_exact()
 HALVES = (torch.float16, torch.bfloat16)
@@ -83,7 +83,7 @@ _COUNT = """
 import json, torch, vit_fast
 from torch.profiler import ProfilerActivity, profile
 from vit_fast.fusion.block import run_blocks
-from vit_fast.kernels import stand_in_driver
+from vit_fast.kernels.inspect import stand_in_driver
 from vit_fast.kernels.launch import Launch
 
 stand_in_driver.install("sm_90")

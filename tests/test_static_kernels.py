@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from vit_fast.commands.kernels import collect
-from vit_fast.kernels import baseline, launch, offline
-from vit_fast.kernels.attention_policy import MIN_BLOCK, Problem, cover, forward_config, split_head_dim
+from vit_fast.kernels import launch
+from vit_fast.kernels.attention.attention_policy import MIN_BLOCK, Problem, cover, forward_config, split_head_dim
+from vit_fast.kernels.inspect import baseline, offline
 
 STATS = offline.Stats(
     registers=160, stack_bytes=0, spill_loads=0, spill_stores=0, shared_bytes=60_000, ctas_per_sm=3, warps=4,
@@ -37,7 +38,7 @@ def run_compiler(command: list[str]) -> Any:
 
 _COMPILE = """
 import json, sys
-from vit_fast.kernels import offline
+from vit_fast.kernels.inspect import offline
 wanted = {f"{arch}/{case}": arch for arch, cases in json.loads(sys.argv[1]).items() for case in cases}
 found = {}
 for arch in dict.fromkeys(wanted.values()):
@@ -72,9 +73,11 @@ def test_attention_and_fc1_keep_their_bars() -> None:
 @pytest.mark.parametrize("arch", offline.ARCHS)
 def test_core_builds(arch: str) -> None:
     """No build spills, serialises wgmma or became worse than the baseline; the instructions are the expected ones."""
-    report = run_compiler(
-        ["-c", f"from vit_fast.cli import main; main(['kernels', '--core', '--json', '--arch', '{arch}'])"]
+    code = (
+        "import json; from vit_fast.commands.kernels import collect\n"
+        f"print(json.dumps(collect([{arch!r}], core=True, update_baseline=False)))"
     )
+    report = run_compiler(["-c", code])
     rows = report["builds"]
     assert {row["arch"] for row in rows} == {arch}
     assert not [f"{row['kernel']} {row['case']}: {row['problems']}" for row in rows if row["problems"]]
@@ -197,8 +200,8 @@ def test_spills_are_kept_in_the_baseline(tmp_path: Path) -> None:
 _ONCE_SPILLED = {
     "sm_80": ("vector_grad of a block/fp32", "vector_grad before a residual/fp32"),
     "sm_89": (
-        "attention_varlen_dkdv/ieee N257 D80 B256 tma packed",
-        "attention_varlen_dq/ieee N257 D80 B256 tma masked",
+        "attention_varlen_dkdv/tf32 N257 D80 B256 tma packed",
+        "attention_varlen_dq/tf32 N257 D80 B256 tma masked",
         "attention_varlen_fwd/bf16 N64 D128 B256 tma packed",
     ),
     "sm_100": (
@@ -253,7 +256,7 @@ def test_rows_leave_room_for_a_second_program(arch: str) -> None:
 
 
 def test_measured_configurations_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vit_fast.kernels import attention_policy
+    from vit_fast.kernels.attention import attention_policy
 
     problem = Problem("sm_90", 132, "half", 64, 577, 577, batch_heads=512, access="tma")
     measured = {"scheme": "looped", "block_m": 128, "block_n": 128, "num_warps": 8, "tma": True}

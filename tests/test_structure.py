@@ -109,16 +109,12 @@ def _table() -> dict[str, str]:
 
 # Pairs of folders that import each other today. Only remove lines here.
 PAIRS = """
-benchmarks vit_fast/tuning
 vit_fast vit_fast/fusion
 vit_fast vit_fast/ops
-vit_fast vit_fast/tuning
 vit_fast vit_fast/weights
-vit_fast/apps vit_fast/tuning
 vit_fast/fusion vit_fast/libraries
 vit_fast/fusion vit_fast/ops
 vit_fast/fusion vit_fast/quantization
-vit_fast/fusion vit_fast/tuning
 """
 
 
@@ -218,7 +214,7 @@ def test_no_wing_stands_apart() -> None:
 
 
 def test_modules_loaded_by_name_are_found() -> None:
-    assert {"vit_fast.kernels.attention_offline", "vit_fast.kernels.matmul_offline"} <= _named(
-        "vit_fast.kernels.offline"
+    assert {"vit_fast.kernels.inspect.attention_offline", "vit_fast.kernels.inspect.matmul_offline"} <= _named(
+        "vit_fast.kernels.inspect.offline"
     )
-    assert "vit_fast.kernels.split_k" not in _named("vit_fast.kernels.offline")
+    assert "vit_fast.kernels.linear.split_k" not in _named("vit_fast.kernels.inspect.offline")

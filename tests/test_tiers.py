@@ -50,7 +50,7 @@ def test_the_deepest_folder_decides() -> None:
     assert changed.folders_of("vit_fast/ops/attention.py") == ["vit_fast/ops"]
     assert changed.folders_of("vit_fast/model.py") == ["vit_fast"]
     assert changed.folders_of("LICENSE") == []
-    assert "tests/test_matmul_kernel.py" in changed.tests_of(["kernels/linear.py"])
+    assert "tests/test_matmul_kernel.py" in changed.tests_of(["kernels/linear/linear.py"])
     assert changed.tests_of(["tests/test_cli.py", "tests/conftest.py"]) == ["tests/test_cli.py"]
     assert "tests/test_onnx_families.py" in changed.tests_of(["tests/onnx_models.py"])
 

@@ -16,7 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vit_fast import create_model, ops
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.ops.linear import layer_norm_linear, linear_residual
+from vit_fast.ops.block import fused_block
+from vit_fast.ops.descriptions import BlockTensors
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
@@ -28,24 +29,20 @@ def _drawn(*shapes: tuple[int, ...]) -> list[Tensor]:
     return [torch.randn(shape, device=DEVICE) for shape in shapes]
 
 
-def _linear(x: Tensor, backend: str) -> Tensor:
-    gamma, beta, weight, bias = PARAMETERS["linear"]
+def _half(x: Tensor, backend: str) -> Tensor:
+    """The first half of a block."""
+    gamma, beta, qkv, bias, proj, proj_bias = PARAMETERS["half"]
     if backend == "triton":
-        return layer_norm_linear(x, gamma, beta, weight, bias, eps=1e-6)
-    return F.linear(F.layer_norm(x, (C,), gamma, beta, 1e-6), weight, bias)
-
-
-def _residual(x: Tensor, backend: str) -> Tensor:
-    weight, bias, scale = PARAMETERS["residual"]
-    if backend == "triton":
-        return linear_residual(x, weight, bias, layer_scale=scale, residual=x, next_statistics=True)[0]
-    return x + scale * F.linear(x, weight, bias)
+        absent: Any = (None,) * 8
+        tensors = BlockTensors(*PARAMETERS["half"], *absent)
+        return fused_block(x[None], None, tensors, heads=2, eps=(1e-6, 0.0), next_statistics=True)[0][0]
+    packed = F.linear(F.layer_norm(x, (C,), gamma, beta, 1e-6), qkv, bias).view(1, -1, 3, 2, C // 2)
+    return x + F.linear(ops.attention_qkvpacked(packed, backend="eager").flatten(2)[0], proj, proj_bias)
 
 
 torch.manual_seed(1)
 PARAMETERS = {
-    "linear": _drawn((C,), (C,), (48, C), (48,)),
-    "residual": _drawn((C, C), (C,), (C,)),
+    "half": _drawn((C,), (C,), (3 * C, C), (3 * C,), (C, C), (C,)),
     "mlp": _drawn((C,), (C,), (48, C), (48,), (C, 48), (C,)),
 }
 KV = torch.randn(2, 1, 2, 5, 16, device=DEVICE)
@@ -53,8 +50,7 @@ OPERATORS: dict[str, Callable[[Tensor, str], Tensor]] = {
     "attention": lambda x, backend: ops.attention(x.view(1, 2, 3, 16), *KV, backend=backend),
     "attention_qkvpacked": lambda x, backend: ops.attention_qkvpacked(x.view(1, 2, 3, 1, 16), backend=backend),
     "layer_norm_mlp": lambda x, backend: ops.layer_norm_mlp(x, *PARAMETERS["mlp"], backend=backend),
-    "layer_norm_linear": _linear,
-    "linear_residual": _residual,
+    "half of a block": _half,
 }
 every_operator = pytest.mark.parametrize("operator", OPERATORS)
 
@@ -228,7 +224,7 @@ def test_the_stand_in_under_fx(kernel_calls: list[str]) -> None:
 def test_the_stand_in_without_channels(kernel_calls: list[str]) -> None:
     q, k, v = _qkv(0)
     _close(ops.scaled_dot_product_attention(q, k, v), F.scaled_dot_product_attention(q, k, v))
-    with pytest.raises(UnsupportedInputError, match="head_dim is 0"):
+    with pytest.raises(UnsupportedInputError, match="head_dim must be between 16 and 128, got 0"):
         ops.attention(q, k, v, backend="triton")
 
 

@@ -11,16 +11,16 @@ from kernel_support import DEVICE
 from mlp_support import check_case, make_bf16_exact, make_case
 from torch import Tensor
 
-from vit_fast.kernels import gradients, weight_products
 from vit_fast.kernels.device import REFERENCE_GPU
-from vit_fast.kernels.folding import NormedLinear
 from vit_fast.kernels.launch import Launch
 from vit_fast.kernels.layer_norm import RowStatistics
-from vit_fast.kernels.matmul_launch import MatmulConfig, fits_tma
-from vit_fast.kernels.matmul_policy import products_config
-from vit_fast.kernels.vector_gradients import parameter_gradients
-from vit_fast.kernels.weight_gradients import FoldedProducts, ResidualProducts
-from vit_fast.kernels.weight_products import weight_products_launch
+from vit_fast.kernels.linear import gradients, weight_products
+from vit_fast.kernels.linear.folding import NormedLinear
+from vit_fast.kernels.linear.vector_gradients import parameter_gradients
+from vit_fast.kernels.linear.weight_gradients import FoldedProducts, ResidualProducts
+from vit_fast.kernels.linear.weight_products import weight_products_launch
+from vit_fast.kernels.matmul.matmul_launch import MatmulConfig, fits_tma
+from vit_fast.kernels.matmul.matmul_policy import products_config
 
 make_bf16_exact()
 

@@ -15,7 +15,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 CACHE = ROOT / "build" / "emulator"  # libraries by the hash of their sources, and the PTX that Triton compiled
-DRIVER = ROOT / "kernels" / "stand_in_driver.c"
+DRIVER = ROOT / "kernels" / "inspect" / "stand_in_driver.c"
 OLDEST_COMPILER = 12
 
 # Products and sums are rounded as written; vector code is used where this machine has it, with the same results.

@@ -18,7 +18,7 @@ def start(arch: str) -> Emulator:
         raise RuntimeError("the emulator must know all memory from the start: use tests/execute.py")
     from triton.backends.nvidia.compiler import CUDABackend
 
-    from vit_fast.kernels import stand_in_driver
+    from vit_fast.kernels.inspect import stand_in_driver
 
     def keep_ptx(self: Any, source: str, *rest: Any) -> bytes:
         return b"\x7fELFPTX" + source.encode() + b"\0"

@@ -4,7 +4,7 @@
     print(render(report))
 
 The launches are recorded under the stand-in driver, compiled, and modelled from their machine code and the launch
-policy (`kernels/device_model.py`). Nothing here is measured.
+policy (`kernels/inspect/device_model.py`). Nothing here is measured.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def model_layer(name: str, batch: int, arch: str) -> dict[str, Any]:
         ValueError: the model or the architecture is unknown.
         RuntimeError: the stand-in driver, which is installed in this process, cannot be.
     """
-    from ..kernels import stand_in_driver
-    from ..kernels.device_model import GPUS, model_launches
+    from ..kernels.inspect import stand_in_driver
+    from ..kernels.inspect.device_model import GPUS, model_launches
 
     layers = get_variant(name).config.depth
     driver = stand_in_driver.install(arch)
@@ -53,7 +53,7 @@ def model_layer(name: str, batch: int, arch: str) -> dict[str, Any]:
 
 def record_layer(name: str, batch: int) -> list[Launch]:
     """Returns the launches of a layer behind another, which leaves it LayerNorm statistics."""
-    from ..kernels.device_model import recorded
+    from ..kernels.inspect.device_model import recorded
 
     model = create_model(name, backend="triton", depth=2).bfloat16()
     config = model.config

@@ -3,10 +3,10 @@
     report = measure("sm_90")        # in processes of its own
     print(render(report))
 
-Triton's launch path runs as it is, against a driver that launches nothing (`kernels/stand_in_driver.py`). Launches and
-descriptors are counted at the sizes of ViT-B, B = 1. Time is taken on narrow tensors, where the CPU's own arithmetic in
-the few torch operators of a step is small beside their dispatch; of our blocks and of timm's eager ones alike. It is
-process CPU time, the empty driver calls included. It leaves out what only a GPU's driver and allocator do.
+Triton's launch path runs unchanged, against a driver that launches nothing (`kernels/inspect/stand_in_driver.py`).
+Launches and descriptors are counted at the sizes of ViT-B, B = 1. Time is measured on narrow tensors, for which the
+CPU's arithmetic in a step's few torch operators is small beside their dispatch, for our blocks and timm's eager ones.
+It is process CPU time, with the empty driver calls, without what only a GPU's driver and allocator do.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from .. import create_model, freeze
 from ..benchmarks.machine import describe
 from ..fusion.block import run_blocks
 from ..ops.attention import attention_qkvpacked
+from ..ops.block import fused_block
+from ..ops.descriptions import BlockTensors
 from ..ops.layer_norm_mlp import fused_layer_norm_mlp
-from ..ops.linear import layer_norm_linear, linear_residual
 
 if TYPE_CHECKING:
-    from ..kernels.stand_in_driver import StandInDriver
+    from ..kernels.inspect.stand_in_driver import StandInDriver
 
 NOTE = (
     "Host only: Triton's launch path against a driver that launches nothing, on tensors of no content. "
@@ -101,7 +102,7 @@ def run_child(arch: str, what: str) -> None:
         arch: As in `measure`.
         what: "compile" only counts, "measure" takes time too.
     """
-    from ..kernels import stand_in_driver
+    from ..kernels.inspect import stand_in_driver
 
     torch.set_num_threads(1)
     driver = stand_in_driver.install(arch)
@@ -181,23 +182,20 @@ def _without_gradient(call: Call) -> Call:
 
 
 def _operator_calls(block: Any, x: Tensor) -> dict[str, Call]:
-    """The single operators with the tensors of one of our blocks, and row statistics handed from one to the next."""
+    """The operators with the tensors of one of our blocks, and LayerNorm statistics passed from one to the next."""
     attn, mlp, norm1, norm2 = block.attn, block.mlp, block.norm1, block.norm2
+    absent: Any = (None,) * 7
+    first = partial(
+        fused_block, x, None, BlockTensors(
+            norm1.weight, norm1.bias, attn.qkv.weight, attn.qkv.bias, attn.proj.weight, attn.proj.bias, None, *absent
+        ), heads=attn.num_heads, eps=(norm1.eps, 0.0), next_statistics=True,
+    )  # fmt: skip
+    packed = x.new_zeros(*x.shape[:-1], 3, attn.num_heads, x.shape[-1] // attn.num_heads)
     with torch.no_grad():
-        qkv = layer_norm_linear(x, norm1.weight, norm1.bias, attn.qkv.weight, attn.qkv.bias, eps=norm1.eps)
-        packed = qkv.unflatten(-1, (3, attn.num_heads, -1))
-        proj = partial(
-            linear_residual, attention_qkvpacked(packed, backend="triton").flatten(2), attn.proj.weight, attn.proj.bias,
-            layer_scale=None, residual=x, next_statistics=True,
-        )  # fmt: skip
-        _, statistics = proj()
+        _, statistics = first()
     return {
-        "LN + qkv": partial(
-            layer_norm_linear, x, norm1.weight, norm1.bias, attn.qkv.weight, attn.qkv.bias, eps=norm1.eps,
-            statistics=statistics,
-        ),
         "attention": partial(attention_qkvpacked, packed, backend="triton"),
-        "proj + residual": proj,
+        "LN + attention half": first,
         "LN + MLP": partial(
             fused_layer_norm_mlp, x, statistics, norm2.weight, norm2.bias, mlp.fc1.weight, mlp.fc1.bias,
             mlp.fc2.weight, mlp.fc2.bias, eps=norm2.eps, activation=mlp.activation, layer_scale=None, residual=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import time
 from typing import Annotated, Any
@@ -22,7 +23,6 @@ def kernels(
         str | None, typer.Option(help="Architectures to compile for, separated by commas; by default all.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
-    core: Annotated[bool, typer.Option("--core", help="Only the builds that the tests compile on every run.")] = False,
     update_baseline: Annotated[
         bool, typer.Option("--update-baseline", help="Make what was found the committed baseline.")
     ] = False,
@@ -49,6 +49,16 @@ def kernels(
 ) -> None:
     """Compiles the kernels for the named architectures, without a GPU; exits with 1 if one spills or became worse."""
     sizes = integers("--batch-sizes", batch_sizes)
+    if warm_up is not None:
+        _warm_up(warm_up, sizes or [1], training)
+        return
+    if importlib.util.find_spec("vit_fast.kernels.inspect") is None:
+        typer.echo(
+            "vit-fast kernels needs the folder kernels/inspect, which a wheel leaves out: run it from a checkout "
+            "(pip install -e .), or pass --warm-up",
+            err=True,
+        )
+        raise typer.Exit(2)
     if host:
         _print_host_time(arch or "sm_90", as_json=as_json)
         return
@@ -57,11 +67,8 @@ def kernels(
             raise ValueError(f"--batch-sizes must be one integer >= 1 with --model, got {batch_sizes}")
         _print_device_time(model, sizes[0] if sizes else 256, arch or "sm_90", as_json=as_json)
         return
-    if warm_up is not None:
-        _warm_up(warm_up, sizes or [1], training)
-        return
     if tune:
-        from ..kernels.attention_tuning import tune as search
+        from ..kernels.inspect.attention_tuning import tune as search
 
         try:
             search(report=typer.echo)
@@ -71,7 +78,7 @@ def kernels(
         return
     try:
         report = collect(
-            arch.split(",") if arch else None, core=core, update_baseline=update_baseline, progress=not as_json
+            arch.split(",") if arch else None, core=False, update_baseline=update_baseline, progress=not as_json
         )
     except (RuntimeError, ValueError, ImportError) as error:
         typer.echo(f"vit-fast kernels: {error}", err=True)
@@ -153,7 +160,8 @@ def collect(archs: list[str] | None, *, core: bool, update_baseline: bool, progr
     """
     import triton
 
-    from ..kernels import baseline, launch, offline
+    from ..kernels import launch
+    from ..kernels.inspect import baseline, offline
 
     if launch.is_interpreted():
         raise RuntimeError("TRITON_INTERPRET is set: there is nothing to compile; unset it")

@@ -13,22 +13,19 @@ import ctypes
 from collections.abc import Callable
 from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..ops.attention import is_exporting
-from ..ops.attention_varlen import attention_among
 from ..ops.backends import constant_to_compiler
 from ..ops.block import fused_block
 from ..ops.checks import matmul_dtype
 from ..ops.descriptions import BlockTensors, Keys, Rope, neighbours
 from ..ops.frozen import Frozen
 from ..ops.layer_norm_mlp import fused_layer_norm_mlp, layer_norm_mlp
-from ..ops.linear import layer_norm_linear, linear_residual
 from ..ops.packed import Packed, run_packed
-from ..ops.rotary import qk_norm_rope
 from ..ops.transforms import in_transform, needs_gradient
 from ..quantization.fp8_scales import scales_of
 from .packing import packed_for, packing_of
@@ -166,20 +163,18 @@ def run_mlp(parts: MlpParts, x: Tensor, backend: str) -> Tensor:
 def _run_attention(
     parts: AttentionParts, x: Tensor, statistics: Tensor | None, rope: Rope | None, keys: Keys | None
 ) -> tuple[Tensor, Tensor | None]:
-    weight, bias = parts.qkv.tensors()
-    qkv = layer_norm_linear(
-        x, *parts.norm.tensors(), weight, bias, eps=parts.norm.eps, norm=parts.norm.kind, statistics=statistics
+    """The first half of a block by itself, of [B, N, C] or [total, C]."""
+    dropping, absent = drops_path(parts.drop_path), cast(Any, (None,) * 7)
+    tensors = BlockTensors(
+        *parts.norm.tensors(), *parts.qkv.tensors(), *tensors_of(parts.proj), scale_of(parts), *absent
     )
-    packed = qkv.unflatten(-1, (3, parts.num_heads, -1))
-    if rope is not None or parts.qk_norm is not None:
-        qk_norm = None if parts.qk_norm is None else parts.qk_norm.now()
-        packed = qk_norm_rope(packed, qk_norm=qk_norm, rope=rope, backend="triton")
-    mixed = attention_among(packed, keys, scale=parts.scale, backend="triton").flatten(-2)
-    weight, bias = tensors_of(parts.proj)
-    if drops_path(parts.drop_path):
-        branch, _ = linear_residual(mixed, weight, bias, layer_scale=scale_of(parts), residual=None)
-        return x + parts.drop_path(branch), None
-    return linear_residual(mixed, weight, bias, layer_scale=scale_of(parts), residual=x, next_statistics=True)
+    y, emitted = fused_block(
+        x if x.dim() == 3 else x[None], statistics, tensors, heads=parts.num_heads, attention_scale=parts.scale,
+        eps=(parts.norm.eps, 0.0), norm=parts.norm.kind, rope=rope, keys=keys, residual=not dropping,
+        qk_norm=None if parts.qk_norm is None else parts.qk_norm.now(), next_statistics=not dropping,
+    )  # fmt: skip
+    y = y if x.dim() == 3 else y[0]
+    return (x + parts.drop_path(y), None) if dropping else (y, emitted)
 
 
 def _tensors_for(parts: BlockParts, x: Tensor, rope: Rope | None) -> tuple[BlockTensors, Rope | None]:

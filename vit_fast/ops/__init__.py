@@ -3,8 +3,7 @@
 from .attention import attention, attention_qkvpacked, scaled_dot_product_attention
 from .attention_varlen import attention_varlen, attention_varlen_qkvpacked
 from .descriptions import Norm, QkNorm, Rope
-from .layer_norm_mlp import layer_norm_mlp
-from .layer_norm_mlp_module import LayerNormMLP
+from .layer_norm_mlp import LayerNormMLP, layer_norm_mlp
 from .rotary import qk_norm_rope
 
 __all__ = [

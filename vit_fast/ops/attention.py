@@ -1,4 +1,4 @@
-"""Softmax attention: public functions, validation, dispatch to a backend."""
+"""Softmax attention of a batch: public functions, validation, dispatch to a backend."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import reference
-from .attention_op import attention_kernel, attention_qkvpacked_kernel, unsupported_reasons
-from .attention_varlen_op import attention_masked_kernel
+from .attention_op import attention_kernel, unsupported_reasons
 from .backends import constant_to_compiler, resolve_backend
 from .checks import check_tensors, matmul_dtype
 from .transforms import in_transform
@@ -46,7 +45,11 @@ def attention(
     backend = resolve_backend(backend, q.device, q.dtype)
     if backend == "triton":
         q, k, v = autocast(q, k, v)
-    _check_inputs(q, k, v)
+    check_alike(q, k, v, "[B, H, N, D]")
+    if k.shape != v.shape:
+        raise ValueError(f"k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}")
+    if (q.shape[0], q.shape[1], q.shape[3]) != (k.shape[0], k.shape[1], k.shape[3]):
+        raise ValueError(f"B, H and D of q and k must be equal, got shapes {tuple(q.shape)} and {tuple(k.shape)}")
     if key_mask is not None:
         check_key_mask(key_mask, k.shape[0], k.shape[2], k.device)
     if backend == "eager":
@@ -54,34 +57,31 @@ def attention(
     if backend == "sdpa" or is_exporting():
         mask = None if key_mask is None else key_mask[:, None, None, :]
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
-    if key_mask is not None:
-        out: Tensor = attention_masked_kernel(q, k, v, key_mask, scale_of(q, scale))[0]
-    else:
-        out = attention_kernel(q, k, v, scale_of(q, scale))[0]
+    out: Tensor = attention_kernel([q, k, v], None, key_mask, 0, scale_of(q, scale))[0]
     return out
 
 
 def attention_qkvpacked(qkv: Tensor, *, scale: float | None = None, backend: str = "auto") -> Tensor:
-    """Softmax attention on the qkv linear's output as it lies.
+    """Softmax attention on the qkv linear's output, without a copy.
 
     Args:
         qkv: Packed projections [B, N, 3, H, D]; fp32, fp16 or bf16 (fp64 too with eager and sdpa).
         scale: Multiplier of q k^T, dimensionless. None means D**-0.5.
         backend: "eager", "sdpa", "triton" or "auto" (by qkv's device).
     Returns:
-        [B, N, H, D] in qkv.dtype: the proj linear's input as it lies.
+        [B, N, H, D] in qkv.dtype, contiguous: the input of the proj linear.
     Raises:
         ValueError: qkv is not [B, N, 3, H, D] of a floating dtype.
         UnsupportedInputError: this backend cannot run this input; lists all reasons.
     """
     check_tensors(qkv=qkv)
     if qkv.dim() != 5 or qkv.shape[2] != 3:
-        raise ValueError(f"qkv has shape {tuple(qkv.shape)}: accepted is [B, N, 3, H, D]")
+        raise ValueError(f"qkv must have shape [B, N, 3, H, D], got {tuple(qkv.shape)}")
     backend = resolve_backend(backend, qkv.device, qkv.dtype)
     if backend == "triton" and not is_exporting():
         (qkv,) = autocast(qkv)
         check_dtype("qkv", qkv)
-        out: Tensor = attention_qkvpacked_kernel(qkv, scale_of(qkv, scale))[0]
+        out: Tensor = attention_kernel([qkv], None, None, 0, scale_of(qkv, scale))[0]
         return out
     q, k, v = qkv.transpose(1, 3).unbind(2)  # each [B, H, N, D], views
     return attention(q, k, v, scale=scale, backend=backend).transpose(1, 2)
@@ -97,7 +97,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Stands in for torch.nn.functional.scaled_dot_product_attention: same signature, same answers.
+    """Stands in for torch.nn.functional.scaled_dot_product_attention: same signature, same results.
 
     A boolean mask that is the same for all queries and heads, of padding, is for our kernel too: one whose sizes or
     strides say so, since its values are not looked at. Any other mask, dropout, causality, grouped queries, and
@@ -137,12 +137,12 @@ def key_mask_of(attn_mask: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
 
 
 def _is_ordinary(tensor: Tensor) -> bool:
-    """Not nested, not a subclass such as DTensor or a stand-in such as fx's Proxy: those are for torch."""
+    """True unless it is nested or a subclass such as DTensor or fx's Proxy: those are for torch."""
     return type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_nested
 
 
 def _auto_is_triton(query: Tensor) -> bool:
-    """Whether our kernel may take the place of torch's choice of one, which the user can restrict."""
+    """True if our kernel may take the place of torch's choice of one, which the user can restrict."""
     if query.dim() != 4 or in_transform() or is_exporting():
         return False
     return _fused_sdpa_is_allowed() and resolve_backend("auto", query.device, query.dtype) == "triton"
@@ -150,7 +150,7 @@ def _auto_is_triton(query: Tensor) -> bool:
 
 @constant_to_compiler
 def _fused_sdpa_is_allowed() -> bool:
-    """Not inside `sdpa_kernel(SDPBackend.MATH)` or the like. A compiled graph keeps its choice, as with torch's own."""
+    """False inside `sdpa_kernel(SDPBackend.MATH)` or the like. A compiled graph keeps its choice."""
     cuda = torch.backends.cuda
     return cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()
 
@@ -173,28 +173,26 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def check_dtype(name: str, tensor: Tensor) -> None:
     if str(tensor.dtype) not in DTYPES:
-        raise ValueError(f"{name} is {tensor.dtype}: accepted are {', '.join(DTYPES)}")
+        raise ValueError(f"{name} must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, got {tensor.dtype}")
 
 
 def check_key_mask(key_mask: Tensor, batch: int, tokens: int, device: torch.device) -> None:
     """Raises ValueError unless the mask fits so many keys of so many images."""
-    accepted = f"bool [{batch}, {tokens}] on {device}"
-    if key_mask.dtype != torch.bool or key_mask.device != device:
-        raise ValueError(f"key_mask is {key_mask.dtype} on {key_mask.device}: accepted is {accepted}")
-    if key_mask.dim() != 2 or key_mask.shape != (batch, tokens):
-        raise ValueError(f"key_mask has shape {tuple(key_mask.shape)}: accepted is {accepted}")
+    fits = key_mask.dim() == 2 and key_mask.shape == (batch, tokens)
+    if key_mask.dtype != torch.bool or key_mask.device != device or not fits:
+        raise ValueError(
+            f"key_mask must be torch.bool [{batch}, {tokens}] on {device}, "
+            f"got {key_mask.dtype} {list(key_mask.shape)} on {key_mask.device}"
+        )
 
 
-def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_alike(q: Tensor, k: Tensor, v: Tensor, shape: str) -> None:
+    """Raises ValueError unless the three have as many dimensions as `shape`, and one dtype and device."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dim() != 4:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}: accepted is [B, H, N, D]")
+        if tensor.dim() != shape.count(",") + 1:
+            raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
         check_dtype(name, tensor)
         if tensor.dtype != q.dtype or tensor.device != q.device:
             raise ValueError(
-                f"{name} is {tensor.dtype} on {tensor.device}, q is {q.dtype} on {q.device}: they must agree"
+                f"{name} must have q's dtype and device, {q.dtype} on {q.device}, got {tensor.dtype} on {tensor.device}"
             )
-    if k.shape != v.shape:
-        raise ValueError(f"k has shape {tuple(k.shape)}, v has {tuple(v.shape)}: they must be equal")
-    if (q.shape[0], q.shape[1], q.shape[3]) != (k.shape[0], k.shape[1], k.shape[3]):
-        raise ValueError(f"q has shape {tuple(q.shape)}, k has {tuple(k.shape)}: B, H and D must be equal")

@@ -1,29 +1,23 @@
-"""The attention kernel as torch operators: schema, checks, fake implementations, autograd, FLOP formulas.
+"""Attention by the kernels as torch operators: `vit_fast::attention` and `vit_fast::attention_backward`.
 
-Two operators, each with its backward as an operator of its own:
-
-- `vit_fast::attention(q, k, v, scale) -> (out, lse)` and `vit_fast::attention_backward`;
-- `vit_fast::attention_qkvpacked(qkv, scale) -> (out, lse)` and `vit_fast::attention_qkvpacked_backward`.
-
-Only torch is needed to register and trace them; Triton and the kernels are imported when one first runs.
+One operator for q, k, v apart or packed, for a batch, sequences of any lengths and masked keys. Only torch is needed to
+register and trace it; Triton and the kernels are imported when it first runs.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import UnsupportedInputError
-from .backends import triton_unavailable_reasons
-from .checks import refuse_double_backward, refuse_vmap
-from .flops import flop_formula
-from .operators import differentiable, fake, operator
-from .transforms import transformable
+from .backends import kernel_reasons
+from .checks import DTYPES
+from .operators import Gradient, operator
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MIN_HEAD_DIM = 16
 MAX_HEAD_DIM = 128
 _MAX_GRID = 2**31 - 1
@@ -32,41 +26,35 @@ _SMALLEST_TILE = 32
 
 def unsupported_reasons(q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[str]:
     """Every reason why the kernel cannot compute attention of q, k, v [B, H, N, D]; empty when it can."""
-    reasons = list(triton_unavailable_reasons(q.device))
+    reasons = kernel_reasons(q.device, q.dtype)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
-            reasons.append(f"{name} has shape {tuple(tensor.shape)}: accepted is [B, H, N, D]")
+            reasons.append(f"{name} must have shape [B, H, N, D], got {tuple(tensor.shape)}")
             continue
         if tensor.dtype not in DTYPES:
-            reasons.append(f"{name} is {tensor.dtype}: accepted are float32, float16, bfloat16")
+            reasons.append(f"{name} must be float32, float16 or bfloat16, got {tensor.dtype}")
         if tensor.dtype != q.dtype or tensor.device != q.device:
             reasons.append(
-                f"{name} is {tensor.dtype} on {tensor.device}, q is {q.dtype} on {q.device}: they must agree"
+                f"{name} must have q's dtype and device, {q.dtype} on {q.device}, got {tensor.dtype} on {tensor.device}"
             )
         if tensor.stride(-1) != 1:
-            reasons.append(f"{name} has stride {tensor.stride(-1)} along D: accepted is 1 (.contiguous() makes it so)")
+            reasons.append(f"{name} must have stride 1 along D, got {tensor.stride(-1)}: call .contiguous()")
         if tensor.shape[2] == 0:
-            reasons.append(f"{name} has no tokens, N = 0: accepted is N >= 1")
+            reasons.append(f"{name} must have tokens, got N = 0")
     if q.dim() == k.dim() == v.dim() == 4:
         if k.shape != v.shape or (q.shape[0], q.shape[1], q.shape[3]) != (k.shape[0], k.shape[1], k.shape[3]):
             reasons.append(
-                f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit: "
-                "accepted are [B, H, N_q, D], [B, H, N_kv, D], [B, H, N_kv, D]"
+                "q, k and v must have shapes [B, H, N_q, D], [B, H, N_kv, D] and [B, H, N_kv, D], got "
+                f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
             )
         if not MIN_HEAD_DIM <= q.shape[3] <= MAX_HEAD_DIM:
-            reasons.append(f"head_dim is {q.shape[3]}: accepted is {MIN_HEAD_DIM} to {MAX_HEAD_DIM}")
+            reasons.append(f"head_dim must be between {MIN_HEAD_DIM} and {MAX_HEAD_DIM}, got {q.shape[3]}")
         longest = max(q.shape[2], k.shape[2])
         if q.shape[0] * q.shape[1] * -(-longest // _SMALLEST_TILE) > _MAX_GRID:
-            reasons.append(f"B * H * N / {_SMALLEST_TILE} passes {_MAX_GRID}: split the batch")
+            reasons.append(f"B * H * N / {_SMALLEST_TILE} must be at most {_MAX_GRID}: split the batch")
     if not 0 < scale < math.inf:  # comparisons, which a symbolic scale knows too
-        reasons.append(f"scale is {scale}: accepted is a positive finite number")
+        reasons.append(f"scale must be a positive finite number, got {scale}")
     return reasons
-
-
-def _require_supported(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
-    reasons = unsupported_reasons(q, k, v, scale)
-    if reasons:
-        raise UnsupportedInputError("attention with backend='triton'", reasons)
 
 
 def heads_first(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,131 +63,102 @@ def heads_first(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def new_output(q: Tensor) -> Tensor:
-    """[B, H, N, D] that lies in memory as [B, N, H, D], so that joining the heads copies nothing."""
-    batch, heads, tokens, head_dim = q.shape
-    return q.new_empty((batch, tokens, heads, head_dim)).transpose(1, 2)
+def as_batch(packed: Tensor) -> Tensor:
+    """[total, H, D] as the view [1, H, total, D]."""
+    return packed.transpose(0, 1).unsqueeze(0)
 
 
-def new_lse(q: Tensor) -> Tensor:
-    return q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
-def last_stride_one(grad: Tensor) -> Tensor:
+def last_stride_one(tensor: Tensor) -> Tensor:
     """Autograd hands over gradients of any layout, such as the expanded scalar of `sum`; the kernel needs rows."""
-    return grad if grad.stride(-1) == 1 else grad.contiguous()
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-@operator("vit_fast::attention")
-def attention_op(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """softmax(scale q k^T) v as [B, H, N_q, D], and its log-sum-exp [B, H, N_q], fp32, base 2."""
-    _require_supported(q, k, v, scale)
-    from ..kernels.attention import attention_forward
+def _views(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v [B, H, N, D] as views of what `attention_forward` takes."""
+    first = qkv[0]
+    if len(qkv) == 1:
+        return heads_first(first if first.dim() == 5 else first[None])
+    q, k, v = qkv if first.dim() == 4 else map(as_batch, qkv)
+    return q, k, v
 
-    out, lse = new_output(q), new_lse(q)
-    attention_forward(q, k, v, out, lse, scale)
+
+def _new_output(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, its view [B, H, N_q, D], and the log-sum-exp.
+
+    In memory it is [B, N_q, H, D], so that joining the heads copies nothing.
+    """
+    q = _views(qkv)[0]
+    batch, heads, tokens, head_dim = q.shape
+    memory = q.new_empty((batch, tokens, heads, head_dim))
+    view = memory.transpose(1, 2)
+    apart = len(qkv) == 3
+    out = memory[0] if qkv[0].dim() == (3 if apart else 4) else view if apart else memory
+    return out, view, q.new_empty((batch, heads, tokens), dtype=torch.float32)
+
+
+def attention_forward(
+    qkv: Sequence[Tensor], cu_seqlens: Tensor | None, key_mask: Tensor | None, longest: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """softmax(scale q k^T) v, and its log-sum-exp [B, H, N_q], fp32, base 2.
+
+    Args:
+        qkv: q, k and v [B, H, N, D], or one tensor of them [B, N, 3, H, D]; of packed sequences 3 x [total, H, D],
+            [total, 3, H, D] or, with B = 1, [B, N, 3, H, D].
+        cu_seqlens: Bounds of packed sequences; `longest` is their max_seqlen.
+        key_mask: bool [B, N_kv], of padded images.
+    Returns:
+        The output in the layout of q, of one tensor without its 3.
+    """
+    q, k, v = _views(qkv)
+    out, view, lse = _new_output(qkv)
+    if cu_seqlens is not None and not q.shape[2]:
+        return out, lse
+    if reasons := unsupported_reasons(q, k, v, scale):
+        raise UnsupportedInputError("attention with backend='triton'", reasons)
+    from ..kernels.attention import attention
+
+    attention.attention_forward(q, k, v, view, lse, scale, **_among(cu_seqlens, key_mask, longest))
     return out, lse
 
 
-@fake(attention_op)
-def _(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    return new_output(q), new_lse(q)
+def _fake(
+    qkv: Sequence[Tensor], cu_seqlens: Tensor | None, key_mask: Tensor | None, longest: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    out, _, lse = _new_output(qkv)
+    return out, lse
 
 
-@operator("vit_fast::attention_backward")
-def attention_backward_op(
-    grad_output: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of `attention_op`, contiguous."""
-    from ..kernels.attention import attention_backward
-
-    dq, dk, dv = new_gradients(q, k, v)
-    attention_backward(q, k, v, out, last_stride_one(grad_output), lse, dq, dk, dv, scale)
-    return dq, dk, dv
+def _among(cu_seqlens: Tensor | None, key_mask: Tensor | None, longest: int) -> dict[str, Any]:
+    sequences = None if cu_seqlens is None else cu_seqlens.contiguous()
+    return {"sequences": sequences, "keep": None if key_mask is None else last_stride_one(key_mask), "longest": longest}
 
 
-def new_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (tensor.new_empty(tensor.shape) for tensor in (q, k, v))
-    return dq, dk, dv
+def attention_gradient(
+    grad_output: Tensor, qkv: Sequence[Tensor], out: Tensor, lse: Tensor, cu_seqlens: Tensor | None,
+    key_mask: Tensor | None, longest: int, scale: float,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of `qkv` in `attention_forward`, contiguous; of one tensor the three are written in place in one."""
+    gradients = [tensor.new_empty(tensor.shape) for tensor in qkv]
+    q, k, v = _views(qkv)
+    if cu_seqlens is not None and not q.shape[2]:
+        return gradients
+    from ..kernels.attention import attention
+
+    dq, dk, dv = _views(gradients)
+    o, do = (_output_view(tensor, qkv) for tensor in (out, last_stride_one(grad_output)))
+    attention.attention_backward(q, k, v, o, do, lse, dq, dk, dv, scale, **_among(cu_seqlens, key_mask, longest))
+    return gradients
 
 
-@fake(attention_backward_op)
-def _(
-    grad_output: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    return new_gradients(q, k, v)
+def _output_view(out: Tensor, qkv: Sequence[Tensor]) -> Tensor:
+    """An output, or its gradient, as [B, H, N_q, D]."""
+    if out.dim() == 3:
+        return as_batch(out)
+    return out if len(qkv) == 3 else out.transpose(1, 2)
 
 
-@operator("vit_fast::attention_qkvpacked")
-def attention_qkvpacked_op(qkv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """softmax(scale q k^T) v of qkv [B, N, 3, H, D] as [B, N, H, D], and its log-sum-exp [B, H, N], fp32, base 2."""
-    q, k, v = heads_first(qkv)
-    _require_supported(q, k, v, scale)
-    from ..kernels.attention import attention_forward
-
-    out, lse = new_output(q), new_lse(q)
-    attention_forward(q, k, v, out, lse, scale)
-    return out.transpose(1, 2), lse
-
-
-@fake(attention_qkvpacked_op)
-def _(qkv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    q, _, _ = heads_first(qkv)
-    return new_output(q).transpose(1, 2), new_lse(q)
-
-
-@operator("vit_fast::attention_qkvpacked_backward")
-def attention_qkvpacked_backward_op(grad_output: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, scale: float) -> Tensor:
-    """d qkv [B, N, 3, H, D] of `attention_qkvpacked_op`, contiguous: the three gradients written in place in one."""
-    from ..kernels.attention import attention_backward
-
-    q, k, v = heads_first(qkv)
-    grad = qkv.new_empty(qkv.shape)
-    dq, dk, dv = heads_first(grad)
-    do = last_stride_one(grad_output).transpose(1, 2)
-    attention_backward(q, k, v, out.transpose(1, 2), do, lse, dq, dk, dv, scale)
-    return grad
-
-
-@fake(attention_qkvpacked_backward_op)
-def _(grad_output: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, scale: float) -> Tensor:
-    return qkv.new_empty(qkv.shape)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.scale = inputs
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*tensors, *output)
-
-
-def _attention_backward(ctx: Any, grad_output: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    if grad_output is None:
-        return None, None, None, None
-    return *_backward(grad_output, *ctx.saved_tensors, ctx.scale), None
-
-
-def _qkvpacked_backward(ctx: Any, grad_output: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    if grad_output is None:
-        return None, None
-    return _backward_qkvpacked(grad_output, *ctx.saved_tensors, ctx.scale), None
-
-
-differentiable(attention_op, _save, _attention_backward)
-differentiable(attention_qkvpacked_op, _save, _qkvpacked_backward)
-differentiable(attention_backward_op, None, refuse_double_backward("attention"))
-differentiable(attention_qkvpacked_backward_op, None, refuse_double_backward("attention"))
-attention_kernel = transformable("attention", attention_op, _save, _attention_backward)
-attention_qkvpacked_kernel = transformable("attention", attention_qkvpacked_op, _save, _qkvpacked_backward)
-_backward = transformable("attention", attention_backward_op)
-_backward_qkvpacked = transformable("attention", attention_qkvpacked_backward_op)
-for _operator in (
-    attention_op,
-    attention_backward_op,
-    attention_qkvpacked_op,
-    attention_qkvpacked_backward_op,
-):
-    torch.library.register_vmap(_operator, refuse_vmap("attention"))
+def _fake_gradient(grad_output: Tensor, qkv: Sequence[Tensor], *args: Any) -> list[Tensor]:
+    return [tensor.new_empty(tensor.shape) for tensor in qkv]
 
 
 def attention_flop(batch: int, heads: int, n_q: int, n_kv: int, head_dim: int) -> int:
@@ -207,21 +166,40 @@ def attention_flop(batch: int, heads: int, n_q: int, n_kv: int, head_dim: int) -
     return 4 * batch * heads * n_q * n_kv * head_dim
 
 
-@flop_formula(torch.ops.vit_fast.attention)
-def _(q: Any, k: Any, *args: Any, **kwargs: Any) -> int:
-    return attention_flop(q[0], q[1], q[2], k[2], q[3])
+def _flop(qkv: Any, cu_seqlens: Any, key_mask: Any, longest: int, scale: float) -> int:
+    """Of packed sequences what they cost at most, where each is as long as the longest: the shapes tell no more."""
+    if len(qkv) == 1:
+        *leading, tokens, _, heads, head_dim = qkv[0]
+        batch, n_kv = math.prod(leading), tokens
+    elif len(qkv[0]) == 3:
+        (tokens, heads, head_dim), batch, n_kv = qkv[0], 1, 0
+    else:
+        (batch, heads, tokens, head_dim), n_kv = qkv[0], qkv[1][2]
+    return attention_flop(batch, heads, tokens, n_kv if cu_seqlens is None else longest, head_dim)
 
 
-@flop_formula(torch.ops.vit_fast.attention_backward)
-def _(grad_output: Any, q: Any, k: Any, *args: Any, **kwargs: Any) -> int:
-    return attention_flop(q[0], q[1], q[2], k[2], q[3]) * 5 // 2
+def _gradient_flop(grad_output: Any, qkv: Any, out: Any, lse: Any, *args: Any) -> int:
+    return _flop(qkv, *args) * 5 // 2
 
 
-@flop_formula(torch.ops.vit_fast.attention_qkvpacked)
-def _(qkv: Any, *args: Any, **kwargs: Any) -> int:
-    return attention_flop(qkv[0], qkv[3], qkv[1], qkv[1], qkv[4])
+def _save(args: Sequence[Any], output: Any) -> tuple[Sequence[Tensor | None], Any]:
+    qkv, cu_seqlens, key_mask, *rest = args
+    return (*output, cu_seqlens, key_mask, *qkv), rest
 
 
-@flop_formula(torch.ops.vit_fast.attention_qkvpacked_backward)
-def _(grad_output: Any, qkv: Any, *args: Any, **kwargs: Any) -> int:
-    return attention_flop(qkv[0], qkv[3], qkv[1], qkv[1], qkv[4]) * 5 // 2
+def _backward(grad_output: Tensor, kept: Sequence[Any], rest: Any) -> Sequence[Tensor | None]:
+    out, lse, cu_seqlens, key_mask, *qkv = kept
+    return attention_backward_kernel(grad_output, qkv, out, lse, cu_seqlens, key_mask, *rest)
+
+
+attention_kernel = operator(
+    "vit_fast::attention",
+    "(Tensor[] qkv, Tensor? cu_seqlens, Tensor? key_mask, SymInt longest, float scale) -> (Tensor, Tensor)",
+    attention_forward, what="attention", fake=_fake, flop=_flop, gradient=Gradient(_save, _backward),
+)  # fmt: skip
+attention_backward_kernel = operator(
+    "vit_fast::attention_backward",
+    "(Tensor grad_output, Tensor[] qkv, Tensor out, Tensor lse, Tensor? cu_seqlens, Tensor? key_mask, SymInt longest, "
+    "float scale) -> Tensor[]",
+    attention_gradient, what="attention", fake=_fake_gradient, flop=_gradient_flop,
+)  # fmt: skip

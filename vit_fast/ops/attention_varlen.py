@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import reference
-from .attention import attention, attention_qkvpacked, autocast, check_dtype, is_exporting, scale_of
-from .attention_varlen_op import as_batch, attention_varlen_kernel, attention_varlen_qkvpacked_kernel
+from .attention import attention, attention_qkvpacked, autocast, check_alike, check_dtype, is_exporting, scale_of
+from .attention_op import as_batch, attention_kernel
 from .backends import resolve_backend
 from .checks import check_tensors
 from .descriptions import Keys
@@ -49,21 +49,15 @@ def attention_varlen(
     backend = resolve_backend(backend, q.device, q.dtype)
     if backend == "triton":
         q, k, v = autocast(q, k, v)
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dim() != 3 or tensor.shape != q.shape:
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}: accepted is [total, H, D], the same for q, k and v"
-            )
-        check_dtype(name, tensor)
-        if tensor.dtype != q.dtype or tensor.device != q.device:
-            raise ValueError(
-                f"{name} is {tensor.dtype} on {tensor.device}, q is {q.dtype} on {q.device}: they must agree"
-            )
+    check_alike(q, k, v, "[total, H, D]")
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.shape != q.shape:
+            raise ValueError(f"{name} must have q's shape {tuple(q.shape)}, got {tuple(tensor.shape)}")
     check_lengths(cu_seqlens, max_seqlen, q)
     if is_exporting():
         return _with_block_mask(q, k, v, cu_seqlens, scale)
     if backend == "triton":
-        out: Tensor = attention_varlen_kernel(q, k, v, cu_seqlens, max_seqlen, scale_of(q, scale))[0]
+        out: Tensor = attention_kernel([q, k, v], cu_seqlens, None, max_seqlen, scale_of(q, scale))[0]
         return out
     lengths = _lengths_read(cu_seqlens, max_seqlen, q.shape[0])
     if backend == "eager":
@@ -74,26 +68,26 @@ def attention_varlen(
 def attention_varlen_qkvpacked(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, scale: float | None = None, backend: str = "auto"
 ) -> Tensor:
-    """`attention_varlen` on the qkv linear's output as it lies.
+    """`attention_varlen` on the qkv linear's output, without a copy.
 
     Args:
         qkv: Packed projections [total, 3, H, D]; fp32, fp16 or bf16 (fp64 too with eager and sdpa).
         cu_seqlens: As for `attention_varlen`; so are the others.
     Returns:
-        [total, H, D] in qkv.dtype, contiguous: the proj linear's input as it lies.
+        [total, H, D] in qkv.dtype, contiguous: the input of the proj linear.
     Raises:
         ValueError: qkv is not [total, 3, H, D] of a floating dtype, or cu_seqlens is wrong and was read.
         UnsupportedInputError: this backend cannot run this input; lists all reasons.
     """
     check_tensors(qkv=qkv, cu_seqlens=cu_seqlens)
     if qkv.dim() != 4 or qkv.shape[1] != 3:
-        raise ValueError(f"qkv has shape {tuple(qkv.shape)}: accepted is [total, 3, H, D]")
+        raise ValueError(f"qkv must have shape [total, 3, H, D], got {tuple(qkv.shape)}")
     backend = resolve_backend(backend, qkv.device, qkv.dtype)
     if backend == "triton" and not is_exporting():
         (qkv,) = autocast(qkv)
         check_dtype("qkv", qkv)
         check_lengths(cu_seqlens, max_seqlen, qkv)
-        out: Tensor = attention_varlen_qkvpacked_kernel(qkv, cu_seqlens, max_seqlen, scale_of(qkv, scale))[0]
+        out: Tensor = attention_kernel([qkv], cu_seqlens, None, max_seqlen, scale_of(qkv, scale))[0]
         return out
     q, k, v = qkv.unbind(1)
     return attention_varlen(q, k, v, cu_seqlens, max_seqlen, scale=scale, backend=backend).contiguous()
@@ -123,27 +117,23 @@ def check_lengths(cu_seqlens: Tensor, max_seqlen: int, tokens: Tensor) -> None:
     """Raises ValueError for what can be said of the lengths without reading them."""
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.device != tokens.device:
         raise ValueError(
-            f"cu_seqlens is {cu_seqlens.dtype} on {cu_seqlens.device}: accepted is torch.int32 on {tokens.device}"
+            f"cu_seqlens must be torch.int32 on {tokens.device}, got {cu_seqlens.dtype} on {cu_seqlens.device}"
         )
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-        raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}: accepted is [S + 1]")
+        raise ValueError(f"cu_seqlens must have shape [S + 1], got {tuple(cu_seqlens.shape)}")
     if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int | torch.SymInt) or max_seqlen < 0:
-        raise ValueError(f"max_seqlen is {max_seqlen!r}: accepted is an int of at least 0")
+        raise ValueError(f"max_seqlen must be an int of at least 0, got {max_seqlen!r}")
 
 
 def _lengths_read(cu_seqlens: Tensor, max_seqlen: int, total: int) -> list[int]:
-    """The lengths, on the host; waits for the device.
-
-    Raises:
-        ValueError: they do not fit.
-    """
+    """Reads the lengths, which waits for the device, and checks them."""
     bounds: list[int] = cu_seqlens.tolist()
     lengths = [end - start for start, end in itertools.pairwise(bounds)]
     if bounds[0] != 0 or bounds[-1] > total or min(lengths, default=0) < 0:
         shown = f"{bounds[:8]}{' ...' if len(bounds) > 8 else ''}"
-        raise ValueError(f"cu_seqlens is {shown}: accepted is 0 first, none smaller than before it, {total} at most")
+        raise ValueError(f"cu_seqlens must start with 0, never fall and end with at most {total}, got {shown}")
     if max(lengths, default=0) > max_seqlen:
-        raise ValueError(f"max_seqlen is {max_seqlen}: accepted is at least the longest sequence, {max(lengths)}")
+        raise ValueError(f"max_seqlen must be at least the longest sequence, {max(lengths)}, got {max_seqlen}")
     return lengths
 
 

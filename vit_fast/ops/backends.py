@@ -52,7 +52,7 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype | Non
 def auto_reasons(device: torch.device, dtype: torch.dtype | None = None) -> tuple[str, ...]:
     """Every reason why "auto" is not triton on this device, for tensors of this dtype; empty when it is.
 
-    fp32 products are torch's unless TF32 is allowed or autocast is on: asked for by name, triton computes them too.
+    fp32 products are torch's unless TF32 is allowed or autocast is on.
     """
     if device.type != "cuda":  # also under Triton's interpreter, and without importing triton
         place = "the CPU" if device.type == "cpu" else device.type
@@ -63,8 +63,8 @@ def auto_reasons(device: torch.device, dtype: torch.dtype | None = None) -> tupl
     if dtype == torch.float32 and not torch.is_autocast_enabled("cuda") and not _tf32_is_allowed():
         return (
             "fp32 without TF32 is left to torch: convert the model, allow TF32 "
-            "(torch.set_float32_matmul_precision('high')), choose the backend inside torch.autocast where the model "
-            "runs under it, or ask for triton by name",
+            "(torch.set_float32_matmul_precision('high')), or choose the backend inside torch.autocast where the model "
+            "runs under it",
         )
     return ()
 
@@ -100,6 +100,24 @@ def _capability_reasons(device: torch.device) -> tuple[str, ...]:
         return ()
     accepted = ".".join(map(str, FP8_CAPABILITY))
     return (f"{device} has compute capability {major}.{minor}: accepted for FP8 is {accepted} or newer",)
+
+
+def kernel_reasons(device: torch.device, dtype: torch.dtype) -> list[str]:
+    """Returns every reason why kernels with products of this dtype cannot run on a device."""
+    reasons = list(triton_unavailable_reasons(device))
+    if reasons or dtype != torch.float32 or _computes_exactly() or _tf32_is_allowed():
+        return reasons
+    return [
+        "fp32 products must be allowed in TF32, got "
+        f"torch.backends.cuda.matmul.fp32_precision={torch.backends.cuda.matmul.fp32_precision!r}: call "
+        "torch.set_float32_matmul_precision('high'), use float16 or bfloat16, or backend='sdpa'"
+    ]
+
+
+@constant_to_compiler
+def _computes_exactly() -> bool:
+    """True under Triton's interpreter; compiled kernels compute fp32 products in TF32."""
+    return interpreter_is_active()
 
 
 @constant_to_compiler

@@ -1,10 +1,9 @@
-"""A whole pre-norm encoder block by the Triton kernels, as one operator.
+"""A pre-norm encoder block, or one of its halves, by the Triton kernels, as one operator.
 
     x = x + scale1 * proj(attention(qkv(norm1(x))))
     x = x + scale2 * fc2(activation(fc1(norm2(x))))
 
-For a block in which nothing but these comes between the kernels: no dropout, no drop path, no module of somebody's own.
-The operators in `linear.py`, `attention.py` and `layer_norm_mlp.py`, of which it is made, are for the others.
+For what has nothing but these between the kernels: no dropout, and drop path behind a half alone.
 """
 
 from __future__ import annotations
@@ -17,18 +16,20 @@ from torch import Tensor
 from ..errors import UnsupportedInputError
 from .attention import check_key_mask
 from .attention_varlen import check_lengths
-from .block_op import block_op, block_training
-from .checks import matmul_dtype, no_tensor, require_one_device, residual_stream
+from .block_op import block_kernel, named
+from .checks import matmul_dtype, require_supported, residual_stream
 from .descriptions import LAYOUTS, BlockTensors, Keys, QkNorm, Rope, check_qk_norm, checked_rope, is_rms
-from .rotary_op import flat_settings
+from .operators import text_of
+from .rotary_op import QkSettings, QkTensors, flat_settings
 from .transforms import needs_gradient
+
+_NO_QK, _NO_SETTINGS = QkTensors(), QkSettings()
 
 
 def fold(
     tensors: BlockTensors, dtype: torch.dtype, norm: str = "layer_norm", paired_head: int = 0, inner_norm: str = "none"
 ) -> BlockTensors:
-    """The same block with its norms folded into qkv, fc1 and, where there is one inside the MLP, fc2, for matmuls of a
-    dtype: of a model that is frozen.
+    """Folds the norms of a block into qkv, fc1 and, with a norm inside the MLP, fc2, for matmuls of a dtype.
 
     The folded weights follow no change of the parameters, and give no gradients.
 
@@ -36,7 +37,7 @@ def fold(
         paired_head: Channels D of a head of q and k where channels j and j + D/2 are made neighbours, which q k^T does
             not notice: the block then takes its positions as `neighbours` gives them. 0 leaves channels where they are.
     """
-    from ..kernels.folding import NormedLinear, fold_linears
+    from ..kernels.linear.folding import NormedLinear, fold_linears
 
     with torch.no_grad():
         t = BlockTensors._make(tensor if tensor is None else tensor.detach() for tensor in tensors)
@@ -50,7 +51,7 @@ def fold(
             linears.append(NormedLinear(t.fc2_weight, t.fc2_bias, t.inner_weight, t.inner_bias, is_rms(inner_norm)))
         qkv, fc1, *fc2 = fold_linears(linears, dtype)
         kept = (qkv, fc1, *fc2)
-        sums = [no_tensor(folded.shift) if folded.weight_sum is None else folded.weight_sum for folded in kept]
+        sums = [f.shift.new_empty(0) if f.weight_sum is None else f.weight_sum for f in kept]
         if fc2:
             t = t._replace(
                 fc2_weight=fc2[0].weight, fc2_bias=fc2[0].shift, fc2_sum=sums[2], inner_weight=None, inner_bias=None
@@ -67,23 +68,26 @@ def fused_block(
     statistics: Tensor | None,
     tensors: BlockTensors,
     *,
-    heads: int,
-    attention_scale: float | None,
+    heads: int = 0,
+    attention_scale: float | None = None,
     eps: tuple[float, float],
     norm: str = "layer_norm",
-    activation: str,
+    activation: str = "gelu",
     qk_norm: QkNorm | None = None,
     rope: Rope | None = None,
     keys: Keys | None = None,
     inner_norm: tuple[str, float] = ("none", 0.0),
+    residual: bool = True,
     next_statistics: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """A block, with row statistics handed in and out.
+    """A block or one of its halves, with LayerNorm statistics passed in and out.
 
     Args:
-        x: [B, N, C]; fp32, fp16 or bf16.
-        statistics: Of the rows of x, as the block before gave them; None computes them. Those of fp32 x are not used.
-        tensors: The parameters, in x's dtype, autocast's, or fp32; or what `fold` made of them.
+        x: [B, N, C]; without the first half [..., C]; fp32, fp16 or bf16.
+        statistics: Of the rows of x, as the block before returned them; None computes them. Those of fp32 x are not
+            used.
+        tensors: The parameters, in x's dtype, autocast's, or fp32; or what `fold` made of them. A half whose weights
+            are None is left out.
         heads: H.
         attention_scale: Multiplier of q k^T; None means D**-0.5.
         eps: Of the two norms, in units of x squared.
@@ -93,42 +97,52 @@ def fused_block(
         rope: Rotary positions of q and k.
         keys: Which keys queries meet; of packed sequences B is 1. None means all of an image.
         inner_norm: Kind and epsilon of a norm of the hidden layer before fc2, of a kind of norm or "none".
-        next_statistics: Whether a LayerNorm follows that takes the statistics of the rows over.
+        residual: True if x is added to the branch of a half; of a whole block it is.
+        next_statistics: True if a norm follows that reuses the statistics of the output's rows.
     Returns:
-        [B, N, C] in x.dtype, in place of fp16 and bf16 in autocast's where that is on; and the statistics of its rows,
-        None where they were not wanted and of fp32 rows.
+        x's shape and dtype; a dtype of autocast replaces fp16 and bf16, and fp32 too of a branch without x. And the
+        statistics of its rows, None where they were not wanted and of fp32 rows, which the next norm normalises itself.
     Raises:
         UnsupportedInputError: the kernels cannot run this input; lists all reasons.
     """
     dtype, x = matmul_dtype(x), residual_stream(x)
-    wanted = next_statistics and x.dtype != torch.float32  # rows that the next LayerNorm normalises itself
-    require_one_device("a block", x, tensors._asdict(), dtype)
-    if attention_scale is None:
-        attention_scale = (tensors.qkv_weight.shape[0] // (3 * heads)) ** -0.5
-    *of_qk, qk_kind, qk_eps, over, prefix, layout = checked_qk(
-        x, tensors.qkv_weight.shape[0], heads, qk_norm, rope, tensors.qkv_sum is not None
-    )  # fmt: skip
-    among, longest = _checked_keys(x, keys)
-    qk_settings = (qk_kind, qk_eps, over, prefix, layout)
-    settings = (heads, attention_scale, *eps, norm, activation, *qk_settings, longest, wanted, dtype)
-    plain, sums, inner = tensors[:16], tensors[16:18], tensors[18:]
-    if not needs_gradient(x, *tensors, *of_qk):
-        y, emitted = block_op(x, statistics, *plain, *of_qk, *among, *sums, *settings, *inner, *inner_norm)
-    elif tensors.qkv_sum is None:
-        y, emitted, *_ = block_training(x, statistics, *plain, *of_qk, *among, *settings, *inner[:2], *inner_norm)
-    else:
+    wanted = next_statistics and residual and x.dtype != torch.float32
+    of_qk, qk, prefix, longest = _NO_QK, _NO_SETTINGS, 0, 0
+    device = x.device
+    if any(tensor is not None and tensor.device != device for tensor in tensors):
+        require_supported(*named(tensors), x, dtype)  # torch would choose one device before an operator sees its inputs
+    if tensors.qkv_weight is not None:
+        width = tensors.qkv_weight.shape[0]
+        if attention_scale is None:
+            attention_scale = (width // (3 * heads)) ** -0.5
+        if qk_norm is not None or rope is not None:
+            of_qk, qk, prefix = checked_qk(x, width, heads, qk_norm, rope, tensors.qkv_sum is not None)
+        if keys is not None:
+            of_qk, longest = of_qk._replace(cu_seqlens=keys.cu_seqlens, key_mask=keys.mask), _checked_longest(x, keys)
+    everything = (*tensors, *of_qk)
+    present = tuple([number for number, tensor in enumerate(everything) if tensor is not None])
+    given: list[Any] = [everything[number] for number in present]
+    keep = needs_gradient(x, *given)
+    if keep and tensors.qkv_sum is not None:
         reason = "they give no gradient: use the parameters themselves, or torch.no_grad"
         raise UnsupportedInputError("a block of folded weights where gradients are recorded", [reason])
-    return y, emitted if wanted else None
+    words = text_of(
+        norm, activation, qk.norm, qk.over, qk.layout, inner_norm[0], residual, wanted, keep, dtype, present
+    )  # fmt: skip
+    scale = 1.0 if attention_scale is None else attention_scale
+    found = block_kernel(
+        x, statistics, given, heads, scale, prefix, longest, *eps, qk.eps, inner_norm[1], words
+    )  # fmt: skip
+    return found[0], found[1] if wanted else None
 
 
 def checked_qk(
     x: Tensor, packed_width: int, heads: int, qk_norm: QkNorm | None, rope: Rope | None, together: bool
-) -> tuple[Any, ...]:
+) -> tuple[QkTensors, QkSettings, int]:
     """qk-norm and rotation as operators take them, where they fit x [B, N, C] and qkv layers of 3 H D rows.
 
     Args:
-        together: Whether the layer's pairs may have been made neighbours beforehand.
+        together: True if the layer's pairs may have been made neighbours beforehand.
     """
     head_dim = packed_width // (3 * heads)
     if qk_norm is not None:
@@ -139,15 +153,13 @@ def checked_qk(
     return flat_settings(x, qk_norm, rope)
 
 
-def _checked_keys(x: Tensor, keys: Keys | None) -> tuple[tuple[Tensor | None, Tensor | None], int]:
-    """cu_seqlens and the mask of keys, and the longest sequence, where they fit x [B, N, C]."""
-    if keys is None:
-        return (None, None), 0
+def _checked_longest(x: Tensor, keys: Keys) -> int:
+    """The longest packed sequence, or 0, where the keys fit x [B, N, C]."""
     if keys.mask is not None:
         check_key_mask(keys.mask, x.shape[0], x.shape[1], x.device)
-        return (None, keys.mask), 0
+        return 0
     if x.shape[0] != 1:
-        raise ValueError(f"x has shape {tuple(x.shape)}: accepted is [1, total, C] of packed sequences")
+        raise ValueError(f"x must have shape [1, total, C] with packed sequences, got {tuple(x.shape)}")
     cu_seqlens: Any = keys.cu_seqlens
     check_lengths(cu_seqlens, keys.max_seqlen, x)
-    return (cu_seqlens, None), keys.max_seqlen
+    return keys.max_seqlen

@@ -1,62 +1,50 @@
-"""A whole encoder block as one operator: what four operators do one after another, for one call of torch's dispatcher.
+"""A pre-norm encoder block, or one of its halves, as one operator: `vit_fast::block`.
 
-- `vit_fast::block` for inference;
-- `vit_fast::block_training`, which also returns what `vit_fast::block_backward` needs.
+    x = x + scale1 * proj(attention(qkv(norm1(x))))
+    x = x + scale2 * fc2(activation(fc1(norm2(x))))
 
-Each is made of the functions of the operators in `linear_op.py`, `attention_op.py` and `layer_norm_mlp_op.py`, so that
-they are the definition: the same kernels, the same bits. Where several operators would do the same, one launch does it
-for all: folding, the products of the weight gradients, the gradients of the parameters. Statistics are as there. With
-`qkv_sum` and `fc1_sum` the LayerNorms are folded already, as `fold` in `block.py` does.
+One call of torch's dispatcher for the whole block; where several layers would launch the same, one launch does it for
+all: folding, the products of the weight gradients, the gradients of the parameters. With `keep` it also returns what
+`vit_fast::block_backward` (`block_backward.py`) needs. With `qkv_sum` and `fc1_sum` the norms are folded already, as by
+`fold` in `block.py`.
+
+LayerNorm statistics go from block to block in pieces of columns, fp32 [M, 2, row_parts(C)]; the reader combines them
+with its own epsilon (`kernels/row_parts.py`). For the backward rows of fp32 are kept normalised, in the dtype of the
+matmuls, with rstd as fp32 [1, M]; those of half precision as they are, with (mean, rstd) as fp32 [2, M].
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..errors import UnsupportedInputError
-from .attention_op import attention_flop
-from .attention_varlen_op import attention_forward, attention_gradient
-from .checks import contiguous_rows, no_tensor, refuse_double_backward, refuse_vmap, rows_of
-from .flops import flop_formula
-from .hidden_norm import hidden_gradient
-from .kept_rows import fake_made_rows, fake_statistics, input_dtype, rows_to_keep
-from .layer_norm_mlp_op import (
-    fake_hidden_rows,
-    folded_mlp,
-    folded_mlp_training,
-    hidden_linear,
-    layer_norm_mlp_flop,
-    mlp_gradient,
-    normed_hidden,
-    normed_mlp,
+from ..kernels.row_parts import row_parts
+from .attention_op import attention_forward
+from .block_backward import (
+    SETTINGS,
+    BlockSettings,
+    block_backward_kernel,
+    block_flop,
+    gradient_names,
+    kept_names,
+    tensors_of,
 )
-from .linear_op import (
-    branch_gradients,
-    branch_products,
-    folded_gradients,
-    folded_linear,
-    folded_linear_training,
-    gate_gradients,
-    linear_residual_op,
-    normed_linear,
-    normed_rows,
-)
-from .operators import differentiable, fake, function_of, operator
-from .qkv import qkv_step
-from .rotary_op import norm_gradients
-from .transforms import transformable
+from .checks import contiguous_rows, require_supported
+from .descriptions import BlockTensors, is_rms
+from .operators import Gradient, operator
+from .rotary_op import QkTensors, QkvStep, qkv_step
 
 if TYPE_CHECKING:
-    from ..kernels.folding import FoldedLinear
+    from ..kernels.linear.folding import FoldedLinear
+    from ..kernels.matmul.matmul_launch import HeadStep
 
-_residual = function_of(linear_residual_op)
 
-
-class Kept(Protocol):
+class KeptWeights(Protocol):
     """A folding that is kept from call to call."""
 
     def ensure_current(self) -> None:
@@ -66,281 +54,226 @@ class Kept(Protocol):
         """Is not current, if it is made of one of these tensors, by id; None stands for all."""
 
 
-KEPT: weakref.WeakValueDictionary[int, Kept] = weakref.WeakValueDictionary()
+KEPT: weakref.WeakValueDictionary[int, KeptWeights] = weakref.WeakValueDictionary()
 """By the address of the folded weight of qkv."""
 
 
-def _ensure_current(x: Tensor, statistics: Tensor | None, *tensors: Any) -> None:
+def ensure_current(weight: Tensor | None) -> None:
     """Runs before every launch, also of a compiled graph, where nobody else could look."""
-    if KEPT and (kept := KEPT.get(tensors[2].data_ptr())) is not None:
+    if KEPT and weight is not None and (kept := KEPT.get(weight.data_ptr())) is not None:
         kept.ensure_current()
 
 
-@operator("vit_fast::block", before=_ensure_current)
-def block_op(
-    x: Tensor, statistics: Tensor | None, norm1_weight: Tensor | None, norm1_bias: Tensor | None,
-    qkv_weight: Tensor, qkv_bias: Tensor | None, proj_weight: Tensor, proj_bias: Tensor | None,
-    scale1: Tensor | None, norm2_weight: Tensor | None, norm2_bias: Tensor | None, fc1_weight: Tensor,
-    fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None, scale2: Tensor | None,
-    gate_weight: Tensor | None, gate_bias: Tensor | None, q_weight: Tensor | None, q_bias: Tensor | None,
-    k_weight: Tensor | None, k_bias: Tensor | None, cos: Tensor | None, sin: Tensor | None,
-    cu_seqlens: Tensor | None, key_mask: Tensor | None, qkv_sum: Tensor | None, fc1_sum: Tensor | None,
-    heads: int, attention_scale: float, eps1: float, eps2: float, norm: str, activation: str, qk_norm: str,
-    qk_eps: float, over: str, prefix: int, layout: str, longest: int, next_statistics: bool, dtype: torch.dtype,
-    inner_weight: Tensor | None, inner_bias: Tensor | None, fc2_sum: Tensor | None, inner_norm: str, inner_eps: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The block's output [B, N, C] for x [B, N, C], and with `next_statistics` those of its rows, which are of half
-    precision. `cu_seqlens` and `longest` as in `attention_varlen` make x a packed batch [1, total, C]."""
-    from ..kernels.scaled_weights import in_dtype
-
-    step = qkv_step(
-        q_weight, q_bias, k_weight, k_bias, cos, sin, qk_norm, qk_eps, over, prefix, layout,
-        qkv_weight.shape[0] // (3 * heads), qkv_sum is not None, dtype,
-    )  # fmt: skip
-    first, second, *third = _folded(
-        x, norm1_weight, norm1_bias, qkv_weight, qkv_bias, norm2_weight, norm2_bias, fc1_weight, fc1_bias, fc2_weight,
-        fc2_bias, scale2, gate_weight, gate_bias, step.paired_head, norm, dtype,
-        inner_weight, inner_bias, inner_norm, qkv_sum, fc1_sum, fc2_sum,
-    )  # fmt: skip
-    qkv = folded_linear(x, statistics, first, eps1, dtype, step.of_heads(x.shape[1])).unflatten(-1, (3, heads, -1))
-    step.check(qkv)
-    mixed, _ = attention_forward(step.forward(qkv)[0], cu_seqlens, key_mask, longest, attention_scale)
-    if not third:  # both in one launch; with a norm inside fc2 is folded
-        proj_weight, fc2_weight = in_dtype(dtype, proj_weight, fc2_weight)
-    wanted = x.dtype != torch.float32  # fp32 rows are normalised by who reads them
-    x, between = _residual(mixed.flatten(2), proj_weight, proj_bias, scale1, x, wanted)
-    known = between if wanted else None
-    gated = second.shift.shape[0] != fc2_weight.shape[1]
-    return folded_mlp(
-        x, known, second, fc2_weight, fc2_bias, scale2, eps2, activation, gated, True, next_statistics, dtype,
-        hidden_linear(third, inner_eps),
-    )  # fmt: skip
-
-
-def _folded(
-    x: Tensor, norm1_weight: Tensor | None, norm1_bias: Tensor | None, qkv_weight: Tensor, qkv_bias: Tensor | None,
-    norm2_weight: Tensor | None, norm2_bias: Tensor | None, fc1_weight: Tensor, fc1_bias: Tensor | None,
-    fc2_weight: Tensor, fc2_bias: Tensor | None, scale2: Tensor | None,
-    gate_weight: Tensor | None, gate_bias: Tensor | None, paired_head: int, norm: str, dtype: torch.dtype,
-    inner_weight: Tensor | None, inner_bias: Tensor | None, inner_norm: str,
-    qkv_sum: Tensor | None = None, fc1_sum: Tensor | None = None, fc2_sum: Tensor | None = None,
-) -> list[FoldedLinear]:  # fmt: skip
-    """qkv and fc1 with the norms before them, and fc2 where there is one inside: folded already where the sums are
-    there, else in one launch for every two."""
-    from ..kernels.folding import FoldedLinear, fold_linears
-
-    qkv = normed_linear(x, norm1_weight, norm1_bias, qkv_weight, qkv_bias, norm, dtype, paired_head)
-    fc1 = normed_mlp(
-        x, norm2_weight, norm2_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, scale2, gate_weight, gate_bias,
-        norm, dtype,
-    )  # fmt: skip
-    fc2 = normed_hidden(x, inner_weight, inner_bias, fc2_weight, fc2_bias, inner_norm, dtype)
-    if qkv_sum is None:
-        return fold_linears([qkv, fc1, *fc2], dtype)
-    if qkv_weight.dtype != dtype:
-        reason = f"its weights were folded for {qkv_weight.dtype}, the matmuls are of {dtype}: fold them again"
-        raise UnsupportedInputError("a block of folded weights", [reason])
-    folded: Any = [(qkv_weight, qkv_sum, qkv_bias), (fc1_weight, fc1_sum, fc1_bias)]
-    folded += [(fc2_weight, fc2_sum, fc2_bias)] if fc2 else []
-    return [FoldedLinear(weight, sums if sums.numel() else None, shift) for weight, sums, shift in folded]
-
-
-@fake(block_op)
-def _(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    wanted = args[39]
-    return x.new_empty(x.shape), fake_statistics(x, x.shape[-1], wanted)
-
-
-@operator("vit_fast::block_training")
-def block_training_op(
-    x: Tensor, statistics: Tensor | None, norm1_weight: Tensor | None, norm1_bias: Tensor | None,
-    qkv_weight: Tensor, qkv_bias: Tensor | None, proj_weight: Tensor, proj_bias: Tensor | None,
-    scale1: Tensor | None, norm2_weight: Tensor | None, norm2_bias: Tensor | None, fc1_weight: Tensor,
-    fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None, scale2: Tensor | None,
-    gate_weight: Tensor | None, gate_bias: Tensor | None, q_weight: Tensor | None, q_bias: Tensor | None,
-    k_weight: Tensor | None, k_bias: Tensor | None, cos: Tensor | None, sin: Tensor | None,
-    cu_seqlens: Tensor | None, key_mask: Tensor | None,
-    heads: int, attention_scale: float, eps1: float, eps2: float, norm: str, activation: str, qk_norm: str,
-    qk_eps: float, over: str, prefix: int, layout: str, longest: int, next_statistics: bool, dtype: torch.dtype,
-    inner_weight: Tensor | None, inner_bias: Tensor | None, inner_norm: str, inner_eps: float,
-) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
-]:  # fmt: skip
-    """As `block`, and for the backward: the rows and statistics that the first LayerNorm made, qkv [B, N, 3, H, D], the
-    attention's output [B, N, H, D] and log-sum-exp, rows and statistics of the second LayerNorm, fc1's output, qkv
-    before its norms, where it has any, and what `kernels/hidden_norm.py` keeps of a norm inside the MLP."""
-    from ..kernels.scaled_weights import in_dtype
-
-    step = qkv_step(
-        q_weight, q_bias, k_weight, k_bias, cos, sin, qk_norm, qk_eps, over, prefix, layout,
-        qkv_weight.shape[0] // (3 * heads), False,
-    )  # fmt: skip
-    folded = _folded(
-        x, norm1_weight, norm1_bias, qkv_weight, qkv_bias, norm2_weight, norm2_bias, fc1_weight, fc1_bias, fc2_weight,
-        fc2_bias, scale2, gate_weight, gate_bias, step.paired_head, norm, dtype,
-        inner_weight, inner_bias, inner_norm,
-    )  # fmt: skip
-    flat, *first = folded_linear_training(x, statistics, folded[0], eps1, dtype, step.of_heads(x.shape[1]))
-    qkv = flat.unflatten(-1, (3, heads, -1))
-    step.check(qkv)
-    qkv, before_norm = step.forward(qkv, keep=True)
-    mixed, lse = attention_forward(qkv, cu_seqlens, key_mask, longest, attention_scale)
-    if not folded[2:]:  # both in one launch; with a norm inside fc2 is folded
-        proj_weight, fc2_weight = in_dtype(dtype, proj_weight, fc2_weight)
-    wanted = x.dtype != torch.float32
-    x, between = _residual(mixed.flatten(2), proj_weight, proj_bias, scale1, x, wanted)
-    known = between if wanted else None
-    y, emitted, z, *made, branch, hidden = folded_mlp_training(
-        x, known, folded[1], fc2_weight, fc2_bias, scale2, eps2, activation, gate_weight is not None, True,
-        next_statistics, dtype, hidden_linear(folded[2:], inner_eps),
-    )  # fmt: skip
-    second, rest = rows_to_keep(x, *made), (z, before_norm, branch, hidden)
-    return y, emitted, *first, qkv, mixed, lse, *second, *rest  # type: ignore[return-value]  # thirteen
-
-
-@fake(block_training_op)
-def _(x: Tensor, statistics: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
-    qkv_weight, fc1_weight, gate_weight = args[2], args[9], args[14]
-    heads, _, _, _, _, _, qk_norm, *_, wanted, dtype, _, _, inner_norm, _ = args[24:]
-    (B, N, _), width = x.shape, qkv_weight.shape[0] // 3
-    qkv = x.new_empty((B, N, 3, heads, width // heads), dtype=dtype)
-    mixed = x.new_empty((B, N, heads, width // heads), dtype=dtype)
-    lse = x.new_empty((B, heads, N), dtype=torch.float32)
-    second = fake_made_rows(x, dtype)
-    if x.dtype != torch.float32:
-        second = x.new_empty(x.shape), second[1]
-    hidden = fc1_weight.shape[0] * (1 if gate_weight is None else 2)
-    return (
-        x.new_empty(x.shape), fake_statistics(x, x.shape[-1], wanted), *fake_made_rows(x, dtype),
-        qkv, mixed, lse, *second, x.new_empty((B * N, hidden), dtype=dtype),
-        no_tensor(qkv) if qk_norm == "none" else torch.empty_like(qkv), *fake_hidden_rows(x, inner_norm),
-    )  # fmt: skip
-
-
-@operator("vit_fast::block_backward")
-def block_backward_op(
-    grad_output: Tensor, rows1: Tensor, statistics1: Tensor, qkv: Tensor, mixed: Tensor, lse: Tensor, rows2: Tensor,
-    statistics2: Tensor, z: Tensor, before_norm: Tensor, branch: Tensor, hidden: Tensor,
-    norm1_weight: Tensor | None, norm1_bias: Tensor | None, qkv_weight: Tensor, qkv_bias: Tensor | None,
-    proj_weight: Tensor, proj_bias: Tensor | None, scale1: Tensor | None,
-    norm2_weight: Tensor | None, norm2_bias: Tensor | None,
-    fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None, scale2: Tensor | None,
-    gate_weight: Tensor | None, gate_bias: Tensor | None, q_weight: Tensor | None, q_bias: Tensor | None,
-    k_weight: Tensor | None, k_bias: Tensor | None, cos: Tensor | None, sin: Tensor | None,
-    cu_seqlens: Tensor | None, key_mask: Tensor | None,
-    attention_scale: float, norm: str, activation: str, qk_norm: str, qk_eps: float, over: str, prefix: int,
-    layout: str, longest: int, inner_weight: Tensor | None, inner_bias: Tensor | None, inner_norm: str,
-) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
-]:  # fmt: skip
-    """Gradients of x, of the twenty parameters and the two of a norm inside the MLP; of an absent one an empty
-    tensor."""
-    from ..kernels import linear, scaled_weights, vector_gradients, weight_products
-    from ..kernels.weight_gradients import FoldedProducts
-
-    step = qkv_step(
-        q_weight, q_bias, k_weight, k_bias, cos, sin, qk_norm, qk_eps, over, prefix, layout, qkv.shape[-1], False
-    )  # fmt: skip
-    proj, fc2 = proj_weight.contiguous(), fc2_weight.contiguous()
-    known1, qkv_parts = normed_rows(rows1, statistics1, norm1_weight, norm1_bias, qkv_weight, qkv_bias, norm)
-    known2, fc1_parts = normed_rows(
-        rows2, statistics2, norm2_weight, norm2_bias, fc1_weight, fc1_bias, norm, gate_weight, gate_bias
-    )
-    inner = hidden_gradient(branch, hidden, inner_weight, inner_bias, fc2_weight, fc2_bias, scale2, inner_norm)
-    # with a norm inside, fc2 is folded first
-    scaled_proj, plain_qkv, *scaled_fc2 = scaled_weights.scaled_weights(
-        [(proj, scale1), (qkv_parts.weight, None), *([(fc2, scale2)] if inner is None else [])], z.dtype
-    )
-    second = scaled_fc2[0] if scaled_fc2 else None
-    (stream, d_proj), d_fc1, d_fc2, h = mlp_gradient(
-        contiguous_rows(grad_output), known2, z, fc1_parts, second, activation, True, inner, rounded=True
-    )  # fmt: skip
-    d_mixed = linear.product_gradient(d_proj, scaled_proj).view(mixed.shape)
-    d_packed = attention_gradient(d_mixed, qkv, mixed, lse, cu_seqlens, key_mask, longest, attention_scale)
-    norm_sums = step.backward(d_packed, before_norm)
-    d_qkv = contiguous_rows(d_packed.flatten(2))
-    dx, normalised, sums = linear.layer_norm_linear_gradient(d_qkv, known1, qkv_parts, plain_qkv.weight, stream)
-    qkv_part, proj_part, fc1_part, fc2_part = weight_products.weight_products(
-        (d_qkv, normalised), (d_proj, contiguous_rows(mixed.flatten(2))), (d_fc1.scaled, known2.source), (d_fc2, h)
-    )
-    of_proj = branch_products(proj_part, d_proj, proj, proj_bias, scale1)
-    of_fc2 = [] if inner is not None else [branch_products(fc2_part, d_fc2, fc2, fc2_bias, scale2)]
-    folded, branches = vector_gradients.parameter_gradients(
-        [FoldedProducts(qkv_part, sums, qkv_parts), FoldedProducts(fc1_part, d_fc1.column_part, fc1_parts)],
-        [of_proj, *of_fc2],
-    )
-    if inner is None:
-        behind, of_inner = branch_gradients(branches[1], rows1), (no_tensor(rows1), no_tensor(rows1))
-    else:
-        (found,), _ = vector_gradients.parameter_gradients([inner.products(fc2_part)], [])
-        behind, of_inner = inner.gradients(found, rows1)
-    of_attention = *folded_gradients(folded[0], rows1), *branch_gradients(branches[0], rows1)
-    of_mlp = *folded_gradients(folded[1], rows1), *behind, *gate_gradients(folded[1], rows1)
-    of_qk = norm_gradients(norm_sums, (q_weight, q_bias, k_weight, k_bias), rows1)
-    return dx.view(grad_output.shape), *of_attention, *of_mlp, *of_qk, *of_inner
-
-
-@fake(block_backward_op)
-def _(grad_output: Tensor, rows1: Tensor, statistics1: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    parameters = *args[9:29], *args[-3:-1]
-    gradients = (no_tensor(rows1) if p is None else p.new_empty(p.shape) for p in parameters)
-    return rows1.new_empty(grad_output.shape, dtype=input_dtype(rows1, statistics1)), *gradients
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, _, *tensors = inputs[:26]
-    _, attention_scale, _, _, norm, activation, *of_attention, _, _ = inputs[26:40]
-    *inner, ctx.inner_norm, _ = inputs[40:]
-    ctx.settings = attention_scale, norm, activation, *of_attention
-    _, emitted, rows, statistics, *kept = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(emitted, rows, statistics, *kept)
-    ctx.save_for_backward(*rows_to_keep(x, rows, statistics), *kept, *tensors, *inner)
-
-
-def _backward(ctx: Any, grad_output: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    if grad_output is None:
-        return (None,) * 44
-    saved = ctx.saved_tensors  # once: under checkpointing a second look is an error
-    dx, *gradients = _backward_kernels(grad_output, *saved[:-2], *ctx.settings, *saved[-2:], ctx.inner_norm)
-    given = *saved[11:31], *saved[-2:]
-    present = [None if parameter is None else gradient for parameter, gradient in zip(given, gradients)]
-    return (dx, None, *present[:20], *(None,) * 18, *present[20:], None, None)
-
-
-differentiable(block_training_op, _save, _backward)
-differentiable(block_backward_op, None, refuse_double_backward("a block"))
-block_training = transformable("a block", block_training_op, _save, _backward)
-_backward_kernels = transformable("a block", block_backward_op)
-for _operator in (block_op, block_training_op, block_backward_op):
-    torch.library.register_vmap(_operator, refuse_vmap("a block"))
-
-
-def _block_flop(rows: int, keys: int, width: int, inner: int, hidden: int, gated: bool) -> tuple[int, int]:
-    """FLOP of the matmuls and of the attention of a forward.
+def block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tensor], *settings: Any) -> list[Tensor]:
+    """A block of x [B, N, C], or its second half of x [..., C].
 
     Args:
-        rows: Of all images.
-        keys: That a query meets; of packed sequences at most: the shapes tell no more.
-        inner: H D.
+        statistics: Of the rows of x, where the block before left some.
+        tensors: Of `BlockTensors` and `QkTensors` those that `settings` says are there.
+        settings: `BlockSettings.flat`.
+    Returns:
+        The output, with `next_statistics` those of its rows, and with `keep` the tensors that `_kept_names` names.
     """
-    matmuls = 2 * rows * width * (3 * inner + inner) + layer_norm_mlp_flop(rows, width, hidden, gated)
-    return matmuls, attention_flop(1, 1, rows, keys, inner)
+    from ..kernels.linear.linear import linear_residual
+
+    s = BlockSettings.read(settings)
+    t, qk = tensors_of(tensors, s)
+    kept: dict[str, Tensor] = {}
+    rows, step = contiguous_rows(x), None
+    if t.qkv_weight is not None:
+        head_dim = t.qkv_weight.shape[0] // (3 * s.heads)
+        step = qkv_step(qk, s.qk, s.prefix, head_dim, t.qkv_sum is not None, None if s.keep else s.dtype)
+    folded = _folded(x, t, 0 if step is None else step.paired_head, s)
+    weights = _plain_weights(t, s)
+    y, emitted = rows, statistics
+    if step is not None:
+        flat = _qkv(y, emitted, folded["qkv"], step.of_heads(x.shape[-2]), kept, s)
+        packed = flat.view(*x.shape[:-1], 3, s.heads, step.head_dim)
+        mixed = _attend(packed, step, qk, kept, s)
+        wanted = s.next_statistics if t.fc1_weight is None else x.dtype != torch.float32  # else by their reader
+        base = rows if s.residual else None
+        dtype = _branch_dtype(s.dtype, t.scale1) if base is None else base.dtype
+        y, emitted = linear_residual(mixed, weights["proj"], t.proj_bias, t.scale1, base, wanted, dtype)
+    if t.fc1_weight is not None:
+        y, emitted = _mlp(y, emitted, folded, weights.get("fc2"), t, kept, s)
+    found = [y.view(x.shape), *([] if emitted is None or not s.next_statistics else [emitted])]
+    return found + [kept[name] for name in _made_names(x, s)]
 
 
-@flop_formula([torch.ops.vit_fast.block, torch.ops.vit_fast.block_training])
-def _(x: Any, statistics: Any, *args: Any, **kwargs: Any) -> int:
-    inner, hidden = int(args[2][0]) // 3, int(args[11][1])  # of qkv; of fc2, as fc1 may be folded with its gate
-    gated = args[14] is not None or int(args[9][0]) != hidden
-    longest = args[-8] if len(args) == 45 else args[-7]  # inference has three sums of folded weights more
-    keys = int(x[-2]) if args[22] is None else longest
-    return sum(_block_flop(rows_of(x), keys, int(x[-1]), inner, hidden, gated))
+def _qkv(
+    rows: Tensor, statistics: Tensor | None, qkv: FoldedLinear, head_step: HeadStep | None, kept: dict[str, Tensor],
+    s: BlockSettings,
+) -> Tensor:  # fmt: skip
+    from ..kernels import layer_norm
+    from ..kernels.linear import linear
+
+    given = layer_norm.input_rows(rows, s.eps1, statistics, s.dtype, qkv.weight_sum is None)
+    if not s.keep:
+        return linear.layer_norm_linear(given, qkv, head_step=head_step)
+    flat, _, known = linear.layer_norm_linear_keeping(given, qkv, head_step=head_step)
+    kept |= {"rows1": known.source, "statistics1": known.statistics}
+    return flat
 
 
-@flop_formula(torch.ops.vit_fast.block_backward)
-def _(grad_output: Any, *args: Any, **kwargs: Any) -> int:
-    inner, hidden, gated = int(args[13][0]) // 3, int(args[22][1]), args[25] is not None
-    keys, width = int(grad_output[-2]) if args[33] is None else args[-4], int(grad_output[-1])
-    matmuls, attention = _block_flop(rows_of(grad_output), keys, width, inner, hidden, gated)
-    return 2 * matmuls + attention * 5 // 2
+def _attend(packed: Tensor, step: QkvStep, qk: QkTensors, kept: dict[str, Tensor], s: BlockSettings) -> Tensor:
+    """The attention's output [M, H D]."""
+    step.check(packed)
+    ready, before = step.forward(packed, s.keep)
+    mixed, lse = attention_forward([ready], qk.cu_seqlens, qk.key_mask, s.longest, s.scale)
+    kept |= {"qkv": ready, "mixed": mixed, "lse": lse} | ({} if before is None else {"before_norm": before})
+    return contiguous_rows(mixed.flatten(2))
+
+
+def _mlp(
+    rows: Tensor, statistics: Tensor | None, folded: dict[str, FoldedLinear], fc2: Tensor | None, t: BlockTensors,
+    kept: dict[str, Tensor], s: BlockSettings,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The second half of [M, C], and the statistics of its rows."""
+    from ..kernels import layer_norm
+    from ..kernels.linear import hidden_norm, linear
+
+    fc1, inner = folded["fc1"], folded.get("fc2")
+    gated = fc1.shift.shape[0] != t.fc2_weight.shape[1]
+    given = layer_norm.input_rows(rows, s.eps2, statistics, s.dtype, fc1.weight_sum is None)
+    part = None  # the statistics of the hidden layer's rows, where a norm of half-precision ones comes next
+    if inner is not None and s.dtype != torch.float32:
+        part = layer_norm.new_statistics(rows.shape[0], t.fc2_weight.shape[1], rows.device)
+    if s.keep:
+        h, z, known = linear.layer_norm_linear_keeping(given, fc1, s.activation, gated, out_part=part)
+        kept |= {"rows2": known.source, "statistics2": known.statistics, "z": z}
+    else:
+        h = linear.layer_norm_linear(given, fc1, s.activation, gated, out_part=part)
+    dtype, base = _mlp_dtype(rows.dtype, t.scale2, s), rows if s.residual else None
+    if fc2 is not None:
+        return linear.linear_residual(h, fc2, t.fc2_bias, t.scale2, base, s.next_statistics, dtype)
+    assert inner is not None, "fc2 is given, or folded with its norm"
+    emitted = layer_norm.new_statistics(rows.shape[0], rows.shape[1], rows.device) if s.next_statistics else None
+    second = hidden_norm.HiddenLinear(inner, s.inner_eps)
+    y, hidden = hidden_norm.hidden_linear_residual(h, part, second, t.scale2, base, emitted, dtype, s.keep)
+    if hidden is not None:
+        kept |= {"branch": hidden.branch, "hidden": hidden.statistics}
+    return y, emitted
+
+
+def _branch_dtype(dtype: torch.dtype, layer_scale: Tensor | None) -> torch.dtype:
+    """The dtype of a branch of attention: fp32 where LayerScale is, as 1e-6 would round away in fp16."""
+    return dtype if layer_scale is None else torch.promote_types(dtype, layer_scale.dtype)
+
+
+def _mlp_dtype(stream: torch.dtype, layer_scale: Tensor | None, s: BlockSettings) -> torch.dtype:
+    """As autocast gives: that of the matmuls, unless x is added or an fp32 LayerScale multiplied."""
+    return stream if s.residual or (layer_scale is not None and layer_scale.dtype == stream) else s.dtype
+
+
+_MLP_NAMES = {
+    "norm2_weight": "norm_weight", "norm2_bias": "norm_bias", "scale2": "layer_scale",
+    "inner_weight": "inner_norm.weight", "inner_bias": "inner_norm.bias",
+}  # fmt: skip
+
+
+def named(t: BlockTensors) -> tuple[str, dict[str, Tensor | None]]:
+    """The operator and its parameters as errors name them."""
+    if t.qkv_weight is not None:
+        return "a block", t._asdict()
+    return "layer_norm_mlp", {_MLP_NAMES.get(name, name): tensor for name, tensor in t._asdict().items()}
+
+
+def _folded(x: Tensor, t: BlockTensors, paired_head: int, s: BlockSettings) -> dict[str, FoldedLinear]:
+    """qkv and fc1 with the norms before them, and fc2 where there is one inside: folded already, or now."""
+    from ..kernels.linear.folding import FoldedLinear, NormedLinear, fold_linears
+
+    require_supported(*named(t), x, s.dtype)
+    rms = is_rms(s.norm)
+    if t.qkv_sum is not None:
+        if t.qkv_weight.dtype != s.dtype:
+            reason = f"its weights were folded for {t.qkv_weight.dtype}, the matmuls are of {s.dtype}: fold them again"
+            raise UnsupportedInputError("a block of folded weights", [reason])
+        given: Any = {"qkv": (t.qkv_weight, t.qkv_sum, t.qkv_bias), "fc1": (t.fc1_weight, t.fc1_sum, t.fc1_bias)}
+        given |= {} if s.inner_norm == "none" else {"fc2": (t.fc2_weight, t.fc2_sum, t.fc2_bias)}
+        return {
+            name: FoldedLinear(weight, sums if sums.numel() else None, shift)
+            for name, (weight, sums, shift) in given.items()
+        }
+    linears = {}
+    if t.qkv_weight is not None:
+        linears["qkv"] = NormedLinear(
+            t.qkv_weight, t.qkv_bias, t.norm1_weight, t.norm1_bias, rms, paired_head=paired_head
+        )
+    if t.fc1_weight is not None:
+        linears["fc1"] = NormedLinear(
+            t.fc1_weight, t.fc1_bias, t.norm2_weight, t.norm2_bias, rms, t.gate_weight, t.gate_bias
+        )
+        if s.inner_norm != "none":
+            linears["fc2"] = NormedLinear(t.fc2_weight, t.fc2_bias, t.inner_weight, t.inner_bias, is_rms(s.inner_norm))
+    return dict(zip(linears, fold_linears(list(linears.values()), s.dtype)))
+
+
+def _plain_weights(t: Any, s: BlockSettings) -> dict[str, Tensor]:
+    """proj and fc2 in the dtype of the matmuls, by one launch; without fc2 where that is folded with its norm."""
+    from ..kernels.linear.scaled_weights import in_dtype
+
+    weights = {} if t.proj_weight is None else {"proj": t.proj_weight}
+    if t.fc2_weight is not None and s.inner_norm == "none":
+        weights["fc2"] = t.fc2_weight
+    return dict(zip(weights, in_dtype(s.dtype, *weights.values())))
+
+
+def _made_names(x: Tensor, s: BlockSettings) -> list[str]:
+    """The fields of `Kept` that are results: not x itself, which an operator may not return."""
+    names = kept_names(s) if s.keep else []
+    return names[1:] if names and x.dtype != torch.float32 else names
+
+
+def _fake(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tensor], *settings: Any) -> list[Tensor]:
+    s = BlockSettings.read(settings)
+    t, _ = tensors_of(tensors, s)
+    M, C, fp32 = x.numel() // max(x.shape[-1], 1), x.shape[-1], x.dtype == torch.float32
+    if t.fc1_weight is None and not s.residual:
+        out = x.new_empty(x.shape, dtype=_branch_dtype(s.dtype, t.scale1))
+    else:
+        out = x.new_empty(x.shape, dtype=x.dtype if t.fc1_weight is None else _mlp_dtype(x.dtype, t.scale2, s))
+    found = [out, *([x.new_empty((M, 2, row_parts(C)), dtype=torch.float32)] if s.next_statistics else [])]
+    if not s.keep:
+        return found
+    kept: dict[str, Tensor] = {}
+    for half in "12":
+        kept[f"rows{half}"] = x.new_empty((M, C), dtype=s.dtype)
+        kept[f"statistics{half}"] = x.new_empty((1 if fp32 else 2, M), dtype=torch.float32)
+    if t.qkv_weight is not None:
+        (B, N, _), D = x.shape, t.qkv_weight.shape[0] // (3 * s.heads)
+        kept["qkv"], kept["before_norm"] = (x.new_empty((B, N, 3, s.heads, D), dtype=s.dtype) for _ in range(2))
+        kept["mixed"] = x.new_empty((B, N, s.heads, D), dtype=s.dtype)
+        kept["lse"] = x.new_empty((B, s.heads, N), dtype=torch.float32)
+    if t.fc1_weight is not None:
+        kept["z"] = x.new_empty((M, t.fc1_weight.shape[0] * (1 if t.gate_weight is None else 2)), dtype=s.dtype)
+        kept["branch"], kept["hidden"] = out.new_empty((M, C)), x.new_empty((2, M), dtype=torch.float32)
+    return found + [kept[name] for name in _made_names(x, s)]
+
+
+def _save(args: Sequence[Any], output: Sequence[Tensor]) -> tuple[Sequence[Tensor | None], Any]:
+    x, _, tensors, *rest = args
+    s = BlockSettings.read(rest)
+    made = output[len(output) - len(_made_names(x, s)) :]
+    return (*(() if x.dtype == torch.float32 else (x,)), *made, *tensors), rest
+
+
+def _backward(grad_output: Tensor, kept: Sequence[Tensor], rest: Any) -> Sequence[Tensor | None]:
+    dx, *gradients = block_backward_kernel(grad_output, list(kept), *rest)
+    found = iter(gradients)
+    return dx, None, *(next(found) if name else None for name in gradient_names(BlockSettings.read(rest)))
+
+
+def _flop(x: Any, statistics: Any, tensors: Any, *settings: Any) -> int:
+    s = BlockSettings.read(settings)
+    t, qk = tensors_of(tensors, s)
+    return sum(block_flop(x, t, 0 if qk.cu_seqlens is None else s.longest))
+
+
+def _before(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tensor], *_: Any) -> None:
+    ensure_current(tensors[0])  # qkv's weight, where its norm is folded
+
+
+block_kernel = operator(
+    "vit_fast::block", f"(Tensor x, Tensor? statistics, Tensor[] tensors, {SETTINGS}) -> Tensor[]", block_forward,
+    what="a block or layer_norm_mlp", fake=_fake, flop=_flop, gradient=Gradient(_save, _backward), before=_before,
+)  # fmt: skip

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from ..errors import UnsupportedInputError, check_type
-from .backends import triton_unavailable_reasons
+from .backends import kernel_reasons
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Row numbers are 32-bit in the kernels, up to the end of the last tile; offsets of elements are 64-bit.
@@ -29,7 +28,7 @@ def unsupported_reasons(x: Tensor, parameters: Mapping[str, Tensor | None], dtyp
     Args:
         dtype: Of the matmuls: x's, or autocast's beside fp32 x.
     """
-    reasons = list(triton_unavailable_reasons(x.device))
+    reasons = kernel_reasons(x.device, dtype)
     if x.dtype not in DTYPES:
         reasons.append(f"x is {x.dtype}: accepted are float32, float16, bfloat16")
     if x.numel() // max(x.shape[-1], 1) > MAX_ROWS:
@@ -45,17 +44,11 @@ def unsupported_reasons(x: Tensor, parameters: Mapping[str, Tensor | None], dtyp
     return reasons
 
 
-def require_supported(what: str, x: Tensor, parameters: Mapping[str, Tensor | None], dtype: torch.dtype) -> None:
+def require_supported(what: str, parameters: Mapping[str, Tensor | None], x: Tensor, dtype: torch.dtype) -> None:
     """Raises UnsupportedInputError with every reason why `what` cannot run with matmuls of this dtype."""
     reasons = unsupported_reasons(x, parameters, dtype)
     if reasons:
         raise UnsupportedInputError(f"{what} with backend='triton'", reasons)
-
-
-def require_one_device(what: str, x: Tensor, parameters: Mapping[str, Tensor | None], dtype: torch.dtype) -> None:
-    """`require_supported` where devices differ: torch would choose one of them before an operator sees its inputs."""
-    if any(tensor is not None and tensor.device != x.device for tensor in parameters.values()):
-        require_supported(what, x, parameters, dtype)
 
 
 def contiguous_rows(tensor: Tensor) -> Tensor:
@@ -76,40 +69,6 @@ def residual_stream(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float32 else x.to(matmul_dtype(x))
 
 
-def no_tensor(like: Tensor) -> Tensor:
-    """Stands for an absent result: operators return tensors only."""
-    return like.new_empty(0, dtype=torch.float32)
-
-
-def present(gradient: Tensor | None, like: Tensor) -> Tensor:
-    """A gradient; no tensor, on the device of `like`, where there is none."""
-    return no_tensor(like) if gradient is None else gradient
-
-
 def rows_of(shape: Sequence[int]) -> int:
     """Rows of a tensor of this shape: all sizes but the last, multiplied."""
     return math.prod(int(size) for size in shape[:-1])
-
-
-def refuse_double_backward(what: str) -> Callable[..., NoReturn]:
-    """The derivative of a backward operator: an error that says so."""
-
-    def refuse(ctx: Any, *grads: Tensor) -> NoReturn:
-        raise UnsupportedInputError(
-            f"the second derivative of {what} with backend='triton'",
-            ["the backward kernels have no derivative of their own: use backend='eager'"],
-        )
-
-    return refuse
-
-
-def refuse_vmap(what: str) -> Callable[..., NoReturn]:
-    """The vmap rule of an operator: an error that says what to do instead."""
-
-    def refuse(info: Any, in_dims: Any, *args: Any) -> NoReturn:
-        raise UnsupportedInputError(
-            f"torch.vmap of {what} with backend='triton'",
-            ["the kernels take a batch of any size: fold the mapped dimension into it, or use backend='sdpa'"],
-        )
-
-    return refuse

@@ -162,11 +162,6 @@ def check_norm(name: str, norm: Norm, width: int) -> None:
             raise ValueError(f"{name} has a {part} of shape {tuple(tensor.shape)}: accepted is {(width,)}")
 
 
-def flat_norm(norm: Norm | None) -> tuple[Tensor | None, Tensor | None, str, float]:
-    """Weight, bias, kind and epsilon, as operators take a norm that may be missing: of kind "none" then."""
-    return (None, None, "none", 0.0) if norm is None else (norm.weight, norm.bias, norm.kind, norm.eps)
-
-
 def check_qk_norm(qk_norm: QkNorm, heads: int, head_dim: int) -> None:
     """Raises ValueError unless these are norms of that many heads of D channels."""
     q, k, over = qk_norm

@@ -16,7 +16,8 @@ from . import reference
 from .backends import fp8_reasons
 from .block import checked_qk
 from .descriptions import BlockScales, BlockTensors, QkNorm, Rope, is_rms, neighbours
-from .fp8_op import DIVISOR, E4M3, HALF, Fp8Linear, block_fp8_op, unsupported_reasons
+from .fp8_op import DIVISOR, E4M3, HALF, Fp8Linear, block_fp8_kernel, unsupported_reasons
+from .operators import text_of
 
 
 class Fp8Block(NamedTuple):
@@ -121,7 +122,7 @@ def _normed(
 ) -> Fp8Linear:  # fmt: skip
     """A linear layer behind a norm."""
     if scale is None:
-        from ..kernels.folding import NormedLinear, fold_linear
+        from ..kernels.linear.folding import NormedLinear, fold_linear
 
         folded = fold_linear(NormedLinear(weight, bias, gamma, beta, rms, gate, gate_bias, paired_head), dtype)
         return Fp8Linear(folded.weight, folded.shift, None, folded.weight_sum, None)
@@ -209,13 +210,12 @@ def fused_block_fp8(
             )
             raise UnsupportedInputError("a block in FP8", [reason])
         rope = neighbours(rope, block.paired_head)
-    *of_qk, kind, qk_eps, over, prefix, layout = checked_qk(x, width, heads, qk_norm, rope, block.paired_head > 0)
-    y, y8, emitted = block_fp8_op(
-        x, x8, statistics, next_factor, *block.qkv, *block.proj, *block.fc1, *block.fc2, *of_qk,
-        heads, attention_scale, *eps, activation, kind, qk_eps, over, prefix, layout,
-        next_statistics,
-    )  # fmt: skip
-    return y, None if next_factor is None else y8, emitted if next_statistics else None
+    of_qk, qk, prefix = checked_qk(x, width, heads, qk_norm, rope, block.paired_head > 0)
+    words = text_of(norm, activation, qk.norm, qk.over, qk.layout, "none", True, next_statistics, False, x.dtype)
+    tensors = [x8, statistics, next_factor, *block.qkv, *block.proj, *block.fc1, *block.fc2, *of_qk[:6]]
+    y, *others = block_fp8_kernel(x, tensors, heads, attention_scale, prefix, 0, *eps, qk.eps, 0.0, words)
+    emitted = others.pop() if next_statistics else None
+    return y, others[0] if others else None, emitted
 
 
 def _require_supported(

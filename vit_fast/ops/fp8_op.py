@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedInputError
-from .attention_op import attention_flop, new_lse
+from ..kernels.row_parts import row_parts
+from .attention_op import attention_flop
 from .attention_op import unsupported_reasons as attention_reasons
 from .backends import fp8_reasons
-from .block_op import KEPT
-from .checks import contiguous_rows, no_tensor, refuse_vmap, rows_of
-from .flops import flop_formula
-from .kept_rows import fake_statistics
-from .operators import fake, operator
-from .qkv import qkv_step
+from .block_backward import SETTINGS, BlockSettings
+from .block_op import ensure_current
+from .checks import contiguous_rows, rows_of
+from .operators import operator
+from .rotary_op import QkTensors, qkv_step
 
 E4M3 = torch.float8_e4m3fn
 HALF = (torch.float16, torch.bfloat16)
@@ -78,70 +78,68 @@ def unsupported_reasons(
     return reasons
 
 
-def _ensure_current(x: Tensor, x8: Tensor | None, statistics: Tensor | None, scale: Tensor | None, *of: Any) -> None:
-    """As of `vit_fast::block`."""
-    if KEPT and (kept := KEPT.get(of[0].data_ptr())) is not None:
-        kept.ensure_current()
+def _linears(tensors: Sequence[Any]) -> tuple[Fp8Linear, Fp8Linear, Fp8Linear, Fp8Linear]:
+    """qkv, proj, fc1 and fc2 from the list of the operator."""
+    qkv, proj, fc1, fc2 = (Fp8Linear._make(tensors[first : first + 5]) for first in range(3, 23, 5))
+    return qkv, proj, fc1, fc2
 
 
-@operator("vit_fast::block_fp8", before=_ensure_current)
-def block_fp8_op(
-    x: Tensor, x8: Tensor | None, statistics: Tensor | None, next_factor: Tensor | None,
-    qkv_weight: Tensor, qkv_shift: Tensor | None, qkv_scale: Tensor | None, qkv_sum: Tensor | None,
-    qkv_operand: Tensor | None, proj_weight: Tensor, proj_shift: Tensor | None, proj_scale: Tensor | None,
-    proj_sum: Tensor | None, proj_operand: Tensor | None, fc1_weight: Tensor, fc1_shift: Tensor | None,
-    fc1_scale: Tensor | None, fc1_sum: Tensor | None, fc1_operand: Tensor | None, fc2_weight: Tensor,
-    fc2_shift: Tensor | None, fc2_scale: Tensor | None, fc2_sum: Tensor | None, fc2_operand: Tensor | None,
-    q_weight: Tensor | None, q_bias: Tensor | None, k_weight: Tensor | None, k_bias: Tensor | None,
-    cos: Tensor | None, sin: Tensor | None,
-    heads: int, attention_scale: float, eps1: float, eps2: float, activation: str, qk_norm: str,
-    qk_eps: float, over: str, prefix: int, layout: str, next_statistics: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+class Fp8Inputs(NamedTuple):
+    """What the block before leaves, and what the next one reads; see `fused_block_fp8`."""
+
+    x8: Tensor | None
+    statistics: Tensor | None
+    next_factor: Tensor | None
+
+
+def _inputs(tensors: Sequence[Any]) -> Fp8Inputs:
+    return Fp8Inputs._make(tensors[:3])
+
+
+def block_fp8_forward(x: Tensor, tensors: Sequence[Tensor | None], *settings: Any) -> list[Tensor]:
     """The block's output [B, N, C] for x [B, N, C]; with `next_factor` [C] the same in e4m3, times that; and with
-    `next_statistics` those of its rows. The layers are `Fp8Linear`."""
-    from ..kernels.attention import attention_forward
-    from ..kernels.linear import layer_norm_linear, linear_residual
+    `next_statistics` those of its rows.
 
-    qkv = Fp8Linear(qkv_weight, qkv_shift, qkv_scale, qkv_sum, qkv_operand)
-    proj = Fp8Linear(proj_weight, proj_shift, proj_scale, proj_sum, proj_operand)
-    fc1 = Fp8Linear(fc1_weight, fc1_shift, fc1_scale, fc1_sum, fc1_operand)
-    fc2 = Fp8Linear(fc2_weight, fc2_shift, fc2_scale, fc2_sum, fc2_operand)
+    Args:
+        tensors: `Fp8Inputs`, the layers qkv, proj, fc1 and fc2, five tensors each, and the first six of `QkTensors`.
+        settings: As `block_forward` takes them.
+    """
+    from ..kernels.attention.attention import attention_forward
+    from ..kernels.linear.linear import layer_norm_linear, linear_residual
+
+    x8, statistics, next_factor = _inputs(tensors)
+    qkv, proj, fc1, fc2 = _linears(tensors)
+    s = BlockSettings.read(settings)
     if reasons := unsupported_reasons(x, x8, next_factor, (qkv, proj, fc1, fc2)):
         raise UnsupportedInputError("a block in FP8", reasons)
-    step = qkv_step(
-        q_weight, q_bias, k_weight, k_bias, cos, sin, qk_norm, qk_eps, over, prefix, layout,
-        qkv_weight.shape[0] // (3 * heads), True,
-    )  # fmt: skip
+    step = qkv_step(QkTensors(*tensors[23:]), s.qk, s.prefix, qkv.weight.shape[0] // (3 * s.heads), True)
     rows, dtype = contiguous_rows(x), x.dtype
-    first = _first_operand(rows, x8, statistics, qkv_operand)
-    flat = layer_norm_linear(_rows(*first, eps1), _folded(qkv), head_step=step.of_heads(x.shape[1]), dtype=dtype)
-    packed = flat.view(*x.shape[:-1], 3, heads, flat.shape[1] // (3 * heads))
+    first = _first_operand(rows, x8, statistics, qkv.operand_factor)
+    flat = layer_norm_linear(_rows(*first, s.eps1), _folded(qkv), head_step=step.of_heads(x.shape[1]), dtype=dtype)
+    packed = flat.view(*x.shape[:-1], 3, s.heads, step.head_dim)
     step.check(packed)
     q, k, v = step.forward(packed)[0].transpose(1, 3).unbind(2)
-    if reasons := attention_reasons(q, k, v, attention_scale):
+    if reasons := attention_reasons(q, k, v, s.scale):
         raise UnsupportedInputError("a block in FP8", reasons)
     mixed = torch.empty_like(packed[:, :, 0], dtype=_written(proj, dtype), memory_format=torch.contiguous_format)
-    attention_forward(q, k, v, mixed.transpose(1, 2), new_lse(q), attention_scale, proj_operand)
-    between8 = None if fc1_operand is None else torch.empty_like(rows, dtype=E4M3)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    attention_forward(q, k, v, mixed.transpose(1, 2), lse, s.scale, proj.operand_factor)
+    between8 = None if fc1.operand_factor is None else torch.empty_like(rows, dtype=E4M3)
     between, known = linear_residual(
         contiguous_rows(mixed.flatten(2)), proj.weight, proj.shift, proj.scale, rows, True, out8=between8,
-        out_scale=fc1_operand,
+        out_scale=fc1.operand_factor,
     )  # fmt: skip
-    gated = fc1_weight.shape[0] != fc2_weight.shape[1]
+    gated = fc1.weight.shape[0] != fc2.weight.shape[1]
     h = layer_norm_linear(
-        _rows(between if between8 is None else between8, known, eps2), _folded(fc1), activation, gated,
-        dtype=_written(fc2, dtype), out_scale=fc2_operand,
+        _rows(between if between8 is None else between8, known, s.eps2), _folded(fc1), s.activation, gated,
+        dtype=_written(fc2, dtype), out_scale=fc2.operand_factor,
     )  # fmt: skip
     y8 = None if next_factor is None else torch.empty_like(x, dtype=E4M3, memory_format=torch.contiguous_format)
     y, emitted = linear_residual(
-        h, fc2.weight, fc2.shift, fc2.scale, between, next_statistics,
+        h, fc2.weight, fc2.shift, fc2.scale, between, s.next_statistics,
         out8=None if y8 is None else contiguous_rows(y8), out_scale=next_factor,
     )  # fmt: skip
-    return (
-        y.view(x.shape),
-        no_tensor(x) if y8 is None else y8,
-        no_tensor(x) if emitted is None else emitted,
-    )
+    return [y.view(x.shape), *(tensor for tensor in (y8, emitted) if tensor is not None)]
 
 
 def _first_operand(
@@ -170,7 +168,7 @@ def _rows(source: Tensor, statistics: Tensor | None, eps: float) -> Any:
 
 
 def _folded(linear: Fp8Linear) -> Any:
-    from ..kernels.folding import FoldedLinear
+    from ..kernels.linear.folding import FoldedLinear
 
     assert linear.shift is not None, "a folded layer has a shift"
     return FoldedLinear(linear.weight, linear.weight_sum, linear.shift, linear.scale)
@@ -181,19 +179,24 @@ def _written(linear: Fp8Linear, dtype: torch.dtype) -> torch.dtype:
     return dtype if linear.operand_factor is None else E4M3
 
 
-@fake(block_fp8_op)
-def _(
-    x: Tensor, x8: Tensor | None, statistics: Tensor | None, next_factor: Tensor | None, *args: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    y8 = no_tensor(x) if next_factor is None else x.new_empty(x.shape, dtype=E4M3)
-    return x.new_empty(x.shape), y8, fake_statistics(x, x.shape[-1], args[-1])
+def _fake(x: Tensor, tensors: Sequence[Tensor | None], *settings: Any) -> list[Tensor]:
+    found = [x.new_empty(x.shape)]
+    if _inputs(tensors).next_factor is not None:
+        found.append(x.new_empty(x.shape, dtype=E4M3))
+    if BlockSettings.read(settings).next_statistics:
+        rows = x.shape[0] * x.shape[1]
+        found.append(x.new_empty((rows, 2, row_parts(x.shape[-1])), dtype=torch.float32))
+    return found
 
 
-torch.library.register_vmap(block_fp8_op, refuse_vmap("a block in FP8"))
-
-
-@flop_formula(torch.ops.vit_fast.block_fp8)
-def _(x: Any, x8: Any, statistics: Any, next_factor: Any, *args: Any, **kwargs: Any) -> int:
-    matmuls = sum(2 * rows_of(x) * int(weight[0]) * int(weight[1]) for weight in args[0:20:5])
+def _flop(x: Any, tensors: Any, *settings: Any) -> int:
+    linears = _linears(tensors)
+    matmuls = sum(2 * rows_of(x) * int(linear.weight[0]) * int(linear.weight[1]) for linear in linears)
     images, tokens = rows_of(x) // max(int(x[-2]), 1), int(x[-2])
-    return matmuls + attention_flop(images, 1, tokens, tokens, int(args[5][1]))
+    return matmuls + attention_flop(images, 1, tokens, tokens, int(linears[1].weight[1]))
+
+
+block_fp8_kernel = operator(
+    "vit_fast::block_fp8", f"(Tensor x, Tensor?[] tensors, {SETTINGS}) -> Tensor[]", block_fp8_forward,
+    what="a block in FP8", fake=_fake, flop=_flop, before=lambda x, tensors, *_: ensure_current(tensors[3]),
+)  # fmt: skip

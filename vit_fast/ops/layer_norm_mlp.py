@@ -1,18 +1,19 @@
-"""LayerNorm + MLP (+ LayerScale + residual): public function, validation, dispatch to a backend."""
+"""LayerNorm + MLP (+ LayerScale + residual) as a function and as a module: validation, dispatch to a backend."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import check_type
 from . import reference
 from .attention import is_exporting
 from .backends import resolve_backend
-from .checks import check_tensors, matmul_dtype, require_one_device, residual_stream
-from .descriptions import Norm, check_norm, flat_norm
-from .layer_norm_mlp_op import layer_norm_mlp_op, layer_norm_mlp_training
-from .transforms import needs_gradient
+from .block import fused_block
+from .checks import check_tensors
+from .descriptions import BlockTensors, Norm, check_norm
 
 
 def layer_norm_mlp(
@@ -101,29 +102,18 @@ def fused_layer_norm_mlp(
     inner_norm: Norm | None = None,
     next_statistics: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """`layer_norm_mlp` by the Triton kernels, with row statistics handed in and out.
-
-    Args:
-        statistics: Of the rows of x, as the operator before gave them; None computes them.
-        next_statistics: Whether a LayerNorm follows that takes the statistics of the rows over.
-    Returns:
-        [..., C] in the dtype of `layer_norm_mlp`, and the statistics of its rows, as `kept_rows.py` has them; None
-        where they are not wanted and of fp32 rows, which the next LayerNorm normalises itself.
-    """
-    dtype, x = matmul_dtype(x), residual_stream(x)
-    wanted = next_statistics and x.dtype != torch.float32
-    parameters = {
-        "norm_weight": norm_weight, "norm_bias": norm_bias, "fc1_weight": fc1_weight, "fc1_bias": fc1_bias,
-        "fc2_weight": fc2_weight, "fc2_bias": fc2_bias, "layer_scale": layer_scale, "gate_weight": gate_weight,
-        "gate_bias": gate_bias,
-    }  # fmt: skip
-    inner = flat_norm(inner_norm)
-    affine = {"inner_norm.weight": inner[0], "inner_norm.bias": inner[1]}
-    require_one_device("layer_norm_mlp", x, parameters | affine, dtype)
-    arguments = (x, statistics, *parameters.values(), eps, norm, activation, residual, wanted, dtype, *inner)
-    training = needs_gradient(x, *parameters.values(), *inner[:2])
-    y, emitted, *_ = layer_norm_mlp_training(*arguments) if training else layer_norm_mlp_op(*arguments)
-    return y, emitted if wanted else None
+    """`layer_norm_mlp` by the Triton kernels: the second half of `fused_block`, which explains statistics."""
+    half: Any = (None,) * 7
+    inner: Any = () if inner_norm is None else inner_norm[:2]
+    tensors = BlockTensors(
+        *half, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, gate_weight, gate_bias,
+        None, None, *inner,
+    )  # fmt: skip
+    return fused_block(
+        x, statistics, tensors, eps=(0.0, eps), norm=norm, activation=activation, residual=residual,
+        inner_norm=("none", 0.0) if inner_norm is None else (inner_norm.kind, inner_norm.eps),
+        next_statistics=next_statistics,
+    )  # fmt: skip
 
 
 def _check_inputs(
@@ -167,3 +157,50 @@ def _check_inputs(
         check_type(name, tensor, Tensor, type(None))
         if tensor is not None and tuple(tensor.shape) != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}: accepted is {shape} for x of width {C}")
+
+
+class LayerNormMLP(nn.Module):
+    """[x +] gamma * fc2(act(fc1(norm(x)))), computed by `layer_norm_mlp`.
+
+    Args:
+        dim: Width C of the tokens.
+        hidden_dim: Width F of the hidden layer.
+        activation: "gelu" (exact), "gelu_tanh", "quick_gelu", "relu" or "silu".
+        eps: LayerNorm's epsilon, in units of x squared.
+        init_values: Initial value of LayerScale's gamma [C]; None means no LayerScale.
+        residual: Whether x is added to the branch.
+        bias: Whether fc1 and fc2 have one.
+        backend: "eager", "sdpa", "triton" or "auto" (by x's device).
+    Raises:
+        ValueError: the activation is unknown.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        *,
+        activation: str = "gelu",
+        eps: float = 1e-6,
+        init_values: float | None = None,
+        residual: bool = True,
+        bias: bool = True,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        if activation not in reference.ACTIVATIONS:
+            raise ValueError(f"activation={activation!r}: accepted are {', '.join(map(repr, reference.ACTIVATIONS))}")
+        self.activation, self.residual, self.backend = activation, residual, backend
+        self.norm = nn.LayerNorm(dim, eps=eps)
+        self.fc1 = nn.Linear(dim, hidden_dim, bias=bias)
+        self.fc2 = nn.Linear(hidden_dim, dim, bias=bias)
+        self.gamma = None if init_values is None else nn.Parameter(torch.full((dim,), init_values))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., C] -> [..., C]."""
+        norm, fc1, fc2 = self.norm, self.fc1, self.fc2
+        return layer_norm_mlp(
+            x, norm.weight, norm.bias, fc1.weight, fc1.bias, fc2.weight, fc2.bias,
+            eps=norm.eps, activation=self.activation, layer_scale=self.gamma, residual=self.residual,
+            backend=self.backend,
+        )  # fmt: skip

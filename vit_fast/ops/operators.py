@@ -1,99 +1,219 @@
-"""Operators as torch knows them: schema, implementation, autograd.
+"""Operators as torch knows them, each from one declaration: schema, implementation, fake, gradient, vmap rule, FLOP.
 
 `torch.library.custom_op` gives the same with more of the host's work a call: here the dispatcher finds the
 implementation at once, and autograd's part is one `torch.autograd.Function`. The implementation runs by its launch plan
 (`kernels/plan.py`): on shapes seen before nothing of it is executed but its launches, so what it checks is checked once
-for them. A vmap rule is registered by torch's own `register_vmap`.
+for them.
+
+An operator may take one list of tensors. Words, flags and dtypes are one string, which `text_of` makes; numbers are
+arguments of their own, as torch.compile may trace them.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import json
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, NoReturn
 
 import torch
+from torch import Tensor
 
-_functions: dict[Any, Callable[..., Any]] = {}
+from ..errors import UnsupportedInputError
+from .backends import constant_to_compiler
+from .flops import flop_formula
+from .transforms import in_transform
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+_UNCOMPILED = "the triton operators under torch.func or forward-mode derivatives run uncompiled"
 
 
-def operator(name: str, before: Callable[..., object] | None = None) -> Callable[[Callable[..., Any]], Any]:
-    """Decorator: registers a function of tensors as an operator, for every device, and returns that.
+class Gradient(NamedTuple):
+    """The derivative of the first output of an operator; the others have none.
+
+    Attributes:
+        save: Called with the arguments and the outputs; returns the tensors that the backward needs, and anything else.
+        backward: Called with the gradient and with both; returns gradients of the leading arguments, those of a list
+            one after the other.
+    """
+
+    save: Callable[[Sequence[Any], Any], tuple[Sequence[Tensor | None], Any]]
+    backward: Callable[[Tensor, Sequence[Any], Any], Sequence[Tensor | None]]
+
+
+def operator(
+    name: str,
+    schema: str,
+    function: Callable[..., Any],
+    *,
+    what: str,
+    fake: Callable[..., Any],
+    flop: Callable[..., int],
+    gradient: Gradient | None = None,
+    before: Callable[..., object] | None = None,
+) -> Callable[..., Any]:
+    """Registers a function of tensors as an operator for every device, and returns what calls it.
 
     Args:
-        name: "namespace::name". The schema is that of the function's annotations; it changes none of its arguments, and
-            no result shares memory with one.
-        before: Called with the arguments of every call, what is planned included.
+        name: "namespace::name".
+        schema: Arguments and results, as torch writes them.
+        function: Changes no argument; no result of it shares memory with one.
+        what: Name in errors.
+        fake: Makes results of the same shapes, strides and dtypes without computing them.
+        flop: Counts FLOP from the arguments, with shapes in place of tensors.
+        gradient: None means that a derivative is refused, as of a backward operator.
+        before: Called with the arguments of every call, including those that run by a plan.
     """
     namespace, short = name.split("::")
+    library = _library(namespace)
+    library.define(short + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    registered = getattr(getattr(torch.ops, namespace), short).default
+    arguments = _Arguments(registered)
 
-    def decorate(function: Callable[..., Any]) -> Any:
-        def implementation(*args: Any) -> Any:
-            if before is not None:
-                before(*args)
-            return _run_by_plan()(function, args)
+    def on_flat(*flat: Any) -> Any:
+        return function(*arguments.nested(flat))
 
-        library = _library(namespace)
-        schema = torch.library.infer_schema(function, mutates_args=())
-        library.define(short + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        library.impl(short, implementation, "CompositeExplicitAutograd")
-        registered = getattr(getattr(torch.ops, namespace), short).default
-        _functions[registered] = function
-        return registered
+    def implementation(*args: Any) -> Any:
+        if before is not None:
+            before(*args)
+        return _run_by_plan()(on_flat, arguments.flat(args))
 
-    return decorate
+    library.impl(short, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(registered, fake, lib=library)
+    torch.library.register_vmap(registered, _refuse_vmap(what))
+    flop_formula(registered.overloadpacket)(lambda *args, out_val=None, **_: flop(*args))
 
+    def remember(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.count = len(inputs)
+        if gradient is None:
+            return
+        ctx.set_materialize_grads(False)
+        if not isinstance(output, Tensor):
+            ctx.mark_non_differentiable(*output[1:])
+        kept, ctx.rest = gradient.save(arguments.nested(inputs), output)
+        ctx.save_for_backward(*kept)
 
-def function_of(operator: Any) -> Callable[..., Any]:
-    """The function that was registered as an operator: for one that is made of others."""
-    return _functions[operator]
-
-
-def fake(operator: Any) -> Callable[[Function], Function]:
-    """Decorator: the function says what the results of an operator look like, for those who trace it."""
-
-    def decorate(function: Function) -> Function:
-        torch.library.register_fake(operator, function, lib=_library(operator.namespace))
-        return function
-
-    return decorate
-
-
-def differentiable(
-    operator: Any, save: Callable[[Any, tuple[Any, ...], Any], None] | None, backward: Callable[..., Any]
-) -> None:
-    """Registers what autograd does with an operator.
-
-    Args:
-        operator: As `operator` returned it.
-        save: Called with the context, all inputs, and the output; None keeps nothing.
-        backward: Called with the context and the gradients of the outputs; gives one for each input.
-    """
+    def derive(ctx: Any, grad_output: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        if gradient is None:
+            raise UnsupportedInputError(
+                f"the second derivative of {what} with backend='triton'",
+                ["the backward kernels have no derivative of their own: use backend='eager'"],
+            )
+        found = () if grad_output is None else gradient.backward(grad_output, ctx.saved_tensors, ctx.rest)
+        return (*found, *(None,) * (ctx.count - len(found)))
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, keys: Any, *args: Any) -> Any:
+        def forward(ctx: Any, keys: Any, *flat: Any) -> Any:
             with torch._C._AutoDispatchBelowAutograd():
-                output = operator.redispatch(keys & torch._C._after_autograd_keyset, *args)
-            if save is not None:
-                save(ctx, args, output)
+                output = _plain(registered.redispatch(keys & torch._C._after_autograd_keyset, *arguments.nested(flat)))
+            remember(ctx, flat, output)
             return output
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
-            found = backward(ctx, *gradients)
-            return (None, *found) if isinstance(found, tuple) else (None, found)
+            return (None, *derive(ctx, *gradients))
 
     def dispatch(keys: Any, *args: Any) -> Any:
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
-            return Differentiable.apply(keys, *args)  # type: ignore[no-untyped-call]  # torch's own
+        if torch.is_grad_enabled():
+            flat = arguments.flat(args)
+            if torch._C._any_requires_grad(*flat):
+                return Differentiable.apply(keys, *flat)  # type: ignore[no-untyped-call]  # torch's own
         with torch._C._AutoDispatchBelowAutograd():
-            return operator.redispatch(keys & torch._C._after_autograd_keyset, *args)
+            return registered.redispatch(keys & torch._C._after_autograd_keyset, *args)
 
-    _library(operator.namespace).impl(operator._opname, dispatch, "Autograd", with_keyset=True)
+    library.impl(short, dispatch, "Autograd", with_keyset=True)
+
+    class Transformed(torch.autograd.Function):
+        """What torch.func differentiates; an operator of its own it refuses, and lets a forward-mode tangent pass as
+        if it were zero."""
+
+        @staticmethod
+        def forward(*flat: Any) -> Any:
+            return _plain(registered(*arguments.nested(flat)))
+
+        setup_context = staticmethod(remember)
+        backward = staticmethod(derive)
+        vmap = staticmethod(_refuse_vmap(what))
+        jvp = staticmethod(_refuse_forward_mode(what))
+
+    routes: dict[str, Callable[..., Any]] = {"eager": Transformed.apply}
+
+    @constant_to_compiler
+    def route() -> str:
+        # torch.compile cannot trace this: it breaks its graph, and with fullgraph=True says why
+        if "torch._dynamo" in sys.modules and "uncompiled" not in routes:
+            routes["uncompiled"] = torch.compiler.disable(Transformed.apply, reason=_UNCOMPILED)
+        return "uncompiled" if "uncompiled" in routes else "eager"
+
+    def call(*args: Any) -> Any:
+        return routes[route()](*arguments.flat(args)) if in_transform() else registered(*args)
+
+    return call
+
+
+class _Arguments:
+    """Flattens and rebuilds the arguments of an operator that may take one list of tensors."""
+
+    def __init__(self, registered: Any) -> None:
+        kinds = [str(argument.type) for argument in registered._schema.arguments]
+        lists = [position for position, kind in enumerate(kinds) if kind.startswith("List")]
+        assert len(lists) < 2, "one list of tensors at most"
+        self._list = lists[0] if lists else None
+        self._behind = len(kinds) - lists[0] - 1 if lists else 0
+
+    def flat(self, args: Sequence[Any]) -> Sequence[Any]:
+        at = self._list
+        return args if at is None else (*args[:at], *args[at], *args[at + 1 :])
+
+    def nested(self, flat: Sequence[Any]) -> Sequence[Any]:
+        if self._list is None:
+            return flat
+        end = len(flat) - self._behind
+        return (*flat[: self._list], list(flat[self._list : end]), *flat[end:])
+
+
+def _plain(output: Any) -> Any:
+    """A tensor, or a tuple of them: what a torch.autograd.Function may return."""
+    return output if isinstance(output, Tensor) else tuple(output)
+
+
+def _refuse_vmap(what: str) -> Callable[..., NoReturn]:
+    def refuse(info: Any, in_dims: Any, *args: Any) -> NoReturn:
+        raise UnsupportedInputError(
+            f"torch.vmap of {what} with backend='triton'",
+            ["the kernels take a batch of any size: fold the mapped dimension into it, or use backend='sdpa'"],
+        )
+
+    return refuse
+
+
+def _refuse_forward_mode(what: str) -> Callable[..., NoReturn]:
+    def refuse(ctx: Any, *tangents: Any) -> NoReturn:
+        raise UnsupportedInputError(
+            f"a forward-mode derivative (torch.func.jvp, jacfwd, dual numbers) of {what} with backend='triton'",
+            ["the kernels have no such derivative: use backend='eager', or reverse mode"],
+        )
+
+    return refuse
+
+
+@constant_to_compiler
+def text_of(*words: Any) -> str:
+    """Strings, flags and dtypes as one argument of an operator."""
+    return _text(words)
+
+
+@functools.lru_cache(4096)
+def _text(words: tuple[Any, ...]) -> str:
+    return json.dumps(words, default=str)
+
+
+@functools.lru_cache(4096)
+def words_of(text: str) -> tuple[Any, ...]:
+    """What `text_of` was given, dtypes as text."""
+    return tuple(json.loads(text))
 
 
 @functools.cache

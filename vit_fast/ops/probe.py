@@ -57,7 +57,7 @@ def _failure(device: torch.device, error: Exception) -> str:
 
 
 def _run_and_compare(device: torch.device) -> tuple[str, ...]:
-    from ..kernels.attention import attention_forward
+    from ..kernels.attention.attention import attention_forward
 
     generator = torch.Generator().manual_seed(0)  # the user's random numbers stay as they are
     q, k, v = (torch.randn(_SHAPE, generator=generator).half() for _ in range(3))

@@ -1,184 +1,298 @@
-"""qk-norm and rotary positions by a kernel as torch operators: schema, checks, fake implementations, autograd.
+"""What a block does to q and k between the qkv matmul and the attention: qk-norm and rotary positions, by the kernels.
 
-- `vit_fast::qk_norm_rope`, and `vit_fast::qk_norm_rope_backward`.
-
-They form no products, so they count no FLOP. Only torch is needed to register and trace them.
+`vit_fast::qk_norm_rope` and `vit_fast::qk_norm_rope_backward` do it to a tensor. In a block (`qkv_step`) it is the
+matmul's own business where its epilogue can: that turns q and k where all heads share the tables and their pairs are
+neighbours in the folded weight, and normalises heads of some sizes in half precision, where no backward wants them as
+they were. Else the kernel does it in place.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import UnsupportedInputError
 from .backends import triton_unavailable_reasons
-from .checks import DTYPES, MAX_ROWS, no_tensor, refuse_double_backward, refuse_vmap
+from .checks import DTYPES, MAX_ROWS
 from .descriptions import QkNorm, Rope
-from .flops import flop_formula
-from .operators import differentiable, fake, operator
-from .transforms import transformable
+from .operators import Gradient, operator
 
 if TYPE_CHECKING:
+    from ..kernels.matmul.matmul_launch import HeadStep
     from ..kernels.rotary import QkvSettings
 
 _WHAT = "qk_norm_rope"
 
 
-@operator("vit_fast::qk_norm_rope")
-def qk_norm_rope_op(
-    qkv: Tensor, q_weight: Tensor | None, q_bias: Tensor | None, k_weight: Tensor | None, k_bias: Tensor | None,
-    cos: Tensor | None, sin: Tensor | None, norm: str, eps: float, over: str, prefix: int, layout: str,
-) -> Tensor:  # fmt: skip
-    """q and k of [B, N, 3, H, D] normalised (`norm` "none": not) and rotated by [B or 1, H or 1, T, D/2]."""
-    from ..kernels import rotary
+class QkTensors(NamedTuple):
+    """Tensors between the qkv layer and the attention; None for the absent ones.
 
-    tensors = {
-        "q_weight": q_weight, "q_bias": q_bias, "k_weight": k_weight, "k_bias": k_bias, "cos": cos, "sin": sin,
-    }  # fmt: skip
-    require_qkv_supported(_WHAT, qkv, tensors)
-    settings = qkv_settings(q_weight, q_bias, k_weight, k_bias, cos, sin, norm, eps, over, prefix, layout)
-    return rotary.qk_norm_rope(qkv.contiguous(), settings)
+    Attributes:
+        q_weight, q_bias, k_weight, k_bias: Of the norms of q and k.
+        cos, sin: Tables [B or 1, H or 1, T, D/2].
+        cu_seqlens, key_mask: As `Keys` has them.
+    """
 
-
-@fake(qk_norm_rope_op)
-def _(qkv: Tensor, *args: Any) -> Tensor:
-    return qkv.new_empty(qkv.shape)
+    q_weight: Tensor | None = None
+    q_bias: Tensor | None = None
+    k_weight: Tensor | None = None
+    k_bias: Tensor | None = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    key_mask: Tensor | None = None
 
 
-def require_qkv_supported(what: str, qkv: Tensor, tensors: dict[str, Tensor | None]) -> None:
+class QkSettings(NamedTuple):
+    """Kind of the norms of q and k, "none" without, and the rest of `QkNorm`; layout of the positions."""
+
+    norm: str = "none"
+    eps: float = 0.0
+    over: str = "head"
+    layout: str = "half"
+
+
+def flat_settings(like: Tensor, qk_norm: QkNorm | None, rope: Rope | None) -> tuple[QkTensors, QkSettings, int]:
+    """qk-norm and rotation as operators take them, with the tokens that are not rotated.
+
+    Raises:
+        UnsupportedInputError: the tables require gradients, or are on another device than `like`.
+    """
+    cos, sin, prefix, layout = rope or (None, None, 0, "half")
+    tensors, settings = QkTensors(cos=cos, sin=sin), QkSettings(layout=layout)
+    if qk_norm is not None:
+        q, k, over = qk_norm
+        tensors = QkTensors(q.weight, q.bias, k.weight, k.bias, cos, sin)
+        settings = QkSettings(q.kind, q.eps, over, layout)
+    reasons = []
+    for name, table in (("rope.cos", cos), ("rope.sin", sin)):
+        if table is not None and table.requires_grad and torch.is_grad_enabled():
+            reasons.append(f"{name} requires a gradient: detach the tables")
+    # torch would choose a device before the operator sees its inputs
+    reasons += [
+        f"tables and norms must be on {like.device} as qkv, got {tensor.device}"
+        for tensor in tensors[:6]
+        if tensor is not None and tensor.device != like.device
+    ]
+    if reasons:
+        raise UnsupportedInputError(f"{_WHAT} with backend='triton'", reasons)
+    return tensors, settings, prefix
+
+
+def _require_supported(what: str, qkv: Tensor, tensors: QkTensors) -> None:
     """Raises UnsupportedInputError with every reason why the kernel cannot run on qkv [B, N, 3, H, D] with these."""
     B, N, _, _, D = qkv.shape
     reasons = list(triton_unavailable_reasons(qkv.device))
-    if qkv.dtype not in DTYPES:
-        reasons.append(f"qkv is {qkv.dtype}: accepted are float32, float16, bfloat16")
     if D % 2:
-        reasons.append(f"heads have {D} channels: accepted is an even number")
+        reasons.append(f"head_dim must be even, got {D}")
     if B * N > MAX_ROWS:
-        reasons.append(f"qkv has {B * N} tokens: accepted are at most {MAX_ROWS}")
-    for name, tensor in tensors.items():
-        if tensor is None:
-            continue
-        if tensor.device != qkv.device:
-            reasons.append(f"{name} is on {tensor.device}, qkv is on {qkv.device}: they must agree")
-        if tensor.dtype not in DTYPES:
-            reasons.append(f"{name} is {tensor.dtype}: accepted are float32, float16, bfloat16")
+        reasons.append(f"qkv must have at most {MAX_ROWS} tokens, got {B * N}")
+    for name, tensor in zip(("qkv", *QkTensors._fields), (qkv, *tensors[:6])):
+        if tensor is not None and tensor.device != qkv.device:
+            reasons.append(f"{name} must be on {qkv.device} as qkv, got {tensor.device}")
+        if tensor is not None and tensor.dtype not in DTYPES:
+            reasons.append(f"{name} must be float32, float16 or bfloat16, got {tensor.dtype}")
     if reasons:
         raise UnsupportedInputError(f"{what} with backend='triton'", reasons)
 
 
-def qkv_settings(
-    q_weight: Tensor | None, q_bias: Tensor | None, k_weight: Tensor | None, k_bias: Tensor | None,
-    cos: Tensor | None, sin: Tensor | None, norm: str, eps: float, over: str, prefix: int, layout: str,
-) -> QkvSettings:  # fmt: skip
-    """The same as the kernels take it."""
+def _kernel_settings(tensors: QkTensors, settings: QkSettings, prefix: int) -> QkvSettings:
     from ..kernels.rotary import QkvSettings, can_be_read
 
     def dense(q: Tensor | None, k: Tensor | None) -> tuple[Tensor, Tensor] | None:
         return None if q is None or k is None else (q.contiguous(), k.contiguous())
 
+    q_weight, q_bias, k_weight, k_bias, cos, sin, *_ = tensors
+    norm, eps, over, layout = settings
     tables = (cos, sin) if cos is not None and sin is not None and can_be_read(cos, sin) else dense(cos, sin)
     return QkvSettings(
         dense(q_weight, k_weight), dense(q_bias, k_bias), tables, norm, eps, over == "width", prefix, layout
-    )  # fmt: skip
-
-
-@operator("vit_fast::qk_norm_rope_backward")
-def qk_norm_rope_backward_op(
-    grad_output: Tensor, qkv: Tensor, q_weight: Tensor | None, q_bias: Tensor | None, k_weight: Tensor | None,
-    k_bias: Tensor | None, cos: Tensor | None, sin: Tensor | None, norm: str, eps: float, over: str, prefix: int,
-    layout: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of qkv and of the norms' four parameters; of an absent one an empty tensor.
-
-    Args:
-        qkv: The forward's; no tensor where there are no norms.
-    """
-    from ..kernels import rotary
-
-    settings = qkv_settings(q_weight, q_bias, k_weight, k_bias, cos, sin, norm, eps, over, prefix, layout)
-    x = None if norm == "none" else qkv.contiguous()
-    dx, sums = rotary.qk_norm_rope_gradients(grad_output.contiguous(), x, settings)
-    return dx, *norm_gradients(sums, (q_weight, q_bias, k_weight, k_bias), grad_output)
-
-
-def norm_gradients(
-    sums: Tensor | None, parameters: tuple[Tensor | None, ...], like: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the norms' parameters from fp32 [2, 2, D or H D]; of an absent one an empty tensor."""
-    places = ((0, 0), (0, 1), (1, 0), (1, 1))
-    return tuple(  # type: ignore[return-value]  # four parameters, four gradients
-        no_tensor(like) if parameter is None or sums is None else sums[place].to(parameter.dtype, copy=True)
-        for parameter, place in zip(parameters, places)
     )
 
 
-@fake(qk_norm_rope_backward_op)
-def _(grad_output: Tensor, qkv: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    gradients = (no_tensor(grad_output) if p is None else p.new_empty(p.shape) for p in args[:4])
-    return grad_output.new_empty(grad_output.shape), *gradients
+def _forward(
+    qkv: Tensor, tensors: Sequence[Tensor | None], prefix: int, norm: str, eps: float, over: str, layout: str
+) -> Tensor:
+    """q and k of [B, N, 3, H, D] normalised, then rotated; `tensors` are the first six of `QkTensors`."""
+    from ..kernels import rotary
+
+    qk = QkTensors(*tensors)
+    _require_supported(_WHAT, qkv, qk)
+    settings = _kernel_settings(qk, QkSettings(norm, eps, over, layout), prefix)
+    return rotary.qk_norm_rope(qkv.contiguous(), settings)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    qkv, *tensors = inputs[:7]
-    ctx.settings = inputs[7:]
-    ctx.save_for_backward(qkv if inputs[7] != "none" else no_tensor(qkv), *tensors)
+def _backward(
+    grad_output: Tensor, qkv: Tensor | None, tensors: Sequence[Tensor | None], prefix: int, norm: str, eps: float,
+    over: str, layout: str,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of qkv and of the norms' parameters that are there; without norms qkv is None."""
+    from ..kernels import rotary
+
+    qk = QkTensors(*tensors)
+    settings = _kernel_settings(qk, QkSettings(norm, eps, over, layout), prefix)
+    x = None if qkv is None else qkv.contiguous()
+    dx, sums = rotary.qk_norm_rope_gradients(grad_output.contiguous(), x, settings)
+    return [dx, *norm_gradients(sums, qk).values()]
 
 
-def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors
-    dx, *gradients = _backward_kernel(grad_output, *saved, *ctx.settings)
-    present = [None if parameter is None else gradient for parameter, gradient in zip(saved[1:5], gradients)]
-    return (dx, *present, *(None,) * 7)
+def norm_gradients(sums: Tensor | None, tensors: QkTensors) -> dict[str, Tensor]:
+    """Gradients of the norms' parameters that are there, by name, from fp32 [2, 2, D or H D]."""
+    places = ((0, 0), (0, 1), (1, 0), (1, 1))
+    return {
+        name: sums[place].to(parameter.dtype, copy=True)
+        for name, parameter, place in zip(QkTensors._fields, tensors, places)
+        if parameter is not None and sums is not None
+    }
 
 
-differentiable(qk_norm_rope_op, _save, _backward)
-differentiable(qk_norm_rope_backward_op, None, refuse_double_backward(_WHAT))
-_forward_kernel = transformable(_WHAT, qk_norm_rope_op, _save, _backward)
-_backward_kernel = transformable(_WHAT, qk_norm_rope_backward_op)
-for _operator in (qk_norm_rope_op, qk_norm_rope_backward_op):
-    torch.library.register_vmap(_operator, refuse_vmap(_WHAT))
+def _fake(qkv: Tensor, *args: Any) -> Tensor:
+    return qkv.new_empty(qkv.shape)
+
+
+def _fake_backward(
+    grad_output: Tensor, qkv: Tensor | None, tensors: Sequence[Tensor | None], *args: Any
+) -> list[Tensor]:
+    return [t.new_empty(t.shape) for t in (grad_output, *tensors[:4]) if t is not None]
+
+
+def _save(args: Sequence[Any], output: Tensor) -> tuple[Sequence[Tensor | None], Any]:
+    qkv, tensors, *rest = args
+    return (None if rest[1] == "none" else qkv, *tensors), rest
+
+
+def _derive(grad_output: Tensor, kept: Sequence[Tensor | None], rest: Any) -> Sequence[Tensor | None]:
+    qkv, *tensors = kept
+    dx, *gradients = _backward_kernel(grad_output, qkv, tensors, *rest)
+    found = iter(gradients)
+    return dx, *(None if tensor is None else next(found) for tensor in tensors[:4])
+
+
+_SETTINGS = "Tensor?[] tensors, SymInt prefix, str norm, float eps, str over, str layout"
+_forward_kernel = operator(
+    "vit_fast::qk_norm_rope", f"(Tensor qkv, {_SETTINGS}) -> Tensor", _forward, what=_WHAT, fake=_fake,
+    flop=lambda *_: 0, gradient=Gradient(_save, _derive),
+)  # fmt: skip
+_backward_kernel = operator(
+    "vit_fast::qk_norm_rope_backward", f"(Tensor grad_output, Tensor? qkv, {_SETTINGS}) -> Tensor[]", _backward,
+    what=_WHAT, fake=_fake_backward, flop=lambda *_: 0,
+)  # fmt: skip
 
 
 def qk_norm_rope_kernel(qkv: Tensor, qk_norm: QkNorm | None, rope: Rope | None) -> Tensor:
-    """`qk_norm_rope` by the kernel, of what is checked, tables [B or 1, H or 1, T, D/2].
+    """`qk_norm_rope` by the kernel, of checked arguments with tables [B or 1, H or 1, T, D/2].
 
     Raises:
         UnsupportedInputError: it cannot run this input; lists all reasons.
     """
-    out: Tensor = _forward_kernel(qkv, *flat_settings(qkv, qk_norm, rope))
+    tensors, settings, prefix = flat_settings(qkv, qk_norm, rope)
+    out: Tensor = _forward_kernel(qkv, list(tensors[:6]), prefix, *settings)
     return out
 
 
-def flat_settings(like: Tensor, qk_norm: QkNorm | None, rope: Rope | None) -> tuple[Any, ...]:
-    """qk-norm and rotation as operators take them, behind qkv.
+@dataclass(frozen=True)
+class QkvStep:
+    """Norms and positions of one block.
 
-    Raises:
-        UnsupportedInputError: the tables require gradients, or lie elsewhere than `like`.
+    Attributes:
+        settings: As the kernels take them.
+        in_matmul: True if the matmul does it.
+        head_dim: D.
+        tensors: Norms and tables, to be checked.
     """
-    cos, sin, prefix, layout = rope or (None, None, 0, "half")
-    norms: tuple[Any, ...] = (None, None, None, None)
-    kind, eps, over = "none", 0.0, "head"
-    if qk_norm is not None:
-        q, k, over = qk_norm
-        norms, kind, eps = (q.weight, q.bias, k.weight, k.bias), q.kind, q.eps
-    reasons = []
-    for name, table in (("rope.cos", cos), ("rope.sin", sin)):
-        if table is not None and table.requires_grad and torch.is_grad_enabled():
-            reasons.append(f"{name} requires a gradient: accepted are tables that do not")
-    tensors = (*norms, cos, sin)
-    # torch would choose a device before the operator sees its inputs
-    reasons += [
-        f"a table or norm is on {tensor.device}, qkv is on {like.device}: they must agree"
-        for tensor in tensors
-        if tensor is not None and tensor.device != like.device
-    ]
-    if reasons:
-        raise UnsupportedInputError(f"{_WHAT} with backend='triton'", reasons)
-    return (*tensors, kind, eps, over, prefix, layout)
+
+    settings: QkvSettings
+    in_matmul: bool
+    head_dim: int
+    tensors: QkTensors
+
+    @property
+    def is_nothing(self) -> bool:
+        """True if q and k stay as they are."""
+        return self.settings.tables is None and self.settings.norm == "none"
+
+    @property
+    def brings_together(self) -> bool:
+        """True if the matmul is to have pairs as neighbours that are none outside."""
+        return self.in_matmul and self.settings.tables is not None and self.settings.layout == "half"
+
+    @property
+    def paired_head(self) -> int:
+        """What `folding.NormedLinear` is told of the qkv layer."""
+        return self.head_dim if self.brings_together else 0
+
+    def of_heads(self, tokens: int) -> HeadStep | None:
+        """What the matmul does to q and k in images of so many tokens."""
+        if not self.in_matmul:
+            return None
+        from ..kernels.matmul.matmul_launch import HeadStep
+
+        return HeadStep(self.settings, tokens, self.head_dim)
+
+    def check(self, packed: Tensor) -> None:
+        """Raises UnsupportedInputError with every reason why the kernels cannot do this to qkv [B, N, 3, H, D]."""
+        if not self.is_nothing:
+            _require_supported("a block", packed, self.tensors)
+
+    def forward(self, packed: Tensor, keep: bool = False) -> tuple[Tensor, Tensor | None]:
+        """qkv [B, N, 3, H, D] for the attention, in the memory of `packed`, the matmul's result, unless that is kept.
+
+        Returns:
+            That, and what the backward needs of the matmul's result, or None.
+        """
+        from ..kernels import rotary
+
+        if self.in_matmul or self.is_nothing:
+            return packed, None
+        if keep and self.settings.norm != "none":
+            return rotary.qk_norm_rope(packed, self.settings), packed
+        rotary.qk_norm_rope_launch(packed, packed, self.settings).run()
+        return packed, None
+
+    def backward(self, grad: Tensor, kept: Tensor | None) -> Tensor | None:
+        """The gradient of the matmul's result, in the natural order of channels, in the memory of that of q, k and v.
+
+        Args:
+            grad: [B, N, 3, H, D], contiguous.
+            kept: From `forward`.
+        Returns:
+            fp32 [2, 2, D or H D]: of q and k the gradients of the norm's weight and bias; None without those.
+        """
+        from ..kernels import rotary
+
+        if self.settings.norm != "none":
+            return rotary.qk_norm_rope_gradients(grad, kept, self.settings, grad)[1]
+        if not self.is_nothing:
+            together = self.brings_together
+            settings = replace(self.settings, layout="neighbours") if together else self.settings
+            rotary.qk_norm_rope_launch(grad, grad, settings, inverse=True, separate=together).run()
+        return None
 
 
-@flop_formula([torch.ops.vit_fast.qk_norm_rope, torch.ops.vit_fast.qk_norm_rope_backward])
-def _(*args: Any, **kwargs: Any) -> int:
-    return 0
+def qkv_step(
+    tensors: QkTensors, settings: QkSettings, prefix: int, head_dim: int, is_folded: bool,
+    norms_in: torch.dtype | None = None,
+) -> QkvStep:  # fmt: skip
+    """The step of these arguments, which come from `flat_settings`.
+
+    Args:
+        is_folded: True if the qkv layer was folded beforehand, with its rows in their natural order unless the layout
+            is "neighbours".
+        norms_in: The dtype of a matmul that may normalise; None: it may not, as a backward wants what it made.
+    """
+    norm, _, over, layout = settings
+    in_matmul = norm == "none" or (over == "head" and norms_in is not None and _normalises(norms_in, head_dim))
+    if tensors.cos is not None:
+        in_matmul = in_matmul and tensors.cos.shape[1] == 1 and (layout != "half" or not is_folded)
+    in_matmul = in_matmul and (tensors.cos is not None or norm != "none")
+    return QkvStep(_kernel_settings(tensors, settings, prefix), in_matmul, head_dim, tensors)
+
+
+def _normalises(dtype: torch.dtype, head_dim: int) -> bool:
+    from ..kernels.matmul.matmul_policy import NORMED_HEADS
+
+    return dtype.itemsize == 2 and head_dim in NORMED_HEADS

@@ -1,0 +1,106 @@
+"""Fused softmax attention, forward and backward: the entry points that the operators call.
+
+Inputs are fixed, packed or masked (attention_sequences.py). Tensors are views [B, H, N, D] of any strides, the last one
+1, so the qkv linear's output is read in place and the gradients are written into one packed tensor. Nothing of size
+N x N exists at any time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..device import gpu_of, product_kind
+from ..launch import ceil_div
+from .attention_backward import dkdv_launch, dq_launch
+from .attention_forward import forward_launch
+from .attention_launch import access_of
+from .attention_policy import Problem, dkdv_config, dq_config, forward_config
+
+MIN_HEAD_DIM = 16
+MAX_HEAD_DIM = 128
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def problem_of(
+    q: torch.Tensor, k: torch.Tensor, *others: torch.Tensor, sequences: torch.Tensor | None = None,
+    keep: torch.Tensor | None = None, longest: int = 0,
+) -> Problem:  # fmt: skip
+    """Returns what the launch policy needs to know about a call: device, shape, and how memory can be read.
+
+    Sequences count by their mean length where it is below the longest, which one outlier decides.
+    """
+    batch, heads, n_q, head_dim = q.shape
+    gpu = gpu_of(q.device)
+    problem = Problem(
+        arch=gpu.arch,
+        sm_count=gpu.sm_count,
+        element=product_kind(q.dtype),
+        head_dim=head_dim,
+        n_q=n_q,
+        n_kv=k.shape[2],
+        batch_heads=batch * heads,
+        access=access_of(q, k, *others),
+        form="packed" if sequences is not None else "masked" if keep is not None else "fixed",
+    )
+    if sequences is None:
+        return problem
+    usual = min(longest, ceil_div(n_q, max(sequences.shape[0] - 1, 1)))
+    return replace(problem, n_q=usual, n_kv=usual)
+
+
+def attention_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, scale: float,
+    o_scale: torch.Tensor | None = None, sequences: torch.Tensor | None = None, keep: torch.Tensor | None = None,
+    longest: int = 0,
+) -> None:  # fmt: skip
+    """Writes o = softmax(scale q k^T) v [o_scale] and its log-sum-exp.
+
+    Args:
+        q: Queries [B, H, N_q, D], D from 16 to 128; fp32, fp16 or bf16; last stride 1. B is 1 if packed.
+        k: Keys [B, H, N_kv, D], N_kv at least 1.
+        v: Values [B, H, N_kv, D].
+        o: Written: [B, H, N_q, D] of q's dtype, with o_scale of e4m3; last stride 1.
+        lse: Written: fp32 [B, H, N_q], contiguous, base 2; inf of a row without keys.
+        scale: Multiplier of q k^T; positive and finite.
+        o_scale: fp32 [1]; None: o is not scaled.
+        sequences: Packed inputs: int32 [S + 1], contiguous, on the device, see attention_sequences.py.
+        keep: Masked inputs: bool [B, N_kv], last stride 1.
+        longest: Tokens of the longest sequence. It decides tiles, never what is computed.
+    """
+    form: dict[str, Any] = {"sequences": sequences, "keep": keep}
+    config = forward_config(problem_of(q, k, v, o, **form, longest=longest))
+    forward_launch(q, k, v, o, lse, scale, config, o_scale, **form).run()
+
+
+def attention_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    do: torch.Tensor,
+    lse: torch.Tensor,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    scale: float,
+    sequences: torch.Tensor | None = None,
+    keep: torch.Tensor | None = None,
+    longest: int = 0,
+) -> None:
+    """Writes dq, dk and dv for the gradient `do` of o.
+
+    Args:
+        q, k, v: As given to `attention_forward`; so are scale, sequences, keep and longest.
+        o, lse: As `attention_forward` wrote them.
+        do: Gradient of o [B, H, N_q, D] of q's dtype, last stride 1.
+        dq: Written: [B, H, N_q, D] of q's dtype, last stride 1; dk and dv [B, H, N_kv, D] likewise.
+    """
+    form: dict[str, Any] = {"sequences": sequences, "keep": keep}
+    for_dq = dq_config(problem_of(q, k, v, o, do, dq, **form, longest=longest))
+    for_dkdv = dkdv_config(problem_of(q, k, v, do, dk, dv, **form, longest=longest))
+    delta = torch.empty_like(lse)
+    dq_launch(q, k, v, o, do, lse, dq, delta, scale, for_dq, **form).run()
+    dkdv_launch(q, k, v, do, lse, delta, dk, dv, scale, for_dkdv, **form).run()

@@ -1,0 +1,314 @@
+"""Attention backward: dq, dk and dv from q, k, v, o, lse and do, without any [N, N] matrix.
+
+With p = 2^(scale log2(e) q k^T - lse) recomputed tile by tile:
+
+    delta = sum_D do * o            ds = p * (do v^T - delta)
+    dq = scale ds k                 dk = scale ds^T q                 dv = p^T do
+
+Two kernels, so that every gradient element is summed by one program in one order (no atomics, the same bits each
+run): one program for each query tile computes delta and dq and runs first; one for each key tile computes dk and dv.
+Both stream the other side as the looped forward streams keys. Rows past the end are read as 0, lse as +inf there, so
+that their p is 0. Source: FlashAttention-2, arXiv 2307.08691.
+
+fp32 tiles wider than 64 columns spill in TF32: their products are computed in fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..launch import Launch, ceil_div
+from .attention_launch import LOG2_E, UNSPECIALISED, sequence_arguments, tiled_launch
+from .attention_policy import BackwardConfig, cover
+from .attention_sequences import last_kept, real_keys, rows_of_program
+from .attention_tiles import (
+    assume_a_tile,
+    chosen,
+    dot_add,
+    dot_transposed,
+    load_tile,
+    scaled,
+    store_tile,
+    zero_tile,
+)
+
+
+@triton.jit
+def _dq_step(
+    k, v, keep, start, n_kv, qk_scale, qt, dot, lse, delta, dq,
+    KEYS: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Adds what keys start .. start + KEYS contribute to dq (without scale) of a query tile."""
+    PRECISION: tl.constexpr = "ieee" if FORM[1] + FORM[2] > 64 else "tf32"
+    kt = load_tile(k, start, n_kv, KEYS, FORM, TMA, MASKED)
+    vt = load_tile(v, start, n_kv, KEYS, FORM, TMA, MASKED)
+    scores = dot_transposed(qt, kt, PRECISION)  # [BLOCK_M, KEYS]
+    p = tl.math.exp2(scores * qk_scale - lse[:, None])
+    if MASKED or keep is not None:
+        # an absent key has score 0, which may overflow p where every real score is far below
+        p = tl.where(real_keys(keep, start, n_kv, KEYS)[None, :], p, 0.0)
+    dp = dot_transposed(dot, vt, PRECISION)
+    return dot_add(p * (dp - delta[:, None]), kt, dq, PRECISION)
+
+
+@triton.jit
+def _query_tile(
+    queries, gradients, outputs, lse_ptr, delta_ptr, row_offset, start, n_q,
+    ROWS: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """q, do, lse and delta, which it stores, of queries start .. start + ROWS. `row_offset`: of row 0."""
+    do_early = load_tile(gradients, start, n_q, ROWS, FORM, TMA, True)
+    ot = load_tile(outputs, start, n_q, ROWS, FORM, TMA, True)
+    delta = tl.sum(do_early[0].to(tl.float32) * ot[0].to(tl.float32), 1)
+    if len(ot) > 1:
+        delta += tl.sum(do_early[1].to(tl.float32) * ot[1].to(tl.float32), 1)
+    rows = start + tl.arange(0, ROWS)
+    row_offset += rows
+    tl.store(delta_ptr + row_offset, delta, mask=rows < n_q)
+    # Read do and delta again: one tile for both uses would stay in registers in the layout of the sum, and spill.
+    tl.debug_barrier()
+    delta = tl.load(delta_ptr + row_offset, mask=rows < n_q, other=0.0)
+    qt = load_tile(queries, start, n_q, ROWS, FORM, TMA, True)
+    dot = load_tile(gradients, start, n_q, ROWS, FORM, TMA, True)
+    lse = tl.load(lse_ptr + row_offset, mask=rows < n_q, other=float("inf"))
+    return qt, dot, lse, delta
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def _attention_bwd_dq_kernel(
+    q, q_hi, do, do_hi, o, o_hi, dq, dq_hi, k_a, k_a_hi, k_b, k_b_hi, v_a, v_a_hi, v_b, v_b_hi,
+    lse_ptr,  # fp32 [B, H, N_q], contiguous
+    delta_ptr,  # written: fp32 [B, H, N_q], contiguous
+    sequences, keep,
+    q_stride_b, q_stride_h, q_stride_n, k_stride_b, k_stride_h, k_stride_n,
+    v_stride_b, v_stride_h, v_stride_n, o_stride_b, o_stride_h, o_stride_n,
+    do_stride_b, do_stride_h, do_stride_n, dq_stride_b, dq_stride_h, dq_stride_n, keep_stride_b,
+    n_sequences, n_heads, n_q, n_kv, qk_scale, scale,
+    D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr, WIDE: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FULL: tl.constexpr, TAIL: tl.constexpr, MASKED: tl.constexpr,
+    TMA: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    b, h, bh, start, begin, end, kv_end = rows_of_program(sequences, n_sequences, n_heads, n_q, n_kv, BLOCK_M)
+    FIXED: tl.constexpr = sequences is None and keep is None
+    FORM: tl.constexpr = (D, LO, HI, WIDE, ALIGN)
+    queries = (q, q_hi, b, h, q_stride_b, q_stride_h, q_stride_n)
+    outputs = (o, o_hi, b, h, o_stride_b, o_stride_h, o_stride_n)
+    gradients = (do, do_hi, b, h, do_stride_b, do_stride_h, do_stride_n)
+    out = (dq, dq_hi, b, h, dq_stride_b, dq_stride_h, dq_stride_n)
+    keys = (k_a, k_a_hi, b, h, k_stride_b, k_stride_h, k_stride_n)
+    values = (v_a, v_a_hi, b, h, v_stride_b, v_stride_h, v_stride_n)
+    last_keys = (k_b, k_b_hi, b, h, k_stride_b, k_stride_h, k_stride_n)
+    last_values = (v_b, v_b_hi, b, h, v_stride_b, v_stride_h, v_stride_n)
+    kept = keep
+    if not FIXED:
+        if start >= end:
+            return
+        if keep is not None:
+            kept = keep + tl.cast(b, tl.int64) * keep_stride_b
+            kv_end = last_kept(kept, n_kv)
+    full_end = begin + (kv_end - begin) // BLOCK_N * BLOCK_N
+
+    qt, dot, lse, delta = _query_tile(
+        queries, gradients, outputs, lse_ptr, delta_ptr, bh.to(tl.int64) * n_q, start, end, BLOCK_M, FORM, TMA and FIXED
+    )
+    acc = zero_tile(BLOCK_M, FORM)
+    if FIXED:
+        if FULL:
+            assume_a_tile(full_end, TMA)
+            for n in tl.range(0, full_end, BLOCK_N, num_stages=STAGES):
+                acc = _dq_step(
+                    keys, values, None, n, n_kv, qk_scale, qt, dot, lse, delta, acc, BLOCK_N, FORM, TMA, False
+                )
+        if TAIL > 0:
+            acc = _dq_step(
+                last_keys, last_values, None, full_end, n_kv, qk_scale, qt, dot, lse, delta, acc,
+                TAIL, FORM, TMA, MASKED,
+            )  # fmt: skip
+    elif TMA:
+        for n in tl.range(begin, full_end, BLOCK_N, num_stages=STAGES):
+            acc = _dq_step(
+                keys, values, kept, n, kv_end, qk_scale, qt, dot, lse, delta, acc, BLOCK_N, FORM, True, False
+            )
+        if full_end < kv_end:
+            acc = _dq_step(
+                last_keys, last_values, kept, full_end, kv_end, qk_scale, qt, dot, lse, delta, acc,
+                BLOCK_N, FORM, False, True,
+            )  # fmt: skip
+    else:
+        for n in tl.range(begin, kv_end, BLOCK_N, num_stages=STAGES):
+            acc = _dq_step(
+                last_keys, last_values, kept, n, kv_end, qk_scale, qt, dot, lse, delta, acc, BLOCK_N, FORM, False, True
+            )
+    store_tile(out, scaled(acc, scale), start, end, BLOCK_M, FORM, TMA and FIXED)
+
+
+@triton.jit
+def _dkdv_step(
+    q, do, lse_ptr, delta_ptr, row_offset, start, n_q, qk_scale, kt, vt, dk, dv,
+    QUERIES: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Adds what queries start .. start + QUERIES contribute to dk (without scale) and dv of a key tile."""
+    PRECISION: tl.constexpr = "ieee" if FORM[1] + FORM[2] > 64 else "tf32"
+    qt = load_tile(q, start, n_q, QUERIES, FORM, TMA, MASKED)
+    dot = load_tile(do, start, n_q, QUERIES, FORM, TMA, MASKED)
+    rows = start + tl.arange(0, QUERIES)
+    if MASKED:
+        lse = tl.load(lse_ptr + row_offset + rows, mask=rows < n_q, other=float("inf"))
+        delta = tl.load(delta_ptr + row_offset + rows, mask=rows < n_q, other=0.0)
+    else:
+        lse = tl.load(lse_ptr + row_offset + rows)
+        delta = tl.load(delta_ptr + row_offset + rows)
+    scores = dot_transposed(kt, qt, PRECISION)  # [BLOCK_N, QUERIES], transposed
+    p = tl.math.exp2(scores * qk_scale - lse[None, :])
+    dv = dot_add(p, dot, dv, PRECISION)
+    dp = dot_transposed(vt, dot, PRECISION)
+    return dot_add(p * (dp - delta[None, :]), qt, dk, PRECISION), dv
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def _attention_bwd_dkdv_kernel(
+    q_a, q_a_hi, do_a, do_a_hi, q_b, q_b_hi, do_b, do_b_hi, k, k_hi, v, v_hi, dk, dk_hi, dv, dv_hi,
+    lse_ptr,  # fp32 [B, H, N_q], contiguous
+    delta_ptr,  # fp32 [B, H, N_q], contiguous
+    sequences, keep,
+    q_stride_b, q_stride_h, q_stride_n, k_stride_b, k_stride_h, k_stride_n,
+    v_stride_b, v_stride_h, v_stride_n, do_stride_b, do_stride_h, do_stride_n,
+    dk_stride_b, dk_stride_h, dk_stride_n, dv_stride_b, dv_stride_h, dv_stride_n, keep_stride_b,
+    n_sequences, n_heads, n_q, n_kv, qk_scale, scale,
+    D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr, WIDE: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FULL: tl.constexpr, TAIL: tl.constexpr, MASKED: tl.constexpr,
+    TMA: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    b, h, bh, start, begin, end, q_end = rows_of_program(sequences, n_sequences, n_heads, n_kv, n_q, BLOCK_N)
+    FIXED: tl.constexpr = sequences is None and keep is None
+    FORM: tl.constexpr = (D, LO, HI, WIDE, ALIGN)
+    keys = (k, k_hi, b, h, k_stride_b, k_stride_h, k_stride_n)
+    values = (v, v_hi, b, h, v_stride_b, v_stride_h, v_stride_n)
+    key_gradients = (dk, dk_hi, b, h, dk_stride_b, dk_stride_h, dk_stride_n)
+    value_gradients = (dv, dv_hi, b, h, dv_stride_b, dv_stride_h, dv_stride_n)
+    queries = (q_a, q_a_hi, b, h, q_stride_b, q_stride_h, q_stride_n)
+    gradients = (do_a, do_a_hi, b, h, do_stride_b, do_stride_h, do_stride_n)
+    last_queries = (q_b, q_b_hi, b, h, q_stride_b, q_stride_h, q_stride_n)
+    last_gradients = (do_b, do_b_hi, b, h, do_stride_b, do_stride_h, do_stride_n)
+    if not FIXED:
+        if start >= end:
+            return
+        if keep is not None:
+            kept = keep + tl.cast(b, tl.int64) * keep_stride_b
+            here = real_keys(kept, start, end, BLOCK_N)
+            q_end = tl.where(tl.sum(here.to(tl.int32), 0) > 0, q_end, begin)
+    full_end = begin + (q_end - begin) // BLOCK_M * BLOCK_M
+    row_offset = bh.to(tl.int64) * n_q
+
+    kt = load_tile(keys, start, end, BLOCK_N, FORM, TMA and FIXED, True)
+    vt = load_tile(values, start, end, BLOCK_N, FORM, TMA and FIXED, True)
+    dkt = zero_tile(BLOCK_N, FORM)
+    dvt = zero_tile(BLOCK_N, FORM)
+    if FIXED:
+        if FULL:
+            assume_a_tile(full_end, TMA)
+            for m in tl.range(0, full_end, BLOCK_M, num_stages=STAGES):
+                dkt, dvt = _dkdv_step(
+                    queries, gradients, lse_ptr, delta_ptr, row_offset, m, n_q, qk_scale, kt, vt, dkt, dvt,
+                    BLOCK_M, FORM, TMA, False,
+                )  # fmt: skip
+        if TAIL > 0:
+            dkt, dvt = _dkdv_step(
+                last_queries, last_gradients, lse_ptr, delta_ptr, row_offset, full_end, n_q, qk_scale, kt, vt, dkt, dvt,
+                TAIL, FORM, TMA, MASKED,
+            )  # fmt: skip
+    elif TMA:
+        for m in tl.range(begin, full_end, BLOCK_M, num_stages=STAGES):
+            dkt, dvt = _dkdv_step(
+                queries, gradients, lse_ptr, delta_ptr, row_offset, m, q_end, qk_scale, kt, vt, dkt, dvt,
+                BLOCK_M, FORM, True, False,
+            )  # fmt: skip
+        if full_end < q_end:
+            dkt, dvt = _dkdv_step(
+                last_queries, last_gradients, lse_ptr, delta_ptr, row_offset, full_end, q_end, qk_scale, kt, vt,
+                dkt, dvt, BLOCK_M, FORM, False, True,
+            )  # fmt: skip
+    else:
+        for m in tl.range(begin, q_end, BLOCK_M, num_stages=STAGES):
+            dkt, dvt = _dkdv_step(
+                last_queries, last_gradients, lse_ptr, delta_ptr, row_offset, m, q_end, qk_scale, kt, vt, dkt, dvt,
+                BLOCK_M, FORM, False, True,
+            )  # fmt: skip
+    if keep is not None:
+        # a masked key's row gathered gradients of its own, which reach no other row
+        here = real_keys(kept, start, end, BLOCK_N)[:, None]
+        dkt = chosen(dkt, here)
+        dvt = chosen(dvt, here)
+    store_tile(key_gradients, scaled(dkt, scale), start, end, BLOCK_N, FORM, TMA and FIXED)
+    store_tile(value_gradients, dvt, start, end, BLOCK_N, FORM, TMA and FIXED)
+
+
+def dq_launch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    do: torch.Tensor,
+    lse: torch.Tensor,
+    dq: torch.Tensor,
+    delta: torch.Tensor,
+    scale: float,
+    config: BackwardConfig,
+    sequences: torch.Tensor | None = None,
+    keep: torch.Tensor | None = None,
+) -> Launch:
+    """Returns the launch that writes dq [B, H, N_q, D] and delta (fp32 [B, H, N_q]); layouts as for the forward."""
+    return _launch(
+        _attention_bwd_dq_kernel, {"q": q, "do": do, "o": o, "dq": dq}, {"k": k, "v": v}, lse, delta, scale, config,
+        q, k, sequences, keep,
+    )  # fmt: skip
+
+
+def dkdv_launch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    scale: float,
+    config: BackwardConfig,
+    sequences: torch.Tensor | None = None,
+    keep: torch.Tensor | None = None,
+) -> Launch:
+    """Returns the launch that writes dk and dv [B, H, N_kv, D] from the delta that `dq_launch` writes."""
+    return _launch(
+        _attention_bwd_dkdv_kernel, {"k": k, "v": v, "dk": dk, "dv": dv}, {"q": q, "do": do}, lse, delta, scale, config,
+        q, k, sequences, keep,
+    )  # fmt: skip
+
+
+def _launch(
+    kernel: object, own: dict[str, torch.Tensor], streamed: dict[str, torch.Tensor], lse: torch.Tensor,
+    delta: torch.Tensor, scale: float, config: BackwardConfig, q: torch.Tensor, k: torch.Tensor,
+    sequences: torch.Tensor | None, keep: torch.Tensor | None,
+) -> Launch:  # fmt: skip
+    blocks = config.block_m, config.block_n
+    rows, others = (q, k) if "q" in own else (k, q)
+    block, streamed_block = blocks if rows is q else blocks[::-1]
+    length, fixed = others.shape[2], sequences is None and keep is None
+    rest = length % streamed_block if fixed else 0
+    tail = (*cover(rest, streamed_block, 1), 0)[0]
+    constants = {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "FULL": length >= streamed_block and fixed,
+        "TAIL": tail,
+        "MASKED": tail != rest,
+        "STAGES": config.num_stages,
+    }
+    args = {"lse_ptr": lse, "delta_ptr": delta, "qk_scale": scale * LOG2_E, "scale": scale}
+    args |= sequence_arguments(sequences, keep)
+    return tiled_launch(
+        kernel, own, streamed, block, (streamed_block, tail), ceil_div(rows.shape[2], block), config, args, constants,
+        q, k, sequences, keep,
+    )  # fmt: skip

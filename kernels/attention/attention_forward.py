@@ -1,0 +1,279 @@
+"""Attention forward: o = softmax(scale * q k^T) v for every head, not causal, accumulated in fp32.
+
+Two kernels:
+- row: all keys of a head (at most 256) stay on chip in up to three power-of-two chunks (197 -> 128 + 64 + 16), so a
+  query tile sees its whole row of scores at once: one maximum, one exponential a score, no rescaling. A program keeps
+  K and V for TILES query tiles.
+- looped: keys stream through in BLOCK_N tiles with the running maximum and sum of online softmax (Milakov and
+  Gimelshein, arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691). Full tiles need no mask. Of fixed inputs at most
+  two smaller power-of-two tiles cover the rest, and only the last is masked. Of packed and masked inputs
+  (attention_sequences.py) full tiles are read through TMA descriptors where the layout allows, and the tile that ends
+  a sequence by masked pointers: a descriptor's box would reach into the next sequence, which may hold NaN. Without
+  descriptors one loop of masked tiles serves both: a second one beside it would spill.
+
+Both store lse = log2(sum 2^(scale log2(e) q k^T)), base 2, for the backward. scale log2(e) is folded into the fp32
+multiply-add before exp2, never into q.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..fp8 import divided
+from ..launch import Launch, ceil_div
+from .attention_launch import LOG2_E, UNSPECIALISED, sequence_arguments, tiled_launch
+from .attention_policy import ForwardConfig, cover
+from .attention_sequences import last_kept, real_keys, rows_of_program
+from .attention_tiles import assume_a_tile, dot_add, dot_transposed, load_tile, scaled, store_tile, zero_tile
+
+# Lengths of which the row kernel makes no difference between those that need the same number of these. By 16 keys the
+# one for 197 would hold two programs a multiprocessor on sm_90, not three; by 8 its loop is half a percent longer than
+# with the length itself as a constant.
+LENGTH_CLASS = tl.constexpr(8)
+
+
+@triton.jit
+def _masked_row(scores, n_kv, START: tl.constexpr, KEYS: tl.constexpr, SURE: tl.constexpr):
+    """Scores [ROWS, KEYS] of keys from START on, with -inf for keys past the last.
+
+    SURE < n_kv <= SURE + LENGTH_CLASS tells the compiler all but LENGTH_CLASS columns: the others cost nothing.
+    """
+    key = START + tl.arange(0, KEYS)
+    real = (key < SURE) | ((key < SURE + LENGTH_CLASS) & (key < n_kv))
+    return tl.where(real[None, :], scores, float("-inf"))
+
+
+@triton.jit
+def _store_output(target, acc, inverse, o_scale_ptr, start, n_q, ROWS: tl.constexpr, FORM: tl.constexpr,
+                  TMA: tl.constexpr):  # fmt: skip
+    acc = scaled(acc, inverse[:, None])
+    if o_scale_ptr is not None:
+        if len(acc) > 1:
+            acc = divided(acc[0], o_scale_ptr), divided(acc[1], o_scale_ptr)
+        else:
+            acc = (divided(acc[0], o_scale_ptr),)
+    store_tile(target, acc, start, n_q, ROWS, FORM, TMA)
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def _attention_fwd_row_kernel(
+    q, q_hi, k_a, k_a_hi, k_b, k_b_hi, k_c, k_c_hi, v_a, v_a_hi, v_b, v_b_hi, v_c, v_c_hi, o, o_hi,
+    lse_ptr,  # fp32 [B, H, N_q], contiguous
+    o_scale_ptr,  # fp32 [1], what o is multiplied by, which is of e4m3 then; or None
+    q_stride_b, q_stride_h, q_stride_n, k_stride_b, k_stride_h, k_stride_n,
+    v_stride_b, v_stride_h, v_stride_n, o_stride_b, o_stride_h, o_stride_n,
+    n_heads, n_q, n_kv, qk_scale,
+    D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr, WIDE: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK_M: tl.constexpr, TILES: tl.constexpr,
+    CHUNK_A: tl.constexpr, CHUNK_B: tl.constexpr, CHUNK_C: tl.constexpr, SURE: tl.constexpr, MASKED: tl.constexpr,
+    TMA: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    groups = tl.cdiv(n_q, BLOCK_M * TILES)
+    bh = tl.program_id(0) // groups
+    group = tl.program_id(0) % groups
+    b = bh // n_heads
+    h = bh % n_heads
+    FORM: tl.constexpr = (D, LO, HI, WIDE, ALIGN)
+    CHUNKS: tl.constexpr = (CHUNK_A, CHUNK_B, CHUNK_C, 0)
+    STARTS: tl.constexpr = (0, CHUNK_A, CHUNK_A + CHUNK_B)
+    COUNT: tl.constexpr = 1 + (CHUNK_B > 0) + (CHUNK_C > 0)
+    queries = (q, q_hi, b, h, q_stride_b, q_stride_h, q_stride_n)
+    out = (o, o_hi, b, h, o_stride_b, o_stride_h, o_stride_n)
+    key_sources = ((k_a, k_a_hi), (k_b, k_b_hi), (k_c, k_c_hi))
+    value_sources = ((v_a, v_a_hi), (v_b, v_b_hi), (v_c, v_c_hi))
+
+    # K and V of the head, [CHUNK, D] each; only the last chunk can pass the end
+    keys = ()
+    values = ()
+    for i in tl.static_range(COUNT):
+        source = key_sources[i] + (b, h, k_stride_b, k_stride_h, k_stride_n)
+        keys = keys + (load_tile(source, STARTS[i], n_kv, CHUNKS[i], FORM, TMA, MASKED and i == COUNT - 1),)
+    for i in tl.static_range(COUNT):
+        source = value_sources[i] + (b, h, v_stride_b, v_stride_h, v_stride_n)
+        values = values + (load_tile(source, STARTS[i], n_kv, CHUNKS[i], FORM, TMA, MASKED and i == COUNT - 1),)
+
+    for tile in tl.range(0, TILES, num_stages=STAGES):
+        start = (group * TILES + tile) * BLOCK_M
+        qt = load_tile(queries, start, n_q, BLOCK_M, FORM, TMA, True)
+        scores = ()
+        for i in tl.static_range(COUNT):
+            score = dot_transposed(qt, keys[i])  # [BLOCK_M, CHUNK]
+            if MASKED and i == COUNT - 1:
+                score = _masked_row(score, n_kv, STARTS[i], CHUNKS[i], SURE)
+            scores = scores + (score,)
+        row_max = tl.max(scores[0], 1)
+        for i in tl.static_range(1, COUNT):
+            row_max = tl.maximum(row_max, tl.max(scores[i], 1))
+        row_max = row_max * qk_scale
+        p = tl.math.exp2(scores[0] * qk_scale - row_max[:, None])
+        total = tl.sum(p, 1)
+        acc = dot_add(p, values[0], None)
+        for i in tl.static_range(1, COUNT):
+            p = tl.math.exp2(scores[i] * qk_scale - row_max[:, None])
+            total += tl.sum(p, 1)
+            acc = dot_add(p, values[i], acc)
+        rows = start + tl.arange(0, BLOCK_M)
+        inverse = 1.0 / total
+        tl.store(lse_ptr + bh.to(tl.int64) * n_q + rows, row_max + tl.math.log2(total), mask=rows < n_q)
+        _store_output(out, acc, inverse, o_scale_ptr, start, n_q, BLOCK_M, FORM, TMA)
+
+
+@triton.jit
+def _online_step(
+    k, v, keep, start, n_kv, qk_scale, qt, row_max, total, acc,
+    KEYS: tl.constexpr, FORM: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr, FIRST: tl.constexpr = False,
+):  # fmt: skip
+    """Adds keys start .. start + KEYS to the running maximum, sum and weighted values of a query tile.
+
+    With `keep` a row may have had no key yet, and its maximum then is -inf. FIRST: acc is zero.
+    """
+    kt = load_tile(k, start, n_kv, KEYS, FORM, TMA, MASKED)
+    vt = load_tile(v, start, n_kv, KEYS, FORM, TMA, MASKED)
+    scores = dot_transposed(qt, kt)  # [BLOCK_M, KEYS]
+    if MASKED or keep is not None:
+        scores = tl.where(real_keys(keep, start, n_kv, KEYS)[None, :], scores, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * qk_scale)
+    shift = new_max
+    if keep is not None:
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    p = tl.math.exp2(scores * qk_scale - shift[:, None])
+    rescale = tl.math.exp2(row_max - shift)
+    total = total * rescale + tl.sum(p, 1)
+    if not FIRST:
+        acc = scaled(acc, rescale[:, None])
+    return new_max, total, dot_add(p, vt, acc)
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def _attention_fwd_looped_kernel(
+    q, q_hi, k_a, k_a_hi, k_b, k_b_hi, k_c, k_c_hi, v_a, v_a_hi, v_b, v_b_hi, v_c, v_c_hi, o, o_hi,
+    lse_ptr,  # fp32 [B, H, N_q], contiguous
+    o_scale_ptr,  # fp32 [1], what o is multiplied by, which is of e4m3 then; or None
+    sequences, keep,
+    q_stride_b, q_stride_h, q_stride_n, k_stride_b, k_stride_h, k_stride_n,
+    v_stride_b, v_stride_h, v_stride_n, o_stride_b, o_stride_h, o_stride_n, keep_stride_b,
+    n_sequences, n_heads, n_q, n_kv, qk_scale,
+    D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr, WIDE: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FULL: tl.constexpr,
+    TAIL_B: tl.constexpr, TAIL_C: tl.constexpr, MASKED: tl.constexpr,
+    TMA: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    b, h, bh, start, begin, end, kv_end = rows_of_program(sequences, n_sequences, n_heads, n_q, n_kv, BLOCK_M)
+    FIXED: tl.constexpr = sequences is None and keep is None
+    FORM: tl.constexpr = (D, LO, HI, WIDE, ALIGN)
+    queries = (q, q_hi, b, h, q_stride_b, q_stride_h, q_stride_n)
+    out = (o, o_hi, b, h, o_stride_b, o_stride_h, o_stride_n)
+    keys = (k_a, k_a_hi, b, h, k_stride_b, k_stride_h, k_stride_n)
+    values = (v_a, v_a_hi, b, h, v_stride_b, v_stride_h, v_stride_n)
+    last_keys = (k_b, k_b_hi, b, h, k_stride_b, k_stride_h, k_stride_n)
+    last_values = (v_b, v_b_hi, b, h, v_stride_b, v_stride_h, v_stride_n)
+    kept = keep
+    if not FIXED:
+        if start >= end:
+            return
+        if keep is not None:
+            kept = keep + tl.cast(b, tl.int64) * keep_stride_b
+            kv_end = last_kept(kept, n_kv)
+    full_end = begin + (kv_end - begin) // BLOCK_N * BLOCK_N
+
+    qt = load_tile(queries, start, end, BLOCK_M, FORM, TMA and FIXED, True)
+    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = zero_tile(BLOCK_M, FORM)
+    if FIXED:
+        if FULL:
+            assume_a_tile(full_end, TMA)
+            for n in tl.range(0, full_end, BLOCK_N, num_stages=STAGES):
+                row_max, total, acc = _online_step(
+                    keys, values, None, n, n_kv, qk_scale, qt, row_max, total, acc, BLOCK_N, FORM, TMA, False
+                )
+        if TAIL_B > 0:
+            row_max, total, acc = _online_step(
+                last_keys, last_values, None, full_end, n_kv, qk_scale, qt, row_max, total, acc,
+                TAIL_B, FORM, TMA, MASKED and TAIL_C == 0, not FULL,
+            )  # fmt: skip
+        if TAIL_C > 0:
+            row_max, total, acc = _online_step(
+                (k_c, k_c_hi, b, h, k_stride_b, k_stride_h, k_stride_n),
+                (v_c, v_c_hi, b, h, v_stride_b, v_stride_h, v_stride_n),
+                None, full_end + TAIL_B, n_kv, qk_scale, qt, row_max, total, acc, TAIL_C, FORM, TMA, MASKED,
+            )  # fmt: skip
+    else:
+        if TMA:
+            for n in tl.range(begin, full_end, BLOCK_N, num_stages=STAGES):
+                row_max, total, acc = _online_step(
+                    keys, values, kept, n, kv_end, qk_scale, qt, row_max, total, acc, BLOCK_N, FORM, True, False
+                )
+            if full_end < kv_end:
+                row_max, total, acc = _online_step(
+                    last_keys, last_values, kept, full_end, kv_end, qk_scale, qt, row_max, total, acc,
+                    BLOCK_N, FORM, False, True,
+                )  # fmt: skip
+        else:
+            for n in tl.range(begin, kv_end, BLOCK_N, num_stages=STAGES):
+                row_max, total, acc = _online_step(
+                    last_keys, last_values, kept, n, kv_end, qk_scale, qt, row_max, total, acc,
+                    BLOCK_N, FORM, False, True,
+                )  # fmt: skip
+
+    lse = row_max + tl.math.log2(total)
+    if not FIXED:  # inf makes every p of the backward 0
+        lse = tl.where(total == 0.0, float("inf"), lse)
+        total = tl.where(total == 0.0, 1.0, total)
+    rows = start + tl.arange(0, BLOCK_M)
+    tl.store(lse_ptr + bh.to(tl.int64) * n_q + rows, lse, mask=rows < end)
+    _store_output(out, acc, 1.0 / total, o_scale_ptr, start, end, BLOCK_M, FORM, TMA and FIXED)
+
+
+def forward_launch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    config: ForwardConfig,
+    o_scale: torch.Tensor | None = None,
+    sequences: torch.Tensor | None = None,
+    keep: torch.Tensor | None = None,
+) -> Launch:
+    """Returns the forward kernel's launch for one configuration; arguments as of `attention.attention_forward`."""
+    n_q, n_kv = q.shape[2], k.shape[2]
+    args = {"lse_ptr": lse, "o_scale_ptr": o_scale, "qk_scale": scale * LOG2_E}
+    constants = {"BLOCK_M": config.block_m, "STAGES": config.num_stages}
+    groups = ceil_div(n_q, config.block_m)
+    if config.scheme == "row":
+        chunks = cover(n_kv, config.block_n, config.chunks)
+        if not chunks:
+            raise ValueError(f"{config} holds {config.chunks * config.block_n} keys a row, got {n_kv}")
+        tiles, groups = groups, ceil_div(groups, config.tiles)
+        chunks = (*chunks, 0, 0)[:3]
+        constants |= {
+            "TILES": ceil_div(tiles, groups) if groups else 1,
+            "CHUNK_A": chunks[0],
+            "CHUNK_B": chunks[1],
+            "CHUNK_C": chunks[2],
+            "SURE": (n_kv - 1) // LENGTH_CLASS.value * LENGTH_CLASS.value,
+            "MASKED": sum(chunks) != n_kv,
+        }
+        kernel = _attention_fwd_row_kernel
+    else:
+        fixed = sequences is None and keep is None
+        rest = n_kv % config.block_n if fixed else 0
+        tail = (*cover(rest, config.block_n, 2), 0, 0)[:2]
+        chunks = (config.block_n, *tail)
+        constants |= {
+            "BLOCK_N": config.block_n,
+            "FULL": n_kv >= config.block_n and fixed,
+            "TAIL_B": tail[0],
+            "TAIL_C": tail[1],
+            "MASKED": sum(tail) != rest,
+        }
+        args |= sequence_arguments(sequences, keep)
+        kernel = _attention_fwd_looped_kernel
+    return tiled_launch(
+        kernel, {"q": q, "o": o}, {"k": k, "v": v}, config.block_m, chunks, groups, config, args, constants,
+        q, k, sequences, keep,
+    )  # fmt: skip

@@ -1,0 +1,159 @@
+"""Launches of attention kernels: layouts, descriptors, arguments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..launch import Launch
+from .attention_policy import BackwardConfig, ForwardConfig, split_head_dim
+
+LOG2_E = 1.4426950408889634
+# Integers that must not decide what is compiled: lengths, and strides, whose alignment is the constant ALIGN.
+UNSPECIALISED = ["n_sequences", "n_heads", "n_q", "n_kv", "keep_stride_b"] + [
+    f"{name}_stride_{axis}" for name in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for axis in "bhn"
+]
+_VECTOR_BYTES = 16
+_TMA_ALIGNMENT = 16  # bytes, of the address and of every stride
+_TMA_MAX_STRIDE = 2**40  # bytes
+_MAX_TILE_ROWS = 256
+
+
+def access_of(*tensors: torch.Tensor) -> str:
+    """Returns what the layout of these tensors [B, H, N, D] allows: "tma", "vector" or "scalar", see `Problem.access`.
+
+    Rows in e4m3, which are only written, may go by half as many bytes: with 72 channels that is what q, k and v allow.
+    """
+    if tma_allows(*tensors):
+        return "tma"
+    aligned = all(
+        tensor.storage_offset() * tensor.element_size() % _VECTOR_BYTES == 0
+        and tensor.data_ptr() % _VECTOR_BYTES == 0
+        and _common_alignment(tensor) * max(2, tensor.element_size()) >= _VECTOR_BYTES
+        for tensor in tensors
+    )
+    return "vector" if aligned else "scalar"
+
+
+def tma_allows(*tensors: torch.Tensor) -> bool:
+    """True if TMA descriptors can describe all of these tensors [B, H, N, D]."""
+    return all(_tma_allows(tensor) for tensor in tensors)
+
+
+def _tma_allows(tensor: torch.Tensor) -> bool:
+    size = tensor.element_size()
+    if tensor.data_ptr() % _TMA_ALIGNMENT or tensor.storage_offset() * size % _TMA_ALIGNMENT:
+        return False
+    for length, stride in zip(tensor.shape[:-1], tensor.stride()[:-1]):
+        # the stride of a dimension of length 1 is never used: _descriptor puts a legal one
+        if length > 1 and (stride <= 0 or stride * size % _TMA_ALIGNMENT or stride * size >= _TMA_MAX_STRIDE):
+            return False
+    return all(0 < length < 2**31 for length in tensor.shape)
+
+
+def _descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """A TMA descriptor of [B, H, N, D] that moves boxes of `rows` by `columns` of one head."""
+    legal = _TMA_ALIGNMENT // tensor.element_size()
+    strides = [stride if length > 1 else legal for length, stride in zip(tensor.shape[:-1], tensor.stride()[:-1])]
+    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, rows, columns])
+
+
+def _tile_arguments(name: str, tensor: torch.Tensor, rows: int, tma: bool) -> dict[str, Any]:
+    """The arguments `name` and `name`_hi that lead to the two blocks of `rows`-row tiles; None if absent."""
+    lo, hi = split_head_dim(tensor.shape[-1])
+    if rows == 0:
+        return {name: None, f"{name}_hi": None}
+    if not tma:
+        return {name: tensor, f"{name}_hi": tensor if hi else None}
+    return {name: _descriptor(tensor, rows, lo), f"{name}_hi": _descriptor(tensor, rows, hi) if hi else None}
+
+
+def needs_wide_offsets(*tensors: torch.Tensor) -> bool:
+    """True if rows of one tile may lie 2^31 elements apart."""
+    return any(_MAX_TILE_ROWS * abs(tensor.stride(2)) >= 2**31 for tensor in tensors)
+
+
+def _common_alignment(*tensors: torch.Tensor) -> int:
+    """The largest power of two up to 16 that divides every stride of rows, heads and images that is used."""
+    used = (stride for tensor in tensors for length, stride in zip(tensor.shape[:3], tensor.stride()[:3]) if length > 1)
+    return math.gcd(16, *used)
+
+
+def sequence_arguments(sequences: torch.Tensor | None, keep: torch.Tensor | None) -> dict[str, Any]:
+    """The arguments of a kernel that takes packed and masked inputs, see attention_sequences.py."""
+    return {
+        "sequences": sequences,
+        "keep": keep,
+        "keep_stride_b": None if keep is None else keep.stride(0),
+        "n_sequences": None if sequences is None else sequences.shape[0] - 1,
+    }
+
+
+def tiled_launch(
+    kernel: Any,
+    own: Mapping[str, torch.Tensor],
+    streamed: Mapping[str, torch.Tensor],
+    block: int,
+    pieces: Sequence[int],
+    tiles: int,
+    config: ForwardConfig | BackwardConfig,
+    args: Mapping[str, Any],
+    constants: Mapping[str, Any],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    sequences: torch.Tensor | None,
+    keep: torch.Tensor | None,
+) -> Launch:
+    """Returns the launch of an attention kernel, in which a program has a tile of one side and meets the other.
+
+    Args:
+        own: Tensors [B, H, N, D] by the names of the kernel's arguments, of which a program reads and writes a tile.
+        streamed: Those of which it reads all rows of a head, or of a sequence.
+        block: Rows of a program's tile.
+        pieces: Rows of the tiles of `streamed`; 0 for an absent one. The kernel names them a, b and c.
+        tiles: Programs of a head, unless packed.
+        args, constants: What only this kernel has.
+        sequences, keep: Packed or masked, see attention_sequences.py; both None: fixed.
+    """
+    fixed = sequences is None and keep is None
+    rows = next(iter(own.values()))
+    tensors = {**own, **streamed}
+    tma = config.tma and tma_allows(*(tensors if fixed else streamed).values())
+    lo, hi = split_head_dim(rows.shape[-1])
+    align = _common_alignment(*tensors.values())
+    found: dict[str, Any] = {**args, "n_heads": q.shape[1], "n_q": q.shape[2], "n_kv": k.shape[2]}
+    for name, tensor in own.items():
+        found |= _tile_arguments(name, tensor, block, tma and fixed)
+    for name, tensor in streamed.items():
+        for letter, piece in zip("abc", pieces):
+            if letter == "b" and not fixed:  # the tile that ends a sequence comes by pointers
+                found |= _tile_arguments(f"{name}_b", tensor, block, tma=False)
+            else:
+                found |= _tile_arguments(f"{name}_{letter}", tensor, piece, tma)
+    for name, tensor in tensors.items():
+        found |= {f"{name}_stride_{axis}": tensor.stride(i) // align for i, axis in enumerate("bhn")}
+    programs = rows.shape[0] * rows.shape[1] * tiles
+    if sequences is not None:
+        programs = rows.shape[1] * (rows.shape[2] // block + sequences.shape[0])
+    return Launch(
+        kernel=kernel,
+        grid=(programs,),
+        args=found,
+        constants={
+            "D": rows.shape[-1],
+            "LO": lo,
+            "HI": hi,
+            "TMA": tma,
+            "WIDE": needs_wide_offsets(*tensors.values()),
+            "ALIGN": align,
+            **constants,
+        },
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        maxnreg=config.maxnreg,
+        device=q.device,
+    )

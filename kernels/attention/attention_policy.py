@@ -1,0 +1,313 @@
+"""Which configuration an attention kernel runs with: decided by arithmetic and a table, never by timing at a call."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ..device import generation, reads_descriptors
+
+TABLE_PATH = Path(__file__).with_name("attention_table.json")
+MAX_ROW_KEYS = 256
+MIN_BLOCK = 16
+_SMALL_AMPERE = ("sm_86", "sm_89")  # their assembler, left to itself, takes fewer registers than some kernels need
+SHORT = 64  # tokens of a sequence for which larger tiles would be mostly empty: the windows of Qwen2.5-VL
+# (largest chunk, chunks) of the row scheme, the one by rule first. Each holds MAX_ROW_KEYS, because a class of the
+# measured table has every length up to that.
+ROW_CHUNKS = ((128, 3), (128, 2), (256, 1))
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """How the forward kernel cuts its work.
+
+    Args:
+        scheme: "row" (all keys on chip, at most 256) or "looped".
+        block_m: Query rows a tile.
+        block_n: Keys a tile of the looped scheme; the largest chunk of the row scheme.
+        chunks: Chunks of keys that the row scheme takes at most, 1 to 3: more fit closer. 197 keys in chunks of up to
+            256 are (128, 64, 16) in three, one of 256 in one.
+        tiles: Query tiles a program of the row scheme takes at most.
+        tma: Read and write through TMA descriptors where the layout allows.
+    """
+
+    scheme: str
+    block_m: int
+    block_n: int
+    tiles: int = 1
+    chunks: int = 3
+    num_warps: int = 4
+    num_stages: int = 2
+    tma: bool = False
+    maxnreg: int | None = None
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """How one backward kernel cuts its work: tiles of block_m queries by block_n keys."""
+
+    block_m: int
+    block_n: int
+    num_warps: int = 4
+    num_stages: int = 2
+    tma: bool = False
+    maxnreg: int | None = None
+
+
+@cache
+def split_head_dim(head_dim: int) -> tuple[int, int]:
+    """The two power-of-two blocks that hold head_dim columns; the second is 0 where one is enough.
+
+    48 -> (32, 16), 72 and 80 -> (64, 16), 96 -> (64, 32), 112 -> (128, 0), 16 at least.
+    """
+    whole = max(MIN_BLOCK, 1 << (head_dim - 1).bit_length())
+    lo = whole // 2
+    rest = head_dim - lo
+    hi = max(MIN_BLOCK, 1 << (rest - 1).bit_length()) if rest > 0 else 0
+    return (whole, 0) if lo < MIN_BLOCK or lo + hi >= whole else (lo, hi)
+
+
+@cache
+def cover(length: int, largest: int, pieces: int) -> tuple[int, ...]:
+    """At most `pieces` falling powers of two from 16 to `largest` that cover `length` with the least excess.
+
+    Only the last piece passes the end: 197 -> (128, 64, 16). Ties go to fewer pieces.
+    """
+    if length <= 0:
+        return ()
+    best: tuple[int, ...] | None = None
+    size = largest
+    while size >= MIN_BLOCK:
+        if size >= length:
+            candidate: tuple[int, ...] | None = (size,)
+        elif pieces > 1:
+            rest = cover(length - size, size, pieces - 1)
+            candidate = (size, *rest) if rest else None
+        else:
+            candidate = None
+        if candidate is not None and (best is None or (sum(candidate), len(candidate)) < (sum(best), len(best))):
+            best = candidate
+        size //= 2
+    return best or ()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What decides a configuration.
+
+    Args:
+        arch: Architecture, e.g. "sm_90".
+        sm_count: Streaming multiprocessors of the device.
+        element: The `product_kind` of the tensors: "half" or "tf32".
+        batch_heads: Batch times heads.
+        access: What the layout of all tensors allows: "tma" (descriptors), "vector" (16-byte loads only: a stride of
+            0, or an output that no descriptor writes), or "scalar" (rows that start anywhere).
+        form: "fixed", "packed" or "masked", see attention_sequences.py.
+    """
+
+    arch: str
+    sm_count: int
+    element: str
+    head_dim: int
+    n_q: int
+    n_kv: int
+    batch_heads: int
+    access: str
+    form: str = "fixed"
+
+    @property
+    def of_one_long(self) -> Problem:
+        """The same of one sequence that is too long for the row scheme."""
+        longest = MAX_ROW_KEYS + 1
+        return replace(self, n_q=max(self.n_q, longest), n_kv=max(self.n_kv, longest), form="fixed")
+
+    @property
+    def width(self) -> int:
+        """Columns a tile really holds."""
+        return sum(split_head_dim(self.head_dim))
+
+    @property
+    def generation(self) -> str:
+        """Whose tiles to use: "ampere", "hopper" or "blackwell"."""
+        return generation(self.arch)
+
+    @property
+    def uses_tma(self) -> bool:
+        """Whether descriptors are used: where layout and device allow."""
+        return self.access == "tma" and reads_descriptors(self.arch)
+
+    @property
+    def shape_class(self) -> str:
+        """The key of the measured table: element, width, length and access."""
+        length = "short" if self.n_kv <= MAX_ROW_KEYS else "long"
+        access = "vector" if self.access == "tma" and not self.uses_tma else self.access
+        return f"{self.element}/{self.width}/{length}/{access}"
+
+
+# The most columns and (padded) keys with which the row scheme holds a head without spilling, by generation and TMA.
+_ROW_LIMITS = {
+    ("hopper", True): (80, 256),
+    ("hopper", False): (64, 256),
+    ("blackwell", True): (80, 256),
+    ("blackwell", False): (64, 256),
+    ("ampere", False): (64, 208),
+}
+
+
+def forward_config(problem: Problem) -> ForwardConfig:
+    """The forward configuration of a problem: measured on this architecture where the table has it, else by rule."""
+    if problem.form != "fixed":
+        return _forward_of_sequences(problem, forward_config(problem.of_one_long))
+    measured = _measured(problem, "forward")
+    config = ForwardConfig(**measured) if measured else _forward_rule(problem)
+    if config.scheme == "row":
+        config = replace(config, tiles=_fill(problem, config))
+    return config
+
+
+def dq_config(problem: Problem) -> BackwardConfig:
+    """The configuration of the dq kernel."""
+    if problem.form != "fixed":
+        return _dq_of_sequences(problem, dq_config(problem.of_one_long))
+    measured = _measured(problem, "dq")
+    return BackwardConfig(**measured) if measured else _dq_rule(problem)
+
+
+def dkdv_config(problem: Problem) -> BackwardConfig:
+    """The configuration of the dk, dv kernel."""
+    if problem.form != "fixed":
+        return _dkdv_of_sequences(problem, dkdv_config(problem.of_one_long))
+    measured = _measured(problem, "dkdv")
+    return BackwardConfig(**measured) if measured else _dkdv_rule(problem)
+
+
+def _forward_of_sequences(problem: Problem, config: ForwardConfig) -> ForwardConfig:
+    """The looped tiles of one long sequence, but for what spills: the masked tile that ends one is as large."""
+    width, ampere, blackwell = problem.width, problem.generation == "ampere", problem.generation == "blackwell"
+    if problem.n_q <= SHORT or (blackwell and width == 128):
+        config = replace(config, block_m=min(config.block_m, SHORT))
+    if problem.n_kv <= SHORT:
+        config = replace(config, block_n=min(config.block_n, SHORT))
+    if ampere and width <= 32:
+        config = replace(config, block_n=min(config.block_n, 32))
+    if blackwell and width == 128 and problem.element != "half":
+        config = replace(config, block_m=32)
+    if ampere and width >= 80 and problem.form == "masked":
+        config = replace(config, block_m=min(config.block_m, 64))
+    half_of_128 = problem.element == "half" and width == 128 and problem.access != "scalar"
+    if problem.arch in _SMALL_AMPERE and half_of_128 and problem.n_q <= SHORT:
+        config = replace(config, maxnreg=255)
+    return config
+
+
+def _dq_of_sequences(problem: Problem, config: BackwardConfig) -> BackwardConfig:
+    if problem.arch in _SMALL_AMPERE and problem.element != "half" and problem.width == 80 and problem.form == "masked":
+        config = replace(config, maxnreg=80)
+    return config
+
+
+def _dkdv_of_sequences(problem: Problem, config: BackwardConfig) -> BackwardConfig:
+    width, half = problem.width, problem.element == "half"
+    if width == 128 and not half:
+        config = replace(config, block_m=16, num_warps=8)
+    if width >= 80 and problem.generation == "ampere" and problem.form == "masked":
+        config = replace(config, block_m=16)
+    if width == 80 and (problem.arch == "sm_80" if half else problem.arch in _SMALL_AMPERE):
+        config = replace(config, block_m=16)  # 32 queries spill, of half precision with triton 3.6
+    if width == 128 and problem.generation == "hopper" and config.tma:
+        config = replace(config, block_m=64, num_warps=8)
+    return config
+
+
+def _fill(problem: Problem, config: ForwardConfig) -> int:
+    """Query tiles a program: as many as the configuration allows while programs still fill the chip four times."""
+    tiles = -(-problem.n_q // config.block_m)
+    per_program = config.tiles
+    # on ampere the kernel for a single tile keeps so much in registers that it spills
+    fewest = 2 if problem.generation == "ampere" else 1
+    while per_program > fewest and problem.batch_heads * -(-tiles // per_program) < 4 * problem.sm_count:
+        per_program //= 2
+    return per_program
+
+
+def _forward_rule(problem: Problem) -> ForwardConfig:
+    tma, generation, width = problem.uses_tma, problem.generation, problem.width
+    if problem.element == "tf32":
+        if generation != "ampere" and tma:
+            return ForwardConfig("looped", 64, 32, num_warps=4 if generation == "hopper" else 8, num_stages=2, tma=True)
+        return ForwardConfig("looped", 32, 64, num_warps=8, num_stages=2)
+    if problem.access == "scalar":
+        return ForwardConfig("looped", 32, 32, num_warps=4, num_stages=1)
+    most_columns, most_keys = _ROW_LIMITS[generation, tma]
+    keys = sum(cover(problem.n_kv, 128, 3))
+    # 100 KB of shared memory hold the keys and values of one head; of smaller tiles three programs, whose loads,
+    # exponentials and products overlap
+    alone = problem.arch in ("sm_86", "sm_89", "sm_120") and width * (4 * keys + 128) > 49 * 1024
+    if generation == "ampere" and (problem.n_q <= 64 or alone) and 128 < keys <= most_keys and width <= most_columns:
+        # a few queries (attention pooling) make one tile, for which the row kernel spills: see _fill
+        return ForwardConfig("looped", 64, 64, num_warps=4, num_stages=2)
+    if width <= most_columns and keys in range(1, most_keys + 1):
+        # one query tile a program on blackwell: two would take all of its tensor memory
+        tiles = 1 if generation == "blackwell" else 4
+        return ForwardConfig("row", 64, 128, tiles=tiles, num_warps=4, num_stages=1, tma=tma)
+    if tma and generation == "hopper":
+        return ForwardConfig("looped", 64, 128 if width < 128 else 64, num_warps=4, num_stages=2, tma=True)
+    if tma:
+        return ForwardConfig("looped", 128, 64, num_warps=4, num_stages=2, tma=True)
+    if problem.arch == "sm_120" and width == 128:
+        # 128 queries spill there
+        return ForwardConfig("looped", 64, 64, num_warps=8, num_stages=2)
+    if generation == "ampere":
+        return ForwardConfig("looped", 128, 64, num_warps=8, num_stages=2)
+    return ForwardConfig("looped", 64, 64, num_warps=8, num_stages=1)
+
+
+def _dq_rule(problem: Problem) -> BackwardConfig:
+    if problem.element != "half" and problem.width > 64:
+        return BackwardConfig(16, 32, num_warps=8, num_stages=1)  # 32 queries spill on sm_80
+    if problem.element != "half" or problem.access == "scalar":
+        return BackwardConfig(32, 32, num_warps=8, num_stages=1)
+    if problem.generation == "ampere" and problem.width > 80:
+        return BackwardConfig(32, 32, num_warps=8, num_stages=2)
+    if problem.generation == "ampere":
+        return BackwardConfig(64, 32, num_warps=4, num_stages=2)
+    if problem.uses_tma:
+        return BackwardConfig(64, 64, num_warps=4, num_stages=2, tma=True)
+    return BackwardConfig(64, 64, num_warps=4 if problem.width <= 80 else 8, num_stages=1)
+
+
+def _dkdv_rule(problem: Problem) -> BackwardConfig:
+    if problem.element != "half":
+        return BackwardConfig(32, 32, num_warps=8 if problem.width <= 80 else 16, num_stages=1)
+    if problem.access == "scalar":
+        block_m, block_n = (32, 32) if problem.width <= 64 else (16, 32) if problem.width == 80 else (32, 16)
+        return BackwardConfig(block_m, block_n, num_warps=8, num_stages=1)
+    if problem.generation == "ampere" and problem.width == 128:
+        return BackwardConfig(32, 32, num_warps=8, num_stages=2)
+    if problem.arch == "sm_120" and problem.width == 96:
+        # 32 queries spill there
+        return BackwardConfig(16, 64, num_warps=8, num_stages=2)
+    if problem.generation == "ampere":
+        return BackwardConfig(32, 64, num_warps=4 if problem.width <= 64 else 8, num_stages=2)
+    if problem.uses_tma:
+        # 64 queries of 128 columns and their tail spill on hopper
+        block_m = 32 if problem.generation == "hopper" and problem.width == 128 else 64
+        # left to itself, the assembler takes 128 registers for blackwell, and spills
+        maxnreg = 168 if problem.generation == "blackwell" and problem.width == 48 else None
+        return BackwardConfig(block_m, 64, num_warps=4, num_stages=2, tma=True, maxnreg=maxnreg)
+    return BackwardConfig(64, 64, num_warps=4 if problem.width <= 64 else 8, num_stages=1)
+
+
+@cache
+def _table() -> dict[str, dict[str, dict[str, Any]]]:
+    """The measured table beside this file: architecture -> shape class -> kernel -> configuration."""
+    table: dict[str, dict[str, dict[str, Any]]] = json.loads(TABLE_PATH.read_text())["architectures"]
+    return table
+
+
+def _measured(problem: Problem, kernel: str) -> dict[str, Any] | None:
+    config: dict[str, Any] | None = _table().get(problem.arch, {}).get(problem.shape_class, {}).get(kernel)
+    return config

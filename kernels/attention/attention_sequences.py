@@ -1,0 +1,97 @@
+"""Device helpers of attention kernels: the rows and keys that a program takes.
+
+Inputs come in three forms:
+
+- fixed: q [B, H, N_q, D], k and v [B, H, N_kv, D]. Every query meets every key of its head.
+- packed: q, k, v [1, H, total, D], and `sequences` int32 [S + 1] on the device: the start of each sequence and the end
+  of the last. The host does not know the lengths. Sequence i has the tile slots from sequences[i] // BLOCK + i on,
+  which are enough for it wherever it starts. So total // BLOCK + S + 1 programs a head suffice for every S sequences,
+  and a program finds its sequence by a search. Rows behind the last sequence have no keys; their results are 0.
+- masked: as fixed, and `keep` bool [B, N_kv], the keys of each image. The loop ends with the last kept key. A row
+  without keys has the output 0, as in torch's attention.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_WAYS = tl.constexpr(128)  # sequences compared at once: two steps find one of 16,384
+_KEYS_AT_ONCE = tl.constexpr(1024)
+
+
+@triton.jit
+def _slots_begun(sequences, index, inside, slot, BLOCK: tl.constexpr):
+    """The number of sequences `index` whose first slot is at or before this one."""
+    first = tl.load(sequences + index, mask=inside, other=0) // BLOCK + index
+    return tl.sum((inside & (first <= slot)).to(tl.int32), 0)
+
+
+@triton.jit
+def _find_rows(sequences, n_sequences, n_rows, slot, BLOCK: tl.constexpr):
+    """First row of a slot's tile; begin and end of its sequence, and its end for the other side.
+
+    The two ends differ for the rows behind all sequences alone.
+    """
+    stride = tl.cdiv(n_sequences + 1, _WAYS)
+    index = tl.arange(0, _WAYS) * stride
+    low = tl.maximum(_slots_begun(sequences, index, index <= n_sequences, slot, BLOCK) - 1, 0) * stride
+    begun = 0
+    for step in range(low, low + stride, _WAYS):
+        index = step + tl.arange(0, _WAYS)
+        inside = (index < low + stride) & (index <= n_sequences)
+        begun += _slots_begun(sequences, index, inside, slot, BLOCK)
+    found = low + tl.maximum(begun - 1, 0)
+    begin = tl.load(sequences + found)
+    end = tl.load(sequences + tl.minimum(found + 1, n_sequences))
+    behind = found == n_sequences
+    start = begin + (slot - begin // BLOCK - found) * BLOCK
+    # memory outside the tensors is never read, even if `sequences` is wrong
+    begin = tl.minimum(tl.maximum(begin, 0), n_rows)
+    end = tl.minimum(tl.where(behind, n_rows, end), n_rows)
+    return tl.maximum(start, begin), begin, end, tl.where(behind, begin, end)
+
+
+@triton.jit
+def rows_of_program(sequences, n_sequences, n_heads, n_rows, n_others, BLOCK: tl.constexpr):
+    """Image, head, number of the head in the batch, first row, begin and end of its sequence, end for the other side.
+
+    Tiles of one head are neighbors on the grid, so that its K and V are read from L2.
+    """
+    if sequences is not None:
+        slots = n_rows // BLOCK + n_sequences + 1
+        b = 0
+        h = tl.program_id(0) // slots
+        bh = h
+        start, begin, end, others_end = _find_rows(sequences, n_sequences, n_rows, tl.program_id(0) % slots, BLOCK)
+    else:
+        tiles = tl.cdiv(n_rows, BLOCK)
+        bh = tl.program_id(0) // tiles
+        b = bh // n_heads
+        h = bh % n_heads
+        start = tl.program_id(0) % tiles * BLOCK
+        begin = 0
+        end = n_rows
+        others_end = n_others
+    return b, h, bh, start, begin, end, others_end
+
+
+@triton.jit
+def real_keys(keep, start, n_kv, KEYS: tl.constexpr):
+    """True for keys start .. start + KEYS before n_kv that are kept; `keep` is a row of bool or None."""
+    key = start + tl.arange(0, KEYS)
+    real = key < n_kv
+    if keep is not None:
+        real = real & (tl.load(keep + key, mask=real, other=0) != 0)
+    return real
+
+
+@triton.jit
+def last_kept(kept, n_keys):
+    """One more than the last kept key; 0 without any."""
+    end = 0
+    for first in range(0, n_keys, _KEYS_AT_ONCE):
+        key = first + tl.arange(0, _KEYS_AT_ONCE)
+        real = tl.load(kept + key, mask=key < n_keys, other=0) != 0
+        end = tl.maximum(end, tl.max(tl.where(real, key + 1, 0), 0))
+    return end

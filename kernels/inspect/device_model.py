@@ -1,0 +1,148 @@
+"""Models the device time of launches from their machine code and the launch policy. Nothing is measured.
+
+    with recorded() as launches:    # under the stand-in driver; nothing is launched
+        model(images)
+    rows = model_launches(launches, "sm_90")
+
+Matmuls are modelled as in `matmul_model.py`, with the epilogue's instructions counted in SASS; every other kernel by
+its instructions, waves and bytes. A launch takes no less than DRAM needs for its tensors, each once. The floor is the
+longer of its operations and its bytes at rates that a GPU sustains.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..device import gpu_of
+from ..launch import Launch, ceil_div, listening
+from ..matmul.matmul_launch import MatmulConfig
+from ..matmul.matmul_model import DRAIN, ISSUE, OVERHEAD, PRODUCTS, launch_cycles
+from ..precompile import collect
+from .offline import Stats, compile_launch, disassemble, read_stats
+from .sass import Loops, count_loops
+
+# Name, clock in GHz, DRAM in GB/s, by data sheets; the multiprocessors are those of the stand-in driver.
+GPUS = {
+    "sm_80": ("A100 SXM", 1.41, 2039), "sm_86": ("A10", 1.695, 600), "sm_89": ("L40S", 2.52, 864),
+    "sm_90": ("H100 SXM", 1.755, 3350), "sm_100": ("B200", 1.85, 8000), "sm_103": ("B300", 1.9, 8000),
+    "sm_120": ("RTX 5090", 2.41, 1792),
+}  # fmt: skip
+_SUSTAINED = 0.832  # of the tensor cores' rate: 790 of 949 TFLOP/s, bf16, H100
+_STREAMED = 0.92  # of the DRAM's
+
+
+@contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """Records the launches of this thread, which are neither compiled nor made."""
+    found: list[Launch] = []
+    with collect():
+        outer, listening.listener = listening.listener, lambda launch, ready: found.append(launch)
+        try:
+            yield found
+        finally:
+            listening.listener = outer
+
+
+def model_launches(launches: Sequence[Launch], arch: str) -> list[dict[str, Any]]:
+    """Returns a row for each launch; compiles its kernel."""
+    rows = []
+    for launch in launches:
+        compiled = compile_launch(launch, arch)
+        loops = count_loops(disassemble(compiled)[1])
+        rows.append(model_launch(launch, arch, loops, read_stats(compiled, arch, 0.0)))
+    return rows
+
+
+def model_launch(launch: Launch, arch: str, loops: Loops, stats: Stats) -> dict[str, Any]:
+    """Returns the row of one launch: its tile, waves, bytes, instructions and modelled microseconds."""
+    clock, streamed = GPUS[arch][1] * 1e3, GPUS[arch][2] * 1e3 * _STREAMED  # cycles and bytes a microsecond
+    gpu = gpu_of(launch.device)
+    moved = _bytes(launch)
+    is_matmul = "EPILOGUE" in launch.constants
+    flop, itemsize = _matmul_work(launch) if is_matmul else (_attention_flop(launch), 2)
+    sustained = 2 * PRODUCTS[arch] * gpu.sm_count * clock * _SUSTAINED * 2 / itemsize
+    if is_matmul:
+        tile, waves, issue, cycles = _matmul(launch, loops, itemsize)
+    else:
+        tile, issue, cycles = "", *_other(launch, loops, stats)
+        waves = math.prod(launch.grid) / gpu.sm_count / stats.ctas_per_sm
+    cycles["DRAM"] = moved / streamed * clock
+    us = max(cycles.pop("total"), cycles["DRAM"] + OVERHEAD) / clock
+    return {
+        "kernel": _name(launch), "tile": tile, "programs": math.prod(launch.grid), "waves": round(waves, 2),
+        "MB": round(moved / 1e6, 2), "GFLOP": round(flop / 1e9, 3), "registers": stats.registers,
+        "ctas_per_sm": stats.ctas_per_sm, "step_instructions": loops.step, "tile_instructions": loops.tile,
+        "issue_us": round(issue / clock, 2), "floor_us": round(max(flop / sustained, moved / streamed), 2),
+        "modelled_us": round(us, 2), "bottleneck": max(cycles, key=lambda name: cycles[name]),
+    }  # fmt: skip
+
+
+def _name(launch: Launch) -> str:
+    constants = launch.constants
+    activation = constants.get("ACTIVATION", "identity")
+    parts = (constants.get("EPILOGUE"), activation if activation != "identity" else None)
+    return ", ".join([launch.kernel.__name__.strip("_").removesuffix("_kernel"), *filter(None, parts)])
+
+
+def _matmul(launch: Launch, loops: Loops, itemsize: int) -> tuple[str, float, float, dict[str, float]]:
+    """Its tile in words, waves, cycles to issue its instructions and products, and the cycles of each resource."""
+    gpu, c, args = gpu_of(launch.device), launch.constants, launch.args
+    ctas = ceil_div(math.prod(launch.grid), gpu.sm_count)
+    config = MatmulConfig(
+        c["BLOCK_M"], c["BLOCK_N"], c["BLOCK_K"], c["SUB_TILES"], launch.num_warps, launch.num_stages,
+        tma=c["TMA"], flatten=c["FLATTEN"], ctas_per_sm=ctas,
+    )  # fmt: skip
+    splits = args["splits"]
+    sizes = (args["M"], args["N"], args["K"])
+    issued = loops.tile * launch.num_warps / 4
+    found = launch_cycles(config, sizes, itemsize, gpu, issued * 4 / ISSUE + DRAIN, splits)
+    tiles = config.tiles(sizes[0], sizes[1]) * splits
+    busiest = ceil_div(tiles, gpu.sm_count)
+    words = f"{config.block_m}x{config.block_n}x{config.block_k}" + (f"/{splits}" if splits > 1 else "")
+    cycles = {
+        "tensor cores": found.products, "L2": found.loads, "latency": found.latency, "epilogue": found.epilogues,
+        "total": found.total,
+    }  # fmt: skip
+    return words, tiles / gpu.sm_count, found.products + busiest * issued, cycles
+
+
+def _other(launch: Launch, loops: Loops, stats: Stats) -> tuple[float, dict[str, float]]:
+    """Cycles to issue the instructions of the busiest multiprocessor's programs, and those of each resource."""
+    args, c = launch.args, launch.constants
+    trips = c.get("TILES") or (ceil_div(args["n_kv"], c["BLOCK_N"]) if "BLOCK_N" in c else 1)
+    programs = ceil_div(math.prod(launch.grid), gpu_of(launch.device).sm_count)
+    issue = programs * stats.warps * (loops.once + trips * (loops.step + loops.tile)) / 4
+    rounds = ceil_div(programs, stats.ctas_per_sm)
+    return issue, {"issue": issue * 4 / ISSUE, "total": issue * 4 / ISSUE + rounds * DRAIN + OVERHEAD}
+
+
+def _matmul_work(launch: Launch) -> tuple[float, int]:
+    a = launch.args["a"]
+    a = a.base if isinstance(a, TensorDescriptor) else a
+    return 2.0 * launch.args["M"] * launch.args["N"] * launch.args["K"], a.element_size()
+
+
+def _attention_flop(launch: Launch) -> float:
+    args = launch.args
+    if "n_kv" not in args:
+        return 0.0
+    batch_heads = args["lse_ptr"].numel() // args["n_q"]
+    return 4.0 * batch_heads * args["n_q"] * args["n_kv"] * launch.constants["D"]
+
+
+def _bytes(launch: Launch) -> int:
+    return sum(dict(_tensors(launch)).values())
+
+
+def _tensors(launch: Launch) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Returns the identity of a tensor and its bytes; views of the same elements are one."""
+    for value in launch.args.values():
+        tensor = value.base if isinstance(value, TensorDescriptor) else value
+        if isinstance(tensor, Tensor):
+            yield (tensor.data_ptr(), tensor.numel()), tensor.numel() * tensor.element_size()

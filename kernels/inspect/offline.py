@@ -1,0 +1,306 @@
+"""Compile kernels for a GPU that is not there, and read what the compiler made of them.
+
+`builds(arch)` asks every module in `PROVIDERS` for its shipped configurations; `compile_build` compiles one and
+reads registers, spills, shared memory, occupancy and the instruction mix out of the machine code. Needs triton (its
+wheel brings ptxas and cuobjdump), no GPU, and kernels that were decorated without `TRITON_INTERPRET`.
+
+To add kernels: a module with `def offline_builds(arch: str) -> Iterator[Build]`, named in `PROVIDERS`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch.torch_version import TorchVersion
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..launch import Launch, is_interpreted
+
+_SM_103 = () if TorchVersion(triton.__version__) < "3.7" else ("sm_103",)  # older cuobjdumps cannot read it
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", *_SM_103, "sm_120")
+# Modules beside this one that ship kernels.
+PROVIDERS: tuple[str, ...] = ("attention_offline", "matmul_offline", "rotary_offline")
+
+_TYPE_NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.int8: "i8",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.bool: "i1",
+    torch.uint8: "u8",
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one streaming multiprocessor holds: CUDA C programming guide, technical specifications; cuda_occupancy.h."""
+
+    shared_bytes: int
+    shared_bytes_per_block: int
+    threads: int
+    blocks: int
+
+
+_KIB = 1024
+LIMITS = {
+    "sm_80": Limits(164 * _KIB, 163 * _KIB, 2048, 32),
+    "sm_86": Limits(100 * _KIB, 99 * _KIB, 1536, 16),
+    "sm_89": Limits(100 * _KIB, 99 * _KIB, 1536, 24),
+    "sm_90": Limits(228 * _KIB, 227 * _KIB, 2048, 32),
+    "sm_100": Limits(228 * _KIB, 227 * _KIB, 2048, 32),
+    "sm_103": Limits(228 * _KIB, 227 * _KIB, 2048, 32),
+    "sm_120": Limits(100 * _KIB, 99 * _KIB, 1536, 24),
+}
+
+
+@dataclass(frozen=True)
+class Build:
+    """One kernel in one shipped configuration.
+
+    Args:
+        kernel: Name of the kernel, e.g. "attention_fwd_row".
+        case: The configuration in words, unique within the kernel, e.g. "bf16 N197 D64".
+        launch: The very call a launcher would make; tensors on the meta device.
+        core: Part of the small set that the static test compiles on every run; the others are compiled by
+            `vit-fast kernels`.
+        needs: Instructions that must be there, of `Stats.mix`'s names, e.g. ("HGMMA", "UTMALDG").
+    """
+
+    kernel: str
+    case: str
+    launch: Launch
+    core: bool = False
+    needs: tuple[str, ...] = ()
+
+    def key(self, arch: str) -> str:
+        """The name of this build in the baseline."""
+        return f"{arch}/{self.kernel}/{self.case}"
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Resources and instructions of a compiled build: counts, bytes where the name says so, `seconds` to compile it.
+
+    More `wgmma_waits` than in PTX: ptxas serialised wgmma (its warnings C75xx), so that every product waits for itself.
+    """
+
+    registers: int
+    stack_bytes: int
+    spill_loads: int
+    spill_stores: int
+    shared_bytes: int
+    ctas_per_sm: int
+    warps: int
+    instructions: int
+    hgmma: int
+    hmma: int
+    tcgen05: int
+    tma_loads: int
+    tma_stores: int
+    async_copies: int
+    seconds: float
+    e4m3: int = 0
+    wgmma_waits: int = 0
+    wgmma_waits_in_ptx: int = 0
+    single_conversions: int = 0
+
+    @property
+    def spills(self) -> int:
+        """Instructions that move registers to or from local memory."""
+        return self.spill_loads + self.spill_stores
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields, for JSON."""
+        return asdict(self)
+
+    def has(self, instruction: str) -> bool:
+        """Whether the machine code holds an instruction: HGMMA, HMMA, TCGEN05, UTMALDG, UTMASTG; E4M3 in products."""
+        fields = {
+            "HGMMA": self.hgmma,
+            "HMMA": self.hmma,
+            "TCGEN05": self.tcgen05,
+            "UTMALDG": self.tma_loads,
+            "UTMASTG": self.tma_stores,
+            "E4M3": self.e4m3,
+        }
+        return fields[instruction] > 0
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Returns a tensor without memory."""
+    return torch.empty(shape, device="meta", dtype=dtype)
+
+
+def builds(arch: str) -> Iterator[Build]:
+    """Every shipped build of every provider for one architecture.
+
+    Raises:
+        ValueError: the architecture is not one of `ARCHS`.
+    """
+    if arch not in LIMITS:
+        raise ValueError(f"arch must be one of {', '.join(ARCHS)}, got {arch!r}")
+    for name in PROVIDERS:
+        yield from importlib.import_module(f".{name}", __package__).offline_builds(arch)
+
+
+def compile_launch(launch: Launch, arch: str) -> Any:
+    """Compile a launch for an architecture; returns triton's CompiledKernel.
+
+    Raises:
+        RuntimeError: the kernels were decorated for the interpreter.
+    """
+    if is_interpreted():
+        raise RuntimeError(
+            "kernels cannot be compiled: triton was imported with TRITON_INTERPRET=1; unset it and start again"
+        )
+    signature, constants, attributes = _specialise(launch)
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+    return triton.compile(source, target=target, options=launch.options())
+
+
+def specialisation(launch: Launch) -> str:
+    """What the compiler is given, in words: launches with the same are one binary."""
+    return repr((launch.kernel.__name__, _specialise(launch), launch.options()))
+
+
+def compile_build(build: Build, arch: str) -> Stats:
+    """Compile one build for an architecture and read the result."""
+    start = time.perf_counter()
+    compiled = compile_launch(build.launch, arch)
+    return read_stats(compiled, arch, time.perf_counter() - start)
+
+
+def problems(build: Build, stats: Stats, arch: str) -> list[str]:
+    """Lists why a build cannot be shipped: spills, serialised wgmma, a missing instruction, too much shared memory."""
+    found = []
+    if stats.spills:
+        found.append(f"spills: {stats.spill_loads} loads, {stats.spill_stores} stores")
+    if stats.wgmma_waits > stats.wgmma_waits_in_ptx:
+        found.append(f"wgmma is serialised: {stats.wgmma_waits} waits, {stats.wgmma_waits_in_ptx} in PTX")
+    found += [f"no {name} in the machine code" for name in build.needs if not stats.has(name)]
+    if stats.shared_bytes > LIMITS[arch].shared_bytes_per_block:
+        found.append(
+            f"{stats.shared_bytes} bytes of shared memory, {arch} has {LIMITS[arch].shared_bytes_per_block} a block"
+        )
+    if stats.ctas_per_sm < 1:
+        found.append("does not fit on a multiprocessor")
+    return found
+
+
+def _specialise(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int, ...], Any]]:
+    """Types, constants and divisibility as triton's launcher would derive them from these arguments."""
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = dict(launch.constants)
+    attributes: dict[tuple[int, ...], Any] = {}
+    for index, parameter in enumerate(launch.kernel.params):
+        name = parameter.name
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        value = launch.args[name]
+        if value is None or (isinstance(value, int) and value == 1 and not parameter.do_not_specialize):
+            signature[name] = "constexpr"
+            constants[name] = value
+            continue
+        signature[name], divisible = _type_of(value)
+        if divisible and not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    return signature, constants, attributes
+
+
+def _type_of(value: Any) -> tuple[str, bool]:
+    """Triton's name of an argument's type, and whether it is known to be a multiple of 16."""
+    if isinstance(value, TensorDescriptor):
+        block = ",".join(str(size) for size in value.block_shape)
+        return f"tensordesc<{_TYPE_NAMES[value.base.dtype]}[{block}]>", False
+    if isinstance(value, torch.Tensor):
+        # A meta tensor has no address: its storage is aligned, so its offset decides.
+        return f"*{_TYPE_NAMES[value.dtype]}", value.storage_offset() * value.element_size() % 16 == 0
+    if isinstance(value, bool):
+        return "i1", False
+    if isinstance(value, int):
+        return ("i32" if -(2**31) <= value < 2**31 else "i64"), value % 16 == 0
+    if isinstance(value, float):
+        return "fp32", False
+    raise TypeError(f"no triton type for an argument of type {type(value).__name__}")
+
+
+def disassemble(compiled: Any) -> tuple[str, str]:
+    """The resource usage line and the machine code (SASS) of a compiled kernel, as cuobjdump prints them."""
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(compiled.asm["cubin"])
+        printed = [
+            subprocess.run([cuobjdump, flag, path], capture_output=True, text=True, check=True).stdout
+            for flag in ("-res-usage", "-sass")
+        ]
+    return printed[0], printed[1]
+
+
+_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", re.MULTILINE)
+
+
+def read_stats(compiled: Any, arch: str, seconds: float) -> Stats:
+    """Read a compiled kernel's resources and instruction mix.
+
+    Raises:
+        RuntimeError: cuobjdump printed no resource line.
+    """
+    usage, sass = disassemble(compiled)
+    match = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    if match is None:
+        raise RuntimeError(f"cuobjdump printed no resource usage: {usage[:200]!r}")
+    registers, stack = int(match[1]), int(match[2])
+    mix = Counter(_INSTRUCTION.findall(sass))
+    shared = int(compiled.metadata.shared)
+    warps = int(getattr(compiled.metadata, "total_num_warps", None) or compiled.metadata.num_warps)
+    tensor_columns = int(getattr(compiled.metadata, "tmem_size", None) or 0)
+    return Stats(
+        registers=registers,
+        stack_bytes=stack,
+        spill_loads=mix["LDL"],
+        spill_stores=mix["STL"],
+        shared_bytes=shared,
+        ctas_per_sm=_occupancy(LIMITS[arch], registers, shared, warps, tensor_columns),
+        warps=warps,
+        instructions=sum(mix.values()) - mix["NOP"],
+        hgmma=mix["HGMMA"] + mix["QGMMA"] + mix["IGMMA"],
+        hmma=mix["HMMA"],
+        tcgen05=sum(count for name, count in mix.items() if name.startswith("UTC") and name.endswith("MMA")),
+        tma_loads=mix["UTMALDG"],
+        tma_stores=mix["UTMASTG"],
+        async_copies=mix["LDGSTS"],
+        seconds=round(seconds, 3),
+        e4m3=mix["QGMMA"] + mix["QMMA"] + mix["UTCQMMA"],
+        single_conversions=mix["F2F"],
+        wgmma_waits=sass.count("WARPGROUP.DEPBAR"),
+        wgmma_waits_in_ptx=compiled.asm["ptx"].count("wgmma.wait_group"),
+    )
+
+
+def _occupancy(limits: Limits, registers: int, shared_bytes: int, warps: int, tensor_columns: int) -> int:
+    """Blocks a multiprocessor holds: 65,536 registers, 1 KiB of shared memory reserved a block, 512 TMEM columns."""
+    registers_per_warp = (max(registers, 1) + 7) // 8 * 8 * 32
+    by_registers = 65_536 // registers_per_warp // warps
+    by_shared = limits.shared_bytes // (shared_bytes + _KIB)
+    by_tensor_memory = 512 // tensor_columns if tensor_columns else limits.blocks
+    return min(by_registers, by_shared, by_tensor_memory, limits.threads // (32 * warps), limits.blocks)

@@ -1,0 +1,157 @@
+"""Triton's real launch path without a GPU: a driver that launches nothing, for CPU tensors.
+
+`install(arch)` builds a libcuda.so.1 from `stand_in_driver.c` and makes it Triton's driver for this process. From then
+on every launch is specialised, compiled, loaded, its descriptors encoded and its arguments packed as on the named GPU;
+only the last call into the driver does nothing. So one can count launches and descriptors, prove that each is legal,
+and measure what the host spends. It says nothing about results, which stay what memory held, or about a GPU's time.
+
+It belongs into a process of its own, which it refuses to be anything but: not where CUDA is available, not under
+Triton's interpreter, not twice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaDriver, include_dirs
+
+from ..device import Gpu, has_stand_in, set_stand_in
+from ..launch import is_interpreted
+from .offline import LIMITS
+
+# Multiprocessors of one well-known GPU of each architecture: A100, A10, L40S, H200, B200, B300, RTX 5090.
+SM_COUNTS = {
+    "sm_80": 108, "sm_86": 72, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_103": 160, "sm_120": 170,
+}  # fmt: skip
+_SOURCE = Path(__file__).with_name("stand_in_driver.c")
+_COUNTERS = ("launches", "descriptors", "modules", "violations", "largest_shared")
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What the driver was asked since it was installed or reset.
+
+    Args:
+        launches: Kernels launched.
+        descriptors: Tensor maps encoded, refused ones included.
+        modules: Compiled kernels loaded.
+        violations: Calls refused because they break a rule.
+        largest_shared: Bytes of shared memory of the launch that asked for most.
+    """
+
+    launches: int
+    descriptors: int
+    modules: int
+    violations: int
+    largest_shared: int
+
+    def as_dict(self) -> dict[str, int]:
+        """The fields, for JSON."""
+        return asdict(self)
+
+
+class StandInDriver:
+    """The driver of this process; made by `install`."""
+
+    def __init__(self, library: ctypes.CDLL, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self._library = library
+        library.stand_in_violation.restype = ctypes.c_char_p
+
+    def counters(self) -> Counters:
+        """Everything counted so far."""
+        values = (ctypes.c_long.in_dll(self._library, f"stand_in_{name}").value for name in _COUNTERS)
+        return Counters(*values)
+
+    def violations(self) -> list[str]:
+        """What was refused, in words; the first 64."""
+        count = min(self.counters().violations, 64)
+        return [self._library.stand_in_violation(index).decode() for index in range(count)]
+
+    def reset(self) -> None:
+        """Forget counters and violations."""
+        self._library.stand_in_reset()
+
+
+def install(arch: str, library: Path | None = None) -> StandInDriver:
+    """Make the stand-in Triton's driver for this process, before any kernel is launched.
+
+    Args:
+        arch: One of `SM_COUNTS`, e.g. "sm_90".
+        library: A libcuda.so.1 made of `stand_in_driver.c` and more; by default of it alone.
+    Raises:
+        ValueError: the architecture is unknown.
+        RuntimeError: a GPU is there, Triton is the interpreter's, a driver is installed, or no C compiler is found.
+    """
+    if arch not in SM_COUNTS:
+        raise ValueError(f"arch must be one of {', '.join(SM_COUNTS)}, got {arch!r}")
+    if torch.cuda.is_available():
+        raise RuntimeError(
+            "the stand-in driver is for machines without a GPU, and CUDA is available: hide the GPU first"
+        )
+    if is_interpreted():
+        raise RuntimeError("the stand-in driver runs compiled kernels, and TRITON_INTERPRET is set: unset it")
+    if has_stand_in():
+        raise RuntimeError("a stand-in driver is installed in this process already")
+    library = library or _build()
+    # Triton links its launcher against the library in this folder; one of that name, once loaded, serves every process.
+    os.environ["TRITON_LIBCUDA_PATH"] = str(library.parent)
+    loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    if not hasattr(ctypes.CDLL(library.name), "stand_in_configure"):
+        raise RuntimeError(
+            "the real libcuda.so.1 is loaded in this process: install the stand-in driver in a fresh one"
+        )
+    gpu = Gpu(arch, SM_COUNTS[arch])
+    limits = LIMITS[arch]
+    number = int(arch.removeprefix("sm_"))
+    loaded.stand_in_configure(number, gpu.sm_count, limits.shared_bytes_per_block, limits.shared_bytes)
+    triton.runtime.driver.set_active(_TritonDriver(number))
+    set_stand_in(gpu)
+    return StandInDriver(loaded, gpu)
+
+
+class _TritonDriver(CudaDriver):  # type: ignore[misc]  # triton brings no types
+    """Triton's own CUDA driver, whose questions to torch about the device are answered here."""
+
+    def __init__(self, arch: int) -> None:
+        super().__init__()
+        self._target = GPUTarget("cuda", arch, 32)
+        self.get_current_device = lambda: 0
+        self.get_current_stream = lambda device: 0
+        self.get_device_capability = lambda device=0: divmod(arch, 10)
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+
+def _build() -> Path:
+    """libcuda.so.1, made from the source beside this file once for every content, in Triton's cache."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise RuntimeError("no C compiler found, which Triton needs too: install gcc (Debian, Ubuntu: apt install gcc)")
+    command = [compiler, "-shared", "-fPIC", "-O1", "-std=c11", "-Wl,-soname,libcuda.so.1"]
+    key = hashlib.sha256(repr((command, triton.__version__)).encode() + _SOURCE.read_bytes()).hexdigest()[:32]
+    folder = Path(triton.knobs.cache.dir) / f"vit_fast_stand_in_{key}"
+    library = folder / "libcuda.so.1"
+    if library.exists():
+        return library
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        made = Path(scratch) / library.name
+        includes = [f"-I{path}" for path in include_dirs]
+        done = subprocess.run([*command, *includes, str(_SOURCE), "-o", str(made)], capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{compiler} could not build the stand-in driver: {done.stderr.strip()[-500:]}")
+        made.replace(library)  # whole or not at all, whoever builds at the same time
+    return library

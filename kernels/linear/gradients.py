@@ -1,0 +1,188 @@
+"""The gradients of a linear layer behind a LayerNorm and of one before a residual, and the LayerNorm's way back.
+
+With z = n W''^T + c = LayerNorm(x) W^T + b folded as in `layer_norm.py`, n = (x - mean) rstd the normalised row, dz the
+gradient of z, g = dz W'' that of n, U = dz^T n:
+
+    dx     = rstd (g - mean_c(g) - n mean_c(g n)), of RMSNorm without mean_c(g)
+    dW     = U gamma + (sum_m dz) beta^T
+    dgamma = sum_f U W
+    dbeta  = sum_f (sum_m dz) W
+    db     = sum_m dz
+
+mean_c(g) is 0 but for rounding, as the rows of a LayerNorm's W'' sum to 0, and C mean_c(g n) = sum_f dz (z - c).
+Hence two ways:
+- A linear layer whose dz is at hand (qkv): one pass over dz W and x, with g = dz W gamma, so that nothing needs to be
+  folded; it also writes n where that does not lie there.
+- Behind an activation, where dz leaves a matmul, its epilogue sums dz (z - c) and stores dz~ = rstd dz, so that x is
+  read as it lies: U = dz~^T x less (sum_m dz~ mean) on every column. No pass over x or g is left.
+
+With y = r + ls (h W^T + b) and
+V = dy^T h:
+
+    dW  = ls V
+    dls = sum_f V W + b sum_m dy
+    db  = ls sum_m dy
+
+so the branch itself, h W^T + b, is neither kept nor computed again.
+
+Sums over rows are left in parts of `SUM_ROWS` rows, by programs beside those that do a launch's other work, and added
+in their order by who needs them. Here is the LayerNorm's way back; `weight_gradients.py` has the parameters' gradients.
+
+Source: differentiation of the formulas above; held against fp64 autograd by the tests.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch import Launch, ceil_div
+from ..layer_norm import RowStatistics, chunk
+from ..matmul.matmul_tiles import load_tile
+from .folding import load_columns
+
+SUM_ROWS = 256  # rows that are summed to one part
+_SUM_ROWS = tl.constexpr(SUM_ROWS)
+_SUM_COLS = tl.constexpr(128)
+_AT_ONCE = tl.constexpr(64)  # parts under way
+
+
+@triton.jit
+def column_sum_programs(M, N):
+    """Programs that `store_column_sums` needs for [M, N]."""
+    return tl.cdiv(M, _SUM_ROWS) * tl.cdiv(N, _SUM_COLS)
+
+
+@triton.jit
+def store_column_sums(source_ptr, part_ptr, program, M, N):
+    """Sums over rows of [M, N] into fp32 parts [M / SUM_ROWS, N], as much of them as one program makes."""
+    tiles = tl.cdiv(N, _SUM_COLS)
+    part = program // tiles
+    col = program % tiles * _SUM_COLS
+    cols = col + tl.arange(0, _SUM_COLS)
+    total = tl.zeros((16, _SUM_COLS), tl.float32)
+    for row in tl.range(part * _SUM_ROWS, min(M, part * _SUM_ROWS + _SUM_ROWS), 16):
+        total += load_tile(source_ptr, row, col, M, N, 16, _SUM_COLS, False).to(tl.float32)
+    tl.store(part_ptr + part.to(tl.int64) * N + cols, tl.sum(total, 0), mask=cols < N)
+
+
+@triton.jit
+def sum_column_parts(part_ptr, parts, stride, col, N, COLS: tl.constexpr):
+    """[COLS] sums over fp32 parts that lie `stride` apart, each of at least N columns.
+
+    Threads add what they load; only their sums pass through shared memory.
+    """
+    cols = col + tl.arange(0, COLS)
+    total = tl.zeros((_AT_ONCE, COLS), tl.float32)
+    for first in tl.range(0, parts, _AT_ONCE):
+        part = first + tl.arange(0, _AT_ONCE)
+        mask = (part < parts)[:, None] & (cols < N)[None, :]
+        pointers = part_ptr + (part.to(tl.int64)[:, None] * stride + cols[None, :])
+        total += tl.load(pointers, mask=mask, other=0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["rstd_ptr"])
+def _layer_norm_grad_kernel(
+    grad_ptr,  # [M, C] dz W, the gradient of the LayerNorm's result
+    gamma_ptr,  # [C] or None
+    source_ptr,  # [M, C] x; n itself where there is no mean
+    mean_ptr,  # fp32 [M] or None
+    rstd_ptr,  # fp32 [M], negative for a constant row where there is a mean
+    residual_ptr,  # [M, C] added to dx, or None
+    out_ptr,  # [M, C] dx
+    normalised_ptr,  # [M, C] n, written where there is a mean
+    summed_ptr,  # [M, F] dz, whose rows are summed
+    sum_part_ptr,  # fp32 [M / SUM_ROWS, F]
+    M, C, F,
+    RMS: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    sums = column_sum_programs(M, F)
+    if program < sums:
+        store_column_sums(summed_ptr, sum_part_ptr, program, M, F)
+    else:
+        rows = (program - sums) * ROWS + tl.arange(0, ROWS)
+        inside = rows < M
+        start = rows.to(tl.int64)[:, None] * C
+        rstd = tl.load(rstd_ptr + rows, mask=inside, other=0.0)
+        shift = tl.zeros((ROWS,), tl.float32)
+        scale = tl.full((ROWS,), 1.0, tl.float32)
+        if mean_ptr is not None:
+            shift = tl.load(mean_ptr + rows, mask=inside, other=0.0)
+            scale = tl.maximum(rstd, 0.0)
+        total = tl.zeros((ROWS,), tl.float32)
+        along = tl.zeros((ROWS,), tl.float32)
+        for first in tl.range(0, C, BLOCK_C):
+            cols = first + tl.arange(0, BLOCK_C)
+            mask = inside[:, None] & (cols < C)[None, :]
+            grad = tl.load(grad_ptr + start + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+            grad *= load_columns(gamma_ptr, cols, C, 1.0)[None, :]
+            source = tl.load(source_ptr + start + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+            total += tl.sum(grad, 1)
+            along += tl.sum(grad * ((source - shift[:, None]) * scale[:, None]), 1)
+        total /= C
+        if RMS:
+            total = tl.zeros((ROWS,), tl.float32)
+        along /= C
+        for first in tl.range(0, C, BLOCK_C):
+            cols = first + tl.arange(0, BLOCK_C)
+            mask = inside[:, None] & (cols < C)[None, :]
+            grad = tl.load(grad_ptr + start + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+            grad *= load_columns(gamma_ptr, cols, C, 1.0)[None, :]
+            source = tl.load(source_ptr + start + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+            normalised = (source - shift[:, None]) * scale[:, None]
+            if mean_ptr is not None:
+                stored = normalised.to(normalised_ptr.dtype.element_ty)
+                tl.store(normalised_ptr + start + cols[None, :], stored, mask=mask)
+            # a product that is rounded by itself: the compiler would fuse a plain one with the sum below
+            dx = tl.fma(tl.abs(rstd)[:, None], grad - total[:, None] - normalised * along[:, None], 0.0)
+            dx = dx.to(out_ptr.dtype.element_ty)
+            if residual_ptr is not None:  # of rounded numbers, as autograd adds what two branches give
+                added = tl.load(residual_ptr + start + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+                dx = (dx.to(tl.float32) + added).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + start + cols[None, :], dx, mask=mask)
+
+
+def layer_norm_grad_launch(
+    grad: Tensor, gamma: Tensor | None, rows: RowStatistics, residual: Tensor | None, out: Tensor,
+    normalised: Tensor | None, summed: Tensor, sum_part: Tensor, rms: bool = False,
+) -> Launch:  # fmt: skip
+    """[residual +] dx into `out` [M, C] from dz W [M, C]; the normalised rows into `normalised` where `rows` does not
+    hold them; sums over the rows of dz [M, F], `summed`, into fp32 parts [M / SUM_ROWS, F]."""
+    (M, C), F = grad.shape, summed.shape[1]
+    block, count = chunk(C)
+    args = {
+        "grad_ptr": grad, "gamma_ptr": gamma, "source_ptr": rows.source, "mean_ptr": rows.mean,
+        "rstd_ptr": rows.rstd, "residual_ptr": residual, "out_ptr": out, "normalised_ptr": normalised,
+        "summed_ptr": summed, "sum_part_ptr": sum_part, "M": M, "C": C, "F": F,
+    }  # fmt: skip
+    constants = {"RMS": rms, "ROWS": count, "BLOCK_C": block}
+    programs = ceil_div(M, count) + column_sum_tiles(summed)
+    return Launch(_layer_norm_grad_kernel, (programs,), args, constants, num_warps=4, device=grad.device)
+
+
+def layer_norm_gradient(
+    grad: Tensor, gamma: Tensor | None, rows: RowStatistics, residual: Tensor | None, summed: Tensor, rms: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[residual +] dx [M, C] from dz W [M, C], the normalised rows in the dtype of the matmuls, and parts of the sums
+    over the rows of dz, `summed`."""
+    out = torch.empty_like(grad, dtype=rows.input_dtype)
+    normalised = None if rows.mean is None else torch.empty_like(rows.source)
+    sum_part = new_column_sums(summed)
+    layer_norm_grad_launch(grad, gamma, rows, residual, out, normalised, summed, sum_part, rms).run()
+    return out, rows.source if normalised is None else normalised, sum_part
+
+
+def new_column_sums(source: Tensor) -> Tensor:
+    """Room for the parts of the sums over the rows of [M, N]."""
+    M, N = source.shape
+    return torch.empty(ceil_div(M, SUM_ROWS), N, dtype=torch.float32, device=source.device)
+
+
+def column_sum_tiles(source: Tensor) -> int:
+    """`column_sum_programs` on the host."""
+    M, N = source.shape
+    return ceil_div(M, SUM_ROWS) * ceil_div(N, _SUM_COLS.value)

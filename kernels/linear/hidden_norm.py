@@ -1,0 +1,145 @@
+"""A norm between the hidden layer of an MLP and its second linear layer, as EVA-02 has it: forward and backward.
+
+It is folded into the second layer as that before a first one is (`folding.py`): who writes the hidden layer h [M, F]
+leaves statistics of its rows, and the second matmul, which adds the residual, reads h as it lies.
+
+With h^ = (h - mean) rstd the normalised row, y = r + ls (h^ W''^T + c), dy the gradient of y, g = (ls dy) W'' that of
+h^ (whose mean over f is 0 but for rounding, for a LayerNorm):
+
+    dh           = rstd (g - h^ along)
+    F along      = sum_f g h^ = sum_c ls dy (y' - c),       y' = h^ W''^T + c
+
+so along is known before g is computed: the forward keeps y' - c [M, C], and one pass over that and dy, the narrow
+side of the layer, makes it, and the sums of dy for the gradients of beta and the bias. The matmul behind makes g, dh,
+and what `matmul.py` makes of dh in "activation_grad"; it stores h^, with which the gradients of W, gamma, beta and bias
+are those of `gradients.py`, of normalised rows.
+
+Source: differentiation of the formulas above; held against fp64 autograd by the tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch import Launch, ceil_div
+from ..layer_norm import chunk, normalise_launch
+from ..matmul.matmul_launch import Operands, matmul_launch
+from ..matmul.matmul_policy import matmul_config
+from .folding import FoldedLinear, load_columns
+from .gradients import column_sum_programs, column_sum_tiles, new_column_sums, store_column_sums
+
+
+@triton.jit(do_not_specialize=["M"])
+def _along_kernel(
+    grad_ptr,  # [M, C] dy
+    branch_ptr,  # [M, C] y' - c
+    scale_ptr,  # [C] ls or None
+    along_ptr,  # fp32 [M]
+    sum_part_ptr,  # fp32 [M / SUM_ROWS, C] of sum_m dy
+    M, C, F,
+    ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    sums = column_sum_programs(M, C)
+    if program < sums:
+        store_column_sums(grad_ptr, sum_part_ptr, program, M, C)
+    else:
+        rows = (program - sums) * ROWS + tl.arange(0, ROWS)
+        inside = rows < M
+        start = rows.to(tl.int64)[:, None] * C
+        total = tl.zeros((ROWS,), tl.float32)
+        for first in tl.range(0, C, BLOCK_C):
+            cols = first + tl.arange(0, BLOCK_C)
+            mask = inside[:, None] & (cols < C)[None, :]
+            grad = tl.load(grad_ptr + start + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+            grad *= load_columns(scale_ptr, cols, C, 1.0)[None, :]
+            branch = tl.load(branch_ptr + start + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+            total += tl.sum(grad * branch, 1)
+        tl.store(along_ptr + rows, total / F, mask=inside)
+
+
+@dataclass(frozen=True)
+class HiddenLinear:
+    """The second linear layer of an MLP with the norm before it folded in.
+
+    Args:
+        folded: W'', c and s [C, F]; an RMSNorm has no s.
+        eps: Of the norm.
+    """
+
+    folded: FoldedLinear
+    eps: float
+
+
+@dataclass(frozen=True)
+class HiddenRows:
+    """What the backward needs of such a layer's forward.
+
+    Args:
+        branch: y' - c [M, C], in the dtype of the result.
+        statistics: Mean and rstd of the rows of h, fp32 [2, M]; rstd is negative for a constant row of half precision.
+    """
+
+    branch: Tensor
+    statistics: Tensor
+
+
+def hidden_linear_residual(
+    h: Tensor, part: Tensor | None, second: HiddenLinear, scale: Tensor | None, residual: Tensor | None,
+    out_part: Tensor | None, dtype: torch.dtype, keep: bool,
+) -> tuple[Tensor, HiddenRows | None]:  # fmt: skip
+    """[residual +] scale (norm(h) W^T + b) [M, C] in `dtype`, and with `keep` what the backward needs.
+
+    Args:
+        h: [M, F].
+        part: Statistics of its rows, as `row_parts.py` has them; None of fp32 rows, which are normalised by a launch
+            of their own.
+        out_part: Room for the statistics of the rows of the result, or None.
+    """
+    folded, M, C = second.folded, h.shape[0], second.folded.weight.shape[0]
+    out = torch.empty(M, C, dtype=dtype, device=h.device)
+    scale = None if scale is None else scale.contiguous()
+    branch = torch.empty_like(out) if keep else None
+    statistics = torch.empty(2, M, dtype=torch.float32, device=h.device)
+    source = h
+    if part is None:
+        source = torch.empty_like(h)
+        rms = folded.weight_sum is None
+        normalise_launch(h, second.eps, statistics[1], source, rms, statistics[0] if keep else None).run()
+    made = keep and part is not None
+    operands = Operands(
+        source, folded.weight, out, b_is_nk=True, z=branch, residual=residual, bias=folded.shift, scale=scale,
+        weight_sum=None if part is None else folded.weight_sum, row_part=part, eps=second.eps,
+        mean=statistics[0] if made else None, rstd=statistics[1] if made else None, out_part=out_part,
+    )  # fmt: skip
+    matmul_launch(operands, epilogue="residual", config=matmul_config(operands, "residual")).run()
+    return out, None if branch is None else HiddenRows(branch, statistics)
+
+
+def along_launch(
+    grad: Tensor, branch: Tensor, scale: Tensor | None, width: int, along: Tensor, sum_part: Tensor
+) -> Launch:
+    """The call that makes `along` fp32 [M] of a hidden layer of `width` columns, and sums over the rows of dy."""
+    M, C = grad.shape
+    block, count = chunk(C)
+    args = {
+        "grad_ptr": grad, "branch_ptr": branch, "scale_ptr": scale, "along_ptr": along, "sum_part_ptr": sum_part,
+        "M": M, "C": C, "F": width,
+    }  # fmt: skip
+    constants = {"ROWS": count, "BLOCK_C": block}
+    programs = ceil_div(M, count) + column_sum_tiles(grad)
+    # left to itself the compiler takes 40 registers of a thread, and spills on sm_100
+    return Launch(_along_kernel, (programs,), args, constants, num_warps=4, maxnreg=64, device=grad.device)
+
+
+def along_rows(grad: Tensor, branch: Tensor, scale: Tensor | None, width: int) -> tuple[Tensor, Tensor]:
+    """`along` fp32 [M], and fp32 parts of the sums over the rows of dy [M, C]."""
+    along, sum_part = grad.new_empty(grad.shape[0], dtype=torch.float32), new_column_sums(grad)
+    scale = None if scale is None else scale.contiguous()
+    along_launch(grad, branch, scale, width, along, sum_part).run()
+    return along, sum_part

@@ -1,0 +1,207 @@
+"""Linear layers with what surrounds them in a block, forward and backward, as sequences of launches.
+
+Forward: `layer_norm_linear` (LayerNorm, linear, activation; `_keeping` for training) and `linear_residual` (linear,
+LayerScale, residual).
+Backward: `product_gradient` and `layer_norm_linear_gradient`; for an MLP `activation_gradient` and `input_gradient`.
+The operators compose them with `weight_products`, and finish with `vector_gradients.parameter_gradients`. All tensors
+are contiguous, rows [M, *].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..layer_norm import (
+    InputRows,
+    RowStatistics,
+    new_statistics,
+    row_statistics_launch,
+)
+from ..matmul.matmul_launch import HeadStep, Operands, matmul_launch
+from ..matmul.matmul_policy import matmul_config, residual_config, rows_in_whole_waves
+from .folding import FoldedLinear, NormedLinear
+from .gradients import layer_norm_gradient
+from .scaled_weights import ScaledWeight
+from .split_k import finish_residual_launch
+
+
+@dataclass(frozen=True)
+class FoldedGradient:
+    """The gradient of a folded linear layer's output behind an activation, in the form its matmuls take.
+
+    Args:
+        scaled: dz~ = rstd dz [M, F], the dtype of z; dz itself in the rows that are constant or were normalised.
+        row_part: sum_f dz (z - c) in parts, fp32 [M, parts].
+        column_part: sum_m dz and sum_m dz~ mean in parts, fp32 [sums, 2, F].
+    """
+
+    scaled: Tensor
+    row_part: Tensor
+    column_part: Tensor
+
+
+def layer_norm_linear(
+    rows: InputRows, folded: FoldedLinear, activation: str = "identity", gated: bool = False,
+    head_step: HeadStep | None = None, out_part: Tensor | None = None, dtype: torch.dtype | None = None,
+    out_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """act(LayerNorm(x) W^T + b) [M, F].
+
+    Args:
+        gated: Whether the result is act(g) u, half as wide.
+        head_step: Of q and k, in whose heads pairs that are turned are neighbours; None: they stay as they are.
+        out_part: Room for the statistics of the result's rows, as `row_parts.py` has them; None: not wanted.
+        dtype: Of the result; None means that of the rows.
+        out_scale: fp32 [1], what a result of e4m3 is multiplied by; else None.
+    """
+    return _layer_norm_linear(rows, folded, activation, gated, head_step, None, None, out_part, dtype, out_scale)
+
+
+def layer_norm_linear_keeping(
+    rows: InputRows, folded: FoldedLinear, activation: str = "identity", gated: bool = False,
+    head_step: HeadStep | None = None, out_part: Tensor | None = None,
+) -> tuple[Tensor, Tensor, RowStatistics]:  # fmt: skip
+    """As `layer_norm_linear`, and for the backward the argument z [M, F] of the activation and the rows' statistics.
+
+    Without an activation z is the result itself.
+    """
+    source, M = rows.source, rows.source.shape[0]
+    z = None if activation == "identity" and not gated else source.new_empty((M, folded.weight.shape[0]))
+    finished = None if rows.part is None else torch.empty(2, M, dtype=torch.float32, device=source.device)
+    out = _layer_norm_linear(rows, folded, activation, gated, head_step, z, finished, out_part)
+    return out, out if z is None else z, RowStatistics(source, rows.statistics if finished is None else finished)
+
+
+def _layer_norm_linear(
+    rows: InputRows, folded: FoldedLinear, activation: str, gated: bool, head_step: HeadStep | None, z: Tensor | None,
+    finished: Tensor | None, out_part: Tensor | None, dtype: torch.dtype | None = None,
+    out_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    source = rows.source
+    out = source.new_empty((source.shape[0], folded.weight.shape[0] // (2 if gated else 1)), dtype=dtype)
+    mean, rstd = (None, None) if finished is None else finished
+    operands = Operands(
+        source, folded.weight, out, b_is_nk=True, z=z, mean=mean, rstd=rstd, row_part=rows.part, eps=rows.eps,
+        bias=folded.shift, weight_sum=folded.weight_sum, scale=folded.scale, out_scale=out_scale,
+        head_step=head_step,
+        out_part=out_part if gated else None,
+    )  # fmt: skip
+    epilogue = "gated" if gated else "layer_norm" if head_step is None else head_step.epilogue
+    config = matmul_config(operands, epilogue, activation)
+    matmul_launch(operands, epilogue=epilogue, config=config, activation=activation).run()
+    if out_part is not None and not gated:  # beside an activation of the whole tile there are no registers for them
+        row_statistics_launch(out, out_part).run()
+    return out
+
+
+def linear_residual(
+    h: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, residual: Tensor | None,
+    statistics: bool = False, dtype: torch.dtype | None = None, out8: Tensor | None = None,
+    out_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """[residual +] scale (h W^T + b) [M, C], and where wanted the statistics of its rows as `row_parts.py` has them.
+
+    Args:
+        residual: In the dtype of h or in fp32; so is the result then.
+        statistics: Whether a LayerNorm follows that takes them over; only for half-precision results.
+        dtype: Of the result where there is no residual; None means that of h.
+        out8: Written: the result times out_scale, fp32 [C], in e4m3 [M, C]; None: it is not.
+    """
+    M, C = h.shape[0], weight.shape[0]
+    bias, scale = (vector if vector is None else vector.contiguous() for vector in (bias, scale))
+    dtype = dtype or h.dtype if residual is None else residual.dtype
+    row_part = new_statistics(M, C, h.device) if statistics else None
+    out = torch.empty(M, C, dtype=dtype, device=h.device)
+    operands = Operands(
+        h, weight, out, b_is_nk=True, residual=residual, bias=bias, scale=scale, out_part=row_part, out8=out8,
+        out_scale=out_scale,
+    )  # fmt: skip
+    first = rows_in_whole_waves(operands)
+    for rows in (slice(0, first), slice(first, M)) if first < M else (slice(0, M),):
+        _run_residual(operands if first == M else operands.of_rows(rows))
+    return out, row_part
+
+
+def _run_residual(operands: Operands) -> None:
+    o = operands
+    config, splits = residual_config(o)
+    if splits == 1:
+        matmul_launch(o, epilogue="residual", config=config).run()
+        return
+    part = torch.empty(splits, *o.out.shape, dtype=torch.float32, device=o.out.device)
+    matmul_launch(Operands(o.a, o.b, part, b_is_nk=True), epilogue="partial", config=config, split_k=splits).run()
+    finish_residual_launch(part, o.bias, o.scale, o.residual, o.out, o.out_part, o.out8, o.out_scale).run()
+
+
+def activation_gradient(
+    grad: Tensor, scaled: ScaledWeight, z: Tensor, rows: RowStatistics, folded: FoldedLinear, activation: str,
+    gated: bool = False, hidden: Tensor | None = None, along: Tensor | None = None,
+) -> tuple[FoldedGradient, Tensor]:  # fmt: skip
+    """The gradient of fc1's output from that of fc2's, and h = act(z) [M, F] again; of a gated layer h = act(g) u.
+
+    Args:
+        grad: dy [M, C].
+        scaled: diag(ls) W2 [C, F].
+        z: fc1's output [M, F], of a gated layer [M, 2 F].
+        hidden, along: As `hidden_norm.py` has them, of a norm between h and fc2, which is folded into `scaled`; h is
+            returned normalised then. None: there is none.
+    """
+    weight = scaled.weight
+    (M, width), F = z.shape, weight.shape[1]
+    out, h = torch.empty_like(z), z.new_empty((M, F))
+    epilogue = "gated_grad" if gated else "activation_grad"
+    operands = Operands(
+        grad, weight, out, z=z, h=h, mean=rows.mean, rstd=rows.rstd, bias=folded.shift, scale=scaled.factor,
+        hidden=hidden, along=along,
+    )  # fmt: skip
+    config = matmul_config(operands, epilogue)
+    row_part = torch.empty(M, config.row_parts(F), dtype=torch.float32, device=z.device)
+    column_part = torch.empty(config.column_parts(M), 2, width, dtype=torch.float32, device=z.device)
+    operands = replace(operands, row_part=row_part, column_part=column_part)
+    matmul_launch(operands, epilogue=epilogue, config=config, activation=activation).run()
+    return FoldedGradient(out, row_part, column_part), h
+
+
+def input_gradient(
+    gradient: FoldedGradient, rows: RowStatistics, folded: FoldedLinear, residual: Tensor | None, rounded: bool = False
+) -> tuple[Tensor, Tensor]:
+    """dx [M, C] in the dtype of x through the linear layer and its LayerNorm, [residual +] included; and with
+    `rounded` the same in the dtype of the matmuls."""
+    out = torch.empty_like(rows.source, dtype=rows.input_dtype)
+    narrow = torch.empty_like(rows.source) if rounded and out.dtype != rows.source.dtype else None
+    operands = Operands(
+        gradient.scaled, folded.weight, out, x=rows.source, residual=residual, mean=rows.mean,
+        rstd=rows.rstd, row_part=gradient.row_part, h=narrow,
+    )  # fmt: skip
+    matmul_launch(operands, epilogue="layer_norm_grad", config=matmul_config(operands, "layer_norm_grad")).run()
+    return out, out if narrow is None else narrow
+
+
+def product_gradient(grad: Tensor, scaled: ScaledWeight) -> Tensor:
+    """dh = dy diag(ls) W [M, F], for a linear layer whose input is nobody's activation."""
+    return _product(grad, scaled.weight, scaled.factor)
+
+
+def _product(a: Tensor, b: Tensor, scale: Tensor | None = None) -> Tensor:
+    """[scale] (a b) [M, N]."""
+    out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
+    operands = Operands(a, b, out, scale=scale)
+    matmul_launch(operands, epilogue="residual", config=matmul_config(operands, "residual")).run()
+    return out
+
+
+def layer_norm_linear_gradient(
+    grad: Tensor, rows: RowStatistics, linear: NormedLinear, weight: Tensor, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[residual +] dx in the dtype of x, the normalised rows [M, C], and parts of the sums over the rows of grad.
+
+    Args:
+        grad: dz [M, F].
+        weight: That of `linear` [F, C], in the dtype of grad.
+        residual: [M, C], in the dtype of x.
+    """
+    product = _product(grad, weight)
+    return layer_norm_gradient(product, linear.gamma, rows, residual, grad, linear.rms)

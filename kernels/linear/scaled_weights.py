@@ -1,0 +1,135 @@
+"""Weights as matmuls take them: dense, in the dtype of the products, and for the backward of a LayerScale diag(ls) W.
+
+    W~ = diag(ls) W / f, rounded to the dtype
+
+f is 1 but in fp16, where a LayerScale of 1e-5 (CaiT, DINOv2) would take W~ below the smallest number and no loss
+scaling could lift it: there the largest scale is taken out as a power of two, which the matmul multiplies with again.
+One launch makes all weights that a step of a block needs so; those that lie ready are taken as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch import Launch, ceil_div
+from ..layer_norm import chunk
+from .folding import load_columns
+
+_AT_ONCE = 3  # weights a launch
+
+
+@triton.jit
+def _largest_power(scale_ptr, F, BLOCK: tl.constexpr):
+    """The power of two below the largest magnitude of a vector [F], at least the smallest normal number."""
+    largest = tl.full((BLOCK,), 2.0**-126, tl.float32)
+    for first in tl.range(0, F, BLOCK):
+        largest = tl.maximum(largest, tl.abs(load_columns(scale_ptr, first + tl.arange(0, BLOCK), F, 0.0)))
+    exponent = tl.max(largest, 0).to(tl.int32, bitcast=True) & 0x7F800000
+    return exponent.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _scale_rows(
+    weight_ptr, scale_ptr, factor_ptr, scaled_ptr, program, F, C, ROWS: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    """The `program`-th ROWS rows of a weight."""
+    rows = program * ROWS + tl.arange(0, ROWS)
+    inside = rows < F
+    start = rows.to(tl.int64)[:, None] * C
+    scale = load_columns(scale_ptr, rows, F, 1.0)
+    if factor_ptr is not None:
+        factor = _largest_power(scale_ptr, F, BLOCK_C)
+        scale /= factor
+        if program == 0:
+            for first in tl.range(0, C, BLOCK_C):
+                cols = first + tl.arange(0, BLOCK_C)
+                tl.store(factor_ptr + cols, tl.zeros((BLOCK_C,), tl.float32) + factor, mask=cols < C)
+    for first in tl.range(0, C, BLOCK_C):
+        cols = first + tl.arange(0, BLOCK_C)
+        mask = inside[:, None] & (cols < C)[None, :]
+        weight = tl.load(weight_ptr + start + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        scaled = (weight * scale[:, None]).to(scaled_ptr.dtype.element_ty)
+        tl.store(scaled_ptr + start + cols[None, :], scaled, mask=mask)
+
+
+@triton.jit
+def _scaled_weights_kernel(
+    weight_ptr,  # [F, C]
+    scale_ptr,  # [F] or None
+    factor_ptr,  # fp32 [C], f throughout; or None, where it is 1
+    scaled_ptr,  # [F, C]
+    # of others, or None:
+    weight2_ptr, scale2_ptr, factor2_ptr, scaled2_ptr, weight3_ptr, scale3_ptr, factor3_ptr, scaled3_ptr,
+    F, C, F2, C2, F3, C3,
+    ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    second = tl.cdiv(F, ROWS)
+    third = second + tl.cdiv(F2, ROWS)
+    if program < second:
+        _scale_rows(weight_ptr, scale_ptr, factor_ptr, scaled_ptr, program, F, C, ROWS, BLOCK_C)
+    elif program < third:
+        if weight2_ptr is not None:
+            _scale_rows(weight2_ptr, scale2_ptr, factor2_ptr, scaled2_ptr, program - second, F2, C2, ROWS, BLOCK_C)
+    elif weight3_ptr is not None:
+        _scale_rows(weight3_ptr, scale3_ptr, factor3_ptr, scaled3_ptr, program - third, F3, C3, ROWS, BLOCK_C)
+
+
+@dataclass(frozen=True)
+class ScaledWeight:
+    """diag(ls) W in the form its matmul takes.
+
+    Args:
+        weight: W~ [F, C].
+        factor: f throughout, fp32 [C]; None where it is 1.
+    """
+
+    weight: Tensor
+    factor: Tensor | None
+
+
+def scaled_weights_launch(pairs: Sequence[tuple[Tensor, Tensor | None]], into: Sequence[ScaledWeight]) -> Launch:
+    """Up to three weights [F, C] with their scales [F], dense, into those of `into`."""
+    args: dict[str, Any] = {}
+    block, rows = chunk(max(weight.shape[1] for weight, _ in pairs))
+    for index, suffix in enumerate(("", "2", "3")):
+        (weight, scale), made = (pairs[index], into[index]) if index < len(pairs) else ((None, None), None)
+        F, C = (0, 0) if weight is None else weight.shape
+        args |= {
+            f"weight{suffix}_ptr": weight, f"scale{suffix}_ptr": scale, f"factor{suffix}_ptr": made and made.factor,
+            f"scaled{suffix}_ptr": made and made.weight, f"F{suffix}": F, f"C{suffix}": C,
+        }  # fmt: skip
+    programs = sum(ceil_div(weight.shape[0], rows) for weight, _ in pairs)
+    constants = {"ROWS": rows, "BLOCK_C": block}
+    return Launch(_scaled_weights_kernel, (programs,), args, constants, num_warps=4, device=pairs[0][0].device)
+
+
+def scaled_weights(pairs: Sequence[tuple[Tensor, Tensor | None]], dtype: torch.dtype) -> list[ScaledWeight]:
+    """diag(ls) W in a dtype for each W [F, C] and ls [F], or W alone where ls is None."""
+    made: list[ScaledWeight] = []
+    todo: list[tuple[tuple[Tensor, Tensor | None], ScaledWeight]] = []
+    for weight, scale in pairs:
+        dense = weight.contiguous()
+        if scale is None and dense.dtype == dtype:
+            made.append(ScaledWeight(dense, None))
+            continue
+        factored = scale is not None and dtype == torch.float16
+        factor = dense.new_empty(dense.shape[1], dtype=torch.float32) if factored else None
+        made.append(ScaledWeight(torch.empty_like(dense, dtype=dtype), factor))
+        todo.append(((dense, None if scale is None else scale.contiguous()), made[-1]))
+    for first in range(0, len(todo), _AT_ONCE):
+        sources, into = zip(*todo[first : first + _AT_ONCE])
+        scaled_weights_launch(sources, into).run()
+    return made
+
+
+def in_dtype(dtype: torch.dtype, *weights: Tensor) -> list[Tensor]:
+    """Weights [F, C], dense and in a dtype; those that are so already are themselves."""
+    return [made.weight for made in scaled_weights([(weight, None) for weight in weights], dtype)]

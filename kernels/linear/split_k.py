@@ -1,0 +1,74 @@
+"""The end of a "residual" matmul that was cut along K: its parts summed, and what its epilogue would have done.
+
+    out = [residual +] [scale] (sum over parts + bias), with statistics of its rows where a LayerNorm follows
+
+A few rows give too few tiles to fill a GPU; parts of K give more of them (split-K). The parts are the "partial"
+epilogue's, fp32, and are added here in their order: no atomics, the same bits each run. A program has one piece of
+the columns, as long as the statistics have it (`row_parts.py`).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..fp8 import divided_columns
+from ..launch import Launch, ceil_div
+from ..layer_norm import piece_statistics, store_statistics
+from ..row_parts import PIECE, row_parts
+from .folding import load_columns
+
+_ROWS = 16  # few rows are what this is for: many programs, not large ones
+_PIECE = tl.constexpr(PIECE)
+
+
+@triton.jit(do_not_specialize=["splits", "M"])
+def _finish_residual_kernel(
+    part_ptr,  # fp32 [splits, M, C]
+    bias_ptr,  # [C] or None
+    scale_ptr,  # [C] or None
+    residual_ptr,  # [M, C] or None
+    out_ptr,  # [M, C]
+    row_part_ptr,  # fp32 [M, 2, PARTS], or None: no statistics are wanted
+    out8_ptr,  # [M, C] e4m3: out times out_scale, fp32 [C]; or None
+    out_scale_ptr,
+    splits, M, C,
+    ROWS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) // PARTS * ROWS
+    col = tl.program_id(0) % PARTS * _PIECE
+    rows = row + tl.arange(0, ROWS)
+    cols = col + tl.arange(0, _PIECE)
+    mask = (rows < M)[:, None] & (cols < C)[None, :]
+    offsets = rows.to(tl.int64)[:, None] * C + cols[None, :]
+    value = tl.zeros((ROWS, _PIECE), tl.float32)
+    for split in tl.range(0, splits):
+        value += tl.load(part_ptr + tl.cast(split, tl.int64) * M * C + offsets, mask=mask, other=0.0)
+    value += load_columns(bias_ptr, cols, C, 0.0)[None, :]
+    value *= load_columns(scale_ptr, cols, C, 1.0)[None, :]
+    if residual_ptr is not None:
+        value += tl.load(residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    stored = value.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + offsets, stored, mask=mask)
+    if row_part_ptr is not None:
+        mean, squares = piece_statistics(stored.to(tl.float32), col, C, _PIECE)
+        store_statistics(row_part_ptr, mean, squares, row, col, M, C, ROWS, PARTS)
+    if out8_ptr is not None:
+        tl.store(out8_ptr + offsets, divided_columns(stored, out_scale_ptr, col, C, _PIECE), mask=mask)
+
+
+def finish_residual_launch(
+    part: Tensor, bias: Tensor | None, scale: Tensor | None, residual: Tensor | None, out: Tensor,
+    row_part: Tensor | None, out8: Tensor | None = None, out_scale: Tensor | None = None,
+) -> Launch:  # fmt: skip
+    """The call that sums parts fp32 [splits, M, C] into out [M, C], and the statistics of its rows unless None; and
+    into out8 the same in e4m3, multiplied by out_scale."""
+    splits, M, C = part.shape
+    args = {
+        "part_ptr": part, "bias_ptr": bias, "scale_ptr": scale, "residual_ptr": residual, "out_ptr": out,
+        "row_part_ptr": row_part, "out8_ptr": out8, "out_scale_ptr": out_scale, "splits": splits, "M": M, "C": C,
+    }  # fmt: skip
+    constants = {"ROWS": _ROWS, "PARTS": row_parts(C)}
+    programs = ceil_div(M, _ROWS) * row_parts(C)
+    return Launch(_finish_residual_kernel, (programs,), args, constants, num_warps=4, device=out.device)

@@ -1,0 +1,300 @@
+"""The gradients of the weights of a block's linear layers, from the matmuls' partial products: one launch for all.
+
+`gradients.py` states the formulas. A linear layer behind a LayerNorm ("folded") and one before a residual, two of each
+at most, which is a whole block, are finished together. What the gradients of vectors are summed from is left in parts,
+for `vector_gradients.py`. Each sum has a fixed order: no atomics, the same bits each run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch import Launch, ceil_div
+from ..matmul.matmul_tiles import load_tile, store_tile, tile_mask, tile_offsets
+from .folding import NormedLinear, load_columns, row_pointers
+from .gradients import column_sum_programs, column_sum_tiles, new_column_sums, store_column_sums, sum_column_parts
+
+ROWS, COLS = 32, 128  # of a tile
+
+
+@triton.jit
+def _sum_splits(part_ptr, splits, row, col, M, N, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """A tile [ROWS, COLS] of the sum of fp32 parts [splits, M, N]."""
+    offsets = tile_offsets(row, col, N, ROWS, COLS)
+    mask = tile_mask(row, col, M, N, ROWS, COLS)
+    total = tl.zeros((ROWS, COLS), tl.float32)
+    for split in tl.range(0, splits):
+        total += tl.load(part_ptr + tl.cast(split, tl.int64) * M * N + offsets, mask=mask, other=0.0)
+    return total
+
+
+@triton.jit
+def _folded_tile(
+    part_ptr, sum_ptr, shift_ptr, weight_ptr, gate_ptr, gamma_ptr, beta_ptr, out_ptr, gate_out_ptr, bias_grad_ptr,
+    gate_bias_grad_ptr, vector_part_ptr, program, F, C, splits, sums, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    tiles_c = tl.cdiv(C, COLS)
+    tile_f = program // tiles_c
+    row = tile_f * ROWS
+    col = program % tiles_c * COLS
+    rows = row + tl.arange(0, ROWS)
+    cols = col + tl.arange(0, COLS)
+    stride = F if shift_ptr is None else 2 * F
+    grad_sum = sum_column_parts(sum_ptr, sums, stride, row, F, ROWS)
+    u = _sum_splits(part_ptr, splits, row, col, F, C, ROWS, COLS)
+    if shift_ptr is not None:
+        u -= sum_column_parts(shift_ptr, sums, stride, row, F, ROWS)[:, None]
+    if bias_grad_ptr is not None:
+        bias_grads = row_pointers(bias_grad_ptr, gate_bias_grad_ptr, rows, 1)
+        tl.store(bias_grads, grad_sum.to(bias_grad_ptr.dtype.element_ty), mask=(rows < F) & (col == 0))
+    inside = tile_mask(row, col, F, C, ROWS, COLS)
+    pointers = row_pointers(weight_ptr, gate_ptr, rows, C)[:, None] + cols[None, :]
+    weight = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+    vectors = vector_part_ptr + tile_f * 2 * C + cols
+    tl.store(vectors, tl.sum(u * weight, 0), mask=cols < C)
+    tl.store(vectors + C, tl.sum(grad_sum[:, None] * weight, 0), mask=cols < C)
+    u *= load_columns(gamma_ptr, cols, C, 1.0)[None, :]
+    u += grad_sum[:, None] * load_columns(beta_ptr, cols, C, 0.0)[None, :]
+    pointers = row_pointers(out_ptr, gate_out_ptr, rows, C)[:, None] + cols[None, :]
+    tl.store(pointers, u.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _residual_tile(
+    part_ptr, weight_ptr, scale_ptr, out_ptr, scale_part_ptr, grad_ptr, grad_part_ptr,
+    program, C, F, splits, M, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    tiles_f = tl.cdiv(F, COLS)
+    tiles = tl.cdiv(C, ROWS) * tiles_f
+    if program < tiles:
+        row = program // tiles_f * ROWS
+        tile_f = program % tiles_f
+        col = tile_f * COLS
+        rows = row + tl.arange(0, ROWS)
+        v = _sum_splits(part_ptr, splits, row, col, C, F, ROWS, COLS)
+        if scale_part_ptr is not None:
+            weight = load_tile(weight_ptr, row, col, C, F, ROWS, COLS, False).to(tl.float32)
+            tl.store(scale_part_ptr + tile_f * C + rows, tl.sum(v * weight, 1), mask=rows < C)
+        if scale_ptr is not None:
+            v *= tl.load(scale_ptr + rows, mask=rows < C, other=0.0).to(tl.float32)[:, None]
+        store_tile(out_ptr, v.to(out_ptr.dtype.element_ty), row, col, C, F, ROWS, COLS, False)
+    elif grad_part_ptr is not None:
+        store_column_sums(grad_ptr, grad_part_ptr, program - tiles, M, C)
+
+
+@triton.jit
+def _tiles(rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
+    return tl.cdiv(rows, ROWS) * tl.cdiv(cols, COLS)
+
+
+@triton.jit
+def _residual_tiles(grad_part_ptr, C, F, M, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Programs of `_residual_tile`: weight tiles, then column sums."""
+    tiles = _tiles(C, F, ROWS, COLS)
+    if grad_part_ptr is not None:
+        tiles += column_sum_programs(M, C)
+    return tiles
+
+
+@triton.jit(do_not_specialize=["M", "splits", "sums", "splits2", "splits3", "sums3", "splits4"])
+def _weight_grad_kernel(
+    # a linear layer behind a LayerNorm, or None:
+    part_ptr,  # fp32 [splits, F, C] of dz~^T x, or of dz^T n
+    sum_ptr,  # fp32 [sums, F] of sum_m dz
+    shift_ptr,  # fp32 [sums, F] of sum_m dz~ mean, the rows of both 2 F apart; None of dz^T n
+    weight_ptr, gate_ptr,  # [F, C] and None, or with a gate [F / 2, C] each
+    gamma_ptr,  # [C] or None
+    beta_ptr,  # [C] or None
+    out_ptr, gate_out_ptr,  # dW, like the weights
+    bias_grad_ptr, gate_bias_grad_ptr,  # [F], or with a gate [F / 2] each; or None
+    vector_part_ptr,  # fp32 [F / ROWS, 2, C] of dgamma and dbeta
+    F, C, splits, sums,
+    # a linear layer before a residual, or None:
+    part2_ptr,  # fp32 [splits2, C2, F2] of dy^T h
+    weight2_ptr,  # [C2, F2]
+    scale2_ptr,  # [C2] or None
+    out2_ptr,  # [C2, F2] dW
+    scale_part2_ptr,  # fp32 [F2 / COLS, C2] of sum_f V W, or None
+    grad2_ptr,  # [M, C2] dy
+    grad_part2_ptr,  # fp32 [M / SUM_ROWS, C2] of sum_m dy, or None
+    F2, C2, splits2,
+    # another of each, or None:
+    part3_ptr, sum3_ptr, shift3_ptr, weight3_ptr, gate3_ptr, gamma3_ptr, beta3_ptr, out3_ptr, gate_out3_ptr,
+    bias_grad3_ptr, gate_bias_grad3_ptr, vector_part3_ptr,
+    F3, C3, splits3, sums3,
+    part4_ptr, weight4_ptr, scale4_ptr, out4_ptr, scale_part4_ptr, grad4_ptr, grad_part4_ptr, F4, C4, splits4,
+    M,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    first = _tiles(F, C, ROWS, COLS)
+    second = first + _residual_tiles(grad_part2_ptr, C2, F2, M, ROWS, COLS)
+    third = second + _tiles(F3, C3, ROWS, COLS)
+    if part_ptr is not None:
+        if program < first:
+            _folded_tile(
+                part_ptr, sum_ptr, shift_ptr, weight_ptr, gate_ptr, gamma_ptr, beta_ptr, out_ptr, gate_out_ptr,
+                bias_grad_ptr, gate_bias_grad_ptr, vector_part_ptr, program, F, C, splits, sums, ROWS, COLS,
+            )  # fmt: skip
+    if part2_ptr is not None:
+        if (program >= first) & (program < second):
+            _residual_tile(
+                part2_ptr, weight2_ptr, scale2_ptr, out2_ptr, scale_part2_ptr, grad2_ptr, grad_part2_ptr,
+                program - first, C2, F2, splits2, M, ROWS, COLS,
+            )  # fmt: skip
+    if part3_ptr is not None:
+        if (program >= second) & (program < third):
+            _folded_tile(
+                part3_ptr, sum3_ptr, shift3_ptr, weight3_ptr, gate3_ptr, gamma3_ptr, beta3_ptr, out3_ptr, gate_out3_ptr,
+                bias_grad3_ptr, gate_bias_grad3_ptr, vector_part3_ptr, program - second, F3, C3, splits3, sums3,
+                ROWS, COLS,
+            )  # fmt: skip
+    if part4_ptr is not None:
+        if program >= third:
+            _residual_tile(
+                part4_ptr, weight4_ptr, scale4_ptr, out4_ptr, scale_part4_ptr, grad4_ptr, grad_part4_ptr,
+                program - third, C4, F4, splits4, M, ROWS, COLS,
+            )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FoldedProducts:
+    """What the gradients of a linear layer behind a LayerNorm are made of.
+
+    Args:
+        part: fp32 [splits, F, C] of dz~^T x, or of dz^T n.
+        column_part: fp32 [sums, 2, F] of sum_m dz and sum_m dz~ mean, or [sums, F] of the former.
+        linear: Of dense tensors.
+    """
+
+    part: Tensor
+    column_part: Tensor
+    linear: NormedLinear
+
+
+@dataclass(frozen=True)
+class ResidualProducts:
+    """What the gradients of a linear layer before a residual are made of.
+
+    Args:
+        part: fp32 [splits, C, F] of dy^T h.
+        grad: dy [M, C], dense.
+        weight: [C, F], dense.
+        bias: [C], dense, or None.
+        scale: LayerScale [C], dense, or None.
+    """
+
+    part: Tensor
+    grad: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    scale: Tensor | None
+
+
+@dataclass(frozen=True)
+class FoldedGradients:
+    """Of a linear layer and the LayerNorm before it, in the dtypes of the parameters; None of an absent one.
+
+    Args:
+        vector_part: fp32 [F / 32, 2, C], what those of gamma and beta are the sums of.
+    """
+
+    weight: Tensor
+    gamma: Tensor | None
+    beta: Tensor | None
+    bias: Tensor | None
+    gate: Tensor | None
+    gate_bias: Tensor | None
+    vector_part: Tensor
+
+
+@dataclass(frozen=True)
+class ResidualGradients:
+    """Of a linear layer and the LayerScale behind it, in the dtypes of the parameters; None of an absent one.
+
+    Args:
+        grad_part: Parts of sum_m dy, where there is a bias.
+        scale_part: fp32 [F / 128, C], parts of sum_f V W, where there is a LayerScale.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    scale: Tensor | None
+    grad_part: Tensor | None
+    scale_part: Tensor | None
+
+
+Folded = tuple[FoldedProducts, FoldedGradients]
+Residual = tuple[ResidualProducts, ResidualGradients]
+
+
+def room_for(products: FoldedProducts | ResidualProducts) -> Any:
+    """Room for the gradients that are made of these: `FoldedGradients` or `ResidualGradients`."""
+
+    def like(tensor: Tensor | None) -> Any:
+        return None if tensor is None else torch.empty_like(tensor)
+
+    def parts(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=products.part.device)
+
+    if isinstance(products, FoldedProducts):
+        linear, (_, F, C) = products.linear, products.part.shape
+        gamma, beta, bias = like(linear.gamma), like(linear.beta), like(linear.bias)
+        gate, gate_bias = like(linear.gate), like(linear.gate_bias)
+        return FoldedGradients(like(linear.weight), gamma, beta, bias, gate, gate_bias, parts(ceil_div(F, ROWS), 2, C))
+    C, F = products.weight.shape
+    return ResidualGradients(
+        like(products.weight), like(products.bias), like(products.scale),
+        None if products.bias is None else new_column_sums(products.grad),
+        None if products.scale is None else parts(ceil_div(F, COLS), C),
+    )  # fmt: skip
+
+
+def slots(folded: Sequence[Folded], residual: Sequence[Residual]) -> list[tuple[Any, str]]:
+    """Everything in the order of the kernels' arguments, (products, gradients) or (None, None), with its suffix."""
+    pairs = [*zip_longest(folded, residual, fillvalue=(None, None)), ((None, None), (None, None))][:2]
+    return [*zip((slot for pair in pairs for slot in pair), ("", "2", "3", "4"), strict=True)]
+
+
+def weight_grad_launch(folded: Sequence[Folded], residual: Sequence[Residual]) -> Launch:
+    """The weights' gradients, those of biases behind LayerNorms, and parts for those of other vectors."""
+    args: dict[str, Any] = {}
+    programs, M = 0, 0
+    for index, ((products, found), suffix) in enumerate(slots(folded, residual)):
+        rows, cols = (0, 0) if products is None else products.part.shape[1:]
+        splits = 0 if products is None else products.part.shape[0]
+        programs += ceil_div(rows, ROWS) * ceil_div(cols, COLS)
+        if index % 2 == 0:
+            linear, sums = products and products.linear, products and products.column_part
+            split = sums is not None and sums.dim() == 3
+            names = {
+                "part": products and products.part, "sum": sums[:, 0] if split else sums,
+                "shift": sums[:, 1] if split else None, "weight": linear and linear.weight,
+                "gate": linear and linear.gate, "gamma": linear and linear.gamma, "beta": linear and linear.beta,
+                "out": found and found.weight, "gate_out": found and found.gate, "bias_grad": found and found.bias,
+                "gate_bias_grad": found and found.gate_bias, "vector_part": found and found.vector_part,
+            }  # fmt: skip
+            args |= {f"F{suffix}": rows, f"C{suffix}": cols, f"sums{suffix}": 0 if sums is None else sums.shape[0]}
+        else:
+            names = {
+                "part": products and products.part, "weight": products and products.weight,
+                "scale": products and products.scale, "out": found and found.weight,
+                "scale_part": found and found.scale_part, "grad": products and products.grad,
+                "grad_part": found and found.grad_part,
+            }  # fmt: skip
+            args |= {f"F{suffix}": cols, f"C{suffix}": rows}
+            if found is not None and found.grad_part is not None:
+                M = products.grad.shape[0]
+                programs += column_sum_tiles(products.grad)
+        args |= {f"{name}{suffix}_ptr": value for name, value in names.items()} | {f"splits{suffix}": splits}
+    constants = {"ROWS": ROWS, "COLS": COLS}
+    device = (folded or residual)[0][0].part.device
+    return Launch(_weight_grad_kernel, (programs,), args | {"M": M}, constants, num_warps=4, device=device)

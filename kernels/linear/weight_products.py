@@ -1,0 +1,123 @@
+"""The matmuls of weight gradients: a^T b of one to four pairs of operands, summed over as many rows, in one launch.
+
+    part[split] = a^T b over one of `splits` parts of the rows, fp32
+
+A weight gradient is as large as its weight, some dozens of tiles, and its sum is as long as there are rows: parts of
+the sum fill the multiprocessors, and the four gradients of a block together need fewer of them. `weight_gradients.py`
+adds the parts in their order: no atomics, the same bits each run.
+
+Source of the tile walk: `matmul.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..device import gpu_of
+from ..launch import Launch
+from ..matmul.matmul_launch import MatmulConfig, tiled
+from ..matmul.matmul_policy import products_config
+from ..matmul.matmul_tiles import accumulate, store_tile, tile_position
+
+
+@triton.jit
+def _store_parts(
+    a, b, out, start, P, Q, M, splits,
+    BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, GROUP: tl.constexpr,
+    TMA: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """This program's share of a product, from its `start`-th tile; which tile of the next product it begins with."""
+    # the sizes are not specialised, for the reason given in `matmul.py`
+    P = P // ALIGN * ALIGN
+    Q = Q // ALIGN * ALIGN
+    tiles_p = tl.cdiv(P, BLOCK_P)
+    tiles_q = tl.cdiv(Q, BLOCK_Q)
+    tiles = tiles_p * tiles_q
+    units = tiles * splits
+    steps = tl.cdiv(tl.cdiv(M, BLOCK_M), splits) * BLOCK_M
+    for unit in tl.range(start, units, tl.num_programs(0)):
+        tile_p, tile_q = tile_position(unit % tiles, tiles_p, tiles_q, GROUP)
+        row = tile_p * BLOCK_P
+        col = tile_q * BLOCK_Q
+        first = unit // tiles * steps
+        acc = accumulate(
+            a, b, row, col, first, min(M, first + steps), P, Q, M,
+            BLOCK_P, BLOCK_Q, BLOCK_M, True, False, TMA,
+        )  # fmt: skip
+        base = out + tl.cast(unit // tiles, tl.int64) * P * Q
+        store_tile(base, acc, row, col, P, Q, BLOCK_P, BLOCK_Q, False)
+    return start + tl.cdiv(max(units - start, 0), tl.num_programs(0)) * tl.num_programs(0) - units
+
+
+@triton.jit(do_not_specialize=["P", "Q", "P2", "Q2", "P3", "Q3", "P4", "Q4", "M", "splits"])
+def _weight_products_kernel(
+    a,  # [M, P]
+    b,  # [M, Q]
+    out,  # fp32 [splits, P, Q]
+    P, Q,
+    a2, b2, out2, P2, Q2,  # of other products, or None
+    a3, b3, out3, P3, Q3,
+    a4, b4, out4, P4, Q4,
+    M, splits,
+    BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, GROUP: tl.constexpr,
+    TMA: tl.constexpr,
+    ALIGN: tl.constexpr,  # divides the widths of all operands
+):  # fmt: skip
+    start = tl.program_id(0)
+    start = _store_parts(a, b, out, start, P, Q, M, splits, BLOCK_P, BLOCK_Q, BLOCK_M, GROUP, TMA, ALIGN)
+    if a2 is not None:
+        start = _store_parts(a2, b2, out2, start, P2, Q2, M, splits, BLOCK_P, BLOCK_Q, BLOCK_M, GROUP, TMA, ALIGN)
+    if a3 is not None:
+        start = _store_parts(a3, b3, out3, start, P3, Q3, M, splits, BLOCK_P, BLOCK_Q, BLOCK_M, GROUP, TMA, ALIGN)
+    if a4 is not None:
+        _store_parts(a4, b4, out4, start, P4, Q4, M, splits, BLOCK_P, BLOCK_Q, BLOCK_M, GROUP, TMA, ALIGN)
+
+
+Pair = tuple[Tensor, Tensor]
+
+
+def weight_products_launch(pairs: Sequence[Pair], out: Sequence[Tensor], config: MatmulConfig) -> Launch:
+    """The call that computes fp32 parts [splits, P, Q] of one to four products into `out`.
+
+    Args:
+        pairs: a [M, P] and b [M, Q], contiguous, all of as many rows.
+        out: The number of parts is that of its tensors.
+        config: Tiles of a result, `block_k` of the rows; `config.tma` asks for operands that `fits_tma`.
+    """
+    (first, _), splits = pairs[0], out[0].shape[0]
+    args: dict[str, Any] = {"M": first.shape[0], "splits": splits}
+    tiles = 0
+    for index, suffix in enumerate(("", "2", "3", "4")):
+        a, b = pairs[index] if index < len(pairs) else (None, None)
+        P, Q = (0, 0) if a is None or b is None else (a.shape[1], b.shape[1])
+        tiles += config.tiles(P, Q)
+        args |= {
+            f"a{suffix}": tiled(a, config.block_k, config.block_m, config.tma),
+            f"b{suffix}": tiled(b, config.block_k, config.block_n, config.tma),
+            f"out{suffix}": None if a is None else out[index], f"P{suffix}": P, f"Q{suffix}": Q,
+        }  # fmt: skip
+    constants = {
+        "BLOCK_P": config.block_m, "BLOCK_Q": config.block_n, "BLOCK_M": config.block_k, "GROUP": config.group_m,
+        "TMA": config.tma,
+        "ALIGN": math.gcd(16, *(tensor.shape[1] for pair in pairs for tensor in pair)),
+    }  # fmt: skip
+    programs = min(tiles * splits, gpu_of(first.device).sm_count * config.ctas_per_sm)
+    return Launch(
+        _weight_products_kernel, (programs,), args, constants,
+        num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.maxnreg, device=first.device,
+    )  # fmt: skip
+
+
+def weight_products(*pairs: Pair) -> list[Tensor]:
+    """a^T b of one to four pairs of as many rows, a [M, P] and b [M, Q], as fp32 parts [splits, P, Q]."""
+    config, splits = products_config(pairs)
+    out = [torch.empty(splits, a.shape[1], b.shape[1], dtype=torch.float32, device=a.device) for a, b in pairs]
+    weight_products_launch(pairs, out, config).run()
+    return out

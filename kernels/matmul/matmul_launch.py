@@ -1,0 +1,279 @@
+"""Which tiles a matmul runs with, and the call itself as a `Launch`.
+
+`matmul_config` chooses from a table by architecture, precision, epilogue and size; nothing is searched at the first
+call. `matmul_launch` puts operands, descriptors and configuration together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..device import gpu_of
+from ..launch import Launch, ceil_div
+from ..rotary import QkvSettings, table_steps
+from ..row_parts import PIECE
+from .matmul import _matmul_kernel
+
+EPILOGUES = (
+    "layer_norm", "rotary", "qk_norm", "gated", "residual", "activation_grad", "gated_grad", "layer_norm_grad",
+    "partial",
+)  # fmt: skip
+# How many times as wide as a piece of the product what they read and write is.
+_WIDER = {("gated", "out"): 0.5, ("gated_grad", "out"): 2, ("gated_grad", "z"): 2}
+TL_DTYPES = {
+    torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16,
+    torch.float8_e4m3fn: tl.float8e4nv,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MatmulConfig:
+    """Tiles of one matmul.
+
+    Args:
+        block_m, block_n, block_k: Tile sizes, powers of two.
+        sub_tiles: Pieces along N that the epilogue works on one after another: 1, 2 or 4.
+        num_warps: Warps a program.
+        num_stages: Tiles of A and B in flight.
+        tma: Operands and results through tensor descriptors.
+        flatten: One pipelined loop across the tiles of a program: the loads of the next tile go on under the epilogue
+            of this one. Not for the "partial" epilogue, which hardly has one.
+        ctas_per_sm: Programs a multiprocessor holds: the persistent grid is that many times the multiprocessors.
+        group_m: Rows of tiles that are walked over together.
+        maxnreg: Registers a thread may use; None leaves it to the compiler.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    sub_tiles: int = 1
+    num_warps: int = 4
+    num_stages: int = 3
+    tma: bool = False
+    flatten: bool = False
+    ctas_per_sm: int = 1
+    group_m: int = 8
+    maxnreg: int | None = None
+
+    @property
+    def piece(self) -> int:
+        """Columns the epilogue works on at a time."""
+        return self.block_n // self.sub_tiles
+
+    def tiles(self, M: int, N: int) -> int:
+        """Output tiles of an [M, N] result."""
+        return ceil_div(M, self.block_m) * ceil_div(N, self.block_n)
+
+    def row_parts(self, N: int) -> int:
+        """Pieces that cover a row of N columns: the last size of `row_part` in "activation_grad"."""
+        return ceil_div(N, self.piece)
+
+    def column_parts(self, M: int) -> int:
+        """Tiles that cover a column of M rows: the leading size of `column_part`."""
+        return ceil_div(M, self.block_m)
+
+
+@dataclass(frozen=True)
+class HeadStep:
+    """What a qkv matmul does to the heads of q and k; pairs that are turned are neighbours among its columns.
+
+    Args:
+        settings: Norms over the head; tables [B or 1, 1, T, D / 2], of strides that `table_steps` can say.
+        tokens: Of an image.
+        head_dim: D.
+    """
+
+    settings: QkvSettings
+    tokens: int
+    head_dim: int
+
+    @property
+    def epilogue(self) -> str:
+        """Which of the matmul's it takes."""
+        return "rotary" if self.settings.norm == "none" else "qk_norm"
+
+    def arguments(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The kernel's arguments and constants."""
+        s = self.settings
+        (cos, sin), weights, biases = s.tables or (None, None), s.weights or (None, None), s.biases or (None, None)
+        image_rows, _, row_step, pair_step = (0, 0, 0, 0) if cos is None else table_steps(cos)
+        args = {
+            "q_weight_ptr": weights[0], "k_weight_ptr": weights[1], "q_bias_ptr": biases[0], "k_bias_ptr": biases[1],
+            "qk_eps": s.eps, "cos_ptr": cos, "sin_ptr": sin, "tokens": self.tokens, "prefix": s.prefix,
+            "image_rows": image_rows,
+        }  # fmt: skip
+        constants = {
+            "HEAD": self.head_dim, "NORM": s.norm, "HALVES": cos is not None and s.layout != "interleaved",
+            "ROW_STEP": row_step, "PAIR_STEP": pair_step,
+        }  # fmt: skip
+        return args, constants
+
+
+_NO_STEP = HeadStep(QkvSettings(), 0, 0).arguments()
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Everything a matmul reads and writes, named as in the kernel; `matmul.py` says which epilogue takes what.
+
+    Args:
+        a: [M, K].
+        b: [K, N], or [N, K] where `b_is_nk`.
+        out: [M, N]; of the "partial" epilogue fp32 [split_k, M, N].
+        row_part: Statistics of A's rows as `row_parts.py` has them, where a norm of them is folded into B; of
+            "activation_grad" and "layer_norm_grad" sums over pieces of rows [M, parts].
+        out_part: Statistics of the rows of `out`, for the norm that comes next.
+        hidden, along: Of "activation_grad" and "gated_grad" before a norm of the hidden layer: mean and rstd of its
+            rows, fp32 [2, M], and fp32 [M].
+        eps: Added to the variance of A's rows.
+        head_step: Of the "rotary" and "qk_norm" epilogues, whose N is 3 H D.
+        x, residual: [M, N], like `out` in the dtype of the residual stream: that of `a` and `b`, or fp32 beside them.
+    """
+
+    a: Tensor
+    b: Tensor
+    out: Tensor
+    b_is_nk: bool = False
+    z: Tensor | None = None
+    h: Tensor | None = None
+    x: Tensor | None = None
+    residual: Tensor | None = None
+    mean: Tensor | None = None
+    rstd: Tensor | None = None
+    bias: Tensor | None = None
+    weight_sum: Tensor | None = None
+    scale: Tensor | None = None
+    out8: Tensor | None = None
+    out_scale: Tensor | None = None
+    row_part: Tensor | None = None
+    column_part: Tensor | None = None
+    out_part: Tensor | None = None
+    hidden: Tensor | None = None
+    along: Tensor | None = None
+    eps: float = 0.0
+    head_step: HeadStep | None = None
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """M, N, K."""
+        M, K = self.a.shape
+        return M, self.b.shape[0] if self.b_is_nk else self.b.shape[1], K
+
+    def of_rows(self, rows: slice) -> Operands:
+        """The same for some rows of a "residual" matmul."""
+        names = ("a", "out", "residual", "out_part", "out8")
+        given = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: tensor[rows] for name, tensor in given.items() if tensor is not None})
+
+    def tiled(self) -> list[Tensor]:
+        """The tensors that are read or written by tiles, through descriptors where the configuration says so."""
+        tiled = (self.a, self.b, self.out, self.z, self.h, self.x, self.residual, self.out8)
+        return [tensor for tensor in tiled if tensor is not None]
+
+
+def fits_tma(tensors: Iterable[Tensor]) -> bool:
+    """Whether tensor descriptors can be made of all of these: rows and addresses on 16 bytes, nothing empty."""
+    return all(t.numel() > 0 and t.shape[-1] * t.element_size() % 16 == 0 and _address(t) % 16 == 0 for t in tensors)
+
+
+def tiled(tensor: Tensor | None, rows: int, cols: int, tma: bool) -> Any:
+    """A tensor as a kernel takes it that reads or writes it by tiles [rows, cols]."""
+    if tensor is None or not tma:
+        return tensor
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, cols])
+
+
+def _address(tensor: Tensor) -> int:
+    # a meta tensor has no storage; what stands for it starts aligned
+    return int(tensor.storage_offset()) * tensor.element_size() if tensor.is_meta else tensor.data_ptr()
+
+
+def matmul_launch(
+    operands: Operands,
+    *,
+    epilogue: str,
+    config: MatmulConfig,
+    activation: str = "identity",
+    split_k: int = 1,
+) -> Launch:
+    """The call that computes `operands.out`.
+
+    Args:
+        operands: Contiguous tensors.
+        epilogue: One of `EPILOGUES`.
+        config: Tiles; `config.tma` asks for operands that `fits_tma`.
+        activation: Of the "layer_norm" and "activation_grad" epilogues and the gated ones: "identity" or one of
+            `ACTIVATIONS`.
+        split_k: Parts of K in the "partial" epilogue.
+    """
+    o = operands
+    head_args, head_constants = o.head_step.arguments() if o.head_step else _NO_STEP
+    M, N, K = o.sizes
+    rows, cols, depth = config.block_m, config.block_n, config.block_k
+
+    # in e4m3 there are no registers for all of it, of an fp32 stream for two at once
+    early = 1 if o.out8 is not None or o.a.dtype == torch.float8_e4m3fn else config.sub_tiles
+    if o.x is not None:
+        early = int(o.x.element_size() == 2)
+    reads_z = epilogue in ("activation_grad", "gated_grad")
+    if reads_z:  # beside the slope of gelu_tanh the widest tiles have no registers for it
+        early = int(o.a.element_size() == 2 and not (activation == "gelu_tanh" and cols == 256))
+
+    def piece(name: str) -> Any:
+        return tiled(getattr(o, name), rows, int(config.piece * _WIDER.get((epilogue, name), 1)), config.tma)
+
+    args = {
+        "a": tiled(o.a, rows, depth, config.tma),
+        "b": tiled(o.b, *((cols, depth) if o.b_is_nk else (depth, cols)), config.tma),
+        "out": o.out if epilogue == "partial" else piece("out"),
+        "z": o.z if reads_z and early else piece("z"), "h": piece("h"), "x": o.x if early else piece("x"),
+        "residual": o.residual if early else piece("residual"),
+        "mean_ptr": o.mean, "rstd_ptr": o.rstd,
+        "bias_ptr": o.bias, "weight_sum_ptr": o.weight_sum, "scale_ptr": o.scale, "out8": piece("out8"),
+        "out_scale_ptr": o.out_scale, "row_part_ptr": o.row_part, "column_part_ptr": o.column_part,
+        "out_part_ptr": o.out_part, "hidden_ptr": o.hidden, "along_ptr": o.along,
+        "M": M, "N": N, "K": K, "eps": o.eps,
+        "splits": split_k, **head_args,
+    }  # fmt: skip
+    constants = {
+        "EPILOGUE": epilogue, "ACTIVATION": activation, "DTYPE": TL_DTYPES[o.out.dtype],
+        "B_IS_NK": o.b_is_nk, "TMA": config.tma,
+        "FLATTEN": config.flatten and epilogue != "partial",
+        "BLOCK_M": rows, "BLOCK_N": cols, "BLOCK_K": depth,
+        "SUB_TILES": config.sub_tiles, "GROUP_M": config.group_m,
+        "EARLY": early,
+        "PARTS": 0 if o.row_part is None else o.row_part.shape[-1],
+        "OUT_PARTS": 0 if o.out_part is None else o.out_part.shape[-1],
+        "TIMES": 1 if o.out_part is None else _pieces_of_statistics(config, epilogue),
+        "WHOLE": o.out_part is not None and o.out.shape[-1] % PIECE == 0,
+        **head_constants,
+        "ALIGN": math.gcd(16, *(tensor.shape[-1] for tensor in o.tiled())),
+    }  # fmt: skip
+    programs = min(config.tiles(M, N) * split_k, gpu_of(o.a.device).sm_count * config.ctas_per_sm)
+    return Launch(
+        _matmul_kernel, (programs,), args, constants,
+        num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.maxnreg, device=o.a.device,
+    )  # fmt: skip
+
+
+def _pieces_of_statistics(config: MatmulConfig, epilogue: str) -> int:
+    """Pieces of a tile, as the epilogue stores them, that make a piece of row statistics.
+
+    Raises:
+        ValueError: a tile does not hold whole ones.
+    """
+    width = int(config.piece * _WIDER.get((epilogue, "out"), 1))
+    if PIECE % width or config.sub_tiles % (PIECE // width):
+        raise ValueError(
+            f"a tile of {config.block_n} columns in {config.sub_tiles} pieces cannot leave row statistics behind "
+            f"{epilogue!r}: accepted are tiles that store whole pieces of {PIECE} columns"
+        )
+    return PIECE // width

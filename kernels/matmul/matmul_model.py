@@ -1,0 +1,136 @@
+"""A model of a matmul's time on a GPU, from data sheets and from instructions counted in compiled kernels.
+
+Estimates in cycles of a multiprocessor; none is measured. `matmul_policy.py` orders configurations by them, and
+`device_model.py` prints them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..device import Gpu, generation
+from ..launch import ceil_div
+from .matmul_launch import MatmulConfig, Operands
+
+# Dense fp16 multiply-adds a cycle with fp32 sums: A100, A10, L40S, H100, B200, B300, RTX 5090.
+PRODUCTS = {
+    "sm_80": 1024, "sm_86": 512, "sm_89": 512, "sm_90": 2048, "sm_100": 4096, "sm_103": 4096, "sm_120": 256,
+}  # fmt: skip
+# Bytes a cycle from L2, of the operands' tiles: for all multiprocessors, the A100's and about the RTX 4090's; for one.
+_L2_BYTES = {"sm_86": 2048, "sm_89": 2048, "sm_120": 2048}
+_L2_BYTES_HBM = 5120
+_L2_PORT = 64
+_L2_HOLDS = 2**25
+_SHARED_BYTES = 128  # a cycle: mma.sync has the warps read their operands, 32 rows by a share of the columns each
+_LATENCY = 700  # from the request of a tile of A and B to its arrival
+ISSUE = 3.0  # instructions a cycle in an epilogue: 75 % of four schedulers
+DRAIN = 600  # an epilogue's exposed latencies: its first loads, its last stores
+OVERHEAD = 2500  # from the end of one launch to the arrival of the next one's first loads, in a graph
+# Instructions a warp issues for a tile outside the loop over K: so many, and for every element of a thread ...
+_TILE_INSTRUCTIONS = 250
+_INSTRUCTIONS = {
+    "layer_norm": 7, "rotary": 18, "qk_norm": 29, "gated": 10, "residual": 2, "activation_grad": 35, "gated_grad": 54,
+    "layer_norm_grad": 11, "partial": 4,
+}  # fmt: skip
+_ACTIVATION, _ADDEND, _STATISTICS, _SECOND = 10, 8, 7, 5  # more: GELU, a residual, its statistics, a result in e4m3
+
+
+def epilogue_instructions(operands: Operands, epilogue: str, activation: str = "identity") -> int:
+    """Instructions a thread issues for each element of a tile after the loop over K, counted in SASS of sm_90."""
+    count = _INSTRUCTIONS[epilogue]
+    if epilogue == "layer_norm" and activation != "identity":
+        count += _ACTIVATION
+    if epilogue == "residual":
+        extras = ((operands.residual, _ADDEND), (operands.out_part, _STATISTICS), (operands.out8, _SECOND))
+        count += sum(cost for tensor, cost in extras if tensor is not None)
+    return count
+
+
+@dataclass(frozen=True)
+class Cycles:
+    """Cycles that the busiest multiprocessor spends on its tiles.
+
+    Args:
+        products: Tensor cores.
+        loads: Operands from L2.
+        latency: Loads under way that are too few to hide how long one takes.
+        epilogues: Instructions after the loops over K.
+        total: Of the launch, with what overlaps counted once.
+    """
+
+    products: float
+    loads: float
+    latency: float
+    epilogues: float
+    total: float
+
+
+def launch_cycles(
+    config: MatmulConfig, sizes: tuple[int, int, int], itemsize: int, gpu: Gpu, epilogue: float, splits: int = 1
+) -> Cycles:
+    """Returns the estimate of one launch.
+
+    Args:
+        config: The tiles.
+        sizes: M, N, K of the product.
+        itemsize: Bytes an element of A and B.
+        gpu: Where it runs.
+        epilogue: Cycles of a tile's epilogue.
+        splits: Parts of K.
+    """
+    M, N, K = sizes
+    units = config.tiles(M, N) * splits
+    if units == 0:
+        return Cycles(0, 0, 0, 0, 0)
+    tiles = ceil_div(units, gpu.sm_count)
+    area, border = config.block_m * config.block_n, config.block_m + config.block_n
+    steps = ceil_div(ceil_div(K, config.block_k), splits)
+    depth = config.block_k * itemsize
+    product = steps * area * depth / 2 / PRODUCTS.get(gpu.arch, 1024)
+    if generation(gpu.arch) == "ampere":
+        product = max(product, steps * (32 * config.num_warps + area / 32 + border) * depth / _SHARED_BYTES)
+    together, under_way = min(tiles, config.ctas_per_sm), max(1, config.num_stages - 1)
+    wait = steps * _LATENCY / (under_way * together)
+    # a flattened loop issues the next tile's first loads before the epilogue
+    early = under_way if config.flatten and splits == 1 else 0
+    whole, rest = divmod(units, gpu.sm_count)  # waves, and the multiprocessors that have a tile in the last one
+    waves = [(count, active) for count, active in ((whole, gpu.sm_count), (1, rest)) if count and active]
+    moved = max(0, steps - early) * border * depth
+    loads = [(count, moved / min(_L2_PORT, _l2_bytes(gpu) / active)) for count, active in waves]
+    loops = sum(count * max(product, load, wait) for count, load in loads)
+    if config.ctas_per_sm > 1:  # but for the last ones, epilogues run under the products of another program's tile
+        last = (tiles - 1) % together + 1
+        total = max(loops, (tiles - last) * epilogue + loops * last / tiles) + last * epilogue
+    else:  # nothing but those first loads overlaps it
+        total = loops + tiles * ((0 if early else _LATENCY) + epilogue)
+    loading = sum(count * load for count, load in loads)
+    return Cycles(tiles * product, loading, tiles * wait, tiles * epilogue, OVERHEAD + total)
+
+
+def _l2_bytes(gpu: Gpu) -> int:
+    return _L2_BYTES.get(gpu.arch, _L2_BYTES_HBM)
+
+
+def epilogue_cycles(config: MatmulConfig, instructions: int) -> float:
+    """An estimate of a tile's epilogue by itself; `instructions` as `epilogue_instructions` counts them."""
+    a_warp = _TILE_INSTRUCTIONS + instructions * config.block_m * config.block_n / (32 * config.num_warps)
+    return a_warp * config.num_warps / ISSUE + DRAIN
+
+
+def predicted_cycles(
+    config: MatmulConfig, sizes: tuple[int, int, int], itemsize: int, gpu: Gpu, instructions: int, splits: int = 1
+) -> float:
+    """Returns the estimate of a product, with the launch that sums its parts where there are several.
+
+    Args:
+        config, sizes, itemsize, gpu: As of `launch_cycles`.
+        instructions: `epilogue_instructions` where K is whole.
+        splits: Parts of K; more than one are fp32 in memory.
+    """
+    epilogue = epilogue_cycles(config, instructions if splits == 1 else _INSTRUCTIONS["partial"])
+    cycles = launch_cycles(config, sizes, itemsize, gpu, epilogue, splits).total
+    if splits > 1:  # parts written and read, the sum's other operands read, its result written
+        M, N, _ = sizes
+        rate = _l2_bytes(gpu) / (1 if 4 * splits * M * N <= _L2_HOLDS else 4)  # of DRAM, about
+        cycles += OVERHEAD + (8 * splits + 2 * itemsize) * M * N / rate
+    return cycles

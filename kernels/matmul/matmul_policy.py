@@ -1,0 +1,307 @@
+"""Which tiles a matmul runs with: a table by architecture, product precision and size, no search at the first call.
+
+Every row compiles without spills for its architecture (`vit-fast kernels`). Among the rows the one is taken that a
+model of the busiest multiprocessor's time finds fastest; its constants are estimates, not measurements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..device import Gpu, generation, gpu_of, product_kind, reads_descriptors
+from ..launch import ceil_div, is_interpreted
+from ..row_parts import PIECE
+from .matmul_launch import MatmulConfig, Operands, fits_tma
+from .matmul_model import epilogue_instructions, predicted_cycles
+
+# Epilogues that hold more of a tile in registers than the others.
+_HEAVY = ("activation_grad", "weight_products")
+_MAX_SPLITS = 16  # of a weight gradient
+_MAX_RESIDUAL_SPLITS = 8
+_MIN_STEPS = 4  # of K in a part
+NORMED_HEADS = (64, 128)  # channels of the heads that a "qk_norm" matmul can normalise
+
+
+def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[MatmulConfig, ...]:
+    """Configurations from the widest tile to the smallest.
+
+    Args:
+        arch: e.g. "sm_90"; sm_120 and unknown ones take the pointer tables, which every architecture runs.
+        kind: The `product_kind` of the operands: "half", "fp8" or "tf32".
+        epilogue: One of `EPILOGUES`, of which "qk_norm" is of "half" alone; or "weight_products".
+        tma: Whether the operands can go through tensor descriptors.
+    """
+    hopper, blackwell = (generation(arch) == name for name in ("hopper", "blackwell"))
+    if epilogue == "qk_norm":
+        return _qk_norm_table(arch, kind, tma)
+    table: tuple[MatmulConfig, ...]
+    special: dict[str, tuple[MatmulConfig, ...]]
+    if epilogue == "gated_grad":
+        table = _gated_grad_table(arch, kind, tma and reads_descriptors(arch))
+    elif kind == "fp8":
+        table = _fp8_table(arch, tma and reads_descriptors(arch))
+    elif not (tma and reads_descriptors(arch)):
+        table = _pointer_table(arch, kind, epilogue)
+    elif kind == "tf32":
+        table = _TF32_HOPPER
+        if blackwell:
+            special = {"activation_grad": _TF32_BLACKWELL_HALVES, "weight_products": _TF32_BLACKWELL_PRODUCTS}
+            table = special.get(epilogue, _TF32_BLACKWELL)
+    elif hopper:
+        special = {"layer_norm": _HALF_HOPPER_LAYER_NORM, "gated": _HALF_HOPPER_GATED}
+        table = special.get(epilogue, _HALF_HOPPER)
+    else:
+        special = dict.fromkeys(("residual", "partial"), _HALF_BLACKWELL_RESIDUAL)
+        special["layer_norm"] = _HALF_BLACKWELL_LAYER_NORM
+        table = special.get(epilogue, _HALF_BLACKWELL_HEAVY if epilogue in _HEAVY else _HALF_BLACKWELL)
+    if epilogue == "partial" and blackwell and table[0].tma:  # wide tiles spill, and of narrow ones in 72 registers
+        fitting = (config for config in table if config.block_n < 256)
+        return tuple(replace(config, maxnreg=128) if config.block_n == 64 else config for config in fitting)
+    # a weight gradient is as large as its weight: splitting K, not small tiles, fills the multiprocessors
+    return table[:1] if epilogue == "weight_products" else table
+
+
+_HALF_HOPPER = (
+    MatmulConfig(128, 256, 64, sub_tiles=4, num_warps=8, num_stages=3, tma=True, flatten=True),
+    MatmulConfig(128, 128, 64, sub_tiles=2, num_warps=8, num_stages=4, tma=True, flatten=True),
+    MatmulConfig(64, 128, 64, sub_tiles=2, num_warps=4, num_stages=4, tma=True, ctas_per_sm=2),
+    MatmulConfig(64, 64, 64, num_warps=4, num_stages=4, tma=True, ctas_per_sm=2),
+)
+# Left to itself the compiler takes up to 246 registers, and with 168 it spills nothing.
+_HALF_HOPPER_LAYER_NORM = (replace(_HALF_HOPPER[0], maxnreg=184), *_HALF_HOPPER[1:])
+_HALF_HOPPER_GATED = (replace(_HALF_HOPPER[0], maxnreg=232), *_HALF_HOPPER[1:])
+_HALF_BLACKWELL = (
+    MatmulConfig(128, 256, 64, sub_tiles=4, num_warps=8, num_stages=3, tma=True, flatten=True),
+    MatmulConfig(128, 128, 64, sub_tiles=4, num_warps=4, num_stages=3, tma=True, ctas_per_sm=2),
+    MatmulConfig(64, 64, 64, num_warps=4, num_stages=4, tma=True, ctas_per_sm=2),
+)
+# Where row statistics are combined or left behind, the compiler spills in another form, or without the limit.
+_HALF_BLACKWELL_LAYER_NORM = (_HALF_BLACKWELL[0], replace(_HALF_BLACKWELL[1], maxnreg=184), _HALF_BLACKWELL[2])
+_HALF_BLACKWELL_RESIDUAL = (
+    replace(_HALF_BLACKWELL[0], maxnreg=248),
+    MatmulConfig(128, 128, 64, sub_tiles=2, num_warps=8, num_stages=3, tma=True),
+    _HALF_BLACKWELL[2],
+)
+_HALF_BLACKWELL_HEAVY = (
+    MatmulConfig(128, 128, 64, sub_tiles=2, num_warps=8, num_stages=3, tma=True),
+    MatmulConfig(64, 64, 64, num_warps=4, num_stages=4, tma=True, ctas_per_sm=2),
+)
+_TF32_HOPPER = (
+    MatmulConfig(128, 128, 32, sub_tiles=2, num_warps=8, num_stages=3, tma=True),
+    MatmulConfig(64, 64, 32, num_warps=4, num_stages=3, tma=True, ctas_per_sm=2),
+)
+_TF32_BLACKWELL = (MatmulConfig(64, 64, 32, num_warps=4, num_stages=3, tma=True, ctas_per_sm=2),)
+_TF32_BLACKWELL_HALVES = (replace(_TF32_BLACKWELL[0], sub_tiles=2),)
+# Of several products in one launch the compiler, left to itself, spills in 72 registers.
+_TF32_BLACKWELL_PRODUCTS = (replace(_TF32_BLACKWELL[0], maxnreg=128),)
+
+
+def _fp8_table(arch: str, tma: bool) -> tuple[MatmulConfig, ...]:
+    """Of operands in e4m3: steps along K as many bytes long as those of half precision."""
+    if tma:
+        return _FP8
+    limit = 144 if arch == "sm_120" else None  # left to itself the assembler takes 96, and spills
+    return (
+        MatmulConfig(128, 128, 64, sub_tiles=2, num_warps=8, num_stages=3),
+        MatmulConfig(64, 64, 64, sub_tiles=2, num_warps=4, num_stages=3, ctas_per_sm=2, maxnreg=limit),
+    )
+
+
+_FP8 = (
+    MatmulConfig(128, 256, 128, sub_tiles=4, num_warps=8, num_stages=3, tma=True, flatten=True),
+    MatmulConfig(128, 128, 128, sub_tiles=2, num_warps=8, num_stages=4, tma=True, flatten=True),
+    MatmulConfig(64, 128, 128, sub_tiles=2, num_warps=4, num_stages=4, tma=True, ctas_per_sm=2),
+    MatmulConfig(64, 64, 128, num_warps=4, num_stages=4, tma=True, ctas_per_sm=2),
+)
+
+
+def _qk_norm_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ...]:
+    """Of "qk_norm": the tiles of "rotary" for half precision, cut into heads of each size.
+
+    Heads of 128 channels spill in tiles of 128 x 256, and with 4 warps in those of 128 x 128.
+    """
+    if kind != "half":
+        return ()
+    table = config_table(arch, kind, "rotary", tma)
+    # left to itself the compiler takes 249 registers on sm_90, and needs them not
+    of_64 = [replace(c, sub_tiles=c.block_n // 64, maxnreg=232 if c.block_n == 256 else c.maxnreg) for c in table]
+    of_128 = [replace(c, sub_tiles=1) for c in table if c.block_n == 128]
+    eight = [replace(c, num_warps=8, ctas_per_sm=1) if c.block_m == 128 else c for c in of_128]
+    return tuple(sorted((*of_64, *eight), key=lambda config: -config.block_m * config.block_n))
+
+
+def _gated_grad_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ...]:
+    """Of "gated_grad", which holds z and its gradient beside the product, each twice as wide."""
+    depth = 64 if kind == "half" else 32
+    if tma:
+        wide = MatmulConfig(128, 128, depth, sub_tiles=4, num_warps=8, num_stages=3, tma=True, flatten=kind == "half")
+        if generation(arch) == "hopper":  # left to itself the compiler takes 247 before a norm, and needs them not
+            wide = replace(wide, maxnreg=232)
+        if generation(arch) == "blackwell":  # 128 columns spill there
+            wide = MatmulConfig(128, 64, depth, sub_tiles=2, num_warps=8, num_stages=3, tma=True)
+        small = MatmulConfig(64, 64, depth, sub_tiles=2, num_warps=4, num_stages=3, tma=True, ctas_per_sm=2)
+        return (wide, small) if kind == "half" else (small,)
+    wide = MatmulConfig(128, 64, 32, sub_tiles=2, num_warps=8, num_stages=3)
+    small = MatmulConfig(64, 64, 32, sub_tiles=2, num_warps=8, num_stages=3, ctas_per_sm=2)
+    return (wide, small) if kind == "half" else (small,)
+
+
+def _pointer_table(arch: str, kind: str, epilogue: str) -> tuple[MatmulConfig, ...]:
+    """Tiles loaded by pointers: sm_80, 86, 89 and 120, and layouts that tensor descriptors cannot describe.
+
+    Where architectures or epilogues differ without a word, the other choice spills.
+    """
+    hopper, blackwell = (generation(arch) == name for name in ("hopper", "blackwell"))
+    if kind == "tf32" and blackwell:
+        stages = 2 if epilogue == "layer_norm" else 3
+        return (MatmulConfig(64, 64, 32, num_warps=8, num_stages=stages, ctas_per_sm=2),)
+    width = 64 if kind == "tf32" and not hopper else 128
+    depth = 64 if kind == "half" and hopper else 32
+    small = 64 if kind == "half" else 32
+    quarters = kind == "half" and (blackwell or (arch == "sm_120" and epilogue == "activation_grad"))
+    halves = (kind == "half" and (blackwell or (epilogue == "activation_grad" and not hopper))) or (
+        kind == "tf32" and arch == "sm_120"
+    )
+    limit = 160 if kind == "half" and blackwell and epilogue == "layer_norm" else None  # left to itself it takes 96
+    return (
+        MatmulConfig(128, width, depth, sub_tiles=4 if quarters else 2, num_warps=8, num_stages=3),
+        MatmulConfig(
+            64, 64, small, sub_tiles=2 if halves else 1, num_warps=4, num_stages=3, ctas_per_sm=2, maxnreg=limit
+        ),
+    )
+
+
+def choose_split(
+    table: Sequence[MatmulConfig], sizes: tuple[int, int, int], itemsize: int, gpu: Gpu, instructions: int,
+    partial: Sequence[MatmulConfig] = (), most: int = 1,
+) -> tuple[MatmulConfig, int]:  # fmt: skip
+    """The configuration and the parts of K with the lowest `predicted_cycles`: of `table` for one part, of `partial`
+    for up to `most`.
+
+    Of equals the fewest parts and the widest tile.
+    """
+    steps = [(config, ceil_div(sizes[2], config.block_k)) for config in partial]
+    candidates = [(config, 1) for config in table]
+    candidates += [(c, parts) for parts in range(2, most + 1) for c, count in steps if count >= _MIN_STEPS * parts]
+    return min(candidates, key=lambda c: predicted_cycles(c[0], sizes, itemsize, gpu, instructions, c[1]))
+
+
+def matmul_config(operands: Operands, epilogue: str, activation: str = "identity") -> MatmulConfig:
+    """The configuration for these operands on their device.
+
+    The interpreter, whose time goes by the number of tiles and not by their size, always takes the widest there is.
+    """
+    return _chosen(operands, epilogue, activation)[0]
+
+
+def residual_config(operands: Operands) -> tuple[MatmulConfig, int]:
+    """The configuration of a "residual" matmul, and in how many parts of K; more than one are for `split_k.py`.
+
+    A few rows have too few tiles for the multiprocessors: fc2 of ViT-B has 48 of the smallest at batch 1.
+    """
+    return _chosen(operands, "residual", most=_MAX_RESIDUAL_SPLITS)
+
+
+def rows_in_whole_waves(operands: Operands) -> int:
+    """Returns how many rows a "residual" matmul computes first, where the others get a launch of their own; else all.
+
+    The tiles of those first rows fill every multiprocessor the same number of times. A last wave of few tiles takes as
+    long as a whole one; the rows that are left over get narrower tiles, or parts of K, that spread over the GPU.
+    """
+    rows = operands.sizes[0]
+    return rows if is_interpreted() else _best_head(*_question(operands, "residual", most=_MAX_RESIDUAL_SPLITS))
+
+
+@lru_cache(4096)
+def _best_head(
+    gpu: Gpu, kind: str, epilogue: str, instructions: int, tma: bool, sizes: tuple[int, int, int], itemsize: int,
+    *limits: int,
+) -> int:  # fmt: skip
+    M, N, K = sizes
+
+    def cycles(rows: int) -> float:
+        part = (rows, N, K)
+        config, splits = _best(gpu, kind, epilogue, instructions, tma, part, itemsize, *limits)
+        return predicted_cycles(config, part, itemsize, gpu, instructions, splits) if rows else 0.0
+
+    heads = [M]
+    for config in config_table(gpu.arch, kind, epilogue, tma):
+        tiles = config.tiles(M, N) // gpu.sm_count * gpu.sm_count
+        heads.append(tiles // ceil_div(N, config.block_n) * config.block_m)
+    return min((head for head in heads if 0 < head <= M), key=lambda head: cycles(head) + cycles(M - head), default=M)
+
+
+def _chosen(operands: Operands, epilogue: str, activation: str = "identity", most: int = 1) -> tuple[MatmulConfig, int]:
+    if is_interpreted():
+        kind = "fp8" if operands.a.dtype == torch.float8_e4m3fn else "half"
+        table = config_table("sm_90", kind, epilogue, fits_tma(operands.tiled()))
+        return next(config for config in table if is_usable(config, operands, epilogue)), 1
+    return _best(*_question(operands, epilogue, activation, most))
+
+
+def _question(operands: Operands, epilogue: str, activation: str = "identity", most: int = 1) -> tuple[Any, ...]:
+    """The arguments of `_best`."""
+    gpu, dtype = gpu_of(operands.a.device), operands.a.dtype
+    instructions, tma = epilogue_instructions(operands, epilogue, activation), fits_tma(operands.tiled())
+    wanted = _requirements(operands, epilogue)
+    return gpu, product_kind(dtype), epilogue, instructions, tma, operands.sizes, dtype.itemsize, most, *wanted
+
+
+@lru_cache(4096)
+def _best(
+    gpu: Gpu, kind: str, epilogue: str, instructions: int, tma: bool, sizes: tuple[int, int, int], itemsize: int,
+    most: int, narrowest: int, largest: int, piece: int,
+) -> tuple[MatmulConfig, int]:  # fmt: skip
+    table = [c for c in config_table(gpu.arch, kind, epilogue, tma) if _meets(c, narrowest, largest, piece)]
+    partial = config_table(gpu.arch, kind, "partial", tma) if most > 1 else ()
+    return choose_split(table, sizes, itemsize, gpu, instructions, partial, most)
+
+
+def is_usable(config: MatmulConfig, operands: Operands, epilogue: str) -> bool:
+    """Whether a configuration of the table may be chosen for these operands."""
+    return _meets(config, *_requirements(operands, epilogue))
+
+
+def _requirements(operands: Operands, epilogue: str) -> tuple[int, int, int]:
+    """The fewest columns of a tile, for whole pieces of row statistics, the most elements of one, and the columns of a
+    piece where that is to be a head; else 0.
+
+    Behind a norm of the hidden layer, and on the way back through it, larger tiles than 128 x 128 spill.
+    """
+    narrowest = 0 if operands.out_part is None else 2 * PIECE if epilogue == "gated" else PIECE
+    behind = operands.along is not None or (epilogue == "residual" and operands.row_part is not None)
+    head = operands.head_step.head_dim if operands.head_step and epilogue == "qk_norm" else 0
+    return narrowest, 128 * 128 if behind else 2**31, head
+
+
+def _meets(config: MatmulConfig, narrowest: int, largest: int, piece: int) -> bool:
+    fits = config.block_n >= narrowest and config.block_m * config.block_n <= largest
+    return fits and piece in (0, config.piece)
+
+
+def products_config(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[MatmulConfig, int]:
+    """The configuration of `weight_products.py` for these pairs of operands, and in how many parts.
+
+    The fewest that keep the multiprocessors at least 90 % as busy as the best. Each part has at least four steps, and
+    at most 16 parts are written.
+    """
+    first = pairs[0][0]
+    gpu, M = gpu_of(first.device), first.shape[0]
+    arch, kind = ("sm_90", "half") if is_interpreted() else (gpu.arch, product_kind(first.dtype))
+    config = config_table(arch, kind, "weight_products", fits_tma(tensor for pair in pairs for tensor in pair))[0]
+    programs = gpu.sm_count * config.ctas_per_sm
+    tiles = sum(config.tiles(a.shape[1], b.shape[1]) for a, b in pairs)
+    most = max(1, min(_MAX_SPLITS, ceil_div(M, config.block_k) // _MIN_STEPS))
+
+    def busy(splits: int) -> float:
+        units = tiles * splits
+        return units / (ceil_div(units, programs) * programs)
+
+    best = max(busy(splits) for splits in range(1, most + 1))
+    return config, next(splits for splits in range(1, most + 1) if busy(splits) >= 0.9 * best)

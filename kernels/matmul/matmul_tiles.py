@@ -1,0 +1,139 @@
+"""Tiles of row-major matrices, in the hands of one program: where they lie, read, written, cut into pieces, multiplied.
+
+By TMA descriptors, or by pointers where the device or the layout has no TMA. Source of the walk over output tiles:
+triton's matmul tutorial.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..launch import is_interpreted
+
+_INTERPRETED = tl.constexpr(is_interpreted())
+
+
+@triton.jit
+def tile_position(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """Row and column of the `tile`-th tile; GROUP_M rows of tiles share the columns that are in L2."""
+    group = tile // (GROUP_M * tiles_n)
+    first = group * GROUP_M
+    rows = min(tiles_m - first, GROUP_M)
+    inside = tile - group * (GROUP_M * tiles_n)
+    return first + inside % rows, inside // rows
+
+
+@triton.jit
+def tile_offsets(row, col, columns, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Element offsets of a tile of a row-major [*, columns] tensor: int64 up to the tile, int32 inside it."""
+    base = tl.cast(row, tl.int64) * columns + col
+    return base + (tl.arange(0, ROWS)[:, None] * columns + tl.arange(0, COLS)[None, :])
+
+
+@triton.jit
+def tile_mask(row, col, rows, columns, ROWS: tl.constexpr, COLS: tl.constexpr):
+    return ((row + tl.arange(0, ROWS)) < rows)[:, None] & ((col + tl.arange(0, COLS)) < columns)[None, :]
+
+
+@triton.jit
+def load_tile(source, row, col, rows, columns, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
+    """[ROWS, COLS] from a row-major [rows, columns] tensor; zeros outside (TMA fills them itself)."""
+    if TMA:
+        return source.load([row, col])
+    else:
+        pointers = source + tile_offsets(row, col, columns, ROWS, COLS)
+        return tl.load(pointers, mask=tile_mask(row, col, rows, columns, ROWS, COLS), other=0.0)
+
+
+@triton.jit
+def store_tile(target, values, row, col, rows, columns, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
+    """Write [ROWS, COLS] of a row-major [rows, columns] tensor; what lies outside is dropped."""
+    if TMA:
+        target.store([row, col], values)
+    else:
+        pointers = target + tile_offsets(row, col, columns, ROWS, COLS)
+        tl.store(pointers, values, mask=tile_mask(row, col, rows, columns, ROWS, COLS))
+
+
+@triton.jit
+def rounded(value, DTYPE: tl.constexpr):
+    """An fp32 tile in DTYPE, for tiles that are also read again: of those the compiler rounds numbers one by one."""
+    if _INTERPRETED or DTYPE != tl.bfloat16:
+        return value.to(DTYPE)
+    else:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [value], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+
+
+@triton.jit
+def accumulate(
+    a, b, row, col, k_start, k_stop, M, N, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    A_IS_KM: tl.constexpr, B_IS_NK: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """acc [BLOCK_M, BLOCK_N] in fp32 over k_start .. k_stop, which lies on multiples of BLOCK_K or ends at K."""
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in tl.range(k_start, k_stop, BLOCK_K):
+        if A_IS_KM:
+            a_tile = load_tile(a, k, row, K, M, BLOCK_K, BLOCK_M, TMA).T
+        else:
+            a_tile = load_tile(a, row, k, M, K, BLOCK_M, BLOCK_K, TMA)
+        if B_IS_NK:
+            b_tile = load_tile(b, col, k, N, K, BLOCK_N, BLOCK_K, TMA).T
+        else:
+            b_tile = load_tile(b, k, col, K, N, BLOCK_K, BLOCK_N, TMA)
+        acc = tl.dot(a_tile, b_tile, acc)
+    return acc
+
+
+@triton.jit
+def halves(tile, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The left and the right half of a tile [ROWS, COLS]."""
+    return tl.split(tile.reshape(ROWS, 2, COLS // 2).permute(0, 2, 1))
+
+
+@triton.jit
+def cut(tile, ROWS: tl.constexpr, COLS: tl.constexpr, PIECES: tl.constexpr):
+    """A tile [ROWS, COLS] cut along its columns into a tuple of 1, 2 or 4 pieces, from left to right."""
+    if PIECES == 1:
+        return (tile,)
+    elif PIECES == 2:
+        return halves(tile, ROWS, COLS)
+    else:
+        tl.static_assert(PIECES == 4, "a tile is cut into 1, 2 or 4 pieces")
+        left, right = halves(tile, ROWS, COLS)
+        first, second = halves(left, ROWS, COLS // 2)
+        third, fourth = halves(right, ROWS, COLS // 2)
+        return first, second, third, fourth
+
+
+@triton.jit
+def load_pieces(source, row, col, rows, columns, ROWS: tl.constexpr, COLS: tl.constexpr, PIECES: tl.constexpr):
+    """What `cut` would cut a tile of `source` into, by pointers, all under way before the first is waited for."""
+    pieces = ()
+    for i in tl.static_range(PIECES):
+        piece = load_tile(source, row, col + i * COLS, rows, columns, ROWS, COLS, False)
+        pieces = pieces + (piece,)  # type: ignore[assignment]  # not python's, but triton's tuple
+    return pieces
+
+
+@triton.jit
+def load_rows(pointer, row, M, ROWS: tl.constexpr):
+    """[ROWS] of a per-row fp32 vector [M], zeros past its end."""
+    rows = row + tl.arange(0, ROWS)
+    return tl.load(pointer + rows, mask=rows < M, other=0.0)
+
+
+@triton.jit
+def sum_row_parts(pointer, row, M, ROWS: tl.constexpr, PARTS: tl.constexpr):
+    """[ROWS] sums of the rows of fp32 [M, PARTS]; along the first axis for the reason given in `combine_statistics`."""
+    step = tl.arange(0, ROWS)
+    base = pointer + tl.cast(row, tl.int64) * PARTS
+    total = tl.zeros((ROWS,), tl.float32)
+    for first in tl.static_range(0, PARTS, 16):
+        parts = first + tl.arange(0, 16)
+        mask = (parts < PARTS)[:, None] & (row + step < M)[None, :]
+        total += tl.sum(tl.load(base + (step[None, :] * PARTS + parts[:, None]), mask=mask, other=0.0), 0)
+    return total

@@ -1,0 +1,236 @@
+"""Makes a choice run: a function of the model's inputs that computes as the choice says."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..errors import UnsupportedInputError
+from ..fusion.freezing import freeze
+from ..fusion.fuse import fuse, unfuse
+from ..libraries.known import recognise
+from ..ops.backends import fp8_reasons
+from ..quantization.calibration import calibrate
+from ..quantization.fp8_agreement import as_taken, logits_of
+from ..run.runtime import CompileMode, GraphRunner, compile, compile_frozen
+from .candidate import DTYPES, Candidate
+from .optimized import (
+    Function,
+    Optimized,
+    call,
+    first_batch,
+    hook_reasons,
+    in_pieces,
+    of_images,
+    only_images,
+    tensors_in,
+    with_inputs,
+    with_threads,
+)
+from .runtimes import OnnxFile, session
+
+
+def build(
+    choice: Candidate,
+    model: nn.Module,
+    example: Any,
+    output: Any,
+    photographs: Sequence[str | Path],
+    min_agreement: float = 0.0,
+) -> Optimized:
+    """A model in its chosen form. The model itself is left as it is.
+
+    Args:
+        choice: What to build.
+        model: In evaluation mode; the result may share its weights, so give a copy that nobody else holds.
+        example: What it is called with: a tensor, a tuple of arguments, or a mapping of keyword arguments.
+        output: What it gives for that.
+        photographs: Files to calibrate int8 and fp8 with; none means the photograph inside matplotlib's wheel.
+        min_agreement: Share of these images that a classifier in fp8 must answer as the model does: as many of its
+            layers stay in bf16.
+    Raises:
+        UnsupportedInputError: the choice cannot be had for this model or here; all reasons.
+    """
+    dtypes = tuple(leaf.dtype for leaf in tensors_in(output) if leaf.is_floating_point())
+    if choice != Candidate() and (reasons := hook_reasons(model)):
+        raise UnsupportedInputError(choice.name, reasons)
+    if choice.runs_file:  # which cuts batches and counts threads by itself
+        function = session(choice, model, example, output, photographs)
+        return Optimized(model, choice, function, output_dtypes=dtypes)
+    function = _module(choice, model, example, photographs, min_agreement)
+    if choice.split is not None:
+        function = in_pieces(function, choice.split)
+    if choice.threads is not None:
+        function = with_threads(function, choice.threads)
+    return Optimized(model, choice, function, output_dtypes=dtypes)
+
+
+def changed_copy(
+    choice: Candidate, model: nn.Module, example: Any, photographs: Sequence[str | Path], min_agreement: float = 0.0
+) -> nn.Module:
+    """A copy of the model in the choice's number format and fused as it says; it shares parameters where it can.
+
+    Args:
+        choice, model, example, photographs, min_agreement: As of build.
+    Raises:
+        UnsupportedInputError: nothing in the model can be fused, the backend cannot run here, or min_agreement cannot
+            be reached.
+    """
+    if choice.precision == "fp8" and (reasons := fp8_reasons(tensors_in(example)[0].device)):
+        raise UnsupportedInputError(choice.name, reasons)
+    shared = choice.precision is None and not choice.channels_last
+    work = sharing_copy(model) if shared else copy.deepcopy(model).eval()
+    if choice.precision is not None:
+        work = work.to(DTYPES[choice.precision])
+    if choice.precision == "fp8":
+        batches = _calibration_images(choice, model, example, photographs)
+        calibrate(work, batches)
+        with torch.no_grad():
+            classifies = logits_of(work(as_taken(work, batches[0]))) is not None
+        fuse(work, precision="fp8", min_agreement=min_agreement if classifies and min_agreement else None)
+    elif choice.backend_of("attention") or choice.backend_of("norm + MLP"):
+        _fuse_parts(work, choice, shape_classes(model, example) if choice.by_shape else {})
+    if choice.channels_last:
+        work.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stub lacks it
+    if choice.frozen and choice.engine != "compile" and not freeze(work):
+        raise UnsupportedInputError(choice.name, ["nothing in the model can be frozen"])
+    return work
+
+
+def _calibration_images(
+    choice: Candidate, model: nn.Module, example: Any, photographs: Sequence[str | Path]
+) -> Sequence[Tensor]:
+    """Batches to look for ranges on: photographs, and where nobody says how they are prepared, the example."""
+    images = only_images(example)
+    if images is None:
+        raise UnsupportedInputError(choice.name, ["expected models that are called with images alone"])
+    from vit_fast.export.photographs import CALIBRATION_IMAGES, as_inputs
+    from vit_fast.export.photographs import photographs as read
+
+    data = None
+    try:
+        data = recognise(model).data_config
+    except UnsupportedInputError:
+        if not photographs:
+            return [images]
+    height, width = images.shape[2:]
+    inputs = as_inputs(read(photographs or None, CALIBRATION_IMAGES), data, (height, width), images.shape[1])
+    return inputs.split(len(images))
+
+
+def _fuse_parts(work: nn.Module, choice: Candidate, classes: Mapping[str, str]) -> None:
+    by_class = dict(choice.by_shape)
+    named = {backend for backend in (choice.attention, choice.mlp, *by_class.values()) if backend is not None}
+    # "triton" before the others: it is refused where it cannot run
+    report = fuse(work, max(named))  # the last in the alphabet
+    rows = [row for row in report.fused if choice.backend_of(row.part) is not None]
+    if not rows:
+        reasons = [f"{row.name}: {'; '.join(row.reasons)}" for row in report.left[:3]]
+        raise UnsupportedInputError(choice.name, reasons or ["nothing in the model is known to vit_fast.fuse"])
+    for row in rows:
+        module: Any = work.get_submodule(row.name)
+        backend = by_class.get(classes.get(row.name, "")) or choice.backend_of(row.part)
+        module.set_fused_backend(str(backend))
+
+
+def _module(
+    choice: Candidate, model: nn.Module, example: Any, photographs: Sequence[str | Path], min_agreement: float
+) -> Function:
+    """A function by torch."""
+    if choice == Candidate():
+        return model
+    if isinstance(model, OnnxFile):
+        raise UnsupportedInputError(choice.name, ["the model is a file: expected runtimes of files"])
+    work = changed_copy(choice, model, example, photographs, min_agreement)
+    function: Function = work
+    if choice.engine != "torch" and choice.frozen:
+        function = compile_frozen(work, fullgraph=False)
+    elif choice.engine != "torch":  # of other libraries' models a graph may break; each shape is compiled for itself
+        function = compile(work, _mode(choice), fullgraph=False)
+        if choice.engine == "max-autotune":
+            function = _in_memory_of_their_own(function)
+    dtype = None if choice.precision is None else DTYPES[choice.precision]
+    if choice.graphs:
+        images = only_images(example)
+        if images is None:
+            raise UnsupportedInputError(choice.name, ["CUDA graphs are replayed of calls with one tensor"])
+        size = choice.split or len(images)
+        runner = GraphRunner(work, images if dtype is None else images.to(dtype), (size,))
+        function = of_images(runner, model, example, f"a model optimized as {choice.name!r}")
+    if dtype is not None or choice.channels_last:
+        function = with_inputs(function, lambda value: _as(value, dtype, choice.channels_last))
+    return function
+
+
+def _mode(choice: Candidate) -> CompileMode:
+    return "max-autotune" if choice.engine == "max-autotune" else "default"
+
+
+def _in_memory_of_their_own(function: Function) -> Function:
+    """The function, whose outputs the next replay of its CUDA graph would write over."""
+    return lambda *args, **kwargs: pytree.tree_map_only(Tensor, torch.clone, function(*args, **kwargs))
+
+
+def _as(value: Tensor, dtype: torch.dtype | None, channels_last: bool) -> Tensor:
+    last = torch.channels_last if channels_last and value.dim() == 4 else torch.preserve_format
+    return value.to(dtype=dtype or value.dtype, memory_format=last)
+
+
+def shape_classes(model: nn.Module, example: Any) -> dict[str, str]:
+    """The class of every part that can be fused, by the name of its module; of those that were called.
+
+    Args:
+        model: In evaluation mode; left as it is.
+        example: What it is called with.
+    """
+    work = sharing_copy(model)
+    parts = {row.name: row.part for row in fuse(work, "sdpa").fused}
+    if not parts:
+        return {}
+    unfuse(work)  # its own forwards call every part, which ours may not
+    shapes: dict[str, tuple[int, int, int]] = {}
+    images = first_batch(example)
+    for name in parts:
+        recorder = _Recorder(shapes, name, images)
+        work.get_submodule(name).register_forward_pre_hook(recorder, with_kwargs=True)
+    with torch.no_grad():
+        call(work, example)
+    return {name: f"{part} {'x'.join(map(str, shapes[name]))}" for name, part in parts.items() if name in shapes}
+
+
+def sharing_copy(model: nn.Module) -> nn.Module:
+    """A copy with the very same parameters and buffers."""
+    kept: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, kept).eval()
+
+
+def backends_of(choice: Candidate, classes: Mapping[str, str]) -> dict[str, str]:
+    """The backend of every part by its module's name; those that stay as they were given are left out."""
+    by_class = dict(choice.by_shape)
+    found = {name: by_class.get(kind) or choice.backend_of(kind) for name, kind in classes.items()}
+    return {name: backend for name, backend in found.items() if backend is not None}
+
+
+class _Recorder:
+    """A hook that notes the shape of a module's first tensor: images, tokens an image, width."""
+
+    def __init__(self, shapes: dict[str, tuple[int, int, int]], name: str, images: int) -> None:
+        self.shapes, self.name, self.images = shapes, name, images
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        first = next((leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
+        if first is not None and first.dim() > 1 and first.numel():
+            width = first.shape[-1]
+            tokens = max(1, first.numel() // (self.images * width))
+            self.shapes[self.name] = _rounded(self.images), _rounded(tokens), width
+
+
+def _rounded(count: int) -> int:
+    """The next power of two."""
+    return 1 << (count - 1).bit_length()

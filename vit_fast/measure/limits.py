@@ -1,0 +1,182 @@
+"""Limits: ends calls that hang, recognizes exhausted memory, remembers Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+# After a limit: how often the alarm repeats, and how long cleanup may take before it is interrupted, too.
+REPEAT_S, CLEANUP_S = 0.1, 5.0
+COMPILERS = ("g++", "c++", "clang++", "cc1plus", "clang", "as", "ld", "ptxas")
+
+
+class _Alarm(TimeoutError):
+    """The error of a limit, with the time of its alarm by the monotonic clock."""
+
+    def __init__(self, seconds: float, when: float) -> None:
+        super().__init__(f"more than {seconds:g} s")
+        self.when = when
+
+
+@contextlib.contextmanager
+def at_most(seconds: float) -> Iterator[Callable[[], None]]:
+    """Ends a block after so many seconds, and the compilers that it left running.
+
+    The alarm repeats until the block ends: what a weakref callback, a `__del__` or a handler swallows is raised again.
+    While the exception unwinds, cleanup gets CLEANUP_S. An alarm that was set around the block arrives on time, so the
+    shorter of two nested limits ends the inner block. Code that never returns to Python is not ended, nor is any
+    outside the main thread, where no signal arrives.
+
+    Yields:
+        A function that restarts the limit.
+    Raises:
+        TimeoutError: in the block, after so many seconds.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    raised: list[_Alarm] = []
+    deadline = outer_deadline = math.inf
+
+    def end(number: int, frame: FrameType | None) -> None:
+        nonlocal outer_deadline
+        now, handled = time.monotonic(), sys.exception()
+        if now >= outer_deadline and callable(outer):
+            outer_deadline = now + every if every else math.inf
+            start_timer()
+            outer(number, frame)
+            return
+        while handled is not None:
+            if isinstance(handled, _Alarm) and now < handled.when + CLEANUP_S:
+                return
+            handled = handled.__context__
+        raised.append(_Alarm(seconds, now))
+        raise raised[-1]
+
+    def start_timer() -> None:
+        left = max(min(deadline, outer_deadline) - time.monotonic(), 1e-3)
+        signal.setitimer(signal.ITIMER_REAL, left, REPEAT_S)
+
+    def again() -> None:
+        nonlocal deadline
+        deadline = time.monotonic() + seconds
+        start_timer()
+
+    (left, every), start = signal.setitimer(signal.ITIMER_REAL, 0), time.monotonic()
+    if left:
+        outer_deadline = start + left
+    outer, children = signal.signal(signal.SIGALRM, end), _descendants()
+    again()
+    try:
+        yield again
+    except Exception as error:
+        if not raised:
+            raise
+        raise TimeoutError(f"more than {seconds:g} s") from error  # also where a compiler wrapped it in its own
+    finally:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        finally:  # an alarm may arrive here, too
+            signal.signal(signal.SIGALRM, outer)
+            if raised:
+                _end_compilers(children)
+            if outer_deadline < math.inf:
+                signal.setitimer(signal.ITIMER_REAL, max(outer_deadline - time.monotonic(), 1e-3), every)
+
+
+def _descendants(pid: int | str = "self", thread: int | str | None = "*") -> set[int]:
+    """Returns the processes below one, or below one of its threads, on Linux; elsewhere none."""
+    found: set[int] = set()
+    with contextlib.suppress(OSError):  # it has ended
+        for path in Path(f"/proc/{pid}/task").glob(f"{thread}/children"):
+            found.update(map(int, path.read_text().split()))
+    return found.union(*map(_descendants, found))
+
+
+def _end_compilers(before: Collection[int]) -> None:
+    """Ends the compilers that this thread and Inductor's started since: they would slow down the next measurement."""
+    threads: set[int | None] = {threading.get_native_id()}
+    inductor = sys.modules.get("torch._inductor.async_compile")
+    if inductor is not None:
+        pool = inductor.AsyncCompile.pool
+        if pool.cache_info().currsize:
+            threads.update(thread.native_id for thread in pool()._threads)
+            pool().shutdown(wait=False, cancel_futures=True)
+            pool.cache_clear()
+        for processes in inductor._pool_set:
+            if (worker := getattr(processes, "process", None)) is not None:
+                worker.kill()  # its own workers end with it
+        inductor.after_fork()  # the next compilation starts others
+    started = {pid for thread in threads for pid in _descendants(thread=thread)}
+    for pid in started.difference(before):
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/comm").read_text().strip() in COMPILERS:
+                os.kill(pid, signal.SIGKILL)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """True if memory ran out, also where a compiler or a runtime wrapped the exception in its own."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            return True
+        text = str(error)
+        if any(sign in text for sign in ("can't allocate memory", "CUDA out of memory", "CUDA error: out of memory")):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def describe_error(error: Exception) -> str:
+    """An exception in one line of reasonable length."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
+
+
+class Interruption:
+    """Remembers whether Ctrl-C was pressed.
+
+    Attributes:
+        asked: It was.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def check(self) -> None:
+        """Ends what goes on although it was.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C was pressed.
+        """
+        if self.asked:
+            raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def remembered() -> Iterator[Interruption]:
+    """Notes Ctrl-C in the block, and then does what is done without; only the main thread gets any."""
+    seen = Interruption()
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield seen
+        return
+    handle = before
+
+    def note(number: int, frame: FrameType | None) -> None:
+        seen.asked = True
+        handle(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield seen
+    finally:
+        signal.signal(signal.SIGINT, before)

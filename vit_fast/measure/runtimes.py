@@ -1,0 +1,205 @@
+"""Runtimes outside torch: an exported model in them, and a file that is the model itself."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from vit_fast.config import Size
+
+from ..apps.data import default_photograph, find_images
+from ..errors import UnsupportedInputError
+from ..libraries.known import recognise
+from .candidate import Candidate
+from .optimized import Function, in_pieces, of_images, only_images, tensors_in
+
+OPSET, BF16_OPSET = 20, 22
+Run = Callable[[Tensor], Tensor]
+
+
+class OnnxFile(nn.Module):
+    """An ONNX file as a model: what ONNX Runtime makes of it on a device by its defaults, with torch's threads.
+
+    Args:
+        path: A file that takes images, see vit_fast.export.OnnxRunner.
+        device: Where the images will be: the CPU, or a CUDA device.
+        image_hw: Height and width of the images, where the file leaves them open.
+    Attributes:
+        runner: What runs it.
+    Raises:
+        ModelFileError: the file is missing, damaged, unsafe, or takes no images.
+        ProviderError: ONNX Runtime cannot run on the device.
+    """
+
+    def __init__(self, path: str | Path, device: torch.device | str = "cpu", image_hw: Size | None = None) -> None:
+        super().__init__()
+        from vit_fast.export import OnnxRunner
+
+        self.path, self.image_hw = Path(path), image_hw
+        if len(_parts(self.path)) > 1:  # ONNX Runtime maps weights beside a file, and follows whoever writes to them
+            self._folder = tempfile.TemporaryDirectory()
+            self.path = _copy_file(self.path, Path(self._folder.name) / self.path.name)
+        self.device = torch.device(device)
+        threads = torch.get_num_threads() if self.device.type == "cpu" else None
+        self.runner = OnnxRunner(self.path, str(self.device), threads=threads, image_hw=image_hw)
+        self._digest = _digest(self.path)
+        self.eval()
+
+    def get_extra_state(self) -> str:
+        """Returns a hash of the file and of the weights beside it."""
+        return self._digest
+
+    def forward(self, images: Tensor) -> Tensor:
+        """The file's first output [B, ...] for images as it takes them.
+
+        Raises:
+            ValueError: dtype or shape are not what the file takes.
+        """
+        output: Tensor = self.runner(images)
+        return output
+
+
+def unrewritten(path: Path, image_hw: Size | None) -> Run:
+    """Opens a file node by node as it stands, on the CPU: the reference for a file."""
+    from vit_fast.export import OnnxRunner
+
+    runner = OnnxRunner(path, "cpu", image_hw=image_hw, optimise=False)
+    return lambda images: torch.as_tensor(runner(images.cpu()))
+
+
+def session(
+    choice: Candidate, model: nn.Module, example: Any, output: Any, photographs: Sequence[str | Path]
+) -> Function:
+    """A function as the model is one, by a runtime; the file that it was exported to is gone once it is loaded.
+
+    Raises:
+        UnsupportedInputError: the model cannot be exported, or takes or gives more than files do; all reasons.
+        ProviderError: the runtime did not come up on the images' device.
+    """
+    images = only_images(example)
+    leaves, spec = pytree.tree_flatten(output)
+    reasons = []
+    if images is None:
+        reasons.append("expected models that are called with images alone")
+    if len(tensors_in(output)) != 1 or len(leaves) != 1:
+        reasons.append("expected models that give one tensor, alone or in a structure")
+    if images is None or reasons:
+        raise UnsupportedInputError(choice.name, reasons)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        write_onnx(choice, model, path, images, photographs)
+        run = open_file(choice, path, images, model.image_hw if isinstance(model, OnnxFile) else None)
+    if choice.engine == "openvino":
+        run = in_pieces(run, choice.split or len(images))
+    if not isinstance(model, OnnxFile):  # the interface of what we export is in fp32 whatever it computes in
+        run = _of_fp32(run)
+    return of_images(
+        lambda images: pytree.tree_unflatten([run(images)], spec),
+        model,
+        example,
+        f"a model optimized as {choice.name!r}",
+    )
+
+
+def write_onnx(
+    choice: Candidate, model: nn.Module, path: Path, images: Tensor, photographs: Sequence[str | Path]
+) -> None:
+    """Exports the model to where the choice runs it, in the choice's number format; a file is copied.
+
+    Raises:
+        UnsupportedInputError: it is of no known library, or not of its own image size.
+    """
+    calibration = find_images(photographs or [default_photograph()]) if choice.precision == "int8" else None
+    if isinstance(model, OnnxFile):
+        _write_again(choice, model, path, calibration)
+        return
+    from vit_fast.export import export_onnx
+
+    size = recognise(model).image_hw
+    if tuple(images.shape[2:]) != tuple(size):
+        raise UnsupportedInputError(choice.name, [f"images are {tuple(images.shape[2:])}: expected {tuple(size)}"])
+    on_ort = "ort-cuda" if images.device.type == "cuda" else "ort-cpu"
+    targets: dict[str, Any] = {"tensorrt": "tensorrt", "openvino": "generic"}
+    export_onnx(
+        model,
+        path,
+        opset=BF16_OPSET if choice.precision == "bf16" else OPSET,
+        precision="fp32" if choice.engine == "openvino" else choice.precision or "fp32",  # it converts by itself
+        target=targets.get(choice.engine, on_ort),
+        calibration=calibration,
+        verify=False,  # it is held against the model as all candidates are
+    )
+
+
+def _write_again(choice: Candidate, model: OnnxFile, path: Path, calibration: Sequence[Path] | None) -> None:
+    if choice.precision is None or choice.engine == "openvino":
+        _copy_file(model.path, path)
+        return
+    from vit_fast.export.quantise import quantise_file
+
+    quantise_file(model.path, path, "ort-cuda" if model.device.type == "cuda" else "ort-cpu", calibration or ())
+
+
+def open_file(choice: Candidate, path: Path, images: Tensor, image_hw: Size | None, *, io_binding: bool = True) -> Run:
+    """Loads a file into a runtime; it may be removed afterwards.
+
+    Args:
+        choice: The runtime, and how it runs the file.
+        path: The file.
+        images: What it will be called with.
+        image_hw: Height and width, for a file that leaves them open.
+        io_binding: See OnnxRunner.
+    """
+    on_cpu = images.device.type == "cpu"
+    threads = (choice.threads or torch.get_num_threads()) if on_cpu else None
+    if choice.engine == "openvino":
+        from vit_fast.export.openvino import OpenvinoRunner
+
+        if not on_cpu:
+            raise UnsupportedInputError(choice.name, [f"images are on {images.device}: expected the CPU"])
+        precision = "bf16" if choice.precision == "bf16" or images.dtype == torch.bfloat16 else "fp32"
+        return OpenvinoRunner(path, threads=threads, precision=precision)
+    from vit_fast.export import OnnxRunner
+
+    where = f"tensorrt:{images.device.index or 0}" if choice.engine == "tensorrt" else str(images.device)
+    options: dict[str, Any] = {"image_hw": image_hw, "cuda_graph": choice.graphs, "io_binding": io_binding}
+    return OnnxRunner(path, where, threads=threads, max_batch=choice.split or len(images), **options)
+
+
+def _of_fp32(run: Run) -> Run:
+    return lambda images: run(images.float() if images.is_floating_point() else images)
+
+
+def _parts(path: Path) -> list[Path]:
+    """A file and those that its weights lie in."""
+    from vit_fast.export.model_files import external_tensors, read_proto
+
+    locations = {
+        entry.value for tensor in external_tensors(read_proto(path)) for entry in tensor.external_data
+        if entry.key == "location"
+    }  # fmt: skip
+    return [path, *(path.parent / location for location in sorted(locations))]
+
+
+def _copy_file(source: Path, path: Path) -> Path:
+    """Copies a file with those that its weights lie in."""
+    for part in _parts(source):
+        beside = path.parent / part.relative_to(source.parent) if part != source else path
+        beside.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(part, beside)
+    return path
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    for part in _parts(path):
+        digest.update(part.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,367 @@
+"""The backward of a block or one of its halves as an operator, `vit_fast::block_backward`, and its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .attention_op import attention_flop, attention_gradient
+from .checks import contiguous_rows, rows_of
+from .descriptions import BlockTensors, is_rms
+from .operators import operator, words_of
+from .rotary_op import QkSettings, QkTensors, norm_gradients, qkv_step
+
+if TYPE_CHECKING:
+    from ..kernels.layer_norm import RowStatistics
+    from ..kernels.linear.folding import NormedLinear
+    from ..kernels.linear.linear import FoldedGradient
+    from ..kernels.linear.scaled_weights import ScaledWeight
+    from ..kernels.linear.weight_gradients import FoldedProducts
+
+
+class BlockSettings(NamedTuple):
+    """What decides the kernels of a block beside its tensors: eight numbers, then words and flags.
+
+    Attributes:
+        heads: H.
+        scale: Multiplier of q k^T.
+        prefix: Tokens that are not rotated.
+        longest: max_seqlen of packed sequences.
+        eps1, eps2: Of the two norms, in units of x squared.
+        qk_eps, inner_eps: Of the norms of q and k, and of that before fc2.
+        norm, activation: As `fused_block` takes them.
+        qk_norm, over: Kind of the norms of q and k, "none" without, and what they are over.
+        layout: Of the rotary positions.
+        inner_norm: Kind of the norm before fc2, "none" without.
+        residual: Whether x is added; of a whole block it is.
+        next_statistics: Whether the statistics of the output's rows are returned.
+        keep: Whether what the backward needs is returned.
+        matmul_dtype: As text.
+        present: Which fields of `BlockTensors`, then of `QkTensors`, the list of tensors holds, by number.
+    """
+
+    heads: int
+    scale: float
+    prefix: int
+    longest: int
+    eps1: float
+    eps2: float
+    qk_eps: float
+    inner_eps: float
+    norm: str
+    activation: str
+    qk_norm: str
+    over: str
+    layout: str
+    inner_norm: str
+    residual: bool
+    next_statistics: bool
+    keep: bool
+    matmul_dtype: Any
+    present: Sequence[int] = ()
+
+    @classmethod
+    def read(cls, flat: Sequence[Any]) -> BlockSettings:
+        """From what operators take: the numbers, and `text_of` the others."""
+        return cls(*flat[:8], *words_of(flat[8]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.matmul_dtype.removeprefix("torch."))
+        return found
+
+    @property
+    def qk(self) -> QkSettings:
+        return QkSettings(self.qk_norm, self.qk_eps, self.over, self.layout)
+
+
+SETTINGS = (
+    "SymInt heads, float scale, SymInt prefix, SymInt longest, float eps1, float eps2, float qk_eps, float inner_eps, "
+    "str words"
+)
+"""The schema of `BlockSettings`."""
+
+
+class Kept(NamedTuple):
+    """What a backward has of the forward; None of an absent half.
+
+    Attributes:
+        rows1, statistics1: Of the first norm, as `block_op.py` says.
+        qkv, mixed, lse: Input [B, N, 3, H, D] and output [B, N, H, D] of the attention, and its log-sum-exp.
+        before_norm: qkv before the norms of q and k, where it has any.
+        rows2, statistics2: Of the second norm.
+        z: fc1's output [M, F], with a gate [M, 2 F] of both, interleaved.
+        branch, hidden: What `kernels/linear/hidden_norm.py` keeps of a norm before fc2.
+    """
+
+    rows1: Tensor | None = None
+    statistics1: Tensor | None = None
+    qkv: Tensor | None = None
+    mixed: Tensor | None = None
+    lse: Tensor | None = None
+    before_norm: Tensor | None = None
+    rows2: Tensor | None = None
+    statistics2: Tensor | None = None
+    z: Tensor | None = None
+    branch: Tensor | None = None
+    hidden: Tensor | None = None
+
+
+_TENSORS = len(BlockTensors._fields)
+_NAMES = BlockTensors._fields + QkTensors._fields
+_QKV, _FC1 = _NAMES.index("qkv_weight"), _NAMES.index("fc1_weight")
+_CONSTANT = {"qkv_sum", "fc1_sum", "fc2_sum", "cos", "sin", "cu_seqlens", "key_mask"}
+
+
+def tensors_of(tensors: Sequence[Any], s: BlockSettings) -> tuple[Any, QkTensors]:
+    """The list of tensors of the operators, by name."""
+    found: list[Any] = [None] * len(_NAMES)
+    for number, tensor in zip(s.present, tensors, strict=True):
+        found[number] = tensor
+    return BlockTensors._make(found[:_TENSORS]), QkTensors._make(found[_TENSORS:])
+
+
+def gradient_names(s: BlockSettings) -> list[str]:
+    """Of each tensor in the list its name, empty if the backward returns no gradient of it."""
+    return ["" if (name := _NAMES[number]) in _CONSTANT else name for number in s.present]
+
+
+def kept_names(s: BlockSettings) -> list[str]:
+    """The fields of `Kept` that a backward is given."""
+    names = []
+    if _QKV in s.present:
+        names = ["rows1", "statistics1", "qkv", "mixed", "lse", *(["before_norm"] if s.qk_norm != "none" else [])]
+    if _FC1 in s.present:
+        names += ["rows2", "statistics2", "z", *(["branch", "hidden"] if s.inner_norm != "none" else [])]
+    return names
+
+
+def _read(tensors: Sequence[Any], s: BlockSettings) -> tuple[Any, Any, QkTensors]:
+    names = kept_names(s)
+    kept = Kept(**dict(zip(names, tensors[: len(names)])))
+    return kept, *tensors_of(tensors[len(names) :], s)
+
+
+def block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: Any) -> list[Tensor]:
+    """Gradients of x and of the parameters that are there, in order.
+
+    Args:
+        tensors: Those of `kept_names`, then those of the forward.
+        settings: As `block_forward` takes them.
+    """
+    from ..kernels.linear import linear, scaled_weights, weight_products
+
+    s = BlockSettings.read(settings)
+    kept, t, qk = _read(tensors, s)
+    linears: dict[str, NormedLinear] = {}
+    weights: dict[str, tuple[Tensor, Tensor | None]] = {}
+    if t.qkv_weight is not None:
+        linears["qkv"] = _normed(t.qkv_weight, t.qkv_bias, t.norm1_weight, t.norm1_bias, s.norm)
+        weights = {"proj": (t.proj_weight.contiguous(), t.scale1), "qkv": (linears["qkv"].weight, None)}
+    if t.fc1_weight is not None:
+        linears["fc1"] = _normed(
+            t.fc1_weight, t.fc1_bias, t.norm2_weight, t.norm2_bias, s.norm, t.gate_weight, t.gate_bias
+        )
+        if s.inner_norm == "none":
+            weights["fc2"] = t.fc2_weight.contiguous(), t.scale2
+    scaled = dict(zip(weights, scaled_weights.scaled_weights(list(weights.values()), s.dtype)))
+    stream = contiguous_rows(grad_output)
+    narrow, hidden, sums = None, None, {}
+    pairs: dict[str, tuple[Tensor, Tensor]] = {}
+    if t.fc1_weight is not None:
+        if s.inner_norm != "none":
+            inner = _normed(t.fc2_weight, t.fc2_bias, t.inner_weight, t.inner_bias, s.inner_norm)
+            hidden = _HiddenGradient(inner, t.scale2, kept.branch, kept.hidden)
+        known = _rows(kept.rows2, kept.statistics2)
+        (stream, narrow), d_fc1, dy, h = _mlp_gradient(
+            stream, known, kept.z, linears["fc1"], scaled.get("fc2"), s, hidden, t.qkv_weight is not None
+        )
+        pairs, sums["fc1"] = {"fc1": (d_fc1.scaled, known.source), "fc2": (dy, h)}, d_fc1.column_part
+    norm_sums = None
+    if t.qkv_weight is not None:
+        d_proj = stream.to(s.dtype) if narrow is None else narrow
+        d_mixed = linear.product_gradient(d_proj, scaled["proj"]).view(kept.mixed.shape)
+        (d_packed,) = attention_gradient(
+            d_mixed, [kept.qkv], kept.mixed, kept.lse, qk.cu_seqlens, qk.key_mask, s.longest, s.scale
+        )
+        norm_sums = qkv_step(qk, s.qk, s.prefix, kept.qkv.shape[-1], False).backward(d_packed, kept.before_norm)
+        d_qkv, known = contiguous_rows(d_packed.flatten(2)), _rows(kept.rows1, kept.statistics1)
+        stream, normalised, sums["qkv"] = linear.layer_norm_linear_gradient(
+            d_qkv, known, linears["qkv"], scaled["qkv"].weight, stream if s.residual else None
+        )
+        pairs = {"qkv": (d_qkv, normalised), "proj": (d_proj, contiguous_rows(kept.mixed.flatten(2))), **pairs}
+    parts = dict(zip(pairs, weight_products.weight_products(*pairs.values())))
+    found = _parameter_gradients(t, linears, sums, parts, pairs, hidden)
+    found |= norm_gradients(norm_sums, qk)
+    return [stream.view(grad_output.shape), *(found[name] for name in gradient_names(s) if name)]
+
+
+def _normed(
+    weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, norm: str,
+    gate: Tensor | None = None, gate_bias: Tensor | None = None,
+) -> NormedLinear:  # fmt: skip
+    from ..kernels.linear.folding import NormedLinear
+
+    return NormedLinear(weight, bias, gamma, beta, is_rms(norm), gate, gate_bias).contiguous()
+
+
+def _rows(rows: Tensor, statistics: Tensor) -> RowStatistics:
+    from ..kernels.layer_norm import RowStatistics
+
+    return RowStatistics(contiguous_rows(rows), statistics)
+
+
+def _mlp_gradient(
+    stream: Tensor, known: RowStatistics, z: Tensor, first: NormedLinear, second: ScaledWeight | None,
+    s: BlockSettings, inner: _HiddenGradient | None, rounded: bool,
+) -> tuple[tuple[Tensor, Tensor], FoldedGradient, Tensor, Tensor]:  # fmt: skip
+    """The gradients of x and of fc1's output, that of fc2's in the dtype of the matmuls, and fc2's input; rows [M, *].
+
+    Args:
+        stream: The gradient of the result [M, C].
+        second: fc2's weight [C, F] with its LayerScale; None where `inner` has both.
+        inner: Of a norm between h and fc2, if there is one; fc2's input is then what it makes without its affine.
+        rounded: True if the second gradient of x is in the dtype of the matmuls; else it is the first.
+    """
+    from ..kernels.linear import folding, linear, scaled_weights
+
+    dy, linears, hidden, along = stream.to(z.dtype), [first], None, None
+    if inner is not None:
+        linears, hidden, along = [first, inner.linear], inner.statistics, inner.along(dy)
+    folded, *behind = folding.fold_linears(linears, z.dtype)
+    if inner is not None:
+        (second,) = scaled_weights.scaled_weights([(behind[0].weight, inner.scale)], z.dtype)
+    assert second is not None, "fc2's weight is given, or folded with its norm"
+    gated = first.gate is not None
+    gradient, h = linear.activation_gradient(dy, second, z, known, folded, s.activation, gated, hidden, along)
+    dx = linear.input_gradient(gradient, known, folded, stream if s.residual else None, rounded)
+    return dx, gradient, dy, h
+
+
+def _parameter_gradients(
+    t: BlockTensors, linears: dict[str, NormedLinear], sums: dict[str, Tensor], parts: dict[str, Tensor],
+    pairs: dict[str, tuple[Tensor, Tensor]], hidden: _HiddenGradient | None,
+) -> dict[str, Any]:  # fmt: skip
+    """Gradients of the linear layers with their norms and LayerScales, by the names of `BlockTensors`."""
+    from ..kernels.linear.vector_gradients import parameter_gradients
+    from ..kernels.linear.weight_gradients import FoldedProducts, ResidualProducts
+
+    folded = {name: FoldedProducts(parts[name], sums[name], layer) for name, layer in linears.items()}
+    if hidden is not None:
+        folded["fc2"] = hidden.products(parts["fc2"])
+    branches = {}
+    for name, weight, bias, layer_scale in (
+        ("proj", t.proj_weight, t.proj_bias, t.scale1), ("fc2", t.fc2_weight, t.fc2_bias, t.scale2),
+    ):  # fmt: skip
+        if name in parts and name not in folded:
+            vectors = (vector if vector is None else vector.contiguous() for vector in (bias, layer_scale))
+            branches[name] = ResidualProducts(parts[name], pairs[name][0], weight.contiguous(), *vectors)
+    names = list(folded)
+    of_folded, of_branches = parameter_gradients([folded[name] for name in names[:2]], list(branches.values()))
+    if names[2:]:  # a kernel takes two
+        of_folded += parameter_gradients([folded[name] for name in names[2:]], [])[0]
+    found: dict[str, Any] = {}
+    for name, layer, norm in (("qkv", "qkv", "norm1"), ("fc1", "fc1", "norm2")):
+        if name in folded:
+            of = of_folded[names.index(name)]
+            found |= {f"{layer}_weight": of.weight, f"{layer}_bias": of.bias}
+            found |= {f"{norm}_weight": of.gamma, f"{norm}_bias": of.beta}
+            found |= {"gate_weight": of.gate, "gate_bias": of.gate_bias} if name == "fc1" else {}
+    for name, made in zip(branches, of_branches):
+        of_scale = "scale1" if name == "proj" else "scale2"
+        found |= {f"{name}_weight": made.weight, f"{name}_bias": made.bias, of_scale: made.scale}
+    return found if hidden is None else found | hidden.gradients(of_folded[names.index("fc2")])
+
+
+@dataclass
+class _HiddenGradient:
+    """The backward through a norm between the hidden layer of an MLP and its second linear layer.
+
+    Attributes:
+        linear: Both, of dense tensors.
+        scale: LayerScale [C] behind them, or None.
+        branch, statistics: What `kernels/linear/hidden_norm.py` kept.
+        sums: Parts of the sums over the rows of dy, from `along` on.
+    """
+
+    linear: NormedLinear
+    scale: Tensor | None
+    branch: Tensor
+    statistics: Tensor
+    sums: Tensor | None = field(default=None, init=False)
+
+    def along(self, dy: Tensor) -> Tensor:
+        """The means of the product of normalised rows and their gradient, fp32 [M], for dy [M, C]."""
+        from ..kernels.linear import hidden_norm
+
+        along, self.sums = hidden_norm.along_rows(dy, self.branch, self.scale, self.linear.weight.shape[1])
+        return along
+
+    def products(self, part: Tensor) -> FoldedProducts:
+        """What the parameters' gradients are made of; `part` is dy^T h^, without LayerScale."""
+        from ..kernels.linear.weight_gradients import FoldedProducts
+
+        assert self.sums is not None, "along comes first"
+        linear, scale = self.linear, self.scale
+        if scale is not None:  # the affine's gradients see W through it
+            bias = None if linear.bias is None else linear.bias.float()
+            linear = replace(linear, weight=linear.weight.float() * scale.float()[:, None], bias=bias)
+        return FoldedProducts(part, self.sums, linear)
+
+    def gradients(self, found: Any) -> dict[str, Tensor | None]:
+        """Gradients of the linear layer with its LayerScale and of the norm, by the names of `BlockTensors`."""
+        of_norm = {"inner_weight": found.gamma, "inner_bias": found.beta}
+        linear, scale = self.linear, self.scale
+        if scale is None:
+            return {"fc2_weight": found.weight, "fc2_bias": found.bias, **of_norm}
+        d_scale, d_bias = (found.weight * linear.weight.float()).sum(1), None
+        if linear.bias is not None:
+            d_scale = d_scale + found.bias * linear.bias.float()
+            d_bias = (found.bias * scale.float()).to(linear.bias.dtype)
+        d_weight = (found.weight * scale.float()[:, None]).to(linear.weight.dtype)
+        return {"fc2_weight": d_weight, "fc2_bias": d_bias, "scale2": d_scale.to(scale.dtype), **of_norm}
+
+
+def block_flop(x: Sequence[int], t: BlockTensors, longest: int) -> tuple[int, int]:
+    """FLOP of the matmuls and of the attention of a forward, 2 a multiply-add, from shapes.
+
+    Args:
+        longest: Of packed sequences, whose shapes tell no more; 0 means images.
+    """
+    rows, width, matmuls, attention = rows_of(x), int(x[-1]), 0, 0
+    shapes: Any = t
+    if shapes.qkv_weight is not None:
+        inner = int(shapes.qkv_weight[0]) // 3
+        matmuls += 2 * rows * width * 4 * inner
+        attention = attention_flop(1, 1, rows, longest or int(x[-2]), inner)
+    if shapes.fc2_weight is not None:
+        hidden = int(shapes.fc2_weight[1])  # fc1 may be folded with its gate
+        gated = shapes.gate_weight is not None or int(shapes.fc1_weight[0]) != hidden
+        matmuls += (6 if gated else 4) * rows * width * hidden
+    return matmuls, attention
+
+
+def _fake(grad_output: Tensor, tensors: Sequence[Tensor], *settings: Any) -> list[Tensor]:
+    s = BlockSettings.read(settings)
+    rows, statistics = tensors[:2]
+    dx = rows.new_empty(grad_output.shape, dtype=torch.float32 if statistics.shape[0] == 1 else rows.dtype)
+    names = gradient_names(s)
+    parameters = zip(names, tensors[len(kept_names(s)) :], strict=True)
+    return [dx, *(parameter.new_empty(parameter.shape) for name, parameter in parameters if name)]
+
+
+def _flop(grad_output: Any, tensors: Any, *settings: Any) -> int:
+    s = BlockSettings.read(settings)
+    _, t, qk = _read(tensors, s)
+    matmuls, attention = block_flop(grad_output, t, 0 if qk.cu_seqlens is None else s.longest)
+    return 2 * matmuls + attention * 5 // 2
+
+
+block_backward_kernel = operator(
+    "vit_fast::block_backward", f"(Tensor grad_output, Tensor[] tensors, {SETTINGS}) -> Tensor[]", block_gradient,
+    what="a block or layer_norm_mlp", fake=_fake, flop=_flop,
+)  # fmt: skip

@@ -1,0 +1,41 @@
+"""x W^T by the kernels as an operator, for the bench: a linear layer by itself is torch's in every model."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .operators import Gradient, operator
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    from ..kernels.linear.linear import linear_residual
+
+    return linear_residual(x.flatten(0, -2), weight, None, None, None)[0].view(*x.shape[:-1], weight.shape[0])
+
+
+def _product_gradient(grad_output: Tensor, x: Tensor, weight: Tensor) -> list[Tensor]:
+    from ..kernels.linear import linear, scaled_weights, vector_gradients, weight_products
+    from ..kernels.linear.weight_gradients import ResidualProducts
+
+    grad, rows = grad_output.flatten(0, -2).contiguous(), x.flatten(0, -2)
+    (scaled,) = scaled_weights.scaled_weights([(weight, None)], x.dtype)
+    (part,) = weight_products.weight_products((grad, rows))
+    products = [ResidualProducts(part, grad, weight, None, None)]
+    _, (found,) = vector_gradients.parameter_gradients([], products)
+    return [linear.product_gradient(grad, scaled).view(x.shape), found.weight]
+
+
+_matmul_backward = operator(
+    "vit_fast::matmul_backward", "(Tensor grad_output, Tensor x, Tensor weight) -> Tensor[]", _product_gradient,
+    what="a matmul", flop=lambda grad, x, w: 4 * math.prod(x) * w[0],
+    fake=lambda grad, x, weight: [torch.empty_like(x), torch.empty_like(weight)],
+)  # fmt: skip
+matmul = operator(
+    "vit_fast::matmul", "(Tensor x, Tensor weight) -> Tensor", _product, what="a matmul",
+    flop=lambda x, weight: 2 * math.prod(x) * weight[0],
+    fake=lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[0]),
+    gradient=Gradient(lambda args, out: (args, None), lambda grad, kept, rest: _matmul_backward(grad, *kept)),
+)  # fmt: skip
