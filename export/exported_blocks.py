@@ -91,7 +91,8 @@ def _is_one(linear: LinearParts) -> bool:
 def exportable_copy(model: nn.Module) -> nn.Module:
     """Returns a copy that shares the model's tensors, whose blocks run from their parts where they can be read."""
     shadow = shadow_of(model)
-    for block in [module for module in shadow.modules() if isinstance(module, FusedNormMlp)]:
+    blocks: list[Any] = [module for module in shadow.modules() if isinstance(module, FusedNormMlp)]
+    for block in blocks:
         parts = block.read()
         if runs_whole(parts, "triton"):
             block.vit_fast_exported = exported = ExportedBlock(parts)
