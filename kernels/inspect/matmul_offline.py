@@ -182,7 +182,7 @@ def _backward_cases(dtype: torch.dtype, config: MatmulConfig, widest: bool) -> I
 
 
 def _fp8_cases(dtype: torch.dtype) -> Iterator[_Case]:
-    """Of operands in e4m3; of half precision the results in e4m3."""
+    """Cases with operands in e4m3; of half precision those with results in e4m3."""
     eight = dtype == _E4M3
 
     def normed(result: torch.dtype, N: int = _F8, gated: bool = False) -> Operands:
