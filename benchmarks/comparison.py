@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vit_fast.measuring.resolution import QUIET_RUN, UNKNOWN, compare_rows
+from vit_fast.measure.resolution import QUIET_RUN, UNKNOWN, compare_rows
 
 from .records import Record
 from .rows import Row, resolution_of
@@ -49,7 +49,7 @@ def _pair(row: Row, other: Row, resolution: float) -> dict[str, Any]:
 
 
 def _drift(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """By what share the machine itself was another, as its ceilings say: a control from run to run."""
+    """Returns the share by which the ceilings of two runs differ."""
     if not one or not other:
         return 0.0
     theirs = other["matmul_TFLOP_per_s"]
@@ -62,7 +62,7 @@ def _key(row: Row) -> tuple[Any, ...]:
 
 
 def _warnings(first: Record, second: Record, drift: float, pairs: list[dict[str, Any]]) -> list[str]:
-    """What differs between two records beside the code: machine, threads, versions, images; and who was busy."""
+    """Returns what else differs between two records: machine, threads, versions, images; and noise."""
     warnings = []
     for name, record in (("first", first), ("second", second)):
         warnings += [f"the {name} is BUSY: {reason}" for reason in record["busy"]]

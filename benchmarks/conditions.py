@@ -1,4 +1,4 @@
-"""What else the machine did while subjects were timed: other processes, throttling, clocks; and joules."""
+"""The machine's state while subjects are timed: other processes, throttling, clocks; and joules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from vit_fast.measuring.timing import Call, synchronise
+from vit_fast.measure.clock import Call, synchronise
 
 from .machine import bus_id, output
 
@@ -25,7 +25,7 @@ ENERGY_SECONDS = 0.5
 
 
 class Conditions:
-    """What happened while something was timed.
+    """The machine's state while something is timed.
 
     Args:
         device: Where it computes; of a GPU, clocks and slow-downs are read too.

@@ -25,6 +25,7 @@ from vit_fast.accuracy import (
     error_of,
     size_of,
 )
+from vit_fast.measure.check import MEASURES, Reference, Verdict, errors_of, judge, same_answers
 
 from .subjects import Subject, Task
 from .subjects_models import define
@@ -33,12 +34,11 @@ from .training import Backward, TrainingStep
 MAX_CHECKED_IMAGES = 8
 # Of the outputs' size, for a file that ONNX Runtime rewrites, against the same file unchanged.
 ONNX_TOLERANCE = 0.01
-MEASURES: tuple[Measure, ...] = ("largest", "rms")
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What every subject of a group must give.
+    """The outputs that every subject of a group must give.
 
     Attributes:
         rows: Which images of the batch are checked, spread over it.
@@ -56,23 +56,6 @@ class Expected:
     classes: Sequence[Tensor] = ()
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Whether a subject's outputs are right, by how much they are off, and why they are not right.
-
-    `agreement` is the share of the checked images whose largest output is the definition's.
-    """
-
-    max_error: float
-    allowed_error: float
-    reason: str | None
-    agreement: float | None = None
-
-    @property
-    def passed(self) -> bool:
-        return self.reason is None
-
-
 def expect(task: Task, images: Tensor, *others: Tensor) -> Expected:
     """The definition in fp64 and eager's own error in the task's dtype.
 
@@ -83,7 +66,9 @@ def expect(task: Task, images: Tensor, *others: Tensor) -> Expected:
     """
     rows = checked_rows(task)
     if task.model.onnx is not None:
-        outputs = _unoptimised(task)(images[rows])
+        from vit_fast.measure.runtimes import unrewritten
+
+        outputs = unrewritten(task.model.onnx, task.model.image_hw)(images[rows].float()).double()
         return Expected(rows, outputs, {measure: ONNX_TOLERANCE * size_of(outputs, measure) for measure in MEASURES})
     weights = None if task.weights is None else {name: tensor.double() for name, tensor in task.weights.items()}
     exact_task = dataclasses.replace(task, weights=weights, dtype=torch.float64, amp=False)
@@ -99,15 +84,14 @@ def expect(task: Task, images: Tensor, *others: Tensor) -> Expected:
         exact = exact_model(chosen.double()).cpu()
         eager = eager_model(chosen)
         classes = [exact_model(batch.double()).argmax(-1) for batch in others]
-    errors = {measure: error_of(eager, exact, measure) for measure in MEASURES}
-    return Expected(rows, exact[: len(rows)], errors, classes=classes)
+    return Expected(rows, exact[: len(rows)], errors_of(eager, exact), classes=classes)
 
 
 def _expect_gradients(
     exact_step: TrainingStep | Backward, eager_step: TrainingStep | Backward, images: Tensor, rows: list[int],
     noise: Tensor,
 ) -> Expected:  # fmt: skip
-    """Of these images at these places of a batch; how far off a norm is by luck, random images one by one say too."""
+    """Computes gradients of these images; random images show how much the error of a norm varies by luck."""
     each = range(len(rows))
     exact, exact_others = exact_step.gradients(images.double(), each, rows)
     eager, eager_others = eager_step.gradients(images, each, rows)
@@ -118,25 +102,16 @@ def _expect_gradients(
         )
         errors = [max(errors[0], error_of(norm, exact_norm) * size_of(exact_others[0]) / size_of(exact_norm))]
     parameters = list(zip(errors, exact_others, strict=True))
-    return Expected(rows, exact.cpu(), {measure: error_of(eager, exact, measure) for measure in MEASURES}, parameters)
+    return Expected(rows, exact.cpu(), errors_of(eager, exact), parameters)
 
 
 def stepper(task: Task, model: nn.Module, function: Callable[[Tensor], Tensor]) -> TrainingStep | Backward:
-    """What a training task runs: a step of a whole model, the backward of a part."""
+    """Returns a step of a whole model, or the backward of a part."""
     return TrainingStep(model, function, amp=task.amp) if task.whole else Backward(model, function)
 
 
-def _unoptimised(task: Task) -> Callable[[Tensor], Tensor]:
-    """A file as ONNX Runtime runs it without rewriting it: there is no other definition of it."""
-    from vit_fast.export import OnnxRunner
-
-    assert task.model.onnx is not None
-    runner = OnnxRunner(task.model.onnx, "cpu", image_hw=task.model.image_hw, optimise=False)
-    return lambda images: torch.as_tensor(runner(images.float().cpu())).double()
-
-
 def checked_rows(task: Task) -> list[int]:
-    """Which images of a batch are checked."""
+    """Returns the images of a batch that are checked."""
     operator = task.model.operator
     return spread(task.batch_size, MAX_CHECKED_IMAGES if operator is None else operator.checked)
 
@@ -148,16 +123,9 @@ def spread(count: int, most: int) -> list[int]:
     return [round(i * (count - 1) / (most - 1)) for i in range(most)]
 
 
-def judge(subject: Subject, task: Task, expected: Expected, outputs: object) -> Verdict:
-    """Holds a subject's outputs for a whole batch (in training, its gradients) against what is expected."""
+def judge_outputs(subject: Subject, task: Task, expected: Expected, outputs: object) -> Verdict:
+    """Compares a subject's outputs for a whole batch (in training, its gradients) with what is expected."""
     factor, dtype = GRADIENT_FACTOR if task.training else FORWARD_FACTOR, torch.bfloat16 if task.amp else task.dtype
-    limits = {
-        measure: allowed_error(expected.eager_error[measure], expected.outputs, dtype, factor, measure)
-        for measure in MEASURES
-    }
-    if subject.tolerance is not None:
-        limits = {"largest": subject.tolerance * size_of(expected.outputs)}
-    limit = limits["largest"]
     if task.training and isinstance(outputs, tuple):
         outputs, others = outputs
         what = "the norm of all parameters' gradients" if task.whole else "a parameter's gradient"
@@ -166,21 +134,12 @@ def judge(subject: Subject, task: Task, expected: Expected, outputs: object) -> 
             if not error <= allowed:
                 return Verdict(error, allowed, f"{what} is off by {error:.3g}, allowed is {allowed:.3g}")
     shape = (task.batch_size, *expected.outputs.shape[1:])
-    if not isinstance(outputs, Tensor) or tuple(outputs.shape) != shape:
-        found = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
-        return Verdict(float("inf"), limit, f"gives {found} instead of {shape}")
-    if not bool(torch.isfinite(outputs).all()):
-        return Verdict(float("inf"), limit, "gives NaN or infinity")
-    checked = outputs[expected.rows]
-    errors = {measure: error_of(checked, expected.outputs, measure) for measure in limits}
-    for measure, error in errors.items():
-        if error > limits[measure]:
-            in_what = "" if measure == "largest" else " in root mean square"
-            return Verdict(errors["largest"], limit, f"off by {error:.3g}{in_what}, allowed is {limits[measure]:.3g}")
-    if task.training or not task.whole:
-        return Verdict(errors["largest"], limit, None)
-    agreement = float((checked.argmax(-1).cpu() == expected.outputs.argmax(-1)).double().mean())
-    return Verdict(errors["largest"], limit, None, agreement)
+    reference = Reference([expected.outputs], [expected.eager_error], [dtype], [shape], expected.rows)
+    verdict = judge([outputs], reference, factor, subject.tolerance)
+    if not verdict.passed or task.training or not task.whole or not isinstance(outputs, Tensor):
+        return verdict
+    same = same_answers(outputs[expected.rows].cpu(), expected.outputs)
+    return dataclasses.replace(verdict, agreement=float(same.double().mean()))
 
 
 def describe_rule() -> str:

@@ -1,4 +1,4 @@
-"""Where the time of a call goes, by part and kernel, beside what each part must take: `vit-fast bench --explain`.
+"""The time of a call by part and kernel, beside the least that each part takes: `vit-fast bench --explain`.
 
 By torch's profiler, in calls of their own: its overhead never reaches a row's figures. On a GPU the kernels' own names
 say what they belong to, on a CPU those of the operators; what torch.compile has fused is a part of its own, and so is
@@ -16,7 +16,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from vit_fast.measuring.timing import Call, synchronise, without_profiler_chatter
+from vit_fast.measure.clock import Call, synchronise, without_profiler_chatter
 from vit_fast.work import Work
 
 from .records import Record
@@ -38,7 +38,7 @@ _PARTS = {
 
 
 def part_of(name: str) -> str:
-    """What an operator or a kernel of this name belongs to."""
+    """Returns the part that an operator or a kernel of this name belongs to."""
     return next((part for part, words in _PARTS.items() if re.search(words, name.lower())), REST)
 
 
@@ -72,7 +72,7 @@ def explain(call: Call, device: torch.device, group: Group) -> dict[str, Any]:
 
 
 def tables(record: Record) -> Iterator[tuple[str, list[str], list[list[str]]]]:
-    """Of every contest that was explained: caption, titles and rows; the parts of all subjects, then their kernels."""
+    """Yields caption, titles and rows for every explained contest: the parts of all subjects, then their kernels."""
     for title, rows in contests(record).items():
         explained = [row for row in measured(rows) if row.get("explained")]
         if explained:

@@ -144,13 +144,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     parts = options.parts.split(",")
     if unknown := sorted(set(parts) - set(PARTS)):
-        parser.error(f"--parts has {', '.join(unknown)}: accepted are {', '.join(PARTS)}")
+        parser.error(f"--parts has {', '.join(unknown)}: expected {', '.join(PARTS)}")
     chosen = [job for job in JOBS if job.part in parts]
     if options.dry_run:
         print(job_table(chosen))
         return 0
     if options.out is None:
-        parser.error("--out is missing: accepted is a folder")
+        parser.error("--out is missing: expected a folder")
     return _record(chosen, options.out)
 
 
@@ -218,7 +218,7 @@ def run_jobs(
 
 
 def job_table(jobs: Sequence[Job]) -> str:
-    """What is assumed of each, when it would begin, and the sum."""
+    """Returns a table of the jobs: assumed seconds, when each begins, and the sum."""
     lines = [f"{'job (* important)':40s} {'begins':>6s} {'compile':>7s} {'run':>6s}  s, assumed"]
     begins = 0.0
     for job in jobs:

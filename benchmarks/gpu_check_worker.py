@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from vit_fast.measuring.timing import Protocol
+from vit_fast.measure.clock import Protocol
 
 from .machine import describe
 from .plan import make_plan
@@ -73,7 +73,7 @@ class Worker:
         self._process: subprocess.Popen[str] | None = None
 
     def run(self, job: Job, seconds: float) -> Found:
-        """What came of it in at most so many seconds; nothing that a job does raises."""
+        """Runs a job in at most so many seconds; nothing that a job does raises."""
         if not torch.cuda.is_available():
             return {"outcome": f"{NOT_MEASURED}no GPU"}
         folder = self.out / re.sub(r"[^\w-]+", "_", job.name)
@@ -186,7 +186,7 @@ def figures(rows: Sequence[Row]) -> Found:
 
 
 def rows_kept(folder: Path) -> int:
-    """How many rows a job that was ended had put down."""
+    """Counts the rows that a job wrote before it was ended."""
     path = folder.with_name(folder.name + PARTIAL) / JOURNAL_NAME
     return path.read_text().count('{"kind": "row"') if path.is_file() else 0
 

@@ -21,7 +21,6 @@ from .rows import Row, measured
 
 REPORT_NAME = "report.html"
 _TEMPLATE = Path(__file__).with_name(REPORT_NAME)
-_BASELINE = Path(__file__).resolve().parent.parent / "kernels" / "inspect" / "baseline.json"
 _SETTINGS = ("batch", "model", "dtype")
 # The curves of a record: title, what stays the same along one, x and y with their units, and whether x is logarithmic.
 _CURVES = (
@@ -44,8 +43,6 @@ def render(records: Mapping[str, Record]) -> str:
         parts.append(f"<h2>{escape(name)}</h2>")
         parts += _bench(record, curves) if is_bench(record) else [_other(record)]
         parts.append(_details("Environment", _table("environment", ("", ""), _flat(record, "machine", "plan"))))
-    if _BASELINE.exists():  # not in a wheel
-        parts += ["<h2>Kernels, as compiled</h2>", _kernels()]
     page = _TEMPLATE.read_text(encoding="utf-8")
     page = page.replace("<!-- body -->", "\n".join(parts), 1)
     # "</script>" in a name must not end the element
@@ -76,7 +73,7 @@ def _bench(record: Record, curves: list[dict[str, Any]]) -> Iterable[str]:
 
 
 def _curves(record: Record) -> Iterable[dict[str, Any]]:
-    """What the script draws; last, where bytes were counted, every row under what the machine reached in that run."""
+    """Yields the curves that the script draws; last, where bytes were counted, the roofline."""
     rows = [row for rows in contests(record).values() for row in measured(rows)]
     for title, same, x, y in _CURVES:
         for group, lines in _series(rows, same, x[0], y[0]).items():
@@ -95,7 +92,7 @@ def _curves(record: Record) -> Iterable[dict[str, Any]]:
 
 
 def _series(rows: Iterable[Row], same: Sequence[str], x: str, y: str) -> dict[str, list[dict[str, Any]]]:
-    """By what stays the same, a line for each subject."""
+    """Returns a line for each subject, by the fields that stay the same."""
     groups: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for row in rows:
         if row.get(x) is not None and row.get(y) is not None and all(field in row for field in same):
@@ -127,29 +124,6 @@ def _plain(value: object) -> object:
     if isinstance(value, float):
         return f"{value:.4g}"
     return value if isinstance(value, str | int) and not isinstance(value, bool) else ""
-
-
-def _kernels() -> str:
-    """What the compiler made of the kernels: a line for each architecture and kernel, the worst of its builds."""
-    baseline = json.loads(_BASELINE.read_bytes())
-    groups: dict[tuple[str, str], list[dict[str, int]]] = {}
-    for key, counts in baseline["builds"].items():
-        arch, kernel, _ = key.split("/", 2)
-        groups.setdefault((arch, kernel), []).append(counts)
-    rows = [
-        (
-            kernel, arch, len(builds), max(b["registers"] for b in builds),
-            f"{max(b['shared_bytes'] for b in builds) / 1024:.0f}", min(b["ctas_per_sm"] for b in builds),
-            *(sum(bool(b[name]) for b in builds) for name in ("hmma", "hgmma", "tcgen05", "tma_loads")),
-        )
-        for (arch, kernel), builds in groups.items()
-    ]  # fmt: skip
-    titles = (
-        "kernel", "arch", "builds", "most registers", "most shared KiB", "least CTAs/SM", "HMMA", "HGMMA", "TCGEN05",
-        "TMA",
-    )  # fmt: skip
-    text = f"Compiled without a GPU by triton {escape(str(baseline['triton']))}; the last four count builds."
-    return f"<p>{text}</p>" + _table("click a heading to sort", titles, rows)
 
 
 def _table(caption: str, titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

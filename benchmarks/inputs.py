@@ -1,4 +1,4 @@
-"""What the subjects are fed: batches of real photographs, and weights on which a wrong answer shows."""
+"""Inputs of the subjects: batches of real photographs, and weights that make every mistake visible."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vit_fast.apps.data import make_transform, read_image
 from vit_fast.config import ViTConfig
-from vit_fast.measuring.timing import cold_copies
+from vit_fast.measure.clock import cold_copies
 from vit_fast.model import VisionTransformer
 
 from .models import Model

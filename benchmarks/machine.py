@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vit_fast.measuring.timing import Protocol, time_call
-from vit_fast.version import installed
+from vit_fast.measure.clock import Protocol, time_call
+from vit_fast.version import cpu_name, installed
 
 PACKAGES = (
     "torch", "triton", "timm", "transformers", "torchvision", "onnxruntime", "onnxruntime-gpu", "openvino", "tensorrt",
@@ -54,7 +54,7 @@ def describe(device: torch.device | str) -> dict[str, Any]:
 
 
 def measure_ceilings(device: torch.device | str, dtypes: Sequence[str]) -> dict[str, Any]:
-    """What this device reaches now, at its fastest: a large copy in GB/s, a square matmul in TFLOP/s for each dtype.
+    """Measures the device's ceilings: a large copy in GB/s, a square matmul in TFLOP/s for each dtype.
 
     Copying counts what is read and what is written. The sizes are part of the answer: 8192 on a GPU, smaller on a CPU.
     """
@@ -107,16 +107,6 @@ def products_in(name: str) -> Iterator[None]:
 def short_name(dtype: torch.dtype) -> str:
     """fp32, fp16, bf16, fp64."""
     return {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}[dtype]
-
-
-def cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def has_bf16() -> bool:
@@ -174,7 +164,7 @@ def bus_id(properties: Any) -> str:
 
 
 def memory_bytes(device: torch.device) -> int | None:
-    """What the device, or this process on a CPU, may use at most; None where nobody says."""
+    """Returns the memory of the device, or of this process on a CPU; None if unknown."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     try:
@@ -188,7 +178,7 @@ def memory_bytes(device: torch.device) -> int | None:
 
 
 def output(command: list[str]) -> str | None:
-    """What a command prints, without its last newline; None when there is no such command or it fails."""
+    """Returns the output of a command; None if there is no such command or it fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):

@@ -1,4 +1,4 @@
-"""What is measured: variants of ours, and models as they were given, by id, file or function.
+"""Models to measure: variants of ours, and models as they are given, by id, file or function.
 
 vit_small_patch16_224, vit_*_patch16_224     our variants, with random weights
 model.safetensors, a folder, a Hub id        weights that say their shape, see vit_fast.load
@@ -29,7 +29,6 @@ import vit_fast
 from vit_fast.config import DataConfig, Size, ViTConfig
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.variants import get_variant, list_models
-from vit_fast.weights.hub import hub_id
 from vit_fast.work import Counter, Work, total, work
 
 from .operators import Operator
@@ -71,7 +70,7 @@ class Model:
 
     @property
     def kind(self) -> str:
-        """Which subjects can compute it: those of "ours", "given", "onnx", "block", or of an operator's part."""
+        """The subjects that can compute it: those of "ours", "given", "onnx", "block", or of an operator's part."""
         if self.operator is not None:
             return self.operator.part
         ours = "block" if self.block else "ours"
@@ -116,6 +115,8 @@ def resolve(given: str) -> Callable[[Size | None], list[Model]]:
         return lambda size: [_given(given, function, size or (224, 224), DataConfig())]
     is_onnx = given.endswith(".onnx")
     if is_onnx or "/" in given or "." in given or Path(given).is_dir():  # none of our names has them
+        from vit_fast.weights.hub import hub_id
+
         if not Path(given).exists() and (is_onnx or hub_id(given) is None):
             raise ValueError(f"{given}: no such file")
         return lambda size: [_onnx(Path(given), size) if is_onnx else _of_weights(given, size)]
@@ -143,7 +144,7 @@ def describe_ours(name: str, config: ViTConfig, data: DataConfig, weights: Mappi
 def _block(model: Model) -> Model:
     config = model.config
     if config is None or model.parts is None:
-        raise ValueError(f"block:{model.name}: accepted is one of our variants, or weights that say their shape")
+        raise ValueError(f"block:{model.name}: expected one of our variants, or weights that say their shape")
     whole = model.parts
 
     def parts(batch: int, training: bool) -> dict[str, Work]:
@@ -162,7 +163,7 @@ def _of_weights(source: str, img_size: Size | None) -> Model:
     model = vit_fast.load(source, backend="sdpa")
     name = Path(source).name if Path(source).exists() else source
     if img_size not in (None, model.config.image_hw):
-        raise ValueError(f"--img-size with {name}: its weights are for {model.config.image_hw}; accepted is that")
+        raise ValueError(f"--img-size with {name}: its weights are for {model.config.image_hw}; expected that")
     weights = {key: tensor.float() for key, tensor in model.state_dict().items()}
     return dataclasses.replace(describe_ours(name, model.config, model.data_config, weights), source=source)
 
@@ -173,7 +174,7 @@ def _onnx(path: Path, img_size: Size | None) -> Model:
 
     runner = OnnxRunner(path, "cpu", image_hw=img_size)
     if runner.image_hw is None:
-        raise ValueError(f"{path.name}: leaves the size of its images open: accepted is --img-size N with it")
+        raise ValueError(f"{path.name}: leaves the size of its images open: expected --img-size N with it")
     data = runner.data_config if isinstance(runner.data_config, DataConfig) else DataConfig()
     shape = (runner.in_chans, *runner.image_hw)
 
@@ -242,7 +243,7 @@ def _transformers(name: str, img_size: Size | None) -> tuple[Callable[[], nn.Mod
     if img_size is not None:
         config.image_size = img_size[0] if img_size[0] == img_size[1] else img_size
     if getattr(config, "image_size", None) is None:
-        raise ValueError(f"hf:{name}: its config says no image_size; accepted is a vision model")
+        raise ValueError(f"hf:{name}: its config says no image_size; expected a vision model")
     weights = any(Path(name).glob("*.safetensors"))
 
     def make() -> nn.Module:
@@ -266,7 +267,7 @@ def _function(name: str) -> Callable[[], nn.Module]:
     try:
         make = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"{name}: {error}; accepted is module:function, importable from here") from None
+        raise ValueError(f"{name}: {error}; expected module:function, importable from here") from None
 
     def checked() -> nn.Module:
         try:
@@ -274,7 +275,7 @@ def _function(name: str) -> Callable[[], nn.Module]:
         except Exception as error:  # whatever theirs raises
             raise ValueError(f"{name}() raises {type(error).__name__}: {error}; it is given no arguments") from error
         if not isinstance(model, nn.Module):
-            raise ValueError(f"{name}() gives a {type(model).__name__}: accepted is an nn.Module of images")
+            raise ValueError(f"{name}() gives a {type(model).__name__}: expected an nn.Module of images")
         return model.eval()
 
     return functools.partial(_seeded, checked)

@@ -38,27 +38,27 @@ class Operator:
 
     @classmethod
     def parse(cls, word: str) -> Operator | None:
-        """What a word like those above means; None where it is none."""
+        """Parses a word like those above; None if it is none."""
         if not (matched := _WORD.fullmatch(word)):
             return None
         part, tokens, second, third, activation = matched.groups()
         if activation and (part != "mlp" or activation not in ACTIVATIONS):
-            raise ValueError(f"{word}: accepted behind an mlp's sizes are {', '.join(ACTIVATIONS)}")
+            raise ValueError(f"{word}: expected behind an mlp's sizes: {', '.join(ACTIVATIONS)}")
         return cls(part, (int(tokens), int(second), int(third)), activation or "gelu")
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of one image's input."""
+        """The shape of one image's input."""
         tokens, second, third = self.sizes
         return (tokens, 3, second, third) if self.part == "attention" else (tokens, second)
 
     @property
     def checked(self) -> int:
-        """How many images of a batch are held against fp64: where parameters have gradients, all that add to them."""
+        """The images of a batch that are compared with fp64: all, where they add to a parameter's gradient."""
         return 2 if self.part == "attention" else 2**31
 
     def parts(self, batch: int, training: bool) -> dict[str, Work]:
-        """What its forward, or in training its backward, does and moves at least."""
+        """Returns the least work of its forward or, in training, of its backward."""
         tokens, second, third = self.sizes
         if self.part == "attention":
             # forward reads q, k, v and writes o; backward also reads o and do and writes dq, dk, dv

@@ -1,4 +1,4 @@
-"""What a run of the benchmark will do, checked whole before anything is built."""
+"""Run configuration, checked whole before anything is built."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 
 from vit_fast.apps.data import default_photograph, find_images, read_image
 from vit_fast.config import Size
-from vit_fast.measuring.timing import Protocol
+from vit_fast.measure.clock import Protocol
 
 from .inputs import MAX_VIEWS
 from .machine import DTYPES, has_bf16, memory_bytes
 from .models import Model, resolve
 from .rows import PERCENTILE_REPEATS, Group
-from .subjects import FP32_ALONE, Selection, choose
+from .subjects import FP32_ALONE, Subject, choose
 
 # Sizes that are worth measuring on the device. On two CPU cores the budget ends the run within three minutes.
 DEFAULT_MODELS = {"cpu": ("vit_tiny_patch16_224",), "cuda": ("vit_base_patch16_224",)}
@@ -59,7 +59,7 @@ class Plan:
     models: tuple[Model, ...]
     batch_sizes: tuple[int, ...]
     dtypes: tuple[str, ...]
-    selections: Mapping[str, tuple[Selection, ...]]
+    selections: Mapping[str, tuple[Subject, ...]]
     device: torch.device
     images: tuple[Path, ...]
     time_budget_s: float
@@ -72,7 +72,7 @@ class Plan:
     request: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def groups(self) -> list[Group]:
-        """What is measured in turns, in its order."""
+        """Returns the groups, whose subjects are timed interleaved, in their order."""
         return [
             Group(model, dtype, batch_size, batch_size, self.training, self.data)
             for model in self.models
@@ -85,16 +85,16 @@ class Plan:
         """True if nobody named the candidates: then those are planned that the time suffices for."""
         return self.request.get("subjects") is None and not self.search
 
-    def selections_of(self, group: Group) -> list[Selection]:
+    def selections_of(self, group: Group) -> list[Subject]:
         """The candidates of a group; by default none that cannot compute in its dtype."""
         found = self.selections[group.model.kind]
         left_out = FP32_ALONE if self.is_default and self.device.type == "cpu" and group.dtype_name != "fp32" else ()
-        return [selection for selection in found if selection.subject.name not in left_out]
+        return [selection for selection in found if selection.name not in left_out]
 
     def product_dtypes(self) -> list[str]:
         """In which the subjects multiply, as far as torch does, too; amp does in bf16."""
         chosen = [selection for selections in self.selections.values() for selection in selections]
-        lower = "amp" in self.dtypes or any(selection.subject.precision == "bf16" for selection in chosen)
+        lower = "amp" in self.dtypes or any(selection.precision == "bf16" for selection in chosen)
         return [*self.dtypes, *(["bf16"] if lower else [])]
 
     def to_dict(self) -> dict[str, Any]:
@@ -120,7 +120,6 @@ def make_plan(
     batch_sizes: Sequence[int] | Literal["best"] | None = None,
     dtypes: Sequence[str] | None = None,
     subjects: Sequence[str] | None = None,
-    compile_modes: Sequence[str] | None = None,
     img_size: Sequence[int] | Sequence[Sequence[int]] | None = None,
     train: bool = False,
     amp: bool = False,
@@ -141,7 +140,6 @@ def make_plan(
         batch_sizes: Images a call, each at least 1; "best": doubled for as long as that gains images a second.
         dtypes: "fp32", "tf32", "fp16", "bf16".
         subjects: See subjects.parse_label.
-        compile_modes: Modes in which subjects that name none are measured; see subjects.COMPILE_MODES.
         img_size: Height and width of the images, or several such; None means each model's own.
         train: Measure training steps (forward, backward, AdamW), not inference.
         amp: The forward of these under autocast in bf16, the parameters in fp32.
@@ -161,16 +159,16 @@ def make_plan(
     unlimited = 0 if seconds is not None or subjects is not None else DEFAULT_TIME_BUDGET_S[kind]
     budget = unlimited if time_budget_s is None else time_budget_s
     if not budget >= 0:
-        raise ValueError(f"time_budget_s={budget}: accepted is a number of seconds >= 0 (0: no limit)")
+        raise ValueError(f"time_budget_s={budget}: expected a number of seconds >= 0 (0: no limit)")
     if amp and (not train or dtypes not in (None, ["fp32"])):
-        raise ValueError("--amp: accepted with --train, and with --dtypes fp32 or none: the parameters stay in fp32")
+        raise ValueError("--amp: expected with --train, and with --dtypes fp32 or none: the parameters stay in fp32")
     if latency and batch_sizes not in (None, [1]):
         raise ValueError("--latency times calls of one image: --batch-sizes must be 1 or absent")
     words = DEFAULT_MODELS[kind] if models is None else models
     # all that is quick to check before the first model is built
     resolved, img_sizes, photographs = [resolve(word) for word in words], _sizes(img_size), _images(images)
     names = ("amp",) if amp else _dtypes(DEFAULT_DTYPES[kind] if dtypes is None else dtypes, where)
-    choose(subjects, compile_modes, where)
+    choose(subjects, where)
     search = batch_sizes == "best"
     sizes = SEARCHED[kind] if batch_sizes == "best" else (1,) if latency else batch_sizes
     sizes = _batch_sizes(DEFAULT_BATCH_SIZES[kind] if sizes is None else sizes)
@@ -184,7 +182,7 @@ def make_plan(
         models=found,
         batch_sizes=sizes,
         dtypes=names,
-        selections={m.kind: tuple(choose(subjects, compile_modes, where, m.kind, train)) for m in found},
+        selections={m.kind: tuple(choose(subjects, where, m.kind, train)) for m in found},
         device=where,
         images=photographs,
         time_budget_s=budget or math.inf,
@@ -206,13 +204,13 @@ def make_plan(
     if (needed := _least_bytes(plan, most)) > there:
         raise ValueError(
             f"batch size {most}: needs at least {needed / 2**30:,.0f} GiB, {where} has {there / 2**30:,.0f} GiB;"
-            f" accepted here is up to {max(1, most * there // needed):,}"
+            f" at most {max(1, most * there // needed):,}"
         )
     return plan
 
 
 def _least_bytes(plan: Plan, batch: int) -> int:
-    """What a call holds at once at the least: inputs in two rotations, the residual stream and one hidden layer."""
+    """Estimates the least memory of a call: two inputs, the residual stream and one hidden layer."""
     values = 0
     for model in plan.models:
         tokens = 0 if model.config is None else model.config.seqlen * (model.config.embed_dim + model.config.hidden_dim)
@@ -226,7 +224,7 @@ def _device(name: str) -> torch.device:
     except RuntimeError:
         device = None
     if device is None or device.type not in DEFAULT_MODELS:
-        raise ValueError(f"device={name!r}: accepted are auto, cpu, cuda and cuda:N")
+        raise ValueError(f"device={name!r}: expected auto, cpu, cuda and cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device={name!r}: there are {torch.cuda.device_count()} CUDA devices here")
     return device
@@ -237,20 +235,20 @@ def _sizes(img_size: Sequence[int] | Sequence[Sequence[int]] | None) -> list[Siz
     several: Any = [] if img_size is None else img_size if isinstance(img_size[0], Sequence) else [img_size]
     for sides in several:
         if len(sides) not in (1, 2) or min(sides) < 1:
-            raise ValueError(f"--img-size {'x'.join(map(str, sides))}: accepted are a side, or HEIGHTxWIDTH, in pixels")
+            raise ValueError(f"--img-size {'x'.join(map(str, sides))}: expected a side, or HEIGHTxWIDTH, in pixels")
     return [(sides[0], sides[-1]) for sides in several] or [None]
 
 
 def _batch_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     if too_small := [size for size in sizes if size < 1]:
-        raise ValueError(f"batch size {too_small[0]}: accepted is an integer >= 1")
+        raise ValueError(f"batch size {too_small[0]}: expected an integer >= 1")
     return _some("batch sizes", sizes)
 
 
 def _dtypes(names: Sequence[str], device: torch.device) -> tuple[str, ...]:
     accepted = [name for name in DTYPES if name != "amp" and (name != "tf32" or device.type == "cuda")]
     if unknown := [name for name in names if name not in accepted]:
-        raise ValueError(f"dtype {unknown[0]!r} on {device}: accepted are {', '.join(accepted)}")
+        raise ValueError(f"dtype {unknown[0]!r} on {device}: expected {', '.join(accepted)}")
     return _some("dtypes", names)
 
 
@@ -263,5 +261,5 @@ def _images(paths: Sequence[str | Path]) -> tuple[Path, ...]:
 
 def _some(what: str, values: Sequence[Any]) -> tuple[Any, ...]:
     if not values:
-        raise ValueError(f"no {what}: accepted is at least one")
+        raise ValueError(f"no {what}: expected at least one")
     return tuple(dict.fromkeys(values))

@@ -8,7 +8,7 @@ import textwrap
 import zlib
 from typing import Any
 
-from vit_fast.measuring.resolution import SAME, UNKNOWN
+from vit_fast.measure.resolution import SAME, UNKNOWN
 
 from .records import Record
 from .report import ceilings_line, contests, format_rate, heading, label, not_measured

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
+import resource
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,14 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.measuring.limits import at_most, describe_error, is_out_of_memory
-from vit_fast.measuring.timing import Call, peak_memory_of_call, synchronise
+from vit_fast.measure.clock import Call, peak_memory_of_call, synchronise
+from vit_fast.measure.limits import at_most, describe_error, is_out_of_memory
 
-from .correctness import MAX_CHECKED_IMAGES, Expected, checked_rows, expect, judge, stepper
+from .correctness import MAX_CHECKED_IMAGES, Expected, checked_rows, expect, judge_outputs, stepper
 from .explain import explain
 from .inputs import MAX_VIEWS, image_views, rotating_batches, weights_of
+from .machine import products_in
 from .rows import Group, Row, Status, add_verdict, make_row
-from .subjects import Selection, Task, compile_selection
+from .subjects import Subject, Task, compile_selection
 
 # For building, compiling and checking one subject, and for one round of timing; autotuning takes minutes.
 SUBJECT_SECONDS = 900.0
@@ -33,7 +38,7 @@ GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 @dataclass(frozen=True)
 class Posed:
-    """What all subjects of a group are asked: the task, batches where its data is, what the first must give."""
+    """The task of a group, its batches where its data is, and the outputs of the first."""
 
     task: Task
     batches: list[Tensor]
@@ -75,7 +80,7 @@ class Prepared:
         call_s: How long a call takes, roughly.
     """
 
-    selection: Selection
+    selection: Subject
     call: Call
     row: Row
     call_s: float
@@ -85,9 +90,7 @@ class TooLarge(Exception):
     """A subject, or the inputs themselves, did not fit into memory."""
 
 
-def prepare(
-    selection: Selection, group: Group, posed: Posed, *, explained: bool = False
-) -> tuple[Prepared | None, Row]:
+def prepare(selection: Subject, group: Group, posed: Posed, *, explained: bool = False) -> tuple[Prepared | None, Row]:
     """Builds a subject, checks it, and profiles it where it is to be explained, too.
 
     Returns:
@@ -106,8 +109,8 @@ def prepare(
     return found or (None, why_not)
 
 
-def _attempt(selection: Selection, group: Group, action: Callable[[], Result]) -> tuple[Result | None, Row]:
-    """What an action gives; or None, and the row that says why: a subject may fail in any way it likes.
+def _attempt(selection: Subject, group: Group, action: Callable[[], Result]) -> tuple[Result | None, Row]:
+    """Returns the result of an action; or None, and the row that says why.
 
     Raises:
         TooLarge: memory ran out.
@@ -127,7 +130,7 @@ def _attempt(selection: Selection, group: Group, action: Callable[[], Result]) -
     return None, make_row(group, selection, status, reason)
 
 
-def _build_and_check(selection: Selection, group: Group, posed: Posed) -> tuple[Prepared | None, Row]:
+def _build_and_check(selection: Subject, group: Group, posed: Posed) -> tuple[Prepared | None, Row]:
     task, expected, device = posed.task, posed.expected, posed.task.device
     before = _allocated(device)
     start = time.perf_counter()
@@ -139,7 +142,7 @@ def _build_and_check(selection: Selection, group: Group, posed: Posed) -> tuple[
     call(1)
     last: list[object] = []
     call_s = _seconds(lambda: last.append(call(0)), device)
-    verdict = judge(selection.subject, task, expected, (first if task.training else last).pop())
+    verdict = judge_outputs(selection, task, expected, (first if task.training else last).pop())
     row = make_row(group, selection, "measured" if verdict.passed else "wrong", verdict.reason)
     if verdict.agreement is not None and expected.classes:
         shares = [_share_alike(call(place), best) for place, best in enumerate(expected.classes, 1)]
@@ -158,27 +161,27 @@ def _share_alike(outputs: Any, classes: Tensor) -> float:
     return float((outputs.argmax(-1) == classes).double().mean())
 
 
-def first_answer(selection: Selection, group: Group, images: Sequence[Path], device: torch.device) -> Row:
+def first_answer(selection: Subject, group: Group, images: Sequence[Path], device: torch.device) -> Row:
     """Builds a subject before anything else, and checks its first answer: when that was, or status and reason."""
 
     def answer() -> Row:
-        if missing := selection.subject.missing_packages():
+        if missing := selection.missing_packages():
             raise UnsupportedInputError(selection.label, [f"not installed: {' '.join(missing)}"])
         task, batches = ask(group, images, device)
         _, _, check = _callers(selection, task, batches)
         outputs = [check()]
         synchronise(device)
         answered = time.monotonic()
-        verdict = judge(selection.subject, task, expect(task, batches[0].to(device)), outputs.pop())
+        verdict = judge_outputs(selection, task, expect(task, batches[0].to(device)), outputs.pop())
         return {"answered": answered} if verdict.passed else {"status": "wrong", "reason": verdict.reason}
 
     found, why_not = _attempt(selection, group, answer)
     return found or {name: why_not[name] for name in ("status", "reason")}
 
 
-def _callers(selection: Selection, task: Task, batches: list[Tensor]) -> tuple[object, Call, Callable[[], object]]:
+def _callers(selection: Subject, task: Task, batches: list[Tensor]) -> tuple[object, Call, Callable[[], object]]:
     """A subject as it was built, as a call on the batch of a number, and what it gives that is checked."""
-    function = selection.subject.make(task)
+    function = selection.make(task)
     compiled = compile_selection(selection, function)
     if task.training:
         if not isinstance(function, nn.Module):
@@ -187,7 +190,7 @@ def _callers(selection: Selection, task: Task, batches: list[Tensor]) -> tuple[o
 
     def call(number: int) -> object:
         batch = batches[number % len(batches)].to(task.device, non_blocking=True)  # itself where it lies there
-        with torch.inference_mode(not task.training), selection.subject.context():
+        with torch.inference_mode(not task.training), selection.context():
             if task.training:
                 return step(batch)
             if selection.mode in GRAPH_MODES:
@@ -198,7 +201,7 @@ def _callers(selection: Selection, task: Task, batches: list[Tensor]) -> tuple[o
     def check() -> object:
         if not task.training:
             return call(0)
-        with selection.subject.context():
+        with selection.context():
             return step.gradients(batches[0].to(task.device), checked_rows(task), range(len(batches[0])))
 
     return function, call, check
@@ -231,3 +234,49 @@ def _parameter_bytes(function: object) -> int | None:
     if not isinstance(function, nn.Module):
         return None
     return sum(t.numel() * t.element_size() for t in [*function.parameters(), *function.buffers()])
+
+
+LIMIT_S = 900.0
+
+
+def cold_start(request: Mapping[str, Any], group: Group, label: str) -> Row:
+    """One subject of a group in a fresh process.
+
+    Args:
+        request: The plan's, as plain data.
+        group: What it computes.
+        label: The subject.
+    Returns:
+        cold_s, seconds, and cold_MiB, the process's peak memory on the host, where the answer was right; else
+        cold_failed, why not.
+    """
+    asked = dict(request) | {"models": [group.model.source or group.model.name], "batch_sizes": [group.batch_size]}
+    asked |= {"img_size": None if group.model.data is None else group.model.image_hw, "latency": False}
+    asked |= {"dtypes": None if group.dtype_name == "amp" else [group.dtype_name], "subjects": [label]}
+    command = [sys.executable, "-c", f"from {__name__} import answer; answer()", json.dumps(asked)]
+    started = time.monotonic()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return {"cold_failed": f"more than {LIMIT_S:g} s"}
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        return {"cold_failed": last[:500]}
+    found = json.loads(done.stdout.splitlines()[-1])
+    if "answered" not in found:
+        return {"cold_failed": f"{found['status']}: {found['reason']}"}
+    return {"cold_s": round(found["answered"] - started, 2), "cold_MiB": found["peak_MiB"]}
+
+
+def answer() -> None:
+    """In the fresh process: the first answer, when it was given, and whether it was right, as JSON."""
+    from .plan import make_plan
+    from .preparation import first_answer
+
+    plan = make_plan(**json.loads(sys.argv[1]))
+    (group,) = plan.groups()
+    ((selection,),) = plan.selections.values()
+    with products_in(group.dtype_name):
+        found = first_answer(selection, group, plan.images, plan.device)
+    found["peak_MiB"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)
+    print(json.dumps(found))

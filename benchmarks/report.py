@@ -1,4 +1,4 @@
-"""What a record says: its rows as columns of text, what must be known beside them, and a table for a document."""
+"""A record as text: rows as columns, remarks, and a table for a document."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from vit_fast.measuring.resolution import QUIET_RUN, SAME, UNKNOWN, UNRANKABLE
+from vit_fast.measure.resolution import QUIET_RUN, SAME, UNKNOWN, UNRANKABLE
 
 from .records import Record
 from .rows import Row, is_lower, measured, resolution_of
@@ -64,9 +64,6 @@ COLUMNS = (
 )
 PRECISION = Column("precision", lambda row: str(row["precision"]), 0)  # on the screen, where no column says the dtype
 MOST_ON_SCREEN = 7  # beside the candidate
-
-# Characters a line where nobody says: wide enough for the whole table.
-FULL_WIDTH = 160
 
 
 def contests(record: Record, *, by_dtype: bool = True) -> dict[str, list[Row]]:
@@ -201,7 +198,7 @@ def label(row: Row, *, precision: bool = True) -> str:
 
 
 def not_measured(record: Record) -> list[str]:
-    """What has no figures and why, each reason once, with the contests it applies to unless that is all of them."""
+    """Returns the rows without figures by reason, with the contests unless that is all of them."""
     titles: dict[str, list[str]] = {}
     grouped = contests(record)
     for title, rows in grouped.items():

@@ -8,14 +8,14 @@ from typing import Any, Literal
 
 import torch
 
-from vit_fast.measuring import resolution
-from vit_fast.measuring.timing import Timing, percentile
+from vit_fast.measure import resolution
+from vit_fast.measure.check import Verdict
+from vit_fast.measure.clock import Timing, percentile
 from vit_fast.work import Work, total
 
-from .correctness import Verdict
 from .machine import DTYPES
 from .models import Model
-from .subjects import Selection
+from .subjects import Subject
 
 Status = Literal[
     "measured", "not installed", "unsupported", "wrong", "failed", "out of memory", "skipped", "interrupted"
@@ -70,7 +70,7 @@ class Group:
 
     @property
     def contest(self) -> tuple[str | int, ...]:
-        """What its rows compete in; see contest."""
+        """The contest of its rows; see contest."""
         return self.model.name, self.dtype_name, self.requested_batch_size, self.data, *self.sizes
 
     @property
@@ -79,30 +79,30 @@ class Group:
         return self.model.shape if self.model.data is None else self.model.image_hw
 
     def about(self, subject: str) -> Row:
-        """What a row of this subject, or a control, is about."""
+        """Returns the fields that name a row of this subject, or a control."""
         return {
             "subject": subject, "model": self.model.name, "dtype": self.dtype_name, "batch": self.batch_size,
             "requested_batch": self.requested_batch_size, "img_size": list(self.sizes), "data": self.data,
         }  # fmt: skip
 
     def least(self) -> dict[str, Work]:
-        """What a call must do, by part; a training step of a whole model three times its inference. Empty: unknown."""
+        """Returns the least work of a call by part, three times that of inference for a training step."""
         return {} if self.model.parts is None else self.model.parts(self.batch_size, self.training)
 
     @property
     def launch(self) -> Literal["counted", "hidden"]:
-        """Whether the host's launches count: where one answer is awaited, not in a loop that never waits."""
+        """ "counted" where each output is awaited, "hidden" in a loop that never waits."""
         return "counted" if self.batch_size == 1 and self.model.data is not None else "hidden"
 
 
-def make_row(group: Group, selection: Selection, status: Status, reason: str | None = None) -> Row:
+def make_row(group: Group, selection: Subject, status: Status, reason: str | None = None) -> Row:
     """A row without figures: why there are none, or the ground on which they are put."""
-    peer = selection.subject.peer or (group.model.operator is not None and selection.subject.name != "triton")
+    peer = selection.peer or (group.model.operator is not None and selection.name != "triton")
     return group.about(selection.label) | {
         "peer": peer,
         "compile_mode": selection.mode,
         "task": "training" if group.training else "inference",
-        "precision": selection.subject.precision or group.model.precision or group.dtype_name,
+        "precision": selection.precision or group.model.precision or group.dtype_name,
         "status": status,
         "reason": reason,
         **dict.fromkeys((*CHECKED_FIELDS, *SPEED_FIELDS)),
@@ -136,13 +136,13 @@ def add_timing(row: Row, timing: Timing, group: Group) -> None:
 
 
 def make_control(group: Group, subject: str, timing: Timing, again: Timing, conditions: dict[str, Any]) -> Row:
-    """What a group's control, a call timed under two names, and the machine's state say of the group's figures."""
+    """Makes the control of a group: one call timed under two names, with the machine's state."""
     found = resolution.control(timing.samples_ms, again.samples_ms)
     return group.about(subject) | found | {"ms": [timing.ms, again.ms], "conditions": conditions}
 
 
 def finish(rows: Sequence[Row], ceilings: dict[str, Any], controls: Sequence[Row]) -> None:
-    """What follows from a whole run: shares of the ceiling, and ratios to the fastest peer with their verdicts.
+    """Adds what needs the whole run: shares of the ceiling, and ratios to the fastest peer with their verdicts.
 
     The peer is the fastest of the same model, dtype and requested batch that computes in that dtype. A share above 1 is
     not given: the row names it as a defect, of the ceiling or of the formula.
@@ -175,7 +175,7 @@ def measured(rows: Iterable[Row]) -> list[Row]:
 
 
 def is_lower(row: Row) -> bool:
-    """Whether it computes in fewer bits than its contest's dtype."""
+    """True if it computes in fewer bits than its contest's dtype."""
     return bool(row["precision"] != row["dtype"])
 
 
@@ -188,5 +188,5 @@ def resolution_of(row: Row, controls: Sequence[Row], *, between_runs: bool = Fal
 
 
 def contest(row: Row) -> tuple[Any, ...]:
-    """What rows compete in."""
+    """Returns the key of a row's contest."""
     return row["model"], row["dtype"], row["requested_batch"], row["data"], *row["img_size"]

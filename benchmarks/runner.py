@@ -17,21 +17,19 @@ from typing import Any
 
 import torch
 
-from vit_fast.measuring.limits import at_most, describe_error, is_out_of_memory
-from vit_fast.measuring.timing import Call, Timing, time_interleaved
+from vit_fast.measure.clock import Call, Timing, time_interleaved
+from vit_fast.measure.limits import at_most, describe_error, is_out_of_memory
 
 from . import preparation
-from .allocation import Allocation, Planned
-from .cold import cold_start
+from .allocation import AGAIN, FLOOR_LEAST_REPEATS, Allocation, Listener, Planned, Watch
 from .conditions import Conditions, joules_of
 from .correctness import describe_rule
 from .machine import best_ceilings, describe, measure_ceilings, products_in
 from .plan import Plan
-from .preparation import Posed, Prepared, TooLarge, pose, prepare
+from .preparation import Posed, Prepared, TooLarge, cold_start, pose, prepare
 from .records import FORMAT, Journal
 from .rows import Group, Row, Status, add_timing, contest, finish, is_lower, make_control, make_row
-from .subjects import Selection
-from .watch import AGAIN, FLOOR_LEAST_REPEATS, Listener, Watch
+from .subjects import Subject
 
 GAIN = 1.03  # by which a batch must be better than all smaller ones for a search to go on
 
@@ -60,7 +58,7 @@ def run(plan: Plan, listener: Listener | None = None, journal: Journal | None = 
 
 
 class _Findings:
-    """What a run has found, here and in its journal; with a journal of before, also what was found then."""
+    """The findings of a run, here and in its journal, with those of an earlier journal."""
 
     def __init__(self, journal: Journal | None) -> None:
         self._journal = journal
@@ -73,13 +71,13 @@ class _Findings:
         ]
         self._ended = Counter(begun)
 
-    def begin(self, group: Group, selection: Selection) -> None:
+    def begin(self, group: Group, selection: Subject) -> None:
         """Puts down what is begun, in case it takes the process with it."""
         if self._journal is not None:
             self._journal.add("begun", [*group.contest, selection.label])
 
-    def has_ended(self, group: Group, selection: Selection) -> bool:
-        """Whether the process ended twice while this was prepared; once may have been for another reason."""
+    def has_ended(self, group: Group, selection: Subject) -> bool:
+        """True if the process ended twice while this was prepared; once may have been for another reason."""
         return self._ended[(*group.contest, selection.label)] > 1
 
     def add(self, kind: str, value: Row) -> None:
@@ -89,7 +87,7 @@ class _Findings:
         if self._journal is not None and value.get("status") not in ("skipped", "interrupted"):
             self._journal.add(kind, value)
 
-    def left(self, group: Group, selections: Sequence[Selection]) -> list[Selection]:
+    def left(self, group: Group, selections: Sequence[Subject]) -> list[Subject]:
         """Those without a row in this group."""
         there = {row["subject"] for row in self.rows if contest(row) == group.contest}
         return [selection for selection in selections if selection.label not in there]
@@ -149,7 +147,7 @@ class _Run:
         self.found.add("ceilings", measure_ceilings(self.plan.device, self.plan.product_dtypes()))
         self.listener.done(1)
 
-    def _run_group(self, group: Group, selections: Sequence[Selection]) -> None:
+    def _run_group(self, group: Group, selections: Sequence[Subject]) -> None:
         """Prepares, checks and times; what did not fit is done again with half of the batch."""
         try:
             with products_in(group.dtype_name):
@@ -170,7 +168,7 @@ class _Run:
         self.listener.say(f"{group}: out of memory, going on with batch {half.batch_size}: {names}")
         self._run_group(half, too_large)
 
-    def _measure_group(self, group: Group, selections: Sequence[Selection]) -> list[Selection]:
+    def _measure_group(self, group: Group, selections: Sequence[Subject]) -> list[Subject]:
         """Adds a row for every selection but those that did not fit, which are returned."""
         plan = self.plan
         start_s = self.elapsed_s()
@@ -203,10 +201,9 @@ class _Run:
         too_large += self._time(group, prepared)
         return too_large
 
-    def _prepare(self, selection: Selection, group: Group, posed: Posed, others: Sequence[Prepared]) -> Prepared | None:
+    def _prepare(self, selection: Subject, group: Group, posed: Posed, others: Sequence[Prepared]) -> Prepared | None:
         """Builds, compiles and checks a subject; a row that says why when there is nothing to time."""
-        subject = selection.subject
-        if missing := subject.missing_packages():
+        if missing := selection.missing_packages():
             self.found.add("row", make_row(group, selection, "not installed", f"pip install {' '.join(missing)}"))
             return None
         if self._is_too_late(others):
@@ -226,9 +223,9 @@ class _Run:
                 self.listener.say(f"{group}: {selection.label} is {row['status'].upper()}: {row['reason'][:200]}")
         return ready
 
-    def _time(self, group: Group, prepared: dict[str, Prepared]) -> list[Selection]:
+    def _time(self, group: Group, prepared: dict[str, Prepared]) -> list[Subject]:
         """Times the prepared subjects in turns and adds their rows; returns those that ran out of memory now."""
-        too_large: list[Selection] = []
+        too_large: list[Subject] = []
         while prepared:
             self.listener.now(f"{group}: timing {len(prepared)} candidates, interleaved")
             running = ""

@@ -1,4 +1,4 @@
-"""What can be measured: the registry of subjects, and how their names are written.
+"""Registry of subjects: everything that can be measured, and the syntax of its names.
 
 A subject is one way to compute a Vision Transformer, with the same weights as all others: ours on one backend, a
 peer's implementation, an exported file. Its name may carry a compile mode: `timm+compile`, `timm+compile:max-autotune`.
@@ -7,6 +7,7 @@ The modules in PROVIDERS register them when first asked for.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import importlib
@@ -21,13 +22,12 @@ from torch import Tensor, nn
 
 from vit_fast.config import ViTConfig
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.run.runtime import compile_frozen
 
 from .models import Model
 
 PROVIDERS = ("subjects_models", "subjects_runtimes", "subjects_operators")
 
-# How `--compile-modes` and the part behind "+compile:" are written; "none" is the subject as it is.
+# What follows "+compile:" in a label; "none" is the subject as it is.
 COMPILE_MODES = ("none", "default", "freezing", "reduce-overhead", "max-autotune")
 
 # In the order in which they are given time: what a run has no time for is the last of them.
@@ -65,7 +65,7 @@ LABELS = {
 
 @dataclass(frozen=True)
 class Task:
-    """What every subject of a group is asked to compute.
+    """The task of every subject of a group.
 
     Attributes:
         model: Its shape, preprocessing, or the model itself.
@@ -87,7 +87,7 @@ class Task:
 
     @property
     def whole(self) -> bool:
-        """Whether it is a model, not a part of one."""
+        """True for a model, False for a part of one."""
         return self.model.operator is None and not self.model.block
 
     @property
@@ -122,6 +122,7 @@ class Subject:
         trainable: Whether training steps make sense.
         precision: In what it computes where that is fewer bits than task.dtype, such as "int8".
         seconds: About how long the first of it takes to build and check on two quiet cores, without compiling.
+        mode: How torch.compile compiles what build gives, one of COMPILE_MODES.
     """
 
     name: str
@@ -136,9 +137,15 @@ class Subject:
     precision: str | None = None
     trainable: bool = True
     seconds: float = 1.0
+    mode: str = "none"
+
+    @property
+    def label(self) -> str:
+        """The name with its compile mode."""
+        return self.name + {"none": "", "default": "+compile"}.get(self.mode, f"+compile:{self.mode}")
 
     def make(self, task: Task) -> Callable[[Tensor], Tensor]:
-        """What build gives, or its first block where that is the task."""
+        """Builds the subject, or its first block if that is the task."""
         made = self.build(task)
         if not task.model.block:
             return made
@@ -150,19 +157,6 @@ class Subject:
 
     def missing_packages(self) -> list[str]:
         return [package for package in self.packages if importlib.util.find_spec(package) is None]
-
-
-@dataclass(frozen=True)
-class Selection:
-    """A subject in one compile mode."""
-
-    subject: Subject
-    mode: str = "none"
-
-    @property
-    def label(self) -> str:
-        suffix = {"none": "", "default": "+compile"}.get(self.mode, f"+compile:{self.mode}")
-        return self.subject.name + suffix
 
 
 _SUBJECTS: dict[str, Subject] = {}
@@ -201,68 +195,50 @@ def get_subject(name: str) -> Subject:
     return subjects[name]
 
 
-def parse_label(label: str) -> Selection:
-    """`timm+compile:max-autotune` -> the subject timm in mode max-autotune.
+def parse_label(label: str) -> Subject:
+    """Returns the subject of a label such as `timm+compile:max-autotune`, in its compile mode.
 
     Raises:
         ValueError: unknown subject or mode, or a subject that cannot be compiled.
     """
     name, separator, mode = label.strip().partition("+compile")
-    if not separator:
-        return select(name, "none")
-    if mode and not mode.startswith(":"):
-        raise ValueError(f"subject {label!r}: accepted behind +compile is nothing or :MODE")
-    return select(name, mode[1:] if mode else "default")
-
-
-def select(name: str, mode: str) -> Selection:
-    """A subject in a compile mode, checked; see parse_label."""
     subject = get_subject(name)
+    if not separator:
+        return subject
+    if mode and not mode.startswith(":"):
+        raise ValueError(f"subject {label!r}: expected nothing or :MODE behind +compile")
+    mode = mode[1:] if mode else "default"
     if mode not in COMPILE_MODES:
-        raise ValueError(f"unknown compile mode {mode!r}: accepted are {', '.join(COMPILE_MODES)}")
-    if mode != "none" and not subject.compilable:
-        raise ValueError(f"subject {name!r} cannot be compiled by torch.compile: accepted is {name!r} alone")
-    return Selection(subject, mode)
+        raise ValueError(f"unknown compile mode {mode!r}: expected {', '.join(COMPILE_MODES)}")
+    if not subject.compilable:
+        raise ValueError(f"subject {name!r} cannot be compiled by torch.compile: expected {name!r} alone")
+    return dataclasses.replace(subject, mode=mode)
 
 
 def default_labels(device: torch.device, kind: str, training: bool) -> tuple[str, ...]:
-    """What is worth measuring of a kind of model (see models.Model) on a device; only modules are trained."""
+    """Returns the default labels for a kind of model (see models.Model) on a device; only modules are trained."""
     labels = DEFAULT_LABELS[device.type] if kind == "ours" else LABELS[kind]
     return tuple(name for name in labels if not training or get_subject(name.partition("+compile")[0]).trainable)
 
 
 def choose(
-    labels: Sequence[str] | None, modes: Sequence[str] | None, device: torch.device, kind: str = "ours",
-    training: bool = False,
-) -> list[Selection]:  # fmt: skip
-    """The selections of a run.
+    labels: Sequence[str] | None, device: torch.device, kind: str = "ours", training: bool = False
+) -> list[Subject]:
+    """Returns the subjects of a run: those named, or by default those worth measuring on this device.
 
-    Args:
-        labels: Subjects, with or without a compile mode; None means those worth measuring on this device.
-        modes: Compile modes for the subjects that name none. None means as they are.
-        device: Where it runs.
-        kind: Of the model.
-        training: Whether a training step is measured.
     Raises:
         ValueError: see parse_label.
     """
-    default = default_labels(device, kind, training)
-    if labels is None and modes is None:
-        return [parse_label(label) for label in default]
-    if labels is None:
-        labels = list(dict.fromkeys(label.partition("+compile")[0] for label in default))
-    chosen: list[Selection] = []
-    for label in labels:
-        parsed = parse_label(label)
-        fixed = "+compile" in label or modes is None or not parsed.subject.compilable
-        chosen += [parsed] if fixed else [select(parsed.subject.name, mode) for mode in modes or ()]
-    return list({selection.label: selection for selection in chosen}.values())
+    chosen = map(parse_label, default_labels(device, kind, training) if labels is None else labels)
+    return list({subject.label: subject for subject in chosen}.values())
 
 
-def compile_selection(selection: Selection, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def compile_selection(selection: Subject, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """The function in the selection's compile mode; each shape is compiled for itself."""
     if selection.mode == "none":
         return function
     if selection.mode == "freezing":
-        return compile_frozen(function, fullgraph=selection.subject.fullgraph)
-    return torch.compile(function, mode=selection.mode, fullgraph=selection.subject.fullgraph, dynamic=False)
+        from vit_fast.run.runtime import compile_frozen
+
+        return compile_frozen(function, fullgraph=selection.fullgraph)
+    return torch.compile(function, mode=selection.mode, fullgraph=selection.fullgraph, dynamic=False)

@@ -16,24 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vit_fast.apps.data import default_photograph
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.fusion.freezing import freeze
 from vit_fast.fusion.fuse import fuse, set_backend
 from vit_fast.libraries import transformers
 from vit_fast.libraries.known import PEERS
 from vit_fast.libraries.peers import take_weights
+from vit_fast.measure.candidate import PRECISIONS, Candidate, Precision
 from vit_fast.model import VisionTransformer
-from vit_fast.quantization.calibration import calibrate
-from vit_fast.quantization.fp8 import unable_reasons
-from vit_fast.run.runtime import GraphRunner
-from vit_fast.tuning import answers
-from vit_fast.tuning.build import build as build_choice
-from vit_fast.tuning.choices import PRECISIONS, Precision
-from vit_fast.tuning.drop_in import Optimized
 
 from . import subjects_operators
-from .inputs import image_views
 from .models import OutputOf
 from .subjects import Task, get_subject, register
 
@@ -55,11 +47,26 @@ def build(backend: str, task: Task) -> nn.Module:
     return model.eval().requires_grad_(False)
 
 
-def build_frozen(backend: str, task: Task) -> nn.Module:
-    """The same with what weights decide computed once."""
-    model = build(backend, task)
-    freeze(model)
-    return model
+def build_as(candidate: Candidate, task: Task) -> nn.Module:
+    """Our model with the kernels, changed as a candidate of vit_fast.optimize.
+
+    Raises:
+        UnsupportedInputError: the candidate is not available here; every reason.
+    """
+    from vit_fast.measure.build import changed_copy
+    from vit_fast.quantization.fp8 import unable_reasons
+
+    reasons = []
+    if candidate.precision == "fp8":  # before anything is built in vain
+        reasons = unable_reasons(task.device, task.dtype)
+        reasons += [] if task.whole else [f"{task.model.name} is no whole model"]
+    if reasons:
+        raise UnsupportedInputError("triton-fp8", reasons)
+    return changed_copy(candidate, build("triton", task), _example(task, task.batch_size), ())
+
+
+def _example(task: Task, batch: int) -> Tensor:
+    return torch.zeros(batch, *task.model.shape, dtype=task.dtype, device=task.device)
 
 
 def build_graphs(backend: str, task: Task) -> Callable[[Tensor], Tensor]:
@@ -68,24 +75,9 @@ def build_graphs(backend: str, task: Task) -> Callable[[Tensor], Tensor]:
     Raises:
         UnsupportedInputError: the task is for a CPU.
     """
-    example = torch.zeros(1, *task.model.shape, dtype=task.dtype, device=task.device)
-    return GraphRunner(build(backend, task), example, batch_sizes=(task.batch_size,))
+    from vit_fast.run.runtime import GraphRunner
 
-
-def build_fp8(task: Task) -> nn.Module:
-    """Our model with its linear layers in e4m3, calibrated on other crops than those it is checked on.
-
-    Raises:
-        UnsupportedInputError: the task is no whole model, or FP8 cannot run here; every reason.
-    """
-    reasons = unable_reasons(task.device, task.dtype)  # before anything is calibrated in vain
-    reasons += [] if task.whole else [f"{task.model.name} is no whole model"]
-    if reasons:
-        raise UnsupportedInputError("triton-fp8", reasons)
-    model = build("triton", task)
-    calibrate(model, image_views([default_photograph()], task.model, 8, seed=1))
-    fuse(model, "triton", precision="fp8")
-    return model
+    return GraphRunner(build(backend, task), _example(task, 1), batch_sizes=(task.batch_size,))
 
 
 def build_peer(peer: ModuleType, task: Task) -> nn.Module:
@@ -113,7 +105,7 @@ def build_given(task: Task) -> nn.Module:
 
 
 def define(task: Task) -> nn.Module:
-    """What a task is held against: our eager model or operator; of a model that was given, itself."""
+    """Builds the reference of a task: our eager model or operator, or the given model itself."""
     made = build_given(task) if task.model.kind == "given" else get_subject("eager").make(task)
     assert isinstance(made, nn.Module)
     return made
@@ -141,21 +133,24 @@ def build_fused(
     return model
 
 
-def build_optimized(precision: Precision | None, task: Task) -> Optimized:
+def build_optimized(precision: Precision | None, task: Task) -> nn.Module:
     """The model in the way that vit_fast.optimize found in this number format.
 
     Raises:
         UnsupportedInputError: no answer is kept for it; or what was found cannot be had any more.
     """
+    from vit_fast.measure import cache
+    from vit_fast.measure.build import build as build_candidate
+
     module = define(task)
-    example = torch.zeros(task.batch_size, task.model.in_chans, *task.model.image_hw).to(task.device, task.dtype)
-    answer = answers.find(module, example, precision)
+    example = _example(task, task.batch_size)
+    answer = cache.find(module, example, precision)
     if answer is None:
         allowed = "" if precision is None else f" --allow {precision}"
         words = f"vit-fast optimize {task.model.name} --batch {task.batch_size}{allowed}"
         raise UnsupportedInputError("optimized", [f"no answer is kept for this here: {words} finds one"])
     with torch.no_grad():
-        return build_choice(answer.choice, module, example, module(example), ())
+        return build_candidate(answer.choice, module, example, module(example), ())
 
 
 definition = "our model, plain formulas: the definition"
@@ -163,10 +158,15 @@ register("eager", definition, partial(build, "eager"), fullgraph=True)
 register("sdpa", "our model, torch's scaled_dot_product_attention", partial(build, "sdpa"), fullgraph=True)
 register("triton", "our model, our Triton kernels", partial(build, "triton"), fullgraph=True)
 frozen, graphs = "the same, its weights folded and laid out once", "the same, frozen, in a captured CUDA graph"
-register("triton-frozen", frozen, partial(build_frozen, "triton"), trainable=False)
+register("triton-frozen", frozen, partial(build_as, Candidate(frozen=True)), trainable=False)
 register("triton-graphs", graphs, partial(build_graphs, "triton"), trainable=False, compilable=False)
 in_e4m3 = {"precision": "fp8", "tolerance": LOSSY_TOLERANCE, "trainable": False}
-register("triton-fp8", "our model, our Triton kernels, linear layers in e4m3, calibrated", build_fp8, **in_e4m3)
+register(
+    "triton-fp8",
+    "our model, our Triton kernels, linear layers in e4m3, calibrated",
+    partial(build_as, Candidate(precision="fp8")),
+    **in_e4m3,
+)
 for name, kernel in (
     ("flash", SDPBackend.FLASH_ATTENTION),
     ("cudnn", SDPBackend.CUDNN_ATTENTION),

@@ -46,9 +46,9 @@ def build(name: str, task: Task) -> nn.Module:
     if operator is None or task.weights is None:
         raise UnsupportedInputError(name, [f"{task.model.name} is no single operator"])
     table = {"attention": _ATTENTION, "mlp": _MLP, "matmul": _MATMUL}[operator.part]
-    reasons = [] if name in table else [f"it computes no {operator.part}: accepted are {', '.join(table)}"]
+    reasons = [] if name in table else [f"it computes no {operator.part}: expected {', '.join(table)}"]
     if name in _ON_A_GPU and task.device.type == "cpu":
-        reasons.append("accepted is a GPU")
+        reasons.append("expected a GPU")
     if name in _OF_GELU_TANH and operator.activation != "gelu_tanh":
         reasons.append("its activation is gelu_tanh")
     if reasons:

@@ -21,13 +21,12 @@ import torch
 
 import vit_fast
 from vit_fast.apps.data import default_photograph
-from vit_fast.benchmarks.cold import cold_start
 from vit_fast.benchmarks.models import resolve
 from vit_fast.benchmarks.plan import make_plan
-from vit_fast.benchmarks.preparation import Posed, pose, prepare
+from vit_fast.benchmarks.preparation import Posed, cold_start, pose, prepare
 from vit_fast.benchmarks.rows import Group
 from vit_fast.benchmarks.subjects import default_labels, parse_label
-from vit_fast.measuring.device_clock import Instant
+from vit_fast.measure.device_clock import Instant
 from vit_fast.work import total
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -71,7 +70,7 @@ def posed(word: str, training: bool, batch: int) -> tuple[Group, Posed]:
 def test_subject(benchmark: Any, word: str, training: bool, batch: int, label: str) -> None:
     """Its backward alone of an operator or a block, a whole step of a model, where that is training."""
     selection, (group, asked) = parse_label(label), posed(word, training, batch)
-    if missing := selection.subject.missing_packages():
+    if missing := selection.missing_packages():
         pytest.skip(f"{label}: not installed: {', '.join(missing)}")
     ready, row = prepare(selection, group, asked)
     if row["status"] == "unsupported":

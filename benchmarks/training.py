@@ -39,7 +39,7 @@ class TrainingStep:
         self.optimizer.step()
 
     def gradients(self, images: Tensor, rows: Sequence[int], places: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
-        """Of the summed loss of some images of a batch.
+        """Computes gradients of the summed loss of some images of a batch.
 
         Args:
             images: The batch [B, C, H, W].
@@ -90,7 +90,7 @@ class Backward:
         return torch.autograd.grad(out, leaves, gradient, retain_graph=True)
 
     def gradients(self, x: Tensor, rows: Sequence[int], places: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
-        """Of some rows of a batch [B, ...], all with the same gradient behind them: the input's, the parameters'."""
+        """Computes gradients of some images of a batch [B, ...]: the input's, the parameters'."""
         leaf = x.detach().clone().requires_grad_()
         out = self.function(leaf)
         gradient = torch.zeros_like(out)

@@ -15,16 +15,15 @@ from typing import TYPE_CHECKING, Any
 from vit_fast.errors import MissingPackageError
 
 if TYPE_CHECKING:
-    from .calibration import CalibrationError
     from .card import write_card
-    from .deployment import write_triton_repository
+    from .deployment import trtexec_line, write_triton_repository
     from .exporter import export_onnx
     from .metadata import inspect_onnx
     from .model_files import ModelFileError
+    from .onnx_calibration import CalibrationError
     from .quantise import QuantisationError
     from .report import ExportReport
     from .runner import OnnxRunner, ProviderError
-    from .tensorrt import trtexec_line
     from .verification import VerificationError
 
 _LAZY = {
@@ -32,12 +31,12 @@ _LAZY = {
     "ModelFileError": ".model_files",
     "OnnxRunner": ".runner",
     "ProviderError": ".runner",
-    "CalibrationError": ".calibration",
+    "CalibrationError": ".onnx_calibration",
     "QuantisationError": ".quantise",
     "VerificationError": ".verification",
     "export_onnx": ".exporter",
     "inspect_onnx": ".metadata",
-    "trtexec_line": ".tensorrt",
+    "trtexec_line": ".deployment",
     "write_card": ".card",
     "write_triton_repository": ".deployment",
 }

@@ -11,9 +11,9 @@ from typing import Any
 from vit_fast.files import file_aside
 from vit_fast.version import __version__
 
+from .deployment import trtexec_line
 from .metadata import OnnxInfo, describe
 from .model_files import external_tensors, read_proto
-from .tensorrt import trtexec_line
 
 CHUNK = 1 << 20
 

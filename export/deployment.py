@@ -1,14 +1,18 @@
-"""A model repository for NVIDIA's Triton Inference Server: MODEL/config.pbtxt, labels.txt and MODEL/1/model.onnx.
+"""Deployment on NVIDIA software: a model repository for Triton Inference Server, the command of a TensorRT engine.
 
-Not to be confused with Triton the language, in which our kernels are written.
+A repository holds MODEL/config.pbtxt, labels.txt and MODEL/1/model.onnx. Triton Inference Server is not Triton the
+language, in which our kernels are written.
 Source: docs.nvidia.com, Triton Inference Server user guide, "Model Repository" and "Model Configuration";
-the schema is model_config.proto of triton-inference-server/common.
+the schema is model_config.proto of triton-inference-server/common. TensorRT developer guide, "Working with Dynamic
+Shapes" and "trtexec". A strongly typed network computes in the types that the file says, eight bits included.
 """
 
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +23,7 @@ from vit_fast.files import folder_aside
 
 from .metadata import OnnxInfo, describe
 from .model_files import ModelFileError, external_tensors, read_proto
-from .tensorrt import shape_profile
+from .signature import read_signature
 
 DATA_TYPES = {
     "float": "TYPE_FP32", "float16": "TYPE_FP16", "bfloat16": "TYPE_BF16", "double": "TYPE_FP64",
@@ -30,6 +34,12 @@ TARGET_DEVICES = {"ort-cpu": "cpu", "ort-cuda": "gpu", "tensorrt": "gpu"}
 ACCELERATOR_MODES = {"fp32": "FP32", "fp16": "FP16", "int8": "INT8"}
 QUEUE_DELAY_US = 500
 LABELS = "labels.txt"
+
+Shape = tuple[int, ...]
+BATCHES = (1, 8, 64)
+"""Least, usual and most images at once."""
+SIDES = (0.5, 1.0, 2.0)
+"""Least, usual and largest height and width, where the file takes any, in those it was made for."""
 
 
 def write_triton_repository(
@@ -191,3 +201,52 @@ def _lines(message: dict[str, Any], indent: str = "") -> list[str]:
 def _weight_files(proto: onnx.ModelProto) -> list[str]:
     locations = {e.value for t in external_tensors(proto) for e in t.external_data if e.key == "location"}
     return sorted(locations)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Shapes that an engine is built for.
+
+    Attributes:
+        input: The input's name.
+        least: Smallest shape.
+        usual: The shape that it is tuned for.
+        most: Largest.
+    """
+
+    input: str
+    least: Shape
+    usual: Shape
+    most: Shape
+
+
+def shape_profile(info: OnnxInfo, batches: tuple[int, int, int] = BATCHES) -> Profile | None:
+    """Returns the shapes to build for; None where the file takes one alone.
+
+    Args:
+        info: What the file says of itself.
+        batches: Least, usual and most images at once.
+    Raises:
+        ModelFileError: the file takes no images.
+    """
+    signature = read_signature(info)
+    if None not in signature.shape:
+        return None
+    height, width = signature.image_hw or (224, 224)
+    patches = signature.patch_hw or (1, 1)
+    shapes = []
+    for batch, part in zip(batches, SIDES):
+        sides = [max(1, round(side * part / patch)) * patch for side, patch in zip((height, width), patches)]
+        wanted = (batch, *sides, signature.in_chans) if signature.takes_pixels else (batch, signature.in_chans, *sides)
+        shapes.append(tuple(fixed or size for fixed, size in zip(signature.shape, wanted)))
+    return Profile(signature.input, *shapes)
+
+
+def trtexec_line(info: OnnxInfo) -> str:
+    """Returns the command that builds FILE.plan beside FILE.onnx."""
+    path = Path(info.path)
+    words = ["trtexec", f"--onnx={path}", f"--saveEngine={path.with_suffix('.plan')}", "--stronglyTyped"]
+    if profile := shape_profile(info):
+        for option, shape in (("min", profile.least), ("opt", profile.usual), ("max", profile.most)):
+            words.append(f"--{option}Shapes={profile.input}:{'x'.join(map(str, shape))}")
+    return shlex.join(words)

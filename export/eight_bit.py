@@ -1,161 +1,148 @@
-"""Products in eight bits, as nodes: QuantizeLinear and DequantizeLinear around them, or ONNX Runtime's integer product.
+"""Products in eight bits, written by ONNX Runtime's quantizers with the scales of a scheme.
 
-    int8 weight        W[:, j] ~ s_j W_q[:, j],   s_j = max |W[:, j]| / 127
-    int8 activation    x ~ s (x_q - z), the range from calibration, or from each input itself (dynamic)
-    e4m3               x ~ s x_q, W ~ s W_q, each s = max |.| / 448, one for the whole tensor
-
-Source of the e4m3 layout: NVIDIA's Model-Optimizer, which TensorRT fuses: every DequantizeLinear feeds its product
-directly, also both products of attention; the softmax, between 0 and 1, has the scale 1/448.
+Every DequantizeLinear feeds its product directly, also both products of attention, as TensorRT fuses them. For ONNX
+Runtime on a CPU, product and bias are one MatMulIntegerToFloat: what it makes of QDQ when loading leaves the bias out.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import ml_dtypes
 import numpy as np
+import onnx
 import onnx_ir as ir
+import onnx_ir.passes.common as common_passes
 
-from .calibration import Range, grid
+from vit_fast.quantization.ranges import Range
+from vit_fast.quantization.schemes import Scheme
+
 from .graphs import Writer, constant_of, replace
 from .products import Product
 
-Scheme = Literal["uint8", "int8", "e4m3", "uint8-fused", "dynamic", "dynamic-fused"]
-"""uint8, int8 (around zero), e4m3: Q and DQ. fused: com.microsoft.MatMulIntegerToFloat with the bias inside."""
-
 MICROSOFT = "com.microsoft"
-LARGEST_E4M3 = 448.0
-FLOAT, INT8, UINT8, INT32 = ir.DataType.FLOAT, ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT32
-FP8 = ir.DataType.FLOAT8E4M3FN
+ZEROS: dict[str, Any] = {"int8": np.int8, "uint8": np.uint8, "e4m3": ml_dtypes.float8_e4m3fn}
 
 
-class EightBit:
-    """Writes products of one graph in one scheme.
+def quantise_products(
+    model: ir.Model, products: Sequence[Product], scheme: Scheme, ranges: Mapping[str, Range], *, fused: bool
+) -> ir.Model:
+    """Returns a copy of a graph with these products between QuantizeLinear and DequantizeLinear.
 
     Args:
-        model: The graph.
-        scheme: How.
-        ranges: Of each activation by name; the dynamic schemes need none.
+        model: The float graph.
+        products: Its products to quantize.
+        scheme: The number format of activations; weights are int8 or e4m3.
+        ranges: By name of the activation.
+        fused: True to write MatMulIntegerToFloat in place of DequantizeLinear and MatMul.
     """
+    from onnxruntime.quantization import QuantType
+    from onnxruntime.quantization.calibrate import CalibrationMethod, TensorData, TensorsData
+    from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
 
-    def __init__(self, model: ir.Model, scheme: Scheme, ranges: dict[str, Range]) -> None:
-        self._graph, self._scheme, self._ranges = model.graph, scheme, ranges
-        self._activations: dict[str, Any] = {}  # q, k and v may share one input
-        self._count = 0
+    types = {"int8": QuantType.QInt8, "uint8": QuantType.QUInt8, "e4m3": QuantType.QFLOAT8E4M3FN}
+    of_weights = types["e4m3" if scheme.kind == "e4m3" else "int8"]
+    overrides: dict[str, list[dict[str, Any]]] = {}
+    limits = {}
+    for product in products:
+        for value in product.activations:
+            name = str(value.name)
+            one = ranges[name]
+            limits[name] = TensorData(lowest=np.float32([one.low]), highest=np.float32([one.high]))
+            overrides[name] = [_parameters(scheme, one, value.dtype) | {"quant_type": types[scheme.kind]}]
+        if product.weight is not None and scheme.kind == "e4m3":  # ONNX Runtime's own scale follows the deviation
+            weight, peak = product.node.inputs[1], float(np.abs(product.weight).max())
+            assert weight is not None
+            parameters = _parameters(scheme, Range(-peak, peak, "weight"), weight.dtype)
+            overrides[str(weight.name)] = [parameters | {"quant_type": of_weights}]
+    quantizer = QDQQuantizer(
+        _with_types(model, products),
+        per_channel=scheme.kind != "e4m3",
+        reduce_range=False,
+        weight_qType=of_weights,
+        activation_qType=types[scheme.kind],
+        tensors_range=TensorsData(CalibrationMethod.MinMax, limits),
+        nodes_to_quantize=[product.node.name for product in products],
+        nodes_to_exclude=[],
+        op_types_to_quantize=["MatMul"],
+        extra_options={"OpTypesToExcludeOutputQuantization": ["MatMul"], "TensorQuantOverrides": overrides},
+    )
+    quantizer.quantize_model()
+    made = _read(quantizer)
+    if fused:
+        _fuse_products(made)
+    return made
 
-    def replace(self, product: Product) -> tuple[ir.Value, ir.Value]:
-        """Lets the graph use the product in eight bits.
 
-        Returns:
-            What was used before, and what is now: `graphs.replace` of the second by the first undoes it.
-        """
-        self._count += 1
-        write = Writer(self._graph, f"eight_bit.{self._count}", before=product.node)
-        if self._scheme in ("uint8", "int8", "e4m3"):
-            inputs = [self._restored(write, value) for value in product.activations]
-            if product.weight is not None:
-                inputs.append(self._restored_weight(write, product.weight))
-            old, new = product.node.outputs[0], write.op("MatMul", *inputs, dtype=product.activations[0].dtype)
-        elif self._scheme == "dynamic":
-            old, new = product.node.outputs[0], self._integer_product(write, product)
-        else:
-            old, bias = _with_bias(product.node)
-            new = self._fused(write, product, bias)
-        replace(old, new)
-        return old, new
+def quantise_dynamically(model: ir.Model, products: Sequence[Product]) -> ir.Model:
+    """Returns a copy of a graph with these products in uint8 by int8, the former with ranges found at run time."""
+    from onnxruntime.quantization import QuantType
+    from onnxruntime.quantization.onnx_quantizer import ONNXQuantizer
+    from onnxruntime.quantization.quant_utils import QuantizationMode
 
-    def _restored(self, write: Writer, x: ir.Value) -> ir.Value:
-        """Through eight bits and back."""
-        if str(x.name) not in self._activations:
-            scale, zero, kind = self._grid(x)
-            constants = write.constant(scale, "scale"), write.constant(zero, "zero")
-            integers = write.op("QuantizeLinear", x, *constants, dtype=kind)
-            self._activations[str(x.name)] = write.op("DequantizeLinear", integers, *constants, dtype=x.dtype)
-        restored: ir.Value = self._activations[str(x.name)]
-        return restored
+    proto = ir.serde.serialize_model(model)
+    del proto.graph.value_info[:]  # the quantizer rewrites the head, and infers all shapes anew
+    quantizer = ONNXQuantizer(
+        proto,
+        per_channel=True,
+        reduce_range=False,
+        mode=QuantizationMode.IntegerOps,
+        static=False,
+        weight_qType=QuantType.QInt8,
+        activation_qType=QuantType.QUInt8,
+        tensors_range=None,
+        nodes_to_quantize=[product.node.name for product in products],
+        nodes_to_exclude=[],
+        op_types_to_quantize=["MatMul"],
+        extra_options={"MatMulConstBOnly": True, "DefaultTensorType": onnx.TensorProto.FLOAT},
+    )
+    quantizer.quantize_model()
+    return _read(quantizer)
 
-    def _grid(self, x: ir.Value) -> tuple[np.ndarray, np.ndarray, ir.DataType]:
-        """Scale, in x's dtype, zero point and type of an activation."""
-        limits = self._ranges[str(x.name)]
-        float_type = (x.dtype or FLOAT).numpy()
-        if self._scheme == "e4m3":
-            largest = max(-limits.low, limits.high, 1e-3)
-            return np.asarray(largest / LARGEST_E4M3, float_type), np.zeros((), ml_dtypes.float8_e4m3fn), FP8
-        symmetric = self._scheme == "int8"
-        scale, zero = grid(limits.low, limits.high, symmetric)
-        kind = INT8 if symmetric else UINT8
-        return np.asarray(scale, float_type), np.asarray(zero, kind.numpy()), kind
 
-    def _restored_weight(self, write: Writer, weight: np.ndarray) -> ir.Value:
-        if self._scheme == "e4m3":
-            scale = np.asarray(max(float(np.abs(weight).max()), 1e-3) / LARGEST_E4M3, weight.dtype)
-            quantised = _e4m3(weight.astype(np.float32) / np.float32(scale))
-            axis: dict[str, Any] = {}
-        else:
-            quantised, scale = quantise_weight(weight)
-            scale, axis = scale.astype(weight.dtype), {"axis": 1}
-        zeros = np.zeros(scale.shape, quantised.dtype)
-        restored: ir.Value = write.op(
-            "DequantizeLinear", write.constant(quantised, "weight"), write.constant(scale, "weight.scale"),
-            write.constant(zeros, "weight.zero"), dtype=ir.DataType.from_numpy(weight.dtype), **axis,
-        )  # fmt: skip
-        return restored
+def _parameters(scheme: Scheme, limits: Range, dtype: ir.DataType | None) -> dict[str, np.ndarray]:
+    scale, zero = scheme.grid(limits)
+    kind = (dtype or ir.DataType.FLOAT).numpy()
+    return {"scale": np.asarray(scale, kind), "zero_point": np.asarray(zero, ZEROS[scheme.kind])}
 
-    def _integers(self, write: Writer, x: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
-        """uint8 elements, scale and zero point."""
-        if str(x.name) not in self._activations:
-            if self._scheme.startswith("dynamic"):
-                parts = write.op("DynamicQuantizeLinear", x, outputs=3, dtype=UINT8)
-                parts[1].dtype = FLOAT
-                self._activations[str(x.name)] = tuple(parts)
-            else:
-                scale, zero, kind = self._grid(x)
-                constants = write.constant(scale, "scale"), write.constant(zero, "zero")
-                integers = write.op("QuantizeLinear", x, *constants, dtype=kind)
-                self._activations[str(x.name)] = (integers, *constants)
-        found: tuple[ir.Value, ir.Value, ir.Value] = self._activations[str(x.name)]
-        return found
 
-    def _weight(self, write: Writer, product: Product) -> tuple[ir.Value, ir.Value]:
-        """int8 elements around zero, and scales by column."""
-        assert product.weight is not None
-        quantised, scales = quantise_weight(product.weight)
-        return write.constant(quantised, "weight"), write.constant(scales, "weight.scale")
+def _with_types(model: ir.Model, products: Sequence[Product]) -> onnx.ModelProto:
+    """Returns a graph whose activations have types; ONNX Runtime's inference, which fails on open sizes, is skipped."""
+    from onnxruntime.quantization.quant_utils import add_infer_metadata
 
-    def _integer_product(self, write: Writer, product: Product) -> ir.Value:
-        x, x_scale, x_zero = self._integers(write, product.activations[0])
-        weight, scales = self._weight(write, product)
-        sums = write.op("MatMulInteger", x, weight, x_zero, dtype=INT32)
-        scale = write.op("Mul", x_scale, scales, dtype=FLOAT)
-        restored: ir.Value = write.op("Mul", write.op("Cast", sums, to=FLOAT, dtype=FLOAT), scale, dtype=FLOAT)
-        return restored
+    for product in products:
+        for value in (*product.activations, *product.node.outputs):
+            value.dtype = value.dtype or ir.DataType.FLOAT
+    proto: onnx.ModelProto = ir.serde.serialize_model(model)
+    add_infer_metadata(proto)
+    return proto
 
-    def _fused(self, write: Writer, product: Product, bias: ir.Value | None) -> ir.Value:
-        x, x_scale, x_zero = self._integers(write, product.activations[0])
-        weight, scales = self._weight(write, product)
+
+def _read(quantizer: Any) -> ir.Model:
+    model = ir.serde.deserialize_model(quantizer.model.model)
+    model.graph.sort()
+    model.metadata_props.clear()
+    return model
+
+
+def _fuse_products(model: ir.Model) -> None:
+    """Writes every product of two DequantizeLinear, with the bias behind it, as one node."""
+    for count, node in enumerate([node for node in model.graph if node.op_type == "MatMul"]):
+        restored = [None if value is None else value.producer() for value in node.inputs]
+        if any(one is None or one.op_type != "DequantizeLinear" for one in restored):
+            continue
+        (x, x_scale, x_zero), (weight, scales, _) = (one.inputs for one in restored if one is not None)
+        old, bias = _with_bias(node)
+        write = Writer(model.graph, f"eight_bit.{count}", before=node)
         inputs = [x, weight, x_scale, scales, x_zero, None, *([] if bias is None else [bias])]
-        restored: ir.Value = write.op("MatMulIntegerToFloat", *inputs, domain=MICROSOFT, dtype=FLOAT)
-        return restored
-
-
-def in_e4m3(x: np.ndarray) -> np.ndarray:
-    """x after a way through e4m3 and back, fp32."""
-    return _e4m3(x).astype(np.float32)
-
-
-def _e4m3(x: np.ndarray) -> np.ndarray:
-    return x.clip(-LARGEST_E4M3, LARGEST_E4M3).astype(ml_dtypes.float8_e4m3fn)
-
-
-def quantise_weight(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """int8 weight and fp32 scale by output channel (column)."""
-    weight = weight.astype(np.float32)
-    scales = np.maximum(np.abs(weight).max(axis=0), np.finfo(np.float32).tiny * 128) / 127
-    return np.clip(np.rint(weight / scales), -127, 127).astype(np.int8), scales.astype(np.float32)
+        replace(old, write.op("MatMulIntegerToFloat", *inputs, domain=MICROSOFT, dtype=ir.DataType.FLOAT))
+    common_passes.RemoveUnusedNodesPass()(model)
+    model.opset_imports[MICROSOFT] = 1
 
 
 def _with_bias(node: ir.Node) -> tuple[ir.Value, ir.Value | None]:
-    """The product with its constant bias, if that is all that is made of it; else the product alone."""
+    """Returns the product with its constant bias, if nothing else reads the product; else the product alone."""
     output = node.outputs[0]
     uses = list(output.uses())
     if len(uses) == 1 and uses[0].node.op_type == "Add" and not output.is_graph_output():

@@ -27,6 +27,7 @@ from vit_fast.version import __version__
 from . import model_files
 from .accuracy import check_labelled, measure_accuracy
 from .capture import capture
+from .deployment import trtexec_line
 from .graphs import prepend
 from .metadata import inspect_onnx, metadata_for, write_metadata
 from .optimise import count_nodes, forget_inner_shapes, optimise
@@ -35,7 +36,6 @@ from .photographs import CALIBRATION_IMAGES, as_inputs, left_over, photographs
 from .preprocessing import preprocessing_model
 from .quantise import Quantised, quantise
 from .report import ExportReport
-from .tensorrt import trtexec_line
 from .verification import BATCHES, check_verifiable, verify_file, verify_preprocessing
 
 HELD_OUT_IMAGES = 64
@@ -131,7 +131,7 @@ def export_onnx(
             report.fusions = optimise(graph, vit, options)
         if options.is_eight_bit:
             with clock("quantise"):
-                report.eight_bit = _quantise(graph, vit, options, images_of)
+                graph, report.eight_bit = _quantise(graph, vit, options, images_of)
         _finish(graph, vit, options)
         report.nodes = dict(count_nodes(graph))
         external = _external(graph, options)
@@ -220,7 +220,7 @@ class _Images:
         return cls(measured, verified, min(len(verified), len(given or [None])), None if cache is None else Path(cache))
 
 
-def _quantise(graph: ir.Model, vit: ImageModel, options: ExportOptions, images: _Images) -> Quantised:
+def _quantise(graph: ir.Model, vit: ImageModel, options: ExportOptions, images: _Images) -> tuple[ir.Model, Quantised]:
     def batches(photos: list[Image.Image]) -> list[np.ndarray]:
         if not photos:
             return []

@@ -71,10 +71,8 @@ def optimise(model: ir.Model, vit: ImageModel, options: ExportOptions) -> list[F
         note = f"{missing} masked, or written without scaled_dot_product_attention" if missing > 0 else ""
         name = "MultiHeadAttention" if options.targets_ort else "Attention"
         fusions.append(Fusion(name, lowered.sites, vit.attentions, note))
-    note = (
-        "the others are of pooling heads, or of blocks that could not be read" if lowered.packed < lowered.sites else ""
-    )
-    fusions.append(Fusion("packed qkv", lowered.packed, vit.depth, "" if lowered.packed >= vit.depth else note))
+    note = "" if lowered.packed >= vit.depth else "the others rotate or normalise q and k, or could not be read"
+    fusions.append(Fusion("packed qkv", lowered.packed, vit.depth, note))
     if options.targets_ort:
         fusions += _fuse_for_ort(model, vit, options)
         model.opset_imports[attention_nodes.MICROSOFT] = 1

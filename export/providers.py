@@ -86,7 +86,7 @@ def preload() -> None:
 
 def open_session(
     path: Path, kind: str, index: int, *,
-    threads: int | None, profile: str | Path | None, optimise: bool, cuda_graph: bool, fp8: bool,
+    threads: int | None, optimise: bool, cuda_graph: bool, fp8: bool,
 ) -> Any:  # fmt: skip
     """A session on a device; see OnnxRunner for the arguments.
 
@@ -103,9 +103,6 @@ def open_session(
     settings.add_session_config_entry("session.force_spinning_stop", "1")
     if threads is not None:
         settings.intra_op_num_threads = threads
-    if profile is not None:
-        settings.enable_profiling = True
-        settings.profile_file_prefix = str(profile)
     if fp8:
         settings.add_session_config_entry(*KEEP_FP8_APART)
     if not optimise:

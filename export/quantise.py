@@ -7,31 +7,27 @@ few per cent of a ViT's arithmetic: norms, patch embedding, head.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
-import onnx_ir.passes.common as common_passes
 
-from vit_fast.errors import VitFastError
-from vit_fast.quantization.ranges import Observation, Range
+from vit_fast.errors import UnsupportedInputError, VitFastError
+from vit_fast.quantization.ranges import Range
+from vit_fast.quantization.schemes import Scheme, fewest_kept
 
-from .calibration import (
-    Calibration,
-    choose_range,
-    fingerprint_of,
-    in_integers,
-    load_calibration,
-    observe,
-)
-from .eight_bit import LARGEST_E4M3, EightBit, Scheme, in_e4m3, quantise_weight
-from .graphs import replace, run_graph
-from .loss import BUDGET, loss_of
-from .options import ExportOptions
-from .products import Product, attention_products, is_probability, linears
-from .smoothing import smooth
+from . import model_files
+from .eight_bit import quantise_dynamically, quantise_products
+from .graphs import run_graph
+from .loss import BUDGET, Loss, loss_of
+from .metadata import inspect_onnx
+from .onnx_calibration import Calibration, choose_ranges, fingerprint_of, load_calibration, observe, smooth
+from .options import ExportOptions, Target
+from .photographs import CALIBRATION_IMAGES, as_inputs, photographs
+from .products import Product, attention_products, linears
+from .signature import read_signature
 
 DAMAGE_BATCHES = 4
 """Held-out batches that tell which products to leave float."""
@@ -69,74 +65,120 @@ def quantise(
     calibration: Sequence[np.ndarray],
     held_out: Sequence[np.ndarray],
     cache: Path | None = None,
-) -> Quantised:
-    """Brings a graph into eight bits, in the scheme of its precision and target; in place.
+) -> tuple[ir.Model, Quantised]:
+    """Returns a graph in eight bits, in the scheme of its precision and target.
 
     Args:
-        model: A float graph with one input.
+        model: A float graph with one input; its large channels are smoothed in place.
         options: What was asked of the file.
-        calibration: Batches of inputs to measure ranges on; none for "int8-dynamic" is accepted, for the others with a
-            cache that exists.
+        calibration: Batches of inputs to measure ranges on; may be empty for "int8-dynamic", and with a cache that
+            exists.
         held_out: Batches that the loss is measured on; none means that it is not.
         cache: A calibration's file: written when there are calibration images, else read.
     Raises:
         CalibrationError: the cache cannot be used, or activations are not finite.
-        QuantisationError: the loss is beyond the budget with half of the products left float.
+        QuantisationError: the loss is beyond the budget with half of the linears left float.
     """
     scheme = scheme_of(options)
-    products = linears(model) + (attention_products(model) if scheme == "e4m3" else [])
-    floating = scheme == "e4m3"
-    fingerprint = fingerprint_of(products, f"{scheme} {options.precision}")
+    products = linears(model) + (attention_products(model) if scheme.kind == "e4m3" else [])
+    fingerprint = fingerprint_of(products, f"{options.precision} {options.target}")
     expected = _outputs(model, held_out)
     if calibration:
         seen = observe(model, products, calibration)
         known = Calibration(fingerprint, sum(map(len, calibration)), {n: o.peak.tolist() for n, o in seen.items()}, {})
-        scales = smooth(model, products, known.peaks, floating=floating)
-        smoothed = {name: one.divided(scales[name]) if name in scales else one for name, one in seen.items()}
-        if not scheme.startswith("dynamic"):
-            known.ranges.update(_ranges(products, smoothed, scheme))
+        scales = smooth(model, products, known.peaks, scheme)
+        if options.needs_calibration:
+            smoothed = {name: one.divided(scales[name]) if name in scales else one for name, one in seen.items()}
+            known.ranges.update(choose_ranges(products, smoothed, scheme))
         if cache is not None:
             known.save(cache)
     else:
         known = Calibration(fingerprint, 0, {}, {}) if cache is None else load_calibration(cache, fingerprint)
-        smooth(model, products, known.peaks, floating=floating)
+        smooth(model, products, known.peaks, scheme)
 
-    kept: list[Product] = []
-    retreat: list[list[Product]] = []
-    while True:
-        eight_bit = EightBit(model, scheme, known.ranges)
-        undo = [eight_bit.replace(product) for product in products if product not in kept]
-        if not held_out:
-            break
-        loss = loss_of(_outputs(model, held_out), expected, options.output)
-        if loss.acceptable(MARGIN):
-            break
-        for old, new in undo:
-            replace(new, old)
-        common_passes.RemoveUnusedNodesPass()(model)
-        retreat = retreat or _retreat(_by_damage(model, products, scheme, known.ranges, held_out))
-        if len(kept) == len(retreat[-1]):
+    def written(kept: Collection[Product]) -> ir.Model:
+        chosen = [product for product in products if product not in kept]
+        if not options.needs_calibration:
+            return quantise_dynamically(model, chosen)
+        return quantise_products(model, chosen, scheme, known.ranges, fused=options.target == "ort-cpu")
+
+    made: list[ir.Model] = []  # the last that passed: the one that keeps the fewest
+    losses: list[Loss] = []
+
+    def passes(kept: Collection[Product]) -> bool:
+        candidate = written(kept)
+        losses.append(loss_of(_outputs(candidate, held_out), expected, options.output))
+        if passed := losses[-1].acceptable(MARGIN):
+            made[:] = [candidate]
+        return passed
+
+    kept: tuple[Product, ...] | None = ()
+    if not held_out:
+        made.append(written(()))
+    elif not passes(()):
+        by_damage = _by_damage(model, products, scheme, known.ranges, held_out)
+        attention = sum(product.weight is None for product in products)
+        most = attention + (len(products) - attention) // 2
+        kept = fewest_kept(by_damage, passes, most)
+        if kept is None:
             raise QuantisationError(
-                f"{options.precision}: with {len(kept)} of {len(products)} products left float, {loss.line()}; "
-                f"accepted is {BUDGET}"
+                f"{options.precision}: with {most} of {len(products)} products left float, {losses[-1].line()}; "
+                f"must be {BUDGET}"
             )
-        kept = next(more for more in retreat if len(more) > len(kept))
-    common_passes.RemoveUnusedNodesPass()(model)
-    return Quantised(
+    return made[0], Quantised(
         products=len(products) - len(kept),
         kept=tuple(product.name for product in kept),
         methods=dict(Counter(one.method for one in known.ranges.values())),
     )
 
 
+def quantise_file(source: Path, path: Path, target: Target, files: Sequence[Path]) -> Quantised:
+    """Writes a floating file of any exporter again with its linears over tokens in int8.
+
+    Args:
+        source: A file that takes prepared images [B, channels, height, width] in fp32.
+        path: The file to write.
+        target: See export_onnx.
+        files: Image files that ranges are measured on.
+    Raises:
+        UnsupportedInputError: the file takes other inputs, or has no such linears.
+        ModelFileError: the file is missing, damaged, unsafe, or takes no images.
+    """
+    proto = model_files.read_proto(source)
+    info = inspect_onnx(source)
+    signature = read_signature(info)
+    reasons = []
+    if signature.dtype != np.float32:
+        reasons.append(f"it takes {signature.dtype}: must take prepared images in float32")
+    elif signature.image_hw is None:
+        reasons.append("it leaves the size of its images open: must take one size")
+    version = max((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), default=0)
+    try:
+        options = ExportOptions(
+            opset=version, dynamic_batch=True, dynamic_size=False, precision="int8", preprocess=False, target=target,
+            output="logits", external_data=None,
+        )  # fmt: skip
+    except ValueError as error:
+        reasons.append(str(error))
+    if reasons or signature.image_hw is None:
+        raise UnsupportedInputError(f"int8 of {source.name}", reasons)
+    photos = photographs(files, CALIBRATION_IMAGES)
+    inputs = as_inputs(photos, info.data_config, signature.image_hw, signature.in_chans)
+    graph = ir.external_data.load_to_model(ir.load(source))
+    size = signature.shape[0] or 1
+    try:
+        made, done = quantise(graph, options, [one.numpy() for one in inputs.split(size) if len(one) == size], ())
+    except ValueError as error:  # there is nothing in it that could be
+        raise UnsupportedInputError(f"int8 of {source.name}", [str(error)]) from None
+    model_files.save(made, path, model_files.weight_bytes(made) > model_files.PROTOBUF_LIMIT)
+    return done
+
+
 def scheme_of(options: ExportOptions) -> Scheme:
-    """How a target takes a precision in eight bits."""
+    """Returns the number format in which a target takes a precision."""
     if options.precision == "fp8":
-        return "e4m3"
-    fused = options.target == "ort-cpu"
-    if options.precision == "int8-dynamic":
-        return "dynamic-fused" if fused else "dynamic"
-    return "int8" if options.target == "tensorrt" else "uint8-fused" if fused else "uint8"
+        return Scheme("e4m3")
+    return Scheme("int8" if options.target == "tensorrt" else "uint8")
 
 
 def _outputs(model: ir.Model, batches: Sequence[np.ndarray]) -> np.ndarray:
@@ -144,75 +186,32 @@ def _outputs(model: ir.Model, batches: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate(rows) if rows else np.empty(0)
 
 
-def _ranges(products: Sequence[Product], seen: dict[str, Observation], scheme: Scheme) -> dict[str, Range]:
-    weights: dict[str, list[np.ndarray]] = {}
-    probabilities = set()
-    for product in products:
-        for value in product.activations:
-            weights.setdefault(str(value.name), []).extend([] if product.weight is None else [product.weight])
-            if is_probability(value):
-                probabilities.add(str(value.name))
-    ranges = {}
-    for name, one in seen.items():
-        if name in probabilities:
-            ranges[name] = Range(0.0, 1.0, "a softmax")
-        elif scheme == "e4m3":  # floating: its small numbers are no coarser for a large one
-            ranges[name] = Range(float(one.low.min()), float(one.high.max()), "largest")
-        else:
-            ranges[name] = choose_range(one, [w.astype(np.float32) for w in weights[name]], symmetric=scheme == "int8")
-    return ranges
-
-
-def _retreat(by_damage: Sequence[Product]) -> list[list[Product]]:
-    """What to leave float, more and more: attention's products, a small part of the work, then linears, up to half.
-
-    Args:
-        by_damage: All products, the most sensitive first.
-    """
-    attention = [product for product in by_damage if product.weight is None]
-    rest = [product for product in by_damage if product.weight is not None]
-    counts, steps = [0], [attention]
-    while 2 * (count := counts[-1] + max(1, counts[-1] // 2)) <= len(rest):
-        counts.append(count)
-        steps.append(attention + rest[:count])
-    return steps
-
-
 def _by_damage(
     model: ir.Model,
     products: Sequence[Product],
     scheme: Scheme,
-    ranges: dict[str, Range],
+    ranges: Mapping[str, Range],
     held_out: Sequence[np.ndarray],
 ) -> list[Product]:
-    """The products by how much eight bits change each of them alone, the worst first."""
+    """The products by how much eight bits change each of them alone, the worst first.
+
+    Those of attention, a small part of the work, come before all linears.
+    """
     seen = observe(model, products, held_out[:DAMAGE_BATCHES])
 
     def damage(product: Product) -> float:
-        exact = [seen[str(value.name)].tokens for value in product.activations]
-        moved = [_emulated(x, scheme, ranges.get(str(v.name))) for x, v in zip(exact, product.activations)]
+        names = [str(value.name) for value in product.activations]
+        exact = [seen[name].tokens for name in names]
+        moved = [
+            scheme.rounded(x, ranges.get(name) or Range(float(x.min()), float(x.max()), "its own"))
+            for name, x in zip(names, exact)
+        ]
         if product.weight is None:
             return max(_relative(m, x) for m, x in zip(moved, exact))
         weight = product.weight.astype(np.float32)
-        return _relative(moved[0] @ _emulated_weight(weight, scheme), exact[0] @ weight)
+        return _relative(moved[0] @ scheme.rounded_weight(weight), exact[0] @ weight)
 
-    return sorted(products, key=damage, reverse=True)
-
-
-def _emulated(x: np.ndarray, scheme: Scheme, limits: Range | None) -> np.ndarray:
-    limits = limits or Range(float(x.min()), float(x.max()), "its own")
-    if scheme != "e4m3":
-        return in_integers(x, limits, symmetric=scheme == "int8")
-    scale = max(-limits.low, limits.high, 1e-30) / LARGEST_E4M3
-    return in_e4m3(x / scale) * scale
-
-
-def _emulated_weight(weight: np.ndarray, scheme: Scheme) -> np.ndarray:
-    if scheme == "e4m3":
-        scale = max(float(np.abs(weight).max()), 1e-30) / LARGEST_E4M3
-        return in_e4m3(weight / scale) * scale
-    quantised, scales = quantise_weight(weight)
-    return quantised * scales
+    return sorted(products, key=lambda product: (product.weight is not None, -damage(product)))
 
 
 def _relative(moved: np.ndarray, exact: np.ndarray) -> float:

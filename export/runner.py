@@ -40,7 +40,6 @@ class OnnxRunner:
         max_batch: Larger batches are split into pieces of this size; a file with a fixed batch decides itself.
         io_binding: Whether inputs and outputs are bound as they lie in memory; on CUDA no copy goes through the host.
         cuda_graph: Whether the work is captured once and replayed, always at max_batch (smaller ones are padded).
-        profile: Prefix of a profile that ONNX Runtime writes; end_profiling() finishes it.
         data_config: How images are prepared, where the file does not say.
         class_names: Names of the outputs, where the file does not say.
         image_hw: Height and width that photographs are prepared to, where the file leaves them open.
@@ -67,7 +66,6 @@ class OnnxRunner:
         max_batch: int = MAX_BATCH,
         io_binding: bool = True,
         cuda_graph: bool = False,
-        profile: str | Path | None = None,
         data_config: DataConfig | Mapping[str, Any] | None = None,
         class_names: Sequence[str] | None = None,
         image_hw: Size | None = None,
@@ -99,7 +97,7 @@ class OnnxRunner:
             raise ProviderError(f"{DEVICES[kind]} cannot come up on device={device!r}: {'; '.join(reasons)}")
         if cuda_graph and kind != "cuda":
             raise UnsupportedInputError("cuda_graph=True", [f"the device is {kind}: accepted is cuda"])
-        options: dict[str, Any] = {"threads": threads, "profile": profile, "optimise": optimise, "fp8": self.info.fp8}
+        options: dict[str, Any] = {"threads": threads, "optimise": optimise, "fp8": self.info.fp8}
         try:
             session = open_session(self.path, kind, index, **options, cuda_graph=cuda_graph)
         except ProviderError as error:
@@ -109,7 +107,6 @@ class OnnxRunner:
             session = open_session(self.path, kind, index, **options, cuda_graph=False)
         self.device = kind
         self.providers: tuple[str, ...] = tuple(session.get_providers())
-        self._profiling = profile is not None
         self._execution = Execution(
             session, self._signature, kind, index, max_batch=max_batch, bind=io_binding, cuda_graph=cuda_graph
         )
@@ -188,16 +185,6 @@ class OnnxRunner:
         if self.takes_pixels:
             return generator.integers(0, 256, (batch, height, width, self.in_chans), np.uint8)
         return generator.standard_normal((batch, self.in_chans, height, width)).astype(self._signature.dtype)
-
-    def end_profiling(self) -> Path:
-        """Finishes the profile that `profile` asked for, and says where it is.
-
-        Raises:
-            ValueError: no profile was asked for.
-        """
-        if not self._profiling:
-            raise ValueError("end_profiling: the runner was made without profile=")
-        return Path(self._execution.session.end_profiling())
 
     @property
     def takes_pixels(self) -> bool:

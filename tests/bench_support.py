@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vit_fast.benchmarks.plan import Plan, make_plan
 from vit_fast.benchmarks.rows import SPEED_FIELDS
-from vit_fast.measuring.timing import Protocol
+from vit_fast.measure.clock import Protocol
 
 QUICK = Protocol(repeats=4, seconds=60.0, least_repeats=3, warmup_repeats=1)
 

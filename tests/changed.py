@@ -33,7 +33,7 @@ TUNING = ("optimize*", "tuning_*")
 BENCH = ("bench_*", "onnx_bench", "gpu_check")
 MODEL = ("model*", "mlp_block", "rotary_models")
 PREDICTION = ("predict*", "evaluate", "data", "files")
-TRAINING = ("train*", "digits_walk")
+TRAINING = ("train*",)
 # The tests of a folder, by names without test_ and .py; a path is one of the folders that it begins with.
 PARTS: dict[str, tuple[str, ...]] = {
     "kernels": (*KERNELS, *COMPILED, "fp8_*", "autocast"),
@@ -45,13 +45,12 @@ PARTS: dict[str, tuple[str, ...]] = {
     "vit_fast/fusion": (*FUSED, *FP8, *MODEL, "stand_in_driver", "autocast", "runtime"),
     "vit_fast/quantization": (*FP8, "export_eight_bit*"),
     "vit_fast/run": ("runtime", "warm_up", "new_batch_sizes", "stand_in_driver"),
-    "vit_fast/apps": (*PREDICTION, *TRAINING),
+    "vit_fast/apps": (*PREDICTION, *TRAINING, "docs"),
     "vit_fast/ops": (*KERNELS, *FP8, "stand_in_driver", "autocast", "transforms", "auto_backend"),
     "vit_fast/libraries": (*FUSED, *FP8, "onnx_families", "export_rotary", "model_*", "weights_*", "bench_models"),
     "vit_fast/integrations": FUSED,
     "vit_fast/weights": ("weights_*", "model_against_timm", "calibrate"),
-    "vit_fast/tuning": TUNING,
-    "vit_fast/measuring": (*TUNING, *BENCH),
+    "vit_fast/measure": (*TUNING, *BENCH),
     "vit_fast/figures": ("figures", "bench_report"),
     "vit_fast/commands": ("cli", "*_cli", "docs", "readme", "predict*", "train", "deployment"),
     "export": (*EXPORT, "tuning_runtimes", "optimize_*"),

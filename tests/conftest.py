@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import tiers
 import torch
@@ -138,10 +139,10 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """`optimize` tries only what is built in no time."""
-    from vit_fast.tuning import choices
+    from vit_fast.measure import candidate
 
-    every = choices.candidates
-    module = "vit_fast.tuning.optimization.candidates"
+    every = candidate.candidates
+    module = "vit_fast.measure.optimization.candidates"
     monkeypatch.setattr(module, lambda *how: [choice for choice in every(*how) if choice.engine == "torch"])
 
 
@@ -150,17 +151,16 @@ def only(monkeypatch: pytest.MonkeyPatch):
     """`optimize`: makes one choice the only one, which wins whatever the clock says."""
 
     import vit_fast
-    from vit_fast.tuning.choices import Choice
+    from vit_fast.measure.candidate import Candidate
 
-    def choose(choice: Choice) -> None:
-        module = "vit_fast.tuning.optimization"
+    def choose(choice: Candidate) -> None:
+        module = "vit_fast.measure.optimization"
         monkeypatch.setattr(f"{module}.candidates", lambda *_: [choice])
-        monkeypatch.setattr(f"{module}.choice_by_classes", lambda *_: None)
-        monkeypatch.setattr("vit_fast.tuning.trials.variations", lambda *_: [])
-        take = vit_fast.tuning.trials.Trials.call_ms
+        monkeypatch.setattr("vit_fast.measure.trials.variations", lambda *_: [])
+        take = vit_fast.measure.trials.Trials.call_ms
         factor = {choice: 0.01}
         monkeypatch.setattr(
-            vit_fast.tuning.trials.Trials,
+            vit_fast.measure.trials.Trials,
             "call_ms",
             lambda self, candidate, number: take(self, candidate, number) * factor.get(candidate, 1.0),
         )
@@ -178,3 +178,11 @@ def model() -> nn.Module:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     return model
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """ONNX files of a small model, by the names of `onnx_models.FILES`: exported("plain")."""
+    from onnx_models import Exports
+
+    return Exports(tmp_path_factory.mktemp("onnx"))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import onnxruntime
 import torch
+import torchlib_once  # noqa: F401  # halves the time of every export
 from onnx import TensorProto, helper
 from torch import nn
 
@@ -130,3 +132,26 @@ def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
 
 def make(family: str) -> nn.Module:
     return randomised(FAMILIES[family]())
+
+
+NAMES = [f"thing {i}" for i in range(10)]
+FILES: dict[str, dict[str, Any]] = {
+    "plain": {"target": "ort-cpu", "class_names": NAMES},
+    "generic": {},
+    "fixed": {"dynamic_batch": False, "output": "features", "external_data": True},
+    "pixels": {"preprocess": True, "class_names": NAMES},
+    "sizes": {"dynamic_size": True, "target": "ort-cpu"},
+}
+
+
+class Exports:
+    """Files of make("vit"), each exported when it is first asked for; not verified."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.model = folder, make("vit")
+
+    def __call__(self, name: str) -> Path:
+        path = self.folder / f"{name}.onnx"
+        if not path.exists():
+            vit_fast.export.export_onnx(self.model, path, verify=False, **FILES[name])
+        return path

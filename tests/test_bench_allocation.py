@@ -11,13 +11,12 @@ import torch
 from bench_support import Notes
 
 from vit_fast.benchmarks import runner
-from vit_fast.benchmarks.allocation import ALWAYS, COMPILING_S, PLANNED_SHARE, Allocation, call_s
+from vit_fast.benchmarks.allocation import AGAIN, ALWAYS, COMPILING_S, PLANNED_SHARE, Allocation, Watch, call_s
 from vit_fast.benchmarks.plan import DEFAULT_TIME_BUDGET_S, Plan, make_plan
 from vit_fast.benchmarks.preparation import Prepared
 from vit_fast.benchmarks.rows import Group, make_row
-from vit_fast.benchmarks.subjects import Selection, parse_label
-from vit_fast.benchmarks.watch import AGAIN, Watch
-from vit_fast.measuring.timing import Protocol, time_interleaved
+from vit_fast.benchmarks.subjects import Subject, parse_label
+from vit_fast.measure.clock import Protocol, time_interleaved
 
 CPU, FREEZING = torch.device("cpu"), "timm+compile:freezing"
 TWO_CORES = {"copy_GB_per_s": 30.0, "copy_bytes": 1, "matmul_size": 1}
@@ -82,14 +81,14 @@ class Machine:
     def spend(self, seconds: float) -> None:
         self.now_s += seconds * self.slowness * float(np.exp(self.random.normal(0, self.noise)))
 
-    def prepared(self, selection: Selection, group: Group, seconds: float) -> Prepared:
+    def prepared(self, selection: Subject, group: Group, seconds: float) -> Prepared:
         row = make_row(group, selection, "measured") | {"max_error": 1e-6, "allowed_error": 1e-5, "agreement": 1.0}
         return Prepared(selection, lambda _: self.spend(seconds), row, seconds)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """As the machine of a run: clocks, ceilings, preparations that take what they are assumed to."""
         monkeypatch.setattr(runner.time, "perf_counter", lambda: self.now_s)
-        monkeypatch.setattr("vit_fast.measuring.timing.time.perf_counter_ns", lambda: int(self.now_s * 1e9))
+        monkeypatch.setattr("vit_fast.measure.clock.time.perf_counter_ns", lambda: int(self.now_s * 1e9))
 
         built: set[tuple[str, str]] = set()  # an exported file serves every batch size
 
@@ -97,8 +96,8 @@ class Machine:
             self.spend(1.5)
             return TWO_CORES
 
-        def prepare(selection: Selection, group: Group, *_: object, **__: object) -> tuple[Prepared, dict]:
-            building_s = 0.2 if (key := (selection.label, group.dtype_name)) in built else selection.subject.seconds
+        def prepare(selection: Subject, group: Group, *_: object, **__: object) -> tuple[Prepared, dict]:
+            building_s = 0.2 if (key := (selection.label, group.dtype_name)) in built else selection.seconds
             built.add(key)
             self.spend(building_s + COMPILING_S[selection.mode])
             seconds = (0.02 if group.dtype_name == "fp32" else 0.014) * group.batch_size
@@ -129,7 +128,7 @@ def follow(
     machine: Machine, end_s: float, monkeypatch: pytest.MonkeyPatch, *, allocated: bool = True
 ) -> tuple[dict[str, int], list[str]]:
     """How often each of four candidates is called until a timing ends, and what is said about it."""
-    monkeypatch.setattr("vit_fast.measuring.timing.time.perf_counter_ns", lambda: int(machine.now_s * 1e9))
+    monkeypatch.setattr("vit_fast.measure.clock.time.perf_counter_ns", lambda: int(machine.now_s * 1e9))
     (group,) = make_plan(models=["vit_test"], batch_sizes=[8], dtypes=["fp32"], device="cpu").groups()
     names = {"timm": 0.1, "timm+fused+frozen": 0.09, "eager": 0.12, "openvino": 0.11}
     prepared = {name: machine.prepared(parse_label(name), group, seconds) for name, seconds in names.items()}

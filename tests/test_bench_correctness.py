@@ -12,8 +12,7 @@ from torch import Tensor
 
 from vit_fast import ViTConfig
 from vit_fast.apps.data import default_photograph
-from vit_fast.benchmarks import subjects_models
-from vit_fast.benchmarks.correctness import Expected, expect, judge, spread
+from vit_fast.benchmarks.correctness import Expected, expect, judge_outputs, spread
 from vit_fast.benchmarks.inputs import image_views, random_weights, rotating_batches, rounded
 from vit_fast.benchmarks.models import describe_ours, resolve
 from vit_fast.benchmarks.subjects import Subject, Task, get_subject
@@ -41,7 +40,7 @@ def make_task(config: ViTConfig, dtype: torch.dtype = torch.float32, batch_size:
 
 def verdict_of(subject: Subject, task: Task, images: Tensor, expected: Expected) -> str | None:
     with torch.inference_mode():
-        return judge(subject, task, expected, subject.build(task)(images)).reason
+        return judge_outputs(subject, task, expected, subject.build(task)(images)).reason
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -88,7 +87,7 @@ def test_a_changed_parameter_is_noticed_whichever_it_is() -> None:
         for name, tensor in task.weights.items():
             changed = dataclasses.replace(task, weights={**task.weights, name: tensor * 1.1})
             with torch.inference_mode():
-                if judge(get_subject("sdpa"), task, expected, build("sdpa", changed)(images)).passed:
+                if judge_outputs(get_subject("sdpa"), task, expected, build("sdpa", changed)(images)).passed:
                     hidden.append(name)
         assert hidden == []
 
@@ -151,10 +150,10 @@ def test_nan_and_other_shapes_are_refused() -> None:
     right = build("sdpa", task)(images)
     poisoned = right.clone()
     poisoned[2, 3] = float("nan")
-    assert judge(get_subject("sdpa"), task, expected, right).passed
-    assert "NaN" in judge(get_subject("sdpa"), task, expected, poisoned).reason
-    assert "instead of" in judge(get_subject("sdpa"), task, expected, right[:2]).reason
-    assert "instead of" in judge(get_subject("sdpa"), task, expected, (right,)).reason
+    assert judge_outputs(get_subject("sdpa"), task, expected, right).passed
+    assert "NaN" in judge_outputs(get_subject("sdpa"), task, expected, poisoned).reason
+    assert "instead of" in judge_outputs(get_subject("sdpa"), task, expected, right[:2]).reason
+    assert "instead of" in judge_outputs(get_subject("sdpa"), task, expected, (right,)).reason
 
 
 def test_a_subject_of_fewer_bits_is_held_to_its_own_tolerance() -> None:
@@ -162,10 +161,10 @@ def test_a_subject_of_fewer_bits_is_held_to_its_own_tolerance() -> None:
     expected = expect(task, images)
     coarse = expected.outputs.float() + 0.01
     subject = Subject("coarse", "", build=lambda task: lambda images: coarse)
-    assert not judge(subject, task, expected, coarse).passed
+    assert not judge_outputs(subject, task, expected, coarse).passed
     roomy = dataclasses.replace(subject, tolerance=0.02)
-    assert judge(roomy, task, expected, coarse).passed
-    assert not judge(roomy, task, expected, coarse + 1).passed
+    assert judge_outputs(roomy, task, expected, coarse).passed
+    assert not judge_outputs(roomy, task, expected, coarse + 1).passed
 
 
 def test_our_model_in_e4m3_passes_and_is_not_what_it_is_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,9 +173,11 @@ def test_our_model_in_e4m3_passes_and_is_not_what_it_is_in_bf16(monkeypatch: pyt
     task, images = make_task(config, torch.bfloat16)
     with torch.inference_mode():
         found = subject.build(task)(images)
-        assert judge(subject, task, expect(task, images), found).passed
+        assert judge_outputs(subject, task, expect(task, images), found).passed
         assert not torch.equal(found, get_subject("triton").build(task)(images))
-    monkeypatch.setattr(subjects_models, "calibrate", lambda *_: pytest.fail("what cannot run is not calibrated"))
+    monkeypatch.setattr(
+        "vit_fast.measure.build.changed_copy", lambda *_: pytest.fail("what cannot run is not calibrated")
+    )
     with pytest.raises(UnsupportedInputError, match="float32"):
         subject.build(make_task(config)[0])
     block = dataclasses.replace(task, model=dataclasses.replace(task.model, block=True))

@@ -15,9 +15,9 @@ from vit_fast.benchmarks.models import resolve
 from vit_fast.benchmarks.report import markdown
 from vit_fast.benchmarks.rows import Group, add_timing, make_row
 from vit_fast.benchmarks.subjects import parse_label
-from vit_fast.measuring import device_clock, timing
-from vit_fast.measuring.device_clock import DeviceClock, Instant, calibrate
-from vit_fast.measuring.timing import Protocol, time_interleaved
+from vit_fast.measure import clock, device_clock
+from vit_fast.measure.clock import Protocol, time_interleaved
+from vit_fast.measure.device_clock import DeviceClock, Instant, calibrate
 
 QUICK = Protocol(repeats=9, seconds=0.0, least_repeats=9, warmup_repeats=1, launch="hidden")
 COUNTED = Protocol(repeats=9, seconds=0.0, least_repeats=9, warmup_repeats=1)
@@ -95,7 +95,7 @@ class Mark:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Simulated:
     simulated = Simulated()
-    monkeypatch.setattr(timing, "open_queue", lambda device: simulated)
+    monkeypatch.setattr(clock, "open_queue", lambda device: simulated)
     return simulated
 
 
@@ -150,7 +150,7 @@ def test_a_call_that_waits_is_host_bound_and_leaves_its_neighbour_alone(gpu: Sim
 
 def test_a_call_that_fills_the_drivers_queue_is_host_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Simulated(capacity=8)
-    monkeypatch.setattr(timing, "open_queue", lambda device: gpu)
+    monkeypatch.setattr(clock, "open_queue", lambda device: gpu)
     found = time_interleaved({"few": gpu.call(1.0, 0.5, 6), "many": gpu.call(1.0, 0.5, 20)}, "cuda", QUICK)
     assert not found["few"].host_bound and found["few"].ms == pytest.approx(0.5)
     assert found["many"].host_bound and found["many"].host_ms == pytest.approx(1.0)

@@ -11,7 +11,7 @@ from vit_fast.benchmarks.models import resolve
 from vit_fast.benchmarks.plan import make_plan
 from vit_fast.benchmarks.rows import Group
 from vit_fast.benchmarks.runner import run
-from vit_fast.measuring.timing import Protocol
+from vit_fast.measure.clock import Protocol
 from vit_fast.work import total, work
 
 

@@ -110,7 +110,7 @@ import os, sys
 from pathlib import Path
 from vit_fast.benchmarks import machine, plan, records, runner, subjects
 from vit_fast.benchmarks.subjects_models import build
-from vit_fast.measuring.timing import Protocol
+from vit_fast.measure.clock import Protocol
 
 machine.MATMUL_SIZE["cpu"], machine.COPY_BYTES["cpu"] = 64, 2**16
 
@@ -133,7 +133,7 @@ def test_kill_9_keeps_the_rows_and_the_run_can_go_on(add, tmp_path: Path) -> Non
     ended = subprocess.run([sys.executable, "-c", KILLED, str(folder)], capture_output=True, text=True)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     assert not folder.exists()
-    with pytest.raises(ValueError, match=r"run\.partial: holds an unfinished run; accepted is --resume"):
+    with pytest.raises(ValueError, match=r"run\.partial: holds an unfinished run; expected --resume"):
         records.check_folder(folder)
     with (tmp_path / "run.partial" / "rows.jsonl").open("a") as file:
         file.write('{"kind": "row", "val')  # cut in the middle of a line

@@ -21,7 +21,7 @@ from vit_fast.benchmarks.records import read_record
 from vit_fast.benchmarks.rows import PERCENTILE_REPEATS, finish
 from vit_fast.benchmarks.subjects import Task, parse_label
 from vit_fast.benchmarks.subjects_models import build
-from vit_fast.measuring.timing import Protocol, percentile
+from vit_fast.measure.clock import Protocol, percentile
 
 pytestmark = pytest.mark.usefixtures("small_ceilings")
 
@@ -124,7 +124,7 @@ def test_energy_is_the_counters_difference_over_calls_without_a_pause(monkeypatc
 
 def test_tf32_rounds_products_of_that_group_alone(add) -> None:
     """Asked for on a GPU; what the definition, the ceiling and a subject see is told by torch itself."""
-    with pytest.raises(ValueError, match="dtype 'tf32' on cpu: accepted are fp32, fp16, bf16"):
+    with pytest.raises(ValueError, match="dtype 'tf32' on cpu: expected fp32, fp16, bf16"):
         make_plan(subjects=["eager"], **VIT_TEST | {"dtypes": ["tf32"]})
     seen: dict[str, set[str]] = {}
 
@@ -207,7 +207,7 @@ def test_seconds_last_as_long_as_said_and_are_not_cut_short() -> None:
     assert "--seconds 0.2" in report.command({"plan": plan.to_dict()})
     assert plan.protocol.share_of([0.05] * 1000) < 1 == plan.protocol.share_of([0.05] * 4000)
     for refused in (-1.0, math.inf, math.nan):
-        with pytest.raises(ValueError, match=r"seconds=.*accepted is a number of seconds >= 0"):
+        with pytest.raises(ValueError, match=r"seconds=.*expected a number of seconds >= 0"):
             make_plan(seconds=refused, **VIT_TEST)
 
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from vit_fast.benchmarks import machine, runner, subjects_operators
-from vit_fast.benchmarks.correctness import expect, judge, stepper
+from vit_fast.benchmarks.correctness import expect, judge_outputs, stepper
 from vit_fast.benchmarks.inputs import weights_of
 from vit_fast.benchmarks.models import resolve
 from vit_fast.benchmarks.plan import make_plan
 from vit_fast.benchmarks.subjects import Subject, Task, get_subject
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.measuring.timing import Protocol
+from vit_fast.measure.clock import Protocol
 from vit_fast.work import Work
 
 QUICK = Protocol(repeats=4, seconds=60.0, least_repeats=3, warmup_repeats=1)
@@ -88,14 +88,14 @@ def test_a_fault_in_the_last_image_is_noticed(word: str, training: bool, dtype: 
 
     def passes() -> bool:
         if training:
-            return judge(
+            return judge_outputs(
                 subject, task, expected, stepper(task, right, faulty).gradients(images, range(5), range(5))
             ).passed
         with torch.no_grad():
-            return judge(subject, task, expected, faulty(images)).passed
+            return judge_outputs(subject, task, expected, faulty(images)).passed
 
     if training:  # all rows that the definition was asked for
-        assert judge(
+        assert judge_outputs(
             subject, task, expected, stepper(task, right, right).gradients(images, expected.rows, range(5))
         ).passed
     else:
@@ -105,15 +105,15 @@ def test_a_fault_in_the_last_image_is_noticed(word: str, training: bool, dtype: 
 
 
 def test_who_cannot_compute_it_says_all_reasons() -> None:
-    with pytest.raises(UnsupportedInputError, match=r"(?s)accepted is a GPU.*its activation is gelu_tanh"):
+    with pytest.raises(UnsupportedInputError, match=r"(?s)expected a GPU.*its activation is gelu_tanh"):
         get_subject("cublaslt").build(make_task("mlp:14x32x64"))
     with pytest.raises(UnsupportedInputError, match="computes no attention"):
         get_subject("cublaslt").build(make_task("attention:20x2x16"))
     with pytest.raises(UnsupportedInputError, match="vit_test is no single operator"):
         get_subject("flex").build(make_task("vit_test"))
-    with pytest.raises(ValueError, match="accepted behind an mlp's sizes are gelu"):
+    with pytest.raises(ValueError, match="expected behind an mlp's sizes: gelu"):
         resolve("mlp:14x32x64:tanh")(None)
-    with pytest.raises(ValueError, match="accepted is one of our variants"):
+    with pytest.raises(ValueError, match="expected one of our variants"):
         resolve("block:timm:test_vit")(None)
 
 
@@ -123,4 +123,4 @@ def test_a_peer_is_two_lines_and_is_measured_like_any_other(monkeypatch: pytest.
     task = make_task("attention:20x2x16")
     images = torch.randn(5, 20, 3, 2, 16)
     subject = Subject("mine", "wrong", lambda task: subjects_operators.build("mine", task))
-    assert "off by" in judge(subject, task, expect(task, images), subject.make(task)(images)).reason
+    assert "off by" in judge_outputs(subject, task, expect(task, images), subject.make(task)(images)).reason

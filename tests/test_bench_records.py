@@ -12,7 +12,7 @@ import pytest
 from command_line import run
 
 from vit_fast.benchmarks import comparison, html_report, records
-from vit_fast.measuring import resolution
+from vit_fast.measure import resolution
 
 COMMITTED = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "cpu-2core" / "record.json"
 Path_ = tuple[str | int, ...]

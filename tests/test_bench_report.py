@@ -6,6 +6,7 @@ The browser is any Chromium on the path, or the one that CHROME_BIN names; witho
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import html.parser
 import io
@@ -21,7 +22,7 @@ import pytest
 from PIL import Image
 
 from vit_fast.benchmarks import html_report, plot, records, report
-from vit_fast.benchmarks.subjects import COMPILE_MODES, all_subjects, select
+from vit_fast.benchmarks.subjects import COMPILE_MODES, all_subjects
 from vit_fast.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -106,7 +107,9 @@ def test_names_of_strangers_stay_text(record):
 
 def test_every_candidate_has_its_own_colour_in_plot_and_curves(record):
     names = [
-        select(name, mode).label for name, s in all_subjects().items() for mode in COMPILE_MODES[: 1 + 4 * s.compilable]
+        dataclasses.replace(subject, mode=mode).label
+        for subject in all_subjects().values()
+        for mode in COMPILE_MODES[: 1 + 4 * subject.compilable]
     ]
     colours = [plot.colour_of(name) for name in names]
     assert len(set(colours)) == len(names) > 60 and all(re.fullmatch("#[0-9a-f]{6}", colour) for colour in colours)
@@ -176,17 +179,6 @@ def test_command_measures_the_same_again(record):
 
 def test_a_table_says_how_to_measure_it_again(record):
     assert f"`{report.command(record)}`" in report.markdown(record)
-
-
-def test_kernels_are_summed_up_by_their_worst_build():
-    page = Page(html_report.render({}))
-    head, *lines = table_of(page, "most registers")
-    builds = json.loads((ROOT / "kernels" / "baseline.json").read_text())["builds"]
-    assert sum(int(line[head.index("builds")]) for line in lines) == len(builds)
-    line = next(line for line in lines if line[:2] == ["matmul_residual", "sm_90"])
-    own = [counts for key, counts in builds.items() if key.startswith("sm_90/matmul_residual/")]
-    assert line[head.index("most registers")] == str(max(counts["registers"] for counts in own))
-    assert line[head.index("HGMMA")] == str(sum(counts["hgmma"] > 0 for counts in own))
 
 
 def test_other_records_are_tables_of_their_rows(tmp_path):

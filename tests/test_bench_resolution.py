@@ -8,8 +8,8 @@ import torch
 
 from vit_fast.benchmarks import conditions
 from vit_fast.benchmarks.conditions import Conditions
-from vit_fast.measuring import resolution
-from vit_fast.measuring.timing import Protocol, time_interleaved
+from vit_fast.measure import resolution
+from vit_fast.measure.clock import Protocol, time_interleaved
 
 CPU = torch.device("cpu")
 
@@ -40,7 +40,7 @@ def measure(
     machine: Machine, times_ms: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, tuple[float, ...]]:
     """The subjects' samples as time_interleaved takes them by that machine's clock."""
-    monkeypatch.setattr("vit_fast.measuring.timing.time.perf_counter_ns", lambda: int(machine.now_ms * 1e6))
+    monkeypatch.setattr("vit_fast.measure.clock.time.perf_counter_ns", lambda: int(machine.now_ms * 1e6))
     calls = {name: (lambda _, ms=ms: machine.spend(ms)) for name, ms in times_ms.items()}
     timings = time_interleaved(calls, CPU, Protocol(repeats=50, seconds=1e9, warmup_repeats=1, warmup_seconds=0))
     return {name: timing.samples_ms for name, timing in timings.items()}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vit_fast.benchmarks import machine
-from vit_fast.measuring.timing import (
+from vit_fast.measure.clock import (
     CPU_CACHE_BYTES,
     Protocol,
     Timing,

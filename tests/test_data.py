@@ -46,9 +46,9 @@ def test_transform_of_grey_input_averages_the_channel_statistics() -> None:
 
 
 def test_transform_refuses_other_channels_and_absurd_aspect_ratios() -> None:
-    with pytest.raises(ValueError, match="in_chans=4"):
+    with pytest.raises(ValueError, match="got 4"):
         make_transform(DataConfig(), (8, 8), in_chans=4)
-    with pytest.raises(ValueError, match="4 means"):
+    with pytest.raises(ValueError, match="one mean per channel, 3, got 4"):
         make_transform(DataConfig(mean=(0.5,) * 4, std=(0.5,) * 4), (8, 8))
     with pytest.raises(ImageError, match="narrow"):
         make_transform(DataConfig(), (512, 512))(Image.new("RGB", (1, 2000)))
@@ -128,7 +128,7 @@ def test_one_path_is_not_taken_for_its_letters(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     Image.new("L", (4, 4)).save(tmp_path / "a.png")
     for one in (".", tmp_path):
-        with pytest.raises(TypeError, match=r"accepted are several paths, \['.+'\] for one"):
+        with pytest.raises(TypeError, match=r"must be a list, got '.+'; pass \['.+'\]"):
             find_images(one)  # type: ignore[arg-type]  # that is the point
 
 
@@ -151,9 +151,9 @@ def test_load_images_takes_the_images_in_turn(tmp_path: Path) -> None:
     assert three.shape == (3, 3, 32, 32) and three.dtype == torch.float32
     assert torch.equal(load_images([tmp_path], model, batch_size=5), three[[0, 1, 2, 0, 1]])
     assert torch.equal(load_images([tmp_path], model, batch_size=2), three[:2])
-    with pytest.raises(ValueError, match="batch_size=0"):
+    with pytest.raises(ValueError, match="batch_size must be an integer >= 1"):
         load_images([tmp_path], model, batch_size=0)
-    with pytest.raises(ValueError, match="paths is empty"):
+    with pytest.raises(ValueError, match="at least one image or folder"):
         load_images([], model)
 
 

@@ -24,7 +24,7 @@ from vit_fast.apps.data import default_photograph
 from vit_fast.cli import main
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.export import OnnxRunner, ProviderError, export_onnx, inspect_onnx, write_card, write_triton_repository
-from vit_fast.export.tensorrt import shape_profile, trtexec_line
+from vit_fast.export.deployment import shape_profile, trtexec_line
 
 ROOT = Path(__file__).resolve().parents[1]
 CLASSES = [f"class {i}" for i in range(4)]  # as the clients call those that have no names
@@ -184,6 +184,24 @@ def test_the_server_builds_engines_for_a_tensorrt_file(
              "--calibrate", str(tmp_path), "--triton-repository", str(tmp_path / "models")]
         )  # fmt: skip
     assert "accelerator has no fp8" in capsys.readouterr().err
+
+
+def test_a_repository_of_a_file_with_a_fixed_batch(exported: Any, tmp_path: Path) -> None:
+    """Parsed by the server's own schema; the weights beside the file are copied."""
+    path, models = exported("fixed"), tmp_path / "models"
+    folder = write_triton_repository(path, models, instances=2, device="cpu")
+    names = ["1", "1/fixed.onnx.data", "1/model.onnx", "config.pbtxt"]
+    assert sorted(str(found.relative_to(folder)) for found in folder.rglob("*")) == names
+    config = read_config(folder)
+    assert (config.name, config.backend, config.max_batch_size) == ("fixed", "onnxruntime", 0)
+    assert list(config.input[0].dims) == [1, 3, 32, 32] and not config.HasField("dynamic_batching")
+    assert config.instance_group[0].count == 2 and config.instance_group[0].kind == 2  # KIND_CPU
+    inspect_onnx(folder / "1" / "model.onnx")
+    with pytest.raises(FileExistsError, match="exists already"):
+        write_triton_repository(path, models)
+    for wrong in ({"name": "a/b"}, {"name": ".."}, {"max_batch": 0}, {"instances": 0}, {"device": "tpu"}):
+        with pytest.raises(ValueError, match=r"must be|accepted"):
+            write_triton_repository(path, models, **wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

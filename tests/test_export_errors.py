@@ -14,13 +14,12 @@ import pytest
 import torch
 from onnx_models import make, ours, randomised, timm_vit, torchvision_vit, transformers_siglip2
 from torch import Tensor, nn
-from triton_server import read_config, schema
 
 import vit_fast
 from vit_fast.apps.data import ImageError
 from vit_fast.cli import main
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.export import VerificationError, export_onnx, exporter, inspect_onnx, model_files, write_triton_repository
+from vit_fast.export import VerificationError, export_onnx, inspect_onnx, model_files, write_triton_repository
 from vit_fast.files import file_aside
 
 
@@ -164,31 +163,6 @@ with file_aside(Path({str(tmp_path / "m.onnx")!r})) as aside:
     assert sorted(p.name for p in tmp_path.iterdir()) == [".m.onnx.mine", "m.onnx"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("external", [True, None])
-def test_a_disk_that_fills(external: bool | None, tmp_path: Path) -> None:
-    """A real limit on the size of files, in a process of its own: the old file stays, nothing else is left."""
-    (tmp_path / "m.onnx").write_text("the old file")
-    script = f"""
-import resource, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from onnx_models import make
-from vit_fast.export import export_onnx
-model = make("vit")
-resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-try:
-    export_onnx(model, {str(tmp_path / "m.onnx")!r}, external_data={external}, verify=False)
-except OSError as error:
-    print("OSError:", error)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.stdout.startswith(f"OSError: {tmp_path / 'm.onnx'}: cannot be written: File too large ("), (
-        done.stdout + done.stderr
-    )
-    assert [p.name for p in tmp_path.iterdir()] == ["m.onnx"]
-    assert (tmp_path / "m.onnx").read_text() == "the old file"
-
-
 def test_a_file_that_computes_something_else_is_not_left(
     model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,17 +194,6 @@ def test_nan_never_passes(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
-def test_interrupted(model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(exporter, "verify_file", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        export_onnx(model, tmp_path / "m.onnx")
-    assert not list(tmp_path.iterdir())
-
-
 def test_importing_the_package_brings_no_onnx() -> None:
     script = """
 import sys, vit_fast, vit_fast.export
@@ -242,33 +205,6 @@ assert not loaded, loaded
 
 
 # --- Triton Inference Server --------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_triton_repository(model: nn.Module, tmp_path: Path) -> None:
-    """Parsed by the server's own schema; the model in it runs."""
-    export_onnx(model, tmp_path / "vit.onnx", external_data=True, preprocess=True, verify=False)
-    folder = write_triton_repository(tmp_path / "vit.onnx", tmp_path / "models", instances=2, max_batch=32)
-    assert sorted(str(p.relative_to(folder)) for p in folder.rglob("*")) == [
-        "1", "1/model.onnx", "1/vit.onnx.data", "config.pbtxt",
-    ]  # fmt: skip
-    config = read_config(folder)
-    assert (config.name, config.backend, config.max_batch_size) == ("vit", "onnxruntime", 32)
-    assert config.input[0].name == "pixels" and config.input[0].data_type == schema().TYPE_UINT8
-    assert list(config.input[0].dims) == [-1, -1, 3] and list(config.output[0].dims) == [10]
-    assert config.HasField("dynamic_batching") and config.instance_group[0].count == 2
-    inspect_onnx(folder / "1" / "model.onnx")
-    with pytest.raises(FileExistsError, match="exists already"):
-        write_triton_repository(tmp_path / "vit.onnx", tmp_path / "models")
-
-    export_onnx(model, tmp_path / "one.onnx", dynamic_batch=False, verify=False)
-    folder = write_triton_repository(tmp_path / "one.onnx", tmp_path / "models", device="cpu")
-    config = read_config(folder)
-    assert config.max_batch_size == 0 and list(config.input[0].dims) == [1, 3, 32, 32]
-    assert not config.HasField("dynamic_batching") and config.instance_group[0].kind == 2  # KIND_CPU
-    for wrong in ({"name": "a/b"}, {"name": ".."}, {"max_batch": 0}, {"instances": 0}, {"device": "tpu"}):
-        with pytest.raises(ValueError, match=r"accepted|must be"):
-            write_triton_repository(tmp_path / "one.onnx", tmp_path / "models", **wrong)  # type: ignore[arg-type]
 
 
 def test_triton_repository_takes_the_weights_of_inner_graphs(tmp_path: Path) -> None:

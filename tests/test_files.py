@@ -21,9 +21,10 @@ from types import SimpleNamespace
 import torch
 from vit_fast import create_model, save
 from vit_fast.cli import main
-from vit_fast.export.calibration import Calibration
-from vit_fast.tuning.choices import Choice
-from vit_fast.tuning.deployable import _write_program
+from vit_fast.export import export_onnx
+from vit_fast.export.onnx_calibration import Calibration
+from vit_fast.measure.candidate import Choice
+from vit_fast.measure.deployable import _write_program
 from vit_fast.files import folder_aside
 
 def command(*arguments):
@@ -39,6 +40,7 @@ def program():
 
 writers = {
     "new/m.safetensors": lambda: save(create_model("vit_test"), "new/m.safetensors"),
+    "new/m.onnx": lambda: export_onnx(create_model("vit_test"), "new/m.onnx", verify=False),
     "new/program": program,
     "new/ranges.json": lambda: Calibration("a" * 200, 1, {}, {}).save(Path("new/ranges.json")),
     "new/deep/out/checkpoint.pth": lambda: command(

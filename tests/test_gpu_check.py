@@ -181,7 +181,7 @@ def test_the_compiled_tests_are_there() -> None:
 def test_unknown_parts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         gpu_check.main(["--dry-run", "--parts", "attention,nonsense"])
-    assert "--parts has nonsense: accepted are tests, attention, mlp, models" in capsys.readouterr().err
+    assert "--parts has nonsense: expected tests, attention, mlp, models" in capsys.readouterr().err
 
 
 def test_plans_of_other_parts_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from vit_fast import cli
-from vit_fast.hf_kernel import build_hf_kernel
+from vit_fast.apps.hub_kernel import build_hf_kernel
 
 # What the loader does, in a process that has no vit_fast: import the variant's package under its metadata's id.
 LOAD = """
@@ -68,7 +68,7 @@ def test_metadata_and_card_say_what_it_is(tmp_path: Path) -> None:
 def test_nothing_is_overwritten_and_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("mine")
-    with pytest.raises(FileExistsError, match="accepted is a new or empty folder"):
+    with pytest.raises(FileExistsError, match="must be a new or empty folder"):
         build_hf_kernel(tmp_path / "full")
     assert (tmp_path / "full" / "mine").read_text() == "mine"
 

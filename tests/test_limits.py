@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from vit_fast.measuring import limits
-from vit_fast.measuring.limits import at_most
+from vit_fast.measure import limits
+from vit_fast.measure.limits import at_most
 
 
 def test_a_limit_leaves_the_time_of_others_as_it_was() -> None:

@@ -10,30 +10,18 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx_models import make, timm_vit, transformers_vit
+from command_line import run
+from onnx_models import NAMES, timm_vit, transformers_vit
 
 from vit_fast.apps.data import default_photograph, make_transform, read_image
-from vit_fast.cli import main
 from vit_fast.config import DataConfig
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.export import OnnxRunner, ProviderError, export_onnx
-
-NAMES = [f"thing {i}" for i in range(10)]
+from vit_fast.export import OnnxRunner, ProviderError
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
-    return make("vit")
-
-
-@pytest.fixture(scope="module")
-def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("onnx")
-    export_onnx(model, folder / "plain.onnx", target="ort-cpu", class_names=NAMES, verify=False)
-    export_onnx(model, folder / "fixed.onnx", dynamic_batch=False, verify=False)
-    export_onnx(model, folder / "pixels.onnx", preprocess=True, class_names=NAMES, verify=False)
-    export_onnx(model, folder / "sizes.onnx", dynamic_size=True, verify=False)
-    return folder
+def model(exported: Any) -> Any:
+    return exported.model
 
 
 def eager(model: Any, images: torch.Tensor) -> np.ndarray:
@@ -44,28 +32,31 @@ def eager(model: Any, images: torch.Tensor) -> np.ndarray:
 
 @pytest.mark.parametrize("file", ["plain", "fixed"])
 @pytest.mark.parametrize("io_binding", [True, False])
-@pytest.mark.parametrize("batch", [0, 1, 3, 4, 9])
-def test_any_batch_is_split(folder: Path, model: Any, file: str, io_binding: bool, batch: int) -> None:
-    runner = OnnxRunner(folder / f"{file}.onnx", "cpu", max_batch=4, threads=1, io_binding=io_binding)
-    images = torch.randn(batch, 3, 32, 32)
-    expected = eager(model, images)
-    for given in (images, images.numpy(), images.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)):
-        got = runner(given)
-        assert type(got) is type(given)
-        assert tuple(got.shape) == (batch, 10)
-        np.testing.assert_allclose(np.asarray(got), expected, atol=1e-5)
+def test_any_batch_is_split(exported: Any, model: Any, file: str, io_binding: bool) -> None:
+    runner = OnnxRunner(exported(file), "cpu", max_batch=4, threads=1, io_binding=io_binding)
+    every = torch.randn(9, 3, 32, 32)
+    with torch.inference_mode():
+        expected = (
+            model(every) if file == "plain" else model.forward_head(model.forward_features(every), pre_logits=True)
+        ).numpy()
+    for batch in (0, 1, 3, 4, 9):
+        images = every[:batch]
+        for given in (images, images.numpy(), images.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)):
+            got = runner(given)
+            assert type(got) is type(given) and tuple(got.shape) == (batch, *expected.shape[1:])
+            np.testing.assert_allclose(np.asarray(got), expected[:batch], atol=1e-5)
 
 
-def test_results_are_not_overwritten_by_the_next_call(folder: Path) -> None:
-    runner = OnnxRunner(folder / "plain.onnx", "cpu")
+def test_results_are_not_overwritten_by_the_next_call(exported: Any) -> None:
+    runner = OnnxRunner(exported("plain"), "cpu")
     first = runner(np.ones((2, 3, 32, 32), np.float32))
     kept = first.copy()
     runner(np.zeros((2, 3, 32, 32), np.float32))
     np.testing.assert_array_equal(first, kept)
 
 
-def test_pixels(folder: Path, model: Any) -> None:
-    runner = OnnxRunner(folder / "pixels.onnx", "cpu")
+def test_pixels(exported: Any, model: Any) -> None:
+    runner = OnnxRunner(exported("pixels"), "cpu")
     image = read_image(default_photograph())
     expected = eager(model, make_transform(DataConfig(), (32, 32))(image)[None])
     for pixels in (np.asarray(image), np.asarray(image)[None]):
@@ -86,13 +77,13 @@ def test_pixels(folder: Path, model: Any) -> None:
         (torch.zeros(1, 3, 32, 32, dtype=torch.bfloat16), "dtype bfloat16"),
     ],
 )
-def test_wrong_images(folder: Path, images: Any, message: str) -> None:
+def test_wrong_images(exported: Any, images: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        OnnxRunner(folder / "plain.onnx", "cpu")(images)
+        OnnxRunner(exported("plain"), "cpu")(images)
 
 
-def test_wrong_sizes_of_a_dynamic_file(folder: Path) -> None:
-    runner = OnnxRunner(folder / "sizes.onnx", "cpu")
+def test_wrong_sizes_of_a_dynamic_file(exported: Any) -> None:
+    runner = OnnxRunner(exported("sizes"), "cpu")
     assert runner(np.zeros((1, 3, 40, 64), np.float32)).shape == (1, 10)
     with pytest.raises(ValueError, match="divide by the patch's 8x8"):
         runner(np.zeros((1, 3, 42, 64), np.float32))
@@ -100,33 +91,33 @@ def test_wrong_sizes_of_a_dynamic_file(folder: Path) -> None:
         runner([1, 2])
 
 
-def test_a_provider_that_does_not_come_up_raises(folder: Path) -> None:
+def test_a_provider_that_does_not_come_up_raises(exported: Any) -> None:
     if torch.cuda.is_available():
-        assert OnnxRunner(folder / "plain.onnx", "cuda").providers[0] == "CUDAExecutionProvider"
+        assert OnnxRunner(exported("plain"), "cuda").providers[0] == "CUDAExecutionProvider"
         return
     with pytest.raises(ProviderError, match=r"libcuda\.so\.1 is missing.*cuDNN 9"):
-        OnnxRunner(folder / "plain.onnx", "cuda")
+        OnnxRunner(exported("plain"), "cuda")
     with pytest.raises(ProviderError, match=r"TensorRT 10 is missing \(libnvinfer"):
-        OnnxRunner(folder / "plain.onnx", "tensorrt")
-    runner = OnnxRunner(folder / "plain.onnx", "auto")
+        OnnxRunner(exported("plain"), "tensorrt")
+    runner = OnnxRunner(exported("plain"), "auto")
     assert runner.device == "cpu" and any("libcuda" in note for note in runner.notes)
 
 
-def test_a_silent_fall_back_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_fall_back_is_noticed(exported: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the libraries seem to be there and ONNX Runtime still takes the CPU."""
     if torch.cuda.is_available():
         return
     monkeypatch.setattr("vit_fast.export.runner.reasons_against", lambda kind: [])
     with pytest.raises(ProviderError, match="CUDAExecutionProvider did not come up"):
-        OnnxRunner(folder / "plain.onnx", "cuda")
-    runner = OnnxRunner(folder / "plain.onnx", "auto")
+        OnnxRunner(exported("plain"), "cuda")
+    runner = OnnxRunner(exported("plain"), "auto")
     assert runner.device == "cpu" and runner.providers == ("CPUExecutionProvider",)
     assert runner.notes and "CUDAExecutionProvider did not come up" in runner.notes[0]
     assert runner(np.zeros((1, 3, 32, 32), np.float32)).shape == (1, 10)
 
 
 @pytest.mark.parametrize("device", ["cuda:1", "tensorrt"])
-def test_fp32_is_not_rounded_to_tf32(folder: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+def test_fp32_is_not_rounded_to_tf32(exported: Any, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """What ONNX Runtime is asked for; its own default is TF32."""
     asked: list[Any] = []
 
@@ -137,7 +128,7 @@ def test_fp32_is_not_rounded_to_tf32(folder: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("vit_fast.export.runner.reasons_against", lambda kind: [])
     monkeypatch.setattr("vit_fast.export.providers.make_session", refuse)
     with pytest.raises(ProviderError, match="refused here"):
-        OnnxRunner(folder / "plain.onnx", device)
+        OnnxRunner(exported("plain"), device)
     (options,) = [entry[1] for entry in asked if entry[0] == "CUDAExecutionProvider"]
     assert options == {"device_id": int(device.partition(":")[2] or 0), "use_tf32": "0"}
 
@@ -157,18 +148,9 @@ def test_fp32_is_not_rounded_to_tf32(folder: Path, monkeypatch: pytest.MonkeyPat
         ({"device": "cpu", "cuda_graph": True}, UnsupportedInputError, "the device is cpu"),
     ],
 )
-def test_wrong_options(folder: Path, options: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_wrong_options(exported: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        OnnxRunner(folder / "plain.onnx", **options)
-
-
-def test_profile(folder: Path, tmp_path: Path) -> None:
-    runner = OnnxRunner(folder / "plain.onnx", "cpu", profile=tmp_path / "profile")
-    runner(np.zeros((1, 3, 32, 32), np.float32))
-    events = json.loads(runner.end_profiling().read_text())
-    assert any(event.get("args", {}).get("op_name") == "MultiHeadAttention" for event in events)
-    with pytest.raises(ValueError, match="without profile"):
-        OnnxRunner(folder / "plain.onnx", "cpu").end_profiling()
+        OnnxRunner(exported("plain"), **options)
 
 
 # --- files from elsewhere -----------------------------------------------------------------------------------
@@ -230,9 +212,7 @@ def test_a_file_as_optimum_writes_it(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "data.json").write_text(json.dumps(DataConfig().to_dict() | {"img_size": 32}))
     arguments = ["--weights", str(tmp_path / "o.onnx"), "--data-config", str(tmp_path / "data.json"), "--json"]
     capsys.readouterr()  # torch 2.11 tells what it exported
-    with pytest.raises(SystemExit) as status:
-        main(["predict", str(default_photograph()), *arguments])
-    assert status.value.code == 0
+    assert run("predict", str(default_photograph()), *arguments) == 0
     (result,) = json.loads(capsys.readouterr().out)
     assert result["top"][0]["index"] == int(logits[0].argmax())
 
@@ -256,11 +236,10 @@ def test_an_output_of_integers(tmp_path: Path) -> None:
 # --- command line -------------------------------------------------------------------------------------------
 
 
-def test_predict_needs_nothing_but_the_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for file in ("pixels.onnx", "plain.onnx"):
-        with pytest.raises(SystemExit) as status:
-            main(["predict", str(default_photograph()), "--weights", str(folder / file), "--json", "--top-k", "10"])
-        assert status.value.code == 0
+def test_predict_needs_nothing_but_the_file(exported: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    for file in ("pixels", "plain"):
+        arguments = ["--weights", str(exported(file)), "--json", "--top-k", "10"]
+        assert run("predict", str(default_photograph()), *arguments) == 0
         (result,) = json.loads(capsys.readouterr().out)
         assert sum(row["probability"] for row in result["top"]) == pytest.approx(1)
         assert {row["class"] for row in result["top"]} == set(NAMES)
@@ -275,8 +254,6 @@ def test_predict_needs_nothing_but_the_file(folder: Path, capsys: pytest.Capture
     ],
 )
 def test_predict_refuses(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as status:
-        main(["predict", str(default_photograph()), "--weights", *arguments])
-    assert status.value.code == 2
+    assert run("predict", str(default_photograph()), "--weights", *arguments) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 
 import vit_fast
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.tuning import answers, choices
-from vit_fast.tuning.build import build
-from vit_fast.tuning.choices import Choice
-from vit_fast.tuning.expected import Expected, Rule
-from vit_fast.tuning.search import OutOfTime, Refused
-from vit_fast.tuning.trials import Trials
+from vit_fast.measure import cache, candidate
+from vit_fast.measure.build import build
+from vit_fast.measure.candidate import Candidate
+from vit_fast.measure.search import OutOfTime, Refused
+from vit_fast.measure.trials import Expected, Rule, Trials
 
 pytestmark = [pytest.mark.usefixtures("own_cache"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -31,20 +30,20 @@ def images() -> Tensor:
     return torch.randn(4, 3, 32, 32)
 
 
-FROZEN = Choice(attention="sdpa", mlp="sdpa", frozen=True)
+FROZEN = Candidate(attention="sdpa", mlp="sdpa", frozen=True)
 CHOICES = [
-    Choice(),
-    Choice(attention="sdpa", mlp="sdpa"),
+    Candidate(),
+    Candidate(attention="sdpa", mlp="sdpa"),
     FROZEN,
-    Choice(attention="sdpa", mlp="eager"),
-    Choice(attention="sdpa"),
-    Choice(channels_last=True),
-    Choice(split=3),
-    Choice(threads=1),
-    Choice(attention="sdpa", mlp="sdpa", precision="bf16", split=2),
-    Choice("onnxruntime"),
-    pytest.param(Choice("onnxruntime", precision="int8", split=1), marks=pytest.mark.slow),
-    pytest.param(Choice("compile", frozen=True), marks=pytest.mark.slow),
+    Candidate(attention="sdpa", mlp="eager"),
+    Candidate(attention="sdpa"),
+    Candidate(channels_last=True),
+    Candidate(split=3),
+    Candidate(threads=1),
+    Candidate(attention="sdpa", mlp="sdpa", precision="bf16", split=2),
+    Candidate("onnxruntime"),
+    pytest.param(Candidate("onnxruntime", precision="int8", split=1), marks=pytest.mark.slow),
+    pytest.param(Candidate("compile", frozen=True), marks=pytest.mark.slow),
 ]
 
 
@@ -69,7 +68,7 @@ def test_every_choice_is_a_drop_in(model, images, choice) -> None:
 def test_parts_run_the_backends_that_were_asked_for(images) -> None:
     timm = pytest.importorskip("timm")
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2).eval()
-    optimized = build(Choice(attention="sdpa", mlp="eager"), model, images, model(images), ())
+    optimized = build(Candidate(attention="sdpa", mlp="eager"), model, images, model(images), ())
     work = optimized._function
     assert {block.vit_fast_backend for block in work.blocks} == {"eager"}
     assert {block.attn.vit_fast_backend for block in work.blocks} == {"sdpa"}
@@ -90,7 +89,7 @@ class Dictionary(nn.Module):
 
 def test_a_batch_that_is_cut_may_be_empty_or_none(model, images) -> None:
     with torch.no_grad():
-        fast = build(Choice(split=3), model, images, model(images), ())
+        fast = build(Candidate(split=3), model, images, model(images), ())
     assert fast(images[:0]).shape == (0, 10)
     for wrong in (None, images.numpy()):
         with pytest.raises(TypeError, match="images are a"):  # no StopIteration, by which a loop would end
@@ -101,30 +100,30 @@ def test_named_outputs_and_arguments(model, images) -> None:
     given = Dictionary(model)
     expected = given(images, 2.0)
     optimized = build(
-        Choice(attention="sdpa", mlp="sdpa", precision="bf16", split=3), given, (images, 2.0), expected, ()
+        Candidate(attention="sdpa", mlp="sdpa", precision="bf16", split=3), given, (images, 2.0), expected, ()
     )
     output = optimized(images, scale=2.0)
     assert output.keys() == expected.keys()
     assert [value.dtype for value in output.values()] == [torch.float32, torch.int64]
     with pytest.raises(UnsupportedInputError, match="give one tensor"):
-        build(Choice("onnxruntime"), given, images, expected, ())
+        build(Candidate("onnxruntime"), given, images, expected, ())
 
 
 def test_hooks_are_refused(model, images) -> None:
     model.blocks[0].register_forward_hook(lambda *_: None)
     with pytest.raises(UnsupportedInputError, match=r"blocks\.0 carries hooks"):
-        build(Choice("compile"), model, images, model(images), ())
-    build(Choice(), model, images, model(images), ())(images)
+        build(Candidate("compile"), model, images, model(images), ())
+    build(Candidate(), model, images, model(images), ())(images)
 
 
 def test_what_cannot_be_had_says_why(model, images) -> None:
     with pytest.raises(UnsupportedInputError, match="CUDA"):
-        build(Choice(graphs=True), model, images, model(images), ())
+        build(Candidate(graphs=True), model, images, model(images), ())
     with pytest.raises(UnsupportedInputError, match="nothing in the model can be frozen"):
-        build(Choice(frozen=True), model, images, model(images), ())
+        build(Candidate(frozen=True), model, images, model(images), ())
     plain = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 10))
     with pytest.raises(UnsupportedInputError, match="nothing in the model is known"):
-        build(Choice(attention="sdpa", mlp="sdpa"), plain, images, plain(images), ())
+        build(Candidate(attention="sdpa", mlp="sdpa"), plain, images, plain(images), ())
 
 
 def trials_of(model: nn.Module, images: Tensor, **rule) -> Trials:
@@ -140,18 +139,18 @@ def test_wrong_answers_are_refused(model, images, monkeypatch) -> None:
     ):
         function = lambda values, change=change: change(model(values))  # noqa: E731
         with pytest.raises(Refused, match=reason):
-            trials.expected.check(function, Choice(channels_last=True), trials.rule)
+            trials.expected.check(function, Candidate(channels_last=True), trials.rule)
     turned = lambda values: model(values).roll(1, 1)  # noqa: E731
     with pytest.raises(Refused, match="of the answers"):
-        trials.expected.check(turned, Choice(precision="bf16"), trials.rule)
+        trials.expected.check(turned, Candidate(precision="bf16"), trials.rule)
 
 
 def test_what_took_long_is_thought_to_take_long_again(model, images, monkeypatch) -> None:
     trials = trials_of(model, images)
-    compiled, frozen = Choice("compile"), Choice("compile", frozen=True)
+    compiled, frozen = Candidate("compile"), Candidate("compile", frozen=True)
     assert trials.seconds(compiled) == compiled.seconds
-    trials.took[Choice()] = 8.0
-    assert trials.seconds(Choice(attention="sdpa", mlp="sdpa")) == 8.0, "most of it is checks"
+    trials.took[Candidate()] = 8.0
+    assert trials.seconds(Candidate(attention="sdpa", mlp="sdpa")) == 8.0, "most of it is checks"
     assert trials.seconds(compiled) == compiled.seconds + 8
     trials.took[frozen] = 3 * compiled.seconds
     assert trials.seconds(compiled) == 3 * compiled.seconds + 8, "a slow machine"
@@ -160,7 +159,7 @@ def test_what_took_long_is_thought_to_take_long_again(model, images, monkeypatch
     def hanging(*how: object) -> None:
         raise TimeoutError("more than 60 s")
 
-    monkeypatch.setattr("vit_fast.tuning.trials.build", hanging)
+    monkeypatch.setattr("vit_fast.measure.trials.build", hanging)
     with pytest.raises(OutOfTime, match="more than 60 s"):
         trials.prepare(compiled, 60)
     assert compiled in trials.took
@@ -169,8 +168,8 @@ def test_what_took_long_is_thought_to_take_long_again(model, images, monkeypatch
 def test_memory_limit(model, images) -> None:
     trials = trials_of(model, images, memory_limit=10)
     with pytest.raises(Refused, match="memory_limit"):
-        trials.prepare(Choice(attention="sdpa", mlp="sdpa"), 60)
-    trials.prepare(Choice(), 60)
+        trials.prepare(Candidate(attention="sdpa", mlp="sdpa"), 60)
+    trials.prepare(Candidate(), 60)
 
 
 @pytest.mark.fast_cases("latency")
@@ -185,7 +184,7 @@ def test_finds_keeps_and_gives_again(model, images, one_engine, objective) -> No
     model.eval()
     assert (
         told[:2] == ["the reference in fp64", "as given"]
-        and first.table[0].choice == Choice()
+        and first.table[0].choice == Candidate()
         and first.table[0].ratio == 1
     )
     assert {row.choice.name for row in first.table} >= {"as given", "fused sdpa"}
@@ -201,7 +200,7 @@ def test_finds_keeps_and_gives_again(model, images, one_engine, objective) -> No
     assert "cached result, checked again" in str(second)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
-    assert answers.look_up(answers.key_of(model, images, first.answer.key["asked"])) is None, "products are rounded"
+    assert cache.look_up(cache.key_of(model, images, first.answer.key["asked"])) is None, "products are rounded"
     torch.set_float32_matmul_precision(before)
     other = vit_fast.optimize(model, images[:2], budget_s=1, latency_or_throughput=objective)
     assert not other.kept, "another batch"
@@ -210,26 +209,26 @@ def test_finds_keeps_and_gives_again(model, images, one_engine, objective) -> No
 
 def test_ctrl_c_ends_the_search_whatever_swallows_it(model, images, monkeypatch) -> None:
     """A compiler that takes the exception for one of its own."""
-    fused, never = Choice(attention="sdpa", mlp="sdpa"), Choice(attention="sdpa", mlp="eager")
-    monkeypatch.setattr("vit_fast.tuning.optimization.candidates", lambda *_: [fused, never])
+    fused, never = Candidate(attention="sdpa", mlp="sdpa"), Candidate(attention="sdpa", mlp="eager")
+    monkeypatch.setattr("vit_fast.measure.optimization.candidates", lambda *_: [fused, never])
 
-    def build_and_press(choice: Choice, *how):
+    def build_and_press(choice: Candidate, *how):
         if choice == fused:
             with contextlib.suppress(KeyboardInterrupt):
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(60)
         return build(choice, *how)
 
-    monkeypatch.setattr("vit_fast.tuning.trials.build", build_and_press)
+    monkeypatch.setattr("vit_fast.measure.trials.build", build_and_press)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     try:
         found = vit_fast.optimize(model, images, budget_s=600)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
-    assert found.choice == Choice() and [row.choice for row in found.table] == [Choice(), fused]
+    assert found.choice == Candidate() and [row.choice for row in found.table] == [Candidate(), fused]
     assert found.model(images).shape == (4, 10)
-    assert list(answers.all_answers()) == [], "half a search is no answer to keep"
+    assert list(cache.all_answers()) == [], "half a search is no answer to keep"
 
 
 @pytest.mark.slow
@@ -279,12 +278,12 @@ def test_bad_arguments(model, images, how, message) -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"budget_s": "60"}, "budget_s is a str: accepted is a number"),
+        ({"budget_s": "60"}, "budget_s is a str: expected a number"),
         ({"min_agreement": None}, "min_agreement is a NoneType"),
         ({"memory_limit": "1 GB"}, "memory_limit is a str"),
-        ({"lossless": False, "allow": "bf16"}, r"allow='bf16': accepted are several names, \('bf16',\)"),
-        ({"calibration": "photo.jpg"}, r"photo.jpg: accepted are several paths, \['photo.jpg'\]"),
-        ({"images": torch.zeros(4, 3, 32, 32)}, r"images is a tensor \(4, 3, 32, 32\): accepted are batches"),
+        ({"lossless": False, "allow": "bf16"}, r"allow='bf16': expected several names, \('bf16',\)"),
+        ({"calibration": "photo.jpg"}, r"must be a list, got 'photo.jpg'; pass \['photo.jpg'\]"),
+        ({"images": torch.zeros(4, 3, 32, 32)}, r"images is a tensor \(4, 3, 32, 32\): expected batches"),
         ({"model": 3}, "model is a int"),
     ],
 )
@@ -294,33 +293,35 @@ def test_arguments_of_another_type(model, images, how, message) -> None:
 
 
 def test_a_choice_has_one_name_and_comes_back_from_a_file() -> None:
-    everything = [*choices.candidates(torch.device("cpu"), choices.PRECISIONS), *CHOICES[:-2]]
-    everything += choices.variations(Choice(), torch.device("cpu"), 8)
+    everything = [*candidate.candidates(torch.device("cpu"), candidate.PRECISIONS), *CHOICES[:-2]]
+    everything += candidate.variations(Candidate(), torch.device("cpu"), 8)
     assert len({choice.name for choice in everything}) == len(set(everything))
-    assert all(Choice.from_dict(choice.to_dict()) == choice for choice in everything)
+    assert all(Candidate.from_dict(choice.to_dict()) == choice for choice in everything)
     for foreign in ({"engine": "jax"}, {"precision": "int2"}, {"engine": True}, {"threads": [2]}, {"beam": 3}):
-        with pytest.raises(ValueError, match=rf"choice {next(iter(foreign))}=.*: accepted are"):
-            Choice.from_dict(foreign)  # type: ignore[arg-type]  # what a file may hold
-    with pytest.raises(ValueError, match="accepted are engine"):
-        Choice.from_dict({"colour": "red"})
-    assert Choice().plainness == 0 < Choice(attention="sdpa", mlp="sdpa").plainness < Choice("compile").plainness
+        with pytest.raises(ValueError, match=rf"choice {next(iter(foreign))}=.*: expected"):
+            Candidate.from_dict(foreign)  # type: ignore[arg-type]  # what a file may hold
+    with pytest.raises(ValueError, match="expected engine"):
+        Candidate.from_dict({"colour": "red"})
+    assert (
+        Candidate().plainness == 0 < Candidate(attention="sdpa", mlp="sdpa").plainness < Candidate("compile").plainness
+    )
 
 
 def test_a_cpu_tries_frozen_blocks_in_every_dtype() -> None:
-    found = choices.candidates(torch.device("cpu"), ["bf16"])
-    assert {FROZEN, dataclasses.replace(FROZEN, precision="bf16"), Choice("compile", frozen=True)} <= set(found)
+    found = candidate.candidates(torch.device("cpu"), ["bf16"])
+    assert {FROZEN, dataclasses.replace(FROZEN, precision="bf16"), Candidate("compile", frozen=True)} <= set(found)
 
 
 def test_what_is_tried_on_a_gpu(monkeypatch) -> None:
-    monkeypatch.setattr(choices, "triton_unavailable_reasons", lambda device: ())
-    names = [choice.name for choice in choices.candidates(torch.device("cuda"), ["fp16"])]
+    monkeypatch.setattr(candidate, "triton_unavailable_reasons", lambda device: ())
+    names = [choice.name for choice in candidate.candidates(torch.device("cuda"), ["fp16"])]
     assert {"fused triton", "fused triton, frozen, graphs", "attention triton, MLP sdpa"} <= set(names)
     assert {"fused triton, torch.compile", "fused triton, fp16", "ONNX Runtime, fp16"} <= set(names)
     assert not any("bf16" in name or "int8" in name or "threads" in name for name in names)
     for device in (torch.device("cuda"), torch.device("cpu")):
-        lossless = choices.candidates(device, ())
+        lossless = candidate.candidates(device, ())
         assert lossless == sorted(lossless, key=lambda choice: choice.seconds), "where nothing may be lost, by time"
-        lossy = choices.candidates(device, choices.PRECISIONS)
+        lossy = candidate.candidates(device, candidate.PRECISIONS)
         assert lossless == [choice for choice in lossy if choice.precision is None], "and else in the same order"
-    monkeypatch.setattr(choices, "triton_unavailable_reasons", lambda device: ("no compiler",))
-    assert not any("triton" in choice.name for choice in choices.candidates(torch.device("cuda"), []))
+    monkeypatch.setattr(candidate, "triton_unavailable_reasons", lambda device: ("no compiler",))
+    assert not any("triton" in choice.name for choice in candidate.candidates(torch.device("cuda"), []))

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 import vit_fast
-from vit_fast.tuning import answers
-from vit_fast.tuning.choices import Choice
+from vit_fast.measure import cache
+from vit_fast.measure.candidate import Candidate
+from vit_fast.weights.source import weights_digest
 
 pytestmark = [pytest.mark.usefixtures("own_cache"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -26,17 +27,23 @@ def images() -> Tensor:
 
 def test_weights_of_any_kind_have_a_digest() -> None:
     norm = torch.nn.BatchNorm2d(3)
-    before = answers.weights_digest(norm)
+    before = weights_digest(norm)
     norm.num_batches_tracked += 1
-    assert answers.weights_digest(norm) != before == answers.weights_digest(torch.nn.BatchNorm2d(3))
+    assert weights_digest(norm) != before == weights_digest(torch.nn.BatchNorm2d(3))
 
 
 def test_where_answers_are_kept(monkeypatch, tmp_path) -> None:
     monkeypatch.delenv("VIT_FAST_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert answers.folder() == tmp_path / "vit_fast" / "answers"
+    assert cache.folder() == tmp_path / "vit_fast" / "answers"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert answers.folder() == Path.home() / ".cache" / "vit_fast" / "answers"
+    assert cache.folder() == Path.home() / ".cache" / "vit_fast" / "answers"
+
+
+def test_auto_does_not_depend_on_what_was_found(model, images, only) -> None:
+    only(Candidate(attention="eager", mlp="eager"))
+    assert vit_fast.optimize(model, images, budget_s=60).choice.attention == "eager"
+    assert vit_fast.fuse(model).backend == vit_fast.create_model("vit_test").blocks[0].backend == "sdpa"
 
 
 def test_whoever_has_no_home_fuses_and_optimizes_all_the_same(model, images, one_engine, monkeypatch) -> None:
@@ -56,21 +63,21 @@ def test_a_folder_that_nobody_may_look_into_holds_no_answers(model, monkeypatch)
     def forbidden(self: Path) -> bool:
         raise PermissionError(13, "Permission denied", str(self))
 
-    answers.folder().mkdir()
-    (answers.folder() / "one.json").touch()
+    cache.folder().mkdir()
+    (cache.folder() / "one.json").touch()
     monkeypatch.setattr(Path, "is_file", forbidden)
-    assert vit_fast.fuse(model).backend == "sdpa" and list(answers.all_answers()) == []
+    assert vit_fast.fuse(model).backend == "sdpa" and list(cache.all_answers()) == []
 
 
 def test_what_is_no_file_is_no_answer(model) -> None:
     """A pipe would be waited for."""
-    (answers.folder() / "folder.json").mkdir(parents=True)
-    os.mkfifo(answers.folder() / "pipe.json")
-    assert vit_fast.fuse(model).backend == "sdpa" and list(answers.all_answers()) == [] and answers.clear() == 0
+    (cache.folder() / "folder.json").mkdir(parents=True)
+    os.mkfifo(cache.folder() / "pipe.json")
+    assert vit_fast.fuse(model).backend == "sdpa" and list(cache.all_answers()) == [] and cache.clear() == 0
 
 
 def test_a_search_that_was_cut_off_is_repeated_where_there_is_more_time(model, images, only) -> None:
-    only(Choice(attention="sdpa", mlp="sdpa"))
+    only(Candidate(attention="sdpa", mlp="sdpa"))
     first = vit_fast.optimize(model, images, budget_s=1e-3)
     figures = first.answer.figures
     assert not first.kept and figures["tried"] == 1 and figures["candidates"] == 2 and figures["finish_s"] > 1e-3
@@ -78,11 +85,11 @@ def test_a_search_that_was_cut_off_is_repeated_where_there_is_more_time(model, i
     same = vit_fast.optimize(model, images, budget_s=1e-3)
     assert same.kept and "1 of 2 candidates tried in 0.001 s; about" in str(same), "as much time finds as much"
     whole = vit_fast.optimize(model, images, budget_s=600)
-    assert not whole.kept and whole.choice == Choice(attention="sdpa", mlp="sdpa")
+    assert not whole.kept and whole.choice == Candidate(attention="sdpa", mlp="sdpa")
     assert whole.answer.figures["finish_s"] is None and "(2 of 2 candidates tried in 600 s)" in str(whole)
     for budget_s in (1e-3, 6000):
         assert vit_fast.optimize(model, images, budget_s=budget_s).kept, "a whole search is never repeated"
-    (path,) = answers.folder().glob("*.json")
+    (path,) = cache.folder().glob("*.json")
     older = json.loads(path.read_text())
     for name in ("tried", "candidates", "budget_s", "finish_s"):
         del older["figures"][name]
@@ -92,7 +99,7 @@ def test_a_search_that_was_cut_off_is_repeated_where_there_is_more_time(model, i
 
 def test_foreign_answers_are_ignored_with_a_word(model, images, one_engine) -> None:
     vit_fast.optimize(model, images, budget_s=1e-3)
-    (path,) = answers.folder().glob("*.json")
+    (path,) = cache.folder().glob("*.json")
     good = json.loads(path.read_text())
     foreign = [good | {"figures": {}}, good | {"key": {}}, good | {"choice": {"x": 1}}]
     foreign += [good | {"figures": good["figures"] | {"parts": parts}} for parts in (3, {"a": 1}, {"a": ["b"]})]
@@ -101,7 +108,7 @@ def test_foreign_answers_are_ignored_with_a_word(model, images, one_engine) -> N
         path.write_bytes(text)
         with pytest.warns(UserWarning, match="ignored"):
             assert not vit_fast.optimize(model, images, budget_s=1e-3).kept
-    assert answers.clear() == 1 and list(answers.all_answers()) == []
+    assert cache.clear() == 1 and list(cache.all_answers()) == []
 
 
 RACED = {"machine": {}, "model": "m", "example": [], "asked": {}}
@@ -118,8 +125,8 @@ def test_a_search_is_not_lost_where_nothing_can_be_kept(model, images, one_engin
 
 def _keep_many(number: int) -> None:
     for turn in range(20):
-        answers.keep(
-            answers.Answer(RACED, Choice(split=number + 1), dict.fromkeys(answers.FIGURES) | {"parts": {}, "ms": turn})
+        cache.keep(
+            cache.Answer(RACED, Candidate(split=number + 1), dict.fromkeys(cache.FIGURES) | {"parts": {}, "ms": turn})
         )
 
 
@@ -131,6 +138,6 @@ def test_processes_may_race_for_an_answer() -> None:
     for process in processes:
         process.join()
         assert process.exitcode == 0
-    found = answers.look_up(RACED)
+    found = cache.look_up(RACED)
     assert found is not None and found.figures["ms"] == 19
-    assert [path.name for path in answers.folder().iterdir()] == [path.name for path in answers.folder().glob("*.json")]
+    assert [path.name for path in cache.folder().iterdir()] == [path.name for path in cache.folder().glob("*.json")]

@@ -12,15 +12,15 @@ from command_line import run
 
 import vit_fast
 from vit_fast.benchmarks import runner
-from vit_fast.tuning import answers, choices, deployable
-from vit_fast.tuning.choices import Choice
-from vit_fast.tuning.entry import open_model
+from vit_fast.benchmarks.opening import open_model
+from vit_fast.measure import cache, candidate, deployable
+from vit_fast.measure.candidate import Candidate
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def test_table_answer_and_cache(capsys: pytest.CaptureFixture[str], tmp_path: Path, only) -> None:
-    only(Choice(attention="sdpa", mlp="sdpa"))
+    only(Candidate(attention="sdpa", mlp="sdpa"))
     saved = tmp_path / "fast.json"
     assert run("optimize", "vit_test", "--batch", "2", "--budget", "60", "--save", str(saved)) == 0
     said, told = capsys.readouterr()
@@ -28,7 +28,7 @@ def test_table_answer_and_cache(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     lines = [line.partition(" of 60 s: ")[2] for line in told.splitlines() if " of 60 s: " in line]
     assert lines == ["the reference in fp64", "as given", "fused sdpa", "timing the 2 that are left, interleaved"]
     model = vit_fast.create_model("vit_test")
-    assert vit_fast.load_optimized(saved, model).choice == Choice(attention="sdpa", mlp="sdpa")
+    assert vit_fast.load_optimized(saved, model).choice == Candidate(attention="sdpa", mlp="sdpa")
 
     assert run("optimize", "vit_test", "--batch", "2", "--budget", "60") == 0
     assert "cached result, checked again" in capsys.readouterr().out
@@ -38,11 +38,11 @@ def test_table_answer_and_cache(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert run("cache", "--json") == 0
     (kept,) = json.loads(capsys.readouterr().out)
     assert kept["choice"] == {"attention": "sdpa", "mlp": "sdpa"}
-    assert run("cache", "--clear") == 0 and list(answers.all_answers()) == []
+    assert run("cache", "--clear") == 0 and list(cache.all_answers()) == []
 
 
 def test_json(capsys: pytest.CaptureFixture[str], only) -> None:
-    only(Choice(precision="bf16", attention="sdpa", mlp="sdpa"))
+    only(Candidate(precision="bf16", attention="sdpa", mlp="sdpa"))
     assert run("optimize", "vit_test", "--allow", "bf16", "--min-agreement", "0", "--budget", "60", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["name"] == "fused sdpa, bf16" == found["table"][1]["name"]
@@ -52,12 +52,12 @@ def test_json(capsys: pytest.CaptureFixture[str], only) -> None:
 
 @pytest.mark.slow
 def test_what_an_error_says_in_brackets_is_no_markup(capsys: pytest.CaptureFixture[str], only, monkeypatch) -> None:
-    only(Choice(attention="sdpa", mlp="sdpa"))
+    only(Candidate(attention="sdpa", mlp="sdpa"))
 
     def failing(*how: object) -> None:
         raise RuntimeError("[/usr/lib/so] of [int8]")
 
-    monkeypatch.setattr("vit_fast.tuning.build.fuse", failing)
+    monkeypatch.setattr("vit_fast.measure.build.fuse", failing)
     assert run("optimize", "vit_test", "--budget", "60") == 0
     assert "RuntimeError: [/usr/lib/so] of [int8]" in capsys.readouterr().out
 
@@ -65,16 +65,16 @@ def test_what_an_error_says_in_brackets_is_no_markup(capsys: pytest.CaptureFixtu
 @pytest.mark.fast_cases("fused sdpa, bf16")
 @pytest.mark.parametrize(
     "choice",
-    [Choice("onnxruntime"), Choice(attention="sdpa", mlp="sdpa", precision="bf16")],
+    [Candidate("onnxruntime"), Candidate(attention="sdpa", mlp="sdpa", precision="bf16")],
     ids=lambda choice: choice.name,
 )
-def test_export_writes_what_runs_elsewhere(choice: Choice, only, tmp_path: Path) -> None:
+def test_export_writes_what_runs_elsewhere(choice: Candidate, only, tmp_path: Path) -> None:
     only(choice)
     folder = tmp_path / "deployed"
     allow = ["--allow", "bf16", "--min-agreement", "0"] if choice.precision else []
     assert run("optimize", "vit_test", "--batch", "2", "--budget", "600", *allow, "--export", str(folder)) == 0
     described = json.loads((folder / deployable.FIGURES).read_text())
-    assert Choice.from_dict(described["choice"]) == choice
+    assert Candidate.from_dict(described["choice"]) == choice
     opened = open_model("vit_test", 2, ())
     expected = opened.module(opened.example)
     if choice.engine == "onnxruntime":
@@ -91,7 +91,7 @@ def test_export_writes_what_runs_elsewhere(choice: Choice, only, tmp_path: Path)
 
 @pytest.mark.slow
 def test_export_of_what_torch_compiles(only, tmp_path: Path) -> None:
-    only(Choice("compile"))
+    only(Candidate("compile"))
     folder = tmp_path / "deployed"
     assert run("optimize", "vit_test", "--batch", "2", "--budget", "200", "--export", str(folder)) == 0
     opened = open_model("vit_test", 2, ())
@@ -103,10 +103,10 @@ def test_export_of_what_torch_compiles(only, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("vit_tst",), "vit_test"),
-        (("vit_*_patch16_224",), "accepted is one of them"),
+        (("vit_*_patch16_224",), "expected one of them"),
         (("missing.onnx",), "missing.onnx"),
         (("vit_test", "--allow", "int4"), "int4"),
-        (("vit_test", "--img-size", "big"), "--img-size big"),
+        (("vit_test", "--img-size", "big"), "got big"),
         (("vit_test", "--images", "missing.jpg"), "missing.jpg"),
         (("vit_test", "--save", f"{__file__}/fast.json"), "is a file, must be a folder"),
         (("vit_test", "--save", "."), "is a folder"),
@@ -118,8 +118,8 @@ def test_bad_words(arguments: tuple[str, ...], message: str, capsys: pytest.Capt
 
 
 def test_candidates_are_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choices, "installed", lambda name: None)
-    engines = {choice.engine for choice in choices.candidates(torch.device("cpu"), ["bf16", "int8"])}
+    monkeypatch.setattr(candidate, "installed", lambda name: None)
+    engines = {choice.engine for choice in candidate.candidates(torch.device("cpu"), ["bf16", "int8"])}
     assert engines == {"torch", "compile"}
 
 
@@ -132,9 +132,9 @@ def test_the_bench_has_what_was_found_as_a_row(only) -> None:
     assert [row["status"] for row in found] == ["unsupported"] * 2
     assert "vit-fast optimize vit_test --batch 2 --allow bf16 finds one" in found[1]["reason"]
 
-    only(Choice(attention="sdpa", mlp="sdpa"))
+    only(Candidate(attention="sdpa", mlp="sdpa"))
     assert run("optimize", "vit_test", "--batch", "2", "--budget", "60") == 0
-    only(Choice(precision="bf16"))
+    only(Candidate(precision="bf16"))
     assert run("optimize", "vit_test", "--batch", "2", "--budget", "60", "--allow", "bf16", "--min-agreement", "0") == 0
     rows = rows_by_subject(runner.run(plan(*subjects, batch_sizes=(2,))))
     assert [rows[name]["status"] for name in subjects] == ["measured"] * 3

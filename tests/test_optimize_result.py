@@ -16,22 +16,22 @@ from torch import Tensor, nn
 import vit_fast
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.export import OnnxRunner, export_onnx
-from vit_fast.tuning.build import build
-from vit_fast.tuning.choices import Choice
+from vit_fast.measure.build import build
+from vit_fast.measure.candidate import Candidate
 
 pytestmark = [pytest.mark.usefixtures("own_cache"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
-FUSED = Choice(attention="sdpa", mlp="sdpa")
+FUSED = Candidate(attention="sdpa", mlp="sdpa")
 CHOICES = [
-    Choice(),
+    Candidate(),
     FUSED,
-    Choice(channels_last=True),
-    Choice(split=1),
-    Choice(threads=1),
-    Choice(attention="sdpa", mlp="sdpa", precision="bf16"),
-    Choice("onnxruntime"),
-    pytest.param(Choice("compile"), marks=pytest.mark.slow),
-    pytest.param(Choice("compile", frozen=True), marks=pytest.mark.slow),
+    Candidate(channels_last=True),
+    Candidate(split=1),
+    Candidate(threads=1),
+    Candidate(attention="sdpa", mlp="sdpa", precision="bf16"),
+    Candidate("onnxruntime"),
+    pytest.param(Candidate("compile"), marks=pytest.mark.slow),
+    pytest.param(Candidate("compile", frozen=True), marks=pytest.mark.slow),
 ]
 
 
@@ -109,7 +109,7 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
 
 @pytest.mark.fast_cases("as given", "fused sdpa", "ONNX Runtime")
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
-def test_no_change_of_the_model_reaches_the_result(choice: Choice, timm_model, images, only) -> None:
+def test_no_change_of_the_model_reaches_the_result(choice: Candidate, timm_model, images, only) -> None:
     only(choice)
     allow: Any = {"lossless": False, "allow": [choice.precision], "min_agreement": 0.0} if choice.precision else {}
     result = vit_fast.optimize(timm_model, images, budget_s=600, **allow)
@@ -136,7 +136,7 @@ def test_what_was_loaded_is_a_copy_too(timm_model, images, only, tmp_path: Path)
 @pytest.mark.slow
 def test_whoever_writes_into_a_file_does_not_reach_the_result(model, images, tmp_path: Path, only) -> None:
     """ONNX Runtime maps the weights beside a file."""
-    only(Choice())
+    only(Candidate())
     path = tmp_path / "model.onnx"
     export_onnx(model, path, verify=False, external_data=True)
     found = vit_fast.optimize(path, images, budget_s=600)
@@ -177,8 +177,8 @@ REFUSED: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.fast_cases("fused sdpa")
-@pytest.mark.parametrize("choice", [FUSED, Choice("onnxruntime")], ids=lambda choice: choice.name)
-def test_a_result_is_read_only(choice: Choice, timm_model, images) -> None:
+@pytest.mark.parametrize("choice", [FUSED, Candidate("onnxruntime")], ids=lambda choice: choice.name)
+def test_a_result_is_read_only(choice: Candidate, timm_model, images) -> None:
     result = build(choice, timm_model, images, timm_model(images), ())
     before = result(images)
     for name, change in REFUSED.items():
@@ -205,12 +205,12 @@ def test_a_result_is_read_only(choice: Choice, timm_model, images) -> None:
 
 @pytest.mark.fast_cases("as given", "fused sdpa, bf16", "1 threads")
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
-def test_a_result_is_copied_and_pickled_or_says_why_not(choice: Choice, timm_model, images) -> None:
+def test_a_result_is_copied_and_pickled_or_says_why_not(choice: Candidate, timm_model, images) -> None:
     with torch.no_grad():
         result = build(choice, timm_model, images, timm_model(images), ())
     before = result(images)
     assert torch.equal(copy.deepcopy(result)(images), before)
-    if choice in (Choice(), FUSED):
+    if choice in (Candidate(), FUSED):
         assert torch.equal(pickle.loads(pickle.dumps(result))(images), before)
         return
     for write in (pickle.dumps, lambda value: torch.save(value, io.BytesIO())):
@@ -222,7 +222,7 @@ def test_a_result_is_copied_and_pickled_or_says_why_not(choice: Choice, timm_mod
 
 @pytest.mark.slow
 def test_a_runtime_of_files_is_not_pickled(model, images, only, tmp_path: Path) -> None:
-    only(Choice("onnxruntime"))
+    only(Candidate("onnxruntime"))
     result = vit_fast.optimize(model, images, budget_s=600)
     with pytest.raises(UnsupportedInputError, match=r"ONNX Runtime.*\n.*cannot be pickled"):
         pickle.dumps(result)

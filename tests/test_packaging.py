@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -43,22 +42,16 @@ else:
     )
 
 
-def test_import_loads_nothing_heavy_and_costs_under_a_second():
-    """Counted in modules as well: time alone would depend on how busy the machine is."""
+def test_import_loads_nothing_heavy():
     out = run_python(
         f"""
-import sys, time, torch
-before, start = set(sys.modules), time.process_time()
+import sys, torch
+before = set(sys.modules)
 import vit_fast
-cost = time.process_time() - start
-new = {{name.split(".")[0] for name in set(sys.modules) - before}}
-import json
-print(json.dumps([cost, sorted(new & set({OPTIONAL}))]))
+print(sorted({{name.split(".")[0] for name in set(sys.modules) - before}} & set({OPTIONAL})))
 """
     )
-    cost, heavy = json.loads(out)
-    assert heavy == []
-    assert cost < 1.0
+    assert out.strip() == "[]"
 
 
 def test_every_public_name_is_there():

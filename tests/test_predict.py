@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import run
 from PIL import Image
 
 from vit_fast import DataConfig, create_model, save
 from vit_fast.apps.data import default_photograph, load_images
-from vit_fast.cli import main
 
 
 @pytest.fixture
@@ -28,9 +28,7 @@ def weights(tmp_path: Path) -> Path:
 
 
 def _run(*arguments: str | Path) -> int:
-    with pytest.raises(SystemExit) as exit_:
-        main(["predict", *map(str, arguments)])
-    return int(exit_.value.code or 0)
+    return run("predict", *map(str, arguments))
 
 
 def _json(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> list[dict[str, Any]]:

@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from command_line import run
 from PIL import Image
 
 from vit_fast import calibrate, create_model, load, save
 from vit_fast.apps import classifiers, prediction
 from vit_fast.apps.data import find_images, load_images
 from vit_fast.apps.prediction import PredictionError, predict_to_parquet
-from vit_fast.cli import main
 from vit_fast.errors import MissingPackageError
 from vit_fast.model import VisionTransformer
 
@@ -194,9 +194,7 @@ def test_killed_for_good(folder: Path, weights: Path, tmp_path: Path, capsys: py
     )
     assert done.returncode == -signal.SIGKILL
     assert not out.exists()
-    with pytest.raises(SystemExit) as exit_:
-        main(arguments)
-    assert not exit_.value.code
+    assert run(*arguments) == 0
     captured = capsys.readouterr()
     assert f"{COUNT} images, 12 of them by an earlier run, 2 could not be read" in captured.out
     for name in BAD:
@@ -236,16 +234,13 @@ def test_readers_that_always_die_end_in_one_line(
         return features(self, images)
 
     arguments = ["predict", str(folder), "--weights", str(weights), "--out", str(tmp_path / "out.parquet")]
-    with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit_:
+    with monkeypatch.context() as patch:
         patch.setattr(VisionTransformer, "forward_features", killing)
-        main([*arguments, "--workers", "1"])
+        assert run(*arguments, "--workers", "1") == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert exit_.value.code == 2
     assert "a process that reads images has ended" in error and "for the second time between" in error
     assert str(folder / "12.png") in error and str(folder / "22.png") in error
-    with pytest.raises(SystemExit) as exit_:
-        main([*arguments, "--workers", "0"])
-    assert not exit_.value.code and "12 of them by an earlier run" in capsys.readouterr().out
+    assert run(*arguments, "--workers", "0") == 0 and "12 of them by an earlier run" in capsys.readouterr().out
     _check(load(weights), folder, tmp_path / "out.parquet")
 
 
@@ -271,9 +266,8 @@ def test_what_cannot_be_written_says_so(
         ["--workers", "2"], ["--engine", "ray"], ["--out", "x", "--workers", "-1"], ["--out", "x", "--engine", "spark"],
         ["--out", "x", "--weights", "m.onnx"],
     ):  # fmt: skip
-        with pytest.raises(SystemExit) as exit_:
-            main(["predict", str(folder), "--weights", str(weights), *options])
-        assert exit_.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+        assert run("predict", str(folder), "--weights", str(weights), *options) == 2
+        assert capsys.readouterr().err.count("\n") == 1
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pyarrow" else find(name))
     with pytest.raises(MissingPackageError, match=r"vit-fast\[predict\]"):

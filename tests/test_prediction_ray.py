@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from command_line import run
 from PIL import Image
 
 from vit_fast import create_model, load, save
@@ -19,7 +20,6 @@ from vit_fast.apps import prediction
 from vit_fast.apps.data import find_images
 from vit_fast.apps.prediction import PredictionError, predict_to_parquet
 from vit_fast.apps.prediction_ray import _share
-from vit_fast.cli import main
 from vit_fast.errors import MissingPackageError
 from vit_fast.model import VisionTransformer
 
@@ -132,14 +132,12 @@ def test_command(
     arguments = ["predict", str(folder), "--weights", str(weights), "--out", str(tmp_path / "out.parquet")]
     for options, code, said in (
         (["--workers", "2"], 0, f"{COUNT} images, 1 could not be read"),
-        (["--workers", "3"], 2, "the cluster has 2 cores"),
+        (["--workers", "3"], 2, "workers must be 1 to 2, the cores of the cluster, got 3"),
         (["--device", "cuda"], 2, "the cluster has no GPU"),
-        (["--device", "cuda:1"], 2, "accepted with the engine ray are auto, cpu, cuda"),
+        (["--device", "cuda:1"], 2, "device must be one of auto, cpu, cuda with the engine ray, got 'cuda:1'"),
     ):
-        with pytest.raises(SystemExit) as exit_:
-            main([*arguments, "--engine", "ray", *options])
-        captured = capsys.readouterr()
-        assert int(exit_.value.code or 0) == code and said in captured.out + captured.err
+        assert run(*arguments, "--engine", "ray", *options) == code
+        assert said in "".join(capsys.readouterr())
         assert not (tmp_path / "out.parquet.parts").exists(), "what is refused begins nothing"
     _check(load(weights), folder, tmp_path / "out.parquet")
     torch.nn.init.constant_(model.head.bias, float("nan"))

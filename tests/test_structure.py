@@ -109,16 +109,12 @@ def _table() -> dict[str, str]:
 
 # Pairs of folders that import each other today. Only remove lines here.
 PAIRS = """
-benchmarks vit_fast/tuning
 vit_fast vit_fast/fusion
 vit_fast vit_fast/ops
-vit_fast vit_fast/tuning
 vit_fast vit_fast/weights
-vit_fast/apps vit_fast/tuning
 vit_fast/fusion vit_fast/libraries
 vit_fast/fusion vit_fast/ops
 vit_fast/fusion vit_fast/quantization
-vit_fast/fusion vit_fast/tuning
 """
 
 

@@ -14,18 +14,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from command_line import run
 from PIL import Image
 from safetensors.torch import load_file
 from train_support import settings, small_model
 
 from vit_fast import create_model, load, save
-from vit_fast.apps.data import ImageError, ImageFolder, default_photograph, load_images
+from vit_fast.apps.data import ImageError, ImageFolder, ReaderLostError, default_photograph, load_images
 from vit_fast.apps.datasets import PreparedImages, open_data
-from vit_fast.apps.readers import ReaderLostError
 from vit_fast.apps.train_config import config_for
 from vit_fast.apps.trainer import Measure
 from vit_fast.apps.training import TrainConfig, Trainer, TrainingError, train
-from vit_fast.cli import main
 
 
 @pytest.fixture
@@ -101,9 +100,7 @@ def test_a_killed_run_goes_on_to_the_bit(folder: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == -signal.SIGKILL
     for out, more in (("killed", ["--resume"]), ("whole", [])):
-        with pytest.raises(SystemExit) as exit_:
-            main([*arguments, str(tmp_path / out), *more])
-        assert not exit_.value.code
+        assert run(*arguments, str(tmp_path / out), *more) == 0
     log, weights = (
         [read(tmp_path / out / name) for out in ("killed", "whole")]
         for name, read in (("log.jsonl", Path.read_text), ("model.safetensors", load_file))
@@ -175,9 +172,7 @@ def test_weights_that_know_their_shape_are_a_model(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     save(small_model(depth=1, num_classes=10), tmp_path / "start.safetensors")
-    with pytest.raises(SystemExit) as exit_:
-        main(["train", str(folder), "--model", "start.safetensors", "--epochs", "1", "--out", "out"])
-    assert not exit_.value.code
+    assert run("train", str(folder), "--model", "start.safetensors", "--epochs", "1", "--out", "out") == 0
     trained = load("out/model.safetensors")
     assert (trained.config.depth, trained.config.num_classes) == (1, 2)
 
@@ -294,9 +289,7 @@ def test_damaged_and_foreign_checkpoints_are_refused(
         with pytest.raises(TrainingError, match=message):
             train(small_model(), data, out, settings(epochs=1), resume=True)
     arguments = ["train", str(folder), "--out", str(out), "--model", "vit_test", "--resume"]
-    with pytest.raises(SystemExit) as exit_:
-        main(arguments)
-    assert exit_.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+    assert run(*arguments) == 2 and capsys.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -317,9 +310,7 @@ def test_command_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     arguments = ["train", str(folder), "--out", str(tmp_path / "out"), "--model", "vit_test", "--epochs", "1"]
     wrong = [["--lr", "-1"], *(["--set", each] for each in ("mixup", "mixup=x", "lrr=1", "epochs=1", "dtype=int8"))]
     for options, code in ((["--set", "mixup=0.2"], 0), ([], 2), *((options, 2) for options in wrong)):
-        with pytest.raises(SystemExit) as exit_:
-            main([*arguments, "--img-size", "16", "--validation", str(folder), *options])
-        assert int(exit_.value.code or 0) == code
+        assert run(*arguments, "--img-size", "16", "--validation", str(folder), *options) == code
     captured = capsys.readouterr()
     assert "epoch 1/1: loss" in captured.out and "test accuracy: " in captured.out
     assert captured.err.count("\n") == 1 + len(wrong)
@@ -336,9 +327,7 @@ def test_the_tutorials_model_trains_by_its_own_recipe(
     model = create_model("vit_mnist")
     assert (model.config.num_patches, model.config.seqlen, model.config.head_dim) == (49, 50, 4)
     assert model.pos_embed is None
-    with pytest.raises(SystemExit) as exit_:
-        main(["train", "--model", "vit_mnist", "--epochs", "1", "--out", str(tmp_path / "out")])
-    assert not exit_.value.code
+    assert run("train", "--model", "vit_mnist", "--epochs", "1", "--out", str(tmp_path / "out")) == 0
     captured = capsys.readouterr()
     assert "test loss: " in captured.out
     assert "epoch 1/1  loss " in captured.err and "images/s" in captured.err
@@ -358,16 +347,12 @@ def test_tensorboard_gets_every_row(folder: Path, tmp_path: Path, monkeypatch: p
     if importlib.util.find_spec("tensorboard") is not None:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-        with pytest.raises(SystemExit) as exit_:
-            main([*arguments, str(tmp_path / "with")])
-        assert not exit_.value.code
+        assert run(*arguments, str(tmp_path / "with")) == 0
         written = EventAccumulator(str(tmp_path / "with" / "tensorboard")).Reload()
         rows = [json.loads(line) for line in (tmp_path / "with" / "log.jsonl").read_text().splitlines()]
         assert [event.value for event in written.Scalars("loss")] == pytest.approx([row["loss"] for row in rows])
     _without(monkeypatch, "tensorboard")
-    with pytest.raises(SystemExit) as exit_:
-        main([*arguments, str(tmp_path / "without")])
-    assert exit_.value.code == 2
+    assert run(*arguments, str(tmp_path / "without")) == 2
     assert not (tmp_path / "without").exists()
 
 

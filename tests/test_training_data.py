@@ -141,7 +141,7 @@ def test_other_paths_are_refused(tmp_path: Path) -> None:
     for label in ("a", "c"):
         (tmp_path / "other" / label).mkdir()
         Image.new("L", (4, 4)).save(tmp_path / "other" / label / "1.png")
-    with pytest.raises(ValueError, match="validation has classes"):
+    with pytest.raises(ValueError, match="validation must have the classes"):
         open_data(tmp_path / "one", tmp_path / "other")
     with pytest.raises(ValueError, match="test set of its own"):
         open_data(None, tmp_path / "one")

@@ -18,14 +18,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import vit_fast
+from vit_fast.measure import candidate, deployable
+from vit_fast.measure.build import build
+from vit_fast.measure.cache import Answer
+from vit_fast.measure.candidate import Candidate
+from vit_fast.measure.search import Refused
+from vit_fast.measure.trials import Expected, Rule, Trials
 from vit_fast.run import runtime
-from vit_fast.tuning import choices, deployable
-from vit_fast.tuning.answers import Answer
-from vit_fast.tuning.build import build
-from vit_fast.tuning.choices import Choice
-from vit_fast.tuning.expected import Expected, Rule
-from vit_fast.tuning.search import Refused
-from vit_fast.tuning.trials import Trials
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without CUDA")
 
@@ -74,14 +73,14 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
 @pytest.mark.parametrize(
     "choice",
     [
-        Choice(attention="sdpa", mlp="sdpa", graphs=True),
-        Choice(attention="sdpa", mlp="sdpa", graphs=True, split=4),
-        Choice(attention="sdpa", mlp="sdpa", graphs=True, precision="bf16"),
-        Choice(attention="sdpa", mlp="sdpa", graphs=True, channels_last=True),
+        Candidate(attention="sdpa", mlp="sdpa", graphs=True),
+        Candidate(attention="sdpa", mlp="sdpa", graphs=True, split=4),
+        Candidate(attention="sdpa", mlp="sdpa", graphs=True, precision="bf16"),
+        Candidate(attention="sdpa", mlp="sdpa", graphs=True, channels_last=True),
     ],
     ids=lambda choice: choice.name,
 )
-def test_graphs_are_a_drop_in(model, images, graphs: list[Graph], choice: Choice) -> None:
+def test_graphs_are_a_drop_in(model, images, graphs: list[Graph], choice: Candidate) -> None:
     expected = Expected(model, images)
     trials = Trials(model, images, expected, (), Rule(0.0))
     trials.prepare(choice, 600)
@@ -103,7 +102,7 @@ def test_graphs_are_called_as_the_model_is(images, graphs: list[Graph]) -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     config = transformers.ViTConfig(image_size=32, patch_size=16, num_labels=5, **sizes)
     model = transformers.ViTForImageClassification(config).eval()
-    choice, example = Choice(attention="sdpa", mlp="sdpa", graphs=True), {"pixel_values": images}
+    choice, example = Candidate(attention="sdpa", mlp="sdpa", graphs=True), {"pixel_values": images}
     expected = Expected(model, example)
     optimized = build(choice, model, example, expected.output, ())
     expected.check(optimized, choice, Rule(0.99))
@@ -123,7 +122,7 @@ def test_graphs_want_one_tensor(model, images, graphs: list[Graph]) -> None:
             return self.model(images) * by
 
     two = Two().eval()
-    choice = Choice(attention="sdpa", mlp="sdpa", graphs=True)
+    choice = Candidate(attention="sdpa", mlp="sdpa", graphs=True)
     with pytest.raises(vit_fast.UnsupportedInputError, match="one tensor"):
         build(choice, two, (images, 2.0), two(images, 2.0), ())
 
@@ -149,7 +148,7 @@ def test_what_is_compiled_gives_memory_of_its_own(model, images, engine, monkeyp
         return Compiled()
 
     monkeypatch.setattr(torch, "compile", compile_to_graphs)
-    choice = Choice(engine, attention="sdpa", mlp="sdpa")
+    choice = Candidate(engine, attention="sdpa", mlp="sdpa")
     optimized = build(choice, model, images, model(images), ())
     first = optimized(images)
     optimized(images + 1)
@@ -162,7 +161,7 @@ def test_triton_kernels_are_chosen_where_they_run(model, images, monkeypatch: py
     """Under the interpreter: the kernels compute what is held against the model."""
     small = vit_fast.create_model("vit_test", backend="eager", depth=1).eval()
     trials = Trials(small, images[:1], Expected(small, images[:1]), (), Rule(0.99))
-    for choice in (Choice(attention="triton", mlp="triton"), Choice(attention="triton", mlp="sdpa")):
+    for choice in (Candidate(attention="triton", mlp="triton"), Candidate(attention="triton", mlp="sdpa")):
         trials.prepare(choice, 600)
         work = trials.prepared[choice][0]._function
         assert (work.blocks[0].attn.vit_fast_backend, work.blocks[0].vit_fast_backend) == (choice.attention, choice.mlp)
@@ -171,16 +170,16 @@ def test_triton_kernels_are_chosen_where_they_run(model, images, monkeypatch: py
 
 def test_where_memory_runs_out_or_a_driver_fails_the_others_are_tried(model, images, monkeypatch) -> None:
     fails = {
-        Choice(attention="sdpa", mlp="sdpa"): torch.cuda.OutOfMemoryError("CUDA out of memory"),
-        Choice(attention="sdpa", mlp="eager"): RuntimeError("CUDA error: an illegal memory access was encountered"),
+        Candidate(attention="sdpa", mlp="sdpa"): torch.cuda.OutOfMemoryError("CUDA out of memory"),
+        Candidate(attention="sdpa", mlp="eager"): RuntimeError("CUDA error: an illegal memory access was encountered"),
     }
 
-    def build_or_fail(choice: Choice, *how: Any) -> Any:
+    def build_or_fail(choice: Candidate, *how: Any) -> Any:
         if choice in fails:
             raise fails[choice]
         return build(choice, *how)
 
-    monkeypatch.setattr("vit_fast.tuning.trials.build", build_or_fail)
+    monkeypatch.setattr("vit_fast.measure.trials.build", build_or_fail)
     trials = Trials(model, images, Expected(model, images), (), Rule(0.99))
     reasons = []
     for choice in fails:
@@ -188,14 +187,14 @@ def test_where_memory_runs_out_or_a_driver_fails_the_others_are_tried(model, ima
             trials.prepare(choice, 60)
         reasons.append(str(refused.value))
     assert reasons[0] == "out of memory" and "illegal memory access" in reasons[1]
-    trials.prepare(Choice(), 60)
+    trials.prepare(Candidate(), 60)
 
 
 @pytest.mark.slow
 def test_every_candidate_of_cuda_says_why_it_is_not_here(model, images, monkeypatch: pytest.MonkeyPatch) -> None:
     """None of them fails in another way than by a reason, where there is no GPU at all."""
-    monkeypatch.setattr(choices, "triton_unavailable_reasons", lambda device: ())
-    wanted = [choice for choice in choices.candidates(torch.device("cuda"), ["fp16"]) if choice.graphs]
+    monkeypatch.setattr(candidate, "triton_unavailable_reasons", lambda device: ())
+    wanted = [choice for choice in candidate.candidates(torch.device("cuda"), ["fp16"]) if choice.graphs]
     assert {choice.engine for choice in wanted} == {"torch", "onnxruntime"}
     trials = Trials(model, images, Expected(model, images), (), Rule(0.99))
     for choice in wanted:
@@ -217,7 +216,7 @@ def test_what_is_compiled_is_exported_as_a_package(model, images, engine, tmp_pa
         package_path.write(b"a package")
 
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", pack)
-    found: Any = SimpleNamespace(choice=Choice(engine, precision="bf16"), answer=Answer({}, Choice(engine), {}))
+    found: Any = SimpleNamespace(choice=Candidate(engine, precision="bf16"), answer=Answer({}, Candidate(engine), {}))
     written = deployable.write(found, model, images, tmp_path / "deployed", ())
     assert [path.name for path in written] == ["model.pt2", "optimize.json"]
     output = packed[0].module()(images.bfloat16())
@@ -229,13 +228,13 @@ def test_fp8_is_calibrated_and_computes(images, graphs: list[Graph], monkeypatch
     torch.manual_seed(0)
     model = vit_fast.create_model("vit_test", backend="eager", depth=1).eval()
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    example, plain = images[:2], Choice(attention="triton", mlp="triton", precision="fp8")
+    example, plain = images[:2], Candidate(attention="triton", mlp="triton", precision="fp8")
     with torch.no_grad():
         expected = model(example)
     seen: list[list[Tensor]] = []
-    calibrate = vit_fast.tuning.build.calibrate
+    calibrate = vit_fast.measure.build.calibrate
     monkeypatch.setattr(
-        "vit_fast.tuning.build.calibrate", lambda work, batches: calibrate(work, seen.append([*batches]) or seen[-1])
+        "vit_fast.measure.build.calibrate", lambda work, batches: calibrate(work, seen.append([*batches]) or seen[-1])
     )
     for choice, given in ((plain, nn.Sequential(model)), (dataclasses.replace(plain, graphs=True), model)):
         optimized = build(choice, given, example, expected, ())
@@ -253,7 +252,7 @@ def test_fp8_is_calibrated_and_computes(images, graphs: list[Graph], monkeypatch
 @pytest.mark.slow
 def test_fp8_keeps_layers_for_the_agreement_that_was_asked_for(model, images, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a classifier; of what gives no classes optimize judges the outputs itself."""
-    asked, fuse = [], vit_fast.tuning.build.fuse
+    asked, fuse = [], vit_fast.measure.build.fuse
 
     def asking(work: nn.Module, **given: Any) -> Any:
         report = fuse(work, **given)
@@ -270,8 +269,9 @@ def test_fp8_keeps_layers_for_the_agreement_that_was_asked_for(model, images, mo
         def forward(self, pictures: Tensor) -> Tensor:
             return self.model.forward_features(pictures)
 
-    monkeypatch.setattr("vit_fast.tuning.build.fuse", asking)
-    choice = Choice(attention="triton", mlp="triton", precision="fp8")
+    trials = Trials(model, images, Expected(model, images), (), Rule(0.75))
+    monkeypatch.setattr("vit_fast.measure.build.fuse", asking)
+    choice = Candidate(attention="triton", mlp="triton", precision="fp8")
     for given, output, wanted in ((model, model(images), 0.5), (model, model(images), 0.0), (Tokens(), images, 0.5)):
         build(choice, given, images, output, (), wanted)
     assert [share for share, _ in asked] == [0.5, None, None]
@@ -280,18 +280,18 @@ def test_fp8_keeps_layers_for_the_agreement_that_was_asked_for(model, images, mo
     def failing(work: nn.Module, **given: Any) -> Any:
         raise vit_fast.UnsupportedInputError("fuse", [f"asked for {given['min_agreement']}"])
 
-    monkeypatch.setattr("vit_fast.tuning.build.fuse", failing)
+    monkeypatch.setattr("vit_fast.measure.build.fuse", failing)
     with pytest.raises(Refused, match=r"asked for 0\.75"):
-        Trials(model, images, Expected(model, images), (), Rule(0.75)).prepare(choice, 60)
+        trials.prepare(choice, 60)
 
 
 @pytest.mark.slow
 def test_fp8_says_why_it_is_not_here(model, images, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vit_fast.tuning.build.fp8_reasons", lambda device: [f"{device} has no e4m3"])
-    (wanted,) = (choice for choice in choices.candidates(torch.device(DEVICE), ["fp8"]) if choice.precision == "fp8")
+    monkeypatch.setattr("vit_fast.measure.build.fp8_reasons", lambda device: [f"{device} has no e4m3"])
+    (wanted,) = (choice for choice in candidate.candidates(torch.device(DEVICE), ["fp8"]) if choice.precision == "fp8")
     trials = Trials(model, images, Expected(model, images), (), Rule(0.0))
     with pytest.raises(Refused, match="cpu has no e4m3"):
         trials.prepare(wanted, 60)
-    on_cuda = [choice for choice in choices.candidates(torch.device("cuda"), ["fp8"]) if choice.precision == "fp8"]
+    on_cuda = [choice for choice in candidate.candidates(torch.device("cuda"), ["fp8"]) if choice.precision == "fp8"]
     assert {choice.graphs for choice in on_cuda} == {False, True}
-    assert not any(choice.precision == "fp8" for choice in choices.candidates(torch.device("cuda"), ["bf16"]))
+    assert not any(choice.precision == "fp8" for choice in candidate.candidates(torch.device("cuda"), ["bf16"]))

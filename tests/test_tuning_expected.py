@@ -13,11 +13,10 @@ from torch.utils import _pytree as pytree
 
 import vit_fast
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.tuning.build import build
-from vit_fast.tuning.choices import Choice
-from vit_fast.tuning.expected import Expected, Rule
-from vit_fast.tuning.search import Refused
-from vit_fast.tuning.shapes import shape_classes
+from vit_fast.measure.build import build, shape_classes
+from vit_fast.measure.candidate import Candidate
+from vit_fast.measure.search import Refused
+from vit_fast.measure.trials import Expected, Rule
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -48,7 +47,7 @@ def coupled(model: Any, images: Tensor) -> Tensor:
 
 
 IMAGES = torch.randn(10, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-FUSED, SPLIT = Choice(attention="sdpa", mlp="sdpa"), Choice(split=5)
+FUSED, SPLIT = Candidate(attention="sdpa", mlp="sdpa"), Candidate(split=5)
 
 REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], str]] = {
     "input": (lambda m, x: m.inner(x.mul_(2)), {}, ValueError, "writes into its input"),
@@ -112,7 +111,8 @@ def test_images_that_look_at_one_another_are_judged_together() -> None:
     """Of a few of them alone the answer is another one, against which anything would be near enough."""
     model = Around(coupled).eval()
     expected = Expected(model, IMAGES)
-    assert expected.images == 10 and Expected(Around(lambda m, x: m.inner(x)).eval(), IMAGES).images == 8
+    apart = Expected(Around(lambda m, x: m.inner(x)).eval(), IMAGES)
+    assert [len(each.reference.exact[0]) for each in (expected, apart)] == [10, 8]
     with torch.no_grad():
         expected.check(model, FUSED, Rule(0.99))
         split = build(SPLIT, model, IMAGES, expected.output, ())

@@ -20,16 +20,15 @@ from fused_models import assert_within
 from torch import Tensor, nn
 
 import vit_fast
+from vit_fast.benchmarks.opening import open_model
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.export import OnnxRunner, ProviderError, export_onnx
-from vit_fast.tuning import answers, choices, deployable
-from vit_fast.tuning.build import build
-from vit_fast.tuning.choices import AS_FILE, Choice, candidates_of_file
-from vit_fast.tuning.entry import open_model
-from vit_fast.tuning.expected import Expected, Rule
-from vit_fast.tuning.runtimes import OnnxFile
-from vit_fast.tuning.search import Refused
-from vit_fast.tuning.trials import Trials
+from vit_fast.measure import cache, candidate, deployable
+from vit_fast.measure.build import build
+from vit_fast.measure.candidate import AS_FILE, Candidate, candidates_of_file
+from vit_fast.measure.runtimes import OnnxFile
+from vit_fast.measure.search import Refused
+from vit_fast.measure.trials import Expected, Rule, Trials
 
 pytestmark = [pytest.mark.usefixtures("own_cache"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -72,17 +71,17 @@ def images() -> Tensor:
 
 
 CHOICES = [
-    Choice(),
-    Choice("onnxruntime", threads=2),
-    Choice("onnxruntime", split=1),
-    Choice("onnxruntime", precision="int8"),
+    Candidate(),
+    Candidate("onnxruntime", threads=2),
+    Candidate("onnxruntime", split=1),
+    Candidate("onnxruntime", precision="int8"),
 ]
 
 
 @pytest.mark.fast_cases("plain-as given", "beside-ONNX Runtime, 2 threads")
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
 @pytest.mark.parametrize("name", ["plain", "beside"])
-def test_a_file_runs_in_every_way_that_is_chosen(files: Path, name: str, choice: Choice, model, images) -> None:
+def test_a_file_runs_in_every_way_that_is_chosen(files: Path, name: str, choice: Candidate, model, images) -> None:
     file = OnnxFile(files / f"{name}.onnx")
     optimized = build(choice, file, images, file(images), ())
     output = optimized(images)
@@ -92,19 +91,19 @@ def test_a_file_runs_in_every_way_that_is_chosen(files: Path, name: str, choice:
         assert torch.nn.functional.cosine_similarity(output, model(images)).min() > 0.9
         assert not torch.equal(output, file(images)), "it computes in fewer bits"
     assert optimized(images[:1]).shape == (1, 10)
-    with pytest.raises((ValueError, UnsupportedInputError), match="accepted"):
+    with pytest.raises((ValueError, UnsupportedInputError), match=r"accepted|expected"):
         optimized(images.double())
 
 
 def test_what_a_file_cannot_be_is_named(files: Path, images) -> None:
     file = OnnxFile(files / "plain.onnx")
     with pytest.raises(UnsupportedInputError, match="the model is a file"):
-        build(Choice("compile"), file, images, file(images), ())
+        build(Candidate("compile"), file, images, file(images), ())
     pixels = torch.zeros(2, 40, 40, 3, dtype=torch.uint8)
     with_pixels = OnnxFile(files / "pixels.onnx")
     assert with_pixels(pixels).shape == (2, 10)
     with pytest.raises(UnsupportedInputError, match="takes uint8"):
-        build(Choice("onnxruntime", precision="int8"), with_pixels, pixels, with_pixels(pixels), ())
+        build(Candidate("onnxruntime", precision="int8"), with_pixels, pixels, with_pixels(pixels), ())
     expected = Expected(file, images)
     with pytest.raises(Refused, match="off by"):
         expected.check(lambda values: file(values) * 1.001, AS_FILE, Rule(0.99))
@@ -173,7 +172,9 @@ def test_outputs_are_of_the_models_own_class(images) -> None:
 
 @pytest.mark.slow
 def test_a_mapping_is_optimized_and_kept(images, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vit_fast.tuning.optimization.candidates", lambda *_: [Choice(attention="sdpa", mlp="sdpa")])
+    monkeypatch.setattr(
+        "vit_fast.measure.optimization.candidates", lambda *_: [Candidate(attention="sdpa", mlp="sdpa")]
+    )
     model = Named(1).made
     example = {"pixel_values": images, "output_hidden_states": True}
     found = vit_fast.optimize(model, example, budget_s=2)
@@ -201,21 +202,23 @@ def test_openvino_is_tried_where_it_is_installed(files: Path, images, monkeypatc
             infer = lambda given, share_inputs: [np.asarray(runner(given[0]))]  # noqa: E731  # as openvino has it
             return types.SimpleNamespace(create_infer_request=lambda: types.SimpleNamespace(infer=infer))
 
-    if not choices.installed("openvino"):
+    if not candidate.installed("openvino"):
         fake = types.ModuleType("openvino")
         fake.Core = Core  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "openvino", fake)
-        known = choices.installed
-        monkeypatch.setattr(choices, "installed", lambda name: "1" if name == "openvino" else known(name))
+        known = candidate.installed
+        monkeypatch.setattr(candidate, "installed", lambda name: "1" if name == "openvino" else known(name))
     cpu = torch.device("cpu")
-    assert Choice("openvino") in candidates_of_file(cpu, ()) and Choice("openvino") in choices.candidates(cpu, ())
+    assert Candidate("openvino") in candidates_of_file(cpu, ()) and Candidate("openvino") in candidate.candidates(
+        cpu, ()
+    )
     file = OnnxFile(files / "plain.onnx")
     trials = Trials(file, images, Expected(file, images), (), Rule(0.99))
-    choice = Choice("openvino", threads=1, split=3)
+    choice = Candidate("openvino", threads=1, split=3)
     trials.prepare(choice, 60)
     torch.testing.assert_close(trials.prepared[choice][0](images), file(images), atol=1e-5, rtol=1e-5)
-    fewer = Choice("openvino", precision="bf16")
-    assert fewer in candidates_of_file(cpu, ["bf16"]) and fewer in choices.candidates(cpu, ["bf16"])
+    fewer = Candidate("openvino", precision="bf16")
+    assert fewer in candidates_of_file(cpu, ["bf16"]) and fewer in candidate.candidates(cpu, ["bf16"])
     if asked:
         assert asked == {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": 1, "device": "CPU"}
         trials.prepare(fewer, 60)
@@ -226,10 +229,10 @@ def test_openvino_is_tried_where_it_is_installed(files: Path, images, monkeypatc
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without CUDA")
 def test_cuda_runtimes_say_why_they_are_not_here(files: Path, images, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their own code as far as it goes: the candidates, the export for the target, what ONNX Runtime is asked for."""
-    for choice in choices.candidates(torch.device("cuda"), ["fp16"]):
+    for choice in candidate.candidates(torch.device("cuda"), ["fp16"]):
         assert choice.engine != "openvino" and choice.precision != "int8"
     runtimes = candidates_of_file(torch.device("cuda"), ["int8"])
-    assert runtimes == [Choice("onnxruntime", graphs=True), Choice("tensorrt")]
+    assert runtimes == [Candidate("onnxruntime", graphs=True), Candidate("tensorrt")]
     asked: list[Any] = []
 
     def refuse(path: Path, settings: Any, providers: list[Any], wanted: str) -> Any:
@@ -247,7 +250,7 @@ def test_cuda_runtimes_say_why_they_are_not_here(files: Path, images, monkeypatc
     monkeypatch.setattr("vit_fast.export.providers.preload", lambda: None)
     model = vit_fast.create_model("vit_test", backend="sdpa").eval()
     fake = images.as_subclass(OnCuda)
-    for choice in [*runtimes, Choice("onnxruntime", precision="fp16"), Choice("tensorrt", precision="fp16")]:
+    for choice in [*runtimes, Candidate("onnxruntime", precision="fp16"), Candidate("tensorrt", precision="fp16")]:
         with pytest.raises(ProviderError, match="is not here"):
             build(choice, model, fake, model(images), ())
     cuda, trt = "CUDAExecutionProvider", "TensorrtExecutionProvider"
@@ -256,5 +259,5 @@ def test_cuda_runtimes_say_why_they_are_not_here(files: Path, images, monkeypatc
 
 
 def test_the_answer_for_a_file_names_what_is_in_it(files: Path, images) -> None:
-    plain, beside = (answers.model_key(OnnxFile(files / f"{name}.onnx")) for name in ("plain", "beside"))
-    assert plain != beside and plain == answers.model_key(OnnxFile(files / "plain.onnx"))
+    plain, beside = (cache.model_key(OnnxFile(files / f"{name}.onnx")) for name in ("plain", "beside"))
+    assert plain != beside and plain == cache.model_key(OnnxFile(files / "plain.onnx"))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from vit_fast.tuning.search import SCOUTING_CALLS, Found, OutOfTime, Refused, search
+from vit_fast.measure.search import SCOUTING_CALLS, Found, OutOfTime, Refused, search
 
 
 @dataclass(frozen=True)

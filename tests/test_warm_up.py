@@ -8,6 +8,7 @@ import children
 import pytest
 import torch
 from children import run_python
+from command_line import run
 from torch import nn
 
 import vit_fast
@@ -76,6 +77,5 @@ def test_a_model_of_unknown_input_needs_an_example() -> None:
 
 
 def test_the_command_refuses_what_is_no_batch_size(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["kernels", "--warm-up", "vit_test", "--batch-sizes", "1,x"])
-    assert caught.value.code == 2 and "--batch-sizes" in capsys.readouterr().err
+    assert run("kernels", "--warm-up", "vit_test", "--batch-sizes", "1,x") == 2
+    assert "--batch-sizes" in capsys.readouterr().err

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from .fusion.fuse import fuse, set_backend, unfuse
     from .fusion.fusion_report import FusionReport
     from .libraries.fixed_grid import FixedGrid
+    from .measure.optimization import Optimization, load_optimized, optimize
     from .model import VisionTransformer
     from .quantization.calibration import Calibration, calibrate
     from .run.runtime import GraphRunner, compile
     from .run.warmup import WarmUp, warm_up
-    from .tuning.optimization import Optimization, load_optimized, optimize
     from .variants import list_models
     from .weights import load, load_weights, save
 
@@ -37,7 +37,7 @@ _LAZY = {
     "FixedGrid": ".libraries.fixed_grid",
     "FusionReport": ".fusion.fusion_report",
     "GraphRunner": ".run.runtime",
-    "Optimization": ".tuning.optimization",
+    "Optimization": ".measure.optimization",
     "UnsupportedInputError": ".errors",
     "ViTConfig": ".config",
     "VisionTransformer": ".model",
@@ -50,9 +50,9 @@ _LAZY = {
     "fuse": ".fusion.fuse",
     "list_models": ".variants",
     "load": ".weights",
-    "load_optimized": ".tuning.optimization",
+    "load_optimized": ".measure.optimization",
     "load_weights": ".weights",
-    "optimize": ".tuning.optimization",
+    "optimize": ".measure.optimization",
     "save": ".weights",
     "set_backend": ".fusion.fuse",
     "unfreeze": ".fusion.freezing",

@@ -28,7 +28,7 @@ Measure = Literal["largest", "rms"]
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How far off a result is, against what it may be.
+    """The error of a result, and the allowed error.
 
     Attributes:
         error: Of the result against fp64; infinite where it holds NaN or infinity.
@@ -46,7 +46,7 @@ class Accuracy:
 
     @property
     def share(self) -> float:
-        """Of what is allowed; infinite for any error where none is."""
+        """The error as a share of the allowed one; infinite for any error where none is allowed."""
         return self.error / self.allowed if self.allowed else (0.0 if self.passed else float("inf"))
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ def judge(
     """
     if not result.shape == eager.shape == exact.shape:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (result, eager, exact))
-        raise ValueError(f"result, eager and exact are {shapes}: accepted are equal shapes")
+        raise ValueError(f"result, eager and exact are {shapes}: expected equal shapes")
     eager_error = error_of(eager, exact, measure)
     return Accuracy(
         error_of(result, exact, measure), eager_error, allowed_error(eager_error, exact, result.dtype, factor, measure)
@@ -91,7 +91,7 @@ def allowed_error(
 
 
 def error_of(result: Tensor, exact: Tensor, measure: Measure = "largest") -> float:
-    """How far a result is from the exact one; infinite where it holds NaN or infinity."""
+    """Returns the error of a result against the exact one; infinite if it holds NaN or infinity."""
     difference = result.detach().double().cpu() - exact.detach().double().cpu()
     return size_of(difference, measure) if bool(difference.isfinite().all()) else float("inf")
 

@@ -1,4 +1,4 @@
-"""The `vit-fast` command: one module of vit_fast.commands a command, and one clear line for every bad input."""
+"""The `vit-fast` command: one module of vit_fast.commands per command, and one line for every bad input."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ USER_ERRORS = (VitFastError, ValueError, TypeError, OSError)
 
 
 def make_app() -> typer.Typer:
-    """The typer application with every command registered."""
+    """Makes the typer application with every command."""
     app = typer.Typer(
         name="vit-fast",
         no_args_is_help=True,

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all: made in a hidden folder beside their place, then renamed."""
+"""Atomic writes: files and folders are written to a hidden folder beside their place, then renamed."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _SECONDS_TO_LOCK = 60.0  # a folder so young may not be locked yet by the proces
 
 @contextlib.contextmanager
 def file_aside(path: Path, *errors: type[Exception]) -> Iterator[Path]:
-    """A place to write `path`'s file and what lies beside it: moved to its final name only when the block succeeds.
+    """Yields a place to write `path` and files beside it, which are moved to their final names if the block succeeds.
 
     Args:
         path: The final name. Missing folders are created, and removed again if the block fails.
         errors: Exceptions by which a library reports a failed write.
     Yields:
-        The same file name inside a new, hidden folder beside it.
+        The same file name in a new, hidden folder.
     Raises:
         OSError: the place is taken by something other than a regular file, the folder cannot be written, or the disk is
             full; names `path`, nothing is left behind.
@@ -48,7 +48,7 @@ def file_aside(path: Path, *errors: type[Exception]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def folder_aside(path: Path) -> Iterator[Path]:
-    """A hidden folder to fill, which becomes `path` when the block succeeds.
+    """Yields a hidden folder to fill, which becomes `path` if the block succeeds.
 
     Args:
         path: A new name or an empty folder; a symbolic link stands for what it leads to.
@@ -78,6 +78,18 @@ def check_writable(path: Path) -> None:
         raise PermissionError(f"{path}: cannot be written: no permission to write to {parent}")
 
 
+def check_new_folder(path: Path) -> None:
+    """Refuses a path that is taken, or that cannot be written.
+
+    Raises:
+        OSError: it is no new or empty folder, or see check_writable.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        problem = "is not empty" if path.is_dir() else "is a file"
+        raise FileExistsError(f"{path}: {problem}, must be a new or empty folder")
+    check_writable(path)
+
+
 def check_replaceable(path: Path) -> None:
     """Refuses a name that a new file must not take: of a folder, a device, a pipe or a socket, or see check_writable.
 
@@ -99,7 +111,7 @@ def _kind(path: Path) -> str:
 
 @contextlib.contextmanager
 def _hidden_folder(path: Path, *errors: type[Exception]) -> Iterator[Path]:
-    """A new folder beside `path`, removed at the end; those that killed processes left there go, too."""
+    """Yields a new folder beside `path`, removed at the end together with those of killed processes."""
     parent = Path(os.path.realpath(path.parent))  # Path.resolve raises RuntimeError for links in a circle
     created = [folder for folder in (parent, *parent.parents) if not folder.exists()]
     aside = None

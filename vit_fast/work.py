@@ -1,4 +1,4 @@
-"""What a model must do at least: operations and bytes of its products, by formula and by counting, and their time.
+"""Least work of a model: operations and bytes of its products, by formula and by counting, and their time.
 
 Counted are matrix products, convolutions and attention: 2 operations a multiply-add, and the bytes of operands and
 results, each once. What lies between products (norms, activations, residuals) can be fused into them and counts

@@ -1,1 +1,1 @@
-"""Data, prediction and evaluation."""
+"""Applications of a model: data, training, prediction and evaluation."""

@@ -1,4 +1,4 @@
-"""What a run keeps in its folder after every epoch: a checkpoint to go on from, the log, the weights."""
+"""Files of a training run, written after every epoch: checkpoint, log and weights."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def start_run(out: Path, processes: Processes) -> None:
 
 
 def resume_run(out: Path, trainer: Trainer, about: Mapping[str, Any]) -> list[Row]:
-    """Puts a trainer where the run's last finished epoch left it.
+    """Restores a trainer to the end of the run's last finished epoch.
 
     Args:
-        about: What the run is of, by name: all of it must be as it was.
+        about: Facts about the run by name, which must not have changed.
     Returns:
         The rows of the log.
     Raises:
-        TrainingError: there is no checkpoint, it is damaged or none of a run like this one; nothing was changed.
+        TrainingError: the checkpoint is missing, damaged, or of another run; nothing was changed.
     """
     path = out / CHECKPOINT
     state = _read(path)
@@ -59,7 +59,9 @@ def resume_run(out: Path, trainer: Trainer, about: Mapping[str, Any]) -> list[Ro
     told |= {f"the {name}": (state["about"].get(name), value) for name, value in about.items()}
     differences = [f"{name} ({_difference(old, new)})" for name, (old, new) in told.items() if old != new]
     if differences:
-        raise TrainingError(f"{path}: is of a run that differs in {'; '.join(differences)}: accepted is the same again")
+        raise TrainingError(
+            f"{path}: is of a run that differs in {'; '.join(differences)}; repeat its settings, or use another folder"
+        )
     wanted = {name: tensor.shape for name, tensor in trainer.model.state_dict().items()}
     for part in ("model", "average") if trainer.averages else ("model",):
         if {name: getattr(tensor, "shape", None) for name, tensor in state[part].items()} != wanted:
@@ -83,7 +85,7 @@ def write_run(out: Path, trainer: Trainer, rows: list[Row], about: Mapping[str, 
 
     Args:
         about: See resume_run.
-        best: Whether the weights are those to keep.
+        best: True to save these weights.
     """
     average: Any = get_model_state_dict(trainer.model, options=_WHOLE)
     model = average

@@ -18,14 +18,13 @@ from ..factory import create_model
 from ..model import VisionTransformer
 from ..weights import load
 from ..weights.hub import open_source
-from .data import ImageError, make_transform, read_image
-from .readers import batches_of
+from .data import ImageError, batches_of, make_transform, read_image
 
 BATCH_SIZE = 32  # images at once
 
 
 class PredictionError(VitFastError, RuntimeError):
-    """A run that cannot go on."""
+    """A prediction that cannot continue."""
 
 
 def open_classifier(weights: str, model_name: str | None, backend: str, device: str) -> VisionTransformer:
@@ -95,7 +94,7 @@ def read_class_names(path: Path) -> list[str]:
 
 
 class _Files(Dataset[tuple[Tensor, str]]):
-    """Each file as a model's input and "", or, where it is no image, as zeros and the reason."""
+    """Model inputs with "", or zeros with the reason why the image could not be read."""
 
     def __init__(self, files: Sequence[Path], model: VisionTransformer) -> None:
         self.files, self.shape = files, (model.config.in_chans, *model.config.image_hw)
@@ -112,7 +111,7 @@ class _Files(Dataset[tuple[Tensor, str]]):
 
 
 def schema() -> Any:
-    """The columns: path, label, index, probability, probabilities, embedding, error."""
+    """Returns the columns: path, label, index, probability, probabilities, embedding, error."""
     import pyarrow as pa
 
     return pa.schema(
@@ -129,19 +128,19 @@ def schema() -> Any:
 
 
 def tables(
-    model: VisionTransformer, files: Sequence[Path], class_names: Sequence[str], workers: int, size: int
+    model: VisionTransformer, files: Sequence[Path], class_names: Sequence[str], size: int, workers: int = 0
 ) -> Generator[Any]:
-    """The rows of files, in their order, as tables of `size` rows; the last one holds what is left.
+    """Yields the rows of files, in their order, as tables of `size` rows; the last one may be shorter.
 
     Args:
-        model: In evaluation mode, where it is.
-        files: Images, or what should be some.
+        model: In evaluation mode, on its device.
+        files: Image files.
         class_names: Of the model's outputs.
-        workers: Processes that read images beside this one: one stream over all tables, they never wait for one.
-        size: Rows a table.
+        size: Rows per table.
+        workers: Processes that read images beside this one.
     Raises:
         ValueError: an image's logits are not finite.
-        ReaderLostError: such a process ended before its work did.
+        ReaderLostError: such a process ended early.
     """
     import pyarrow as pa
 

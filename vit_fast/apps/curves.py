@@ -1,4 +1,4 @@
-"""What shows how a training went: its curve, and TensorBoard's files."""
+"""Training curves: a plot, and TensorBoard's files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TRAINED, HELD_OUT, INK, FAINT = "#94a3b8", "#0f766e", "#1e293b", "#64748b"
 
 
 def draw_curve(rows: Sequence[dict[str, Any]]) -> bytes:
-    """A PNG of loss and accuracy by epoch, on the images trained on and on the held-out ones.
+    """Draws loss and accuracy by epoch, of training and held-out images, as a PNG.
 
     Args:
         rows: Of the log, at least one.
@@ -54,7 +54,7 @@ def draw_curve(rows: Sequence[dict[str, Any]]) -> bytes:
 
 @contextmanager
 def tensorboard_rows(out: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """What writes a row of the log to out/tensorboard; nothing where out is None.
+    """Yields a function that writes a row of the log to out/tensorboard, or does nothing if out is None.
 
     Raises:
         MissingPackageError: TensorBoard is not installed.

@@ -1,16 +1,21 @@
-"""Images: finding, reading and preparing them, exactly as timm's evaluation transform does; no torchvision needed."""
+"""Images: finding, reading and preparing them exactly as timm's evaluation transform, without torchvision."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.process
 import os
+import signal
 import struct
+import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from itertools import cycle, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,6 +26,8 @@ from ..config import DataConfig, Size
 from ..errors import VitFastError, check_type
 
 if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
     from ..model import VisionTransformer
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"})
@@ -36,11 +43,11 @@ _DECODER_ERRORS = (OSError, SyntaxError, ValueError, EOFError, IndexError, TypeE
 
 
 class ImageError(VitFastError, ValueError):
-    """A path that holds no image which can be read; names the path and why."""
+    """An image that cannot be found or read; names the path and the reason."""
 
 
 def default_photograph() -> Path:
-    """A real photograph that is on this machine already: the portrait of Grace Hopper inside matplotlib's wheel.
+    """Finds a photograph on this machine: the portrait of Grace Hopper in matplotlib's wheel.
 
     Raises:
         ImageError: matplotlib is not installed, or came without its sample data.
@@ -54,7 +61,7 @@ def default_photograph() -> Path:
 
 
 def find_images(paths: Iterable[str | Path]) -> list[Path]:
-    """The image files behind paths: a file is taken as it is, a folder is searched recursively by suffix.
+    """Finds image files: a file is returned as given, a folder is searched recursively by suffix.
 
     Args:
         paths: Files or folders.
@@ -62,10 +69,10 @@ def find_images(paths: Iterable[str | Path]) -> list[Path]:
         Files in the order of paths, each folder's sorted.
     Raises:
         ImageError: a path does not exist or is a pipe or a device, or a folder holds no image; names all of them.
-        TypeError: paths is one, of whose letters some may be folders.
+        TypeError: paths is a single path.
     """
     if isinstance(paths, str | Path):
-        raise TypeError(f"{paths}: accepted are several paths, [{str(paths)!r}] for one")
+        raise TypeError(f"paths must be a list, got {str(paths)!r}; pass [{str(paths)!r}]")
     check_type("images", paths, Iterable)
     found: list[Path] = []
     problems: list[str] = []
@@ -88,7 +95,7 @@ def find_images(paths: Iterable[str | Path]) -> list[Path]:
 
 
 def read_image(path: str | Path) -> Image.Image:
-    """An image file as 8-bit RGB, turned as its EXIF orientation says.
+    """Reads an image file as 8-bit RGB, rotated as its EXIF orientation says.
 
     Grey becomes three equal channels, 16 bits become the upper 8, alpha is dropped (as timm and torchvision do).
 
@@ -117,7 +124,7 @@ def read_image(path: str | Path) -> Image.Image:
 
 
 def make_transform(data_config: DataConfig, image_hw: Size, in_chans: int = 3) -> Callable[[Image.Image], Tensor]:
-    """timm's evaluation transform: resize, centre crop, scale to [0, 1], normalise.
+    """Makes timm's evaluation transform: resize, centre crop, scale to [0, 1], normalise.
 
     Args:
         data_config: Interpolation, crop and normalisation. For one input channel, three-channel means and standard
@@ -130,7 +137,7 @@ def make_transform(data_config: DataConfig, image_hw: Size, in_chans: int = 3) -
         ValueError: in_chans is neither, or mean and std have another number of channels.
     """
     if in_chans not in (1, 3):
-        raise ValueError(f"in_chans={in_chans}: image files are accepted for 1 (grey) and 3 (RGB) channels")
+        raise ValueError(f"in_chans must be 1 (grey) or 3 (RGB) for image files, got {in_chans}")
     mean, std = _per_channel(data_config.mean, in_chans), _per_channel(data_config.std, in_chans)
     height, width = image_hw
     scaled_hw = (math.floor(height / data_config.crop_pct), math.floor(width / data_config.crop_pct))
@@ -153,7 +160,7 @@ def make_transform(data_config: DataConfig, image_hw: Size, in_chans: int = 3) -
 
 
 class ImageFolder:
-    """The images below a folder; each subfolder is a class, in alphabetical order.
+    """Labelled images of a folder, whose subfolders are the classes, in alphabetical order.
 
     Args:
         folder: Holds at least two subfolders with images.
@@ -176,25 +183,24 @@ class ImageFolder:
 
 
 def class_names_of(folder: Path) -> tuple[str, ...]:
-    """The subfolders' names, in order.
+    """Returns the subfolders' names, in order.
 
     Raises:
         ImageError: no such folder, or fewer than two.
     """
     names = tuple(sorted(p.name for p in folder.iterdir() if p.is_dir())) if folder.is_dir() else ()
     if len(names) < 2:
-        raise ImageError(f"{folder}: accepted is a folder with a subfolder for each of at least two classes")
+        raise ImageError(f"{folder}: must be a folder with one subfolder per class, of at least two classes")
     return names
 
 
 def load_images(paths: Sequence[str | Path], model: VisionTransformer, batch_size: int | None = None) -> Tensor:
-    """Image files and folders, prepared for a model.
+    """Loads image files and folders, prepared for a model.
 
     Args:
         paths: As find_images takes them.
         model: Says size, channels and preprocessing.
-        batch_size: How many rows; the images are taken in turn, from the start again when they run out. None means
-            one row an image.
+        batch_size: Images of the batch, repeated in order if there are fewer; None means each image once.
     Returns:
         [B, in_chans, height, width], float32, on the CPU.
     Raises:
@@ -202,13 +208,55 @@ def load_images(paths: Sequence[str | Path], model: VisionTransformer, batch_siz
         ValueError: batch_size is below 1, or there is no path.
     """
     if batch_size is not None and batch_size < 1:
-        raise ValueError(f"batch_size={batch_size}: accepted is an integer >= 1, or None")
+        raise ValueError(f"batch_size must be an integer >= 1 or None, got {batch_size}")
     files = find_images(paths)[:batch_size]
     if not files:
-        raise ValueError("paths is empty: accepted is at least one image or folder")
+        raise ValueError("paths must hold at least one image or folder, got none")
     transform = make_transform(model.data_config, model.config.image_hw, model.config.in_chans)
     images = [transform(read_image(file)) for file in files]
     return torch.stack(list(islice(cycle(images), batch_size or len(images))))
+
+
+class ReaderLostError(VitFastError, RuntimeError):
+    """A process that reads images ended early."""
+
+
+def batches_of(loader: DataLoader[Any]) -> Generator[Any]:
+    """Yields the batches of a loader.
+
+    If a worker of a DataLoader dies, torch raises from a signal handler, wherever this process is. Here the handler is
+    replaced: the loader also notices when it is asked for the next batch.
+
+    Raises:
+        ReaderLostError: such a process ended early.
+    """
+    others = set(multiprocessing.active_children())
+    batches = iter(loader)
+    readers = [process for process in multiprocessing.active_children() if process not in others]
+    handled = bool(readers) and threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL) if handled else None
+    ended: list[multiprocessing.process.BaseProcess] = []
+    try:
+        while not ended:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except Exception:  # torch's for a lost process, or an error of its connection
+                gone = multiprocessing.connection.wait([process.sentinel for process in readers], timeout=1.0)
+                for process in readers:
+                    if process.sentinel in gone:
+                        process.join()  # its end of the pipe closes a moment before it has an exit code
+                ended = [process for process in readers if process.exitcode]
+                if not ended:
+                    raise
+            else:
+                yield batch
+    finally:
+        del batches  # ends the others, and waits for them
+        if handled:
+            signal.signal(signal.SIGCHLD, before)
+    raise ReaderLostError(f"a process that reads images has ended, with exit code {ended[0].exitcode}")
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
@@ -229,12 +277,12 @@ def _per_channel(values: tuple[float, ...], in_chans: int) -> Tensor:
     if len(values) == 1:
         values = values * in_chans
     if len(values) != in_chans:
-        raise ValueError(f"data_config has {len(values)} means: accepted are {in_chans}, as in_chans")
+        raise ValueError(f"data_config must have one mean per channel, {in_chans}, got {len(values)}")
     return torch.tensor(values).view(-1, 1, 1)
 
 
 def _cover(image: Image.Image, target_hw: Size) -> Size:
-    """The size, of the image's aspect ratio, that just covers the target; rounded as timm does."""
+    """Returns the smallest size of the image's aspect ratio that covers the target, rounded as by timm."""
     if target_hw[0] == target_hw[1]:
         short, long = sorted((image.height, image.width))
         scaled = int(target_hw[0] * long / short)

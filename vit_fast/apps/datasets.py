@@ -69,7 +69,7 @@ class SmallImages:
 
 @dataclass(frozen=True)
 class TrainingData:
-    """What to train on, and what to measure on, if anything; both with the same classes.
+    """Training and held-out images, of the same classes.
 
     Raises:
         ValueError: they have other classes.
@@ -80,10 +80,8 @@ class TrainingData:
 
     def __post_init__(self) -> None:
         if self.held_out is not None and self.held_out.class_names != self.train.class_names:
-            raise ValueError(
-                f"validation has classes {self.held_out.class_names}, training {self.train.class_names}: accepted are "
-                "the same"
-            )
+            names, others = self.train.class_names, self.held_out.class_names
+            raise ValueError(f"validation must have the classes of training, {names}, got {others}")
 
 
 def open_data(path: Path | None = None, validation: Path | None = None) -> TrainingData:

@@ -1,14 +1,14 @@
-"""What a model says of many images, as one Parquet file; a run that was killed goes on where it was.
+"""Predictions for many images as one Parquet file; an interrupted run can be resumed.
 
-The images are taken in parts of PART. Each part becomes a file of its own beside the result, under its final name only
-when it is whole; what a killed run left is taken as it is. The result is written from the parts, one after the other,
-and the parts go last: at no time is an image twice in what counts, and none is missing from it. Who computes the rows,
-this process or a cluster, does not matter to that: a run of the one is gone on with by the other.
+The images are divided into parts of PART. Each part is a file of its own beside the result and gets its name when it
+is complete; a resumed run reuses it. The result is merged from the parts, which are removed last. Runs of this process
+and of a cluster can resume each other.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import json
@@ -21,27 +21,27 @@ from typing import Any
 from ..errors import MissingPackageError
 from ..files import check_replaceable, file_aside
 from ..model import VisionTransformer
-from ..tuning.answers import weights_digest
+from ..weights.source import weights_digest
 from .classifiers import PredictionError, schema, tables
+from .data import ReaderLostError
 from .prediction_ray import joined_cluster
-from .readers import ReaderLostError
 
 __all__ = ["ENGINES", "Predicted", "PredictionError", "predict_to_parquet"]
 
 ENGINES = ("local", "ray")
-PART = 512  # images a part: what a kill can cost
+PART = 512  # images that an interruption can cost
 _TASK = "task.json"
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """What was written.
+    """Summary of a prediction.
 
     Attributes:
         images: Rows of the file.
         bad: Images that could not be read, with the reason.
-        taken: Images that an earlier run had done.
-        lost: Of each process that ended before its work did, after which others went on: how it ended.
+        taken: Images that an earlier run had processed.
+        lost: A message per process that was lost and replaced.
     """
 
     images: int
@@ -61,47 +61,46 @@ def predict_to_parquet(
     device: str = "auto",
     on_part: Callable[[int], None] = lambda images: None,
 ) -> Predicted:
-    """Writes a row an image: path, label, probability, index, probabilities, embedding, error.
+    """Writes a row per image: path, label, probability, index, probabilities, embedding, error.
 
-    An image that cannot be read has its row, too: nothing but path and error. The embedding is what the head sees.
+    The row of an image that cannot be read holds path and error alone. The embedding is the input of the head.
 
     Args:
-        model: Pools, and has a head; where it is.
-        files: Images, each once.
-        out: The Parquet file to write; the parts lie in OUT.parts until it is whole.
+        model: Pools and has a head; runs on its device.
+        files: Image files, each once.
+        out: The Parquet file to write; the parts are in OUT.parts until it is complete.
         class_names: Of the model's outputs.
-        workers: Processes that read images beside this one; with ray, that read them and run the model, None: one a
+        workers: Processes that read images beside this one; with ray, that read them and run the model, None: one per
             core of the cluster.
         engine: "local", or "ray": the workers of a cluster, see prediction_ray.joined_cluster.
         device: With ray, where the workers run the model: "cpu", "cuda", or "auto".
-        on_part: Called with the number of images done so far.
+        on_part: Called with the number of images processed so far.
     Returns:
         What was written.
     Raises:
         MissingPackageError: pyarrow, or for its engine ray, is not installed.
-        PredictionError: OUT.parts is of another run; processes ended again and again over the same images; or, with
-            ray, what workers raised. What was done is kept.
-        ValueError: an image's logits are not finite, a name is given twice, or there is no such engine or device, or
-            not as many workers.
+        PredictionError: OUT.parts is of another run, processes ended repeatedly at the same images, or a worker of ray
+            failed. Finished parts remain.
+        ValueError: an image's logits are not finite, a file is given twice, or engine, device or workers are not
+            available.
         OSError: it cannot be written.
     """
     if importlib.util.find_spec("pyarrow") is None:
         raise MissingPackageError("pyarrow not installed: pip install 'vit-fast[predict]'")
     if engine not in ENGINES:
-        raise ValueError(f"engine={engine!r}: accepted are {', '.join(ENGINES)}")
+        raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
     if len(set(files)) < len(files):
-        raise ValueError("images: accepted is each file once")
+        raise ValueError("files must hold each file once")
     check_replaceable(out)
     parts = out.with_name(f"{out.name}.parts")
     chunks = [files[start : start + PART] for start in range(0, len(files), PART)]
     names = [parts / f"{i:08}.parquet" for i in range(len(chunks))]
     lost: list[str] = []
-    with joined_cluster(workers, device) if engine == "ray" else contextlib.nullcontext() as cluster:
+    here = contextlib.nullcontext(functools.partial(tables, workers=workers or 0))
+    with joined_cluster(workers, device) if engine == "ray" else here as rows_of:
 
         def rows(wanted: Sequence[Path]) -> Generator[Any]:
-            if cluster is not None:
-                return cluster.tables(model, wanted, class_names, PART)
-            return tables(model, wanted, class_names, workers or 0, PART)
+            return rows_of(model, wanted, class_names, PART)
 
         _begin(parts, _task(model, files, class_names))
         try:
@@ -110,7 +109,7 @@ def predict_to_parquet(
             if not any(name.is_file() for name in names):
                 shutil.rmtree(parts, ignore_errors=True)  # no part is worth resuming
     bad = _merge(names, out)
-    for path in (*names, parts / _TASK):  # what the parts are of goes last: as long as there is one, it is known
+    for path in (*names, parts / _TASK):  # the task last: it describes the parts
         path.unlink()
     shutil.rmtree(parts)
     return Predicted(len(files), bad, taken, tuple(lost))
@@ -123,13 +122,14 @@ def _compute(
     on_part: Callable[[int], None],
     lost: list[str],
 ) -> int:
-    """Writes the parts that are not there; says how many images an earlier run had done.
+    """Writes the missing parts, and returns the number of images that an earlier run had processed.
 
     Args:
-        rows: A table of each part of these images.
-        chunks, names: The images of each part, and its file.
-        on_part: As of predict_to_parquet.
-        lost: Gets how each process ended that did before its work.
+        rows: Computes a table per part.
+        chunks: The images of each part.
+        names: The file of each part.
+        on_part: See predict_to_parquet.
+        lost: Gets a message per lost process.
     """
     missing = [i for i, name in enumerate(names) if not name.is_file()]
     done = taken = sum(map(len, chunks)) - sum(len(chunks[i]) for i in missing)
@@ -150,8 +150,7 @@ def _compute(
             if done == last_lost_at:
                 chunk = chunks[missing[0]]
                 raise PredictionError(
-                    f"{error}; for the second time between {chunk[0]} and {chunk[-1]}. What was done before is kept: "
-                    "the same again goes on from there"
+                    f"{error}; for the second time between {chunk[0]} and {chunk[-1]}; re-run the command to resume"
                 ) from None
             last_lost_at = done
             lost.append(str(error))
@@ -159,7 +158,7 @@ def _compute(
 
 
 def _task(model: VisionTransformer, files: Sequence[Path], class_names: Sequence[str]) -> str:
-    """What the answers depend on; a run is gone on with only where all of it is as it was."""
+    """Describes all that the predictions depend on; a run is only resumed if it is the same."""
     listed = hashlib.sha256("\0".join(map(str, files)).encode())
     facts = {
         "model": model.config.to_dict(),
@@ -174,12 +173,10 @@ def _task(model: VisionTransformer, files: Sequence[Path], class_names: Sequence
 
 
 def _begin(parts: Path, task: str) -> None:
-    """Makes the folder of the parts, with what they are of, or finds it."""
     if (parts / _TASK).is_file():
         if (parts / _TASK).read_text(encoding="utf-8") != task:
             raise PredictionError(
-                f"{parts}: holds parts of a run with another model or other images: accepted is the same again, or no "
-                "such folder"
+                f"{parts}: must not hold parts of another model or other images; repeat that run, or remove it"
             )
         return
     if parts.is_dir() and any(not path.name.startswith(".") for path in parts.iterdir()):
@@ -189,7 +186,7 @@ def _begin(parts: Path, task: str) -> None:
 
 
 def _merge(names: Sequence[Path], out: Path) -> tuple[tuple[str, str], ...]:
-    """The result from the parts, one in memory at a time; the images that could not be read."""
+    """Writes the result part by part, and returns the images that could not be read."""
     import pyarrow.parquet as pq
 
     bad: list[tuple[str, str]] = []

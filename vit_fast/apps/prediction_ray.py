@@ -1,8 +1,7 @@
-"""The rows of many images from a cluster, by Ray Data.
+"""Predictions on a cluster, by Ray Data.
 
-Every worker reads images and runs the model, by the code of classifiers.py; the rows come back in the images'
-order, to the process that writes them. A worker that dies is started again by Ray, and what it had begun is done again,
-three times at most: an image may be what kills it.
+Each worker reads images and runs the model with the code of classifiers.py; the process that writes gets the rows in
+the images' order. Ray restarts a worker that dies and repeats its images, three times at most: an image may kill it.
 """
 
 from __future__ import annotations
@@ -10,11 +9,11 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import functools
 import importlib.util
 import logging
 import math
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,11 @@ from ..model import VisionTransformer
 from .classifiers import BATCH_SIZE, PredictionError, schema, tables
 
 DEVICES = ("auto", "cpu", "cuda")
-_PIECES, _TRIES = 4, 3  # pieces of work for each worker, so that none is waited for long; of each piece
+_PIECES, _TRIES = 4, 3  # pieces per worker, for balance; tries per piece
 
 
 class _Tries:
-    """How often each piece of work was begun, counted where no worker's death reaches."""
+    """Counts how often each piece of work was started, in a process that outlives the workers."""
 
     def __init__(self) -> None:
         self.counts: collections.Counter[str] = collections.Counter()
@@ -38,88 +37,37 @@ class _Tries:
 
 
 class _Worker:
-    """One process of the cluster, with its own copy of the model."""
+    """A process of the cluster, with its own copy of the model."""
 
     def __init__(self, model: VisionTransformer, class_names: Sequence[str], device: str, tries: Any) -> None:
         self.model, self.class_names, self.tries = model.to(device), class_names, tries
 
     def __call__(self, files: Any) -> Any:
-        """A table with the column "file" -> a row for each; or one row that says why not, in the column "failed"."""
+        """Returns a row per entry of the column "file", or one row with the reason in the column "failed"."""
         import pyarrow as pa
         import ray
 
         paths = [Path(file) for file in files.column("file").to_pylist()]
         try:
-            if ray.get(self.tries.begin.remote(str(paths[0]))) > _TRIES:  # Ray itself would begin it without an end
+            if ray.get(self.tries.begin.remote(str(paths[0]))) > _TRIES:  # Ray itself would repeat it forever
                 raise PredictionError(f"{_TRIES} workers died between {paths[0]} and {paths[-1]}")
-            (table,) = tables(self.model, paths, self.class_names, 0, len(paths))
-        except (VitFastError, ValueError) as error:  # Ray would make a page of it
+            (table,) = tables(self.model, paths, self.class_names, len(paths))
+        except (VitFastError, ValueError) as error:  # Ray would add pages of traceback
             return pa.Table.from_pylist([{"failed": str(error)}], schema=_schema())
         return table.append_column("failed", pa.nulls(len(paths), pa.string()))
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """Part of a cluster that was joined.
-
-    Attributes:
-        workers: Processes, each with a core.
-        gpus: Each one's share of a GPU.
-    """
-
-    workers: int
-    gpus: float
-
-    def tables(
-        self, model: VisionTransformer, files: Sequence[Path], class_names: Sequence[str], size: int
-    ) -> Generator[Any]:
-        """The rows of files, as classifiers.tables gives them.
-
-        Args:
-            model: On the CPU; each worker gets a copy.
-            files: Images, or what should be some.
-            class_names: Of the model's outputs.
-            size: Rows a table.
-        Raises:
-            PredictionError: workers died again and again over the same images, or the cluster did; or an image's
-                logits are not finite.
-        """
-        import ray
-        import ray.data
-        import ray.exceptions
-
-        tries = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(_Tries).remote()
-        pieces = max(math.ceil(len(files) / size), min(math.ceil(len(files) / BATCH_SIZE), _PIECES * self.workers))
-        rows = ray.data.from_items([{"file": str(file)} for file in files], override_num_blocks=pieces).map_batches(
-            _Worker,
-            fn_constructor_args=(model, list(class_names), "cuda" if self.gpus else "cpu", tries),
-            batch_size=None,
-            batch_format="pyarrow",
-            compute=ray.data.ActorPoolStrategy(size=self.workers),
-            num_cpus=1,
-            num_gpus=self.gpus,
-        )
-        try:
-            for table in rows.iter_batches(batch_size=size, batch_format="pyarrow"):
-                table = table.cast(_schema())
-                for failed in table.column("failed").drop_null().to_pylist():
-                    raise PredictionError(failed)
-                yield table.drop_columns(["failed"])
-        except ray.exceptions.RayError as error:
-            raise PredictionError(f"ray: {' '.join(str(error).split())}") from None
-
-
 @contextlib.contextmanager
-def joined_cluster(workers: int | None, device: str) -> Iterator[Cluster]:
-    """The cluster that Ray finds, or this machine.
+def joined_cluster(workers: int | None, device: str) -> Iterator[Callable[..., Generator[Any]]]:
+    """Joins the cluster that `ray.init()` finds, or starts Ray on this machine, and yields classifiers.tables for it.
 
-    A cluster is found as `ray.init()` does: one that is joined already, the environment's RAY_ADDRESS, one that
-    `ray start` began on this machine. Its nodes need this package, and the files under the same paths.
+    The nodes of a cluster need this package, and the files under the same paths. Its function takes model, files,
+    class_names and size, with the model on the CPU, and raises PredictionError if workers died repeatedly at the same
+    images, the cluster failed, or logits are not finite.
 
     Args:
-        workers: Processes in the whole cluster, each with a core, and with its share of the GPUs where those are used;
-            None: one a core.
-        device: "cpu", "cuda", or "auto": the GPUs where the cluster has some.
+        workers: Processes in the whole cluster, each with a core and an equal share of the GPUs; None: one per core.
+        device: "cpu", "cuda", or "auto": the cluster's GPUs, if any.
     Raises:
         MissingPackageError: ray is not installed.
         ValueError: no such device in this cluster, or fewer cores than workers.
@@ -127,12 +75,53 @@ def joined_cluster(workers: int | None, device: str) -> Iterator[Cluster]:
     if any(importlib.util.find_spec(name) is None for name in ("ray", "pandas")):  # Ray Data needs the second
         raise MissingPackageError("ray[data] not installed: pip install 'vit-fast[ray]'")
     if device not in DEVICES:
-        raise ValueError(f"device={device!r}: accepted with the engine ray are {', '.join(DEVICES)}")
+        raise ValueError(f"device must be one of {', '.join(DEVICES)} with the engine ray, got {device!r}")
     import ray
     import ray.data
 
-    with _joined(ray):
-        yield Cluster(*_share(ray.cluster_resources(), workers, device))
+    context = copy.deepcopy(ray.data.DataContext.get_current())
+    context.enable_progress_bars = False
+    context.execution_options.preserve_order = True
+    logger = logging.getLogger("ray.data")
+    level, joined_before = logger.level, ray.is_initialized()
+    logger.setLevel(logging.ERROR)
+    if not joined_before:
+        ray.init(log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        with ray.data.DataContext.current(context):
+            yield functools.partial(_tables, *_share(ray.cluster_resources(), workers, device))
+    finally:
+        logger.setLevel(level)
+        if not joined_before:
+            ray.shutdown()
+
+
+def _tables(
+    workers: int, gpus: float, model: VisionTransformer, files: Sequence[Path], class_names: Sequence[str], size: int
+) -> Generator[Any]:
+    import ray
+    import ray.data
+    import ray.exceptions
+
+    tries = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(_Tries).remote()
+    pieces = max(math.ceil(len(files) / size), min(math.ceil(len(files) / BATCH_SIZE), _PIECES * workers))
+    rows = ray.data.from_items([{"file": str(file)} for file in files], override_num_blocks=pieces).map_batches(
+        _Worker,
+        fn_constructor_args=(model, list(class_names), "cuda" if gpus else "cpu", tries),
+        batch_size=None,
+        batch_format="pyarrow",
+        compute=ray.data.ActorPoolStrategy(size=workers),
+        num_cpus=1,
+        num_gpus=gpus,
+    )
+    try:
+        for table in rows.iter_batches(batch_size=size, batch_format="pyarrow"):
+            table = table.cast(_schema())
+            for failed in table.column("failed").drop_null().to_pylist():
+                raise PredictionError(failed)
+            yield table.drop_columns(["failed"])
+    except ray.exceptions.RayError as error:
+        raise PredictionError(f"ray: {' '.join(str(error).split())}") from None
 
 
 def _schema() -> Any:
@@ -142,31 +131,11 @@ def _schema() -> Any:
 
 
 def _share(resources: dict[str, float], workers: int | None, device: str) -> tuple[int, float]:
-    """How many workers, each with a core, and each one's share of a GPU."""
+    """Returns the number of workers and the share of a GPU of each."""
     cores, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
     if device == "cuda" and not gpus:
-        raise ValueError("device='cuda': the cluster has no GPU: accepted are cpu and auto")
+        raise ValueError("device must be cpu or auto, got cuda: the cluster has no GPU")
     count = cores if workers is None else workers
     if not 1 <= count <= cores:
-        raise ValueError(f"workers={workers}: the cluster has {cores} cores: accepted is 1 to as many")
+        raise ValueError(f"workers must be 1 to {cores}, the cores of the cluster, got {workers}")
     return count, 0.0 if device == "cpu" or not gpus else 1 / math.ceil(count / gpus)
-
-
-@contextlib.contextmanager
-def _joined(ray: Any) -> Iterator[None]:
-    """Part of a cluster, quietly, with rows in order; it is left where it was not joined before."""
-    context = copy.deepcopy(ray.data.DataContext.get_current())
-    context.enable_progress_bars = False
-    context.execution_options.preserve_order = True
-    logger = logging.getLogger("ray.data")
-    level, joined = logger.level, ray.is_initialized()
-    logger.setLevel(logging.ERROR)
-    if not joined:
-        ray.init(log_to_driver=False, logging_level=logging.ERROR)
-    try:
-        with ray.data.DataContext.current(context):
-            yield
-    finally:
-        logger.setLevel(level)
-        if not joined:
-            ray.shutdown()

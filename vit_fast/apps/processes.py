@@ -1,4 +1,4 @@
-"""The processes that train one model together: torchrun's, by torch's own DistributedDataParallel or fully_shard."""
+"""Training by several processes of torchrun, with DistributedDataParallel or fully_shard."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Strategy = Literal["ddp", "fsdp"]
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among those that train together.
+    """The processes that train together, seen from this one.
 
     Attributes:
-        rank: Its number.
-        world: How many there are.
-        strategy: "ddp": each has all parameters; "fsdp": each has a share of every one (FSDP2).
-        mesh: All of them, where there are several.
+        rank: Number of this process.
+        world: Number of processes.
+        strategy: "ddp": each has all parameters; "fsdp": parameters are sharded (FSDP2).
+        mesh: The processes, if there are several.
     """
 
     rank: int = 0
@@ -36,7 +36,7 @@ class Processes:
     mesh: DeviceMesh | None = None
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """What is called in place of the model."""
+        """Returns the module to call instead of the model."""
         if self.world == 1:
             return model
         if self.strategy == "ddp":
@@ -51,7 +51,7 @@ class Processes:
 
     @contextlib.contextmanager
     def synchronising(self, forward: Any, *, last: bool) -> Iterator[None]:
-        """Gradients are exchanged by a batch's last part alone."""
+        """Exchanges gradients only for the last part of a batch."""
         if self.world == 1:
             yield
         elif self.strategy == "ddp":
@@ -62,13 +62,13 @@ class Processes:
             yield
 
     def sum(self, values: Tensor) -> Tensor:
-        """Over all processes, in place."""
+        """Sums over all processes, in place."""
         if self.world > 1:
             dist.all_reduce(values)
         return values
 
     def wait(self) -> None:
-        """For all the others to come here."""
+        """Waits for all other processes."""
         if self.world > 1:
             dist.barrier()
 
@@ -78,13 +78,13 @@ ALONE = Processes()
 
 @contextlib.contextmanager
 def joined(strategy: str) -> Iterator[Processes]:
-    """The processes that torchrun started, this one alone without it; no model of theirs may outlive the block.
+    """Joins the processes that torchrun started; no model of theirs may outlive the block.
 
     Raises:
         ValueError: the strategy is unknown.
     """
     if strategy not in ("ddp", "fsdp"):
-        raise ValueError(f"--parallel {strategy}: accepted are 'ddp', 'fsdp'")
+        raise ValueError(f"--parallel must be ddp or fsdp, got {strategy}")
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         yield ALONE
         return

@@ -81,7 +81,7 @@ class TrainConfig:
         self._check("dtype", self.dtype in ("fp32", "bf16"), "'fp32' or 'bf16'")
 
     def _number(self, name: str) -> float:
-        """NaN, which no comparison accepts, for what is infinite or no number."""
+        """Returns NaN, which fails every comparison, for infinities and what is no number."""
         value = getattr(self, name)
         return value if isinstance(value, int | float) and math.isfinite(value) else math.nan
 
@@ -90,7 +90,7 @@ class TrainConfig:
             raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
 
 
-# What a variant is trained by where nothing else is asked for.
+# Settings of a variant that are not given.
 RECIPES: Mapping[str, Mapping[str, Any]] = {
     # as the tutorials do that the variant comes from: Adam at one rate
     "vit_mnist": {

@@ -1,4 +1,4 @@
-"""One model's optimisation, a step at a time, on one process or several."""
+"""Training steps of a model, on one process or several."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from .train_config import TrainConfig
 
 
 class TrainingError(VitFastError, RuntimeError):
-    """Training cannot go on, or not be resumed from here."""
+    """Training cannot continue or be resumed."""
 
 
 class Measure(NamedTuple):
-    """Sums over images.
+    """Loss and accuracy over images.
 
     Attributes:
         loss: The mean cross entropy.
-        right: Images whose most probable class is theirs.
-        seen: Images.
+        right: Number of images that were classified correctly.
+        seen: Number of images.
     """
 
     loss: float
@@ -37,11 +37,11 @@ class Measure(NamedTuple):
 
 
 class Trainer:
-    """One model's optimisation, step by step.
+    """Optimizer, schedule and averages of a model.
 
     Args:
-        model: Trained in place, where it is.
-        config: How.
+        model: Trained in place, on its device.
+        config: Settings.
         total_steps: Over which the learning rate runs.
         warmup_steps: Over which it rises.
         processes: Those that take each step together; the model is in each of them, with the same parameters.
@@ -67,7 +67,11 @@ class Trainer:
         self.step_count = 0
 
     def step(self, images: Tensor, labels: Tensor) -> Measure:
-        """One update from this process' images [B, C, H, W] and labels [B]; the measure of all before it.
+        """Updates the parameters and returns the measure, of all processes, before the update.
+
+        Args:
+            images: [B, C, H, W], of this process.
+            labels: [B].
 
         Raises:
             TrainingError: the loss is not finite; nothing was updated.
@@ -103,7 +107,7 @@ class Trainer:
 
     @torch.no_grad()
     def measure(self, batches: Iterable[tuple[Tensor, Tensor]], own: int) -> Measure:
-        """Of held-out images, by the averaged weights where there are some.
+        """Measures held-out images, with the averaged weights if there are any.
 
         Args:
             batches: Images and labels, as many batches in each process.
@@ -126,7 +130,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """The model with the running mean of its weights, where there is one."""
+        """Replaces the weights by their running mean, if there is one, for the block."""
         if not self.averages:
             yield
             return
@@ -138,7 +142,7 @@ class Trainer:
             _copy(kept, self.parameters)
 
     def _mixed(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, float]:
-        """Each image mixed with the one at the other end of the batch: images, its labels, the first one's share."""
+        """Mixes each image with its mirror in the batch; returns images, labels of the mirror, share of the first."""
         if not self.config.mixup:
             return images, labels, 1.0
         share = torch.distributions.Beta(self.config.mixup, self.config.mixup).sample().item()
@@ -162,7 +166,7 @@ def _copy(sources: list[Tensor], targets: list[nn.Parameter]) -> None:
 
 
 def parameter_groups(model: VisionTransformer, config: TrainConfig) -> list[dict[str, Any]]:
-    """Matrices with weight decay; vectors and what model.no_weight_decay() names, without; by layers where they differ.
+    """Groups parameters: matrices with weight decay, vectors and model.no_weight_decay() without, by layer if needed.
 
     For layer_decay, the embedding counts as layer 0, block i as layer i + 1, and what follows the blocks as the last.
     """
@@ -183,7 +187,7 @@ def parameter_groups(model: VisionTransformer, config: TrainConfig) -> list[dict
 
 
 def _layer(name: str, depth: int) -> int:
-    """0 of what comes before the blocks, depth + 1 of what comes behind them."""
+    """Returns 0 for parameters before the blocks, depth + 1 for those after them."""
     first, *rest = name.split(".")
     if first == "blocks":
         return int(rest[0]) + 1
@@ -191,7 +195,7 @@ def _layer(name: str, depth: int) -> int:
 
 
 def learning_rate_factor(step: int, warmup_steps: int, total_steps: int, schedule: str = "cosine") -> float:
-    """Linear from 1/warmup_steps to 1; then half a cosine down to 0 at total_steps, or 1."""
+    """Rises linearly from 1/warmup_steps to 1; then follows half a cosine to 0 at total_steps, or stays 1."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     if schedule == "constant":

@@ -1,7 +1,7 @@
-"""Training a VisionTransformer: epochs over images, resumable to the bit.
+"""Training of a VisionTransformer, resumable with bitwise equal results.
 
-What is random depends on the seed, the epoch and the image alone, so that a run can be repeated, resumed, and compared
-step by step between backends.
+Randomness depends on seed, epoch and image alone, so that a run can be repeated, resumed, and compared step by step
+between backends.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from ..model import VisionTransformer
 from .checkpoints import WEIGHTS, Row, resume_run, start_run, write_run
+from .data import batches_of
 from .datasets import LabelledImages, PreparedImages, TrainingData, mixed_seed
 from .processes import ALONE, Processes
-from .readers import batches_of
 from .train_config import TrainConfig
 from .trainer import Measure, Trainer, TrainingError
 
@@ -40,25 +40,25 @@ def train(
     on_step: Callable[[int, int, int, Measure], None] = lambda epoch, step, steps, measure: None,
     on_epoch: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
-    """Trains, and writes model.safetensors, checkpoint.pth and log.jsonl, after every epoch.
+    """Trains a model, and writes model.safetensors, checkpoint.pth and log.jsonl after every epoch.
 
     Args:
-        model: As many classes as the data; it gets the data's class names, and in the end the weights that are kept.
+        model: With as many classes as the data; gets its class names, and finally the saved weights.
         data: See open_data.
-        out: Made if missing; an earlier run in it is resumed or refused, never overwritten.
-        config: How.
-        resume: Go on after the last finished epoch in out.
+        out: Created if missing; must not hold an earlier run, except with `resume`.
+        config: Settings.
+        resume: Continue after the last finished epoch in out.
         workers: Processes that read images beside this one.
-        processes: Those that train together, each with a share of every batch; the first of them writes.
+        processes: Those that train together, each on a share of every batch; the first of them writes.
         on_step: Called with each epoch, step in it, steps of an epoch, and measure.
         on_epoch: Called with each new row of the log.
     Returns:
-        A row an epoch: epoch, loss and train_accuracy (mean over its images, before each step), lr (at its end),
+        A row per epoch: epoch, loss and train_accuracy (mean over its images, before each step), lr (at its end),
         held_out_loss and accuracy (of the held-out images, or None).
     Raises:
         ImageError: an image is not usable.
         TrainingError: out holds another run, or the loss is not finite.
-        ReaderLostError: one of the workers was killed; to be resumed.
+        ReaderLostError: a worker was killed; resume the run.
         ValueError: model and data differ in classes, the model does not pool, or the batch cannot be shared out.
     """
     if model.config.num_classes != len(data.train.class_names):
@@ -117,12 +117,12 @@ def train(
 
 
 def kept_row(rows: list[Row], config: TrainConfig) -> Row:
-    """Of the epoch whose weights are kept: the last one, or with patience the best."""
+    """Returns the row of the epoch whose weights are saved: the last, or with patience the best."""
     return rows[_best(rows) if config.patience else -1]
 
 
 def _measure(trainer: Trainer, source: LabelledImages, workers: int) -> Measure:
-    """Each process takes its share; those with one image less fill up with the first, which does not count."""
+    """Measures a share in each process; those with one image less repeat the first, which does not count."""
     rank, world = trainer.processes.rank, trainer.processes.world
     own = list(range(rank, len(source), world))
     filled = own + [0] * (math.ceil(len(source) / world) - len(own))
@@ -132,7 +132,6 @@ def _measure(trainer: Trainer, source: LabelledImages, workers: int) -> Measure:
 
 
 def _best(rows: list[Row]) -> int:
-    """The first epoch with the best accuracy."""
     return max(range(len(rows)), key=lambda epoch: rows[epoch]["accuracy"])
 
 

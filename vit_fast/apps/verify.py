@@ -1,8 +1,4 @@
-"""Holds the backends against fp64 eager on this machine: operators and a whole model, forward and gradients.
-
-Every row gives the largest error of a backend, that of eager in the same dtype, and their ratio: the error budget. What
-is allowed is the rule of vit_fast.accuracy.
-"""
+"""Compares the backends with fp64 eager on this machine, by the rule of vit_fast.accuracy: operators and a model."""
 
 from __future__ import annotations
 
@@ -32,13 +28,9 @@ _SMALL_MODEL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One subject in one dtype.
+    """One operator or model in one dtype: its largest error against fp64 eager, eager's own, and the allowed one.
 
-    Attributes:
-        subject: What was computed, with its shape.
-        error: Largest absolute error against fp64 eager; eager_error is eager's own in that dtype.
-        allowed: What the rule allows.
-        problem: Why there is no error to show, if so.
+    `problem` says why there is no error, if so.
     """
 
     subject: str
@@ -55,13 +47,13 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """The error in units of eager's own; None where eager has none."""
+        """The error relative to eager's; None if eager has none."""
         return self.error / self.eager_error if self.error is not None and self.eager_error else None
 
 
 @dataclass(frozen=True)
 class Verification:
-    """All rows, and what they were measured on."""
+    """All rows, and their device."""
 
     device: str
     interpreted: bool
@@ -73,7 +65,7 @@ class Verification:
 
 
 def verify(backends: Sequence[str] = ("triton",), device: str | torch.device | None = None) -> Verification:
-    """Compare backends with fp64 eager on this machine.
+    """Compares backends with fp64 eager on this machine.
 
     Args:
         backends: "sdpa", "triton", or "auto".
@@ -104,7 +96,7 @@ def _rows(backend: str, device: torch.device, interpreted: bool) -> Iterator[Row
     for dtype in dtypes:
         for subject, function, inputs in _operators(device, interpreted):
             yield from _compare(subject, function, inputs, backend, dtype)
-        yield _compare_model(backend, dtype, device)
+        yield from _compare_model(backend, dtype, device)
 
 
 Operator = Callable[..., Tensor]
@@ -136,58 +128,46 @@ def _operators(device: torch.device, small: bool) -> Iterator[tuple[str, Operato
     yield f"layer_norm_mlp M{rows} C{width} F{hidden}", ops.layer_norm_mlp, [draw(rows, width), *parameters]
 
 
-def _compare(subject: str, function: Operator, inputs: list[Tensor], backend: str, dtype_name: str) -> tuple[Row, Row]:
-    """Forward and gradient rows of one operator."""
-    dtype = _DTYPES[dtype_name]
-    rounded = [tensor.to(dtype) for tensor in inputs]
-    try:
-        found = _run(function, rounded, backend)
-    except Exception as error:  # a backend that fails is a row that fails; the others are still worth knowing
-        problem = f"{type(error).__name__}: {error}"
-        return (
-            Row(subject, backend, dtype_name, problem=problem),
-            Row(f"{subject} gradient", backend, dtype_name, problem=problem),
-        )
-    eager = _run(function, rounded, "eager")
-    exact = _run(function, [tensor.double() for tensor in rounded], "eager")
-    return (
-        _judge(subject, backend, dtype_name, found[0], eager[0], exact[0], FORWARD_FACTOR),
-        _judge(f"{subject} gradient", backend, dtype_name, found[1], eager[1], exact[1], GRADIENT_FACTOR),
-    )
+def _compare(subject: str, function: Operator, inputs: list[Tensor], backend: str, dtype: str) -> Iterator[Row]:
+    """Yields the rows of an operator: forward and gradient."""
+    rounded = [tensor.to(_DTYPES[dtype]) for tensor in inputs]
+
+    def run(name: str, precision: torch.dtype) -> Sequence[Tensor]:
+        first, *others = (tensor.to(precision) for tensor in rounded)
+        first = first.detach().requires_grad_()
+        out = function(first, *others, backend=name)
+        return out.detach(), *torch.autograd.grad(out.square().sum(), first)
+
+    return _judged((subject, f"{subject} gradient"), backend, dtype, run)
 
 
-def _run(function: Operator, inputs: Sequence[Tensor], backend: str) -> tuple[Tensor, Tensor]:
-    first = inputs[0].detach().requires_grad_()
-    out = function(first, *inputs[1:], backend=backend)
-    (gradient,) = torch.autograd.grad(out.square().sum(), first)
-    return out.detach(), gradient
-
-
-def _compare_model(backend: str, dtype_name: str, device: torch.device) -> Row:
-    """The logits of a two-block model of width 64, every parameter rounded to the dtype."""
-    dtype = _DTYPES[dtype_name]
-    subject = "VisionTransformer, 2 blocks, C64 N17"
+def _compare_model(backend: str, dtype: str, device: torch.device) -> Iterator[Row]:
+    """Yields the row of a two-block model of width 64, every parameter rounded to the dtype."""
     exact_model = create_model("vit_base_patch16_224", backend="eager", device=device, **_SMALL_MODEL)
-    weights: dict[str, Any] = {name: value.to(dtype).double() for name, value in exact_model.state_dict().items()}
-    images = torch.randn(2, 3, 32, 32, device=device).to(dtype)
+    weights: dict[str, Any] = {n: value.to(_DTYPES[dtype]).double() for n, value in exact_model.state_dict().items()}
+    images = torch.randn(2, 3, 32, 32, device=device).to(_DTYPES[dtype])
 
-    def logits(name: str, precision: torch.dtype) -> Tensor:
+    def logits(name: str, precision: torch.dtype) -> Sequence[Tensor]:
         model = create_model("vit_base_patch16_224", backend=name, device=device, **_SMALL_MODEL)
         model.load_state_dict(weights)
         with torch.no_grad():
-            out: Tensor = model.to(precision)(images.to(precision))
-        return out
+            return (model.to(precision)(images.to(precision)),)
 
+    return _judged(("VisionTransformer, 2 blocks, C64 N17",), backend, dtype, logits)
+
+
+def _judged(
+    subjects: Sequence[str], backend: str, dtype: str, run: Callable[[str, torch.dtype], Sequence[Tensor]]
+) -> Iterator[Row]:
+    """Yields a row for each output of run(backend, dtype), the second being a gradient."""
     try:
-        found = logits(backend, dtype)
-    except Exception as error:  # as for an operator
-        return Row(subject, backend, dtype_name, problem=f"{type(error).__name__}: {error}")
-    eager, exact = logits("eager", dtype), logits("eager", torch.float64)
-    return _judge(subject, backend, dtype_name, found, eager, exact, FORWARD_FACTOR)
-
-
-def _judge(
-    subject: str, backend: str, dtype_name: str, found: Tensor, eager: Tensor, exact: Tensor, factor: int
-) -> Row:
-    verdict = judge(found, eager, exact, factor)
-    return Row(subject, backend, dtype_name, verdict.error, verdict.eager_error, verdict.allowed)
+        found = run(backend, _DTYPES[dtype])
+    except Exception as error:  # a backend that fails is a row that fails; the others are still worth knowing
+        problem = f"{type(error).__name__}: {error}"
+        yield from (Row(subject, backend, dtype, problem=problem) for subject in subjects)
+        return
+    outputs = zip(subjects, (FORWARD_FACTOR, GRADIENT_FACTOR), found, run("eager", _DTYPES[dtype]),
+                  run("eager", torch.float64))  # fmt: skip
+    for subject, factor, one, eager, exact in outputs:
+        verdict = judge(one, eager, exact, factor)
+        yield Row(subject, backend, dtype, verdict.error, verdict.eager_error, verdict.allowed)

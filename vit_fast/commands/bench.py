@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .words import integers, split_words
+from .words import integers, split_words, table, wide_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,12 +63,6 @@ def bench(
     subjects: Annotated[
         str | None, typer.Option(help="What to measure; see --list-subjects.", metavar="eager,timm+compile")
     ] = None,
-    compile_modes: Annotated[
-        str | None,
-        typer.Option(
-            help="For subjects that name none: none, default, freezing, reduce-overhead, max-autotune.", metavar="A,B"
-        ),
-    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     out: Annotated[Path | None, typer.Option(help="New or empty folder for record, table and plot.")] = None,
     time_budget: Annotated[
@@ -90,17 +84,13 @@ def bench(
     table.md, plot.png and report.html into a folder that it names. Exit status 1 when a subject is wrong or failed,
     130 after Ctrl-C.
     """
-    from rich.console import Console
-
     from ..benchmarks.machine import describe
     from ..benchmarks.plan import make_plan
     from ..benchmarks.records import Journal, check_folder, default_folder, to_json
-    from ..benchmarks.report import FULL_WIDTH, closing
+    from ..benchmarks.report import closing
     from ..benchmarks.runner import run
 
-    console = Console(stderr=as_json)
-    if not console.is_terminal:
-        console.width = FULL_WIDTH
+    console = wide_console(stderr=as_json)
     if list_subjects:
         _print_subjects(console)
         return
@@ -113,7 +103,6 @@ def bench(
             batch_sizes="best" if batch_sizes == "best" else integers("--batch-sizes", batch_sizes),
             dtypes=split_words(dtypes),
             subjects=split_words(subjects),
-            compile_modes=split_words(compile_modes),
             img_size=[integers("--img-size", size, "x") or [] for size in img_size.split(",")] if img_size else None,
             train=train,
             amp=amp,
@@ -128,10 +117,10 @@ def bench(
         machine = describe(plan.device)
         journal = Journal.begin(default_folder(machine) if out is None else out, plan.request, machine)
     else:
-        asked = (images, models, img_size, batch_sizes, dtypes, subjects, compile_modes, out, time_budget, seconds)
+        asked = (images, models, img_size, batch_sizes, dtypes, subjects, out, time_budget, seconds)
         others = train, amp, explain, cold, latency, device != "auto", data != "device"
         if any(value is not None for value in asked) or any(others):
-            raise ValueError(f"--resume {resume}: does what that run was asked for; accepted beside it is --json")
+            raise ValueError(f"--resume {resume} repeats the options of that run: expected no other option than --json")
         journal = Journal.resume(resume)
         plan = make_plan(**journal.header["request"])
         journal.check_machine(describe(plan.device))
@@ -178,36 +167,27 @@ def patient_interrupt() -> Iterator[None]:
 
 
 def _print_subjects(console: Console) -> None:
-    from rich.table import Table
-
     from ..benchmarks.subjects import COMPILE_MODES, all_subjects
 
-    table = Table("candidate", "description", "installed", "torch.compile", title="candidates")
+    rows = []
     for subject in all_subjects().values():
         missing = subject.missing_packages()
         installed = f"no (pip install {' '.join(missing)})" if missing else "yes"
-        table.add_row(subject.name, subject.summary, installed, "yes" if subject.compilable else "no")
-    console.print(table)
+        rows.append((subject.name, subject.summary, installed, "yes" if subject.compilable else "no"))
+    console.print(table("candidates", ("candidate", "description", "installed", "torch.compile"), rows, texts=4))
     console.print(f"append to a name: +compile, or +compile:MODE with {', '.join(COMPILE_MODES[1:])}")
 
 
 def _print_record(console: Console, record: dict[str, Any]) -> None:
-    from rich import box
-    from rich.markup import escape
-    from rich.table import Table
-
     from ..benchmarks.explain import tables
     from ..benchmarks.report import ceilings_line, heading, not_measured, remarks
 
     for line in (heading(record), ceilings_line(record), *remarks(record)):
         console.print(line, highlight=False, markup=False, soft_wrap=not console.is_terminal)
-    for table in rich_tables(record, console.width):
-        console.print(table)
+    for made in rich_tables(record, console.width):
+        console.print(made)
     for caption, titles, cells in tables(record):
-        explained = Table(*titles, title=caption, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-        for row in cells:
-            explained.add_row(*map(escape, row))
-        console.print(explained)
+        console.print(table(caption, titles, cells))
     for line in not_measured(record):
         console.print(line, highlight=False, markup=False, soft_wrap=not console.is_terminal)
 
@@ -231,9 +211,7 @@ def screen_columns(record: dict[str, Any], width: int) -> list[Column]:
 
 def rich_tables(record: dict[str, Any], width: int) -> list[Table]:
     """One table of the measured rows for each model and batch size; a narrow one leaves columns out."""
-    from rich import box
     from rich.markup import escape
-    from rich.table import Table
 
     from ..benchmarks.report import contests, label
     from ..benchmarks.rows import measured
@@ -241,17 +219,13 @@ def rich_tables(record: dict[str, Any], width: int) -> list[Table]:
     columns = screen_columns(record, width)
     tables = []
     for title, rows in contests(record, by_dtype=False).items():
-        table = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-        table.add_column("candidate", no_wrap=True)
-        for column in columns:
-            table.add_column(escape(column.title), justify="right", no_wrap=True)
+        made = table(title, ["candidate", *(column.title for column in columns)])
         for _, alike in itertools.groupby(measured(rows), lambda row: row["precision"]):
-            table.add_section()
+            made.add_section()
             for row in alike:
-                cells = (escape(column.cell(row)) for column in columns)
-                table.add_row(escape(label(row, precision=False)), *cells)
-        if table.row_count:
-            tables.append(table)
+                made.add_row(*map(escape, (label(row, precision=False), *(column.cell(row) for column in columns))))
+        if made.row_count:
+            tables.append(made)
     return tables
 
 

@@ -27,26 +27,19 @@ def compare(
         typer.echo(json.dumps(comparison, indent=2))
         return
 
-    from rich.console import Console
-    from rich.table import Table
+    from ..benchmarks.report import format_rate
+    from .words import table, wide_console
 
-    from ..benchmarks.report import FULL_WIDTH, format_rate
-
-    console = Console(markup=False)
-    if not console.is_terminal:
-        console.width = FULL_WIDTH
-    table = Table(title="second / first, images per second", title_justify="left")
-    for name in ("model", "dtype", "batch", "candidate"):
-        table.add_column(name, no_wrap=True)
-    for name in ("first", "second", "ratio", "interval", "resolution"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
+    rows = []
     for pair in comparison["pairs"]:
         rates = map(format_rate, pair["images_per_s"])
         interval = "" if pair["interval"] is None else "[{:.3f}, {:.3f}]".format(*pair["interval"])
         resolution = "unknown" if pair["resolution"] is None else f"{pair['resolution']:.1%}"
-        told = (f"{pair['ratio']:.3f}", interval, resolution, pair["verdict"])
-        table.add_row(pair["model"], pair["dtype"], str(pair["batch"]), pair["subject"], *rates, *told)
-    console.print(table)
+        about = pair["model"], pair["dtype"], str(pair["batch"]), pair["subject"], pair["verdict"]
+        rows.append((*about, *rates, f"{pair['ratio']:.3f}", interval, resolution))
+    texts = ("model", "dtype", "batch", "candidate", "verdict")
+    titles = (*texts, "first", "second", "ratio", "interval", "resolution")
+    console = wide_console()
+    console.print(table("second / first, images per second", titles, rows, texts=len(texts)))
     for line in (*comparison["warnings"], *comparison["unpaired"]):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, highlight=False, soft_wrap=True, markup=False)

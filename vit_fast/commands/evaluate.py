@@ -1,4 +1,4 @@
-"""`vit-fast evaluate`: how often a model is right on labelled images, and where two models differ."""
+"""`vit-fast evaluate`: accuracy of a model on labelled images, and differences of two models."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def evaluate(
         typer.echo(json.dumps(_as_dict(evaluation, other, names), indent=2))
     else:
         _print(evaluation, other, names)
-    if confusion is not None:  # last: what was found is told whatever becomes of it
+    if confusion is not None:  # last: the result is printed even if this fails
         with file_aside(confusion) as aside:
             draw_confusion(evaluation, names, aside)
 

@@ -14,7 +14,7 @@ def register(app: typer.Typer) -> None:
 
 def hf_kernel(folder: Annotated[Path, typer.Argument(help="Where to write it; must be new or empty.")]) -> None:
     """Writes the operators as a kernel of the Hugging Face Hub, ready to upload."""
-    from ..hf_kernel import NAME, build_hf_kernel
+    from ..apps.hub_kernel import NAME, build_hf_kernel
 
     variant = build_hf_kernel(folder)
     files = sum(1 for path in variant.rglob("*") if path.is_file())

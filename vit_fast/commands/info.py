@@ -73,7 +73,7 @@ def describe_device(device: Any) -> str:
     """A device in words: name, capability, memory, driver; or the processor and its threads."""
     import torch
 
-    from ..benchmarks.machine import cpu_name
+    from ..version import cpu_name
 
     if device.type != "cuda":
         return f"{cpu_name()}, {torch.get_num_threads()} threads"

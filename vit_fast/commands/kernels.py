@@ -20,7 +20,6 @@ def kernels(
         str | None, typer.Option(help="Architectures to compile for, separated by commas; by default all.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
-    core: Annotated[bool, typer.Option("--core", help="Only the builds that the tests compile on every run.")] = False,
     update_baseline: Annotated[
         bool, typer.Option("--update-baseline", help="Make what was found the committed baseline.")
     ] = False,
@@ -76,7 +75,7 @@ def kernels(
         return
     try:
         report = collect(
-            arch.split(",") if arch else None, core=core, update_baseline=update_baseline, progress=not as_json
+            arch.split(",") if arch else None, core=False, update_baseline=update_baseline, progress=not as_json
         )
     except (RuntimeError, ValueError, ImportError) as error:
         typer.echo(f"vit-fast kernels: {error}", err=True)

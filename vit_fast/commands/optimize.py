@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .words import integers
+from .words import integers, table, wide_console
 
 if TYPE_CHECKING:
-    from ..tuning.optimization import Optimization
+    from rich.table import Table
+
+    from ..measure.optimization import Optimization
 
 
 def register(app: typer.Typer) -> None:
@@ -44,7 +46,6 @@ def optimize(
     latency: Annotated[bool, typer.Option("--latency", help="Compare what nine of ten calls stay below.")] = False,
     memory_limit: Annotated[float | None, typer.Option(help="MiB beside the model itself.", min=0.001)] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    again: Annotated[bool, typer.Option("--again", help="Search although an answer is kept.")] = False,
     save: Annotated[Path | None, typer.Option(help="Write what vit_fast.load_optimized reads.")] = None,
     export: Annotated[
         Path | None, typer.Option(help="New or empty folder for what was chosen in deployable form, with its figures.")
@@ -58,19 +59,16 @@ def optimize(
     from rich.console import Console
     from rich.markup import escape
 
-    from ..benchmarks.report import FULL_WIDTH
-    from ..files import check_replaceable
-    from ..tuning import deployable
-    from ..tuning.entry import open_model
-    from ..tuning.optimization import optimize as run
+    from ..benchmarks.opening import open_model
+    from ..files import check_new_folder, check_replaceable
+    from ..measure import deployable
+    from ..measure.optimization import optimize as run
 
     if export is not None:
-        deployable.check_folder(export)
+        check_new_folder(export)
     if save is not None:
         check_replaceable(save)
-    console, progress = Console(stderr=as_json), Console(stderr=True)
-    if not console.is_terminal:
-        console.width = FULL_WIDTH
+    console, progress = wide_console(stderr=as_json), Console(stderr=True)
     opened = open_model(model, batch, images or (), device, integers("--img-size", img_size, "x"))
     with progress.status(escape(model)):
         result = run(
@@ -84,7 +82,6 @@ def optimize(
             images=opened.others,
             latency_or_throughput="latency" if latency else "throughput",
             memory_limit=None if memory_limit is None else int(memory_limit * 2**20),
-            again=again,
             progress=lambda what, seconds: progress.out(f"{seconds:.1f} of {budget:g} s: {what}", highlight=False),
         )
     if result.table:
@@ -106,34 +103,24 @@ def _plain(row: Any) -> dict[str, Any]:
     return facts | {"checked": None if row.checked is None else vars(row.checked)}
 
 
-def _table(result: Optimization) -> Any:
+def _table(result: Optimization) -> Table:
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table(title=f"{result.objective}, in order of trial", title_justify="left")
-    table.add_column("choice")
-    for name in ("ms", "images/s", "x as given", "max error", "agrees", "peak MiB", "first call s"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("why not")
+    titles = ("candidate", "ms", "images/s", "x as given", "max error", "agrees", "peak MiB", "first call s", "why not")
+    made = table(f"{result.objective}, in order of trial", titles)
+    made.columns[-1].justify, made.columns[-1].no_wrap, made.columns[0].no_wrap = "left", False, False
     for row in result.table:
-        interval = "" if row.ratio_interval is None else " [{:.2f}, {:.2f}]".format(*row.ratio_interval)
-        timed = (
-            ["", "", ""]
-            if row.ms is None
-            else [f"{row.ms:.4g}", f"{row.images_per_s:.4g}", f"{row.ratio:.2f}{interval}"]
-        )
-        found = row.checked
-        checked = ["", "", "", ""]
-        if found is not None:
-            checked = [
-                f"{found.error:.1e}",
-                f"{found.agreement:.1%}",
-                f"{found.peak_bytes / 2**20:.0f}",
-                f"{found.first_call_s:.1f}",
-            ]
-        name = f"[bold]{row.choice.name}[/bold]" if row.choice == result.choice else row.choice.name
-        table.add_row(name, *timed, *checked, escape(row.reason or "") or "[bold]chosen[/bold]")
-    return table
+        timed, checked = ["", "", ""], ["", "", "", ""]
+        if row.ms is not None:
+            interval = "" if row.ratio_interval is None else " [{:.2f}, {:.2f}]".format(*row.ratio_interval)
+            timed = [f"{row.ms:.4g}", f"{row.images_per_s:.4g}", f"{row.ratio:.2f}{interval}"]
+        if (found := row.checked) is not None:
+            peak = f"{found.peak_bytes / 2**20:.0f}"
+            checked = [f"{found.error:.1e}", f"{found.agreement:.1%}", peak, f"{found.first_call_s:.1f}"]
+        chosen = row.choice == result.choice
+        cells = map(escape, (row.choice.name, *timed, *checked, row.reason or "chosen"))
+        made.add_row(*cells, style="bold" if chosen else None)
+    return made
 
 
 def cache(
@@ -141,16 +128,16 @@ def cache(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
     """Shows what `optimize` has found on this machine, or removes it."""
-    from ..tuning import answers
+    from ..measure import cache
 
     if clear:
-        typer.echo(f"removed {answers.clear()} from {answers.folder()}")
+        typer.echo(f"removed {cache.clear()} from {cache.folder()}")
         return
-    found = list(answers.all_answers())
+    found = list(cache.all_answers())
     if as_json:
         typer.echo(json.dumps([answer.to_dict() for _, answer in found], indent=2))
         return
-    typer.echo(f"{len(found)} kept in {answers.folder()}")
+    typer.echo(f"{len(found)} kept in {cache.folder()}")
     for path, answer in found:
         key = answer.key
         shapes = " ".join("x".join(map(str, shape)) + f" {dtype}" for shape, dtype in key["example"])

@@ -26,7 +26,6 @@ def show(
     image: Annotated[Path | None, typer.Argument(help="A photograph; default: one of matplotlib's wheel.")] = None,
     figures: Annotated[str, typer.Option(help=f"Of {', '.join(FIGURES)}.", metavar="A,B")] = ",".join(FIGURES),
     blocks: Annotated[str, typer.Option(help="For attention; negative ones from the end.", metavar="0,-1")] = "0,-1",
-    heads: Annotated[str | None, typer.Option(help="For attention; default: all.", metavar="0,1")] = None,
     img_size: Annotated[str | None, typer.Option(help="Pixels a side; default: the model's.", metavar="N|HxW")] = None,
     out: Annotated[Path, typer.Option(help="Folder for the pictures, FIGURE.png each.")] = Path("figures"),
 ) -> None:
@@ -35,16 +34,16 @@ def show(
     What a model does not have (rotary positions are not learned) is said, and left out.
     """
     from .. import figures as drawn
+    from ..benchmarks.opening import open_model
     from ..errors import UnsupportedInputError
     from ..files import check_replaceable, file_aside
-    from ..tuning.entry import open_model
 
     check_replaceable(out / "figure.png")
     wanted = [name.strip() for name in figures.split(",")]
     for name in wanted:
         if name not in FIGURES:
-            raise ValueError(f"--figures {name}: accepted are {', '.join(FIGURES)}")
-    of_attention = {"blocks": integers("--blocks", blocks), "heads": integers("--heads", heads)}
+            raise ValueError(f"--figures must be of {', '.join(FIGURES)}, got {name}")
+    of_attention = {"blocks": integers("--blocks", blocks)}
     opened = open_model(model, 1, [] if image is None else [image], "cpu", integers("--img-size", img_size, "x"))
     picture = drawn.open_picture(
         opened.module, image or opened.photographs[0], data_config=opened.model.data, image_hw=opened.model.image_hw,

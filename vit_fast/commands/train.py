@@ -1,4 +1,4 @@
-"""`vit-fast train`: trains or fine-tunes on labelled images; alone, a small model on bundled digits."""
+"""`vit-fast train`: trains or fine-tunes on labelled images; by default a small model on bundled digits."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _tell_the_end(out: Path, rows: list[dict[str, Any]], config: TrainConfig) ->
 
 @contextmanager
 def _progress(shown: bool, epochs: int) -> Iterator[Callable[[int, int, int, Measure], None]]:
-    """A bar of the epoch on standard error, where that is a terminal: loss, accuracy and images a second so far."""
+    """Shows a bar of the epoch on a terminal: loss, accuracy and images per second."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -1,8 +1,16 @@
-"""Options that hold several values."""
+"""Options that hold several values, and tables on the screen."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+FULL_WIDTH = 160  # characters of a line where the output is no terminal: enough for every table
 
 
 def split_words(value: str | None, separator: str = ",") -> list[str] | None:
@@ -18,5 +26,28 @@ def integers(option: str, value: str | None, separator: str = ",") -> list[int] 
 
 
 def model_name(name: str) -> str:
-    """A variant's name as it is, a file or folder with a slash: create_model takes what has one by its own shape."""
+    """Adds a slash to an existing file or folder, which create_model then takes for weights, not for a variant."""
     return f"./{name}" if "/" not in name and Path(name).exists() else name
+
+
+def wide_console(*, stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    console = Console(stderr=stderr)
+    if not console.is_terminal:
+        console.width = FULL_WIDTH
+    return console
+
+
+def table(title: str, titles: Sequence[str], rows: Iterable[Sequence[str]] = (), *, texts: int = 1) -> Table:
+    """Makes a table whose first `texts` columns are text and the others numbers; nothing in it is markup."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    made = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for place, name in enumerate(titles):
+        made.add_column(escape(name), justify="left" if place < texts else "right", no_wrap=True)
+    for row in rows:
+        made.add_row(*map(escape, row))
+    return made

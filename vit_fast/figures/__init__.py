@@ -1,11 +1,10 @@
-"""What a model sees, as figures of matplotlib: for notebooks, and for `vit-fast show`.
+"""Figures of what a model attends to and learns, by matplotlib: for notebooks and `vit-fast show`.
 
     from vit_fast import figures
 
     figures.attention(model, "cat.jpg", blocks=[0, -1]).savefig("attention.png")
 
-Any model that `vit_fast.fuse` knows, from any library; the model itself is not changed. `sight.py` looks, `drawing.py`
-draws.
+Accepts every model that `vit_fast.fuse` supports, and does not change it. `sight.py` records, `drawing.py` draws.
 """
 
 from .drawing import attention, attention_distance, features, filters, patches, positions, rollout

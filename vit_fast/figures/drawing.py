@@ -1,4 +1,4 @@
-"""The figures. Each function gives a matplotlib Figure, drawn without a display, in the style of the bench's plot."""
+"""Functions that draw a matplotlib Figure each, without a display, in the style of the benchmark's plot."""
 
 from __future__ import annotations
 
@@ -26,31 +26,24 @@ Given = str | Path | Image.Image | Picture | None
 
 
 def patches(model: nn.Module, image: Given = None) -> Figure:
-    """The patches as the model gets them: the picture cut up, in its grid.
+    """Draws the patches of an image in their grid.
 
     Args:
         model: Any that `vit_fast.fuse` knows.
-        image: A file, Pillow's image or a Picture; None means the photograph inside matplotlib's wheel.
+        image: A file, a Pillow image or a Picture; None means the photograph in matplotlib's wheel.
     """
     picture = _picture(model, image)
     rows, columns = look(model, picture.images).grid
     figure = _figure(5.0 * columns / max(rows, columns), 5.0 * rows / max(rows, columns))
     height, width = (side // count for side, count in zip(picture.shown.shape[:2], (rows, columns)))
-    gap = max(1, width // 8)
-    sheet = np.ones((rows * (height + gap) - gap, columns * (width + gap) - gap, 3), np.float32)
-    for row in range(rows):
-        for column in range(columns):
-            top, left = row * (height + gap), column * (width + gap)
-            sheet[top : top + height, left : left + width] = picture.shown[
-                row * height : (row + 1) * height, column * width : (column + 1) * width
-            ]
-    _show(figure, (0, 0, 1, 1), sheet)
+    shown = picture.shown[: rows * height, : columns * width]
+    _show(figure, (0, 0, 1, 1), _tiled(shown.reshape(rows, height, columns, width, 3).swapaxes(1, 2)))
     _title(figure, f"{rows} x {columns} = {rows * columns} patches of {height} x {width} pixels")
     return figure
 
 
 def positions(model: nn.Module, image: Given = None) -> Figure:
-    """Similarity of each learned position to all others: the paper's figure 7, in the middle.
+    """Draws the similarity of each position embedding to all others (figure 7 of the ViT paper, middle).
 
     Source: "An Image is Worth 16x16 Words", arXiv 2010.11929, figure 7. Arguments as in `patches`.
 
@@ -63,16 +56,13 @@ def positions(model: nn.Module, image: Given = None) -> Figure:
     # every row of a small grid; of a larger one as many as can be seen
     rows, columns = (np.unique(np.linspace(0, count - 1, min(count, 14)).round().astype(int)) for count in grid)
     figure = _figure(6.0, 6.0 * len(rows) / len(columns))
-    for i, row in enumerate(rows):
-        for j, column in enumerate(columns):
-            box = (j / len(columns), 1 - (i + 1) / len(rows), 0.9 / len(columns), 0.9 / len(rows))
-            _show(figure, box, similarity[row, column].numpy(), cmap=MAP, vmin=-1, vmax=1)
+    _show(figure, (0, 0, 1, 1), _tiled(similarity[rows][:, columns].numpy()), cmap=MAP, vmin=-1, vmax=1)
     _title(figure, "cosine similarity of each position embedding with all others, -1 dark to 1 light")
     return figure
 
 
 def filters(model: nn.Module, count: int = 28) -> Figure:
-    """The first principal components of the patch embedding's filters, as colours: the paper's figure 7, on the left.
+    """Draws the principal components of the patch embedding's filters (figure 7 of the ViT paper, left).
 
     Args:
         model: Any with a patch embedding that is a convolution.
@@ -84,9 +74,9 @@ def filters(model: nn.Module, count: int = 28) -> Figure:
     columns = min(7, len(shown))
     rows = math.ceil(len(shown) / columns)
     figure = _figure(columns * 0.8, rows * 0.8)
-    for number, picture in enumerate(shown):
-        box = (number % columns / columns, 1 - (number // columns + 1) / rows, 0.92 / columns, 0.92 / rows)
-        _show(figure, box, _stretched(picture).expand(-1, -1, 3).numpy())
+    tiles = np.ones((rows * columns, *shown.shape[1:3], 3), np.float32)
+    tiles[: len(shown)] = torch.stack([_stretched(component) for component in shown]).numpy()
+    _show(figure, (0, 0, 1, 1), _tiled(tiles.reshape(rows, columns, *tiles.shape[1:])))
     _title(figure, f"patch embedding: {len(shown)} principal components of {len(weight)} filters")
     return figure
 
@@ -94,7 +84,7 @@ def filters(model: nn.Module, count: int = 28) -> Figure:
 def attention(
     model: nn.Module, image: Given = None, *, blocks: Sequence[int] = (0, -1), heads: Sequence[int] | None = None
 ) -> Figure:
-    """Where the class token looks (without one, all patches together), by block and head, over the picture.
+    """Draws the attention of the class token (of all patches if there is none) over the image, by block and head.
 
     Args:
         model: Any that `vit_fast.fuse` knows.
@@ -109,11 +99,11 @@ def attention(
     depth, of_head = len(sight.attention), range(sight.attention[0].shape[1])
     for block in blocks:
         if not -depth <= block < depth:
-            raise ValueError(f"blocks has {block}: accepted is {-depth} to {depth - 1}")
+            raise ValueError(f"blocks must be {-depth} to {depth - 1}, got {block}")
     heads = of_head if heads is None else heads
     for head in heads:
         if head not in of_head:
-            raise ValueError(f"heads has {head}: accepted is 0 to {len(of_head) - 1}")
+            raise ValueError(f"heads must be 0 to {len(of_head) - 1}, got {head}")
     maps = {
         (f"block {block % depth}", f"head {head}"): _looked_at(sight, sight.attention[block][0, head])
         for block in blocks
@@ -124,7 +114,7 @@ def attention(
 
 
 def rollout(model: nn.Module, image: Given = None) -> Figure:
-    """Attention rollout: through all blocks, how much of each patch reaches the class token (or all patches).
+    """Draws attention rollout: the share of each patch that reaches the class token (or all patches).
 
     Source: "Quantifying Attention Flow in Transformers", arXiv 2005.00928. Arguments as in `patches`.
     """
@@ -136,7 +126,7 @@ def rollout(model: nn.Module, image: Given = None) -> Figure:
 
 
 def attention_distance(model: nn.Module, image: Given = None) -> Figure:
-    """Mean attention distance in pixels by depth and head: the paper's figure 11.
+    """Draws the mean attention distance in pixels by depth and head (figure 11 of the ViT paper).
 
     Source: "An Image is Worth 16x16 Words", arXiv 2010.11929, appendix D.7. Arguments as in `patches`.
     """
@@ -162,7 +152,7 @@ def attention_distance(model: nn.Module, image: Given = None) -> Figure:
 
 
 def features(model: nn.Module, image: Given = None) -> Figure:
-    """The first three principal components of the patches' features as red, green and blue, as DINO shows them.
+    """Draws three principal components of the patches' features as red, green and blue, as DINO does.
 
     Source: "DINOv2: Learning Robust Visual Features without Supervision", arXiv 2304.07193, figure 1. Arguments as in
     `patches`.
@@ -186,13 +176,13 @@ def _picture(model: nn.Module, image: Given) -> Picture:
 
 
 def _looked_at(sight: Sight, weights: Tensor) -> Tensor:
-    """[rows, columns] of where the first token looks, or all patches together where there is none before them."""
+    """Returns the attention [rows, columns] of the class token, or the mean of all patches."""
     row = weights[0, sight.prefix :] if sight.prefix else weights.mean(0)
     return row.reshape(sight.grid)
 
 
 def _over(picture: Picture, maps: Mapping[tuple[str, str], Tensor | None], columns: int, title: str) -> Figure:
-    """Maps over the picture, in rows of so many; of None the picture alone."""
+    """Draws maps over the image; a map of None is the image alone."""
     rows = math.ceil(len(maps) / columns)
     height, width = picture.shown.shape[:2]
     panel_h = PANEL_INCHES * height / max(height, width)
@@ -211,14 +201,14 @@ def _over(picture: Picture, maps: Mapping[tuple[str, str], Tensor | None], colum
 
 
 def _figure(width: float, height: float) -> Figure:
-    """A figure with room for `width` x `height` inches of drawing below its title."""
+    """Makes a figure with `width` x `height` inches below its title."""
     figure = Figure(figsize=(max(width, 3.2), height + TITLE_INCHES), dpi=150, facecolor="white")
     FigureCanvasAgg(figure)
     return figure
 
 
 def _title(figure: Figure, text: str) -> None:
-    """In one line, smaller where it would not fit."""
+    """Writes one line, smaller if it would not fit."""
     width, height = figure.get_size_inches()
     title = figure.text(0.02, 1 - TITLE_INCHES / 2 / height, text, size=9.0, color=INK, va="center", weight="bold")
     written = title.get_window_extent().width / figure.dpi
@@ -226,7 +216,7 @@ def _title(figure: Figure, text: str) -> None:
 
 
 def _show(figure: Figure, box: tuple[float, float, float, float], pixels: Any, **how: Any) -> Any:
-    """Draws pixels into a box of the area below the title, in shares of it."""
+    """Draws pixels into a box, given in shares of the area below the title."""
     left, bottom, width, height = box
     share = 1 - TITLE_INCHES / figure.get_size_inches()[1]
     axes = figure.add_axes((0.02 + 0.96 * left, 0.02 + (share - 0.02) * bottom, 0.96 * width, (share - 0.02) * height))
@@ -236,8 +226,18 @@ def _show(figure: Figure, box: tuple[float, float, float, float], pixels: Any, *
     return axes
 
 
+def _tiled(tiles: np.ndarray) -> np.ndarray:
+    """Lays out tiles [rows, columns, height, width] or [..., 3] on a sheet, white between them."""
+    rows, columns, height, width = tiles.shape[:4]
+    gap = max(1, width // 8)
+    blank = np.nan if tiles.ndim == 4 else 1.0
+    sheet = np.full((rows, height + gap, columns, width + gap, *tiles.shape[4:]), blank, np.float32)
+    sheet[:, :height, :, :width] = tiles.swapaxes(1, 2)
+    return sheet.reshape(rows * (height + gap), columns * (width + gap), *tiles.shape[4:])[:-gap, :-gap]
+
+
 def _stretched(values: Tensor, by_channel: bool = False) -> Tensor:
-    """Values [rows, columns, channels] stretched to 0..1, each channel for itself or all alike."""
+    """Scales values [rows, columns, channels] to 0..1, each channel by itself or all alike."""
     over = (0, 1) if by_channel else (0, 1, 2)
     low, high = values.amin(over, keepdim=True), values.amax(over, keepdim=True)
     return (values - low) / (high - low).clamp_min(1e-12)

@@ -1,7 +1,7 @@
-"""Looks at a model while it looks at a picture: attention weights, features of patches, positions, filters.
+"""Records of a forward pass: attention weights and features of patches; position embeddings and filters.
 
-A copy of the model is fused with torch's own attention, so that every library's attention goes through one function,
-where it is seen. Which tokens are patches follows from the convolution that made them.
+A copy of the model is fused with torch's attention, so that the attention of every library goes through one function.
+The convolution that makes the patches tells which tokens they are.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MOST_PREFIX_TOKENS = 16
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture as a model gets it, and as people see it.
+    """An image, prepared for a model and for display.
 
     Attributes:
         images: [1, channels, height, width], normalised.
@@ -47,12 +47,12 @@ class Picture:
 
 @dataclass(frozen=True)
 class Sight:
-    """What was seen in one forward pass.
+    """Record of one forward pass.
 
     Attributes:
         grid: Rows and columns of patches.
         prefix: Tokens before the patches.
-        attention: Of each block its weights [B, H, N, N] in fp32; row i says where token i looks.
+        attention: Weights of each block [B, H, N, N] in fp32; row i is the attention of token i.
         features: Of the patches after the last block and norm, [B, rows, columns, C] in fp32.
     """
 
@@ -62,12 +62,12 @@ class Sight:
     features: Tensor
 
     def of_patches(self, block: int) -> Tensor:
-        """Where patches look among patches, [B, H, patches, patches], rows that sum to one."""
+        """Returns attention among patches [B, H, patches, patches], with rows that sum to one."""
         weights = self.attention[block][..., self.prefix :, self.prefix :]
         return weights / weights.sum(-1, keepdim=True)
 
     def rollout(self) -> Tensor:
-        """How much of each patch reaches each token through all blocks, [B, N, patches].
+        """Returns the share of each patch that reaches each token through all blocks, [B, N, patches].
 
         Heads are averaged, half of each block is its residual. Source: "Quantifying Attention Flow in Transformers",
         arXiv 2005.00928.
@@ -79,7 +79,7 @@ class Sight:
         return flow[..., self.prefix :]
 
     def distances(self, patch_px: Sequence[float]) -> Tensor:
-        """Mean distance of attention in pixels, [blocks, H]; between the middles of patches, over the picture.
+        """Returns the mean attention distance in pixels, [blocks, H], between the centres of patches.
 
         Source: "An Image is Worth 16x16 Words", arXiv 2010.11929, figure 11 (appendix D.7).
         """
@@ -90,7 +90,7 @@ class Sight:
 
 
 class _Watcher(TorchFunctionMode):
-    """Notes what goes by: the weights of attention, the shapes that convolutions give, tokens.
+    """Records attention weights, output shapes of convolutions, and tokens.
 
     Attributes:
         attention: Weights [B, H, N_q, N_kv].
@@ -120,7 +120,7 @@ def _weights(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Attention weights [B, H, N_q, N_kv], of what torch's function is called with."""
+    """Returns attention weights [B, H, N_q, N_kv], for the arguments of torch's function."""
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
     if attn_mask is None and not is_causal:
@@ -136,7 +136,7 @@ def _weights(
 
 @torch.no_grad()
 def look(model: nn.Module, images: Tensor) -> Sight:
-    """Runs a copy of a model on images and notes what it attends to.
+    """Runs a copy of a model on images and records its attention and features.
 
     Args:
         model: Any that `vit_fast.fuse` knows. Left as it is.
@@ -178,7 +178,7 @@ def open_picture(
     image_hw: Size | None = None,
     in_chans: int | None = None,
 ) -> Picture:
-    """A picture, prepared for a model.
+    """Opens an image and prepares it for a model.
 
     Args:
         model: Says size, channels and preprocessing, where its library is known.
@@ -203,7 +203,7 @@ def open_picture(
 
 
 def position_embedding(model: nn.Module, patches: int) -> Tensor:
-    """The learned positions of the patches, [patches, C], those of tokens before them left out.
+    """Returns the position embedding of the patches, [patches, C], without the tokens before them.
 
     Args:
         model: Any.
@@ -220,12 +220,12 @@ def position_embedding(model: nn.Module, patches: int) -> Tensor:
         found = found.reshape(-1, found.shape[-1])
         if 0 <= len(found) - patches <= MOST_PREFIX_TOKENS:
             return found[len(found) - patches :]
-    reason = f"no parameter named after positions has {patches} rows: learned positions are accepted, one a patch"
+    reason = f"no parameter named after positions has {patches} rows; the model must learn one position per patch"
     raise UnsupportedInputError(f"the positions of a {type(model).__name__}", [reason])
 
 
 def patch_filters(model: nn.Module) -> Tensor:
-    """The patch embedding's filters, [C, channels, height, width].
+    """Returns the filters of the patch embedding, [C, channels, height, width].
 
     Raises:
         UnsupportedInputError: the model has no convolution, or its first is no patch embedding of pictures.
@@ -236,12 +236,12 @@ def patch_filters(model: nn.Module) -> Tensor:
             weight = module.weight.detach().float().cpu()
             if weight.shape[1] in (1, 3):
                 return weight
-    reason = "accepted is a first convolution over 1 or 3 channels"
+    reason = "the first convolution must have 1 or 3 input channels"
     raise UnsupportedInputError(f"the filters of a {type(model).__name__}", [reason])
 
 
 def components(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The first principal components [count, width] of rows [n, width], and the rows' coordinates [n, count]."""
+    """Returns the first principal components [count, width] of rows [n, width], and their coordinates [n, count]."""
     centred = rows - rows.mean(0)
     _, _, directions = torch.linalg.svd(centred.double(), full_matrices=False)
     found = directions[:count]

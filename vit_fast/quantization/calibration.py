@@ -18,12 +18,12 @@ from ..ops.descriptions import BlockScales, Norm
 from .fp8_agreement import IMAGES, as_taken
 from .fp8_scales import LEAST, LINEARS, MOST, give_scales
 from .fp8_shadow import Look, Simulated, simulate
-from .ranges import Observation, Observer, Range, candidate_ranges, power_of_two, smoothing_scale
+from .ranges import Observation, Observer, power_of_two, smoothing_scale
+from .schemes import Scheme, first_near_best
 
 BATCH = 16
 """Images that a tensor of many is cut into."""
-NEAR = 1.02
-"""A range that loses so much more than the best is as good: of those the widest is taken, for images to come."""
+E4M3 = Scheme("e4m3", power_of_two=True)
 
 
 @dataclass(frozen=True)
@@ -178,13 +178,12 @@ def _choose(block: Simulated, linear: str, seen: Observation) -> tuple[Tensor, L
         smoothings.append(power_of_two(smoothing_scale(seen.peak, [folded.T.cpu().numpy()])))
     tried = []
     for smoothing in smoothings:
-        ranges = {_step(limits): limits for limits in reversed(candidate_ranges(seen.divided(smoothing), _rounded))}
-        for step in sorted(ranges, reverse=True):
-            scale = torch.as_tensor(np.clip(smoothing * step, LEAST, MOST)).float().to(weight.device)
+        for limits in E4M3.ranges(seen.divided(smoothing)):
+            scale = smoothing * E4M3.grid(limits)[0]
+            scale = torch.as_tensor(np.clip(scale, LEAST, MOST)).float().to(weight.device)
             loss = (reference.fp8_linear(tokens, weight, None, scale, norm) - exact).square().sum().item()
-            tried.append((loss, scale, ranges[step].method, smoothing.ndim > 0))
-    best = min(loss for loss, *_ in tried)
-    loss, scale, method, smoothed = next(one for one in tried if one[0] <= NEAR * best)
+            tried.append((loss, (scale, limits.method, smoothing.ndim > 0)))
+    loss, (scale, method, smoothed) = first_near_best(tried)
     if norm is not None:
         scale = scale.expand(weight.shape[1])
     error = (loss / max(exact.square().sum().item(), 1e-30)) ** 0.5
@@ -200,16 +199,3 @@ def _layer(block: Simulated, linear: str) -> tuple[Tensor, Norm | None]:
         weight = t.fc1_weight if t.gate_weight is None else torch.cat([t.fc1_weight, t.gate_weight])
         return weight, Norm(t.norm2_weight, None, eps2, kind)
     return (t.proj_weight if linear == "proj" else t.fc2_weight), None
-
-
-def _step(limits: Range) -> float:
-    """The least power of two by which the range fits into e4m3."""
-    peak = max(-limits.low, limits.high)
-    return float(np.exp2(np.ceil(np.log2(peak / reference.E4M3_MAX)))) if peak > 0 else 1.0
-
-
-def _rounded(x: np.ndarray, limits: Range) -> np.ndarray:
-    step = _step(limits)
-    inside = torch.from_numpy(x / step).clamp(-reference.E4M3_MAX, reference.E4M3_MAX)
-    rounded: np.ndarray = inside.to(torch.float8_e4m3fn).to(inside.dtype).numpy() * step
-    return rounded

@@ -14,6 +14,7 @@ from ..fusion.fused import device_of, dtype_of
 from ..ops.descriptions import BlockScales
 from .fp8_scales import LINEARS
 from .fp8_shadow import Simulated
+from .schemes import fewest_kept
 
 IMAGES_FOR_ORDER = 32
 """That tell how much each layer changes the answers when it alone is rounded."""
@@ -78,21 +79,21 @@ def find_kept(
     first = _some(batches)
     exact = answers(lambda linear: False, batches)
     linears = [(block.name, k) for block in blocks for k in LINEARS if k not in always.get(block.name, ())]
+    reached: dict[int, float] = {}  # by number of layers kept
 
-    def agreement(count: int) -> float:
-        chosen = set(by_damage[count:])
+    def passes(kept: Collection[Linear]) -> bool:
+        chosen = set(linears) - set(kept)
         same = answers(chosen.__contains__, batches).argmax(-1) == exact.argmax(-1)
-        return same.double().mean().item()
+        reached[len(kept)] = same.double().mean().item()
+        return reached[len(kept)] >= wanted
 
-    by_damage = linears
-    reached = {0: agreement(0)}
-    if reached[0] < wanted:
+    also: Sequence[Linear] | None = ()
+    if not passes(()):
         few = exact[: sum(map(len, first))]
         damage = {one: (answers(one.__eq__, first) - few).square().sum().item() for one in linears}
-        by_damage = sorted(linears, key=lambda one: -damage[one])
-        failing, enough = 0, len(linears) - 1
-        reached[enough] = agreement(enough)
-        if reached[enough] < wanted:
+        also = fewest_kept(sorted(linears, key=lambda one: -damage[one]), passes, len(linears) - 1)
+        if also is None:
+            enough = max(reached)
             raise UnsupportedInputError(
                 f"fuse with precision='fp8', min_agreement={wanted:g}",
                 [
@@ -100,16 +101,10 @@ def find_kept(
                     f"{reached[enough]:.1%} of {len(exact)} images, with none on {reached[0]:.1%}"
                 ],
             )
-        while enough - failing > 1:
-            middle = (failing + enough) // 2
-            reached[middle] = agreement(middle)
-            failing, enough = (failing, middle) if reached[middle] >= wanted else (middle, enough)
-    else:
-        enough = 0
     kept = {block.name: set(always.get(block.name, ())) for block in blocks}
-    for block, linear in by_damage[:enough]:
-        kept[block].add(linear)
-    return Found(kept, reached[enough], len(exact))
+    for name, linear in also:
+        kept[name].add(linear)
+    return Found(kept, reached[len(also)], len(exact))
 
 
 def _some(batches: Sequence[Tensor]) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pickle
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..config import DataConfig, ViTConfig
 from ..errors import VitFastError
@@ -136,3 +137,12 @@ def tensors_of(content: Mapping[str, Any], name: str) -> dict[str, Tensor]:
 def _first_line(error: BaseException) -> str:
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
+
+
+def weights_digest(model: nn.Module) -> str:
+    """Returns a short hash of the values of a model's tensors."""
+    digest = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        if isinstance(tensor, Tensor):
+            digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""How a duration is measured here: several subjects in turns, warmed up, on inputs that the last-level cache has lost.
+"""The clock: several calls interleaved, warmed up, on inputs that the last-level cache has lost.
 
     timings = time_interleaved({"eager": call_eager, "sdpa": call_sdpa}, device)
     timings["sdpa"].ms, timings["sdpa"].ms_p20, timings["sdpa"].ms_p80
@@ -62,17 +62,17 @@ class Protocol:
     def __post_init__(self) -> None:
         for name in ("repeats", "least_repeats", "warmup_repeats"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: accepted is an integer >= 1")
+                raise ValueError(f"{name}={getattr(self, name)}: expected an integer >= 1")
         for name in ("seconds", "warmup_seconds"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)}: accepted is a number of seconds >= 0")
+                raise ValueError(f"{name}={getattr(self, name)}: expected a number of seconds >= 0")
 
     def lasting(self, seconds: float | None) -> Protocol:
         """The same, of so many timed seconds, however many calls fit into them; None leaves it as it is."""
         return self if seconds is None else dataclasses.replace(self, repeats=sys.maxsize, seconds=seconds)
 
     def share_of(self, samples_ms: Sequence[float]) -> float:
-        """How much of a measurement these samples are: 1 when they suffice."""
+        """Returns the progress of a measurement: 1 when the samples suffice."""
         count, seconds = len(samples_ms), sum(samples_ms) / 1e3
         in_time = min(count / self.least_repeats, seconds / self.seconds if self.seconds else 1.0)
         return min(max(count / self.repeats, in_time), 1.0)
@@ -84,7 +84,7 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Timing:
-    """What was measured of one subject, in milliseconds a call.
+    """The durations of one call, in milliseconds.
 
     Attributes:
         ms: Median; ms_p20 and ms_p80 are the percentiles around it.
@@ -108,7 +108,7 @@ class Timing:
     ) -> Timing:
         """Median, 20th and 80th percentile of at least one sample."""
         if not samples_ms:
-            raise ValueError("samples_ms is empty: accepted is at least one sample")
+            raise ValueError("samples_ms is empty: expected at least one sample")
         p20, median, p80 = (percentile(samples_ms, share) for share in (0.2, 0.5, 0.8))
         host = percentile(host_ms, 0.5) if host_ms else None
         return cls(median, p20, p80, len(samples_ms), host, host_bound, tuple(samples_ms))
@@ -138,7 +138,7 @@ class Samples(list[float]):
         self.append(_host_clock(self._call, number) if self._clock is None else self._clock(number))
 
     def timing(self) -> Timing:
-        """What they come to; needs at least one."""
+        """Summarizes at least one sample."""
         if self._clock is None:
             return Timing.from_samples(self)
         return Timing.from_samples(self, self._clock.host_ms, self._clock.host_bound)
@@ -212,7 +212,7 @@ def _current(device: torch.device) -> AbstractContextManager[object]:
 
 
 def cold_copies(nbytes: int, device: torch.device | str) -> int:
-    """How many copies of inputs of this size to rotate, so that a copy has left the last-level cache when it is next.
+    """Returns the number of copies of inputs to rotate so that a copy has left the cache when it is next.
 
     At least two; together they are at least twice as large as the cache.
     """

@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..files import file_aside
-from ..version import __version__, installed
-from .calls import tensors_in
-from .choices import Choice
+from ..version import __version__, cpu_name, installed
+from ..weights.source import weights_digest
+from .candidate import Candidate
+from .optimized import tensors_in
 
 FORMAT = 1
 # What every answer has.
@@ -34,7 +35,7 @@ PACKAGES = ("torch", "triton", "onnxruntime", "onnxruntime-gpu", "openvino", "ti
 
 @dataclass(frozen=True)
 class Answer:
-    """What was found once.
+    """A cached result.
 
     Attributes:
         key: What it holds for, as plain data; see key_of.
@@ -43,7 +44,7 @@ class Answer:
     """
 
     key: dict[str, Any]
-    choice: Choice
+    choice: Candidate
     figures: dict[str, Any]
 
     def suffices(self, budget_s: float) -> bool:
@@ -56,26 +57,26 @@ class Answer:
 
     @classmethod
     def from_dict(cls, data: Any) -> Answer:
-        """What to_dict gave.
+        """Reads the output of to_dict.
 
         Raises:
             ValueError: it is something else, or of another format.
         """
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             found = data.get("format") if isinstance(data, dict) else type(data).__name__
-            raise ValueError(f"format {found!r}: accepted is an answer of format {FORMAT}")
+            raise ValueError(f"format {found!r}: expected an answer of format {FORMAT}")
         parts = [data.get(name) for name in ("key", "choice", "figures")]
         if not all(isinstance(part, dict) for part in parts):
-            raise ValueError("key, choice and figures: accepted are three objects")
+            raise ValueError("key, choice and figures: expected three objects")
         key, figures = dict(parts[0] or {}), dict(parts[2] or {})
         lacking = [name for name in KEY if name not in key] + [name for name in FIGURES if name not in figures]
         if lacking or not all(len(pair) == 2 for pair in dict(figures["parts"]).values()):
-            raise ValueError(f"{', '.join(lacking) or 'parts'}: accepted are all of {', '.join((*KEY, *FIGURES))}")
-        return cls(parts[0], Choice.from_dict(parts[1]), parts[2])  # type: ignore[arg-type]  # objects, as checked
+            raise ValueError(f"{', '.join(lacking) or 'parts'}: expected all of {', '.join((*KEY, *FIGURES))}")
+        return cls(parts[0], Candidate.from_dict(parts[1]), parts[2])  # type: ignore[arg-type]  # objects, as checked
 
 
 def folder() -> Path:
-    """Where answers lie.
+    """Returns the folder of cached results.
 
     Raises:
         OSError: the user has no home.
@@ -96,7 +97,7 @@ def _paths() -> list[Path]:
 
 
 def key_of(model: nn.Module, example: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    """What an answer holds for: machine, versions, the model's shape, the example's, and what was asked.
+    """Returns the key of a result: machine, versions, the model's shape, the example's, and the request.
 
     Args:
         model: Its class, and the names, shapes and dtypes of its tensors, count; where loss is allowed, its values too.
@@ -119,8 +120,6 @@ def machine(device: torch.device) -> dict[str, Any]:
     versions |= {"vit_fast": __version__, "python": platform.python_version()}
     precision = torch.get_float32_matmul_precision()
     if device.type != "cuda":
-        from vit_fast.benchmarks.machine import cpu_name
-
         return {"device": cpu_name(), "threads": torch.get_num_threads(), "versions": versions, "fp32": precision}
     properties = torch.cuda.get_device_properties(device)
     driver = getattr(torch._C, "_cuda_getDriverVersion")()  # noqa: B009  # builds without CUDA lack it
@@ -142,48 +141,6 @@ def model_key(model: nn.Module) -> str:
         else:
             described.append(f"{name} {value if isinstance(value, str) else type(value).__name__}")
     return hashlib.sha256("\n".join(described).encode()).hexdigest()[:16]
-
-
-def weights_digest(model: nn.Module) -> str:
-    """The values of a model's tensors, in a few letters."""
-    digest = hashlib.sha256()
-    for tensor in model.state_dict().values():
-        if isinstance(tensor, Tensor):
-            digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def known_backends(model: nn.Module) -> dict[str, str]:
-    """The backends of our operators that were the fastest for models like this one on this machine, by module.
-
-    Of several answers, the newest that runs in torch at full precision; empty where none is kept.
-    """
-    if not _paths():
-        return {}
-    parameter = next(model.parameters(), None)
-    if parameter is None or parameter.device.type == "meta":
-        return {}
-    here, like = machine(parameter.device), model_key(model)
-    for _, answer in all_answers():
-        if _is_at_full_precision(answer, here) and answer.key.get("model") == like:
-            return {name: backend for name, (_, backend) in answer.figures["parts"].items()}
-    return {}
-
-
-def known_by_shape(device: torch.device) -> dict[str, str]:
-    """The backends that were the fastest on this machine in models of any kind, by class of shapes; the newest wins."""
-    here = machine(device)
-    found: dict[str, str] = {}
-    for _, answer in all_answers():
-        if _is_at_full_precision(answer, here):
-            for kind, backend in answer.figures["parts"].values():
-                found.setdefault(kind, backend)
-    return found
-
-
-def _is_at_full_precision(answer: Answer, here: dict[str, Any]) -> bool:
-    """Whether an answer of this machine says which backends are best where nothing is rounded further."""
-    return answer.choice.precision is None and bool(answer.figures.get("parts")) and answer.key.get("machine") == here
 
 
 def find(model: nn.Module, example: Any, precision: str | None) -> Answer | None:

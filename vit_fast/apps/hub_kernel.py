@@ -1,4 +1,4 @@
-"""The operators as a kernel of the Hugging Face Hub: the folder that its `kernels` loader reads.
+"""Export of the operators as a kernel of the Hugging Face Hub: the folder that its `kernels` loader reads.
 
     build/torch-universal/__init__.py      what the kernel offers: vit_fast.ops' public functions
     build/torch-universal/{ops,kernels}/   as they are here, with the errors and the rule of accuracy beside them
@@ -16,9 +16,9 @@ import hashlib
 import json
 from pathlib import Path
 
-from .files import folder_aside
+from ..files import check_new_folder, folder_aside
 
-PACKAGE = Path(__file__).resolve().parent
+PACKAGE = Path(__file__).resolve().parents[1]
 NAME = "vit-fast-kernels"
 VERSION = 1  # of the interface: the Hub keeps one branch a version
 VARIANT = Path("build") / "torch-universal"
@@ -75,8 +75,7 @@ def build_hf_kernel(folder: str | Path) -> Path:
         FileExistsError: the folder holds something.
     """
     folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"{folder} exists: accepted is a new or empty folder")
+    check_new_folder(folder)
     with folder_aside(folder) as aside:
         _write(aside)
     return folder / VARIANT
@@ -108,7 +107,7 @@ def _write(root: Path) -> None:
 
 
 def _sources() -> dict[str, str]:
-    """Path in the variant -> text, sorted: what the kernel consists of."""
+    """Returns the sources of the kernel by their path in the variant."""
     files = {"__init__.py": INIT}
     for pattern in ("accuracy.py", "errors.py", "ops/*.py", "kernels/**/*.py", "kernels/**/*.json"):
         for path in sorted(PACKAGE.glob(pattern)):

@@ -13,21 +13,31 @@ from torch.utils import _pytree as pytree
 
 from ..errors import UnsupportedInputError
 from ..fusion.freezing import freeze
-from ..fusion.fuse import fuse
+from ..fusion.fuse import fuse, unfuse
 from ..libraries.known import recognise
 from ..ops.backends import fp8_reasons
 from ..quantization.calibration import calibrate
 from ..quantization.fp8_agreement import as_taken, logits_of
 from ..run.runtime import CompileMode, GraphRunner, compile, compile_frozen
-from .calls import Function, of_images, only_images, tensors_in
-from .choices import DTYPES, Choice
-from .drop_in import Optimized, hook_reasons, in_pieces, with_inputs, with_threads
+from .candidate import DTYPES, Candidate
+from .optimized import (
+    Function,
+    Optimized,
+    call,
+    first_batch,
+    hook_reasons,
+    in_pieces,
+    of_images,
+    only_images,
+    tensors_in,
+    with_inputs,
+    with_threads,
+)
 from .runtimes import OnnxFile, session
-from .shapes import shape_classes, sharing_copy
 
 
 def build(
-    choice: Choice,
+    choice: Candidate,
     model: nn.Module,
     example: Any,
     output: Any,
@@ -48,7 +58,7 @@ def build(
         UnsupportedInputError: the choice cannot be had for this model or here; all reasons.
     """
     dtypes = tuple(leaf.dtype for leaf in tensors_in(output) if leaf.is_floating_point())
-    if choice != Choice() and (reasons := hook_reasons(model)):
+    if choice != Candidate() and (reasons := hook_reasons(model)):
         raise UnsupportedInputError(choice.name, reasons)
     if choice.runs_file:  # which cuts batches and counts threads by itself
         function = session(choice, model, example, output, photographs)
@@ -62,7 +72,7 @@ def build(
 
 
 def changed_copy(
-    choice: Choice, model: nn.Module, example: Any, photographs: Sequence[str | Path], min_agreement: float = 0.0
+    choice: Candidate, model: nn.Module, example: Any, photographs: Sequence[str | Path], min_agreement: float = 0.0
 ) -> nn.Module:
     """A copy of the model in the choice's number format and fused as it says; it shares parameters where it can.
 
@@ -94,12 +104,12 @@ def changed_copy(
 
 
 def _calibration_images(
-    choice: Choice, model: nn.Module, example: Any, photographs: Sequence[str | Path]
+    choice: Candidate, model: nn.Module, example: Any, photographs: Sequence[str | Path]
 ) -> Sequence[Tensor]:
     """Batches to look for ranges on: photographs, and where nobody says how they are prepared, the example."""
     images = only_images(example)
     if images is None:
-        raise UnsupportedInputError(choice.name, ["accepted are models that are called with images alone"])
+        raise UnsupportedInputError(choice.name, ["expected models that are called with images alone"])
     from vit_fast.export.photographs import CALIBRATION_IMAGES, as_inputs
     from vit_fast.export.photographs import photographs as read
 
@@ -114,7 +124,7 @@ def _calibration_images(
     return inputs.split(len(images))
 
 
-def _fuse_parts(work: nn.Module, choice: Choice, classes: Mapping[str, str]) -> None:
+def _fuse_parts(work: nn.Module, choice: Candidate, classes: Mapping[str, str]) -> None:
     by_class = dict(choice.by_shape)
     named = {backend for backend in (choice.attention, choice.mlp, *by_class.values()) if backend is not None}
     # "triton" before the others: it is refused where it cannot run
@@ -130,13 +140,13 @@ def _fuse_parts(work: nn.Module, choice: Choice, classes: Mapping[str, str]) -> 
 
 
 def _module(
-    choice: Choice, model: nn.Module, example: Any, photographs: Sequence[str | Path], min_agreement: float
+    choice: Candidate, model: nn.Module, example: Any, photographs: Sequence[str | Path], min_agreement: float
 ) -> Function:
     """A function by torch."""
-    if choice == Choice():
+    if choice == Candidate():
         return model
     if isinstance(model, OnnxFile):
-        raise UnsupportedInputError(choice.name, ["the model is a file: accepted are runtimes of files"])
+        raise UnsupportedInputError(choice.name, ["the model is a file: expected runtimes of files"])
     work = changed_copy(choice, model, example, photographs, min_agreement)
     function: Function = work
     if choice.engine != "torch" and choice.frozen:
@@ -158,7 +168,7 @@ def _module(
     return function
 
 
-def _mode(choice: Choice) -> CompileMode:
+def _mode(choice: Candidate) -> CompileMode:
     return "max-autotune" if choice.engine == "max-autotune" else "default"
 
 
@@ -170,3 +180,57 @@ def _in_memory_of_their_own(function: Function) -> Function:
 def _as(value: Tensor, dtype: torch.dtype | None, channels_last: bool) -> Tensor:
     last = torch.channels_last if channels_last and value.dim() == 4 else torch.preserve_format
     return value.to(dtype=dtype or value.dtype, memory_format=last)
+
+
+def shape_classes(model: nn.Module, example: Any) -> dict[str, str]:
+    """The class of every part that can be fused, by the name of its module; of those that were called.
+
+    Args:
+        model: In evaluation mode; left as it is.
+        example: What it is called with.
+    """
+    work = sharing_copy(model)
+    parts = {row.name: row.part for row in fuse(work, "sdpa").fused}
+    if not parts:
+        return {}
+    unfuse(work)  # its own forwards call every part, which ours may not
+    shapes: dict[str, tuple[int, int, int]] = {}
+    images = first_batch(example)
+    for name in parts:
+        recorder = _Recorder(shapes, name, images)
+        work.get_submodule(name).register_forward_pre_hook(recorder, with_kwargs=True)
+    with torch.no_grad():
+        call(work, example)
+    return {name: f"{part} {'x'.join(map(str, shapes[name]))}" for name, part in parts.items() if name in shapes}
+
+
+def sharing_copy(model: nn.Module) -> nn.Module:
+    """A copy with the very same parameters and buffers."""
+    kept: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, kept).eval()
+
+
+def backends_of(choice: Candidate, classes: Mapping[str, str]) -> dict[str, str]:
+    """The backend of every part by its module's name; those that stay as they were given are left out."""
+    by_class = dict(choice.by_shape)
+    found = {name: by_class.get(kind) or choice.backend_of(kind) for name, kind in classes.items()}
+    return {name: backend for name, backend in found.items() if backend is not None}
+
+
+class _Recorder:
+    """A hook that notes the shape of a module's first tensor: images, tokens an image, width."""
+
+    def __init__(self, shapes: dict[str, tuple[int, int, int]], name: str, images: int) -> None:
+        self.shapes, self.name, self.images = shapes, name, images
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        first = next((leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
+        if first is not None and first.dim() > 1 and first.numel():
+            width = first.shape[-1]
+            tokens = max(1, first.numel() // (self.images * width))
+            self.shapes[self.name] = _rounded(self.images), _rounded(tokens), width
+
+
+def _rounded(count: int) -> int:
+    """The next power of two."""
+    return 1 << (count - 1).bit_length()

@@ -1,4 +1,4 @@
-"""What there is to choose on a machine: engines, backends by part, number formats, and how calls are made."""
+"""Candidates on a machine: engines, backends by part, number formats, threads, splitting of batches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RUNTIMES: dict[str, str] = {
 
 
 @dataclass(frozen=True)
-class Choice:
+class Candidate:
     """One way to run a model; the default is the model as it was given.
 
     Attributes:
@@ -44,7 +44,7 @@ class Choice:
         channels_last: Whether images and convolutions lie channels last.
         threads: Threads of the CPU; None means all that torch uses.
         split: Images a call is cut into; None means not.
-        by_shape: Backends of parts by class of shape, see shapes.py, where they differ from the two above.
+        by_shape: Backends of parts by class of shape, see build.py, where they differ from the two above.
     """
 
     engine: Engine = "torch"
@@ -59,12 +59,12 @@ class Choice:
     by_shape: tuple[tuple[str, str], ...] = ()
 
     def backend_of(self, part: str) -> str | None:
-        """Of a part, or a class of shapes, where by_shape says no other; what is both goes with attention."""
+        """Returns the backend of a part, or of a class of shapes without an entry in by_shape."""
         return self.attention if part.startswith("attention") else self.mlp
 
     @property
     def plainness(self) -> int:
-        """How much is not as it was given; what needs a compiler or another runtime counts twice."""
+        """The number of changes; a compiler or another runtime counts twice."""
         changed = sum(getattr(self, field.name) != field.default for field in dataclasses.fields(self))
         one_fuse = self.attention is not None and self.mlp is not None
         return changed + (self.engine != "torch") - one_fuse
@@ -76,12 +76,12 @@ class Choice:
 
     @property
     def runs_file(self) -> bool:
-        """Whether it is a file that is run, which holds the weights itself."""
+        """True if a runtime of files runs it; the file holds the weights."""
         return self.engine in RUNTIMES
 
     @property
     def name(self) -> str:
-        """As it is written in tables: "fused triton, torch.compile, bf16"."""
+        """The name in tables: "fused triton, torch.compile, bf16"."""
         words = []
         if self.attention is not None or self.mlp is not None:
             parts = {"attention": self.attention, "MLP": self.mlp}
@@ -98,7 +98,7 @@ class Choice:
         return ", ".join(words) or "as given"
 
     def to_dict(self) -> dict[str, Any]:
-        """What differs from the default, as plain data."""
+        """Returns the fields that differ from the default, as plain data."""
         return {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -106,8 +106,8 @@ class Choice:
         }
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Choice:
-        """What to_dict gave.
+    def from_dict(cls, data: dict[str, Any]) -> Candidate:
+        """Reads the output of to_dict.
 
         Raises:
             ValueError: a field, its type, an engine or a number format is unknown.
@@ -115,19 +115,19 @@ class Choice:
         known = {field.name: field for field in dataclasses.fields(cls)}
         for name, value in data.items():
             if name not in known or not isinstance(value, list | tuple if name == "by_shape" else str | bool | int):
-                raise ValueError(f"choice {name}={value!r}: accepted are {', '.join(known)}")
+                raise ValueError(f"choice {name}={value!r}: expected {', '.join(known)}")
         for name, accepted in (("engine", tuple(_SECONDS)), ("precision", PRECISIONS)):
             if name in data and data[name] not in accepted:
-                raise ValueError(f"choice {name}={data[name]!r}: accepted are {', '.join(accepted)}")
+                raise ValueError(f"choice {name}={data[name]!r}: expected {', '.join(accepted)}")
         by_shape = tuple((str(part), str(backend)) for part, backend in data.get("by_shape", ()))
         return cls(**{**data, "by_shape": by_shape})
 
 
-GIVEN, AS_FILE = Choice(), Choice("onnxruntime")
+GIVEN, AS_FILE = Candidate(), Candidate("onnxruntime")
 
 
-def candidates(device: torch.device, allowed: Collection[Precision]) -> list[Choice]:
-    """What to try first on a device: the cheap before what takes long; where loss is allowed, what loses before.
+def candidates(device: torch.device, allowed: Collection[Precision]) -> list[Candidate]:
+    """Returns the first candidates on a device: cheap before slow ones; where loss is allowed, lossy ones first.
 
     Args:
         device: Where the model and the example are.
@@ -136,23 +136,23 @@ def candidates(device: torch.device, allowed: Collection[Precision]) -> list[Cho
     on_cuda = device.type == "cuda"
     backends = _backends(device)
     parts = [(name, name) for name in backends] + list(itertools.permutations(backends, 2))
-    found: list[Choice] = []
+    found: list[Candidate] = []
     precisions: tuple[Precision | None, ...] = (None, "bf16", "fp16")
     for precision in precisions:
         if precision is not None and (precision not in allowed or (precision == "fp16" and not on_cuda)):
             continue
         for attention, mlp in parts:
-            fused = Choice(attention=attention, mlp=mlp, precision=precision)
+            fused = Candidate(attention=attention, mlp=mlp, precision=precision)
             graphed = dataclasses.replace(fused, graphs=True, frozen=attention == mlp == "triton")
             frozen = dataclasses.replace(fused, frozen=True)
             found += [fused, graphed] if on_cuda else [frozen, fused]
-        compiled = Choice("compile", precision=precision)
+        compiled = Candidate("compile", precision=precision)
         # on a CPU what is frozen is laid out for its matmuls; on CUDA our kernels go into what is compiled
         other: dict[str, Any] = {"attention": backends[0], "mlp": backends[0]} if on_cuda else {"frozen": True}
         found += [dataclasses.replace(compiled, **other), compiled]
         found += [dataclasses.replace(compiled, engine="max-autotune", **other)] if on_cuda else []
     if "fp8" in allowed:  # elsewhere its row says why not
-        eight_bit = Choice(attention="triton", mlp="triton", precision="fp8")
+        eight_bit = Candidate(attention="triton", mlp="triton", precision="fp8")
         found += [eight_bit, *([dataclasses.replace(eight_bit, graphs=True)] if on_cuda else [])]
     smaller: Precision = "fp16" if on_cuda else "int8"
     for choice in _runtimes(device):
@@ -162,31 +162,31 @@ def candidates(device: torch.device, allowed: Collection[Precision]) -> list[Cho
     return sorted(found, key=lambda c: (c.seconds > 1 and c.precision is None, c.seconds, c.precision is None))
 
 
-def candidates_of_file(device: torch.device, allowed: Collection[Precision]) -> list[Choice]:
-    """What to try first of a model that is a file, likewise; it runs in ONNX Runtime as it was given."""
+def candidates_of_file(device: torch.device, allowed: Collection[Precision]) -> list[Candidate]:
+    """Returns the first candidates for a model that is a file; as given it runs in ONNX Runtime."""
     found = [choice for choice in _runtimes(device) if choice != AS_FILE]
     if device.type == "cpu":
-        found += [Choice("onnxruntime", precision="int8")] * ("int8" in allowed)
-        found += [Choice("openvino", precision="bf16")] * (Choice("openvino") in found and "bf16" in allowed)
+        found += [Candidate("onnxruntime", precision="int8")] * ("int8" in allowed)
+        found += [Candidate("openvino", precision="bf16")] * (Candidate("openvino") in found and "bf16" in allowed)
     return found
 
 
-def _runtimes(device: torch.device) -> list[Choice]:
+def _runtimes(device: torch.device) -> list[Candidate]:
     """Runtimes of files that are installed for a device."""
     on_ort = installed("onnxruntime") or installed("onnxruntime-gpu")
     if device.type == "cuda":
-        return [AS_FILE, Choice("onnxruntime", graphs=True), Choice("tensorrt")] if on_ort else []
-    return [*([AS_FILE] if on_ort else []), *([Choice("openvino")] if installed("openvino") else [])]
+        return [AS_FILE, Candidate("onnxruntime", graphs=True), Candidate("tensorrt")] if on_ort else []
+    return [*([AS_FILE] if on_ort else []), *([Candidate("openvino")] if installed("openvino") else [])]
 
 
-def variations(choice: Choice, device: torch.device, batch: int, classes: Collection[str] = ()) -> list[Choice]:
-    """What else to try of the fastest: one thing changed each.
+def variations(choice: Candidate, device: torch.device, batch: int, classes: Collection[str] = ()) -> list[Candidate]:
+    """Returns variations of the fastest, with one change each.
 
     Args:
         choice: The fastest so far.
         device: Where it runs.
         batch: Images of a call.
-        classes: The classes of shapes that its parts have, see shapes.py.
+        classes: The classes of shapes that its parts have, see build.py.
     """
     changes: list[dict[str, Any]] = [{"by_shape": others} for others in _other_backends(choice, device, classes)]
     pieces = [size for size in (batch // 2, batch // 4, 1) if 0 < size < batch]
@@ -201,7 +201,7 @@ def variations(choice: Choice, device: torch.device, batch: int, classes: Collec
 ByShape = tuple[tuple[str, str], ...]
 
 
-def _other_backends(choice: Choice, device: torch.device, classes: Collection[str]) -> list[ByShape]:
+def _other_backends(choice: Candidate, device: torch.device, classes: Collection[str]) -> list[ByShape]:
     """One class with another backend each; of parts that all work on one class, candidates() holds them."""
     now = dict(choice.by_shape)
     kinds = sorted(set(classes))

@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
 
-from ..measuring.resolution import control, ratio_interval
-from ..measuring.timing import percentile
+from .clock import percentile
+from .resolution import control, ratio_interval
 
 Objective = Literal["throughput", "latency"]
 # The share of calls that take at most what is compared: of all together the median says how many a second there are.
@@ -40,15 +40,15 @@ FAR_BEHIND, BEHIND = 1.5, 1.05
 SCOUTING_SHARE, VARYING_SHARE = 0.6, 0.75
 
 
-class Candidate(Protocol):
-    """What the search chooses from; hashable."""
+class Comparable(Protocol):
+    """A hashable candidate of the search."""
 
     @property
     def plainness(self) -> int:
-        """How much it changes; of equals the lowest is taken, 0 is what was given."""
+        """The number of changes; among equals the lowest is taken, 0 is the given one."""
 
 
-C = TypeVar("C", bound=Candidate)
+C = TypeVar("C", bound=Comparable)
 
 
 class Refused(Exception):
@@ -81,12 +81,12 @@ class Shop(Protocol[C]):
         """A prepared candidate is not needed any more."""
 
     def variations(self, candidate: C) -> Sequence[C]:
-        """What else to try of the fastest."""
+        """Returns variations of the fastest."""
 
 
 @dataclass
 class Trial(Generic[C]):
-    """What became of a candidate.
+    """The outcome of a candidate.
 
     Attributes:
         candidate: It.
@@ -101,7 +101,7 @@ class Trial(Generic[C]):
 
 @dataclass(frozen=True)
 class Found(Generic[C]):
-    """What a search found.
+    """The result of a search.
 
     Attributes:
         chosen: The best, or what was given.
@@ -218,7 +218,7 @@ class _Search(Generic[C]):
         self.untried, self.lacking_s = self.untried + 1, self.lacking_s + seconds
 
     def _vary(self) -> None:
-        """Of the fastest, of the faster one that this found, and so on: one thing is changed at a time.
+        """Tries variations of the fastest, then of the faster one among these, and so on.
 
         What was given may be the fastest only until two things are changed: then the next one that is as quickly
         prepared is varied as well.
@@ -296,7 +296,7 @@ class _Search(Generic[C]):
                 self._drop(trial, f"{factor:.2f} times as long as the fastest")
 
     def _resolution(self) -> float | None:
-        """What lies between the leader's two names; None before there is enough of both."""
+        """Returns the difference between the leader's two names; None before there are enough samples."""
         if len(self.again) < FIRST_ROUNDS:
             return None
         found: float = control(*paired(self.leader.samples_ms, self.again), share=self.share)["resolution"]
@@ -324,7 +324,7 @@ class _Search(Generic[C]):
         return Found(chosen.candidate, tuple(self.trials), resolution, interrupted, tried, finish_s)
 
     def _lead(self, one: Trial[C], other: Trial[C]) -> float:
-        """How many times as fast one surely is as the other."""
+        """Returns the lower bound of one's speed relative to the other."""
         if not one.samples_ms or not other.samples_ms:
             return 0.0
         first, second = paired(other.samples_ms, one.samples_ms)

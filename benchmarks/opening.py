@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vit_fast.benchmarks.inputs import MAX_VIEWS, image_views, random_weights
-from vit_fast.benchmarks.models import Model
-from vit_fast.benchmarks.plan import make_plan
-from vit_fast.benchmarks.subjects import Task
-from vit_fast.benchmarks.subjects_models import define
+from vit_fast.apps.data import read_image
+from vit_fast.measure.runtimes import OnnxFile
 
-from ..apps.data import read_image
-from .runtimes import OnnxFile
+from .inputs import MAX_VIEWS, image_views, random_weights
+from .models import Model
+from .plan import make_plan
+from .subjects import Task
+from .subjects_models import define
 
 # Batches beside the example, to judge agreement on.
 OTHER_BATCHES = 3
@@ -58,12 +58,12 @@ def open_model(
     """
     plan = make_plan(images, models=[name], batch_sizes=[batch], dtypes=["fp32"], img_size=img_size, device=device)
     if len(plan.models) > 1:
-        raise ValueError(f"{name!r} means {', '.join(model.name for model in plan.models)}: accepted is one of them")
+        raise ValueError(f"{name!r} means {', '.join(model.name for model in plan.models)}: expected one of them")
     (model,) = plan.models
     if model.onnx is not None:
         module: nn.Module = OnnxFile(model.onnx, plan.device, img_size if img_size is None else model.image_hw)
     elif model.kind not in ("ours", "given"):
-        raise ValueError(f"{name}: accepted are whole models")
+        raise ValueError(f"{name}: expected whole models")
     else:
         weights = model.weights if model.config is None or model.weights else random_weights(model.config)
         task = Task(model, weights, torch.float32, plan.device, batch)

@@ -1,4 +1,4 @@
-"""What was chosen, in a form that runs without this search: an ONNX file, or torch's own package."""
+"""The chosen candidate in a form that runs without the search: an ONNX file, or torch's own package."""
 
 from __future__ import annotations
 
@@ -12,25 +12,14 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..errors import UnsupportedInputError
-from ..files import check_writable, folder_aside
+from ..files import check_new_folder, folder_aside
 from .build import changed_copy
-from .calls import arguments, only_images
-from .choices import DTYPES
+from .candidate import DTYPES
 from .optimization import Optimization
+from .optimized import arguments, only_images
 from .runtimes import OnnxFile, write_onnx
 
 FIGURES = "optimize.json"
-
-
-def check_folder(folder: Path) -> None:
-    """Refuses a place that is taken, before anything is searched.
-
-    Raises:
-        OSError: it is no folder, or not an empty one.
-    """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"{folder}: accepted is a new or empty folder")
-    check_writable(folder)
 
 
 def write(
@@ -49,7 +38,7 @@ def write(
         OSError: the folder is taken or cannot be written.
         UnsupportedInputError: torch cannot export the model, for instance.
     """
-    check_folder(folder)
+    check_new_folder(folder)
     choice = result.choice
     with folder_aside(folder) as aside:
         images = only_images(example)

@@ -18,11 +18,10 @@ from vit_fast.config import Size
 from ..apps.data import default_photograph, find_images
 from ..errors import UnsupportedInputError
 from ..libraries.known import recognise
-from .calls import Function, of_images, only_images, tensors_in
-from .choices import Choice
-from .drop_in import in_pieces
+from .candidate import Candidate
+from .optimized import Function, in_pieces, of_images, only_images, tensors_in
 
-OPSET = 20
+OPSET, BF16_OPSET = 20, 22
 Run = Callable[[Tensor], Tensor]
 
 
@@ -55,7 +54,7 @@ class OnnxFile(nn.Module):
         self.eval()
 
     def get_extra_state(self) -> str:
-        """What is in the file and in the weights beside it, in a few letters."""
+        """Returns a hash of the file and of the weights beside it."""
         return self._digest
 
     def forward(self, images: Tensor) -> Tensor:
@@ -67,15 +66,18 @@ class OnnxFile(nn.Module):
         output: Tensor = self.runner(images)
         return output
 
-    def unrewritten(self) -> Run:
-        """The file computed node by node as it stands, on the CPU: there is no other definition of it."""
-        from vit_fast.export import OnnxRunner
 
-        runner = OnnxRunner(self.path, "cpu", image_hw=self.image_hw, optimise=False)
-        return lambda images: torch.as_tensor(runner(images.cpu()))
+def unrewritten(path: Path, image_hw: Size | None) -> Run:
+    """Opens a file node by node as it stands, on the CPU: the reference for a file."""
+    from vit_fast.export import OnnxRunner
+
+    runner = OnnxRunner(path, "cpu", image_hw=image_hw, optimise=False)
+    return lambda images: torch.as_tensor(runner(images.cpu()))
 
 
-def session(choice: Choice, model: nn.Module, example: Any, output: Any, photographs: Sequence[str | Path]) -> Function:
+def session(
+    choice: Candidate, model: nn.Module, example: Any, output: Any, photographs: Sequence[str | Path]
+) -> Function:
     """A function as the model is one, by a runtime; the file that it was exported to is gone once it is loaded.
 
     Raises:
@@ -86,15 +88,17 @@ def session(choice: Choice, model: nn.Module, example: Any, output: Any, photogr
     leaves, spec = pytree.tree_flatten(output)
     reasons = []
     if images is None:
-        reasons.append("accepted are models that are called with images alone")
+        reasons.append("expected models that are called with images alone")
     if len(tensors_in(output)) != 1 or len(leaves) != 1:
-        reasons.append("accepted are models that give one tensor, alone or in a structure")
+        reasons.append("expected models that give one tensor, alone or in a structure")
     if images is None or reasons:
         raise UnsupportedInputError(choice.name, reasons)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
         write_onnx(choice, model, path, images, photographs)
-        run = _opened(choice, path, images, model.image_hw if isinstance(model, OnnxFile) else None)
+        run = open_file(choice, path, images, model.image_hw if isinstance(model, OnnxFile) else None)
+    if choice.engine == "openvino":
+        run = in_pieces(run, choice.split or len(images))
     if not isinstance(model, OnnxFile):  # the interface of what we export is in fp32 whatever it computes in
         run = _of_fp32(run)
     return of_images(
@@ -105,7 +109,9 @@ def session(choice: Choice, model: nn.Module, example: Any, output: Any, photogr
     )
 
 
-def write_onnx(choice: Choice, model: nn.Module, path: Path, images: Tensor, photographs: Sequence[str | Path]) -> None:
+def write_onnx(
+    choice: Candidate, model: nn.Module, path: Path, images: Tensor, photographs: Sequence[str | Path]
+) -> None:
     """Exports the model to where the choice runs it, in the choice's number format; a file is copied.
 
     Raises:
@@ -119,13 +125,13 @@ def write_onnx(choice: Choice, model: nn.Module, path: Path, images: Tensor, pho
 
     size = recognise(model).image_hw
     if tuple(images.shape[2:]) != tuple(size):
-        raise UnsupportedInputError(choice.name, [f"images are {tuple(images.shape[2:])}: accepted is {tuple(size)}"])
+        raise UnsupportedInputError(choice.name, [f"images are {tuple(images.shape[2:])}: expected {tuple(size)}"])
     on_ort = "ort-cuda" if images.device.type == "cuda" else "ort-cpu"
     targets: dict[str, Any] = {"tensorrt": "tensorrt", "openvino": "generic"}
     export_onnx(
         model,
         path,
-        opset=OPSET,
+        opset=BF16_OPSET if choice.precision == "bf16" else OPSET,
         precision="fp32" if choice.engine == "openvino" else choice.precision or "fp32",  # it converts by itself
         target=targets.get(choice.engine, on_ort),
         calibration=calibration,
@@ -133,31 +139,39 @@ def write_onnx(choice: Choice, model: nn.Module, path: Path, images: Tensor, pho
     )
 
 
-def _write_again(choice: Choice, model: OnnxFile, path: Path, calibration: Sequence[Path] | None) -> None:
+def _write_again(choice: Candidate, model: OnnxFile, path: Path, calibration: Sequence[Path] | None) -> None:
     if choice.precision is None or choice.engine == "openvino":
         _copy_file(model.path, path)
         return
-    from vit_fast.export.quantise_file import quantise_file
+    from vit_fast.export.quantise import quantise_file
 
     quantise_file(model.path, path, "ort-cuda" if model.device.type == "cuda" else "ort-cpu", calibration or ())
 
 
-def _opened(choice: Choice, path: Path, images: Tensor, image_hw: Size | None) -> Run:
-    """A runtime with a file loaded, which may be removed afterwards."""
+def open_file(choice: Candidate, path: Path, images: Tensor, image_hw: Size | None, *, io_binding: bool = True) -> Run:
+    """Loads a file into a runtime; it may be removed afterwards.
+
+    Args:
+        choice: The runtime, and how it runs the file.
+        path: The file.
+        images: What it will be called with.
+        image_hw: Height and width, for a file that leaves them open.
+        io_binding: See OnnxRunner.
+    """
     on_cpu = images.device.type == "cpu"
     threads = (choice.threads or torch.get_num_threads()) if on_cpu else None
     if choice.engine == "openvino":
         from vit_fast.export.openvino import OpenvinoRunner
 
         if not on_cpu:
-            raise UnsupportedInputError(choice.name, [f"images are on {images.device}: accepted is the CPU"])
+            raise UnsupportedInputError(choice.name, [f"images are on {images.device}: expected the CPU"])
         precision = "bf16" if choice.precision == "bf16" or images.dtype == torch.bfloat16 else "fp32"
-        return in_pieces(OpenvinoRunner(path, threads=threads, precision=precision), choice.split or len(images))
+        return OpenvinoRunner(path, threads=threads, precision=precision)
     from vit_fast.export import OnnxRunner
 
     where = f"tensorrt:{images.device.index or 0}" if choice.engine == "tensorrt" else str(images.device)
-    size = choice.split or len(images)
-    return OnnxRunner(path, where, threads=threads, max_batch=size, image_hw=image_hw, cuda_graph=choice.graphs)
+    options: dict[str, Any] = {"image_hw": image_hw, "cuda_graph": choice.graphs, "io_binding": io_binding}
+    return OnnxRunner(path, where, threads=threads, max_batch=choice.split or len(images), **options)
 
 
 def _of_fp32(run: Run) -> Run:

@@ -1,4 +1,4 @@
-"""What a run can tell apart: intervals of ratios by bootstrap, the A/A control, and the verdicts that follow.
+"""Resolution of a run: intervals of ratios by bootstrap, the A/A control, and the verdicts that follow.
 
 Every group times its best call at full precision twice, under two names, in the same turns: whatever lies between the
 two is what this machine does to identical code, and the resolution of the run. Samples of one turn share what the
@@ -22,7 +22,7 @@ QUIET_RUN = "for a quiet run: end what else runs here, fix the clocks, or give t
 
 
 def ratio(base_ms: Sequence[float], other_ms: Sequence[float], *, paired: bool, share: float = 0.5) -> float:
-    """How many times as fast the other is.
+    """Returns the speed of the other relative to the base.
 
     Of samples taken in the same turns the median of each turn's own ratio, in which cancels whatever the machine did
     to that turn: drift and bursts that move a median by half leave it within some per cent. Else of the medians.
@@ -53,7 +53,7 @@ def ratio_interval(
 
 
 def _ratios(base: np.ndarray, other: np.ndarray, paired: bool, share: float) -> np.ndarray:
-    """Of rows of samples; only medians are taken turn by turn, the longest calls of two are not of the same turns."""
+    """Ratios of rows of samples; medians turn by turn, as the longest calls of two are not of the same turns."""
     if paired and share == 0.5 and base.shape == other.shape:
         return np.median(base / other, axis=1)
     return np.quantile(base, share, axis=1) / np.quantile(other, share, axis=1)

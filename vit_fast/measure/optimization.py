@@ -23,20 +23,16 @@ from ..apps.data import find_images
 from ..arguments import check_choice
 from ..errors import UnsupportedInputError, check_type
 from ..files import file_aside
-from ..measuring import resolution
-from ..measuring.limits import describe_error
-from ..measuring.timing import percentile
-from . import answers
-from .answers import Answer
-from .calls import first_batch, only_images
-from .choices import GIVEN, PRECISIONS, Choice, Precision, candidates, candidates_of_file
-from .drop_in import Optimized
-from .expected import Expected, Rule
-from .interruption import remembered
+from . import cache, resolution
+from .build import backends_of
+from .cache import Answer
+from .candidate import GIVEN, PRECISIONS, Candidate, Precision, candidates, candidates_of_file
+from .clock import percentile
+from .limits import describe_error, remembered
+from .optimized import Optimized, first_batch, only_images
 from .runtimes import OnnxFile
 from .search import SHARE, Found, Objective, Refused, Trial, paired, search
-from .shapes import backends_of, choice_by_classes
-from .trials import Checked, Trials, device_of_example
+from .trials import Checked, Expected, Rule, Trials, device_of_example
 
 # What was found once may take so long to build again.
 REBUILDING_S = 1800.0
@@ -44,7 +40,7 @@ REBUILDING_S = 1800.0
 
 @dataclass(frozen=True)
 class Row:
-    """What became of a choice.
+    """The outcome of a candidate.
 
     Attributes:
         choice: It.
@@ -55,7 +51,7 @@ class Row:
         reason: Why it was not tried or not taken; None of the one that was.
     """
 
-    choice: Choice
+    choice: Candidate
     ms: float | None
     images_per_s: float | None
     images_per_s_interval: tuple[float, float] | None
@@ -67,7 +63,7 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class Optimization:
-    """What `optimize` found; print it.
+    """The result of `optimize`; print it.
 
     Attributes:
         model: An independent, read-only copy of the model as it was then, whatever runs it; see docs/howto/optimize.md.
@@ -82,7 +78,7 @@ class Optimization:
     """
 
     model: Optimized
-    choice: Choice
+    choice: Candidate
     table: tuple[Row, ...]
     gain: float
     over_compile: float | None
@@ -175,7 +171,7 @@ def optimize(
     allowed = _check(budget_s, lossless, min_agreement, latency_or_throughput, memory_limit, allow)
     others: Any = images
     if isinstance(others, Tensor):
-        raise TypeError(f"images is a tensor {tuple(others.shape)}: accepted are batches of them, [images] for one")
+        raise TypeError(f"images is a tensor {tuple(others.shape)}: expected batches of them, [images] for one")
     device = device_of_example(example)
     photographs = find_images(calibration or ())
     model = _snapshot(model, example)
@@ -186,22 +182,20 @@ def optimize(
         "memory_limit": memory_limit,
     }
     with remembered() as interruption:
-        key = answers.key_of(model, example, asked)
+        key = cache.key_of(model, example, asked)
         if progress is not None:
             progress("the reference in fp64", time.perf_counter() - start)
         expected = Expected(model, example, images if allowed else ())
         rule = Rule(min_agreement, memory_limit)
         trials = Trials(model, example, expected, photographs, rule, progress, interruption)
         trials.start = start
-        kept = None if again else answers.look_up(key)
+        kept = None if again else cache.look_up(key)
         if kept is not None and kept.suffices(budget_s):
             try:
                 return _rebuilt(kept, trials)
             except Refused:
                 pass  # it does not hold any more: search
         first = (candidates_of_file if isinstance(model, OnnxFile) else candidates)(device, allowed)
-        likely = choice_by_classes(trials.classes.values(), answers.known_by_shape(device))
-        first = [*filter(None, [likely]), *first]
         found = search(trials, GIVEN, first, budget_s=budget_s, objective=latency_or_throughput)
         return _result(found, trials, key, latency_or_throughput, budget_s)
 
@@ -234,7 +228,7 @@ def load_optimized(
     if example is not None:
         device_of_example(example)
     module = _snapshot(model, example)
-    if answer.key["model"] != answers.model_key(module):
+    if answer.key["model"] != cache.model_key(module):
         raise ValueError(
             f"{path}: was written for a model of other shapes than this {type(module).__name__}, or for another file"
         )
@@ -255,7 +249,7 @@ def _example_of(answer: Answer, model: nn.Module) -> Tensor:
     described = answer.key["example"]
     parameter = next(model.parameters(), torch.empty(0))
     if len(described) != 1 or len(described[0][0]) != 4:
-        raise ValueError(f"example=None: accepted is what the model is called with, as the answer is for {described}")
+        raise ValueError(f"example=None: expected what the model is called with, as the answer is for {described}")
     images = torch.randn(described[0][0], generator=torch.Generator().manual_seed(0))
     return images.to(parameter.device, getattr(torch, described[0][1].removeprefix("torch.")))
 
@@ -271,7 +265,7 @@ def _snapshot(model: Any, example: Any) -> nn.Module:
             reason = f"copying it fails: {describe_error(error)}"
             raise UnsupportedInputError("optimizing this model", [reason]) from None
     if not isinstance(model, str | Path):
-        raise TypeError(f"model is a {type(model).__name__}: accepted is a torch.nn.Module, or the path of a file.onnx")
+        raise TypeError(f"model is a {type(model).__name__}: expected a torch.nn.Module, or the path of a file.onnx")
     images = only_images(example)
     if images is None or images.dim() != 4:
         return OnnxFile(model)
@@ -287,22 +281,22 @@ def _check(
     numbers = {"budget_s": budget_s, "min_agreement": min_agreement, "memory_limit": memory_limit}
     for name, value in numbers.items():
         if not isinstance(value, int | float) and (name, value) != ("memory_limit", None):
-            raise TypeError(f"{name} is a {type(value).__name__}: accepted is a number")
+            raise TypeError(f"{name} is a {type(value).__name__}: expected a number")
     if isinstance(allow, str):
-        raise TypeError(f"allow={allow!r}: accepted are several names, ({allow!r},) for one")
+        raise TypeError(f"allow={allow!r}: expected several names, ({allow!r},) for one")
     check_type("allow", allow, Collection, type(None))
     if not budget_s > 0:
-        raise ValueError(f"budget_s={budget_s}: accepted is a number of seconds above 0")
+        raise ValueError(f"budget_s={budget_s}: expected a number of seconds above 0")
     if not 0 <= min_agreement <= 1:
-        raise ValueError(f"min_agreement={min_agreement}: accepted is a share from 0 to 1")
+        raise ValueError(f"min_agreement={min_agreement}: expected a share from 0 to 1")
     check_choice("latency_or_throughput", objective, tuple(SHARE))
     if memory_limit is not None and memory_limit < 1:
-        raise ValueError(f"memory_limit={memory_limit}: accepted is a number of bytes above 0, or None")
+        raise ValueError(f"memory_limit={memory_limit}: expected a number of bytes above 0, or None")
     if lossless and allow:
-        raise ValueError(f"allow={sorted(allow)} with lossless=True: accepted is lossless=False with it")
+        raise ValueError(f"allow={sorted(allow)} with lossless=True: expected lossless=False with it")
     for name in allow or ():
         if name not in PRECISIONS:
-            raise ValueError(f"allow has {name!r}: accepted are {', '.join(PRECISIONS)}")
+            raise ValueError(f"allow has {name!r}: expected {', '.join(PRECISIONS)}")
     return frozenset() if lossless else frozenset(PRECISIONS if allow is None else allow)
 
 
@@ -316,7 +310,7 @@ def _rebuilt(answer: Answer, trials: Trials) -> Optimization:
 
 
 def _result(
-    found: Found[Choice], trials: Trials, key: dict[str, Any], objective: Objective, budget_s: float
+    found: Found[Candidate], trials: Trials, key: dict[str, Any], objective: Objective, budget_s: float
 ) -> Optimization:
     given, share = found.of(GIVEN), SHARE[objective]
     rows = tuple(_row(trial, given, trials, share) for trial in found.trials)
@@ -341,7 +335,7 @@ def _result(
     answer = Answer(key, found.chosen, figures)
     if not found.interrupted:
         try:
-            answers.keep(answer)
+            cache.keep(answer)
         except OSError as error:  # the search has been made all the same
             warnings.warn(f"the answer is not kept: {error}", stacklevel=3)
     return Optimization(
@@ -350,14 +344,14 @@ def _result(
     )  # fmt: skip
 
 
-def _is_compile_alone(choice: Choice) -> bool:
-    """Whether this is what torch.compile does to the model by itself."""
+def _is_compile_alone(choice: Candidate) -> bool:
+    """True for torch.compile alone."""
     return choice in [
-        Choice(engine, frozen=frozen) for engine in ("compile", "max-autotune") for frozen in (False, True)
+        Candidate(engine, frozen=frozen) for engine in ("compile", "max-autotune") for frozen in (False, True)
     ]
 
 
-def _row(trial: Trial[Choice], given: Trial[Choice], trials: Trials, share: float) -> Row:
+def _row(trial: Trial[Candidate], given: Trial[Candidate], trials: Trials, share: float) -> Row:
     batch = first_batch(trials.example)
     ms = ratio = rate = interval = None
     if trial.samples_ms:

@@ -1,4 +1,4 @@
-"""What ends a call that hangs, and what tells memory that ran out from other failures."""
+"""Limits: ends calls that hang, recognizes exhausted memory, remembers Ctrl-C."""
 
 from __future__ import annotations
 
@@ -139,3 +139,44 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 def describe_error(error: Exception) -> str:
     """An exception in one line of reasonable length."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
+
+
+class Interruption:
+    """Remembers whether Ctrl-C was pressed.
+
+    Attributes:
+        asked: It was.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def check(self) -> None:
+        """Ends what goes on although it was.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C was pressed.
+        """
+        if self.asked:
+            raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def remembered() -> Iterator[Interruption]:
+    """Notes Ctrl-C in the block, and then does what is done without; only the main thread gets any."""
+    seen = Interruption()
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield seen
+        return
+    handle = before
+
+    def note(number: int, frame: FrameType | None) -> None:
+        seen.asked = True
+        handle(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield seen
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,1 @@
+"""Candidates, their check and clock, and the search for the fastest one."""
