@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from children import environment, run_python
 from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need triton")
@@ -103,19 +101,15 @@ _CHILD = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
 import test_matmul_shapes
-function, *arguments = json.load(sys.stdin)
+function, *arguments = json.loads(sys.argv[2])
 print(json.dumps(getattr(test_matmul_shapes, function)(*arguments)))
 """
 
 
 def in_compiler(function: str, *arguments: Any) -> Any:
-    """What a function of this module gives in a process that is not the interpreter's."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", _CHILD, str(Path(__file__).parent)]
-    given = json.dumps([function, *arguments])
-    run = subprocess.run(command, input=given, capture_output=True, text=True, env=environment, timeout=3000)
-    assert run.returncode == 0, run.stderr[-2000:]
-    return json.loads(run.stdout)
+    """Returns what a function of this module returns in a process that compiles kernels."""
+    command = ["-c", _CHILD, str(Path(__file__).parent), json.dumps([function, *arguments])]
+    return json.loads(run_python(command, environment()))
 
 
 @pytest.mark.slow
