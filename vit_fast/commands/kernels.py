@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -12,8 +11,6 @@ from typing import Annotated, Any
 import typer
 
 from .words import integers
-
-_SAMPLE = 10  # builds, about, from which the time of all is estimated
 
 
 def register(app: typer.Typer) -> None:
@@ -178,34 +175,21 @@ def collect(archs: list[str] | None, *, core: bool, update_baseline: bool, progr
                 row["problems"] += baseline.regressions(before, build.key(arch), stats)
         return row
 
-    # a few of all over the list first: from them the time of the others is told
-    step = max(3, len(wanted) // _SAMPLE)
-    order = sorted(range(len(wanted)), key=lambda index: index % step != 0)
-    sample = len(wanted[::step])
-    typer.echo(f"{len(wanted)} builds to compile; how long that takes is estimated from {sample} of them", err=True)
-    rows: dict[int, dict[str, Any]] = {}
-    start = time.perf_counter()
+    rows = []
     with _progress("builds compiled") as bar:
-        for done, index in enumerate(order, start=1):
-            rows[index] = compile_one(*wanted[index])
+        for one in wanted:
+            rows.append(compile_one(*one))
             if progress:
-                typer.echo(_line(rows[index]))
-            bar(done, len(wanted))
-            if done == sample < len(wanted):
-                left = (time.perf_counter() - start) / sample * (len(wanted) - sample)
-                typer.echo(f"about {_duration(left)} for the other {len(wanted) - sample}", err=True)
+                typer.echo(_line(rows[-1]))
+            bar(len(rows), len(wanted))
     if update_baseline:
         baseline.write_baseline(found)
     return {
         "triton": triton.__version__,
         "baseline_triton": before["triton"],
         "compared_with_baseline": comparable,
-        "builds": [rows[index] for index in range(len(wanted))],
+        "builds": rows,
     }
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} seconds" if seconds < 90 else f"{seconds / 60:.0f} minutes"
 
 
 def _last_line(error: Exception) -> str:
