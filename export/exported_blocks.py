@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vit_fast.fusion.block import run_mlp, runs_whole
+from vit_fast.blocks.block import run_mlp, runs_whole
+from vit_fast.blocks.fused import FusedNormMlp
+from vit_fast.blocks.parts import BlockParts, LinearParts, scale_of, tensors_of
 from vit_fast.fusion.fuse import shadow_of
-from vit_fast.fusion.fused import FusedNormMlp
-from vit_fast.fusion.parts import BlockParts, LinearParts, scale_of, tensors_of
 from vit_fast.ops import attention_qkvpacked, qk_norm_rope, reference
 from vit_fast.ops.attention import scale_of as scale_of_heads
 from vit_fast.ops.descriptions import Keys, Rope

@@ -17,10 +17,11 @@ from fused_models import SUBJECTS
 from torch import Tensor, nn
 
 import vit_fast
+from vit_fast.blocks.fp8_scales import LINEARS, PLACE, Fp8Scales, scales_of
+from vit_fast.fusion import calibration
 from vit_fast.fusion.fuse import shadow_of
-from vit_fast.quantization import calibration, ranges
+from vit_fast.quantization import ranges
 from vit_fast.quantization.fp8_agreement import IMAGES
-from vit_fast.quantization.fp8_scales import LINEARS, PLACE, Fp8Scales, scales_of
 from vit_fast.quantization.fp8_shadow import simulate
 
 LIBRARIES = [

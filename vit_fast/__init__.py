@@ -16,15 +16,15 @@ from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from . import export, figures, ops
+    from .blocks.fusion_report import FusionReport
     from .config import DataConfig, ViTConfig
     from .errors import UnsupportedInputError, VitFastError
+    from .fusion.calibration import Calibration, calibrate
     from .fusion.freezing import freeze, unfreeze
     from .fusion.fuse import fuse, set_backend, unfuse
-    from .fusion.fusion_report import FusionReport
     from .libraries.fixed_grid import FixedGrid
     from .measure.optimization import Optimization, load_optimized, optimize
     from .model import VisionTransformer
-    from .quantization.calibration import Calibration, calibrate
     from .run.runtime import GraphRunner, compile
     from .run.warmup import WarmUp, warm_up
     from .variants import list_models
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from .weights.factory import create_model
 
 _LAZY = {
-    "Calibration": ".quantization.calibration",
+    "Calibration": ".fusion.calibration",
     "DataConfig": ".config",
     "FixedGrid": ".libraries.fixed_grid",
-    "FusionReport": ".fusion.fusion_report",
+    "FusionReport": ".blocks.fusion_report",
     "GraphRunner": ".run.runtime",
     "Optimization": ".measure.optimization",
     "UnsupportedInputError": ".errors",
@@ -43,7 +43,7 @@ _LAZY = {
     "VisionTransformer": ".model",
     "VitFastError": ".errors",
     "WarmUp": ".run.warmup",
-    "calibrate": ".quantization.calibration",
+    "calibrate": ".fusion.calibration",
     "compile": ".run.runtime",
     "create_model": ".weights.factory",
     "freeze": ".fusion.freezing",

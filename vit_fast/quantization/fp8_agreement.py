@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..blocks.fp8_scales import LINEARS
+from ..blocks.fused import device_of, dtype_of
 from ..errors import UnsupportedInputError
-from ..fusion.fused import device_of, dtype_of
 from ..ops.descriptions import BlockScales
-from .fp8_scales import LINEARS
 from .fp8_shadow import Simulated
 from .schemes import fewest_kept
 
