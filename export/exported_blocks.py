@@ -91,15 +91,15 @@ def _is_one(linear: LinearParts) -> bool:
 def exportable_copy(model: nn.Module) -> nn.Module:
     """Returns a copy that shares the model's tensors, whose blocks run from their parts where they can be read."""
     shadow = shadow_of(model)
-    for block in [module for module in shadow.modules() if isinstance(module, FusedNormMlp)]:
+    blocks: list[Any] = [module for module in shadow.modules() if isinstance(module, FusedNormMlp)]
+    for block in blocks:
         parts = block.read()
-        if not runs_whole(parts, "triton"):
-            continue
-        block.vit_fast_exported = exported = ExportedBlock(parts)
-        # its own forward finds positions and masks
-        block.ready = partial(_same, parts)
-        block.is_idle = partial(_same, False)
-        block.run_as_block = partial(_run_as_block, exported)
+        if runs_whole(parts, "triton"):
+            block.vit_fast_exported = exported = ExportedBlock(parts)
+            # its own forward stays, which finds positions and masks
+            block.ready = partial(_same, parts)
+            block.is_idle = partial(_same, False)
+            block.run_as_block = partial(_run_as_block, exported)
     return shadow
 
 

@@ -91,7 +91,7 @@ def test_a_model_without_classes_has_no_agreement() -> None:
     subject = SUBJECTS["transformers-dinov2"]
     model = subject.build().eval()
     vit_fast.calibrate(model, subject.inputs()["pixel_values"])
-    with pytest.raises(ValueError, match=r"min_agreement is given, .* accepted are logits \[B, classes\]"):
+    with pytest.raises(ValueError, match=r"min_agreement needs a model that returns logits \[B, classes\]"):
         fp8.choose(model, shadow_of(model), None, 0.9)
 
 

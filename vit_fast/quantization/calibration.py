@@ -112,31 +112,29 @@ def calibrate(model: nn.Module, images: Tensor | Iterable[Any]) -> Calibration:
 def _check(model: nn.Module) -> None:
     check_type("model", model, nn.Module)
     if hasattr(model, "_orig_mod"):
-        raise ValueError("model is compiled: accepted is the module itself, calibrate and fuse it before compiling")
+        raise ValueError("model must not be compiled yet: calibrate and fuse it before compiling")
     if device_of(model).type == "meta":
-        raise ValueError("model is on meta: accepted is one with weights, load them first")
+        raise ValueError("model must have weights, but is on meta: load them first")
     if model.training:
-        raise ValueError("model is in training mode: accepted is evaluation mode, call eval() first")
+        raise ValueError("model must be in evaluation mode, not in training mode: call eval() first")
 
 
 def _batches(model: nn.Module, images: Any) -> list[Tensor]:
     if isinstance(images, Tensor):
         images = images.split(BATCH) if images.dim() > 1 else [images]
     elif isinstance(images, str | bytes) or not isinstance(images, Iterable):
-        raise TypeError(f"images is a {type(images).__name__}: accepted is a tensor, or an iterable of batches")
+        raise TypeError(f"images must be a tensor or an iterable of batches, got {type(images).__name__}")
     batches = []
     for number, batch in enumerate(images):
         if isinstance(batch, tuple | list) and batch:
             batch = batch[0]
         if not isinstance(batch, Tensor) or batch.dim() < 2:
             what = f"of shape {tuple(batch.shape)}" if isinstance(batch, Tensor) else f"a {type(batch).__name__}"
-            raise TypeError(
-                f"images: batch {number} is {what}: accepted is a tensor [B, ...], or a tuple with one first"
-            )
+            raise TypeError(f"images: batch {number} must be a tensor [B, ...], or a tuple with one first, got {what}")
         if len(batch):
             batches.append(as_taken(model, batch.clone()))  # a loader may write the next one into the same memory
     if not batches:
-        raise ValueError("images holds none: accepted is one or more")
+        raise ValueError("images must hold one image or more, got none")
     return batches
 
 

@@ -26,7 +26,7 @@ def unable_reasons(device: torch.device, dtype: torch.dtype | None) -> list[str]
     reasons = [] if device.type == "meta" else list(fp8_reasons(device))
     if dtype not in (torch.float16, torch.bfloat16):
         reasons.append(
-            f"the weights are {dtype}: accepted are float16 and bfloat16, convert the model by "
+            f"the weights must be float16 or bfloat16, got {dtype}: convert the model by "
             "model.to(torch.bfloat16), or make it with dtype=torch.bfloat16"
         )
     return reasons
@@ -37,12 +37,12 @@ def check_request(
 ) -> None:
     """Refuses what cannot run in e4m3, before anything is changed; all reasons at once."""
     if precision is None:
-        raise ValueError(f"keep={keep!r}, min_agreement={min_agreement}: accepted with precision='fp8'")
+        raise ValueError(f"keep={keep!r} and min_agreement={min_agreement} need precision='fp8', got None")
     if precision != "fp8":
-        raise ValueError(f"precision={precision!r}: accepted are None and 'fp8'")
+        raise ValueError(f"precision must be None or 'fp8', got {precision!r}")
     reasons = unable_reasons(device_of(model), dtype_of(model))
     if backend not in ("auto", "triton"):
-        reasons.append(f"backend={backend!r}: accepted are 'auto' and 'triton'")
+        reasons.append(f"backend must be 'auto' or 'triton', got {backend!r}")
     if model.training:
         reasons.append("the model is in training mode, and e4m3 is for inference: call eval() first")
     if not any(isinstance(module, Fp8Scales) for module in model.modules()):
@@ -96,7 +96,7 @@ def choose(model: nn.Module, shadow: nn.Module, keep: Iterable[str] | None, min_
     if min_agreement is None:
         return Choice(linears, kept, left)
     if not isinstance(min_agreement, int | float) or not 0 < min_agreement <= 1:
-        raise ValueError(f"min_agreement={min_agreement}: accepted is a share of the images, above 0 and at most 1")
+        raise ValueError(f"min_agreement must be above 0 and at most 1, a share of the images, got {min_agreement}")
     if model not in IMAGES:
         raise ValueError(
             "min_agreement is given: call vit_fast.calibrate(model, images) first, on whose images it is measured"
@@ -181,10 +181,10 @@ def _kept_by_name(linears: Mapping[str, Mapping[str, Sequence[str]]], keep: Iter
         ValueError: a pattern is of no layer that can run in e4m3.
     """
     if isinstance(keep, str):
-        raise TypeError(f"keep={keep!r}: accepted are several names, ({keep!r},) for one")
+        raise TypeError(f"keep must be several names, ({keep!r},) for one, got {keep!r}")
     keep = list(keep) if isinstance(keep, Iterable) else [keep]
     if not all(isinstance(pattern, str) for pattern in keep):
-        raise TypeError(f"keep={keep!r}: accepted are names of linear layers, or patterns of them")
+        raise TypeError(f"keep must be names of linear layers, or patterns of them, got {keep!r}")
     kept: dict[str, set[str]] = {block: set() for block in linears}
     for pattern in keep:
         found = [
@@ -195,9 +195,7 @@ def _kept_by_name(linears: Mapping[str, Mapping[str, Sequence[str]]], keep: Iter
         ]
         if not found:
             first = ", ".join(name for names in next(iter(linears.values())).values() for name in names)
-            raise ValueError(
-                f"keep has {pattern!r}: accepted are {first}, those of the other blocks, and patterns of them"
-            )
+            raise ValueError(f"keep must match {first}, those of other blocks, or be patterns of them, got {pattern!r}")
         for block, linear in found:
             kept[block].add(linear)
     return kept

@@ -126,7 +126,5 @@ def logits_of(output: object) -> Tensor | None:
 def _logits(output: object) -> Tensor:
     logits = logits_of(output)
     if logits is None:
-        raise ValueError(
-            f"min_agreement is given, and the model returns a {type(output).__name__}: accepted are logits [B, classes]"
-        )
+        raise ValueError(f"min_agreement needs a model that returns logits [B, classes], got {type(output).__name__}")
     return logits

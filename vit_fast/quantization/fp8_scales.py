@@ -94,7 +94,7 @@ class Fp8Scales(nn.Module):
         if is_exporting():
             reasons.append("it is being exported: export the model as it was, with precision='fp8' (--precision fp8)")
         elif backend != "triton":
-            reasons.append(f"its backend is {backend!r}: accepted is 'triton'")
+            reasons.append(f"its backend must be 'triton', got {backend!r}")
         if reasons:
             raise UnsupportedInputError("a block in FP8", [*reasons, BACK])
 
