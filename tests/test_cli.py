@@ -68,7 +68,7 @@ def test_a_defect_of_ours_is_not_dressed_as_bad_input(monkeypatch):
     def broken() -> None:
         raise KeyError("a defect")
 
-    monkeypatch.setattr(cli, "make_app", lambda: lambda **_: broken())
+    monkeypatch.setattr(cli, "make_app", lambda *_: lambda **_: broken())
     with pytest.raises(KeyError):
         cli.main(["info"])
 

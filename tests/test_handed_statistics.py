@@ -68,6 +68,31 @@ def test_every_librarys_blocks_hand_them_on(library: str, handed_on: list[bool])
     assert_gradients_within(grads, before_grads, exact_grads, 3)
 
 
+def test_fp32_tokens_are_normalised_by_each_layer_itself(handed_on: list[bool]) -> None:
+    model = SUBJECTS["ours"].build().to(DEVICE)
+    images = SUBJECTS["ours"].inputs()["images"].to(DEVICE)
+    expected = model(images)
+    vit_fast.fuse(model, "triton").require_all()
+    torch.testing.assert_close(model(images), expected, atol=1e-4, rtol=1e-4)
+    assert handed_on == [False, False]
+
+
+@pytest.mark.fast_cases("blocks.1.mlp.fc1")
+@pytest.mark.parametrize("part", ["blocks", "blocks.1", "blocks.1.attn", "blocks.1.mlp.fc1", "blocks.1.norm2"])
+def test_hooks_inside_still_run(part: str, handed_on: list[bool]) -> None:
+    subject, model, inputs = half("ours")
+    vit_fast.fuse(model, "triton").require_all()
+    called: list[str] = []
+    with torch.no_grad():
+        expected = subject.run(model, inputs)
+        model.get_submodule(part).register_forward_hook(lambda *_: called.append(part))
+        handed_on.clear()
+        found = subject.run(model, inputs)
+    assert called == [part]
+    assert (True in handed_on) == (part == "blocks"), "a hook on all of them is between none"
+    torch.testing.assert_close(found, expected, atol=0.05, rtol=0.05)  # a few roundings to bf16 apart
+
+
 def in_place(x: Tensor) -> Tensor:
     return x.mul_(3)
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from . import export, figures, ops
     from .config import DataConfig, ViTConfig
     from .errors import UnsupportedInputError, VitFastError
-    from .factory import create_model
     from .fusion.freezing import freeze, unfreeze
     from .fusion.fuse import fuse, set_backend, unfuse
     from .fusion.fusion_report import FusionReport
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from .run.warmup import WarmUp, warm_up
     from .variants import list_models
     from .weights import load, load_weights, save
+    from .weights.factory import create_model
 
 _LAZY = {
     "Calibration": ".quantization.calibration",
@@ -45,7 +45,7 @@ _LAZY = {
     "WarmUp": ".run.warmup",
     "calibrate": ".quantization.calibration",
     "compile": ".run.runtime",
-    "create_model": ".factory",
+    "create_model": ".weights.factory",
     "freeze": ".fusion.freezing",
     "fuse": ".fusion.fuse",
     "list_models": ".variants",
@@ -60,7 +60,7 @@ _LAZY = {
     "warm_up": ".run.warmup",
 }
 
-_LAZY_PACKAGES = ("config", "errors", "export", "factory", "figures", "model", "ops", "variants")
+_LAZY_PACKAGES = ("config", "errors", "export", "figures", "model", "ops", "variants")
 
 __all__ = [
     "Calibration",
@@ -110,4 +110,4 @@ def __dir__() -> list[str]:
 # Without torch nothing is computed, as in `vit-fast --help`, which should not wait for it. With it the operators are
 # registered at once, for programs that were exported with them and are loaded after this import.
 if "torch" in sys.modules:
-    importlib.import_module(".factory", __name__)
+    importlib.import_module(".weights.factory", __name__)

@@ -31,15 +31,15 @@ COMMANDS = (
 USER_ERRORS = (VitFastError, ValueError, TypeError, OSError)
 
 
-def make_app() -> typer.Typer:
-    """Makes the typer application with every command."""
+def make_app(wanted: str = "") -> typer.Typer:
+    """Returns the typer application with the wanted command or, if no command has that name, with every command."""
     app = typer.Typer(
         name="vit-fast",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
     )
     app.callback()(_before_every_command)
-    for name in COMMANDS:
+    for name in [name for name in COMMANDS if name.replace("_", "-") == wanted] or COMMANDS:
         importlib.import_module(f".commands.{name}", __package__).register(app)
     return app
 
@@ -65,7 +65,7 @@ def main(args: list[str] | None = None) -> None:
     if traceback_wanted:
         del args[0]
     try:
-        make_app()(args=args, prog_name="vit-fast")
+        make_app(*args[:1])(args=args, prog_name="vit-fast")
     except USER_ERRORS as error:
         if traceback_wanted:
             raise

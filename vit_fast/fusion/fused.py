@@ -338,4 +338,5 @@ class FusedBlocks(FusedModule):
 
     def forward(self, input: Tensor, *rope: Tensor) -> Tensor:
         """[B, N, C] -> [B, N, C]."""
-        return run_blocks(self, input, *rope)
+        blocks: Any = self  # a Sequential, too
+        return run_blocks(blocks, input, *rope)

@@ -77,7 +77,10 @@ class AttentionForm(AttentionLayer):
         return self.project_out(self.mix(qkv, None, self.rope_of(*rope)), x)
 
     def rope_of(self, *rope: Tensor) -> Rope | None:
-        return Rope(*rope, self.num_prefix_tokens, self.rope_layout) if rope else None
+        if not rope:
+            return None
+        cos, sin = rope
+        return Rope(cos, sin, self.num_prefix_tokens, self.rope_layout)
 
 
 class BlockForm(FusedNormMlp):

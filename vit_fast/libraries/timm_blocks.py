@@ -14,8 +14,7 @@ from ..fusion.parts import AttentionParts, MlpParts
 from ..fusion.plain import is_touched
 from ..fusion.reading import Reader
 from ..ops import Rope, attention, qk_norm_rope
-from ..ops.attention import is_exporting
-from ..ops.attention_varlen import attention_among
+from ..ops.attention import attention_among, is_exporting
 from ..ops.descriptions import Keys, is_padding
 from .timm import ACTIVATION_CLASSES, NORM_CLASSES
 

@@ -16,7 +16,7 @@ from ..fusion.parts import MlpParts
 from ..fusion.plain import is_touched, touch_reasons
 from ..fusion.reading import Reader, describe, dropout_notes
 from ..ops import Rope, attention, qk_norm_rope
-from ..ops.attention_varlen import attention_among
+from ..ops.attention import attention_among
 from ..ops.descriptions import Keys, is_padding
 from .transformers import ACTIVATION_CLASSES, NORM_CLASSES
 
