@@ -177,8 +177,8 @@ def _choose(block: Simulated, linear: str, seen: Observation) -> tuple[Tensor, L
     tried = []
     for smoothing in smoothings:
         for limits in E4M3.ranges(seen.divided(smoothing)):
-            scale = smoothing * E4M3.grid(limits)[0]
-            scale = torch.as_tensor(np.clip(scale, LEAST, MOST)).float().to(weight.device)
+            steps = np.clip(smoothing * E4M3.grid(limits)[0], LEAST, MOST)
+            scale = torch.as_tensor(steps).float().to(weight.device)
             loss = (reference.fp8_linear(tokens, weight, None, scale, norm) - exact).square().sum().item()
             tried.append((loss, (scale, limits.method, smoothing.ndim > 0)))
     loss, (scale, method, smoothed) = first_near_best(tried)

@@ -87,12 +87,12 @@ def find_kept(
         reached[len(kept)] = same.double().mean().item()
         return reached[len(kept)] >= wanted
 
-    also: Sequence[Linear] | None = ()
+    also: Sequence[Linear] = ()
     if not passes(()):
         few = exact[: sum(map(len, first))]
         damage = {one: (answers(one.__eq__, first) - few).square().sum().item() for one in linears}
-        also = fewest_kept(sorted(linears, key=lambda one: -damage[one]), passes, len(linears) - 1)
-        if also is None:
+        found = fewest_kept(sorted(linears, key=lambda one: -damage[one]), passes, len(linears) - 1)
+        if found is None:
             enough = max(reached)
             raise UnsupportedInputError(
                 f"fuse with precision='fp8', min_agreement={wanted:g}",
@@ -101,6 +101,7 @@ def find_kept(
                     f"{reached[enough]:.1%} of {len(exact)} images, with none on {reached[0]:.1%}"
                 ],
             )
+        also = found
     kept = {block.name: set(always.get(block.name, ())) for block in blocks}
     for name, linear in also:
         kept[name].add(linear)
