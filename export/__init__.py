@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vit_fast.errors import MissingPackageError
 
 if TYPE_CHECKING:
-    from .card import write_card
-    from .deployment import trtexec_line, write_triton_repository
+    from .deployment import trtexec_line, write_card, write_triton_repository
     from .export_report import ExportReport
     from .exporter import export_onnx
     from .metadata import inspect_onnx
@@ -37,7 +36,7 @@ _LAZY = {
     "export_onnx": ".exporter",
     "inspect_onnx": ".metadata",
     "trtexec_line": ".deployment",
-    "write_card": ".card",
+    "write_card": ".deployment",
     "write_triton_repository": ".deployment",
 }
 

@@ -29,14 +29,13 @@ from .capture import capture
 from .deployment import trtexec_line
 from .export_report import ExportReport
 from .graphs import prepend
-from .labelled_accuracy import check_labelled, measure_accuracy
 from .metadata import inspect_onnx, metadata_for, write_metadata
 from .optimise import count_nodes, forget_inner_shapes, optimise
 from .options import ATTENTION_OPSET, ExportOptions, Precision, Target, opset_for
 from .photographs import CALIBRATION_IMAGES, as_inputs, left_over, photographs
 from .preprocessing import preprocessing_model
 from .quantise import Quantised, quantise
-from .verification import BATCHES, check_verifiable, verify_file, verify_preprocessing
+from .verification import BATCHES, check_labelled, check_verifiable, measure_accuracy, verify_file, verify_preprocessing
 
 HELD_OUT_IMAGES = 64
 LEAST_HELD_OUT = 32

@@ -1,4 +1,4 @@
-"""What an exported file says about itself, and reading it back: also from files that somebody else exported."""
+"""Metadata of an ONNX file, and its signature: one input of images, the first output; whoever exported it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import onnx
 
-from vit_fast.config import DataConfig
+from vit_fast.config import DataConfig, Size
 from vit_fast.libraries.image_model import ImageModel
 from vit_fast.version import __version__, installed
 
@@ -20,8 +21,10 @@ from .options import ExportOptions
 if TYPE_CHECKING:
     from rich.table import Table
 
+
 PREFIX = "vit_fast."
 PACKAGES = ("torch", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime", "timm", "transformers", "torchvision")
+_DTYPES = {"float": np.float32, "float16": np.float16, "double": np.float64, "uint8": np.uint8}
 
 
 @dataclass
@@ -180,3 +183,123 @@ def _shortened(value: Any, limit: int = 6) -> str:
     if isinstance(value, list | tuple) and len(value) > limit:
         return ", ".join(map(str, value[:limit])) + f", ... ({len(value)})"
     return json.dumps(value, default=str) if isinstance(value, dict | list) else str(value)
+
+
+@dataclass
+class Signature:
+    """The input and the output of a file that takes images.
+
+    Attributes:
+        path: The file, for messages.
+        input: The input's name.
+        dtype: The input's numpy dtype; uint8 where the file prepares pixels itself.
+        shape: [B, channels, height, width], or [B, height, width, channels] in uint8; None where the file takes any.
+        image_hw: Height and width to prepare photographs to; None where nothing says it.
+        patch_hw: What height and width must divide by, where any are taken; None where nothing says it.
+        output: The first output's name.
+        output_dtype: Its numpy dtype.
+        output_tail: Its shape behind the batch. None where the file leaves that or the dtype open: ONNX Runtime then
+            makes the output.
+    """
+
+    path: Path
+    input: str
+    dtype: np.dtype[Any]
+    shape: tuple[int | None, ...]
+    image_hw: Size | None
+    patch_hw: Size | None
+    output: str
+    output_dtype: np.dtype[Any]
+    output_tail: tuple[int, ...] | None
+
+    @property
+    def takes_pixels(self) -> bool:
+        """Whether the file takes uint8 [B, height, width, channels] and prepares them itself."""
+        return self.dtype == np.uint8
+
+    @property
+    def in_chans(self) -> int:
+        return self.shape[3 if self.takes_pixels else 1] or 3
+
+    @property
+    def classes(self) -> int | None:
+        """Width of the output, where it is fixed."""
+        return self.output_tail[-1] if self.output_tail else None
+
+    def set_image_hw(self, image_hw: Size) -> None:
+        """Height and width to prepare photographs to, where the file leaves them open.
+
+        Raises:
+            ValueError: they are not two sizes in pixels, or not those of the file.
+        """
+        if len(image_hw) != 2 or not all(isinstance(side, int) and side > 0 for side in image_hw):
+            raise ValueError(f"image_hw={image_hw!r}: accepted are height and width in pixels")
+        if self.takes_pixels:
+            raise ValueError(f"image_hw={image_hw!r}: accepted is None, as the file prepares images of any size")
+        fixed = self.shape[2:]
+        if any(n is not None and n != side for n, side in zip(fixed, image_hw)):
+            raise ValueError(f"image_hw={image_hw!r}: accepted is {fixed}, as the file's input is")
+        self.image_hw = (image_hw[0], image_hw[1])
+
+    def check(self, images: Any) -> None:
+        """Refuses numpy or torch images that the file does not take.
+
+        Raises:
+            ValueError: dtype or shape are others; names both.
+        """
+        shape, problems = tuple(images.shape), []
+        dtype = str(images.dtype).removeprefix("torch.")
+        wanted = ["batch" if i == 0 else n or "any" for i, n in enumerate(self.shape)]
+        if dtype != str(self.dtype):
+            problems.append(f"dtype {dtype}: accepted is {self.dtype}")
+        if len(shape) != 4 or any(n is not None and n != got for n, got in zip(self.shape[1:], shape[1:])):
+            problems.append(f"shape {shape}: accepted is {wanted}")
+        elif self.takes_pixels and 0 in shape[1:]:
+            problems.append(f"shape {shape}: an image has no pixels")
+        elif self.patch_hw is not None:
+            patch_h, patch_w = self.patch_hw
+            if shape[2] % patch_h or shape[3] % patch_w or 0 in shape[2:]:
+                problems.append(
+                    f"shape {shape}: height and width must divide by the patch's {patch_h}x{patch_w} pixels"
+                )
+        if problems:
+            raise ValueError(f"images for {self.path.name}: " + "; ".join(problems))
+
+
+def read_signature(info: OnnxInfo) -> Signature:
+    """The signature of a file, by what it says about itself.
+
+    Raises:
+        ModelFileError: it takes no images, or something beside them.
+    """
+    path = Path(info.path)
+    if len(info.inputs) != 1:
+        names = ", ".join(entry["name"] for entry in info.inputs)
+        raise ModelFileError(f"{path}: takes {len(info.inputs)} inputs ({names}): accepted is one of images")
+    entry, out = info.inputs[0], info.outputs[0]
+    if entry["dtype"] not in _DTYPES or len(entry["shape"]) != 4:
+        raise ModelFileError(
+            f"{path}: input {entry['name']} is {entry['dtype']} {entry['shape']}: accepted are floating "
+            "[batch, channels, height, width] and uint8 [batch, height, width, channels]"
+        )
+    dtype: np.dtype[Any] = np.dtype(_DTYPES[entry["dtype"]])
+    shape = tuple(dim if isinstance(dim, int) and dim > 0 else None for dim in entry["shape"])
+    height, width = shape[1:3] if dtype == np.uint8 else shape[2:]
+    said = info.metadata.get("image_hw")
+    image_hw: Size | None = (height, width) if height and width else None
+    if image_hw is None and isinstance(said, list) and len(said) == 2:
+        image_hw = (int(said[0]), int(said[1]))
+    patch = info.metadata.get("patch_hw", (1, 1))
+    tail = tuple(dim for dim in out["shape"][1:] if isinstance(dim, int) and dim > 0)
+    is_known = bool(tail) and len(tail) == len(out["shape"]) - 1 and out["dtype"] in _DTYPES
+    return Signature(
+        path=path,
+        input=entry["name"],
+        dtype=dtype,
+        shape=shape,
+        image_hw=image_hw,
+        patch_hw=(patch[0], patch[1]) if info.metadata.get("dynamic_size") is True else None,  # not a foreign text
+        output=out["name"],
+        output_dtype=np.dtype(_DTYPES.get(out["dtype"], np.float32)),
+        output_tail=tail if is_known else None,
+    )

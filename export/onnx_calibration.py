@@ -26,8 +26,8 @@ from vit_fast.files import file_aside
 from vit_fast.quantization.ranges import Observation, Observer, Range, power_of_two, smoothing_scale
 from vit_fast.quantization.schemes import Scheme, first_near_best
 
+from .eight_bit import Product, is_probability
 from .graphs import Writer, constant_of, run_graph
-from .products import Product, is_probability
 
 FORMAT = "vit-fast-calibration/2"
 """Counts on where ranges of the same images mean other numbers, as by how channels are smoothed."""

@@ -19,15 +19,13 @@ from vit_fast.quantization.ranges import Range
 from vit_fast.quantization.schemes import Scheme, fewest_kept
 
 from . import model_files
-from .eight_bit import quantise_dynamically, quantise_products
+from .eight_bit import Product, attention_products, linears, quantise_dynamically, quantise_products
 from .graphs import run_graph
 from .loss import BUDGET, Loss, loss_of
-from .metadata import inspect_onnx
+from .metadata import inspect_onnx, read_signature
 from .onnx_calibration import Calibration, choose_ranges, fingerprint_of, load_calibration, observe, smooth
 from .options import ExportOptions, Target
 from .photographs import CALIBRATION_IMAGES, as_inputs, photographs
-from .products import Product, attention_products, linears
-from .signature import read_signature
 
 DAMAGE_BATCHES = 4
 """Held-out batches that tell which products to leave float."""

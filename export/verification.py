@@ -7,7 +7,7 @@ In eight bits the error is spread over everything, and one bad element says litt
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,20 +17,24 @@ import onnx
 import torch
 from PIL import Image
 
+from vit_fast.apps.data import read_image
+from vit_fast.apps.evaluation import evaluate, labelled_images
 from vit_fast.config import DataConfig, Size
 from vit_fast.errors import UnsupportedInputError, VitFastError
 from vit_fast.libraries.image_model import ImageModel
 
 from .export_report import Check
-from .loss import loss_of
+from .graphs import run_graph
+from .loss import POINTS, Accuracy, loss_of
 from .options import BUDGETS, ExportOptions
 from .photographs import as_inputs, as_pixels
 from .preprocessing import per_channel, preprocessing_model
 from .providers import CUDA, CUDA_OPTIONS, KEEP_FP8_APART
+from .runner import OnnxRunner
 
 FP64_PARAMETERS = 200_000_000
 """Models with more parameters are held against eager fp32 instead: a copy in fp64 would not fit beside them."""
-BATCHES, BATCHES_LARGE = (1, 3, 8), (1, 2)
+BATCHES, BATCHES_LARGE, LABELLED_BATCH = (1, 3, 8), (1, 2), 16
 PIXEL_TOLERANCE = 1.5
 """Largest difference, in grey levels, between preprocessing in the graph and Pillow's: both round once a direction."""
 
@@ -60,7 +64,7 @@ def verify_file(path: Path, vit: ImageModel, options: ExportOptions, images: lis
         UnsupportedInputError: ONNX Runtime cannot run this precision here.
     """
     try:
-        onnx.checker.check_model(str(path), full_check=_only_standard_operators(options))
+        onnx.checker.check_model(str(path), full_check=not options.targets_ort)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise VerificationError(f"onnx.checker refuses the file: {error}") from error
     session = _session(path, options)
@@ -105,10 +109,6 @@ def verify_preprocessing(
             f"preprocessing in the graph differs from Pillow's by up to {levels.max():.1f} grey levels: "
             f"accepted is {PIXEL_TOLERANCE}"
         )
-
-
-def _only_standard_operators(options: ExportOptions) -> bool:
-    return not options.targets_ort
 
 
 def _sizes(vit: ImageModel, options: ExportOptions) -> list[Size]:
@@ -159,13 +159,7 @@ def _inputs(
 
 
 def _run_preprocessing(data: DataConfig, image_hw: Size, in_chans: int, opset: int, pixels: np.ndarray) -> np.ndarray:
-    import onnx_ir as ir
-    import onnxruntime
-
-    model = preprocessing_model(data, image_hw, in_chans, opset, batch=None)
-    proto = ir.serde.serialize_model(model)
-    session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
-    planes: np.ndarray = session.run(None, {session.get_inputs()[0].name: pixels})[0]
+    ((planes,),) = run_graph(preprocessing_model(data, image_hw, in_chans, opset, batch=None), [pixels])
     return planes
 
 
@@ -220,3 +214,52 @@ def _compare(got: np.ndarray, expected: np.ndarray, batch: int, size: Any, optio
     loss = loss_of(got, expected, options.output)
     passed = loss.acceptable() if options.is_eight_bit else bool(loss.max_error <= BUDGETS[options.precision])
     return Check(loss.images, batch, image_hw, loss.max_error, loss.rms_error, loss.agreement, loss.flips, passed)
+
+
+def check_labelled(folder: Path, vit: ImageModel, options: ExportOptions) -> list[tuple[Path, int]]:
+    """The labelled images of a folder, for a model that can be asked.
+
+    Raises:
+        ImageError, ValueError: see labelled_images.
+        UnsupportedInputError: the model or the file does not classify, or nothing says how images are prepared.
+    """
+    if options.output == "features" or not vit.num_classes:
+        raise UnsupportedInputError("validation", ["accuracy is of classes, and this file gives features"])
+    if vit.data_config is None:
+        raise UnsupportedInputError(
+            "validation", [f"{vit.name} does not say how its images are prepared: give data_config"]
+        )
+    return labelled_images(folder, vit.num_classes, vit.class_names)
+
+
+def measure_accuracy(
+    path: Path, vit: ImageModel, options: ExportOptions, labelled: Sequence[tuple[Path, int]]
+) -> Accuracy:
+    """Asks the file and the model it was made of, both on the CPU.
+
+    Raises:
+        VerificationError: the file loses more than its user would accept.
+    """
+    image_hw = None if options.preprocess else vit.image_hw
+    runner = OnnxRunner(path, "cpu", data_config=vit.data_config, image_hw=image_hw, output=options.output)
+
+    def ask_model(images: list[Image.Image]) -> np.ndarray:
+        inputs = as_inputs(images, vit.data_config, vit.image_hw, vit.in_chans)
+        answers: np.ndarray = vit.forward(inputs, "logits", False).float().numpy()
+        return answers
+
+    files = [file for file, _ in labelled]
+    of_file = evaluate(labelled, _answers(files, runner.probabilities))
+    with vit.exporting("eager", False), torch.inference_mode():
+        of_model = evaluate(labelled, _answers(files, ask_model))
+    accuracy = Accuracy(len(files), of_model.top1, of_file.top1)
+    if not accuracy.acceptable:
+        raise VerificationError(
+            f"{options.precision} file: {accuracy.line()}; accepted is a loss of {POINTS:.1%} of the images, or of one"
+        )
+    return accuracy
+
+
+def _answers(files: Sequence[Path], ask: Callable[[list[Image.Image]], np.ndarray]) -> Iterator[np.ndarray]:
+    for start in range(0, len(files), LABELLED_BATCH):
+        yield from ask([read_image(file) for file in files[start : start + LABELLED_BATCH]])

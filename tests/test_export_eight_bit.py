@@ -21,11 +21,11 @@ from vit_fast.apps.data import default_photograph
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.export import OnnxRunner, VerificationError, eight_bit, export_onnx, graphs
 from vit_fast.export.capture import capture
+from vit_fast.export.eight_bit import linears
 from vit_fast.export.loss import loss_of
 from vit_fast.export.onnx_calibration import CalibrationError, choose_range, choose_ranges, load_calibration, observe
 from vit_fast.export.optimise import optimise
 from vit_fast.export.options import ExportOptions
-from vit_fast.export.products import linears
 from vit_fast.export.quantise import QuantisationError, scheme_of
 from vit_fast.libraries.known import recognise
 from vit_fast.quantization.ranges import Observation, Range

@@ -52,7 +52,7 @@ def model() -> nn.Module:
         ({"precision": "fp8", "opset": 18}, UnsupportedInputError, "scales in fp16 came with opset 19"),
         ({"precision": "fp8"}, ValueError, "precision='fp8' needs image files or folders"),
         ({"calibration_cache": "c.json"}, ValueError, "accepted only with precision='int8'"),
-        ({"validation": "absent"}, ImageError, "accepted is a folder with a subfolder"),
+        ({"validation": "absent"}, ImageError, "must be a folder with one subfolder per class"),
         ({"data_config": {"sharpness": 1}}, ValueError, "sharpness"),
     ],
 )
