@@ -302,9 +302,7 @@ def get_variant(name: str) -> Variant:
     if name not in _VARIANTS:
         for pattern, reason in NOT_HERE.items():
             if fnmatch.fnmatchcase(name, pattern):
-                raise ValueError(
-                    f"model {name!r} is available in timm only: {reason}; build it with timm"
-                )
+                raise ValueError(f"model {name!r} is available in timm only: {reason}; build it with timm")
         nearest = difflib.get_close_matches(name, _VARIANTS, n=3, cutoff=0.4)
         hint = f"nearest are {', '.join(nearest)}" if nearest else "list_models() lists them"
         raise ValueError(f"unknown model {name!r}: {hint}")
