@@ -17,10 +17,11 @@ from fused_models import SUBJECTS
 from torch import Tensor, nn
 
 import vit_fast
+from vit_fast.blocks.fp8_scales import LINEARS, PLACE, Fp8Scales, scales_of
+from vit_fast.fusion import calibration
 from vit_fast.fusion.fuse import shadow_of
-from vit_fast.quantization import calibration, ranges
+from vit_fast.quantization import ranges
 from vit_fast.quantization.fp8_agreement import IMAGES
-from vit_fast.quantization.fp8_scales import LINEARS, PLACE, Fp8Scales, scales_of
 from vit_fast.quantization.fp8_shadow import simulate
 
 LIBRARIES = [
@@ -274,7 +275,7 @@ def test_models_that_cannot_be_calibrated() -> None:
         vit_fast.calibrate(digits_vit().train(), inputs()[:1])
     with pytest.raises(ValueError, match="model must have weights, got the meta device"):
         vit_fast.calibrate(digits_vit().to("meta"), inputs()[:1])
-    with pytest.raises(ValueError, match="before torch.compile"):
+    with pytest.raises(ValueError, match=r"before torch\.compile"):
         vit_fast.calibrate(torch.compile(digits_vit()), inputs()[:1])  # type: ignore[arg-type]  # a module
     with pytest.raises(vit_fast.UnsupportedInputError, match="no attention and MLP"):
         vit_fast.calibrate(nn.Linear(3, 3).eval(), torch.randn(2, 3))

@@ -43,7 +43,7 @@ def model() -> nn.Module:
         ({"images": []}, ImageError, "accepted are one or more image files"),
         ({"precision": "int8", "calibration": ["absent.jpg"]}, ImageError, r"absent\.jpg: no such file"),
         ({"images": ["absent.jpg"]}, ImageError, r"absent\.jpg: no such file"),
-        ({"class_names": ["one"]}, ValueError, "class_names has 1 names: accepted are 10"),
+        ({"class_names": ["one"]}, ValueError, "class_names must have 10 names.*got 1"),
         ({"dynamic_size": True, "preprocess": True}, UnsupportedInputError, "resizes every image to one size"),
         ({"precision": "int8-dynamic", "target": "tensorrt"}, UnsupportedInputError, "TensorRT takes no int8-dynamic"),
         ({"precision": "bf16", "target": "ort-cpu"}, UnsupportedInputError, "CPU provider has no bf16 Conv"),

@@ -12,10 +12,10 @@ from mlp_support import DEVICE, make_bf16_exact
 from torch import nn
 
 import vit_fast
+from vit_fast.blocks.fp8_scales import scales_of
 from vit_fast.fusion.fuse import shadow_of
 from vit_fast.ops.descriptions import BlockScales
 from vit_fast.quantization import fp8
-from vit_fast.quantization.fp8_scales import scales_of
 from vit_fast.quantization.fp8_shadow import simulate
 
 make_bf16_exact()

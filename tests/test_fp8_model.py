@@ -16,14 +16,15 @@ from our_operators import OurOperators
 from torch import Tensor, nn
 
 import vit_fast
-from vit_fast.fusion.block import parts_of, run_block
+from vit_fast.blocks import fp8_scales
+from vit_fast.blocks.block import parts_of, run_block
+from vit_fast.blocks.fp8_scales import scales_of
+from vit_fast.blocks.fused import FusedModule
 from vit_fast.fusion.freezing import frozen_of
 from vit_fast.fusion.fuse import shadow_of
-from vit_fast.fusion.fused import FusedModule
 from vit_fast.ops.descriptions import Keys
-from vit_fast.ops.quantised import Quantised
-from vit_fast.quantization import fp8, fp8_scales
-from vit_fast.quantization.fp8_scales import scales_of
+from vit_fast.ops.fp8 import Quantised
+from vit_fast.quantization import fp8
 from vit_fast.quantization.fp8_shadow import simulate
 
 make_bf16_exact()

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from ..arguments import check_choice
+from ..blocks.fp8_scales import LINEARS, PLACE, Fp8Scales, scales_of
+from ..blocks.fused import FusedNormMlp, device_of, dtype_of
+from ..blocks.fusion_report import ModuleReport
 from ..errors import UnsupportedInputError
-from ..fusion.fused import FusedNormMlp, device_of, dtype_of
-from ..fusion.fusion_report import ModuleReport
 from ..ops.backends import fp8_reasons
 from .fp8_agreement import IMAGES, as_taken, find_kept
-from .fp8_scales import LINEARS, PLACE, Fp8Scales, scales_of
 from .fp8_shadow import simulate
 
 WHAT = "fuse with precision='fp8'"

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..blocks.fp8_scales import LINEARS
+from ..blocks.fused import device_of, dtype_of
 from ..errors import UnsupportedInputError
-from ..fusion.fused import device_of, dtype_of
 from ..ops.descriptions import BlockScales
-from .fp8_scales import LINEARS
 from .fp8_shadow import Simulated
 from .schemes import fewest_kept
 
@@ -87,12 +87,12 @@ def find_kept(
         reached[len(kept)] = same.double().mean().item()
         return reached[len(kept)] >= wanted
 
-    also: Sequence[Linear] | None = ()
+    also: Sequence[Linear] = ()
     if not passes(()):
         few = exact[: sum(map(len, first))]
         damage = {one: (answers(one.__eq__, first) - few).square().sum().item() for one in linears}
-        also = fewest_kept(sorted(linears, key=lambda one: -damage[one]), passes, len(linears) - 1)
-        if also is None:
+        found = fewest_kept(sorted(linears, key=lambda one: -damage[one]), passes, len(linears) - 1)
+        if found is None:
             enough = max(reached)
             raise UnsupportedInputError(
                 f"fuse with precision='fp8', min_agreement={wanted:g}",
@@ -101,6 +101,7 @@ def find_kept(
                     f"{len(linears)} linear layers kept, and {reached[0]:.1%} with none"
                 ],
             )
+        also = found
     kept = {block.name: set(always.get(block.name, ())) for block in blocks}
     for name, linear in also:
         kept[name].add(linear)

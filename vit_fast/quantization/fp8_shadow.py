@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..fusion.block import parts_of, runs_whole
-from ..fusion.fused import FusedNormMlp
-from ..fusion.parts import BlockParts, LinearParts, block_tensors
-from ..fusion.row_statistics import NOTHING, RowFacts
+from ..blocks.block import parts_of, runs_whole
+from ..blocks.fp8_scales import LINEARS, PLACE
+from ..blocks.fused import FusedNormMlp
+from ..blocks.parts import BlockParts, LinearParts, block_tensors
+from ..blocks.row_statistics import NOTHING, RowFacts
 from ..ops import reference
 from ..ops.descriptions import BlockScales, BlockTensors, QkNorm, Rope, checked_rope
-from .fp8_scales import LINEARS, PLACE
 
 Look = Callable[[str, Tensor], None]
 """Called with a name of LINEARS and the input of that layer, fp32 [B, N, K]."""

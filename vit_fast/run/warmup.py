@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from ..arguments import check_batch_sizes
 from ..errors import check_type
 from ..libraries.known import IMAGE_MODELS
-from ..ops.precompile import compile_launches, nothing_to_compile_reasons
+from ..ops.backends import compile_launches, nothing_to_compile_reasons
 
 
 @dataclass(frozen=True)

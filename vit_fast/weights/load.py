@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import as_device
+from ..blocks.fp8_scales import make_room, scales_that_come
 from ..config import Size
 from ..errors import check_type
 from ..files import file_aside
@@ -25,7 +26,6 @@ from ..libraries import known
 from ..libraries.rename import Converted
 from ..model import VisionTransformer
 from ..positions import resample_pos_embed
-from ..quantization.fp8_scales import make_room, scales_that_come
 from ..version import __version__
 from .hub import open_source
 from .source import METADATA_KEY, Source, WeightsError

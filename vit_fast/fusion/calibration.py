@@ -10,16 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..blocks.fp8_scales import LEAST, LINEARS, MOST, give_scales
+from ..blocks.fused import device_of
 from ..errors import UnsupportedInputError, check_type
-from ..fusion.fuse import shadow_of
-from ..fusion.fused import device_of
 from ..ops import reference
 from ..ops.descriptions import BlockScales, Norm
-from .fp8_agreement import IMAGES, as_taken
-from .fp8_scales import LEAST, LINEARS, MOST, give_scales
-from .fp8_shadow import Look, Simulated, simulate
-from .ranges import Observation, Observer, power_of_two, smoothing_scale
-from .schemes import Scheme, first_near_best
+from ..quantization.fp8_agreement import IMAGES, as_taken
+from ..quantization.fp8_shadow import Look, Simulated, simulate
+from ..quantization.ranges import Observation, Observer, power_of_two, smoothing_scale
+from ..quantization.schemes import Scheme, first_near_best
+from .fuse import shadow_of
 
 BATCH = 16
 """Images per batch, if they are given as one tensor."""
@@ -177,8 +177,8 @@ def _choose(block: Simulated, linear: str, seen: Observation) -> tuple[Tensor, L
     tried = []
     for smoothing in smoothings:
         for limits in E4M3.ranges(seen.divided(smoothing)):
-            scale = smoothing * E4M3.grid(limits)[0]
-            scale = torch.as_tensor(np.clip(scale, LEAST, MOST)).float().to(weight.device)
+            steps = np.clip(smoothing * E4M3.grid(limits)[0], LEAST, MOST)
+            scale = torch.as_tensor(steps).float().to(weight.device)
             loss = (reference.fp8_linear(tokens, weight, None, scale, norm) - exact).square().sum().item()
             tried.append((loss, (scale, limits.method, smoothing.ndim > 0)))
     loss, (scale, method, smoothed) = first_near_best(tried)

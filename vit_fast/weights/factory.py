@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from .arguments import as_device
-from .config import DataConfig, ViTConfig
-from .errors import check_type
-from .fusion.fuse import fuse, set_backend
-from .model import VisionTransformer
-from .variants import get_variant
-
-if TYPE_CHECKING:
-    from .weights.source import Source
+from ..arguments import as_device
+from ..config import DataConfig, ViTConfig
+from ..errors import check_type
+from ..fusion.fuse import fuse, set_backend
+from ..model import VisionTransformer
+from ..variants import get_variant
+from .hub import open_source
+from .load import load_weights, overrides_from
+from .source import Source
 
 
 def create_model(
@@ -56,13 +56,9 @@ def create_model(
     head_is_asked_for = "num_classes" in config_overrides
     source = None
     if weights is not None or "/" in name:
-        from .weights.hub import open_source
-
         source = open_source(name if weights is None else weights)
     config, data_config = _shape(name, source)
     if source is not None:
-        from .weights import overrides_from
-
         config_overrides = overrides_from(source) | config_overrides
     config = config.replace(**config_overrides)
     place = as_device(device)
@@ -72,8 +68,6 @@ def create_model(
     if dtype is not None:
         model = model.to(dtype)
     if source is not None:
-        from .weights import load_weights
-
         load_weights(model, source, replace_head=head_is_asked_for)
     set_backend(model, backend)
     if precision is not None:

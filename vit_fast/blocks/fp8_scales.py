@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedInputError
-from ..fusion.parts import BlockParts, block_tensors, frozen_sources, tensor_of
-from ..fusion.row_statistics import RowFacts
 from ..ops.attention import is_exporting
+from ..ops.checks import needs_gradient
 from ..ops.descriptions import BlockScales, Rope
-from ..ops.fp8 import fused_block_fp8
-from ..ops.quantised import Quantised
-from ..ops.transforms import needs_gradient
+from ..ops.fp8 import Quantised, fused_block_fp8
+from .parts import BlockParts, block_tensors, frozen_sources, tensor_of
+from .row_statistics import RowFacts
 
 LINEARS = BlockScales._fields
 """Linear layers of a block; also the names of the buffers."""
