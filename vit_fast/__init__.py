@@ -1,9 +1,9 @@
-"""vit-fast: a Vision Transformer with fused Triton kernels, swappable for eager PyTorch.
+"""vit-fast: Vision Transformers with fused Triton kernels.
 
     model = vit_fast.create_model("vit_base_patch16_224")
     logits = model(images)
 
-Everything public is listed in __all__; what is heavy, torch with it, is imported when first used.
+`__all__` lists the public names. Heavy modules, including torch, are imported on first use.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def __dir__() -> list[str]:
     return sorted(set(globals()) | set(__all__))
 
 
-# Without torch nothing is computed, as in `vit-fast --help`, which should not wait for it. With it the operators are
-# registered at once, for programs that were exported with them and are loaded after this import.
+# If torch is imported, register the operators at once: exported programs that contain them may be loaded next.
+# Otherwise do not wait for torch, e.g. in `vit-fast --help`.
 if "torch" in sys.modules:
     importlib.import_module(".weights.factory", __name__)
