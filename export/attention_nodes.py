@@ -9,7 +9,6 @@ every other scaled_dot_product_attention, as one node each.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -88,25 +87,18 @@ def _register(name: str, inputs: tuple[str, ...], **attributes: Any) -> None:
     )
 
 
-@dataclass
-class LoweringReport:
-    """The number of attention nodes, and of those whose q, k and v come from one matrix product."""
+def lower_attention(model: ir.Model, form: Form) -> tuple[int, int]:
+    """Replaces every placeholder of a model by the nodes of `form`, in place.
 
-    sites: int = 0
-    packed: int = 0
-
-
-def lower_attention(model: ir.Model, form: Form) -> LoweringReport:
-    """Replaces every placeholder of a model by the nodes of `form`; in place."""
-    report = LoweringReport()
-    for node in [node for node in model.graph if node.domain == DOMAIN]:
-        write = Writer(model.graph, f"attention.{report.sites}", before=node)
-        packed = node.op_type == PACKED
-        new = _from_packed(write, node, form) if packed else _from_heads(write, node, form)
-        replace(node.outputs[0], new)
-        report.sites += 1
-        report.packed += packed
-    return report
+    Returns:
+        The number of placeholders, and of those whose q, k and v come from one matrix product.
+    """
+    nodes = [node for node in model.graph if node.domain == DOMAIN]
+    for count, node in enumerate(nodes):
+        write = Writer(model.graph, f"attention.{count}", before=node)
+        lower = _from_packed if node.op_type == PACKED else _from_heads
+        replace(node.outputs[0], lower(write, node, form))
+    return len(nodes), sum(node.op_type == PACKED for node in nodes)
 
 
 def _from_packed(write: Writer, node: ir.Node, form: Form) -> ir.Value:

@@ -204,6 +204,3 @@ def _quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels):
             logger.setLevel(level)
-
-
-__all__ = ["BATCH", "INPUT", "capture"]

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,7 @@ def export_onnx(
     report = ExportReport(str(path), vit.name, vit.library, options.opset, target, precision, output)
     if not vit.num_classes:
         report.output = "features"
-    clock = _Clock(report.seconds)
+    clock = partial(_timed, report.seconds)
     with file_aside(path) as aside:
         with clock("capture"):
             graph = capture(vit, options)
@@ -142,8 +143,8 @@ def export_onnx(
                 if options.preprocess and vit.data_config is not None:
                     hw, chans = vit.image_hw, vit.in_chans
                     verify_preprocessing(vit.data_config, hw, chans, options.opset, images_of.verified[0])
-                verification = verify_file(aside, vit, options, images_of.verified)
-            report.checks, report.reference, report.budget = verification.checks, verification.reference, options.budget
+                report.checks, report.reference = verify_file(aside, vit, options, images_of.verified)
+            report.budget = options.budget
         if labelled is not None:
             with clock("accuracy"):
                 report.accuracy = measure_accuracy(aside, vit, options, labelled)
@@ -266,14 +267,8 @@ def _warnings(report: ExportReport, options: ExportOptions, vit: ImageModel) -> 
     return warnings
 
 
-class _Clock:
-    """Times named steps into a dictionary, in seconds."""
-
-    def __init__(self, seconds: dict[str, float]) -> None:
-        self._seconds = seconds
-
-    @contextmanager
-    def __call__(self, step: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self._seconds[step] = round(time.perf_counter() - start, 3)
+@contextmanager
+def _timed(seconds: dict[str, float], step: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    seconds[step] = round(time.perf_counter() - start, 3)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
@@ -42,9 +41,6 @@ class Fusion:
     def line(self) -> str:
         return f"{self.name}: {self.fused} of {self.wanted}" + (f" ({self.note})" if self.note else "")
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def attention_form(options: ExportOptions) -> attention_nodes.Form:
     """The form in which a target takes attention."""
@@ -62,17 +58,17 @@ def optimise(model: ir.Model, vit: ImageModel, options: ExportOptions) -> list[F
         One entry a fusion that the target calls for.
     """
     form = attention_form(options)
-    lowered = attention_nodes.lower_attention(model, form)
+    sites, packed = attention_nodes.lower_attention(model, form)
     common_passes.RemoveUnusedNodesPass()(model)
     _cancel_transposes(model)
-    missing = vit.attentions - lowered.sites
+    missing = vit.attentions - sites
     fusions = []
     if form != "plain":
         note = f"{missing} masked, or written without scaled_dot_product_attention" if missing > 0 else ""
         name = "MultiHeadAttention" if options.targets_ort else "Attention"
-        fusions.append(Fusion(name, lowered.sites, vit.attentions, note))
-    note = "" if lowered.packed >= vit.depth else "the others rotate or normalise q and k, or could not be read"
-    fusions.append(Fusion("packed qkv", lowered.packed, vit.depth, note))
+        fusions.append(Fusion(name, sites, vit.attentions, note))
+    note = "" if packed >= vit.depth else "the others rotate or normalise q and k, or could not be read"
+    fusions.append(Fusion("packed qkv", packed, vit.depth, note))
     if options.targets_ort:
         fusions += _fuse_for_ort(model, vit, options)
         model.opset_imports[attention_nodes.MICROSOFT] = 1

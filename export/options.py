@@ -33,14 +33,14 @@ class ExportOptions:
         UnsupportedInputError: the values exclude one another; lists every conflict.
     """
 
-    opset: int
-    dynamic_batch: bool
-    dynamic_size: bool
-    precision: Precision
-    preprocess: bool
-    target: Target
-    output: Output
-    external_data: bool | None
+    opset: int = DEFAULT_OPSET
+    dynamic_batch: bool = True
+    dynamic_size: bool = False
+    precision: Precision = "fp32"
+    preprocess: bool = False
+    target: Target = "generic"
+    output: Output = "logits"
+    external_data: bool | None = None
 
     def __post_init__(self) -> None:
         check_choice("target", self.target, get_args(Target))

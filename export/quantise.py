@@ -153,10 +153,7 @@ def quantise_file(source: Path, path: Path, target: Target, files: Sequence[Path
         reasons.append("it leaves the size of its images open: must take one size")
     version = max((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), default=0)
     try:
-        options = ExportOptions(
-            opset=version, dynamic_batch=True, dynamic_size=False, precision="int8", preprocess=False, target=target,
-            output="logits", external_data=None,
-        )  # fmt: skip
+        options = ExportOptions(opset=version, precision="int8", target=target)
     except ValueError as error:
         reasons.append(str(error))
     if reasons or signature.image_hw is None:

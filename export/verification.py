@@ -8,7 +8,6 @@ In eight bits the error is spread over everything, and one bad element says litt
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +42,9 @@ class VerificationError(VitFastError, RuntimeError):
     """The file does not compute what the model computes; says by how much."""
 
 
-@dataclass
-class Verification:
-    """The outcome of verify_file: `checks` and what they were held against."""
-
-    checks: list[Check]
-    reference: str
-
-
-def verify_file(path: Path, vit: ImageModel, options: ExportOptions, images: list[Image.Image]) -> Verification:
+def verify_file(
+    path: Path, vit: ImageModel, options: ExportOptions, images: list[Image.Image]
+) -> tuple[list[Check], str]:
     """Holds an ONNX file against the model that it was made of.
 
     Args:
@@ -59,6 +52,8 @@ def verify_file(path: Path, vit: ImageModel, options: ExportOptions, images: lis
         vit: The model.
         options: What was asked of the file.
         images: Real photographs, at least one.
+    Returns:
+        The checks, and the reference in words.
     Raises:
         VerificationError: invalid, unloadable, NaN, or an error beyond the budget.
         UnsupportedInputError: ONNX Runtime cannot run this precision here.
@@ -89,7 +84,7 @@ def verify_file(path: Path, vit: ImageModel, options: ExportOptions, images: lis
             f"max error {worst.max_error:.2e}, rms error {worst.rms_error:.2e}{same}, another class on {worst.flips} "
             f"of {worst.images} images that the model was sure of; accepted is {options.budget}"
         )
-    return Verification(checks, f"eager {'fp32' if large else 'fp64'}, {session.get_providers()[0]}")
+    return checks, f"eager {'fp32' if large else 'fp64'}, {session.get_providers()[0]}"
 
 
 def verify_preprocessing(

@@ -267,10 +267,7 @@ def test_a_file_with_too_large_an_error_says_what_is_accepted(tmp_path: Path, mo
 @pytest.mark.slow
 def test_what_onnx_runtime_does_not_do_by_itself(tmp_path: Path) -> None:
     """Loading QDQ, it adds biases in nodes of their own; our nodes hold them."""
-    options = ExportOptions(
-        opset=20, dynamic_batch=True, dynamic_size=False, precision="int8", preprocess=False, target="ort-cpu",
-        output="logits", external_data=None,
-    )  # fmt: skip
+    options = ExportOptions(precision="int8", target="ort-cpu")
     vit, scheme = recognise(digits_vit()), scheme_of(options)
     graph = capture(vit, options)
     optimise(graph, vit, options)

@@ -158,10 +158,7 @@ def test_features(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "int8"])
 def test_probabilities_are_held_to_the_same_standard_as_logits(precision: Any) -> None:
     """All probabilities of many classes are small: unrelated ones, and logits 5 % too large, must not pass."""
-    options = ExportOptions(
-        opset=20, dynamic_batch=True, dynamic_size=False, precision=precision, preprocess=False, target="generic",
-        output="probabilities", external_data=None,
-    )  # fmt: skip
+    options = ExportOptions(precision=precision, output="probabilities")
     generator = torch.Generator().manual_seed(0)
     logits, unrelated = (torch.randn(8, 1000, generator=generator, dtype=torch.float64) for _ in range(2))
     logits = 3 * logits
@@ -260,15 +257,6 @@ def test_bf16_that_cannot_be_verified_here_is_refused_before_the_capture(tmp_pat
     with pytest.raises(UnsupportedInputError, match=r"bf16 on CUDA only, .*\n.*--no-verify"):
         export_onnx(make("vit"), tmp_path / "new" / "m.onnx", precision="bf16")
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow(minutes=True)
-def test_vit_base_error(tmp_path: Path) -> None:
-    model = vit_fast.create_model("vit_base_patch16_224")
-    fp32 = export_onnx(model, tmp_path / "m.onnx", target="ort-cpu", preprocess=True)
-    fp16 = export_onnx(model, tmp_path / "m.onnx", target="ort-cuda", precision="fp16")
-    assert fp32.max_error is not None and fp32.max_error <= 1e-5
-    assert fp16.max_error is not None and fp16.max_error <= 5e-3
 
 
 @pytest.mark.fast_cases("deit_base_patch16_224")

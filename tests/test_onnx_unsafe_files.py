@@ -61,26 +61,22 @@ def test_a_model_that_takes_no_images(tmp_path: Path) -> None:
         OnnxRunner(tmp_path / "m.onnx")
 
 
-def test_damaged_metadata(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("data_config", '{"mean": ', ""),
+        ("class_names", json.dumps(NAMES[:7]), ": 7 class names for 10 outputs"),
+        ("image_hw", '["a", "b"]', ": image_hw "),
+        ("patch_hw", "[0, 8]", ": patch_hw "),
+    ],
+)
+def test_damaged_metadata(key: str, value: str, message: str, folder: Path, tmp_path: Path) -> None:
     proto = onnx.load(folder / "plain.onnx")
-    for entry in proto.metadata_props:
-        if entry.key == "vit_fast.data_config":
-            entry.value = '{"mean": '
+    (entry,) = (entry for entry in proto.metadata_props if entry.key == f"vit_fast.{key}")
+    entry.value = value
     onnx.save(proto, tmp_path / "m.onnx")
-    with pytest.raises(ModelFileError, match="its metadata is damaged"):
+    with pytest.raises(ModelFileError, match=f"its metadata is damaged{message}"):
         OnnxRunner(tmp_path / "m.onnx")
-    for key, value, message in (
-        ("class_names", json.dumps(NAMES[:7]), "damaged: 7 class names for 10 outputs"),
-        ("image_hw", '["a", "b"]', "damaged: image_hw is"),
-        ("patch_hw", "[0, 8]", "damaged: patch_hw is"),
-    ):
-        proto = onnx.load(folder / "plain.onnx")
-        for entry in proto.metadata_props:
-            if entry.key == f"vit_fast.{key}":
-                entry.value = value
-        onnx.save(proto, tmp_path / "m.onnx")
-        with pytest.raises(ModelFileError, match=message):
-            OnnxRunner(tmp_path / "m.onnx")
 
 
 def test_metadata_of_others_means_nothing_here(folder: Path, tmp_path: Path) -> None:
