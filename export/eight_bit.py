@@ -51,7 +51,7 @@ def quantise_products(
             one = ranges[name]
             limits[name] = TensorData(lowest=np.array([one.low], np.float32), highest=np.array([one.high], np.float32))
             overrides[name] = [_parameters(scheme, one, value.dtype) | {"quant_type": types[scheme.kind]}]
-        if product.weight is not None and scheme.kind == "e4m3":  # ONNX Runtime would scale by the deviation
+        if product.weight is not None and scheme.kind == "e4m3":  # ONNX Runtime cuts off beyond 4.5 deviations
             weight, peak = product.node.inputs[1], float(np.abs(product.weight).max())
             assert weight is not None
             parameters = _parameters(scheme, Range(-peak, peak, "weight"), weight.dtype)

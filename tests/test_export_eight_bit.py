@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -14,6 +15,7 @@ import onnxruntime
 import pytest
 import torch
 from digits import digits_vit, held_out, inputs, write_digits
+from onnxruntime.quantization.quant_utils import compute_scale_zp_float8
 
 from vit_fast.apps.data import default_photograph
 from vit_fast.errors import UnsupportedInputError
@@ -160,6 +162,29 @@ def test_fp8_is_written_as_tensorrt_fuses_it(folder: Path, tmp_path: Path) -> No
                 scales.append(float(scale.numpy()))
     assert scales == pytest.approx([1 / 448] * 3, rel=1e-3)
     assert Counter(n.op_type for n in model.graph)["QuantizeLinear"] == 12 + 4 * 3, "one an activation"
+
+
+@pytest.mark.parametrize(("tails", "of_onnx_runtime"), [("bell-shaped", 0.03), ("heavy", 0.3)])
+def test_weights_in_e4m3_are_scaled_by_their_largest(tails: str, of_onnx_runtime: float) -> None:
+    """ONNX Runtime scales by the deviation: no better for bell-shaped weights, and it cuts off all beyond 4.5 of it."""
+    generator = np.random.default_rng(0)
+    weight = generator.standard_t(3 if tails == "heavy" else 1e6, (256, 192)).astype(np.float32)
+    x, w = ir.val("x", ir.DataType.FLOAT, ["B", 8, 256]), ir.val("w", const_value=ir.tensor(weight, name="w"))
+    node = ir.node("MatMul", [x, w], name="fc")
+    node.outputs[0].name = "y"
+    node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
+    model = ir.Model(ir.Graph([x], node.outputs, nodes=[node], initializers=[w], opset_imports={"": 20}), ir_version=10)
+    made = eight_bit.quantise_products(model, linears(model), Scheme("e4m3"), {"x": Range(-4, 4, "")}, fused=False)
+    product = next(node for node in made.graph if node.op_type == "MatMul")
+    stored, scale, _ = (value.const_value for value in product.inputs[1].producer().inputs)
+
+    def error(codes: np.ndarray, scale: float) -> float:
+        return float(np.linalg.norm(codes.astype(np.float32) * scale - weight) / np.linalg.norm(weight))
+
+    assert error(stored.numpy(), float(scale.numpy())) < 0.03
+    _, theirs = compute_scale_zp_float8(onnx.TensorProto.FLOAT8E4M3FN, weight.std())
+    codes = np.clip(weight / theirs, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    assert error(codes, float(theirs)) == pytest.approx(of_onnx_runtime, rel=0.2)
 
 
 @pytest.mark.slow
