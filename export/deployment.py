@@ -143,10 +143,10 @@ def server_config(info: OnnxInfo, name: str, max_batch: int, instances: int, dev
 
 
 def accelerator_mode(precision: str) -> str:
-    """What the server's TensorRT accelerator calls a precision.
+    """Returns the name of a precision for the server's TensorRT accelerator.
 
     Raises:
-        UnsupportedInputError: it has no such.
+        UnsupportedInputError: the accelerator does not support it.
     """
     known = ", ".join(ACCELERATOR_MODES)
     if precision not in ACCELERATOR_MODES:
@@ -308,10 +308,9 @@ def _text(info: OnnxInfo, files: list[Path], license_name: str | None) -> str:
 
 
 def _checks(facts: dict[str, Any]) -> list[str]:
-    """What was measured of the file, as its metadata says."""
     verification, lines = facts.get("verification"), []
     if isinstance(verification, dict):
-        lines.append(f"Held against {verification['reference']}; accepted is {verification['budget']}.")
+        lines.append(f"Compared with {verification['reference']}; must be {verification['budget']}.")
         lines += ["", "| images | size | max error | rms error | same top class |", "|---|---|---|---|---|"]
         for check in verification["checks"]:
             same = "" if check["top1_agreement"] is None else f"{check['top1_agreement']:.1%}"
