@@ -39,10 +39,15 @@ def tests(name: str, limit_s: float, *arguments: str, parallel: bool = True) -> 
 
 
 def bench(
-    part: str, name: str, limit_s: float, models: Sequence[str], subjects: str, *batches: int, train: bool = False
+    part: str, name: str, limit_s: float, models: Sequence[str], candidates: str, *batches: int, train: bool = False
 ) -> Job:
     """Returns a job that measures in bf16."""
-    request = {"models": list(models), "subjects": subjects.split(), "batch_sizes": list(batches), "dtypes": ["bf16"]}
+    request = {
+        "models": list(models),
+        "candidates": candidates.split(),
+        "batch_sizes": list(batches),
+        "dtypes": ["bf16"],
+    }
     return Job(part, name, limit_s, request | {"train": train})
 
 
@@ -153,7 +158,6 @@ def _record(jobs: Sequence[Job], out: Path) -> int:
 
 
 def _rows_before(path: Path, machine: dict[str, Any]) -> list[Found]:
-    """Reads the rows of an earlier run of this commit on this device, if there is one."""
     try:
         record = json.loads(path.read_text())
         same = all(record["machine"].get(name) == machine.get(name) for name in ("device", "commit"))

@@ -48,7 +48,7 @@ def test_without_a_gpu_nothing_is_claimed(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_every_plan_is_one_that_bench_accepts() -> None:
-    """Models, subjects and sizes exist; ours is in each, frozen and under graphs beside eager; the MLP compiled too."""
+    """Models, candidates and sizes exist; each has ours; frozen, graphs and the compiled MLP are among them."""
     seen = set()
     for job in gpu_check.JOBS:
         if job.request:
@@ -139,7 +139,7 @@ def test_a_job_of_bench_leaves_its_record(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setitem(machine.COPY_BYTES, "cpu", 2**16)
     request = {
         "models": ["mlp:5x16x32"],
-        "subjects": ["eager"],
+        "candidates": ["eager"],
         "batch_sizes": [2],
         "dtypes": ["fp32"],
         "device": "cpu",

@@ -31,7 +31,7 @@ def compile(
         mode: "default" compiles fastest. "reduce-overhead" replays CUDA graphs, for small batches, where launching
             kernels costs more than running them; its outputs are overwritten by the next call. "max-autotune" also
             times candidates for every matmul, which takes minutes; its "-no-cudagraphs" form can be captured. What they
-            gain is measured by `vit-fast bench --subjects sdpa,sdpa+compile`; records are under benchmarks/results.
+            gain is measured by `vit-fast bench --candidates sdpa,sdpa+compile`; records are under benchmarks/results.
         dynamic_batch: Whether one graph serves every batch size from 2 (and one more serves 1), instead of one graph
             each. Needs inputs whose first axis is the batch.
         fullgraph: Whether a graph break is an error.
