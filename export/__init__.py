@@ -17,17 +17,17 @@ from vit_fast.errors import MissingPackageError
 if TYPE_CHECKING:
     from .card import write_card
     from .deployment import trtexec_line, write_triton_repository
+    from .export_report import ExportReport
     from .exporter import export_onnx
     from .metadata import inspect_onnx
     from .model_files import ModelFileError
     from .onnx_calibration import CalibrationError
     from .quantise import QuantisationError
-    from .report import ExportReport
     from .runner import OnnxRunner, ProviderError
     from .verification import VerificationError
 
 _LAZY = {
-    "ExportReport": ".report",
+    "ExportReport": ".export_report",
     "ModelFileError": ".model_files",
     "OnnxRunner": ".runner",
     "ProviderError": ".runner",

@@ -71,7 +71,7 @@ def write_triton_repository(
     name = name or model_path.stem
     for argument, value in (("max_batch", max_batch), ("instances", instances)):
         if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{argument}={value!r}: accepted is an integer >= 1")
+            raise ValueError(f"{argument} must be an integer >= 1, got {value!r}")
     if device is not None and device not in INSTANCE_KINDS:
         raise ValueError(f"device must be 'auto', 'gpu' or 'cpu', got {device!r}")
     target = check_triton_repository(repository, name)
@@ -100,7 +100,7 @@ def check_triton_repository(repository: Path, name: str) -> Path:
         FileExistsError: the repository has a model of this name.
     """
     if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or name in (".", ".."):
-        raise ValueError(f"name={name!r}: accepted are letters, digits, '_', '-' and '.'")
+        raise ValueError(f"name must consist of letters, digits, '_', '-' and '.', got {name!r}")
     target = repository / name
     if target.exists():
         raise FileExistsError(f"{target}: exists already; a repository's model is not overwritten")
@@ -146,11 +146,12 @@ def accelerator_mode(precision: str) -> str:
     Raises:
         UnsupportedInputError: it has no such.
     """
+    known = ", ".join(ACCELERATOR_MODES)
     if precision not in ACCELERATOR_MODES:
         raise UnsupportedInputError(
             "a server's repository for TensorRT",
             [
-                f"the server's TensorRT accelerator has no {precision}: accepted are {', '.join(ACCELERATOR_MODES)}",
+                f"the precision of the server's TensorRT accelerator must be one of {known}, got {precision}",
                 "export without a repository, and build an engine by the trtexec line that export prints",
             ],
         )
@@ -175,7 +176,9 @@ class _Name(str):
 
 def _tensor(value: dict[str, Any], dynamic: bool, info: OnnxInfo) -> dict[str, Any]:
     if value["dtype"] not in DATA_TYPES:
-        raise ModelFileError(f"{info.path}: {value['name']} is {value['dtype']}: accepted are {', '.join(DATA_TYPES)}")
+        raise ModelFileError(
+            f"{info.path}: {value['name']} must be one of {', '.join(DATA_TYPES)}, got {value['dtype']}"
+        )
     dims = value["shape"][1:] if dynamic else value["shape"]
     return {
         "name": value["name"],

@@ -16,26 +16,26 @@ from PIL import Image
 from torch import nn
 
 from vit_fast.apps.data import find_images
+from vit_fast.blocks.fp8_scales import runs_in_fp8
 from vit_fast.config import DataConfig
 from vit_fast.errors import UnsupportedInputError, check_type
 from vit_fast.files import file_aside
 from vit_fast.libraries.image_model import ImageModel, Output
 from vit_fast.libraries.known import recognise
-from vit_fast.quantization.fp8_scales import runs_in_fp8
 from vit_fast.version import __version__
 
 from . import model_files
-from .accuracy import check_labelled, measure_accuracy
 from .capture import capture
 from .deployment import trtexec_line
+from .export_report import ExportReport
 from .graphs import prepend
+from .labelled_accuracy import check_labelled, measure_accuracy
 from .metadata import inspect_onnx, metadata_for, write_metadata
 from .optimise import count_nodes, forget_inner_shapes, optimise
 from .options import ATTENTION_OPSET, ExportOptions, Precision, Target, opset_for
 from .photographs import CALIBRATION_IMAGES, as_inputs, left_over, photographs
 from .preprocessing import preprocessing_model
 from .quantise import Quantised, quantise
-from .report import ExportReport
 from .verification import BATCHES, check_verifiable, verify_file, verify_preprocessing
 
 HELD_OUT_IMAGES = 64
@@ -177,7 +177,7 @@ def _complete(
     if names is not None:
         check_type("class_names", names, Sequence)
         if len(names) != vit.num_classes:
-            raise ValueError(f"class_names has {len(names)} names: accepted are {vit.num_classes}, as num_classes")
+            raise ValueError(f"class_names must have {vit.num_classes} names, as num_classes, got {len(names)}")
         vit.class_names = tuple(map(str, names))
     if options.preprocess and vit.data_config is None:
         raise ValueError(f"preprocess=True, but {vit.name} does not say how its images are prepared: give data_config")

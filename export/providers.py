@@ -38,7 +38,7 @@ def parse_device(device: str) -> tuple[str, int]:
     kind, _, index = device.partition(":")
     if kind not in ("auto", *DEVICES) or (index and (not index.isdigit() or kind not in ("cuda", "tensorrt"))):
         raise ValueError(
-            f"device={device!r}: accepted are 'auto', 'cpu', 'cuda', 'cuda:N', 'tensorrt', 'tensorrt:N', 'openvino'"
+            f"device must be 'auto', 'cpu', 'cuda', 'cuda:N', 'tensorrt', 'tensorrt:N' or 'openvino', got {device!r}"
         )
     return kind, int(index or 0)
 

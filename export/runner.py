@@ -76,7 +76,7 @@ class OnnxRunner:
         kind, index = parse_device(device)
         for name, value in (("threads", threads), ("max_batch", max_batch)):
             if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}={value!r}: accepted is an integer >= 1")
+                raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
         self.path = Path(path)
         self.info: OnnxInfo = inspect_onnx(self.path)
         self._signature = read_signature(self.info)
@@ -96,7 +96,7 @@ class OnnxRunner:
         elif reasons := reasons_against(kind):
             raise ProviderError(f"{DEVICES[kind]} cannot come up on device={device!r}: {'; '.join(reasons)}")
         if cuda_graph and kind != "cuda":
-            raise UnsupportedInputError("cuda_graph=True", [f"the device is {kind}: accepted is cuda"])
+            raise UnsupportedInputError("cuda_graph=True", [f"the device must be cuda, got {kind}"])
         options: dict[str, Any] = {"threads": threads, "optimise": optimise, "fp8": self.info.fp8}
         try:
             session = open_session(self.path, kind, index, **options, cuda_graph=cuda_graph)
@@ -125,7 +125,7 @@ class OnnxRunner:
             ValueError: dtype or shape are not what the file takes; names both.
         """
         if type(images).__module__.split(".")[0] != "torch" and not isinstance(images, np.ndarray):
-            raise TypeError(f"images is a {type(images).__name__}: accepted are numpy arrays and torch tensors")
+            raise TypeError(f"images must be a numpy array or a torch tensor, got {type(images).__name__}")
         if self.takes_pixels and images.ndim == 3:
             images = images[None]
         self._signature.check(images)
@@ -205,7 +205,7 @@ def _class_names(info: OnnxInfo, signature: Signature, names: Sequence[str] | No
     """The names of the outputs, as given or as the file says, held against the output's width."""
     classes = signature.classes
     if names is not None and classes is not None and len(names) != classes:
-        raise ValueError(f"class_names has {len(names)} names: accepted are {classes}, as the file has outputs")
+        raise ValueError(f"class_names must have {classes} names, one per output of the file, got {len(names)}")
     said = info.class_names
     if said and classes is not None and len(said) != classes and info.output != "features":
         raise ModelFileError(f"{info.path}: its metadata is damaged: {len(said)} class names for {classes} outputs")
@@ -215,7 +215,7 @@ def _class_names(info: OnnxInfo, signature: Signature, names: Sequence[str] | No
 def _output(info: OnnxInfo, output: Output | None) -> str:
     """What the output means, as given or as the file says."""
     if output is not None and output not in get_args(Output):
-        raise ValueError(f"output={output!r}: accepted are {', '.join(map(repr, get_args(Output)))}")
+        raise ValueError(f"output must be one of {', '.join(map(repr, get_args(Output)))}, got {output!r}")
     if output is not None and info.output not in (None, output):
-        raise ValueError(f"output={output!r}: accepted is {info.output!r}, as the file says")
+        raise ValueError(f"output must be {info.output!r}, as the file says, got {output!r}")
     return output or info.output or "logits"

@@ -21,12 +21,12 @@ from vit_fast.config import DataConfig, Size
 from vit_fast.errors import UnsupportedInputError, VitFastError
 from vit_fast.libraries.image_model import ImageModel
 
+from .export_report import Check
 from .loss import loss_of
 from .options import BUDGETS, ExportOptions
 from .photographs import as_inputs, as_pixels
 from .preprocessing import per_channel, preprocessing_model
 from .providers import CUDA, CUDA_OPTIONS, KEEP_FP8_APART
-from .report import Check
 
 FP64_PARAMETERS = 200_000_000
 """Models with more parameters are held against eager fp32 instead: a copy in fp64 would not fit beside them."""

@@ -1,7 +1,4 @@
-"""What a GPU is to the launch policies: its architecture, whose tiles it takes, and how it forms products.
-
-Attention and the matmul both ask here, so that neither can answer differently.
-"""
+"""Properties of GPUs for the launch policies: architecture, generation of tiles, and number formats of products."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class Gpu:
-    """What the launch policy asks of a GPU.
+    """Properties of a GPU that the launch policy needs.
 
     Args:
         arch: Architecture name, e.g. sm_90.
@@ -36,7 +33,7 @@ def set_stand_in(gpu: Gpu) -> None:
 
 
 def has_stand_in() -> bool:
-    """Whether the stand-in driver takes the launches of CPU tensors."""
+    """True if the stand-in driver takes the launches of CPU tensors."""
     return _stand_in is not None
 
 
@@ -65,7 +62,7 @@ def has_fp8(arch: str) -> bool:
 
 
 def reads_descriptors(arch: str) -> bool:
-    """Whether tiles are loaded through TMA descriptors where the layout allows."""
+    """True if tiles are loaded through TMA descriptors where the layout allows."""
     return generation(arch) != "ampere"
 
 

@@ -134,7 +134,7 @@ def _keep(key: tuple[Any, ...], kernel: Any, compiled: Any) -> Ready | None:
 
 
 def _specialised_by(value: Any) -> Any:
-    """What triton may specialise a kernel by, of one runtime argument."""
+    """Returns what triton may specialise a kernel by, of one runtime argument."""
     kind = type(value)
     if kind is int or value is None:
         return value
@@ -146,7 +146,7 @@ def _specialised_by(value: Any) -> Any:
 
 
 def is_watched(*kernels: Any) -> bool:
-    """Whether someone listens to launches or debugs these kernels: triton's own way then serves them all."""
+    """True if someone listens to launches or debugs these kernels; triton then launches them itself."""
     runtime = triton.knobs.runtime
     return bool(
         getattr(runtime.launch_enter_hook, "calls", runtime.launch_enter_hook)
@@ -176,5 +176,5 @@ def _probe() -> None:
 
 
 def is_interpreted() -> bool:
-    """Whether triton decorated these kernels for its interpreter (`TRITON_INTERPRET=1` at import)."""
+    """True if triton decorated these kernels for its interpreter (`TRITON_INTERPRET=1` at import)."""
     return not isinstance(_probe, triton.JITFunction)

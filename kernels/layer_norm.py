@@ -66,7 +66,7 @@ def _merge(mean, squares, count, other_mean, other_squares, other_count):
 
 @triton.jit
 def merge_next(left, right, col, N, LEFT: tl.constexpr, RIGHT: tl.constexpr):
-    """What `piece_statistics` of LEFT + RIGHT columns from `col` on are, from those of the first LEFT and the rest."""
+    """`piece_statistics` of LEFT + RIGHT columns from `col` on, from those of the first LEFT and the rest."""
     count = tl.maximum(tl.minimum(N - col, LEFT), 1).to(tl.float32)
     other = tl.maximum(tl.minimum(N - col - LEFT, RIGHT), 0).to(tl.float32)
     return _merge(left[0], left[1], count, right[0], right[1], other)
@@ -193,7 +193,7 @@ def _normalise_kernel(
 
 @dataclass(frozen=True)
 class InputRows:
-    """What a folded linear layer reads.
+    """Input of a folded linear layer.
 
     Args:
         source: What the matmul reads, [M, C] in its dtype: x, or (x - mean) rstd where x is fp32.
@@ -214,7 +214,7 @@ class InputRows:
 
 @dataclass(frozen=True)
 class RowStatistics:
-    """What the backward of a folded linear layer needs of its input.
+    """Input rows and statistics for the backward of a folded linear layer.
 
     Args:
         source: What the matmuls read, [M, C] in their dtype: x, or (x - mean) rstd where x is fp32.
@@ -242,7 +242,7 @@ class RowStatistics:
 
 
 def is_normalised(statistics: Tensor) -> bool:
-    """Whether these are the statistics of rows that were normalised beforehand."""
+    """True for the statistics of rows that were normalised beforehand."""
     return statistics.shape[0] == 1
 
 

@@ -1,4 +1,4 @@
-"""How a launch plan comes about: a function runs once, and what it allocates, views, computes and launches is noted.
+"""Records launch plans: runs a function once and notes what it allocates, views, computes and launches.
 
 Tensors are followed by identity: a view belongs to the value that it was made of, whoever else shares the memory.
 """
@@ -68,7 +68,7 @@ class _Value:
     bytes: int
 
     def is_all_of(self, view: View) -> bool:
-        """Whether a view is this memory, perhaps in another shape."""
+        """True if a view is all of this memory, perhaps in another shape."""
         return not view.at.offset and view.shape.numel() * view.dtype.itemsize == self.bytes
 
 
@@ -209,7 +209,7 @@ class _Recorder(TorchDispatchMode):
         return sum(value.kind == kind for value in self._values)
 
     def _arrange(self, outputs: Sequence[View]) -> tuple[dict[int, At], tuple[Any, ...]]:
-        """Where each value lies in a replay, and what is allocated: the inputs first, then buffers, then results."""
+        """Returns the place of each value in a replay, and the buffers: inputs first, then buffers, then results."""
         launched = _uses(self._steps, PlannedLaunch)
         as_tensor = {view.at.value for view in outputs} | set(_uses(self._steps, TorchCall))
         inputs = self._count("input")

@@ -1,4 +1,4 @@
-"""What a launch plan is: kernel launches and torch operators, ready but for the memory they work on.
+"""Steps of launch plans: kernel launches and torch operators, ready but for the memory they work on.
 
 What a step works on is given by number: the inputs of a plan, its buffers, then the results of its torch operators.
 """
@@ -120,7 +120,7 @@ class Base:
         self._address, self.at = address, at
 
     def data_ptr(self) -> int:
-        """Where it starts."""
+        """The address."""
         return self._address
 
 
@@ -236,7 +236,7 @@ Step = PlannedLaunch | TorchCall
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """What one call does, for any addresses.
+    """The steps of one call, for any addresses.
 
     Args:
         device: Of all tensors.

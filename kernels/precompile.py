@@ -61,7 +61,7 @@ class Request:
 
 @contextlib.contextmanager
 def collect() -> Iterator[list[Request]]:
-    """What this thread would have triton compile of our kernels meanwhile, in the order of its launches.
+    """Collects what this thread would have triton compile of our kernels, in the order of its launches.
 
     None of that is launched: its results stay what memory held. Of other threads and other kernels nothing changes, but
     that their launches go triton's own way, and no launch plan is recorded.
@@ -135,7 +135,7 @@ def _failure(request: Request, error: Exception) -> str:
 
 
 def _compile_beside(requests: Sequence[Request]) -> Iterator[bool]:
-    """Whether each was compiled, as they are ready, by processes that take the next when they are."""
+    """Yields whether each was compiled; every process takes the next request when it is ready."""
     if not requests:
         return
     left: SimpleQueue[Request] = SimpleQueue()

@@ -63,7 +63,7 @@ def _store_pairs(pointer, first, second, offsets, pairs, inside, D: tl.constexpr
 def _load_affine(
     q_ptr, k_ptr, which, head, pairs, inside, D: tl.constexpr, WIDE: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
-    """Of a vector of the norm of q (which = 0) or of k, [D] or where WIDE [H D], what the rows take."""
+    """Loads the rows' part of a vector of the norm of q (which = 0) or of k, [D] or if WIDE [H D]."""
     start = head * D if WIDE else head * 0
     if which == 0:
         first, second = _load_pairs(q_ptr, start, pairs, inside, D, INTERLEAVED)
@@ -249,7 +249,7 @@ def _qk_norm_rope_grad_kernel(
 
 @dataclass(frozen=True)
 class QkvSettings:
-    """What is done to q and k.
+    """Norms and rotary positions of q and k.
 
     Args:
         weights, biases: Of the norms of q and k, each [D], or [H D] where `wide`, dense; None: ones, zeros.
@@ -273,15 +273,15 @@ class QkvSettings:
 
 
 def can_be_read(cos: Tensor, sin: Tensor) -> bool:
-    """Whether the kernels can read tables [..., T, P] as they lie: alike, and whole rows apart."""
+    """True if the kernels can read tables [..., T, P] in place: alike, and whole rows apart."""
     *outer, row, _ = cos.stride()
     whole = row > 0 and not any(step % row for step, size in zip(outer, cos.shape) if size > 1)
     return whole and cos.stride() == sin.stride()
 
 
 def table_steps(table: Tensor) -> tuple[int, ...]:
-    """Of a table that can be read, the rows from one leading index to the next, 0 where shared, and elements from row
-    to row and from pair to pair."""
+    """Returns a table's steps: rows from one leading index to the next, 0 if shared, and elements from row to row and
+    from pair to pair."""
     *outer, row, pair = table.stride()
     return *(step // row if size > 1 else 0 for step, size in zip(outer, table.shape)), row, pair
 

@@ -13,7 +13,7 @@ from PIL import Image
 
 from vit_fast.apps.data import ImageError, default_photograph, find_images, load_images, make_transform, read_image
 from vit_fast.config import DataConfig
-from vit_fast.factory import create_model
+from vit_fast.weights.factory import create_model
 
 
 def _noise(height: int, width: int) -> Image.Image:

@@ -173,7 +173,7 @@ def test_the_server_builds_engines_for_a_tensorrt_file(
         assert group.Kind.Name(group.kind) == kind
     on_cpu = read_config(write_triton_repository(files / "half.onnx", tmp_path / "models", name="c", device="cpu"))
     assert not on_cpu.HasField("optimization")
-    with pytest.raises(UnsupportedInputError, match=r"no fp8: accepted are fp32, fp16, int8\n.*build an engine"):
+    with pytest.raises(UnsupportedInputError, match=r"one of fp32, fp16, int8, got fp8\n.*build an engine"):
         write_triton_repository(
             saying(files / "half.onnx", tmp_path / "fp8.onnx", "precision", "fp8"), tmp_path / "models"
         )
@@ -183,7 +183,7 @@ def test_the_server_builds_engines_for_a_tensorrt_file(
             ["export", "vit_test", "-o", str(tmp_path / "x.onnx"), "--precision", "fp8", "--target", "tensorrt",
              "--calibrate", str(tmp_path), "--triton-repository", str(tmp_path / "models")]
         )  # fmt: skip
-    assert "accelerator has no fp8" in capsys.readouterr().err
+    assert "accelerator must be one of fp32" in capsys.readouterr().err
 
 
 def test_a_repository_of_a_file_with_a_fixed_batch(exported: Any, tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_repository_of_a_file_with_a_fixed_batch(exported: Any, tmp_path: Path
     with pytest.raises(FileExistsError, match="exists already"):
         write_triton_repository(path, models)
     for wrong in ({"name": "a/b"}, {"name": ".."}, {"max_batch": 0}, {"instances": 0}, {"device": "tpu"}):
-        with pytest.raises(ValueError, match=r"must be|accepted"):
+        with pytest.raises(ValueError, match="must"):
             write_triton_repository(path, models, **wrong)  # type: ignore[arg-type]
 
 
@@ -250,5 +250,5 @@ def test_openvino_is_a_device_where_it_is_installed(files: Path) -> None:
     else:
         with pytest.raises(ProviderError, match="pip install onnxruntime-openvino"):
             OnnxRunner(files / "half.onnx", "openvino")
-    with pytest.raises(ValueError, match="accepted are"):
+    with pytest.raises(ValueError, match="device must be"):
         OnnxRunner(files / "half.onnx", "openvino:1")

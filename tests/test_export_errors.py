@@ -43,7 +43,7 @@ def model() -> nn.Module:
         ({"images": []}, ImageError, "accepted are one or more image files"),
         ({"precision": "int8", "calibration": ["absent.jpg"]}, ImageError, r"absent\.jpg: no such file"),
         ({"images": ["absent.jpg"]}, ImageError, r"absent\.jpg: no such file"),
-        ({"class_names": ["one"]}, ValueError, "class_names has 1 names: accepted are 10"),
+        ({"class_names": ["one"]}, ValueError, "class_names must have 10 names.*got 1"),
         ({"dynamic_size": True, "preprocess": True}, UnsupportedInputError, "resizes every image to one size"),
         ({"precision": "int8-dynamic", "target": "tensorrt"}, UnsupportedInputError, "TensorRT takes no int8-dynamic"),
         ({"precision": "bf16", "target": "ort-cpu"}, UnsupportedInputError, "CPU provider has no bf16 Conv"),
@@ -183,6 +183,17 @@ def test_a_file_that_computes_something_else_is_not_left(
         export_onnx(model, tmp_path / "m.onnx")
     assert [p.name for p in tmp_path.iterdir()] == ["m.onnx"]
     assert (tmp_path / "m.onnx").read_text() == "the old file"
+
+
+def test_an_interrupted_export_leaves_nothing(model: nn.Module, tmp_path: Path, monkeypatch: Any) -> None:
+    def interrupt(*_: object) -> None:
+        assert any((tmp_path / "new").iterdir()), "the hidden folder that the file is written to"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vit_fast.export.exporter.capture", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        export_onnx(model, tmp_path / "new" / "m.onnx")
+    assert not list(tmp_path.iterdir())
 
 
 def test_nan_never_passes(tmp_path: Path) -> None:

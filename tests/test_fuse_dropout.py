@@ -12,7 +12,7 @@ from kernel_support import DEVICE
 from torch import nn
 
 import vit_fast
-from vit_fast.fusion.fused import FusedModule, FusedNormMlp
+from vit_fast.blocks.fused import FusedModule, FusedNormMlp
 from vit_fast.ops import attention_op, checks
 
 P = 0.25
@@ -104,6 +104,6 @@ def test_a_model_on_meta_is_fused_for_where_it_will_run(library: str, monkeypatc
     torch.testing.assert_close(subject.run(model, inputs), subject.run(plain, inputs), rtol=1e-4, atol=1e-4)
     assert on_meta.shape == subject.run(plain, inputs).shape
     for module in (attention_op, checks):
-        monkeypatch.setattr(module, "triton_unavailable_reasons", lambda device: ("this device is too old",))
+        monkeypatch.setattr(module, "kernel_reasons", lambda device, dtype: ["this device is too old"])
     with pytest.raises(vit_fast.UnsupportedInputError, match="this device is too old"):
         subject.run(model, inputs)

@@ -24,14 +24,14 @@ from kernel_support import DEVICE
 from torch import nn
 
 import vit_fast
-from vit_fast.fusion import plain
+from vit_fast.blocks import plain
+from vit_fast.blocks.reading import Reader, read_block
 from vit_fast.fusion.freezing import frozen_of
-from vit_fast.fusion.reading import Reader, read_block
 from vit_fast.libraries import timm_blocks, torchvision
 
 OFTEN = (
     "timm-vit", "timm-qk-norm", "timm-siglip", "timm-eva02-norms-inside", "transformers-vit", "transformers-siglip",
-    "transformers-dinov3-gated", "torchvision-vit", "torch-encoder",
+    "transformers-dinov3-gated", "torchvision-vit", "torch-encoder", "ours",
 )  # fmt: skip
 PACKED = ("cu_seqlens", "lengths", "timm's mask, rotary")
 
@@ -57,7 +57,7 @@ def test_what_is_done_to_a_module_of_a_fused_block_counts(name: str) -> None:
 @pytest.mark.slow
 def test_what_is_done_to_a_module_of_any_fused_class_counts() -> None:
     seen: set[type] = set()
-    for name in {*SUBJECTS, *packed_of_depth(1)} - {"ours", "transformers-beit"}:
+    for name in {*SUBJECTS, *packed_of_depth(1)} - {"transformers-beit"}:
         for block, call in blocks_of(subject_of(name)):
             assert_changes_count(block, call)
             seen.add(type(block))
@@ -143,20 +143,6 @@ def test_a_class_that_was_patched_before_it_was_first_seen_is_skipped(
     (row,) = vit_fast.fuse(model, "sdpa").left
     assert f"{cls.__name__}.forward was replaced on the class" in row.reasons[0]
     torch.testing.assert_close(model(images), expected)
-
-
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
-@pytest.mark.parametrize("path", ["attn.q_norm", "attn.k_norm", "attn.norm", "ls1", "ls2", "mlp.norm"])
-def test_an_identity_in_a_block_of_ours_is_called(path: str, backend: str) -> None:
-    model = of_depth(1)["ours"].build().eval()
-    vit_fast.fuse(model, backend)
-    (block,) = model.blocks
-    x, plain, seen = torch.randn(2, 5, 64), copy.deepcopy(block), []
-    undo = hook_the_output(block, path, seen)
-    found = block(x)
-    assert len(seen) == 1 and not torch.allclose(found, plain(x), atol=1e-3)
-    undo()
-    assert torch.equal(block(x), plain(x)) and len(seen) == 1
 
 
 @pytest.mark.filterwarnings("ignore:(Full backward hook is firing|For backward hooks to be called):UserWarning")

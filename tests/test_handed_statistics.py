@@ -16,8 +16,8 @@ from our_operators import OurOperators
 from torch import Tensor, nn
 
 import vit_fast
-from vit_fast.fusion import block as block_module
-from vit_fast.fusion.fused import FusedNormMlp
+from vit_fast.blocks import block as block_module
+from vit_fast.blocks.fused import FusedNormMlp
 
 if not HAS_GPU:
     from interpreter_speed import search_once
@@ -66,6 +66,31 @@ def test_every_librarys_blocks_hand_them_on(library: str, handed_on: list[bool])
     assert handed_on == [False, True]
     assert_within(output, before, exact, 2, "output")
     assert_gradients_within(grads, before_grads, exact_grads, 3)
+
+
+def test_fp32_tokens_are_normalised_by_each_layer_itself(handed_on: list[bool]) -> None:
+    model = SUBJECTS["ours"].build().to(DEVICE)
+    images = SUBJECTS["ours"].inputs()["images"].to(DEVICE)
+    expected = model(images)
+    vit_fast.fuse(model, "triton").require_all()
+    torch.testing.assert_close(model(images), expected, atol=1e-4, rtol=1e-4)
+    assert handed_on == [False, False]
+
+
+@pytest.mark.fast_cases("blocks.1.mlp.fc1")
+@pytest.mark.parametrize("part", ["blocks", "blocks.1", "blocks.1.attn", "blocks.1.mlp.fc1", "blocks.1.norm2"])
+def test_hooks_inside_still_run(part: str, handed_on: list[bool]) -> None:
+    subject, model, inputs = half("ours")
+    vit_fast.fuse(model, "triton").require_all()
+    called: list[str] = []
+    with torch.no_grad():
+        expected = subject.run(model, inputs)
+        model.get_submodule(part).register_forward_hook(lambda *_: called.append(part))
+        handed_on.clear()
+        found = subject.run(model, inputs)
+    assert called == [part]
+    assert (True in handed_on) == (part == "blocks"), "a hook on all of them is between none"
+    torch.testing.assert_close(found, expected, atol=0.05, rtol=0.05)  # a few roundings to bf16 apart
 
 
 def in_place(x: Tensor) -> Tensor:
@@ -154,7 +179,7 @@ def test_nothing_is_handed_to_another_thread_or_after_another_block(handed_on: l
 
 def test_hidden_states_stay_ordinary_tensors() -> None:
     """They are saved without a trace of ours, and what was remembered goes with them."""
-    from vit_fast.fusion.row_statistics import _last
+    from vit_fast.blocks.row_statistics import _last
 
     first, _ = blocks_of("timm")
     with torch.no_grad():

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import vit_fast
 from vit_fast.fusion.freezing import frozen_of
+from vit_fast.ops.fp8 import Quantised
 from vit_fast.ops.packed import Packed
-from vit_fast.ops.quantised import Quantised
 
 Change = Callable[[nn.Module], object]
 

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 import vit_fast
 from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR
 from vit_fast.apps.data import default_photograph, read_image
-from vit_fast.fusion.block import parts_of
-from vit_fast.model import Block, VisionTransformer
+from vit_fast.model import VisionTransformer
 
 support.make_bf16_exact()
 
@@ -157,46 +156,6 @@ def test_compiled_model() -> None:
     model, images = _with_backend(_model(), "triton"), _photograph_tiles(2)[0].to(DEVICE)
     compiled = torch.compile(model, fullgraph=True)
     torch.testing.assert_close(compiled(images), model(images), atol=1e-5, rtol=1e-5)
-
-
-def _first_block(model: VisionTransformer) -> Block:
-    block = model.blocks[0]
-    assert isinstance(block, Block)
-    return block
-
-
-class _LowRank(nn.Linear):
-    """A linear layer with something added, as LoRA does."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + x.mean(-1, keepdim=True)
-
-
-def _replace_qkv(block: Block) -> None:
-    linear = _LowRank(64, 192)
-    linear.load_state_dict(block.attn.qkv.state_dict())
-    block.attn.qkv = linear.to(DEVICE)
-
-
-def _hook_norm(block: Block) -> None:
-    block.norm1.register_forward_hook(lambda module, args, output: output * 2)
-
-
-def _parametrize_proj(block: Block) -> None:
-    nn.utils.parametrizations.weight_norm(block.attn.proj)
-
-
-@pytest.mark.parametrize("change", [_replace_qkv, _hook_norm, _parametrize_proj])
-def test_a_block_that_was_changed_is_not_fused(change: Any) -> None:
-    model = _model()
-    assert parts_of(_first_block(model)).attention is not None, "it is fused"
-    change(_first_block(model))
-    assert parts_of(_first_block(model)).attention is None
-    images = _photograph_tiles(2)[0].to(DEVICE)
-    vit_fast.set_backend(model, "eager")
-    expected = model(images)
-    vit_fast.set_backend(model, "triton")
-    torch.testing.assert_close(model(images), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_export_holds_no_operator_of_ours() -> None:

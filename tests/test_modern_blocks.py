@@ -22,7 +22,7 @@ from vit_fast.kernels.linear import scaled_weights
 from vit_fast.kernels.linear.scaled_weights import ScaledWeight
 from vit_fast.kernels.matmul.matmul_policy import NORMED_HEADS
 from vit_fast.ops import Norm, QkNorm, Rope, layer_norm_mlp, qk_norm_rope
-from vit_fast.ops.attention_varlen import attention_among
+from vit_fast.ops.attention import attention_among
 from vit_fast.ops.block import fold, fused_block
 from vit_fast.ops.descriptions import BlockTensors, Keys, neighbours
 from vit_fast.ops.reference import normalise

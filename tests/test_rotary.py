@@ -148,5 +148,5 @@ def test_refusals(choices: dict[str, Any], message: str) -> None:
 
 
 def test_refuses_what_is_not_packed() -> None:
-    with pytest.raises(ValueError, match=r"accepted are \[B, N, 3, H, D\] and \[total, 3, H, D\]"):
+    with pytest.raises(ValueError, match=r"must have shape \[B, N, 3, H, D\] or \[total, 3, H, D\]"):
         qk_norm_rope(torch.zeros(B, N, H, D), backend="eager")

@@ -16,8 +16,6 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from vit_fast.commands.kernels import collect
-from vit_fast.kernels import launch
 from vit_fast.kernels.attention.attention_policy import MIN_BLOCK, Problem, cover, forward_config, split_head_dim
 from vit_fast.kernels.inspect import baseline, offline
 
@@ -99,30 +97,6 @@ def test_core_builds(arch: str) -> None:
         kernels = ("matmul_activation_grad", "matmul_gated_grad", "matmul_layer_norm_grad")
         loads = {row["kernel"]: row["tma_loads"] for row in rows if row["kernel"] in kernels}
         assert loads == dict.fromkeys(kernels, 6)
-
-
-@pytest.mark.parametrize("count", [1, 7, 25])
-def test_the_command_says_beforehand_how_long_it_takes(
-    count: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Estimated from builds all over the list; the report is in the list's order all the same."""
-    builds = list(offline.builds("sm_90"))[:count]
-    compiled: list[str] = []
-
-    def compile_build(build: offline.Build, arch: str) -> offline.Stats:
-        compiled.append(build.case)
-        return STATS
-
-    monkeypatch.setattr(offline, "builds", lambda arch: iter(builds))
-    monkeypatch.setattr(offline, "compile_build", compile_build)
-    monkeypatch.setattr(launch, "is_interpreted", lambda: False)
-    report = collect(["sm_90"], core=False, update_baseline=False)
-    assert [row["case"] for row in report["builds"]] == [build.case for build in builds]
-    assert sorted(compiled) == sorted(build.case for build in builds)
-    assert compiled[:2] == [build.case for build in builds[:4:3]]
-    said = capsys.readouterr().err
-    assert f"{count} builds to compile" in said
-    assert ("about 0 seconds for the other" in said) == (count > 1)
 
 
 @pytest.mark.parametrize(

@@ -89,10 +89,12 @@ def _attention_fwd_row_kernel(
     values = ()
     for i in tl.static_range(COUNT):
         source = key_sources[i] + (b, h, k_stride_b, k_stride_h, k_stride_n)
-        keys = keys + (load_tile(source, STARTS[i], n_kv, CHUNKS[i], FORM, TMA, MASKED and i == COUNT - 1),)
+        chunk = load_tile(source, STARTS[i], n_kv, CHUNKS[i], FORM, TMA, MASKED and i == COUNT - 1)
+        keys = keys + (chunk,)  # type: ignore[assignment]  # not python's, but triton's tuple; so are those below
     for i in tl.static_range(COUNT):
         source = value_sources[i] + (b, h, v_stride_b, v_stride_h, v_stride_n)
-        values = values + (load_tile(source, STARTS[i], n_kv, CHUNKS[i], FORM, TMA, MASKED and i == COUNT - 1),)
+        chunk = load_tile(source, STARTS[i], n_kv, CHUNKS[i], FORM, TMA, MASKED and i == COUNT - 1)
+        values = values + (chunk,)  # type: ignore[assignment]
 
     for tile in tl.range(0, TILES, num_stages=STAGES):
         start = (group * TILES + tile) * BLOCK_M
@@ -102,14 +104,14 @@ def _attention_fwd_row_kernel(
             score = dot_transposed(qt, keys[i])  # [BLOCK_M, CHUNK]
             if MASKED and i == COUNT - 1:
                 score = _masked_row(score, n_kv, STARTS[i], CHUNKS[i], SURE)
-            scores = scores + (score,)
-        row_max = tl.max(scores[0], 1)
+            scores = scores + (score,)  # type: ignore[assignment]
+        row_max = tl.max(scores[0], 1)  # type: ignore[misc]
         for i in tl.static_range(1, COUNT):
             row_max = tl.maximum(row_max, tl.max(scores[i], 1))
         row_max = row_max * qk_scale
-        p = tl.math.exp2(scores[0] * qk_scale - row_max[:, None])
+        p = tl.math.exp2(scores[0] * qk_scale - row_max[:, None])  # type: ignore[misc]
         total = tl.sum(p, 1)
-        acc = dot_add(p, values[0], None)
+        acc = dot_add(p, values[0], None)  # type: ignore[misc]
         for i in tl.static_range(1, COUNT):
             p = tl.math.exp2(scores[i] * qk_scale - row_max[:, None])
             total += tl.sum(p, 1)

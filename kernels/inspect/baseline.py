@@ -28,7 +28,7 @@ def read_baseline(path: Path = BASELINE_PATH) -> dict[str, Any]:
 
 
 def is_comparable(baseline: Mapping[str, Any]) -> bool:
-    """Whether counts can be compared: another compiler makes other code."""
+    """True if counts can be compared: another compiler makes other code."""
     return bool(baseline["triton"] == triton.__version__)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,7 +96,7 @@ def _before_norm(operands: Operands) -> Operands:
 
 
 def _behind_norm(dtype: torch.dtype, keep: bool) -> Operands:
-    kept = {"z": meta(_M, _C, dtype=dtype), "mean": meta(_M), "rstd": meta(_M)} if keep else {}
+    kept: dict[str, Any] = {"z": meta(_M, _C, dtype=dtype), "mean": meta(_M), "rstd": meta(_M)} if keep else {}
     return replace(
         _residual(dtype, dtype), row_part=meta(_M, 2, row_parts(_F)), weight_sum=meta(_C), bias=meta(_C), scale=None,
         eps=1e-6, **kept,
@@ -182,7 +183,7 @@ def _backward_cases(dtype: torch.dtype, config: MatmulConfig, widest: bool) -> I
 
 
 def _fp8_cases(dtype: torch.dtype) -> Iterator[_Case]:
-    """Of operands in e4m3; of half precision the results in e4m3."""
+    """Cases with operands in e4m3; of half precision those with results in e4m3."""
     eight = dtype == _E4M3
 
     def normed(result: torch.dtype, N: int = _F8, gated: bool = False) -> Operands:

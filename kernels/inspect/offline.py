@@ -50,7 +50,7 @@ _TYPE_NAMES = {
 
 @dataclass(frozen=True)
 class Limits:
-    """What one streaming multiprocessor holds: CUDA C programming guide, technical specifications; cuda_occupancy.h."""
+    """Limits of a streaming multiprocessor: CUDA C programming guide, technical specifications; cuda_occupancy.h."""
 
     shared_bytes: int
     shared_bytes_per_block: int
@@ -131,7 +131,7 @@ class Stats:
         return asdict(self)
 
     def has(self, instruction: str) -> bool:
-        """Whether the machine code holds an instruction: HGMMA, HMMA, TCGEN05, UTMALDG, UTMASTG; E4M3 in products."""
+        """True if the machine code holds an instruction: HGMMA, HMMA, TCGEN05, UTMALDG, UTMASTG; E4M3 in products."""
         fields = {
             "HGMMA": self.hgmma,
             "HMMA": self.hmma,
@@ -177,7 +177,7 @@ def compile_launch(launch: Launch, arch: str) -> Any:
 
 
 def specialisation(launch: Launch) -> str:
-    """What the compiler is given, in words: launches with the same are one binary."""
+    """Returns the compiler's inputs as text: launches with the same are one binary."""
     return repr((launch.kernel.__name__, _specialise(launch), launch.options()))
 
 

@@ -40,7 +40,7 @@ _COUNTERS = ("launches", "descriptors", "modules", "violations", "largest_shared
 
 @dataclass(frozen=True)
 class Counters:
-    """What the driver was asked since it was installed or reset.
+    """Calls of the driver since it was installed or reset.
 
     Args:
         launches: Kernels launched.
@@ -75,7 +75,7 @@ class StandInDriver:
         return Counters(*values)
 
     def violations(self) -> list[str]:
-        """What was refused, in words; the first 64."""
+        """Refused calls in words; the first 64."""
         count = min(self.counters().violations, 64)
         return [self._library.stand_in_violation(index).decode() for index in range(count)]
 

@@ -44,7 +44,7 @@ def load_columns(pointer, cols, C, DEFAULT: tl.constexpr):
 
 @triton.jit
 def row_pointers(pointer, gate_ptr, rows, C, F=0, HEAD: tl.constexpr = 0):
-    """Where rows of C elements begin; with a gate the even ones are its rows, the odd ones the other's.
+    """Pointers to rows of C elements; with a gate the even ones are its rows, the odd ones the other's.
 
     With HEAD the pairs of heads of so many channels are made neighbours in the first two thirds of F rows.
     """

@@ -78,7 +78,7 @@ class HiddenLinear:
 
 @dataclass(frozen=True)
 class HiddenRows:
-    """What the backward needs of such a layer's forward.
+    """Results of such a layer's forward that the backward needs.
 
     Args:
         branch: y' - c [M, C], in the dtype of the result.

@@ -64,7 +64,7 @@ def layer_norm_linear_keeping(
     rows: InputRows, folded: FoldedLinear, activation: str = "identity", gated: bool = False,
     head_step: HeadStep | None = None, out_part: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, RowStatistics]:  # fmt: skip
-    """As `layer_norm_linear`, and for the backward the argument z [M, F] of the activation and the rows' statistics.
+    """Computes `layer_norm_linear`; returns also the activation's argument z [M, F] and the rows' statistics.
 
     Without an activation z is the result itself.
     """

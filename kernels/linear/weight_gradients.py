@@ -167,7 +167,7 @@ def _weight_grad_kernel(
 
 @dataclass(frozen=True)
 class FoldedProducts:
-    """What the gradients of a linear layer behind a LayerNorm are made of.
+    """Inputs of the gradients of a linear layer behind a LayerNorm.
 
     Args:
         part: fp32 [splits, F, C] of dz~^T x, or of dz^T n.
@@ -182,7 +182,7 @@ class FoldedProducts:
 
 @dataclass(frozen=True)
 class ResidualProducts:
-    """What the gradients of a linear layer before a residual are made of.
+    """Inputs of the gradients of a linear layer before a residual.
 
     Args:
         part: fp32 [splits, C, F] of dy^T h.
@@ -201,7 +201,7 @@ class ResidualProducts:
 
 @dataclass(frozen=True)
 class FoldedGradients:
-    """Of a linear layer and the LayerNorm before it, in the dtypes of the parameters; None of an absent one.
+    """Gradients of a linear layer and the LayerNorm before it, in the parameters' dtypes; None of an absent one.
 
     Args:
         vector_part: fp32 [F / 32, 2, C], what those of gamma and beta are the sums of.
@@ -218,7 +218,7 @@ class FoldedGradients:
 
 @dataclass(frozen=True)
 class ResidualGradients:
-    """Of a linear layer and the LayerScale behind it, in the dtypes of the parameters; None of an absent one.
+    """Gradients of a linear layer and the LayerScale behind it, in the parameters' dtypes; None of an absent one.
 
     Args:
         grad_part: Parts of sum_m dy, where there is a bias.

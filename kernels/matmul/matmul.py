@@ -238,7 +238,7 @@ def _layer_norm_grad_epilogue(
 
 @triton.jit
 def weight_gradient_scale(rstd):
-    """What dz is multiplied by to give dz~: rstd [ROWS], or 1 of a constant row."""
+    """The factor of dz in dz~: rstd [ROWS], or 1 of a constant row."""
     return tl.where(rstd < 0.0, 1.0, rstd)
 
 

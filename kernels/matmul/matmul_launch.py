@@ -1,4 +1,4 @@
-"""Which tiles a matmul runs with, and the call itself as a `Launch`.
+"""Operands, tiles and launches of matmuls.
 
 `matmul_config` chooses from a table by architecture, precision, epilogue and size; nothing is searched at the first
 call. `matmul_launch` puts operands, descriptors and configuration together.
@@ -83,7 +83,7 @@ class MatmulConfig:
 
 @dataclass(frozen=True)
 class HeadStep:
-    """What a qkv matmul does to the heads of q and k; pairs that are turned are neighbours among its columns.
+    """Norms and rotary positions in a qkv matmul; pairs that are turned are neighbours among its columns.
 
     Args:
         settings: Norms over the head; tables [B or 1, 1, T, D / 2], of strides that `table_steps` can say.
@@ -97,7 +97,7 @@ class HeadStep:
 
     @property
     def epilogue(self) -> str:
-        """Which of the matmul's it takes."""
+        """The matmul's epilogue that computes it."""
         return "rotary" if self.settings.norm == "none" else "qk_norm"
 
     def arguments(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -180,7 +180,7 @@ class Operands:
 
 
 def fits_tma(tensors: Iterable[Tensor]) -> bool:
-    """Whether tensor descriptors can be made of all of these: rows and addresses on 16 bytes, nothing empty."""
+    """True if tensor descriptors can be made of all of these: rows and addresses on 16 bytes, nothing empty."""
     return all(t.numel() > 0 and t.shape[-1] * t.element_size() % 16 == 0 and _address(t) % 16 == 0 for t in tensors)
 
 

@@ -1,4 +1,4 @@
-"""Which tiles a matmul runs with: a table by architecture, product precision and size, no search at the first call.
+"""Tiles of matmuls: a table by architecture, product precision and size, no search at the first call.
 
 Every row compiles without spills for its architecture (`vit-fast kernels`). Among the rows the one is taken that a
 model of the busiest multiprocessor's time finds fastest; its constants are estimates, not measurements.
@@ -103,7 +103,7 @@ _TF32_BLACKWELL_PRODUCTS = (replace(_TF32_BLACKWELL[0], maxnreg=128),)
 
 
 def _fp8_table(arch: str, tma: bool) -> tuple[MatmulConfig, ...]:
-    """Of operands in e4m3: steps along K as many bytes long as those of half precision."""
+    """Tiles for operands in e4m3: steps along K as many bytes long as those of half precision."""
     if tma:
         return _FP8
     limit = 144 if arch == "sm_120" else None  # left to itself the assembler takes 96, and spills
@@ -122,7 +122,7 @@ _FP8 = (
 
 
 def _qk_norm_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ...]:
-    """Of "qk_norm": the tiles of "rotary" for half precision, cut into heads of each size.
+    """Tiles of "qk_norm": those of "rotary" for half precision, cut into heads of each size.
 
     Heads of 128 channels spill in tiles of 128 x 256, and with 4 warps in those of 128 x 128.
     """
@@ -137,7 +137,7 @@ def _qk_norm_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ...]:
 
 
 def _gated_grad_table(arch: str, kind: str, tma: bool) -> tuple[MatmulConfig, ...]:
-    """Of "gated_grad", which holds z and its gradient beside the product, each twice as wide."""
+    """Tiles of "gated_grad", which holds z and its gradient beside the product, each twice as wide."""
     depth = 64 if kind == "half" else 32
     if tma:
         wide = MatmulConfig(128, 128, depth, sub_tiles=4, num_warps=8, num_stages=3, tma=True, flatten=kind == "half")
@@ -264,7 +264,7 @@ def _best(
 
 
 def is_usable(config: MatmulConfig, operands: Operands, epilogue: str) -> bool:
-    """Whether a configuration of the table may be chosen for these operands."""
+    """True if a configuration of the table may be chosen for these operands."""
     return _meets(config, *_requirements(operands, epilogue))
 
 

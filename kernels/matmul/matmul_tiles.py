@@ -111,7 +111,7 @@ def cut(tile, ROWS: tl.constexpr, COLS: tl.constexpr, PIECES: tl.constexpr):
 
 @triton.jit
 def load_pieces(source, row, col, rows, columns, ROWS: tl.constexpr, COLS: tl.constexpr, PIECES: tl.constexpr):
-    """What `cut` would cut a tile of `source` into, by pointers, all under way before the first is waited for."""
+    """Loads the pieces of a tile of `source` by pointers, all under way before the first is waited for."""
     pieces = ()
     for i in tl.static_range(PIECES):
         piece = load_tile(source, row, col + i * COLS, rows, columns, ROWS, COLS, False)

@@ -1,4 +1,4 @@
-"""What the epilogue of a qkv matmul does to columns of q and k: norms over the heads, and rotary positions.
+"""The part of a qkv matmul's epilogue for columns of q and k: norms over the heads, and rotary positions.
 
 The formulas are those of `rotary.py`. Pairs that are turned are neighbouring columns here, as `folding.py` lays the
 rows of the weight. A norm sees the sums of the matmul before they are rounded, a whole head at a time.

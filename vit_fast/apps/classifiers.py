@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ..errors import VitFastError
-from ..factory import create_model
 from ..model import VisionTransformer
 from ..weights import load
+from ..weights.factory import create_model
 from ..weights.hub import open_source
 from .data import ImageError, batches_of, make_transform, read_image
 

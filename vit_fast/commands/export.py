@@ -100,7 +100,7 @@ def export(
 
 
 def _make_model(name: str, weights: str | None, img_size: int | None) -> Any:
-    from ..factory import create_model
+    from ..weights.factory import create_model
 
     overrides: dict[str, Any] = {} if img_size is None else {"img_size": img_size}
     return create_model(name, weights=weights, backend="sdpa", **overrides)

@@ -1,4 +1,4 @@
-"""`vit-fast info`: versions, devices, what can run here and why the rest cannot."""
+"""`vit-fast info`: versions, devices, and available backends."""
 
 from __future__ import annotations
 
@@ -35,26 +35,23 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Machine-readable 
         typer.echo(json.dumps(facts, indent=2))
         return
 
-    from rich.console import Console
-    from rich.table import Table
+    from .words import table, wide_console
 
-    console = Console()
+    console = wide_console()
     console.print(f"vit-fast {facts['vit_fast']} | Python {facts['python']} | {facts['platform']}")
-    packages = Table("package", "version", title="packages")
-    for name, version in facts["packages"].items():
-        packages.add_row(name, version or "[dim]not installed[/dim]")
-    devices = Table("device", "what it is", title="devices")
-    for device in facts["devices"]:
-        devices.add_row(device["device"], device["description"])
-    backends = Table("backend", "device", "can run", "because", title="backends")
-    for row in facts["backends"]:
-        backends.add_row(row["backend"], row["device"], "yes" if row["available"] else "no", "; ".join(row["reasons"]))
-    for table in (packages, devices, backends):
-        console.print(table)
+    packages = [(name, version or "not installed") for name, version in facts["packages"].items()]
+    devices = [(row["device"], row["description"]) for row in facts["devices"]]
+    backends = [
+        (row["backend"], row["device"], "yes" if row["available"] else "no", "; ".join(row["reasons"]))
+        for row in facts["backends"]
+    ]
+    console.print(table("packages", ("package", "version"), packages, texts=2))
+    console.print(table("devices", ("device", "description"), devices, texts=2))
+    console.print(table("backends", ("backend", "device", "available", "because"), backends, texts=4))
 
 
 def collect() -> dict[str, Any]:
-    """Everything that `vit-fast info` prints, as plain data."""
+    """Returns everything that `vit-fast info` prints."""
     import torch
 
     from ..version import __version__, installed
@@ -70,7 +67,7 @@ def collect() -> dict[str, Any]:
 
 
 def describe_device(device: Any) -> str:
-    """A device in words: name, capability, memory, driver; or the processor and its threads."""
+    """Describes a device: name, capability, memory, driver; or the processor and its threads."""
     import torch
 
     from ..version import cpu_name
@@ -102,6 +99,6 @@ def _backend_rows(device: Any) -> list[dict[str, Any]]:
         if backend == automatic:
             remarks = ["what 'auto' means here", *for_fp32]
         elif backend == "triton" and not reasons and device.type == "cpu" and interpreter_is_active():
-            remarks = ["in Triton's interpreter: right, and very slow"]
+            remarks = ["in Triton's interpreter: correct, but very slow"]
         rows.append({"backend": backend, "device": str(device), "available": not reasons, "reasons": remarks})
     return rows

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
 
 from .words import integers
-
-_SAMPLE = 10  # builds, about, from which the time of all is estimated
 
 
 def register(app: typer.Typer) -> None:
@@ -37,7 +36,6 @@ def kernels(
         str | None,
         typer.Option(help="With --warm-up, separated by commas (default 1); with --model one of them (default 256)."),
     ] = None,
-    training: Annotated[bool, typer.Option(help="With --warm-up: for training steps.")] = False,
     model: Annotated[
         str | None,
         typer.Option("--model", help="Without a GPU: model a layer's device time (sm_90 unless --arch)."),
@@ -50,7 +48,7 @@ def kernels(
     """Compiles the kernels for the named architectures, without a GPU; exits with 1 if one spills or became worse."""
     sizes = integers("--batch-sizes", batch_sizes)
     if warm_up is not None:
-        _warm_up(warm_up, sizes or [1], training)
+        _warm_up(warm_up, sizes or [1])
         return
     if importlib.util.find_spec("vit_fast.kernels.inspect") is None:
         typer.echo(
@@ -91,7 +89,7 @@ def kernels(
         raise typer.Exit(1)
 
 
-def _warm_up(name: str, sizes: list[int], training: bool) -> None:
+def _warm_up(name: str, sizes: list[int]) -> None:
     import torch
 
     from .. import create_model
@@ -99,31 +97,21 @@ def _warm_up(name: str, sizes: list[int], training: bool) -> None:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = create_model(name, backend="triton").to(device, torch.bfloat16)
-    with _Progress("kernels compiled") as progress:
-        done = warm_up(model, sizes, training, progress=progress)
+    with _progress("kernels compiled") as progress:
+        done = warm_up(model, sizes, progress=progress)
     typer.echo(str(done))
 
 
-class _Progress:
-    """A bar on stderr with the time left, for whoever is called with how many are done, and of how many."""
+@contextmanager
+def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Shows a bar on stderr with the time left; yields a function of how many are done, and of how many."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    def __init__(self, what: str) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn(what), TextColumn("left:"))
-        self.bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
-        self._task = self.bar.add_task(what, total=None)
-
-    def __enter__(self) -> _Progress:
-        self.bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.stop()
-
-    def __call__(self, done: int, total: int) -> None:
-        self.bar.update(self._task, completed=done, total=total)
+    columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn(what), TextColumn("left:"))
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _print_host_time(arch: str, *, as_json: bool) -> None:
@@ -187,34 +175,21 @@ def collect(archs: list[str] | None, *, core: bool, update_baseline: bool, progr
                 row["problems"] += baseline.regressions(before, build.key(arch), stats)
         return row
 
-    # a few of all over the list first: from them the time of the others is told
-    step = max(3, len(wanted) // _SAMPLE)
-    order = sorted(range(len(wanted)), key=lambda index: index % step != 0)
-    sample = len(wanted[::step])
-    typer.echo(f"{len(wanted)} builds to compile; how long that takes is estimated from {sample} of them", err=True)
-    rows: dict[int, dict[str, Any]] = {}
-    start = time.perf_counter()
-    with _Progress("builds compiled") as bar:
-        for done, index in enumerate(order, start=1):
-            rows[index] = compile_one(*wanted[index])
+    rows = []
+    with _progress("builds compiled") as bar:
+        for one in wanted:
+            rows.append(compile_one(*one))
             if progress:
-                typer.echo(_line(rows[index]))
-            bar(done, len(wanted))
-            if done == sample < len(wanted):
-                left = (time.perf_counter() - start) / sample * (len(wanted) - sample)
-                typer.echo(f"about {_duration(left)} for the other {len(wanted) - sample}", err=True)
+                typer.echo(_line(rows[-1]))
+            bar(len(rows), len(wanted))
     if update_baseline:
         baseline.write_baseline(found)
     return {
         "triton": triton.__version__,
         "baseline_triton": before["triton"],
         "compared_with_baseline": comparable,
-        "builds": [rows[index] for index in range(len(wanted))],
+        "builds": rows,
     }
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} seconds" if seconds < 90 else f"{seconds / 60:.0f} minutes"
 
 
 def _last_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""`vit-fast models`: the named variants with their size and cost."""
+"""`vit-fast models`: the variants with their size and cost."""
 
 from __future__ import annotations
 
@@ -22,15 +22,10 @@ def models(
         typer.echo(json.dumps(rows, indent=2))
         return
 
-    from rich.console import Console
-    from rich.table import Table
+    from .words import table, wide_console
 
-    table = Table(title=f"{len(rows)} models")
-    table.add_column("model", no_wrap=True)
-    for column in ("Mparams", "GFLOP", "tokens", "width", "depth", "heads", "input"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(
+    cells = [
+        (
             row["model"],
             f"{row['parameters'] / 1e6:.1f}",
             f"{row['gflop_per_image']:.1f}",
@@ -40,14 +35,14 @@ def models(
             str(row["num_heads"]),
             "x".join(map(str, row["img_size"])),
         )
-    console = Console()
-    if not console.is_terminal:
-        console.width = 120  # names and figures whole, whoever reads them
-    console.print(table)
+        for row in rows
+    ]
+    titles = ("model", "Mparams", "GFLOP", "tokens", "width", "depth", "heads", "input")
+    wide_console().print(table(f"{len(rows)} models", titles, cells))
 
 
 def model_rows(pattern: str) -> list[dict[str, Any]]:
-    """One dictionary a model that matches; parameters are counted on the meta device, nothing is allocated.
+    """Returns a dictionary per matching model; counts parameters on the meta device.
 
     Raises:
         ValueError: no model matches; names the nearest.

@@ -86,7 +86,7 @@ def _model(
 ) -> Any:
     import torch
 
-    from ..factory import create_model
+    from ..weights.factory import create_model
 
     torch.manual_seed(config.seed)
     device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
+from ..blocks.block import freeze_parts
+from ..blocks.fused import FusedNormMlp
+from ..blocks.packing import pack_parts
 from ..errors import check_type
 from ..ops.frozen import Frozen
-from .block import freeze_parts
-from .fused import FusedNormMlp
-from .packing import pack_parts
 
 
 def freeze(model: nn.Module) -> tuple[str, ...]:
@@ -33,7 +33,7 @@ def freeze(model: nn.Module) -> tuple[str, ...]:
     a pickle of the model is not frozen. Blocks in FP8 keep their quantised weights in any case, under the same promise.
 
     Args:
-        model: A VisionTransformer, or a model fused by vit_fast.fuse, in evaluation mode. Blocks of which a part is
+        model: A model fused by vit_fast.fuse or made by create_model, in evaluation mode. Blocks of which a part is
             wrapped or hooked, or whose backend or dtype offers nothing to prepare, are left as they are.
     Returns:
         The names of the blocks that are frozen now.

@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from ..blocks.fused import FusedModule
 from ..config import ViTConfig
 from ..errors import UnsupportedInputError
-from ..fusion.fused import FusedModule
 from . import (
     fixed_grid,
     google,
@@ -29,6 +30,8 @@ from . import (
 )
 from .image_model import ImageModel
 from .rename import Converted, strip_wrappers
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 NAMED_WEIGHTS = (google, torchvision, transformers, openai, timm)
 CONFIGURATIONS = (timm, transformers_config)
@@ -91,14 +94,18 @@ def recognise(model: nn.Module) -> ImageModel:
     return found
 
 
-@functools.cache
+def _cached(function: Function) -> Function:
+    return functools.cache(function)  # type: ignore[return-value]  # mypy takes classes of modules for unhashable
+
+
+@_cached
 def fused_form(cls: type[nn.Module]) -> type[FusedModule] | None:
     """Returns the fused class that instances of exactly this class can be given, or None."""
     libraries = FUSABLE.get(cls.__module__.partition(".")[0], ())
     return next((form for library in libraries if (form := library.FORMS.of(cls)) is not None), None)
 
 
-@functools.cache
+@_cached
 def left_reason(cls: type[nn.Module]) -> str | None:
     """Returns why a class is never fused, where that is known."""
     libraries = FUSABLE.get(cls.__module__.partition(".")[0], ())

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..blocks.fused import Forms, FusedNormMlp
+from ..blocks.fused import FusedBlocks as BlocksForm
+from ..blocks.parts import AttentionParts, MlpParts
+from ..blocks.reading import Reader
 from ..config import DataConfig, ViTConfig
-from ..fusion.fused import Forms, FusedNormMlp
-from ..fusion.fused import FusedBlocks as BlocksForm
-from ..fusion.parts import AttentionParts, MlpParts
-from ..fusion.reading import Reader
 from ..layers import DropPath, GatedMlp, LayerScale, Mlp
 from ..model import VisionTransformer
 from ..ops import Rope, attention
@@ -77,7 +77,10 @@ class AttentionForm(AttentionLayer):
         return self.project_out(self.mix(qkv, None, self.rope_of(*rope)), x)
 
     def rope_of(self, *rope: Tensor) -> Rope | None:
-        return Rope(*rope, self.num_prefix_tokens, self.rope_layout) if rope else None
+        if not rope:
+            return None
+        cos, sin = rope
+        return Rope(cos, sin, self.num_prefix_tokens, self.rope_layout)
 
 
 class BlockForm(FusedNormMlp):

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import UnsupportedInputError
+from ..fusion.calibration import calibrate
 from ..fusion.freezing import freeze
 from ..fusion.fuse import fuse
 from ..libraries.known import recognise
 from ..ops.backends import fp8_reasons
-from ..quantization.calibration import calibrate
 from ..quantization.fp8_agreement import as_taken, logits_of
 from ..run.runtime import GraphRunner, compile, compile_frozen
 from .candidate import DTYPES, Candidate, CompileMode

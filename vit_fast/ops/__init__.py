@@ -1,7 +1,12 @@
 """The operators: one signature each, computed by the eager formula, torch's fused kernels or ours."""
 
-from .attention import attention, attention_qkvpacked, scaled_dot_product_attention
-from .attention_varlen import attention_varlen, attention_varlen_qkvpacked
+from .attention import (
+    attention,
+    attention_qkvpacked,
+    attention_varlen,
+    attention_varlen_qkvpacked,
+    scaled_dot_product_attention,
+)
 from .descriptions import Norm, QkNorm, Rope
 from .layer_norm_mlp import LayerNormMLP, layer_norm_mlp
 from .rotary import qk_norm_rope

@@ -14,14 +14,12 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedInputError
-from .attention import check_key_mask
-from .attention_varlen import check_lengths
+from .attention import check_key_mask, check_lengths
 from .block_op import block_kernel, named
-from .checks import matmul_dtype, require_supported, residual_stream
+from .checks import matmul_dtype, needs_gradient, require_supported, residual_stream
 from .descriptions import LAYOUTS, BlockTensors, Keys, QkNorm, Rope, check_qk_norm, checked_rope, is_rms
 from .operators import text_of
-from .rotary_op import QkSettings, QkTensors, flat_settings
-from .transforms import needs_gradient
+from .rotary import QkSettings, QkTensors, flat_settings
 
 _NO_QK, _NO_SETTINGS = QkTensors(), QkSettings()
 

@@ -13,7 +13,7 @@ from .attention_op import attention_flop, attention_gradient
 from .checks import contiguous_rows, rows_of
 from .descriptions import BlockTensors, is_rms
 from .operators import operator, words_of
-from .rotary_op import QkSettings, QkTensors, norm_gradients, qkv_step
+from .rotary import QkSettings, QkTensors, norm_gradients, qkv_step
 
 if TYPE_CHECKING:
     from ..kernels.layer_norm import RowStatistics

@@ -37,7 +37,7 @@ from .block_backward import (
 from .checks import contiguous_rows, require_supported
 from .descriptions import BlockTensors, is_rms
 from .operators import Gradient, operator
-from .rotary_op import QkTensors, QkvStep, qkv_step
+from .rotary import QkTensors, QkvStep, qkv_step
 
 if TYPE_CHECKING:
     from ..kernels.linear.folding import FoldedLinear
@@ -171,14 +171,14 @@ _MLP_NAMES = {
 }  # fmt: skip
 
 
-def named(t: BlockTensors) -> tuple[str, dict[str, Tensor | None]]:
+def named(t: Any) -> tuple[str, dict[str, Tensor | None]]:
     """The operator and its parameters as errors name them."""
     if t.qkv_weight is not None:
         return "a block", t._asdict()
     return "layer_norm_mlp", {_MLP_NAMES.get(name, name): tensor for name, tensor in t._asdict().items()}
 
 
-def _folded(x: Tensor, t: BlockTensors, paired_head: int, s: BlockSettings) -> dict[str, FoldedLinear]:
+def _folded(x: Tensor, t: Any, paired_head: int, s: BlockSettings) -> dict[str, FoldedLinear]:
     """qkv and fc1 with the norms before them, and fc2 where there is one inside: folded already, or now."""
     from ..kernels.linear.folding import FoldedLinear, NormedLinear, fold_linears
 

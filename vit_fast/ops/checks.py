@@ -1,4 +1,4 @@
-"""What the Triton operators of LayerNorm, linear layers and MLP have in common: checks, refusals, small conversions."""
+"""Checks and conversions of the Triton operators' inputs, and recognition of gradients and transforms."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ..errors import UnsupportedInputError, check_type
-from .backends import kernel_reasons
+from .backends import constant_to_compiler, kernel_reasons
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Row numbers are 32-bit in the kernels, up to the end of the last tile; offsets of elements are 64-bit.
@@ -72,3 +73,21 @@ def residual_stream(x: Tensor) -> Tensor:
 def rows_of(shape: Sequence[int]) -> int:
     """Rows of a tensor of this shape: all sizes but the last, multiplied."""
     return math.prod(int(size) for size in shape[:-1])
+
+
+def in_transform() -> bool:
+    """True if a torch.func transform (grad, vjp, jvp, vmap) or a forward-mode level is active."""
+    return forward_ad._current_level >= 0 or functorch_is_active()
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """True if autograd will come back through an operator on these tensors; a torch.func transform may always."""
+    if in_transform():
+        return True
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+@constant_to_compiler
+def functorch_is_active() -> bool:
+    """True if a torch.func transform is active; torch.compile enters it while tracing, and guards the stack of them."""
+    return torch._C._functorch.peek_interpreter_stack() is not None

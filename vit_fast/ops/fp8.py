@@ -6,10 +6,11 @@ on images like those to come; nothing is measured here.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import UnsupportedInputError
 from . import reference
@@ -17,6 +18,7 @@ from .backends import fp8_reasons
 from .block import checked_qk
 from .descriptions import BlockScales, BlockTensors, QkNorm, Rope, is_rms, neighbours
 from .fp8_op import DIVISOR, E4M3, HALF, Fp8Linear, block_fp8_kernel, unsupported_reasons
+from .frozen import Frozen
 from .operators import text_of
 
 
@@ -236,3 +238,45 @@ def _require_supported(
     # torch would choose one of several devices before the operator sees its inputs
     if reasons or any(linear.weight.device != x.device for linear in linears):
         raise UnsupportedInputError("a block in FP8", unsupported_reasons(x, x8, next_factor, linears) + reasons)
+
+
+class Quantised(Frozen):
+    """The linear layers of one block that runs in e4m3, those among them that stay in half precision too.
+
+    Args:
+        sources: Where the parameters are, all of them.
+        block: Gives them.
+        scales: Of the operands; they are what they are for as long as this lives.
+        dtype: Of the activations.
+        norm: The kind of the norms.
+        paired_head: As `quantize_block` takes it.
+    Attributes:
+        layers: The block as `fused_block_fp8` takes it; in the same memory for as long as this lives.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[tuple[nn.Module, str]],
+        block: Callable[[], BlockTensors],
+        scales: BlockScales,
+        dtype: torch.dtype,
+        norm: str,
+        paired_head: int,
+    ) -> None:
+        self._scales = scales
+        self.layers: Any = None
+        super().__init__(sources, block, dtype, norm, paired_head)
+
+    def _made(self) -> list[Tensor]:
+        layers = quantize_block(self._block(), self._scales, self.dtype, self._norm, self.paired_head)
+        # one in half precision may hold the parameters themselves, which are not ours to write to
+        made = [
+            [_own(tensor) if linear.operand_factor is None else tensor for tensor in linear] for linear in layers[:4]
+        ]
+        if self.layers is None:
+            self.layers = Fp8Block._make([*map(Fp8Linear._make, made), layers.paired_head])
+        return [tensor for tensors in made for tensor in tensors if tensor is not None]
+
+
+def _own(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()

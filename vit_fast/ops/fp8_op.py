@@ -26,7 +26,7 @@ from .block_backward import SETTINGS, BlockSettings
 from .block_op import ensure_current
 from .checks import contiguous_rows, rows_of
 from .operators import operator
-from .rotary_op import QkTensors, qkv_step
+from .rotary import QkTensors, qkv_step
 
 E4M3 = torch.float8_e4m3fn
 HALF = (torch.float16, torch.bfloat16)

@@ -104,11 +104,9 @@ def fused_layer_norm_mlp(
 ) -> tuple[Tensor, Tensor | None]:
     """`layer_norm_mlp` by the Triton kernels: the second half of `fused_block`, which explains statistics."""
     half: Any = (None,) * 7
-    inner: Any = () if inner_norm is None else inner_norm[:2]
-    tensors = BlockTensors(
-        *half, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, gate_weight, gate_bias,
-        None, None, *inner,
-    )  # fmt: skip
+    inner: Any = (None, None) if inner_norm is None else inner_norm[:2]
+    parameters = norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, gate_weight, gate_bias
+    tensors = BlockTensors._make((*half, *parameters, None, None, *inner, None))
     return fused_block(
         x, statistics, tensors, eps=(0.0, eps), norm=norm, activation=activation, residual=residual,
         inner_norm=("none", 0.0) if inner_norm is None else (inner_norm.kind, inner_norm.eps),

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from ..errors import UnsupportedInputError
 from .backends import constant_to_compiler
+from .checks import in_transform
 from .flops import flop_formula
-from .transforms import in_transform
 
 _UNCOMPILED = "the triton operators under torch.func or forward-mode derivatives run uncompiled"
 

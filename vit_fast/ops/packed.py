@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import reference
-from .attention_varlen import attention_among
+from .attention import attention_among
+from .checks import in_transform
 from .descriptions import BlockTensors, Keys, Norm, QkNorm, Rope
 from .frozen import Frozen
 from .rotary import qk_norm_rope
-from .transforms import in_transform
 
 ROWS = 256
 """Rows of x that weights are packed for. The layout serves any number: 5, 197 and 1,576 were measured."""

@@ -1,21 +1,67 @@
-"""qk-norm and rotary positions on the qkv linear's output: public function, validation, dispatch to a backend."""
+"""What a block does to q and k between the qkv matmul and the attention: qk-norm and rotary positions, by the kernels.
+
+`vit_fast::qk_norm_rope` and `vit_fast::qk_norm_rope_backward` do it to a tensor. In a block (`qkv_step`) it is the
+matmul's own business where its epilogue can: that turns q and k where all heads share the tables and their pairs are
+neighbours in the folded weight, and normalises heads of some sizes in half precision, where no backward wants them as
+they were. Else the kernel does it in place.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 from torch import Tensor
 
+from ..errors import UnsupportedInputError
 from . import reference
 from .attention import is_exporting
-from .backends import resolve_backend
-from .checks import check_tensors
+from .backends import resolve_backend, triton_unavailable_reasons
+from .checks import DTYPES, MAX_ROWS, check_tensors
 from .descriptions import QkNorm, Rope, check_qk_norm, checked_rope
-from .rotary_op import qk_norm_rope_kernel
+from .operators import Gradient, operator
+
+if TYPE_CHECKING:
+    from ..kernels.matmul.matmul_launch import HeadStep
+    from ..kernels.rotary import QkvSettings
+
+_WHAT = "qk_norm_rope"
+
+
+class QkTensors(NamedTuple):
+    """Tensors between the qkv layer and the attention; None for the absent ones.
+
+    Attributes:
+        q_weight, q_bias, k_weight, k_bias: Of the norms of q and k.
+        cos, sin: Tables [B or 1, H or 1, T, D/2].
+        cu_seqlens, key_mask: As `Keys` has them.
+    """
+
+    q_weight: Tensor | None = None
+    q_bias: Tensor | None = None
+    k_weight: Tensor | None = None
+    k_bias: Tensor | None = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    key_mask: Tensor | None = None
+
+
+class QkSettings(NamedTuple):
+    """Kind of the norms of q and k, "none" without, and the rest of `QkNorm`; layout of the positions."""
+
+    norm: str = "none"
+    eps: float = 0.0
+    over: str = "head"
+    layout: str = "half"
 
 
 def qk_norm_rope(
     qkv: Tensor, *, qk_norm: QkNorm | None = None, rope: Rope | None = None, backend: str = "auto"
 ) -> Tensor:
-    """q and k normalised, then rotated; v as it is.
+    """Normalises q and k, then rotates them; v stays as it is.
 
     Args:
         qkv: Packed projections [B, N, 3, H, D], or of one packed batch [total, 3, H, D]; fp32, fp16 or bf16 (fp64 too
@@ -32,7 +78,7 @@ def qk_norm_rope(
     """
     check_tensors(qkv=qkv)
     if qkv.dim() not in (4, 5) or qkv.shape[-3] != 3:
-        raise ValueError(f"qkv has shape {tuple(qkv.shape)}: accepted are [B, N, 3, H, D] and [total, 3, H, D]")
+        raise ValueError(f"qkv must have shape [B, N, 3, H, D] or [total, 3, H, D], got {tuple(qkv.shape)}")
     if qkv.dim() == 4:
         return qk_norm_rope(qkv[None], qk_norm=qk_norm, rope=rope, backend=backend)[0]
     if qk_norm is not None:
@@ -41,5 +87,238 @@ def qk_norm_rope(
         rope = checked_rope(rope, qkv.shape)
     backend = resolve_backend(backend, qkv.device, qkv.dtype)
     if backend == "triton" and not is_exporting():
-        return qk_norm_rope_kernel(qkv, qk_norm, rope)
+        tensors, settings, prefix = flat_settings(qkv, qk_norm, rope)
+        out: Tensor = _forward_kernel(qkv, list(tensors[:6]), prefix, *settings)
+        return out
     return reference.qk_norm_rope(qkv, qk_norm, rope)
+
+
+def flat_settings(like: Tensor, qk_norm: QkNorm | None, rope: Rope | None) -> tuple[QkTensors, QkSettings, int]:
+    """qk-norm and rotation as operators take them, with the tokens that are not rotated.
+
+    Raises:
+        UnsupportedInputError: the tables require gradients, or are on another device than `like`.
+    """
+    cos, sin, prefix, layout = rope or (None, None, 0, "half")
+    tensors, settings = QkTensors(cos=cos, sin=sin), QkSettings(layout=layout)
+    if qk_norm is not None:
+        q, k, over = qk_norm
+        tensors = QkTensors(q.weight, q.bias, k.weight, k.bias, cos, sin)
+        settings = QkSettings(q.kind, q.eps, over, layout)
+    reasons = []
+    for name, table in (("rope.cos", cos), ("rope.sin", sin)):
+        if table is not None and table.requires_grad and torch.is_grad_enabled():
+            reasons.append(f"{name} requires a gradient: detach the tables")
+    # torch would choose a device before the operator sees its inputs
+    reasons += [
+        f"tables and norms must be on {like.device} as qkv, got {tensor.device}"
+        for tensor in tensors[:6]
+        if tensor is not None and tensor.device != like.device
+    ]
+    if reasons:
+        raise UnsupportedInputError(f"{_WHAT} with backend='triton'", reasons)
+    return tensors, settings, prefix
+
+
+def _require_supported(what: str, qkv: Tensor, tensors: QkTensors) -> None:
+    """Raises UnsupportedInputError with every reason why the kernel cannot run on qkv [B, N, 3, H, D] with these."""
+    B, N, _, _, D = qkv.shape
+    reasons = list(triton_unavailable_reasons(qkv.device))
+    if D % 2:
+        reasons.append(f"head_dim must be even, got {D}")
+    if B * N > MAX_ROWS:
+        reasons.append(f"qkv must have at most {MAX_ROWS} tokens, got {B * N}")
+    for name, tensor in zip(("qkv", *QkTensors._fields), (qkv, *tensors[:6])):
+        if tensor is not None and tensor.device != qkv.device:
+            reasons.append(f"{name} must be on {qkv.device} as qkv, got {tensor.device}")
+        if tensor is not None and tensor.dtype not in DTYPES:
+            reasons.append(f"{name} must be float32, float16 or bfloat16, got {tensor.dtype}")
+    if reasons:
+        raise UnsupportedInputError(f"{what} with backend='triton'", reasons)
+
+
+def _kernel_settings(tensors: QkTensors, settings: QkSettings, prefix: int) -> QkvSettings:
+    from ..kernels.rotary import QkvSettings, can_be_read
+
+    def dense(q: Tensor | None, k: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        return None if q is None or k is None else (q.contiguous(), k.contiguous())
+
+    q_weight, q_bias, k_weight, k_bias, cos, sin, *_ = tensors
+    norm, eps, over, layout = settings
+    tables = (cos, sin) if cos is not None and sin is not None and can_be_read(cos, sin) else dense(cos, sin)
+    return QkvSettings(
+        dense(q_weight, k_weight), dense(q_bias, k_bias), tables, norm, eps, over == "width", prefix, layout
+    )
+
+
+def _forward(
+    qkv: Tensor, tensors: Sequence[Tensor | None], prefix: int, norm: str, eps: float, over: str, layout: str
+) -> Tensor:
+    """q and k of [B, N, 3, H, D] normalised, then rotated; `tensors` are the first six of `QkTensors`."""
+    from ..kernels import rotary
+
+    qk = QkTensors(*tensors)
+    _require_supported(_WHAT, qkv, qk)
+    settings = _kernel_settings(qk, QkSettings(norm, eps, over, layout), prefix)
+    return rotary.qk_norm_rope(qkv.contiguous(), settings)
+
+
+def _backward(
+    grad_output: Tensor, qkv: Tensor | None, tensors: Sequence[Tensor | None], prefix: int, norm: str, eps: float,
+    over: str, layout: str,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of qkv and of the norms' parameters that are there; without norms qkv is None."""
+    from ..kernels import rotary
+
+    qk = QkTensors(*tensors)
+    settings = _kernel_settings(qk, QkSettings(norm, eps, over, layout), prefix)
+    x = None if qkv is None else qkv.contiguous()
+    dx, sums = rotary.qk_norm_rope_gradients(grad_output.contiguous(), x, settings)
+    return [dx, *norm_gradients(sums, qk).values()]
+
+
+def norm_gradients(sums: Tensor | None, tensors: QkTensors) -> dict[str, Tensor]:
+    """Gradients of the norms' parameters that are there, by name, from fp32 [2, 2, D or H D]."""
+    places = ((0, 0), (0, 1), (1, 0), (1, 1))
+    return {
+        name: sums[place].to(parameter.dtype, copy=True)
+        for name, parameter, place in zip(QkTensors._fields, tensors, places)
+        if parameter is not None and sums is not None
+    }
+
+
+def _fake(qkv: Tensor, *args: Any) -> Tensor:
+    return qkv.new_empty(qkv.shape)
+
+
+def _fake_backward(
+    grad_output: Tensor, qkv: Tensor | None, tensors: Sequence[Tensor | None], *args: Any
+) -> list[Tensor]:
+    return [t.new_empty(t.shape) for t in (grad_output, *tensors[:4]) if t is not None]
+
+
+def _save(args: Sequence[Any], output: Tensor) -> tuple[Sequence[Tensor | None], Any]:
+    qkv, tensors, *rest = args
+    return (None if rest[1] == "none" else qkv, *tensors), rest
+
+
+def _derive(grad_output: Tensor, kept: Sequence[Tensor | None], rest: Any) -> Sequence[Tensor | None]:
+    qkv, *tensors = kept
+    dx, *gradients = _backward_kernel(grad_output, qkv, tensors, *rest)
+    found = iter(gradients)
+    return dx, *(None if tensor is None else next(found) for tensor in tensors[:4])
+
+
+_SETTINGS = "Tensor?[] tensors, SymInt prefix, str norm, float eps, str over, str layout"
+_forward_kernel = operator(
+    "vit_fast::qk_norm_rope", f"(Tensor qkv, {_SETTINGS}) -> Tensor", _forward, what=_WHAT, fake=_fake,
+    flop=lambda *_: 0, gradient=Gradient(_save, _derive),
+)  # fmt: skip
+_backward_kernel = operator(
+    "vit_fast::qk_norm_rope_backward", f"(Tensor grad_output, Tensor? qkv, {_SETTINGS}) -> Tensor[]", _backward,
+    what=_WHAT, fake=_fake_backward, flop=lambda *_: 0,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class QkvStep:
+    """Norms and positions of one block.
+
+    Attributes:
+        settings: As the kernels take them.
+        in_matmul: True if the matmul does it.
+        head_dim: D.
+        tensors: Norms and tables, to be checked.
+    """
+
+    settings: QkvSettings
+    in_matmul: bool
+    head_dim: int
+    tensors: QkTensors
+
+    @property
+    def is_nothing(self) -> bool:
+        """True if q and k stay as they are."""
+        return self.settings.tables is None and self.settings.norm == "none"
+
+    @property
+    def brings_together(self) -> bool:
+        """True if the matmul is to have pairs as neighbours that are none outside."""
+        return self.in_matmul and self.settings.tables is not None and self.settings.layout == "half"
+
+    @property
+    def paired_head(self) -> int:
+        """What `folding.NormedLinear` is told of the qkv layer."""
+        return self.head_dim if self.brings_together else 0
+
+    def of_heads(self, tokens: int) -> HeadStep | None:
+        """What the matmul does to q and k in images of so many tokens."""
+        if not self.in_matmul:
+            return None
+        from ..kernels.matmul.matmul_launch import HeadStep
+
+        return HeadStep(self.settings, tokens, self.head_dim)
+
+    def check(self, packed: Tensor) -> None:
+        """Raises UnsupportedInputError with every reason why the kernels cannot do this to qkv [B, N, 3, H, D]."""
+        if not self.is_nothing:
+            _require_supported("a block", packed, self.tensors)
+
+    def forward(self, packed: Tensor, keep: bool = False) -> tuple[Tensor, Tensor | None]:
+        """qkv [B, N, 3, H, D] for the attention, in the memory of `packed`, the matmul's result, unless that is kept.
+
+        Returns:
+            That, and what the backward needs of the matmul's result, or None.
+        """
+        from ..kernels import rotary
+
+        if self.in_matmul or self.is_nothing:
+            return packed, None
+        if keep and self.settings.norm != "none":
+            return rotary.qk_norm_rope(packed, self.settings), packed
+        rotary.qk_norm_rope_launch(packed, packed, self.settings).run()
+        return packed, None
+
+    def backward(self, grad: Tensor, kept: Tensor | None) -> Tensor | None:
+        """The gradient of the matmul's result, in the natural order of channels, in the memory of that of q, k and v.
+
+        Args:
+            grad: [B, N, 3, H, D], contiguous.
+            kept: From `forward`.
+        Returns:
+            fp32 [2, 2, D or H D]: of q and k the gradients of the norm's weight and bias; None without those.
+        """
+        from ..kernels import rotary
+
+        if self.settings.norm != "none":
+            return rotary.qk_norm_rope_gradients(grad, kept, self.settings, grad)[1]
+        if not self.is_nothing:
+            together = self.brings_together
+            settings = replace(self.settings, layout="neighbours") if together else self.settings
+            rotary.qk_norm_rope_launch(grad, grad, settings, inverse=True, separate=together).run()
+        return None
+
+
+def qkv_step(
+    tensors: QkTensors, settings: QkSettings, prefix: int, head_dim: int, is_folded: bool,
+    norms_in: torch.dtype | None = None,
+) -> QkvStep:  # fmt: skip
+    """The step of these arguments, which come from `flat_settings`.
+
+    Args:
+        is_folded: True if the qkv layer was folded beforehand, with its rows in their natural order unless the layout
+            is "neighbours".
+        norms_in: The dtype of a matmul that may normalise; None: it may not, as a backward wants what it made.
+    """
+    norm, _, over, layout = settings
+    in_matmul = norm == "none" or (over == "head" and norms_in is not None and _normalises(norms_in, head_dim))
+    if tensors.cos is not None:
+        in_matmul = in_matmul and tensors.cos.shape[1] == 1 and (layout != "half" or not is_folded)
+    in_matmul = in_matmul and (tensors.cos is not None or norm != "none")
+    return QkvStep(_kernel_settings(tensors, settings, prefix), in_matmul, head_dim, tensors)
+
+
+def _normalises(dtype: torch.dtype, head_dim: int) -> bool:
+    from ..kernels.matmul.matmul_policy import NORMED_HEADS
+
+    return dtype.itemsize == 2 and head_dim in NORMED_HEADS

@@ -1,4 +1,4 @@
-"""Weights: read from files, folders and the Hub (source, hub), loaded into a model and saved (load)."""
+"""Weights: reading files, folders and the Hub (source, hub), loading and saving (load), building models (factory)."""
 
 from .load import WeightsReport, load, load_weights, overrides_from, save
 from .source import WeightsError

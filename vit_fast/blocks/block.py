@@ -21,13 +21,12 @@ from torch import Tensor, nn
 from ..ops.attention import is_exporting
 from ..ops.backends import constant_to_compiler
 from ..ops.block import fused_block
-from ..ops.checks import matmul_dtype
+from ..ops.checks import in_transform, matmul_dtype, needs_gradient
 from ..ops.descriptions import BlockTensors, Keys, Rope, neighbours
 from ..ops.frozen import Frozen
 from ..ops.layer_norm_mlp import fused_layer_norm_mlp, layer_norm_mlp
 from ..ops.packed import Packed, run_packed
-from ..ops.transforms import in_transform, needs_gradient
-from ..quantization.fp8_scales import scales_of
+from .fp8_scales import scales_of
 from .packing import packed_for, packing_of
 from .parts import (
     AttentionParts,

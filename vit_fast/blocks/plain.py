@@ -53,8 +53,13 @@ def forward_is_replaced(module: nn.Module) -> bool:
 
 def class_is_patched(cls: type) -> bool:
     """True if a class, or the class that it is the fused form of, has a forward that its library did not define."""
-    original = getattr(cls, "original", None)
-    return _forward_is_foreign(cls) or (isinstance(original, type) and _forward_is_foreign(original))
+    known: Any
+    for known in (cls, getattr(cls, "original", None)):
+        if not isinstance(known, type):
+            continue
+        if _FORWARDS.get(known) is not known.forward and _forward_is_foreign(known):  # type: ignore[attr-defined]
+            return True
+    return False
 
 
 def _forward_is_foreign(cls: Any) -> bool:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.transforms import in_transform
+from ..ops.checks import in_transform
 
 
 class RowFacts(NamedTuple):
@@ -27,7 +27,7 @@ class RowFacts(NamedTuple):
     Attributes:
         statistics: As the operators have them; None where nobody has them.
         x8: The same rows in e4m3; None where there are none.
-        reader: The kept weights (`ops/quantised.py`) for which they were made.
+        reader: The kept weights (`ops/fp8.py`) for which they were made.
         maker: The parts of the block that returned the tensor, where that runs in e4m3.
     """
 
