@@ -40,9 +40,7 @@ def preprocessing_model(
     """
     problems = []
     if data_config.interpolation not in _MODES:
-        problems.append(
-            f"no Resize of ONNX equals Pillow's {data_config.interpolation}: accepted are {', '.join(_MODES)}"
-        )
+        problems.append(f"interpolation must be one of {', '.join(_MODES)} in ONNX, got {data_config.interpolation}")
     mean, std = (per_channel(values, in_chans) for values in (data_config.mean, data_config.std))
     if len(mean) not in (1, in_chans):
         problems.append(f"data_config has {len(data_config.mean)} means for {in_chans} channels")

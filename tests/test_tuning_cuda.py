@@ -202,7 +202,7 @@ def test_every_candidate_of_cuda_says_why_it_is_not_here(model, images, monkeypa
             with pytest.raises(Refused, match="no CUDA device"):
                 trials.prepare(choice, 60)
         else:
-            with pytest.raises(Refused, match="accepted is cuda"):
+            with pytest.raises(Refused, match="must be cuda"):
                 trials.prepare(choice, 60)
 
 
