@@ -72,7 +72,7 @@ _ATTENTION_TESTS = (
 )
 _MLP_TESTS = (
     "(row_counts and not float32) or (activations and bfloat16) or (residual_and_layer_scale and float16)"
-    " or absent_parameters or linear_layers or layouts or handed_in or no_rows or nan_stays"
+    " or absent_parameters or layouts or handed_in or no_rows or nan_stays"
     " or (model_against_fp64 and bfloat16) or (test_training_follows_eager and bf16)"
     " or kernels_round or (a_block_is_its_definition and bfloat16) or what_a_block_hands_on or kernels_take_the_same"
 )
@@ -118,7 +118,7 @@ JOBS: tuple[Job, ...] = (
     bench("models", "ViT-L, also in FP8", [_VIT_L], "triton-frozen triton-fp8 torchao-fp8+compile sdpa timm", 128,
           compile_s=5, call_s=0.6, check_s=1.0),
     tests("tests that need a GPU", ("-m", "gpu", *_gpu_test_files()), 24, 20.0),
-    tests("tests of the MLP, compiled", ("--slow", "-k", _MLP_TESTS, *_MLP_FILES), 187, 5.0),
+    tests("tests of the MLP, compiled", ("-k", _MLP_TESTS, *_MLP_FILES), 187, 5.0),
     tests("tests of attention, compiled", ("-k", _ATTENTION_TESTS, "tests/test_attention_kernel.py"), 110, 5.0),
     bench("models", "fused models", [_VIT_B], "timm timm+fused transformers transformers+fused", 256, compile_s=5,
           call_s=0.6, check_s=1.0),
