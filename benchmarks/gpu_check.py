@@ -101,7 +101,7 @@ JOBS: tuple[Job, ...] = (
     bench("models", "ViT-S", 30, [_VIT_S], "triton-frozen sdpa timm", 128),
     bench("models", "ViT-L, also in FP8", 50, [_VIT_L], "triton-frozen triton-fp8 torchao-fp8+compile sdpa timm", 128),
     tests("tests that need a GPU", 80, "-m", "gpu", *_gpu_test_files()),
-    tests("tests of the MLP, compiled", 80, "--slow", "-k", _MLP_TESTS, *_MLP_FILES),
+    tests("tests of the MLP, compiled", 80, "-k", _MLP_TESTS, *_MLP_FILES),
     tests("tests of attention, compiled", 60, "-k", _ATTENTION_TESTS, "tests/test_attention_kernel.py"),
     bench("models", "fused models", 40, [_VIT_B], "timm timm+fused transformers transformers+fused", 256),
     bench("attention", "FlexAttention", 40, [_ATTENTION, _LARGER[0]], "triton flex flash-attn xformers", 256),
