@@ -6,6 +6,7 @@ The attention of such a block is one operator on the packed projections; `attent
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -46,15 +47,14 @@ class ExportedBlock(nn.Module):
         attention: Any = parts.attention
         mlp: Any = parts.mlp
         self._attention, self._mlp = attention, mlp
-        linears: dict[str, LinearParts | None] = {"qkv": attention.qkv, "fc1": mlp.fc1, "gate": mlp.gate}
-        self.joined = nn.ModuleDict(
-            {name: _Joined(linear) for name, linear in linears.items() if linear is not None and not _is_one(linear)}
-        )
+        is_one = len(attention.qkv.weights) == len(attention.qkv.biases) == 1
+        self.qkv = None if is_one else _Joined(attention.qkv)
 
     def forward(self, x: Tensor, rope: Rope | None = None) -> Tensor:
         """[B, N, C], and rotary positions where the model has some -> [B, N, C]."""
         attention, mlp = self._attention, self._mlp
-        qkv = F.linear(reference.normalise(x, attention.norm.now()), *self._tensors("qkv", attention.qkv))
+        weight, bias = attention.qkv.tensors() if self.qkv is None else tensors_of(self.qkv)
+        qkv = F.linear(reference.normalise(x, attention.norm.now()), weight, bias)
         packed = qkv.unflatten(-1, (3, attention.num_heads, -1))
         if rope is None and attention.qk_norm is None:
             mixed = exported_attention(qkv, attention.num_heads, scale_of_heads(packed, attention.scale))
@@ -65,29 +65,26 @@ class ExportedBlock(nn.Module):
             mixed = attention_qkvpacked(packed, scale=attention.scale, backend="sdpa").flatten(2)
         branch, scale = F.linear(mixed, *tensors_of(attention.proj)), scale_of(attention)
         x = x + (branch if scale is None else branch * scale)
-        gate = (None, None) if mlp.gate is None else self._tensors("gate", mlp.gate)
-        (norm_weight, norm_bias), (fc1_weight, fc1_bias) = mlp.norm.tensors(), self._tensors("fc1", mlp.fc1)
-        return reference.layer_norm_mlp(
-            x, norm_weight, norm_bias, fc1_weight, fc1_bias, mlp.fc2.weight, mlp.fc2.bias, eps=mlp.norm.eps,
-            activation=mlp.activation, layer_scale=scale_of(mlp), norm=mlp.norm.kind, gate_weight=gate[0],
-            gate_bias=gate[1], inner_norm=mlp.inner_norm and mlp.inner_norm.now(),
-        )  # fmt: skip
-
-    def _tensors(self, name: str, linear: LinearParts) -> tuple[Any, Any]:
-        return tensors_of(self.joined[name]) if name in self.joined else linear.tensors()
+        normed, activate = reference.normalise(x, mlp.norm.now()), reference.ACTIVATIONS[mlp.activation]
+        if mlp.fc1.chunk is None:
+            hidden = F.linear(normed, *mlp.fc1.tensors())
+            hidden = activate(hidden) if mlp.gate is None else activate(F.linear(normed, *mlp.gate.tensors())) * hidden
+        else:  # one product where the model has one
+            halves = F.linear(normed, *replace(mlp.fc1, chunk=None).tensors()).chunk(2, -1)
+            hidden = activate(halves[mlp.gate.chunk]) * halves[mlp.fc1.chunk]
+        if mlp.inner_norm is not None:
+            hidden = reference.normalise(hidden, mlp.inner_norm.now())
+        branch, scale = F.linear(hidden, *tensors_of(mlp.fc2)), scale_of(mlp)
+        return x + (branch if scale is None else branch * scale)
 
 
 class _Joined(nn.Module):
-    """Weight and bias of several linear layers, or of one half of one, as constants of the graph."""
+    """Weight and bias of several linear layers as constants of the graph."""
 
     def __init__(self, linear: LinearParts) -> None:
         super().__init__()
         for name, tensor in zip(("weight", "bias"), linear.tensors(), strict=True):
             self.register_buffer(name, None if tensor is None else tensor.detach().contiguous())
-
-
-def _is_one(linear: LinearParts) -> bool:
-    return linear.chunk is None and len(linear.weights) == len(linear.biases) == 1
 
 
 def exportable_copy(model: nn.Module) -> nn.Module:

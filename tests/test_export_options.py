@@ -21,6 +21,7 @@ from vit_fast.apps.data import default_photograph, make_transform, read_image
 from vit_fast.config import DataConfig
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.export import OnnxRunner, export_onnx, inspect_onnx, model_files, verification
+from vit_fast.export.exported_blocks import exportable_copy
 from vit_fast.export.options import ExportOptions
 from vit_fast.export.photographs import photographs
 from vit_fast.export.preprocessing import preprocessing_model
@@ -185,6 +186,13 @@ def test_a_model_with_its_normalisation_folded_in(tmp_path: Path) -> None:
     np.testing.assert_allclose(run(tmp_path / "bytes.onnx", pixels), plain, atol=1e-4 * np.abs(plain).max())
     info = inspect_onnx(tmp_path / "bytes.onnx")
     assert info.data_config is not None and info.data_config.mean == (0, 0, 0)
+
+
+def test_gate_and_up_stay_one_product() -> None:
+    model = exportable_copy(randomised(ours(mlp_layer="swiglu", act_layer="silu")))
+    with torch.no_grad():
+        graph = torch.export.export(model, (torch.randn(1, 3, 32, 32),), strict=False).graph
+    assert sum(node.target is torch.ops.aten.linear.default for node in graph.nodes) == 4 * len(model.blocks) + 1
 
 
 def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
