@@ -27,7 +27,7 @@ INPUT, BATCH = "images", "batch"
 
 
 class _Exported(nn.Module):
-    """What the file computes between preprocessing and output: fp32 in, fp32 out, the model's own dtype inside."""
+    """The computation between preprocessing and output: fp32 in, fp32 out, the model's dtype inside."""
 
     def __init__(self, vit: ImageModel, output: Output, dtype: torch.dtype, dynamic_size: bool) -> None:
         super().__init__()

@@ -70,10 +70,9 @@ def _text(info: OnnxInfo, files: list[Path], license_name: str | None) -> str:
 
 
 def _checks(facts: dict[str, Any]) -> list[str]:
-    """What was measured of the file, as its metadata says."""
     verification, lines = facts.get("verification"), []
     if isinstance(verification, dict):
-        lines.append(f"Held against {verification['reference']}; accepted is {verification['budget']}.")
+        lines.append(f"Compared with {verification['reference']}; must be {verification['budget']}.")
         lines += ["", "| images | size | max error | rms error | same top class |", "|---|---|---|---|---|"]
         for check in verification["checks"]:
             same = "" if check["top1_agreement"] is None else f"{check['top1_agreement']:.1%}"

@@ -141,10 +141,10 @@ def server_config(info: OnnxInfo, name: str, max_batch: int, instances: int, dev
 
 
 def accelerator_mode(precision: str) -> str:
-    """What the server's TensorRT accelerator calls a precision.
+    """Returns the name of a precision for the server's TensorRT accelerator.
 
     Raises:
-        UnsupportedInputError: it has no such.
+        UnsupportedInputError: the accelerator does not support it.
     """
     known = ", ".join(ACCELERATOR_MODES)
     if precision not in ACCELERATOR_MODES:

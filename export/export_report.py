@@ -41,12 +41,12 @@ class Check:
 
 @dataclass
 class ExportReport:
-    """What export_onnx did. `print(report)` for a table, `report.to_json()` for machines.
+    """Report of export_onnx. `print(report)` prints a table, `report.to_json()` returns JSON.
 
     Attributes:
         path: The file written.
         model: The model's name.
-        library: Where its class comes from.
+        library: The library of its class.
         opset: Opset of ONNX's own operators.
         target: What it was optimised for.
         precision: Of weights and products; input and output are fp32 (or uint8 pixels) always.
@@ -97,11 +97,11 @@ class ExportReport:
 
     @property
     def top1_agreement(self) -> float | None:
-        """Of the check with the most images; None when nothing was checked or the output is features."""
+        """The top-1 agreement of the check with the most images; None without checks or if the output is features."""
         return max(self.checks, key=lambda check: check.images).top1_agreement if self.checks else None
 
     def measured(self) -> dict[str, Any]:
-        """What was measured of the file, for its metadata."""
+        """Returns the measurements of the file for its metadata."""
         verification = {"reference": self.reference, "budget": self.budget, "checks": [asdict(c) for c in self.checks]}
         return {
             "verification": verification if self.checks else "not verified",

@@ -180,14 +180,14 @@ def _complete(
             raise ValueError(f"class_names must have {vit.num_classes} names, as num_classes, got {len(names)}")
         vit.class_names = tuple(map(str, names))
     if options.preprocess and vit.data_config is None:
-        raise ValueError(f"preprocess=True, but {vit.name} does not say how its images are prepared: give data_config")
+        raise ValueError(f"data_config must be given for preprocess=True, because {vit.name} has none")
     if options.output == "probabilities" and not vit.num_classes:
         raise UnsupportedInputError("output='probabilities'", [f"{vit.name} has no classification head"])
 
 
 @dataclass(frozen=True)
 class _Images:
-    """The photographs of an export: measured on, and verified with; `files` of the latter are whole, the rest crops."""
+    """Images to calibrate and to verify with; the first `files` of the latter are whole, the others crops."""
 
     measured: list[Image.Image]
     verified: list[Image.Image]
@@ -200,10 +200,7 @@ class _Images:
         images: Iterable[str | Path] | None, verify: bool,
     ) -> _Images:  # fmt: skip
         if not options.is_eight_bit and (calibration is not None or cache is not None):
-            raise ValueError(
-                "calibration is given: accepted only with precision='int8', 'int8-dynamic' and 'fp8', "
-                f"not {options.precision!r}"
-            )
+            raise ValueError(f"calibration needs precision='int8', 'int8-dynamic' or 'fp8', got {options.precision!r}")
         if options.needs_calibration and calibration is None and cache is None:
             raise ValueError(
                 f"calibration=None: precision={options.precision!r} needs image files or folders to measure ranges on"
@@ -263,7 +260,7 @@ def _warnings(report: ExportReport, options: ExportOptions, vit: ImageModel) -> 
     if not report.checks:
         warnings.append("not verified: verify=False")
     if vit.data_config is None:
-        warnings.append("the model does not say how its images are prepared: give data_config to put it into the file")
+        warnings.append("the model has no data_config: pass one to store the preprocessing in the file")
     return warnings
 
 

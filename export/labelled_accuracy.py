@@ -33,9 +33,7 @@ def check_labelled(folder: Path, vit: ImageModel, options: ExportOptions) -> lis
     if options.output == "features" or not vit.num_classes:
         raise UnsupportedInputError("validation", ["accuracy is of classes, and this file gives features"])
     if vit.data_config is None:
-        raise UnsupportedInputError(
-            "validation", [f"{vit.name} does not say how its images are prepared: give data_config"]
-        )
+        raise UnsupportedInputError("validation", [f"{vit.name} has no data_config: pass one"])
     return labelled_images(folder, vit.num_classes, vit.class_names)
 
 
@@ -62,7 +60,7 @@ def measure_accuracy(
     accuracy = Accuracy(len(files), of_model.top1, of_file.top1)
     if not accuracy.acceptable:
         raise VerificationError(
-            f"{options.precision} file: {accuracy.line()}; accepted is a loss of {POINTS:.1%} of the images, or of one"
+            f"{options.precision} file must lose at most {POINTS:.1%} of the images, or one: {accuracy.line()}"
         )
     return accuracy
 

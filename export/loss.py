@@ -1,4 +1,4 @@
-"""What a file in eight bits loses, in terms that its user notices: other answers, and logits that moved."""
+"""Loss of a file in eight bits: changed top-1 classes, and errors of the logits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Loss:
     flips: int
 
     def acceptable(self, margin: float = 1.0) -> bool:
-        """Whether nobody would notice; `margin` < 1 asks for more than that."""
+        """True if the loss is within the limits; `margin` < 1 makes them stricter."""
         return bool(self.rms_error <= margin * RMS and self.flips <= margin * FLIPS * self.images)
 
     def line(self) -> str:
@@ -51,12 +51,12 @@ class Loss:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Of a model and of the file that was made of it.
+    """Top-1 accuracy of a model and of its exported file.
 
     Attributes:
-        images: How many were asked.
-        model: Share of them that the model recognises.
-        file: Share that the file does.
+        images: Number of labelled images.
+        model: Accuracy of the model.
+        file: Accuracy of the file.
     """
 
     images: int

@@ -1,4 +1,4 @@
-"""What an exported file says about itself, and reading it back: also from files that somebody else exported."""
+"""Metadata of exported files, written and read; also reads files from other exporters."""
 
 from __future__ import annotations
 
@@ -120,10 +120,10 @@ def write_metadata(path: Path, metadata: dict[str, str]) -> None:
 
 
 def inspect_onnx(path: str | Path) -> OnnxInfo:
-    """What an ONNX file says about itself, whoever wrote it.
+    """Reads the metadata of an ONNX file, also of other exporters.
 
     Raises:
-        ModelFileError: missing, damaged, foreign or unsafe.
+        ModelFileError: the file is missing, damaged, unsafe, or not an ONNX file.
     """
     return describe(read_proto(path), Path(path))
 
@@ -153,7 +153,7 @@ def describe(proto: onnx.ModelProto, path: Path) -> OnnxInfo:
         for key in ("image_hw", "patch_hw"):
             sides = facts.get(key, [1, 1])
             if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
-                raise ValueError(f"{key} is {sides!r}: accepted are two integers >= 1")
+                raise ValueError(f"{key} must be two integers >= 1, got {sides!r}")
     except (json.JSONDecodeError, TypeError, ValueError, AttributeError) as error:
         raise ModelFileError(f"{path}: its metadata is damaged: {error}") from None
     info.preprocess, info.output = bool(facts.pop("preprocess", False)), facts.pop("output", None)

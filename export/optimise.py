@@ -1,4 +1,4 @@
-"""What a target runs best: attention in its form, ONNX Runtime's operators, and a count of what was fused."""
+"""Optimizes a graph for its target: the target's form of attention, ONNX Runtime's fused operators, and their count."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SKIP_NORM, BIAS_GELU, LAYER_NORM = "SkipLayerNormalization", "BiasGelu", "LayerN
 
 @dataclass(frozen=True)
 class Fusion:
-    """How often a fusion happened, against how often the model's blocks call for it.
+    """Count of a fusion.
 
     Attributes:
-        name: What was fused.
-        fused: Nodes of it in the graph.
-        wanted: How many there would be if it had happened everywhere.
-        note: Why it did not happen everywhere, where that is known.
+        name: The fused operator.
+        fused: Its nodes in the graph.
+        wanted: Its number if all blocks were fused.
+        note: The reason why some were not, if known.
     """
 
     name: str

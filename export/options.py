@@ -1,4 +1,4 @@
-"""What can be asked of an export, and which combinations cannot be had: all reasons at once."""
+"""Options of an export, and the reasons against unsupported combinations, all at once."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ExportOptions:
         check_choice("output", self.output, get_args(Output))
         newest = newest_opset()
         if not isinstance(self.opset, int) or isinstance(self.opset, bool) or not MIN_OPSET <= self.opset <= newest:
-            raise ValueError(f"opset={self.opset!r}: accepted are {MIN_OPSET} to {newest}, or None")
+            raise ValueError(f"opset must be None or between {MIN_OPSET} and {newest}, got {self.opset!r}")
         if conflicts := self._conflicts():
             raise UnsupportedInputError(
                 f"export with opset {self.opset}, precision {self.precision!r}, target {self.target!r}", conflicts
@@ -57,17 +57,19 @@ class ExportOptions:
     def _conflicts(self) -> list[str]:
         conflicts = []
         if self.target == "tensorrt" and self.precision not in TRT_PRECISIONS:
-            conflicts.append(f"TensorRT takes no {self.precision}: accepted are {', '.join(TRT_PRECISIONS)}")
+            conflicts.append(f"precision must be one of {', '.join(TRT_PRECISIONS)} for TensorRT")
         if self.target == "tensorrt" and self.preprocess:
-            conflicts.append("TensorRT's parser takes no antialiased Resize: preprocess outside, or target='ort-cuda'")
+            conflicts.append(
+                "TensorRT does not support antialiased Resize: preprocess images before, or use target='ort-cuda'"
+            )
         if self.precision == "bf16" and self.target == "ort-cpu":
             conflicts.append("ONNX Runtime's CPU provider has no bf16 Conv, MatMul or LayerNormalization")
         if self.precision == "bf16" and self.opset < BF16_OPSET:
-            conflicts.append(f"bf16 Conv came with opset {BF16_OPSET}")
+            conflicts.append(f"opset must be at least {BF16_OPSET} for bf16 Conv")
         if self.precision == "fp8" and self.target not in FP8_TARGETS:
-            conflicts.append(f"{self.target} computes no product in fp8: accepted are {', '.join(FP8_TARGETS)}")
+            conflicts.append(f"target must be one of {', '.join(FP8_TARGETS)} for fp8, got {self.target}")
         if self.is_eight_bit and self.dtype == "fp16" and self.opset < HALF_SCALES_OPSET:
-            conflicts.append(f"scales in fp16 came with opset {HALF_SCALES_OPSET}")
+            conflicts.append(f"opset must be at least {HALF_SCALES_OPSET} for scales in fp16")
         if self.dynamic_size and self.preprocess:
             conflicts.append("preprocess=True resizes every image to one size, dynamic_size=True leaves it open")
         return conflicts
@@ -82,7 +84,7 @@ class ExportOptions:
 
     @property
     def dtype(self) -> str:
-        """Of everything that is not in eight bits: fp16 for TensorRT, which takes a graph at its word."""
+        """The dtype of everything that is not in eight bits: fp16 for TensorRT, which keeps the dtypes of a graph."""
         if not self.is_eight_bit:
             return self.precision
         return "fp16" if self.precision == "fp8" or self.target == "tensorrt" else "fp32"
@@ -93,7 +95,7 @@ class ExportOptions:
 
     @property
     def budget(self) -> str:
-        """What passes, in words."""
+        """The largest error that passes, in words."""
         return EIGHT_BIT_BUDGET if self.is_eight_bit else f"max <= {BUDGETS[self.precision]:g}"
 
 

@@ -31,7 +31,7 @@ def photographs(paths: Iterable[str | Path] | None, count: int, seed: int = 0) -
     """
     files = find_images([default_photograph()] if paths is None else paths)
     if not files:
-        raise ImageError("calibration and images: accepted are one or more image files and folders, came none")
+        raise ImageError("calibration and images must contain at least one image file or folder, got none")
     whole = [read_image(file) for file in _spread(files, count)]
     generator = np.random.default_rng(seed)
     crops = [_random_crop(whole[i % len(whole)], generator) for i in range(count - len(whole))]

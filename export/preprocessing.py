@@ -2,8 +2,9 @@
 
     [batch, height, width, channels] uint8 -> resize (antialiased) -> centre crop -> (x / 255 - mean) / std -> NCHW
 
-The same steps, in the same order and with the same rounding of sizes, as vit_fast.data.make_transform, which is timm's.
-Resizing happens on uint8, as in Pillow, whose results ONNX Runtime's antialiased Resize reproduces to one grey level.
+The same steps, in the same order and with the same rounding of sizes, as `make_transform` in vit_fast/apps/data.py and
+in timm. Resizing happens on uint8, as in Pillow, whose results ONNX Runtime's antialiased Resize reproduces to one
+grey level.
 """
 
 from __future__ import annotations
@@ -40,9 +41,7 @@ def preprocessing_model(
     """
     problems = []
     if data_config.interpolation not in _MODES:
-        problems.append(
-            f"no Resize of ONNX equals Pillow's {data_config.interpolation}: accepted are {', '.join(_MODES)}"
-        )
+        problems.append(f"interpolation must be one of {', '.join(_MODES)} in ONNX, got {data_config.interpolation}")
     mean, std = (per_channel(values, in_chans) for values in (data_config.mean, data_config.std))
     if len(mean) not in (1, in_chans):
         problems.append(f"data_config has {len(data_config.mean)} means for {in_chans} channels")

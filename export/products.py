@@ -74,6 +74,6 @@ def _name_of(node: ir.Node) -> str:
 
 
 def is_probability(value: ir.Value) -> bool:
-    """Whether a value lies between 0 and 1 by what it is: a softmax."""
+    """True if a value is the output of a softmax, and therefore between 0 and 1."""
     producer = value.producer()
     return producer is not None and producer.op_type == "Softmax"

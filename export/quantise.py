@@ -37,12 +37,12 @@ MARGIN = 0.9
 
 @dataclass(frozen=True)
 class Quantised:
-    """What quantise did.
+    """Result of quantise.
 
     Attributes:
-        products: How many are in eight bits.
-        kept: Names of the layers left float because the loss asked for it.
-        methods: How many ranges were chosen in which way.
+        products: Number of products in eight bits.
+        kept: Names of the layers that stay floating to limit the loss.
+        methods: Number of ranges by the method that chose them.
     """
 
     products: int

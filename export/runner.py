@@ -165,7 +165,7 @@ class OnnxRunner:
         if self.data_config is None:
             raise UnsupportedInputError(
                 f"preparing images for {self.path}",
-                ["the file does not say how: give data_config (mean, std, crop_pct, ...)"],
+                ["the file has no data_config: pass one (mean, std, crop_pct, ...)"],
             )
         if self.image_hw is None:
             raise UnsupportedInputError(
@@ -188,12 +188,12 @@ class OnnxRunner:
 
     @property
     def takes_pixels(self) -> bool:
-        """Whether the file takes uint8 [B, height, width, channels] and prepares them itself."""
+        """True if the file takes uint8 [B, height, width, channels] and contains the preprocessing."""
         return self._signature.takes_pixels
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
-        """Names of the outputs, from the file or as given; None when neither says."""
+        """Names of the outputs, as given or from the file; None if unknown."""
         return self._class_names
 
     def _as_pixels(self, image: Image.Image) -> np.ndarray:
@@ -213,9 +213,9 @@ def _class_names(info: OnnxInfo, signature: Signature, names: Sequence[str] | No
 
 
 def _output(info: OnnxInfo, output: Output | None) -> str:
-    """What the output means, as given or as the file says."""
+    """Returns the meaning of the output, as given or from the file."""
     if output is not None and output not in get_args(Output):
         raise ValueError(f"output must be one of {', '.join(map(repr, get_args(Output)))}, got {output!r}")
     if output is not None and info.output not in (None, output):
-        raise ValueError(f"output must be {info.output!r}, as the file says, got {output!r}")
+        raise ValueError(f"output must be {info.output!r} like the file's, got {output!r}")
     return output or info.output or "logits"

@@ -1,4 +1,4 @@
-"""What an ONNX file takes and gives: one input of images, what is fixed about its shape, and the first output."""
+"""Signature of an ONNX file: its input of images with the fixed dimensions, and its first output."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Signature:
 
     @property
     def takes_pixels(self) -> bool:
-        """Whether the file takes uint8 [B, height, width, channels] and prepares them itself."""
+        """True if the file takes uint8 [B, height, width, channels] and contains the preprocessing."""
         return self.dtype == np.uint8
 
     @property
@@ -58,60 +58,56 @@ class Signature:
         return self.output_tail[-1] if self.output_tail else None
 
     def set_image_hw(self, image_hw: Size) -> None:
-        """Height and width to prepare photographs to, where the file leaves them open.
+        """Sets the size that images are resized to, if the file has no fixed size.
 
         Raises:
-            ValueError: they are not two sizes in pixels, or not those of the file.
+            ValueError: they are not two sizes in pixels, or differ from those of the file.
         """
         if len(image_hw) != 2 or not all(isinstance(side, int) and side > 0 for side in image_hw):
-            raise ValueError(f"image_hw={image_hw!r}: accepted are height and width in pixels")
+            raise ValueError(f"image_hw must be height and width in pixels, got {image_hw!r}")
         if self.takes_pixels:
-            raise ValueError(f"image_hw={image_hw!r}: accepted is None, as the file prepares images of any size")
+            raise ValueError(f"image_hw must be None, because the file prepares images of any size, got {image_hw!r}")
         fixed = self.shape[2:]
         if any(n is not None and n != side for n, side in zip(fixed, image_hw)):
-            raise ValueError(f"image_hw={image_hw!r}: accepted is {fixed}, as the file's input is")
+            raise ValueError(f"image_hw must be {fixed} like the file's input, got {image_hw!r}")
         self.image_hw = (image_hw[0], image_hw[1])
 
     def check(self, images: Any) -> None:
-        """Refuses numpy or torch images that the file does not take.
-
-        Raises:
-            ValueError: dtype or shape are others; names both.
-        """
+        """Raises ValueError unless dtype and shape of numpy or torch images match the file."""
         shape, problems = tuple(images.shape), []
         dtype = str(images.dtype).removeprefix("torch.")
         wanted = ["batch" if i == 0 else n or "any" for i, n in enumerate(self.shape)]
         if dtype != str(self.dtype):
-            problems.append(f"dtype {dtype}: accepted is {self.dtype}")
+            problems.append(f"dtype must be {self.dtype}, got {dtype}")
         if len(shape) != 4 or any(n is not None and n != got for n, got in zip(self.shape[1:], shape[1:])):
-            problems.append(f"shape {shape}: accepted is {wanted}")
+            problems.append(f"shape must be {wanted}, got {shape}")
         elif self.takes_pixels and 0 in shape[1:]:
-            problems.append(f"shape {shape}: an image has no pixels")
+            problems.append(f"images must have pixels, got shape {shape}")
         elif self.patch_hw is not None:
             patch_h, patch_w = self.patch_hw
             if shape[2] % patch_h or shape[3] % patch_w or 0 in shape[2:]:
                 problems.append(
-                    f"shape {shape}: height and width must divide by the patch's {patch_h}x{patch_w} pixels"
+                    f"height and width must be multiples of the patch's {patch_h}x{patch_w} pixels, got shape {shape}"
                 )
         if problems:
             raise ValueError(f"images for {self.path.name}: " + "; ".join(problems))
 
 
 def read_signature(info: OnnxInfo) -> Signature:
-    """The signature of a file, by what it says about itself.
+    """Reads the signature from a file's metadata.
 
     Raises:
-        ModelFileError: it takes no images, or something beside them.
+        ModelFileError: the file takes no images, or other inputs beside them.
     """
     path = Path(info.path)
     if len(info.inputs) != 1:
         names = ", ".join(entry["name"] for entry in info.inputs)
-        raise ModelFileError(f"{path}: takes {len(info.inputs)} inputs ({names}): accepted is one of images")
+        raise ModelFileError(f"{path}: must have images as its only input, got {len(info.inputs)} inputs ({names})")
     entry, out = info.inputs[0], info.outputs[0]
     if entry["dtype"] not in _DTYPES or len(entry["shape"]) != 4:
         raise ModelFileError(
-            f"{path}: input {entry['name']} is {entry['dtype']} {entry['shape']}: accepted are floating "
-            "[batch, channels, height, width] and uint8 [batch, height, width, channels]"
+            f"{path}: input {entry['name']} must be floating [batch, channels, height, width] or uint8 "
+            f"[batch, height, width, channels], got {entry['dtype']} {entry['shape']}"
         )
     dtype: np.dtype[Any] = np.dtype(_DTYPES[entry["dtype"]])
     shape = tuple(dim if isinstance(dim, int) and dim > 0 else None for dim in entry["shape"])

@@ -83,7 +83,7 @@ def verify_file(path: Path, vit: ImageModel, options: ExportOptions, images: lis
         raise VerificationError(
             f"{options.precision} file differs from eager at batch {worst.batch}, size {worst.image_hw}: "
             f"max error {worst.max_error:.2e}, rms error {worst.rms_error:.2e}{same}, another class on {worst.flips} "
-            f"of {worst.images} images that the model was sure of; accepted is {options.budget}"
+            f"of {worst.images} images that the model was sure of; must be {options.budget}"
         )
     return Verification(checks, f"eager {'fp32' if large else 'fp64'}, {session.get_providers()[0]}")
 
@@ -91,7 +91,7 @@ def verify_file(path: Path, vit: ImageModel, options: ExportOptions, images: lis
 def verify_preprocessing(
     data_config: DataConfig, image_hw: Size, in_chans: int, opset: int, image: Image.Image
 ) -> None:
-    """Holds preprocessing in the graph against Pillow's, on whole photographs.
+    """Compares preprocessing in the graph with Pillow's, on whole images.
 
     Raises:
         VerificationError: they differ by more than rounding.
@@ -102,8 +102,8 @@ def verify_preprocessing(
     levels = np.abs(got - want) * 255 * per_channel(data_config.std, in_chans).reshape(1, -1, 1, 1)
     if not levels.max() <= PIXEL_TOLERANCE:
         raise VerificationError(
-            f"preprocessing in the graph differs from Pillow's by up to {levels.max():.1f} grey levels: "
-            f"accepted is {PIXEL_TOLERANCE}"
+            f"preprocessing in the graph must differ from Pillow's by at most {PIXEL_TOLERANCE} grey levels, got "
+            f"{levels.max():.1f}"
         )
 
 
@@ -125,7 +125,7 @@ Pieces = list[tuple[np.ndarray, torch.Tensor]]
 def _pieces(
     vit: ImageModel, options: ExportOptions, images: list[Image.Image], size: Size, *, full: bool, few: bool
 ) -> Iterator[Pieces]:
-    """What is compared at one size: each entry is one check.
+    """Returns the comparisons at one size, one entry per check.
 
     In eight bits one check over as many images as there are, in batches of several sizes: only many say how often the
     answer changes. Otherwise one check a batch size.
@@ -149,7 +149,7 @@ def _pieces(
 def _inputs(
     vit: ImageModel, options: ExportOptions, images: list[Image.Image], size: Size, count: int
 ) -> tuple[np.ndarray, torch.Tensor]:
-    """What the file is fed, and what the eager model is: the same, unless the file does the preprocessing."""
+    """Returns the inputs of the file and of the eager model; they differ if the file contains the preprocessing."""
     if options.preprocess and vit.data_config is not None:
         pixels = as_pixels(images[0], count, vit.in_chans)
         planes = _run_preprocessing(vit.data_config, size, vit.in_chans, options.opset, pixels)

@@ -1,9 +1,8 @@
-"""What an ONNX file does at least: operations and elements of its products, by formula from inferred shapes.
+"""Lower bound on the work of an ONNX file: operations and elements of its products, by formula from inferred shapes.
 
-Counted are matrix products, convolutions and attention: 2 operations a multiply-add, and the elements of operands and
-results, each once; a bias belongs to its product, and the scores between two products with a softmax between them are
-never moved. What lies between products counts nothing. So torch's own counter finds the same in the model that was
-exported.
+Counts matrix products, convolutions and attention: 2 operations per multiply-add, and each operand and output once. A
+bias belongs to its product. Attention scores and everything else between products are not counted, so that torch's own
+counter finds equal numbers in the exported model.
 """
 
 from __future__ import annotations

@@ -86,14 +86,14 @@ def quantize(block: nn.Module) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[nn.Module], None], str]] = {
-    "LoRA": (wrap_fc1, "LoraLinear: accepted is torch.nn.Linear itself"),
-    "parametrization": (parametrize_fc1, "ParametrizedLinear: accepted is torch.nn.Linear itself"),
+    "LoRA": (wrap_fc1, "must be torch.nn.Linear itself, got a "),
+    "parametrization": (parametrize_fc1, "must be torch.nn.Linear itself, got a "),
     "pruning": (prune_fc2, "mlp.fc2 carries hooks, which would no longer run"),
     "forward hook": (hook_norm2, "norm2 carries hooks, which would no longer run"),
     "forward pre-hook": (pre_hook_activation, "mlp.act carries hooks, which would no longer run"),
     "replaced forward": (replace_mlp_forward, "mlp.forward was replaced on the instance"),
-    "unknown activation": (change_activation, "mlp.act is a Tanh: accepted are gelu"),
-    "quantised linears": (quantize, "mlp.fc1 is a torch.ao.nn.quantized.dynamic.modules.linear.Linear: accepted"),
+    "unknown activation": (change_activation, "mlp.act must be one of gelu"),
+    "quantised linears": (quantize, "got a torch.ao.nn.quantized.dynamic.modules.linear.Linear"),
 }
 
 

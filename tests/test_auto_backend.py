@@ -207,7 +207,7 @@ def _on_rocm(patch: pytest.MonkeyPatch) -> None:
 
 
 BROKEN = {
-    "ROCm": (_on_rocm, "this is ROCm 6.4"),
+    "ROCm": (_on_rocm, "got ROCm 6.4"),
     "no device": (lambda patch: patch.setattr(torch.cuda, "is_available", lambda: False), "torch finds no CUDA device"),
     "old device": (lambda patch: patch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5)), "7.5"),
     "compiler": (
@@ -319,6 +319,6 @@ def test_converting_a_model_resolves_fp32_again(gpu: list[torch.device], monkeyp
 
 def test_auto_on_the_cpu_is_sdpa_and_says_why() -> None:
     report = vit_fast.fuse(_model())
-    assert "backend sdpa: triton cannot run here: the tensors are on the CPU" in str(report)
+    assert "backend sdpa: triton cannot run here: tensors must be on a CUDA device, got the CPU" in str(report)
     assert vit_fast.fuse(_model(), backend="sdpa").backend_reasons == ()
     assert ops.attention(*torch.randn(3, 1, 2, 5, 16)).shape == (1, 2, 5, 16)

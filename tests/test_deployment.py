@@ -232,7 +232,7 @@ def test_a_model_card(files: Path, tmp_path: Path) -> None:
         assert f"| {name} | {len(content)} | {hashlib.sha256(content).hexdigest()} |" in text
     assert text.startswith("---\nlicense: cc-by-4.0\n") and "| source | a test |" in text
     assert json.dumps(DATA_CONFIG.to_dict()) in text and "| precision | fp32 |" in text
-    assert "Held against eager fp64" in text and f"{report.checks[-1].max_error:.1e}" in text
+    assert "Compared with eager fp64" in text and f"{report.checks[-1].max_error:.1e}" in text
     assert "    trtexec --onnx=m.onnx --saveEngine=m.plan --stronglyTyped" in text and str(tmp_path) not in text
     text = write_card(files / "pixels.onnx").read_text()
     assert "| preprocessing | in the file, of uint8 pixels |" in text and "Not verified." in text

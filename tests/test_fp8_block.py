@@ -306,10 +306,10 @@ def test_refusals_of_scales() -> None:
     tensors, scales = parameters(torch.bfloat16), some_scales(x)
     assert scales.qkv is not None
     for wrong, word in (
-        (scales._replace(proj=scales.qkv), r"scales\.proj is torch\.float32 of shape \(96,\): accepted is .* \(\)"),
+        (scales._replace(proj=scales.qkv), r"scales\.proj must be float32 of shape \(\), got .* \(96,\)"),
         (scales._replace(qkv=scales.qkv.double()), r"scales\.qkv is torch\.float64"),
-        (scales._replace(proj=torch.ones((), device="meta")), r"scales\.proj is on meta: accepted is " + DEVICE),
-        (scales._replace(fc2=torch.zeros((), device=DEVICE)), r"scales\.fc2 holds 0 to 0: accepted are positive"),
+        (scales._replace(proj=torch.ones((), device="meta")), rf"scales\.proj must be on {DEVICE}.*, got meta"),
+        (scales._replace(fc2=torch.zeros((), device=DEVICE)), r"scales\.fc2 must be positive .*, got 0 to 0"),
         (scales._replace(fc2=torch.full((), 1e-40, device=DEVICE)), r"scales\.fc2 holds 9.* finite reciprocals"),
         (scales._replace(fc1=scales.qkv * torch.nan), r"scales\.fc1 holds nan to nan"),
     ):
@@ -322,26 +322,26 @@ def test_refusals_name_every_reason() -> None:
     tensors, scales = parameters(torch.bfloat16), some_scales(x)
     block = quantize_block(tensors, scales, torch.bfloat16)
     settings: dict[str, Any] = {"heads": HEADS, "attention_scale": None, "eps": EPS, "activation": "gelu"}
-    with pytest.raises(UnsupportedInputError, match=r"dtype is torch\.float32: accepted are float16, bfloat16"):
+    with pytest.raises(UnsupportedInputError, match=r"dtype must be float16 or bfloat16, got torch\.float32"):
         quantize_block(tensors, scales, torch.float32)
     narrow = tensors._replace(fc2_weight=tensors.fc2_weight[:, :30])
-    with pytest.raises(UnsupportedInputError, match=r"fc2 reads rows of 30 channels: .*16 \(scales\.fc2=None"):
+    with pytest.raises(UnsupportedInputError, match=r"of fc2 must be a multiple of 16 .*, got 30 \(scales\.fc2=None"):
         quantize_block(narrow, scales, torch.bfloat16)
-    with pytest.raises(UnsupportedInputError, match="inner_weight, fc2_sum given: accepted are blocks not folded"):
+    with pytest.raises(UnsupportedInputError, match="inner_weight, fc2_sum must be None"):
         quantize_block(tensors._replace(inner_weight=x, fc2_sum=x), scales, torch.bfloat16)
     with pytest.raises(UnsupportedInputError) as refused, torch.enable_grad():
         fused_block_fp8(x.float().requires_grad_(), x, None, block, None, norm="rms_norm", **settings)
-    for word in ("x is torch.float32", "x requires a gradient", "norm is 'rms_norm'", "x8 is torch.bfloat16"):
+    for word in ("got torch.float32", "x requires a gradient", "norm is 'rms_norm'", "got torch.bfloat16"):
         assert word in str(refused.value)
     trained = Norm(torch.ones(WIDTH // HEADS, device=DEVICE).requires_grad_(), None, 1e-5, "rms_norm")
     with pytest.raises(UnsupportedInputError, match="qk_norm requires a gradient"), torch.enable_grad():
         fused_block_fp8(x, None, None, block, None, qk_norm=QkNorm(trained, trained), **settings)
     wide, C = torch.cat((x, x), 2), torch.ones(WIDTH + 1, device=DEVICE)
     for args, word in (
-        ((x.float(), None, None, block, None), r"x is torch\.float32"),
-        ((wide, None, None, block, None), f"rows have {2 * WIDTH} channels: accepted are {WIDTH}, as qkv reads"),
-        ((x, None, None, block, C), rf"next_factor is torch\.float32 \({WIDTH + 1},\)"),
-        ((x.to("meta"), None, None, block, None), "qkv is on .*, x is on meta"),
+        ((x.float(), None, None, block, None), r"x must be .*, got torch\.float32"),
+        ((wide, None, None, block, None), f"x must have {WIDTH} channels .*, got {2 * WIDTH}"),
+        ((x, None, None, block, C), rf"next_factor must be .*, got torch\.float32 \({WIDTH + 1},\)"),
+        ((x.to("meta"), None, None, block, None), "qkv must be on meta like x, got "),
     ):
         with pytest.raises(UnsupportedInputError, match=word), torch.no_grad():
             fused_block_fp8(*args, **settings)
@@ -349,15 +349,15 @@ def test_refusals_name_every_reason() -> None:
     for rope in (None, positions("interleaved", 0)):
         with pytest.raises(UnsupportedInputError, match="paired_head is 48"):
             fused_block_fp8(x, None, None, paired, None, rope=rope, **settings)
-    with pytest.raises(ValueError, match=r"rope\.layout='neighbours': accepted are 'half', 'interleaved'$"):
+    with pytest.raises(ValueError, match=r"rope\.layout must be one of 'half', 'interleaved', got 'neighbours'$"):
         fused_block_fp8(x, None, None, block, None, rope=positions("half", 0)._replace(layout="neighbours"), **settings)
 
 
 def test_devices_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fp8_reasons(torch.device(DEVICE)) == []
-    assert fp8_reasons(torch.device("meta")) == ["the tensors are on meta: accepted are CUDA tensors"]
+    assert fp8_reasons(torch.device("meta")) == ["tensors must be on a CUDA device, got meta"]
     for arch, accepted in (("sm_80", False), ("sm_86", False), ("sm_89", True), ("sm_120", True)):
         monkeypatch.setattr("vit_fast.kernels.device.gpu_of", lambda device, arch=arch: Gpu(arch, 100))
         reasons = fp8_reasons(torch.device(DEVICE))
         assert (reasons == []) == accepted
-        assert accepted or f"compute capability 8.{arch[-1]}: accepted for FP8 is 8.9 or newer" in reasons[0]
+        assert accepted or f"compute capability 8.9 or newer, got 8.{arch[-1]}" in reasons[0]

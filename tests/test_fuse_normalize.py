@@ -95,10 +95,10 @@ def test_it_compiles_pickles_and_may_be_given_again() -> None:
 @pytest.mark.parametrize(
     ("normalize", "message"),
     [
-        (((0.5,) * 3, (0.5, 0.5)), "as many means as standard deviations"),
-        (((0.5,) * 3, (0.5, 0.5, 0.0)), "those positive"),
-        ((0.5, 0.5), "each a number a channel"),
-        ("imagenet", "each a number a channel"),
+        (((0.5,) * 3, (0.5, 0.5)), "of equal length"),
+        (((0.5,) * 3, (0.5, 0.5, 0.0)), "with std > 0"),
+        ((0.5, 0.5), "one number per channel"),
+        ("imagenet", "one number per channel"),
         (((0.5,), (0.5,)), "takes 3 channels: normalize has 1"),
     ],
 )

@@ -177,7 +177,7 @@ def test_what_takes_images_alone_says_why_it_does_not_take_a_tower(name: str, tm
     model = tower.build().eval()
     vit_fast.fuse(model, "sdpa")
     first = next(iter(tower.inputs(0).values()))
-    reason = rf"it needs {NEEDS.get(name)} beside its images: accepted are models of images alone"
+    reason = rf"its forward must take images alone, but also needs {NEEDS.get(name)}"
     exported = {"pixtral": "torch.export", "llama4": r"positions are complex numbers \(rotary_embedding"}.get(
         name, reason
     )

@@ -86,7 +86,7 @@ def test_fewer_heads_of_keys_run_our_attention_between_the_modules() -> None:
     )
     model, inputs = subject.build(), subject.inputs()
     assert_fused_agrees(subject, model, inputs)
-    assert model.blocks[0].read().attention_reasons == ("attn has 2 heads of q for one of k and v: accepted is one",)
+    assert model.blocks[0].read().attention_reasons == ("attn.num_kv_groups must be 1, got 2",)
 
 
 @pytest.mark.parametrize("mask", [True, False])

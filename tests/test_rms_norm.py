@@ -54,7 +54,7 @@ def test_statistics_are_those_of_a_layer_norm(dtype: torch.dtype) -> None:
 
 def test_an_unknown_norm() -> None:
     case = make_case(4, 8, 8, torch.float32)
-    with pytest.raises(ValueError, match="norm is 'rms': accepted are 'layer_norm', 'rms_norm'"):
+    with pytest.raises(ValueError, match="norm must be one of 'layer_norm', 'rms_norm', got 'rms'"):
         fused_layer_norm_mlp(
             case.x, None, *case.parameters, eps=1e-6, norm="rms", activation="gelu", layer_scale=None, residual=True
         )

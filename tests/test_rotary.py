@@ -129,17 +129,20 @@ _TABLE = torch.zeros(N, D // 2)
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"rope": Rope(_TABLE, _TABLE, 1)}, r"rope.cos has shape \(7, 4\): accepted are \(6, 4\)"),
+        ({"rope": Rope(_TABLE, _TABLE, 1)}, r"rope.cos must have shape \(6, 4\).*, got \(7, 4\)"),
         ({"rope": Rope(_TABLE, _TABLE[:, :3])}, r"rope.sin \(7, 3\)"),
         ({"rope": Rope(_TABLE[:, :3], _TABLE[:, :3])}, "a last dimension of 8"),
         ({"rope": Rope(_TABLE, _TABLE, 8)}, "rope.prefix=8 for 7 tokens"),
-        ({"rope": Rope(_TABLE, _TABLE, 0, "halves")}, "rope.layout='halves': accepted are 'half', 'interleaved'"),
-        ({"qk_norm": QkNorm(Norm(), Norm(), "heads")}, "qk_norm.over='heads': accepted are 'head', 'width'"),
-        ({"qk_norm": QkNorm(Norm(kind="rms"), Norm())}, "qk_norm.q is 'rms': accepted are 'layer_norm', 'rms_norm'"),
-        ({"qk_norm": QkNorm(Norm(), Norm(torch.ones(H * D)))}, r"qk_norm.k has a weight of shape \(24,\): .* \(8,\)"),
-        ({"qk_norm": QkNorm(Norm(), Norm(torch.ones(D)), "width")}, r"shape \(8,\): accepted is \(24,\)"),
-        ({"qk_norm": QkNorm(Norm(bias=torch.ones(D), kind="rms_norm"), Norm())}, "an RMSNorm has none"),
-        ({"qk_norm": QkNorm(Norm(eps=1e-5), Norm())}, "eps 1e-05, qk_norm.k layer_norm with 1e-06: they must agree"),
+        ({"rope": Rope(_TABLE, _TABLE, 0, "halves")}, "rope.layout must be one of 'half', 'interleaved', got 'halves'"),
+        ({"qk_norm": QkNorm(Norm(), Norm(), "heads")}, "qk_norm.over must be one of 'head', 'width', got 'heads'"),
+        ({"qk_norm": QkNorm(Norm(kind="rms"), Norm())}, "qk_norm.q must be one of 'layer_norm', 'rms_norm', got 'rms'"),
+        ({"qk_norm": QkNorm(Norm(), Norm(torch.ones(H * D)))}, r"qk_norm.k.weight must have shape \(8,\), got \(24,\)"),
+        ({"qk_norm": QkNorm(Norm(), Norm(torch.ones(D)), "width")}, r"must have shape \(24,\), got \(8,\)"),
+        ({"qk_norm": QkNorm(Norm(bias=torch.ones(D), kind="rms_norm"), Norm())}, "bias must be None for 'rms_norm'"),
+        (
+            {"qk_norm": QkNorm(Norm(eps=1e-5), Norm())},
+            "equal kind and eps, got layer_norm, 1e-05 and layer_norm",
+        ),
     ],
 )
 def test_refusals(choices: dict[str, Any], message: str) -> None:

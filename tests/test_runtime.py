@@ -133,9 +133,7 @@ def test_graph_runner_without_cuda_says_so_or_runs_plainly() -> None:
     assert not runner.captured
     images = torch.randn(5, 3, 32, 32)
     torch.testing.assert_close(runner(images), model(images))
-    with pytest.raises(
-        ValueError, match=r"images must be \[B, 3, 32, 32\] .*, got \(5, 3, 16, 32\) torch.float32"
-    ):
+    with pytest.raises(ValueError, match=r"images must be \[B, 3, 32, 32\] .*, got \(5, 3, 16, 32\) torch.float32"):
         runner(images[:, :, :16])
 
 

@@ -1,4 +1,4 @@
-"""`vit_fast.verify`: passes here, and fails for what is wrong."""
+"""`vit-fast verify`: passes on this machine, and fails if an output is incorrect."""
 
 from __future__ import annotations
 
@@ -60,4 +60,4 @@ def test_an_operator_that_raises_is_a_failed_row(monkeypatch: pytest.MonkeyPatch
 
 
 def test_unknown_backend(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("verify", "--backend", "cuda") == 2 and "accepted are" in capsys.readouterr().err
+    assert run("verify", "--backend", "cuda") == 2 and "backend must be one of" in capsys.readouterr().err

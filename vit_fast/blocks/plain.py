@@ -100,7 +100,7 @@ def touch_reasons(name: str, module: nn.Module) -> list[str]:
 def tensor_reasons(name: str, tensor: Tensor | None) -> list[str]:
     if type(tensor) in PLAIN:
         return []
-    return [f"{name} is a {type(tensor).__name__}: accepted is an ordinary tensor"]
+    return [f"{name} must be an ordinary tensor, got a {type(tensor).__name__}"]
 
 
 class Watch:

@@ -80,8 +80,8 @@ class Looker:
         module = self.reach(path)
         if type(module) in classes:
             return True
-        accepted = " or ".join(dict.fromkeys(_class_name(cls) for cls in classes)) or "none"
-        self.reasons.append(f"{path} is {describe(module)}: accepted is {accepted}")
+        known = " or ".join(dict.fromkeys(_class_name(cls) for cls in classes)) or "absent"
+        self.reasons.append(f"{path} must be {known}, got {describe(module)}")
         return False
 
     def _all_inside(self, inside: Mapping[str, Classes]) -> bool:
@@ -126,11 +126,11 @@ class PartReader(Looker):
         kind = self.norm_classes.get(class_path(norm))
         eps = self.value(f"{path}.{'variance_epsilon' if hasattr(norm, 'variance_epsilon') else 'eps'}")
         if kind is None:
-            self.reasons.append(f"{path} is {describe(norm)}: accepted are LayerNorm and RMSNorm")
+            self.reasons.append(f"{path} must be a LayerNorm or RMSNorm, got {describe(norm)}")
         elif norm.weight is not None and norm.weight.dim() != 1:
-            self.reasons.append(f"{path} normalises over {tuple(norm.weight.shape)}: accepted is the last axis")
+            self.reasons.append(f"{path} must normalise over the last axis, got {tuple(norm.weight.shape)}")
         elif eps is None:
-            self.reasons.append(f"{path}.eps is None, which depends on the dtype: accepted is a number")
+            self.reasons.append(f"{path}.eps must be a number, got None, which depends on the dtype")
         elif getattr(norm, "_fast_norm", False):
             self.reasons.append(
                 f"{path} uses timm's fast norm, which rounds its statistics: call timm.layers.set_fast_norm(False)"
@@ -138,14 +138,14 @@ class PartReader(Looker):
         return NormParts(norm, kind or "", eps)
 
     def norm_or_nothing(self, path: str) -> NormParts | None:
-        """A norm where there may be one; None where the place is absent or an Identity."""
+        """Reads an optional norm; returns None if it is absent or an Identity."""
         return None if type(self.reach(path)) in (type(None), nn.Identity) else self.norm(path)
 
     def linear(self, path: str, classes: Classes = (nn.Linear,)) -> Any:
-        """A linear layer; not one that is wrapped (LoRA), quantised or parametrized."""
+        """Reads a linear layer that is not wrapped (LoRA), quantised or parametrized."""
         linear = self.reach(path)
         if type(linear) not in classes:
-            self.reasons.append(f"{path} is a {class_path(linear)}: accepted is torch.nn.Linear itself")
+            self.reasons.append(f"{path} must be torch.nn.Linear itself, got a {class_path(linear)}")
         return linear
 
     def activation(self, path: str) -> str:
@@ -155,11 +155,11 @@ class PartReader(Looker):
         name = self._activation_name(activation)
         if name is None:
             known = ", ".join(reference.ACTIVATIONS)
-            self.reasons.append(f"{path} is {describe(activation)}: accepted are {known}")
+            self.reasons.append(f"{path} must be one of {known}, got {describe(activation)}")
         return name or ""
 
     def _activation_name(self, activation: Any) -> str | None:
-        """The operator's name of an activation: a module, a function or that name; None when it has none."""
+        """Returns the operator's name of an activation (module, function or name); None if unknown."""
         if type(activation) is nn.GELU:
             return "gelu_tanh" if activation.approximate == "tanh" else "gelu"
         if isinstance(activation, str):
@@ -169,21 +169,21 @@ class PartReader(Looker):
         return ACTIVATION_FUNCTIONS.get(activation)
 
     def nothing(self, path: str) -> None:
-        """A place that must be empty: absent, or an Identity."""
+        """Checks that a module is absent or an Identity."""
         module = self.reach(path)
         if module is not None and type(module) is not nn.Identity:
-            self.reasons.append(f"{path} is {describe(module)}: accepted is none")
+            self.reasons.append(f"{path} must be absent or an Identity, got {describe(module)}")
 
     def dropout(self, path: str) -> Slot:
         dropout = self.reach(path)
         if type(dropout) is not nn.Dropout:
-            self.reasons.append(f"{path} is {describe(dropout)}: accepted is torch.nn.Dropout")
+            self.reasons.append(f"{path} must be torch.nn.Dropout, got {describe(dropout)}")
         else:
             self.notes += dropout_notes(path, dropout.p)
         return dropout, "p"
 
     def rate(self, path: str) -> Slot:
-        """A probability of dropout that is a plain attribute."""
+        """Reads a dropout probability that is a plain attribute."""
         path, _, name = path.rpartition(".")
         return self.at(path), name
 
@@ -192,11 +192,11 @@ class PartReader(Looker):
         if drop_path is None or type(drop_path) is nn.Identity:
             return None
         if not hasattr(drop_path, "drop_prob"):
-            self.reasons.append(f"{path} is {describe(drop_path)}: accepted is a DropPath with drop_prob")
+            self.reasons.append(f"{path} must be a DropPath with drop_prob, got {describe(drop_path)}")
         return drop_path
 
     def layer_scale(self, path: str | None) -> Slot | None:
-        """Returns the slot of the vector; None where the path leads nowhere, or to the number 1."""
+        """Returns the slot of the vector; None if the path does not exist, or leads to the number 1."""
         if path is None:
             return None
         scale = self.reach(path)
@@ -205,11 +205,11 @@ class PartReader(Looker):
             owner, _, name = path.rpartition(".")
             return (self.at(owner) if owner else self.owner), name
         if scale is not None and scale != 1.0:
-            self.reasons.append(f"{path} is {scale!r}: accepted is a Parameter")
+            self.reasons.append(f"{path} must be a Parameter, got {scale!r}")
         return None
 
     def _joined(self, paths: tuple[str, ...], chunk: int | None = None) -> LinearParts:
-        """Linear layers of one input; a MultiheadAttention among them stands for the projection that it holds."""
+        """Joins linear layers with a common input; a MultiheadAttention stands for its own projection."""
         weights, biases = [], []
         for path in paths:
             holds_it = isinstance(self.at(path), nn.MultiheadAttention)
@@ -230,7 +230,7 @@ class PartReader(Looker):
         of_q, of_k = self.norm_or_nothing(q), self.norm_or_nothing(k)
         if of_q is None or of_k is None or (of_q.kind, of_q.eps) != (of_k.kind, of_k.eps):
             if of_q is not of_k:
-                self.reasons.append(f"{q} and {k} differ: accepted are two norms of one kind and epsilon, or none")
+                self.reasons.append(f"{q} and {k} must be norms of equal kind and epsilon, or both be absent")
             return None
         return QkNormParts(of_q, of_k, over)
 

@@ -45,7 +45,7 @@ def freeze(model: nn.Module) -> tuple[str, ...]:
     blocks = [(name, module) for name, module in model.named_modules() if isinstance(module, FusedNormMlp)]
     for name, block in blocks:
         if block.training:
-            raise ValueError(f"{name or 'model'} is in training mode: accepted is evaluation mode, call eval() first")
+            raise ValueError(f"{name or 'model'} must be in evaluation mode: call eval() first")
     frozen = []
     for name, block in blocks:
         if (parts := block.whole()) is not None:

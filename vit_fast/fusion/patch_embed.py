@@ -34,12 +34,12 @@ class FusedPatchConv(FusedModule, nn.Conv2d):
     @classmethod
     def examine(cls, module: Any) -> Finding:
         if type(module) is not nn.Conv2d:
-            return Finding([f"the patch embedding is {describe(module)}: accepted is torch.nn.Conv2d"])
+            return Finding([f"the patch embedding must be torch.nn.Conv2d, got {describe(module)}"])
         reasons = []
         if any(module.padding) if isinstance(module.padding, tuple) else module.padding != "valid":
             reasons.append(f"it pads by {module.padding}: zero is not a picture's zero before normalisation")
         if module.groups != 1:
-            reasons.append(f"it has {module.groups} groups: accepted is 1")
+            reasons.append(f"it must have 1 group, got {module.groups}")
         return Finding(reasons, ["the model now takes pictures in 0..255, uint8 or floating, not normalised ones"])
 
     def forward(self, input: Tensor) -> Tensor:
@@ -78,19 +78,14 @@ def find_patch_conv(model: nn.Module) -> tuple[str, nn.Conv2d | FusedPatchConv] 
 
 
 def check_normalize(normalize: object) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """(mean, std) as two tuples of floats.
-
-    Raises:
-        ValueError: not two sequences of the same length, or a std that is not positive.
-    """
+    """Returns (mean, std) as two tuples of floats; raises ValueError for other lengths or std <= 0."""
     try:
         mean, std = (tuple(float(value) for value in _sequence(values)) for values in _sequence(normalize))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"normalize={normalize!r}: accepted is (mean, std), each a number a channel") from error
+        raise ValueError(f"normalize must be (mean, std), one number per channel each, got {normalize!r}") from error
     if len(mean) != len(std) or not mean or min(std) <= 0:
         raise ValueError(
-            f"normalize={normalize!r}: accepted are as many means as standard deviations, those positive, "
-            "both for pictures in 0..1"
+            f"normalize must be (mean, std) of equal length with std > 0, for images in 0..1, got {normalize!r}"
         )
     return mean, std
 

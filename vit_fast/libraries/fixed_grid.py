@@ -45,7 +45,7 @@ class FixedGrid(nn.Module):
         self.channels = int(config.in_channels)
         cell = self.patch * self.merge
         if any(pixels < cell or pixels % cell for pixels in self.image_hw):
-            raise ValueError(f"image_hw={image_hw!r}: accepted are multiples of {cell} pixels")
+            raise ValueError(f"image_hw must be multiples of {cell} pixels, got {image_hw!r}")
         rows, columns = (pixels // self.patch for pixels in self.image_hw)
         self.tokens = rows * columns
         for name, tensor in _layout(tower, torch.tensor([[1, rows, columns]])).items():
@@ -56,7 +56,7 @@ class FixedGrid(nn.Module):
         """Images [B, 3, height, width], normalised -> what the language model is given, [B, tokens, C]."""
         image = (self.channels, *self.image_hw)
         if images.shape[1:] != image:
-            raise ValueError(f"images have shape {tuple(images.shape)}: accepted is [B, {', '.join(map(str, image))}]")
+            raise ValueError(f"images must have shape [B, {', '.join(map(str, image))}], got {tuple(images.shape)}")
         batch = images.shape[0]
         layout = {name: self._of_all(name, batch) for name in self.given}
         merged: Tensor = self.tower(self.patches(images), None, **layout).pooler_output
@@ -123,11 +123,11 @@ def recognise(model: nn.Module) -> ImageModel | None:
 
 def _reasons(tower: nn.Module) -> list[str]:
     if not any(comes_from("transformers", tower, name) for name in TOWERS):
-        return [f"the tower is a {type(tower).__name__}: accepted are {', '.join(TOWERS)} of transformers"]
+        return [f"the tower must be one of {', '.join(TOWERS)} of transformers, got a {type(tower).__name__}"]
     try:
         import transformers.vision_utils  # noqa: F401
     except ImportError:
-        return ["this transformers has no transformers.vision_utils: accepted is 5.23"]
+        return ["transformers must have transformers.vision_utils: install version 5.23"]
     return []
 
 

@@ -113,14 +113,14 @@ class TimmInterface(ImageModel):
 
 
 def needs_more(model: nn.Module) -> list[str]:
-    """Returns why a model cannot be called with images alone: other required arguments of its forward."""
+    """Returns the reason why a model cannot be called with images alone: required arguments of its forward."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     takes = [each for each in inspect.signature(model.forward).parameters.values() if each.kind in kinds]
     names = [each.name for each in takes[1:] if each.default is inspect.Parameter.empty]
     if not names:
         return []
-    advice = "; vit_fast.FixedGrid makes one of Qwen2-VL's and Qwen2.5-VL's towers" if "grid_thw" in names else ""
-    return [f"it needs {' and '.join(names)} beside its images: accepted are models of images alone{advice}"]
+    advice = ": wrap towers of Qwen2-VL and Qwen2.5-VL in vit_fast.FixedGrid" if "grid_thw" in names else ""
+    return [f"its forward must take images alone, but also needs {' and '.join(names)}{advice}"]
 
 
 def comes_from(package: str, model: nn.Module, class_name: str | None = None) -> bool:

@@ -70,9 +70,9 @@ def plain_vit_reasons(config: ViTConfig) -> list[str]:
 
 
 def reasons(config: ViTConfig, **accepted: Iterable[object]) -> list[str]:
-    """Returns why a config does not fit: each field whose value is none of those accepted."""
+    """Returns the reasons why a config does not fit: fields with other values than these."""
     return [
-        f"{name}={getattr(config, name)!r}: accepted is {', '.join(map(repr, values))}"
+        f"{name} must be {' or '.join(map(repr, values))}, got {getattr(config, name)!r}"
         for name, values in accepted.items()
         if getattr(config, name) not in values
     ]

@@ -71,7 +71,7 @@ def rename(state: Mapping[str, Tensor], layout: str, rules: Sequence[Rule]) -> C
 
 
 def with_key_biases(state: Mapping[str, Tensor], q_bias: str) -> Mapping[str, Tensor]:
-    """With zeros for the keys' bias where q has one and k none, as in EVA-02 and DINOv3.
+    """Adds zeros as the bias of k if q has a bias and k has none, as in EVA-02 and DINOv3.
 
     Args:
         q_bias: A pattern of the name of q's, in which group 2 follows the letter.

@@ -180,7 +180,7 @@ class EvaBlockForm(FusedNormMlp):
     @classmethod
     def read_attention(cls, block: Reader) -> AttentionParts | None:
         if (groups := block.value("attn.num_kv_groups")) not in (None, 1):
-            block.reasons.append(f"attn has {groups} heads of q for one of k and v: accepted is one")
+            block.reasons.append(f"attn.num_kv_groups must be 1, got {groups}")
         packed = block.at("attn.qkv") is not None
         own_biases = packed and block.at("attn.q_bias") is not None
         return read_attention(

@@ -33,7 +33,7 @@ class MultiheadAttentionForm(FusedModule):
         if module.add_zero_attn:
             reasons.append("it appends a zero token to keys and values (add_zero_attn)")
         if type(module.out_proj) is not nn.modules.linear.NonDynamicallyQuantizableLinear:
-            reasons.append(f"out_proj is a {type(module.out_proj).__qualname__}: accepted is torch's own linear")
+            reasons.append(f"out_proj must be torch's own linear, got a {type(module.out_proj).__qualname__}")
         notes = ["other calls than mha(x, x, x, need_weights=False) without masks run as they were"]
         notes += dropout_notes("attention", module.dropout) if isinstance(module.dropout, float) else []
         return Finding(reasons + touch_reasons("out_proj", module.out_proj), notes)
@@ -76,7 +76,7 @@ class TransformerEncoderLayerForm(FusedNormMlp):
     @classmethod
     def read_mlp(cls, block: Reader) -> MlpParts | None:
         if not block.value("norm_first"):
-            block.reasons.append("it normalises after the residual: accepted is norm_first=True")
+            block.reasons.append("norm_first must be True, got False")
             return None
         return block.mlp("norm2", "linear1", "activation", "linear2", dropouts=("dropout", "dropout2"))
 

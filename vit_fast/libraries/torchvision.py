@@ -57,9 +57,9 @@ def build_peer(config: ViTConfig) -> nn.Module:
     problems = plain_vit_reasons(config) + reasons(config, act_layer=("gelu",), qkv_bias=(True,), in_chans=(3,))
     for name, (height, width) in (("img_size", config.image_hw), ("patch_size", config.patch_hw)):
         if height != width:
-            problems.append(f"{name}={height}x{width}: accepted is a square")
+            problems.append(f"{name} must be square, got {height}x{width}")
     if config.num_classes == 0:
-        problems.append("num_classes=0: accepted is a model with a head")
+        problems.append("num_classes must be at least 1, got 0")
     refuse(NAME, problems)
     from torchvision.models.vision_transformer import VisionTransformer
 

@@ -156,7 +156,7 @@ def _token_head_problem(config: ViTConfig) -> str | None:
 def _siglip_head_problem(config: ViTConfig) -> str | None:
     if config.global_pool == "avg" and not config.norm_after_pool:
         return None
-    return "it reads the mean of the normalised patches: accepted is a model with global_pool='avg', fc_norm=False"
+    return "it reads the mean of the normalised patches, so the model must have global_pool='avg' and fc_norm=False"
 
 
 def _clip_head_problem(config: ViTConfig) -> str:

@@ -139,7 +139,7 @@ class FusedLayer(FusedNormMlp):
             name, module = f"{name}.attention", block.reach(f"{name}.attention")
             names = projections_of(module)
         if names is None or not out or not fused_class(module, FusedSelfAttention):
-            block.reasons.append(f"{name} is {describe(module)}: accepted is a fused one with four projections")
+            block.reasons.append(f"{name} must be fused and have four projections, got {describe(module)}")
             return None
         linears = [block.linear(f"{name}.{linear}") for linear in (names.query, names.key, names.value)]
         if not block.judge() or len({linear.weight.shape for linear in linears}) > 1:
@@ -171,7 +171,7 @@ class FusedLayer(FusedNormMlp):
         names = next((names for names in MLPS if all(block.at(path) is not None for path in names.paths(layer))), None)
         if names is None:
             mlp = describe(block.reach(layer.mlp))
-            block.reasons.append(f"its MLP is {mlp}: accepted is one of two or three linears that vit_fast knows")
+            block.reasons.append(f"its MLP must have two or three linears and be known to vit_fast, got {mlp}")
             return None
         if names.fc1.startswith("intermediate."):  # transformers 4: the two linears live apart
             inside, dropouts = ("intermediate", "output"), tuple(f"output.{name}" for name in layer.dropouts)

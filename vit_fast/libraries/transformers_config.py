@@ -75,13 +75,13 @@ def vit_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     family = str(config.get("model_type", "")).removesuffix("_vision_model")
     if family not in _DEFAULTS:
-        raise ValueError(f"model_type={config.get('model_type')!r}: accepted are {', '.join(_DEFAULTS)}")
+        raise ValueError(f"model_type must be one of {', '.join(_DEFAULTS)}, got {config.get('model_type')!r}")
     vision = {**_COMMON, **_DEFAULTS[family], **(config.get("vision_config") or config)}
     if vision["hidden_act"] not in ACTIVATIONS:
-        raise ValueError(f"hidden_act={vision['hidden_act']!r}: accepted are {', '.join(ACTIVATIONS)}")
+        raise ValueError(f"hidden_act must be one of {', '.join(ACTIVATIONS)}, got {vision['hidden_act']!r}")
     for bias in ("proj_bias", "mlp_bias"):
         if not vision.get(bias, True):
-            raise ValueError(f"{bias}=False: accepted is True")
+            raise ValueError(f"{bias} must be True, got False")
     C = vision["hidden_size"]
     hidden = vision["intermediate_size"] if "intermediate_size" in vision and "mlp_ratio" not in vision else None
     if vision.get("use_swiglu_ffn"):

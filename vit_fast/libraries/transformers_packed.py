@@ -73,7 +73,7 @@ class FusedPackedLayer(FusedLayer):
         layer = cls.layer_spec
         name, module = layer.attention, block.reach(layer.attention)
         if not fused_class(module, FusedPackedAttention):
-            block.reasons.append(f"{name} is {describe(module)}: accepted is a fused one")
+            block.reasons.append(f"{name} must be fused, got {describe(module)}")
             return None
         return block.attention(
             name,

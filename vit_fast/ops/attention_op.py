@@ -167,7 +167,7 @@ def attention_flop(batch: int, heads: int, n_q: int, n_kv: int, head_dim: int) -
 
 
 def _flop(qkv: Any, cu_seqlens: Any, key_mask: Any, longest: int, scale: float) -> int:
-    """Of packed sequences what they cost at most, where each is as long as the longest: the shapes tell no more."""
+    """Returns an upper bound for packed sequences, as if all were as long as the longest."""
     if len(qkv) == 1:
         *leading, tokens, _, heads, head_dim = qkv[0]
         batch, n_kv = math.prod(leading), tokens

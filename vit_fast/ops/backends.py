@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch.torch_version import TorchVersion
 
+from ..arguments import check_choice
 from .flops import register_flop_formulas
 from .probe import probe_reasons
 
@@ -42,8 +43,7 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype | Non
     Raises:
         ValueError: The name is unknown.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r}: accepted are {', '.join(map(repr, BACKENDS))}")
+    check_choice("backend", backend, BACKENDS)
     if backend == "auto":
         return "sdpa" if auto_reasons(device, dtype) else "triton"
     return backend  # type: ignore[return-value]  # membership in BACKENDS was just checked
@@ -56,7 +56,7 @@ def auto_reasons(device: torch.device, dtype: torch.dtype | None = None) -> tupl
     """
     if device.type != "cuda":  # also under Triton's interpreter, and without importing triton
         place = "the CPU" if device.type == "cpu" else device.type
-        return (f"triton cannot run here: the tensors are on {place}: accepted are CUDA tensors",)
+        return (f"triton cannot run here: tensors must be on a CUDA device, got {place}",)
     reasons = triton_unavailable_reasons(device)
     if reasons:
         return ("triton cannot run here: " + "; ".join(reasons),)
@@ -98,8 +98,8 @@ def _capability_reasons(device: torch.device) -> tuple[str, ...]:
     major, minor = divmod(int(gpu_of(device).arch.removeprefix("sm_")), 10)
     if (major, minor) >= FP8_CAPABILITY:
         return ()
-    accepted = ".".join(map(str, FP8_CAPABILITY))
-    return (f"{device} has compute capability {major}.{minor}: accepted for FP8 is {accepted} or newer",)
+    least = ".".join(map(str, FP8_CAPABILITY))
+    return (f"FP8 needs compute capability {least} or newer, got {major}.{minor} of {device}",)
 
 
 def kernel_reasons(device: torch.device, dtype: torch.dtype) -> list[str]:
@@ -122,13 +122,13 @@ def _computes_exactly() -> bool:
 
 @constant_to_compiler
 def _tf32_is_allowed() -> bool:
-    """Whether torch may round the operands of fp32 matmuls to TF32. torch.compile guards what this reads."""
+    """True if torch may round the operands of fp32 matmuls to TF32; torch.compile guards this setting."""
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 @functools.cache
 def _static_reasons(device: torch.device) -> tuple[str, ...]:
-    """What can be said without running anything. Where nothing is against it, our operators may run from here on."""
+    """Returns the reasons that are known without running a kernel. If there are none, registers FLOP formulas."""
     if importlib.util.find_spec("triton") is None:
         return ("triton is not installed (pip install triton)",)
     reasons = []
@@ -136,20 +136,20 @@ def _static_reasons(device: torch.device) -> tuple[str, ...]:
         if not torch.cuda.is_available():
             return ("torch finds no CUDA device here",)
         if rocm := getattr(torch.version, "hip", None):  # calls itself "cuda", with capabilities of its own
-            return (f"this is ROCm {rocm}: accepted are NVIDIA GPUs",)
+            return (f"the GPU must be from NVIDIA, got ROCm {rocm}",)
         capability = torch.cuda.get_device_capability(device)
         if capability < MIN_CAPABILITY:
             reasons.append(
-                f"{torch.cuda.get_device_name(device)} has capability {capability[0]}.{capability[1]}: "
-                f"accepted is {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} or newer"
+                f"the GPU must have compute capability {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} or newer, got "
+                f"{capability[0]}.{capability[1]} of {torch.cuda.get_device_name(device)}"
             )
     elif device.type == "cpu":
         from ..kernels.device import has_stand_in
 
         if not (interpreter_is_active() or has_stand_in()):
-            reasons.append("the tensors are on the CPU: accepted are CUDA tensors (or TRITON_INTERPRET=1, for tests)")
+            reasons.append("tensors must be on a CUDA device (TRITON_INTERPRET=1 for tests), got the CPU")
     else:
-        reasons.append(f"the tensors are on {device.type}: accepted are CUDA tensors")
+        reasons.append(f"tensors must be on a CUDA device, got {device.type}")
     if not reasons and interpreter_is_active():
         reasons += _interpreter_reasons()
     if not reasons:
@@ -171,7 +171,7 @@ def _interpreter_reasons() -> list[str]:
 
 @functools.cache
 def interpreter_is_active() -> bool:
-    """Whether Triton runs kernels in its interpreter; fixed for the life of the process."""
+    """True if Triton runs kernels in its interpreter; fixed for the life of the process."""
     import triton
 
     return bool(triton.knobs.runtime.interpret)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class BlockSettings(NamedTuple):
-    """What decides the kernels of a block beside its tensors: eight numbers, then words and flags.
+    """Settings of a block beside its tensors: eight numbers, then words and flags.
 
     Attributes:
         heads: H.
@@ -87,7 +87,7 @@ SETTINGS = (
 
 
 class Kept(NamedTuple):
-    """What a backward has of the forward; None of an absent half.
+    """Tensors that the forward saves for the backward; None for an absent half.
 
     Attributes:
         rows1, statistics1: Of the first norm, as `block_op.py` says.
@@ -126,7 +126,7 @@ def tensors_of(tensors: Sequence[Any], s: BlockSettings) -> tuple[Any, QkTensors
 
 
 def gradient_names(s: BlockSettings) -> list[str]:
-    """Of each tensor in the list its name, empty if the backward returns no gradient of it."""
+    """Returns the name of each tensor in the list; empty if the backward returns no gradient for it."""
     return ["" if (name := _NAMES[number]) in _CONSTANT else name for number in s.present]
 
 
@@ -302,7 +302,7 @@ class _HiddenGradient:
         return along
 
     def products(self, part: Tensor) -> FoldedProducts:
-        """What the parameters' gradients are made of; `part` is dy^T h^, without LayerScale."""
+        """Returns the terms of the parameters' gradients; `part` is dy^T h^, without LayerScale."""
         from ..kernels.linear.weight_gradients import FoldedProducts
 
         assert self.sums is not None, "along comes first"

@@ -161,7 +161,7 @@ def _branch_dtype(dtype: torch.dtype, layer_scale: Tensor | None) -> torch.dtype
 
 
 def _mlp_dtype(stream: torch.dtype, layer_scale: Tensor | None, s: BlockSettings) -> torch.dtype:
-    """As autocast gives: that of the matmuls, unless x is added or an fp32 LayerScale multiplied."""
+    """Returns the dtype under autocast: that of the matmuls, unless x is added or an fp32 LayerScale multiplied."""
     return stream if s.residual or (layer_scale is not None and layer_scale.dtype == stream) else s.dtype
 
 

@@ -24,24 +24,24 @@ def check_tensors(**tensors: object) -> None:
 
 
 def unsupported_reasons(x: Tensor, parameters: Mapping[str, Tensor | None], dtype: torch.dtype) -> list[str]:
-    """Every reason why the kernels cannot run on x [..., C] with these parameters; empty when they can.
+    """Returns all reasons why the kernels cannot run on x [..., C] with these parameters.
 
     Args:
         dtype: Of the matmuls: x's, or autocast's beside fp32 x.
     """
     reasons = kernel_reasons(x.device, dtype)
     if x.dtype not in DTYPES:
-        reasons.append(f"x is {x.dtype}: accepted are float32, float16, bfloat16")
+        reasons.append(f"x must be float32, float16 or bfloat16, got {x.dtype}")
     if x.numel() // max(x.shape[-1], 1) > MAX_ROWS:
-        reasons.append(f"x has {x.numel() // x.shape[-1]} rows: accepted are at most {MAX_ROWS}")
+        reasons.append(f"x must have at most {MAX_ROWS} tokens, got {x.numel() // x.shape[-1]}")
     for name, tensor in parameters.items():
         if tensor is None:
             continue
         if tensor.device != x.device:
-            reasons.append(f"{name} is on {tensor.device}, x is on {x.device}: they must agree")
+            reasons.append(f"{name} must be on {x.device} like x, got {tensor.device}")
         if tensor.dtype not in (dtype, torch.float32):
             whose = "x" if dtype == x.dtype else "autocast"
-            reasons.append(f"{name} is {tensor.dtype}, {whose} is {dtype}: accepted are {whose}'s dtype and float32")
+            reasons.append(f"{name} must be float32 or have the dtype of {whose}, {dtype}, got {tensor.dtype}")
     return reasons
 
 

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..arguments import check_choice
+
 NORMS = ("layer_norm", "rms_norm")
 OVER = ("head", "width")
 LAYOUTS = ("half", "interleaved")
@@ -60,7 +62,7 @@ class Rope(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Which keys a query meets, where they are not all of its image: those of its sequence, or those not padded.
+    """Keys that a query attends to, if not all of its image: those of its sequence, or those that are not padding.
 
     Attributes:
         cu_seqlens: Of packed sequences, as `attention_varlen` takes it; so is max_seqlen.
@@ -115,7 +117,7 @@ class BlockTensors(NamedTuple):
 
 
 class BlockScales(NamedTuple):
-    """What the operands of a block's linear layers are divided by before they are rounded to e4m3, in fp32.
+    """Divisors of the operands of a block's linear layers before rounding to e4m3, in fp32.
 
     None: that layer is not quantised, and stays in half precision.
 
@@ -131,7 +133,7 @@ class BlockScales(NamedTuple):
 
 
 def is_padding(mask: Any) -> bool:
-    """Whether a mask [B, 1, 1 or N, N] says by its form that it is the same for every head and query: a padding mask.
+    """True if the strides of a mask [B, 1, 1 or N, N] show that it is equal for all heads and queries: a padding mask.
 
     Its values are not looked at, for which a device would have to be waited for.
     """
@@ -141,69 +143,69 @@ def is_padding(mask: Any) -> bool:
 
 
 def is_rms(norm: str) -> bool:
-    """Whether a norm is an RMSNorm.
+    """True if a norm is an RMSNorm.
 
     Raises:
         ValueError: there is no such norm.
     """
-    if norm not in NORMS:
-        raise ValueError(f"norm is {norm!r}: accepted are {', '.join(map(repr, NORMS))}")
+    check_choice("norm", norm, NORMS)
     return norm == "rms_norm"
 
 
 def check_norm(name: str, norm: Norm, width: int) -> None:
     """Raises ValueError unless this is a norm of rows of `width` channels; `name` is the argument's."""
-    if norm.kind not in NORMS:
-        raise ValueError(f"{name} is {norm.kind!r}: accepted are {', '.join(map(repr, NORMS))}")
+    check_choice(name, norm.kind, NORMS)
     if norm.kind == "rms_norm" and norm.bias is not None:
-        raise ValueError(f"{name} is 'rms_norm' and has a bias: accepted is None, an RMSNorm has none")
+        raise ValueError(f"{name}.bias must be None for 'rms_norm', got a tensor")
     for part, tensor in (("weight", norm.weight), ("bias", norm.bias)):
         if tensor is not None and tuple(tensor.shape) != (width,):
-            raise ValueError(f"{name} has a {part} of shape {tuple(tensor.shape)}: accepted is {(width,)}")
+            raise ValueError(f"{name}.{part} must have shape {(width,)}, got {tuple(tensor.shape)}")
 
 
 def check_qk_norm(qk_norm: QkNorm, heads: int, head_dim: int) -> None:
     """Raises ValueError unless these are norms of that many heads of D channels."""
     q, k, over = qk_norm
-    if over not in OVER:
-        raise ValueError(f"qk_norm.over={over!r}: accepted are {', '.join(map(repr, OVER))}")
+    check_choice("qk_norm.over", over, OVER)
     width = head_dim if over == "head" else heads * head_dim
     check_norm("qk_norm.q", q, width)
     check_norm("qk_norm.k", k, width)
     if (q.kind, q.eps) != (k.kind, k.eps):
-        raise ValueError(f"qk_norm.q is {q.kind} with eps {q.eps}, qk_norm.k {k.kind} with {k.eps}: they must agree")
+        raise ValueError(
+            f"qk_norm.q and qk_norm.k must have equal kind and eps, got {q.kind}, {q.eps} and {k.kind}, {k.eps}"
+        )
     for part in ("weight", "bias"):
         if (getattr(q, part) is None) != (getattr(k, part) is None):
-            raise ValueError(f"one of qk_norm.q and qk_norm.k has a {part}: accepted are both or neither")
+            raise ValueError(f"qk_norm.q and qk_norm.k must both have a {part} or neither, got one")
 
 
 def checked_rope(rope: Rope, shape: Sequence[int], layouts: Sequence[str] = LAYOUTS) -> Rope:
-    """The same with tables [B or 1, H or 1, T, D/2].
+    """Returns rope with tables [B or 1, H or 1, T, D/2].
 
     Args:
-        layouts: Those accepted.
+        layouts: Supported layouts.
     Raises:
-        ValueError: they do not fit qkv of this shape, [B, N, 3, H, D].
+        ValueError: the tables do not fit qkv of this shape, [B, N, 3, H, D].
     """
     B, N, _, H, D = shape
     cos, sin, prefix, layout = rope
-    if layout not in layouts:
-        raise ValueError(f"rope.layout={layout!r}: accepted are {', '.join(map(repr, layouts))}")
-    if D % 2 or not 0 <= prefix <= N:
-        raise ValueError(f"rope.prefix={prefix} for {N} tokens of heads of {D}: accepted are 0 to {N}, an even head")
+    check_choice("rope.layout", layout, tuple(layouts))
+    if D % 2:
+        raise ValueError(f"head_dim must be even for rope, got {D}")
+    if not 0 <= prefix <= N:
+        raise ValueError(f"rope.prefix must be between 0 and {N}, the number of tokens, got {prefix}")
     if cos.shape != sin.shape:
-        raise ValueError(f"rope.cos has shape {tuple(cos.shape)}, rope.sin {tuple(sin.shape)}: they must be equal")
+        raise ValueError(f"rope.cos and rope.sin must have equal shapes, got {tuple(cos.shape)} and {tuple(sin.shape)}")
     T = N - prefix
     # of its own rank alone: a comparison with B would fix the batch size while exporting
-    accepted = (
+    fits = (
         (cos.dim() == 2 and cos.shape[0] == T)
         or (cos.dim() == 3 and cos.shape[:-1] == (B, T))
         or (cos.dim() == 4 and cos.shape[0] in (1, B) and cos.shape[1] in (1, H) and cos.shape[2] == T)
     )
-    if not accepted or cos.shape[-1] not in (D, D // 2):
+    if not fits or cos.shape[-1] not in (D, D // 2):
         raise ValueError(
-            f"rope.cos has shape {tuple(cos.shape)}: accepted are {(T, D // 2)}, {(B, T, D // 2)} and "
-            f"{(B, H, T, D // 2)}, B or H of 1 where shared, or a last dimension of {D}"
+            f"rope.cos must have shape {(T, D // 2)}, {(B, T, D // 2)} or {(B, H, T, D // 2)}, where B and H may be 1 "
+            f"and the last dimension may be {D}, got {tuple(cos.shape)}"
         )
     return Rope(_by_pair(cos, D, layout), _by_pair(sin, D, layout), prefix, layout)
 

@@ -64,14 +64,14 @@ def quantize_block(
     rms = is_rms(norm)
     reasons = fp8_reasons(tensors.qkv_weight.device)
     if dtype not in HALF:
-        reasons.append(f"dtype is {dtype}: accepted are float16, bfloat16")
+        reasons.append(f"dtype must be float16 or bfloat16, got {dtype}")
     if others := [name for name, tensor in list(tensors._asdict().items())[16:] if tensor is not None]:
-        reasons.append(f"{', '.join(others)} given: accepted are blocks not folded and without a norm inside the MLP")
+        reasons.append(f"{', '.join(others)} must be None: FP8 supports neither folded blocks nor norms inside the MLP")
     for name, weight, scale, columns in _layers(tensors, scales):
         _check_scale(name, scale, columns, weight.device)
         if scale is not None and weight.shape[1] % DIVISOR:
             reasons.append(
-                f"{name} reads rows of {weight.shape[1]} channels: accepted in FP8 are multiples of {DIVISOR} "
+                f"the input width of {name} must be a multiple of {DIVISOR} in FP8, got {weight.shape[1]} "
                 f"(scales.{name}=None keeps it in half precision)"
             )
     if reasons:
@@ -106,16 +106,16 @@ def _layers(tensors: BlockTensors, scales: BlockScales) -> list[tuple[str, Tenso
 def _check_scale(name: str, scale: Tensor | None, columns: int | None, device: torch.device) -> None:
     if scale is None:
         return
-    accepted = () if columns is None else (columns,)
-    if tuple(scale.shape) != accepted or scale.dtype != torch.float32:
+    shape = () if columns is None else (columns,)
+    if tuple(scale.shape) != shape or scale.dtype != torch.float32:
         raise ValueError(
-            f"scales.{name} is {scale.dtype} of shape {tuple(scale.shape)}: accepted is float32 of shape {accepted}"
+            f"scales.{name} must be float32 of shape {shape}, got {scale.dtype} of shape {tuple(scale.shape)}"
         )
     if scale.device != device:
-        raise ValueError(f"scales.{name} is on {scale.device}: accepted is {device}, where the layer's weight is")
+        raise ValueError(f"scales.{name} must be on {device} like the weight, got {scale.device}")
     if not bool(((scale > 0) & scale.isfinite() & scale.reciprocal().isfinite()).all()):  # kernels multiply by that
-        raise ValueError(f"scales.{name} holds {float(scale.min()):g} to {float(scale.max()):g}: accepted are positive "
-                         "finite numbers with finite reciprocals")  # fmt: skip
+        raise ValueError(f"scales.{name} must be positive and finite, with finite reciprocals, got "
+                         f"{float(scale.min()):g} to {float(scale.max()):g}")  # fmt: skip
 
 
 def _normed(
@@ -223,7 +223,7 @@ def fused_block_fp8(
 def _require_supported(
     x: Tensor, x8: Tensor | None, block: Fp8Block, next_factor: Tensor | None, norm: str, qk_norm: QkNorm | None
 ) -> None:
-    """What the operator, which looks at tensors but once for all calls like one another, cannot see for itself."""
+    """Raises UnsupportedInputError for inputs that the operator, which checks each signature once, cannot detect."""
     reasons, linears = [], block[:4]
     if torch.is_grad_enabled():
         of_norms = () if qk_norm is None else (*qk_norm.q[:2], *qk_norm.k[:2])

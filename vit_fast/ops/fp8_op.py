@@ -56,25 +56,25 @@ class Fp8Linear(NamedTuple):
 def unsupported_reasons(
     x: Tensor, x8: Tensor | None, next_factor: Tensor | None, linears: Sequence[Fp8Linear]
 ) -> list[str]:
-    """Every reason why the kernels cannot run on x [B, N, C] with these: qkv, proj, fc1, fc2; empty when they can."""
+    """Returns all reasons why the kernels cannot run on x [B, N, C] with qkv, proj, fc1 and fc2."""
     reasons, C = fp8_reasons(x.device), x.shape[-1]
     if x.dtype not in HALF:
-        reasons.append(f"x is {x.dtype}: accepted are float16, bfloat16")
+        reasons.append(f"x must be float16 or bfloat16, got {x.dtype}")
     for name, linear in zip(("qkv", "proj", "fc1", "fc2"), linears):
         if linear.weight.dtype not in (E4M3, x.dtype):
-            reasons.append(f"{name} was kept in {linear.weight.dtype}, x is {x.dtype}: quantize the block again")
+            reasons.append(f"{name} must be {x.dtype} like x, got {linear.weight.dtype}: quantize the block again")
         if linear.weight.device != x.device:
-            reasons.append(f"{name} is on {linear.weight.device}, x is on {x.device}: they must agree")
+            reasons.append(f"{name} must be on {x.device} like x, got {linear.weight.device}")
     if linears[0].weight.shape[1] != C:
-        reasons.append(f"rows have {C} channels: accepted are {linears[0].weight.shape[1]}, as qkv reads")
+        reasons.append(f"x must have {linears[0].weight.shape[1]} channels like qkv's weight, got {C}")
     if x8 is not None and (x8.shape != x.shape or x8.dtype != E4M3 or x8.device != x.device):
-        reasons.append(f"x8 is {x8.dtype} {tuple(x8.shape)} on {x8.device}: accepted is {E4M3} in the shape of x")
+        reasons.append(f"x8 must be {E4M3} with shape and device of x, got {x8.dtype} {tuple(x8.shape)} on {x8.device}")
     if next_factor is not None:
         if tuple(next_factor.shape) != (C,) or next_factor.dtype != torch.float32 or next_factor.device != x.device:
-            reasons.append(f"next_factor is {next_factor.dtype} {tuple(next_factor.shape)} on {next_factor.device}: "
-                           f"accepted is float32 {(C,)} beside x")  # fmt: skip
+            reasons.append(f"next_factor must be float32 {(C,)} on {x.device}, got {next_factor.dtype} "
+                           f"{tuple(next_factor.shape)} on {next_factor.device}")  # fmt: skip
         if C % DIVISOR:
-            reasons.append(f"rows have {C} channels: accepted in FP8 are multiples of {DIVISOR}")
+            reasons.append(f"the width of x must be a multiple of {DIVISOR} in FP8, got {C}")
     return reasons
 
 
@@ -85,7 +85,7 @@ def _linears(tensors: Sequence[Any]) -> tuple[Fp8Linear, Fp8Linear, Fp8Linear, F
 
 
 class Fp8Inputs(NamedTuple):
-    """What the block before leaves, and what the next one reads; see `fused_block_fp8`."""
+    """Tensors reused from the previous block and for the next one; see `fused_block_fp8`."""
 
     x8: Tensor | None
     statistics: Tensor | None
@@ -145,7 +145,7 @@ def block_fp8_forward(x: Tensor, tensors: Sequence[Tensor | None], *settings: An
 def _first_operand(
     rows: Tensor, x8: Tensor | None, statistics: Tensor | None, scale: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """What the first matmul reads, and statistics of the rows; one launch makes what nobody handed over."""
+    """Returns the operand of the first matmul and LayerNorm statistics; one launch computes those not passed in."""
     from ..kernels.layer_norm import new_statistics, row_statistics_launch
 
     if scale is None:
@@ -175,7 +175,7 @@ def _folded(linear: Fp8Linear) -> Any:
 
 
 def _written(linear: Fp8Linear, dtype: torch.dtype) -> torch.dtype:
-    """That of a layer's operand."""
+    """Returns the dtype of a layer's operand."""
     return dtype if linear.operand_factor is None else E4M3
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..arguments import check_choice
 from ..errors import check_type
 from . import reference
 from .attention import is_exporting
@@ -129,11 +130,10 @@ def _check_inputs(
 ) -> None:
     check_tensors(x=x, fc1_weight=fc1_weight, fc2_weight=fc2_weight)
     check_type("activation", activation, str)
-    if activation not in reference.ACTIVATIONS:
-        raise ValueError(f"activation={activation!r}: accepted are {', '.join(map(repr, reference.ACTIVATIONS))}")
+    check_choice("activation", activation, tuple(reference.ACTIVATIONS))
     if x.dim() < 1 or fc1_weight.dim() != 2:
         raise ValueError(
-            f"x has shape {tuple(x.shape)}, fc1_weight {tuple(fc1_weight.shape)}: accepted are [..., C], [F, C]"
+            f"x and fc1_weight must have shapes [..., C] and [F, C], got {tuple(x.shape)} and {tuple(fc1_weight.shape)}"
         )
     C, F = x.shape[-1], fc1_weight.shape[0]
     expected: tuple[tuple[str, Tensor | None, tuple[int, ...]], ...] = (
@@ -148,13 +148,13 @@ def _check_inputs(
         ("gate_bias", gate_bias, (F,)),
     )
     if gate_weight is None and gate_bias is not None:
-        raise ValueError("gate_bias is given, gate_weight is None: accepted are both, or a gate_weight alone")
+        raise ValueError("gate_bias must be None without gate_weight, got a tensor")
     if gate_weight is not None and (gate_bias is None) != (fc1_bias is None):
-        raise ValueError("one of fc1_bias and gate_bias is given: accepted are both or neither")
+        raise ValueError("fc1_bias and gate_bias must both be given or neither, got one")
     for name, tensor, shape in expected:
         check_type(name, tensor, Tensor, type(None))
         if tensor is not None and tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}: accepted is {shape} for x of width {C}")
+            raise ValueError(f"{name} must have shape {shape} for x of width {C}, got {tuple(tensor.shape)}")
 
 
 class LayerNormMLP(nn.Module):
@@ -186,8 +186,7 @@ class LayerNormMLP(nn.Module):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        if activation not in reference.ACTIVATIONS:
-            raise ValueError(f"activation={activation!r}: accepted are {', '.join(map(repr, reference.ACTIVATIONS))}")
+        check_choice("activation", activation, tuple(reference.ACTIVATIONS))
         self.activation, self.residual, self.backend = activation, residual, backend
         self.norm = nn.LayerNorm(dim, eps=eps)
         self.fc1 = nn.Linear(dim, hidden_dim, bias=bias)

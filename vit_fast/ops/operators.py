@@ -126,8 +126,7 @@ def operator(
     library.impl(short, dispatch, "Autograd", with_keyset=True)
 
     class Transformed(torch.autograd.Function):
-        """What torch.func differentiates; an operator of its own it refuses, and lets a forward-mode tangent pass as
-        if it were zero."""
+        """Operator for torch.func, which rejects custom operators, and treats forward-mode tangents as zero."""
 
         @staticmethod
         def forward(*flat: Any) -> Any:
@@ -212,7 +211,7 @@ def _text(words: tuple[Any, ...]) -> str:
 
 @functools.lru_cache(4096)
 def words_of(text: str) -> tuple[Any, ...]:
-    """What `text_of` was given, dtypes as text."""
+    """Restores the arguments of `text_of`, with dtypes as text."""
     return tuple(json.loads(text))
 
 

@@ -1,7 +1,7 @@
-"""Whether Triton's kernels run on a device: one small kernel is compiled, run, and held against the definition.
+"""Probe of a device: compiles and runs one small Triton kernel, and compares it with the reference.
 
-What a device says of itself does not tell: a C compiler may be missing, the driver too old, the hardware one that the
-compiler gets wrong. The answer is found once per process and device.
+The properties of a device are not enough: a C compiler may be missing, the driver too old, or the compiler may produce
+incorrect code for it. The result is cached per process and device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a block does to q and k between the qkv matmul and the attention: qk-norm and rotary positions, by the kernels.
+"""qk-norm and rotary positions of q and k, between the qkv matmul and attention, by the kernels.
 
 `vit_fast::qk_norm_rope` and `vit_fast::qk_norm_rope_backward` do it to a tensor. In a block (`qkv_step`) it is the
 matmul's own business where its epilogue can: that turns q and k where all heads share the tables and their pairs are
@@ -248,11 +248,11 @@ class QkvStep:
 
     @property
     def paired_head(self) -> int:
-        """What `folding.NormedLinear` is told of the qkv layer."""
+        """The `paired_head` of `folding.NormedLinear` for the qkv layer."""
         return self.head_dim if self.brings_together else 0
 
     def of_heads(self, tokens: int) -> HeadStep | None:
-        """What the matmul does to q and k in images of so many tokens."""
+        """Returns the step that the matmul applies to q and k, for images with this number of tokens."""
         if not self.in_matmul:
             return None
         from ..kernels.matmul.matmul_launch import HeadStep
