@@ -125,9 +125,7 @@ def test_a_search_is_not_lost_where_nothing_can_be_kept(model, images, one_engin
 
 def _keep_many(number: int) -> None:
     for turn in range(20):
-        cache.keep(
-            cache.Answer(RACED, Candidate(split=number + 1), dict.fromkeys(cache.FIGURES) | {"ms": turn})
-        )
+        cache.keep(cache.Answer(RACED, Candidate(split=number + 1), dict.fromkeys(cache.FIGURES) | {"ms": turn}))
 
 
 def test_processes_may_race_for_an_answer() -> None:
