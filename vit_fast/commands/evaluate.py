@@ -128,7 +128,7 @@ def _print(evaluation: Evaluation, other: Evaluation | None, names: Sequence[str
         return
     differing = evaluation.disagreements(other)
     typer.echo(
-        f"against: top-1 {other.top1:.2%}, top-5 {other.top5:.2%}; another answer to {len(differing)} images, "
+        f"against: top-1 {other.top1:.2%}, top-5 {other.top5:.2%}; another class on {len(differing)} images, "
         f"{len(differing) / len(evaluation.files):.2%}"
     )
     for index in differing[:LISTED]:

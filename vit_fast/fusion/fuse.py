@@ -46,7 +46,7 @@ def fuse(
     dropout in training, and children that were hooked, wrapped or replaced after fuse.
 
     Args:
-        model: Any module; everything inside it is looked at.
+        model: Any module; all its submodules are inspected.
         backend: "triton", "sdpa", "eager", or "auto": triton on a CUDA device where it runs, for fp16, bf16, and fp32
             with TF32 or under autocast; else sdpa. "auto" is resolved now, and again when the model is moved or
             converted.
