@@ -10,11 +10,11 @@ from vit_fast.measure import clock, resolution
 from vit_fast.measure.clock import Samples, Timing, percentile
 from vit_fast.work import total
 
+from .candidates import NamedCandidate
 from .preparation import Prepared
 from .rows import Group
-from .subjects import Subject
 
-Planned = dict[Group, list[Subject]]
+Planned = dict[Group, list[NamedCandidate]]
 
 # On two quiet cores, in seconds: to compile a model in a mode, for each batch size and dtype.
 COMPILING_S = {"none": 0.0, "default": 25.0, "freezing": 25.0, "reduce-overhead": 30.0, "max-autotune": 240.0}
@@ -84,7 +84,7 @@ class Allocation:
             for group, selection in chosen:
                 self.planned[group].append(selection)
 
-    def preparing_s(self, group: Group, selection: Subject) -> float:
+    def preparing_s(self, group: Group, selection: NamedCandidate) -> float:
         """About how long a candidate takes until it is timed; what a dtype's first group makes serves the others."""
         first = self._first.setdefault((selection.label, group.dtype_name), group)
         if selection.missing_packages():
@@ -93,7 +93,6 @@ class Allocation:
         return building_s + COMPILING_S[selection.mode] + CALLS_BEFORE * self._calls[group]
 
     def _fixed_s(self, group: Group) -> float:
-        """The reference, and the control: the best candidate, timed twice."""
         return CEILINGS_S + REFERENCE_CALLS * self._calls[group] / group.batch_size + self._timed[group]
 
     def prepared_s(self, group: Group) -> float:

@@ -14,7 +14,7 @@ KEY_FIELDS = ("model", "task", "dtype", "requested_batch", "batch", "img_size", 
 
 
 def compare(first: Record, second: Record) -> dict[str, Any]:
-    """Pairs the rows of two records by model, dtype, batch and subject.
+    """Pairs the rows of two records by model, dtype, batch and candidate.
 
     Returns:
         Plain data: pairs, each with what it is about, images_per_s of both, the second's ratio to the first with its
@@ -49,7 +49,6 @@ def _pair(row: Row, other: Row, resolution: float) -> dict[str, Any]:
 
 
 def _drift(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """Returns the share by which the ceilings of two runs differ."""
     if not one or not other:
         return 0.0
     theirs = other["matmul_TFLOP_per_s"]
@@ -62,7 +61,6 @@ def _key(row: Row) -> tuple[Any, ...]:
 
 
 def _warnings(first: Record, second: Record, drift: float, pairs: list[dict[str, Any]]) -> list[str]:
-    """Returns what else differs between two records: machine, threads, versions, images; and noise."""
     warnings = []
     for name, record in (("first", first), ("second", second)):
         warnings += [f"the {name} is BUSY: {reason}" for reason in record["busy"]]

@@ -1,4 +1,4 @@
-"""The machine's state while subjects are timed: other processes, throttling, clocks; and joules."""
+"""The machine's state while candidates are timed: other processes, throttling, clocks; and joules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vit_fast.measure.clock import Call, synchronise
 
 from .machine import bus_id, output
 
-# Of the processors' time while subjects were timed: taken by others, and withheld by the cgroup's quota.
+# Of the processors' time while candidates were timed: taken by others, and withheld by the cgroup's quota.
 BUSY_SHARE, THROTTLED_SHARE = 0.10, 0.01
 # Bits of NVML's clock event reasons that mean heat or power delivery, not the power cap or an idle device.
 GPU_SLOWDOWNS = 0x8 | 0x20 | 0x40 | 0x80
@@ -83,7 +83,6 @@ class Conditions:
 
 
 def _busy_seconds() -> tuple[float, int]:
-    """Seconds that the processors we may use have worked since boot, and their number; 0 of 0: unknown."""
     try:
         allowed = {f"cpu{number}" for number in os.sched_getaffinity(0)}
         lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
@@ -151,7 +150,6 @@ def joules_of(call: Call, ms: float, device: torch.device) -> float | None:
 
 
 def _energy_counter(device: torch.device) -> Callable[[], float] | None:
-    """Joules since the driver was loaded."""
     try:
         import pynvml
 

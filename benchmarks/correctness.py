@@ -1,4 +1,4 @@
-"""The gate before every speed row: a subject's outputs against the eager definition in fp64.
+"""The gate before every speed row: a candidate's outputs against the eager definition in fp64.
 
 The weights and images are first rounded to the dtype, then the definition computes in fp64 from these very numbers:
 what is left is the error of computing, not of storing. The rule is vit_fast.accuracy's, with our eager model as the
@@ -27,8 +27,8 @@ from vit_fast.accuracy import (
 )
 from vit_fast.measure.check import MEASURES, Reference, Verdict, errors_of, judge, same_answers
 
-from .subjects import Subject, Task
-from .subjects_models import define
+from .candidates import NamedCandidate, Task
+from .candidates_models import define
 from .training import Backward, TrainingStep
 
 MAX_CHECKED_IMAGES = 8
@@ -38,7 +38,7 @@ ONNX_TOLERANCE = 0.01
 
 @dataclass(frozen=True)
 class Expected:
-    """The outputs that every subject of a group must give.
+    """The outputs that every candidate of a group must give.
 
     Attributes:
         rows: Which images of the batch are checked, spread over it.
@@ -61,7 +61,7 @@ def expect(task: Task, images: Tensor, *others: Tensor) -> Expected:
 
     Args:
         task: What is computed.
-        images: The batch that subjects will be checked on; up to MAX_CHECKED_IMAGES of it are, or as an operator says.
+        images: The batch that candidates are checked on; at most MAX_CHECKED_IMAGES of it, or as an operator says.
         others: The batches after it, of which a whole model's agreement is, too.
     """
     rows = checked_rows(task)
@@ -123,8 +123,8 @@ def spread(count: int, most: int) -> list[int]:
     return [round(i * (count - 1) / (most - 1)) for i in range(most)]
 
 
-def judge_outputs(subject: Subject, task: Task, expected: Expected, outputs: object) -> Verdict:
-    """Compares a subject's outputs for a whole batch (in training, its gradients) with what is expected."""
+def judge_outputs(candidate: NamedCandidate, task: Task, expected: Expected, outputs: object) -> Verdict:
+    """Compares a candidate's outputs for a whole batch (in training, its gradients) with what is expected."""
     factor, dtype = GRADIENT_FACTOR if task.training else FORWARD_FACTOR, torch.bfloat16 if task.amp else task.dtype
     if task.training and isinstance(outputs, tuple):
         outputs, others = outputs
@@ -135,7 +135,7 @@ def judge_outputs(subject: Subject, task: Task, expected: Expected, outputs: obj
                 return Verdict(error, allowed, f"{what} is off by {error:.3g}, allowed is {allowed:.3g}")
     shape = (task.batch_size, *expected.outputs.shape[1:])
     reference = Reference([expected.outputs], [expected.eager_error], [dtype], [shape], expected.rows)
-    verdict = judge([outputs], reference, factor, subject.tolerance)
+    verdict = judge([outputs], reference, factor, candidate.tolerance)
     if not verdict.passed or task.training or not task.whole or not isinstance(outputs, Tensor):
         return verdict
     same = same_answers(outputs[expected.rows].cpu(), expected.outputs)

@@ -43,14 +43,14 @@ def part_of(name: str) -> str:
 
 
 def explain(call: Call, device: torch.device, group: Group) -> dict[str, Any]:
-    """Profiles some calls of a warm subject.
+    """Profiles some calls of a warm candidate.
 
     Args:
         call: What is profiled; see Call.
         device: Where it computes.
         group: What it computes.
     Returns:
-        Plain data for a row: kernels [part, name, calls, ms] of one call of the subject, longest first; and what each
+        Plain data for a row: kernels [part, name, calls, ms] of one call of the candidate, longest first; and what each
         part must do, [operations, bytes], of shapes that are ours.
     """
     on_gpu = device.type == "cuda"
@@ -72,7 +72,7 @@ def explain(call: Call, device: torch.device, group: Group) -> dict[str, Any]:
 
 
 def tables(record: Record) -> Iterator[tuple[str, list[str], list[list[str]]]]:
-    """Yields caption, titles and rows for every explained contest: the parts of all subjects, then their kernels."""
+    """Yields caption, titles and rows for every explained contest: the parts of all candidates, then their kernels."""
     for title, rows in contests(record).items():
         explained = [row for row in measured(rows) if row.get("explained")]
         if explained:

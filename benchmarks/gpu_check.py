@@ -39,10 +39,15 @@ def tests(name: str, limit_s: float, *arguments: str, parallel: bool = True) -> 
 
 
 def bench(
-    part: str, name: str, limit_s: float, models: Sequence[str], subjects: str, *batches: int, train: bool = False
+    part: str, name: str, limit_s: float, models: Sequence[str], candidates: str, *batches: int, train: bool = False
 ) -> Job:
     """Returns a job that measures in bf16."""
-    request = {"models": list(models), "subjects": subjects.split(), "batch_sizes": list(batches), "dtypes": ["bf16"]}
+    request = {
+        "models": list(models),
+        "candidates": candidates.split(),
+        "batch_sizes": list(batches),
+        "dtypes": ["bf16"],
+    }
     return Job(part, name, limit_s, request | {"train": train})
 
 
@@ -54,7 +59,7 @@ _ATTENTION_TESTS = (
 )
 _MLP_TESTS = (
     "(row_counts and not float32) or (activations and bfloat16) or (residual_and_layer_scale and float16)"
-    " or absent_parameters or linear_layers or layouts or handed_in or no_rows or nan_stays"
+    " or absent_parameters or layouts or handed_in or no_rows or nan_stays"
     " or (model_against_fp64 and bfloat16) or (test_training_follows_eager and bf16)"
     " or kernels_round or (a_block_is_its_definition and bfloat16) or what_a_block_hands_on or kernels_take_the_same"
 )
@@ -96,7 +101,7 @@ JOBS: tuple[Job, ...] = (
     bench("models", "ViT-S", 30, [_VIT_S], "triton-frozen sdpa timm", 128),
     bench("models", "ViT-L, also in FP8", 50, [_VIT_L], "triton-frozen triton-fp8 torchao-fp8+compile sdpa timm", 128),
     tests("tests that need a GPU", 80, "-m", "gpu", *_gpu_test_files()),
-    tests("tests of the MLP, compiled", 80, "--slow", "-k", _MLP_TESTS, *_MLP_FILES),
+    tests("tests of the MLP, compiled", 80, "-k", _MLP_TESTS, *_MLP_FILES),
     tests("tests of attention, compiled", 60, "-k", _ATTENTION_TESTS, "tests/test_attention_kernel.py"),
     bench("models", "fused models", 40, [_VIT_B], "timm timm+fused transformers transformers+fused", 256),
     bench("attention", "FlexAttention", 40, [_ATTENTION, _LARGER[0]], "triton flex flash-attn xformers", 256),
@@ -153,7 +158,6 @@ def _record(jobs: Sequence[Job], out: Path) -> int:
 
 
 def _rows_before(path: Path, machine: dict[str, Any]) -> list[Found]:
-    """Reads the rows of an earlier run of this commit on this device, if there is one."""
     try:
         record = json.loads(path.read_text())
         same = all(record["machine"].get(name) == machine.get(name) for name in ("device", "commit"))

@@ -88,7 +88,6 @@ def _details(summary: str, content: str) -> str:
 
 
 def _flat(record: Mapping[str, Any], *names: str) -> list[tuple[str, str]]:
-    """Nested values as lines of "a.b": value."""
     found = []
     for name in names:
         value = record.get(name)

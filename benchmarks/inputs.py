@@ -1,4 +1,4 @@
-"""Inputs of the subjects: batches of real photographs, and weights that make every mistake visible."""
+"""Inputs of the candidates: batches of real photographs, and weights that make every mistake visible."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_VIEWS = 64
 def random_weights(config: ViTConfig, seed: int = 0) -> dict[str, Tensor]:
     """Parameters under our names, fp32, on the CPU, none of them zero or alike.
 
-    A fresh model has zero biases, unit norms and near-zero tokens, behind which a subject that forgets one of them is
+    A fresh model has zero biases, unit norms and near-zero tokens, behind which a candidate that forgets one of them is
     right. Here every parameter moves the logits, attention is far from uniform (queries and keys are doubled), and
     tokens and positions are small enough beside the patches that the logits depend on the image: between two images
     they differ by about ten times what the check allows in bf16.
@@ -75,7 +75,7 @@ def _of_whole(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def rounded(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The weights in a dtype, so that every subject, and the fp64 definition, starts from the same numbers."""
+    """The weights in a dtype, so that every candidate, and the fp64 definition, starts from the same numbers."""
     return {name: tensor.to(dtype) for name, tensor in weights.items()}
 
 

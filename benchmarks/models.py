@@ -70,7 +70,7 @@ class Model:
 
     @property
     def kind(self) -> str:
-        """The subjects that can compute it: those of "ours", "given", "onnx", "block", or of an operator's part."""
+        """The candidates that can compute it: those of "ours", "given", "onnx", "block", or of an operator's part."""
         if self.operator is not None:
             return self.operator.part
         ours = "block" if self.block else "ours"

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from vit_fast.apps.data import read_image
 from vit_fast.measure.runtimes import OnnxFile
 
+from .candidates import Task
+from .candidates_models import define
 from .inputs import MAX_VIEWS, image_views, random_weights
 from .models import Model
 from .plan import make_plan
-from .subjects import Task
-from .subjects_models import define
 
 # Batches beside the example, to judge agreement on.
 OTHER_BATCHES = 3
@@ -78,7 +78,6 @@ def open_model(
 
 
 def _of_file(file: OnnxFile, images: Sequence[Path], model: Model, count: int) -> Tensor:
-    """Photographs as a file takes them: prepared in its dtype, or as pixels."""
     if file.runner.takes_pixels:
         from vit_fast.export.photographs import as_pixels
 

@@ -1,4 +1,4 @@
-"""Single operators as models to measure: what they take and do; who computes them is in subjects_operators.py.
+"""Single operators as models to measure: what they take and do; who computes them is in candidates_operators.py.
 
 attention:197x12x64               softmax attention on packed qkv [B, tokens, 3, heads, head_dim]
 mlp:197x768x3072[:activation]     LayerNorm + MLP + residual on [B, tokens, width]; gelu unless named

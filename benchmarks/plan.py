@@ -15,11 +15,11 @@ from vit_fast.apps.data import default_photograph, find_images, read_image
 from vit_fast.config import Size
 from vit_fast.measure.clock import Protocol
 
+from .candidates import FP32_ALONE, NamedCandidate, choose
 from .inputs import MAX_VIEWS
 from .machine import DTYPES, has_bf16, memory_bytes
 from .models import Model, resolve
 from .rows import PERCENTILE_REPEATS, Group
-from .subjects import FP32_ALONE, Subject, choose
 
 # Sizes that are worth measuring on the device. On two CPU cores the budget ends the run within three minutes.
 DEFAULT_MODELS = {"cpu": ("vit_tiny_patch16_224",), "cuda": ("vit_base_patch16_224",)}
@@ -45,13 +45,13 @@ class Plan:
         models: What is measured.
         batch_sizes: Images a call.
         dtypes: Of parameters, images and products, see machine.DTYPES.
-        selections: Subjects in their compile modes, by kind of model.
+        selections: Candidates in their compile modes, by kind of model.
         device: Where everything runs.
         images: Photographs that fill the batches.
         time_budget_s: Seconds after which nothing new is started; infinite when there is none.
         protocol: How long a measurement is.
         training: Whether training steps are measured; data: where their batches lie, see rows.Group.
-        explain: Whether every subject is profiled, too; cold: whether its cold start is measured.
+        explain: Whether every candidate is profiled, too; cold: whether its cold start is measured.
         search: Whether batch_sizes, in their order, are tried only as long as they gain anything.
         request: What make_plan was asked for, as plain data from which it makes the same plan again.
     """
@@ -59,7 +59,7 @@ class Plan:
     models: tuple[Model, ...]
     batch_sizes: tuple[int, ...]
     dtypes: tuple[str, ...]
-    selections: Mapping[str, tuple[Subject, ...]]
+    selections: Mapping[str, tuple[NamedCandidate, ...]]
     device: torch.device
     images: tuple[Path, ...]
     time_budget_s: float
@@ -72,7 +72,7 @@ class Plan:
     request: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def groups(self) -> list[Group]:
-        """Returns the groups, whose subjects are timed interleaved, in their order."""
+        """Returns the groups, whose candidates are timed interleaved, in their order."""
         return [
             Group(model, dtype, batch_size, batch_size, self.training, self.data)
             for model in self.models
@@ -83,16 +83,16 @@ class Plan:
     @property
     def is_default(self) -> bool:
         """True if nobody named the candidates: then those are planned that the time suffices for."""
-        return self.request.get("subjects") is None and not self.search
+        return self.request.get("candidates") is None and not self.search
 
-    def selections_of(self, group: Group) -> list[Subject]:
+    def selections_of(self, group: Group) -> list[NamedCandidate]:
         """The candidates of a group; by default none that cannot compute in its dtype."""
         found = self.selections[group.model.kind]
         left_out = FP32_ALONE if self.is_default and self.device.type == "cpu" and group.dtype_name != "fp32" else ()
         return [selection for selection in found if selection.name not in left_out]
 
     def product_dtypes(self) -> list[str]:
-        """In which the subjects multiply, as far as torch does, too; amp does in bf16."""
+        """In which the candidates multiply, as far as torch does, too; amp does in bf16."""
         chosen = [selection for selections in self.selections.values() for selection in selections]
         lower = "amp" in self.dtypes or any(selection.precision == "bf16" for selection in chosen)
         return [*self.dtypes, *(["bf16"] if lower else [])]
@@ -119,7 +119,7 @@ def make_plan(
     models: Sequence[str] | None = None,
     batch_sizes: Sequence[int] | Literal["best"] | None = None,
     dtypes: Sequence[str] | None = None,
-    subjects: Sequence[str] | None = None,
+    candidates: Sequence[str] | None = None,
     img_size: Sequence[int] | Sequence[Sequence[int]] | None = None,
     train: bool = False,
     amp: bool = False,
@@ -139,24 +139,24 @@ def make_plan(
         models: Names, patterns, ids, files or functions; see models.resolve.
         batch_sizes: Images a call, each at least 1; "best": doubled for as long as that gains images a second.
         dtypes: "fp32", "tf32", "fp16", "bf16".
-        subjects: See subjects.parse_label.
+        candidates: See candidates.parse_label.
         img_size: Height and width of the images, or several such; None means each model's own.
         train: Measure training steps (forward, backward, AdamW), not inference.
         amp: The forward of these under autocast in bf16, the parameters in fp32.
         data: "device", or "host": a call begins with the copy of its images to the GPU.
-        explain: Profile every subject, too; see explain.explain.
+        explain: Profile every candidate, too; see explain.explain.
         cold: Measure each from the start of a process to its first answer, too; see cold.cold_start.
         latency: One image a call, often enough for a 99th percentile.
         device: "auto" (CUDA where there is one), or what torch.device takes.
-        time_budget_s: Seconds; 0 means without limit, as None does where `subjects` or `seconds` are given.
-        seconds: How long each subject is timed; None means what suits the device.
+        time_budget_s: Seconds; 0 means without limit, as None does where `candidates` or `seconds` are given.
+        seconds: How long each candidate is timed; None means what suits the device.
         protocol: How long a measurement is, in place of what the device and `seconds` say.
     Raises:
         ValueError: anything is unknown, out of range or unreadable (ImageError); nothing has been built.
     """
     request = {name: value for name, value in locals().items() if name != "protocol"}
     kind = (where := _device(device)).type
-    unlimited = 0 if seconds is not None or subjects is not None else DEFAULT_TIME_BUDGET_S[kind]
+    unlimited = 0 if seconds is not None or candidates is not None else DEFAULT_TIME_BUDGET_S[kind]
     budget = unlimited if time_budget_s is None else time_budget_s
     if not budget >= 0:
         raise ValueError(f"time_budget_s={budget}: expected a number of seconds >= 0 (0: no limit)")
@@ -168,12 +168,12 @@ def make_plan(
     # all that is quick to check before the first model is built
     resolved, img_sizes, photographs = [resolve(word) for word in words], _sizes(img_size), _images(images)
     names = ("amp",) if amp else _dtypes(DEFAULT_DTYPES[kind] if dtypes is None else dtypes, where)
-    choose(subjects, where)
+    choose(candidates, where)
     search = batch_sizes == "best"
     sizes = SEARCHED[kind] if batch_sizes == "best" else (1,) if latency else batch_sizes
     sizes = _batch_sizes(DEFAULT_BATCH_SIZES[kind] if sizes is None else sizes)
     found = _some("models", [model for make in resolved for size in img_sizes for model in make(size)])
-    by_default = dtypes is None and subjects is None and not train
+    by_default = dtypes is None and candidates is None and not train
     if by_default and kind == "cpu" and has_bf16() and all(model.kind in BOTH_DTYPES for model in found):
         names = ("fp32", "bf16")
     if data != "device" and (data != "host" or kind == "cpu" or any(model.data is None for model in found)):
@@ -182,7 +182,7 @@ def make_plan(
         models=found,
         batch_sizes=sizes,
         dtypes=names,
-        selections={m.kind: tuple(choose(subjects, where, m.kind, train)) for m in found},
+        selections={m.kind: tuple(choose(candidates, where, m.kind, train)) for m in found},
         device=where,
         images=photographs,
         time_budget_s=budget or math.inf,
@@ -231,7 +231,6 @@ def _device(name: str) -> torch.device:
 
 
 def _sizes(img_size: Sequence[int] | Sequence[Sequence[int]] | None) -> list[Size | None]:
-    """Heights and widths of one size, or of several; None is each model's own."""
     several: Any = [] if img_size is None else img_size if isinstance(img_size[0], Sequence) else [img_size]
     for sides in several:
         if len(sides) not in (1, 2) or min(sides) < 1:

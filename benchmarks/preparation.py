@@ -1,4 +1,4 @@
-"""Before a subject is timed: it is built, compiled, called, and held against what is expected."""
+"""Before a candidate is timed: it is built, compiled, called, and held against what is expected."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ import torch
 from torch import Tensor, nn
 
 from vit_fast.errors import UnsupportedInputError
+from vit_fast.measure.build import compile_function
 from vit_fast.measure.clock import Call, peak_memory_of_call, synchronise
 from vit_fast.measure.limits import at_most, describe_error, is_out_of_memory
 
+from .candidates import NamedCandidate, Task
 from .correctness import MAX_CHECKED_IMAGES, Expected, checked_rows, expect, judge_outputs, stepper
 from .explain import explain
 from .inputs import MAX_VIEWS, image_views, rotating_batches, weights_of
 from .machine import products_in
 from .rows import Group, Row, Status, add_verdict, make_row
-from .subjects import Subject, Task, compile_selection
 
-# For building, compiling and checking one subject, and for one round of timing; autotuning takes minutes.
-SUBJECT_SECONDS = 900.0
+# For building, compiling and checking one candidate, and for one round of timing; autotuning takes minutes.
+CANDIDATE_SECONDS = 900.0
 Result = TypeVar("Result")
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
@@ -71,27 +72,29 @@ def ask(group: Group, images: Sequence[Path], device: torch.device) -> tuple[Tas
 
 @dataclass
 class Prepared:
-    """A subject that was built, gave the right outputs, and is warm.
+    """A candidate that was built, gave the right outputs, and is warm.
 
     Attributes:
-        selection: The subject in its compile mode.
+        selection: The candidate in its compile mode.
         call: Computes the batch of this number.
         row: Its row so far, without figures.
         call_s: How long a call takes, roughly.
     """
 
-    selection: Subject
+    selection: NamedCandidate
     call: Call
     row: Row
     call_s: float
 
 
 class TooLarge(Exception):
-    """A subject, or the inputs themselves, did not fit into memory."""
+    """A candidate, or the inputs themselves, did not fit into memory."""
 
 
-def prepare(selection: Subject, group: Group, posed: Posed, *, explained: bool = False) -> tuple[Prepared | None, Row]:
-    """Builds a subject, checks it, and profiles it where it is to be explained, too.
+def prepare(
+    selection: NamedCandidate, group: Group, posed: Posed, *, explained: bool = False
+) -> tuple[Prepared | None, Row]:
+    """Builds a candidate, checks it, and profiles it where it is to be explained, too.
 
     Returns:
         What can be timed, or None, and the row; without anything to time, the row says why.
@@ -109,15 +112,10 @@ def prepare(selection: Subject, group: Group, posed: Posed, *, explained: bool =
     return found or (None, why_not)
 
 
-def _attempt(selection: Subject, group: Group, action: Callable[[], Result]) -> tuple[Result | None, Row]:
-    """Returns the result of an action; or None, and the row that says why.
-
-    Raises:
-        TooLarge: memory ran out.
-    """
+def _attempt(selection: NamedCandidate, group: Group, action: Callable[[], Result]) -> tuple[Result | None, Row]:
     status: Status = "failed"
     try:
-        with out_of_memory_is_too_large(), at_most(SUBJECT_SECONDS):
+        with out_of_memory_is_too_large(), at_most(CANDIDATE_SECONDS):
             return action(), {}
     except TooLarge:
         raise
@@ -130,7 +128,7 @@ def _attempt(selection: Subject, group: Group, action: Callable[[], Result]) -> 
     return None, make_row(group, selection, status, reason)
 
 
-def _build_and_check(selection: Subject, group: Group, posed: Posed) -> tuple[Prepared | None, Row]:
+def _build_and_check(selection: NamedCandidate, group: Group, posed: Posed) -> tuple[Prepared | None, Row]:
     task, expected, device = posed.task, posed.expected, posed.task.device
     before = _allocated(device)
     start = time.perf_counter()
@@ -161,8 +159,8 @@ def _share_alike(outputs: Any, classes: Tensor) -> float:
     return float((outputs.argmax(-1) == classes).double().mean())
 
 
-def first_answer(selection: Subject, group: Group, images: Sequence[Path], device: torch.device) -> Row:
-    """Builds a subject before anything else, and checks its first answer: when that was, or status and reason."""
+def first_answer(selection: NamedCandidate, group: Group, images: Sequence[Path], device: torch.device) -> Row:
+    """Builds a candidate before anything else, and checks its first answer: when that was, or status and reason."""
 
     def answer() -> Row:
         if missing := selection.missing_packages():
@@ -179,10 +177,9 @@ def first_answer(selection: Subject, group: Group, images: Sequence[Path], devic
     return found or {name: why_not[name] for name in ("status", "reason")}
 
 
-def _callers(selection: Subject, task: Task, batches: list[Tensor]) -> tuple[object, Call, Callable[[], object]]:
-    """A subject as it was built, as a call on the batch of a number, and what it gives that is checked."""
+def _callers(selection: NamedCandidate, task: Task, batches: list[Tensor]) -> tuple[object, Call, Callable[[], object]]:
     function = selection.make(task)
-    compiled = compile_selection(selection, function)
+    compiled = compile_function(function, selection.mode, fullgraph=selection.fullgraph)
     if task.training:
         if not isinstance(function, nn.Module):
             raise UnsupportedInputError(selection.label, ["only modules of torch are trained"])
@@ -240,19 +237,19 @@ LIMIT_S = 900.0
 
 
 def cold_start(request: Mapping[str, Any], group: Group, label: str) -> Row:
-    """One subject of a group in a fresh process.
+    """One candidate of a group in a fresh process.
 
     Args:
         request: The plan's, as plain data.
         group: What it computes.
-        label: The subject.
+        label: The candidate.
     Returns:
         cold_s, seconds, and cold_MiB, the process's peak memory on the host, where the answer was right; else
         cold_failed, why not.
     """
     asked = dict(request) | {"models": [group.model.source or group.model.name], "batch_sizes": [group.batch_size]}
     asked |= {"img_size": None if group.model.data is None else group.model.image_hw, "latency": False}
-    asked |= {"dtypes": None if group.dtype_name == "amp" else [group.dtype_name], "subjects": [label]}
+    asked |= {"dtypes": None if group.dtype_name == "amp" else [group.dtype_name], "candidates": [label]}
     command = [sys.executable, "-c", f"from {__name__} import answer; answer()", json.dumps(asked)]
     started = time.monotonic()
     try:

@@ -31,7 +31,6 @@ def format_rate(images_per_s: float) -> str:
 
 
 def _ratio(row: Row) -> str:
-    """To the best peer, with its interval; in words where that is no difference or says nothing."""
     if row["ratio_to_best_peer"] is None:
         return ""
     text = f"{row['ratio_to_best_peer']:.2f}"
@@ -129,7 +128,6 @@ def remarks(record: Record) -> list[str]:
 
 
 def _best_batches(record: Record) -> Iterable[str]:
-    """Returns the batch size with the highest throughput of each candidate, for `--batch-sizes best`."""
     best: dict[str, Row] = {}
     for row in measured(record["rows"]) if record["plan"]["batch_sizes"] == ["best"] else []:
         name = " ".join(map(str, (row["model"], row["dtype"], *row["img_size"][:1], row["subject"])))
@@ -174,7 +172,8 @@ def command(record: Record) -> str:
         value = record["plan"].get(name)
         if value not in (None, "device") and not record["plan"].get(implied.get(name, "")):
             text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-            words += [f"--{name.replace('_', '-')}", text]
+            option = "candidates" if name == "subjects" else name.replace("_", "-")
+            words += [f"--{option}", text]
     return shlex.join(words)
 
 
@@ -190,7 +189,7 @@ def ceilings_line(record: Record) -> str:
 
 
 def label(row: Row, *, precision: bool = True) -> str:
-    """The subject; its precision when that is lower, the batch when it is not what was asked for, data on the host."""
+    """Returns the candidate, with its precision if lower, the batch if not the requested one, and data on the host."""
     notes = [str(row["precision"])] if precision and is_lower(row) else []
     notes += [f"batch {row['batch']}"] if row["batch"] != row["requested_batch"] else []
     notes += ["data on the host"] if row["data"] == "host" else []

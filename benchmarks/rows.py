@@ -13,9 +13,9 @@ from vit_fast.measure.check import Verdict
 from vit_fast.measure.clock import Timing, percentile
 from vit_fast.work import Work, total
 
+from .candidates import NamedCandidate
 from .machine import DTYPES
 from .models import Model
-from .subjects import Subject
 
 Status = Literal[
     "measured", "not installed", "unsupported", "wrong", "failed", "out of memory", "skipped", "interrupted"
@@ -78,10 +78,10 @@ class Group:
         """Height and width of its images; of what takes none, the shape of an input."""
         return self.model.shape if self.model.data is None else self.model.image_hw
 
-    def about(self, subject: str) -> Row:
-        """Returns the fields that name a row of this subject, or a control."""
+    def about(self, candidate: str) -> Row:
+        """Returns the fields that name a row of this candidate, or a control."""
         return {
-            "subject": subject, "model": self.model.name, "dtype": self.dtype_name, "batch": self.batch_size,
+            "subject": candidate, "model": self.model.name, "dtype": self.dtype_name, "batch": self.batch_size,
             "requested_batch": self.requested_batch_size, "img_size": list(self.sizes), "data": self.data,
         }  # fmt: skip
 
@@ -95,7 +95,7 @@ class Group:
         return "counted" if self.batch_size == 1 and self.model.data is not None else "hidden"
 
 
-def make_row(group: Group, selection: Subject, status: Status, reason: str | None = None) -> Row:
+def make_row(group: Group, selection: NamedCandidate, status: Status, reason: str | None = None) -> Row:
     """A row without figures: why there are none, or the ground on which they are put."""
     peer = selection.peer or (group.model.operator is not None and selection.name != "triton")
     return group.about(selection.label) | {
@@ -135,10 +135,10 @@ def add_timing(row: Row, timing: Timing, group: Group) -> None:
         row.update(ms_p90=percentile(timing.samples_ms, 0.90), ms_p99=percentile(timing.samples_ms, 0.99))
 
 
-def make_control(group: Group, subject: str, timing: Timing, again: Timing, conditions: dict[str, Any]) -> Row:
+def make_control(group: Group, candidate: str, timing: Timing, again: Timing, conditions: dict[str, Any]) -> Row:
     """Makes the control of a group: one call timed under two names, with the machine's state."""
     found = resolution.control(timing.samples_ms, again.samples_ms)
-    return group.about(subject) | found | {"ms": [timing.ms, again.ms], "conditions": conditions}
+    return group.about(candidate) | found | {"ms": [timing.ms, again.ms], "conditions": conditions}
 
 
 def finish(rows: Sequence[Row], ceilings: dict[str, Any], controls: Sequence[Row]) -> None:

@@ -1,6 +1,6 @@
-"""Runs a plan: builds each subject, checks it, then times those that are right in turns. Gives the record.
+"""Runs a plan: builds each candidate, checks it, then times those that are right in turns. Gives the record.
 
-Nothing that goes wrong with one subject loses another: what is missing, refused, wrong, broken or too large becomes a
+Nothing that goes wrong with one candidate loses another: what is missing, refused, wrong, broken or too large becomes a
 row that says so. Ctrl-C keeps what was measured, and a journal keeps it when the process is killed.
 """
 
@@ -22,6 +22,7 @@ from vit_fast.measure.limits import at_most, describe_error, is_out_of_memory
 
 from . import preparation
 from .allocation import AGAIN, FLOOR_LEAST_REPEATS, Allocation, Listener, Planned, Watch
+from .candidates import NamedCandidate
 from .conditions import Conditions, joules_of
 from .correctness import describe_rule
 from .machine import best_ceilings, describe, measure_ceilings, products_in
@@ -29,7 +30,6 @@ from .plan import Plan
 from .preparation import Posed, Prepared, TooLarge, cold_start, pose, prepare
 from .records import FORMAT, Journal
 from .rows import Group, Row, Status, add_timing, contest, finish, is_lower, make_control, make_row
-from .subjects import Subject
 
 GAIN = 1.03  # by which a batch must be better than all smaller ones for a search to go on
 
@@ -58,8 +58,6 @@ def run(plan: Plan, listener: Listener | None = None, journal: Journal | None = 
 
 
 class _Findings:
-    """The findings of a run, here and in its journal, with those of an earlier journal."""
-
     def __init__(self, journal: Journal | None) -> None:
         self._journal = journal
         found = [] if journal is None else journal.entries
@@ -71,12 +69,12 @@ class _Findings:
         ]
         self._ended = Counter(begun)
 
-    def begin(self, group: Group, selection: Subject) -> None:
+    def begin(self, group: Group, selection: NamedCandidate) -> None:
         """Puts down what is begun, in case it takes the process with it."""
         if self._journal is not None:
             self._journal.add("begun", [*group.contest, selection.label])
 
-    def has_ended(self, group: Group, selection: Subject) -> bool:
+    def has_ended(self, group: Group, selection: NamedCandidate) -> bool:
         """True if the process ended twice while this was prepared; once may have been for another reason."""
         return self._ended[(*group.contest, selection.label)] > 1
 
@@ -87,7 +85,7 @@ class _Findings:
         if self._journal is not None and value.get("status") not in ("skipped", "interrupted"):
             self._journal.add(kind, value)
 
-    def left(self, group: Group, selections: Sequence[Subject]) -> list[Subject]:
+    def left(self, group: Group, selections: Sequence[NamedCandidate]) -> list[NamedCandidate]:
         """Those without a row in this group."""
         there = {row["subject"] for row in self.rows if contest(row) == group.contest}
         return [selection for selection in selections if selection.label not in there]
@@ -126,7 +124,6 @@ class _Run:
         }
 
     def _allocate(self) -> Planned:
-        """Plans what fits, where nobody said which candidates to measure; a resumed run has its plan."""
         plan, before = self.plan, self.found.left_out
         self.allocation = Allocation(
             {group: plan.selections_of(group) for group in plan.groups()},
@@ -147,8 +144,7 @@ class _Run:
         self.found.add("ceilings", measure_ceilings(self.plan.device, self.plan.product_dtypes()))
         self.listener.done(1)
 
-    def _run_group(self, group: Group, selections: Sequence[Subject]) -> None:
-        """Prepares, checks and times; what did not fit is done again with half of the batch."""
+    def _run_group(self, group: Group, selections: Sequence[NamedCandidate]) -> None:
         try:
             with products_in(group.dtype_name):
                 too_large = self._measure_group(group, selections)
@@ -168,7 +164,7 @@ class _Run:
         self.listener.say(f"{group}: out of memory, going on with batch {half.batch_size}: {names}")
         self._run_group(half, too_large)
 
-    def _measure_group(self, group: Group, selections: Sequence[Subject]) -> list[Subject]:
+    def _measure_group(self, group: Group, selections: Sequence[NamedCandidate]) -> list[NamedCandidate]:
         """Adds a row for every selection but those that did not fit, which are returned."""
         plan = self.plan
         start_s = self.elapsed_s()
@@ -201,8 +197,9 @@ class _Run:
         too_large += self._time(group, prepared)
         return too_large
 
-    def _prepare(self, selection: Subject, group: Group, posed: Posed, others: Sequence[Prepared]) -> Prepared | None:
-        """Builds, compiles and checks a subject; a row that says why when there is nothing to time."""
+    def _prepare(
+        self, selection: NamedCandidate, group: Group, posed: Posed, others: Sequence[Prepared]
+    ) -> Prepared | None:
         if missing := selection.missing_packages():
             self.found.add("row", make_row(group, selection, "not installed", f"pip install {' '.join(missing)}"))
             return None
@@ -223,9 +220,8 @@ class _Run:
                 self.listener.say(f"{group}: {selection.label} is {row['status'].upper()}: {row['reason'][:200]}")
         return ready
 
-    def _time(self, group: Group, prepared: dict[str, Prepared]) -> list[Subject]:
-        """Times the prepared subjects in turns and adds their rows; returns those that ran out of memory now."""
-        too_large: list[Subject] = []
+    def _time(self, group: Group, prepared: dict[str, Prepared]) -> list[NamedCandidate]:
+        too_large: list[NamedCandidate] = []
         while prepared:
             self.listener.now(f"{group}: timing {len(prepared)} candidates, interleaved")
             running = ""
@@ -248,7 +244,7 @@ class _Run:
             calls = {name: tracked(name, ready.call) for name, ready in prepared.items()}
             calls[AGAIN] = tracked(best, prepared[best].call)
             try:
-                with conditions.watch(), at_most(preparation.SUBJECT_SECONDS) as watch.again:
+                with conditions.watch(), at_most(preparation.CANDIDATE_SECONDS) as watch.again:
                     protocol = dataclasses.replace(self.plan.protocol, launch=group.launch)
                     timings = time_interleaved(calls, self.plan.device, protocol, on_round=watch)
             except KeyboardInterrupt:
@@ -279,14 +275,12 @@ class _Run:
         return self.elapsed_s() + ahead > self.plan.time_budget_s
 
     def _end_of_timing_s(self, group: Group) -> float:
-        """When the timing of a prepared group must end."""
         if not self.plan.is_default:
             return self.plan.time_budget_s
         slowness = max(1.0, self.preparing_s / self.assumed_s)
         return self.allocation.end_of_timing_s(group.whole, self.elapsed_s(), slowness)
 
     def _account_for_the_rest(self, planned: Planned, interrupted: bool) -> None:
-        """A row for everything that was planned and never came to be."""
         for group, selections in planned.items():
             for selection in self.found.left(group, selections):
                 status: Status = "interrupted" if interrupted else "skipped"
@@ -330,7 +324,7 @@ def _finished(plan: Plan, machine: dict[str, Any], found: _Findings) -> dict[str
 
 
 def _may_pay(group: Group, rows: Sequence[Row]) -> bool:
-    """In a search, whether the batch before this one gave any subject more images a second than all before it."""
+    """In a search, whether the batch before this one gave any candidate more images a second than all before it."""
     rates: dict[str, list[float]] = {}
     for row in rows:
         if (row["model"], row["dtype"], *row["img_size"]) == (group.model.name, group.dtype_name, *group.sizes):

@@ -1,4 +1,4 @@
-"""pytest-benchmark suite over the tasks and subjects of `vit-fast bench`: `make bench-suite`.
+"""pytest-benchmark suite over the tasks and candidates of `vit-fast bench`: `make bench-suite`.
 
 Operators, blocks, models, training steps, export, cold start. A wrong answer of ours fails, one of a peer is an
 expected failure with its reason; what cannot run here is skipped. On a GPU pytest-benchmark's own timer is one of
@@ -21,11 +21,11 @@ import torch
 
 import vit_fast
 from vit_fast.apps.data import default_photograph
+from vit_fast.benchmarks.candidates import default_labels, parse_label
 from vit_fast.benchmarks.models import resolve
 from vit_fast.benchmarks.plan import make_plan
 from vit_fast.benchmarks.preparation import Posed, cold_start, pose, prepare
 from vit_fast.benchmarks.rows import Group
-from vit_fast.benchmarks.subjects import default_labels, parse_label
 from vit_fast.measure.device_clock import Instant
 from vit_fast.work import total
 
@@ -48,7 +48,6 @@ ON_THE_HOST = pytest.mark.benchmark(timer=time.perf_counter, warmup=False)
 
 
 def _cases() -> list[Any]:
-    """Every subject of every group: single parts at the larger batch, models at both, and in training."""
     cases = []
     for word, training in itertools.product(MODELS, (False, True)):
         (model,) = resolve(word)(None)
@@ -67,7 +66,7 @@ def posed(word: str, training: bool, batch: int) -> tuple[Group, Posed]:
 
 
 @pytest.mark.parametrize(("word", "training", "batch", "label"), _cases())
-def test_subject(benchmark: Any, word: str, training: bool, batch: int, label: str) -> None:
+def test_candidate(benchmark: Any, word: str, training: bool, batch: int, label: str) -> None:
     """Its backward alone of an operator or a block, a whole step of a model, where that is training."""
     selection, (group, asked) = parse_label(label), posed(word, training, batch)
     if missing := selection.missing_packages():

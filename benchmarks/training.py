@@ -1,4 +1,4 @@
-"""Training as a task: a model's step, or the backward of a part of one; and the gradients that a subject is held by."""
+"""Training as a task: the step of a model, or the backward of a part, and the gradients that are checked."""
 
 from __future__ import annotations
 

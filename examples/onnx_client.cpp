@@ -1,6 +1,6 @@
 /* Classifies images with an exported ONNX file, using only ONNX Runtime's C++ API.
 
-       vit-fast export vit_base_patch16_224 --weights W -o vit.onnx --preprocess --softmax
+       vit-fast export vit_base_patch16_224 --weights W -o vit.onnx --preprocess --returns probabilities
        g++ -std=c++17 -O2 -I $ORT/include examples/onnx_client.cpp -L $ORT/lib -Wl,-rpath,$ORT/lib -lonnxruntime \
            -o onnx_client
        ./onnx_client vit.onnx image.ppm

@@ -1,6 +1,7 @@
 """Classifies an image with NVIDIA Triton Inference Server, over HTTP and with the standard library only.
 
-    vit-fast export vit_base_patch16_224 --weights W -o vit.onnx --preprocess --softmax --triton-repository models
+    vit-fast export vit_base_patch16_224 --weights W -o vit.onnx --preprocess --returns probabilities \
+        --triton-repository models
     docker run --gpus all -p 8000:8000 -v $PWD/models:/models nvcr.io/nvidia/tritonserver:YY.MM-py3 \
         tritonserver --model-repository /models
     python examples/triton_client.py http://localhost:8000 vit image.jpg

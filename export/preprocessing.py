@@ -2,8 +2,9 @@
 
     [batch, height, width, channels] uint8 -> resize (antialiased) -> centre crop -> (x / 255 - mean) / std -> NCHW
 
-The same steps, in the same order and with the same rounding of sizes, as vit_fast.data.make_transform, which is timm's.
-Resizing happens on uint8, as in Pillow, whose results ONNX Runtime's antialiased Resize reproduces to one grey level.
+The same steps, in the same order and with the same rounding of sizes, as `make_transform` in vit_fast/apps/data.py and
+in timm. Resizing happens on uint8, as in Pillow, whose results ONNX Runtime's antialiased Resize reproduces to one
+grey level.
 """
 
 from __future__ import annotations

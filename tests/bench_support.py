@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+
+from torch import Tensor
+
+from vit_fast.benchmarks.candidates import Task
+from vit_fast.benchmarks.candidates_models import build
 from vit_fast.benchmarks.plan import Plan, make_plan
 from vit_fast.benchmarks.rows import SPEED_FIELDS
 from vit_fast.measure.clock import Protocol
 
 QUICK = Protocol(repeats=4, seconds=60.0, least_repeats=3, warmup_repeats=1)
+
+
+def breaking(error: Callable[[], None], after: int = 9, above: int = 0) -> Callable[[Task], Callable[[Tensor], Tensor]]:
+    """A candidate that calls `error` after so many calls, on batches above a size; 9 calls are before the timing."""
+
+    def make(task: Task) -> Callable[[Tensor], Tensor]:
+        model, calls = build("sdpa", task), itertools.count()
+
+        def forward(images: Tensor) -> Tensor:
+            if next(calls) >= after and len(images) > above:
+                error()
+            return model(images)
+
+        return forward
+
+    return make
 
 
 class Notes:
@@ -33,14 +56,14 @@ def plan(*labels: str, batch_sizes: tuple[int, ...] = (2,), **fields: object) ->
         models=["vit_test"],
         batch_sizes=batch_sizes,
         dtypes=["fp32"],
-        subjects=labels,
+        candidates=labels,
         device="cpu",
         protocol=QUICK,
         **fields,
     )
 
 
-def rows_by_subject(record: dict) -> dict[str, dict]:
+def rows_by_candidate(record: dict) -> dict[str, dict]:
     return {row["subject"]: row for row in record["rows"]}
 
 

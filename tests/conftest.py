@@ -94,7 +94,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Skips tests of exact fp32 products where kernels are compiled, which compute them in TF32 alone."""
     try:
         return (yield)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         if INTERPRETED or "fp32 products must be allowed in TF32" not in str(error):
             raise
         pytest.skip("only the interpreter computes exact fp32 products")
@@ -120,12 +120,14 @@ def small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def add(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Registers a subject of the bench for the time of a test."""
-    from vit_fast.benchmarks import subjects
+    """Registers a candidate of the bench for the time of a test."""
+    from vit_fast.benchmarks import candidates
 
     def add(name: str, build: Callable[..., object], **fields: object) -> None:
-        subjects.all_subjects()
-        monkeypatch.setitem(subjects._SUBJECTS, name, subjects.Subject(name, "for a test", build, **fields))
+        candidates.all_candidates()
+        monkeypatch.setitem(
+            candidates._CANDIDATES, name, candidates.NamedCandidate(name, "for a test", build, **fields)
+        )
 
     return add
 

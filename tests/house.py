@@ -85,7 +85,7 @@ def trace_bench() -> Trace:
     """The command with three candidates, in this process."""
 
     def bench() -> None:
-        arguments = "--models vit_test --batch-sizes 1 --dtypes fp32 --subjects eager,sdpa,timm --time-budget 0"
+        arguments = "--models vit_test --batch-sizes 1 --dtypes fp32 --candidates eager,sdpa,timm --time-budget 0"
         try:
             command_line(["bench", *arguments.split(), "--seconds", "0.2", "--device", "cpu", "--out", f"{folder}/out"])
         except SystemExit as ended:

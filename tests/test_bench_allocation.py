@@ -11,11 +11,11 @@ import torch
 from bench_support import Notes
 
 from vit_fast.benchmarks import runner
-from vit_fast.benchmarks.allocation import AGAIN, ALWAYS, COMPILING_S, PLANNED_SHARE, Allocation, Watch, call_s
+from vit_fast.benchmarks.allocation import AGAIN, ALWAYS, COMPILING_S, PLANNED_SHARE, Allocation, Watch
+from vit_fast.benchmarks.candidates import NamedCandidate, parse_label
 from vit_fast.benchmarks.plan import DEFAULT_TIME_BUDGET_S, Plan, make_plan
 from vit_fast.benchmarks.preparation import Prepared
 from vit_fast.benchmarks.rows import Group, make_row
-from vit_fast.benchmarks.subjects import Subject, parse_label
 from vit_fast.measure.clock import Protocol, time_interleaved
 
 CPU, FREEZING = torch.device("cpu"), "timm+compile:freezing"
@@ -27,7 +27,7 @@ TWO_CORES |= {"matmul_TFLOP_per_s": {"fp32": 0.2, "bf16": 0.45}}
 def default(monkeypatch: pytest.MonkeyPatch) -> Plan:
     """What `vit-fast bench` does without arguments, on two cores with bf16, with every peer installed."""
     monkeypatch.setattr("vit_fast.benchmarks.plan.has_bf16", lambda: True)
-    monkeypatch.setattr("vit_fast.benchmarks.subjects.Subject.missing_packages", lambda subject: [])
+    monkeypatch.setattr("vit_fast.benchmarks.candidates.NamedCandidate.missing_packages", lambda candidate: [])
     return make_plan(device="cpu")
 
 
@@ -55,22 +55,6 @@ def test_what_does_not_fit_is_left_out_of_a_dtype_the_last_first(default: Plan) 
     assert labels(resumed) == labels(some) and resumed.left_out == some.left_out
 
 
-def test_a_fast_unit_for_products_in_bf16_does_not_make_the_whole_model_as_fast(default: Plan) -> None:
-    fast = TWO_CORES | {"matmul_TFLOP_per_s": {"fp32": 0.2, "bf16": 5.0}}
-    calls = [call_s(group, fast) for group in default.groups()]
-    assert calls[2:] == pytest.approx([0.7 * seconds for seconds in calls[:2]])
-
-
-def test_the_time_that_is_left_is_divided_by_what_there_is_to_time(default: Plan) -> None:
-    allocation = allocated(default, 160.0)
-    groups = list(allocation.planned)
-    after = [sum(map(allocation.prepared_s, groups[place + 1 :])) for place in range(4)]
-    ends = [allocation.end_of_timing_s(group, 40.0, 1.0) for group in groups]
-    assert 40 < ends[0] < 160 - after[0] and ends[3] == pytest.approx(160)
-    assert allocation.end_of_timing_s(groups[0], 40.0, 2.0) < ends[0], "what comes after takes twice as long"
-    assert allocation.end_of_timing_s(groups[0], 200.0, 1.0) == 200, "too late: the floor of a measurement is all"
-
-
 class Machine:
     """A clock that simulated calls and preparations advance."""
 
@@ -81,7 +65,7 @@ class Machine:
     def spend(self, seconds: float) -> None:
         self.now_s += seconds * self.slowness * float(np.exp(self.random.normal(0, self.noise)))
 
-    def prepared(self, selection: Subject, group: Group, seconds: float) -> Prepared:
+    def prepared(self, selection: NamedCandidate, group: Group, seconds: float) -> Prepared:
         row = make_row(group, selection, "measured") | {"max_error": 1e-6, "allowed_error": 1e-5, "agreement": 1.0}
         return Prepared(selection, lambda _: self.spend(seconds), row, seconds)
 
@@ -96,7 +80,7 @@ class Machine:
             self.spend(1.5)
             return TWO_CORES
 
-        def prepare(selection: Subject, group: Group, *_: object, **__: object) -> tuple[Prepared, dict]:
+        def prepare(selection: NamedCandidate, group: Group, *_: object, **__: object) -> tuple[Prepared, dict]:
             building_s = 0.2 if (key := (selection.label, group.dtype_name)) in built else selection.seconds
             built.add(key)
             self.spend(building_s + COMPILING_S[selection.mode])
@@ -169,9 +153,9 @@ def test_time_that_is_not_its_own_is_left_to_other_groups(monkeypatch: pytest.Mo
 
 
 def test_named_candidates_are_all_planned_and_without_a_limit() -> None:
-    named = make_plan(models=["vit_test"], subjects=["eager", "timm+compile"], device="cpu")
+    named = make_plan(models=["vit_test"], candidates=["eager", "timm+compile"], device="cpu")
     assert named.time_budget_s == math.inf and not named.is_default
-    limited = make_plan(models=["vit_test"], subjects=["eager"], time_budget_s=5, device="cpu")
+    limited = make_plan(models=["vit_test"], candidates=["eager"], time_budget_s=5, device="cpu")
     assert limited.time_budget_s == 5 and not limited.is_default
     assert make_plan(models=["vit_test"], device="cpu").time_budget_s == DEFAULT_TIME_BUDGET_S["cpu"]
 

@@ -43,14 +43,14 @@ def record(tmp_path_factory: pytest.TempPathFactory, photographs: Path) -> dict:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(machine.MATMUL_SIZE, "cpu", 64)
         patch.setitem(machine.COPY_BYTES, "cpu", 2**16)
-        status = vit_fast("bench", str(photographs), *SMALL, "--subjects", "eager,sdpa,timm", "--out", str(folder))
+        status = vit_fast("bench", str(photographs), *SMALL, "--candidates", "eager,sdpa,timm", "--out", str(folder))
     assert status == 0
     return records.read_record(folder)
 
 
 def test_a_run_prints_a_table_and_writes_record_table_and_plot(tmp_path: Path, photographs: Path, capsys) -> None:
     folder = tmp_path / "deep" / "run"
-    status = vit_fast("bench", str(photographs), *SMALL, "--subjects", "eager,timm", "--out", str(folder))
+    status = vit_fast("bench", str(photographs), *SMALL, "--candidates", "eager,timm", "--out", str(folder))
     printed = capsys.readouterr().out
     record = records.read_record(folder)
     assert status == 0
@@ -80,8 +80,10 @@ def test_a_run_prints_a_table_and_writes_record_table_and_plot(tmp_path: Path, p
         (["--models", "vit_bse_patch16_224"], "vit_base_patch16_224"),
         (["--models", "vit_nothing_*"], "unknown model"),
         (["--models", ","], "no models"),
-        (["--subjects", "tim"], "did you mean timm"),
-        (["--subjects", "eager+compile:fastest"], "max-autotune"),
+        (["--candidates", "tim"], "did you mean timm"),
+        (["--candidates", "eager+compile:fastest"], "max-autotune"),
+        (["--candidates", "eager+compiled"], "behind +compile"),
+        (["--candidates", "flex+compile"], "cannot be compiled"),
         (["--batch-sizes", "0"], "batch size 0"),
         (["--batch-sizes", "1,x"], "1,x"),
         (["--batch-sizes", "99999999999"], "needs at least"),
@@ -126,8 +128,8 @@ def tiny(folder: Path) -> Path:
     return path
 
 
-def test_subjects_are_listed_with_what_is_missing(capsys) -> None:
-    assert vit_fast("bench", "--list-subjects") == 0
+def test_candidates_are_listed_with_what_is_missing(capsys) -> None:
+    assert vit_fast("bench", "--list-candidates") == 0
     printed = capsys.readouterr().out
     for name in ("eager", "sdpa", "triton", "timm", "transformers", "torchvision", "+compile"):
         assert name in printed
@@ -178,7 +180,7 @@ def test_an_interrupted_run_is_written_and_can_go_on(tmp_path: Path, photographs
         raise KeyboardInterrupt
 
     monkeypatch.setattr(runner, "time_interleaved", press)
-    arguments = ("bench", str(photographs), *SMALL, "--subjects", "eager,sdpa", "--out", str(folder))
+    arguments = ("bench", str(photographs), *SMALL, "--candidates", "eager,sdpa", "--out", str(folder))
     assert vit_fast(*arguments) == 130
     assert f"--resume {folder}" in capsys.readouterr().out
     assert {row["status"] for row in records.read_record(folder)["rows"]} == {"interrupted"}
@@ -209,7 +211,7 @@ def test_a_file_that_is_no_record_is_refused(content: str, message: str, tmp_pat
 
 
 def exact(record: dict, resolution: float = 0.02, factors: dict[str, float] | None = None) -> dict:
-    """A record whose rows took 10 ms each, times a factor by subject, and whose control says this resolution."""
+    """A record whose rows took 10 ms each, times a factor by candidate, and whose control says this resolution."""
     made = copy.deepcopy(record)
     for row in made["rows"]:
         ms = 10 * (factors or {}).get(row["subject"], 1.0)
@@ -319,15 +321,6 @@ def test_rows_without_figures_are_named_once_with_their_reason(record: dict) -> 
     for row in other["rows"]:
         row["status"] = "skipped"
     assert len(plot.draw(other)) > 5_000
-
-
-def test_the_heading_names_machine_versions_and_date_and_a_busy_machine(record: dict) -> None:
-    quiet = exact(record)
-    line = report.heading(quiet)
-    for part in (quiet["machine"]["device"], quiet["machine"]["packages"]["torch"], quiet["machine"]["date"][:10]):
-        assert part in line
-    assert "BUSY" not in line
-    assert "BUSY" in report.heading(quiet | {"busy": ["reason"]})
 
 
 def test_blocks_of_a_document_are_filled_from_their_records(record: dict, tmp_path: Path, capsys) -> None:

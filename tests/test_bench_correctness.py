@@ -12,11 +12,11 @@ from torch import Tensor
 
 from vit_fast import ViTConfig
 from vit_fast.apps.data import default_photograph
-from vit_fast.benchmarks.correctness import Expected, expect, judge_outputs, spread
+from vit_fast.benchmarks.candidates import NamedCandidate, Task, get_candidate
+from vit_fast.benchmarks.candidates_models import build
+from vit_fast.benchmarks.correctness import Expected, expect, judge_outputs
 from vit_fast.benchmarks.inputs import image_views, random_weights, rotating_batches, rounded
 from vit_fast.benchmarks.models import describe_ours, resolve
-from vit_fast.benchmarks.subjects import Subject, Task, get_subject
-from vit_fast.benchmarks.subjects_models import build
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.variants import get_variant
 
@@ -38,16 +38,16 @@ def make_task(config: ViTConfig, dtype: torch.dtype = torch.float32, batch_size:
     return task, image_views([default_photograph()], model, 4).to(dtype)
 
 
-def verdict_of(subject: Subject, task: Task, images: Tensor, expected: Expected) -> str | None:
+def verdict_of(candidate: NamedCandidate, task: Task, images: Tensor, expected: Expected) -> str | None:
     with torch.inference_mode():
-        return judge_outputs(subject, task, expected, subject.build(task)(images)).reason
+        return judge_outputs(candidate, task, expected, candidate.build(task)(images)).reason
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["eager", "sdpa", "timm", "transformers", "torchvision"])
 def test_every_implementation_passes_with_the_same_weights(name: str, dtype: torch.dtype) -> None:
     task, images = make_task(get_variant("vit_test").config, dtype)
-    assert verdict_of(get_subject(name), task, images, expect(task, images)) is None
+    assert verdict_of(get_candidate(name), task, images, expect(task, images)) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -59,7 +59,7 @@ def test_identical_images_are_no_matter_of_luck(dtype: torch.dtype) -> None:
         images = torch.full((4, 3, 32, 32), 0.1 * seed).to(dtype)
         expected = expect(task, images)
         for name in ("sdpa", "timm", "transformers", "torchvision"):
-            assert verdict_of(get_subject(name), task, images, expected) is None, (seed, name)
+            assert verdict_of(get_candidate(name), task, images, expected) is None, (seed, name)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_identical_images_are_no_matter_of_luck(dtype: torch.dtype) -> None:
 )
 def test_timm_takes_the_weights_of_every_family(name: str) -> None:
     task, images = make_task(shrunk(name))
-    assert verdict_of(get_subject("timm"), task, images, expect(task, images)) is None
+    assert verdict_of(get_candidate("timm"), task, images, expect(task, images)) is None
 
 
 def test_a_changed_parameter_is_noticed_whichever_it_is() -> None:
@@ -87,7 +87,7 @@ def test_a_changed_parameter_is_noticed_whichever_it_is() -> None:
         for name, tensor in task.weights.items():
             changed = dataclasses.replace(task, weights={**task.weights, name: tensor * 1.1})
             with torch.inference_mode():
-                if judge_outputs(get_subject("sdpa"), task, expected, build("sdpa", changed)(images)).passed:
+                if judge_outputs(get_candidate("sdpa"), task, expected, build("sdpa", changed)(images)).passed:
                     hidden.append(name)
         assert hidden == []
 
@@ -139,7 +139,7 @@ def test_another_activation_is_noticed(dtype: torch.dtype) -> None:
 
 def assert_noticed(mistake, dtype: torch.dtype) -> None:
     task, images = make_task(get_variant("vit_test").config, dtype)
-    reason = verdict_of(Subject("mistake", "", mistake), task, images, expect(task, images))
+    reason = verdict_of(NamedCandidate("mistake", "", mistake), task, images, expect(task, images))
     assert reason is not None
     assert "off by" in reason
 
@@ -150,47 +150,47 @@ def test_nan_and_other_shapes_are_refused() -> None:
     right = build("sdpa", task)(images)
     poisoned = right.clone()
     poisoned[2, 3] = float("nan")
-    assert judge_outputs(get_subject("sdpa"), task, expected, right).passed
-    assert "NaN" in judge_outputs(get_subject("sdpa"), task, expected, poisoned).reason
-    assert "instead of" in judge_outputs(get_subject("sdpa"), task, expected, right[:2]).reason
-    assert "instead of" in judge_outputs(get_subject("sdpa"), task, expected, (right,)).reason
+    assert judge_outputs(get_candidate("sdpa"), task, expected, right).passed
+    assert "NaN" in judge_outputs(get_candidate("sdpa"), task, expected, poisoned).reason
+    assert "instead of" in judge_outputs(get_candidate("sdpa"), task, expected, right[:2]).reason
+    assert "instead of" in judge_outputs(get_candidate("sdpa"), task, expected, (right,)).reason
 
 
-def test_a_subject_of_fewer_bits_is_held_to_its_own_tolerance() -> None:
+def test_a_candidate_of_fewer_bits_is_held_to_its_own_tolerance() -> None:
     task, images = make_task(get_variant("vit_test").config)
     expected = expect(task, images)
     coarse = expected.outputs.float() + 0.01
-    subject = Subject("coarse", "", build=lambda task: lambda images: coarse)
-    assert not judge_outputs(subject, task, expected, coarse).passed
-    roomy = dataclasses.replace(subject, tolerance=0.02)
+    candidate = NamedCandidate("coarse", "", build=lambda task: lambda images: coarse)
+    assert not judge_outputs(candidate, task, expected, coarse).passed
+    roomy = dataclasses.replace(candidate, tolerance=0.02)
     assert judge_outputs(roomy, task, expected, coarse).passed
     assert not judge_outputs(roomy, task, expected, coarse + 1).passed
 
 
 def test_our_model_in_e4m3_passes_and_is_not_what_it_is_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     make_bf16_exact()
-    subject, config = get_subject("triton-fp8"), get_variant("vit_test").config
+    candidate, config = get_candidate("triton-fp8"), get_variant("vit_test").config
     task, images = make_task(config, torch.bfloat16)
     with torch.inference_mode():
-        found = subject.build(task)(images)
-        assert judge_outputs(subject, task, expect(task, images), found).passed
-        assert not torch.equal(found, get_subject("triton").build(task)(images))
+        found = candidate.build(task)(images)
+        assert judge_outputs(candidate, task, expect(task, images), found).passed
+        assert not torch.equal(found, get_candidate("triton").build(task)(images))
     monkeypatch.setattr(
         "vit_fast.measure.build.changed_copy", lambda *_: pytest.fail("what cannot run is not calibrated")
     )
     with pytest.raises(UnsupportedInputError, match="float32"):
-        subject.build(make_task(config)[0])
+        candidate.build(make_task(config)[0])
     block = dataclasses.replace(task, model=dataclasses.replace(task.model, block=True))
     for name in ("triton-fp8", "torchao-fp8"):
         with pytest.raises(UnsupportedInputError, match="whole model"):
-            get_subject(name).build(block)
+            get_candidate(name).build(block)
 
 
 def test_peers_refuse_what_they_cannot_express_with_all_reasons() -> None:
     task, _ = make_task(shrunk("vit_small_patch14_reg4_dinov2", num_classes=10))
     for name in ("transformers", "torchvision"):
         with pytest.raises(UnsupportedInputError) as refusal:
-            get_subject(name).build(task)
+            get_candidate(name).build(task)
         text = str(refusal.value)
         assert all(reason in text for reason in ("reg_tokens=4", "no_embed_class=True", "init_values"))
 
@@ -219,10 +219,3 @@ def test_batches_are_real_different_images_in_memory_of_their_own() -> None:
     assert all(batch.shape == (3, 3, 512, 512) and batch.std() > 0.1 for batch in batches)
     assert not torch.equal(batches[0], batches[1])
     assert len({image.numpy().tobytes() for image in batches[0]}) == 3
-
-
-def test_checked_rows_are_spread_over_the_batch() -> None:
-    assert spread(3, 8) == [0, 1, 2]
-    assert spread(256, 8)[0] == 0
-    assert spread(256, 8)[-1] == 255
-    assert len(set(spread(256, 8))) == 8

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from vit_fast.benchmarks import machine
+from vit_fast.benchmarks.candidates import parse_label
 from vit_fast.benchmarks.models import resolve
 from vit_fast.benchmarks.report import markdown
 from vit_fast.benchmarks.rows import Group, add_timing, make_row
-from vit_fast.benchmarks.subjects import parse_label
 from vit_fast.measure import clock, device_clock
 from vit_fast.measure.clock import Protocol, time_interleaved
 from vit_fast.measure.device_clock import DeviceClock, Instant, calibrate
@@ -189,7 +189,7 @@ def test_a_cpu_has_no_time_of_the_host() -> None:
 def test_a_record_gives_the_hosts_time_in_a_column_of_its_own(gpu: Simulated) -> None:
     """Only where there is one: a table of a CPU has no such column."""
     group = Group(*resolve("vit_test")(None), "fp32", 2, 2)
-    asked = {"models": ["vit_test"], "batch_sizes": [2], "dtypes": ["fp32"], "subjects": ["sdpa"], "device": "cuda"}
+    asked = {"models": ["vit_test"], "batch_sizes": [2], "dtypes": ["fp32"], "candidates": ["sdpa"], "device": "cuda"}
     record = {
         "plan": asked | {"images": ["grace_hopper.jpg"]},
         "rows": [],

@@ -7,45 +7,42 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from bench_support import QUICK, Notes, assert_no_speed, plan, rows_by_subject
+from bench_support import QUICK, Notes, assert_no_speed, breaking, plan, rows_by_candidate
 
 from vit_fast.benchmarks import machine, records, runner
+from vit_fast.benchmarks.candidates_models import build
 from vit_fast.benchmarks.plan import make_plan
-from vit_fast.benchmarks.subjects import Task
-from vit_fast.benchmarks.subjects_models import build
 
 pytestmark = pytest.mark.usefixtures("small_ceilings")
 
 
-def greedy(most: int) -> Callable[[Task], object]:
-    """A subject that runs out of memory above a batch size; wrapped, as a compiler does it."""
+def run_out() -> None:
+    """Memory runs out, wrapped, as a compiler does it."""
+    try:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+    except torch.OutOfMemoryError as error:
+        raise RuntimeError("backend failed") from error
 
-    def make(task: Task) -> object:
-        model = build("sdpa", task)
 
-        def answer(images: torch.Tensor) -> torch.Tensor:
-            if len(images) > most:
-                try:
-                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
-                except torch.OutOfMemoryError as error:
-                    raise RuntimeError("backend failed") from error
-            return model(images)
+def press() -> None:
+    raise KeyboardInterrupt
 
-        return answer
 
-    return make
+def hang() -> None:
+    """The limit is long, and never waited for: the hanging one lets the clock strike itself."""
+    signal.setitimer(signal.ITIMER_REAL, 1e-3)
+    time.sleep(600)
 
 
 def test_out_of_memory_halves_the_batch_says_so_and_goes_on(add) -> None:
-    add("greedy", greedy(2))
-    add("hopeless", greedy(0))
+    add("greedy", breaking(run_out, after=0, above=2))
+    add("hopeless", breaking(run_out, after=0))
     notes = Notes()
-    rows = rows_by_subject(runner.run(plan("greedy", "hopeless", "timm", batch_sizes=(8,)), notes))
+    rows = rows_by_candidate(runner.run(plan("greedy", "hopeless", "timm", batch_sizes=(8,)), notes))
     assert (rows["greedy"]["batch"], rows["greedy"]["requested_batch"]) == (2, 8)
     assert rows["greedy"]["status"] == "measured"
     assert rows["greedy"]["best_peer"] == "timm"
@@ -61,36 +58,14 @@ def test_out_of_memory_halves_the_batch_says_so_and_goes_on(add) -> None:
 
 @pytest.mark.slow
 def test_running_out_of_memory_while_timing_loses_nobody_else(add) -> None:
-    def later(task: Task) -> object:
-        model, calls = build("sdpa", task), []
-
-        def answer(images: torch.Tensor) -> torch.Tensor:
-            calls.append(1)
-            if len(images) > 1 and len(calls) > 9:
-                raise torch.OutOfMemoryError("out")
-            return model(images)
-
-        return answer
-
-    add("later", later)
-    rows = rows_by_subject(runner.run(plan("later", "eager", batch_sizes=(2,))))
+    add("later", breaking(run_out, above=1))
+    rows = rows_by_candidate(runner.run(plan("later", "eager", batch_sizes=(2,))))
     assert (rows["later"]["status"], rows["later"]["batch"]) == ("measured", 1)
     assert (rows["eager"]["status"], rows["eager"]["batch"]) == ("measured", 2)
 
 
 def test_ctrl_c_keeps_what_was_measured(add) -> None:
-    def pressed(task: Task) -> object:
-        model, calls = build("sdpa", task), []
-
-        def answer(images: torch.Tensor) -> torch.Tensor:
-            calls.append(1)
-            if len(images) == 2 and len(calls) > 9:
-                raise KeyboardInterrupt
-            return model(images)
-
-        return answer
-
-    add("pressed", pressed)
+    add("pressed", breaking(press, above=1))
     record = runner.run(plan("eager", "pressed", batch_sizes=(1, 2, 4)), Notes())
     assert record["interrupted"]
     assert [(row["batch"], row["subject"], row["status"]) for row in record["rows"]] == [
@@ -108,8 +83,8 @@ def test_ctrl_c_keeps_what_was_measured(add) -> None:
 KILLED = """
 import os, sys
 from pathlib import Path
-from vit_fast.benchmarks import machine, plan, records, runner, subjects
-from vit_fast.benchmarks.subjects_models import build
+from vit_fast.benchmarks import machine, plan, records, runner, candidates
+from vit_fast.benchmarks.candidates_models import build
 from vit_fast.measure.clock import Protocol
 
 machine.MATMUL_SIZE["cpu"], machine.COPY_BYTES["cpu"] = 64, 2**16
@@ -119,8 +94,8 @@ def deadly(task):
         os.kill(os.getpid(), 9)
     return build("sdpa", task)
 
-subjects.register("deadly", "for a test", deadly)
-chosen = plan.make_plan(models=["vit_test"], batch_sizes=[1, 2], dtypes=["fp32"], subjects=["eager", "deadly"],
+candidates.register("deadly", "for a test", deadly)
+chosen = plan.make_plan(models=["vit_test"], batch_sizes=[1, 2], dtypes=["fp32"], candidates=["eager", "deadly"],
     device="cpu", protocol=Protocol(repeats=4, seconds=60.0, least_repeats=3, warmup_repeats=1))
 journal = records.Journal.begin(Path(sys.argv[1]), chosen.request, machine.describe("cpu"))
 runner.run(chosen, None, journal)
@@ -147,7 +122,7 @@ def test_kill_9_keeps_the_rows_and_the_run_can_go_on(add, tmp_path: Path) -> Non
     again = dataclasses.replace(make_plan(**journal.header["request"]), protocol=QUICK)
     record = runner.run(again, None, journal)
     assert [(row["batch"], row["subject"], row["status"]) for row in record["rows"]] == [
-        (batch, subject, "measured") for batch in (1, 2) for subject in ("eager", "deadly")
+        (batch, candidate, "measured") for batch in (1, 2) for candidate in ("eager", "deadly")
     ]
     assert [row["ms"] for row in record["rows"][:2]] == [row["ms"] for row in before]
     assert record["ceilings"]["taken"] >= 4
@@ -182,23 +157,9 @@ def test_what_ends_the_process_twice_is_failed_and_leaves_the_others(tmp_path: P
 
 @pytest.mark.fast_cases("while it is timed")
 @pytest.mark.parametrize("calls_before", [0, 9], ids=["while it is checked", "while it is timed"])
-def test_what_hangs_is_ended_and_leaves_the_others(calls_before: int, add, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit is long for all others, and never waited for: the hanging one lets the clock strike itself."""
-
-    def hanging(task: Task) -> object:
-        model, calls = build("sdpa", task), []
-
-        def answer(images: torch.Tensor) -> torch.Tensor:
-            calls.append(1)
-            if len(calls) > calls_before:
-                signal.setitimer(signal.ITIMER_REAL, 1e-3)
-                time.sleep(600)
-            return model(images)
-
-        return answer
-
-    add("hanging", hanging)
-    rows = rows_by_subject(runner.run(plan("hanging", "eager")))
+def test_what_hangs_is_ended_and_leaves_the_others(calls_before: int, add) -> None:
+    add("hanging", breaking(hang, after=calls_before))
+    rows = rows_by_candidate(runner.run(plan("hanging", "eager")))
     assert rows["hanging"]["status"] == "failed" and "TimeoutError: more than 900 s" in rows["hanging"]["reason"]
     assert_no_speed(rows["hanging"])
     assert rows["eager"]["status"] == "measured"

@@ -13,12 +13,12 @@ from onnx_models import randomised
 from torch import Tensor, nn
 
 import vit_fast
-from vit_fast.benchmarks import models, runner, subjects
+from vit_fast.benchmarks import candidates, models, runner
+from vit_fast.benchmarks.candidates import NamedCandidate, Task, choose
+from vit_fast.benchmarks.candidates_models import build
 from vit_fast.benchmarks.models import resolve
 from vit_fast.benchmarks.plan import make_plan
 from vit_fast.benchmarks.report import command
-from vit_fast.benchmarks.subjects import Subject, Task, choose
-from vit_fast.benchmarks.subjects_models import build
 from vit_fast.cli import main
 from vit_fast.work import Counter
 
@@ -49,7 +49,7 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def measure(model: str, *labels: str, **fields: object) -> list[dict]:
-    plan = make_plan(models=[model], batch_sizes=[2], subjects=labels or None, device="cpu", protocol=QUICK, **fields)
+    plan = make_plan(models=[model], batch_sizes=[2], candidates=labels or None, device="cpu", protocol=QUICK, **fields)
     return runner.run(plan)["rows"]
 
 
@@ -136,7 +136,8 @@ def test_an_installed_command_finds_modules_in_the_working_directory(tmp_path: P
 
 @pytest.mark.parametrize(
     "wrong",
-    [["--models", "no_such_module:none"], ["--models", "none.onnx"], ["--models", "timm:none"], ["--subjects", "none"],
+    [["--models", "no_such_module:none"], ["--models", "none.onnx"], ["--models", "timm:none"],
+     ["--candidates", "none"],
      ["--dtypes", "fp7"], ["--batch-sizes", "0"], ["none.jpg"], ["--out", "{file}/below"]],
 )  # fmt: skip
 def test_nothing_is_built_before_all_names_are_known(wrong, in_a_folder: Path, monkeypatch, capsys) -> None:
@@ -217,9 +218,9 @@ class _Wrong(nn.Module):
 @pytest.mark.parametrize(("forgets", "reason"), [(False, "off by"), (True, "the norm of all parameters' gradients")])
 def test_a_wrong_gradient_gets_no_speed(forgets: bool, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs are right: of a gradient that is too large, and of a parameter that is forgotten."""
-    subjects.all_subjects()
-    wrong = Subject("wrong", "for a test", lambda task: _Wrong(build("sdpa", task), forgets))
-    monkeypatch.setitem(subjects._SUBJECTS, "wrong", wrong)
+    candidates.all_candidates()
+    wrong = NamedCandidate("wrong", "for a test", lambda task: _Wrong(build("sdpa", task), forgets))
+    monkeypatch.setitem(candidates._CANDIDATES, "wrong", wrong)
     (right,) = measure("vit_test", "wrong")
     assert right["status"] == "measured"
     (row,) = measure("vit_test", "wrong", train=True)
@@ -255,13 +256,13 @@ def test_the_command_of_a_record_measures_the_same(in_a_folder: Path) -> None:
     assert dataclasses.replace(again, models=()) == dataclasses.replace(plan, models=())
 
 
-def test_our_subjects_refuse_a_model_of_another_shape() -> None:
+def test_our_candidates_refuse_a_model_of_another_shape() -> None:
     (model,) = resolve("timm:test_vit")((64, 64))
     task = Task(model, None, torch.float32, torch.device("cpu"), 1)
     for name in ("eager", "timm", "given"):
-        subject = subjects.get_subject(name)
+        candidate = candidates.get_candidate(name)
         if name == "given":
-            assert isinstance(subject.build(task), nn.Module)
+            assert isinstance(candidate.build(task), nn.Module)
         else:
             with pytest.raises(vit_fast.UnsupportedInputError, match="not of one of our shapes"):
-                subject.build(task)
+                candidate.build(task)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vit_fast.benchmarks import machine, runner, subjects_operators
+from vit_fast.benchmarks import candidates_operators, machine, runner
+from vit_fast.benchmarks.candidates import NamedCandidate, Task, get_candidate
 from vit_fast.benchmarks.correctness import expect, judge_outputs, stepper
 from vit_fast.benchmarks.inputs import weights_of
 from vit_fast.benchmarks.models import resolve
 from vit_fast.benchmarks.plan import make_plan
-from vit_fast.benchmarks.subjects import Subject, Task, get_subject
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.measure.clock import Protocol
 from vit_fast.work import Work
@@ -57,7 +57,7 @@ def test_all_that_can_run_here_is_right_and_measured(training: bool, monkeypatch
     monkeypatch.setitem(machine.COPY_BYTES, "cpu", 2**16)
     labels = ["eager", "sdpa", "timm", "timm+fused"]
     plan = make_plan(
-        models=SMALL, batch_sizes=[3], dtypes=["fp32"], subjects=labels, device="cpu", train=training, protocol=QUICK
+        models=SMALL, batch_sizes=[3], dtypes=["fp32"], candidates=labels, device="cpu", train=training, protocol=QUICK
     )
     rows = {(row["model"], row["subject"]): row for row in runner.run(plan)["rows"]}
     measured = {key for key, row in rows.items() if row["status"] == "measured"}
@@ -78,9 +78,9 @@ def test_a_fault_in_the_last_image_is_noticed(word: str, training: bool, dtype: 
     """At the size that is timed; of a backward, also in a parameter's gradient alone."""
     task = make_task(word, dtype, training)
     images = torch.randn(5, *task.model.shape).to(dtype)
-    expected, subject = expect(task, images), get_subject("sdpa" if word != SMALL[2] else "eager")
+    expected, candidate = expect(task, images), get_candidate("sdpa" if word != SMALL[2] else "eager")
     factor = torch.ones(5, *[1] * len(task.model.shape), dtype=dtype)
-    right = subject.make(task)
+    right = candidate.make(task)
 
     def faulty(x: torch.Tensor) -> torch.Tensor:
         out = right(x)
@@ -89,14 +89,14 @@ def test_a_fault_in_the_last_image_is_noticed(word: str, training: bool, dtype: 
     def passes() -> bool:
         if training:
             return judge_outputs(
-                subject, task, expected, stepper(task, right, faulty).gradients(images, range(5), range(5))
+                candidate, task, expected, stepper(task, right, faulty).gradients(images, range(5), range(5))
             ).passed
         with torch.no_grad():
-            return judge_outputs(subject, task, expected, faulty(images)).passed
+            return judge_outputs(candidate, task, expected, faulty(images)).passed
 
     if training:  # all rows that the definition was asked for
         assert judge_outputs(
-            subject, task, expected, stepper(task, right, right).gradients(images, expected.rows, range(5))
+            candidate, task, expected, stepper(task, right, right).gradients(images, expected.rows, range(5))
         ).passed
     else:
         assert passes()
@@ -106,11 +106,11 @@ def test_a_fault_in_the_last_image_is_noticed(word: str, training: bool, dtype: 
 
 def test_who_cannot_compute_it_says_all_reasons() -> None:
     with pytest.raises(UnsupportedInputError, match=r"(?s)expected a GPU.*its activation is gelu_tanh"):
-        get_subject("cublaslt").build(make_task("mlp:14x32x64"))
+        get_candidate("cublaslt").build(make_task("mlp:14x32x64"))
     with pytest.raises(UnsupportedInputError, match="computes no attention"):
-        get_subject("cublaslt").build(make_task("attention:20x2x16"))
+        get_candidate("cublaslt").build(make_task("attention:20x2x16"))
     with pytest.raises(UnsupportedInputError, match="vit_test is no single operator"):
-        get_subject("flex").build(make_task("vit_test"))
+        get_candidate("flex").build(make_task("vit_test"))
     with pytest.raises(ValueError, match="expected behind an mlp's sizes: gelu"):
         resolve("mlp:14x32x64:tanh")(None)
     with pytest.raises(ValueError, match="expected one of our variants"):
@@ -119,8 +119,8 @@ def test_who_cannot_compute_it_says_all_reasons() -> None:
 
 def test_a_peer_is_two_lines_and_is_measured_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """A function into the table, a name: what a package that is not here would add."""
-    monkeypatch.setitem(subjects_operators._ATTENTION, "mine", lambda qkv: qkv[:, :, 0])
+    monkeypatch.setitem(candidates_operators._ATTENTION, "mine", lambda qkv: qkv[:, :, 0])
     task = make_task("attention:20x2x16")
     images = torch.randn(5, 20, 3, 2, 16)
-    subject = Subject("mine", "wrong", lambda task: subjects_operators.build("mine", task))
-    assert "off by" in judge_outputs(subject, task, expect(task, images), subject.make(task)(images)).reason
+    candidate = NamedCandidate("mine", "wrong", lambda task: candidates_operators.build("mine", task))
+    assert "off by" in judge_outputs(candidate, task, expect(task, images), candidate.make(task)(images)).reason

@@ -22,7 +22,7 @@ import pytest
 from PIL import Image
 
 from vit_fast.benchmarks import html_report, plot, records, report
-from vit_fast.benchmarks.subjects import COMPILE_MODES, all_subjects
+from vit_fast.benchmarks.candidates import COMPILE_MODES, all_candidates
 from vit_fast.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -107,9 +107,9 @@ def test_names_of_strangers_stay_text(record):
 
 def test_every_candidate_has_its_own_colour_in_the_plot(record):
     names = [
-        dataclasses.replace(subject, mode=mode).label
-        for subject in all_subjects().values()
-        for mode in COMPILE_MODES[: 1 + 4 * subject.compilable]
+        dataclasses.replace(candidate, mode=mode).label
+        for candidate in all_candidates().values()
+        for mode in COMPILE_MODES[: 1 + 4 * candidate.compilable]
     ]
     colours = [plot.colour_of(name) for name in names]
     assert len(set(colours)) == len(names) > 60 and all(re.fullmatch("#[0-9a-f]{6}", colour) for colour in colours)
@@ -163,19 +163,6 @@ def test_a_record_that_nobody_should_cite_says_so(record):
         (reason,) = report.objections(spoilt)
         assert word in reason
         assert word in "".join(Page(html_report.render({"run": spoilt})).texts["p"])
-
-
-def test_command_measures_the_same_again(record):
-    words = report.command(record).split()
-    assert words[:2] == ["vit-fast", "bench"]
-    for option in ("models", "batch-sizes", "dtypes", "subjects", "device"):
-        value = record["plan"][option.replace("-", "_")]
-        given = words[words.index(f"--{option}") + 1]
-        assert given == (",".join(map(str, value)) if isinstance(value, list) else value)
-
-
-def test_a_table_says_how_to_measure_it_again(record):
-    assert f"`{report.command(record)}`" in report.markdown(record)
 
 
 def test_other_records_are_tables_of_their_rows(tmp_path):

@@ -39,7 +39,7 @@ class Machine:
 def measure(
     machine: Machine, times_ms: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, tuple[float, ...]]:
-    """The subjects' samples as time_interleaved takes them by that machine's clock."""
+    """The candidates' samples as time_interleaved takes them by that machine's clock."""
     monkeypatch.setattr("vit_fast.measure.clock.time.perf_counter_ns", lambda: int(machine.now_ms * 1e6))
     calls = {name: (lambda _, ms=ms: machine.spend(ms)) for name, ms in times_ms.items()}
     timings = time_interleaved(calls, CPU, Protocol(repeats=50, seconds=1e9, warmup_repeats=1, warmup_seconds=0))
@@ -54,7 +54,7 @@ def verdict(samples: dict[str, tuple[float, ...]], base: str, other: str) -> str
     return str(resolution.compare_rows(rows[base], rows[other], within, paired=True)["verdict"])
 
 
-def test_identical_subjects_are_never_told_apart_on_noisy_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_identical_candidates_are_never_told_apart_on_noisy_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     times = dict.fromkeys(("first", "again", "a", "b"), 10.0)
     told = [verdict(measure(Machine(seed, noisy=True), times, monkeypatch), "a", "b") for seed in range(20)]
     assert told == 20 * ["no difference"]
@@ -107,7 +107,7 @@ def test_five_per_cent_are_found_on_a_quiet_machine(monkeypatch: pytest.MonkeyPa
     assert told.count("slower") >= 19
 
 
-def test_a_subject_of_known_duration_is_measured_right(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_candidate_of_known_duration_is_measured_right(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = measure(Machine(0, noisy=False), {"first": 7.0, "other": 21.0}, monkeypatch)
     assert np.median(samples["first"]) == pytest.approx(7.0, rel=0.01)
     low, high = resolution.ratio_interval(samples["other"], samples["first"], paired=True)

@@ -1,4 +1,4 @@
-"""A run: what its record holds, and that nothing which goes wrong with one subject loses or flatters another."""
+"""A run: what its record holds, and that nothing which goes wrong with one candidate loses or flatters another."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import statistics
 
 import pytest
 import torch
-from bench_support import Notes, assert_no_speed, plan, rows_by_subject
+from bench_support import Notes, assert_no_speed, breaking, plan, rows_by_candidate
 
 from vit_fast.benchmarks import preparation, runner
-from vit_fast.benchmarks.machine import best_ceilings
+from vit_fast.benchmarks.candidates import Task, choose, parse_label
+from vit_fast.benchmarks.candidates_models import build
 from vit_fast.benchmarks.plan import DEFAULT_BATCH_SIZES
-from vit_fast.benchmarks.subjects import Task, choose, parse_label
-from vit_fast.benchmarks.subjects_models import build
 from vit_fast.errors import UnsupportedInputError
 
 pytestmark = pytest.mark.usefixtures("small_ceilings")
@@ -25,7 +24,7 @@ def test_a_record_holds_every_figure_and_they_agree() -> None:
     record = runner.run(plan("eager", "sdpa", "timm", "transformers", batch_sizes=(1, 4)), notes)
     assert json.loads(json.dumps(record, allow_nan=False)) == record
     assert [(row["subject"], row["batch"]) for row in record["rows"]] == [
-        (subject, batch) for batch in (1, 4) for subject in ("eager", "sdpa", "timm", "transformers")
+        (candidate, batch) for batch in (1, 4) for candidate in ("eager", "sdpa", "timm", "transformers")
     ]
     ceiling = record["ceilings"]["matmul_TFLOP_per_s"]["fp32"]
     flops = 2 * 2 * 17 * (4 * 64 * 64 + 2 * 64 * 256) + 2 * 4 * 17 * 17 * 64 + 2 * 16 * 3 * 64 * 64 + 2 * 64 * 10
@@ -57,14 +56,14 @@ def test_a_record_holds_every_figure_and_they_agree() -> None:
     assert record["ceilings"]["taken"] == 3  # before, between and after
 
 
-def test_a_wrong_subject_gets_no_speed_and_the_right_ones_keep_theirs(add) -> None:
+def test_a_wrong_candidate_gets_no_speed_and_the_right_ones_keep_theirs(add) -> None:
     def zero_bias(task: Task) -> object:
         weights = {**task.weights, "head.bias": torch.zeros_like(task.weights["head.bias"])}
         return build("sdpa", dataclasses.replace(task, weights=weights))
 
     add("wrong", zero_bias)
     notes = Notes()
-    rows = rows_by_subject(runner.run(plan("wrong", "sdpa"), notes))
+    rows = rows_by_candidate(runner.run(plan("wrong", "sdpa"), notes))
     assert rows["wrong"]["status"] == "wrong"
     assert rows["wrong"]["max_error"] > rows["wrong"]["allowed_error"]
     assert_no_speed(rows["wrong"])
@@ -72,7 +71,7 @@ def test_a_wrong_subject_gets_no_speed_and_the_right_ones_keep_theirs(add) -> No
     assert any("wrong is WRONG" in text for text in notes.said)
 
 
-def test_a_subject_that_is_right_only_at_first_is_wrong(add) -> None:
+def test_a_candidate_that_is_right_only_at_first_is_wrong(add) -> None:
     """What a replayed graph on stale inputs would do: the same answer whatever comes in."""
 
     def stale(task: Task) -> object:
@@ -85,7 +84,7 @@ def test_a_subject_that_is_right_only_at_first_is_wrong(add) -> None:
         return answer
 
     add("stale", stale)
-    row = rows_by_subject(runner.run(plan("stale")))["stale"]
+    row = rows_by_candidate(runner.run(plan("stale")))["stale"]
     assert row["status"] == "wrong"
     assert_no_speed(row)
 
@@ -106,11 +105,11 @@ def test_agreement_is_of_eight_images_at_any_batch(add) -> None:
         return answer
 
     add("partly", partly, precision="int8", tolerance=1e9)
-    rows = rows_by_subject(runner.run(plan("sdpa", "partly", batch_sizes=(1,))))
+    rows = rows_by_candidate(runner.run(plan("sdpa", "partly", batch_sizes=(1,))))
     assert (rows["sdpa"]["agreement"], rows["partly"]["agreement"]) == (1.0, 7 / 8)
 
 
-def test_missing_refused_and_broken_subjects_are_rows_with_reasons(add) -> None:
+def test_missing_refused_and_broken_candidates_are_rows_with_reasons(add) -> None:
     def refuse(task: Task) -> object:
         raise UnsupportedInputError("this library", ["one reason", "another reason"])
 
@@ -120,7 +119,7 @@ def test_missing_refused_and_broken_subjects_are_rows_with_reasons(add) -> None:
     add("missing", build, packages=("a_package_that_is_not_there",))
     add("refused", refuse)
     add("broken", break_down)
-    rows = rows_by_subject(runner.run(plan("missing", "refused", "broken", "eager")))
+    rows = rows_by_candidate(runner.run(plan("missing", "refused", "broken", "eager")))
     assert (rows["missing"]["status"], rows["missing"]["reason"]) == (
         "not installed",
         "pip install a_package_that_is_not_there",
@@ -134,20 +133,12 @@ def test_missing_refused_and_broken_subjects_are_rows_with_reasons(add) -> None:
     assert rows["eager"]["ratio_to_best_peer"] is None
 
 
-def test_a_subject_that_breaks_while_it_is_timed_is_failed_and_the_others_are_timed(add) -> None:
-    def later(task: Task) -> object:
-        model, calls = build("sdpa", task), []
+def test_a_candidate_that_breaks_while_it_is_timed_is_failed_and_the_others_are_timed(add) -> None:
+    def wear_out() -> None:
+        raise RuntimeError("worn out")
 
-        def answer(images: torch.Tensor) -> torch.Tensor:
-            calls.append(1)
-            if len(calls) > 9:
-                raise RuntimeError("worn out")
-            return model(images)
-
-        return answer
-
-    add("later", later)
-    rows = rows_by_subject(runner.run(plan("later", "eager")))
+    add("later", breaking(wear_out))
+    rows = rows_by_candidate(runner.run(plan("later", "eager")))
     assert rows["later"]["status"] == "failed"
     assert "worn out" in rows["later"]["reason"]
     assert_no_speed(rows["later"])
@@ -176,7 +167,7 @@ def test_a_spent_time_budget_starts_nothing_new_and_says_so() -> None:
 
 
 @pytest.mark.slow
-def test_a_compiled_subject_is_checked_and_timed_like_any_other() -> None:
+def test_a_compiled_candidate_is_checked_and_timed_like_any_other() -> None:
     record = runner.run(plan("sdpa+compile"))
     row = record["rows"][0]
     assert (row["status"], row["compile_mode"]) == ("measured", "default"), row
@@ -191,20 +182,6 @@ def test_labels_carry_compile_modes() -> None:
     for device in (cpu, torch.device("cuda")):
         assert {"eager", "sdpa", "timm+compile", "timm", "transformers"} <= {s.label for s in choose(None, device)}
     assert DEFAULT_BATCH_SIZES == {"cpu": (1, 8), "cuda": (1, 32, 256)}
-
-
-@pytest.mark.parametrize(
-    ("label", "message"),
-    [
-        ("tim", "unknown subject 'tim': did you mean timm"),
-        ("eager+compile:fast", "unknown compile mode 'fast'"),
-        ("eager+compiled", "behind \\+compile"),
-        ("flex+compile", "cannot be compiled"),
-    ],
-)
-def test_unknown_subjects_and_modes_are_refused(label, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        choose([label], torch.device("cpu"))
 
 
 def test_a_row_above_its_ceiling_is_a_named_defect_and_no_share(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,17 +204,3 @@ def test_the_control_is_the_best_at_full_precision(add) -> None:
     assert [row["best_peer"] for row in record["rows"]] == ["timm", "timm"], "no peer in fewer bits is the yardstick"
     (control,) = runner.run(plan("quick"))["controls"]
     assert control["subject"] == "quick"
-
-
-def test_the_best_ceiling_of_a_run_counts() -> None:
-    taken = [
-        {"copy_GB_per_s": copy, "copy_bytes": 1, "matmul_TFLOP_per_s": {"fp32": matmul}, "matmul_size": 1}
-        for copy, matmul in ((1.0, 5.0), (3.0, 2.0), (2.0, 4.0))
-    ]
-    best = best_ceilings(taken)
-    assert (best["copy_GB_per_s"], best["matmul_TFLOP_per_s"], best["taken"]) == (3.0, {"fp32": 5.0}, 3)
-
-
-def test_a_batch_that_no_memory_holds_is_refused_before_anything_is_built() -> None:
-    with pytest.raises(ValueError, match=r"batch size 99999999999: needs at least [\d,]+ GiB, cpu has [\d,]+ GiB"):
-        plan("eager", batch_sizes=(1, 99999999999))

@@ -41,17 +41,17 @@ def test_every_suite_runs_and_figures_follow_from_its_times(tmp_path):
     record = run_suite(NOT_SLOW, tmp_path / "record.json")
     names = {run["name"] for run in record["benchmarks"]}
     for expected in (
-        "test_subject[attention-sdpa-4]", "test_subject[attention-eager-training]", "test_subject[mlp-eager-4]",
-        "test_subject[mlp-eager+compile-training]", "test_subject[block-timm+fused-training]",
-        "test_subject[block-sdpa-4]", "test_subject[vit_test-sdpa-1]", "test_subject[vit_test-timm-4]",
-        "test_subject[vit_test-timm+fused-training]", "test_export[fp32]", "test_export[int8]",
+        "test_candidate[attention-sdpa-4]", "test_candidate[attention-eager-training]", "test_candidate[mlp-eager-4]",
+        "test_candidate[mlp-eager+compile-training]", "test_candidate[block-timm+fused-training]",
+        "test_candidate[block-sdpa-4]", "test_candidate[vit_test-sdpa-1]", "test_candidate[vit_test-timm-4]",
+        "test_candidate[vit_test-timm+fused-training]", "test_export[fp32]", "test_export[int8]",
         "test_cold_start[sdpa]", "test_cold_start[onnxruntime]",
     ):  # fmt: skip
         assert expected in names
     assert not any("triton" in name for name in names), "nothing runs on a CPU what needs a GPU"
 
     runs = {run["name"]: run for run in record["benchmarks"]}
-    run = runs["test_subject[vit_test-sdpa-4]"]
+    run = runs["test_candidate[vit_test-sdpa-4]"]
     seconds = run["stats"]["median"]
     flops = get_variant("vit_test").config.flops_per_image()
     assert run["extra_info"]["images_per_s"] == pytest.approx(4 / seconds)
@@ -68,17 +68,4 @@ def test_a_peer_that_is_wrong_fails_nothing_and_ours_does(monkeypatch):
         row = {"status": "wrong", "reason": "off by 1", "peer": peer}
         monkeypatch.setattr(suite, "prepare", lambda *_, row=row: (None, row))
         with pytest.raises(outcome, match="off by 1"):
-            suite.test_subject(None, word, False, 1, "eager")
-
-
-@pytest.mark.slow
-def test_a_slower_run_fails_the_comparison(tmp_path):
-    record = run_suite("mlp-eager-4", tmp_path / "record.json")
-    (run,) = record["benchmarks"]
-    before = tmp_path / "before.json"
-    for factor, status in ((1e-4, 1), (1e4, 0)):
-        stats = {name: value * factor if isinstance(value, float) else value for name, value in run["stats"].items()}
-        before.write_text(json.dumps(record | {"benchmarks": [run | {"stats": stats}]}))
-        fail = "--benchmark-compare-fail=median:1000%"
-        done = suite("-k", "mlp-eager-4", f"--benchmark-compare={before}", fail)
-        assert done.returncode == status, done.stdout[-3000:]
+            suite.test_candidate(None, word, False, 1, "eager")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from vit_fast.measure.clock import (
     cold_copies,
     peak_memory_of_call,
     percentile,
-    time_call,
     time_interleaved,
     without_profiler_chatter,
 )
@@ -44,7 +42,7 @@ def test_what_the_profiler_says_of_itself_is_kept_and_nothing_else(capfd: pytest
     assert capfd.readouterr().err == "a warning\n"
 
 
-def test_subjects_take_turns_in_a_new_order_each_round() -> None:
+def test_candidates_take_turns_in_a_new_order_each_round() -> None:
     order: list[tuple[str, int]] = []
     calls = {name: (lambda number, name=name: order.append((name, number))) for name in "abc"}
     timings = time_interleaved(calls, CPU, QUICK)
@@ -69,11 +67,6 @@ def test_a_measurement_lasts_for_repeats_or_seconds_but_never_below_the_least() 
         Protocol(repeats=0)
     with pytest.raises(ValueError, match="seconds=-1"):
         Protocol(seconds=-1)
-
-
-def test_what_is_timed_is_the_call() -> None:
-    timing = time_call(lambda _: time.sleep(0.01), CPU, QUICK)
-    assert timing.ms_p20 >= 10
 
 
 def test_a_listener_can_end_the_measurement_and_an_exception_goes_through() -> None:

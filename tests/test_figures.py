@@ -57,9 +57,9 @@ def test_attention_is_what_the_model_attends_to(model) -> None:
     ],
 )
 def test_every_library(name: str, prefix: int) -> None:
-    subject = SUBJECTS[name]
-    model = subject.build().eval()
-    (images,) = subject.inputs().values()
+    candidate = SUBJECTS[name]
+    model = candidate.build().eval()
+    (images,) = candidate.inputs().values()
     sight = figures.look(model, images)
     assert sight.prefix == prefix
     assert {weights.shape[-1] for weights in sight.attention} == {prefix + sight.grid[0] * sight.grid[1]}

@@ -48,7 +48,7 @@ def test_without_a_gpu_nothing_is_claimed(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_every_plan_is_one_that_bench_accepts() -> None:
-    """Models, subjects and sizes exist; ours is in each, frozen and under graphs beside eager; the MLP compiled too."""
+    """Models, candidates and sizes exist; each has ours; frozen, graphs and the compiled MLP are among them."""
     seen = set()
     for job in gpu_check.JOBS:
         if job.request:
@@ -92,7 +92,7 @@ def test_a_dry_run_prints_the_jobs_and_runs_nothing(capsys: pytest.CaptureFixtur
 
 
 def test_the_compiled_tests_are_there() -> None:
-    """Every file exists, and each expression selects tests of every file; the MLP's are among them."""
+    """Every file exists, each expression selects tests of every file, and each of its alternatives selects some."""
     from _pytest.mark.expression import Expression
 
     commands = {job.name: job.tests for job in gpu_check.JOBS if job.tests}
@@ -100,14 +100,29 @@ def test_the_compiled_tests_are_there() -> None:
     root = gpu_check.ROOT
     assert all((root / file).is_file() for names in files.values() for file in names)
     assert set(gpu_check._MLP_FILES) == set(files["tests of the MLP, compiled"])
+    # the options of tests/conftest.py do not exist there: the worker runs pytest with --noconftest
+    assert not [word for command in commands.values() for word in command if word.startswith("--")]
     for name in files.keys() - {"tests that need a GPU"}:
-        command = commands[name]
-        expression = Expression.compile(command[command.index("-k") + 1])
+        expression = commands[name][commands[name].index("-k") + 1]
+        cases = {}
         for file in files[name]:
             defined = [line for line in (root / file).read_text().splitlines() if line.startswith("def test_")]
             ids = ("197-torch.bfloat16", "torch.float16", "bf16", "")
-            cases = [f"{line[4:].partition('(')[0]}[{values}]" for line in defined for values in ids]
-            assert any(expression.evaluate(lambda word, case=case: word in case) for case in cases), (name, file)
+            cases[file] = [f"{line[4:].partition('(')[0]}[{values}]" for line in defined for values in ids]
+
+        def selects(expression: str, cases: list[str]) -> bool:
+            selected = Expression.compile(expression)
+            return any(selected.evaluate(lambda word, case=case: word in case) for case in cases)
+
+        assert [file for file in files[name] if not selects(expression, cases[file])] == [], name
+        every = [case for names in cases.values() for case in names]
+        assert [part for part in expression.split(" or ") if not selects(part, every)] == [], name
+
+
+@pytest.mark.slow
+def test_the_worker_collects_the_first_tests() -> None:
+    first = next(job for job in gpu_check.JOBS if job.name == "tests, first")
+    assert gpu_check_worker.run_tests(["--collect-only", *first.tests], 600.0)["outcome"] == "passed"
 
 
 def test_unknown_parts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,7 +154,7 @@ def test_a_job_of_bench_leaves_its_record(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setitem(machine.COPY_BYTES, "cpu", 2**16)
     request = {
         "models": ["mlp:5x16x32"],
-        "subjects": ["eager"],
+        "candidates": ["eager"],
         "batch_sizes": [2],
         "dtypes": ["fp32"],
         "device": "cpu",

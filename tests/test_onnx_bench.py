@@ -1,4 +1,4 @@
-"""ONNX Runtime as a subject of the benchmark, and what it takes from a cold start."""
+"""ONNX Runtime as a candidate of the benchmark, and what it takes from a cold start."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import vit_fast
-from vit_fast.benchmarks import machine, runner, subjects_runtimes
+from vit_fast.benchmarks import candidates_runtimes, machine, runner
+from vit_fast.benchmarks.candidates import Task, get_candidate
 from vit_fast.benchmarks.correctness import expect, judge_outputs
 from vit_fast.benchmarks.inputs import random_weights, weights_of
 from vit_fast.benchmarks.models import resolve
 from vit_fast.benchmarks.plan import make_plan
 from vit_fast.benchmarks.preparation import cold_start
-from vit_fast.benchmarks.subjects import Task, get_subject
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.measure.candidate import AS_FILE, Candidate
 from vit_fast.measure.clock import Protocol
@@ -36,30 +36,30 @@ CASES = [(name, FP32) for name in ("onnxruntime", "onnxruntime-int8", "torch-onn
 
 @pytest.mark.fast_cases("onnxruntime-dtype0")
 @pytest.mark.parametrize(("name", "dtype"), [*CASES, ("openvino", BF16)])
-def test_subjects_pass_the_gate_and_a_wrong_one_does_not(name: str, dtype: torch.dtype) -> None:
-    task, subject = make_task(dtype), get_subject(name)
-    if missing := subject.missing_packages():
+def test_candidates_pass_the_gate_and_a_wrong_one_does_not(name: str, dtype: torch.dtype) -> None:
+    task, candidate = make_task(dtype), get_candidate(name)
+    if missing := candidate.missing_packages():
         pytest.skip(f"not installed: {missing}")
     if dtype == BF16 and not machine.has_bf16():
         with pytest.raises(UnsupportedInputError, match="no products in bf16"):
-            subject.build(task)
+            candidate.build(task)
         return
     images = torch.randn(3, 3, 32, 32, dtype=dtype)
     expected = expect(task, images)
-    outputs = subject.build(task)(images)
-    assert judge_outputs(subject, task, expected, outputs).passed
-    assert not judge_outputs(subject, task, expected, outputs.roll(1, dims=0)).passed
+    outputs = candidate.build(task)(images)
+    assert judge_outputs(candidate, task, expected, outputs).passed
+    assert not judge_outputs(candidate, task, expected, outputs.roll(1, dims=0)).passed
 
 
 def test_what_a_runtime_cannot_run_is_refused_before_it_is_exported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subjects_runtimes, "_exported", None)
+    monkeypatch.setattr(candidates_runtimes, "_exported", None)
     reasons = {
         "onnxruntime": (BF16, "no kernels in bf16 for a CPU"),
         "onnxruntime-int8": (torch.float16, "replaces fp32"),
     }
     for name, (dtype, reason) in (reasons | {"openvino": (torch.float16, "expected a CPU, and fp32 or bf16")}).items():
         with pytest.raises(UnsupportedInputError, match=reason):
-            get_subject(name).build(make_task(dtype))
+            get_candidate(name).build(make_task(dtype))
 
 
 def test_a_model_is_exported_once_for_all_batches_and_again_with_other_weights(monkeypatch, tmp_path) -> None:
@@ -67,12 +67,12 @@ def test_a_model_is_exported_once_for_all_batches_and_again_with_other_weights(m
     monkeypatch.setattr("vit_fast.export.export_onnx", lambda model, path, **_: written.append(path))
     task = make_task()
     same = [dataclasses.replace(task, batch_size=size) for size in (1, 8)]
-    paths = [subjects_runtimes._exported(AS_FILE, each) for each in same]
+    paths = [candidates_runtimes._exported(AS_FILE, each) for each in same]
     assert paths == written[:1] * 2 and paths[0].parent.is_dir()
     other = dataclasses.replace(task, weights=dict(task.weights))
     int8, openvino = Candidate("onnxruntime", precision="int8"), Candidate("openvino")
     others = (AS_FILE, other), (int8, other), (openvino, other), (AS_FILE, make_task())
-    assert len({*paths, *(subjects_runtimes._exported(*each) for each in others)}) == 5 == len(written)
+    assert len({*paths, *(candidates_runtimes._exported(*each) for each in others)}) == 5 == len(written)
     weights = [weights_of(task.model, FP32) for _ in range(2)]
     assert weights[0] is weights[1] is not weights_of(task.model, BF16)
 
@@ -84,7 +84,7 @@ def test_a_cold_start_counts_the_export_and_its_memory(monkeypatch: pytest.Monke
     monkeypatch.setitem(machine.COPY_BYTES, "cpu", 2**16)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     request = make_plan(models=["vit_test"], batch_sizes=[2], dtypes=["fp32"], device="cpu").request
-    plan = make_plan(**request | {"subjects": ["onnxruntime"], "cold": True, "protocol": QUICK})
+    plan = make_plan(**request | {"candidates": ["onnxruntime"], "cold": True, "protocol": QUICK})
     (row,) = runner.run(plan)["rows"]
     assert row["status"] == "measured" and row["cold_s"] > row["first_call_s"] > 0
     assert 100 < row["cold_MiB"] < 20_000

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_support import plan, rows_by_subject
+from bench_support import plan, rows_by_candidate
 from command_line import run
 
 import vit_fast
@@ -126,9 +126,9 @@ def test_candidates_are_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_ceilings")
 def test_the_bench_has_what_was_found_as_a_row(only) -> None:
-    subjects = ("eager", "optimized", "optimized-bf16")
-    record = runner.run(plan(*subjects, batch_sizes=(2,)))
-    _, *found = rows_by_subject(record).values()
+    candidates = ("eager", "optimized", "optimized-bf16")
+    record = runner.run(plan(*candidates, batch_sizes=(2,)))
+    _, *found = rows_by_candidate(record).values()
     assert [row["status"] for row in found] == ["unsupported"] * 2
     assert "vit-fast optimize vit_test --batch 2 --allow bf16 finds one" in found[1]["reason"]
 
@@ -136,7 +136,7 @@ def test_the_bench_has_what_was_found_as_a_row(only) -> None:
     assert run("optimize", "vit_test", "--batch", "2", "--budget", "60") == 0
     only(Candidate(precision="bf16"))
     assert run("optimize", "vit_test", "--batch", "2", "--budget", "60", "--allow", "bf16", "--min-agreement", "0") == 0
-    rows = rows_by_subject(runner.run(plan(*subjects, batch_sizes=(2,))))
-    assert [rows[name]["status"] for name in subjects] == ["measured"] * 3
-    assert [rows[name]["precision"] for name in subjects] == ["fp32", "fp32", "bf16"]
+    rows = rows_by_candidate(runner.run(plan(*candidates, batch_sizes=(2,))))
+    assert [rows[name]["status"] for name in candidates] == ["measured"] * 3
+    assert [rows[name]["precision"] for name in candidates] == ["fp32", "fp32", "bf16"]
     assert rows["optimized"]["max_error"] < 1e-4 < rows["optimized-bf16"]["max_error"]

@@ -1,4 +1,4 @@
-"""What the README claims can be run: its python blocks, its and the guide's commands with their options, its tables."""
+"""Runs the README's Python blocks; checks its tables, and the commands in documents, examples and docstrings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,19 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 PAGES = [README, *(path.read_text() for path in sorted((ROOT / "docs").rglob("*.md")))]
-COMMANDS = sorted({command for page in PAGES for command in re.findall(r"(?:^    |`)(vit-fast [^`#\n]+)", page, re.M)})
+SOURCE = [
+    path.read_text()
+    for folder in ("vit_fast", "kernels", "export", "benchmarks", "examples")
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.suffix in {".py", ".cpp"}
+]
+COMMANDS = sorted(
+    {
+        command.strip()
+        for text in (*PAGES, *SOURCE)
+        for command in re.findall(r"(?:^ {4,}|`)(vit-fast [a-z][^`#\n\\]*)", text, re.MULTILINE)
+    }
+)
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))

@@ -1,4 +1,4 @@
-"""`vit_fast.verify`: passes here, and fails for what is wrong."""
+"""`vit-fast verify`: passes on this machine, and fails if an output is incorrect."""
 
 from __future__ import annotations
 

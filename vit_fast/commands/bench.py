@@ -60,8 +60,8 @@ def bench(
         str | None, typer.Option(help="Images a call; best: doubled as long as that gains.", metavar="1,8|best")
     ] = None,
     dtypes: Annotated[str | None, typer.Option(help="fp32, tf32 (on a GPU), fp16, bf16.", metavar="A,B")] = None,
-    subjects: Annotated[
-        str | None, typer.Option(help="What to measure; see --list-subjects.", metavar="eager,timm+compile")
+    candidates: Annotated[
+        str | None, typer.Option(help="What to measure; see --list-candidates.", metavar="eager,timm+compile")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     out: Annotated[Path | None, typer.Option(help="New or empty folder for record, table and plot.")] = None,
@@ -70,18 +70,18 @@ def bench(
         typer.Option(help="Seconds; candidates that do not fit are left out. 0: no limit.", metavar="SECONDS"),
     ] = None,
     seconds: Annotated[
-        float | None, typer.Option(help="How long each subject is timed: longer on a restless machine.", metavar="S")
+        float | None, typer.Option(help="How long each candidate is timed: longer on a restless machine.", metavar="S")
     ] = None,
     resume: Annotated[
         Path | None, typer.Option(help="Go on with the run that ended before it was through.", metavar="FOLDER")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the record; all else goes to stderr.")] = False,
-    list_subjects: Annotated[bool, typer.Option("--list-subjects", help="Show what can be measured.")] = False,
+    list_candidates: Annotated[bool, typer.Option("--list-candidates", help="Show what can be measured.")] = False,
 ) -> None:
-    """Measures images per second, side by side and in turns, each subject checked against the definition first.
+    """Measures images per second, side by side and in turns, each candidate checked against the definition first.
 
     Without arguments: sizes that suit this machine (under three minutes on two CPU cores). Writes record.json,
-    table.md, plot.png and report.html into a folder that it names. Exit status 1 when a subject is wrong or failed,
+    table.md, plot.png and report.html into a folder that it names. Exit status 1 when a candidate is wrong or failed,
     130 after Ctrl-C.
     """
     from ..benchmarks.machine import describe
@@ -91,8 +91,8 @@ def bench(
     from ..benchmarks.runner import run
 
     console = wide_console(stderr=as_json)
-    if list_subjects:
-        _print_subjects(console)
+    if list_candidates:
+        _print_candidates(console)
         return
     if out is not None:
         check_folder(out)
@@ -102,7 +102,7 @@ def bench(
             models=split_words(models),
             batch_sizes="best" if batch_sizes == "best" else integers("--batch-sizes", batch_sizes),
             dtypes=split_words(dtypes),
-            subjects=split_words(subjects),
+            candidates=split_words(candidates),
             img_size=[integers("--img-size", size, "x") or [] for size in img_size.split(",")] if img_size else None,
             train=train,
             amp=amp,
@@ -117,7 +117,7 @@ def bench(
         machine = describe(plan.device)
         journal = Journal.begin(default_folder(machine) if out is None else out, plan.request, machine)
     else:
-        asked = (images, models, img_size, batch_sizes, dtypes, subjects, out, time_budget, seconds)
+        asked = (images, models, img_size, batch_sizes, dtypes, candidates, out, time_budget, seconds)
         others = train, amp, explain, cold, latency, device != "auto", data != "device"
         if any(value is not None for value in asked) or any(others):
             raise ValueError(f"--resume {resume} repeats the options of that run: expected no other option than --json")
@@ -166,14 +166,14 @@ def patient_interrupt() -> Iterator[None]:
             signal.signal(which, handler)
 
 
-def _print_subjects(console: Console) -> None:
-    from ..benchmarks.subjects import COMPILE_MODES, all_subjects
+def _print_candidates(console: Console) -> None:
+    from ..benchmarks.candidates import COMPILE_MODES, all_candidates
 
     rows = []
-    for subject in all_subjects().values():
-        missing = subject.missing_packages()
+    for candidate in all_candidates().values():
+        missing = candidate.missing_packages()
         installed = f"no (pip install {' '.join(missing)})" if missing else "yes"
-        rows.append((subject.name, subject.summary, installed, "yes" if subject.compilable else "no"))
+        rows.append((candidate.name, candidate.summary, installed, "yes" if candidate.compilable else "no"))
     console.print(table("candidates", ("candidate", "description", "installed", "torch.compile"), rows, texts=4))
     console.print(f"append to a name: +compile, or +compile:MODE with {', '.join(COMPILE_MODES[1:])}")
 
@@ -240,8 +240,6 @@ def _files(name: str, record: dict[str, Any]) -> dict[str, bytes]:
 
 
 class _Progress:
-    """A listener that shows a bar with what is running and the time left."""
-
     def __init__(self, console: Console) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 

@@ -18,8 +18,8 @@ from ..fusion.fuse import fuse
 from ..libraries.known import recognise
 from ..ops.backends import fp8_reasons
 from ..quantization.fp8_agreement import as_taken, logits_of
-from ..run.runtime import CompileMode, GraphRunner, compile, compile_frozen
-from .candidate import DTYPES, Candidate
+from ..run.runtime import GraphRunner, compile, compile_frozen
+from .candidate import DTYPES, Candidate, CompileMode
 from .optimized import (
     Function,
     Optimized,
@@ -138,19 +138,15 @@ def _fuse_parts(work: nn.Module, choice: Candidate) -> None:
 def _module(
     choice: Candidate, model: nn.Module, example: Any, photographs: Sequence[str | Path], min_agreement: float
 ) -> Function:
-    """A function by torch."""
     if choice == Candidate():
         return model
     if isinstance(model, OnnxFile):
         raise UnsupportedInputError(choice.name, ["the model is a file: expected runtimes of files"])
     work = changed_copy(choice, model, example, photographs, min_agreement)
-    function: Function = work
-    if choice.engine != "torch" and choice.frozen:
-        function = compile_frozen(work, fullgraph=False)
-    elif choice.engine != "torch":  # of other libraries' models a graph may break; each shape is compiled for itself
-        function = compile(work, _mode(choice), fullgraph=False)
-        if choice.engine == "max-autotune":
-            function = _in_memory_of_their_own(function)
+    # other libraries' models may break the graph
+    function: Function = compile_function(work, choice.compile_mode, fullgraph=False)
+    if choice.compile_mode == "max-autotune":
+        function = _in_memory_of_their_own(function)
     dtype = None if choice.precision is None else DTYPES[choice.precision]
     if choice.graphs:
         images = only_images(example)
@@ -164,8 +160,15 @@ def _module(
     return function
 
 
-def _mode(choice: Candidate) -> CompileMode:
-    return "max-autotune" if choice.engine == "max-autotune" else "default"
+def compile_function(function: Function, mode: CompileMode, *, fullgraph: bool) -> Function:
+    """Compiles a function or module in a mode; each shape is compiled for itself."""
+    if mode == "none":
+        return function
+    if mode == "freezing":
+        return compile_frozen(function, fullgraph=fullgraph)
+    if not isinstance(function, nn.Module):
+        raise UnsupportedInputError("torch.compile", ["only modules of torch are compiled"])
+    return compile(function, mode, fullgraph=fullgraph)
 
 
 def _in_memory_of_their_own(function: Function) -> Function:

@@ -90,7 +90,6 @@ def folder() -> Path:
 
 
 def _paths() -> list[Path]:
-    """Every kept file, readable or not; none where nobody may look."""
     with contextlib.suppress(OSError):
         return [path for path in folder().glob("*.json") if path.is_file()]
     return []

@@ -7,7 +7,7 @@ import itertools
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -15,6 +15,9 @@ from ..ops.backends import triton_unavailable_reasons
 from ..version import installed
 
 Engine = Literal["torch", "compile", "max-autotune", "onnxruntime", "tensorrt", "openvino"]
+# Of torch.compile; "freezing" treats weights as constants, "none" does not compile.
+CompileMode = Literal["none", "default", "freezing", "reduce-overhead", "max-autotune"]
+COMPILE_MODES: tuple[CompileMode, ...] = get_args(CompileMode)
 Precision = Literal["bf16", "fp16", "int8", "fp8"]
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16", "int8", "fp8")
 # Of what torch computes; with fp8, of all but the linear layers' operands.
@@ -71,6 +74,13 @@ class Candidate:
     def seconds(self) -> float:
         """About how long it takes to prepare."""
         return _SECONDS[self.engine]
+
+    @property
+    def compile_mode(self) -> CompileMode:
+        """The mode of torch.compile."""
+        if self.engine not in ("compile", "max-autotune"):
+            return "none"
+        return "freezing" if self.frozen else "default" if self.engine == "compile" else "max-autotune"
 
     @property
     def runs_file(self) -> bool:
@@ -168,7 +178,6 @@ def candidates_of_file(device: torch.device, allowed: Collection[Precision]) -> 
 
 
 def _runtimes(device: torch.device) -> list[Candidate]:
-    """Runtimes of files that are installed for a device."""
     on_ort = installed("onnxruntime") or installed("onnxruntime-gpu")
     if device.type == "cuda":
         return [AS_FILE, Candidate("onnxruntime", graphs=True), Candidate("tensorrt")] if on_ort else []
@@ -197,6 +206,5 @@ def _backends(device: torch.device) -> Sequence[str]:
 
 
 def _thread_counts() -> list[int]:
-    """Half of the threads that torch uses, and all that the process may run on where those are more."""
     used, there = torch.get_num_threads(), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
     return [count for count in dict.fromkeys((used // 2, there)) if count > 0 and count != used]

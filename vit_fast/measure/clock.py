@@ -4,8 +4,8 @@
     timings["sdpa"].ms, timings["sdpa"].ms_p20, timings["sdpa"].ms_p80
 
 On CUDA the clock is a pair of device events around each call (device_clock.py), with the host's time to queue it
-beside; on a CPU it is the host's monotonic clock. The subjects take turns call by call, so that a clock that drifts, a
-machine that heats or a neighbour that wakes hits all of them.
+beside; on a CPU it is the host's monotonic clock. The calls of the candidates are interleaved, so that drift of the
+clock, heat and other processes affect all of them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CPU_CACHE_BYTES = 64 * 2**20
 class Protocol:
     """When a measurement is long enough, and what it counts.
 
-    A subject is done after `repeats` timed calls, or after `seconds` of them and no fewer than `least_repeats`; the
+    A candidate is done after `repeats` timed calls, or after `seconds` of them and no fewer than `least_repeats`; the
     defaults therefore always reach the rule of 50 repeats or 200 ms.
 
     Attributes:
@@ -192,7 +192,6 @@ def time_call(call: Call, device: torch.device | str, protocol: Protocol | None 
 
 
 def _warm_up(call: Call, device: torch.device, protocol: Protocol) -> None:
-    """Calls until the protocol's warm-up is over, and waits for the device."""
     end = time.perf_counter() + protocol.warmup_seconds
     for number in range(protocol.warmup_repeats):
         call(number)

@@ -95,7 +95,6 @@ def at_most(seconds: float) -> Iterator[Callable[[], None]]:
 
 
 def _descendants(pid: int | str = "self", thread: int | str | None = "*") -> set[int]:
-    """Returns the processes below one, or below one of its threads, on Linux; elsewhere none."""
     found: set[int] = set()
     with contextlib.suppress(OSError):  # it has ended
         for path in Path(f"/proc/{pid}/task").glob(f"{thread}/children"):

@@ -240,11 +240,6 @@ def load_optimized(
 
 
 def _example_of(answer: Answer, model: nn.Module) -> Tensor:
-    """Random images of the shape that an answer was found for.
-
-    Raises:
-        ValueError: it was found for more than images.
-    """
     described = answer.key["example"]
     parameter = next(model.parameters(), torch.empty(0))
     if len(described) != 1 or len(described[0][0]) != 4:
@@ -276,7 +271,6 @@ def _check(
     budget_s: float, lossless: bool, min_agreement: float, objective: str, memory_limit: int | None,
     allow: Collection[Precision] | None,
 ) -> frozenset[Precision]:  # fmt: skip
-    """The number formats that may be tried."""
     numbers = {"budget_s": budget_s, "min_agreement": min_agreement, "memory_limit": memory_limit}
     for name, value in numbers.items():
         if not isinstance(value, int | float) and (name, value) != ("memory_limit", None):
@@ -342,7 +336,6 @@ def _result(
 
 
 def _is_compile_alone(choice: Candidate) -> bool:
-    """True for torch.compile alone."""
     return choice in [
         Candidate(engine, frozen=frozen) for engine in ("compile", "max-autotune") for frozen in (False, True)
     ]

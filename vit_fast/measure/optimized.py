@@ -136,7 +136,6 @@ class Optimized(nn.Module):
 
 
 def _copy_of(tensor: Tensor) -> Tensor:
-    """A copy that in-place operations refuse."""
     with torch.inference_mode():
         return tensor.detach().clone()
 

@@ -179,7 +179,6 @@ def _of_fp32(run: Run) -> Run:
 
 
 def _parts(path: Path) -> list[Path]:
-    """A file and those that its weights lie in."""
     from vit_fast.export.model_files import external_tensors, read_proto
 
     locations = {
@@ -190,7 +189,6 @@ def _parts(path: Path) -> list[Path]:
 
 
 def _copy_file(source: Path, path: Path) -> Path:
-    """Copies a file with those that its weights lie in."""
     for part in _parts(source):
         beside = path.parent / part.relative_to(source.parent) if part != source else path
         beside.parent.mkdir(parents=True, exist_ok=True)

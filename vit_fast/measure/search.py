@@ -324,7 +324,6 @@ class _Search(Generic[C]):
         return Found(chosen.candidate, tuple(self.trials), resolution, interrupted, tried, finish_s)
 
     def _lead(self, one: Trial[C], other: Trial[C]) -> float:
-        """Returns the lower bound of one's speed relative to the other."""
         if not one.samples_ms or not other.samples_ms:
             return 0.0
         first, second = paired(other.samples_ms, one.samples_ms)

@@ -137,11 +137,6 @@ def leaves_of(output: Any) -> list[Tensor]:
 
 
 def _untouched(model: nn.Module, example: Any) -> Any:
-    """Returns the model's output and checks that it writes nowhere else; restores what it wrote to.
-
-    Raises:
-        ValueError: it writes into its inputs, its parameters or its buffers.
-    """
     watched: dict[str, tuple[Tensor, ...]] = {"its input": tuple(tensors_in(example))}
     watched |= {name: (buffer,) for name, buffer in model.named_buffers()}
     kept = {name: [tensor.clone() for tensor in tensors] for name, tensors in watched.items()}
@@ -162,7 +157,6 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _definition(model: nn.Module) -> tuple[Callable[..., Any], float]:
-    """Returns the reference model, and the share of its output that the model itself may be off by."""
     if isinstance(model, OnnxFile):
         return unrewritten(model.path, model.image_hw), FILE_ROUNDING
     try:
@@ -350,7 +344,6 @@ def device_of_example(example: Any) -> torch.device:
 
 
 def _own_bytes(device: torch.device) -> int:
-    """Memory in use: torch's on CUDA, the process's on a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.memory_allocated(device))
     fields = Path("/proc/self/statm")

@@ -31,7 +31,7 @@ def compile(
         mode: "default" compiles fastest. "reduce-overhead" replays CUDA graphs, for small batches, where launching
             kernels costs more than running them; its outputs are overwritten by the next call. "max-autotune" also
             times candidates for every matmul, which takes minutes; its "-no-cudagraphs" form can be captured. Measure
-            the gain by `vit-fast bench --subjects sdpa,sdpa+compile`; benchmarks/results contains records.
+            the gain by `vit-fast bench --candidates sdpa,sdpa+compile`; benchmarks/results contains records.
         dynamic_batch: Whether one graph serves all batch sizes from 2 (and another one size 1), instead of one graph
             per size. The first axis of all inputs must be the batch.
         fullgraph: Whether a graph break is an error.

@@ -1,6 +1,6 @@
-"""Registry of subjects: everything that can be measured, and the syntax of its names.
+"""Registry of candidates: everything that can be measured, and the syntax of its names.
 
-A subject is one way to compute a Vision Transformer, with the same weights as all others: ours on one backend, a
+A candidate is one way to compute a Vision Transformer, with the same weights as all others: ours on one backend, a
 peer's implementation, an exported file. Its name may carry a compile mode: `timm+compile`, `timm+compile:max-autotune`.
 The modules in PROVIDERS register them when first asked for.
 """
@@ -22,13 +22,12 @@ from torch import Tensor, nn
 
 from vit_fast.config import ViTConfig
 from vit_fast.errors import UnsupportedInputError
+from vit_fast.measure.candidate import COMPILE_MODES, CompileMode
 
 from .models import Model
 
-PROVIDERS = ("subjects_models", "subjects_runtimes", "subjects_operators")
+PROVIDERS = ("candidates_models", "candidates_runtimes", "candidates_operators")
 
-# What follows "+compile:" in a label; "none" is the subject as it is.
-COMPILE_MODES = ("none", "default", "freezing", "reduce-overhead", "max-autotune")
 
 # In the order in which they are given time: what a run has no time for is the last of them.
 DEFAULT_LABELS = {
@@ -65,7 +64,7 @@ LABELS = {
 
 @dataclass(frozen=True)
 class Task:
-    """The task of every subject of a group.
+    """The task of every candidate of a group.
 
     Attributes:
         model: Its shape, preprocessing, or the model itself.
@@ -98,12 +97,12 @@ class Task:
             UnsupportedInputError: the model is of another kind.
         """
         if self.model.config is None or self.weights is None:
-            raise UnsupportedInputError("this subject", [f"{self.model.name} is not of one of our shapes"])
+            raise UnsupportedInputError("this candidate", [f"{self.model.name} is not of one of our shapes"])
         return self.model.config, self.weights
 
 
 @dataclass(frozen=True)
-class Subject:
+class NamedCandidate:
     """One way to compute a Vision Transformer.
 
     Attributes:
@@ -117,7 +116,7 @@ class Subject:
         compilable: Whether torch.compile applies to what build gives.
         fullgraph: Whether compiling must find one graph, or fail.
         context: Entered around every call.
-        tolerance: Largest acceptable error as a share of the largest output, of subjects that compute in fewer bits
+        tolerance: Largest acceptable error as a share of the largest output, of candidates that compute in fewer bits
             than task.dtype; None means the rule of vit_fast.accuracy.
         trainable: Whether training steps make sense.
         precision: In what it computes where that is fewer bits than task.dtype, such as "int8".
@@ -137,7 +136,7 @@ class Subject:
     precision: str | None = None
     trainable: bool = True
     seconds: float = 1.0
-    mode: str = "none"
+    mode: CompileMode = "none"
 
     @property
     def label(self) -> str:
@@ -145,7 +144,7 @@ class Subject:
         return self.name + {"none": "", "default": "+compile"}.get(self.mode, f"+compile:{self.mode}")
 
     def make(self, task: Task) -> Callable[[Tensor], Tensor]:
-        """Builds the subject, or its first block if that is the task."""
+        """Builds the candidate, or its first block if that is the task."""
         made = self.build(task)
         if not task.model.block:
             return made
@@ -159,14 +158,14 @@ class Subject:
         return [package for package in self.packages if importlib.util.find_spec(package) is None]
 
 
-_SUBJECTS: dict[str, Subject] = {}
+_CANDIDATES: dict[str, NamedCandidate] = {}
 
 
 def register(name: str, summary: str, build: Callable[[Task], Callable[[Tensor], Tensor]], **traits: Any) -> None:
-    """Adds a subject, see Subject; a second one of the same name is an error."""
-    if name in _SUBJECTS:
-        raise ValueError(f"subject {name!r} is registered twice")
-    _SUBJECTS[name] = Subject(name, summary, build, **traits)
+    """Adds a candidate, see NamedCandidate; a second one of the same name is an error."""
+    if name in _CANDIDATES:
+        raise ValueError(f"candidate {name!r} is registered twice")
+    _CANDIDATES[name] = NamedCandidate(name, summary, build, **traits)
 
 
 @functools.cache
@@ -175,70 +174,59 @@ def _load_providers() -> None:
         importlib.import_module(f".{provider}", __package__)
 
 
-def all_subjects() -> dict[str, Subject]:
-    """Every subject by name, in order of registration."""
+def all_candidates() -> dict[str, NamedCandidate]:
+    """Every candidate by name, in order of registration."""
     _load_providers()
-    return dict(_SUBJECTS)
+    return dict(_CANDIDATES)
 
 
-def get_subject(name: str) -> Subject:
-    """The subject of this name.
+def get_candidate(name: str) -> NamedCandidate:
+    """The candidate of this name.
 
     Raises:
         ValueError: there is none; names the nearest and all that are known.
     """
-    subjects = all_subjects()
-    if name not in subjects:
-        nearest = difflib.get_close_matches(name, subjects, n=1, cutoff=0.6)
+    candidates = all_candidates()
+    if name not in candidates:
+        nearest = difflib.get_close_matches(name, candidates, n=1, cutoff=0.6)
         hint = f"did you mean {nearest[0]}? " if nearest else ""
-        raise ValueError(f"unknown subject {name!r}: {hint}known are {', '.join(subjects)}")
-    return subjects[name]
+        raise ValueError(f"unknown candidate {name!r}: {hint}known are {', '.join(candidates)}")
+    return candidates[name]
 
 
-def parse_label(label: str) -> Subject:
-    """Returns the subject of a label such as `timm+compile:max-autotune`, in its compile mode.
+def parse_label(label: str) -> NamedCandidate:
+    """Returns the candidate of a label such as `timm+compile:max-autotune`, in its compile mode.
 
     Raises:
-        ValueError: unknown subject or mode, or a subject that cannot be compiled.
+        ValueError: unknown candidate or mode, or a candidate that cannot be compiled.
     """
     name, separator, mode = label.strip().partition("+compile")
-    subject = get_subject(name)
+    candidate = get_candidate(name)
     if not separator:
-        return subject
+        return candidate
     if mode and not mode.startswith(":"):
-        raise ValueError(f"subject {label!r}: expected nothing or :MODE behind +compile")
+        raise ValueError(f"candidate {label!r}: expected nothing or :MODE behind +compile")
     mode = mode[1:] if mode else "default"
     if mode not in COMPILE_MODES:
         raise ValueError(f"unknown compile mode {mode!r}: expected {', '.join(COMPILE_MODES)}")
-    if not subject.compilable:
-        raise ValueError(f"subject {name!r} cannot be compiled by torch.compile: expected {name!r} alone")
-    return dataclasses.replace(subject, mode=mode)
+    if not candidate.compilable:
+        raise ValueError(f"candidate {name!r} cannot be compiled by torch.compile: expected {name!r} alone")
+    return dataclasses.replace(candidate, mode=mode)
 
 
 def default_labels(device: torch.device, kind: str, training: bool) -> tuple[str, ...]:
     """Returns the default labels for a kind of model (see models.Model) on a device; only modules are trained."""
     labels = DEFAULT_LABELS[device.type] if kind == "ours" else LABELS[kind]
-    return tuple(name for name in labels if not training or get_subject(name.partition("+compile")[0]).trainable)
+    return tuple(name for name in labels if not training or get_candidate(name.partition("+compile")[0]).trainable)
 
 
 def choose(
     labels: Sequence[str] | None, device: torch.device, kind: str = "ours", training: bool = False
-) -> list[Subject]:
-    """Returns the subjects of a run: those named, or by default those worth measuring on this device.
+) -> list[NamedCandidate]:
+    """Returns the candidates of a run: those named, or by default those worth measuring on this device.
 
     Raises:
         ValueError: see parse_label.
     """
     chosen = map(parse_label, default_labels(device, kind, training) if labels is None else labels)
-    return list({subject.label: subject for subject in chosen}.values())
-
-
-def compile_selection(selection: Subject, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """The function in the selection's compile mode; each shape is compiled for itself."""
-    if selection.mode == "none":
-        return function
-    if selection.mode == "freezing":
-        from vit_fast.run.runtime import compile_frozen
-
-        return compile_frozen(function, fullgraph=selection.fullgraph)
-    return torch.compile(function, mode=selection.mode, fullgraph=selection.fullgraph, dynamic=False)
+    return list({candidate.label: candidate for candidate in chosen}.values())

@@ -1,4 +1,4 @@
-"""Whole models of torch as subjects: ours on each of its backends, the libraries' with the very same weights, a model
+"""Whole models of torch as candidates: ours on each of its backends, the libraries' with the very same weights, a model
 as it was given by id, file or function, these after vit_fast.fuse, and what vit_fast.optimize found.
 
 A library's model is built by its own class, then given our weights under its own names; one that the library cannot
@@ -25,9 +25,9 @@ from vit_fast.libraries.peers import take_weights
 from vit_fast.measure.candidate import PRECISIONS, Candidate, Precision
 from vit_fast.model import VisionTransformer
 
-from . import subjects_operators
+from . import candidates_operators
+from .candidates import Task, get_candidate, register
 from .models import OutputOf
-from .subjects import Task, get_subject, register
 
 # Share of the largest output that e4m3 and the lossy formats of vit_fast.optimize may be off: other number formats, of
 # which the rule for fp32 says nothing; of the last the search has judged the answers.
@@ -37,7 +37,7 @@ LOSSY_TOLERANCE = 0.35
 def build(backend: str, task: Task) -> nn.Module:
     """Our model with the task's weights, or our operator."""
     if task.model.operator is not None:
-        return subjects_operators.build(backend, task)
+        return candidates_operators.build(backend, task)
     config, weights = task.ours
     with torch.device("meta"):
         model = VisionTransformer(config, data_config=task.model.data)
@@ -106,7 +106,7 @@ def build_given(task: Task) -> nn.Module:
 
 def define(task: Task) -> nn.Module:
     """Builds the reference of a task: our eager model or operator, or the given model itself."""
-    made = build_given(task) if task.model.kind == "given" else get_subject("eager").make(task)
+    made = build_given(task) if task.model.kind == "given" else get_candidate("eager").make(task)
     assert isinstance(made, nn.Module)
     return made
 

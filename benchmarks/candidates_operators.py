@@ -1,4 +1,4 @@
-"""Who computes a single operator: ours on each backend, which subjects_models.py registers, and the peers of each.
+"""Who computes a single operator: ours on each backend, which candidates_models.py registers, and the peers of each.
 
 To add one: its function of x and the operator's parameters into the tables, its name and package at the end.
 """
@@ -18,7 +18,7 @@ from vit_fast import ops
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.ops.matmul import matmul
 
-from .subjects import Task, register
+from .candidates import Task, register
 
 Function = Callable[..., Tensor]
 
@@ -37,7 +37,7 @@ class Operation(nn.Module):
 
 
 def build(name: str, task: Task) -> nn.Module:
-    """The subject of this name for the task's operator, as a module of x on the task's device.
+    """The candidate of this name for the task's operator, as a module of x on the task's device.
 
     Raises:
         UnsupportedInputError: it does not compute that, or not here.

@@ -1,4 +1,4 @@
-"""Runtimes outside torch as subjects: the same model exported by vit_fast.export, or a file as it is."""
+"""Runtimes outside torch as candidates: the same model exported by vit_fast.export, or a file as it is."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from vit_fast.errors import UnsupportedInputError
 from vit_fast.libraries import timm
 from vit_fast.measure.candidate import AS_FILE, RUNTIMES, Candidate
 
-from . import subjects_models
+from . import candidates_models
+from .candidates import Task, register
 from .machine import short_name
 from .models import Model, OutputOf
-from .subjects import Task, register
 
 MOST_FILES = 4  # that are cached for further batch sizes
 # Share of the largest logit: int8 is another number format, and the rule for fp32 says nothing about it.
@@ -70,7 +70,6 @@ _files: dict[tuple[Model, Candidate, torch.device], tuple[object, tempfile.Tempo
 
 
 def _exported(candidate: Candidate, task: Task) -> Path:
-    """The task's model as a file."""
     from vit_fast.measure.runtimes import write_onnx
 
     key = task.model, candidate, task.device
@@ -108,7 +107,7 @@ def build_by_timm(task: Task) -> Function:
     from timm.utils.onnx import onnx_export
 
     _refuse_all_but_fp32("timm-onnx", task)
-    model = subjects_models.build_peer(timm, dataclasses.replace(task, device=torch.device("cpu")))
+    model = candidates_models.build_peer(timm, dataclasses.replace(task, device=torch.device("cpu")))
     images = torch.zeros(task.batch_size, *task.model.shape)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
@@ -125,7 +124,7 @@ def _exportable(task: Task) -> nn.Module:
     if task.model.make is not None:
         model = task.model.make()
         return model.model if isinstance(model, OutputOf) else model
-    return subjects_models.build("sdpa", dataclasses.replace(task, dtype=torch.float32, device=torch.device("cpu")))
+    return candidates_models.build("sdpa", dataclasses.replace(task, dtype=torch.float32, device=torch.device("cpu")))
 
 
 def build_torchao(fp8: bool, task: Task) -> nn.Module:
@@ -140,7 +139,7 @@ def build_torchao(fp8: bool, task: Task) -> nn.Module:
 
     int8 = quantization.Int8DynamicActivationInt8WeightConfig
     e4m3 = quantization.Float8DynamicActivationFloat8WeightConfig
-    model = subjects_models.build("sdpa", task)
+    model = candidates_models.build("sdpa", task)
     quantization.quantize_(model, e4m3(granularity=quantization.PerRow()) if fp8 else int8())
     return model
 
