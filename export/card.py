@@ -61,7 +61,7 @@ def _text(info: OnnxInfo, files: list[Path], license_name: str | None) -> str:
     lines += [f"| {what} | {'not said' if value is None else value} |" for what, value in said.items()]
     lines += ["", "## Checked", "", *_checks(facts)]
     lines += ["", "## Run", "", "    from vit_fast.export import OnnxRunner", ""]
-    lines += [f'    runner = OnnxRunner("{name}")', "    probabilities = runner.probabilities([photograph])"]
+    lines += [f'    runner = OnnxRunner("{name}")', "    probabilities = runner.probabilities([image])"]
     if facts.get("target") == "tensorrt":
         lines += ["", "As a TensorRT engine:", "", f"    {trtexec_line(replace(info, path=name))}"]
     lines += ["", "## Files", "", "| file | bytes | sha256 |", "|---|---|---|"]

@@ -164,7 +164,7 @@ def _warm_up(tensor: dict[str, Any], dims: tuple[int, ...], batch: int) -> dict[
 
 
 def _labels(info: OnnxInfo) -> tuple[str, ...]:
-    """Names of the outputs, which the server answers with when asked for classes; none where they are not classes."""
+    """Returns the class names that the server sends on request; none if the outputs are not classes."""
     names = info.class_names or ()
     one_a_line = all(name.strip() == name and "\n" not in name for name in names)
     return names if info.output in ("logits", "probabilities") and one_a_line else ()

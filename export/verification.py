@@ -1,4 +1,4 @@
-"""The file against the model: checked by onnx, run by ONNX Runtime on real images, held against eager in fp64.
+"""Verifies a file: checks it by onnx, runs it by ONNX Runtime on real images, compares it with eager in fp64.
 
 max_error = max |file - eager| / max(1, max |eager|)          fp32, fp16, bf16
 
@@ -29,7 +29,7 @@ from .preprocessing import per_channel, preprocessing_model
 from .providers import CUDA, CUDA_OPTIONS, KEEP_FP8_APART
 
 FP64_PARAMETERS = 200_000_000
-"""Models with more parameters are held against eager fp32 instead: a copy in fp64 would not fit beside them."""
+"""Models with more parameters are compared with eager fp32, because a copy in fp64 would need too much memory."""
 BATCHES, BATCHES_LARGE = (1, 3, 8), (1, 2)
 PIXEL_TOLERANCE = 1.5
 """Largest difference, in grey levels, between preprocessing in the graph and Pillow's: both round once a direction."""
@@ -41,7 +41,7 @@ class VerificationError(VitFastError, RuntimeError):
 
 @dataclass
 class Verification:
-    """The outcome of verify_file: `checks` and what they were held against."""
+    """Result of verify_file: `checks` and their reference."""
 
     checks: list[Check]
     reference: str
@@ -54,7 +54,7 @@ def verify_file(path: Path, vit: ImageModel, options: ExportOptions, images: lis
         path: The file.
         vit: The model.
         options: What was asked of the file.
-        images: Real photographs, at least one.
+        images: Real images, at least one.
     Raises:
         VerificationError: invalid, unloadable, NaN, or an error beyond the budget.
         UnsupportedInputError: ONNX Runtime cannot run this precision here.
