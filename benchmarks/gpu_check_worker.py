@@ -1,19 +1,19 @@
-"""The process that runs the jobs of gpu_check.py; it keeps what it has compiled, until a job breaks it."""
+"""The process that runs the jobs of gpu_check.py and keeps its compiled kernels, until a job breaks it."""
 
 from __future__ import annotations
 
 import contextlib
-import json
+import multiprocessing
 import os
 import re
-import select
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from .runner import run
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_TIME, NOT_MEASURED = "no time left", "not measured: "
-WORKER = ("-m", __name__)
 SPARE_S = 5.0  # of a job's limit, for what it has begun when its own time budget ends
 PROTOCOL = Protocol(repeats=50, seconds=0.3, least_repeats=10, warmup_repeats=3, warmup_seconds=0.1)
 Found = dict[str, Any]
@@ -37,32 +36,25 @@ Found = dict[str, Any]
 
 @dataclass(frozen=True)
 class Job:
-    """One thing to find out, by tests or by a plan of `vit-fast bench`.
+    """Tests or a run configuration of `vit-fast bench`.
 
     Attributes:
-        part: What it belongs to, for --parts.
-        name: Unique; that of its folder.
-        compile_s: Assumed seconds until everything is compiled; run_s: of checking and timing. A stand-in until they
-            are measured: the sum over all jobs is made of these.
-        request: What plan.make_plan is asked for; tests: or pytest's arguments.
-        important: Whether later jobs give way to it.
+        part: For --parts.
+        name: Unique; also names its folder.
+        limit_s: Seconds after which it is ended.
+        request: Arguments of plan.make_plan.
+        tests: Or arguments of pytest.
     """
 
     part: str
     name: str
-    compile_s: float
-    run_s: float
+    limit_s: float
     request: dict[str, Any] = field(default_factory=dict)
     tests: tuple[str, ...] = ()
-    important: bool = False
-
-    @property
-    def seconds(self) -> float:
-        return self.compile_s + self.run_s
 
 
 class Worker:
-    """Runs one job at a time in a process that keeps what it has imported and compiled, until a job breaks it.
+    """Runs one job at a time in a process that keeps its imports and compiled kernels, until a job breaks it.
 
     Args:
         out: The folder of the records; what processes print goes to log.txt there.
@@ -70,87 +62,84 @@ class Worker:
 
     def __init__(self, out: Path) -> None:
         self.out = out
-        self._process: subprocess.Popen[str] | None = None
+        self._process: multiprocessing.process.BaseProcess | None = None
 
-    def run(self, job: Job, seconds: float) -> Found:
-        """Runs a job in at most so many seconds; nothing that a job does raises."""
+    def run(self, job: Job) -> Found:
+        """Runs a job within its time limit; nothing that a job does raises."""
         if not torch.cuda.is_available():
             return {"outcome": f"{NOT_MEASURED}no GPU"}
         folder = self.out / re.sub(r"[^\w-]+", "_", job.name)
         for path in (folder, folder.with_name(folder.name + PARTIAL)):  # of an earlier run, finished or ended
             shutil.rmtree(path, ignore_errors=True)
-        return self.ask(job, folder, seconds)
-
-    def ask(self, job: Job, folder: Path, seconds: float) -> Found:
-        """Lets the process run a job; where it does not answer in time, or dies, another takes its place."""
-        end = time.monotonic() + seconds
+        end = time.monotonic() + job.limit_s
         if self._process is None:
-            self._process = self._start()
-        process = self._process
-        assert process.stdin is not None and process.stdout is not None
+            self._start()
         try:
-            process.stdin.write(json.dumps([job.request, job.tests, str(folder), seconds - SPARE_S]) + "\n")
-            process.stdin.flush()
-            if not select.select([process.stdout], [], [], max(end - time.monotonic(), 0))[0]:
-                problem = f"more than {seconds:.0f} s"
-            elif line := process.stdout.readline():
-                found: Found = json.loads(line)
-                if not found.pop("sound"):
+            self._channel.send((job, folder))
+            if self._channel.poll(max(end - time.monotonic(), 0)):
+                found, sound = self._channel.recv()
+                if not sound:
                     self.stop()
-                return found
-            else:
-                problem = "the process died; see log.txt"
-        except OSError as error:
-            problem = str(error)
+                return dict(found)
+            problem = f"more than {job.limit_s:.0f} s"
+        except (EOFError, OSError):
+            problem = "the process died; see log.txt"
         self.stop()
         return {"outcome": f"failed: {problem}; rows kept: {rows_kept(folder)}"}
 
-    def _start(self) -> subprocess.Popen[str]:
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-        with (self.out / "log.txt").open("a") as log:
-            return subprocess.Popen(
-                [sys.executable, *WORKER],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, env=environment,
-                start_new_session=True,
-            )  # fmt: skip
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")  # a CUDA context cannot be forked
+        self._channel, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, self.out / "log.txt", perform))
+        self._process.start()
+        theirs.close()
 
     def stop(self) -> None:
-        """Ends the process and what it has started; the next job gets a new one."""
-        if self._process is not None:
+        """Ends the process and its children; the next job gets a new one."""
+        if self._process is not None and self._process.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.communicate()
+            self._process.kill()  # before it has its own group
+            self._process.join()
+            self._channel.close()
             self._process = None
 
 
-def serve() -> None:
-    """In the process: runs a job for each line that comes, and answers with a line; prints go to the log."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        request, arguments, folder, seconds = json.loads(line)
+def serve(channel: Connection, log: Path, perform: Callable[[Job, Path], Found]) -> None:
+    """Runs jobs in the child process, and sends what each gave and whether the GPU still works."""
+    os.setsid()
+    with log.open("a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    while True:
+        job, folder = channel.recv()
         try:
-            found = run_tests(arguments, seconds) if arguments else run_bench(request, Path(folder), seconds)
+            found = perform(job, folder)
         except Exception as error:  # a job that fails is a result, and the others go on
             found = {"outcome": f"failed: {type(error).__name__}: {str(error).strip()[:300]}"}
-        found["sound"] = True
+        sound = True
         if torch.cuda.is_available():
             try:
                 torch.cuda.synchronize()
             except RuntimeError:  # a kernel has broken the device's context, for every job after it too
-                found["sound"] = False
-        answers.write(json.dumps(found) + "\n")
-        answers.flush()
+                sound = False
+        channel.send((found, sound))
+
+
+def perform(job: Job, folder: Path) -> Found:
+    seconds = job.limit_s - SPARE_S
+    return run_tests(job.tests, seconds) if job.tests else run_bench(job.request, folder, seconds)
 
 
 def run_tests(arguments: Sequence[str], seconds: float) -> Found:
-    """Tests in a process of their own: outcome and how many passed, failed and were skipped."""
+    """Runs tests in a process of their own; returns the outcome and how many passed, failed and were skipped."""
     command = (
         sys.executable, "-m", "pytest", "-v", "-rf", "-o", "addopts=--import-mode=importlib", "-o", "pythonpath=tests",
         "-p", "no:cacheprovider", "--noconftest", *arguments,
     )  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=seconds)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=seconds)
         output, outcome = done.stdout, f"failed: exit status {done.returncode}" if done.returncode else "passed"
     except subprocess.TimeoutExpired as ended:
         output = ended.stdout.decode(errors="replace") if ended.stdout else ""
@@ -162,7 +151,7 @@ def run_tests(arguments: Sequence[str], seconds: float) -> Found:
 
 
 def run_bench(request: dict[str, Any], folder: Path, seconds: float) -> Found:
-    """A plan of `vit-fast bench`; its record lies in the folder when it is through."""
+    """Measures, and writes the record into the folder."""
     plan = make_plan(**request, protocol=PROTOCOL, time_budget_s=max(seconds, 1.0))
     journal = Journal.begin(folder, plan.request, describe(plan.device))
     record = run(plan, None, journal)
@@ -171,7 +160,7 @@ def run_bench(request: dict[str, Any], folder: Path, seconds: float) -> Found:
 
 
 def figures(rows: Sequence[Row]) -> Found:
-    """A finished job's outcome, and what each row of ours says beside the best peer."""
+    """Returns a finished job's outcome, and each row of ours beside the best peer."""
     wrong = [f"{row['model']} {row['subject']}" for row in rows if row["status"] in ("wrong", "failed")]
     late = all(row["status"] in ("skipped", "interrupted") for row in rows)
     found: Found = {"outcome": f"WRONG or failed: {', '.join(wrong)}" if wrong else NO_TIME if late else "measured"}
@@ -189,7 +178,3 @@ def rows_kept(folder: Path) -> int:
     """Counts the rows that a job wrote before it was ended."""
     path = folder.with_name(folder.name + PARTIAL) / JOURNAL_NAME
     return path.read_text().count('{"kind": "row"') if path.is_file() else 0
-
-
-if __name__ == "__main__":
-    serve()

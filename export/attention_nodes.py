@@ -122,11 +122,11 @@ def _from_packed(write: Writer, node: ir.Node, form: Form) -> ir.Value:
         return _on_rows(write, q, k, v, form, heads, scale)
     by_head = write.op("Reshape", qkv, write.constant([0, 0, 3, heads, C // heads], "qkv.heads"))
     by_head = write.op("Transpose", by_head, perm=[2, 0, 3, 1, 4])
-    parts = [
+    q, k, v = (
         write.op("Gather", by_head, write.constant(np.asarray(i, np.int64), f"{name}.index"), axis=0)
         for i, name in enumerate("qkv")
-    ]
-    mixed = write.op("Transpose", _on_heads(write, *parts, form, scale), perm=[0, 2, 1, 3])
+    )
+    mixed = write.op("Transpose", _on_heads(write, q, k, v, form, scale), perm=[0, 2, 1, 3])
     merged: ir.Value = write.op("Reshape", mixed, write.constant([0, 0, C], "merged"))
     return merged
 
@@ -141,8 +141,8 @@ def _from_heads(write: Writer, node: ir.Node, form: Form) -> ir.Value:
     if not isinstance(heads, int) or not isinstance(head_dim, int):
         raise ValueError(f"attention {node.name}: the number of heads and their width must be fixed, got {shape}")
     merged = [write.op("Transpose", value, perm=[0, 2, 1, 3]) for value in (q, k, v)]
-    rows = [write.op("Reshape", value, write.constant([0, 0, heads * head_dim], "rows")) for value in merged]
-    mixed = _on_rows(write, *rows, form, heads, scale)
+    q, k, v = (write.op("Reshape", value, write.constant([0, 0, heads * head_dim], "rows")) for value in merged)
+    mixed = _on_rows(write, q, k, v, form, heads, scale)
     split = write.op("Reshape", mixed, write.constant([0, 0, heads, head_dim], "heads"))
     by_head: ir.Value = write.op("Transpose", split, perm=[0, 2, 1, 3])
     return by_head

@@ -49,9 +49,9 @@ def quantise_products(
         for value in product.activations:
             name = str(value.name)
             one = ranges[name]
-            limits[name] = TensorData(lowest=np.float32([one.low]), highest=np.float32([one.high]))
+            limits[name] = TensorData(lowest=np.array([one.low], np.float32), highest=np.array([one.high], np.float32))
             overrides[name] = [_parameters(scheme, one, value.dtype) | {"quant_type": types[scheme.kind]}]
-        if product.weight is not None and scheme.kind == "e4m3":  # ONNX Runtime's own scale follows the deviation
+        if product.weight is not None and scheme.kind == "e4m3":  # ONNX Runtime cuts off beyond 4.5 deviations
             weight, peak = product.node.inputs[1], float(np.abs(product.weight).max())
             assert weight is not None
             parameters = _parameters(scheme, Range(-peak, peak, "weight"), weight.dtype)

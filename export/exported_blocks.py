@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vit_fast.fusion.block import run_mlp, runs_whole
+from vit_fast.blocks.block import run_mlp, runs_whole
+from vit_fast.blocks.fused import FusedNormMlp
+from vit_fast.blocks.parts import BlockParts, LinearParts, scale_of, tensors_of
 from vit_fast.fusion.fuse import shadow_of
-from vit_fast.fusion.fused import FusedNormMlp
-from vit_fast.fusion.parts import BlockParts, LinearParts, scale_of, tensors_of
 from vit_fast.ops import attention_qkvpacked, qk_norm_rope, reference
 from vit_fast.ops.attention import scale_of as scale_of_heads
 from vit_fast.ops.descriptions import Keys, Rope
@@ -43,9 +43,10 @@ class ExportedBlock(nn.Module):
 
     def __init__(self, parts: BlockParts) -> None:
         super().__init__()
-        self._attention: Any = parts.attention
-        self._mlp: Any = parts.mlp
-        linears = {"qkv": self._attention.qkv, "fc1": self._mlp.fc1, "gate": self._mlp.gate}
+        attention: Any = parts.attention
+        mlp: Any = parts.mlp
+        self._attention, self._mlp = attention, mlp
+        linears: dict[str, LinearParts | None] = {"qkv": attention.qkv, "fc1": mlp.fc1, "gate": mlp.gate}
         self.joined = nn.ModuleDict(
             {name: _Joined(linear) for name, linear in linears.items() if linear is not None and not _is_one(linear)}
         )
@@ -65,8 +66,9 @@ class ExportedBlock(nn.Module):
         branch, scale = F.linear(mixed, *tensors_of(attention.proj)), scale_of(attention)
         x = x + (branch if scale is None else branch * scale)
         gate = (None, None) if mlp.gate is None else self._tensors("gate", mlp.gate)
+        (norm_weight, norm_bias), (fc1_weight, fc1_bias) = mlp.norm.tensors(), self._tensors("fc1", mlp.fc1)
         return reference.layer_norm_mlp(
-            x, *mlp.norm.tensors(), *self._tensors("fc1", mlp.fc1), *tensors_of(mlp.fc2), eps=mlp.norm.eps,
+            x, norm_weight, norm_bias, fc1_weight, fc1_bias, mlp.fc2.weight, mlp.fc2.bias, eps=mlp.norm.eps,
             activation=mlp.activation, layer_scale=scale_of(mlp), norm=mlp.norm.kind, gate_weight=gate[0],
             gate_bias=gate[1], inner_norm=mlp.inner_norm and mlp.inner_norm.now(),
         )  # fmt: skip
@@ -105,7 +107,7 @@ def exportable_copy(model: nn.Module) -> nn.Module:
 
 def _run_as_block(
     block: ExportedBlock,
-    parts: BlockParts,
+    parts: Any,
     x: Tensor,
     attend: Callable[[Tensor], Tensor],
     ordinary: bool = True,

@@ -112,19 +112,20 @@ def quantise(
             made[:] = [candidate]
         return passed
 
-    kept: tuple[Product, ...] | None = ()
+    kept: tuple[Product, ...] = ()
     if not held_out:
         made.append(written(()))
     elif not passes(()):
         by_damage = _by_damage(model, products, scheme, known.ranges, held_out)
         attention = sum(product.weight is None for product in products)
         most = attention + (len(products) - attention) // 2
-        kept = fewest_kept(by_damage, passes, most)
-        if kept is None:
+        found = fewest_kept(by_damage, passes, most)
+        if found is None:
             raise QuantisationError(
                 f"{options.precision}: with {most} of {len(products)} products left float, {losses[-1].line()}; "
                 f"must be {BUDGET}"
             )
+        kept = found
     return made[0], Quantised(
         products=len(products) - len(kept),
         kept=tuple(product.name for product in kept),

@@ -42,6 +42,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "kernels/matmul": (*KERNELS, *COMPILED, "fp8_*", "autocast"),
     "kernels/inspect": (*COMPILED, "attention_tuning", "packaging"),
     "vit_fast": (*FUSED, *FP8, *PREDICTION, *MODEL, "stand_in_driver", "autocast", "runtime", "cli"),
+    "vit_fast/blocks": (*FUSED, *FP8, *MODEL, "stand_in_driver", "autocast", "runtime"),
     "vit_fast/fusion": (*FUSED, *FP8, *MODEL, "stand_in_driver", "autocast", "runtime"),
     "vit_fast/quantization": (*FP8, "export_eight_bit*"),
     "vit_fast/run": ("runtime", "warm_up", "new_batch_sizes", "stand_in_driver"),

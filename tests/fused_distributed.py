@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import vit_fast
-from vit_fast.fusion.fused import FusedNormMlp
+from vit_fast.blocks.fused import FusedNormMlp
 
 
 def run(rank: int, world: int, folder: Path) -> None:

@@ -15,7 +15,7 @@ from fused_models import Subject
 from torch import Tensor, nn
 
 import vit_fast
-from vit_fast.fusion.fused import FusedModule
+from vit_fast.blocks.fused import FusedModule
 from vit_fast.libraries import known, transformers_blocks, transformers_packed
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]

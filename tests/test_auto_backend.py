@@ -24,10 +24,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import vit_fast
 from vit_fast import ops
+from vit_fast.blocks import fused as common
 from vit_fast.commands import info
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.fusion import fuse as fusion
-from vit_fast.fusion import fused as common
 from vit_fast.ops import backends, probe
 
 pytest.importorskip("triton", reason="the kernels need triton")

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -14,12 +15,12 @@ import onnxruntime
 import pytest
 import torch
 from digits import digits_vit, held_out, inputs, write_digits
+from onnxruntime.quantization.quant_utils import compute_scale_zp_float8
 
 from vit_fast.apps.data import default_photograph
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.export import OnnxRunner, VerificationError, eight_bit, export_onnx, graphs
 from vit_fast.export.capture import capture
-from vit_fast.export.graphs import run_graph
 from vit_fast.export.loss import loss_of
 from vit_fast.export.onnx_calibration import CalibrationError, choose_range, choose_ranges, load_calibration, observe
 from vit_fast.export.optimise import optimise
@@ -163,6 +164,29 @@ def test_fp8_is_written_as_tensorrt_fuses_it(folder: Path, tmp_path: Path) -> No
     assert Counter(n.op_type for n in model.graph)["QuantizeLinear"] == 12 + 4 * 3, "one an activation"
 
 
+@pytest.mark.parametrize(("tails", "of_onnx_runtime"), [("bell-shaped", 0.03), ("heavy", 0.3)])
+def test_weights_in_e4m3_are_scaled_by_their_largest(tails: str, of_onnx_runtime: float) -> None:
+    """ONNX Runtime scales by the deviation: no better for bell-shaped weights, and it cuts off all beyond 4.5 of it."""
+    generator = np.random.default_rng(0)
+    weight = generator.standard_t(3 if tails == "heavy" else 1e6, (256, 192)).astype(np.float32)
+    x, w = ir.val("x", ir.DataType.FLOAT, ["B", 8, 256]), ir.val("w", const_value=ir.tensor(weight, name="w"))
+    node = ir.node("MatMul", [x, w], name="fc")
+    node.outputs[0].name = "y"
+    node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
+    model = ir.Model(ir.Graph([x], node.outputs, nodes=[node], initializers=[w], opset_imports={"": 20}), ir_version=10)
+    made = eight_bit.quantise_products(model, linears(model), Scheme("e4m3"), {"x": Range(-4, 4, "")}, fused=False)
+    product = next(node for node in made.graph if node.op_type == "MatMul")
+    stored, scale, _ = (value.const_value for value in product.inputs[1].producer().inputs)
+
+    def error(codes: np.ndarray, scale: float) -> float:
+        return float(np.linalg.norm(codes.astype(np.float32) * scale - weight) / np.linalg.norm(weight))
+
+    assert error(stored.numpy(), float(scale.numpy())) < 0.03
+    _, theirs = compute_scale_zp_float8(onnx.TensorProto.FLOAT8E4M3FN, weight.std())
+    codes = np.clip(weight / theirs, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    assert error(codes, float(theirs)) == pytest.approx(of_onnx_runtime, rel=0.2)
+
+
 @pytest.mark.slow
 def test_int8_for_tensorrt_is_symmetric_in_fp16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of a model whose weights would not fit into one file (the limit is lowered)."""
@@ -241,32 +265,16 @@ def test_a_file_with_too_large_an_error_says_what_is_accepted(tmp_path: Path, mo
 
 
 @pytest.mark.slow
-def test_what_onnx_runtime_does_not_do_by_itself(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its e4m3 scales of weights lose more than the budget; and loading QDQ, it adds biases in nodes of their own."""
-
-    def float_graph(precision: Any, target: Any) -> tuple[Any, Any]:
-        options = ExportOptions(
-            opset=20, dynamic_batch=True, dynamic_size=False, precision=precision, preprocess=False, target=target,
-            output="logits", external_data=None,
-        )  # fmt: skip
-        vit = recognise(digits_vit())
-        graph = capture(vit, options)
-        optimise(graph, vit, options)
-        return graph, scheme_of(options)
-
+def test_what_onnx_runtime_does_not_do_by_itself(tmp_path: Path) -> None:
+    """Loading QDQ, it adds biases in nodes of their own; our nodes hold them."""
+    options = ExportOptions(
+        opset=20, dynamic_batch=True, dynamic_size=False, precision="int8", preprocess=False, target="ort-cpu",
+        output="logits", external_data=None,
+    )  # fmt: skip
+    vit, scheme = recognise(digits_vit()), scheme_of(options)
+    graph = capture(vit, options)
+    optimise(graph, vit, options)
     batches = [inputs()[:32].numpy()]
-    graph, scheme = float_graph("fp8", "tensorrt")
-    products = linears(graph)
-    ranges = choose_ranges(products, observe(graph, products, batches), scheme)
-    (expected,) = next(run_graph(graph, batches))
-    ours, theirs, real = [], [], eight_bit._parameters
-    for losses in (ours, theirs):
-        (got,) = next(run_graph(eight_bit.quantise_products(graph, products, scheme, ranges, fused=False), batches))
-        losses.append(loss_of(got, expected, "logits").rms_error)
-        monkeypatch.setattr(eight_bit, "_parameters", lambda s, r, d: {} if r.method == "weight" else real(s, r, d))
-    assert ours[0] < 0.1 and theirs[0] > 2 * ours[0]
-
-    graph, scheme = float_graph("int8", "ort-cpu")
     products = linears(graph)
     ranges = choose_ranges(products, observe(graph, products, batches), scheme)
     loaded = []
@@ -277,4 +285,4 @@ def test_what_onnx_runtime_does_not_do_by_itself(folder: Path, tmp_path: Path, m
         onnxruntime.InferenceSession(str(tmp_path / "m.onnx"), settings, providers=["CPUExecutionProvider"])
         loaded.append(Counter(node.op_type for node in onnx.load(tmp_path / "loaded.onnx").graph.node))
     assert [nodes["MatMulIntegerToFloat"] for nodes in loaded] == [12, 12]
-    assert loaded[0]["Add"] == loaded[1]["Add"] + 9, "all but those that BiasGelu takes"
+    assert loaded[0]["Add"] >= loaded[1]["Add"] + 6, "two biases or more in each of three blocks"

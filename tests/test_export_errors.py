@@ -185,6 +185,17 @@ def test_a_file_that_computes_something_else_is_not_left(
     assert (tmp_path / "m.onnx").read_text() == "the old file"
 
 
+def test_an_interrupted_export_leaves_nothing(model: nn.Module, tmp_path: Path, monkeypatch: Any) -> None:
+    def interrupt(*_: object) -> None:
+        assert any((tmp_path / "new").iterdir()), "the hidden folder that the file is written to"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vit_fast.export.exporter.capture", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        export_onnx(model, tmp_path / "new" / "m.onnx")
+    assert not list(tmp_path.iterdir())
+
+
 def test_nan_never_passes(tmp_path: Path) -> None:
     broken: Any = randomised(ours())
     with torch.no_grad():

@@ -121,6 +121,28 @@ def test_a_folder_appears_where_a_link_leads(exists: bool, tmp_path: Path) -> No
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["elsewhere", "link", "target", "text"]
 
 
+def test_an_interrupted_write_leaves_what_was_there(tmp_path: Path) -> None:
+    (tmp_path / "m.onnx").write_text("old")
+    for path in (tmp_path / "m.onnx", tmp_path / "new" / "deep" / "m.onnx"):
+        with pytest.raises(KeyboardInterrupt), file_aside(path) as aside:
+            aside.write_text("half")
+            raise KeyboardInterrupt
+    assert [path.name for path in tmp_path.rglob("*")] == ["m.onnx"] and (tmp_path / "m.onnx").read_text() == "old"
+
+
+def test_a_file_replaces_a_link_of_its_name_and_not_what_that_leads_to(tmp_path: Path) -> None:
+    link, target = tmp_path / "new" / "m.onnx", tmp_path / "old" / "other.onnx"
+    for path in (link, target):
+        path.parent.mkdir()
+    target.write_text("old")
+    link.symlink_to(target)
+    with file_aside(link) as aside:
+        aside.write_text("new")
+        aside.with_name("m.onnx.data").write_text("weights")
+    assert not link.is_symlink() and (link.read_text(), target.read_text()) == ("new", "old")
+    assert sorted(path.name for path in tmp_path.rglob("*.*")) == ["m.onnx", "m.onnx.data", "other.onnx"]
+
+
 def test_links_in_a_circle_are_named(tmp_path: Path) -> None:
     for name, target in (("a", "b"), ("b", "a")):
         (tmp_path / name).symlink_to(tmp_path / target)

@@ -12,10 +12,10 @@ from mlp_support import DEVICE, make_bf16_exact
 from torch import nn
 
 import vit_fast
+from vit_fast.blocks.fp8_scales import scales_of
 from vit_fast.fusion.fuse import shadow_of
 from vit_fast.ops.descriptions import BlockScales
 from vit_fast.quantization import fp8
-from vit_fast.quantization.fp8_scales import scales_of
 from vit_fast.quantization.fp8_shadow import simulate
 
 make_bf16_exact()
@@ -82,7 +82,7 @@ def test_an_agreement_that_cannot_be_reached_is_refused_with_the_best() -> None:
         block.vit_fast_fp8.set(everything_to_zero)
     keep = ("*.proj", "*.mlp.*", "blocks.0.attn.qkv")
     with pytest.raises(
-        vit_fast.UnsupportedInputError, match=r"with 1 of 2 linear layers kept, .* on \d+\.\d% of 100 images"
+        vit_fast.UnsupportedInputError, match=r"agreement on 100 images is \d+\.\d% with 1 of 2 linear layers kept"
     ):
         fp8.choose(model, shadow_of(model), keep, 1.0)
 
@@ -91,7 +91,7 @@ def test_a_model_without_classes_has_no_agreement() -> None:
     subject = SUBJECTS["transformers-dinov2"]
     model = subject.build().eval()
     vit_fast.calibrate(model, subject.inputs()["pixel_values"])
-    with pytest.raises(ValueError, match=r"min_agreement needs a model that returns logits \[B, classes\]"):
+    with pytest.raises(ValueError, match=r"must return logits \[B, classes\] for min_agreement, got a"):
         fp8.choose(model, shadow_of(model), None, 0.9)
 
 

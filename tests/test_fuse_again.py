@@ -15,7 +15,7 @@ from kernel_support import DEVICE
 from torch import nn
 
 import vit_fast
-from vit_fast.fusion import fused as common
+from vit_fast.blocks import fused as common
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -12,7 +12,7 @@ from kernel_support import DEVICE
 from torch import nn
 
 import vit_fast
-from vit_fast.fusion.fused import FusedModule, FusedNormMlp
+from vit_fast.blocks.fused import FusedModule, FusedNormMlp
 from vit_fast.ops import attention_op, checks
 
 P = 0.25

@@ -24,9 +24,9 @@ from kernel_support import DEVICE
 from torch import nn
 
 import vit_fast
-from vit_fast.fusion import plain
+from vit_fast.blocks import plain
+from vit_fast.blocks.reading import Reader, read_block
 from vit_fast.fusion.freezing import frozen_of
-from vit_fast.fusion.reading import Reader, read_block
 from vit_fast.libraries import timm_blocks, torchvision
 
 OFTEN = (

@@ -22,8 +22,8 @@ from kernel_support import DEVICE
 from torch import Tensor, nn
 
 import vit_fast
+from vit_fast.blocks import fused as common
 from vit_fast.fusion import fuse as fusion
-from vit_fast.fusion import fused as common
 from vit_fast.model import Block
 
 

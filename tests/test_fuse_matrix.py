@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
 import vit_fast
-from vit_fast.fusion import fused as common
+from vit_fast.blocks import fused as common
 
 every_library = pytest.mark.parametrize("library", LIBRARIES)
 

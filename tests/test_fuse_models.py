@@ -13,8 +13,8 @@ from kernel_support import DEVICE, HAS_GPU
 from torch import nn
 
 import vit_fast
-from vit_fast.fusion import block
-from vit_fast.fusion.fused import FusedNormMlp
+from vit_fast.blocks import block
+from vit_fast.blocks.fused import FusedNormMlp
 
 if not HAS_GPU:
     from interpreter_speed import search_once

@@ -129,5 +129,5 @@ def test_only_the_model_whose_convolution_is_folded_takes_bytes() -> None:
     expected = first(normalised(pictures))
     vit_fast.fuse(nn.ModuleList([first, second]), backend="sdpa", normalize=(MEAN, STD))
     torch.testing.assert_close(first(pictures), expected, rtol=1e-4, atol=1e-4)
-    with pytest.raises(ValueError, match=r"images are torch.uint8"):
+    with pytest.raises(ValueError, match=r"got torch.uint8"):
         second(pictures)

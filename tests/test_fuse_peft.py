@@ -11,7 +11,7 @@ from kernel_support import DEVICE
 from torch import Tensor, nn
 
 import vit_fast
-from vit_fast.fusion.fused import FusedModule
+from vit_fast.blocks.fused import FusedModule
 
 peft = pytest.importorskip("peft")
 

@@ -15,7 +15,7 @@ from fused_models import SUBJECTS
 from torch import Tensor, nn
 
 import vit_fast
-from vit_fast.fusion.fused import fused_form_of
+from vit_fast.blocks.fused import fused_form_of
 from vit_fast.libraries import transformers_blocks, transformers_packed
 
 transformers = pytest.importorskip("transformers")

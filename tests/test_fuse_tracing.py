@@ -12,7 +12,7 @@ from fused_models import SUBJECTS
 from torch import Tensor, nn
 
 import vit_fast
-from vit_fast.fusion.fused import FusedModule
+from vit_fast.blocks.fused import FusedModule
 
 # timm's own Qwen3 asks in Python whether its input is of the size of its positions, which torch.fx cannot answer
 UNTRACEABLE = ("timm-qwen3",)

@@ -15,7 +15,7 @@ from kernel_support import DEVICE
 from torch import Tensor, nn
 
 import vit_fast
-from vit_fast.fusion.fused import FusedNormMlp
+from vit_fast.blocks.fused import FusedNormMlp
 
 
 class Int8Weight(Tensor):

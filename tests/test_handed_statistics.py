@@ -16,8 +16,8 @@ from our_operators import OurOperators
 from torch import Tensor, nn
 
 import vit_fast
-from vit_fast.fusion import block as block_module
-from vit_fast.fusion.fused import FusedNormMlp
+from vit_fast.blocks import block as block_module
+from vit_fast.blocks.fused import FusedNormMlp
 
 if not HAS_GPU:
     from interpreter_speed import search_once
@@ -179,7 +179,7 @@ def test_nothing_is_handed_to_another_thread_or_after_another_block(handed_on: l
 
 def test_hidden_states_stay_ordinary_tensors() -> None:
     """They are saved without a trace of ours, and what was remembered goes with them."""
-    from vit_fast.fusion.row_statistics import _last
+    from vit_fast.blocks.row_statistics import _last
 
     first, _ = blocks_of("timm")
     with torch.no_grad():

@@ -15,7 +15,7 @@ INFERENCE = [(name, False) for name in ("vit_small_patch16_224", "vit_base_patch
 TRAINING = [("vit_base_patch16_224", True)]
 _COUNT = """
 import json, sys, torch, vit_fast
-from vit_fast.fusion.block import run_blocks
+from vit_fast.blocks.block import run_blocks
 from vit_fast.kernels.inspect import offline, stand_in_driver
 from vit_fast.kernels.launch import Launch
 

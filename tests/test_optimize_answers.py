@@ -103,8 +103,7 @@ def test_foreign_answers_are_ignored_with_a_word(model, images, one_engine) -> N
     (path,) = cache.folder().glob("*.json")
     good = json.loads(path.read_text())
     foreign = [good | {"figures": {}}, good | {"key": {}}, good | {"choice": {"x": 1}}]
-    foreign += [good | {"figures": good["figures"] | {"parts": parts}} for parts in (3, {"a": 1}, {"a": ["b"]})]
-    foreign += [good | {"choice": {"by_shape": value}} for value in (3, ["ab", 1], [["a"]])]
+    foreign += [good | {"choice": {"threads": [3]}}]
     for text in (b"", b"[1]", b'{"format": 99}', b"\xff", *(json.dumps(each).encode() for each in foreign)):
         path.write_bytes(text)
         with pytest.warns(UserWarning, match="ignored"):
@@ -127,7 +126,7 @@ def test_a_search_is_not_lost_where_nothing_can_be_kept(model, images, one_engin
 def _keep_many(number: int) -> None:
     for turn in range(20):
         cache.keep(
-            cache.Answer(RACED, Candidate(split=number + 1), dict.fromkeys(cache.FIGURES) | {"parts": {}, "ms": turn})
+            cache.Answer(RACED, Candidate(split=number + 1), dict.fromkeys(cache.FIGURES) | {"ms": turn})
         )
 
 

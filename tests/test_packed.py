@@ -17,9 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import vit_fast
 from vit_fast.accuracy import judge
-from vit_fast.fusion import block, packing
+from vit_fast.blocks import block, packing
+from vit_fast.blocks.fused import FusedNormMlp
 from vit_fast.fusion.freezing import frozen_bytes, frozen_of
-from vit_fast.fusion.fused import FusedNormMlp
 from vit_fast.ops.packed import PackedLinear, pack_reasons
 
 pytestmark = pytest.mark.skipif(bool(pack_reasons(torch.float32)), reason="; ".join(pack_reasons(torch.float32)))

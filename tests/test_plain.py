@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vit_fast import create_model
-from vit_fast.fusion.block import BlockParts, parts_of
+from vit_fast.blocks.block import BlockParts, parts_of
 from vit_fast.model import Block
 
 

@@ -111,7 +111,7 @@ def test_bad_input_ends_in_one_line_and_status_2(
         ((tmp_path / "text.png", "--weights", weights), "not an image"),
         ((tmp_path / "empty", "--weights", weights), "no image in this folder"),
         ((photo, "--weights", tmp_path / "absent.safetensors"), "no such file"),
-        ((photo, "--weights", tmp_path / "text.png"), "files that end in"),
+        ((photo, "--weights", tmp_path / "text.png"), "must end in one of"),
         ((photo, "--weights", weights, "--model", "vit_tset"), "vit_test"),
         ((photo, "--weights", weights, "--model", "vit_tiny_patch16_224"), "does not fit"),
         ((photo, "--weights", weights, "--top-k", "0"), "--top-k must be an integer >= 1, got 0"),

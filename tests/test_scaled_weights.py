@@ -82,7 +82,7 @@ def test_a_scale_that_is_no_number_shows(value: float) -> None:
 _COUNT = """
 import json, torch, vit_fast
 from torch.profiler import ProfilerActivity, profile
-from vit_fast.fusion.block import run_blocks
+from vit_fast.blocks.block import run_blocks
 from vit_fast.kernels.inspect import stand_in_driver
 from vit_fast.kernels.launch import Launch
 

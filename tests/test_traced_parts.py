@@ -13,8 +13,8 @@ from torch import nn
 from torch.torch_version import TorchVersion
 
 import vit_fast
-from vit_fast.fusion.parts import BlockParts
-from vit_fast.fusion.traced_parts import built, outline
+from vit_fast.blocks.parts import BlockParts
+from vit_fast.blocks.traced_parts import built, outline
 
 torch.manual_seed(0)
 

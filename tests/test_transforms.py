@@ -42,7 +42,7 @@ def _half(x: Tensor, backend: str) -> Tensor:
 
 torch.manual_seed(1)
 PARAMETERS = {
-    "half": _drawn((C,), (C,), (3 * C, C), (3 * C,), (C, C), (C,)),
+    "half": [0.2 * tensor for tensor in _drawn((C,), (C,), (3 * C, C), (3 * C,), (C, C), (C,))],
     "mlp": _drawn((C,), (C,), (48, C), (48,), (C, 48), (C,)),
 }
 KV = torch.randn(2, 1, 2, 5, 16, device=DEVICE)

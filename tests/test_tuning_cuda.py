@@ -256,9 +256,7 @@ def test_fp8_keeps_layers_for_the_agreement_that_was_asked_for(model, images, mo
 
     def asking(work: nn.Module, **given: Any) -> Any:
         report = fuse(work, **given)
-        asked.append(
-            (given["min_agreement"], [note for note in report.precision_notes if "top class the same on" in note])
-        )
+        asked.append((given["min_agreement"], [note for note in report.precision_notes if "top-1 agreement" in note]))
         return report
 
     class Tokens(nn.Module):

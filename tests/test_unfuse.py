@@ -14,7 +14,7 @@ from fused_models import LIBRARIES, SUBJECTS
 from torch import Tensor, nn
 
 import vit_fast
-from vit_fast.fusion.fused import FusedModule
+from vit_fast.blocks.fused import FusedModule
 
 
 def doubled(before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -67,12 +67,12 @@ def test_batch_sizes_that_are_none(batch_sizes: list[int]) -> None:
 
 @pytest.mark.parametrize("shape", [(0, 3, 32, 32), (3,)])
 def test_examples_that_are_none(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="example has shape"):
+    with pytest.raises(ValueError, match="example must have shape"):
         vit_fast.warm_up(vit_fast.create_model("vit_test"), [1], example=torch.zeros(shape))
 
 
 def test_a_model_of_unknown_input_needs_an_example() -> None:
-    with pytest.raises(ValueError, match="Linear of unknown input: give an example"):
+    with pytest.raises(ValueError, match="example must be given for a Linear"):
         vit_fast.warm_up(nn.Linear(2, 2), [1])
 
 

@@ -114,7 +114,7 @@ def test_bfloat16_arrays_of_an_npz_are_read(tmp_path: Path) -> None:
         assert torch.equal(tensor, state[name].float()), name
 
 
-def test_what_is_no_source_says_what_is_accepted(tmp_path: Path) -> None:
+def test_an_invalid_source_is_refused_with_what_it_must_be(tmp_path: Path) -> None:
     model = create_model("vit_test")
     (tmp_path / "weights.h5").touch()
     torch.save([torch.zeros(1)], tmp_path / "list.pth")
@@ -122,11 +122,11 @@ def test_what_is_no_source_says_what_is_accepted(tmp_path: Path) -> None:
     for source, message in (
         (tmp_path / "absent.safetensors", "no such file"),
         ("absent.pth", "no such file"),
-        (tmp_path / "weights.h5", "files that end in"),
-        (tmp_path / "list.pth", "holds a list"),
-        (tmp_path / "empty.pth", "no tensor"),
-        (tmp_path, "none of model.safetensors"),
-        ({"layer1.weight": torch.zeros(1)}, "no known layout .*layer1.weight"),
+        (tmp_path / "weights.h5", "must end in one of .safetensors"),
+        (tmp_path / "list.pth", "must contain a state dict, got a list"),
+        (tmp_path / "empty.pth", "must contain tensors, got none"),
+        (tmp_path, "must contain one of model.safetensors"),
+        ({"layer1.weight": torch.zeros(1)}, "names of a known layout .*, got layer1.weight"),
     ):
         with pytest.raises(WeightsError, match=message):
             load_weights(model, source)
@@ -152,7 +152,7 @@ def test_a_refusal_lists_everything_and_leaves_the_model_untouched() -> None:
         "unexpected: blocks.2.norm1.weight, surprise",
         "shape of blocks.0.mlp.fc1.weight: 3x64 in the source, 256x64 here",
         "shape of pos_embed: 1x15x64 in the source, 1x17x64 here",
-        "dtype of cls_token: torch.int64",
+        "dtype of cls_token: must be floating, got torch.int64",
     ):
         assert part in str(caught.value)
     for name, tensor in model.state_dict().items():
@@ -263,10 +263,10 @@ def test_saving_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.
 
 def test_save_and_load_refuse_what_they_cannot_do(tmp_path: Path) -> None:
     model = create_model("vit_test")
-    with pytest.raises(ValueError, match=r"ends in \.safetensors"):
+    with pytest.raises(ValueError, match=r"path must end in \.safetensors, got"):
         save(model, tmp_path / "model.pth")
     save_file(_state(), tmp_path / "foreign.safetensors")
-    with pytest.raises(WeightsError, match="does not say what shape"):
+    with pytest.raises(WeightsError, match="must have a config"):
         load(tmp_path / "foreign.safetensors")
     save_file(_state(), tmp_path / "broken.safetensors", metadata={"vit_fast": "{"})
     with pytest.raises(WeightsError, match="metadata"):
@@ -277,8 +277,8 @@ def test_weights_whose_config_describes_a_larger_model_are_refused_before_it_is_
     model = create_model("vit_test")
     for field, size, message in (
         ("depth", 10**6, "depth must be at most 1024, got 1000000"),
-        ("depth", 1000, "must hold the .* parameters of its config's blocks, holds"),
-        ("embed_dim", 65536, "must hold the .* parameters of its config's blocks, holds"),
+        ("depth", 1000, "must contain the .* parameters of its config's blocks, got"),
+        ("embed_dim", 65536, "must contain the .* parameters of its config's blocks, got"),
     ):
         described = {"config": model.config.to_dict() | {field: size}, "data_config": {}, "class_names": None}
         save_file(model.state_dict(), tmp_path / "m.safetensors", metadata={"vit_fast": json.dumps(described)})

@@ -1,9 +1,9 @@
-"""vit-fast: a Vision Transformer with fused Triton kernels, swappable for eager PyTorch.
+"""vit-fast: Vision Transformers with fused Triton kernels.
 
     model = vit_fast.create_model("vit_base_patch16_224")
     logits = model(images)
 
-Everything public is listed in __all__; what is heavy, torch with it, is imported when first used.
+`__all__` lists the public names. Heavy modules, including torch, are imported on first use.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from . import export, figures, ops
+    from .blocks.fusion_report import FusionReport
     from .config import DataConfig, ViTConfig
     from .errors import UnsupportedInputError, VitFastError
+    from .fusion.calibration import Calibration, calibrate
     from .fusion.freezing import freeze, unfreeze
     from .fusion.fuse import fuse, set_backend, unfuse
-    from .fusion.fusion_report import FusionReport
     from .libraries.fixed_grid import FixedGrid
     from .measure.optimization import Optimization, load_optimized, optimize
     from .model import VisionTransformer
-    from .quantization.calibration import Calibration, calibrate
     from .run.runtime import GraphRunner, compile
     from .run.warmup import WarmUp, warm_up
     from .variants import list_models
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from .weights.factory import create_model
 
 _LAZY = {
-    "Calibration": ".quantization.calibration",
+    "Calibration": ".fusion.calibration",
     "DataConfig": ".config",
     "FixedGrid": ".libraries.fixed_grid",
-    "FusionReport": ".fusion.fusion_report",
+    "FusionReport": ".blocks.fusion_report",
     "GraphRunner": ".run.runtime",
     "Optimization": ".measure.optimization",
     "UnsupportedInputError": ".errors",
@@ -43,7 +43,7 @@ _LAZY = {
     "VisionTransformer": ".model",
     "VitFastError": ".errors",
     "WarmUp": ".run.warmup",
-    "calibrate": ".quantization.calibration",
+    "calibrate": ".fusion.calibration",
     "compile": ".run.runtime",
     "create_model": ".weights.factory",
     "freeze": ".fusion.freezing",
@@ -107,7 +107,7 @@ def __dir__() -> list[str]:
     return sorted(set(globals()) | set(__all__))
 
 
-# Without torch nothing is computed, as in `vit-fast --help`, which should not wait for it. With it the operators are
-# registered at once, for programs that were exported with them and are loaded after this import.
+# If torch is imported, register the operators at once: exported programs that contain them may be loaded next.
+# Otherwise do not wait for torch, e.g. in `vit-fast --help`.
 if "torch" in sys.modules:
     importlib.import_module(".weights.factory", __name__)

@@ -1,13 +1,13 @@
-"""The rule of accuracy: what computes in few bits may be twice as far off as plain torch is in the same bits.
+"""The accuracy rule: an error may be at most twice that of eager torch in the same dtype, plus one rounding.
 
     error(result) <= factor x error(eager in the same dtype) + one rounding of the output
 
-Errors are against the eager definition in fp64 on the very same inputs; the factor is 2, and 3 for gradients. Tests of
-the kernels, `vit-fast verify`, the benchmarks' gate, `make gpu-check` and the probe behind `auto` all ask it here.
+Errors are measured against the eager reference in fp64 on the same inputs. The factor is 2, and 3 for gradients. Kernel
+tests, `vit-fast verify`, the benchmark's gate, `make gpu-check` and the probe of `backend="auto"` all use this rule.
 
-The largest error is held to one thing more, NOISE, below which no summation order can be told from another: sums of
-terms of order one that cancel leave it in fp32, and eager may be exactly right there by luck. A root mean square needs
-none, as over many elements luck evens out; it is the sharper of the two, and the one for outputs of any scale.
+The largest error has an additional tolerance, NOISE: sums of terms of order one that cancel have this error in fp32,
+where eager may be exact by chance. The root mean square needs none, because it averages over many elements. It is the
+stricter measure, and the one for outputs of any scale.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 FORWARD_FACTOR, GRADIENT_FACTOR = 2, 3
 NOISE = 2e-6
-# So few elements may all be far nearer than a rounding by luck: then eager's error is no yardstick for other roundings.
+# With fewer elements, all of eager's errors may be far below one rounding by chance.
 FEW = 8
 
 Measure = Literal["largest", "rms"]
@@ -31,9 +31,9 @@ class Accuracy:
     """The error of a result, and the allowed error.
 
     Attributes:
-        error: Of the result against fp64; infinite where it holds NaN or infinity.
-        eager_error: Of eager in the same dtype.
-        allowed: What the rule allows.
+        error: Error of the result against fp64; infinite if it contains NaN or infinity.
+        eager_error: Error of eager in the same dtype.
+        allowed: The largest error that passes.
     """
 
     error: float
@@ -46,7 +46,7 @@ class Accuracy:
 
     @property
     def share(self) -> float:
-        """The error as a share of the allowed one; infinite for any error where none is allowed."""
+        """The error divided by the allowed error; infinite for any error if none is allowed."""
         return self.error / self.allowed if self.allowed else (0.0 if self.passed else float("inf"))
 
     def __str__(self) -> str:
@@ -56,20 +56,20 @@ class Accuracy:
 def judge(
     result: Tensor, eager: Tensor, exact: Tensor, factor: float = FORWARD_FACTOR, measure: Measure = "largest"
 ) -> Accuracy:
-    """Holds a result to the rule.
+    """Applies the accuracy rule to a result.
 
     Args:
-        result: What was computed, in the dtype whose rounding is allowed.
-        eager: The definition's answer in that dtype.
-        exact: Its answer in fp64, from the same numbers.
+        result: The output to check, in the dtype whose rounding is allowed.
+        eager: The output of eager torch in that dtype.
+        exact: The reference in fp64, from the same inputs.
         factor: FORWARD_FACTOR or GRADIENT_FACTOR.
-        measure: Errors as the largest or as the root mean square over all elements.
+        measure: "largest" error or root mean square ("rms") over all elements.
     Raises:
         ValueError: the shapes differ.
     """
     if not result.shape == eager.shape == exact.shape:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (result, eager, exact))
-        raise ValueError(f"result, eager and exact are {shapes}: expected equal shapes")
+        raise ValueError(f"result, eager and exact must have equal shapes, got {shapes}")
     eager_error = error_of(eager, exact, measure)
     return Accuracy(
         error_of(result, exact, measure), eager_error, allowed_error(eager_error, exact, result.dtype, factor, measure)
@@ -83,7 +83,7 @@ def allowed_error(
     factor: float = FORWARD_FACTOR,
     measure: Measure = "largest",
 ) -> float:
-    """The rule's limit, from eager's own error in `dtype` and the exact output; see judge."""
+    """Returns the largest error that passes, from eager's error in `dtype` and the exact output; see judge."""
     rounding = torch.finfo(dtype).eps / 2 * size_of(exact, measure)
     if exact.numel() < FEW:
         eager_error = max(eager_error, 2 * rounding)
@@ -97,7 +97,7 @@ def error_of(result: Tensor, exact: Tensor, measure: Measure = "largest") -> flo
 
 
 def size_of(values: Tensor, measure: Measure = "largest") -> float:
-    """The largest magnitude, or the root mean square; 0 of nothing."""
+    """Returns the largest magnitude or the root mean square; 0 for an empty tensor."""
     if not values.numel():
         return 0.0
     values = values.detach().double()

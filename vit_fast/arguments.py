@@ -21,9 +21,11 @@ def check_integer(name: str, value: object, minimum: int, maximum: int = MAX_SIZ
         raise ValueError(f"{name} must be at most {maximum}, got {value}")
 
 
-def check_number(name: str, value: object) -> None:
+def check_number(name: str, value: object, *, positive: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{name} must be a finite number, got {value!r}")
+    if positive and value <= 0:
+        raise ValueError(f"{name} must be positive, got {value!r}")
 
 
 def check_batch_sizes(sizes: object) -> None:
@@ -38,7 +40,7 @@ def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
 
 
 def pair(name: str, value: object) -> tuple[int, int]:
-    """Two positive integers; one number stands for both."""
+    """Returns (height, width) as positive integers; one number stands for both."""
     sides = (value, value) if isinstance(value, int) else tuple(value) if isinstance(value, tuple | list) else ()
     if len(sides) != 2 or not all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in sides):
         raise ValueError(f"{name} must be a positive integer or a (height, width) pair of them, got {value!r}")
@@ -48,7 +50,7 @@ def pair(name: str, value: object) -> tuple[int, int]:
 
 
 def as_device(device: torch.device | str | None) -> torch.device:
-    """A device that exists here; None means torch's default device."""
+    """Returns an existing device; None means torch's default device."""
     try:
         found = torch.get_default_device() if device is None else torch.device(device)
     except (RuntimeError, TypeError):
@@ -59,7 +61,7 @@ def as_device(device: torch.device | str | None) -> torch.device:
 
 
 def known_fields(cls: type[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a dataclass from JSON, lists as tuples; a ValueError names unknown ones."""
+    """Returns the fields of a dataclass from JSON, with lists as tuples; unknown names raise ValueError."""
     check_type("fields", fields, Mapping)
     known = {field.name for field in dataclasses.fields(cls)}
     if unknown := sorted(set(fields) - known):

@@ -1,4 +1,4 @@
-"""The `vit-fast` command: one module of vit_fast.commands per command, and one line for every bad input."""
+"""The `vit-fast` command: one module of vit_fast.commands per command; errors are printed as one line."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _before_every_command(
 
 
 def main(args: list[str] | None = None) -> None:
-    """Runs the command line; bad input ends in one line and status 2 (`--traceback` first: in a traceback)."""
+    """Runs the command line. Bad input prints one line and exits with status 2; `--traceback` raises instead."""
     args = list(sys.argv[1:] if args is None else args)
     traceback_wanted = args[:1] == ["--traceback"]
     if traceback_wanted:

@@ -1,4 +1,4 @@
-"""ViTConfig, the shape of a Vision Transformer, checked when made; DataConfig, how its images are prepared."""
+"""ViTConfig, the shape of a Vision Transformer, and DataConfig, its preprocessing. Both validate their fields."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CropMode = Literal["center", "squash"]
 Size = tuple[int, int]
 
 MAX_DEPTH, MAX_PARAMETERS = 1024, 10**12
-"""No model comes near: the deepest transformer published has 1,000 layers, the largest ViT 22 billion parameters."""
+"""Far above published models: the deepest transformer has 1,000 layers, the largest ViT 22 billion parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +31,11 @@ class DataConfig:
     """Preprocessing of an RGB image for a model, in timm's terms.
 
     Attributes:
-        mean: Per-channel mean that is subtracted, of pixel values in [0, 1].
-        std: Per-channel standard deviation that is divided by.
-        interpolation: Filter of the resize.
-        crop_pct: The centre crop's share of the resized image's shorter side, in (0, 1].
-        crop_mode: "center" keeps the aspect ratio and crops; "squash" resizes both sides.
+        mean: Mean per channel, of pixel values in [0, 1].
+        std: Standard deviation per channel.
+        interpolation: Resize filter.
+        crop_pct: Side of the centre crop over the shorter side of the resized image, in (0, 1].
+        crop_mode: "center" preserves the aspect ratio and crops; "squash" resizes both sides.
     """
 
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
@@ -48,15 +48,13 @@ class DataConfig:
         for name in ("mean", "std"):
             check_type(name, getattr(self, name), tuple, list)
             for value in getattr(self, name):
-                check_number(name, value)
+                check_number(name, value, positive=name == "std")
             object.__setattr__(self, name, tuple(map(float, getattr(self, name))))
         check_number("crop_pct", self.crop_pct)
         if len(self.mean) != len(self.std):
-            raise ValueError(f"mean and std differ in length: {len(self.mean)} and {len(self.std)}")
-        if any(not (v > 0 and math.isfinite(v)) for v in self.std):
-            raise ValueError(f"std={self.std}: accepted are positive numbers")
+            raise ValueError(f"mean and std must have equal lengths, got {len(self.mean)} and {len(self.std)}")
         if not 0 < self.crop_pct <= 1:
-            raise ValueError(f"crop_pct={self.crop_pct}: accepted is a share in (0, 1]")
+            raise ValueError(f"crop_pct must be in (0, 1], got {self.crop_pct}")
         check_choice("interpolation", self.interpolation, get_args(Interpolation))
         check_choice("crop_mode", self.crop_mode, get_args(CropMode))
 
@@ -70,17 +68,17 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary positions of the patches: pairs of q's and k's channels turned by angles of row and column.
+    """Rotary position embedding of the patches in two dimensions.
 
-    Half of the pairs turn by one axis, half by the other, at D/4 frequencies temperature^(-4 i / D).
+    Half of the channel pairs of q and k encode the row, half the column, at D/4 frequencies temperature^(-4 i / D).
 
     Attributes:
         coordinates: "centred": patch centres in (-1, 1), times 2 pi (DINOv3); "index": 0, 1, 2 ... (EVA-02).
-        temperature: The longest period over the shortest.
-        layout: "half" turns channels j and j + D/2 together, "interleaved" 2j and 2j + 1.
-        reference_grid: Indices are scaled as if the grid had these (rows, columns); None leaves them.
+        temperature: Ratio of the longest and shortest period.
+        layout: "half" pairs channels j and j + D/2, "interleaved" pairs 2j and 2j + 1.
+        reference_grid: (rows, columns) of the grid that indices are scaled to; None does not scale them.
         offset: Added to indices.
-        columns_first: Whether the first half of the pairs turns by the column.
+        columns_first: True if the first half of the pairs encodes the column.
     """
 
     coordinates: Literal["centred", "index"] = "centred"
@@ -93,56 +91,54 @@ class RopeConfig:
     def __post_init__(self) -> None:
         check_choice("coordinates", self.coordinates, ("centred", "index"))
         check_choice("layout", self.layout, ("half", "interleaved"))
-        check_number("temperature", self.temperature)
+        check_number("temperature", self.temperature, positive=True)
         check_number("offset", self.offset)
-        if self.temperature <= 0:
-            raise ValueError(f"temperature={self.temperature}: accepted is a positive number")
         if self.reference_grid is not None:
             object.__setattr__(self, "reference_grid", pair("reference_grid", self.reference_grid))
         if self.coordinates == "centred" and (self.reference_grid is not None or self.offset):
-            raise ValueError("coordinates='centred' with reference_grid or offset: accepted with 'index' only")
+            raise ValueError("reference_grid and offset must not be given for coordinates='centred', only for 'index'")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ViTConfig:
-    """The shape of a Vision Transformer; timm's names.
+    """The shape of a Vision Transformer. Fields have timm's names.
 
     Attributes:
         img_size: Input height and width, in pixels; one number means a square.
         patch_size: Patch height and width: in pixels, or in feature-map cells behind a convolutional stem.
         in_chans: Channels of the input image.
         num_classes: Outputs of the linear head; 0 means no head.
-        embed_dim: Width C of a token.
+        embed_dim: Width C of a token; a multiple of num_heads.
         depth: Encoder blocks.
-        num_heads: Attention heads H; embed_dim must divide by it.
+        num_heads: Attention heads H.
         mlp_ratio: Hidden width of the MLP over embed_dim.
         qkv_bias: Whether the qkv linear has a bias.
         proj_bias: Whether the attention's output linear and the MLP's linears have biases.
         init_values: Initial LayerScale; None means no LayerScale.
-        class_token: Whether a learned class token is put before the patches.
-        distilled: Whether DeiT's distillation token and second head exist (needs class_token).
+        class_token: Whether a learned class token precedes the patches.
+        distilled: Whether the model has DeiT's distillation token and second head (needs class_token).
         reg_tokens: Register tokens behind the class token ("Vision Transformers Need Registers", arXiv 2309.16588).
         pos_embed: "learn"ed, or fixed: "sincos1d" (arXiv 1706.03762, patches in reading order), "sincos2d"; or "none".
         no_embed_class: Whether the position embedding covers the patches only.
         pre_norm: LayerNorm before the blocks and a patch embedding without bias (CLIP).
         embed_norm: Whether a norm follows the patch embedding (AIMv2).
         global_pool: "token" (class token), "avg" (mean of the patches), "map" (SigLIP's attention pooling), "" (none).
-        pool_include_prefix: Whether global_pool="map" pools class and register tokens, too.
-        pool_heads: Heads of that pooling; None means num_heads.
-        pool_mlp_ratio: Of that pooling's MLP; None means mlp_ratio.
-        final_norm: Whether there is a norm behind the blocks.
-        fc_norm: Whether it comes after pooling; None means only when global_pool is "avg".
+        pool_include_prefix: Whether global_pool="map" also pools class and register tokens.
+        pool_heads: Heads of the attention pooling; None means num_heads.
+        pool_mlp_ratio: mlp_ratio of the attention pooling; None means mlp_ratio.
+        final_norm: Whether a norm follows the blocks.
+        fc_norm: Whether the final norm follows pooling; None means only for global_pool="avg".
         act_layer: Activation of the MLP, "gelu" is exact; "gelu_tanh", "quick_gelu",
             "relu", "silu".
-        norm_layer: Every norm: "layer_norm" or "rms_norm".
-        norm_eps: epsilon of every norm.
+        norm_layer: Type of all norms: "layer_norm" or "rms_norm".
+        norm_eps: Epsilon of all norms.
         mlp_layer: "mlp", fc2(act(fc1(x))), or "swiglu", fc2(act(gate(x)) * up(x)), gate and up packed in fc1.
-        scale_attn_norm: Whether a norm is before the attention's output linear (EVA-02 CLIP).
-        scale_mlp_norm: Whether a norm is before fc2 (EVA-02).
-        qk_norm: Whether q and k are normalised, each head by itself.
+        scale_attn_norm: Whether a norm precedes the attention's output linear (EVA-02 CLIP).
+        scale_mlp_norm: Whether a norm precedes fc2 (EVA-02).
+        qk_norm: Whether q and k are normalised per head.
         rope: Rotary positions of the patches; None means none.
         dynamic_img_size: Accept other image sizes than img_size by interpolating the position embedding.
-        stem_channels: Output channels of the hybrid's convolutional stem, each layer halving the image; () is none.
+        stem_channels: Output channels of the hybrid's convolutional stem; each layer halves the image. () means none.
         drop_rate: Dropout before the head.
         pos_drop_rate: Dropout behind the position embedding.
         proj_drop_rate: Dropout behind the attention projection and both MLP linears.
@@ -150,7 +146,7 @@ class ViTConfig:
         drop_path_rate: Stochastic depth of the last block; grows linearly from 0.
 
     Raises:
-        ValueError: A field is not acceptable; names the field, the value and what is.
+        ValueError: A field is invalid.
     """
 
     img_size: int | Size = 224
@@ -197,7 +193,7 @@ class ViTConfig:
         object.__setattr__(self, "img_size", pair("img_size", self.img_size))
         object.__setattr__(self, "patch_size", pair("patch_size", self.patch_size))
         if not isinstance(self.stem_channels, tuple | list):
-            raise ValueError(f"stem_channels={self.stem_channels!r}: accepted is a tuple of integers")
+            raise ValueError(f"stem_channels must be a tuple of integers, got {self.stem_channels!r}")
         object.__setattr__(self, "stem_channels", tuple(self.stem_channels))
         _check_each(self)
         _check_together(self)
@@ -236,12 +232,12 @@ class ViTConfig:
 
     @property
     def pos_embed_covers_prefix(self) -> bool:
-        """True if those tokens have a learned position, too."""
+        """True if class and register tokens have learned positions, too."""
         return self.pos_embed == "learn" and not self.no_embed_class
 
     @property
     def seqlen(self) -> int:
-        """Tokens N that the blocks see."""
+        """Tokens N per image."""
         return self.num_prefix_tokens + self.num_patches
 
     @property
@@ -255,7 +251,7 @@ class ViTConfig:
 
     @property
     def pool_hidden_dim(self) -> int:
-        """That of global_pool="map"."""
+        """Hidden width of the MLP of global_pool="map"."""
         return self.hidden_dim if self.pool_mlp_ratio is None else int(self.embed_dim * self.pool_mlp_ratio)
 
     @property
@@ -267,25 +263,22 @@ class ViTConfig:
         return 3 if self.mlp_layer == "swiglu" else 2
 
     def replace(self, **overrides: Any) -> ViTConfig:
-        """A copy with these fields changed and checked; an unknown field is a ValueError that lists the known ones."""
-        known = {field.name for field in dataclasses.fields(self)}
-        if unknown := sorted(set(overrides) - known):
-            raise ValueError(f"unknown config field {', '.join(unknown)}: accepted are {', '.join(sorted(known))}")
-        return dataclasses.replace(self, **overrides)
+        """Returns a validated copy with these fields replaced; unknown names raise ValueError."""
+        return dataclasses.replace(self, **known_fields(ViTConfig, overrides))
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> ViTConfig:
-        """From to_dict's mapping, also after a trip through JSON; unknown names raise ValueError."""
+        """Rebuilds a config from to_dict's mapping, also after JSON; unknown names raise ValueError."""
         known = known_fields(cls, fields)
         if isinstance(known.get("rope"), Mapping):
             known["rope"] = RopeConfig(**known_fields(RopeConfig, known["rope"]))
         return cls(**known)
 
     def num_parameters(self) -> int:
-        """Elements of all matrices, tokens and tables of positions, which are nearly all."""
+        """Returns the number of elements of all matrices, tokens and position tables, without biases and norms."""
         C, channels = self.embed_dim, (self.in_chans, *self.stem_channels)
         positions = 0 if self.pos_embed == "none" and self.rope is None else self.num_patches * C
         stem = sum(9 * before * after for before, after in itertools.pairwise(channels))
@@ -294,18 +287,18 @@ class ViTConfig:
         return self.block_parameters() + positions + embedding + pool + (1 + self.distilled) * self.num_classes * C
 
     def block_parameters(self) -> int:
-        """Elements of the matrices in all blocks."""
+        """Returns the number of elements of the matrices in all blocks."""
         return self.depth * self.embed_dim * (4 * self.embed_dim + self._mlp_matrices * self.hidden_dim)
 
     def flops_per_image(self) -> int:
-        """Floating-point operations of one image's forward pass through the matrix products, 2 per multiply-add."""
+        """Returns the floating-point operations of matrix products per image, forward only, 2 per multiply-add."""
         C, F, N = self.embed_dim, self.hidden_dim, self.seqlen
         block = 2 * N * (4 * C * C + self._mlp_matrices * C * F) + 4 * N * N * C
         return _embed_flops(self) + self.depth * block + _head_flops(self)
 
 
 def _check_each(config: ViTConfig) -> None:
-    check_number("norm_eps", config.norm_eps)
+    check_number("norm_eps", config.norm_eps, positive=True)
     check_number("mlp_ratio", config.mlp_ratio)
     for name in ("init_values", "pool_mlp_ratio"):
         if getattr(config, name) is not None:
@@ -324,7 +317,7 @@ def _check_each(config: ViTConfig) -> None:
     for name in ("drop_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate"):
         check_number(name, getattr(config, name))
         if not 0 <= getattr(config, name) < 1:
-            raise ValueError(f"{name}={getattr(config, name)}: accepted is a probability in [0, 1)")
+            raise ValueError(f"{name} must be in [0, 1), got {getattr(config, name)}")
     check_choice("global_pool", config.global_pool, get_args(GlobalPool))
     check_choice("pos_embed", config.pos_embed, get_args(PosEmbed))
     check_choice("norm_layer", config.norm_layer, get_args(NormLayer))
@@ -341,40 +334,35 @@ def _check_together(config: ViTConfig) -> None:
             f"a model must have at most {MAX_PARAMETERS:.0e} parameters, got {count:.1e}: img_size={config.img_size}, "
             f"embed_dim={config.embed_dim}, depth={config.depth}, num_classes={config.num_classes}"
         )
-    if config.norm_eps <= 0:
-        raise ValueError(f"norm_eps={config.norm_eps}: accepted is a positive number")
     if config.mlp_ratio <= 0 or config.hidden_dim < 1:
-        raise ValueError(f"mlp_ratio={config.mlp_ratio}: accepted is a positive ratio with at least one hidden unit")
+        raise ValueError(f"mlp_ratio must give at least one hidden unit, got {config.mlp_ratio}")
     if config.embed_dim % config.num_heads:
-        raise ValueError(
-            f"embed_dim={config.embed_dim} with num_heads={config.num_heads}: embed_dim must divide by num_heads"
-        )
+        raise ValueError(f"embed_dim must be a multiple of num_heads={config.num_heads}, got {config.embed_dim}")
     for axis, pixels, cell in zip(("height", "width"), config.image_hw, config.patch_pixels, strict=True):
         if pixels % cell:
             raise ValueError(
-                f"img_size={config.img_size}: the {axis} {pixels} must divide by the patch's {cell} pixels "
-                f"(patch_size={config.patch_size}, stem stride {config.stem_stride})"
+                f"img_size must be a multiple of the patch's {cell} pixels in {axis} "
+                f"(patch_size={config.patch_size}, stem stride {config.stem_stride}), got {pixels}"
             )
     if (heads := config.pool_heads) is not None and config.embed_dim % heads:
-        raise ValueError(f"pool_heads={heads}: accepted is None or a divisor of embed_dim={config.embed_dim}")
+        raise ValueError(f"pool_heads must divide embed_dim={config.embed_dim}, got {heads}")
     if config.pool_hidden_dim < 1:
-        raise ValueError(f"pool_mlp_ratio={config.pool_mlp_ratio}: accepted is a ratio with at least one hidden unit")
+        raise ValueError(f"pool_mlp_ratio must give at least one hidden unit, got {config.pool_mlp_ratio}")
     if config.global_pool != "map" and (config.pool_include_prefix or {heads, config.pool_mlp_ratio} != {None}):
-        raise ValueError("pool_include_prefix, pool_heads, pool_mlp_ratio: accepted with global_pool='map' only")
+        raise ValueError("pool_include_prefix, pool_heads and pool_mlp_ratio need global_pool='map'")
     if config.fc_norm and not config.final_norm:
-        raise ValueError("fc_norm=True with final_norm=False: accepted with final_norm=True only")
+        raise ValueError("fc_norm=True needs final_norm=True")
     if config.global_pool == "token" and not config.class_token:
-        raise ValueError("global_pool='token' with class_token=False: accepted without a class token: 'avg', 'map', ''")
+        raise ValueError("global_pool must be 'avg', 'map' or '' for class_token=False, got 'token'")
     if config.distilled and not (config.class_token and config.global_pool == "token"):
-        raise ValueError("distilled=True: accepted only with class_token=True and global_pool='token'")
+        raise ValueError("distilled=True needs class_token=True and global_pool='token'")
     if config.distilled and config.reg_tokens:
-        raise ValueError(f"distilled=True with reg_tokens={config.reg_tokens}: accepted is reg_tokens=0")
+        raise ValueError(f"reg_tokens must be 0 for distilled=True, got {config.reg_tokens}")
     if config.rope is not None and config.head_dim % 4:
-        raise ValueError(f"a head of {config.head_dim} channels: rope accepts a multiple of 4")
-    if config.pos_embed == "sincos2d" and config.embed_dim % 4:
-        raise ValueError(f"embed_dim={config.embed_dim}: pos_embed='sincos2d' accepts a multiple of 4")
-    if config.pos_embed == "sincos1d" and config.embed_dim % 2:
-        raise ValueError(f"embed_dim={config.embed_dim}: pos_embed='sincos1d' accepts a multiple of 2")
+        raise ValueError(f"head_dim must be a multiple of 4 for rope, got {config.head_dim}")
+    for kind, divisor in (("sincos1d", 2), ("sincos2d", 4)):
+        if config.pos_embed == kind and config.embed_dim % divisor:
+            raise ValueError(f"embed_dim must be a multiple of {divisor} for {kind}, got {config.embed_dim}")
 
 
 def _embed_flops(config: ViTConfig) -> int:
@@ -393,6 +381,6 @@ def _head_flops(config: ViTConfig) -> int:
     pooled_rows = {"token": 1 + int(config.distilled), "avg": 1, "map": 1, "": config.seqlen}[config.global_pool]
     flops = 2 * pooled_rows * C * config.num_classes
     if config.global_pool == "map":
-        # k and v of every patch, scores and mixing, proj, and the pool's own MLP; q is computed once a batch
+        # k and v of every patch, scores and mixing, proj, and the pool's own MLP; q is computed once per batch
         flops += 4 * P * C * C + 4 * P * C + 2 * C * C + 4 * C * F
     return flops

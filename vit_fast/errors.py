@@ -10,11 +10,11 @@ class VitFastError(Exception):
 
 
 class UnsupportedInputError(VitFastError, ValueError):
-    """A backend was asked by name for something that it cannot do.
+    """A requested backend, precision or format does not support the input.
 
     Attributes:
-        what: What was asked for.
-        reasons: Every reason, not only the first.
+        what: The request.
+        reasons: All reasons.
     """
 
     def __init__(self, what: str, reasons: Sequence[str]) -> None:
@@ -37,4 +37,4 @@ def check_type(name: str, value: object, *kinds: type) -> None:
 
 
 class MissingPackageError(VitFastError, ImportError):
-    """What was asked for needs packages that are not installed; names them and the extra that brings them."""
+    """Required packages are not installed; the message names them and the extra that installs them."""

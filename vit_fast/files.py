@@ -1,4 +1,4 @@
-"""Atomic writes: files and folders are written to a hidden folder beside their place, then renamed."""
+"""Atomic writes: files and folders are written to a hidden folder beside their target, then renamed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pathlib import Path
 if sys.platform != "win32":  # there the folders of killed processes stay
     import fcntl
 
-_PREFIX = ".vit-fast-partial-"  # without the name of what is written, which may be as long as a name can be
-_SECONDS_TO_LOCK = 60.0  # a folder so young may not be locked yet by the process that made it
+_PREFIX = ".vit-fast-partial-"  # without the name of the file, which may have the maximal length
+_SECONDS_TO_LOCK = 60.0  # the process that created a younger folder may not have locked it yet
 
 
 @contextlib.contextmanager
@@ -29,14 +29,13 @@ def file_aside(path: Path, *errors: type[Exception]) -> Iterator[Path]:
     Yields:
         The same file name in a new, hidden folder.
     Raises:
-        OSError: the place is taken by something other than a regular file, the folder cannot be written, or the disk is
-            full; names `path`, nothing is left behind.
+        OSError: `path` is not a regular file, the folder is read-only, or the disk is full. Nothing is left behind.
     """
     check_replaceable(path)
     with _hidden_folder(path, *errors) as aside:
         yield aside / path.name
-        # What lies beside it first, and no old file beside new ones at any moment: better no file than a wrong one.
-        # The folder of `path` itself, not of what a link of that name leads to: the link is replaced.
+        # `path` last, so that it never exists beside files of another version.
+        # In the folder of `path` itself, not of a link's target: a link is replaced.
         parts = sorted(aside.iterdir(), key=lambda part: part.name == path.name)
         for part in parts:
             check_replaceable(aside.parent / part.name)
@@ -51,9 +50,9 @@ def folder_aside(path: Path) -> Iterator[Path]:
     """Yields a hidden folder to fill, which becomes `path` if the block succeeds.
 
     Args:
-        path: A new name or an empty folder; a symbolic link stands for what it leads to.
+        path: A new name or an empty folder; a symbolic link is followed.
     Raises:
-        OSError: it cannot be written; names `path`, nothing is left behind.
+        OSError: it cannot be written. Nothing is left behind.
     """
     if path.is_symlink():
         path = Path(os.path.realpath(path))
@@ -64,11 +63,7 @@ def folder_aside(path: Path) -> Iterator[Path]:
 
 
 def check_writable(path: Path) -> None:
-    """Refuses a path below a file, or below a folder that may not be written to.
-
-    Raises:
-        OSError: names both.
-    """
+    """Raises OSError for a path below a file or below a folder without write permission."""
     parent = path.absolute().parent
     while not parent.exists():
         parent = parent.parent
@@ -79,11 +74,7 @@ def check_writable(path: Path) -> None:
 
 
 def check_new_folder(path: Path) -> None:
-    """Refuses a path that is taken, or that cannot be written.
-
-    Raises:
-        OSError: it is no new or empty folder, or see check_writable.
-    """
+    """Raises OSError unless the path is a new or empty folder that can be written."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         problem = "is not empty" if path.is_dir() else "is a file"
         raise FileExistsError(f"{path}: {problem}, must be a new or empty folder")
@@ -91,11 +82,7 @@ def check_new_folder(path: Path) -> None:
 
 
 def check_replaceable(path: Path) -> None:
-    """Refuses a name that a new file must not take: of a folder, a device, a pipe or a socket, or see check_writable.
-
-    Raises:
-        OSError: says what it is.
-    """
+    """Raises OSError unless the path is a new name or a regular file that can be replaced."""
     check_writable(path)
     if path.is_dir():
         raise IsADirectoryError(f"{path}: is a folder, must be a file name such as {path / 'NAME'}")

@@ -1,4 +1,4 @@
-"""The layers that the paper's equations take for granted: patches, MLP, scaling, drop path, pooling."""
+"""Layers of the model beside attention: patch embedding, MLP, LayerScale, drop path, attention pooling."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config import Size, ViTConfig
+from .errors import check_type
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -21,9 +22,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class PatchEmbed(nn.Module):
-    """Cuts an image into patches and projects each to a token; a strided convolution.
+    """Projects each patch of an image to a token by a strided convolution.
 
-    With `stem_channels` they are cut from a small convolutional stem's feature map: the hybrid of section 3.1.
+    With `stem_channels`, patches are cut from the feature map of a convolutional stem (the hybrid of section 3.1).
     """
 
     def __init__(self, config: ViTConfig) -> None:
@@ -41,44 +42,37 @@ class PatchEmbed(nn.Module):
         self.norm = make_norm(config, config.embed_dim) if config.embed_norm else nn.Identity()
 
     def forward(self, images: Tensor) -> tuple[Tensor, Size]:
-        """images [B, in_chans, height, width] -> tokens [B, patches, C] and the patch grid (rows, columns)."""
+        """Projects images [B, in_chans, height, width] to tokens [B, patches, C]; also returns (rows, columns)."""
         self._check(images)
         feature_map = self.proj(self.stem(images))
         return self.norm(feature_map.flatten(2).transpose(1, 2)), (feature_map.shape[2], feature_map.shape[3])
 
     def _check(self, images: Tensor) -> None:
         config = self.config
-        if not isinstance(images, Tensor):
-            raise TypeError(
-                f"images are a {type(images).__name__}: accepted is a Tensor [B, {config.in_chans}, height, width]"
-            )
+        check_type("images", images, Tensor)
         if images.dim() != 4 or images.shape[1] != config.in_chans:
-            raise ValueError(
-                f"images have shape {tuple(images.shape)}: accepted is [B, {config.in_chans}, height, width]"
-            )
+            raise ValueError(f"images must have shape [B, {config.in_chans}, height, width], got {tuple(images.shape)}")
         if not images.is_floating_point():
-            raise ValueError(
-                f"images are {images.dtype}: accepted is a floating dtype (scale and normalise them first)"
-            )
+            raise ValueError(f"images must have a floating dtype, got {images.dtype}: scale and normalise them first")
         dtype = getattr(self.proj, "weight", images).dtype  # a wrapper of the convolution may hide it
         if images.dtype != dtype and not torch.is_autocast_enabled(images.device.type):
-            raise ValueError(f"images are {images.dtype}, the model's weights {dtype}: convert one of them")
+            raise ValueError(f"images must have the dtype of the weights, {dtype}, got {images.dtype}")
         height, width = images.shape[2], images.shape[3]
         if not config.dynamic_img_size:
             if (height, width) != config.image_hw:
                 raise ValueError(
-                    f"images are {height}x{width}, the model was made for {config.image_hw[0]}x{config.image_hw[1]}: "
-                    "make it with dynamic_img_size=True, or with this img_size"
+                    f"images must be {config.image_hw[0]}x{config.image_hw[1]}, got {height}x{width}: build the model "
+                    "with dynamic_img_size=True, or with this img_size"
                 )
         elif height % config.patch_pixels[0] or width % config.patch_pixels[1]:
             raise ValueError(
-                f"images are {height}x{width}: height and width must divide by the patch's "
-                f"{config.patch_pixels[0]}x{config.patch_pixels[1]} pixels"
+                "height and width of images must be multiples of the patch's "
+                f"{config.patch_pixels[0]}x{config.patch_pixels[1]} pixels, got {height}x{width}"
             )
 
 
 def conv_stem(in_chans: int, channels: tuple[int, ...]) -> nn.Sequential:
-    """3x3 convolutions of stride 2, each with GroupNorm (as in the paper's ResNets) and ReLU."""
+    """Builds 3x3 convolutions of stride 2, each with GroupNorm (as in the paper's ResNets) and ReLU."""
     layers: list[nn.Module] = []
     for out_chans in channels:
         layers += [
@@ -91,7 +85,7 @@ def conv_stem(in_chans: int, channels: tuple[int, ...]) -> nn.Sequential:
 
 
 class LayerScale(nn.Module):
-    """Multiplies the branch by a learned vector; CaiT, arXiv 2103.17239."""
+    """Multiplies a residual branch by a learned vector; CaiT, arXiv 2103.17239."""
 
     def __init__(self, dim: int, init_values: float) -> None:
         super().__init__()
@@ -103,7 +97,7 @@ class LayerScale(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Drops the whole branch of an image with probability drop_prob, and scales the rest up; arXiv 1603.09382."""
+    """Drops the residual branch of an image with probability drop_prob (stochastic depth, arXiv 1603.09382)."""
 
     def __init__(self, drop_prob: float) -> None:
         super().__init__()
@@ -118,7 +112,7 @@ class DropPath(nn.Module):
 
 
 def make_norm(config: ViTConfig, width: int) -> nn.Module:
-    """A norm of the config's kind."""
+    """Builds a norm of the config's type."""
     kind = nn.RMSNorm if config.norm_layer == "rms_norm" else nn.LayerNorm
     return kind(width, eps=config.norm_eps)
 
@@ -139,12 +133,12 @@ class Mlp(nn.Module):
         return self.drop(self.fc2(self.norm(self.drop(self.hidden(x)))))
 
     def hidden(self, x: Tensor) -> Tensor:
-        """[..., C] -> [..., F]."""
+        """Computes the hidden layer, [..., C] -> [..., F]."""
         return ACTIVATIONS[self.activation](self.fc1(x))
 
 
 class GatedMlp(Mlp):
-    """A gated MLP (SwiGLU, arXiv 2002.05202): fc2(act(gate(x)) * up(x)); fc1 holds the gate's rows, then up's."""
+    """A gated MLP (SwiGLU, arXiv 2002.05202): fc2(act(gate(x)) * up(x)); fc1 packs gate and up, in this order."""
 
     def __init__(self, config: ViTConfig, drop: float = 0.0) -> None:
         super().__init__(config, drop)
@@ -175,17 +169,17 @@ class AttentionPool(nn.Module):
         self.mlp = MLPS[config.mlp_layer](config.replace(mlp_ratio=ratio))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Patches [B, N, C] -> [B, C]."""
+        """Pools patches [B, N, C] to [B, C]."""
         x = self.attend(x)
         return (x + self.mlp(self.norm(x)))[:, 0]
 
     def attend(self, x: Tensor) -> Tensor:
-        """Patches [B, N, C] -> what the query takes from them, [B, 1, C]."""
+        """Computes the attention of the learned query over patches [B, N, C] -> [B, 1, C]."""
         B, N, _ = x.shape
         q = self.q(self.latent).reshape(1, 1, self.num_heads, -1).transpose(1, 2).expand(B, -1, -1, -1)
         k, v = self.kv(x).reshape(B, N, 2, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
         return self.proj(self.mix(q, k, v).transpose(1, 2).flatten(2))
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of q [B, H, 1, D] to k and v [B, H, N, D]."""
+        """Computes attention of q [B, H, 1, D] over k and v [B, H, N, D]."""
         return F.scaled_dot_product_attention(q, k, v)

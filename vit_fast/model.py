@@ -5,7 +5,7 @@
     z_l  = MLP(LN(z'_l)) + z'_l                                (3)
     y    = LN(z_L^0)                                           (4)
 
-Parameter names are timm's, so a timm state dict loads as it is.
+Parameters have timm's names, so a timm state dict loads directly.
 Axes: B images, N tokens, C = embed_dim, H heads, D = C / H.
 """
 
@@ -40,19 +40,19 @@ class Attention(nn.Module):
         self.proj_drop = nn.Dropout(config.proj_drop_rate)
 
     def forward(self, x: Tensor, *rope: Tensor) -> Tensor:
-        """Tokens [B, N, C] and, in a model with rotary positions, their cosines and sines -> [B, N, C]."""
+        """Applies attention to tokens [B, N, C]; rope contains cosines and sines of rotary positions, if any."""
         q, k, v = self.project(x, *rope)
         drop = self.attn_drop.p if self.training else 0.0
         mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=drop)
         return self.proj_drop(self.proj(self.norm(mixed.transpose(1, 2).flatten(2))))
 
     def attention_map(self, x: Tensor, *rope: Tensor) -> Tensor:
-        """softmax(q k^T / sqrt(D)) of tokens [B, N, C]: [B, H, N, N], rows sum to one."""
+        """Returns softmax(q k^T / sqrt(D)) of tokens [B, N, C]: [B, H, N, N]; the last axis sums to one."""
         q, k, _ = self.project(x, *rope)
         return (q * self.head_dim**-0.5 @ k.transpose(-2, -1)).softmax(dim=-1)
 
     def project(self, x: Tensor, *rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens [B, N, C] -> q, k and v [B, H, N, D], q and k normalised and rotated."""
+        """Projects tokens [B, N, C] to q, k and v [B, H, N, D]; q and k are normalised and rotated."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).transpose(1, 3).unbind(2)
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         if rope:
@@ -79,7 +79,7 @@ class Block(nn.Module):
         self.drop_path2 = DropPath(drop_path)
 
     def forward(self, x: Tensor, *rope: Tensor) -> Tensor:
-        """Tokens [B, N, C] -> [B, N, C]; see Attention for rope."""
+        """Maps tokens [B, N, C] to [B, N, C]; see Attention for rope."""
         x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), *rope)))
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
@@ -89,10 +89,10 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Sequential):
-    """Blocks one after the other, each of which is given the rotary positions."""
+    """Runs blocks in sequence and passes the rotary positions to each."""
 
     def forward(self, x: Tensor, *rope: Tensor) -> Tensor:
-        """[B, N, C] -> [B, N, C]."""
+        """Maps tokens [B, N, C] to [B, N, C]."""
         for block in self:
             x = block(x, *rope)
         return x
@@ -105,14 +105,14 @@ class Blocks(nn.Sequential):
 
 
 class VisionTransformer(nn.Module):
-    """Image -> patch and position embedding -> blocks -> pooling -> linear head, by torch's own layers.
+    """Patch and position embedding, blocks, pooling and linear head, made of torch's own layers.
 
-    `create_model` builds it and lets `fuse` choose what computes its blocks.
+    `create_model` builds it and selects a backend for its blocks.
 
     Args:
         config: The shape; see ViTConfig.
-        data_config: How images are prepared for these weights; None means DataConfig's defaults.
-        class_names: Names of the num_classes outputs, where they are known.
+        data_config: Preprocessing of images; None means DataConfig's defaults.
+        class_names: Names of the num_classes outputs; None if unknown.
     """
 
     def __init__(
@@ -157,14 +157,14 @@ class VisionTransformer(nn.Module):
         self.init_weights()
 
     def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Images [B, in_chans, height, width] -> logits [B, num_classes], or pooled features [B, C] without a head.
+        """Maps images [B, in_chans, height, width] to logits [B, num_classes], or to features [B, C] without a head.
 
-        With global_pool="" the head is applied to every token. In `distilled_training`, both heads' logits.
+        With global_pool="", the head is applied to every token. In `distilled_training`, returns both heads' logits.
         """
         return self.forward_head(self.forward_features(images))
 
     def forward_features(self, images: Tensor) -> Tensor:
-        """Images -> normalised tokens [B, N, C] (normalised after pooling instead where the config says so)."""
+        """Maps images to tokens [B, N, C], normalised unless the config's norm follows pooling."""
         z = self.embed(images)
         rope = self.rope(images, z)
         if self.grad_checkpointing and self.training:
@@ -175,7 +175,7 @@ class VisionTransformer(nn.Module):
         return self.norm(z)
 
     def embed(self, images: Tensor) -> Tensor:
-        """Equation 1: images -> tokens [B, N, C], prefix tokens first."""
+        """Maps images to tokens [B, N, C], prefix tokens first (equation 1)."""
         patches, grid = self.patch_embed(images)
         pos_embed = pos_embed_for(self.config, self.pos_embed, grid, patches)
         prefix = [token.expand(patches.shape[0], -1, -1) for token in self._prefix_tokens()]
@@ -188,7 +188,7 @@ class VisionTransformer(nn.Module):
         return self.norm_pre(self.pos_drop(z))
 
     def rope(self, images: Tensor, z: Tensor) -> tuple[Tensor, ...]:
-        """Returns cosines and sines of the rotary positions of the images' tokens z; () where the model has none."""
+        """Returns cosines and sines of the rotary positions of tokens z; () if the model has none."""
         config, (height, width) = self.config, self.config.patch_pixels
         if config.rope is None:
             return ()
@@ -196,7 +196,7 @@ class VisionTransformer(nn.Module):
         return rope_of(config.rope, grid, config.head_dim, like=z)
 
     def pool(self, tokens: Tensor) -> Tensor:
-        """[B, N, C] -> [B, C] by config.global_pool; "" gives the tokens back."""
+        """Pools tokens [B, N, C] to [B, C] by config.global_pool; "" returns the tokens."""
         pooling = self.config.global_pool
         if pooling == "token":
             return tokens[:, 0]
@@ -208,7 +208,7 @@ class VisionTransformer(nn.Module):
         return self.attn_pool(tokens if self.config.pool_include_prefix else patches)
 
     def forward_head(self, tokens: Tensor, pre_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """Equation 4 and the linear head: tokens [B, N, C] -> logits, or what the head would see if pre_logits."""
+        """Pools tokens [B, N, C] and applies the head (equation 4); pre_logits returns the input of the head."""
         if self.head_dist is not None:
             return self._forward_head_distilled(tokens, pre_logits)
         features = self.head_drop(self.fc_norm(self.pool(tokens)))
@@ -221,7 +221,7 @@ class VisionTransformer(nn.Module):
             images: [B, in_chans, height, width].
             blocks: Block indices, negative ones counted from the end; None means all.
         Returns:
-            For each block index its weights [B, H, N, N]; row i says where token i looks, and sums to one.
+            By block index, weights [B, H, N, N]; row i is the attention of token i, and sums to one.
         Raises:
             ValueError: a block does not exist, or was replaced.
         """
@@ -253,12 +253,12 @@ class VisionTransformer(nn.Module):
         self.distilled_training = enable
 
     def no_weight_decay(self) -> set[str]:
-        """Parameters that timm's optimizer factory leaves without weight decay."""
+        """Returns the parameters that timm's optimizer factory excludes from weight decay."""
         return {"pos_embed", "cls_token", "dist_token", "reg_token"}
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """timm's initialisation: truncated normal of std 0.02, zero biases, LayerNorm and LayerScale as made."""
+        """Applies timm's initialisation: truncated normal with std 0.02, zero biases."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=0.02)
@@ -274,7 +274,6 @@ class VisionTransformer(nn.Module):
             nn.init.trunc_normal_(self.attn_pool.latent, std=self.embed_dim**-0.5)
 
     def _make_pos_embed(self) -> nn.Parameter | None:
-        """Learned positions are a parameter; fixed ones are computed from the grid."""
         config = self.config
         if config.pos_embed != "learn":
             return None

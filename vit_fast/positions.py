@@ -13,7 +13,7 @@ from .config import RopeConfig, Size, ViTConfig
 
 
 def pos_embed_for(config: ViTConfig, learned: Tensor | None, grid: Size, patches: Tensor) -> Tensor | None:
-    """The position embedding of a patch grid, in the patches' dtype; None where the config has none."""
+    """Returns the position embedding of a patch grid in the dtype of the patches; None if the config has none."""
     if config.pos_embed == "none":
         return None
     if learned is None:
@@ -27,21 +27,22 @@ def pos_embed_for(config: ViTConfig, learned: Tensor | None, grid: Size, patches
 
 
 def sincos_1d(positions: Tensor, dim: int) -> Tensor:
-    """Sines and cosines of positions [P] at dim/2 geometric frequencies: [P, dim]; arXiv 1706.03762, section 3.5."""
+    """Returns sines and cosines of positions [P] at dim/2 frequencies: [P, dim]; arXiv 1706.03762, section 3.5."""
     angles = positions[:, None] * frequencies(dim // 2, 10000.0, positions)
     cosines = (angles + math.pi / 2).sin()  # ONNX Runtime 1.23 has no Cos of doubles
     return torch.cat([angles.sin(), cosines], dim=1)
 
 
 def frequencies(count: int, temperature: float, like: Tensor) -> Tensor:
-    """temperature^(-i / count), [count], of dtype and device of `like`."""
+    """Returns temperature^(-i / count), [count], with dtype and device of `like`."""
     return temperature ** (-torch.arange(count, dtype=like.dtype, device=like.device) / count)
 
 
 def fixed_pos_embed(kind: str, grid: Size, dim: int, device: torch.device | None = None) -> Tensor:
-    """The unlearned position embedding of a patch grid, [1, rows * columns, dim] in fp32.
+    """Returns the fixed position embedding of a patch grid, [1, rows * columns, dim] in fp32.
 
-    "sincos1d" numbers the patches in reading order; "sincos2d" gives half the width to the row and half to the column.
+    "sincos1d" numbers the patches in reading order; "sincos2d" encodes the row in one half of the channels and the
+    column in the other.
     """
     rows, columns = (torch.arange(n, dtype=torch.float64, device=device) for n in grid)
     if kind == "sincos1d":
@@ -54,9 +55,9 @@ def fixed_pos_embed(kind: str, grid: Size, dim: int, device: torch.device | None
 
 
 def resample_pos_embed(pos_embed: Tensor, old_grid: Size, new_grid: Size, num_prefix_tokens: int) -> Tensor:
-    """A learned position embedding [1, prefix + old patches, C] for another patch grid: bicubic, antialiased, in fp32.
+    """Resamples a learned position embedding [1, prefix + old patches, C]: bicubic, antialiased, in fp32.
 
-    The first num_prefix_tokens rows are kept as they are. The same grid gives the same tensor back.
+    The first num_prefix_tokens positions stay unchanged. For an equal grid, returns the same tensor.
     """
     is_known = all(type(size) is int for size in new_grid)  # comparing a symbolic size would fix it in the graph
     if is_known and old_grid == new_grid:
@@ -81,11 +82,11 @@ def rope_of(config: RopeConfig, grid: Size, head_dim: int, like: Tensor) -> tupl
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
-    """Returns x [..., D] with its pairs of channels (a, b) turned: (a cos - b sin, b cos + a sin), in x.dtype.
+    """Rotates pairs (a, b) of the channels of x [..., D] to (a cos - b sin, b cos + a sin), in x.dtype.
 
     Args:
         cos, sin: [..., D/2].
-        layout: "half": channels j and j + D/2 are a pair; "interleaved": 2j and 2j + 1.
+        layout: "half" pairs channels j and j + D/2, "interleaved" pairs 2j and 2j + 1.
     """
     a, b = (x[..., ::2], x[..., 1::2]) if layout == "interleaved" else x.chunk(2, -1)
     turned = a * cos - b * sin, b * cos + a * sin

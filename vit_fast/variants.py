@@ -109,8 +109,8 @@ _VARIANTS: dict[str, Variant] = {}
 
 # Of timm's names, what no config here does.
 NOT_HERE = {
-    "eva02_enormous_patch14_clip_224": "its blocks normalise what attention and MLP return, not what they are given",
-    "vit_*_rope_mixed*_224": "every block of it learns rotary angles of its own",
+    "eva02_enormous_patch14_clip_224": "its blocks normalise the outputs of attention and MLP, not their inputs",
+    "vit_*_rope_mixed*_224": "each of its blocks learns rotary angles of its own",
 }
 
 
@@ -216,7 +216,7 @@ for _size, _shape, _patch, _img, _data, _projection in (
 
 
 def _add_pe(kind: str, size: str, patch: int, img: int, *shapes: Shape, **fields: Any) -> None:
-    """Of the Perception Encoder, whose patches count from one behind a class token."""
+    """Adds a Perception Encoder; patches count from one if there is a class token."""
     rope = RopeConfig(
         coordinates="index",
         temperature=10000.0,
@@ -273,19 +273,19 @@ for _size, _shape in (
 _add("vit_small_hybrid_patch1_224", INCEPTION, SMALL, patch_size=1, stem_channels=(48, 96, 192, 384))
 _add("vit_base_hybrid_patch4_224", INCEPTION, BASE, patch_size=4, stem_channels=(64, 128))
 
-# Small enough to test with: every code path of a real model in well under a millisecond of GPU time.
+# For tests: every code path of a real model in well under a millisecond of GPU time.
 _add("vit_test", INCEPTION, embed_dim=64, depth=2, num_heads=2, img_size=32, patch_size=8, num_classes=10)
 
-# The model of the tutorials that build a ViT from nothing, and one that is large enough for digits.
+# The model of tutorials that build a ViT from scratch, and one that is large enough for digits.
 MNIST = {"img_size": 28, "patch_size": 4, "in_chans": 1, "num_classes": 10}
 GREY = DataConfig(mean=(0.1307,), std=(0.3081,), crop_pct=1.0)  # MNIST's own
 _add("vit_mnist", GREY, MNIST, embed_dim=8, depth=2, num_heads=2, pos_embed="sincos1d")
-SMALL_DATA = {"pos_embed": "sincos2d", "class_token": False, "global_pool": "avg"}  # what has less to be learned
+SMALL_DATA = {"pos_embed": "sincos2d", "class_token": False, "global_pool": "avg"}  # fewer learned parameters
 _add("vit_micro_patch7_28", GREY, MNIST, SMALL_DATA, patch_size=7, embed_dim=64, depth=4, num_heads=4)
 
 
 def list_models(pattern: str = "*") -> list[str]:
-    """Names of the variants that match a shell-style pattern (`*`, `?`, `[...]`), sorted.
+    """Returns the sorted names of the variants that match a shell-style pattern (`*`, `?`, `[...]`).
 
     `list_models("vit_base_*_224")`
     """
@@ -294,15 +294,15 @@ def list_models(pattern: str = "*") -> list[str]:
 
 
 def get_variant(name: str) -> Variant:
-    """The variant of this name.
+    """Returns the variant of this name.
 
     Raises:
-        ValueError: There is none; names the nearest, or says why timm's is not here.
+        ValueError: it is unknown; the message has similar names, or the reason why timm's model is not supported.
     """
     if name not in _VARIANTS:
         for pattern, reason in NOT_HERE.items():
             if fnmatch.fnmatchcase(name, pattern):
-                raise ValueError(f"model {name!r} is timm's alone: {reason}; vit_fast.fuse takes what it can of timm's")
+                raise ValueError(f"model {name!r} is available in timm only: {reason}; build it with timm")
         nearest = difflib.get_close_matches(name, _VARIANTS, n=3, cutoff=0.4)
         hint = f"nearest are {', '.join(nearest)}" if nearest else "list_models() lists them"
         raise ValueError(f"unknown model {name!r}: {hint}")

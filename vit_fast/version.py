@@ -1,4 +1,4 @@
-"""Versions: ours, for those who must not import the whole package to say it, and those of what is installed."""
+"""Versions of vit-fast and of installed packages, available without importing the whole package."""
 
 import importlib.metadata
 import platform
@@ -8,7 +8,7 @@ __version__ = "0.1.0"
 
 
 def installed(package: str) -> str | None:
-    """The version of an installed package; None where it is not."""
+    """Returns the version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

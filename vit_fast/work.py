@@ -1,8 +1,8 @@
-"""Least work of a model: operations and bytes of its products, by formula and by counting, and their time.
+"""Lower bound on the work of a model: operations and memory traffic of its products, and their time.
 
-Counted are matrix products, convolutions and attention: 2 operations a multiply-add, and the bytes of operands and
-results, each once. What lies between products (norms, activations, residuals) can be fused into them and counts
-nothing, so the floor is that of a model whose every product runs at the machine's ceiling and reads nothing twice.
+Counts matrix products, convolutions and attention: 2 operations per multiply-add, and each operand and output once.
+Norms, activations and residuals can be fused into them and are not counted. So the floor is the time of a model whose
+products all run at the machine's peak and read nothing twice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .config import ViTConfig
 
 @dataclass(frozen=True)
 class Work:
-    """Operations and elements moved; elements, not bytes, so that it is the same in every dtype."""
+    """Operations, and elements moved (not bytes, so that it is equal for all dtypes)."""
 
     flop: int = 0
     elements: int = 0
@@ -33,12 +33,12 @@ class Work:
         return Work(times * self.flop, times * self.elements)
 
     def floor_ms(self, itemsize: int, tflops: float, gb_per_s: float) -> float:
-        """The longer of computing at the one ceiling and moving at the other."""
+        """Returns the longer of the time to compute and the time to move the elements, at these peaks."""
         return max(self.flop / tflops / 1e9, self.elements * itemsize / gb_per_s / 1e6)
 
 
 def work(config: ViTConfig, batch: int) -> dict[str, Work]:
-    """By part, what a forward pass over a batch does."""
+    """Returns the work of a forward pass over a batch, by part of the model."""
     B, C, F, N = batch, config.embed_dim, config.hidden_dim, config.seqlen
     M = B * N
     up = _linear(M, C, 2 * F if config.mlp_layer == "swiglu" else F)
@@ -77,7 +77,7 @@ def _head(config: ViTConfig, B: int) -> Iterator[Work]:
     C, F = config.embed_dim, config.pool_hidden_dim
     P = config.seqlen if config.pool_include_prefix else config.num_patches
     if config.global_pool == "map":
-        yield _linear(1, C, C)  # the query, once a batch
+        yield _linear(1, C, C)  # the query, once per batch
         yield _linear(B * P, C, 2 * C)
         yield Work(4 * B * P * C, 2 * B * C + 2 * B * P * C)
         yield from (_linear(B, C, C), _linear(B, C, F), _linear(B, F, C))
@@ -87,7 +87,7 @@ def _head(config: ViTConfig, B: int) -> Iterator[Work]:
 
 
 class Counter(TorchDispatchMode):
-    """Counts what happens inside it, by torch's own formulas of operations; not for inference_mode.
+    """Counts the work of all operators inside it, by torch's own FLOP formulas; does not support inference_mode.
 
     Attributes:
         work: Operations and elements so far.
@@ -97,7 +97,7 @@ class Counter(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         self._fast = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)  # a layer of torch's as one operator, of which nobody counts
+        torch.backends.mha.set_fastpath_enabled(False)  # it runs a whole layer as one operator without a formula
         return super().__enter__()  # type: ignore[no-untyped-call]  # torch's
 
     def __exit__(self, *reason: object) -> None:
@@ -111,7 +111,7 @@ class Counter(TorchDispatchMode):
         packet = func._overloadpacket
         if packet in flop_registry:
             flop = flop_registry[packet](*args, **(kwargs or {}), out_val=out)
-        elif "scaled_dot_product" in str(packet):  # torch has no formula for that of a CPU
+        elif "scaled_dot_product" in str(packet):  # torch has no formula for the CPU's operator
             flop = sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
         else:
             return out

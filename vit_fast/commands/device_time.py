@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import create_model, freeze
-from ..fusion.block import run_blocks
+from ..blocks.block import run_blocks
 from ..variants import get_variant
 
 if TYPE_CHECKING:

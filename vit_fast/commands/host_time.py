@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from .. import create_model, freeze
 from ..benchmarks.machine import describe
-from ..fusion.block import run_blocks
+from ..blocks.block import run_blocks
 from ..ops.attention import attention_qkvpacked
 from ..ops.block import fused_block
 from ..ops.descriptions import BlockTensors

@@ -19,7 +19,7 @@ def report(
     ],
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
 ) -> None:
-    """Makes one HTML page of records: tables that sort, curves, roofline; it needs no network."""
+    """Writes one HTML page of records with sortable tables; it needs no network."""
     from ..benchmarks.html_report import render
     from ..benchmarks.records import read_any
     from ..files import file_aside

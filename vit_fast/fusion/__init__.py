@@ -1,1 +1,1 @@
-"""`fuse` and `freeze`: blocks of other libraries read as data (`BlockParts`) and run by the fused kernels."""
+"""`fuse`, `freeze` and `calibrate`."""

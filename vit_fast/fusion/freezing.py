@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
+from ..blocks.block import freeze_parts
+from ..blocks.fused import FusedNormMlp
+from ..blocks.packing import pack_parts
 from ..errors import check_type
 from ..ops.frozen import Frozen
-from .block import freeze_parts
-from .fused import FusedNormMlp
-from .packing import pack_parts
 
 
 def freeze(model: nn.Module) -> tuple[str, ...]:

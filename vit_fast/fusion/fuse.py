@@ -10,17 +10,17 @@ from typing import Any
 
 from torch import nn
 
+from ..blocks.fp8_scales import take_scales_away
+from ..blocks.fused import Finding, FusedBlocks, FusedModule, FusedNormMlp, device_of, dtype_of
+from ..blocks.fusion_report import FusionReport, ModuleReport
+from ..blocks.plain import class_is_patched, forward_is_replaced
 from ..errors import UnsupportedInputError, check_type
 from ..layers import AttentionPool, PatchEmbed
 from ..libraries.known import fused_form, left_reason, stands_in_block
 from ..model import Attention, Block
 from ..ops.backends import auto_reasons, resolve_backend, triton_unavailable_reasons
 from ..quantization import fp8
-from ..quantization.fp8_scales import take_scales_away
-from .fused import Finding, FusedBlocks, FusedModule, FusedNormMlp, device_of, dtype_of
-from .fusion_report import FusionReport, ModuleReport
 from .patch_embed import FusedPatchConv, FusedPatchEmbed, check_normalize, find_patch_conv
-from .plain import class_is_patched, forward_is_replaced
 
 LOOKS_FUSABLE = re.compile(r"(Attention|Attn|Mlp|MLP|FFN|FeedForward)(?![a-z])|Attention$")
 

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..blocks.fused import Finding, FusedModule, fused_form_of
+from ..blocks.reading import describe
 from ..layers import PatchEmbed
-from .fused import Finding, FusedModule, fused_form_of
-from .reading import describe
 
 CENTRE = 128.0
 POWER = 64.0  # bytes are divided by it and weights multiplied

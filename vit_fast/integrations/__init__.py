@@ -1,1 +1,1 @@
-"""What other libraries' own hooks are handed: one file a library, which needs that library."""
+"""Extension points of other libraries: one file per library, which imports it."""

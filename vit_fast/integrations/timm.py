@@ -1,4 +1,4 @@
-"""What timm's own `attn_layer` and `block_fn` arguments take.
+"""Layers for timm's `attn_layer` and `block_fn` arguments.
 
 timm.create_model("vit_base_patch16_224", block_fn=FusedBlock, attn_layer=FusedAttention)
 """

@@ -1,4 +1,4 @@
-"""transformers' own hook for attention: importing this file makes our operator known to it by name.
+"""Attention function for transformers: importing this file registers the operator as "vit_fast".
 
 AutoModel.from_pretrained(name, attn_implementation="vit_fast")
 """
@@ -21,7 +21,7 @@ from ..ops.attention import key_mask_of
 try:
     from transformers import AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
-except ImportError:  # a version without it makes no masks for vision models either
+except ImportError:  # such a version creates no masks for vision models either
     AttentionMaskInterface = None
 try:
     from transformers.masking_utils import bidirectional_mask_function
@@ -41,8 +41,8 @@ REFUSED = {
 }
 if "position_bias" not in inspect.signature(sdpa_attention_forward).parameters:  # transformers 4
     REFUSED["position_bias"] = "a bias on the logits"
-# Everything else is handed on to it: is_causal, position_bias, cache, output_attentions, sliding_window, position_ids
-# and what is not known yet. These are ours where they say that self-attention is of packed sequences:
+# Everything else is passed on to it: is_causal, position_bias, cache, output_attentions, sliding_window, position_ids
+# and unknown keywords. These describe packed sequences, which our operator supports:
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
@@ -56,10 +56,10 @@ def attention_forward(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function named "vit_fast": our operator, torch's where it does not apply.
+    """Attention function "vit_fast" of transformers: the fused operator, or torch's if it does not apply.
 
     Args:
-        module: The attention layer that calls.
+        module: The calling attention layer.
         query: [B, H, N, D].
         key: [B, H or a divisor of it, N, D].
         value: Shaped as key.
@@ -67,15 +67,15 @@ def attention_forward(
             transformers' sdpa function runs.
         scaling: Multiplier of q k^T; None means D**-0.5.
         dropout: Probability.
-        **kwargs: Whatever else the model gives; None and False count as not given. With cu_seq_lens_q, and B of 1, each
-            of the sequences that are packed attends to itself.
+        **kwargs: Other keywords of the model; None and False count as not given. With cu_seq_lens_q and B = 1, each
+            packed sequence attends to itself.
     Returns:
         [B, N, H, D] contiguous, and None instead of weights.
     Raises:
-        UnsupportedInputError: a keyword asks for what transformers' sdpa function would leave out.
+        UnsupportedInputError: a keyword requests a feature that transformers' sdpa function would ignore.
     """
     if refused := [name for name in REFUSED if given(kwargs.get(name))]:
-        advice = "accepted is none: make the model with attn_implementation='eager'"
+        advice = "it is not supported, build the model with attn_implementation='eager'"
         raise UnsupportedInputError(
             f"attn_implementation={ATTENTION_NAME!r} in {type(module).__name__}",
             [f"{name} ({REFUSED[name]}) is given: {advice}" for name in refused],
@@ -96,7 +96,7 @@ def attention_forward(
 
 
 def _packed_by(query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
-    """Where the sequences of one packed row start and end; None where it is none, or q and k are packed differently."""
+    """Returns the bounds of packed sequences; None if there are none, or if q and k are packed differently."""
     bounds, of_keys = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
     if not isinstance(bounds, Tensor) or (of_keys is not None and of_keys is not bounds):
         return None
@@ -106,9 +106,10 @@ def _packed_by(query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> Tensor | N
 def padding_mask(
     batch_size: int, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any
 ) -> Tensor | None:
-    """transformers' masks for "vit_fast": one of padding alone says so by its strides, any other is as for sdpa.
+    """Builds the mask for "vit_fast": padding masks are expanded, so that their strides identify them.
 
-    The kernel runs for such a mask whatever it holds; transformers would wait for the device to learn that.
+    Then the kernel can run without inspecting the values of the mask, for which transformers would synchronize with
+    the device. Other masks are as for sdpa.
     """
     others = ("q_offset", "kv_offset", "local_size", "use_vmap")
     alone = kwargs.get("mask_function") is bidirectional_mask_function and not any(map(kwargs.get, others))
@@ -121,7 +122,7 @@ def padding_mask(
 
 
 def register_attention() -> None:
-    """Makes attn_implementation="vit_fast" known; importing this file calls it."""
+    """Registers attn_implementation="vit_fast"; importing this file calls it."""
     AttentionInterface.register(ATTENTION_NAME, attention_forward)
     if AttentionMaskInterface is not None:
         AttentionMaskInterface.register(

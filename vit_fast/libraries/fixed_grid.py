@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..blocks.fused import FusedModule
 from ..config import Size
-from ..fusion.fused import FusedModule
 from .image_model import Head, ImageModel, comes_from, pair
 from .peers import refuse
 

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..blocks.fused import FusedModule
 from ..config import ViTConfig
 from ..errors import UnsupportedInputError
-from ..fusion.fused import FusedModule
 from . import (
     fixed_grid,
     google,

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..blocks.fused import Forms, FusedNormMlp
+from ..blocks.fused import FusedBlocks as BlocksForm
+from ..blocks.parts import AttentionParts, MlpParts
+from ..blocks.reading import Reader
 from ..config import DataConfig, ViTConfig
-from ..fusion.fused import Forms, FusedNormMlp
-from ..fusion.fused import FusedBlocks as BlocksForm
-from ..fusion.parts import AttentionParts, MlpParts
-from ..fusion.reading import Reader
 from ..layers import DropPath, GatedMlp, LayerScale, Mlp
 from ..model import VisionTransformer
 from ..ops import Rope, attention

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..fusion.fused import Finding, Forms, FusedModule, FusedNormMlp, fused_class
-from ..fusion.parts import AttentionParts, MlpParts
-from ..fusion.plain import is_touched
-from ..fusion.reading import Reader
+from ..blocks.fused import Finding, Forms, FusedModule, FusedNormMlp, fused_class
+from ..blocks.parts import AttentionParts, MlpParts
+from ..blocks.plain import is_touched
+from ..blocks.reading import Reader
 from ..ops import Rope, attention, qk_norm_rope
 from ..ops.attention import attention_among, is_exporting
 from ..ops.descriptions import Keys, is_padding

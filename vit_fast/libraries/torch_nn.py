@@ -7,10 +7,10 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..fusion.fused import Finding, Forms, FusedBlocks, FusedModule, FusedNormMlp
-from ..fusion.parts import MlpParts
-from ..fusion.plain import is_touched, tensor_reasons, touch_reasons
-from ..fusion.reading import Reader, dropout_notes
+from ..blocks.fused import Finding, Forms, FusedBlocks, FusedModule, FusedNormMlp
+from ..blocks.parts import MlpParts
+from ..blocks.plain import is_touched, tensor_reasons, touch_reasons
+from ..blocks.reading import Reader, dropout_notes
 from ..ops import attention_qkvpacked
 from ..ops.frozen import PLAIN
 

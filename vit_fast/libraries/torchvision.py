@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..blocks.fused import Forms, FusedNormMlp, fused_class
+from ..blocks.parts import AttentionParts, MlpParts
+from ..blocks.reading import Reader
 from ..config import ViTConfig
 from ..errors import UnsupportedInputError
-from ..fusion.fused import Forms, FusedNormMlp, fused_class
-from ..fusion.parts import AttentionParts, MlpParts
-from ..fusion.reading import Reader
 from .image_model import Head, ImageModel, comes_from
 from .peers import plain_vit_reasons, reasons, refuse
 from .rename import Converted, Rule, rename

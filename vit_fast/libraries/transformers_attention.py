@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..fusion.fused import Finding, FusedModule, FusedNormMlp
-from ..fusion.parts import MlpParts
-from ..fusion.plain import is_touched, touch_reasons
-from ..fusion.reading import Reader, describe, dropout_notes
+from ..blocks.fused import Finding, FusedModule, FusedNormMlp
+from ..blocks.parts import MlpParts
+from ..blocks.plain import is_touched, touch_reasons
+from ..blocks.reading import Reader, describe, dropout_notes
 from ..ops import Rope, attention, qk_norm_rope
 from ..ops.attention import attention_among
 from ..ops.descriptions import Keys, is_padding

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from ..fusion.fused import Forms, FusedModule, FusedNormMlp, fused_class
-from ..fusion.parts import AttentionParts, MlpParts
-from ..fusion.plain import is_touched
-from ..fusion.reading import Reader, describe
+from ..blocks.fused import Forms, FusedModule, FusedNormMlp, fused_class
+from ..blocks.parts import AttentionParts, MlpParts
+from ..blocks.plain import is_touched
+from ..blocks.reading import Reader, describe
 from .transformers_attention import (
     AFTERWARDS,
     DROPOUT_RATES,

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..fusion.fused import Finding, Forms, FusedModule, fused_class
-from ..fusion.parts import AttentionParts
-from ..fusion.reading import Reader, describe
+from ..blocks.fused import Finding, Forms, FusedModule, fused_class
+from ..blocks.parts import AttentionParts
+from ..blocks.reading import Reader, describe
 from ..ops import Rope, qk_norm_rope
 from ..ops.attention import attention_among, is_exporting
 from ..ops.descriptions import Keys

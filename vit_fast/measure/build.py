@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +12,17 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import UnsupportedInputError
+from ..fusion.calibration import calibrate
 from ..fusion.freezing import freeze
-from ..fusion.fuse import fuse, unfuse
+from ..fusion.fuse import fuse
 from ..libraries.known import recognise
 from ..ops.backends import fp8_reasons
-from ..quantization.calibration import calibrate
 from ..quantization.fp8_agreement import as_taken, logits_of
 from ..run.runtime import CompileMode, GraphRunner, compile, compile_frozen
 from .candidate import DTYPES, Candidate
 from .optimized import (
     Function,
     Optimized,
-    call,
-    first_batch,
     hook_reasons,
     in_pieces,
     of_images,
@@ -95,7 +93,7 @@ def changed_copy(
             classifies = logits_of(work(as_taken(work, batches[0]))) is not None
         fuse(work, precision="fp8", min_agreement=min_agreement if classifies and min_agreement else None)
     elif choice.backend_of("attention") or choice.backend_of("norm + MLP"):
-        _fuse_parts(work, choice, shape_classes(model, example) if choice.by_shape else {})
+        _fuse_parts(work, choice)
     if choice.channels_last:
         work.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stub lacks it
     if choice.frozen and choice.engine != "compile" and not freeze(work):
@@ -124,9 +122,8 @@ def _calibration_images(
     return inputs.split(len(images))
 
 
-def _fuse_parts(work: nn.Module, choice: Candidate, classes: Mapping[str, str]) -> None:
-    by_class = dict(choice.by_shape)
-    named = {backend for backend in (choice.attention, choice.mlp, *by_class.values()) if backend is not None}
+def _fuse_parts(work: nn.Module, choice: Candidate) -> None:
+    named = {backend for backend in (choice.attention, choice.mlp) if backend is not None}
     # "triton" before the others: it is refused where it cannot run
     report = fuse(work, max(named))  # the last in the alphabet
     rows = [row for row in report.fused if choice.backend_of(row.part) is not None]
@@ -135,8 +132,7 @@ def _fuse_parts(work: nn.Module, choice: Candidate, classes: Mapping[str, str]) 
         raise UnsupportedInputError(choice.name, reasons or ["nothing in the model is known to vit_fast.fuse"])
     for row in rows:
         module: Any = work.get_submodule(row.name)
-        backend = by_class.get(classes.get(row.name, "")) or choice.backend_of(row.part)
-        module.set_fused_backend(str(backend))
+        module.set_fused_backend(str(choice.backend_of(row.part)))
 
 
 def _module(
@@ -182,55 +178,7 @@ def _as(value: Tensor, dtype: torch.dtype | None, channels_last: bool) -> Tensor
     return value.to(dtype=dtype or value.dtype, memory_format=last)
 
 
-def shape_classes(model: nn.Module, example: Any) -> dict[str, str]:
-    """The class of every part that can be fused, by the name of its module; of those that were called.
-
-    Args:
-        model: In evaluation mode; left as it is.
-        example: What it is called with.
-    """
-    work = sharing_copy(model)
-    parts = {row.name: row.part for row in fuse(work, "sdpa").fused}
-    if not parts:
-        return {}
-    unfuse(work)  # its own forwards call every part, which ours may not
-    shapes: dict[str, tuple[int, int, int]] = {}
-    images = first_batch(example)
-    for name in parts:
-        recorder = _Recorder(shapes, name, images)
-        work.get_submodule(name).register_forward_pre_hook(recorder, with_kwargs=True)
-    with torch.no_grad():
-        call(work, example)
-    return {name: f"{part} {'x'.join(map(str, shapes[name]))}" for name, part in parts.items() if name in shapes}
-
-
 def sharing_copy(model: nn.Module) -> nn.Module:
     """A copy with the very same parameters and buffers."""
     kept: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, kept).eval()
-
-
-def backends_of(choice: Candidate, classes: Mapping[str, str]) -> dict[str, str]:
-    """The backend of every part by its module's name; those that stay as they were given are left out."""
-    by_class = dict(choice.by_shape)
-    found = {name: by_class.get(kind) or choice.backend_of(kind) for name, kind in classes.items()}
-    return {name: backend for name, backend in found.items() if backend is not None}
-
-
-class _Recorder:
-    """A hook that notes the shape of a module's first tensor: images, tokens an image, width."""
-
-    def __init__(self, shapes: dict[str, tuple[int, int, int]], name: str, images: int) -> None:
-        self.shapes, self.name, self.images = shapes, name, images
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        first = next((leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
-        if first is not None and first.dim() > 1 and first.numel():
-            width = first.shape[-1]
-            tokens = max(1, first.numel() // (self.images * width))
-            self.shapes[self.name] = _rounded(self.images), _rounded(tokens), width
-
-
-def _rounded(count: int) -> int:
-    """The next power of two."""
-    return 1 << (count - 1).bit_length()

@@ -44,7 +44,6 @@ class Candidate:
         channels_last: Whether images and convolutions lie channels last.
         threads: Threads of the CPU; None means all that torch uses.
         split: Images a call is cut into; None means not.
-        by_shape: Backends of parts by class of shape, see build.py, where they differ from the two above.
     """
 
     engine: Engine = "torch"
@@ -56,10 +55,9 @@ class Candidate:
     channels_last: bool = False
     threads: int | None = None
     split: int | None = None
-    by_shape: tuple[tuple[str, str], ...] = ()
 
     def backend_of(self, part: str) -> str | None:
-        """Returns the backend of a part, or of a class of shapes without an entry in by_shape."""
+        """Returns the backend of a part in the words of a fuse report."""
         return self.attention if part.startswith("attention") else self.mlp
 
     @property
@@ -87,7 +85,6 @@ class Candidate:
             parts = {"attention": self.attention, "MLP": self.mlp}
             named = [f"{part} {backend}" for part, backend in parts.items() if backend is not None]
             words.append(f"fused {self.attention}" if self.attention == self.mlp else ", ".join(named))
-            words += [f"{part} {backend}" for part, backend in self.by_shape]
         engines = {"torch": "", "compile": "torch.compile", **RUNTIMES}
         words += list(filter(None, [engines.get(self.engine, f"torch.compile {self.engine}")]))
         words += [self.precision] if self.precision else []
@@ -114,13 +111,12 @@ class Candidate:
         """
         known = {field.name: field for field in dataclasses.fields(cls)}
         for name, value in data.items():
-            if name not in known or not isinstance(value, list | tuple if name == "by_shape" else str | bool | int):
+            if name not in known or not isinstance(value, str | bool | int):
                 raise ValueError(f"choice {name}={value!r}: expected {', '.join(known)}")
         for name, accepted in (("engine", tuple(_SECONDS)), ("precision", PRECISIONS)):
             if name in data and data[name] not in accepted:
                 raise ValueError(f"choice {name}={data[name]!r}: expected {', '.join(accepted)}")
-        by_shape = tuple((str(part), str(backend)) for part, backend in data.get("by_shape", ()))
-        return cls(**{**data, "by_shape": by_shape})
+        return cls(**data)
 
 
 GIVEN, AS_FILE = Candidate(), Candidate("onnxruntime")
@@ -179,44 +175,21 @@ def _runtimes(device: torch.device) -> list[Candidate]:
     return [*([AS_FILE] if on_ort else []), *([Candidate("openvino")] if installed("openvino") else [])]
 
 
-def variations(choice: Candidate, device: torch.device, batch: int, classes: Collection[str] = ()) -> list[Candidate]:
+def variations(choice: Candidate, device: torch.device, batch: int) -> list[Candidate]:
     """Returns variations of the fastest, with one change each.
 
     Args:
         choice: The fastest so far.
         device: Where it runs.
         batch: Images of a call.
-        classes: The classes of shapes that its parts have, see build.py.
     """
-    changes: list[dict[str, Any]] = [{"by_shape": others} for others in _other_backends(choice, device, classes)]
     pieces = [size for size in (batch // 2, batch // 4, 1) if 0 < size < batch]
-    changes += [{"split": size} for size in dict.fromkeys(pieces)]
+    changes: list[dict[str, Any]] = [{"split": size} for size in dict.fromkeys(pieces)]
     if choice.engine == "torch":
         changes.append({"channels_last": True})
     if device.type == "cpu":
         changes += [{"threads": count} for count in _thread_counts()]
     return [dataclasses.replace(choice, **change) for change in changes]
-
-
-ByShape = tuple[tuple[str, str], ...]
-
-
-def _other_backends(choice: Candidate, device: torch.device, classes: Collection[str]) -> list[ByShape]:
-    """One class with another backend each; of parts that all work on one class, candidates() holds them."""
-    now = dict(choice.by_shape)
-    kinds = sorted(set(classes))
-    parts = [kind.rpartition(" ")[0] for kind in kinds]
-    backends = (*_backends(device), *(["eager"] if device.type == "cpu" else []))
-    found = []
-    for kind, part in zip(kinds, parts):
-        default = choice.backend_of(kind)
-        if default is None or parts.count(part) < 2:
-            continue
-        for backend in backends:
-            if backend != now.get(kind, default):
-                changed = sorted({**now, kind: backend}.items())
-                found.append(tuple(pair for pair in changed if pair[1] != choice.backend_of(pair[0])))
-    return found
 
 
 def _backends(device: torch.device) -> Sequence[str]:

@@ -24,7 +24,6 @@ from ..arguments import check_choice
 from ..errors import UnsupportedInputError, check_type
 from ..files import file_aside
 from . import cache, resolution
-from .build import backends_of
 from .cache import Answer
 from .candidate import GIVEN, PRECISIONS, Candidate, Precision, candidates, candidates_of_file
 from .clock import percentile
@@ -318,7 +317,6 @@ def _result(
     compiled = [row.ratio for row in rows if row.ratio is not None and _is_compile_alone(row.choice)]
     gain = chosen.ratio or 1.0
     over_compile = gain / max(compiled) if compiled and not _is_compile_alone(found.chosen) else None
-    backends = backends_of(found.chosen, trials.classes)
     figures = {
         "gain": gain,
         "over_compile": over_compile,
@@ -329,7 +327,6 @@ def _result(
         "candidates": len(found.trials),
         "budget_s": budget_s,
         "finish_s": found.finish_s,
-        "parts": {name: (trials.classes[name], backend) for name, backend in backends.items()},
         **vars(trials.checked[found.chosen]),
     }
     answer = Answer(key, found.chosen, figures)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ..blocks.plain import is_hooked
 from ..errors import UnsupportedInputError
-from ..fusion.plain import is_hooked
 from .candidate import Candidate
 
 

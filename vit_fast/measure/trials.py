@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from ..accuracy import allowed_error, error_of, size_of
 from ..errors import UnsupportedInputError
 from ..fusion.fuse import unfuse
-from .build import build, shape_classes
+from .build import build
 from .candidate import AS_FILE, GIVEN, Candidate, variations
 from .check import Reference, errors_of, judge, same_answers
 from .clock import Protocol, Samples, peak_memory_of_call, synchronise
@@ -240,7 +240,6 @@ class Trials:
         self.checked: dict[Candidate, Checked] = {}
         self.took: dict[Candidate, float] = {}  # seconds, of what was prepared or ran out of time
         self.prepared: dict[Candidate, tuple[Optimized, Samples]] = {}
-        self.classes = {} if isinstance(model, OnnxFile) else shape_classes(model, example)
         self.start = time.perf_counter()
 
     def elapsed_s(self) -> float:
@@ -322,7 +321,7 @@ class Trials:
 
     def variations(self, candidate: Candidate) -> Sequence[Candidate]:
         base = AS_FILE if isinstance(self.model, OnnxFile) and candidate == GIVEN else candidate
-        return variations(base, self.device, first_batch(self.example), set(self.classes.values()))
+        return variations(base, self.device, first_batch(self.example))
 
     def _forget(self) -> None:
         gc.collect()

@@ -10,24 +10,25 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..arguments import check_choice
+from ..blocks.fp8_scales import LINEARS, PLACE, Fp8Scales, scales_of
+from ..blocks.fused import FusedNormMlp, device_of, dtype_of
+from ..blocks.fusion_report import ModuleReport
 from ..errors import UnsupportedInputError
-from ..fusion.fused import FusedNormMlp, device_of, dtype_of
-from ..fusion.fusion_report import ModuleReport
 from ..ops.backends import fp8_reasons
 from .fp8_agreement import IMAGES, as_taken, find_kept
-from .fp8_scales import LINEARS, PLACE, Fp8Scales, scales_of
 from .fp8_shadow import simulate
 
 WHAT = "fuse with precision='fp8'"
 
 
 def unable_reasons(device: torch.device, dtype: torch.dtype | None) -> list[str]:
-    """Returns why no model of this dtype on this device runs in e4m3, calibrated or not."""
+    """Returns the reasons why no model with this dtype and device runs in e4m3."""
     reasons = [] if device.type == "meta" else list(fp8_reasons(device))
     if dtype not in (torch.float16, torch.bfloat16):
         reasons.append(
-            f"the weights must be float16 or bfloat16, got {dtype}: convert the model by "
-            "model.to(torch.bfloat16), or make it with dtype=torch.bfloat16"
+            f"the weights must be float16 or bfloat16, got {dtype}: call model.to(torch.bfloat16), or build the model "
+            "with dtype=torch.bfloat16"
         )
     return reasons
 
@@ -35,20 +36,18 @@ def unable_reasons(device: torch.device, dtype: torch.dtype | None) -> list[str]
 def check_request(
     model: nn.Module, backend: str, precision: str | None, keep: Iterable[str] | None, min_agreement: float | None
 ) -> None:
-    """Refuses what cannot run in e4m3, before anything is changed; all reasons at once."""
+    """Raises an error with all reasons if the model cannot run in e4m3, before anything is changed."""
     if precision is None:
-        raise ValueError(f"keep={keep!r} and min_agreement={min_agreement} need precision='fp8', got None")
-    if precision != "fp8":
-        raise ValueError(f"precision must be None or 'fp8', got {precision!r}")
+        raise ValueError(f"keep and min_agreement need precision='fp8', got {keep!r} and {min_agreement}")
+    check_choice("precision", precision, (None, "fp8"))
     reasons = unable_reasons(device_of(model), dtype_of(model))
     if backend not in ("auto", "triton"):
         reasons.append(f"backend must be 'auto' or 'triton', got {backend!r}")
     if model.training:
-        reasons.append("the model is in training mode, and e4m3 is for inference: call eval() first")
+        reasons.append("the model must be in evaluation mode, because e4m3 supports inference only: call eval() first")
     if not any(isinstance(module, Fp8Scales) for module in model.modules()):
         reasons.append(
-            "the model is not calibrated: call vit_fast.calibrate(model, images), or load weights that were saved with "
-            "their scales"
+            "the model must be calibrated: call vit_fast.calibrate(model, images), or load weights that contain scales"
         )
     if reasons:
         raise UnsupportedInputError(WHAT, reasons)
@@ -59,10 +58,10 @@ class Choice:
     """Blocks and layers that run in e4m3.
 
     Attributes:
-        linears: By block and name of LINEARS, the names in the model.
-        kept: By block and name of LINEARS, why a layer stays in half precision.
-        left: By block, why it does altogether.
-        notes: What was measured.
+        linears: By block and name of LINEARS, the layers' names in the model.
+        kept: By block and name of LINEARS, the reason why a layer stays in half precision.
+        left: By block, the reason why the whole block does.
+        notes: Measurements.
     """
 
     linears: dict[str, dict[str, tuple[str, ...]]]
@@ -72,16 +71,16 @@ class Choice:
 
 
 def choose(model: nn.Module, shadow: nn.Module, keep: Iterable[str] | None, min_agreement: float | None) -> Choice:
-    """Looks for what is to run in e4m3; nothing in the model is changed.
+    """Chooses the layers that run in e4m3, without changing the model.
 
     Args:
-        shadow: A copy of it, fused with a backend that runs anywhere.
-        keep, min_agreement: As of `fuse`.
+        shadow: A copy of the model, fused with a backend that runs anywhere.
+        keep, min_agreement: See `fuse`.
     """
     blocks, left = simulate(shadow)
     scales = {block.name: scales_of(model.get_submodule(block.name)) for block in blocks}
     without = [
-        f"{name} was not calibrated: call vit_fast.calibrate(model, images)"
+        f"{name} must be calibrated: call vit_fast.calibrate(model, images)"
         for name, own in scales.items()
         if own is None
     ]
@@ -96,33 +95,30 @@ def choose(model: nn.Module, shadow: nn.Module, keep: Iterable[str] | None, min_
     if min_agreement is None:
         return Choice(linears, kept, left)
     if not isinstance(min_agreement, int | float) or not 0 < min_agreement <= 1:
-        raise ValueError(f"min_agreement must be above 0 and at most 1, a share of the images, got {min_agreement}")
+        raise ValueError(f"min_agreement must be in (0, 1], got {min_agreement}")
     if model not in IMAGES:
-        raise ValueError(
-            "min_agreement is given: call vit_fast.calibrate(model, images) first, on whose images it is measured"
-        )
+        raise ValueError("min_agreement needs the calibration images: call vit_fast.calibrate(model, images) first")
     everything = {name: own.all() for name, own in scales.items() if own}
     images = [as_taken(model, batch) for batch in IMAGES[model]]  # it may have been converted, or moved, since
     found = find_kept(shadow, blocks, everything, images, min_agreement, asked)
     for name, layers in found.kept.items():
         for layer in layers:
             kept[name].setdefault(layer, "min_agreement asks for it")
-    note = f"top class the same on {found.agreement:.1%} of {found.images} calibration images, by the definition"
+    note = f"top-1 agreement of {found.agreement:.1%} on {found.images} calibration images, by the reference"
     return Choice(linears, kept, left, (note,))
 
 
 @torch.no_grad()
 def switch(model: nn.Module, choice: Choice | None) -> None:
-    """Has these blocks of a fused model run in e4m3, and no others.
+    """Runs these blocks of a fused model in e4m3, and no others.
 
     Raises:
-        UnsupportedInputError: the kernels cannot run one of them as a whole after all; attributes of some are changed
-            by then.
+        UnsupportedInputError: the kernels cannot run one of them as a whole. Some attributes may be changed.
     """
     before = [(own.kept, own.kept.clone()) for own in model.modules() if isinstance(own, Fp8Scales)]
     try:
         _switch(model, choice)
-    except BaseException:  # whoever undoes a change puts attributes back, not what a tensor holds
+    except BaseException:  # the caller restores attributes, but not values of tensors
         for kept, value in before:
             kept.copy_(value)
         raise
@@ -147,13 +143,13 @@ def _switch(model: nn.Module, choice: Choice | None) -> None:
 
 
 def touched(model: nn.Module) -> list[nn.Module]:
-    """The modules whose attributes `switch` changes."""
+    """Returns the modules whose attributes `switch` changes."""
     blocks = [module for module in model.modules() if isinstance(module._modules.get(PLACE), Fp8Scales)]
     return blocks + [module for module in model.modules() if isinstance(module, Fp8Scales)]
 
 
 def annotated(rows: Sequence[ModuleReport], choice: Choice, dtype: torch.dtype | None) -> list[ModuleReport]:
-    """The report's rows of blocks, with what of them runs in e4m3, and why the rest does not."""
+    """Adds notes to the report: layers that run in e4m3, and reasons why others do not."""
     half = str(dtype).removeprefix("torch.")
     found = []
     for row in rows:
@@ -171,20 +167,12 @@ def annotated(rows: Sequence[ModuleReport], choice: Choice, dtype: torch.dtype |
 
 
 def _kept_by_name(linears: Mapping[str, Mapping[str, Sequence[str]]], keep: Iterable[str]) -> dict[str, set[str]]:
-    """By block, names of LINEARS that these patterns mean.
-
-    Args:
-        linears: By block and name of LINEARS, the names in the model.
-        keep: Names, or patterns as of a shell.
-    Raises:
-        TypeError: keep is one string, or no names.
-        ValueError: a pattern is of no layer that can run in e4m3.
-    """
+    """Returns the names of LINEARS by block that match names or shell-style patterns."""
     if isinstance(keep, str):
-        raise TypeError(f"keep must be several names, ({keep!r},) for one, got {keep!r}")
+        raise TypeError(f"keep must be a sequence of names, got {keep!r}: pass ({keep!r},)")
     keep = list(keep) if isinstance(keep, Iterable) else [keep]
     if not all(isinstance(pattern, str) for pattern in keep):
-        raise TypeError(f"keep must be names of linear layers, or patterns of them, got {keep!r}")
+        raise TypeError(f"keep must contain names of linear layers or patterns, got {keep!r}")
     kept: dict[str, set[str]] = {block: set() for block in linears}
     for pattern in keep:
         found = [
@@ -195,7 +183,7 @@ def _kept_by_name(linears: Mapping[str, Mapping[str, Sequence[str]]], keep: Iter
         ]
         if not found:
             first = ", ".join(name for names in next(iter(linears.values())).values() for name in names)
-            raise ValueError(f"keep must match {first}, those of other blocks, or be patterns of them, got {pattern!r}")
+            raise ValueError(f"keep must match linear layers of the blocks, such as {first}, got {pattern!r}")
         for block, linear in found:
             kept[block].add(linear)
     return kept

@@ -1,4 +1,4 @@
-"""Which linear layers have to stay in half precision for a model to give the answers that it gave: by measuring it."""
+"""Search for the linear layers that must stay in half precision to preserve the model's top-1 class."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..blocks.fp8_scales import LINEARS
+from ..blocks.fused import device_of, dtype_of
 from ..errors import UnsupportedInputError
-from ..fusion.fused import device_of, dtype_of
 from ..ops.descriptions import BlockScales
-from .fp8_scales import LINEARS
 from .fp8_shadow import Simulated
 from .schemes import fewest_kept
 
 IMAGES_FOR_ORDER = 32
-"""That tell how much each layer changes the answers when it alone is rounded."""
+"""Number of images that rank the layers by the change of the output when one layer is rounded."""
 
 IMAGES: weakref.WeakKeyDictionary[nn.Module, list[Tensor]] = weakref.WeakKeyDictionary()
-"""What each model was calibrated on."""
+"""Calibration images of each model."""
 
 Linear = tuple[str, str]  # a block's name, and one of LINEARS
 
 
 def as_taken(model: nn.Module, batch: Tensor) -> Tensor:
-    """A batch on the model's device, and in its dtype where it is floating."""
+    """Moves a batch to the model's device and, if it is floating, to its dtype."""
     return batch.detach().to(device_of(model), dtype_of(model) if batch.is_floating_point() else None)
 
 
 @dataclass(frozen=True)
 class Found:
-    """What has to stay in half precision.
+    """Layers that must stay in half precision.
 
     Attributes:
         kept: By block, names of LINEARS.
-        agreement: Share of the images with the same top class as without rounding.
-        images: How many were asked.
+        agreement: Share of the images with the same top-1 class as without rounding.
+        images: Number of images.
     """
 
     kept: dict[str, set[str]]
@@ -53,20 +53,20 @@ def find_kept(
     wanted: float,
     always: Mapping[str, Collection[str]],
 ) -> Found:
-    """The fewest linear layers to keep until the top class is the same on enough images.
+    """Finds the fewest linear layers to keep in half precision for the wanted top-1 agreement.
 
-    All layers are ordered by what each alone does to the answers; how many of the first have to be kept is found by
-    bisection.
+    Ranks the layers by the change of the output when one layer is rounded; finds by bisection how many of the first
+    must be kept.
 
     Args:
-        shadow: A copy of the model, whose `blocks` are simulated.
+        shadow: A copy of the model, whose `blocks` run in emulated FP8.
         scales: By block.
         batches: Images.
-        wanted: Share of them.
+        wanted: Share of the images with the same top-1 class.
         always: By block, layers that are kept in any case.
     Raises:
-        UnsupportedInputError: not even one layer can be rounded; says the best that was reached.
-        ValueError: the model gives no logits.
+        UnsupportedInputError: the agreement is not reached even with one rounded layer; reports the best agreement.
+        ValueError: the model returns no logits.
     """
 
     def answers(rounded: Callable[[Linear], bool], images: Sequence[Tensor]) -> Tensor:
@@ -87,20 +87,21 @@ def find_kept(
         reached[len(kept)] = same.double().mean().item()
         return reached[len(kept)] >= wanted
 
-    also: Sequence[Linear] | None = ()
+    also: Sequence[Linear] = ()
     if not passes(()):
         few = exact[: sum(map(len, first))]
         damage = {one: (answers(one.__eq__, first) - few).square().sum().item() for one in linears}
-        also = fewest_kept(sorted(linears, key=lambda one: -damage[one]), passes, len(linears) - 1)
-        if also is None:
+        found = fewest_kept(sorted(linears, key=lambda one: -damage[one]), passes, len(linears) - 1)
+        if found is None:
             enough = max(reached)
             raise UnsupportedInputError(
                 f"fuse with precision='fp8', min_agreement={wanted:g}",
                 [
-                    f"with {enough} of {len(linears)} linear layers kept, the top class is the same on "
-                    f"{reached[enough]:.1%} of {len(exact)} images, with none on {reached[0]:.1%}"
+                    f"the top-1 agreement on {len(exact)} images is {reached[enough]:.1%} with {enough} of "
+                    f"{len(linears)} linear layers kept, and {reached[0]:.1%} with none"
                 ],
             )
+        also = found
     kept = {block.name: set(always.get(block.name, ())) for block in blocks}
     for name, linear in also:
         kept[name].add(linear)
@@ -108,7 +109,6 @@ def find_kept(
 
 
 def _some(batches: Sequence[Tensor]) -> list[Tensor]:
-    """The first images."""
     found: list[Tensor] = []
     for batch in batches:
         left = IMAGES_FOR_ORDER - sum(map(len, found))
@@ -118,7 +118,7 @@ def _some(batches: Sequence[Tensor]) -> list[Tensor]:
 
 
 def logits_of(output: object) -> Tensor | None:
-    """[B, classes], of what a model returns; None where that is something else."""
+    """Returns the logits [B, classes] in the output of a model; None if it has none."""
     logits = getattr(output, "logits", output[0] if isinstance(output, tuple) else output)
     return logits.float() if isinstance(logits, Tensor) and logits.dim() == 2 else None
 
@@ -126,5 +126,5 @@ def logits_of(output: object) -> Tensor | None:
 def _logits(output: object) -> Tensor:
     logits = logits_of(output)
     if logits is None:
-        raise ValueError(f"min_agreement needs a model that returns logits [B, classes], got {type(output).__name__}")
+        raise ValueError(f"the model must return logits [B, classes] for min_agreement, got a {type(output).__name__}")
     return logits

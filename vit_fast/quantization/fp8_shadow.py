@@ -1,7 +1,7 @@
-"""A model whose blocks are computed by the definition of e4m3 in place of kernels, on any device: to look, and to try.
+"""Emulated FP8: a copy of a model whose blocks run the e4m3 reference instead of kernels, on any device.
 
-It is a copy that shares the model's tensors. What comes before, between and after its blocks runs as in the model; the
-blocks run in fp32, with those of their linear layers rounded that are asked for.
+The copy shares the model's tensors. Its blocks run in fp32, with selected linear layers rounded; all other layers run
+as in the model.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..fusion.block import parts_of, runs_whole
-from ..fusion.fused import FusedNormMlp
-from ..fusion.parts import BlockParts, LinearParts, block_tensors
-from ..fusion.row_statistics import NOTHING, RowFacts
+from ..blocks.block import parts_of, runs_whole
+from ..blocks.fp8_scales import LINEARS, PLACE
+from ..blocks.fused import FusedNormMlp
+from ..blocks.parts import BlockParts, LinearParts, block_tensors
+from ..blocks.row_statistics import NOTHING, RowFacts
 from ..ops import reference
 from ..ops.descriptions import BlockScales, BlockTensors, QkNorm, Rope, checked_rope
-from .fp8_scales import LINEARS, PLACE
 
 Look = Callable[[str, Tensor], None]
-"""Is handed a name of LINEARS and what that layer reads, fp32 [B, N, K]."""
+"""Called with a name of LINEARS and the input of that layer, fp32 [B, N, K]."""
 
 
 class Simulated:
-    """Runs a block by its definition; stands where otherwise its scales do.
+    """Runs a block by its reference; replaces the block's Fp8Scales.
 
     Attributes:
-        scales: Of the layers that are rounded; None of the others.
-        look: Sees what the layers read.
-        name: Of the block in its model.
-        linears: By name of LINEARS, as `linears_of` gives them.
+        scales: Scales of the layers that are rounded; None for the others.
+        look: Called with the input of each layer.
+        name: The block's name in its model.
+        linears: By name of LINEARS, as returned by `linears_of`.
     """
 
     simulated = True
@@ -52,13 +52,13 @@ class Simulated:
         return self._attention.norm.eps, self._mlp.norm.eps
 
     def tensors(self) -> BlockTensors:
-        """The parameters, in fp32."""
+        """Returns the parameters in fp32."""
         return BlockTensors._make(map(_wide, block_tensors(self._attention, self._mlp)))
 
     def run(
         self, parts: BlockParts, x: Tensor, rows: RowFacts, rope: Rope | None, reader: None = None
     ) -> tuple[Tensor, RowFacts]:
-        """As `Fp8Scales.run`."""
+        """Runs the block; see `Fp8Scales.run`."""
         attention, tensors, heads = self._attention, self.tensors(), self._attention.num_heads
         if rope is not None:
             rope = checked_rope(rope, (*x.shape[:2], 3, heads, tensors.qkv_weight.shape[0] // (3 * heads)))
@@ -77,19 +77,20 @@ class Simulated:
         return y.to(x.dtype), NOTHING
 
     def reader(self, parts: BlockParts) -> None:
-        """It rounds what it reads itself."""
+        """Returns None: it rounds its input itself."""
 
     def check(self, backend: str) -> None:
-        """It runs anywhere."""
+        """Accepts every backend."""
 
 
 def simulate(shadow: nn.Module) -> tuple[list[Simulated], dict[str, str]]:
-    """Makes the blocks of a fused copy run by their definition, those that the kernels could run as a whole.
+    """Makes the blocks of a fused copy run their reference if the kernels could run them as a whole.
 
     Args:
         shadow: Fused with a backend that runs anywhere.
     Returns:
-        One a block, in the model's order, nothing of which is rounded so far; and why the others are left, by name.
+        One `Simulated` per block in the model's order, without rounded layers; and by name, the reasons of all
+        skipped blocks.
     """
     found, left = [], {}
     names = {id(module): name for name, module in shadow.named_modules()}
@@ -108,22 +109,23 @@ def simulate(shadow: nn.Module) -> tuple[list[Simulated], dict[str, str]]:
 
 
 def left_reasons(parts: BlockParts) -> list[str]:
-    """Why the kernels cannot run a block as a whole, whatever its device."""
+    """Returns the reasons why the kernels cannot run a block as a whole on any device."""
     inside = parts.mlp is not None and parts.mlp.inner_norm is not None
     if runs_whole(parts, "triton") and not inside:
         return []
     reasons = [*parts.attention_reasons, *parts.mlp_reasons]
     if inside:
-        reasons.append("its MLP has a norm inside: the kernels of e4m3 take none")
+        reasons.append("its MLP must not have an inner norm for the e4m3 kernels")
     return reasons or ["its attention and MLP are not of one block that the kernels run as a whole"]
 
 
 def linears_of(parts: BlockParts, names: Mapping[int, str]) -> dict[str, tuple[str, ...]]:
-    """By name of LINEARS, the names of the layers that it stands for: q, k and v where they are apart, or one and its
-    gate. A projection that a MultiheadAttention holds itself is its `in_proj`.
+    """Returns the names of the layers of each of LINEARS: e.g. q, k and v if they are separate, or fc1 and its gate.
+
+    The projection of a MultiheadAttention is called `in_proj`.
 
     Args:
-        names: Of all modules, by id.
+        names: Names of all modules by id.
     """
     attention: Any = parts.attention
     mlp: Any = parts.mlp
@@ -141,7 +143,7 @@ def linears_of(parts: BlockParts, names: Mapping[int, str]) -> dict[str, tuple[s
 
 
 def _look_away(name: str, x: Tensor) -> None:
-    """What is read is of no interest."""
+    pass
 
 
 def _wide(tensor: Tensor | None) -> Tensor | None:

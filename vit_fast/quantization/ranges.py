@@ -1,7 +1,7 @@
-"""What an activation looks like on calibration images, and how far it may be taken to reach in eight bits.
+"""Observes activations on calibration images, and proposes ranges for eight bits.
 
-"largest" keeps every element; "percentile" leaves out the furthest; "mean square" minimises |x - Q(x)|^2. Which of them
-serves best, who knows what reads the activation decides: by what its products lose.
+"largest" covers every element; "percentile" clips the largest; "mean square" minimises |x - Q(x)|^2. The caller selects
+the one with the smallest error of the products that read the activation.
 
 Large channels can be moved out of an activation into the weights that read it: x W = (x / s) (s W).
 Source: SmoothQuant, arxiv.org/abs/2211.10438, alpha = 0.5.
@@ -16,11 +16,11 @@ import numpy as np
 
 PERCENTILES = (99.99, 99.9)
 TOKENS_BY_CHANCE, TOKENS_LARGEST = 8, 4
-"""An image's tokens that are kept whole: massive activations sit in a few, which chance would miss."""
+"""Tokens sampled per image: random ones, and the largest, because few tokens contain massive activations."""
 MAX_TOKENS = 1536
-"""Of one activation that are kept: of more, the furthest third, and others by chance."""
+"""Sampled tokens per activation; if there are more, the largest third and random others remain."""
 SHRINK = np.linspace(0.2, 1.0, 17)
-"""Parts of the largest magnitude among which "mean square" looks."""
+"""Fractions of the largest magnitude that "mean square" tries."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Observation:
         return np.maximum(-self.low, self.high)
 
     def divided(self, scale: np.ndarray) -> Observation:
-        """The same where each channel is divided by `scale` [C] > 0."""
+        """Returns the observation with each channel divided by `scale` [C] > 0."""
         return Observation(self.low / scale, self.high / scale, self.tokens / scale)
 
 
@@ -57,10 +57,10 @@ class Range:
 
 
 class Observer:
-    """Looks at one activation, image by image.
+    """Observes one activation, image by image.
 
     Args:
-        generator: Chooses the tokens that are kept.
+        generator: Samples the tokens.
     """
 
     def __init__(self, generator: np.random.Generator) -> None:
@@ -70,7 +70,7 @@ class Observer:
         self._tokens: list[np.ndarray] = []
 
     def add(self, rows: np.ndarray) -> bool:
-        """The tokens of an image, fp32 [N, C]; False where an element is infinite or undefined."""
+        """Adds the tokens of an image, fp32 [N, C]; returns False if an element is infinite or NaN."""
         if not np.isfinite(rows).all():
             return False
         low, high = rows.min(axis=0), rows.max(axis=0)
@@ -82,7 +82,7 @@ class Observer:
         return True
 
     def seen(self) -> Observation:
-        """What was seen of the images so far, at least one."""
+        """Returns the observation of all images so far, at least one."""
         assert self._low is not None and self._high is not None
         return Observation(self._low, self._high, np.concatenate(self._tokens))
 
@@ -93,10 +93,10 @@ class Observer:
 
 
 def candidate_ranges(seen: Observation, rounded: Callable[[np.ndarray, Range], np.ndarray]) -> list[Range]:
-    """Ranges of an activation, the largest first; zero is in each of them.
+    """Returns ranges of an activation to try, the largest first; each contains zero.
 
     Args:
-        rounded: Elements after a way through eight bits of that range and back.
+        rounded: Quantizes elements to a range and back.
     """
     low, high = min(float(seen.low.min()), 0.0), max(float(seen.high.max()), 0.0)
     candidates = [Range(low, high, "largest")]
@@ -109,14 +109,14 @@ def candidate_ranges(seen: Observation, rounded: Callable[[np.ndarray, Range], n
 
 
 def smoothing_scale(peak: np.ndarray, weights: Sequence[np.ndarray]) -> np.ndarray:
-    """s_j = sqrt(max |x_j| / max |W_j|); 1 where a channel is always zero or read by no one.
+    """Returns s_j = sqrt(max |x_j| / max |W_j|); 1 if a channel of x or W is zero.
 
-    With the square root, the outcome depends on max |x_j| max |W_j| alone: however a function's scale is shared by what
-    makes x and what reads it, the same comes out.
+    With the square root, the result depends on max |x_j| max |W_j| alone, not on how a scale is distributed between x
+    and W.
 
     Args:
         peak: Largest magnitude of each channel [C].
-        weights: That read it [C, F].
+        weights: Weights that read the activation [C, F].
     """
     wanted = np.max([np.abs(weight.astype(np.float64)).max(axis=1) for weight in weights], axis=0)
     alive = (peak > 0) & (wanted > 0)
@@ -126,5 +126,5 @@ def smoothing_scale(peak: np.ndarray, weights: Sequence[np.ndarray]) -> np.ndarr
 
 
 def power_of_two(scale: np.ndarray) -> np.ndarray:
-    """The nearest: of a floating format the rounding is the same at any, and dividing by it rounds nothing."""
+    """Returns the nearest power of two, by which division is exact."""
     return np.exp2(np.rint(np.log2(scale)))

@@ -1,4 +1,4 @@
-"""torch.compile with what a Vision Transformer needs, and replay of captured CUDA graphs."""
+"""torch.compile and CUDA graphs for Vision Transformers."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ Fallback = Literal["error", "eager"]
 def compile(
     model: nn.Module, mode: CompileMode = "default", *, dynamic_batch: bool = False, fullgraph: bool = True
 ) -> nn.Module:
-    """torch.compile for a Vision Transformer, ours, fused or any other: one graph, without a break.
+    """Compiles a Vision Transformer (vit-fast's, fused, or any other) to one graph without graph breaks.
 
     Args:
         model: The model; its parameters are shared, not copied.
         mode: "default" compiles fastest. "reduce-overhead" replays CUDA graphs, for small batches, where launching
             kernels costs more than running them; its outputs are overwritten by the next call. "max-autotune" also
-            times candidates for every matmul, which takes minutes; its "-no-cudagraphs" form can be captured. What they
-            gain is measured by `vit-fast bench --subjects sdpa,sdpa+compile`; records are under benchmarks/results.
-        dynamic_batch: Whether one graph serves every batch size from 2 (and one more serves 1), instead of one graph
-            each. Needs inputs whose first axis is the batch.
+            times candidates for every matmul, which takes minutes; its "-no-cudagraphs" form can be captured. Measure
+            the gain by `vit-fast bench --subjects sdpa,sdpa+compile`; benchmarks/results contains records.
+        dynamic_batch: Whether one graph serves all batch sizes from 2 (and another one size 1), instead of one graph
+            per size. The first axis of all inputs must be the batch.
         fullgraph: Whether a graph break is an error.
     Returns:
-        The compiled model; attributes and state_dict as torch.compile gives them.
+        The compiled model; attributes and state_dict as of torch.compile.
     Raises:
         ValueError: the mode is unknown.
     """
@@ -51,10 +51,10 @@ def compile(
 
 
 def compile_frozen(function: Callable[..., Any], *, fullgraph: bool = True) -> Callable[..., Any]:
-    """Compiles a model for inference with its weights as constants, which torch lays out for its products.
+    """Compiles a model for inference with its weights as constants, whose layout torch optimizes.
 
-    This is torch._inductor.config.freezing, set during a call and restored after it: torch reads it while it traces,
-    too, so that the option of torch.compile alone freezes nothing. Later changes of the weights are not followed.
+    Sets torch._inductor.config.freezing during each call: torch also reads it while tracing, so that the option of
+    torch.compile alone freezes nothing. Later changes of the weights have no effect.
     """
     from torch._inductor import config
 
@@ -75,7 +75,7 @@ _at_fixed_addresses: weakref.WeakSet[Frozen] = weakref.WeakSet()
 
 
 def _look_after_frozen(module: nn.Module, args: Any) -> None:
-    """Does what a replayed graph cannot: takes changed weights over. Frozen ones are not copied at each replay."""
+    """Updates frozen weights before a replay and marks them static, so that no replay copies them."""
     for frozen in frozen_of(module):
         if frozen not in _at_fixed_addresses:
             for tensor in frozen.tensors:
@@ -85,16 +85,16 @@ def _look_after_frozen(module: nn.Module, args: Any) -> None:
 
 
 def _mark_batch_dynamic(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Tells the compiler that the first axis varies; of size 1 it is left alone, since torch specialises on 1."""
+    """Marks the first axis as dynamic, except for size 1, for which torch always specialises."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor) and value.dim() > 1 and value.shape[0] > 1:
             torch._dynamo.mark_dynamic(value, 0)
 
 
 def pick_batches(batch: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """How a batch is cut over captured sizes: (images, captured size) a piece.
+    """Splits a batch over captured sizes: (images, captured size) of each piece.
 
-    The smallest captured size that fits takes what is left; the largest is repeated while more is left than that.
+    Repeats the largest size; the smallest size that fits runs the remainder.
     """
     largest = max(sizes)
     pieces = [(largest, largest)] * (batch // largest)
@@ -105,27 +105,27 @@ def pick_batches(batch: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
 
 
 class GraphRunner:
-    """Runs a model by replaying CUDA graphs captured for a few batch sizes: no launch cost left.
+    """Runs a model by replaying CUDA graphs, captured for a few batch sizes, to avoid launch overhead.
 
     A call copies its images into the buffer of the smallest captured batch that fits, replays, and copies the outputs
-    out; a larger batch is cut into pieces. Calls from several threads or streams are safe: they take turns, and each
-    waits on the device for the one before.
+    out. A larger batch is split. Calls from several threads or streams are safe: they run one at a time, and each
+    waits on the device for the previous one.
 
-    The model is frozen (`vit_fast.freeze`), so that no weight is folded inside a graph, and captured in evaluation mode
-    and without gradients. Changed values of its parameters are taken over at the next call where torch can see them,
-    and by refresh() in any case. Their storage, device and dtype must not change, nor the model's mode, nor the scales
-    of one in FP8.
+    The model is frozen (`vit_fast.freeze`), so that no graph folds weights, and captured in evaluation mode without
+    gradients. In-place updates of its parameters take effect at the next call if torch tracks them, and after
+    refresh() in any case. Storage, device and dtype of the parameters, the model's mode, and FP8 scales must not
+    change.
 
     Args:
-        model: On one CUDA device. A model compiled with mode "reduce-overhead" or "max-autotune" makes CUDA graphs of
-            its own and cannot be captured: use "default" or "max-autotune-no-cudagraphs".
-        example: Images [any, channels, height, width] of the dtype and on the device of the calls to come.
-        batch_sizes: Sizes to capture, in images; each holds its own activations on the device.
-        fallback: Where there is no CUDA device: "error" raises, "eager" runs the model plainly.
+        model: On one CUDA device. A model compiled with mode "reduce-overhead" or "max-autotune" makes its own CUDA
+            graphs and cannot be captured: use "default" or "max-autotune-no-cudagraphs".
+        example: Images [any, channels, height, width] with dtype and device of later calls.
+        batch_sizes: Sizes to capture, in images; each has its own activations on the device.
+        fallback: Without a CUDA device, "error" raises and "eager" runs the model without graphs.
     Raises:
-        ValueError: the example or the batch sizes are not usable.
-        UnsupportedInputError: the model and the example are not on a CUDA device and fallback is "error"; all reasons.
-            Or an output's first axis is not the batch.
+        ValueError: the example or the batch sizes are invalid.
+        UnsupportedInputError: the model or the example is not on a CUDA device and fallback is "error", or the first
+            axis of an output is not the batch; lists all reasons.
     """
 
     def __init__(
@@ -141,10 +141,10 @@ class GraphRunner:
         check_choice("fallback", fallback, get_args(Fallback))
         check_batch_sizes(batch_sizes)
         if example.dim() < 2:
-            raise ValueError(f"example has shape {tuple(example.shape)}: accepted is [B, channels, height, width]")
+            raise ValueError(f"example must have shape [B, channels, height, width], got {tuple(example.shape)}")
         reasons = _no_graph_reasons(model, example)
         if reasons and fallback == "error":
-            raise UnsupportedInputError("GraphRunner", [*reasons, "fallback='eager' runs the model plainly"])
+            raise UnsupportedInputError("GraphRunner", [*reasons, "fallback='eager' runs the model without graphs"])
         self.model = model.eval()
         self.batch_sizes = tuple(sorted(set(batch_sizes)))
         self.captured = not reasons
@@ -152,7 +152,7 @@ class GraphRunner:
         self._lock = threading.Lock()
         if self.captured:
             freeze(self.model)
-        self._frozen = frozen_of(self.model)  # held: the graphs read their memory, also when the model gives them up
+        self._frozen = frozen_of(self.model)  # the graphs read their memory, even after the model drops them
         self._captured_from = [(parameter, parameter.data_ptr()) for parameter in self.model.parameters()]
         sizes = self.batch_sizes if self.captured else ()
         self._graphs = {size: _Graph(self.model, example, size) for size in sizes}
@@ -160,7 +160,7 @@ class GraphRunner:
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> Any:
-        """What model(images) returns, for images [B, channels, height, width]; every output's first axis is the batch.
+        """Returns model(images) for images [B, channels, height, width]; the first axis of each output is the batch.
 
         Raises:
             ValueError: images differ from the example in shape, dtype or device.
@@ -168,8 +168,8 @@ class GraphRunner:
         check_type("images", images, Tensor)
         if images.shape[1:] != self._image_shape or images.dtype != self._dtype or images.device != self._device:
             raise ValueError(
-                f"images are {tuple(images.shape)} {images.dtype} on {images.device}: accepted are "
-                f"[B, {', '.join(map(str, self._image_shape))}] {self._dtype} on {self._device}, as the example"
+                f"images must be [B, {', '.join(map(str, self._image_shape))}] {self._dtype} on {self._device} like "
+                f"the example, got {tuple(images.shape)} {images.dtype} on {images.device}"
             )
         if not self.captured or not len(images):
             return self.model(images)
@@ -187,10 +187,10 @@ class GraphRunner:
         return outputs[0] if len(outputs) == 1 else pytree.tree_map(lambda *parts: torch.cat(parts), *outputs)
 
     def refresh(self) -> None:
-        """Takes over the weights as they are now, also what torch could not see changing (`.data`, other libraries).
+        """Updates the frozen weights, also after changes that torch does not track (`.data`, other libraries).
 
         Raises:
-            RuntimeError: parameters were replaced or lie elsewhere since the capture.
+            RuntimeError: parameters were replaced or moved after the capture.
         """
         now = list(self.model.parameters())
         held = len(now) == len(self._captured_from) and all(
@@ -198,39 +198,38 @@ class GraphRunner:
             for parameter, (before, address) in zip(now, self._captured_from)
         )
         if self.captured and not held:
-            raise RuntimeError("parameters were replaced or moved since the capture: make another GraphRunner")
+            raise RuntimeError("parameters must not be replaced or moved after the capture: build another GraphRunner")
         with self._lock:
             for frozen in self._frozen:
                 frozen.refresh()
 
 
 def _no_graph_reasons(model: nn.Module, example: Tensor) -> list[str]:
-    """Why CUDA graphs cannot be captured; empty when they can."""
     reasons = []
     if not torch.cuda.is_available():
         reasons.append("this machine has no CUDA device")
     if example.device.type != "cuda":
-        reasons.append(f"example is on {example.device}: accepted is a CUDA device")
+        reasons.append(f"example must be on a CUDA device, got {example.device}")
     reasons += needs_more(model)
     reasons += [reason for module in model.modules() if (reason := getattr(type(module), "host_reads", ""))]
     devices = {parameter.device for parameter in model.parameters()} - {example.device}
     if devices:
-        reasons.append(f"the model is on {', '.join(map(str, devices))}, example on {example.device}")
+        reasons.append(f"the model must be on the example's {example.device}, got {', '.join(map(str, devices))}")
     return reasons
 
 
 def _require_images_first(outputs: Any, batch: int) -> None:
-    """Raises UnsupportedInputError if what a model gave for `batch` images cannot be cut by image."""
+    """Raises UnsupportedInputError unless the first axis of each output is the batch."""
     shapes = [tuple(leaf.shape) for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
     if wrong := [shape for shape in shapes if shape[:1] != (batch,)]:
-        reason = f"for {batch} images an output is {wrong[0]}: accepted are outputs whose first axis is the batch"
+        reason = f"the first axis of each output must be the batch, got {wrong[0]} for {batch} images"
         raise UnsupportedInputError("GraphRunner", [reason])
 
 
 class _Graph:
-    """One batch size: its input buffer, its graph, its output buffers."""
+    """The graph of one batch size, with its input and output buffers."""
 
-    WARM_UP_RUNS = 3  # kernels are compiled, autotuned and their workspaces allocated before the capture
+    WARM_UP_RUNS = 3  # compile and autotune kernels and allocate their workspaces before the capture
 
     def __init__(self, model: nn.Module, example: Tensor, batch: int) -> None:
         self.batch = batch
@@ -247,7 +246,7 @@ class _Graph:
                 self.output = model(self.input)
 
     def replay(self, images: Tensor) -> Any:
-        """The outputs for up to `batch` images, in memory of their own; what pads them is left from earlier calls."""
+        """Returns a copy of the outputs of up to `batch` images; earlier images pad the input."""
         self.input[: len(images)].copy_(images)
         self.graph.replay()
         return pytree.tree_map_only(Tensor, lambda tensor: tensor[: len(images)].clone(), self.output)

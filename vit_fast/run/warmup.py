@@ -1,4 +1,4 @@
-"""Kernels compiled before the first call: for a server that must answer at once, or a container that is built once."""
+"""Compiles kernels before the first call, e.g. when a server starts or a container is built."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ..ops.backends import compile_launches, nothing_to_compile_reasons
 
 @dataclass(frozen=True)
 class WarmUp:
-    """What a warm-up did.
+    """Result of a warm-up.
 
     Attributes:
-        kernels: Kernels that the calls to come need and this process had not loaded yet.
-        compiled: Of these, how many had to be compiled; the others lay in Triton's cache on disk.
-        seconds: How long it took.
-        reasons: Why there was nothing to compile, where that is known: no GPU, no triton.
+        kernels: Number of kernels that later calls need and this process had not loaded yet.
+        compiled: Number of these that were compiled; the others were in Triton's cache on disk.
+        seconds: Duration.
+        reasons: Reasons why nothing was compiled, e.g. no GPU or no triton.
     """
 
     kernels: int
@@ -49,25 +49,25 @@ def warm_up(
     example: Tensor | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> WarmUp:
-    """Compiles the kernels that calls of a model will need, so that the first call compiles none.
+    """Compiles the kernels that a model needs, so that its first call compiles none.
 
-    A copy of the model that shares its parameters is called once for each batch size, without launching what is not
-    compiled yet; that is then compiled, in parallel processes where that helps, and kept in Triton's cache on disk too.
-    Call it as the model will be called: on its device, and under torch.autocast if that is used. Random numbers,
-    buffers and gradients stay as they are.
+    Calls a copy of the model, which shares its parameters, once per batch size, and records kernels that are not
+    compiled instead of launching them. Then compiles these, in parallel if that is faster, and stores them in Triton's
+    cache on disk. Call it like the model: on the same device, under torch.autocast if the model uses it. The state of
+    random number generators, buffers and gradients stay unchanged.
 
     Args:
-        model: Ours, or one that `fuse` has changed; not compiled by torch.compile.
-        batch_sizes: Images of the calls to come. Another size compiles at its first call what it alone needs: at most
-            one kernel from twelve images on without gradients, from 33 on in training, a few below (ViT-S, B and L).
-        training: Whether they are training steps, forward and backward; else without gradients, in evaluation mode.
-        example: Images [any, channels, height, width] like theirs; None stands for images of the size that the model
-            was made for, in its parameters' dtype.
-        progress: Called with how many kernels are done, and of how many.
+        model: A VisionTransformer or a fused model; not compiled by torch.compile.
+        batch_sizes: Batch sizes of later calls. Other sizes compile few kernels at their first call: at most one from
+            12 images without gradients or 33 images in training, a few for smaller batches (ViT-S, B and L).
+        training: Whether to run training steps, forward and backward, instead of inference in evaluation mode.
+        example: Images [any, channels, height, width] like those of later calls; None means images of the model's size
+            in its parameters' dtype.
+        progress: Called with the number of finished and of all kernels.
     Returns:
-        How many kernels, and how long it took; nothing where Triton does not run, with the reasons.
+        The number of kernels and the duration; or the reasons why Triton cannot run here.
     Raises:
-        ValueError: batch_sizes is empty or has other than positive numbers; an example is needed, or has no images.
+        ValueError: batch_sizes are not positive integers, or the example is missing or empty.
         RuntimeError: a kernel does not compile.
     """
     check_type("model", model, nn.Module)
@@ -76,9 +76,9 @@ def warm_up(
         example = _example(model)
     check_type("example", example, Tensor)
     if example.dim() < 2 or example.shape[0] < 1:
-        raise ValueError(f"example has shape {tuple(example.shape)}: accepted is [any, channels, height, width]")
+        raise ValueError(f"example must have shape [any, channels, height, width], got {tuple(example.shape)}")
     start = time.perf_counter()
-    # a small kernel runs for this, while launches are not held back yet
+    # this runs a small kernel, so call it before launches are held back
     reasons = nothing_to_compile_reasons(example.device)
     if reasons:
         return WarmUp(0, 0, time.perf_counter() - start, reasons)
@@ -98,21 +98,21 @@ def _example(model: nn.Module) -> Tensor:
     parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
     if known is None or parameter is None:
         raise ValueError(
-            f"model is a {type(model).__qualname__} of unknown input: give an example, images [any, channels, height, "
-            "width] of the dtype and on the device of the calls to come"
+            f"example must be given for a {type(model).__qualname__}, whose input is unknown: images [any, channels, "
+            "height, width] with dtype and device of later calls"
         )
     return torch.zeros(1, known.in_chans, *known.image_hw, dtype=parameter.dtype, device=parameter.device)
 
 
 @contextlib.contextmanager
 def _untouched(model: nn.Module, training: bool) -> Iterator[nn.Module]:
-    """A copy whose calls leave no trace: the parameters are the same, buffers its own, random numbers are put back."""
+    """Yields a copy that shares parameters and has its own buffers; restores random number generators."""
     shared = {id(parameter): parameter for parameter in model.parameters()}
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     with (
         torch.random.fork_rng(devices),
         torch.autograd.set_multithreading_enabled(False),  # the backward in this thread, where launches are held back
-        torch.autograd.set_detect_anomaly(False),  # what was not launched computes anything, NaN too
+        torch.autograd.set_detect_anomaly(False),  # outputs of kernels that are not launched may contain NaN
     ):
         yield copy.deepcopy(model, shared).train(training)
 

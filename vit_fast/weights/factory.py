@@ -1,4 +1,4 @@
-"""create_model: builds a variant with overridden fields, loads its weights, and fuses it."""
+"""create_model builds a named variant, loads its weights, and fuses it."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ def create_model(
     """Builds a Vision Transformer by timm's name and fuses it.
 
     Args:
-        name: One of list_models(), or a Hugging Face Hub id (or a folder of that form) whose shape and weights to take.
+        name: One of list_models(), or a Hugging Face Hub id or folder with shape and weights.
         backend: "auto", "eager", "sdpa" or "triton"; see set_backend.
         weights: A file (.safetensors, .pth, .bin, .npz), a folder or a Hugging Face Hub id; None means random weights.
-            Its configuration, if any, sets head size, activation and epsilon, unless config_overrides do. A head with
-            another num_classes stays random.
-        device: None means torch's default device.
+            If it has a config, that sets head size, activation and epsilon, unless config_overrides do. If num_classes
+            is given here and differs, the head stays random.
+        device: Device of the parameters; None means torch's default device.
         dtype: Parameter dtype; None means torch's default dtype.
-        precision: "fp8" runs the blocks in e4m3, as `vit_fast.fuse` does, of weights that were saved with the scales
-            that `vit_fast.calibrate` found; None runs them in dtype.
+        precision: "fp8" runs the blocks in e4m3, like `vit_fast.fuse`; the weights must contain the scales of
+            `vit_fast.calibrate`. None runs them in dtype.
         **config_overrides: Fields of ViTConfig, e.g. depth=2, img_size=(320, 240), num_classes=7.
     Returns:
         The model, in evaluation mode.
     Raises:
-        ValueError: unknown name (with the nearest), unknown or unacceptable field, weights that do not fit, or a model
-            larger than the device's memory.
-        UnsupportedInputError: a backend asked for by name cannot run the model; lists all reasons.
+        ValueError: name or a field is unknown, a field is invalid, the weights do not fit, or the model is larger than
+            the device's memory.
+        UnsupportedInputError: the requested backend cannot run the model; lists all reasons.
     """
     check_type("name", name, str)
     check_type("dtype", dtype, torch.dtype, type(None))
     if "/" in name and weights is not None:
-        raise ValueError(f"name must be a variant's if weights are given, got {name!r}, which has weights of its own")
+        raise ValueError(f"name must be a variant if weights are given, got {name!r}, which has weights of its own")
     head_is_asked_for = "num_classes" in config_overrides
     source = None
     if weights is not None or "/" in name:
@@ -76,7 +76,7 @@ def create_model(
 
 
 def _check_memory(config: ViTConfig, device: torch.device) -> None:
-    """Raises for a model that is larger than the memory, before the system ends the process."""
+    """Raises ValueError for a model that does not fit into memory, before the system kills the process."""
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
     elif device.type == "cpu":
@@ -86,8 +86,8 @@ def _check_memory(config: ViTConfig, device: torch.device) -> None:
     needed = config.num_parameters() * torch.get_default_dtype().itemsize
     if needed > memory:
         raise ValueError(
-            f"img_size={config.img_size}, embed_dim={config.embed_dim}, depth={config.depth}: the parameters alone "
-            f"take {needed / 2**30:.0f} GiB, {device} has {memory / 2**30:.0f} GiB"
+            f"the parameters must fit into the {memory / 2**30:.0f} GiB of {device}, got {needed / 2**30:.0f} GiB: "
+            f"img_size={config.img_size}, embed_dim={config.embed_dim}, depth={config.depth}"
         )
 
 
@@ -96,6 +96,6 @@ def _shape(name: str, source: Source | None) -> tuple[ViTConfig, DataConfig | No
         variant = get_variant(name)
         return variant.config, variant.data
     if source is None or source.config is None:
-        raise ValueError(f"{name} does not say what shape its model has; name a variant, and pass it as weights")
+        raise ValueError(f"{name} must have a config of a known model: call create_model(variant, weights={name!r})")
     source.check_size()
     return source.config, source.data_config

@@ -1,6 +1,6 @@
-"""Where weights come from: a state dict, a file, a folder or a Hugging Face Hub repository, all as one Source.
+"""Opens a state dict, a file, a folder or a Hugging Face Hub repository as a Source.
 
-Of a repository the local cache comes first: what is in it is used without asking the network.
+Files of a repository that are in the local cache are used without network access.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _Fetch = Callable[[str], Path | None]
 
 
 def open_source(source: str | Path | Mapping[str, Any] | Source) -> Source:
-    """Reads weights from wherever they are.
+    """Reads weights from a state dict, a file, a folder or the Hub.
 
     Args:
         source: A state dict; a .safetensors, .pth, .pt, .bin (read with `weights_only=True`) or .npz file; a folder
-            with config.json and weights, as the Hub's repositories are; or a Hub id such as
-            "google/vit-base-patch16-224", with `@revision` behind it if wanted.
+            with config.json and weights, like a Hub repository; or a Hub id such as "google/vit-base-patch16-224",
+            optionally with `@revision`.
     Raises:
-        WeightsError: it cannot be read; one line says why.
-        TypeError: source is something else.
+        WeightsError: the source cannot be read.
+        TypeError: source has another type.
     """
     if isinstance(source, Source):
         return source
@@ -53,13 +53,13 @@ def open_source(source: str | Path | Mapping[str, Any] | Source) -> Source:
     if (repository := hub_id(source)) is not None:
         return _open_repository(repository)
     raise WeightsError(
-        f"{source}: no such file. Accepted are files ({', '.join(SUFFIXES)}), folders with config.json, and Hugging "
-        "Face Hub ids like google/vit-base-patch16-224"
+        f"{source}: no such file; weights must be a file ({', '.join(SUFFIXES)}), a folder with config.json, or a "
+        "Hugging Face Hub id such as google/vit-base-patch16-224"
     )
 
 
 def hub_id(source: str | Path) -> str | None:
-    """`owner/name[@revision]` where source is written like a Hub id, also behind hf-hub:; else None."""
+    """Returns `owner/name[@revision]` if source is a Hub id, also with the prefix hf-hub:; else None."""
     text = str(source)
     for prefix in _HUB_PREFIXES:
         text = text.removeprefix(prefix)
@@ -68,12 +68,6 @@ def hub_id(source: str | Path) -> str | None:
 
 
 def _open_folder(folder: Path) -> Source:
-    """A folder that holds what a Hub repository does.
-
-    Raises:
-        WeightsError: no weights in it, or one of its files cannot be read.
-    """
-
     def fetch(filename: str) -> Path | None:
         return folder / filename if (folder / filename).is_file() else None
 
@@ -81,13 +75,6 @@ def _open_folder(folder: Path) -> Source:
 
 
 def _open_repository(repository: str) -> Source:
-    """A repository of the Hugging Face Hub, from the local cache or downloaded into it.
-
-    Args:
-        repository: `owner/name`, or `owner/name@revision`.
-    Raises:
-        WeightsError: no such repository, no access, no network and not in the cache, or no weights in it.
-    """
     repo_id, _, revision = repository.partition("@")
     unreachable: _Unreachable | None = None
 
@@ -96,14 +83,14 @@ def _open_repository(repository: str) -> Source:
         try:
             return _download(repo_id, revision or "main", filename, cache_only=unreachable is not None)
         except _Unreachable as error:
-            unreachable = unreachable or error  # one wait for the network is enough: from here on, the cache alone
+            unreachable = unreachable or error  # wait for the network only once, then use the cache alone
             raise unreachable from None
 
     return _open(repository, fetch)
 
 
 def _download(repo_id: str, revision: str, filename: str, *, cache_only: bool) -> Path | None:
-    """The file's local path; None where the repository has none of this name."""
+    """Returns the local path of a file; None if the repository does not have it."""
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import (
         EntryNotFoundError,
@@ -117,7 +104,7 @@ def _download(repo_id: str, revision: str, filename: str, *, cache_only: bool) -
     where = f"{repo_id}@{revision}"
     try:
         cached = try_to_load_from_cache(repo_id, filename, revision=revision)
-        if cached is not None:  # a path, or the mark that the repository was seen to lack this file
+        if cached is not None:  # a path, or the mark that the repository does not have this file
             return Path(cached) if isinstance(cached, str) else None
         with _without_retry_warnings():
             return Path(hf_hub_download(repo_id, filename, revision=revision, local_files_only=cache_only))
@@ -129,7 +116,7 @@ def _download(repo_id: str, revision: str, filename: str, *, cache_only: bool) -
     except EntryNotFoundError:
         return None
     except GatedRepoError:
-        raise WeightsError(f"{where}: access needs its licence accepted on huggingface.co and a login") from None
+        raise WeightsError(f"{where}: access is restricted: accept its licence on huggingface.co and log in") from None
     except RevisionNotFoundError:
         raise WeightsError(f"{where}: the repository has no such revision") from None
     except RepositoryNotFoundError:
@@ -142,7 +129,7 @@ def _download(repo_id: str, revision: str, filename: str, *, cache_only: bool) -
 
 @contextmanager
 def _without_retry_warnings() -> Iterator[None]:
-    """huggingface_hub warns of each of its retries; what matters is said once, by the error behind the last."""
+    """Silences huggingface_hub's warning for each retry; the error after the last retry contains the reason."""
     from huggingface_hub.utils import logging
 
     verbosity = logging.get_verbosity()
@@ -154,7 +141,7 @@ def _without_retry_warnings() -> Iterator[None]:
 
 
 class _Unreachable(WeightsError):
-    """A file that may exist, but not here."""
+    """The file is not in the cache, and the Hub cannot be reached."""
 
 
 def _open(name: str, fetch: _Fetch) -> Source:
@@ -163,7 +150,7 @@ def _open(name: str, fetch: _Fetch) -> Source:
     source = read_file(weights_file) if weights_file.suffix != ".json" else _read_shards(weights_file, fetch)
     if source.config is not None and config_file is None:
         source.name = name
-        return source  # one of our own files: it describes itself
+        return source  # a file of vit_fast.save, which contains its config
     found = Source(name, source.tensors)
     if config_file is None:
         found.notes.append("no config.json: head size, preprocessing and class names are the model's own")
@@ -171,14 +158,14 @@ def _open(name: str, fetch: _Fetch) -> Source:
     config = _read_json(config_file)
     library = next((library for library in CONFIGURATIONS if library.wrote(config)), None)
     if library is None:
-        found.notes.append("config.json is of no known library: not used")
+        found.notes.append("config.json belongs to no known library: not used")
         return found
     try:
         facts = library.read_config(config)
     except (TypeError, AttributeError, KeyError) as error:
         raise WeightsError(f"{name}: its config.json is malformed: {type(error).__name__}: {error}") from None
     except ValueError as error:
-        raise WeightsError(f"{name}: its config.json describes no model that fits here: {error}") from None
+        raise WeightsError(f"{name}: its config.json describes an unsupported model: {error}") from None
     found = Source(name, source.tensors, **vars(facts))
     if library is transformers_config:
         _read_preprocessor(found, fetch)
@@ -191,13 +178,13 @@ def _find_weights(name: str, fetch: _Fetch) -> Path:
         try:
             path = fetch(filename)
         except _Unreachable as error:
-            unreachable = unreachable or error  # another of the names may be in the cache
+            unreachable = unreachable or error  # the cache may have another of these files
             continue
         if path is not None:
             return path
     if unreachable is not None:
         raise unreachable
-    raise WeightsError(f"{name}: none of {', '.join(WEIGHT_FILES)} in it")
+    raise WeightsError(f"{name}: must contain one of {', '.join(WEIGHT_FILES)}")
 
 
 def _read_shards(index_file: Path, fetch: _Fetch) -> Source:
@@ -205,7 +192,7 @@ def _read_shards(index_file: Path, fetch: _Fetch) -> Source:
     for filename in sorted(set(_read_json(index_file).get("weight_map", {}).values())):
         path = fetch(filename)
         if path is None:
-            raise WeightsError(f"{index_file}: names {filename}, which is not there")
+            raise WeightsError(f"{index_file}: lists {filename}, which does not exist")
         source.tensors |= read_file(path).tensors
     return source
 
@@ -216,7 +203,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise WeightsError(f"{path}: cannot be read as JSON: {error}") from None
     if not isinstance(content, dict):
-        raise WeightsError(f"{path}: holds a {type(content).__name__}, accepted is an object")
+        raise WeightsError(f"{path}: must contain a JSON object, got a {type(content).__name__}")
     return content
 
 

@@ -1,7 +1,7 @@
-"""Loading weights of timm, transformers, torchvision and Google's JAX code into a VisionTransformer, and saving them.
+"""Loads weights of timm, transformers, torchvision and Google's JAX code into a VisionTransformer, and saves them.
 
-Nothing is loaded unless everything fits: a refusal lists all that is missing, unexpected or of the wrong shape, and
-leaves the model as it was.
+Loads all weights or none: an error lists all missing and unexpected names and all shapes that differ, and leaves the
+model unchanged.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import as_device
+from ..blocks.fp8_scales import make_room, scales_that_come
 from ..config import Size
 from ..errors import check_type
 from ..files import file_aside
@@ -25,7 +26,6 @@ from ..libraries import known
 from ..libraries.rename import Converted
 from ..model import VisionTransformer
 from ..positions import resample_pos_embed
-from ..quantization.fp8_scales import make_room, scales_that_come
 from ..version import __version__
 from .hub import open_source
 from .source import METADATA_KEY, Source, WeightsError
@@ -36,17 +36,17 @@ _LISTED = 12  # names of one kind in a message, before "and N more"
 
 @dataclass
 class WeightsReport:
-    """Report of load_weights: what it read, renamed and left out.
+    """Report of load_weights.
 
     Attributes:
         source: Path, repository, or "a state dict".
         layout: The library whose names were recognised.
-        loaded: How many of the model's tensors were set.
-        renamed: (theirs, ours) where names differ; one of ours may come from several of theirs.
+        loaded: Number of the model's tensors that were set.
+        renamed: (theirs, ours) for names that differ; one of ours may be made of several of theirs.
         interpolated: Position embeddings that were resampled, with both grids.
-        replaced: Head tensors that were asked to be left as they are in the model, and why.
-        ignored: Tensors of the file that this model has no use for.
-        notes: Anything else worth knowing.
+        replaced: Head tensors that the model keeps because of replace_head, with the reason.
+        ignored: Tensors of the file that this model does not use.
+        notes: Other remarks.
     """
 
     source: str
@@ -73,18 +73,18 @@ def load_weights(
     *,
     replace_head: bool = False,
 ) -> WeightsReport:
-    """Sets a model's parameters from another library's weights; all of them, or none.
+    """Sets all parameters of a model from weights of any supported library, or none of them.
 
     Args:
-        model: Made for these weights; another image size is fine: the position embedding is interpolated once
-            (bicubic, antialiased). Parameters keep their dtype and device.
+        model: A model of the same shape. For another image size, the position embedding is interpolated (bicubic,
+            antialiased). Parameters keep their dtype and device.
         source: A state dict, a file (.safetensors, .pth, .pt, .bin, .npz), a folder, or a Hub id; see open_source.
-            Where it says so, the model also gets its preprocessing and class names.
-        replace_head: Whether a head that the source lacks or has in another size stays as it is in the model.
+            Its preprocessing and class names are copied to the model, if it has any.
+        replace_head: Keep the model's head if the source has none or one of another size.
     Returns:
-        What was recognised, renamed, interpolated, replaced and ignored.
+        The tensors that were renamed, interpolated, replaced and ignored.
     Raises:
-        WeightsError: it cannot be read, or does not fit; lists all that is missing, unexpected or of the wrong shape.
+        WeightsError: the source cannot be read or does not fit; lists all differences.
         TypeError: model is not a VisionTransformer.
     """
     check_type("model", model, VisionTransformer)
@@ -113,10 +113,10 @@ def save(model: VisionTransformer, path: str | Path) -> Path:
     Returns:
         path.
     Raises:
-        ValueError: path ends otherwise, or the model takes uint8 by vit_fast.fuse(..., normalize=...), which the file
-            could not say.
+        ValueError: path has another suffix, or the model takes uint8 because of vit_fast.fuse(..., normalize=...),
+            which the file cannot store.
         TypeError: model is not a VisionTransformer.
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     check_type("model", model, VisionTransformer)
     check_type("path", path, str, Path)
@@ -124,15 +124,15 @@ def save(model: VisionTransformer, path: str | Path) -> Path:
 
 
 def save_tensors(model: VisionTransformer, state: Mapping[str, Tensor], path: str | Path) -> Path:
-    """`save`, with these tensors as the model's: where its own are sharded, or their running mean is wanted."""
+    """Saves a model with other tensors than its own, e.g. gathered shards or a running mean; see `save`."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     path = Path(path)
     if path.suffix != ".safetensors":
-        raise ValueError(f"path={str(path)!r}: accepted is a name that ends in .safetensors")
+        raise ValueError(f"path must end in .safetensors, got {str(path)!r}")
     if "vit_fast_mean" in vars(model.patch_embed.proj):
-        raise ValueError("model has a normalisation folded into its patch embedding: call vit_fast.unfuse first")
+        raise ValueError("model must not have a normalisation in its patch embedding: call vit_fast.unfuse first")
     description = {
         "version": __version__,
         "config": model.config.to_dict(),
@@ -148,21 +148,21 @@ def save_tensors(model: VisionTransformer, state: Mapping[str, Tensor], path: st
 def load(
     source: str | Path | Source, *, backend: str = "auto", device: torch.device | str | None = None
 ) -> VisionTransformer:
-    """A model from weights that say what shape they are for: parameters in their dtype, preprocessing, class names.
+    """Builds a model from weights with a config; it gets their dtype, preprocessing and class names.
 
     Args:
-        source: A file that `save` wrote, or a folder or Hub id with a config.json.
+        source: A file of `save`, or a folder or Hub id with a config.json.
         backend: See set_backend.
-        device: Where to put it; None means the CPU.
+        device: Device of the model; None means the CPU.
     Returns:
         The model, in evaluation mode.
     Raises:
-        WeightsError: it cannot be read, or does not say its shape.
+        WeightsError: the source cannot be read or has no config.
     """
     opened = open_source(source)
     if opened.config is None:
         raise WeightsError(
-            f"{opened.name}: does not say what shape it is for (vit_fast.save and config.json do): name the model, "
+            f"{opened.name}: must have a config, from vit_fast.save or in config.json; or name the model: "
             "create_model(name, weights=...)"
         )
     opened.check_size()
@@ -175,7 +175,7 @@ def load(
     fit = _Fit(model, opened, replace_head=False)
     tensors = fit.fitted
     if fit.report.layout != "vit-fast":
-        dtype = tensors["patch_embed.proj.weight"].dtype  # a sum made while translating may be wider than its terms
+        dtype = tensors["patch_embed.proj.weight"].dtype  # sums made during conversion may have a wider dtype
         tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     fit.make_room_for_scales(model)
     model.load_state_dict(tensors, assign=True)
@@ -185,7 +185,7 @@ def load(
 
 
 class _Fit:
-    """A source held against a model: `fitted` holds exactly the model's tensors to set, or the refusal is raised."""
+    """Fits a source to a model: `fitted` contains exactly the model's tensors; else WeightsError is raised."""
 
     def __init__(self, model: VisionTransformer, source: Source, replace_head: bool) -> None:
         self.config = model.config
@@ -194,7 +194,7 @@ class _Fit:
         converted = known.convert(source.tensors, model.config)
         if converted is None:
             raise WeightsError(
-                f"{source.name}: names of no known layout ({known.known_names()}); it holds "
+                f"{source.name}: must have the names of a known layout ({known.known_names()}), got "
                 f"{_listed(sorted(source.tensors))}"
             )
         layout = "vit-fast" if source.name.endswith(".safetensors") and source.config else converted.layout
@@ -221,7 +221,6 @@ class _Fit:
             make_room(block, self.fitted, f"blocks.{name}.")
 
     def _drop_what_the_model_lacks(self, converted: Converted) -> None:
-        """A model without classes has no head, and one that pools otherwise no attention pooling."""
         useless: list[str] = []
         if self.config.num_classes == 0:
             useless += _HEADS
@@ -247,7 +246,7 @@ class _Fit:
         )
 
     def _grid_of_source(self, patches: int) -> Size | None:
-        """Rows and columns of the source's positions; a square unless the source says otherwise, None if unclear."""
+        """Returns rows and columns of the source's positions: its config's, else a square; None if unknown."""
         config = self.source.config
         if config is not None and config.num_patches == patches:
             return config.grid_size
@@ -257,7 +256,7 @@ class _Fit:
         return (side, side) if side and side * side == patches else None
 
     def _compare_facts(self) -> None:
-        """Compares what no shape shows: the number of heads, the activation, epsilon."""
+        """Compares fields that shapes do not show: number of heads, activation, epsilon."""
         theirs = self.source.config
         if theirs is None:
             return
@@ -297,16 +296,16 @@ class _Fit:
                     f"shape of {name}: {_shape(tensor)} in the source, {_shape(self.wanted[name])} here"
                 )
             elif tensor.is_floating_point() != self.wanted[name].is_floating_point():
-                self.problems.append(f"dtype of {name}: {tensor.dtype}, accepted is a floating dtype")
+                self.problems.append(f"dtype of {name}: must be floating, got {tensor.dtype}")
         has_head = any(name.startswith(_HEADS) for name in self.fitted)
         if has_head and (reason := converted.head_problem(self.config)):
             self.problems.append(f"head: {reason}")
         if any(name.startswith(_HEADS) for name in missing) or any("shape of head" in p for p in self.problems):
-            self.problems.append("replace_head=True would keep the model's own head")
+            self.problems.append("to keep the model's own head, pass replace_head=True")
 
 
 def overrides_from(source: Source) -> dict[str, Any]:
-    """The config fields that a source settles for a model made by name: head size, activation, epsilon."""
+    """Returns the config fields that weights override in a named variant: head size, activation, epsilon."""
     if source.config is None:
         return {}
     return {name: getattr(source.config, name) for name in ("num_classes", "act_layer", "norm_eps")}

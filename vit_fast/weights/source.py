@@ -1,4 +1,4 @@
-"""Source: parameters under their library's names and what came with them; read from a state dict or one file."""
+"""Source: parameters with their library's names and metadata, read from a state dict or a file."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _WRAPPERS = ("model", "state_dict", "model_state_dict")
 
 
 class WeightsError(VitFastError, ValueError):
-    """Weights that cannot be read, or do not fit the model; lists everything that is wrong."""
+    """Weights cannot be read or do not fit the model; the message lists all problems."""
 
 
 @dataclass
 class Source(Facts):
-    """Parameters under their library's names, and what came with them.
+    """Parameters with their library's names, and the metadata that came with them.
 
     Attributes:
         name: A path or a repository, for messages.
@@ -41,27 +41,23 @@ class Source(Facts):
     tensors: dict[str, Tensor]
 
     def check_size(self) -> None:
-        """Refuses a config whose blocks need more parameters than the source holds, before a model of it is built.
-
-        Raises:
-            WeightsError: says how many of each there are.
-        """
+        """Raises WeightsError if the blocks of the config need more parameters than the source has."""
         needed = 0 if self.config is None else self.config.block_parameters()
         if needed > (held := sum(tensor.numel() for tensor in self.tensors.values())):
             raise WeightsError(
-                f"{self.name}: must hold the {needed:,} parameters of its config's blocks, holds {held:,}"
+                f"{self.name}: must contain the {needed:,} parameters of its config's blocks, got {held:,}"
             )
 
 
 def read_file(path: Path) -> Source:
-    """One weights file of any accepted format; the suffix decides.
+    """Reads a weights file in the format of its suffix.
 
     Raises:
-        WeightsError: missing, damaged, of another format, or one that would run code when read.
+        WeightsError: the file is missing or damaged, has another format, or would run code when read.
     """
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
-        raise WeightsError(f"{path}: accepted are files that end in {', '.join(SUFFIXES)}")
+        raise WeightsError(f"{path}: must end in one of {', '.join(SUFFIXES)}")
     if not path.is_file():
         raise WeightsError(f"{path}: no such file")
     try:
@@ -70,7 +66,7 @@ def read_file(path: Path) -> Source:
         tensors = _read_npz(path) if suffix == ".npz" else _read_torch(path)
     except VitFastError:
         raise
-    except Exception as error:  # of a damaged file, the decoders raise nearly anything
+    except Exception as error:  # the decoders raise almost anything for a damaged file
         raise WeightsError(f"{path}: cannot be read as {suffix}: {_first_line(error)}") from None
     return Source(str(path), tensors_of(tensors, str(path)))
 
@@ -101,18 +97,18 @@ def _read_torch(path: Path) -> Mapping[str, Any]:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise WeightsError(
-            f"{path}: holds more than tensors, reading it would run code from the file: refused "
-            f"({_first_line(error)}); save its state dict alone, best as .safetensors"
+            f"{path}: must contain tensors only, because other objects would run code when read "
+            f"({_first_line(error)}); save the state dict alone, preferably as .safetensors"
         ) from None
     if not isinstance(content, Mapping):
-        raise WeightsError(f"{path}: holds a {type(content).__name__}: accepted is a state dict")
+        raise WeightsError(f"{path}: must contain a state dict, got a {type(content).__name__}")
     return content
 
 
 def _read_npz(path: Path) -> dict[str, Tensor]:
     with np.load(path, allow_pickle=False) as arrays:
         if not isinstance(arrays, np.lib.npyio.NpzFile):
-            raise WeightsError(f"{path}: is a single array, accepted is an .npz archive")
+            raise WeightsError(f"{path}: must be an .npz archive, got a single array")
         return {name: _from_numpy(arrays[name]) for name in arrays.files}
 
 
@@ -123,14 +119,14 @@ def _from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
 
 
 def tensors_of(content: Mapping[str, Any], name: str) -> dict[str, Tensor]:
-    """The state dict inside a checkpoint: itself, or under one of the usual keys."""
+    """Returns the state dict of a checkpoint, which may be nested under one of the usual keys."""
     for key in _WRAPPERS:
         inner = content.get(key)
         if isinstance(inner, Mapping):
             return tensors_of(inner, name)
     tensors = {str(key): value.detach() for key, value in content.items() if isinstance(value, Tensor)}
     if not tensors:
-        raise WeightsError(f"{name}: no tensor in it")
+        raise WeightsError(f"{name}: must contain tensors, got none")
     return tensors
 
 

@@ -1,4 +1,4 @@
-"""calibrate(model, images): the scales that a model's linear layers need to read their operands in e4m3."""
+"""calibrate(model, images): finds the e4m3 scales of the operands of a model's linear layers."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..blocks.fp8_scales import LEAST, LINEARS, MOST, give_scales
+from ..blocks.fused import device_of
 from ..errors import UnsupportedInputError, check_type
-from ..fusion.fuse import shadow_of
-from ..fusion.fused import device_of
 from ..ops import reference
 from ..ops.descriptions import BlockScales, Norm
-from .fp8_agreement import IMAGES, as_taken
-from .fp8_scales import LEAST, LINEARS, MOST, give_scales
-from .fp8_shadow import Look, Simulated, simulate
-from .ranges import Observation, Observer, power_of_two, smoothing_scale
-from .schemes import Scheme, first_near_best
+from ..quantization.fp8_agreement import IMAGES, as_taken
+from ..quantization.fp8_shadow import Look, Simulated, simulate
+from ..quantization.ranges import Observation, Observer, power_of_two, smoothing_scale
+from ..quantization.schemes import Scheme, first_near_best
+from .fuse import shadow_of
 
 BATCH = 16
-"""Images that a tensor of many is cut into."""
+"""Images per batch, if they are given as one tensor."""
 E4M3 = Scheme("e4m3", power_of_two=True)
 
 
 @dataclass(frozen=True)
 class LinearCalibration:
-    """What was chosen for one linear layer.
+    """Calibration of one linear layer.
 
     Attributes:
-        name: Of the layer in the model; of the first, where several read one operand.
-        method: How the range of its operand was chosen: "largest", "percentile ..." or "mean square".
-        smoothed: Whether large channels of the operand were moved into the weight.
-        error: Of its output in e4m3, root mean square, relative.
+        name: The layer's name in the model; the first name if several layers read one operand.
+        method: Method that chose the operand's range: "largest", "percentile ..." or "mean square".
+        smoothed: True if large channels of the operand were moved into the weight.
+        error: Relative root mean square error of its output in e4m3.
     """
 
     name: str
@@ -45,11 +45,11 @@ class LinearCalibration:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What `calibrate` found; print it.
+    """Result of `calibrate`; print it for a table.
 
     Attributes:
-        images: How many were seen.
-        linears: In the model's order.
+        images: Number of images.
+        linears: Linear layers in the model's order.
     """
 
     images: int
@@ -65,27 +65,27 @@ class Calibration:
 
 
 def calibrate(model: nn.Module, images: Tensor | Iterable[Any]) -> Calibration:
-    """Finds what a model needs to run in e4m3 by `fuse(model, precision="fp8")`, and keeps it in the model.
+    """Finds the scales that `fuse(model, precision="fp8")` needs, and stores them in the model.
 
-    The model sees the images once. For the operand of each linear layer of each block that the kernels run as a whole,
-    a range is looked for by the largest magnitude, by percentiles and by mean square, as it is and with large channels
-    moved into the weight (SmoothQuant), and the one taken with which the layer's output differs least.
+    Runs the model once on the images. For the operand of each linear layer in each block that the kernels run as a
+    whole, tries ranges by largest magnitude, percentiles and mean square, with and without moving large channels into
+    the weight (SmoothQuant). Selects the range with the smallest error of the layer's output.
 
-    What is found are scales, buffers of the blocks (`blocks.0.vit_fast_fp8.qkv` and so on): they are saved and loaded
-    with the weights, and right for these weights alone. `vit_fast.unfuse` takes them away. Calibrating again replaces
-    them; layers that `fuse` was to keep in half precision are kept until it is told otherwise.
+    The scales are buffers of the blocks (`blocks.0.vit_fast_fp8.qkv` and so on), saved and loaded with the weights, and
+    valid for these weights only. `vit_fast.unfuse` removes them. Calibrating again replaces them; the choice of layers
+    that stay in half precision remains until the next `fuse`.
 
     Args:
-        model: Any that `fuse` takes, fused or not, in evaluation mode, on any device and of any dtype.
-        images: As the model takes them, [B, ...], or batches of them, alone or first in a tuple, as of a DataLoader;
-            moved to the model's device, and to its dtype where they are floating. Some dozens that are like those to
-            come. They are held until the model goes, for `fuse(..., min_agreement=...)`.
+        model: A model that `fuse` supports, fused or not, in evaluation mode, on any device and in any dtype.
+        images: Inputs of the model [B, ...], or batches of them, alone or first in a tuple as from a DataLoader. They
+            are moved to the model's device and, if floating, to its dtype. Some dozens of typical images suffice. They
+            stay in memory as long as the model, for `fuse(..., min_agreement=...)`.
     Returns:
-        What was chosen, layer by layer.
+        The choice for each layer.
     Raises:
-        TypeError: the model is no module, or images are no tensors.
-        ValueError: there are no images, the model is in training mode, or an activation is infinite or undefined.
-        UnsupportedInputError: no block of the model can run in e4m3; says why of each.
+        TypeError: model is not a module, or images are not tensors.
+        ValueError: there are no images, the model is in training mode, or an activation is infinite or NaN.
+        UnsupportedInputError: no block of the model can run in e4m3; lists the reasons per block.
     """
     _check(model)
     batches = _batches(model, images)
@@ -95,7 +95,7 @@ def calibrate(model: nn.Module, images: Tensor | Iterable[Any]) -> Calibration:
         raise UnsupportedInputError(
             "calibrate",
             [f"{name}: {why}" for name, why in left.items()]
-            or ["the model holds no attention and MLP that vit_fast knows"],
+            or ["the model has no attention and MLP that vit_fast supports"],
         )
     observers = _observe(shadow, blocks, batches)
     found, rows = {}, []
@@ -112,34 +112,35 @@ def calibrate(model: nn.Module, images: Tensor | Iterable[Any]) -> Calibration:
 def _check(model: nn.Module) -> None:
     check_type("model", model, nn.Module)
     if hasattr(model, "_orig_mod"):
-        raise ValueError("model must not be compiled yet: calibrate and fuse it before compiling")
+        raise ValueError("model must not be compiled: calibrate and fuse it before torch.compile")
     if device_of(model).type == "meta":
-        raise ValueError("model must have weights, but is on meta: load them first")
+        raise ValueError("model must have weights, got the meta device: load them first")
     if model.training:
-        raise ValueError("model must be in evaluation mode, not in training mode: call eval() first")
+        raise ValueError("model must be in evaluation mode: call eval() first")
 
 
 def _batches(model: nn.Module, images: Any) -> list[Tensor]:
     if isinstance(images, Tensor):
         images = images.split(BATCH) if images.dim() > 1 else [images]
     elif isinstance(images, str | bytes) or not isinstance(images, Iterable):
-        raise TypeError(f"images must be a tensor or an iterable of batches, got {type(images).__name__}")
+        raise TypeError(f"images must be a tensor or an iterable of batches, got a {type(images).__name__}")
     batches = []
     for number, batch in enumerate(images):
         if isinstance(batch, tuple | list) and batch:
             batch = batch[0]
         if not isinstance(batch, Tensor) or batch.dim() < 2:
-            what = f"of shape {tuple(batch.shape)}" if isinstance(batch, Tensor) else f"a {type(batch).__name__}"
-            raise TypeError(f"images: batch {number} must be a tensor [B, ...], or a tuple with one first, got {what}")
+            what = f"shape {tuple(batch.shape)}" if isinstance(batch, Tensor) else f"a {type(batch).__name__}"
+            raise TypeError(
+                f"batch {number} of images must be a tensor [B, ...], or a tuple with one first, got {what}"
+            )
         if len(batch):
             batches.append(as_taken(model, batch.clone()))  # a loader may write the next one into the same memory
     if not batches:
-        raise ValueError("images must hold one image or more, got none")
+        raise ValueError("images must contain at least one image, got none")
     return batches
 
 
 def _observe(shadow: nn.Module, blocks: list[Simulated], batches: list[Tensor]) -> dict[str, dict[str, Observer]]:
-    """What the linear layers of every block read."""
     observers = {block.name: {linear: Observer(np.random.default_rng(0)) for linear in LINEARS} for block in blocks}
 
     def looking(block: Simulated) -> Look:
@@ -159,14 +160,13 @@ def _observe(shadow: nn.Module, blocks: list[Simulated], batches: list[Tensor]) 
                 shadow(batch)
             except (RuntimeError, ValueError, TypeError) as error:
                 what = f"a batch of shape {tuple(batch.shape)}, {batch.dtype}"
-                raise ValueError(f"images: the model does not take {what}: {error}") from error
+                raise ValueError(f"images must be inputs of the model, got {what}: {error}") from error
             if undefined:
-                raise ValueError(f"images: what {undefined[0]} reads is infinite or undefined on them")
+                raise ValueError(f"the input of {undefined[0]} must be finite on all images, got infinity or NaN")
     return observers
 
 
 def _choose(block: Simulated, linear: str, seen: Observation) -> tuple[Tensor, LinearCalibration]:
-    """Scale of an operand, and how it was found."""
     weight, norm = _layer(block, linear)
     tokens = torch.from_numpy(seen.tokens).to(weight.device)
     exact = reference.fp8_linear(tokens, weight, None, None, norm)
@@ -177,8 +177,8 @@ def _choose(block: Simulated, linear: str, seen: Observation) -> tuple[Tensor, L
     tried = []
     for smoothing in smoothings:
         for limits in E4M3.ranges(seen.divided(smoothing)):
-            scale = smoothing * E4M3.grid(limits)[0]
-            scale = torch.as_tensor(np.clip(scale, LEAST, MOST)).float().to(weight.device)
+            steps = np.clip(smoothing * E4M3.grid(limits)[0], LEAST, MOST)
+            scale = torch.as_tensor(steps).float().to(weight.device)
             loss = (reference.fp8_linear(tokens, weight, None, scale, norm) - exact).square().sum().item()
             tried.append((loss, (scale, limits.method, smoothing.ndim > 0)))
     loss, (scale, method, smoothed) = first_near_best(tried)
@@ -189,7 +189,7 @@ def _choose(block: Simulated, linear: str, seen: Observation) -> tuple[Tensor, L
 
 
 def _layer(block: Simulated, linear: str) -> tuple[Tensor, Norm | None]:
-    """The weight of a linear layer, its gate's below, and the norm before it without its bias, which is not rounded."""
+    """Returns the weight of a linear layer (with its gate's) and the norm before it, without bias."""
     t, (eps1, eps2), kind = block.tensors(), block.eps, block.norm
     if linear == "qkv":
         return t.qkv_weight, Norm(t.norm1_weight, None, eps1, kind)

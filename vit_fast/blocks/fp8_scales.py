@@ -1,8 +1,8 @@
-"""The scales of a block's operands in e4m3, kept inside the block as its weights are: buffers of a module of their own.
+"""e4m3 scales of a block's operands, stored as buffers of a submodule of the block.
 
-So they are in the state dict (`blocks.0.vit_fast_fp8.qkv`), are loaded, copied, pickled and moved with it. They are
-powers of two that every floating dtype holds exactly, so that none changes when the model is converted; of a floating
-format the rounding is the same at any power of two.
+They are in the state dict (`blocks.0.vit_fast_fp8.qkv`) and are loaded, copied, pickled and moved with it. They are
+powers of two, which all floating dtypes represent exactly, so that converting the model does not change them; and
+rounding to a floating format is the same at any power of two.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedInputError
-from ..fusion.parts import BlockParts, block_tensors, frozen_sources, tensor_of
-from ..fusion.row_statistics import RowFacts
 from ..ops.attention import is_exporting
 from ..ops.checks import needs_gradient
 from ..ops.descriptions import BlockScales, Rope
 from ..ops.fp8 import Quantised, fused_block_fp8
+from .parts import BlockParts, block_tensors, frozen_sources, tensor_of
+from .row_statistics import RowFacts
 
 LINEARS = BlockScales._fields
-"""The linear layers of a block, as the buffers are called."""
+"""Linear layers of a block; also the names of the buffers."""
 PLACE = "vit_fast_fp8"
-"""Of the module in its block."""
+"""Name of the module in its block."""
 LEAST, MOST = 2.0**-24, 2.0**15
-"""What fp16 still holds."""
-BACK = "vit_fast.fuse(model) goes back to the model's own precision"
+"""Range of fp16."""
+BACK = "vit_fast.fuse(model) restores the model's own precision"
 
 
 class Fp8Scales(nn.Module):
-    """What each operand of a block is divided by before it is rounded to e4m3.
+    """Divisors of the operands of a block before rounding to e4m3.
 
     Args:
         width: Channels C of the residual stream.
-        device: Where to make the buffers.
+        device: Device of the buffers.
     Attributes:
-        qkv, fc1: Of the residual stream, by channels [C].
-        proj, fc2: Of the attention's output and of the hidden layer, [].
-        kept: Which of LINEARS stay in half precision, bool [4].
-        active: Whether the block is to run in e4m3: `vit_fast.fuse` says so.
+        qkv, fc1: Scales of the residual stream per channel, [C].
+        proj, fc2: Scales of the attention's output and of the hidden layer, [].
+        kept: True for the LINEARS that stay in half precision, bool [4].
+        active: True if the block runs in e4m3; set by `vit_fast.fuse`.
     """
 
     simulated = False
@@ -64,35 +64,35 @@ class Fp8Scales(nn.Module):
 
     @torch.no_grad()
     def set(self, scales: BlockScales) -> None:
-        """Takes these scales over; the layers that were kept are still."""
+        """Copies these scales; `kept` stays unchanged."""
         for name, scale in scales._asdict().items():
             getattr(self, name).copy_(scale)
 
     @torch.no_grad()
     def keep(self, names: Collection[str]) -> None:
-        """Keeps these of LINEARS in half precision, and no others."""
+        """Sets the LINEARS that stay in half precision."""
         self.kept.copy_(torch.tensor([name in names for name in LINEARS]))
 
     def names_kept(self) -> list[str]:
-        """Those of LINEARS that stay in half precision; none on meta, where nothing is known of them yet."""
+        """Returns the LINEARS that stay in half precision; on meta, where this is unknown, none."""
         if self.kept.is_meta:
             return []
         return [name for name, kept in zip(LINEARS, self.kept.tolist()) if kept]
 
     def all(self) -> BlockScales:
-        """The scales in fp32, of the layers that are kept too: copies, which weights rounded by them may hold."""
-        with torch.inference_mode(False):  # outside of it no such tensor could be written to
+        """Returns copies of all scales in fp32, including those of layers in half precision."""
+        with torch.inference_mode(False):  # inference tensors could not be written to outside of it
             return BlockScales(*(getattr(self, name).to(torch.float32, copy=True) for name in LINEARS))
 
     def now(self) -> BlockScales:
-        """As the operator takes them; None of the layers that are kept."""
+        """Returns the scales for the operator; None for layers in half precision."""
         return self.all()._replace(**dict.fromkeys(self.names_kept()))
 
     def check(self, backend: str) -> None:
-        """Raises UnsupportedInputError where the block cannot run in e4m3 now."""
-        reasons = ["it is in training mode: call eval() first"] if self.training else []
+        """Raises UnsupportedInputError if the block cannot run in e4m3 now."""
+        reasons = ["it must be in evaluation mode: call eval() first"] if self.training else []
         if is_exporting():
-            reasons.append("it is being exported: export the model as it was, with precision='fp8' (--precision fp8)")
+            reasons.append("it cannot be exported: export the unfused model with precision='fp8' (--precision fp8)")
         elif backend != "triton":
             reasons.append(f"its backend must be 'triton', got {backend!r}")
         if reasons:
@@ -101,18 +101,18 @@ class Fp8Scales(nn.Module):
     def run(
         self, parts: BlockParts, x: Tensor, rows: RowFacts, rope: Rope | None, reader: Quantised | None = None
     ) -> tuple[Tensor, RowFacts]:
-        """The block, [B, N, C] -> [B, N, C], and what is known of the rows of its output.
+        """Runs the block, [B, N, C] -> [B, N, C]; also returns facts about its output for the next block.
 
         Args:
-            parts: Of the block, which is whole.
-            rows: What is known of those of x.
-            reader: The kept weights of the block that follows, where that reads e4m3.
+            parts: Parts of the block, which the kernels run as a whole.
+            rows: Facts about x from the previous block.
+            reader: Cached weights of the next block if that reads e4m3.
         """
         attention: Any = parts.attention
         mlp: Any = parts.mlp
         self.check("triton")
         if torch.is_grad_enabled() and needs_gradient(x, *block_tensors(attention, mlp)):
-            reason = "gradients are recorded, and e4m3 gives none: call it within torch.no_grad()"
+            reason = "e4m3 does not support gradients: call it within torch.no_grad()"
             raise UnsupportedInputError("a block in FP8", [reason, BACK])
         kept = self.kept_of(parts)
         if kept.paired_head and not _turned_alike(rope):
@@ -127,12 +127,12 @@ class Fp8Scales(nn.Module):
         return y, RowFacts(statistics, y8, reader, parts)
 
     def reader(self, parts: BlockParts) -> Quantised | None:
-        """The kept weights of a block whose first layer reads e4m3; None where that stays in half precision."""
+        """Returns the cached weights of a block whose first layer reads e4m3; None if that is in half precision."""
         kept = self.kept_of(parts)
         return None if kept.layers.qkv.operand_factor is None else kept
 
     def kept_of(self, parts: BlockParts) -> Quantised:
-        """The kept weights of a block, which are made where it has none."""
+        """Returns the cached weights of a block, and creates them if needed."""
         if not isinstance(parts.frozen, Quantised):
             attention: Any = parts.attention
             parts.frozen = self._quantised(parts, attention.paired_head)
@@ -148,31 +148,31 @@ class Fp8Scales(nn.Module):
 
 
 def _turned_alike(rope: Rope | None) -> bool:
-    """Whether the qkv matmul can turn its pairs itself: half-split positions that all heads share."""
+    """True if the qkv matmul can apply the rotary positions itself: half layout, shared by all heads."""
     return rope is not None and rope.layout == "half" and (rope.cos.dim() < 4 or rope.cos.shape[1] == 1)
 
 
 def scales_of(block: nn.Module) -> Fp8Scales | None:
-    """The scales of a block; None where it was not calibrated."""
+    """Returns the scales of a block; None if it is not calibrated."""
     held = block._modules
     found = held[PLACE] if PLACE in held else None  # noqa: SIM401  # a traced module has no get
     return found if isinstance(found, Fp8Scales) else None
 
 
 def give_scales(block: nn.Module, scales: BlockScales) -> None:
-    """Puts these scales, all of them, into a block; weights that it keeps for other scales are dropped."""
+    """Stores scales in a block and drops weights cached for other scales."""
     width = scales.qkv.shape[0]  # type: ignore[union-attr]  # which is there
     _place(block, width).set(scales)
     block.__dict__.pop("vit_fast_parts", None)
 
 
 def runs_in_fp8(model: nn.Module) -> bool:
-    """Whether any of its blocks does."""
+    """True if any block of the model runs in e4m3."""
     return any(isinstance(module, Fp8Scales) and module.active for module in model.modules())
 
 
 def _place(block: nn.Module, width: int) -> Fp8Scales:
-    """The scales of a block, which are made where it has none of this width."""
+    """Returns the scales of a block, and creates them if it has none of this width."""
     found = scales_of(block)
     if found is None or found.qkv.shape[0] != width:
         device = next((parameter.device for parameter in block.parameters()), None)
@@ -182,14 +182,14 @@ def _place(block: nn.Module, width: int) -> Fp8Scales:
 
 
 def take_scales_away(model: nn.Module) -> None:
-    """The state dict is then what it was before calibrate."""
+    """Removes the scales, so that the state dict is as before calibrate."""
     for module in model.modules():
         if module._modules.pop(PLACE, None) is not None:
             module.__dict__.pop("vit_fast_parts", None)
 
 
 def make_room(block: nn.Module, state: Mapping[str, Tensor], prefix: str) -> None:
-    """Before weights are loaded: a block has place for the scales that come for it, and drops what others made."""
+    """Creates buffers for the scales in a state dict, before it is loaded, and drops cached weights."""
     coming = state.get(f"{prefix}{PLACE}.{LINEARS[0]}")
     if coming is not None:
         _place(block, coming.shape[0])
@@ -197,7 +197,7 @@ def make_room(block: nn.Module, state: Mapping[str, Tensor], prefix: str) -> Non
 
 
 def scales_that_come(state: Mapping[str, Tensor], width: int) -> dict[str, Tensor]:
-    """The buffers that blocks of this width will have once they have room for the scales in a state dict."""
+    """Returns the buffers that `make_room` creates in blocks of this width for the scales in a state dict."""
     end = f"{PLACE}.{LINEARS[0]}"
     buffers = Fp8Scales(width).state_dict()
     blocks = [name.removesuffix(LINEARS[0]) for name in state if name.endswith(end)]

@@ -26,7 +26,7 @@ from ..ops.descriptions import BlockTensors, Keys, Rope, neighbours
 from ..ops.frozen import Frozen
 from ..ops.layer_norm_mlp import fused_layer_norm_mlp, layer_norm_mlp
 from ..ops.packed import Packed, run_packed
-from ..quantization.fp8_scales import scales_of
+from .fp8_scales import scales_of
 from .packing import packed_for, packing_of
 from .parts import (
     AttentionParts,

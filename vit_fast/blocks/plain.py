@@ -55,7 +55,9 @@ def class_is_patched(cls: type) -> bool:
     """True if a class, or the class that it is the fused form of, has a forward that its library did not define."""
     known: Any
     for known in (cls, getattr(cls, "original", None)):
-        if isinstance(known, type) and _FORWARDS.get(known) is not known.forward and _forward_is_foreign(known):
+        if not isinstance(known, type):
+            continue
+        if _FORWARDS.get(known) is not known.forward and _forward_is_foreign(known):  # type: ignore[attr-defined]
             return True
     return False
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from ..ops.attention_op import DTYPES, MAX_HEAD_DIM, MIN_HEAD_DIM
 from ..ops.backends import resolve_backend
 from ..ops.descriptions import Keys, Rope
-from ..quantization.fp8_scales import PLACE, make_room
 from .block import forward_block, parts_of, run_blocks, run_mlp, runs_whole
+from .fp8_scales import PLACE, make_room
 from .packing import is_packable, run_packed_block
 from .parts import AttentionParts, BlockParts, MlpParts, drops
 from .reading import Reader, read_block
