@@ -23,7 +23,7 @@ from vit_fast import create_model, save
 from vit_fast.cli import main
 from vit_fast.export import export_onnx
 from vit_fast.export.onnx_calibration import Calibration
-from vit_fast.measure.candidate import Choice
+from vit_fast.measure.candidate import Candidate
 from vit_fast.measure.deployable import _write_program
 from vit_fast.files import folder_aside
 
@@ -35,7 +35,7 @@ def command(*arguments):
 
 def program():
     with folder_aside(Path("new/program")) as aside:
-        choice = SimpleNamespace(choice=Choice(attention="sdpa"))
+        choice = SimpleNamespace(choice=Candidate(attention="sdpa"))
         _write_program(torch.nn.Linear(4, 4), choice, torch.zeros(1, 4), aside / "model.pt2")
 
 writers = {
