@@ -275,5 +275,5 @@ class LaunchPlan:
             return self.outputs[0].of(values)
         made = []
         for view in self.outputs:
-            made.append(view.of(values))  # noqa: PERF401  # a comprehension is one more function in every call
+            made.append(view.of(values))  # a comprehension is one more function in every call
         return made
