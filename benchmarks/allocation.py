@@ -100,7 +100,7 @@ class Allocation:
         return sum(self.preparing_s(group, s) for s in self.planned[group]) + self._fixed_s(group) - self._timed[group]
 
     def end_of_timing_s(self, group: Group, now_s: float, slowness: float) -> float:
-        """When the timing of a group must end, in seconds from the start of the run.
+        """Returns when the timing of a group must end, in seconds from the start of the run.
 
         What the groups after it leave free is divided by what each has to time.
 
@@ -125,7 +125,7 @@ SHARE_OF_ALL, ROUNDS_BETWEEN = 0.4, 5
 
 
 class Listener(Protocol):
-    """Who is told how a run goes on."""
+    """Receives the progress of a run."""
 
     def start(self, steps: int) -> None:
         """The run has about this many steps."""
@@ -134,7 +134,7 @@ class Listener(Protocol):
         """This is being done."""
 
     def done(self, steps: float) -> None:
-        """So many steps are behind us."""
+        """Reports finished steps."""
 
     def say(self, text: str) -> None:
         """Something the reader should know."""

@@ -1,4 +1,4 @@
-"""Who computes a single operator: ours on each backend, which candidates_models.py registers, and the peers of each.
+"""Candidates for single operators: our backends, which candidates_models.py registers, and the peers of each.
 
 To add one: its function of x and the operator's parameters into the tables, its name and package at the end.
 """
@@ -75,7 +75,7 @@ def _flex(qkv: Tensor) -> Tensor:
 
 @functools.cache
 def _compiled(function: Function) -> Any:
-    """Not before it is called: the compiler alone takes seconds to import."""
+    """Compiles at the first call; importing the compiler takes seconds."""
     return torch.compile(function, dynamic=False)
 
 

@@ -92,7 +92,7 @@ class Plan:
         return [selection for selection in found if selection.name not in left_out]
 
     def product_dtypes(self) -> list[str]:
-        """In which the candidates multiply, as far as torch does, too; amp does in bf16."""
+        """Returns the dtypes of the candidates' matrix products, as far as torch has them; amp multiplies in bf16."""
         chosen = [selection for selections in self.selections.values() for selection in selections]
         lower = "amp" in self.dtypes or any(selection.precision == "bf16" for selection in chosen)
         return [*self.dtypes, *(["bf16"] if lower else [])]

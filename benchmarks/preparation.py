@@ -1,4 +1,4 @@
-"""Before a candidate is timed: it is built, compiled, called, and held against what is expected."""
+"""Preparation of a candidate before it is timed: build, compile, call and compare with the reference."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ def cold_start(request: Mapping[str, Any], group: Group, label: str) -> Row:
 
 
 def answer() -> None:
-    """In the fresh process: the first answer, when it was given, and whether it was right, as JSON."""
+    """Prints the time of the first output, and whether it is correct, as JSON; runs in the fresh process."""
     from .plan import make_plan
     from .preparation import first_answer
 

@@ -151,7 +151,7 @@ def heading(record: Record) -> str:
 
 
 def objections(record: Record) -> list[str]:
-    """Why nobody should cite a record: a busy machine, a row above its ceiling, a run that was cut short."""
+    """Returns the reasons not to cite a record: a busy machine, a row above its ceiling, an interrupted run."""
     found = [f"the machine was BUSY: {reason}" for reason in record["busy"]]
     found += [f"{label(row)} is at {row['defect']}" for row in record["rows"] if row["defect"]]
     if record.get("interrupted"):

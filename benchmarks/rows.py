@@ -65,7 +65,7 @@ class Group:
 
     @property
     def whole(self) -> Group:
-        """It with the batch that was asked for."""
+        """The group with the requested batch size."""
         return dataclasses.replace(self, batch_size=self.requested_batch_size)
 
     @property
@@ -170,7 +170,7 @@ def finish(rows: Sequence[Row], ceilings: dict[str, Any], controls: Sequence[Row
 
 
 def measured(rows: Iterable[Row]) -> list[Row]:
-    """Those that have figures."""
+    """Returns the rows that have figures."""
     return [row for row in rows if row["status"] == "measured"]
 
 

@@ -86,7 +86,7 @@ class _Findings:
             self._journal.add(kind, value)
 
     def left(self, group: Group, selections: Sequence[NamedCandidate]) -> list[NamedCandidate]:
-        """Those without a row in this group."""
+        """Returns the candidates without a row in this group."""
         there = {row["subject"] for row in self.rows if contest(row) == group.contest}
         return [selection for selection in selections if selection.label not in there]
 
@@ -139,7 +139,7 @@ class _Run:
         return planned
 
     def _take_ceilings(self) -> None:
-        """Before, between and after the groups, as what else runs on the machine comes and goes."""
+        """Measures the ceilings: before, between and after the groups, as the load of the machine changes."""
         self.listener.now("the machine's ceilings")
         self.found.add("ceilings", measure_ceilings(self.plan.device, self.plan.product_dtypes()))
         self.listener.done(1)
@@ -324,7 +324,7 @@ def _finished(plan: Plan, machine: dict[str, Any], found: _Findings) -> dict[str
 
 
 def _may_pay(group: Group, rows: Sequence[Row]) -> bool:
-    """In a search, whether the batch before this one gave any candidate more images a second than all before it."""
+    """True if the previous batch size of a search had a higher throughput for any candidate than all before it."""
     rates: dict[str, list[float]] = {}
     for row in rows:
         if (row["model"], row["dtype"], *row["img_size"]) == (group.model.name, group.dtype_name, *group.sizes):

@@ -89,7 +89,7 @@ def test_candidate(benchmark: Any, word: str, training: bool, batch: int, label:
 @ON_THE_HOST
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
 def test_export(benchmark: Any, precision: Any, tmp_path: Path) -> None:
-    """To ONNX, held against the model in ONNX Runtime and in fp64."""
+    """Exports to ONNX and compares with the model in ONNX Runtime and in fp64."""
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     model = vit_fast.create_model(NAME, backend="sdpa").eval()

@@ -166,7 +166,7 @@ def _warm_up(tensor: dict[str, Any], dims: tuple[int, ...], batch: int) -> dict[
 
 
 def _labels(info: OnnxInfo) -> tuple[str, ...]:
-    """Names of the outputs, which the server answers with when asked for classes; none where they are not classes."""
+    """Returns the class names that the server sends on request; none if the outputs are not classes."""
     names = info.class_names or ()
     one_a_line = all(name.strip() == name and "\n" not in name for name in names)
     return names if info.output in ("logits", "probabilities") and one_a_line else ()
@@ -299,7 +299,7 @@ def _text(info: OnnxInfo, files: list[Path], license_name: str | None) -> str:
     lines += [f"| {what} | {'not said' if value is None else value} |" for what, value in said.items()]
     lines += ["", "## Checked", "", *_checks(facts)]
     lines += ["", "## Run", "", "    from vit_fast.export import OnnxRunner", ""]
-    lines += [f'    runner = OnnxRunner("{name}")', "    probabilities = runner.probabilities([photograph])"]
+    lines += [f'    runner = OnnxRunner("{name}")', "    probabilities = runner.probabilities([image])"]
     if facts.get("target") == "tensorrt":
         lines += ["", "As a TensorRT engine:", "", f"    {trtexec_line(replace(info, path=name))}"]
     lines += ["", "## Files", "", "| file | bytes | sha256 |", "|---|---|---|"]

@@ -56,7 +56,7 @@ class ExportReport:
         nodes: How many nodes of each operator.
         fusions: How often each fusion happened, of how often it could have.
         checks: The comparisons with the eager model; empty when verification was switched off.
-        reference: What the file was held against, e.g. "eager fp64".
+        reference: The reference of the comparison, e.g. "eager fp64".
         budget: What passes, in words.
         eight_bit: How many products are in eight bits, which were left float because the loss asked for it, and how
             the ranges were chosen; None in other precisions.

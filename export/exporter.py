@@ -40,7 +40,7 @@ from .verification import BATCHES, check_labelled, check_verifiable, measure_acc
 
 HELD_OUT_IMAGES = 64
 LEAST_HELD_OUT = 32
-"""Fewer images say little of how often an answer changes in eight bits."""
+"""Fewer images do not show how often the top-1 class changes in eight bits."""
 
 
 def export_onnx(
@@ -85,14 +85,14 @@ def export_onnx(
         calibration: Image files and folders that activations are measured on: needed for "int8" and "fp8", where there
             is no cache; for "int8-dynamic" they tell which channels are large.
         calibration_cache: A file to keep what was measured in: written with `calibration`, else read.
-        images: Image files and folders to verify with; None means a photograph that comes with matplotlib, and in eight
+        images: Image files and folders to verify with; None means a sample image of matplotlib, and in eight
             bits the images of `calibration` that nothing was measured on, where there are any.
         validation: A folder of labelled images, one subfolder a class: the model's and the file's accuracy on it are
             measured, and a file that loses more than 0.6 points is refused.
         data_config: How images are prepared, where the model does not say.
         class_names: Names of the outputs, where the model does not say.
         source: Where the weights come from, for the metadata.
-        verify: Whether the file is held against the eager model; a file that fails is not left under its name.
+        verify: Whether to compare the file with the eager model; a file that fails is removed.
     Returns:
         What was written and how far it is from the model.
     Raises:
@@ -156,7 +156,7 @@ def export_onnx(
     report.warnings = _warnings(report, options, vit)
     if options.is_eight_bit and verify and images_of.files < LEAST_HELD_OUT:
         report.warnings.append(
-            f"the answers were compared on {images_of.files} image files and crops of them: give {LEAST_HELD_OUT} or "
+            f"the outputs were compared on {images_of.files} image files and crops of them: pass {LEAST_HELD_OUT} or "
             "more that nothing was measured on (images, or a folder of more calibration images)"
         )
     return report
@@ -211,7 +211,7 @@ class _Images:
         if verify:
             given = (left_over(files, CALIBRATION_IMAGES) or None) if images is None else find_images(images)
             count = HELD_OUT_IMAGES if options.is_eight_bit else max(BATCHES)
-            if given:  # in eight bits as many as there are, since answers that rarely change are not seen on few
+            if given:  # in eight bits all of them, because few images do not show rare changes
                 count = min(count, max(max(BATCHES), len(given)))
             verified = photographs(given, count, seed=1)
         return cls(measured, verified, min(len(verified), len(given or [None])), None if cache is None else Path(cache))

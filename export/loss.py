@@ -23,7 +23,7 @@ LEAST_PROBABILITY = 1e-30
 
 @dataclass(frozen=True)
 class Loss:
-    """A file's output held against the model's, image by image.
+    """Comparison of a file's output with the model's, per image.
 
     Attributes:
         images: How many.

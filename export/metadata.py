@@ -194,8 +194,8 @@ class Signature:
         input: The input's name.
         dtype: The input's numpy dtype; uint8 where the file prepares pixels itself.
         shape: [B, channels, height, width], or [B, height, width, channels] in uint8; None where the file takes any.
-        image_hw: Height and width to prepare photographs to; None where nothing says it.
-        patch_hw: What height and width must divide by, where any are taken; None where nothing says it.
+        image_hw: Height and width that images are resized to; None if unknown.
+        patch_hw: Divisors of height and width if any size is accepted; None if unknown.
         output: The first output's name.
         output_dtype: Its numpy dtype.
         output_tail: Its shape behind the batch. None where the file leaves that or the dtype open: ONNX Runtime then

@@ -18,12 +18,12 @@ MIN_CROP_SHARE = 0.4  # of each side
 
 
 def photographs(paths: Iterable[str | Path] | None, count: int, seed: int = 0) -> list[Image.Image]:
-    """`count` photographs: of more files, as many spread evenly over them; of fewer, random crops of them besides.
+    """Returns `count` images: evenly spread over more files, or with random crops if there are fewer files.
 
     Evenly, since files lie sorted, often by class: the first ones would all show the same things.
 
     Args:
-        paths: Image files and folders; None means the photograph inside matplotlib's wheel.
+        paths: Image files and folders; None means the photograph in matplotlib's wheel.
         count: How many.
         seed: Of the crops.
     Raises:
@@ -39,7 +39,7 @@ def photographs(paths: Iterable[str | Path] | None, count: int, seed: int = 0) -
 
 
 def left_over(files: Sequence[Path], count: int) -> list[Path]:
-    """The files that photographs(files, count) does not take."""
+    """Returns the files that photographs(files, count) does not use."""
     taken = set(_spread(files, count))
     return [file for file in files if file not in taken]
 
@@ -54,12 +54,12 @@ def as_inputs(images: list[Image.Image], data_config: DataConfig | None, image_h
     colours = in_chans if in_chans in (1, 3) else 3
     transform = make_transform(data_config or DataConfig(), image_hw, colours)
     planes = torch.stack([transform(image) for image in images])
-    # more channels than a photograph has (depth, infrared): its own, over and over
+    # more than three channels (depth, infrared): repeat those of the image
     return planes if colours == in_chans else planes.repeat(1, -(-in_chans // 3), 1, 1)[:, :in_chans].contiguous()
 
 
 def as_pixels(image: Image.Image, count: int, in_chans: int) -> np.ndarray:
-    """Crops of one photograph, all of one size: uint8 [count, height, width, in_chans]."""
+    """Returns crops of one image, all of one size: uint8 [count, height, width, in_chans]."""
     image = image.convert("L" if in_chans == 1 else "RGB")
     pixels = np.asarray(image).reshape(image.height, image.width, -1)
     height, width = (max(1, side * 3 // 4) for side in pixels.shape[:2])

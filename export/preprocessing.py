@@ -1,4 +1,4 @@
-"""Preprocessing inside the graph: uint8 photographs of any size -> what the model was trained on.
+"""Preprocessing in the graph: uint8 images of any size -> the model's inputs.
 
     [batch, height, width, channels] uint8 -> resize (antialiased) -> centre crop -> (x / 255 - mean) / std -> NCHW
 

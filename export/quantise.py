@@ -30,7 +30,7 @@ from .photographs import CALIBRATION_IMAGES, as_inputs, photographs
 DAMAGE_BATCHES = 4
 """Held-out batches that tell which products to leave float."""
 MARGIN = 0.9
-"""Part of the budget to stay within on the graph, since the file is held against eager afterwards."""
+"""Share of the error budget for the graph; the file is compared with eager afterwards."""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class OnnxRunner:
         cuda_graph: Whether the work is captured once and replayed, always at max_batch (smaller ones are padded).
         data_config: How images are prepared, where the file does not say.
         class_names: Names of the outputs, where the file does not say.
-        image_hw: Height and width that photographs are prepared to, where the file leaves them open.
+        image_hw: Height and width that images are resized to, if the file has no fixed size.
         output: "logits", "probabilities" or "features", where the file does not say; None means logits there.
         optimise: Whether ONNX Runtime optimises the graph when loading it.
 
@@ -139,7 +139,7 @@ class OnnxRunner:
         raise UnsupportedInputError("copying an OnnxRunner", [f"open the file again: OnnxRunner({str(self.path)!r})"])
 
     def probabilities(self, images: Sequence[Image.Image]) -> np.ndarray:
-        """Class probabilities [B, classes] of photographs, prepared as the file or `data_config` says.
+        """Returns class probabilities [B, classes] of images, preprocessed as in the file or `data_config`.
 
         Raises:
             UnsupportedInputError: the file gives features, or nothing says how images are prepared.
@@ -160,7 +160,7 @@ class OnnxRunner:
         return result
 
     def prepare(self, image: Image.Image) -> np.ndarray:
-        """A photograph as this file takes it: uint8 pixels, or fp32 [channels, height, width] by data_config."""
+        """Prepares an image for this file: uint8 pixels, or fp32 [channels, height, width] by data_config."""
         if self.takes_pixels:
             return self._as_pixels(image)
         from vit_fast.apps.data import make_transform
@@ -205,7 +205,7 @@ class OnnxRunner:
 
 
 def _class_names(info: OnnxInfo, signature: Signature, names: Sequence[str] | None) -> tuple[str, ...] | None:
-    """The names of the outputs, as given or as the file says, held against the output's width."""
+    """Returns the names of the outputs, as given or from the file, after checking their number."""
     classes = signature.classes
     if names is not None and classes is not None and len(names) != classes:
         raise ValueError(f"class_names must have {classes} names, one per output of the file, got {len(names)}")

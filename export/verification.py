@@ -1,4 +1,4 @@
-"""The file against the model: checked by onnx, run by ONNX Runtime on real images, held against eager in fp64.
+"""Verifies a file: checks it by onnx, runs it by ONNX Runtime on real images, compares it with eager in fp64.
 
 max_error = max |file - eager| / max(1, max |eager|)          fp32, fp16, bf16
 
@@ -32,7 +32,7 @@ from .providers import CUDA, CUDA_OPTIONS, KEEP_FP8_APART
 from .runner import OnnxRunner
 
 FP64_PARAMETERS = 200_000_000
-"""Models with more parameters are held against eager fp32 instead: a copy in fp64 would not fit beside them."""
+"""Models with more parameters are compared with eager fp32, because a copy in fp64 would need too much memory."""
 BATCHES, BATCHES_LARGE, LABELLED_BATCH = (1, 3, 8), (1, 2), 16
 PIXEL_TOLERANCE = 1.5
 """Largest difference, in grey levels, between preprocessing in the graph and Pillow's: both round once a direction."""
@@ -51,7 +51,7 @@ def verify_file(
         path: The file.
         vit: The model.
         options: What was asked of the file.
-        images: Real photographs, at least one.
+        images: Real images, at least one.
     Returns:
         The checks, and the reference in words.
     Raises:

@@ -148,13 +148,15 @@ def _specialised_by(value: Any) -> Any:
 def is_watched(*kernels: Any) -> bool:
     """True if someone listens to launches or debugs these kernels; triton then launches them itself."""
     runtime = triton.knobs.runtime
+    for kernel in kernels:
+        if kernel.debug or kernel.pre_run_hooks:
+            return True
     return bool(
         getattr(runtime.launch_enter_hook, "calls", runtime.launch_enter_hook)
         or getattr(runtime.launch_exit_hook, "calls", runtime.launch_exit_hook)
         or runtime.add_stages_inspection_hook
         or runtime.debug
         or triton.knobs.compilation.instrumentation_mode
-        or any(kernel.debug or kernel.pre_run_hooks for kernel in kernels)
     )
 
 

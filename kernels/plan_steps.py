@@ -257,13 +257,10 @@ class LaunchPlan:
 
     def replay(self, values: Values, addresses: list[int]) -> Any:
         """The results, from the tensors of a call and their addresses, to which both lists are added."""
-        if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
-            with torch.cuda.device(self.device):
-                return self._replay(values, addresses)
-        return self._replay(values, addresses)
-
-    def _replay(self, values: Values, addresses: list[int]) -> Any:
         device = self.device
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return self.replay(values, addresses)
         for shape, stride, dtype in self.buffers:
             buffer = torch.empty_strided(shape, stride, dtype=dtype, device=device)
             values.append(buffer)
@@ -274,5 +271,9 @@ class LaunchPlan:
             step(stream, values, addresses)
             for value in drops:
                 values[value] = None
-        made = tuple([view.of(values) for view in self.outputs])
-        return made[0] if self.single else made
+        if self.single:
+            return self.outputs[0].of(values)
+        made = []
+        for view in self.outputs:
+            made.append(view.of(values))  # a comprehension is one more function in every call
+        return made

@@ -282,7 +282,7 @@ def test_command_with_a_model_that_brings_its_weights(tmp_path: Path, capsys: py
     assert not [w for w in json.loads(capsys.readouterr().out)["warnings"] if "random" in w]
     assert inspect_onnx(tmp_path / "m.onnx").metadata["source"] == str(tmp_path / "repository")
     assert not run("vit_test", "-o", str(tmp_path / "r.onnx"), "--no-verify", "--json")
-    assert "the weights are random: give --weights" in json.loads(capsys.readouterr().out)["warnings"]
+    assert "the weights are random: pass --weights" in json.loads(capsys.readouterr().out)["warnings"]
     assert inspect_onnx(tmp_path / "r.onnx").metadata["source"] == "vit_test, random weights"
 
 

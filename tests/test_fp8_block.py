@@ -307,11 +307,14 @@ def test_refusals_of_scales() -> None:
     assert scales.qkv is not None
     for wrong, word in (
         (scales._replace(proj=scales.qkv), r"scales\.proj must be float32 of shape \(\), got .* \(96,\)"),
-        (scales._replace(qkv=scales.qkv.double()), r"scales\.qkv is torch\.float64"),
+        (scales._replace(qkv=scales.qkv.double()), r"scales\.qkv must be float32 .*, got torch\.float64"),
         (scales._replace(proj=torch.ones((), device="meta")), rf"scales\.proj must be on {DEVICE}.*, got meta"),
         (scales._replace(fc2=torch.zeros((), device=DEVICE)), r"scales\.fc2 must be positive .*, got 0 to 0"),
-        (scales._replace(fc2=torch.full((), 1e-40, device=DEVICE)), r"scales\.fc2 holds 9.* finite reciprocals"),
-        (scales._replace(fc1=scales.qkv * torch.nan), r"scales\.fc1 holds nan to nan"),
+        (
+            scales._replace(fc2=torch.full((), 1e-40, device=DEVICE)),
+            r"scales\.fc2 must be .* finite reciprocals, got 9",
+        ),
+        (scales._replace(fc1=scales.qkv * torch.nan), r"scales\.fc1 must be .*, got nan to nan"),
     ):
         with pytest.raises(ValueError, match=word):
             quantize_block(tensors, wrong, torch.bfloat16)

@@ -114,8 +114,8 @@ def test_normalisations_that_do_not_fit_change_nothing(normalize: object, messag
     ("model", "message"),
     [
         (nn.Linear(3, 3), "no convolution that could be its patch embedding"),
-        (nn.Conv2d(3, 8, 3, padding=1), r"it pads by \(1, 1\)"),
-        (nn.Conv2d(3, 6, 2, stride=2, groups=3), "it has 3 groups"),
+        (nn.Conv2d(3, 8, 3, padding=1), r"it must not pad, got \(1, 1\)"),
+        (nn.Conv2d(3, 6, 2, stride=2, groups=3), "it must have 1 group, got 3"),
     ],
 )
 def test_models_whose_first_layer_cannot_take_it(model: nn.Module, message: str) -> None:

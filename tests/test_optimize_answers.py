@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import multiprocessing
 import os
@@ -47,34 +46,44 @@ def test_auto_does_not_depend_on_what_was_found(model, images, only) -> None:
     assert vit_fast.create_model("vit_test").blocks[0].vit_fast_backend == "sdpa"
 
 
-def test_whoever_has_no_home_fuses_and_optimizes_all_the_same(model, images, one_engine, monkeypatch) -> None:
-    for name in ("VIT_FAST_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-
+def _no_home(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     def nobody() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
+    for name in ("VIT_FAST_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", nobody)
-    assert vit_fast.fuse(model).backend == "sdpa"
-    with pytest.warns(UserWarning, match="not kept: .*home directory.*VIT_FAST_CACHE"):
-        assert not vit_fast.optimize(model, images, budget_s=1).kept
 
 
-def test_a_folder_that_nobody_may_look_into_holds_no_answers(model, monkeypatch) -> None:
+def _a_file_for_a_folder(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    (folder / "taken").write_text("a file")
+    monkeypatch.setenv("VIT_FAST_CACHE", str(folder / "taken"))
+
+
+@pytest.mark.parametrize(
+    ("prevent", "reason"), [(_no_home, "home directory.*VIT_FAST_CACHE"), (_a_file_for_a_folder, "taken")]
+)
+def test_a_search_is_not_lost_where_nothing_can_be_kept(
+    prevent, reason, model, images, one_engine, monkeypatch, tmp_path
+) -> None:
+    prevent(monkeypatch, tmp_path)
+    with pytest.warns(UserWarning, match=f"not kept: .*{reason}"):
+        found = vit_fast.optimize(model, images, budget_s=1)
+    assert found.model(images).shape == (4, 10) and not found.kept
+
+
+def test_what_cannot_be_read_is_no_answer(monkeypatch) -> None:
+    """A folder, a pipe, which would be waited for, and what nobody may look at."""
+    (cache.folder() / "folder.json").mkdir(parents=True)
+    os.mkfifo(cache.folder() / "pipe.json")
+    assert list(cache.all_answers()) == [] and cache.clear() == 0
+
     def forbidden(self: Path) -> bool:
         raise PermissionError(13, "Permission denied", str(self))
 
-    cache.folder().mkdir()
     (cache.folder() / "one.json").touch()
     monkeypatch.setattr(Path, "is_file", forbidden)
-    assert vit_fast.fuse(model).backend == "sdpa" and list(cache.all_answers()) == []
-
-
-def test_what_is_no_file_is_no_answer(model) -> None:
-    """A pipe would be waited for."""
-    (cache.folder() / "folder.json").mkdir(parents=True)
-    os.mkfifo(cache.folder() / "pipe.json")
-    assert vit_fast.fuse(model).backend == "sdpa" and list(cache.all_answers()) == [] and cache.clear() == 0
+    assert list(cache.all_answers()) == []
 
 
 def test_a_search_that_was_cut_off_is_repeated_where_there_is_more_time(model, images, only) -> None:
@@ -112,15 +121,6 @@ def test_foreign_answers_are_ignored_with_a_word(model, images, one_engine) -> N
 
 
 RACED = {"machine": {}, "model": "m", "example": [], "asked": {}}
-
-
-def test_a_search_is_not_lost_where_nothing_can_be_kept(model, images, one_engine, monkeypatch, tmp_path) -> None:
-    (tmp_path / "taken").write_text("a file")
-    monkeypatch.setenv("VIT_FAST_CACHE", str(tmp_path / "taken"))
-    with pytest.warns(UserWarning, match="not kept: .*taken"):
-        found = vit_fast.optimize(model, images, budget_s=1)
-    assert found.model(images).shape == (4, 10) and not found.kept
-    assert vit_fast.fuse(copy.deepcopy(model)).backend == "sdpa"
 
 
 def _keep_many(number: int) -> None:

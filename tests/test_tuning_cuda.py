@@ -93,7 +93,7 @@ def test_graphs_are_a_drop_in(model, images, graphs: list[Graph], choice: Candid
     optimized(images + 1)
     assert torch.equal(first, kept), "the next replay writes over nothing that was given away"
     assert first.dtype == torch.float32 and optimized(images[:2]).shape == (2, 10)
-    with pytest.raises(ValueError, match="as the example"):
+    with pytest.raises(ValueError, match="like the example"):
         optimized(images[:, :, :16])
 
 
@@ -198,12 +198,8 @@ def test_every_candidate_of_cuda_says_why_it_is_not_here(model, images, monkeypa
     assert {choice.engine for choice in wanted} == {"torch", "onnxruntime"}
     trials = Trials(model, images, Expected(model, images), (), Rule(0.99))
     for choice in wanted:
-        if choice.engine == "torch":
-            with pytest.raises(Refused, match="no CUDA device"):
-                trials.prepare(choice, 60)
-        else:
-            with pytest.raises(Refused, match="must be cuda"):
-                trials.prepare(choice, 60)
+        with pytest.raises(Refused, match="no CUDA device" if choice.engine == "torch" else "must be cuda"):
+            trials.prepare(choice, 60)
 
 
 @pytest.mark.parametrize("engine", ["compile", "max-autotune"])

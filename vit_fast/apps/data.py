@@ -47,7 +47,7 @@ class ImageError(VitFastError, ValueError):
 
 
 def default_photograph() -> Path:
-    """Finds a photograph on this machine: the portrait of Grace Hopper in matplotlib's wheel.
+    """Finds a sample image on this machine: the portrait of Grace Hopper in matplotlib's wheel.
 
     Raises:
         ImageError: matplotlib is not installed, or came without its sample data.

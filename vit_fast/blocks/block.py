@@ -265,7 +265,7 @@ def forward_block(
 ) -> Tensor:
     """`run_block` for a block that its library's own loop calls, [B, N, C] -> [B, N, C].
 
-    What the block before knows of the rows that it returned is taken over where x is that very tensor, untouched.
+    Reuses the LayerNorm statistics of the previous block if x is its unmodified output.
     """
     in_fp8 = parts.fp8 is not None and attend is None and keys is None
     if in_fp8 and (torch.compiler.is_compiling() or is_touched(block)):

@@ -41,8 +41,7 @@ class NormParts:
 
     def tensors(self) -> tuple[Any, Any]:
         """Weight and bias; None where there is none."""
-        bias = tensor_of(self.module, "bias") if self.kind == "layer_norm" else None
-        return tensor_of(self.module, "weight"), bias
+        return tensors_of(self.module) if self.kind == "layer_norm" else (tensor_of(self.module, "weight"), None)
 
     def now(self) -> Norm:
         """Returns it as operators take it."""
@@ -69,6 +68,8 @@ class LinearParts:
             packed = tensor_of(*self.weights[0]), tensor_of(*self.biases[0])
             weight, bias = (None if each is None else each.chunk(2)[self.chunk] for each in packed)
             return weight, bias
+        if len(self.weights) == len(self.biases) == 1:
+            return tensor_of(*self.weights[0]), tensor_of(*self.biases[0])
         weights = [tensor_of(*slot) for slot in self.weights]
         biases = [tensor_of(*slot) for slot in self.biases]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
@@ -241,6 +242,12 @@ def linear_sources(attention: AttentionParts, mlp: MlpParts) -> list[Slot]:
 
 def tensors_of(owner: nn.Module) -> tuple[Any, Any]:
     """Weight and bias."""
+    if torch.compiler.is_compiling():
+        return owner.weight, owner.bias
+    own = owner.__dict__
+    parameters = own["_parameters"]
+    if "weight" in parameters and "bias" in parameters and "weight" not in own and "bias" not in own:
+        return parameters["weight"], parameters["bias"]
     return tensor_of(owner, "weight"), tensor_of(owner, "bias")
 
 

@@ -27,7 +27,7 @@ class Looker:
     Args:
         owner: The module; what it carries itself, hooks for one, is none of a reading's business.
     Attributes:
-        reasons: Why it cannot be read past what was looked at so far.
+        reasons: Reasons why the block cannot be fused, found so far.
         notes: What to know where it can.
     """
 

@@ -8,11 +8,9 @@ CUDA graph that is being captured, and a checkpointed forward, which has to do t
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -38,10 +36,10 @@ class RowFacts(NamedTuple):
 
 
 NOTHING = RowFacts()
+_AS_IT_IS = contextlib.nullcontext()
 
 
-@dataclass(frozen=True, eq=False)
-class _Entry:
+class _Entry(NamedTuple):
     """The output of a block, by what tells it from every other tensor, and what is known of its rows."""
 
     key: tuple[int, ...]
@@ -83,14 +81,23 @@ def recall(x: Tensor) -> RowFacts:
     return entry.rows
 
 
-@contextmanager
-def counted() -> Iterator[None]:
+def counted() -> contextlib.AbstractContextManager[Any]:
     """Within it tensors count what is written to them, in inference mode too."""
     if not torch.is_inference_mode_enabled():
-        yield
-    else:
-        with torch.inference_mode(False), torch.no_grad():
-            yield
+        return _AS_IT_IS
+    return _OutOfInferenceMode()
+
+
+class _OutOfInferenceMode:
+    """`torch.inference_mode(False)` and `torch.no_grad()` in one: those take four times as long, in every block."""
+
+    def __enter__(self) -> None:
+        self._guard = torch._C._InferenceMode(False)
+        self._guard.__enter__()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *raised: object) -> None:
+        self._guard.__exit__(*raised)  # which also brings back whether gradients are on
 
 
 def _is_followed(tensor: Tensor) -> bool:

@@ -1,1 +1,1 @@
-"""Thin typer commands, one file a command; each exposes register(app)."""
+"""Commands, one file each with `register(app)`."""

@@ -48,10 +48,10 @@ def bench(
         str, typer.Option(help="Where a call finds its images; host: it copies them to the GPU.", metavar="device|host")
     ] = "device",
     explain: Annotated[
-        bool, typer.Option("--explain", help="Also where the time goes, by part and kernel, beside the least it takes.")
+        bool, typer.Option("--explain", help="Also the time per part and kernel, with its lower bound.")
     ] = False,
     cold: Annotated[
-        bool, typer.Option("--cold", help="Also from the start of a process to its first right answer.")
+        bool, typer.Option("--cold", help="Also time from process start to the first correct output.")
     ] = False,
     latency: Annotated[
         bool, typer.Option("--latency", help="One image a call, often enough for a 99th percentile.")
@@ -67,21 +67,19 @@ def bench(
     out: Annotated[Path | None, typer.Option(help="New or empty folder for record, table and plot.")] = None,
     time_budget: Annotated[
         float | None,
-        typer.Option(help="Seconds; candidates that do not fit are left out. 0: no limit.", metavar="SECONDS"),
+        typer.Option(help="Seconds; candidates that do not fit are skipped. 0: no limit.", metavar="SECONDS"),
     ] = None,
     seconds: Annotated[
-        float | None, typer.Option(help="How long each candidate is timed: longer on a restless machine.", metavar="S")
+        float | None, typer.Option(help="Seconds of timing per candidate; more for a noisy machine.", metavar="S")
     ] = None,
-    resume: Annotated[
-        Path | None, typer.Option(help="Go on with the run that ended before it was through.", metavar="FOLDER")
-    ] = None,
+    resume: Annotated[Path | None, typer.Option(help="Resume an interrupted run.", metavar="FOLDER")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the record; all else goes to stderr.")] = False,
     list_candidates: Annotated[bool, typer.Option("--list-candidates", help="Show what can be measured.")] = False,
 ) -> None:
-    """Measures images per second, side by side and in turns, each candidate checked against the definition first.
+    """Measures images per second, interleaved; compares each candidate with the fp64 reference first.
 
     Without arguments: sizes that suit this machine (under three minutes on two CPU cores). Writes record.json,
-    table.md, plot.png and report.html into a folder that it names. Exit status 1 when a candidate is wrong or failed,
+    table.md, plot.png and report.html into a folder that it names. Exit status 1 if a candidate is incorrect or fails,
     130 after Ctrl-C.
     """
     from ..benchmarks.machine import describe

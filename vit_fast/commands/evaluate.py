@@ -1,4 +1,4 @@
-"""`vit-fast evaluate`: accuracy of a model on labelled images, and differences of two models."""
+"""`vit-fast evaluate`: measures accuracy on labelled images and compares two models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .predict import classify
 if TYPE_CHECKING:
     from ..apps.evaluation import Evaluation
 
-LISTED = 20  # disagreements and classes that are printed; --json holds all
+LISTED = 20  # disagreements and classes that are printed; --json contains all
 
 
 def register(app: typer.Typer) -> None:
@@ -23,29 +23,27 @@ def register(app: typer.Typer) -> None:
 
 
 def evaluate(
-    folder: Annotated[Path, typer.Argument(help="Images, one subfolder a class.")],
+    folder: Annotated[Path, typer.Argument(help="Images, one subfolder per class.")],
     weights: Annotated[
         str, typer.Option(help="A weights file, a folder, a Hugging Face Hub id, or an ONNX file (FILE.onnx).")
     ],
-    model: Annotated[
-        str | None, typer.Option(help="The variant, where the weights do not say what shape they are for.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="Model of the weights, if they contain no config.")] = None,
     against: Annotated[
         str | None,
-        typer.Option(help="A second model on the same images, as --weights; lists where they differ."),
+        typer.Option(help="Compare with a second model, given like --weights; list all differences."),
     ] = None,
-    classes: Annotated[Path | None, typer.Option(help="Class names: one a line, or JSON.")] = None,
+    classes: Annotated[Path | None, typer.Option(help="File of class names: one per line, or JSON.")] = None,
     backend: Annotated[str, typer.Option(help="auto, eager, sdpa or triton, for weights.")] = "auto",
     data_config: Annotated[
         Path | None,
-        typer.Option(help="JSON with mean, std, crop_pct, img_size, for an ONNX file that does not say them."),
+        typer.Option(help="JSON with mean, std, crop_pct, img_size, for an ONNX file without this metadata."),
     ] = None,
     confusion: Annotated[
-        Path | None, typer.Option(help="Draw which class is taken for which: a .png, .svg or .pdf.")
+        Path | None, typer.Option(help="Write the confusion matrix to this .png, .svg or .pdf.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output, all images.")] = False,
 ) -> None:
-    """Measures accuracy on labelled images: top-1, top-5, by class; with --against, of two models side by side."""
+    """Measure top-1, top-5 and per-class accuracy on labelled images, of one or two models."""
     from ..apps.classifiers import read_class_names
     from ..apps.evaluation import draw_confusion
     from ..files import check_replaceable, file_aside
@@ -130,7 +128,7 @@ def _print(evaluation: Evaluation, other: Evaluation | None, names: Sequence[str
         return
     differing = evaluation.disagreements(other)
     typer.echo(
-        f"against: top-1 {other.top1:.2%}, top-5 {other.top5:.2%}; another answer to {len(differing)} images, "
+        f"against: top-1 {other.top1:.2%}, top-5 {other.top5:.2%}; another class on {len(differing)} images, "
         f"{len(differing) / len(evaluation.files):.2%}"
     )
     for index in differing[:LISTED]:

@@ -1,4 +1,4 @@
-"""`vit-fast export`: a model into an ONNX file, verified; or what an ONNX file says about itself."""
+"""`vit-fast export`: exports a model to a verified ONNX file, or prints the metadata of an ONNX file."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ def register(app: typer.Typer) -> None:
 def export(
     model: Annotated[
         str | None,
-        typer.Argument(
-            help="A variant of `vit-fast models`, a weights file that says its shape, or a Hugging Face Hub id."
-        ),
+        typer.Argument(help="One of `vit-fast models`, a weights file of vit-fast, or a Hugging Face Hub id."),
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="The .onnx file to write.")] = None,
-    weights: Annotated[str | None, typer.Option(help="A weights file or a Hugging Face Hub id; else random.")] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="A weights file or a Hugging Face Hub id (default: random).")
+    ] = None,
     target: Annotated[str, typer.Option(help="generic, ort-cpu, ort-cuda or tensorrt.")] = "generic",
     precision: Annotated[str, typer.Option(help="fp32, fp16, bf16, int8, int8-dynamic or fp8.")] = "fp32",
     calibrate: Annotated[
         list[Path] | None,
-        typer.Option(help="Images or folders: 32, spread evenly, give int8's and fp8's ranges, 64 others judge them."),
+        typer.Option(help="Images or folders for int8 and fp8: 32 images calibrate the ranges, 64 verify them."),
     ] = None,
-    preprocess: Annotated[bool, typer.Option("--preprocess", help="Take uint8 photographs of any size.")] = False,
+    preprocess: Annotated[bool, typer.Option("--preprocess", help="Accept uint8 images of any size.")] = False,
     returns: Annotated[str, typer.Option(help="logits, probabilities, or features (pooled).")] = "logits",
-    dynamic_size: Annotated[bool, typer.Option("--dynamic-size", help="Take any height and width.")] = False,
+    dynamic_size: Annotated[bool, typer.Option("--dynamic-size", help="Accept any height and width.")] = False,
     validation: Annotated[
         Path | None,
-        typer.Option(help="Labelled images, one subfolder a class: the file must not lose accuracy on them."),
+        typer.Option(help="Labelled images, one subfolder per class: reject a file that loses accuracy."),
     ] = None,
-    classes: Annotated[Path | None, typer.Option(help="Class names: one a line, or JSON.")] = None,
+    classes: Annotated[Path | None, typer.Option(help="File of class names: one per line, or JSON.")] = None,
     img_size: Annotated[int | None, typer.Option(help="Height and width in pixels.")] = None,
-    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Hold the file against the model.")] = True,
+    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare the file with the model.")] = True,
     triton_repository: Annotated[
-        Path | None, typer.Option(help="Also put the file into this NVIDIA Triton Inference Server repository.")
+        Path | None, typer.Option(help="Also add the file to this NVIDIA Triton Inference Server repository.")
     ] = None,
     card: Annotated[
         bool, typer.Option("--card", help="Also write a model card beside the file: source, precision, checks, hashes.")
     ] = False,
-    inspect: Annotated[Path | None, typer.Option(help="Print what an ONNX file says about itself, and stop.")] = None,
+    inspect: Annotated[Path | None, typer.Option(help="Print the metadata of an ONNX file and exit.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
-    """Exports a model to ONNX and checks that the file computes what the model does."""
+    """Export a model to ONNX and verify the file against the model."""
     if inspect is not None:
         from ..export import inspect_onnx
 
@@ -73,7 +73,7 @@ def export(
     if calibrate:
         find_images(calibrate)
     names = None if classes is None else read_class_names(classes)
-    has_weights = weights is not None or "/" in model  # which brings its own
+    has_weights = weights is not None or "/" in model  # a Hub id or a path has weights
     made = _make_model(model, weights, img_size)
     report = export_onnx(
         made,
@@ -90,7 +90,7 @@ def export(
         verify=verify,
     )
     if not has_weights:
-        report.warnings.append("the weights are random: give --weights")
+        report.warnings.append("the weights are random: pass --weights")
     if triton_repository is not None:
         folder = write_triton_repository(out, triton_repository)
         typer.echo(f"for Triton Inference Server: {folder}", err=True)

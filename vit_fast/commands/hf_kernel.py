@@ -1,4 +1,4 @@
-"""`vit-fast hf-kernel`: the operators as a repository for Hugging Face's `kernels` loader."""
+"""`vit-fast hf-kernel`: writes the operators as a repository for Hugging Face's `kernels` loader."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def register(app: typer.Typer) -> None:
     app.command(name="hf-kernel")(hf_kernel)
 
 
-def hf_kernel(folder: Annotated[Path, typer.Argument(help="Where to write it; must be new or empty.")]) -> None:
-    """Writes the operators as a kernel of the Hugging Face Hub, ready to upload."""
+def hf_kernel(folder: Annotated[Path, typer.Argument(help="Folder to write; must be new or empty.")]) -> None:
+    """Write the operators as a kernel of the Hugging Face Hub, ready to upload."""
     from ..apps.hub_kernel import NAME, build_hf_kernel
 
     variant = build_hf_kernel(folder)

@@ -29,7 +29,7 @@ def register(app: typer.Typer) -> None:
 
 
 def info(as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False) -> None:
-    """Shows versions, devices, and which backends can run here."""
+    """Show versions, devices and available backends."""
     facts = collect()
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
@@ -97,7 +97,7 @@ def _backend_rows(device: Any) -> list[dict[str, Any]]:
         reasons = list(triton_unavailable_reasons(device)) if backend == "triton" else []
         remarks = reasons
         if backend == automatic:
-            remarks = ["what 'auto' means here", *for_fp32]
+            remarks = ["selected by 'auto'", *for_fp32]
         elif backend == "triton" and not reasons and device.type == "cpu" and interpreter_is_active():
             remarks = ["in Triton's interpreter: correct, but very slow"]
         rows.append({"backend": backend, "device": str(device), "available": not reasons, "reasons": remarks})

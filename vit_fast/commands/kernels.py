@@ -1,4 +1,4 @@
-"""`vit-fast kernels`: compile every kernel without a GPU and show what the compiler made of it."""
+"""`vit-fast kernels`: compiles all kernels without a GPU and prints registers, spills and instructions."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ def register(app: typer.Typer) -> None:
 
 def kernels(
     arch: Annotated[
-        str | None, typer.Option(help="Architectures to compile for, separated by commas; by default all.")
+        str | None, typer.Option(help="Architectures to compile for, separated by commas (default: all).")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
     update_baseline: Annotated[
-        bool, typer.Option("--update-baseline", help="Make what was found the committed baseline.")
+        bool, typer.Option("--update-baseline", help="Replace the committed baseline by the result.")
     ] = False,
     tune: Annotated[
-        bool, typer.Option("--tune", help="On a GPU: search the attention configurations and write their table.")
+        bool, typer.Option("--tune", help="On a GPU: tune the attention kernels and write their table.")
     ] = False,
     warm_up: Annotated[
         str | None,
-        typer.Option("--warm-up", help="On a GPU: compile what this model needs in bf16, into Triton's cache."),
+        typer.Option("--warm-up", help="On a GPU: compile this model's kernels in bf16 into Triton's cache."),
     ] = None,
     batch_sizes: Annotated[
         str | None,
@@ -38,14 +38,14 @@ def kernels(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option("--model", help="Without a GPU: model a layer's device time (sm_90 unless --arch)."),
+        typer.Option("--model", help="Without a GPU: model the device time of a layer (default: sm_90)."),
     ] = None,
     host: Annotated[
         bool,
-        typer.Option("--host", help="Without a GPU: what the host spends to launch a block (sm_90 unless --arch)."),
+        typer.Option("--host", help="Without a GPU: measure the host's launch time of a block (default: sm_90)."),
     ] = False,
 ) -> None:
-    """Compiles the kernels for the named architectures, without a GPU; exits with 1 if one spills or became worse."""
+    """Compile all kernels, without a GPU. Exits with 1 if a kernel spills registers or is worse than the baseline."""
     sizes = integers("--batch-sizes", batch_sizes)
     if warm_up is not None:
         _warm_up(warm_up, sizes or [1])

@@ -16,7 +16,7 @@ def models(
     pattern: Annotated[str, typer.Argument(help="Shell-style pattern, e.g. 'vit_base_*'.")] = "*",
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
-    """Lists the models: parameters, GFLOP an image (2 per multiply-add), tokens, input size."""
+    """List models with parameters, GFLOP per image (2 per multiply-add), tokens and input size."""
     rows = model_rows(pattern)
     if as_json:
         typer.echo(json.dumps(rows, indent=2))

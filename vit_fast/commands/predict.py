@@ -27,45 +27,42 @@ def predict(
     weights: Annotated[
         str, typer.Option(help="A weights file, a folder, a Hugging Face Hub id, or an ONNX file (FILE.onnx).")
     ],
-    model: Annotated[
-        str | None, typer.Option(help="The variant, where the weights do not say what shape they are for.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="Model of the weights, if they contain no config.")] = None,
     classes: Annotated[
-        Path | None, typer.Option(help="Class names: one a line, or JSON (a list, or an object from index to name).")
+        Path | None, typer.Option(help="File of class names: one per line, or JSON (list, or index to name).")
     ] = None,
-    top_k: Annotated[int, typer.Option("--top-k", help="How many classes an image.")] = 5,
+    top_k: Annotated[int, typer.Option("--top-k", help="Number of classes per image.")] = 5,
     backend: Annotated[str, typer.Option(help="auto, eager, sdpa or triton.")] = "auto",
     data_config: Annotated[
         Path | None,
         typer.Option(
-            help="JSON with mean, std, crop_pct, interpolation, img_size, for an ONNX file that does not say them."
+            help="JSON with mean, std, crop_pct, interpolation, img_size, for an ONNX file without this metadata."
         ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="A Parquet file to write instead: label, probabilities and embedding of each image. An image that "
-            "cannot be read is listed in it; a run that was killed goes on where it was."
+            help="Write label, probabilities and embedding of each image to this Parquet file. Lists unreadable "
+            "images. Re-run the command to resume."
         ),
     ] = None,
     engine: Annotated[
         str,
         typer.Option(
-            help="With --out, local, or ray: the cluster that Ray finds (RAY_ADDRESS), where the images lie under the "
-            "same paths."
+            help="With --out: local, or ray to use a cluster (RAY_ADDRESS) that has the images under the same paths."
         ),
     ] = "local",
     workers: Annotated[
         int | None,
         typer.Option(
-            help="With --out, processes that read images (ray: and run the model); default: one a core.",
+            help="With --out: processes that read images (ray: and run the model); default: one per core.",
             show_default=False,
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu, cuda, cuda:1.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto (a GPU if available), cpu, cuda, cuda:1.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
-    """Classifies images: the most probable classes with their probabilities, which sum to one over all classes."""
+    """Classify images: print the most probable classes with their probabilities."""
     from ..apps.classifiers import class_names_for, open_classifier, read_class_names
     from ..apps.data import find_images
 
@@ -117,7 +114,7 @@ def _to_parquet(
         on_part=lambda images: typer.echo(f"{images} of {len(files)} images", err=True),
     )  # fmt: skip
     for reason in done.lost:
-        typer.echo(f"begun again behind the last whole part: {reason}", err=True)
+        typer.echo(f"resumed after the last complete part: {reason}", err=True)
     for path, reason in done.bad:
         typer.echo(f"not an image: {reason if path in reason else f'{path}: {reason}'}", err=True)
     taken = f", {done.taken} of them by an earlier run" if done.taken else ""
@@ -135,8 +132,8 @@ def classify(
     """Opens weights or an ONNX file.
 
     Returns:
-        The class names that came with them, and the probabilities of all classes for each image, computed as they are
-        asked for: ImageError if an image cannot be read, ValueError if its logits are not finite.
+        The class names of the file, and an iterator over the probabilities of each image. It raises ImageError if an
+        image cannot be read, and ValueError if its logits are not finite.
     Raises:
         ValueError: an option does not apply to this kind of file, or see open_classifier.
         ModelFileError: the ONNX file cannot be run.

@@ -1,4 +1,4 @@
-"""`vit-fast show`: what a model sees, as pictures."""
+"""`vit-fast show`: figures of a model's attention, features and filters."""
 
 from __future__ import annotations
 
@@ -20,18 +20,22 @@ def show(
     model: Annotated[
         str,
         typer.Argument(
-            help="A weights file, one of our names, timm:NAME, hf:FOLDER, or module:function that gives a module."
+            help="A weights file, one of `vit-fast models`, timm:NAME, hf:FOLDER, or module:function that returns one."
         ),
     ],
-    image: Annotated[Path | None, typer.Argument(help="A photograph; default: one of matplotlib's wheel.")] = None,
-    figures: Annotated[str, typer.Option(help=f"Of {', '.join(FIGURES)}.", metavar="A,B")] = ",".join(FIGURES),
-    blocks: Annotated[str, typer.Option(help="For attention; negative ones from the end.", metavar="0,-1")] = "0,-1",
-    img_size: Annotated[str | None, typer.Option(help="Pixels a side; default: the model's.", metavar="N|HxW")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the pictures, FIGURE.png each.")] = Path("figures"),
+    image: Annotated[Path | None, typer.Argument(help="An image (default: the photograph in matplotlib).")] = None,
+    figures: Annotated[str, typer.Option(help=f"Some of {', '.join(FIGURES)}.", metavar="A,B")] = ",".join(FIGURES),
+    blocks: Annotated[
+        str, typer.Option(help="Blocks of the attention figure; negative ones from the end.", metavar="0,-1")
+    ] = "0,-1",
+    img_size: Annotated[
+        str | None, typer.Option(help="Image size in pixels (default: the model's).", metavar="N|HxW")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the figures, FIGURE.png each.")] = Path("figures"),
 ) -> None:
-    """Draws patches, filters, positions, attention and features of a model, as PNG files.
+    """Draw patches, filters, positions, attention and features of a model as PNG files.
 
-    What a model does not have (rotary positions are not learned) is said, and left out.
+    Prints and skips figures that do not apply, e.g. learned positions of a model with rotary positions.
     """
     from .. import figures as drawn
     from ..benchmarks.opening import open_model

@@ -32,10 +32,14 @@ def train_command(
     out: Annotated[Path, typer.Option(help="Folder for weights, checkpoint, log and curve.")] = Path("trained"),
     model: Annotated[
         str,
-        typer.Option(help="One of `vit-fast models`, a weights file that says its shape, or a Hugging Face Hub id."),
+        typer.Option(help="One of `vit-fast models`, a weights file of vit-fast, or a Hugging Face Hub id."),
     ] = "vit_micro_patch7_28",
-    weights: Annotated[str | None, typer.Option(help="Start from these; a head of another size is replaced.")] = None,
-    validation: Annotated[Path | None, typer.Option(help="A folder like DATA, to measure accuracy on.")] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="Start from these weights; replace a head of another size.")
+    ] = None,
+    validation: Annotated[
+        Path | None, typer.Option(help="Measure accuracy on this folder, structured like DATA.")
+    ] = None,
     epochs: Annotated[int | None, typer.Option(help="Default: the model's recipe, or TrainConfig's.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Images per step, of all processes together.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate after the warm-up.")] = None,
@@ -46,12 +50,12 @@ def train_command(
     drop_path: Annotated[float, typer.Option(help="Stochastic depth of the last block.")] = 0.0,
     img_size: Annotated[int | None, typer.Option(help="Height and width; default: the model's.")] = None,
     backend: Annotated[str, typer.Option(help="auto, eager, sdpa or triton.")] = "auto",
-    workers: Annotated[int, typer.Option(help="Processes that read images beside this one.")] = 0,
+    workers: Annotated[int, typer.Option(help="Additional processes that read images.")] = 0,
     parallel: Annotated[str, typer.Option(help="Under torchrun: ddp, or fsdp to shard the parameters.")] = "ddp",
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write OUT/tensorboard.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue after the last finished epoch in --out.")] = False,
 ) -> None:
-    """Trains a model on labelled images, prints loss and accuracy after every epoch, and draws their curve."""
+    """Train a model on labelled images, print loss and accuracy after each epoch, and draw their curve."""
     from ..apps.curves import tensorboard_rows
     from ..apps.datasets import open_data
     from ..apps.processes import joined

@@ -1,4 +1,4 @@
-"""`vit-fast verify`: correctness and accuracy of the backends on this machine."""
+"""`vit-fast verify`: verifies the accuracy of the backends on this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def verify(
     ] = "triton",
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
-    """Compares operators and a model with fp64 eager on this machine; exits with 1 if one is not as exact as eager."""
+    """Compare operators and a model with the fp64 reference. Exits with 1 if an error is too large."""
     import torch
 
     if not torch.cuda.is_available() and "triton" in backend:
@@ -34,7 +34,7 @@ def verify(
         typer.echo(json.dumps({"device": result.device, "interpreted": result.interpreted, "rows": rows}, indent=2))
     else:
         if result.interpreted:
-            typer.echo("no GPU: Triton's interpreter, small shapes, no bf16 (the interpreter computes it wrongly)")
+            typer.echo("no GPU: Triton's interpreter, small shapes, no bf16 (incorrect in the interpreter)")
         for row in result.rows:
             verdict = "pass" if row.passed else "FAIL"
             head = f"{verdict}  {row.backend:6s} {row.dtype}  {row.subject:52s}"

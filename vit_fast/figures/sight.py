@@ -181,9 +181,9 @@ def open_picture(
     """Opens an image and prepares it for a model.
 
     Args:
-        model: Says size, channels and preprocessing, where its library is known.
-        image: A file, or Pillow's image; None means the photograph inside matplotlib's wheel.
-        data_config: How to prepare it; None means as the model says, else DataConfig's defaults.
+        model: Defines size, channels and preprocessing if its library is known.
+        image: A file, or Pillow's image; None means the photograph in matplotlib's wheel.
+        data_config: How to prepare it; None means the model's, else DataConfig's defaults.
         image_hw: Height and width in pixels; None means the model's own.
         in_chans: 3 (RGB) or 1 (grey); None means the model's own.
     Raises:
@@ -228,7 +228,7 @@ def patch_filters(model: nn.Module) -> Tensor:
     """Returns the filters of the patch embedding, [C, channels, height, width].
 
     Raises:
-        UnsupportedInputError: the model has no convolution, or its first is no patch embedding of pictures.
+        UnsupportedInputError: the model has no convolution, or its first one is not a patch embedding of images.
     """
     check_type("model", model, nn.Module)
     for module in model.modules():
@@ -245,6 +245,6 @@ def components(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
     centred = rows - rows.mean(0)
     _, _, directions = torch.linalg.svd(centred.double(), full_matrices=False)
     found = directions[:count]
-    # of either sign, the one whose largest entry is positive: the same picture each time
+    # of either sign, choose the one whose largest entry is positive, so that the figure is reproducible
     found = found * found.gather(1, found.abs().argmax(1, keepdim=True)).sign()
     return found.float(), (centred.double() @ found.T).float()

@@ -1,4 +1,4 @@
-"""freeze(model) and unfreeze(model): weights prepared for inference once, instead of in every forward."""
+"""freeze(model) and unfreeze(model): prepare weights for inference once, instead of in every forward."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from ..ops.frozen import Frozen
 def freeze(model: nn.Module) -> tuple[str, ...]:
     """Prepares the weights of a model's blocks for inference once, instead of in every forward.
 
-    On a GPU, every LayerNorm is folded into the linear layer behind it, which saves one launch per block. A frozen
-    block makes five launches: qkv, attention, proj, fc1, fc2. The extra memory is a second copy of the qkv and fc1
-    weights, in the dtype of the matmuls: autocast's where this is called under autocast, else the weights' own.
+    On a GPU, folds each LayerNorm into the next linear layer, which saves one launch per block. A frozen block makes
+    five launches: qkv, attention, proj, fc1, fc2. This needs memory for a second copy of the qkv and fc1 weights, in
+    the dtype of the matmuls (autocast's dtype if called under autocast).
 
-    On a CPU (backend sdpa), the linear layers are packed for the processor, by MKL in fp32 and by oneDNN in bf16 and
-    fp16, with LayerScale folded in and activation and residual in place. The extra memory is a second copy of the
-    weights of all linear layers in the blocks. A forward under autocast, and one that torch.compile, torch.export,
-    tracing or torch.func sees, uses the modules.
+    On a CPU (backend sdpa), packs the linear layers by MKL in fp32 and by oneDNN in bf16 and fp16, folds LayerScale in,
+    and applies activation and residual in place. This needs memory for a second copy of the weights of all linear
+    layers in the blocks. Under autocast, torch.compile, torch.export, tracing and torch.func, a forward uses the
+    modules.
 
-    A forward in another dtype, one in training mode, and one that needs gradients use the weights themselves.
+    A forward in another dtype, in training mode, or with gradients uses the original weights.
 
-    The copies last until unfreeze(model), train(), load_state_dict(), or a move to another device or dtype. They follow
-    what torch can see of changed weights: steps of its optimizers, writes that its version counters count, parameters
-    that were replaced; freezing again follows everything. What it cannot see is what you promise by calling this: that
-    nobody writes to the weights through `.data`, by torch.distributed's collectives, by replaying a captured training
-    step, or through other libraries (a merge of LoRA weights by peft, for one) without calling freeze again. A copy or
-    a pickle of the model is not frozen. Blocks in FP8 keep their quantised weights in any case, under the same promise.
+    The copies last until unfreeze(model), train(), load_state_dict(), or a move to another device or dtype. They are
+    updated after changes that torch tracks: steps of its optimizers, in-place writes that increment the version
+    counter, and replaced parameters. Call freeze again after other changes: writes through `.data`, collectives of
+    torch.distributed, replays of a captured training step, and other libraries (e.g. merging LoRA weights by peft).
+    Copies and pickles of the model are not frozen. Blocks in FP8 always cache their quantised weights, by the same
+    rules.
 
     Args:
-        model: A model fused by vit_fast.fuse or made by create_model, in evaluation mode. Blocks of which a part is
-            wrapped or hooked, or whose backend or dtype offers nothing to prepare, are left as they are.
+        model: A model of vit_fast.fuse or create_model, in evaluation mode. Blocks with a wrapped or hooked part, and
+            blocks whose backend or dtype needs no preparation, are skipped.
     Returns:
-        The names of the blocks that are frozen now.
+        The names of the frozen blocks.
     Raises:
-        TypeError: model is no module.
-        ValueError: a block is in training mode; nothing is frozen then.
+        TypeError: model is not a module.
+        ValueError: a block is in training mode. Nothing is frozen.
     """
     check_type("model", model, nn.Module)
     blocks = [(name, module) for name, module in model.named_modules() if isinstance(module, FusedNormMlp)]

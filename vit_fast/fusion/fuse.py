@@ -1,4 +1,4 @@
-"""fuse(model) and unfuse(model): our operators inside the models of other libraries, in place and reversibly."""
+"""fuse(model) and unfuse(model): run models of other libraries by fused operators, in place and reversibly."""
 
 from __future__ import annotations
 
@@ -34,40 +34,40 @@ def fuse(
     keep: Iterable[str] | None = None,
     min_agreement: float | None = None,
 ) -> FusionReport:
-    """Makes attention and LayerNorm + MLP of a timm, transformers, torchvision or torch.nn model run our operators.
+    """Replaces attention and LayerNorm + MLP of timm, transformers, torchvision and torch.nn models by fused operators.
 
-    In place and per instance. The modules stay the very objects they are, with the same Parameters, state_dict keys,
-    hooks and names; only their class changes, to a subclass with another forward. Training, autocast, checkpointing,
-    deepcopy, pickle, torch.export, DDP and FSDP work as before (fuse before fully_shard). A module that cannot be fused
-    is left as it is, with every reason in the report. Fusing again changes the backend, and normalize where given;
-    a module that can no longer be fused is given back its class.
+    Works in place, per instance. Modules keep their identity, Parameters, state_dict keys, hooks and names; only their
+    class changes, to a subclass with another forward. Training, autocast, checkpointing, deepcopy, pickle,
+    torch.export, DDP and FSDP work as before (call fuse before fully_shard). Modules that cannot be fused are skipped
+    and listed in the report with all reasons. Fusing again changes the backend, and normalize if given; a module that
+    can no longer be fused gets its original class back.
 
-    A fused module runs its original forward for what the operators do not do: masks, attention weights asked for,
-    dropout in training, and children that were hooked, wrapped or replaced after fuse.
+    A fused module runs its original forward if the operators do not support the call: attention masks, returned
+    attention weights, dropout in training, and children that were hooked, wrapped or replaced after fuse.
 
     Args:
-        model: Any module; everything inside it is looked at.
-        backend: "triton", "sdpa", "eager", or "auto": triton on a CUDA device where it runs, for fp16, bf16, and fp32
+        model: Any module; all its submodules are inspected.
+        backend: "triton", "sdpa", "eager", or "auto": triton if available on a CUDA device, for fp16, bf16, and fp32
             with TF32 or under autocast; else sdpa. "auto" is resolved now, and again when the model is moved or
             converted.
-        normalize: (mean, std) of pictures in 0..1, a number a channel. The patch embedding then takes pictures in
-            0..255, uint8 or floating, and normalises within its convolution.
-        precision: None computes in the model's own. "fp8": the linear layers of every block that the kernels run as a
-            whole read operands and weights of e4m3, attention stays in half precision: for inference on GPUs of compute
-            capability 8.9 and newer, of a model in fp16 or bf16 that `vit_fast.calibrate` has seen. A forward in
-            training mode, or where gradients are recorded, is refused; what a fused module runs its original forward
-            for, and packed sequences, runs in half precision. Fusing again without it goes back.
-        keep: With "fp8", names or patterns of linear layers that stay in half precision, `("*.mlp.fc2",)`. With neither
-            this nor min_agreement those that were chosen last, which is saved with the scales.
-        min_agreement: With "fp8", the share of the calibration images whose top class has to stay the same: as many of
-            the most sensitive linear layers are kept as that takes, found with the layers simulated.
+        normalize: (mean, std) of images in 0..1, one number per channel. The patch embedding then takes images in
+            0..255, uint8 or floating, and normalises them inside its convolution.
+        precision: None keeps the model's precision. "fp8" runs the linear layers of blocks with e4m3 operands and
+            weights, and attention in half precision. It supports inference only, on GPUs with compute capability 8.9
+            or newer, for fp16 and bf16 models after `vit_fast.calibrate`. Training mode and gradients raise an error.
+            Original forwards and packed sequences run in half precision. Fusing again without it restores the
+            precision.
+        keep: With "fp8", names or patterns of linear layers that stay in half precision, e.g. `("*.mlp.fc2",)`. If
+            neither keep nor min_agreement is given, the last choice applies, which is saved with the scales.
+        min_agreement: With "fp8", the minimal top-1 agreement on the calibration images, in (0, 1]. The most sensitive
+            linear layers stay in half precision, as many as needed in emulated FP8.
     Returns:
-        What was done, module by module; print it, or call require_all() on it.
+        A report by module; print it, or call require_all() on it.
     Raises:
         ValueError: the backend or precision is unknown, normalize or keep does not fit the model, or min_agreement
             has no images.
-        UnsupportedInputError: a backend asked for by name cannot run here; lists all reasons. Nothing is changed. A
-            model on meta is fused for any, and its forward raises where it has been moved to and cannot run.
+        UnsupportedInputError: the requested backend cannot run here; lists all reasons. Nothing is changed. A model on
+            meta accepts every backend; its forward raises if the backend cannot run on the later device.
     """
     check_type("model", model, nn.Module)
     choice = None
@@ -89,10 +89,10 @@ def fuse(
 
 
 def unfuse(model: nn.Module) -> None:
-    """Undoes fuse: every module is again of the class it was, and is the very object it was all along.
+    """Undoes fuse: restores the original class of each module.
 
-    Hooks, modules and forwards that were set since stay. A Sequential that was sliced from the model keeps working.
-    A model that was not fused is left alone, but for what `calibrate` put into it.
+    Hooks, modules and forwards that were set after fuse stay. A Sequential that was sliced from the model still works.
+    Also removes the scales of `calibrate`. A model that is not fused stays unchanged otherwise.
 
     Raises:
         UnsupportedInputError: fully_shard was applied after fuse; lists the modules. Nothing is changed.
@@ -110,13 +110,13 @@ def unfuse(model: nn.Module) -> None:
 
 
 def set_backend(model: nn.Module, backend: str) -> None:
-    """Chooses what computes the blocks of a VisionTransformer: fuses it with this backend, or again with another.
+    """Sets the backend of the blocks of a VisionTransformer by fusing them.
 
     Args:
         model: A VisionTransformer, or a module that contains some.
         backend: "eager" (the formulas), "sdpa" (torch's fused attention), "triton" (our kernels), or "auto"; see fuse.
     Raises:
-        ValueError: the backend is unknown, or there is nothing in the model to set it on.
+        ValueError: the backend is unknown, or the model has no blocks of vit_fast.
         UnsupportedInputError: "triton" cannot run the model; lists all reasons. Nothing is changed.
     """
     check_type("model", model, nn.Module)
@@ -134,7 +134,7 @@ def set_backend(model: nn.Module, backend: str) -> None:
 
 
 def shadow_of(model: nn.Module) -> nn.Module:
-    """A copy of a model that shares its tensors, fused with a backend that runs anywhere."""
+    """Returns a copy of a model that shares its tensors, fused with a backend that runs anywhere."""
     shadow = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
     _Walk(shadow, "sdpa", "sdpa").apply()
     return shadow

@@ -25,7 +25,7 @@ POWER = 64.0  # bytes are divided by it and weights multiplied
 
 @fused_form_of(nn.Conv2d, equivalent=False)
 class FusedPatchConv(FusedModule, nn.Conv2d):
-    """A patch embedding's convolution that takes pictures in 0..255, uint8 or any floating dtype."""
+    """Convolution of a patch embedding that takes images in 0..255, uint8 or any floating dtype."""
 
     kind = "normalisation"
     vit_fast_mean: tuple[float, ...]
@@ -37,10 +37,10 @@ class FusedPatchConv(FusedModule, nn.Conv2d):
             return Finding([f"the patch embedding must be torch.nn.Conv2d, got {describe(module)}"])
         reasons = []
         if any(module.padding) if isinstance(module.padding, tuple) else module.padding != "valid":
-            reasons.append(f"it pads by {module.padding}: zero is not a picture's zero before normalisation")
+            reasons.append(f"it must not pad, got {module.padding}: zero is not black before normalisation")
         if module.groups != 1:
             reasons.append(f"it must have 1 group, got {module.groups}")
-        return Finding(reasons, ["the model now takes pictures in 0..255, uint8 or floating, not normalised ones"])
+        return Finding(reasons, ["the model now takes images in 0..255, uint8 or floating, not normalised ones"])
 
     def forward(self, input: Tensor) -> Tensor:
         """Bytes [B, channels, height, width] -> [B, C, rows, columns]."""
@@ -70,7 +70,7 @@ class FusedPatchEmbed(FusedModule, PatchEmbed):
 
 
 def find_patch_conv(model: nn.Module) -> tuple[str, nn.Conv2d | FusedPatchConv] | None:
-    """The first convolution of the model: the one that sees the picture."""
+    """Returns the first convolution of the model, which reads the image."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv2d):
             return name, module

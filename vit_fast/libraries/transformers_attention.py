@@ -198,7 +198,7 @@ class TransformersReader(Reader):
 
 
 class FusedPoolingHead(FusedNormMlp):
-    """SigLIP's pooling head: one query a picture attends to all tokens, then norm, MLP and residual."""
+    """SigLIP's pooling head: one query per image attends to all tokens, then norm, MLP and residual."""
 
     kind = "attention, norm + MLP"
     reader = TransformersReader

@@ -37,7 +37,7 @@ CPU_CACHE_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class Protocol:
-    """When a measurement is long enough, and what it counts.
+    """Length of a measurement, and what it counts.
 
     A candidate is done after `repeats` timed calls, or after `seconds` of them and no fewer than `least_repeats`; the
     defaults therefore always reach the rule of 50 repeats or 200 ms.

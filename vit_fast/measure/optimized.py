@@ -128,7 +128,7 @@ class Optimized(nn.Module):
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """For pickle; refused where a session, a graph or compiled code of this process runs it."""
+        """Pickles the result; raises an error if a session, a graph or compiled code of this process runs it."""
         if self.choice.engine != "torch" or not isinstance(self._function, nn.Module):
             reason = "cannot be pickled: write result.save(path), and call vit_fast.load_optimized(path, model) there"
             raise self._refusal(reason)

@@ -56,11 +56,11 @@ class Refused(Exception):
 
 
 class OutOfTime(Refused):
-    """It was not prepared within the seconds that it was given."""
+    """A candidate was not prepared within its time limit."""
 
 
 class Shop(Protocol[C]):
-    """Who prepares candidates and times them."""
+    """Prepares candidates and times them."""
 
     def elapsed_s(self) -> float:
         """Seconds since the search began."""
@@ -75,7 +75,7 @@ class Shop(Protocol[C]):
         """Times one call of a prepared candidate in the round of this number, or raises Refused."""
 
     def compare(self, candidates: Sequence[C]) -> None:
-        """Is told which prepared candidates are timed from now on."""
+        """Receives the prepared candidates that are timed from now on."""
 
     def release(self, candidate: C) -> None:
         """A prepared candidate is not needed any more."""
@@ -242,7 +242,7 @@ class _Search(Generic[C]):
                 self._scout(self.shop.variations(trial.candidate), VARYING_SHARE)
 
     def _drop_far_behind(self) -> None:
-        """By the quickest call: what else runs on a machine makes calls longer, never shorter.
+        """Compares the fastest calls: other load on the machine makes calls longer, never shorter.
 
         The second stays, however far behind: memory may run out for the first.
         """

@@ -34,7 +34,7 @@ def attention(
         k: Keys [B, H, N_kv, D], q's dtype and device.
         v: Values, shaped as k.
         scale: Multiplier of q k^T, dimensionless. None means D**-0.5.
-        key_mask: bool [B, N_kv], True for the keys that are there: of padded images. A row without any key is 0.
+        key_mask: bool [B, N_kv], False for padding. The output is 0 if an image has no key.
         backend: "eager", "sdpa", "triton" or "auto" (by q's device).
     Returns:
         [B, H, N_q, D] in q.dtype (under autocast, with sdpa and triton, in autocast's), accumulated in fp32.
@@ -99,22 +99,22 @@ def attention_varlen(
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Softmax self-attention of sequences that lie one behind the other, each by itself; not causal.
+    """Softmax self-attention of packed sequences, each attending to itself; not causal.
 
     Args:
         q: Queries [total, H, D]; fp32, fp16 or bf16 (fp64 too with eager and sdpa). With triton D is 16 to 128 and
             contiguous; other strides are free. So are k and v.
         cu_seqlens: int32 [S + 1] on q's device: sequence i is tokens cu_seqlens[i] to cu_seqlens[i + 1], the first
-            element is 0, and sequences may be empty. Triton does not read it on the host, so nothing waits for it, and
-            elements that fall or pass `total` are not found; eager and sdpa find them.
-        max_seqlen: Tokens of the longest sequence. With triton it decides tiles, not results.
+            element is 0, and sequences may be empty. Triton does not read it on the host, to avoid a synchronization,
+            and therefore does not detect values that decrease or exceed `total`; eager and sdpa do.
+        max_seqlen: Tokens of the longest sequence. With triton it selects tiles and does not change results.
         scale: Multiplier of q k^T, dimensionless. None means D**-0.5.
         backend: "eager", "sdpa", "triton" or "auto" (by q's device).
     Returns:
         [total, H, D] in q.dtype (under autocast, with sdpa and triton, in autocast's), accumulated in fp32. Tokens
-        behind the last sequence are in none: 0.
+        after the last sequence are 0.
     Raises:
-        ValueError: shapes, dtypes or devices disagree, or cu_seqlens is wrong and was read.
+        ValueError: shapes, dtypes or devices disagree, or cu_seqlens is invalid (eager and sdpa only).
         UnsupportedInputError: this backend cannot run this input; lists all reasons.
     Source: flash_attn_varlen_func of github.com/Dao-AILab/flash-attention for the conventions.
     """
@@ -145,11 +145,11 @@ def attention_varlen_qkvpacked(
 
     Args:
         qkv: Packed projections [total, 3, H, D]; fp32, fp16 or bf16 (fp64 too with eager and sdpa).
-        cu_seqlens: As for `attention_varlen`; so are the others.
+        cu_seqlens: See `attention_varlen`, also for the other arguments.
     Returns:
         [total, H, D] in qkv.dtype, contiguous: the input of the proj linear.
     Raises:
-        ValueError: qkv is not [total, 3, H, D] of a floating dtype, or cu_seqlens is wrong and was read.
+        ValueError: qkv is not [total, 3, H, D] of a floating dtype, or cu_seqlens is invalid (eager and sdpa only).
         UnsupportedInputError: this backend cannot run this input; lists all reasons.
     """
     check_tensors(qkv=qkv, cu_seqlens=cu_seqlens)
@@ -167,14 +167,14 @@ def attention_varlen_qkvpacked(
 
 
 def attention_among(qkv: Tensor, keys: Keys | None, *, scale: float | None = None, backend: str = "auto") -> Tensor:
-    """Attention on the qkv linear's output, to whatever keys.
+    """Attention on the qkv linear's output, over all or selected keys.
 
     Args:
-        qkv: [B, N, 3, H, D]; [total, 3, H, D] or [1, total, 3, H, D] where keys are those of packed sequences.
-        keys: None means all of an image.
-        scale: As for `attention`; so is backend.
+        qkv: [B, N, 3, H, D]; for packed sequences [total, 3, H, D] or [1, total, 3, H, D].
+        keys: None means all keys of an image.
+        scale: See `attention`, also for backend.
     Returns:
-        Of qkv's shape without the 3.
+        A tensor with qkv's shape without the 3.
     """
     if keys is None:
         return attention_qkvpacked(qkv, scale=scale, backend=backend)
@@ -196,12 +196,11 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Stands in for torch.nn.functional.scaled_dot_product_attention: same signature, same results.
+    """Replaces torch.nn.functional.scaled_dot_product_attention, with the same signature and results.
 
-    A boolean mask that is the same for all queries and heads, of padding, is for our kernel too: one whose sizes or
-    strides say so, since its values are not looked at. Any other mask, dropout, causality, grouped queries, and
-    whatever else the kernel does not do go to torch's own function; so does everything inside a torch.func transform,
-    and where torch's fused kernels are switched off (`sdpa_kernel`).
+    The kernel supports boolean padding masks, which are equal for all queries and heads. They are recognized by sizes
+    or strides; values are not inspected. Other masks, dropout, causality, grouped queries and other unsupported inputs
+    use torch's function, also inside torch.func transforms and if torch's fused kernels are disabled (`sdpa_kernel`).
     """
     tensors = [query, key, value, *([] if attn_mask is None else [attn_mask])]
     # first of all the tensors: stand-ins such as fx's Proxy come with others for the numbers, which cannot be asked
@@ -223,7 +222,7 @@ def scale_of(tensor: Tensor, scale: float | None) -> float:
 
 
 def key_mask_of(attn_mask: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
-    """The bool [B, N_kv] that a mask of scaled_dot_product_attention is; None where its form says more than that."""
+    """Returns a padding mask of scaled_dot_product_attention as bool [B, N_kv]; None for other masks."""
     shape = (*query.shape[:3], key.shape[2])
     sizes = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
     fits = attn_mask.dim() > 1 and len(sizes) == 4 and all(size in (1, whole) for size, whole in zip(sizes, shape))
@@ -266,7 +265,7 @@ def in_torch_export() -> bool:
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in autocast's dtype where autocast is on, as torch does for its own attention."""
+    """Casts the tensors to autocast's dtype if autocast is on, like torch's own attention."""
     return tuple(tensor.to(matmul_dtype(tensor)) for tensor in tensors)
 
 
@@ -276,7 +275,7 @@ def check_dtype(name: str, tensor: Tensor) -> None:
 
 
 def check_key_mask(key_mask: Tensor, batch: int, tokens: int, device: torch.device) -> None:
-    """Raises ValueError unless the mask fits so many keys of so many images."""
+    """Raises ValueError unless the mask fits the numbers of images and keys."""
     fits = key_mask.dim() == 2 and key_mask.shape == (batch, tokens)
     if key_mask.dtype != torch.bool or key_mask.device != device or not fits:
         raise ValueError(
@@ -286,7 +285,7 @@ def check_key_mask(key_mask: Tensor, batch: int, tokens: int, device: torch.devi
 
 
 def check_alike(q: Tensor, k: Tensor, v: Tensor, shape: str) -> None:
-    """Raises ValueError unless the three have as many dimensions as `shape`, and one dtype and device."""
+    """Raises ValueError unless q, k and v have the dimensions of `shape`, and equal dtypes and devices."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != shape.count(",") + 1:
             raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
@@ -298,7 +297,7 @@ def check_alike(q: Tensor, k: Tensor, v: Tensor, shape: str) -> None:
 
 
 def check_lengths(cu_seqlens: Tensor, max_seqlen: int, tokens: Tensor) -> None:
-    """Raises ValueError for what can be said of the lengths without reading them."""
+    """Raises ValueError for invalid lengths, as far as this is known without reading them."""
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.device != tokens.device:
         raise ValueError(
             f"cu_seqlens must be torch.int32 on {tokens.device}, got {cu_seqlens.dtype} on {cu_seqlens.device}"

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import UnsupportedInputError
 from .attention import check_key_mask, check_lengths
 from .block_op import block_kernel, named
-from .checks import matmul_dtype, needs_gradient, require_supported, residual_stream
+from .checks import matmul_dtype, needs_gradient, require_supported
 from .descriptions import LAYOUTS, BlockTensors, Keys, QkNorm, Rope, check_qk_norm, checked_rope, is_rms
 from .operators import text_of
 from .rotary import QkSettings, QkTensors, flat_settings
@@ -103,12 +103,11 @@ def fused_block(
     Raises:
         UnsupportedInputError: the kernels cannot run this input; lists all reasons.
     """
-    dtype, x = matmul_dtype(x), residual_stream(x)
+    dtype = matmul_dtype(x)
+    if x.dtype not in (torch.float32, dtype):  # fp32 stays, as autocast keeps sums and LayerNorm
+        x = x.to(dtype)
     wanted = next_statistics and residual and x.dtype != torch.float32
     of_qk, qk, prefix, longest = _NO_QK, _NO_SETTINGS, 0, 0
-    device = x.device
-    if any(tensor is not None and tensor.device != device for tensor in tensors):
-        require_supported(*named(tensors), x, dtype)  # torch would choose one device before an operator sees its inputs
     if tensors.qkv_weight is not None:
         width = tensors.qkv_weight.shape[0]
         if attention_scale is None:
@@ -117,15 +116,22 @@ def fused_block(
             of_qk, qk, prefix = checked_qk(x, width, heads, qk_norm, rope, tensors.qkv_sum is not None)
         if keys is not None:
             of_qk, longest = of_qk._replace(cu_seqlens=keys.cu_seqlens, key_mask=keys.mask), _checked_longest(x, keys)
-    everything = (*tensors, *of_qk)
-    present = tuple([number for number, tensor in enumerate(everything) if tensor is not None])
-    given: list[Any] = [everything[number] for number in present]
+    device = x.device
+    given: list[Tensor] = []
+    present: list[int] = []
+    for number, tensor in enumerate((*tensors, *of_qk)):  # a loop: comprehensions take longer, and this is each call's
+        if tensor is None:
+            continue
+        if tensor.device != device:  # torch would choose one device before an operator sees its inputs
+            require_supported(*named(tensors), x, dtype)
+        given.append(tensor)
+        present.append(number)
     keep = needs_gradient(x, *given)
     if keep and tensors.qkv_sum is not None:
         reason = "they give no gradient: use the parameters themselves, or torch.no_grad"
         raise UnsupportedInputError("a block of folded weights where gradients are recorded", [reason])
     words = text_of(
-        norm, activation, qk.norm, qk.over, qk.layout, inner_norm[0], residual, wanted, keep, dtype, present
+        norm, activation, qk.norm, qk.over, qk.layout, inner_norm[0], residual, wanted, keep, dtype, tuple(present)
     )  # fmt: skip
     scale = 1.0 if attention_scale is None else attention_scale
     found = block_kernel(

@@ -65,11 +65,6 @@ def matmul_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device_type)
 
 
-def residual_stream(x: Tensor) -> Tensor:
-    """x as the kernels take it: fp32 stays so, as autocast keeps sums and LayerNorm; else in the matmuls' dtype."""
-    return x if x.dtype == torch.float32 else x.to(matmul_dtype(x))
-
-
 def rows_of(shape: Sequence[int]) -> int:
     """Rows of a tensor of this shape: all sizes but the last, multiplied."""
     return math.prod(int(size) for size in shape[:-1])

@@ -120,8 +120,12 @@ class Frozen:
         """`refresh`, where the weights are seen to have changed since."""
         for own, place, name, held, version, address, _ in self._made_of:
             now = own[name] if name in own else place.get(name, _GONE)
-            if now is held and (held is None or (_version(held) == version and held.data_ptr() == address)):
-                continue
+            if now is held:
+                if held is None:
+                    continue
+                counts = -1 if held.is_inference() else held._version
+                if counts == version and held.data_ptr() == address:
+                    continue
             self.refresh()
             return
         if not self._made_of:
@@ -152,7 +156,8 @@ def _look(owner: nn.Module, name: str) -> _Source:
     tensor = place.get(name)
     if tensor is None:
         return own, place, name, None, 0, 0, None
-    return own, place, name, tensor, _version(tensor), tensor.data_ptr(), tensor.untyped_storage()
+    version = -1 if tensor.is_inference() else tensor._version
+    return own, place, name, tensor, version, tensor.data_ptr(), tensor.untyped_storage()
 
 
 def _has_run(tensor: Tensor) -> bool:
@@ -163,10 +168,6 @@ def _has_run(tensor: Tensor) -> bool:
         return False
     torch.cuda.current_stream(tensor.device).synchronize()
     return True
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
 
 
 @functools.cache

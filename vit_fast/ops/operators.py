@@ -26,6 +26,7 @@ from .backends import constant_to_compiler
 from .checks import in_transform
 from .flops import flop_formula
 
+_DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 _UNCOMPILED = "the triton operators under torch.func or forward-mode derivatives run uncompiled"
 
 
@@ -106,8 +107,7 @@ def operator(
     class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, keys: Any, *flat: Any) -> Any:
-            with torch._C._AutoDispatchBelowAutograd():
-                output = _plain(registered.redispatch(keys & torch._C._after_autograd_keyset, *arguments.nested(flat)))
+            output = _plain(dispatch(keys, *arguments.nested(flat)))  # gradients are off here
             remember(ctx, flat, output)
             return output
 
@@ -121,6 +121,9 @@ def operator(
             if torch._C._any_requires_grad(*flat):
                 return Differentiable.apply(keys, *flat)  # type: ignore[no-untyped-call]  # torch's own
         with torch._C._AutoDispatchBelowAutograd():
+            # torch's dispatcher converts all arguments again: spared where it would only come to `implementation`
+            if (keys & torch._C._after_ADInplaceOrView_keyset).highestPriorityTypeId() in _DEVICES:
+                return implementation(*args)
             return registered.redispatch(keys & torch._C._after_autograd_keyset, *args)
 
     library.impl(short, dispatch, "Autograd", with_keyset=True)
