@@ -116,7 +116,7 @@ MAX_READY = 4096
 
 
 class _Listening(threading.local):
-    """The listener to the launches of this thread. It gets each launch and its compiled kernel, or None if not cached."""
+    """The listener to the launches of this thread: it gets each launch, and its compiled kernel or None."""
 
     listener: Callable[[Launch, Ready | None], None] | None = None
 
