@@ -116,7 +116,7 @@ MAX_READY = 4096
 
 
 class _Listening(threading.local):
-    """Who is told of the launches of this thread, and of the compiled kernel of each, None where it is not kept."""
+    """The listener to the launches of this thread: it gets each launch, and its compiled kernel or None."""
 
     listener: Callable[[Launch, Ready | None], None] | None = None
 

@@ -89,7 +89,7 @@ def _partial(whole: Operands) -> Operands:
 
 
 def _before_norm(operands: Operands) -> Operands:
-    """With what the activation's epilogues leave, or read, where a norm of the hidden layer comes next."""
+    """Adds the tensors that the activation epilogues write or read before a norm of the hidden layer."""
     if operands.column_part is not None:
         return replace(operands, hidden=meta(2, _M), along=meta(_M))
     return replace(operands, out_part=meta(_M, 2, row_parts(operands.out.shape[1])))

@@ -273,7 +273,7 @@ def _pieces_of_statistics(config: MatmulConfig, epilogue: str) -> int:
     width = int(config.piece * _WIDER.get((epilogue, "out"), 1))
     if PIECE % width or config.sub_tiles % (PIECE // width):
         raise ValueError(
-            f"a tile of {config.block_n} columns in {config.sub_tiles} pieces cannot leave row statistics behind "
-            f"{epilogue!r}: accepted are tiles that store whole pieces of {PIECE} columns"
+            f"tiles of epilogue {epilogue!r} must store whole pieces of {PIECE} columns for LayerNorm statistics, "
+            f"got {config.block_n} columns in {config.sub_tiles} pieces"
         )
     return PIECE // width
