@@ -126,7 +126,7 @@ def run_block(
     mlp: Any = parts.mlp
     attention: Any = parts.attention
     in_one = attend is None and backend == "triton"
-    if in_one and not is_exporting() and not _drops_a_path(attention, mlp):
+    if in_one and not drops_path(attention.drop_path) and not drops_path(mlp.drop_path):
         tensors, rope = _tensors_for(parts, x, rope)
         y, emitted = fused_block(
             x if x.dim() == 3 else x[None], statistics, tensors, heads=attention.num_heads,
@@ -222,7 +222,7 @@ def _run_packed_blocks(blocks: nn.Sequential, x: Tensor, *rope: Tensor) -> Tenso
         if held is None or type(held.frozen) is not Packed or block._forward_hooks or is_touched(block):
             return None
         parts = parts_of(block)
-        packed = packed_for(parts, x) if block.runs_on_torch() else None  # type: ignore[operator]  # a FusedNormMlp
+        packed = packed_for(parts, x) if block.vit_fast_backend == "sdpa" else None
         if packed is None:
             return None
         first = first or parts
@@ -247,10 +247,6 @@ def _still_fits(frozen: Any, parts: BlockParts) -> bool:
 def _inner_norm(mlp: MlpParts) -> tuple[str, float]:
     """Kind and epsilon of the norm inside."""
     return ("none", 0.0) if mlp.inner_norm is None else (mlp.inner_norm.kind, mlp.inner_norm.eps)
-
-
-def _drops_a_path(attention: AttentionParts, mlp: MlpParts) -> bool:
-    return drops_path(attention.drop_path) or drops_path(mlp.drop_path)
 
 
 def forward_block(

@@ -254,7 +254,7 @@ class FusedNormMlp(FusedModule):
 
     def is_idle(self) -> bool:
         """True on sdpa, without FP8 (which is emulated) and packed weights: its modules do as well."""
-        if not self.runs_on_torch() or PLACE in self._modules:
+        if self.vit_fast_backend != "sdpa" or PLACE in self._modules:
             return False
         if torch.compiler.is_compiling():  # a compiled block does not run packed
             return True
@@ -299,9 +299,6 @@ class FusedNormMlp(FusedModule):
         backend = self.vit_fast_backend
         return runs_whole(parts, backend) and attention.module.vit_fast_backend == backend
 
-    def runs_on_torch(self) -> bool:
-        return self.vit_fast_backend == "sdpa"
-
     def norm_mlp(self, parts: BlockParts, x: Tensor) -> Tensor:
         """x + drop_path(layer_scale * MLP(LN(x))) for x [..., C], by the parts of ready()."""
         mlp: Any = parts.mlp
@@ -325,8 +322,10 @@ class FusedNormMlp(FusedModule):
             rope: Its rotary positions, where it is ordinary and has some.
             keys: Likewise, which keys queries meet.
         """
-        if ordinary and self.runs_on_torch() and (output := run_packed_block(parts, x, rope, keys)) is not None:
-            return output
+        if ordinary and self.vit_fast_backend == "sdpa":
+            output = run_packed_block(parts, x, rope, keys)
+            if output is not None:
+                return output
         by_modules = None if ordinary and self._runs_whole(parts) else attend
         return forward_block(self, parts, x, rope=rope, keys=keys, backend=self.vit_fast_backend, attend=by_modules)
 

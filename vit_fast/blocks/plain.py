@@ -76,11 +76,14 @@ def _forward_is_foreign(cls: Any) -> bool:
 
 def is_touched(module: nn.Module) -> bool:
     """True if a module has to be called, whatever its class."""
-    if is_hooked(module) or forward_is_replaced(module):
+    if is_hooked(module) or ("forward" in module.__dict__ and forward_is_replaced(module)):
         return True
     if not torch.compiler.is_compiling() and class_is_patched(type(module)):
         return True
-    return any(type(parameter) not in PLAIN for parameter in module._parameters.values())
+    for parameter in module._parameters.values():  # noqa: SIM110  # a generator is slower, here and below
+        if type(parameter) not in PLAIN:
+            return True
+    return False
 
 
 def touch_reasons(name: str, module: nn.Module) -> list[str]:
@@ -172,7 +175,10 @@ class Watch:
             for place in (attributes, attributes["_modules"], attributes["_parameters"]):
                 if place.get(name) is not None:
                     return False
-        return all(getattr(owner, name, None) == value for owner, name, value in self._others)
+        for other, name, value in self._others:  # noqa: SIM110
+            if getattr(other, name, None) != value:
+                return False
+        return True
 
     def guard(self) -> None:
         """Looks at the same in a way that torch.compile can follow, and so guards.

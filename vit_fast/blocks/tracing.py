@@ -28,16 +28,18 @@ def show_original_to_tracers(cls: type[Any], original: type[nn.Module], equivale
         return  # its layers' own wrapper of forward has to stay the outermost; neither tracer takes its models anyway
     fused_forward, original_forward = cls.forward, original.forward
     leaf = original.__module__.startswith(_LEAVES) and not issubclass(original, nn.Sequential)
-    proxy_among, stays_whole = first_proxy, not equivalent or leaf
+    proxies, stays_whole = Proxy, not equivalent or leaf
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, cls) or original.forward is not original_forward:
             return original.forward(self, *args, **kwargs)
-        proxy = proxy_among(args, kwargs)
-        if proxy is None:
+        for argument in (*args, *kwargs.values()):
+            if isinstance(argument, proxies):
+                break
+        else:
             run: Any = original_forward if self.is_idle() else fused_forward
             return run(self, *args, **kwargs)
-        tracer: Any = proxy.tracer
+        tracer: Any = argument.tracer
         if stays_whole and self is not tracer.root:
             # torch.fx did not know it for a leaf: the graph calls the module, which is fused still
             return tracer.create_proxy("call_module", tracer.path_of_module(self), args, kwargs)
@@ -66,11 +68,3 @@ def show_original_to_unfused(cls: type[Any], original: type[nn.Module]) -> None:
         return (fused_forward if is_fused else original.forward)(self, *args, **kwargs)
 
     cls.forward = bound
-
-
-def first_proxy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proxy | None:
-    """The first argument by which torch.fx traces, or None in an ordinary call."""
-    for argument in (*args, *kwargs.values()):
-        if isinstance(argument, Proxy):
-            return argument
-    return None
