@@ -85,3 +85,12 @@ def test_a_table_of_a_busy_record_or_one_above_its_ceiling_is_refused(place, val
     (tmp_path / "record.json").write_text(json.dumps(record))
     with pytest.raises(ValueError, match=r"record.json: not to be cited: .*(BUSY|ceiling)"):
         fill("<!-- record: record.json -->\n<!-- /record -->", tmp_path)
+
+
+@pytest.mark.parametrize("options", [["--batch-sizes", "4"], ["--host", "--tune"], ["--model", "m", "--warm-up", "m"]])
+def test_kernels_ignores_no_option(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["kernels", *options])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert all(option in error for option in options if option.startswith("--"))

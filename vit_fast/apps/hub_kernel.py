@@ -109,7 +109,7 @@ def _write(root: Path) -> None:
 def _sources() -> dict[str, str]:
     """Returns the sources of the kernel by their path in the variant."""
     files = {"__init__.py": INIT}
-    for pattern in ("accuracy.py", "errors.py", "ops/*.py", "kernels/**/*.py", "kernels/**/*.json"):
+    for pattern in ("accuracy.py", "arguments.py", "errors.py", "ops/*.py", "kernels/**/*.py", "kernels/**/*.json"):
         for path in sorted(PACKAGE.glob(pattern)):
             if path.parent.name != "inspect":
                 files[path.relative_to(PACKAGE).as_posix()] = path.read_text()

@@ -47,6 +47,12 @@ def kernels(
 ) -> None:
     """Compile all kernels, without a GPU. Exits with 1 if a kernel spills registers or is worse than the baseline."""
     sizes = integers("--batch-sizes", batch_sizes)
+    modes = {"--warm-up": warm_up is not None, "--host": host, "--model": model is not None, "--tune": tune}
+    chosen = [name for name, given in modes.items() if given]
+    if len(chosen) > 1:
+        raise ValueError(f"kernels must get at most one of {', '.join(modes)}, got {', '.join(chosen)}")
+    if sizes is not None and chosen not in (["--warm-up"], ["--model"]):
+        raise ValueError(f"--batch-sizes must come with --warm-up or --model, got {batch_sizes}")
     if warm_up is not None:
         _warm_up(warm_up, sizes or [1])
         return
