@@ -301,8 +301,8 @@ def test_attention_maps_refuse_a_replaced_block():
 
 
 def test_auto_is_triton_only_where_its_kernels_run(monkeypatch):
-    for module in ("fuse", "fused"):
-        monkeypatch.setattr(f"vit_fast.fusion.{module}.resolve_backend", lambda *_: "triton")
+    for module in ("fusion.fuse", "blocks.fused"):
+        monkeypatch.setattr(f"vit_fast.{module}.resolve_backend", lambda *_: "triton")
     assert make("auto").blocks[0].vit_fast_backend == "triton"
     assert make("auto", num_heads=8).blocks[0].attn.vit_fast_backend == "sdpa"  # head_dim 8
     assert make("auto", dtype=torch.float64).blocks[0].attn.vit_fast_backend == "sdpa"
