@@ -69,7 +69,7 @@ def test_as_many_layers_are_kept_as_the_agreement_takes(outlier: float) -> None:
     eight = rounded(model, choice)
     with torch.inference_mode():
         share = float((model(images).argmax(1) == eight(images).argmax(1)).float().mean())
-    assert share >= WANTED and f"the same on {share:.1%} of {len(images)} calibration images" in choice.notes[0]
+    assert share >= WANTED and f"{share:.1%} on {len(images)} calibration images" in choice.notes[0]
     plain, in_eight = accuracies(model, eight)
     assert in_eight >= plain - POINTS
 

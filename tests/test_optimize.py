@@ -92,7 +92,7 @@ def test_a_batch_that_is_cut_may_be_empty_or_none(model, images) -> None:
         fast = build(Candidate(split=3), model, images, model(images), ())
     assert fast(images[:0]).shape == (0, 10)
     for wrong in (None, images.numpy()):
-        with pytest.raises(TypeError, match="images are a"):  # no StopIteration, by which a loop would end
+        with pytest.raises(TypeError, match="images must be"):  # no StopIteration, by which a loop would end
             fast(wrong)
 
 

@@ -130,9 +130,9 @@ _TABLE = torch.zeros(N, D // 2)
     ("choices", "message"),
     [
         ({"rope": Rope(_TABLE, _TABLE, 1)}, r"rope.cos must have shape \(6, 4\).*, got \(7, 4\)"),
-        ({"rope": Rope(_TABLE, _TABLE[:, :3])}, r"rope.sin \(7, 3\)"),
-        ({"rope": Rope(_TABLE[:, :3], _TABLE[:, :3])}, "a last dimension of 8"),
-        ({"rope": Rope(_TABLE, _TABLE, 8)}, "rope.prefix=8 for 7 tokens"),
+        ({"rope": Rope(_TABLE, _TABLE[:, :3])}, r"equal shapes, got \(7, 4\) and \(7, 3\)"),
+        ({"rope": Rope(_TABLE[:, :3], _TABLE[:, :3])}, "the last dimension may be 8"),
+        ({"rope": Rope(_TABLE, _TABLE, 8)}, "between 0 and 7, the number of tokens, got 8"),
         ({"rope": Rope(_TABLE, _TABLE, 0, "halves")}, "rope.layout must be one of 'half', 'interleaved', got 'halves'"),
         ({"qk_norm": QkNorm(Norm(), Norm(), "heads")}, "qk_norm.over must be one of 'head', 'width', got 'heads'"),
         ({"qk_norm": QkNorm(Norm(kind="rms"), Norm())}, "qk_norm.q must be one of 'layer_norm', 'rms_norm', got 'rms'"),
