@@ -10,9 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 
 from vit_fast.blocks.block import run_mlp, runs_whole
 from vit_fast.blocks.fused import FusedNormMlp
@@ -23,7 +22,7 @@ from vit_fast.ops.attention import scale_of as scale_of_heads
 from vit_fast.ops.descriptions import Keys, Rope
 
 
-@torch.library.custom_op("vit_fast::exported_attention", mutates_args=())
+@library.custom_op("vit_fast::exported_attention", mutates_args=())
 def exported_attention(qkv: Tensor, heads: int, scale: float) -> Tensor:
     """Attention of packed projections, [B, N, 3 * H * D] -> [B, N, H * D]; the exporter writes it as one node."""
     packed = qkv.unflatten(-1, (3, heads, -1))

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from mlp_support import DEVICE, make_bf16_exact
 from our_operators import OurOperators, calls_of, each_tensor
-from torch import Tensor
+from torch import Tensor, library
 from torch.utils.flop_counter import FlopCounterMode
 
 from vit_fast import UnsupportedInputError
@@ -290,7 +290,7 @@ def test_opcheck(handed: bool) -> None:
     ((operator, arguments),) = calls_of(lambda: fused_block_fp8(x, *given, block, next_factor, **settings))
     # but the test of the schema, for which torch would have to compare tensors of e4m3
     others = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(operator, each_tensor(torch.Tensor.detach, arguments), test_utils=others)
+    library.opcheck(operator, each_tensor(torch.Tensor.detach, arguments), test_utils=others)
 
 
 def test_its_flop_are_those_of_its_products() -> None:

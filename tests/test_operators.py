@@ -10,7 +10,7 @@ import pytest
 import torch
 from mlp_support import DEVICE, make_case, statistics_of
 from our_operators import calls_of, each_tensor
-from torch import Tensor
+from torch import Tensor, library
 
 from vit_fast import ops
 from vit_fast.ops import Norm, QkNorm, Rope
@@ -148,7 +148,7 @@ def test_opcheck(name: str) -> None:
     for operator, arguments in made:
         if "backward" in str(operator) or name == "block, frozen":
             arguments = each_tensor(Tensor.detach, arguments)
-        torch.library.opcheck(operator, arguments)
+        library.opcheck(operator, arguments)
 
 
 def test_every_operator_has_a_flop_formula_and_few_arguments() -> None:

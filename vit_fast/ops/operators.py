@@ -1,6 +1,6 @@
 """Operators as torch knows them, each from one declaration: schema, implementation, fake, gradient, vmap rule, FLOP.
 
-`torch.library.custom_op` gives the same with more of the host's work a call: here the dispatcher finds the
+torch's own `custom_op` gives the same with more of the host's work a call: here the dispatcher finds the
 implementation at once, and autograd's part is one `torch.autograd.Function`. The implementation runs by its launch plan
 (`kernels/plan.py`): on shapes seen before nothing of it is executed but its launches, so what it checks is checked once
 for them.
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch import library as torch_library
 
 from ..errors import UnsupportedInputError
 from .backends import constant_to_compiler
@@ -81,8 +82,8 @@ def operator(
         return _run_by_plan()(on_flat, arguments.flat(args))
 
     library.impl(short, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(registered, fake, lib=library)
-    torch.library.register_vmap(registered, _refuse_vmap(what))
+    torch_library.register_fake(registered, fake, lib=library)
+    torch_library.register_vmap(registered, _refuse_vmap(what))
     flop_formula(registered.overloadpacket)(lambda *args, out_val=None, **_: flop(*args))
 
     def remember(ctx: Any, inputs: Any, output: Any) -> None:
@@ -219,8 +220,8 @@ def words_of(text: str) -> tuple[Any, ...]:
 
 
 @functools.cache
-def _library(namespace: str) -> torch.library.Library:
-    return torch.library.Library(namespace, "FRAGMENT")
+def _library(namespace: str) -> torch_library.Library:
+    return torch_library.Library(namespace, "FRAGMENT")
 
 
 @functools.cache
