@@ -86,14 +86,14 @@ def quantize(block: nn.Module) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[nn.Module], None], str]] = {
-    "LoRA": (wrap_fc1, "must be torch.nn.Linear itself, got a "),
-    "parametrization": (parametrize_fc1, "must be torch.nn.Linear itself, got a "),
+    "LoRA": (wrap_fc1, "must be torch.nn.Linear itself, got "),
+    "parametrization": (parametrize_fc1, "must be torch.nn.Linear itself, got "),
     "pruning": (prune_fc2, "mlp.fc2 carries hooks, which would no longer run"),
     "forward hook": (hook_norm2, "norm2 carries hooks, which would no longer run"),
     "forward pre-hook": (pre_hook_activation, "mlp.act carries hooks, which would no longer run"),
     "replaced forward": (replace_mlp_forward, "mlp.forward was replaced on the instance"),
     "unknown activation": (change_activation, "mlp.act must be one of gelu"),
-    "quantised linears": (quantize, "got a torch.ao.nn.quantized.dynamic.modules.linear.Linear"),
+    "quantised linears": (quantize, "got torch.ao.nn.quantized.dynamic.modules.linear.Linear"),
 }
 
 

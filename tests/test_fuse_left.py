@@ -241,7 +241,7 @@ def test_bad_arguments_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     classes = [type(module) for module in model.modules()]
     with pytest.raises(ValueError, match="backend must be one of 'auto', 'eager', 'sdpa', 'triton', got 'fast'"):
         vit_fast.fuse(model, backend="fast")
-    with pytest.raises(TypeError, match=r"model must be torch\.nn\.Module, got a dict"):
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got dict"):
         vit_fast.fuse({})
     monkeypatch.setattr(fusion, "triton_unavailable_reasons", lambda device: ("triton is not installed",))
     with pytest.raises(vit_fast.UnsupportedInputError, match="triton is not installed"):
@@ -319,8 +319,8 @@ def halve_output(module: nn.Module) -> None:
 
 
 NATIVE_CHANGES: dict[str, tuple[Callable[[nn.Module], None], str]] = {
-    "LoRA": (wrap_fc1, "must be torch.nn.Linear itself, got a "),
-    "parametrization": (parametrize_fc1, "must be torch.nn.Linear itself, got a "),
+    "LoRA": (wrap_fc1, "must be torch.nn.Linear itself, got "),
+    "parametrization": (parametrize_fc1, "must be torch.nn.Linear itself, got "),
     "hook on the norm": (lambda block: halve_output(block.norm2), "norm2 carries hooks, which would no longer run"),
     "hook on a linear": (lambda block: halve_output(block.mlp.fc2), "mlp.fc2 carries hooks, which would no longer run"),
     "other norm": (
