@@ -69,7 +69,7 @@ def as_batch(packed: Tensor) -> Tensor:
 
 
 def last_stride_one(tensor: Tensor) -> Tensor:
-    """Makes the last dimension contiguous: autograd passes gradients of any layout, such as the expanded scalar of `sum`."""
+    """Makes the last dimension contiguous: gradients can have any layout, such as the expanded scalar of `sum`."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 

@@ -84,5 +84,5 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 
 @constant_to_compiler
 def functorch_is_active() -> bool:
-    """Returns True if a torch.func transform is active; torch.compile evaluates this while tracing and guards the result."""
+    """Returns True if a torch.func transform is active; torch.compile guards the result."""
     return torch._C._functorch.peek_interpreter_stack() is not None
