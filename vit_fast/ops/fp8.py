@@ -115,7 +115,7 @@ def _check_scale(name: str, scale: Tensor | None, columns: int | None, device: t
         raise ValueError(f"scales.{name} must be on {device} like the weight, got {scale.device}")
     if not bool(
         ((scale > 0) & scale.isfinite() & scale.reciprocal().isfinite()).all()
-    ):  # the kernels multiply by the reciprocal
+    ):  # kernels multiply by 1 / scale
         raise ValueError(f"scales.{name} must be positive and finite, with finite reciprocals, got "
                          f"{float(scale.min()):g} to {float(scale.max()):g}")  # fmt: skip
 

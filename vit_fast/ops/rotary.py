@@ -265,7 +265,7 @@ class QkvStep:
             _require_supported("a block", packed, self.tensors)
 
     def forward(self, packed: Tensor, keep: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Returns qkv [B, N, 3, H, D] for the attention, and the matmul's output if the backward needs it, otherwise None.
+        """Returns qkv [B, N, 3, H, D] for the attention, and the matmul's output if the backward needs it, or None.
 
         Writes to `packed`, the output of the matmul, unless the backward needs it.
         """
