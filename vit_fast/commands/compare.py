@@ -8,15 +8,13 @@ from typing import Annotated
 
 import typer
 
-
-def register(app: typer.Typer) -> None:
-    app.command(name="compare")(compare)
+from .words import AsJson
 
 
 def compare(
     first: Annotated[Path, typer.Argument(help="Baseline: a record.json or its folder.")],
     second: Annotated[Path, typer.Argument(help="Record to compare with it.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compare two records of `vit-fast bench`: ratios with intervals, and whether they exceed the noise."""
     from ..benchmarks.comparison import compare as compare_records
