@@ -121,8 +121,14 @@ def test_a_run_goes_on_where_it_was(folder: Path, weights: Path, tmp_path: Path)
         other.head.bias += 1
     with pytest.raises(PredictionError, match="another model or other images"):
         _predict(other, folder, out)
+    part = parts / "00000001.parquet"
+    part.write_bytes(part.read_bytes()[:-9])
+    with pytest.raises(PredictionError, match=r"00000001\.parquet: is damaged: .*; remove it and re-run"):
+        _predict(model, folder, out)
+    assert not out.exists()
+    part.unlink()
     done = _predict(model, folder, out)
-    assert done.taken == 4
+    assert done.taken == COUNT - 4
     _check(model, folder, out)
     assert not parts.exists()
     assert _predict(model, folder, out).taken == 0, "a finished run is made anew"

@@ -8,42 +8,39 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-_POSITIVE_INTEGERS = ("epochs", "batch_size", "accumulation")
-_POSITIVE = ("lr", "layer_decay")
-_NOT_NEGATIVE = ("weight_decay", "warmup_epochs", "mixup", "max_grad_norm", "patience")
-_SHARES = ("label_smoothing", "ema_decay")  # in [0, 1)
-_FLAGS = ("grad_checkpointing", "augment")
+from ..arguments import check_choice, check_integer, check_number
+from ..errors import check_type
+
+_SHARES = ("label_smoothing", "ema_decay")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Training settings; 0 turns off what can be.
+    """Training settings; 0 turns an optional one off.
 
     Attributes:
         epochs: Passes over the images.
-        batch_size: Images a step, of all processes together; an epoch's last batch may be smaller.
-        lr: Learning rate at the end of the warm-up.
-        weight_decay: Of matrices, as AdamW has it (0 makes it Adam); biases, norms, LayerScale, tokens and positions
-            have none.
-        warmup_epochs: The rate rises linearly from 0 over these.
-        schedule: What follows: half a "cosine" down to 0, or "constant".
-        layer_decay: Each block's rate is the next one's times this, the head's is lr, the embedding's the smallest
-            (BEiT, arXiv 2106.08254); 1 means lr everywhere.
-        label_smoothing: The share of the target that is spread over all classes.
+        batch_size: Images per step, of all processes together; the last batch of an epoch may be smaller.
+        lr: Learning rate after the warm-up.
+        weight_decay: AdamW's weight decay of matrices (0 is Adam); vectors, tokens and positions have none.
+        warmup_epochs: Epochs in which the learning rate rises linearly from 0.
+        schedule: Schedule after the warm-up: half a "cosine" down to 0, or "constant".
+        layer_decay: Ratio of the learning rates of consecutive blocks; the head has lr (BEiT, arXiv 2106.08254).
+        label_smoothing: Share of the target that is spread over all classes.
         mixup: alpha of the Beta distribution that pairs of images are mixed by (arXiv 1710.09412).
-        max_grad_norm: The norm of all gradients together is clipped to this.
-        ema_decay: Of the running mean of the weights, which is then measured and saved in their place; in the first
-            steps it is at most (1 + step) / (10 + step).
-        accumulation: Parts that a batch is computed in, one after the other, for less memory.
-        patience: Training stops after so many epochs without a better accuracy on the held-out images, and the weights
-            of the best epoch are kept.
+        max_grad_norm: Maximal norm of all gradients together.
+        ema_decay: Decay of the running mean of the weights, which replaces them for measuring and saving. In the
+            first steps it is at most (1 + step) / (10 + step).
+        accumulation: Sequential parts of a batch, to save memory.
+        patience: Stop after this many epochs without a better accuracy on the held-out images, and save the weights
+            of the best epoch.
         dtype: Autocast dtype of the forward pass; "fp32" means no autocast.
-        grad_checkpointing: Recompute blocks in the backward pass instead of keeping their activations.
-        augment: See PreparedImages; else the evaluation transform.
-        seed: Of order, augmentation, mixing, dropout and drop path.
+        grad_checkpointing: Recompute blocks in backward instead of storing their activations.
+        augment: Augment images, see PreparedImages; otherwise use the evaluation transform.
+        seed: Seed of order, augmentation, mixing, dropout and drop path.
 
     Raises:
-        ValueError: A field is not acceptable.
+        ValueError, TypeError: a field is invalid.
     """
 
     epochs: int = 10
@@ -65,29 +62,22 @@ class TrainConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in _POSITIVE_INTEGERS:
-            self._check(name, type(getattr(self, name)) is int and getattr(self, name) >= 1, "an integer >= 1")
-        self._check("seed", type(self.seed) is int, "an integer")
-        for name in _POSITIVE:
-            self._check(name, self._number(name) > 0, "a positive number")
-        for name in _NOT_NEGATIVE:
-            self._check(name, self._number(name) >= 0, "a non-negative number")
-        for name in _SHARES:
-            self._check(name, 0 <= self._number(name) < 1, "a share in [0, 1)")
-        for name in _FLAGS:
-            self._check(name, isinstance(getattr(self, name), bool), "true or false")
-        self._check("layer_decay", self.layer_decay <= 1, "a number in (0, 1]")
-        self._check("schedule", self.schedule in ("cosine", "constant"), "'cosine' or 'constant'")
-        self._check("dtype", self.dtype in ("fp32", "bf16"), "'fp32' or 'bf16'")
-
-    def _number(self, name: str) -> float:
-        """Returns NaN, which fails every comparison, for infinities and what is no number."""
-        value = getattr(self, name)
-        return value if isinstance(value, int | float) and math.isfinite(value) else math.nan
-
-    def _check(self, name: str, acceptable: bool, expected: str) -> None:
-        if not acceptable:
-            raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
+        for name in ("epochs", "batch_size", "accumulation"):
+            check_integer(name, getattr(self, name), 1)
+        check_type("seed", self.seed, int)
+        for name in ("lr", "layer_decay"):
+            check_number(name, getattr(self, name), positive=True)
+        for name in ("weight_decay", "warmup_epochs", "mixup", "max_grad_norm", "patience", *_SHARES):
+            check_number(name, getattr(self, name))
+            if not 0 <= getattr(self, name) < (1 if name in _SHARES else math.inf):
+                limit = "a share in [0, 1)" if name in _SHARES else "non-negative"
+                raise ValueError(f"{name} must be {limit}, got {getattr(self, name)!r}")
+        if self.layer_decay > 1:
+            raise ValueError(f"layer_decay must be at most 1, got {self.layer_decay!r}")
+        for name in ("grad_checkpointing", "augment"):
+            check_type(name, getattr(self, name), bool)
+        check_choice("schedule", self.schedule, ("cosine", "constant"))
+        check_choice("dtype", self.dtype, ("fp32", "bf16"))
 
 
 # Settings of a variant that are not given.
@@ -109,7 +99,7 @@ def config_for(variant: str, given: Mapping[str, Any], settings: Iterable[str] =
         given: Fields of TrainConfig; None leaves one as it is.
         settings: More fields, as NAME=VALUE.
     Raises:
-        ValueError: a field is unknown, given twice, or not acceptable.
+        ValueError, TypeError: a field is unknown, given twice, or invalid.
     """
     fields_given = {name: value for name, value in given.items() if value is not None}
     for setting in settings:
