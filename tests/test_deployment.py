@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from digits import DATA_CONFIG, digits, digits_vit, inputs
+from onnx_models import with_metadata
 from PIL import Image
 from triton_server import read_config, schema, serving
 
@@ -41,14 +42,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def saying(path: Path, to: Path, key: str, value: Any) -> Path:
-    """The same file, saying something else of itself."""
-    import onnx
-
-    proto = onnx.load(path)
-    (entry,) = (entry for entry in proto.metadata_props if entry.key == f"vit_fast.{key}")
-    entry.value = json.dumps(value)
-    onnx.save(proto, to)
-    return to
+    return with_metadata(path, to, key, json.dumps(value))
 
 
 @pytest.mark.slow
