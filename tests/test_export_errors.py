@@ -78,6 +78,13 @@ def test_all_conflicts_are_listed_at_once(model: nn.Module, tmp_path: Path) -> N
     assert len(caught.value.reasons) == 3
 
 
+@pytest.mark.parametrize("name", ["m", "m.md", "m.plan", "."])
+def test_a_file_ends_in_onnx(name: str, model: nn.Module, tmp_path: Path) -> None:
+    """Its card and its engine have the other names."""
+    with pytest.raises(ValueError, match=r"path must end in \.onnx, got"):
+        export_onnx(model, tmp_path / name)
+
+
 def test_models_that_cannot_be_exported(tmp_path: Path) -> None:
     for bad, message in (
         (nn.Linear(3, 3), "model must be a VisionTransformer"),

@@ -72,9 +72,11 @@ def verify(backends: Sequence[str] = ("triton",), device: str | torch.device | N
         device: Where to compute; None means CUDA where there is one, else the CPU (triton then in its interpreter,
             on smaller shapes, without bf16, whose arithmetic the interpreter gets wrong).
     Raises:
-        ValueError: a backend is unknown.
+        ValueError: a backend is unknown, or there is none.
         UnsupportedInputError: a backend cannot run here.
     """
+    if not backends:
+        raise ValueError("backends must contain at least one, got none")
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     resolved = [resolve_backend(backend, place) for backend in backends]
     for backend in resolved:
