@@ -100,7 +100,7 @@ def attention(
     sight = look(model, picture.images)
     depth, of_head = len(sight.attention), range(sight.attention[0].shape[1])
     for block in blocks:
-        if not -depth <= block < depth:
+        if not isinstance(block, int) or not -depth <= block < depth:
             raise ValueError(f"blocks must be {-depth} to {depth - 1}, got {block}")
     heads = of_head if heads is None else heads
     for head in heads:
