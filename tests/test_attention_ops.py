@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from children import run_python
 from kernel_support import DEVICE
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -88,8 +88,7 @@ with counter:
     ops.attention(*torch.randn(3, 1, 2, 4, 16, device="{DEVICE}"), backend="triton")
 print(counter.get_total_flops())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.split() == [str(4 * 2 * 4 * 4 * 16)], done.stderr
+    assert run_python(["-c", code], dict(os.environ)).split() == [str(4 * 2 * 4 * 4 * 16)]
 
 
 # --- the stand-in for torch's own function ---------------------------------------------------------------------------
