@@ -133,7 +133,9 @@ def _run_residual(operands: Operands) -> None:
         return
     part = torch.empty(splits, *o.out.shape, dtype=torch.float32, device=o.out.device)
     matmul_launch(Operands(o.a, o.b, part, b_is_nk=True), epilogue="partial", config=config, split_k=splits).run()
-    finish_residual_launch(part, o.bias, o.scale, o.residual, o.out, o.out_part, o.out8, o.out_scale).run()
+    finish_residual_launch(
+        part, o.bias, o.scale, o.residual, o.out, o.out_part, o.out8, o.out_scale, config.dependent
+    ).run()
 
 
 def activation_gradient(
