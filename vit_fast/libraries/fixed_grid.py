@@ -63,7 +63,7 @@ class FixedGrid(nn.Module):
         return merged.unflatten(0, (batch, -1))
 
     def patches(self, images: Tensor) -> Tensor:
-        """Cuts images [B, channels, height, width] into patches like the processor: [B N, channels frames patch patch]."""
+        """Cuts images [B, channels, height, width] like the processor: [B N, channels frames patch patch]."""
         cells = images.unflatten(3, (-1, self.merge, self.patch)).unflatten(2, (-1, self.merge, self.patch))
         by_patch = cells.permute(0, 2, 5, 3, 6, 1, 4, 7).unsqueeze(6)  # [B, rows, columns, merge, merge, channels, ...]
         return by_patch.expand(*(-1,) * 6, self.frames, -1, -1).flatten(5).flatten(0, 4)

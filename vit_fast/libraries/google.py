@@ -50,7 +50,7 @@ _PREFIX = re.compile(r"(.*/)?embedding/kernel")
 
 
 def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
-    """Converts Google's names to timm's: transposes kernels to [out, in], flattens heads, and splits blocks stacked by a scan."""
+    """Converts Google's names to timm's: transposes kernels to [out, in], flattens heads, and splits scanned blocks."""
     prefix = next(m[1] or "" for m in map(_PREFIX.fullmatch, sorted(state, key=len)) if m)
     torch_like: dict[str, Tensor] = {}
     source_of: dict[str, str] = {}
@@ -78,7 +78,7 @@ def _unstack(name: str, array: Tensor) -> list[tuple[str, Tensor]]:
 
 
 def _to_torch(name: str, array: Tensor) -> Tensor:
-    """Transposes a JAX kernel [in..., out...]: HWIO for convolutions, [C, H, D] into heads and [H, D, C] out of them."""
+    """Transposes a JAX kernel [in..., out...]: HWIO for convolutions, [C, H, D] to heads and [H, D, C] from them."""
     if not name.endswith("/kernel"):
         return array.flatten() if name.endswith("/bias") else array
     if array.dim() == 4:

@@ -85,7 +85,10 @@ class ImageModel(abc.ABC):
 
     @contextlib.contextmanager
     def exporting(self, backend: str, dynamic_size: bool) -> Iterator[None]:
-        """Switches the model to a backend and, if requested, to any image size, without copying it; restores it at the end."""
+        """Switches the model to a backend and, if requested, to any image size.
+
+        Copies nothing, and restores it at the end.
+        """
         with contextlib.ExitStack() as undo:
             for module in self.model.modules():
                 ours = type(module).__module__.startswith("vit_fast.")

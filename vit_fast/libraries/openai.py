@@ -31,7 +31,10 @@ RULES: tuple[Rule, ...] = (
 
 
 def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
-    """Converts CLIP's names to timm's. The projection is transposed and has no bias; class token and positions lack a batch axis."""
+    """Converts CLIP's names to timm's.
+
+    The projection is transposed and has no bias; class token and positions lack a batch axis.
+    """
     converted = rename(state, NAME, RULES)
     for name, tensor in list(converted.tensors.items()):
         if name in ("cls_token", "pos_embed"):

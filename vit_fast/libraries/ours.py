@@ -84,7 +84,10 @@ class AttentionForm(AttentionLayer):
 
 
 class BlockForm(FusedNormMlp):
-    """Our Block, as a sequence of fused kernels if possible; otherwise norm2, MLP, LayerScale and residual as one operator."""
+    """Our Block as a sequence of fused kernels.
+
+    If that is not possible, norm2, MLP, LayerScale and residual are one operator.
+    """
 
     @classmethod
     def read_attention(cls, block: Reader) -> AttentionParts | None:

@@ -114,7 +114,7 @@ class RotaryAttentionForm(AttentionLayer):
         return self.project_out(self.mix(self._packed(x), attn_mask, self.rope_of(rope)), x)
 
     def rope_of(self, rope: Tensor | None) -> Rope | None:
-        """Converts timm's sines and cosines, concatenated: [N - prefix, 2 D], [H, N - prefix, 2 D], or [B, 1 or H, ...]."""
+        """Converts timm's joint sines and cosines: [N - prefix, 2 D], [H, N - prefix, 2 D], or [B, 1 or H, ...]."""
         if rope is None:
             return None
         sin, cos = (rope[None] if rope.dim() == 3 else rope).chunk(2, -1)
@@ -146,7 +146,10 @@ class TimmReader(Reader):
 
 
 class BlockForm(FusedNormMlp):
-    """timm's Block, as a sequence of fused kernels if possible; otherwise norm2, MLP, LayerScale and residual as one operator."""
+    """timm's Block as a sequence of fused kernels.
+
+    If that is not possible, norm2, MLP, LayerScale and residual are one operator.
+    """
 
     reader = TimmReader
 

@@ -130,7 +130,10 @@ class TorchvisionModel(ImageModel):
 
 
 class EncoderBlockForm(FusedNormMlp):
-    """torchvision's EncoderBlock, as a sequence of fused kernels if possible; otherwise ln_2, MLP and residual as one operator."""
+    """torchvision's EncoderBlock as a sequence of fused kernels.
+
+    If that is not possible, ln_2, MLP and residual are one operator.
+    """
 
     @classmethod
     def read_attention(cls, block: Reader) -> AttentionParts | None:

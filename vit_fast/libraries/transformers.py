@@ -104,7 +104,10 @@ TOWER_RULES: tuple[Rule, ...] = (
 
 
 def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
-    """Concatenates separate query, key and value to timm's qkv, and adds a batch axis to positions from an embedding table."""
+    """Concatenates separate query, key and value to timm's qkv.
+
+    Adds a batch axis to positions from an embedding table.
+    """
     if any(name.endswith("embeddings.patch_embedding.weight") for name in state):
         return _convert_tower(state)
     gated = any(".mlp.gate_proj." in name for name in state)
@@ -206,7 +209,7 @@ _ATTENTION_NAME = "vit_fast_export"
 
 
 def recognise(model: nn.Module) -> ImageModel | None:
-    """Describes a vision model of transformers for export; returns None for other models, including those for images and text.
+    """Describes a vision model of transformers for export; returns None for others, and for models of images and text.
 
     Raises:
         UnsupportedInputError: it needs more arguments than images.

@@ -337,7 +337,10 @@ class _Forms(Forms):
 
 
 def _only_wraps_attention(cls: type[nn.Module]) -> bool:
-    """Returns True for ViTAttention of transformers 4, which contains ViTSelfAttention and ViTSelfOutput; the former is fused."""
+    """Returns True for ViTAttention of transformers 4.
+
+    It contains ViTSelfAttention, which is fused, and ViTSelfOutput.
+    """
     if not cls.__name__.endswith("Attention") or cls.__name__.endswith("SelfAttention"):
         return False
     return hasattr(inspect.getmodule(cls), cls.__name__.replace("Attention", "SelfAttention"))
