@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import type_name
 from ..ops.frozen import PLAIN
 
 _RECORDERS = "transformers.utils.output_capturing"
@@ -103,7 +104,7 @@ def touch_reasons(name: str, module: nn.Module) -> list[str]:
 def tensor_reasons(name: str, tensor: Tensor | None) -> list[str]:
     if type(tensor) in PLAIN:
         return []
-    return [f"{name} must be an ordinary tensor, got a {type(tensor).__name__}"]
+    return [f"{name} must be an ordinary tensor, got {type_name(tensor)}"]
 
 
 class Watch:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..errors import type_name
 from ..ops import reference
 from .parts import AttentionParts, BlockParts, LinearParts, MlpParts, NormParts, QkNormParts, Slot
 from .plain import Watch, tensor_reasons, touch_reasons
@@ -127,7 +128,7 @@ class PartReader(Looker):
 
     def norm(self, path: str) -> NormParts:
         norm = self.reach(path)
-        kind = self.norm_classes.get(class_path(norm))
+        kind = self.norm_classes.get(type_name(norm))
         eps = self.value(f"{path}.{'variance_epsilon' if hasattr(norm, 'variance_epsilon') else 'eps'}")
         if kind is None:
             self.reasons.append(f"{path} must be a LayerNorm or RMSNorm, got {describe(norm)}")
@@ -149,7 +150,7 @@ class PartReader(Looker):
         """Reads a linear layer that is not wrapped (LoRA), quantized or parametrized."""
         linear = self.reach(path)
         if type(linear) not in classes:
-            self.reasons.append(f"{path} must be torch.nn.Linear itself, got a {class_path(linear)}")
+            self.reasons.append(f"{path} must be torch.nn.Linear itself, got {type_name(linear)}")
         return linear
 
     def activation(self, path: str) -> str:
@@ -169,7 +170,7 @@ class PartReader(Looker):
         if isinstance(activation, str):
             return activation if activation in reference.ACTIVATIONS else None
         if isinstance(activation, nn.Module):
-            return self.activation_classes.get(class_path(activation))
+            return self.activation_classes.get(type_name(activation))
         return ACTIVATION_FUNCTIONS.get(activation)
 
     def nothing(self, path: str) -> None:
@@ -362,10 +363,6 @@ def read_block(
 
 def dropout_notes(name: str, p: float) -> list[str]:
     return [f"in training it runs as it was, because {name} drops with probability {p}"] if p else []
-
-
-def class_path(thing: object) -> str:
-    return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
 def describe(thing: object) -> str:

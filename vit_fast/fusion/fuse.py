@@ -239,7 +239,9 @@ class _Walk:
         notes: list[str] = []
         if not reasons:
             reasons, notes = self._about_triton(module, form)
-        self.rows.append(_row(name, module, form.kind, reasons, () if reasons else ("already fused", *notes)))
+        self.rows.append(
+            _row(name, module, form.kind, reasons, () if reasons else ("already fused", *finding.notes, *notes))
+        )
         if not reasons:
             self._spoken_for.update(dict.fromkeys(finding.bypassed, True))
             self.changes.append(([module], lambda: _fuse_again(module, self.requested)))

@@ -43,6 +43,11 @@ class AttentionLayer(FusedModule):
         reader = Reader(module)
         reader.dropout("attn_drop")
         reader.judge()
+        if p := getattr(module.proj_drop, "p", 0.0):
+            note = (
+                f"in training the linear layers around it run as modules, because proj_drop drops with probability {p}"
+            )
+            reader.notes.append(note)
         return Finding(reader.reasons, reader.notes)
 
     @classmethod

@@ -11,6 +11,7 @@ from ..blocks.fused import Finding, Forms, FusedBlocks, FusedModule, FusedNormMl
 from ..blocks.parts import MlpParts
 from ..blocks.plain import is_touched, tensor_reasons, touch_reasons
 from ..blocks.reading import Reader, dropout_notes
+from ..errors import type_name
 from ..ops import attention_qkvpacked
 from ..ops.frozen import PLAIN
 
@@ -33,7 +34,7 @@ class MultiheadAttentionForm(FusedModule):
         if module.add_zero_attn:
             reasons.append("it appends a zero token to keys and values (add_zero_attn)")
         if type(module.out_proj) is not nn.modules.linear.NonDynamicallyQuantizableLinear:
-            reasons.append(f"out_proj must be torch's own linear, got a {type(module.out_proj).__qualname__}")
+            reasons.append(f"out_proj must be torch's own linear, got {type_name(module.out_proj)}")
         notes = ["other calls than mha(x, x, x, need_weights=False) without masks run as they were"]
         notes += dropout_notes("attention", module.dropout) if isinstance(module.dropout, float) else []
         return Finding(reasons + touch_reasons("out_proj", module.out_proj), notes)

@@ -70,9 +70,14 @@ def rows_of(shape: Sequence[int]) -> int:
     return math.prod(int(size) for size in shape[:-1])
 
 
+@constant_to_compiler
 def in_transform() -> bool:
-    """Returns True if a torch.func transform (grad, vjp, jvp, vmap) or a forward-mode level is active."""
-    return forward_ad._current_level >= 0 or functorch_is_active()
+    """Returns True inside a torch.func transform or a forward-mode level; torch.compile guards both stacks."""
+    if forward_ad._current_level < 0 and torch._C._functorch.peek_interpreter_stack() is None:
+        return False
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    functionalize = torch._C._functorch.TransformType.Functionalize  # runs custom operators like others
+    return forward_ad._current_level >= 0 or any(level.key() != functionalize for level in levels)
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
@@ -80,9 +85,3 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
     if in_transform():
         return True
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-
-
-@constant_to_compiler
-def functorch_is_active() -> bool:
-    """Returns True if a torch.func transform is active; torch.compile guards the result."""
-    return torch._C._functorch.peek_interpreter_stack() is not None

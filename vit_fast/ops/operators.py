@@ -112,8 +112,11 @@ def operator(
             return output
 
         @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            return (None, *derive(ctx, *gradients))
+        def backward(ctx: Any, grad_output: Tensor | None, *others: Any) -> Any:
+            if torch.is_grad_enabled() and grad_output is not None and not grad_output.requires_grad:
+                # else a second derivative could be zero without an error: no argument of the backward would require one
+                grad_output = grad_output.detach().requires_grad_()
+            return (None, *derive(ctx, grad_output, *others))
 
     def dispatch(keys: Any, *args: Any) -> Any:
         if torch.is_grad_enabled():
