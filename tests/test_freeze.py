@@ -144,7 +144,7 @@ def test_compiled_it_is_followed_too(folds: list[int]) -> None:
 
 
 def test_what_can_be_frozen() -> None:
-    with pytest.raises(TypeError, match=r"model must be torch\.nn\.Module, got \d"):
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got \d"):
         vit_fast.freeze(3)  # type: ignore[arg-type]  # that is the point
     with pytest.raises(ValueError, match=r"blocks\.0 must be in evaluation mode"):
         vit_fast.freeze(ours().train())

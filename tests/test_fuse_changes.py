@@ -76,11 +76,11 @@ def pre_hook_activation(block: Any) -> None:
 ANY: dict[str, tuple[Change, str]] = {
     "LoRA": (lambda block: setattr(block.mlp, "fc1", LoraLinear(block.mlp.fc1)), "must be torch.nn.Linear itself, got"),
     "parametrization": (
-        lambda block: nn.utils.parametrizations.weight_norm(block.mlp.fc1), "must be torch.nn.Linear itself, got a ",
+        lambda block: nn.utils.parametrizations.weight_norm(block.mlp.fc1), "must be torch.nn.Linear itself, got ",
     ),
     "pruning": (lambda block: prune.l1_unstructured(block.mlp.fc2, "weight", 0.5), "mlp.fc2 carries hooks"),
     "forward hook": (hook_norm, "norm2 carries hooks, which would no longer run"),
-    "quantised linears": (quantize, "got a torch.ao.nn.quantized.dynamic.modules.linear.Linear"),
+    "quantised linears": (quantize, "got torch.ao.nn.quantized.dynamic.modules.linear.Linear"),
     "other norm": (lambda block: setattr(block, "norm2", nn.Softmax(-1)), "or RMSNorm, got a Softmax"),
 }  # fmt: skip
 CHANGES: dict[str, dict[str, tuple[Change, str]]] = {
@@ -273,7 +273,7 @@ def test_weights_of_another_class_are_left_to_their_own_linear(library: str, qua
         torch.testing.assert_close(subject.run(model, inputs), expected, rtol=1e-4, atol=1e-4)
         report = vit_fast.fuse(model, "triton")
         left = [reason for module in report.left if module.part == "norm + MLP" for reason in module.reasons]
-        assert left and all(".weight must be an ordinary tensor, got a" in reason for reason in left)
+        assert left and all(".weight must be an ordinary tensor, got " in reason for reason in left)
         torch.testing.assert_close(subject.run(model, inputs), expected, rtol=1e-4, atol=1e-4)
 
 

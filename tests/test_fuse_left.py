@@ -177,7 +177,7 @@ def test_bad_arguments_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     classes = classes_of(model)
     with pytest.raises(ValueError, match="backend must be one of 'auto', 'eager', 'sdpa', 'triton', got 'fast'"):
         vit_fast.fuse(model, backend="fast")
-    with pytest.raises(TypeError, match=r"model must be torch\.nn\.Module, got a dict"):
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got dict"):
         vit_fast.fuse({})
     monkeypatch.setattr(fusion, "triton_unavailable_reasons", lambda device: ("triton is not installed",))
     with pytest.raises(vit_fast.UnsupportedInputError, match="triton is not installed"):

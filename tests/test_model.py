@@ -38,7 +38,7 @@ def test_other_image_size_names_both_sizes():
         (torch.zeros(1, 4, 32, 32), ValueError, r"images must have shape \[B, 3, height, width\], got"),
         (torch.zeros(1, 3, 32, 32, dtype=torch.uint8), ValueError, r"floating dtype, got torch\.uint8"),
         (torch.zeros(1, 3, 32, 32).double(), ValueError, r"of the weights, torch\.float32, got torch\.float64"),
-        (torch.zeros(1, 3, 32, 32).numpy(), TypeError, r"images must be torch\.Tensor, got a ndarray"),
+        (torch.zeros(1, 3, 32, 32).numpy(), TypeError, r"images must be a torch\.Tensor, got numpy\.ndarray"),
     ],
 )
 def test_images_of_another_shape_dtype_or_kind_are_refused(bad, error, message):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch.nn.functional as F
 from kernel_support import DEVICE
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -26,6 +29,7 @@ Scalar = Callable[..., Tensor]
 
 
 def _drawn(*shapes: tuple[int, ...]) -> list[Tensor]:
+    # small enough that softmax does not saturate: else neither output nor gradient would depend on much
     return [0.3 * torch.randn(shape, device=DEVICE) for shape in shapes]
 
 
@@ -56,7 +60,20 @@ OPERATORS: dict[str, Callable[[Tensor, str], Tensor]] = {
     "layer_norm_mlp": lambda x, backend: ops.layer_norm_mlp(x, *MLP, backend=backend),
     "block": _block,
 }
+PARAMETERS = (*HALF, *MLP, KV)
 every_operator = pytest.mark.parametrize("operator", OPERATORS)
+
+
+@contextmanager
+def training(trained: bool) -> Iterator[None]:
+    """Parameters require gradients, if they are trained."""
+    for parameter in PARAMETERS:
+        parameter.requires_grad_(trained)
+    try:
+        yield
+    finally:
+        for parameter in PARAMETERS:
+            parameter.requires_grad_(False).grad = None
 
 
 def _input(batch: int = B) -> Tensor:
@@ -121,9 +138,43 @@ def test_other_transforms_are_refused(operator: str) -> None:
             torch.vmap(function)(torch.stack([x, x]))
     with pytest.raises(UnsupportedInputError, match="second derivative"):
         torch.func.grad(lambda x: torch.func.grad(ours)(x).sum())(x)
-    (gradient,) = torch.autograd.grad(ours(x.requires_grad_()), x, create_graph=True)
-    with pytest.raises(UnsupportedInputError, match="second derivative"):
-        gradient.sum().backward()
+    for trained in (False, True):
+        with training(trained):
+            (gradient,) = torch.autograd.grad(ours(x.requires_grad_()), x, create_graph=True)
+            with pytest.raises(UnsupportedInputError, match="second derivative"):
+                gradient.sum().backward()
+
+
+class _Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(call.name())
+        return call(*args, **(kwargs or {}))
+
+
+@every_operator
+def test_modes_and_subclasses_see_the_operator(operator: str) -> None:
+    """Calls reach the implementation past the dispatcher only where nothing else would see them."""
+    x, ours = _input(), OPERATORS[operator]
+    expected = ours(x, "triton")
+    leaf = x.clone().requires_grad_()
+    with _Seen() as seen, FlopCounterMode(display=False) as counter:
+        ours(leaf, "triton").square().sum().backward()
+    made = [name.removeprefix("vit_fast::") for name in seen.names if name.startswith("vit_fast::")]
+    assert len(made) == 2 and made[1] == f"{made[0]}_backward" and counter.get_total_flops() > 0
+    twice = TwoTensor(x.clone(), 2 * x)
+    if operator.startswith("attention"):  # the others have parameters, which would have to be of the class, too
+        found = ours(twice, "triton")
+        _close((found.a, found.b), (ours(x, "triton"), ours(2 * x, "triton")))
+    negative = torch.complex(torch.zeros_like(x), -x).conj().imag
+    assert negative.is_neg()
+    _close(ours(negative, "triton"), expected)
+    _close(torch.func.functionalize(lambda x: ours(x, "triton"))(x), expected)
+    with torch.inference_mode():
+        assert ours(x, "triton").is_inference()
 
 
 @pytest.mark.fast_cases("attention-aot_eager", "layer_norm_mlp-aot_eager")
@@ -181,16 +232,12 @@ RECOMPUTED = {"attention": 2 * 3 * 5 * 32, "attention_qkvpacked": 2 * 2 * 2 * 16
 def test_flop_are_those_of_the_formula(operator: str) -> None:
     counts = []
     for backend in ("triton", "eager"):
-        for training in (False, True):
-            for parameter in (*HALF, *MLP, KV):
-                parameter.requires_grad_(training)
-            with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(training):
-                y = OPERATORS[operator](_input().requires_grad_(training), backend)
-                if training:
+        for trained in (False, True):
+            with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(trained), training(trained):
+                y = OPERATORS[operator](_input().requires_grad_(trained), backend)
+                if trained:
                     y.sum().backward()
             counts.append(counter.get_total_flops())
-    for parameter in (*HALF, *MLP, KV):
-        parameter.requires_grad_(False).grad = None
     assert counts[0] == counts[2] > 0
     assert counts[1] == counts[3] + 2 * RECOMPUTED.get(operator, 0)
 
