@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from mlp_support import DEVICE, assert_rule, make_bf16_exact
+from mlp_support import DEVICE, assert_rule
 from our_operators import OurOperators
 from torch import Tensor
 
@@ -17,8 +17,6 @@ from vit_fast.ops.block import fold, fused_block
 from vit_fast.ops.descriptions import BlockTensors
 from vit_fast.ops.layer_norm_mlp import fused_layer_norm_mlp
 from vit_fast.ops.reference import normalise
-
-make_bf16_exact()
 
 WIDTH, HEADS, HIDDEN = 32, 2, 48
 SHAPES = BlockTensors(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fused_models import SUBJECTS
-from mlp_support import DEVICE, make_bf16_exact
+from mlp_support import DEVICE
 from our_operators import OurOperators
 from torch import Tensor, nn
 
@@ -26,8 +26,6 @@ from vit_fast.ops.descriptions import Keys
 from vit_fast.ops.fp8 import Quantised
 from vit_fast.quantization import fp8
 from vit_fast.quantization.fp8_shadow import simulate
-
-make_bf16_exact()
 
 UnsupportedInputError = vit_fast.UnsupportedInputError
 

@@ -21,17 +21,12 @@ from fused_models import (
     transformers_subject,
     vitpose_subject,
 )
-from kernel_support import DEVICE, HAS_GPU
+from kernel_support import DEVICE
 from our_operators import calls_of
 from torch import Tensor, nn
 
 import vit_fast
 from vit_fast.blocks.fused import FusedNormMlp
-
-if not HAS_GPU:
-    from interpreter_speed import search_once
-
-    search_once()
 
 BIASED = {"transformers-beit"}  # its relative position bias keeps the attention from being fused
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import mlp_support as support
 import pytest
 import torch
 from hypothesis import given
@@ -15,8 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vit_fast.ops.layer_norm_mlp import fused_layer_norm_mlp, layer_norm_mlp
 from vit_fast.ops.reference import ACTIVATIONS
-
-support.make_bf16_exact()
 
 
 @pytest.mark.pairwise

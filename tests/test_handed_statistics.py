@@ -11,17 +11,12 @@ from typing import Any
 import pytest
 import torch
 from fused_models import LIBRARIES, SUBJECTS, Subject, assert_gradients_within, assert_within, gradients, in_fp64
-from kernel_support import DEVICE, HAS_GPU
+from kernel_support import DEVICE
 from torch import Tensor, nn
 
 import vit_fast
 from vit_fast.blocks import block as block_module
 from vit_fast.blocks.fused import FusedNormMlp
-
-if not HAS_GPU:
-    from interpreter_speed import search_once
-
-    search_once()
 
 every_library = pytest.mark.parametrize("library", LIBRARIES)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import mlp_support as support
 import pytest
 import torch
 from hypothesis import given
@@ -17,8 +16,6 @@ from vit_fast.kernels.launch import Launch
 from vit_fast.kernels.linear import hidden_norm, linear
 from vit_fast.kernels.matmul.matmul_launch import MatmulConfig, Operands
 from vit_fast.kernels.matmul.matmul_policy import is_usable
-
-support.make_bf16_exact()
 
 
 @pytest.mark.each_value

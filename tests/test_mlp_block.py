@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import mlp_support as support
 import numpy as np
 import pytest
 import torch
@@ -17,8 +16,6 @@ import vit_fast
 from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR
 from vit_fast.apps.data import default_photograph, read_image
 from vit_fast.model import VisionTransformer
-
-support.make_bf16_exact()
 
 
 def _model(**overrides: Any) -> VisionTransformer:

@@ -17,8 +17,6 @@ from vit_fast.ops import LayerNormMLP, layer_norm_mlp
 from vit_fast.ops.layer_norm_mlp import fused_layer_norm_mlp
 from vit_fast.ops.reference import ACTIVATIONS
 
-support.make_bf16_exact()
-
 
 @pytest.fixture
 def case() -> Case:

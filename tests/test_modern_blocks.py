@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import mlp_support as support
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,7 +24,6 @@ from vit_fast.ops.block import fold, fused_block
 from vit_fast.ops.descriptions import BlockTensors, Keys, neighbours
 from vit_fast.ops.reference import normalise
 
-support.make_bf16_exact()
 WIDTH, HEADS, HIDDEN, B, N = 48, 2, 40, 2, 7
 
 

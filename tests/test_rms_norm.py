@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import mlp_support as support
 import pytest
 import torch
 from kernel_execution import DTYPES
 from mlp_support import check_case, make_case, statistics_of
 
 from vit_fast.ops.layer_norm_mlp import fused_layer_norm_mlp
-
-support.make_bf16_exact()
 
 
 @pytest.mark.pairwise

@@ -7,18 +7,13 @@ from typing import Any
 import pytest
 import torch
 from fused_models import double_inputs
-from kernel_support import DEVICE, HAS_GPU
+from kernel_support import DEVICE
 from torch import Tensor, nn
 
 import vit_fast
 from vit_fast.accuracy import judge
 
 timm = pytest.importorskip("timm")
-
-if not HAS_GPU:
-    from interpreter_speed import search_once
-
-    search_once()
 
 TINY: dict[str, Any] = {"depth": 2, "embed_dim": 64, "num_heads": 2, "num_classes": 5}
 NAMES = [
