@@ -75,7 +75,7 @@ def build_graphs(backend: str, task: Task) -> Callable[[Tensor], Tensor]:
     Raises:
         UnsupportedInputError: the task is for a CPU.
     """
-    from vit_fast.run.runtime import GraphRunner
+    from vit_fast.run.graph_runner import GraphRunner
 
     return GraphRunner(build(backend, task), _example(task, 1), batch_sizes=(task.batch_size,))
 

@@ -21,14 +21,17 @@ from . import (
     ours,
     timm,
     timm_blocks,
+    timm_towers,
     torch_nn,
     torchvision,
     transformers,
     transformers_blocks,
     transformers_config,
     transformers_packed,
+    transformers_towers,
 )
 from .image_model import ImageModel
+from .packed_tower import PackedTower, image_tower
 from .rename import Converted, strip_wrappers
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -92,6 +95,19 @@ def recognise(model: nn.Module) -> ImageModel:
         found.takes_bytes = True
         found.set_data_config(found.data_config)
     return found
+
+
+def packed_tower(tower: nn.Module) -> PackedTower:
+    """Recognises a tower whose calls can be packed.
+
+    Raises:
+        UnsupportedInputError: it is none, or its library is too old.
+    """
+    for find in (transformers_towers.packed_tower, timm_towers.packed_tower, image_tower):
+        if (found := find(tower)) is not None:
+            return found
+    reason = f"the model must be a tower that docs/classes.md marks, got a {type(tower).__name__}"
+    raise UnsupportedInputError("GraphRunner with budgets", [reason, "give an example instead, for images of one size"])
 
 
 def _cached(function: Function) -> Function:

@@ -18,7 +18,8 @@ from ..fusion.fuse import fuse
 from ..libraries.known import recognise
 from ..ops.backends import fp8_reasons
 from ..quantization.fp8_agreement import as_taken, logits_of
-from ..run.runtime import GraphRunner, compile, compile_frozen
+from ..run.graph_runner import GraphRunner
+from ..run.runtime import compile, compile_frozen
 from .candidate import DTYPES, Candidate, CompileMode
 from .optimized import (
     Function,
