@@ -97,17 +97,10 @@ def recognise(model: nn.Module) -> ImageModel:
     return found
 
 
-def packed_tower(tower: nn.Module) -> PackedTower:
-    """Recognises a tower whose calls can be packed.
-
-    Raises:
-        UnsupportedInputError: it is none, or its library is too old.
-    """
-    for find in (transformers_towers.packed_tower, timm_towers.packed_tower, image_tower):
-        if (found := find(tower)) is not None:
-            return found
-    reason = f"the model must be a tower that docs/classes.md marks, got a {type(tower).__name__}"
-    raise UnsupportedInputError("GraphRunner with budgets", [reason, "give an example instead, for images of one size"])
+def packed_tower(tower: nn.Module) -> PackedTower | None:
+    """Recognises a tower whose calls can be packed; None for another model."""
+    found = (find(tower) for find in (transformers_towers.packed_tower, timm_towers.packed_tower, image_tower))
+    return next((one for one in found if one is not None), None)
 
 
 def _cached(function: Function) -> Function:

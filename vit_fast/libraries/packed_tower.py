@@ -179,8 +179,9 @@ def image_tower(tower: Any) -> ImageTower | None:
     size, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
     if not comes_from("transformers", tower) or not size or not patch:
         return None
-    if "patch_attention_mask" in inspect.signature(type(tower).forward).parameters:
-        return None  # it reads its mask on the host
+    takes = inspect.signature(type(tower).forward).parameters
+    if "pixel_values" not in takes or "patch_attention_mask" in takes:  # such a mask is read on the host
+        return None
     (height, width), (rows, columns) = pair(size), pair(patch)
     channels = int(getattr(config, "num_channels", 3))
     tokens = (height // rows) * (width // columns)

@@ -232,7 +232,7 @@ def packed_tower(tower: nn.Module) -> PackedTower | None:
     if not comes_from("transformers", tower):
         return None
     form: type[PackedTower]
-    if type(tower).__module__.split(".")[-2] in GRID_FAMILIES and hasattr(tower, "spatial_merge_size"):
+    if type(tower).__module__.split(".")[-2] in GRID_FAMILIES and hasattr(tower, "patch_embed"):
         form = GridTower
     elif comes_from("transformers", tower, "PixtralVisionModel"):
         form = PixtralTower

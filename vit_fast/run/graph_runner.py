@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from ..arguments import check_batch_sizes, check_choice, check_integer
 from ..blocks.fused import FusedModule
-from ..blocks.plain import is_hooked
+from ..blocks.plain import forward_is_replaced, is_hooked
 from ..errors import UnsupportedInputError, check_type
 from ..fusion.freezing import freeze, frozen_of
 from ..libraries.image_model import needs_more
@@ -90,9 +90,7 @@ class GraphRunner:
             check_batch_sizes(budgets, "budgets")
             check_integer("max_images", max_images, 1)
             self.budgets, self._sequences = tuple(sorted(set(budgets))), max_images
-            self._tower = packed_tower(model)
-            if unfit := _unfit(self._tower):
-                raise UnsupportedInputError("GraphRunner with budgets", unfit)
+            self._tower = _fit_tower(model)
             reasons = _no_graph_reasons(model, self._tower.like)
         self.captured, self._eager = not reasons, bool(reasons) and budgets is None
         if self.captured:
@@ -107,7 +105,6 @@ class GraphRunner:
             for size in self.budgets:
                 self._graph(size, ())
 
-    @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns model(*args, **kwargs), e.g. of images [B, channels, height, width].
 
@@ -117,14 +114,15 @@ class GraphRunner:
         """
         call = self._tower.read(*args, **kwargs)
         if self._eager or not call.lengths:
-            return self._tower.eager(*args, **kwargs)
+            with torch.no_grad():
+                return self._tower.eager(*args, **kwargs)
         if reasons := [*call.reasons, *self._reasons(call, (args, kwargs))]:
             if self._fallback == "error":
                 raise UnsupportedInputError("GraphRunner", reasons)
             with self._lock:
                 self._stats.fallbacks += 1
-            return self._tower.eager(*args, **kwargs)
-        with self._lock:
+            return self._tower.eager(*args, **kwargs)  # with gradients, if the caller wants them
+        with self._lock, torch.no_grad():
             stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
             if stream is not None and self._last_done is not None:
                 stream.wait_event(self._last_done)
@@ -236,10 +234,15 @@ def _host_reads(model: nn.Module) -> list[str]:
     return [reason for module in model.modules() if (reason := getattr(type(module), "host_reads", ""))]
 
 
-def _unfit(tower: PackedTower) -> list[str]:
-    """Returns why a tower cannot run packed in a graph."""
+def _fit_tower(model: nn.Module) -> PackedTower:
+    """Recognises a tower that runs packed in a graph, or raises UnsupportedInputError."""
+    tower = packed_tower(model)
     reasons = []
-    for name, module in tower.tower.named_modules():
+    if tower is None:
+        reasons = [f"the model must be a tower that docs/classes.md marks, got a {type(model).__name__}"]
+    elif forward_is_replaced(model):
+        reasons = ["the tower's forward was replaced on the instance: remove what replaced it"]
+    for name, module in model.named_modules() if tower is not None else ():
         if is_hooked(module):
             reasons.append(f"{name or 'the tower'} must have no hooks, which would not run: remove them")
         if not tower.needs_fused:
@@ -249,7 +252,9 @@ def _unfit(tower: PackedTower) -> list[str]:
             reasons.append(f"{name or 'the tower'} must be fused: call vit_fast.fuse first")
         elif tower.like.is_cuda and getattr(module, "vit_fast_backend", "triton") != "triton":
             reasons.append(f"{name} must have backend 'triton', which reads no lengths on the host")
-    return reasons[:3]
+    if tower is None or reasons:
+        raise UnsupportedInputError("GraphRunner with budgets", reasons[:3])
+    return tower
 
 
 def _require_images_first(outputs: Any, batch: int) -> None:
