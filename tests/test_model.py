@@ -46,7 +46,7 @@ def test_images_of_another_dtype_or_kind_are_refused():
     model = make()
     with pytest.raises(ValueError, match=r"dtype of the weights, torch\.float32, got torch\.float64"):
         model(images().double())
-    with pytest.raises(TypeError, match=r"images must be torch\.Tensor, got a ndarray"):
+    with pytest.raises(TypeError, match=r"images must be a torch\.Tensor, got numpy\.ndarray"):
         model(images().numpy())
     with torch.autocast("cpu", torch.bfloat16):
         assert model(images().bfloat16()).isfinite().all()
