@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..dependent import wait_for_previous
 from ..fp8 import divided
 from ..launch import Launch, ceil_div
 from .attention_launch import LOG2_E, UNSPECIALISED, sequence_arguments, tiled_launch
@@ -68,8 +69,9 @@ def _attention_fwd_row_kernel(
     D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr, WIDE: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr, TILES: tl.constexpr,
     CHUNK_A: tl.constexpr, CHUNK_B: tl.constexpr, CHUNK_C: tl.constexpr, SURE: tl.constexpr, MASKED: tl.constexpr,
-    TMA: tl.constexpr, STAGES: tl.constexpr,
+    TMA: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(DEPENDENT)
     groups = tl.cdiv(n_q, BLOCK_M * TILES)
     bh = tl.program_id(0) // groups
     group = tl.program_id(0) % groups
@@ -160,8 +162,9 @@ def _attention_fwd_looped_kernel(
     D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr, WIDE: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FULL: tl.constexpr,
     TAIL_B: tl.constexpr, TAIL_C: tl.constexpr, MASKED: tl.constexpr,
-    TMA: tl.constexpr, STAGES: tl.constexpr,
+    TMA: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(DEPENDENT)
     b, h, bh, start, begin, end, kv_end = rows_of_program(sequences, n_sequences, n_heads, n_q, n_kv, BLOCK_M)
     FIXED: tl.constexpr = sequences is None and keep is None
     FORM: tl.constexpr = (D, LO, HI, WIDE, ALIGN)
@@ -244,7 +247,7 @@ def forward_launch(
     """Returns the forward kernel's launch for one configuration; arguments as of `attention.attention_forward`."""
     n_q, n_kv = q.shape[2], k.shape[2]
     args = {"lse_ptr": lse, "o_scale_ptr": o_scale, "qk_scale": scale * LOG2_E}
-    constants = {"BLOCK_M": config.block_m, "STAGES": config.num_stages}
+    constants = {"BLOCK_M": config.block_m, "STAGES": config.num_stages, "DEPENDENT": config.dependent}
     groups = ceil_div(n_q, config.block_m)
     if config.scheme == "row":
         chunks = cover(n_kv, config.block_n, config.chunks)
