@@ -77,7 +77,7 @@ class FusedModule(nn.Module):
         super().__init__(*args, **kwargs)
         reasons = self.examine(self).reasons
         if reasons:
-            raise ValueError(f"{type(self).__qualname__} cannot be built so: " + "; ".join(reasons))
+            raise ValueError(f"{type(self).__qualname__} cannot be built: " + "; ".join(reasons))
         self.set_up()
         self.set_fused_backend("auto")
 
@@ -206,9 +206,11 @@ def triton_reasons(head_width: int | None, dtype: torch.dtype | None) -> list[st
     """Returns all reasons why the kernels cannot run heads of this width (None: no attention) and this weight dtype."""
     reasons = []
     if head_width is not None and not MIN_HEAD_DIM <= head_width <= MAX_HEAD_DIM:
-        reasons.append(f"a head is {head_width} wide: the triton kernel takes {MIN_HEAD_DIM} to {MAX_HEAD_DIM}")
+        reasons.append(
+            f"head_dim must be between {MIN_HEAD_DIM} and {MAX_HEAD_DIM} for the triton kernel, got {head_width}"
+        )
     if dtype is not None and dtype not in DTYPES:
-        reasons.append(f"the weights are {dtype}: the triton kernels take fp32, fp16 and bf16")
+        reasons.append(f"the weights must be fp32, fp16 or bf16 for the triton kernels, got {dtype}")
     return reasons
 
 

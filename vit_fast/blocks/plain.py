@@ -91,7 +91,7 @@ def touch_reasons(name: str, module: nn.Module) -> list[str]:
     """Returns the reasons for `is_touched`."""
     reasons = []
     if is_hooked(module):
-        reasons.append(f"{name} carries hooks, which would no longer run")
+        reasons.append(f"{name} has hooks, which would no longer run")
     if forward_is_replaced(module):
         reasons.append(f"{name}.forward was replaced on the instance")
     if class_is_patched(type(module)):

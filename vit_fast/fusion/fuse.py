@@ -201,7 +201,7 @@ class _Walk:
         part = "attention" if "Att" in type(module).__name__ else "norm + MLP"
         looks_fusable = looks_fusable and (part == "attention" or stands_in_block(self.model, name))
         if looks_fusable and not (found or inside_unknown) and next(module.parameters(), None) is not None:
-            reason = f"{type(module).__qualname__} is not a class vit_fast knows"
+            reason = f"{type(module).__qualname__} is not a supported class"
             self.rows.append(_row(name, module, part, [reason]))
             found = True
         self._spoken_for[module] = found

@@ -86,7 +86,7 @@ def recognise(model: nn.Module) -> ImageModel:
         )
     if any(p.dtype != torch.float32 or p.device.type != "cpu" for p in model.parameters()) or model.training:
         if next(model.parameters()).device.type == "meta":
-            raise UnsupportedInputError("export", ["the model's weights are on the meta device: there are none"])
+            raise UnsupportedInputError("export", ["the model must have weights, got the meta device: load them first"])
         found.model = copy.deepcopy(model).to("cpu", torch.float32).eval()
     if any(hasattr(module, "vit_fast_mean") for module in model.modules()):
         found.takes_bytes = True

@@ -19,11 +19,11 @@ from ..ops.descriptions import Keys, is_padding
 from .timm import ACTIVATION_CLASSES, NORM_CLASSES
 
 LEFT = {
-    "ResPostBlock": "it normalises after the MLP, not before it",
+    "ResPostBlock": "it normalizes after the MLP, not before it",
     "ParallelScalingBlock": "its attention and MLP share one linear",
     "DiffParallelScalingBlock": "its attention and MLP share one linear",
-    "ParallelThingsBlock": "it runs several branches side by side",
-    "EvaBlockPostNorm": "it normalises after the MLP, not before it",
+    "ParallelThingsBlock": "it runs several branches in parallel",
+    "EvaBlockPostNorm": "it normalizes after the MLP, not before it",
     "DiffAttention": "it subtracts two attention maps",
     "DiffAttentionRope": "it subtracts two attention maps",
 }

@@ -101,7 +101,7 @@ class FusedSelfAttention(FusedModule):
         if "Text" in type(module.config).__name__ and not type(module).__name__.startswith("Siglip"):
             reasons.append("it belongs to a text model: causal and padding masks")
         if module.config._attn_implementation == "eager":
-            advice = "make the model with attn_implementation='sdpa'"
+            advice = "build the model with attn_implementation='sdpa'"
             reasons.append(f"attn_implementation='eager' returns attention weights: {advice}")
         return Finding(reasons, dropout_notes("attention", _dropout(module)))
 

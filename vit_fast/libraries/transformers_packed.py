@@ -35,7 +35,7 @@ class FusedPackedAttention(FusedRotarySelfAttention):
     @classmethod
     def examine(cls, module: Any) -> Finding:
         if module.config._attn_implementation == "eager":
-            advice = "make the model with attn_implementation='sdpa'"
+            advice = "build the model with attn_implementation='sdpa'"
             return Finding([f"attn_implementation='eager' returns attention weights: {advice}"])
         return Finding()
 

@@ -62,7 +62,7 @@ def auto_reasons(device: torch.device, dtype: torch.dtype | None = None) -> tupl
         return ("triton cannot run here: " + "; ".join(reasons),)
     if dtype == torch.float32 and not torch.is_autocast_enabled("cuda") and not _tf32_is_allowed():
         return (
-            "fp32 without TF32 is left to torch: convert the model, allow TF32 "
+            "triton computes fp32 in TF32, which is disabled: convert the model, allow TF32 "
             "(torch.set_float32_matmul_precision('high')), or choose the backend inside torch.autocast where the model "
             "runs under it",
         )

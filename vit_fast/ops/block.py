@@ -130,7 +130,7 @@ def fused_block(
         present.append(number)
     keep = needs_gradient(x, *given)
     if keep and tensors.qkv_sum is not None:
-        reason = "they give no gradient: use the parameters themselves, or torch.no_grad"
+        reason = "they have no gradients: pass the parameters, or use torch.no_grad()"
         raise UnsupportedInputError("a block of folded weights where gradients are recorded", [reason])
     words = text_of(
         norm, activation, qk.norm, qk.over, qk.layout, inner_norm[0], residual, wanted, keep, dtype, tuple(present)

@@ -82,8 +82,7 @@ class Frozen:
             self.tensors = found
         elif any(new.shape != old.shape or new.device != old.device for new, old in zip(found, self.tensors)):
             raise RuntimeError(
-                "frozen weights have changed their shape or device: call vit_fast.freeze again, and make graph "
-                "runners anew"
+                "frozen weights must keep their shape and device: call vit_fast.freeze again, and rebuild graph runners"
             )
         else:
             torch._foreach_copy_(self.tensors, found)

@@ -108,7 +108,7 @@ def flat_settings(like: Tensor, qk_norm: QkNorm | None, rope: Rope | None) -> tu
     reasons = []
     for name, table in (("rope.cos", cos), ("rope.sin", sin)):
         if table is not None and table.requires_grad and torch.is_grad_enabled():
-            reasons.append(f"{name} requires a gradient: detach the tables")
+            reasons.append(f"{name} must not require a gradient: detach the tables")
     # torch's dispatcher chooses one device before the operator sees its inputs
     reasons += [
         f"tables and norms must be on {like.device} as qkv, got {tensor.device}"
