@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from fused_models import Subject
 from kernel_support import DEVICE
-from packed_towers import QWEN, TOWERS, Tower, qwen
+from packed_towers import ENCODER, QWEN, TOWERS, made, qwen
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -78,17 +79,8 @@ def naflexvit(name: str, **settings: Any) -> Callable[[], nn.Module]:
     return build
 
 
-def internvl() -> nn.Module:
-    transformers = pytest.importorskip("transformers", minversion="5.0")
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = transformers.InternVLVisionConfig(**sizes, image_size=[16, 16], patch_size=[4, 4])
-    torch.manual_seed(0)
-    model: nn.Module = transformers.InternVLVisionModel(config).to(DEVICE)
-    return model
-
-
-def of_tower(tower: Tower, call: Callable[[Sizes], dict[str, Any]], real: Any = None) -> Family:
-    return Family(tower.build, call, *(() if real is None else (real,)))
+def of_subject(subject: Subject, call: Callable[[Sizes], dict[str, Any]], real: Any = None) -> Family:
+    return Family(subject.build, call, *(() if real is None else (real,)))
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -106,22 +98,28 @@ def like_qwen(family: str) -> Family:
     name = LIKE_QWEN[family]
     settings = SETTINGS.get(family, {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]})
     config = f"{name}EncoderConfig" if family == "qwen3_omni_moe" else f"{name}Config"
-    tower = qwen(family, config, TOWER_CLASSES.get(family, f"{name}Model"), **settings)
+    tower = qwen(f"{family}.modeling_{family}.{TOWER_CLASSES.get(family, f'{name}Model')}", config, **settings)
     values = 3 * 4 * 4 if family == "ernie4_5_vl_moe" else 3 * QWEN["temporal_patch_size"] * 4 * 4
-    return of_tower(tower, lambda sizes: grids(sizes, values=values))
+    return of_subject(tower, lambda sizes: grids(sizes, values=values))
 
 
+INTERNVL = made(
+    "internvl.modeling_internvl.InternVLVisionModel", "InternVLVisionConfig", **ENCODER, image_size=[16, 16],
+    patch_size=[4, 4],
+)  # fmt: skip
 FAMILIES = {
-    "qwen2_vl": of_tower(TOWERS["qwen2_vl"], grids),
+    "qwen2_vl": of_subject(TOWERS["qwen2_vl"], grids),
     **{family: like_qwen(family) for family in LIKE_QWEN},
-    "pixtral": of_tower(TOWERS["pixtral"], pictures),
-    "siglip2": of_tower(TOWERS["siglip2"], siglip2, siglip2_outputs),
+    "pixtral": of_subject(TOWERS["pixtral"], pictures),
+    "siglip2": of_subject(TOWERS["siglip2"], siglip2, siglip2_outputs),
     "naflexvit": Family(naflexvit("naflexvit_base_patch16_gap"), naflex),
     "naflexvit, pooling head": Family(naflexvit("naflexvit_base_patch16_map"), naflex),
     "naflexvit, axial, registers": Family(
         naflexvit("naflexvit_base_patch16_gap", rope_type="axial", reg_tokens=2, class_token=True), naflex
     ),
     "naflexvit, mixed": Family(naflexvit("naflexvit_base_patch16_gap", rope_type="mixed"), naflex),
-    "internvl": Family(internvl, lambda sizes: {"pixel_values": torch.randn(len(sizes), 3, 16, 16, device=DEVICE)}),
+    "internvl": of_subject(
+        Subject(INTERNVL, grids), lambda sizes: {"pixel_values": torch.randn(len(sizes), 3, 16, 16, device=DEVICE)}
+    ),
 }
 EVERY_CODE = ("qwen2_5_vl", "qwen3_vl", "glm4v", "pixtral", "siglip2", "naflexvit, mixed", "internvl")
