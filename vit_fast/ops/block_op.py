@@ -55,11 +55,11 @@ class CachedWeights(Protocol):
 
 
 CACHED: weakref.WeakValueDictionary[int, CachedWeights] = weakref.WeakValueDictionary()
-"""By the address of the folded weight of qkv."""
+"""Cached weights by the address of the folded qkv weight."""
 
 
 def ensure_current(weight: Tensor | None) -> None:
-    """Runs before every launch, also of a compiled graph, where nobody else could look."""
+    """Updates cached weights before every launch, because a compiled graph skips the Python code around it."""
     if CACHED and weight is not None and (cached := CACHED.get(weight.data_ptr())) is not None:
         cached.ensure_current()
 
