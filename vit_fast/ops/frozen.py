@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .block import fold
-from .block_op import KEPT
+from .block_op import CACHED
 from .descriptions import BlockTensors
 
 PLAIN = (nn.Parameter, Tensor, type(None))  # subclasses may override how they compute
@@ -57,7 +57,7 @@ class Frozen:
         self._made_of: list[_Source] = []
         self.refresh()
         _follow_optimizers()
-        KEPT[self.tensors[0].data_ptr() if self.tensors else id(self)] = self
+        CACHED[self.tensors[0].data_ptr() if self.tensors else id(self)] = self
 
     def refresh(self) -> None:
         """Folds the current weights into the existing memory.
@@ -172,7 +172,7 @@ def _follow_optimizers() -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         # FSDP steps its shards and gathers them without increasing the version counter
         stepped = {id(p) for p in parameters} if all(type(p) in PLAIN for p in parameters) else None
-        for frozen in list(KEPT.values()):
+        for frozen in list(CACHED.values()):
             frozen.forget(stepped)
 
     register_optimizer_step_post_hook(stepped)
