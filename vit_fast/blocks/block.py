@@ -18,13 +18,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..ops.attention import is_exporting
 from ..ops.backends import constant_to_compiler
 from ..ops.block import fused_block
-from ..ops.checks import in_transform, matmul_dtype, needs_gradient
 from ..ops.descriptions import BlockTensors, Keys, Rope, neighbours
 from ..ops.frozen import Frozen
 from ..ops.layer_norm_mlp import fused_layer_norm_mlp, layer_norm_mlp
+from ..ops.operators import in_transform, is_exporting, matmul_dtype, needs_gradient
 from ..ops.packed import Packed, run_packed
 from .fp8_scales import scales_of
 from .packing import packed_for, packing_of
@@ -41,7 +40,7 @@ from .parts import (
     tensors_of,
 )
 from .plain import is_touched
-from .row_statistics import NOTHING, RowFacts, counted, recall, remember
+from .row_statistics import NOTHING, RowFacts, VersionsCounted, recall, remember
 from .traced_parts import Outline, built, outline
 
 
@@ -70,7 +69,7 @@ def _outline(address: int) -> Outline | None:
     parts = block.__dict__.get("vit_fast_parts")
     if parts is None or not parts.watch.holds(block):
         parts = _read(block)
-    if parts.fp8 is not None and runs_whole(parts, "triton"):
+    if parts.fp8 is not None and runs_whole(parts):
         parts.fp8.reader(parts)  # quantised now, if it is not: not within the graph
     return outline(block, parts)
 
@@ -87,14 +86,20 @@ def _read(block: Any) -> BlockParts:
     return parts
 
 
-def runs_whole(parts: BlockParts, backend: str) -> bool:
-    """True if the block is nothing but kernels now: no part is a module, drops elements, or is being exported."""
-    simulated = parts.fp8 is not None and parts.fp8.simulated  # which any device can do
-    if (backend != "triton" and not simulated) or parts.attention is None or parts.mlp is None or is_exporting():
+def runs_whole(parts: BlockParts, backend: str | None = None) -> bool:
+    """True if one operator runs the block now: no half stays modules, drops elements, or is being exported.
+
+    Args:
+        backend: That of the block; None asks whether "triton" could.
+    """
+    attention, mlp = parts.attention, parts.mlp
+    if attention is None or mlp is None or attention.norm.kind != mlp.norm.kind:
         return False
-    if parts.attention.norm.kind != parts.mlp.norm.kind:
-        return False
-    return not (drops(parts.attention.dropouts) or drops(parts.mlp.dropouts))
+    if backend is not None:
+        emulated = parts.fp8 is not None and parts.fp8.simulated  # which any device can do
+        if attention.module.vit_fast_backend != backend or (backend != "triton" and not emulated):
+            return False
+    return not (is_exporting() or drops(attention.dropouts) or drops(mlp.dropouts))
 
 
 def run_block(
@@ -132,8 +137,7 @@ def run_block(
             x if x.dim() == 3 else x[None], statistics, tensors, heads=attention.num_heads,
             attention_scale=attention.scale, eps=(attention.norm.eps, mlp.norm.eps), norm=mlp.norm.kind,
             activation=mlp.activation, qk_norm=attention.qk_norm and attention.qk_norm.now(), rope=rope, keys=keys,
-            inner_norm=_inner_norm(mlp),
-            next_statistics=next_statistics,
+            inner_norm=mlp.inner_norm and (mlp.inner_norm.kind, mlp.inner_norm.eps), next_statistics=next_statistics,
         )  # fmt: skip
         return (y if x.dim() == 3 else y[0]), emitted
     if attend is not None:
@@ -206,8 +210,7 @@ def freeze_parts(parts: BlockParts) -> None:
         parts.fp8.kept_of(parts).refresh()
     elif type(parts.frozen) is not Frozen or parts.frozen.dtype != dtype:
         folding = sources, norm, pairs, inner_norm, _ = _folding_of(attention, mlp)
-        tensors = partial(block_tensors, attention, mlp)
-        parts.frozen = Frozen(sources, tensors, dtype, norm, pairs, inner_norm)
+        parts.frozen = Frozen(sources, partial(block_tensors, attention, mlp), dtype, norm, pairs, inner_norm)
         parts.frozen.folding = folding
     else:
         parts.frozen.refresh()
@@ -232,7 +235,8 @@ def _run_packed_blocks(blocks: nn.Sequential, x: Tensor, *rope: Tensor) -> Tenso
 
 def _folding_of(attention: Any, mlp: Any) -> tuple[Any, ...]:
     """Everything that cached weights depend on: their sources, and how these are folded."""
-    return frozen_sources(attention, mlp), mlp.norm.kind, attention.paired_head, _inner_norm(mlp)[0], mlp.fc1.chunk
+    inner = "none" if mlp.inner_norm is None else mlp.inner_norm.kind
+    return frozen_sources(attention, mlp), mlp.norm.kind, attention.paired_head, inner, mlp.fc1.chunk
 
 
 def _still_fits(frozen: Any, parts: BlockParts) -> bool:
@@ -242,11 +246,6 @@ def _still_fits(frozen: Any, parts: BlockParts) -> bool:
     if type(frozen) is Packed:
         return bool(frozen.folding == packing_of(parts.attention, parts.mlp))
     return type(frozen) is Frozen and frozen.folding == _folding_of(parts.attention, parts.mlp)
-
-
-def _inner_norm(mlp: MlpParts) -> tuple[str, float]:
-    """Kind and epsilon of the norm inside."""
-    return ("none", 0.0) if mlp.inner_norm is None else (mlp.inner_norm.kind, mlp.inner_norm.eps)
 
 
 def forward_block(
@@ -264,25 +263,24 @@ def forward_block(
     Reuses the LayerNorm statistics of the previous block if x is its unmodified output.
     """
     in_fp8 = parts.fp8 is not None and attend is None and keys is None
-    if in_fp8 and (torch.compiler.is_compiling() or is_touched(block)):
-        y, _ = parts.fp8.run(parts, x, NOTHING, rope)
-        return y
-    if in_fp8:
-        rows = recall(x)
-        if rows.maker is not None:
-            rows.maker.reader = parts.fp8.reader(parts)  # from now on that writes what this one reads
-        with counted():
-            y, made = parts.fp8.run(parts, x, rows, rope, parts.reader)
-        remember(y, made)
-        return y
-    if backend != "triton" or parts.attention is None or torch.compiler.is_compiling() or is_touched(block):
+    follows = in_fp8 or (backend == "triton" and parts.attention is not None)
+    if not follows or torch.compiler.is_compiling() or is_touched(block):
+        if in_fp8:
+            y: Tensor = parts.fp8.run(parts, x, NOTHING, rope)[0]
+            return y
         return run_block(parts, x, rope=rope, keys=keys, backend=backend, attend=attend)[0]
-    statistics = recall(x).statistics if attend is None else None
-    with counted():
-        y, emitted = run_block(
-            parts, x, statistics, rope=rope, keys=keys, backend=backend, attend=attend, next_statistics=True
-        )
-    remember(y, NOTHING if emitted is None else RowFacts(emitted))
+    known = recall(x) if attend is None else NOTHING
+    with VersionsCounted():
+        if in_fp8:
+            if known.maker is not None:
+                known.maker.reader = parts.fp8.reader(parts)  # from now on that writes what this one reads
+            y, made = parts.fp8.run(parts, x, known, rope, parts.reader)
+        else:
+            y, emitted = run_block(
+                parts, x, known.statistics, rope=rope, keys=keys, backend=backend, attend=attend, next_statistics=True
+            )
+            made = NOTHING if emitted is None else RowFacts(emitted)
+    remember(y, made)
     return y
 
 

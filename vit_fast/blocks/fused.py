@@ -7,13 +7,17 @@ there, so optimizers, EMA copies, DDP and FSDP notice nothing, and undoing it is
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from ..ops.attention_op import DTYPES, MAX_HEAD_DIM, MIN_HEAD_DIM
 from ..ops.backends import resolve_backend
@@ -23,8 +27,8 @@ from .fp8_scales import PLACE, make_room
 from .packing import is_packable, run_packed_block
 from .parts import AttentionParts, BlockParts, MlpParts, drops
 from .reading import Reader, read_block
-from .tracing import show_original_to_tracers, show_original_to_unfused
 
+_LEAVES = ("torch.nn.", "torch.ao.nn.")  # modules that torch.fx never looks into, by the module of their class
 FusedClass = TypeVar("FusedClass", bound="type[FusedModule]")
 
 
@@ -124,8 +128,7 @@ def fused_form_of(original: type[nn.Module], *, equivalent: bool = True) -> Call
     """Class decorator: ties a fused class to the class it stands for.
 
     It takes over the original's __name__, because wrapping policies (transformers' _no_split_modules, accelerate's
-    FSDP) find layers by it; pickle goes by __qualname__, which stays its own. torch.fx and torch.jit.script meet the
-    original's forward, see `tracing.py`.
+    FSDP) find layers by it; pickle goes by __qualname__, which stays its own.
 
     Args:
         original: The class.
@@ -142,6 +145,60 @@ def fused_form_of(original: type[nn.Module], *, equivalent: bool = True) -> Call
         return cls
 
     return decorate
+
+
+def show_original_to_tracers(cls: type[Any], original: type[nn.Module], equivalent: bool) -> None:
+    """Wraps the forward of a fused class `cls`, so that tracers meet that of `original`.
+
+    Where the two are not equivalent, torch.fx keeps the module whole, and torch.jit.script fails on our forward.
+    A forward that a user bound while the module was fused runs that of `original` once it no longer is, and a forward
+    that a user sets on `original` runs in fused modules, too.
+    """
+    if original.__module__.startswith("transformers."):
+        return  # its layers' own wrapper of forward has to stay the outermost; neither tracer takes its models anyway
+    fused_forward, original_forward = cls.forward, original.forward
+    leaf = original.__module__.startswith(_LEAVES) and not issubclass(original, nn.Sequential)
+    proxies, stays_whole = Proxy, not equivalent or leaf
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, cls) or original.forward is not original_forward:
+            return original.forward(self, *args, **kwargs)
+        for argument in (*args, *kwargs.values()):
+            if isinstance(argument, proxies):
+                break
+        else:
+            idle = self.vit_fast_backend == "sdpa" and self.is_idle()
+            run: Any = original_forward if idle else fused_forward
+            return run(self, *args, **kwargs)
+        tracer: Any = argument.tracer
+        if stays_whole and self is not tracer.root:
+            # torch.fx did not know it for a leaf: the graph calls the module, which is fused still
+            return tracer.create_proxy("call_module", tracer.path_of_module(self), args, kwargs)
+        return original_forward(self, *args, **kwargs)
+
+    if not equivalent:
+        cls.forward = functools.update_wrapper(forward, fused_forward)
+        return
+    # torch.jit.script unwraps to the original's source, and resolves the names there in the globals of this function
+    shown = FunctionType(forward.__code__, original_forward.__globals__, "forward", None, forward.__closure__)
+    cls.forward = functools.update_wrapper(shown, original_forward)
+    # the first class that has any is where it looks for the types of attributes: nn.Module at the latest
+    cls.__annotations__ = dict(next(filter(None, map(inspect.get_annotations, original.__mro__))))
+
+
+def show_original_to_unfused(cls: type[Any], original: type[nn.Module]) -> None:
+    """Wraps the forward of a fused class of transformers, before transformers wraps it for gradient checkpointing.
+
+    A forward that a user bound while the module was fused runs that of `original` once it no longer is.
+    """
+    fused_forward, original_forward = cls.forward, original.forward
+
+    @functools.wraps(fused_forward)
+    def bound(self: Any, *args: Any, **kwargs: Any) -> Any:
+        is_fused = isinstance(self, cls) and original.forward is original_forward and not self.is_idle()
+        return (fused_forward if is_fused else original.forward)(self, *args, **kwargs)
+
+    cls.forward = bound
 
 
 def fused_class(module: Any, mixin: type[FusedModule]) -> tuple[type, ...]:
@@ -292,12 +349,7 @@ class FusedNormMlp(FusedModule):
     def whole(self) -> BlockParts | None:
         """Its parts where it is a block that is nothing but kernels now."""
         parts = parts_of(self)
-        return parts if self._runs_whole(parts) else None
-
-    def _runs_whole(self, parts: BlockParts) -> bool:
-        attention: Any = parts.attention
-        backend = self.vit_fast_backend
-        return runs_whole(parts, backend) and attention.module.vit_fast_backend == backend
+        return parts if runs_whole(parts, self.vit_fast_backend) else None
 
     def norm_mlp(self, parts: BlockParts, x: Tensor) -> Tensor:
         """x + drop_path(layer_scale * MLP(LN(x))) for x [..., C], by the parts of ready()."""
@@ -326,8 +378,9 @@ class FusedNormMlp(FusedModule):
             output = run_packed_block(parts, x, rope, keys)
             if output is not None:
                 return output
-        by_modules = None if ordinary and self._runs_whole(parts) else attend
-        return forward_block(self, parts, x, rope=rope, keys=keys, backend=self.vit_fast_backend, attend=by_modules)
+        backend = self.vit_fast_backend
+        by_modules = None if ordinary and runs_whole(parts, backend) else attend
+        return forward_block(self, parts, x, rope=rope, keys=keys, backend=backend, attend=by_modules)
 
 
 class FusedBlocks(FusedModule):

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.checks import needs_gradient
 from ..ops.descriptions import Keys, Rope
+from ..ops.operators import needs_gradient
 from ..ops.packed import Packed, Settings, pack_reasons, run_packed
 from .parts import BlockParts, Slot, block_tensors, drops, drops_path, linear_sources, tensor_of
 

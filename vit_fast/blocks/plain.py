@@ -77,10 +77,19 @@ def _forward_is_foreign(cls: Any) -> bool:
 
 def is_touched(module: nn.Module) -> bool:
     """True if a module has to be called, whatever its class."""
-    if is_hooked(module) or ("forward" in module.__dict__ and forward_is_replaced(module)):
+    # the functions are called only where there is something to decide: this runs in every forward
+    if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return True
-    if not torch.compiler.is_compiling() and class_is_patched(type(module)):
+    if module._forward_hooks and is_hooked(module):
         return True
+    if "forward" in module.__dict__ and forward_is_replaced(module):
+        return True
+    if not torch.compiler.is_compiling():
+        cls: Any = type(module)
+        original = getattr(cls, "original", cls)
+        as_known = _FORWARDS.get(cls) is cls.forward and _FORWARDS.get(original) is original.forward
+        if not as_known and class_is_patched(cls):
+            return True
     for parameter in module._parameters.values():  # noqa: SIM110  # a generator is slower, here and below
         if type(parameter) not in PLAIN:
             return True

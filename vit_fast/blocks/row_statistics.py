@@ -8,7 +8,6 @@ CUDA graph that is being captured, and a checkpointed forward, which has to do t
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.checks import in_transform
+from ..ops.operators import in_transform
 
 
 class RowFacts(NamedTuple):
@@ -36,7 +35,6 @@ class RowFacts(NamedTuple):
 
 
 NOTHING = RowFacts()
-_AS_IT_IS = contextlib.nullcontext()
 
 
 class _Entry(NamedTuple):
@@ -63,51 +61,51 @@ def remember(y: Tensor, rows: RowFacts) -> None:
     """
     last = _last
     last.entry = None
-    if rows is NOTHING or not _is_followed(y):
+    key = None if rows is NOTHING else _key(y)
+    if key is None:
         return
 
     def forget(gone: weakref.ref[Tensor]) -> None:
         if last.entry is not None and last.entry.alive is gone:
             last.entry = None
 
-    last.entry = _Entry(_key(y), weakref.ref(y, forget), rows)
+    last.entry = _Entry(key, weakref.ref(y, forget), rows)
 
 
 def recall(x: Tensor) -> RowFacts:
     """Returns the facts about x if x is the unmodified output of the previous block, else NOTHING."""
     entry = _last.entry
-    if entry is None or entry.key[0] != id(x) or not _is_followed(x) or entry.key != _key(x):
+    if entry is None or entry.key[0] != id(x) or entry.key != _key(x):
         return NOTHING
     return entry.rows
 
 
-def counted() -> contextlib.AbstractContextManager[Any]:
-    """Within it tensors count what is written to them, in inference mode too."""
-    if not torch.is_inference_mode_enabled():
-        return _AS_IT_IS
-    return _OutOfInferenceMode()
+class VersionsCounted:
+    """Leaves inference mode, in which tensors have no version counter, and records no gradients there.
 
+    `torch.inference_mode(False)` and `torch.no_grad()` take four times as long.
+    """
 
-class _OutOfInferenceMode:
-    """`torch.inference_mode(False)` and `torch.no_grad()` in one: those take four times as long, in every block."""
+    _guard: Any = None
 
     def __enter__(self) -> None:
-        self._guard = torch._C._InferenceMode(False)
-        self._guard.__enter__()
-        torch._C._set_grad_enabled(False)
+        if torch.is_inference_mode_enabled():
+            self._guard = torch._C._InferenceMode(False)
+            self._guard.__enter__()
+            torch._C._set_grad_enabled(False)
 
     def __exit__(self, *raised: object) -> None:
-        self._guard.__exit__(*raised)  # which also brings back whether gradients are on
+        if self._guard is not None:
+            self._guard.__exit__(*raised)  # which also restores whether gradients are recorded
 
 
-def _is_followed(tensor: Tensor) -> bool:
+def _key(tensor: Tensor) -> tuple[int, ...] | None:
+    """Identity and state of a tensor; None where a change could go unnoticed."""
     if type(tensor) is not Tensor or tensor.is_inference() or tensor.is_meta or in_transform():
-        return False
+        return None
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return None
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-        return False
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-
-
-def _key(tensor: Tensor) -> tuple[int, ...]:
+        return None
     stream = torch._C._cuda_getCurrentRawStream(tensor.device.index) if tensor.is_cuda else 0
     return id(tensor), tensor._version, tensor.data_ptr(), stream

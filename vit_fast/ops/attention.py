@@ -11,8 +11,9 @@ from torch import Tensor
 from . import reference
 from .attention_op import as_batch, attention_kernel, unsupported_reasons
 from .backends import constant_to_compiler, resolve_backend
-from .checks import check_tensors, in_transform, matmul_dtype
+from .checks import check_tensors
 from .descriptions import Keys
+from .operators import in_transform, is_exporting, matmul_dtype
 
 DTYPES = ("torch.float32", "torch.float16", "torch.bfloat16", "torch.float64")
 
@@ -251,17 +252,6 @@ def _fused_sdpa_is_allowed() -> bool:
     """False inside `sdpa_kernel(SDPBackend.MATH)` or the like. A compiled graph keeps its choice."""
     cuda = torch.backends.cuda
     return cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()
-
-
-def is_exporting() -> bool:
-    """True if the program is captured for another runtime, which has SDPA and not our operators."""
-    return in_torch_export() or torch.jit.is_tracing()
-
-
-@constant_to_compiler
-def in_torch_export() -> bool:
-    """True inside torch.export. torch.compile 2.11 takes torch.compiler.is_exporting(), which reads this, for True."""
-    return torch.compiler._is_exporting_flag
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

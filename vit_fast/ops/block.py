@@ -16,9 +16,9 @@ from torch import Tensor
 from ..errors import UnsupportedInputError
 from .attention import check_key_mask, check_lengths
 from .block_op import block_kernel, named
-from .checks import matmul_dtype, needs_gradient, require_supported
+from .checks import require_supported
 from .descriptions import LAYOUTS, BlockTensors, Keys, QkNorm, Rope, check_qk_norm, checked_rope, is_rms
-from .operators import text_of
+from .operators import matmul_dtype, needs_gradient, text_of
 from .rotary import QkSettings, QkTensors, flat_settings
 
 _NO_QK, _NO_SETTINGS = QkTensors(), QkSettings()
@@ -74,7 +74,7 @@ def fused_block(
     qk_norm: QkNorm | None = None,
     rope: Rope | None = None,
     keys: Keys | None = None,
-    inner_norm: tuple[str, float] = ("none", 0.0),
+    inner_norm: tuple[str, float] | None = None,
     residual: bool = True,
     next_statistics: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
@@ -94,7 +94,7 @@ def fused_block(
         qk_norm: Of q and k, before they are rotated.
         rope: Rotary positions of q and k.
         keys: Which keys queries meet; of packed sequences B is 1. None means all of an image.
-        inner_norm: Kind and epsilon of a norm of the hidden layer before fc2, of a kind of norm or "none".
+        inner_norm: Kind and epsilon of a norm of the hidden layer before fc2.
         residual: True if x is added to the branch of a half; of a whole block it is.
         next_statistics: True if a norm follows that reuses the statistics of the output's rows.
     Returns:
@@ -130,12 +130,13 @@ def fused_block(
     if keep and tensors.qkv_sum is not None:
         reason = "they give no gradient: use the parameters themselves, or torch.no_grad"
         raise UnsupportedInputError("a block of folded weights where gradients are recorded", [reason])
+    inner, inner_eps = inner_norm or ("none", 0.0)
     words = text_of(
-        norm, activation, qk.norm, qk.over, qk.layout, inner_norm[0], residual, wanted, keep, dtype, tuple(present)
+        norm, activation, qk.norm, qk.over, qk.layout, inner, residual, wanted, keep, dtype, tuple(present)
     )  # fmt: skip
     scale = 1.0 if attention_scale is None else attention_scale
     found = block_kernel(
-        x, statistics, given, heads, scale, prefix, longest, *eps, qk.eps, inner_norm[1], words
+        x, statistics, given, heads, scale, prefix, longest, *eps, qk.eps, inner_eps, words
     )  # fmt: skip
     return found[0], found[1] if wanted else None
 

@@ -15,9 +15,8 @@ matmuls, with rstd as fp32 [1, M]; those of half precision as they are, with (me
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -42,26 +41,6 @@ from .rotary import QkTensors, QkvStep, qkv_step
 if TYPE_CHECKING:
     from ..kernels.linear.folding import FoldedLinear
     from ..kernels.matmul.matmul_launch import HeadStep
-
-
-class KeptWeights(Protocol):
-    """A folding that is kept from call to call."""
-
-    def ensure_current(self) -> None:
-        """Folds again, into the same memory, where the weights are seen to have changed."""
-
-    def forget(self, stepped: set[int] | None) -> None:
-        """Is not current, if it is made of one of these tensors, by id; None stands for all."""
-
-
-KEPT: weakref.WeakValueDictionary[int, KeptWeights] = weakref.WeakValueDictionary()
-"""By the address of the folded weight of qkv."""
-
-
-def ensure_current(weight: Tensor | None) -> None:
-    """Runs before every launch, also of a compiled graph, where nobody else could look."""
-    if KEPT and weight is not None and (kept := KEPT.get(weight.data_ptr())) is not None:
-        kept.ensure_current()
 
 
 def block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tensor], *settings: Any) -> list[Tensor]:
@@ -269,11 +248,7 @@ def _flop(x: Any, statistics: Any, tensors: Any, *settings: Any) -> int:
     return sum(block_flop(x, t, 0 if qk.cu_seqlens is None else s.longest))
 
 
-def _before(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tensor], *_: Any) -> None:
-    ensure_current(tensors[0])  # qkv's weight, where its norm is folded
-
-
 block_kernel = operator(
     "vit_fast::block", f"(Tensor x, Tensor? statistics, Tensor[] tensors, {SETTINGS}) -> Tensor[]", block_forward,
-    what="a block or layer_norm_mlp", fake=_fake, flop=_flop, gradient=Gradient(_save, _backward), before=_before,
+    what="a block or layer_norm_mlp", fake=_fake, flop=_flop, gradient=Gradient(_save, _backward), cached=2,
 )  # fmt: skip

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .block import fold
-from .block_op import KEPT
 from .descriptions import BlockTensors
+from .operators import CACHED
 
 PLAIN = (nn.Parameter, Tensor, type(None))  # parameters of other classes compute in their own way
 
@@ -59,7 +59,7 @@ class Frozen:
         self._made_of: list[_Source] = []
         self.refresh()
         _follow_optimizers()
-        KEPT[self.tensors[0].data_ptr() if self.tensors else id(self)] = self
+        CACHED[self.tensors[0].data_ptr() if self.tensors else id(self)] = self
 
     def refresh(self) -> None:
         """Folds the weights as they are now, into the memory that is there.
@@ -176,7 +176,7 @@ def _follow_optimizers() -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         # FSDP steps what it gathers the weights from, into tensors whose versions it keeps from being counted
         stepped = {id(p) for p in parameters} if all(type(p) in PLAIN for p in parameters) else None
-        for frozen in list(KEPT.values()):
+        for frozen in list(CACHED.values()):
             frozen.forget(stepped)
 
     register_optimizer_step_post_hook(stepped)

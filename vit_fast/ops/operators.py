@@ -15,19 +15,22 @@ import functools
 import importlib.util
 import json
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 from torch import library as torch_library
+from torch.autograd import forward_ad
 
 from ..errors import UnsupportedInputError
 from .backends import constant_to_compiler
-from .checks import in_transform
 from .flops import flop_formula
 
 _DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
+CACHED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""Folded weights (`frozen.py`) by the address of the first of them."""
 _UNCOMPILED = "the triton operators under torch.func or forward-mode derivatives run uncompiled"
 
 
@@ -53,7 +56,7 @@ def operator(
     fake: Callable[..., Any],
     flop: Callable[..., int],
     gradient: Gradient | None = None,
-    before: Callable[..., object] | None = None,
+    cached: int | None = None,
 ) -> Callable[..., Any]:
     """Registers a function of tensors as an operator for every device, and returns what calls it.
 
@@ -65,7 +68,8 @@ def operator(
         fake: Makes results of the same shapes, strides and dtypes without computing them.
         flop: Counts FLOP from the arguments, with shapes in place of tensors.
         gradient: None means that a derivative is refused, as of a backward operator.
-        before: Called with the arguments of every call, including those that run by a plan.
+        cached: Position, in the arguments with the list taken apart, of the weight by whose address `CACHED` has
+            weights. They are brought up to date before every launch, also in a compiled graph.
     """
     namespace, short = name.split("::")
     library = _library(namespace)
@@ -77,9 +81,10 @@ def operator(
         return function(*arguments.nested(flat))
 
     def implementation(*args: Any) -> Any:
-        if before is not None:
-            before(*args)
-        return _run_by_plan()(on_flat, arguments.flat(args))
+        flat = arguments.flat(args)
+        if cached is not None and CACHED and (weights := CACHED.get(flat[cached].data_ptr())) is not None:
+            weights.ensure_current()
+        return _run_by_plan()(on_flat, flat)
 
     library.impl(short, implementation, "CompositeExplicitAutograd")
     torch_library.register_fake(registered, fake, lib=library)
@@ -203,6 +208,40 @@ def _refuse_forward_mode(what: str) -> Callable[..., NoReturn]:
         )
 
     return refuse
+
+
+@constant_to_compiler
+def in_transform() -> bool:
+    """True inside grad, vjp, jvp or vmap of torch.func or a forward-mode level; torch.compile guards both stacks."""
+    if forward_ad._current_level < 0 and torch._C._functorch.peek_interpreter_stack() is None:
+        return False
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    functionalize = torch._C._functorch.TransformType.Functionalize  # runs custom operators like others
+    return forward_ad._current_level >= 0 or any(level.key() != functionalize for level in levels)
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """True if autograd will come back through an operator on these tensors; a torch.func transform may always."""
+    if in_transform():
+        return True
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+@constant_to_compiler
+def is_exporting() -> bool:
+    """True if the program is captured for another runtime, which has SDPA and not our operators.
+
+    torch.compile 2.11 takes torch.compiler.is_exporting(), which reads this flag, for True.
+    """
+    return torch.compiler._is_exporting_flag or torch.jit.is_tracing()
+
+
+def matmul_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of the products of x: autocast's where autocast is on, as torch does, else that of x."""
+    device_type = x.device.type
+    if x.dtype == torch.float64 or device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return x.dtype  # of meta torch cannot say whether autocast is on
+    return torch.get_autocast_dtype(device_type)
 
 
 @constant_to_compiler

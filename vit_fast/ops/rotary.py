@@ -17,11 +17,10 @@ from torch import Tensor
 
 from ..errors import UnsupportedInputError
 from . import reference
-from .attention import is_exporting
 from .backends import resolve_backend, triton_unavailable_reasons
 from .checks import DTYPES, MAX_ROWS, check_tensors
 from .descriptions import QkNorm, Rope, check_qk_norm, checked_rope
-from .operators import Gradient, operator
+from .operators import Gradient, is_exporting, operator
 
 if TYPE_CHECKING:
     from ..kernels.matmul.matmul_launch import HeadStep
