@@ -1,10 +1,10 @@
-"""A pre-norm encoder block by its parts (`parts.py`): the one place where its kernels follow.
+"""Runs a pre-norm encoder block, given by its parts (`parts.py`), as a sequence of fused kernels.
 
 qkv = LN(x) Wqkv^T + b              LayerNorm folded into the matmul
 a   = attention(qkv)
-x   = x + ls (a Wproj^T + b)        residual and LayerScale in the epilogue, which leaves the row statistics
-h   = act(LN(x) W1^T + b1)          that this LayerNorm takes over
-x   = x + ls (h W2^T + b2)          likewise, for the LayerNorm of the next block
+x   = x + ls (a Wproj^T + b)        residual and LayerScale in the epilogue, which also computes the statistics
+h   = act(LN(x) W1^T + b1)          of this LayerNorm
+x   = x + ls (h W2^T + b2)          likewise, for the next block
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import ctypes
 from collections.abc import Callable
 from functools import partial
 from itertools import zip_longest
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from ..ops.backends import constant_to_compiler
 from ..ops.block import fused_block
 from ..ops.descriptions import BlockTensors, Keys, Rope, neighbours
 from ..ops.frozen import Frozen
-from ..ops.layer_norm_mlp import fused_layer_norm_mlp, layer_norm_mlp
+from ..ops.layer_norm_mlp import layer_norm_mlp
 from ..ops.operators import in_transform, is_exporting, matmul_dtype, needs_gradient
 from ..ops.packed import Packed, run_packed
 from .fp8_scales import scales_of
@@ -45,7 +45,7 @@ from .traced_parts import Outline, built, outline
 
 
 def parts_of(block: Any) -> BlockParts:
-    """The parts of a block, read anew where it is not what it was."""
+    """Returns the block's cached parts, and re-reads the block if it changed."""
     if torch.compiler.is_compiling():
         found = _outline(id(block))
         if found is not None:
@@ -61,16 +61,16 @@ def parts_of(block: Any) -> BlockParts:
 
 @constant_to_compiler
 def _outline(address: int) -> Outline | None:
-    """Takes id(block), which torch.compile guards: torch 2.11 accepts no module as an argument of a constant.
+    """Reads the block with this id: torch 2.11 accepts no module as an argument of a constant.
 
-    torch.compile calls this while it traces, and holds the block meanwhile.
+    torch.compile calls this while it traces, and guards the id.
     """
     block: Any = ctypes.cast(address, ctypes.py_object).value
     parts = block.__dict__.get("vit_fast_parts")
     if parts is None or not parts.watch.holds(block):
         parts = _read(block)
     if parts.fp8 is not None and runs_whole(parts):
-        parts.fp8.reader(parts)  # quantised now, if it is not: not within the graph
+        parts.fp8.reader(parts)  # quantises outside of the graph
     return outline(block, parts)
 
 
@@ -113,49 +113,70 @@ def run_block(
     attend: Callable[[Tensor], Tensor] | None = None,
     next_statistics: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """A block whose second half is ours, with row statistics handed in and out.
+    """Runs a block whose MLP has parts, [B, N, C] or packed [total, C].
 
     Args:
-        parts: Of the block; neither half drops elements now.
-        x: [B, N, C]; [total, C] of packed sequences.
-        statistics: Of the rows of x for the first LayerNorm, as the block before gave them; None computes them.
-        rope: Rotary positions of q and k, where the first half is ours.
-        keys: That queries meet there; None means all of their image.
-        backend: What computes the second half.
-        attend: x -> x + attention, where the first half stays modules; None where it is ours.
-        next_statistics: Whether a LayerNorm follows that takes the statistics of the rows over.
+        parts: Neither half drops elements now.
+        statistics: LayerNorm statistics of x from the previous block; None computes them.
+        rope, keys: Of the attention, unless `attend` runs it.
+        backend: "triton", unless `attend` runs the attention.
+        attend: x -> x + attention by modules; None runs it by the kernels.
+        next_statistics: True if a LayerNorm follows that reuses the statistics of the output.
     Returns:
-        Of x's shape, and the statistics of its rows where they were wanted, they are of half precision, and nothing
-        came after the last matmul.
+        The output, and its statistics; None where they were not wanted, of fp32, and after drop path.
     """
-    mlp: Any = parts.mlp
-    attention: Any = parts.attention
-    in_one = attend is None and backend == "triton"
-    if in_one and not drops_path(attention.drop_path) and not drops_path(mlp.drop_path):
-        tensors, rope = _tensors_for(parts, x, rope)
-        y, emitted = fused_block(
-            x if x.dim() == 3 else x[None], statistics, tensors, heads=attention.num_heads,
-            attention_scale=attention.scale, eps=(attention.norm.eps, mlp.norm.eps), norm=mlp.norm.kind,
-            activation=mlp.activation, qk_norm=attention.qk_norm and attention.qk_norm.now(), rope=rope, keys=keys,
-            inner_norm=mlp.inner_norm and (mlp.inner_norm.kind, mlp.inner_norm.eps), next_statistics=next_statistics,
-        )  # fmt: skip
-        return (y if x.dim() == 3 else y[0]), emitted
+    attention, mlp = parts.attention, parts.mlp
+    assert mlp is not None, "a block whose MLP stays modules runs as it was"
     if attend is not None:
         x, statistics = attend(x), None
     else:
-        x, statistics = _run_attention(attention, x, statistics, rope, keys)
+        assert attention is not None, "its attention has parts"
+        if not drops_path(attention.drop_path) and not drops_path(mlp.drop_path):
+            tensors, rope = _tensors_for(parts, x, rope)
+            return _run_fused(attention, mlp, tensors, x, statistics, rope, keys, next_statistics)
+        x, statistics = _run_half(attention, None, x, statistics, rope, keys, True)
     if backend != "triton" or is_exporting():
         return run_mlp(mlp, x, backend), None
-    dropping = drops_path(mlp.drop_path)
-    y, emitted = fused_layer_norm_mlp(
-        x, statistics, *mlp.tensors(), **mlp.options(), residual=not dropping,
-        next_statistics=next_statistics and not dropping,
-    )  # fmt: skip
-    return (x + mlp.drop_path(y), None) if dropping else (y, emitted)
+    return _run_half(None, mlp, x, statistics, None, None, next_statistics)
+
+
+def _run_half(
+    attention: AttentionParts | None, mlp: MlpParts | None, x: Tensor, statistics: Tensor | None, rope: Rope | None,
+    keys: Keys | None, next_statistics: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    half: Any = attention or mlp
+    tensors = block_tensors(attention, mlp)
+    if not drops_path(half.drop_path):
+        return _run_fused(attention, mlp, tensors, x, statistics, rope, keys, next_statistics)
+    branch, _ = _run_fused(attention, mlp, tensors, x, statistics, rope, keys, False, residual=False)
+    return x + half.drop_path(branch), None
+
+
+def _run_fused(
+    attention: AttentionParts | None, mlp: MlpParts | None, tensors: BlockTensors, x: Tensor, statistics: Tensor | None,
+    rope: Rope | None, keys: Keys | None, next_statistics: bool, residual: bool = True,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """A block, or the half that is given, as one operator."""
+    options: dict[str, Any] = {"residual": residual, "next_statistics": next_statistics}
+    eps1 = eps2 = 0.0
+    if attention is not None:
+        eps1, norm = attention.norm.eps, attention.norm.kind
+        options |= {"heads": attention.num_heads, "attention_scale": attention.scale, "rope": rope, "keys": keys}
+        if attention.qk_norm is not None:
+            options["qk_norm"] = attention.qk_norm.now()
+    if mlp is not None:
+        eps2, norm = mlp.norm.eps, mlp.norm.kind
+        options["activation"] = mlp.activation
+        if mlp.inner_norm is not None:
+            options["inner_norm"] = mlp.inner_norm.kind, mlp.inner_norm.eps
+    y, emitted = fused_block(
+        x if x.dim() == 3 else x[None], statistics, tensors, eps=(eps1, eps2), norm=norm, **options
+    )
+    return (y if x.dim() == 3 else y[0]), emitted
 
 
 def run_mlp(parts: MlpParts, x: Tensor, backend: str) -> Tensor:
-    """The second half of a block by itself, [..., C] -> [..., C]."""
+    """Runs the second half of a block, [..., C] -> [..., C]."""
     dropping = drops_path(parts.drop_path)
     branch_or_sum = layer_norm_mlp(
         x, *parts.tensors(), **parts.options(), residual=not dropping, backend=backend
@@ -163,35 +184,19 @@ def run_mlp(parts: MlpParts, x: Tensor, backend: str) -> Tensor:
     return x + parts.drop_path(branch_or_sum) if dropping else branch_or_sum
 
 
-def _run_attention(
-    parts: AttentionParts, x: Tensor, statistics: Tensor | None, rope: Rope | None, keys: Keys | None
-) -> tuple[Tensor, Tensor | None]:
-    """The first half of a block by itself, of [B, N, C] or [total, C]."""
-    dropping, absent = drops_path(parts.drop_path), cast(Any, (None,) * 7)
-    tensors = BlockTensors(
-        *parts.norm.tensors(), *parts.qkv.tensors(), *tensors_of(parts.proj), scale_of(parts), *absent
-    )
-    y, emitted = fused_block(
-        x if x.dim() == 3 else x[None], statistics, tensors, heads=parts.num_heads, attention_scale=parts.scale,
-        eps=(parts.norm.eps, 0.0), norm=parts.norm.kind, rope=rope, keys=keys, residual=not dropping,
-        qk_norm=None if parts.qk_norm is None else parts.qk_norm.now(), next_statistics=not dropping,
-    )  # fmt: skip
-    y = y if x.dim() == 3 else y[0]
-    return (x + parts.drop_path(y), None) if dropping else (y, emitted)
-
-
 def _tensors_for(parts: BlockParts, x: Tensor, rope: Rope | None) -> tuple[BlockTensors, Rope | None]:
-    """The kept folding with what else a block has, where it is of the right dtype and no gradients are wanted.
+    """Returns the parameters of a block, folded if frozen for this dtype and without gradients.
 
-    And the positions, for q and k as they lie in it.
+    Also returns the rotary positions in the layout of its q and k.
     """
     attention: Any = parts.attention
     mlp: Any = parts.mlp
-    frozen = parts.frozen if type(parts.frozen) is Frozen else None  # of a block in FP8 it is another thing
-    apart = rope is None and attention.qk_norm is not None and attention.paired_head  # pairs as the norms have them
+    frozen = parts.frozen if type(parts.frozen) is Frozen else None  # not its subclass for FP8
+    # without positions nothing restores the order of channels that the weights of q's and k's norms have
+    apart = rope is None and attention.qk_norm is not None and attention.paired_head
     if frozen is not None and frozen.dtype == matmul_dtype(x) and not apart:
         proj, fc2 = (*tensors_of(attention.proj), scale_of(attention)), (*tensors_of(mlp.fc2), scale_of(mlp))
-        # gathered only where gradients can be wanted at all: this runs in every forward
+        # only if gradients are possible at all: this runs in every forward
         if not (torch.is_grad_enabled() or in_transform()) or not needs_gradient(
             x, *proj, *fc2, *(tensor_of(*slot) for slot in frozen_sources(attention, mlp))
         ):
@@ -202,7 +207,7 @@ def _tensors_for(parts: BlockParts, x: Tensor, rope: Rope | None) -> tuple[Block
 
 
 def freeze_parts(parts: BlockParts) -> None:
-    """Folds the LayerNorms of a whole block, and keeps the result; where it is kept already, in the same memory."""
+    """Folds the LayerNorms of a block that runs whole, and caches the result; if it is cached, in the same memory."""
     attention: Any = parts.attention
     mlp: Any = parts.mlp
     dtype = matmul_dtype(tensor_of(*mlp.fc1.weights[0]))
@@ -217,7 +222,7 @@ def freeze_parts(parts: BlockParts) -> None:
 
 
 def _run_packed_blocks(blocks: nn.Sequential, x: Tensor, *rope: Tensor) -> Tensor | None:
-    """Runs all blocks with their packed linear layers; None unless every one has them and they serve this call."""
+    """Runs all blocks with packed linear layers; returns None unless all have them and support this call."""
     ready: list[Packed] = []
     first: BlockParts | None = None
     for block in blocks:
@@ -234,13 +239,13 @@ def _run_packed_blocks(blocks: nn.Sequential, x: Tensor, *rope: Tensor) -> Tenso
 
 
 def _folding_of(attention: Any, mlp: Any) -> tuple[Any, ...]:
-    """Everything that cached weights depend on: their sources, and how these are folded."""
+    """Returns everything that folded weights depend on: parameters and settings."""
     inner = "none" if mlp.inner_norm is None else mlp.inner_norm.kind
     return frozen_sources(attention, mlp), mlp.norm.kind, attention.paired_head, inner, mlp.fc1.chunk
 
 
 def _still_fits(frozen: Any, parts: BlockParts) -> bool:
-    """True if cached weights are those of the block, or may be once a hook that keeps it from the kernels is gone."""
+    """True if cached weights are those of the block, or may be once a hook that forbids the kernels is removed."""
     if parts.attention is None or parts.mlp is None:
         return True
     if type(frozen) is Packed:
@@ -258,9 +263,9 @@ def forward_block(
     backend: str,
     attend: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
-    """`run_block` for a block that its library's own loop calls, [B, N, C] -> [B, N, C].
+    """Runs a block that its library calls, [B, N, C] -> [B, N, C]; see `run_block` for the arguments.
 
-    Reuses the LayerNorm statistics of the previous block if x is its unmodified output.
+    Reuses the LayerNorm statistics of the previous block if `x` is its unmodified output.
     """
     in_fp8 = parts.fp8 is not None and attend is None and keys is None
     follows = in_fp8 or (backend == "triton" and parts.attention is not None)
@@ -273,7 +278,7 @@ def forward_block(
     with VersionsCounted():
         if in_fp8:
             if known.maker is not None:
-                known.maker.reader = parts.fp8.reader(parts)  # from now on that writes what this one reads
+                known.maker.reader = parts.fp8.reader(parts)  # from now on the previous block writes e4m3 for this one
             y, made = parts.fp8.run(parts, x, known, rope, parts.reader)
         else:
             y, emitted = run_block(
@@ -287,12 +292,11 @@ def forward_block(
 def run_blocks(blocks: nn.Sequential, x: Tensor, *rope: Tensor) -> Tensor:
     """Runs a Sequential of blocks, [B, N, C] -> [B, N, C].
 
-    Where all run whole, each takes its first LayerNorm statistics from the one before; the last leaves some too, so
-    that it needs no kernels and no launch plan of its own. If a block is wrapped, replaced or carries hooks, all are
-    called as modules.
+    If all run whole, LayerNorm statistics pass from block to block; also the last one computes them, so that it has the
+    kernels and launch plan of the others. If a block is wrapped, replaced or hooked, all are called as modules.
 
     Args:
-        rope: What each block is given beside its tokens: its rotary positions, if it has some.
+        rope: Rotary positions that each block is called with, if any.
     """
     if not torch.compiler.is_compiling() and (output := _run_packed_blocks(blocks, x, *rope)) is not None:
         return output
@@ -320,6 +324,5 @@ def run_blocks(blocks: nn.Sequential, x: Tensor, *rope: Tensor) -> Tensor:
 
 
 def _tables_of(parts: BlockParts, rope: tuple[Tensor, ...]) -> Rope | None:
-    """Returns the rotary positions that blocks are given, as the operators take them."""
     attention: Any = parts.attention
     return attention.module.rope_of(*rope) if rope else None

@@ -1,8 +1,8 @@
-"""The classes that `fuse` gives to modules of other libraries.
+"""The classes that `fuse` gives to modules.
 
-A module is fused by giving this one instance another class, a subclass of its own with another `forward`. Nothing else
-about it changes: the object, its Parameters, its children, its hooks and its state_dict keys are the ones that were
-there, so optimizers, EMA copies, DDP and FSDP notice nothing, and undoing it is giving the class back.
+`fuse` sets the `__class__` of an instance to a subclass with another `forward`. The object, its Parameters, children,
+hooks and state_dict keys stay, so that optimizers, EMA copies, DDP and FSDP are not affected. `unfuse` restores the
+class.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Finding:
     """Findings about a module before it is fused.
 
     Attributes:
-        reasons: Why it must stay as it is; empty where it need not.
-        notes: What a user of the fused module should know.
-        bypassed: Modules inside, whose own forward will no longer run.
+        reasons: Reasons why it cannot be fused.
+        notes: Notes for the report.
+        bypassed: Modules inside whose forward will no longer be called.
     """
 
     reasons: Sequence[str] = ()
@@ -48,15 +48,15 @@ class Finding:
 
 
 class FusedModule(nn.Module):
-    """A class that a module of another library is given by `fuse`, or that such a library constructs itself.
+    """Base of the fused classes.
 
     Attributes:
-        original: The class whose instances can be given this one.
-        kind: What is computed by our operators, for the report.
-        host_reads: What its forward reads on the host, which a captured graph would not read again; "" where nothing.
-        passes_for_original: True for a class that prints as its original, in whose library registries are keyed so.
-        vit_fast_request: The backend that was asked for, "auto" included.
-        vit_fast_backend: The backend that it stands for where the module is now.
+        original: The class that it replaces.
+        kind: The part that the operators compute, for the report.
+        host_reads: What forward reads on the host, which a CUDA graph would not repeat; "" for nothing.
+        passes_for_original: True for a class with the original's module and name, by which its library finds it.
+        vit_fast_request: The requested backend, e.g. "auto".
+        vit_fast_backend: The resolved backend.
     """
 
     original: ClassVar[type[nn.Module]]
@@ -82,12 +82,11 @@ class FusedModule(nn.Module):
         reasons = self.examine(self).reasons
         if reasons:
             raise ValueError(f"{type(self).__qualname__} cannot be built so: " + "; ".join(reasons))
-        self.set_up()
-        self.set_fused_backend("auto")
+        self.prepare("auto")
 
     @classmethod
     def examine(cls, module: Any) -> Finding:
-        """Inspects an instance of `original`; by default any will do."""
+        """Inspects an instance of `original`."""
         return Finding()
 
     @classmethod
@@ -100,18 +99,23 @@ class FusedModule(nn.Module):
         """Returns why the kernels cannot run an instance."""
         return triton_reasons(cls.head_width(module), dtype_of(module))
 
+    def prepare(self, request: str) -> None:
+        """Makes an instance ready to run once its class is set."""
+        self.set_up()
+        self.set_fused_backend(request)
+
     def set_up(self) -> None:
-        """Records what forward needs beyond the original's attributes; runs once the class is set."""
+        """Records what forward needs beyond the original's attributes."""
 
     def set_fused_backend(self, request: str) -> None:
         """Resolves "auto" for the device, the dtype and the head width: triton where it can run, else sdpa."""
-        self.vit_fast_request = request
-        self.vit_fast_backend = resolve_backend(request, device_of(self), dtype_of(self))
-        if request == "auto" and type(self).triton_reasons(self):
-            self.vit_fast_backend = "sdpa"
+        self.vit_fast_request = self.vit_fast_backend = request
+        if request == "auto":
+            unable = type(self).triton_reasons(self)
+            self.vit_fast_backend = "sdpa" if unable else resolve_backend("auto", device_of(self), dtype_of(self))
 
     def is_idle(self) -> bool:
-        """True while the original's forward runs, because ours would be no faster."""
+        """True if the original's forward is as fast; asked with backend "sdpa" only."""
         return False
 
     def _apply(self, fn: Any, recurse: bool = True) -> FusedModule:
@@ -125,14 +129,14 @@ class FusedModule(nn.Module):
 
 
 def fused_form_of(original: type[nn.Module], *, equivalent: bool = True) -> Callable[[FusedClass], FusedClass]:
-    """Class decorator: ties a fused class to the class it stands for.
+    """Class decorator: makes a class the fused class of another.
 
-    It takes over the original's __name__, because wrapping policies (transformers' _no_split_modules, accelerate's
-    FSDP) find layers by it; pickle goes by __qualname__, which stays its own.
+    It gets the original's __name__, by which wrapping policies (transformers' _no_split_modules, accelerate's FSDP)
+    find layers. pickle uses __qualname__, which stays different.
 
     Args:
         original: The class.
-        equivalent: Whether its forward gives the same results.
+        equivalent: True if both compute the same.
     """
 
     def decorate(cls: FusedClass) -> FusedClass:
@@ -148,11 +152,14 @@ def fused_form_of(original: type[nn.Module], *, equivalent: bool = True) -> Call
 
 
 def show_original_to_tracers(cls: type[Any], original: type[nn.Module], equivalent: bool) -> None:
-    """Wraps the forward of a fused class `cls`, so that tracers meet that of `original`.
+    """Wraps the forward of a fused class, so that torch.fx and torch.jit.script see that of `original`.
 
-    Where the two are not equivalent, torch.fx keeps the module whole, and torch.jit.script fails on our forward.
-    A forward that a user bound while the module was fused runs that of `original` once it no longer is, and a forward
-    that a user sets on `original` runs in fused modules, too.
+    Neither can trace ours, which inspects children and calls custom operators. torch.fx calls forward with Proxies;
+    torch.jit.script reads source and annotations. If the two are not equivalent, torch.fx keeps the module as a leaf,
+    and torch.jit.script fails.
+
+    A bound forward of a fused module runs the original's after `unfuse`. A forward that a user sets on `original` runs
+    in fused modules, too.
     """
     if original.__module__.startswith("transformers."):
         return  # its layers' own wrapper of forward has to stay the outermost; neither tracer takes its models anyway
@@ -172,7 +179,7 @@ def show_original_to_tracers(cls: type[Any], original: type[nn.Module], equivale
             return run(self, *args, **kwargs)
         tracer: Any = argument.tracer
         if stays_whole and self is not tracer.root:
-            # torch.fx did not know it for a leaf: the graph calls the module, which is fused still
+            # torch.fx does not know that it is a leaf: the graph calls the module, which stays fused
             return tracer.create_proxy("call_module", tracer.path_of_module(self), args, kwargs)
         return original_forward(self, *args, **kwargs)
 
@@ -189,7 +196,7 @@ def show_original_to_tracers(cls: type[Any], original: type[nn.Module], equivale
 def show_original_to_unfused(cls: type[Any], original: type[nn.Module]) -> None:
     """Wraps the forward of a fused class of transformers, before transformers wraps it for gradient checkpointing.
 
-    A forward that a user bound while the module was fused runs that of `original` once it no longer is.
+    A bound forward of a fused module runs the original's after `unfuse`.
     """
     fused_forward, original_forward = cls.forward, original.forward
 
@@ -202,7 +209,7 @@ def show_original_to_unfused(cls: type[Any], original: type[nn.Module]) -> None:
 
 
 def fused_class(module: Any, mixin: type[FusedModule]) -> tuple[type, ...]:
-    """The class of a module, where that is one made of the mixin by `fuse` and of nothing else since."""
+    """Returns the class of a module if `fuse` made it of this mixin, and nothing wrapped it since; else ()."""
     cls = type(module)
     return (cls,) if issubclass(cls, mixin) and "original" in vars(cls) else ()
 
@@ -210,20 +217,20 @@ def fused_class(module: Any, mixin: type[FusedModule]) -> tuple[type, ...]:
 class Forms:
     """The fused classes of one library's file.
 
-    Each is made when its original is first seen, for the library may be absent and is slow to import. It is then a
-    global of the file under the name "Fused" and the original's, by which pickle finds it.
+    Each is created when its original is first seen, because the library may be absent and is slow to import. It becomes
+    a global of the file, e.g. "FusedBlock", by which pickle finds it.
 
     Args:
         file: The file's globals.
-        mixins: What makes a fused class of an original, by the original's dotted path.
+        mixins: Mixins that make a fused class of an original, by the original's dotted path.
     """
 
     def __init__(self, file: dict[str, Any], mixins: Mapping[str, type[FusedModule]]) -> None:
-        self._file, self._mixins = file, mixins
+        self._file, self.mixins = file, mixins
 
     def of(self, original: type[nn.Module]) -> type[FusedModule] | None:
-        """The fused class that instances of exactly this class can be given, or None."""
-        mixin = self._mixins.get(f"{original.__module__}.{original.__qualname__}")
+        """Returns the fused class of exactly this class, or None."""
+        mixin = self.mixins.get(f"{original.__module__}.{original.__qualname__}")
         if mixin is None:
             return None
         name = f"Fused{original.__name__}"
@@ -235,12 +242,8 @@ class Forms:
         return made
 
     def named(self, name: str) -> type[FusedModule]:
-        """The fused class of this name, which imports its library.
-
-        Raises:
-            AttributeError: there is none.
-        """
-        for path in self._mixins:
+        """Returns the fused class of this name, and imports its library; raises AttributeError if there is none."""
+        for path in self.mixins:
             module, _, original = path.rpartition(".")
             if name == f"Fused{original}" and (made := self.of(getattr(importlib.import_module(module), original))):
                 return made
@@ -248,14 +251,14 @@ class Forms:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """The device of the first parameter, or buffer; the CPU where there is none."""
+    """Returns the device of the first parameter or buffer; the CPU if there is none."""
     for tensor in (*module.parameters(), *module.buffers()):
         return tensor.device
     return torch.device("cpu")
 
 
 def dtype_of(module: nn.Module) -> torch.dtype | None:
-    """The dtype of the first parameter; None where there is none, as in quantised layers."""
+    """Returns the dtype of the first parameter; None if there is none, as in quantised layers."""
     return next((parameter.dtype for parameter in module.parameters()), None)
 
 
@@ -270,9 +273,9 @@ def triton_reasons(head_width: int | None, dtype: torch.dtype | None) -> list[st
 
 
 class FusedNormMlp(FusedModule):
-    """A module whose norm and MLP are one operator; a block, whose kernels follow one another where nothing intervenes.
+    """A module whose norm and MLP are one operator, e.g. a block, which runs as one operator where possible.
 
-    A child that gets a hook, a wrapper or another class after fuse is honoured: what holds it then runs as it was.
+    If a child gets a hook, a wrapper or another class after fuse, the part that contains it runs as modules.
     """
 
     kind = "norm + MLP"
@@ -281,12 +284,12 @@ class FusedNormMlp(FusedModule):
 
     @classmethod
     def read_mlp(cls, block: Reader) -> MlpParts | None:
-        """norm and MLP of such a module; None with the reader's reasons where they have to stay."""
+        """Reads norm and MLP; returns None, and adds reasons to the reader, if they must run as modules."""
         raise NotImplementedError
 
     @classmethod
     def read_attention(cls, block: Reader) -> AttentionParts | None:
-        """Reads the first half of a block; None where that stays modules."""
+        """Reads the first half of a block; None if it must run as modules."""
         return None
 
     @classmethod
@@ -296,11 +299,10 @@ class FusedNormMlp(FusedModule):
         return Finding(reader.reasons, reader.notes, reader.modules)
 
     def read(self) -> BlockParts:
-        """Reads the module as it is now."""
         return read_block(self, self.read_mlp, self.read_attention, self.reader)
 
     def ready(self) -> BlockParts | None:
-        """Its parts; None where its own forward has to run, for dropout, a hook, a wrapped child."""
+        """Returns its parts; None if the original forward must run: dropout, hooks, wrapped children."""
         parts = parts_of(self)
         if parts.fp8 is not None:
             parts.fp8.check(self.vit_fast_backend)
@@ -310,7 +312,6 @@ class FusedNormMlp(FusedModule):
         return self.ready() is None
 
     def is_idle(self) -> bool:
-        """True on sdpa, without FP8 (which is emulated) and packed weights: its modules do as well."""
         if self.vit_fast_backend != "sdpa" or PLACE in self._modules:
             return False
         if torch.compiler.is_compiling():  # a compiled block does not run packed
@@ -319,7 +320,7 @@ class FusedNormMlp(FusedModule):
         return parts is None or (parts.frozen is None and parts.fp8 is None)
 
     def drop_frozen(self) -> None:
-        """Gives up the folded or packed weights, because its weights are about to change or move."""
+        """Drops folded or packed weights, before the parameters change or move."""
         parts = self.__dict__.get("vit_fast_parts")
         if parts is not None:
             parts.frozen = parts.reader = None
@@ -347,12 +348,12 @@ class FusedNormMlp(FusedModule):
         return parts if is_packable(parts, backend) and attention.module.vit_fast_backend == backend else None
 
     def whole(self) -> BlockParts | None:
-        """Its parts where it is a block that is nothing but kernels now."""
+        """Returns its parts if one operator runs it now; else None."""
         parts = parts_of(self)
         return parts if runs_whole(parts, self.vit_fast_backend) else None
 
     def norm_mlp(self, parts: BlockParts, x: Tensor) -> Tensor:
-        """x + drop_path(layer_scale * MLP(LN(x))) for x [..., C], by the parts of ready()."""
+        """Computes x + drop_path(layer_scale * MLP(LN(x))) for x [..., C], with the parts of ready()."""
         mlp: Any = parts.mlp
         return run_mlp(mlp, x, self.vit_fast_backend)
 
@@ -365,14 +366,14 @@ class FusedNormMlp(FusedModule):
         rope: Rope | None = None,
         keys: Keys | None = None,
     ) -> Tensor:
-        """The module as a block, [B, N, C] -> [B, N, C].
+        """Runs the module as a block, [B, N, C] -> [B, N, C].
 
         Args:
-            parts: Of ready().
-            attend: x -> x + attention by the modules, for where they have to run.
-            ordinary: Whether the call asks for nothing but what rope and keys say.
-            rope: Its rotary positions, where it is ordinary and has some.
-            keys: Likewise, which keys queries meet.
+            parts: From ready().
+            attend: x -> x + attention by the modules.
+            ordinary: False if the attention has to run as modules in this call.
+            rope: Rotary positions, if any.
+            keys: The keys that queries attend to; None means all.
         """
         if ordinary and self.vit_fast_backend == "sdpa":
             output = run_packed_block(parts, x, rope, keys)
@@ -384,7 +385,7 @@ class FusedNormMlp(FusedModule):
 
 
 class FusedBlocks(FusedModule):
-    """A Sequential of nothing but fused blocks, which hands the LayerNorm statistics from each to the next."""
+    """A Sequential of fused blocks, which passes LayerNorm statistics from each to the next."""
 
     kind = "blocks"
 

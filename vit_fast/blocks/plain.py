@@ -1,12 +1,12 @@
-"""May a module be read past, its parameters taken and its forward left uncalled? The one judge.
+"""Decides whether a module may be bypassed: its parameters used and its forward not called.
 
-Not where somebody looks in or computes otherwise: hooks, a forward set on the instance, weights of a tensor class of
-their own (torchao quantises so, DTensor shards so), another class. A module is judged when it is read; `Watch` then
-says, in every forward, whether everything is still what was judged.
+Hooks, a forward set on the instance or the class, and parameters of a tensor subclass (torchao, DTensor) forbid it. A
+module is inspected when its block is read; `Watch` then checks in every forward that nothing changed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ _FORWARDS: dict[type, Any] = {}  # of each class that was inspected, the forward
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """True for hooks of users; not for those that transformers leaves on layers and attention."""
+    """True if a module has hooks, other than those by which transformers records outputs."""
     if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return True
     hooks = module._forward_hooks
@@ -41,9 +41,9 @@ def _records_nothing_else(hook: Any) -> bool:
 
 
 def forward_is_replaced(module: nn.Module) -> bool:
-    """True if the instance has a forward other than its class's own.
+    """True if the instance has another forward than its class.
 
-    Its own stands there, too, after transformers 4 has made a module or accelerate has taken its hooks away.
+    transformers 4, and accelerate after removing its hooks, set the class's own forward on the instance.
     """
     if "forward" not in module.__dict__:
         return False
@@ -53,7 +53,7 @@ def forward_is_replaced(module: nn.Module) -> bool:
 
 
 def class_is_patched(cls: type) -> bool:
-    """True if a class, or the class that it is the fused form of, has a forward that its library did not define."""
+    """True if somebody replaced the forward of a class, or of the class that it is the fused form of."""
     known: Any
     for known in (cls, getattr(cls, "original", None)):
         if not isinstance(known, type):
@@ -64,7 +64,7 @@ def class_is_patched(cls: type) -> bool:
 
 
 def _forward_is_foreign(cls: Any) -> bool:
-    """A library's forward is named after its class when it is first seen, and stays the same from then on."""
+    """True unless forward is named after its class when first seen, and the same from then on."""
     forward = cls.forward
     if cls not in _FORWARDS:
         owner = next(base for base in cls.__mro__ if "forward" in vars(base))
@@ -96,17 +96,26 @@ def is_touched(module: nn.Module) -> bool:
     return False
 
 
-def touch_reasons(name: str, module: nn.Module) -> list[str]:
-    """`is_touched`, in words."""
+def touch_reasons(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
+    """Returns why modules, each with its name, have to be called; see `is_touched`."""
     reasons = []
-    if is_hooked(module):
-        reasons.append(f"{name} carries hooks, which would no longer run")
+    for name, module in modules:
+        if is_hooked(module):
+            reasons.append(f"{name} carries hooks, which would no longer run")
+        reasons += forward_reasons(module, name)
+        for own, parameter in module._parameters.items():
+            reasons += tensor_reasons(f"{name}.{own}", parameter)
+    return reasons
+
+
+def forward_reasons(module: nn.Module, name: str = "") -> list[str]:
+    """Returns where the forward of a module was replaced."""
+    reasons = []
     if forward_is_replaced(module):
-        reasons.append(f"{name}.forward was replaced on the instance")
+        reasons.append(f"{f'{name}.' if name else 'its '}forward was replaced on the instance")
     if class_is_patched(type(module)):
-        reasons.append(f"{type(module).__qualname__}.forward was replaced on the class of {name}")
-    for own, parameter in module._parameters.items():
-        reasons += tensor_reasons(f"{name}.{own}", parameter)
+        of = f" of {name}" if name else ""
+        reasons.append(f"{type(module).__qualname__}.forward was replaced on the class{of}")
     return reasons
 
 
@@ -117,14 +126,14 @@ def tensor_reasons(name: str, tensor: Tensor | None) -> list[str]:
 
 
 class Watch:
-    """Everything that a reading depends on; checks that nothing of it changed.
+    """Checks that a block is as it was when it was read.
 
     Args:
-        owner: The module that was read.
-        edges: (parent, name, child) of every module that is read past, and of those that forbid it.
-        values: (owner, attribute, value) of everything else that the reading depends on.
+        owner: The block.
+        edges: (parent, name, child) of every bypassed module, and of those that cannot be.
+        values: (owner, attribute, value) of all other attributes that were read.
     Attributes:
-        modules: The children among the edges.
+        modules: The children of the edges.
     """
 
     def __init__(
@@ -151,10 +160,9 @@ class Watch:
         )
 
     def holds(self, owner: nn.Module) -> bool:
-        """True if `owner` is the module that was read, and nothing below it has changed; takes a few microseconds.
+        """True if `owner` is the block that was read, and no class, child, hook, forward or attribute changed.
 
-        The modules are still the same objects of the same classes; hooks, forwards set on an instance or a class and
-        weights of a class of their own are where they were and nowhere else.
+        Takes a few microseconds.
         """
         if owner is not self.owner:  # a shallow copy, or a replica of nn.DataParallel
             return False
@@ -191,9 +199,9 @@ class Watch:
         return True
 
     def guard(self) -> None:
-        """Looks at the same in a way that torch.compile can follow, and so guards.
+        """Reads the same attributes in a way that torch.compile can trace, and so guards.
 
-        It guards classes by itself, and hooks where it is told to (`torch._dynamo.config.skip_nnmodule_hook_guards`).
+        It guards classes by itself, and hooks with `torch._dynamo.config.skip_nnmodule_hook_guards = False`.
         """
         for parent, _, name, child, *_ in self._plain:
             if parent._modules.get(name) is not child or is_touched(child):

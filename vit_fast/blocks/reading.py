@@ -93,8 +93,7 @@ class Looker:
         """True if everything inspected may be bypassed, with all modules below it; call it last."""
         if not self.reasons:
             self.claim({path.partition(".")[0] for path in self.edges})
-        for path, (_, _, child) in self.edges.items():
-            self.reasons += touch_reasons(path, child)
+        self.reasons += touch_reasons([(path, child) for path, (_, _, child) in self.edges.items()])
         return not self.reasons
 
     def claim(self, children: Collection[str]) -> None:

@@ -1,9 +1,8 @@
 """LayerNorm statistics and e4m3 tokens, passed on from block to block where a library's own loop calls them.
 
-A block remembers, a thread at a time, the tensor that it returned and what it knows of its rows; the next block takes
-that where it is handed that very tensor: the same object, over the same memory, that nothing wrote to since (torch
-counts), on the same stream. In whatever torch does not count or keeps for later, nothing is remembered: a transform, a
-CUDA graph that is being captured, and a checkpointed forward, which has to do the same when it is repeated.
+Per thread, a block stores facts about the tensor that it returned. The next block uses them if its input is that
+tensor: the same object and memory, the same version counter, the same stream. Nothing is stored where changes have no
+version counter or a call is repeated: in transforms, CUDA-graph capture and checkpointed forwards.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ class RowFacts(NamedTuple):
     """Facts about the tokens of a tensor.
 
     Attributes:
-        statistics: As the operators have them; None where nobody has them.
-        x8: The same rows in e4m3; None where there are none.
-        reader: The kept weights (`ops/fp8.py`) for which they were made.
-        maker: The parts of the block that returned the tensor, where that runs in e4m3.
+        statistics: LayerNorm statistics as the operators return them, or None.
+        x8: The tokens in e4m3, or None.
+        reader: The cached weights (`ops/fp8.py`) that x8 was scaled for.
+        maker: The parts of the block that returned the tensor, if that runs in e4m3.
     """
 
     statistics: Tensor | None = None
@@ -38,10 +37,10 @@ NOTHING = RowFacts()
 
 
 class _Entry(NamedTuple):
-    """The output of a block, by what tells it from every other tensor, and what is known of its rows."""
+    """The output of a block, identified by its state, and facts about it."""
 
     key: tuple[int, ...]
-    alive: weakref.ref[Tensor]  # drops the entry when the tensor goes, whose id another may then have
+    alive: weakref.ref[Tensor]  # drops the entry when the tensor is freed: another may then have its id
     rows: RowFacts
 
 
@@ -53,12 +52,7 @@ _last = _Last()
 
 
 def remember(y: Tensor, rows: RowFacts) -> None:
-    """Keeps what is known of the rows of y, as long as y lives and no other block has returned something.
-
-    Args:
-        y: What a block returns.
-        rows: As its last operator gave them.
-    """
+    """Stores facts about the output y of a block until y is freed or another block returns."""
     last = _last
     last.entry = None
     key = None if rows is NOTHING else _key(y)

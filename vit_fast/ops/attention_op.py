@@ -1,7 +1,7 @@
-"""Attention by the kernels as torch operators: `vit_fast::attention` and `vit_fast::attention_backward`.
+"""The operators `vit_fast::attention` and `vit_fast::attention_backward`.
 
-One operator for q, k, v apart or packed, for a batch, sequences of any lengths and masked keys. Only torch is needed to
-register and trace it; Triton and the kernels are imported when it first runs.
+One operator for separate or packed q, k and v, for batches, packed sequences and masked keys. Triton is imported when it
+first runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SMALLEST_TILE = 32
 
 
 def unsupported_reasons(q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[str]:
-    """Every reason why the kernel cannot compute attention of q, k, v [B, H, N, D]; empty when it can."""
+    """Returns all reasons why the kernel cannot compute attention of q, k, v [B, H, N, D]."""
     reasons = kernel_reasons(q.device, q.dtype)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
@@ -58,23 +58,23 @@ def unsupported_reasons(q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[s
 
 
 def heads_first(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v [B, H, N, D] as views of [B, N, 3, H, D]."""
+    """Returns q, k, v [B, H, N, D] as views of [B, N, 3, H, D]."""
     q, k, v = packed.transpose(1, 3).unbind(2)
     return q, k, v
 
 
 def as_batch(packed: Tensor) -> Tensor:
-    """[total, H, D] as the view [1, H, total, D]."""
+    """Returns [total, H, D] as the view [1, H, total, D]."""
     return packed.transpose(0, 1).unsqueeze(0)
 
 
 def last_stride_one(tensor: Tensor) -> Tensor:
-    """Autograd hands over gradients of any layout, such as the expanded scalar of `sum`; the kernel needs rows."""
+    """Copies gradients of other layouts, e.g. the expanded scalar of `sum`."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _views(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v [B, H, N, D] as views of what `attention_forward` takes."""
+    """Returns q, k, v [B, H, N, D] as views of the argument of `attention_forward`."""
     first = qkv[0]
     if len(qkv) == 1:
         return heads_first(first if first.dim() == 5 else first[None])
@@ -83,10 +83,7 @@ def _views(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _new_output(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """The output, its view [B, H, N_q, D], and the log-sum-exp.
-
-    In memory it is [B, N_q, H, D], so that joining the heads copies nothing.
-    """
+    """Allocates the output as [B, N_q, H, D], so that no copy joins the heads; its view [B, H, N_q, D]; and lse."""
     q = _views(qkv)[0]
     batch, heads, tokens, head_dim = q.shape
     memory = q.new_empty((batch, tokens, heads, head_dim))
@@ -99,15 +96,13 @@ def _new_output(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 def attention_forward(
     qkv: Sequence[Tensor], cu_seqlens: Tensor | None, key_mask: Tensor | None, longest: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """softmax(scale q k^T) v, and its log-sum-exp [B, H, N_q], fp32, base 2.
+    """Computes softmax(scale q k^T) v in the layout of q, and its log-sum-exp [B, H, N_q], fp32, base 2.
 
     Args:
-        qkv: q, k and v [B, H, N, D], or one tensor of them [B, N, 3, H, D]; of packed sequences 3 x [total, H, D],
-            [total, 3, H, D] or, with B = 1, [B, N, 3, H, D].
+        qkv: q, k and v [B, H, N, D], or one tensor [B, N, 3, H, D]; for packed sequences 3 x [total, H, D],
+            [total, 3, H, D] or [1, total, 3, H, D].
         cu_seqlens: Bounds of packed sequences; `longest` is their max_seqlen.
         key_mask: bool [B, N_kv], of padded images.
-    Returns:
-        The output in the layout of q, of one tensor without its 3.
     """
     q, k, v = _views(qkv)
     out, view, lse = _new_output(qkv)
@@ -137,7 +132,7 @@ def attention_gradient(
     grad_output: Tensor, qkv: Sequence[Tensor], out: Tensor, lse: Tensor, cu_seqlens: Tensor | None,
     key_mask: Tensor | None, longest: int, scale: float,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of `qkv` in `attention_forward`, contiguous; of one tensor the three are written in place in one."""
+    """Returns the gradients of `qkv` in `attention_forward`, contiguous."""
     gradients = [tensor.new_empty(tensor.shape) for tensor in qkv]
     q, k, v = _views(qkv)
     if cu_seqlens is not None and not q.shape[2]:
@@ -151,7 +146,6 @@ def attention_gradient(
 
 
 def _output_view(out: Tensor, qkv: Sequence[Tensor]) -> Tensor:
-    """An output, or its gradient, as [B, H, N_q, D]."""
     if out.dim() == 3:
         return as_batch(out)
     return out if len(qkv) == 3 else out.transpose(1, 2)
@@ -162,7 +156,7 @@ def _fake_gradient(grad_output: Tensor, qkv: Sequence[Tensor], *args: Any) -> li
 
 
 def attention_flop(batch: int, heads: int, n_q: int, n_kv: int, head_dim: int) -> int:
-    """FLOP of a forward, 2 a multiply-add: two products. A backward has five, 2.5 times as many."""
+    """Returns the FLOP of a forward, 2 per multiply-add: two products. A backward has five."""
     return 4 * batch * heads * n_q * n_kv * head_dim
 
 

@@ -25,23 +25,21 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def constant_to_compiler(function: Function) -> Function:
-    """Decorator: torch.compile calls the function while it traces, and takes the answer as a constant.
+    """Decorator: torch.compile calls the function while it traces, and the result is a constant of the graph.
 
-    Sets what torch.compiler.assume_constant_result sets; calling that would import the compiler, and triton with it.
+    Like torch.compiler.assume_constant_result, which imports the compiler and Triton.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # an attribute of a function
     return function
 
 
 def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype | None = None) -> Backend:
-    """The backend that a name stands for on a device.
+    """Resolves "auto" on a device: triton unless `auto_reasons` has reasons against it, else sdpa.
 
     Args:
-        backend: "eager", "sdpa", "triton", or "auto": triton where `auto_reasons` has nothing against it, else sdpa.
-        device: Where the tensors are.
-        dtype: What they are; None where only the device is to decide.
+        dtype: The dtype of the tensors; None decides by the device alone.
     Raises:
-        ValueError: The name is unknown.
+        ValueError: the name is unknown.
     """
     check_choice("backend", backend, BACKENDS)
     if backend == "auto":
@@ -50,9 +48,9 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype | Non
 
 
 def auto_reasons(device: torch.device, dtype: torch.dtype | None = None) -> tuple[str, ...]:
-    """Every reason why "auto" is not triton on this device, for tensors of this dtype; empty when it is.
+    """Returns all reasons why "auto" is not triton for tensors of this device and dtype.
 
-    fp32 products are torch's unless TF32 is allowed or autocast is on.
+    fp32 matmuls use torch unless TF32 is allowed or autocast is enabled.
     """
     if device.type != "cuda":  # also under Triton's interpreter, and without importing triton
         place = "the CPU" if device.type == "cpu" else device.type
@@ -71,11 +69,10 @@ def auto_reasons(device: torch.device, dtype: torch.dtype | None = None) -> tupl
 
 @constant_to_compiler
 def triton_unavailable_reasons(device: torch.device) -> tuple[str, ...]:
-    """Every reason why Triton kernels cannot run on this device; empty when they can.
+    """Returns all reasons why Triton kernels cannot run on this device.
 
-    On a CUDA device one small kernel has run by then, see `probe.py`. A CPU is accepted only under Triton's interpreter
-    (TRITON_INTERPRET=1 when the process started), and with the stand-in driver, which computes nothing. torch.compile
-    takes the answer as a constant: it could not look into it, and it does not change.
+    On a CUDA device, runs one small kernel first (`probe.py`). A CPU is supported only under Triton's interpreter
+    (TRITON_INTERPRET=1 when the process started) and by the stand-in driver, which computes nothing.
     """
     if device == torch.device("cuda") and torch.cuda.is_available():  # without an index: the current one
         device = torch.device("cuda", torch.cuda.current_device())
@@ -84,10 +81,7 @@ def triton_unavailable_reasons(device: torch.device) -> tuple[str, ...]:
 
 
 def fp8_reasons(device: torch.device) -> list[str]:
-    """Every reason why blocks in FP8 cannot run on a device; empty when they can.
-
-    As for every kernel a CPU is accepted under Triton's interpreter alone.
-    """
+    """Returns all reasons why blocks in FP8 cannot run on a device."""
     return list(triton_unavailable_reasons(device) or _capability_reasons(device))
 
 
@@ -103,7 +97,7 @@ def _capability_reasons(device: torch.device) -> tuple[str, ...]:
 
 
 def kernel_reasons(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Returns every reason why kernels with products of this dtype cannot run on a device."""
+    """Returns all reasons why kernels with matmuls of this dtype cannot run on a device."""
     reasons = list(triton_unavailable_reasons(device))
     if reasons or dtype != torch.float32 or _computes_exactly() or _tf32_is_allowed():
         return reasons
@@ -178,7 +172,7 @@ def interpreter_is_active() -> bool:
 
 
 def nothing_to_compile_reasons(device: torch.device) -> tuple[str, ...]:
-    """Why no kernel is compiled for this device: Triton does not run there, or interprets; empty where some may be."""
+    """Returns the reasons why no kernel is compiled for this device."""
     reasons = triton_unavailable_reasons(device)
     if not reasons and interpreter_is_active():
         reasons = ("Triton's interpreter runs the kernels (TRITON_INTERPRET is set)",)
@@ -186,14 +180,13 @@ def nothing_to_compile_reasons(device: torch.device) -> tuple[str, ...]:
 
 
 def compile_launches(call: Callable[[], object], progress: Callable[[int, int], None] | None) -> tuple[int, int]:
-    """Make a call whose kernels are not launched but for those compiled already, then compile the others.
+    """Runs a call that launches only kernels that are compiled already, then compiles the others.
 
     Args:
-        call: Works with tensors that nothing has written to, and leaves nothing behind. Whether Triton runs there is
-            known already: `nothing_to_compile_reasons` was asked.
-        progress: Called with how many kernels are done, and of how many.
+        call: Works on uninitialised tensors, and has no side effects. `nothing_to_compile_reasons` returned none.
+        progress: Called with the number of compiled kernels and their total.
     Returns:
-        How many kernels this process had not loaded, and how many of these were not in Triton's cache on disk either.
+        The number of kernels that this process had not loaded, and of those that were not in Triton's cache on disk.
     Raises:
         RuntimeError: a kernel does not compile.
     """

@@ -3,7 +3,7 @@
     x = x + scale1 * proj(attention(qkv(norm1(x))))
     x = x + scale2 * fc2(activation(fc1(norm2(x))))
 
-For what has nothing but these between the kernels: no dropout, and drop path behind a half alone.
+Dropout is not supported; drop path only behind a single half.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ _NO_QK, _NO_SETTINGS = QkTensors(), QkSettings()
 def fold(
     tensors: BlockTensors, dtype: torch.dtype, norm: str = "layer_norm", paired_head: int = 0, inner_norm: str = "none"
 ) -> BlockTensors:
-    """Folds the norms of a block into qkv, fc1 and, with a norm inside the MLP, fc2, for matmuls of a dtype.
+    """Folds the norms of a block into qkv, fc1 and, with a norm inside the MLP, fc2.
 
-    The folded weights follow no change of the parameters, and give no gradients.
+    The folded weights do not follow changes of the parameters, and have no gradients.
 
     Args:
-        paired_head: Channels D of a head of q and k where channels j and j + D/2 are made neighbours, which q k^T does
-            not notice: the block then takes its positions as `neighbours` gives them. 0 leaves channels where they are.
+        dtype: The dtype of the matmuls.
+        paired_head: head_dim D to store channels j and j + D/2 of q and k next to each other, which does not change
+            q k^T; the block then needs positions from `neighbours`. 0 keeps the order.
     """
     from ..kernels.linear.folding import NormedLinear, fold_linears
 
@@ -78,28 +79,24 @@ def fused_block(
     residual: bool = True,
     next_statistics: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """A block or one of its halves, with LayerNorm statistics passed in and out.
+    """Runs a block or one of its halves; passes LayerNorm statistics in and out.
 
     Args:
-        x: [B, N, C]; without the first half [..., C]; fp32, fp16 or bf16.
-        statistics: Of the rows of x, as the block before returned them; None computes them. Those of fp32 x are not
-            used.
-        tensors: The parameters, in x's dtype, autocast's, or fp32; or what `fold` made of them. A half whose weights
-            are None is left out.
-        heads: H.
+        x: [B, N, C], or [..., C] without the first half; fp32, fp16 or bf16.
+        statistics: LayerNorm statistics of x from the previous block; None computes them.
+        tensors: The parameters, in x's dtype, autocast's, or fp32; or the result of `fold`. A half without weights is
+            skipped.
         attention_scale: Multiplier of q k^T; None means D**-0.5.
-        eps: Of the two norms, in units of x squared.
-        norm: "layer_norm" or "rms_norm".
+        eps: Epsilons of the two norms, in units of x squared.
         activation: One of `reference.ACTIVATIONS`; with a gate, the gate's.
-        qk_norm: Of q and k, before they are rotated.
-        rope: Rotary positions of q and k.
-        keys: Which keys queries meet; of packed sequences B is 1. None means all of an image.
-        inner_norm: Kind and epsilon of a norm of the hidden layer before fc2.
-        residual: True if x is added to the branch of a half; of a whole block it is.
-        next_statistics: True if a norm follows that reuses the statistics of the output's rows.
+        qk_norm: Norms of q and k, before rotation.
+        keys: The keys that queries attend to; B is 1 for packed sequences. None means all of an image.
+        inner_norm: Kind and epsilon of a norm before fc2.
+        residual: Adds x to the branch of a half; True for a whole block.
+        next_statistics: True if a norm follows that reuses the statistics of the output.
     Returns:
-        x's shape and dtype; a dtype of autocast replaces fp16 and bf16, and fp32 too of a branch without x. And the
-        statistics of its rows, None where they were not wanted and of fp32 rows, which the next norm normalises itself.
+        The output in x's shape and dtype; autocast's dtype replaces fp16 and bf16, and fp32 of a branch without x. And
+        its LayerNorm statistics; None if not requested, and for fp32, which the next norm computes itself.
     Raises:
         UnsupportedInputError: the kernels cannot run this input; lists all reasons.
     """
@@ -144,10 +141,10 @@ def fused_block(
 def checked_qk(
     x: Tensor, packed_width: int, heads: int, qk_norm: QkNorm | None, rope: Rope | None, together: bool
 ) -> tuple[QkTensors, QkSettings, int]:
-    """qk-norm and rotation as operators take them, where they fit x [B, N, C] and qkv layers of 3 H D rows.
+    """Checks qk-norm and rotation against x [B, N, C] and a qkv layer of 3 H D outputs; returns operator arguments.
 
     Args:
-        together: True if the layer's pairs may have been made neighbours beforehand.
+        together: True if the layer was folded, so that positions from `neighbours` are possible.
     """
     head_dim = packed_width // (3 * heads)
     if qk_norm is not None:
@@ -159,7 +156,7 @@ def checked_qk(
 
 
 def _checked_longest(x: Tensor, keys: Keys) -> int:
-    """The longest packed sequence, or 0, where the keys fit x [B, N, C]."""
+    """Checks keys against x [B, N, C]; returns the longest packed sequence, or 0."""
     if keys.mask is not None:
         check_key_mask(keys.mask, x.shape[0], x.shape[1], x.device)
         return 0

@@ -3,14 +3,13 @@
     x = x + scale1 * proj(attention(qkv(norm1(x))))
     x = x + scale2 * fc2(activation(fc1(norm2(x))))
 
-One call of torch's dispatcher for the whole block; where several layers would launch the same, one launch does it for
-all: folding, the products of the weight gradients, the gradients of the parameters. With `keep` it also returns what
-`vit_fast::block_backward` (`block_backward.py`) needs. With `qkv_sum` and `fc1_sum` the norms are folded already, as by
-`fold` in `block.py`.
+One call of torch's dispatcher for the whole block. One launch folds all layers, one computes all products of the weight
+gradients, one all gradients of the parameters. With `keep`, it also returns the tensors for `vit_fast::block_backward`
+(`block_backward.py`). With `qkv_sum` and `fc1_sum`, the norms are folded already (`fold` in `block.py`).
 
-LayerNorm statistics go from block to block in pieces of columns, fp32 [M, 2, row_parts(C)]; the reader combines them
-with its own epsilon (`kernels/row_parts.py`). For the backward rows of fp32 are kept normalised, in the dtype of the
-matmuls, with rstd as fp32 [1, M]; those of half precision as they are, with (mean, rstd) as fp32 [2, M].
+LayerNorm statistics pass from block to block per piece of columns, fp32 [M, 2, row_parts(C)]; the next layer combines
+them with its own epsilon (`kernels/row_parts.py`). For the backward, fp32 tokens are saved normalised, in the dtype of
+the matmuls, with rstd as fp32 [1, M]; half-precision tokens unchanged, with (mean, rstd) as fp32 [2, M].
 """
 
 from __future__ import annotations
@@ -44,14 +43,13 @@ if TYPE_CHECKING:
 
 
 def block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tensor], *settings: Any) -> list[Tensor]:
-    """A block of x [B, N, C], or its second half of x [..., C].
+    """Computes a block of x [B, N, C], or its second half of x [..., C].
 
     Args:
-        statistics: Of the rows of x, where the block before left some.
-        tensors: Of `BlockTensors` and `QkTensors` those that `settings` says are there.
-        settings: `BlockSettings.flat`.
+        tensors: The tensors of `BlockTensors` and `QkTensors` that are present.
+        settings: See `BlockSettings.read`.
     Returns:
-        The output, with `next_statistics` those of its rows, and with `keep` the tensors that `_kept_names` names.
+        The output; with `next_statistics`, its LayerNorm statistics; with `keep`, the tensors of `_made_names`.
     """
     from ..kernels.linear.linear import linear_residual
 
@@ -95,7 +93,6 @@ def _qkv(
 
 
 def _attend(packed: Tensor, step: QkvStep, qk: QkTensors, kept: dict[str, Tensor], s: BlockSettings) -> Tensor:
-    """The attention's output [M, H D]."""
     step.check(packed)
     ready, before = step.forward(packed, s.keep)
     mixed, lse = attention_forward([ready], qk.cu_seqlens, qk.key_mask, s.longest, s.scale)
@@ -107,14 +104,13 @@ def _mlp(
     rows: Tensor, statistics: Tensor | None, folded: dict[str, FoldedLinear], fc2: Tensor | None, t: BlockTensors,
     kept: dict[str, Tensor], s: BlockSettings,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The second half of [M, C], and the statistics of its rows."""
     from ..kernels import layer_norm
     from ..kernels.linear import hidden_norm, linear
 
     fc1, inner = folded["fc1"], folded.get("fc2")
     gated = fc1.shift.shape[0] != t.fc2_weight.shape[1]
     given = layer_norm.input_rows(rows, s.eps2, statistics, s.dtype, fc1.weight_sum is None)
-    part = None  # the statistics of the hidden layer's rows, where a norm of half-precision ones comes next
+    part = None  # LayerNorm statistics of the hidden layer, if a norm of half-precision tokens follows
     if inner is not None and s.dtype != torch.float32:
         part = layer_norm.new_statistics(rows.shape[0], t.fc2_weight.shape[1], rows.device)
     if s.keep:
@@ -135,7 +131,7 @@ def _mlp(
 
 
 def _branch_dtype(dtype: torch.dtype, layer_scale: Tensor | None) -> torch.dtype:
-    """The dtype of a branch of attention: fp32 where LayerScale is, as 1e-6 would round away in fp16."""
+    """Returns the dtype of a branch without residual: fp32 if LayerScale is, because fp16 cannot represent 1e-6."""
     return dtype if layer_scale is None else torch.promote_types(dtype, layer_scale.dtype)
 
 
@@ -151,14 +147,14 @@ _MLP_NAMES = {
 
 
 def named(t: Any) -> tuple[str, dict[str, Tensor | None]]:
-    """The operator and its parameters as errors name them."""
+    """Returns the names of the operator and of its parameters in errors."""
     if t.qkv_weight is not None:
         return "a block", t._asdict()
     return "layer_norm_mlp", {_MLP_NAMES.get(name, name): tensor for name, tensor in t._asdict().items()}
 
 
 def _folded(x: Tensor, t: Any, paired_head: int, s: BlockSettings) -> dict[str, FoldedLinear]:
-    """qkv and fc1 with the norms before them, and fc2 where there is one inside: folded already, or now."""
+    """Returns the folded qkv and fc1, and fc2 with a norm inside; folds them unless they are."""
     from ..kernels.linear.folding import FoldedLinear, NormedLinear, fold_linears
 
     require_supported(*named(t), x, s.dtype)
@@ -188,7 +184,7 @@ def _folded(x: Tensor, t: Any, paired_head: int, s: BlockSettings) -> dict[str, 
 
 
 def _plain_weights(t: Any, s: BlockSettings) -> dict[str, Tensor]:
-    """proj and fc2 in the dtype of the matmuls, by one launch; without fc2 where that is folded with its norm."""
+    """Casts proj, and fc2 unless it is folded with its norm, to the dtype of the matmuls, by one launch."""
     from ..kernels.linear.scaled_weights import in_dtype
 
     weights = {} if t.proj_weight is None else {"proj": t.proj_weight}
@@ -198,7 +194,7 @@ def _plain_weights(t: Any, s: BlockSettings) -> dict[str, Tensor]:
 
 
 def _made_names(x: Tensor, s: BlockSettings) -> list[str]:
-    """The fields of `Kept` that are results: not x itself, which an operator may not return."""
+    """Returns the fields of `Kept` that are outputs: not x, which an operator may not return."""
     names = kept_names(s) if s.keep else []
     return names[1:] if names and x.dtype != torch.float32 else names
 

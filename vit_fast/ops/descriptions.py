@@ -1,4 +1,4 @@
-"""Norms, rotary positions, keys and blocks as data: arguments of the operators that are more than one tensor."""
+"""Arguments of the operators that are more than one tensor: norms, rotary positions, keys, blocks."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class QkNorm(NamedTuple):
     """The norms of q and k.
 
     Attributes:
-        q, k: Of one kind and epsilon; weight and bias are [D], over the width [H D].
-        over: "head": each head by itself; "width": all heads of a token together.
+        q, k: Norms of equal kind and epsilon; weight and bias are [D], or [H D] over "width".
+        over: "head" normalises each head, "width" all heads of a token together.
     """
 
     q: Norm
@@ -45,14 +45,13 @@ class QkNorm(NamedTuple):
 
 
 class Rope(NamedTuple):
-    """Rotary positions: channels of q and k turned in pairs, (a, b) -> (a cos - b sin, b cos + a sin).
+    """Rotary positions: pairs of channels of q and k are rotated, (a, b) -> (a cos - b sin, b cos + a sin).
 
     Attributes:
-        cos, sin: Of any floating dtype: [T, d], shared by images and heads; [B, T, d], by heads; or [B, H, T, d] with
-            B or H of 1 where shared; T = N - prefix. d is D/2, a number a pair (of the kernels' liking), or D, where
-            each pair's number stands twice, in places that follow from the layout; the first of them is read.
-        prefix: The first tokens of each sequence (class, registers), which stay as they are.
-        layout: "half": channels j and j + D/2 are a pair; "interleaved": 2j and 2j + 1.
+        cos, sin: [T, d], [B, T, d] or [B, H, T, d] in any floating dtype, T = N - prefix; B and H may be 1. d is D/2
+            (one number per pair; faster), or D with each number twice, in the places of the layout.
+        prefix: Number of leading tokens that are not rotated (class token, registers).
+        layout: "half" pairs channels j and j + D/2, "interleaved" pairs 2j and 2j + 1.
     """
 
     cos: Tensor
@@ -62,11 +61,11 @@ class Rope(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Keys that a query attends to, if not all of its image: those of its sequence, or those that are not padding.
+    """The keys that a query attends to: those of its packed sequence, or those that are not padding.
 
     Attributes:
-        cu_seqlens: Of packed sequences, as `attention_varlen` takes it; so is max_seqlen.
-        mask: Of padded images, as `attention` takes its key_mask; None where packed.
+        cu_seqlens, max_seqlen: See `attention_varlen`; None for padded images.
+        mask: The key_mask of `attention`; None for packed sequences.
     """
 
     cu_seqlens: Tensor | None = None
@@ -75,38 +74,37 @@ class Keys(NamedTuple):
 
 
 class BlockTensors(NamedTuple):
-    """The parameters of a block; None for the absent ones.
+    """The parameters of a block; None for absent ones. An absent half has none.
 
     Attributes:
-        norm1_weight, norm1_bias: The first LayerNorm's [C].
-        qkv_weight, qkv_bias: One linear layer of q, k and v, [3 H D, C] and [3 H D].
+        norm1_weight, norm1_bias: [C].
+        qkv_weight, qkv_bias: [3 H D, C] and [3 H D].
         proj_weight, proj_bias: [C, H D] and [C].
         scale1: LayerScale of the attention branch [C].
-        norm2_weight, norm2_bias: The second LayerNorm's [C].
+        norm2_weight, norm2_bias: [C].
         fc1_weight, fc1_bias: [F, C] and [F].
         fc2_weight, fc2_bias: [C, F] and [C].
         scale2: LayerScale of the MLP branch [C].
-        gate_weight, gate_bias: Like fc1's, of a gate.
-        qkv_sum, fc1_sum: Where `fold` has folded the LayerNorms into the weights, what the rounding left in their rows,
-            fp32 [3 H D] and [F], empty behind RMSNorms, where that is nothing. The norms' own parameters are None then.
-        inner_weight, inner_bias: Of a norm of the hidden layer before fc2 [F].
-        fc2_sum: Likewise of fc2 [C], where there is such a norm.
+        gate_weight, gate_bias: [F, C] and [F].
+        qkv_sum, fc1_sum, fc2_sum: Row sums of weights that `fold` made, fp32, which correct their rounding; empty for
+            RMSNorms. The norms' own parameters are None then.
+        inner_weight, inner_bias: A norm before fc2 [F].
     """
 
-    norm1_weight: Tensor | None
-    norm1_bias: Tensor | None
-    qkv_weight: Tensor
-    qkv_bias: Tensor | None
-    proj_weight: Tensor
-    proj_bias: Tensor | None
-    scale1: Tensor | None
-    norm2_weight: Tensor | None
-    norm2_bias: Tensor | None
-    fc1_weight: Tensor
-    fc1_bias: Tensor | None
-    fc2_weight: Tensor
-    fc2_bias: Tensor | None
-    scale2: Tensor | None
+    norm1_weight: Tensor | None = None
+    norm1_bias: Tensor | None = None
+    qkv_weight: Any = None  # a tensor of a half that is there
+    qkv_bias: Tensor | None = None
+    proj_weight: Any = None
+    proj_bias: Tensor | None = None
+    scale1: Tensor | None = None
+    norm2_weight: Tensor | None = None
+    norm2_bias: Tensor | None = None
+    fc1_weight: Any = None
+    fc1_bias: Tensor | None = None
+    fc2_weight: Any = None
+    fc2_bias: Tensor | None = None
+    scale2: Tensor | None = None
     gate_weight: Tensor | None = None
     gate_bias: Tensor | None = None
     qkv_sum: Tensor | None = None
@@ -117,13 +115,13 @@ class BlockTensors(NamedTuple):
 
 
 class BlockScales(NamedTuple):
-    """Divisors of the operands of a block's linear layers before rounding to e4m3, in fp32.
+    """Scales of the operands of a block's linear layers, which are divided by them before rounding to e4m3, in fp32.
 
-    None: that layer is not quantised, and stays in half precision.
+    None keeps a layer in half precision.
 
     Attributes:
-        qkv, fc1: Of the residual stream, by channels [C]. Each channel of the folded weight is multiplied by its own.
-        proj, fc2: Of the attention's output and of the hidden layer, one number [].
+        qkv, fc1: Per channel of the residual stream [C]; the folded weight is multiplied by them.
+        proj, fc2: Of the attention's output and of the hidden layer [].
     """
 
     qkv: Tensor | None = None
@@ -133,9 +131,9 @@ class BlockScales(NamedTuple):
 
 
 def is_padding(mask: Any) -> bool:
-    """True if the strides of a mask [B, 1, 1 or N, N] show that it is equal for all heads and queries: a padding mask.
+    """True if sizes and strides of a mask [B, 1, 1 or N, N] show that it is equal for all heads and queries.
 
-    Its values are not looked at, for which a device would have to be waited for.
+    Its values are not read, which would synchronize with the device.
     """
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 4:
         return False
@@ -143,11 +141,7 @@ def is_padding(mask: Any) -> bool:
 
 
 def is_rms(norm: str) -> bool:
-    """True if a norm is an RMSNorm.
-
-    Raises:
-        ValueError: there is no such norm.
-    """
+    """True for "rms_norm"; raises ValueError for unknown norms."""
     check_choice("norm", norm, NORMS)
     return norm == "rms_norm"
 
@@ -196,7 +190,7 @@ def checked_rope(rope: Rope, shape: Sequence[int], layouts: Sequence[str] = LAYO
     if cos.shape != sin.shape:
         raise ValueError(f"rope.cos and rope.sin must have equal shapes, got {tuple(cos.shape)} and {tuple(sin.shape)}")
     T = N - prefix
-    # of its own rank alone: a comparison with B would fix the batch size while exporting
+    # compared only with the sizes of its rank: a comparison with B would fix the batch size in an exported graph
     fits = (
         (cos.dim() == 2 and cos.shape[0] == T)
         or (cos.dim() == 3 and cos.shape[:-1] == (B, T))
@@ -211,9 +205,9 @@ def checked_rope(rope: Rope, shape: Sequence[int], layouts: Sequence[str] = LAYO
 
 
 def neighbours(rope: Rope, head_dim: int) -> Rope:
-    """Half-split positions for q and k whose pairs have been made neighbours: channel j + D/2 follows channel j.
+    """Returns positions of layout "half" for folded weights in which channel j + D/2 follows channel j.
 
-    They are for folded weights alone. The norms of q and k keep their order.
+    The weights of q's and k's norms keep their order.
     """
     cos, sin = (table[..., : head_dim // 2] for table in rope[:2])
     return Rope(cos, sin, rope.prefix, "neighbours")

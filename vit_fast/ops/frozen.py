@@ -1,10 +1,8 @@
-"""Folded weights that are kept from call to call, and looked after.
+"""Folded weights that are cached, and recomputed when the parameters change.
 
-A kept folding is right for as long as its sources are the tensors that it was made of, with the values that they had.
-So it is made anew, in the same memory, when a source is another tensor, lies elsewhere, or was written to in a way that
-torch counts; and after a step of any of torch's optimizers, whose fused forms are not counted. What torch sees in
-neither way (writes through `.data`, by numpy, by collectives, by another library) is not followed: see
-`vit_fast.freeze`.
+They are recomputed, in the same memory, when a parameter is replaced, moved, or written to so that its version counter
+increments; and after a step of torch's optimizers, whose fused forms do not increment it. Writes through `.data`, by
+numpy, collectives or other libraries are not detected: see `vit_fast.freeze`.
 """
 
 from __future__ import annotations
@@ -29,16 +27,14 @@ class Frozen:
     """The folded linear layers of one block.
 
     Args:
-        sources: Where the parameters are: modules, and names of their attributes.
-        block: Gives all parameters of the block, as they are folded.
-        dtype: Of the matmuls.
-        norm: The kind of the norms.
-        paired_head, inner_norm: As `fold` takes them.
+        sources: The parameters: modules and names of their attributes.
+        block: Returns the current parameters.
+        dtype: The dtype of the matmuls.
+        norm, paired_head, inner_norm: See `fold`.
     Attributes:
-        dtype, paired_head: Those.
-        tensors: W'', c and s of qkv, of fc1, and of fc2 where a norm is inside the MLP; where the weights are of
-            another dtype, those of proj and fc2 behind them; the same tensors for as long as this lives.
-        folding: For its maker, to tell whether a block is still the one that was folded.
+        tensors: Folded weight, bias and sum of qkv, of fc1, and of fc2 with a norm inside the MLP; then the weights of
+            proj and fc2 if the parameters have another dtype. They stay the same tensors.
+        folding: Set by the owner, to check that the block is the one that was folded.
     """
 
     folding: Any = None
@@ -62,11 +58,7 @@ class Frozen:
         CACHED[self.tensors[0].data_ptr() if self.tensors else id(self)] = self
 
     def refresh(self) -> None:
-        """Folds the weights as they are now, into the memory that is there.
-
-        Raises:
-            RuntimeError: they changed in shape or device.
-        """
+        """Recomputes the tensors in the same memory; raises RuntimeError if shape or device changed."""
         # an inference tensor could not be written to outside of inference mode
         with self._lock, torch.inference_mode(False), torch.no_grad():
             made_of = [_look(owner, name) for owner, name in self._sources]
@@ -74,24 +66,19 @@ class Frozen:
             self._made_of = made_of if not self.tensors or _has_run(self.tensors[0]) else []
 
     def make(self) -> None:
-        """Makes `tensors` of the weights as they are now, in the memory that is there.
-
-        Raises:
-            RuntimeError: they changed in shape or device.
-        """
+        """Computes `tensors`, in the same memory if they exist."""
         found = self._made()
         if not self.tensors:
             self.tensors = found
         elif any(new.shape != old.shape or new.device != old.device for new, old in zip(found, self.tensors)):
             raise RuntimeError(
-                "frozen weights have changed their shape or device: call vit_fast.freeze again, and make graph "
-                "runners anew"
+                "frozen weights have changed their shape or device: call vit_fast.freeze again, and build new graph "
+                "runners"
             )
         else:
             torch._foreach_copy_(self.tensors, found)
 
     def _made(self) -> list[Tensor]:
-        """`tensors`, of the weights as they are now."""
         block = self._block()
         t = fold(block, self.dtype, self._norm, self.paired_head, self._inner_norm)
         found: list[Any] = [t.qkv_weight, t.qkv_bias, t.qkv_sum, t.fc1_weight, t.fc1_bias, t.fc1_sum]
@@ -103,21 +90,21 @@ class Frozen:
     def with_others(
         self, proj: tuple[Tensor, Tensor | None, Tensor | None], fc2: tuple[Tensor, Tensor | None, Tensor | None]
     ) -> BlockTensors:
-        """A block of what is kept; weight, bias and LayerScale of proj, and of fc2, as they are now."""
+        """Returns the folded block with the current weight, bias and LayerScale of proj and of fc2."""
         qkv_weight, qkv_bias, qkv_sum, fc1_weight, fc1_bias, fc1_sum, *cast = self.tensors
         fc2_sum = None
         if self._inner_norm != "none":
             weight, bias, fc2_sum, *cast = cast
             fc2 = weight, bias, fc2[2]
         if cast:
-            proj, fc2 = (cast[0], *proj[1:]), (cast[1], *fc2[1:])  # of a norm inside the same again
+            proj, fc2 = (cast[0], *proj[1:]), (cast[1], *fc2[1:])  # with a norm inside, fc2's weight is the folded one
         return BlockTensors(
             None, None, qkv_weight, qkv_bias, *proj, None, None, fc1_weight, fc1_bias, *fc2,
             qkv_sum=qkv_sum, fc1_sum=fc1_sum, fc2_sum=fc2_sum,
         )  # fmt: skip
 
     def ensure_current(self) -> None:
-        """`refresh`, where the weights are seen to have changed since."""
+        """Refreshes the tensors if a change of the weights is detected."""
         for own, place, name, held, version, address, _ in self._made_of:
             now = own[name] if name in own else place.get(name, _GONE)
             if now is held:
@@ -133,19 +120,18 @@ class Frozen:
 
     @property
     def bytes(self) -> int:
-        """Memory of what is kept."""
+        """Memory of the cached tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
     def forget(self, stepped: set[int] | None) -> None:
-        """Is to be refreshed when next used, if it is made of one of these tensors, by id; None stands for all."""
+        """Marks the tensors as outdated if they depend on one of these parameters, by id; None means all."""
         if stepped is None or any(id(held) in stepped for _, _, _, held, *_ in self._made_of):
             self._made_of = []
 
 
-# Of a module its __dict__ and where in it the parameter is, a name, and the tensor of that name as it was: itself, held
-# so that no other takes its place, its version, its address, and its memory. That is held for a parameter that is moved
-# twice (to another dtype and back, for one): it would come to lie where it was, with other values. This is looked at in
-# every forward, past nn.Module's slow look-up.
+# A module's __dict__, the dictionary that contains the parameter, its name, the tensor, its version, address and storage.
+# Tensor and storage are held so that no other gets their id or address, e.g. when a parameter is converted to another
+# dtype and back.
 _Source = tuple[dict[str, Any], dict[str, Any], str, Tensor | None, int, int, torch.UntypedStorage | None]
 _GONE = object()
 
@@ -161,7 +147,7 @@ def _look(owner: nn.Module, name: str) -> _Source:
 
 
 def _has_run(tensor: Tensor) -> bool:
-    """Waits for what writes a tensor, since other streams read it without; False where that is only being captured."""
+    """Waits until a tensor is written, because other streams read it; returns False in a CUDA-graph capture."""
     if not tensor.is_cuda:
         return True
     if torch.cuda.is_current_stream_capturing():
@@ -174,7 +160,7 @@ def _has_run(tensor: Tensor) -> bool:
 def _follow_optimizers() -> None:
     def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        # FSDP steps what it gathers the weights from, into tensors whose versions it keeps from being counted
+        # FSDP steps the shards, and gathers the weights without incrementing their version counters
         stepped = {id(p) for p in parameters} if all(type(p) in PLAIN for p in parameters) else None
         for frozen in list(CACHED.values()):
             frozen.forget(stepped)

@@ -1,12 +1,11 @@
-"""Operators as torch knows them, each from one declaration: schema, implementation, fake, gradient, vmap rule, FLOP.
+"""Registers operators with torch, each from one declaration: schema, implementation, fake, gradient, vmap rule, FLOP.
 
-torch's own `custom_op` gives the same with more of the host's work a call: here the dispatcher finds the
-implementation at once, and autograd's part is one `torch.autograd.Function`. The implementation runs by its launch plan
-(`kernels/plan.py`): on shapes seen before nothing of it is executed but its launches, so what it checks is checked once
-for them.
+`torch.library.custom_op` does the same with more host time per call. Here autograd is one `torch.autograd.Function`,
+and a call reaches the implementation directly unless a mode or a subclass intercepts it. The implementation runs by its
+launch plan (`kernels/plan.py`): for known shapes only its launches are executed, so its checks run once per signature.
 
-An operator may take one list of tensors. Words, flags and dtypes are one string, which `text_of` makes; numbers are
-arguments of their own, as torch.compile may trace them.
+An operator may take one list of tensors. Strings, flags and dtypes are one string, made by `text_of`; numbers are
+separate arguments, because torch.compile may trace them.
 """
 
 from __future__ import annotations
@@ -35,12 +34,11 @@ _UNCOMPILED = "the triton operators under torch.func or forward-mode derivatives
 
 
 class Gradient(NamedTuple):
-    """The derivative of the first output of an operator; the others have none.
+    """The derivative of the first output of an operator; the others are not differentiable.
 
     Attributes:
-        save: Called with the arguments and the outputs; returns the tensors that the backward needs, and anything else.
-        backward: Called with the gradient and with both; returns gradients of the leading arguments, those of a list
-            one after the other.
+        save: Called with the arguments and the outputs; returns tensors for the backward, and other values.
+        backward: Called with the gradient and both; returns gradients of the leading arguments, a list's one by one.
     """
 
     save: Callable[[Sequence[Any], Any], tuple[Sequence[Tensor | None], Any]]
@@ -58,16 +56,16 @@ def operator(
     gradient: Gradient | None = None,
     cached: int | None = None,
 ) -> Callable[..., Any]:
-    """Registers a function of tensors as an operator for every device, and returns what calls it.
+    """Registers a function as an operator for every device, and returns a function that calls it.
 
     Args:
         name: "namespace::name".
-        schema: Arguments and results, as torch writes them.
-        function: Changes no argument; no result of it shares memory with one.
+        schema: Arguments and outputs in torch's notation.
+        function: Changes no argument; no output shares memory with one.
         what: Name in errors.
-        fake: Makes results of the same shapes, strides and dtypes without computing them.
+        fake: Returns outputs of the same shapes, strides and dtypes.
         flop: Counts FLOP from the arguments, with shapes in place of tensors.
-        gradient: None means that a derivative is refused, as of a backward operator.
+        gradient: None raises an error for derivatives, e.g. of backward operators.
         cached: Position, in the arguments with the list taken apart, of the weight by whose address `CACHED` has
             weights. They are brought up to date before every launch, also in a compiled graph.
     """
@@ -130,7 +128,7 @@ def operator(
             if torch._C._any_requires_grad(*flat):
                 return Differentiable.apply(keys, *flat)  # type: ignore[no-untyped-call]  # torch's own
         with torch._C._AutoDispatchBelowAutograd():
-            # torch's dispatcher converts all arguments again: spared where it would only come to `implementation`
+            # the dispatcher would convert all arguments again, to call `implementation`
             if (keys & torch._C._after_ADInplaceOrView_keyset).highestPriorityTypeId() in _DEVICES:
                 return implementation(*args)
             return registered.redispatch(keys & torch._C._after_autograd_keyset, *args)
@@ -153,7 +151,7 @@ def operator(
 
     @constant_to_compiler
     def route() -> str:
-        # torch.compile cannot trace this: it breaks its graph, and with fullgraph=True says why
+        # torch.compile cannot trace this: it breaks the graph, or raises with fullgraph=True
         if "torch._dynamo" in sys.modules and "uncompiled" not in routes:
             routes["uncompiled"] = torch.compiler.disable(Transformed.apply, reason=_UNCOMPILED)
         return "uncompiled" if "uncompiled" in routes else "eager"
@@ -186,7 +184,6 @@ class _Arguments:
 
 
 def _plain(output: Any) -> Any:
-    """A tensor, or a tuple of them: what a torch.autograd.Function may return."""
     return output if isinstance(output, Tensor) else tuple(output)
 
 
@@ -221,7 +218,7 @@ def in_transform() -> bool:
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
-    """True if autograd will come back through an operator on these tensors; a torch.func transform may always."""
+    """True if autograd may call the backward of an operator on these tensors; always in a torch.func transform."""
     if in_transform():
         return True
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
@@ -237,7 +234,7 @@ def is_exporting() -> bool:
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of the products of x: autocast's where autocast is on, as torch does, else that of x."""
+    """Returns the dtype of matmuls of x: autocast's if it is enabled, else that of x."""
     device_type = x.device.type
     if x.dtype == torch.float64 or device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return x.dtype  # of meta torch cannot say whether autocast is on
@@ -246,7 +243,7 @@ def matmul_dtype(x: Tensor) -> torch.dtype:
 
 @constant_to_compiler
 def text_of(*words: Any) -> str:
-    """Strings, flags and dtypes as one argument of an operator."""
+    """Encodes strings, flags and dtypes as one argument of an operator."""
     return _text(words)
 
 
