@@ -1,6 +1,6 @@
 """The operators `vit_fast::attention` and `vit_fast::attention_backward`.
 
-One operator for separate or packed q, k and v, for batches, packed sequences and masked keys. Triton is imported when it
+One operator for separate or packed q, k and v, batches, packed sequences and masked keys. Triton is imported when it
 first runs.
 """
 

@@ -129,7 +129,7 @@ class Frozen:
             self._made_of = []
 
 
-# A module's __dict__, the dictionary that contains the parameter, its name, the tensor, its version, address and storage.
+# A module's __dict__, the dictionary of the parameter, its name, the tensor, its version, address and storage.
 # Tensor and storage are held so that no other gets their id or address, e.g. when a parameter is converted to another
 # dtype and back.
 _Source = tuple[dict[str, Any], dict[str, Any], str, Tensor | None, int, int, torch.UntypedStorage | None]
