@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vit_fast.apps.data import read_image
+from vit_fast.apps.data import as_pixels, read_image
 from vit_fast.measure.runtimes import OnnxFile
 
 from .candidates import Task
@@ -79,8 +79,6 @@ def open_model(
 
 def _of_file(file: OnnxFile, images: Sequence[Path], model: Model, count: int) -> Tensor:
     if file.runner.takes_pixels:
-        from vit_fast.export.photographs import as_pixels
-
         return torch.from_numpy(as_pixels(read_image(images[0]), count, file.runner.in_chans))
     one = torch.from_numpy(file.runner.example(1, np.random.default_rng(0)))
     return image_views(images, model, count).to(one.dtype)

@@ -34,7 +34,7 @@ FusedClass = TypeVar("FusedClass", bound="type[FusedModule]")
 
 @dataclass(frozen=True)
 class Finding:
-    """Findings about a module before it is fused.
+    """Result of inspecting a module before it is fused.
 
     Attributes:
         reasons: Reasons why it cannot be fused.
@@ -81,7 +81,7 @@ class FusedModule(nn.Module):
         super().__init__(*args, **kwargs)
         reasons = self.examine(self).reasons
         if reasons:
-            raise ValueError(f"{type(self).__qualname__} cannot be built so: " + "; ".join(reasons))
+            raise ValueError(f"{type(self).__qualname__} cannot be built: " + "; ".join(reasons))
         self.prepare("auto")
 
     @classmethod
@@ -91,12 +91,12 @@ class FusedModule(nn.Module):
 
     @classmethod
     def head_width(cls, module: Any) -> int | None:
-        """Width of an attention head, in channels; None where there is no attention."""
+        """Width of an attention head in channels; None without attention."""
         return None
 
     @classmethod
     def triton_reasons(cls, module: Any) -> list[str]:
-        """Returns why the kernels cannot run an instance."""
+        """Returns all reasons why the kernels cannot run an instance."""
         return triton_reasons(cls.head_width(module), dtype_of(module))
 
     def prepare(self, request: str) -> None:
@@ -119,7 +119,7 @@ class FusedModule(nn.Module):
         return False
 
     def _apply(self, fn: Any, recurse: bool = True) -> FusedModule:
-        """Runs on .to(), .cuda() and the like: "auto" is resolved again, since it depends on the device."""
+        """Resolves "auto" again after .to(), .cuda() and similar, since it depends on the device."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves _apply untyped
         self.set_fused_backend(self.vit_fast_request)
         return self
@@ -263,12 +263,14 @@ def dtype_of(module: nn.Module) -> torch.dtype | None:
 
 
 def triton_reasons(head_width: int | None, dtype: torch.dtype | None) -> list[str]:
-    """Returns why the kernels cannot run a module of this head width (None: no attention) and weight dtype."""
+    """Returns all reasons why the kernels cannot run heads of this width (None: no attention) and this weight dtype."""
     reasons = []
     if head_width is not None and not MIN_HEAD_DIM <= head_width <= MAX_HEAD_DIM:
-        reasons.append(f"a head is {head_width} wide: the triton kernel takes {MIN_HEAD_DIM} to {MAX_HEAD_DIM}")
+        reasons.append(
+            f"head_dim must be between {MIN_HEAD_DIM} and {MAX_HEAD_DIM} for the triton kernel, got {head_width}"
+        )
     if dtype is not None and dtype not in DTYPES:
-        reasons.append(f"the weights are {dtype}: the triton kernels take fp32, fp16 and bf16")
+        reasons.append(f"the weights must be fp32, fp16 or bf16 for the triton kernels, got {dtype}")
     return reasons
 
 
@@ -331,12 +333,12 @@ class FusedNormMlp(FusedModule):
         return super().train(mode)
 
     def _apply(self, fn: Any, recurse: bool = True) -> FusedModule:
-        """Runs on .to(), .cuda() and the like."""
+        """Drops cached weights on .to(), .cuda() and similar."""
         self.drop_frozen()
         return super()._apply(fn, recurse)
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        """Runs in load_state_dict of whatever holds this block."""
+        """Drops cached weights when any module that contains this block loads a state dict."""
         self.drop_frozen()
         make_room(self, *args[:2])
         super()._load_from_state_dict(*args)
@@ -390,6 +392,6 @@ class FusedBlocks(FusedModule):
     kind = "blocks"
 
     def forward(self, input: Tensor, *rope: Tensor) -> Tensor:
-        """[B, N, C] -> [B, N, C]."""
-        blocks: Any = self  # a Sequential, too
+        """Maps [B, N, C] to [B, N, C]."""
+        blocks: Any = self  # also a Sequential
         return run_blocks(blocks, input, *rope)

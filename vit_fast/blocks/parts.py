@@ -1,4 +1,4 @@
-"""A pre-norm encoder block as data, whatever library it comes from.
+"""Data classes for a pre-norm encoder block of any library.
 
 A library's file reads its blocks into `BlockParts` with a reader (`reading.py`). They hold modules and names, never
 tensors: a Parameter may be replaced at any time.
@@ -21,10 +21,10 @@ Slot = tuple[Any, str]  # a module and the name of one of its attributes
 
 @dataclass(frozen=True, eq=False)
 class NormParts:
-    """A normalisation over the last axis.
+    """A normalization over the last axis.
 
     Attributes:
-        module: Holds weight and, of a LayerNorm, bias.
+        module: Holds weight and, for a LayerNorm, bias.
         kind: "layer_norm" or "rms_norm".
         eps: Epsilon, in units of x squared.
     """
@@ -150,7 +150,7 @@ class MlpParts:
         return (*self.norm.tensors(), *self.fc1.tensors(), *tensors_of(self.fc2))
 
     def options(self) -> dict[str, Any]:
-        """Returns the operator's other arguments."""
+        """Returns the other arguments of the operator."""
         options = {"eps": self.norm.eps, "activation": self.activation, "layer_scale": scale_of(self)}
         if self.norm.kind != "layer_norm":
             options["norm"] = self.norm.kind
@@ -227,7 +227,7 @@ def frozen_sources(attention: AttentionParts, mlp: MlpParts) -> list[Slot]:
 
 
 def linear_sources(attention: AttentionParts, mlp: MlpParts) -> list[Slot]:
-    """The weights and biases of qkv, fc1, gate, proj and fc2."""
+    """Returns the slots of the weights and biases of qkv, fc1, gate, proj and fc2."""
     linears = (attention.qkv, mlp.fc1, *(() if mlp.gate is None else (mlp.gate,)))
     behind = [(layer, name) for layer in (attention.proj, mlp.fc2) for name in ("weight", "bias")]
     return [*(slot for linear in linears for slot in (*linear.weights, *linear.biases)), *behind]
@@ -252,4 +252,4 @@ def tensor_of(owner: nn.Module, name: str) -> Any:
     if name in own:
         return own[name]
     parameters = own["_parameters"]
-    return parameters[name] if name in parameters else getattr(owner, name)  # it may be a buffer by now
+    return parameters[name] if name in parameters else getattr(owner, name)  # it may have become a buffer

@@ -18,7 +18,7 @@ from ..ops.frozen import PLAIN
 _RECORDERS = "transformers.utils.output_capturing"
 # By key and index into the output: a layer is called whatever records it, and without weights attention returns none.
 _HARMLESS = (("hidden_states", 0), ("attentions", 1))
-_FORWARDS: dict[type, Any] = {}  # of each class that was inspected, the forward that its library defines
+_FORWARDS: dict[type, Any] = {}  # forward of each inspected class, as defined by its library
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -30,10 +30,10 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 def _records_nothing_else(hook: Any) -> bool:
-    """True for a hook of transformers that records hidden states of layers, or attention weights."""
+    """Returns True for a hook of transformers that records hidden states of layers, or attention weights."""
     if getattr(hook, "__module__", None) != _RECORDERS or not hasattr(hook, "__code__"):
         return False
-    if torch.compiler.is_compiling():  # which cannot follow the rest; parts were read before it traces
+    if torch.compiler.is_compiling():  # torch.compile cannot trace the rest; parts are read before it traces
         return True
     held = dict(zip(hook.__code__.co_freevars, hook.__closure__ or ()))
     found = tuple(held[name].cell_contents for name in ("key", "index") if name in held)
@@ -101,7 +101,7 @@ def touch_reasons(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
     reasons = []
     for name, module in modules:
         if is_hooked(module):
-            reasons.append(f"{name} carries hooks, which would no longer run")
+            reasons.append(f"{name} has hooks, which would no longer run")
         reasons += forward_reasons(module, name)
         for own, parameter in module._parameters.items():
             reasons += tensor_reasons(f"{name}.{own}", parameter)
@@ -170,7 +170,7 @@ class Watch:
             if cls.forward is not forward:
                 return False
         plain = nn.Parameter
-        # dictionaries in place of attributes: nn.Module has them looked up in Python
+        # dictionaries, because nn.Module looks up attributes in Python
         for _, children, name, child, cls, own, parameters in self._plain:
             if children.get(name) is not child or child.__class__ is not cls:
                 return False

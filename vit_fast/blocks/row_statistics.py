@@ -1,4 +1,4 @@
-"""LayerNorm statistics and e4m3 tokens, passed on from block to block where a library's own loop calls them.
+"""Passes LayerNorm statistics and e4m3 tokens from block to block if a library's own loop calls the blocks.
 
 Per thread, a block stores facts about the tensor that it returned. The next block uses them if its input is that
 tensor: the same object and memory, the same version counter, the same stream. Nothing is stored where changes have no

@@ -24,7 +24,7 @@ Outline = tuple[Node, Node, tuple[Path, ...], tuple[tuple[Path, str, Any], ...]]
 
 
 class _NoOutlineError(Exception):
-    """Something that is neither a module of the block, nor parts, nor a literal."""
+    """Raised for an object that is neither a module of the block, nor parts, nor a literal."""
 
 
 def outline(block: nn.Module, parts: BlockParts) -> Outline | None:

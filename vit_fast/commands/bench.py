@@ -1,4 +1,4 @@
-"""`vit-fast bench`: images per second of Vision Transformers, ours and the peers', on real photographs."""
+"""`vit-fast bench`: measures images per second of Vision Transformers, ours and other libraries', on real images."""
 
 from __future__ import annotations
 
@@ -29,58 +29,56 @@ def register(app: typer.Typer) -> None:
 def bench(
     images: Annotated[
         list[Path] | None,
-        typer.Argument(help="Photographs or folders of them; default: one that matplotlib's wheel brings."),
+        typer.Argument(help="Image files or folders (default: matplotlib's sample image)."),
     ] = None,
     models: Annotated[
         str | None,
         typer.Option(
-            help="Separated by commas: our names or patterns, timm:NAME, hf:FOLDER, a weights file, a file.onnx, or "
-            "module:function that gives a module.",
+            help="Models, separated by commas: names or patterns of `vit-fast models`, timm:NAME, hf:FOLDER, a weights "
+            "file, FILE.onnx, or module:function that returns a module.",
             metavar="A,B",
         ),
     ] = None,
     img_size: Annotated[
-        str | None, typer.Option(help="Pixels a side, or several; default: the model's.", metavar="N|HxW,...")
+        str | None, typer.Option(help="Image sizes in pixels (default: the model's).", metavar="N|HxW,...")
     ] = None,
-    train: Annotated[bool, typer.Option("--train", help="Training steps: forward, backward, AdamW.")] = False,
-    amp: Annotated[bool, typer.Option("--amp", help="With --train: forward under autocast in bf16.")] = False,
+    train: Annotated[bool, typer.Option("--train", help="Measure training steps: forward, backward, AdamW.")] = False,
+    amp: Annotated[bool, typer.Option("--amp", help="With --train: run the forward under bf16 autocast.")] = False,
     data: Annotated[
-        str, typer.Option(help="Where a call finds its images; host: it copies them to the GPU.", metavar="device|host")
+        str, typer.Option(help="Location of the images; host: time the copy to the GPU too.", metavar="device|host")
     ] = "device",
     explain: Annotated[
-        bool, typer.Option("--explain", help="Also the time per part and kernel, with its lower bound.")
+        bool, typer.Option("--explain", help="Also print the time per layer and kernel, with its lower bound.")
     ] = False,
     cold: Annotated[
         bool, typer.Option("--cold", help="Also time from process start to the first correct output.")
     ] = False,
-    latency: Annotated[
-        bool, typer.Option("--latency", help="One image a call, often enough for a 99th percentile.")
-    ] = False,
+    latency: Annotated[bool, typer.Option("--latency", help="Measure p50, p90 and p99 of one image per call.")] = False,
     batch_sizes: Annotated[
-        str | None, typer.Option(help="Images a call; best: doubled as long as that gains.", metavar="1,8|best")
+        str | None, typer.Option(help="Images per call; best: double until it gains nothing.", metavar="1,8|best")
     ] = None,
     dtypes: Annotated[str | None, typer.Option(help="fp32, tf32 (on a GPU), fp16, bf16.", metavar="A,B")] = None,
     candidates: Annotated[
-        str | None, typer.Option(help="What to measure; see --list-candidates.", metavar="eager,timm+compile")
+        str | None, typer.Option(help="Candidates to measure; see --list-candidates.", metavar="eager,timm+compile")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     out: Annotated[Path | None, typer.Option(help="New or empty folder for record, table and plot.")] = None,
     time_budget: Annotated[
         float | None,
-        typer.Option(help="Seconds; candidates that do not fit are skipped. 0: no limit.", metavar="SECONDS"),
+        typer.Option(help="Skip candidates that do not fit into this time; 0: no limit.", metavar="SECONDS"),
     ] = None,
-    seconds: Annotated[
-        float | None, typer.Option(help="Seconds of timing per candidate; more for a noisy machine.", metavar="S")
+    seconds: Annotated[float | None, typer.Option(help="Time each candidate for so many seconds.", metavar="S")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Resume the interrupted run in this folder.", metavar="FOLDER")
     ] = None,
-    resume: Annotated[Path | None, typer.Option(help="Resume an interrupted run.", metavar="FOLDER")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the record; all else goes to stderr.")] = False,
-    list_candidates: Annotated[bool, typer.Option("--list-candidates", help="Show what can be measured.")] = False,
+    list_candidates: Annotated[bool, typer.Option("--list-candidates", help="List the candidates and exit.")] = False,
 ) -> None:
-    """Measures images per second, interleaved; compares each candidate with the fp64 reference first.
+    """Measure images per second of models in several libraries. Compares each with an fp64 reference first.
 
-    Without arguments: sizes that suit this machine (under three minutes on two CPU cores). Writes record.json,
-    table.md, plot.png and report.html into a folder that it names. Exit status 1 if a candidate is incorrect or fails,
-    130 after Ctrl-C.
+    Without arguments, measures a small ViT (under three minutes on two CPU cores). Writes record.json, table.md,
+    plot.png and report.html into a folder and prints its name. Exits with 1 if a candidate is incorrect or fails, and
+    with 130 after Ctrl-C.
     """
     from ..benchmarks.machine import describe
     from ..benchmarks.plan import make_plan
@@ -133,7 +131,7 @@ def bench(
     if as_json:
         typer.echo(to_json(record), nl=False)
     if record["interrupted"]:
-        console.print(f"to go on: vit-fast bench --resume {journal.folder}", soft_wrap=True, highlight=False)
+        console.print(f"to resume: vit-fast bench --resume {journal.folder}", soft_wrap=True, highlight=False)
         raise typer.Exit(130)
     if any(row["status"] in ("wrong", "failed") for row in record["rows"]):
         raise typer.Exit(1)
@@ -141,9 +139,9 @@ def bench(
 
 @contextlib.contextmanager
 def patient_interrupt() -> Iterator[None]:
-    """Lets the first Ctrl-C or SIGTERM end the measuring and the second pass: what was measured is still written.
+    """Ends the measurement at the first Ctrl-C or SIGTERM and ignores the second, so that results are still written.
 
-    The third ends everything, in case the first was lost in somebody else's code.
+    The third one ends the process, in case a library swallowed the first.
     """
     pressed = 0
 
@@ -191,7 +189,7 @@ def _print_record(console: Console, record: dict[str, Any]) -> None:
 
 
 def screen_columns(record: dict[str, Any], width: int) -> list[Column]:
-    """The columns that a terminal of so many characters shows whole, beside the candidate: a few of the record's."""
+    """Returns the most important columns that fit into a terminal of `width` characters, beside the candidate."""
     from ..benchmarks.report import MOST_ON_SCREEN, PRECISION, filled_columns, label
     from ..benchmarks.rows import measured
 
@@ -208,7 +206,7 @@ def screen_columns(record: dict[str, Any], width: int) -> list[Column]:
 
 
 def rich_tables(record: dict[str, Any], width: int) -> list[Table]:
-    """One table of the measured rows for each model and batch size; a narrow one leaves columns out."""
+    """Returns a table of the measured rows per model and batch size; a narrow one omits columns."""
     from rich.markup import escape
 
     from ..benchmarks.report import contests, label

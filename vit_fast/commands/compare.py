@@ -1,4 +1,4 @@
-"""`vit-fast compare`: what two records of `vit-fast bench` say of one another."""
+"""`vit-fast compare`: compares two records of `vit-fast bench`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def register(app: typer.Typer) -> None:
 
 
 def compare(
-    first: Annotated[Path, typer.Argument(help="A record.json, or its folder: what is compared with.")],
-    second: Annotated[Path, typer.Argument(help="Another: what is compared.")],
+    first: Annotated[Path, typer.Argument(help="Baseline: a record.json or its folder.")],
+    second: Annotated[Path, typer.Argument(help="Record to compare with it.")],
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
-    """Pairs the rows of two records: each ratio with its interval, and what it says at the records' resolution."""
+    """Compare two records of `vit-fast bench`: ratios with intervals, and whether they exceed the noise."""
     from ..benchmarks.comparison import compare as compare_records
     from ..benchmarks.records import read_record
 

@@ -1,4 +1,4 @@
-"""`vit-fast optimize`: the fastest right way to run a model on this machine; `vit-fast cache`: what was found."""
+"""`vit-fast optimize`: finds the fastest configuration of a model; `vit-fast cache`: lists cached results."""
 
 from __future__ import annotations
 
@@ -25,36 +25,43 @@ def optimize(
     model: Annotated[
         str,
         typer.Argument(
-            help="One of our names, timm:NAME, hf:FOLDER, a weights file, a file.onnx, or module:function that gives a "
-            "module."
+            help="One of `vit-fast models`, timm:NAME, hf:FOLDER, a weights file, FILE.onnx, or module:function that "
+            "returns a module."
         ),
     ],
-    batch: Annotated[int, typer.Option(help="Images a call.", min=1)] = 1,
-    img_size: Annotated[str | None, typer.Option(help="Pixels a side; default: the model's.", metavar="N|HxW")] = None,
+    batch: Annotated[int, typer.Option(help="Images per call.", min=1)] = 1,
+    img_size: Annotated[
+        str | None, typer.Option(help="Image size in pixels (default: the model's).", metavar="N|HxW")
+    ] = None,
     allow: Annotated[
-        str | None, typer.Option(help="Number formats that may lose accuracy: bf16, fp16, int8, fp8.", metavar="A,B")
+        str | None, typer.Option(help="Also try lower precision: bf16, fp16, int8, fp8.", metavar="A,B")
     ] = None,
     min_agreement: Annotated[
-        float, typer.Option(help="Share of images that these must answer as the model does.", min=0, max=1)
+        float, typer.Option(help="With --allow: required share of images with the model's top class.", min=0, max=1)
     ] = 0.99,
     images: Annotated[
-        list[Path] | None, typer.Option(help="Photographs or folders of them; default: one of matplotlib's wheel.")
+        list[Path] | None, typer.Option(help="Image files or folders (default: matplotlib's sample image).")
     ] = None,
     budget: Annotated[
-        float, typer.Option(help="Seconds for the search: building, exports, checks and timing.", min=1)
+        float, typer.Option(help="Seconds for the search, including building, exporting and checking.", min=1)
     ] = 100,
-    latency: Annotated[bool, typer.Option("--latency", help="Compare what nine of ten calls stay below.")] = False,
-    memory_limit: Annotated[float | None, typer.Option(help="MiB beside the model itself.", min=0.001)] = None,
+    latency: Annotated[
+        bool, typer.Option("--latency", help="Minimize the 90th percentile instead of the median.")
+    ] = False,
+    memory_limit: Annotated[
+        float | None, typer.Option(help="Skip candidates that need more MiB beside the model.", min=0.001)
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    save: Annotated[Path | None, typer.Option(help="Write what vit_fast.load_optimized reads.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Save the result for vit_fast.load_optimized.")] = None,
     export: Annotated[
-        Path | None, typer.Option(help="New or empty folder for what was chosen in deployable form, with its figures.")
+        Path | None, typer.Option(help="New or empty folder for an ONNX file or a PyTorch package of the result.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output; all else goes to stderr.")] = False,
 ) -> None:
-    """Tries what could be faster, holds each against the model, and keeps the best for this machine.
+    """Find the fastest configuration of a model on this machine, verify it against fp64, and cache it.
 
-    Our own models are compared to plain eager PyTorch, others to what they are. Ctrl-C gives the best so far.
+    The baseline is the model as given; for names of `vit-fast models`, it is eager PyTorch. Ctrl-C ends the search
+    with the best result so far.
     """
     from rich.console import Console
     from rich.markup import escape
@@ -124,24 +131,24 @@ def _table(result: Optimization) -> Table:
 
 
 def cache(
-    clear: Annotated[bool, typer.Option("--clear", help="Remove all kept answers.")] = False,
+    clear: Annotated[bool, typer.Option("--clear", help="Remove all cached results.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
-    """Shows what `optimize` has found on this machine, or removes it."""
+    """List or remove the cached results of `optimize`."""
     from ..measure import cache
 
     if clear:
-        typer.echo(f"removed {cache.clear()} from {cache.folder()}")
+        typer.echo(f"removed {cache.clear()} results from {cache.folder()}")
         return
     found = list(cache.all_answers())
     if as_json:
         typer.echo(json.dumps([answer.to_dict() for _, answer in found], indent=2))
         return
-    typer.echo(f"{len(found)} kept in {cache.folder()}")
+    typer.echo(f"cached results: {len(found)}, in {cache.folder()}")
     for path, answer in found:
         key = answer.key
         shapes = " ".join("x".join(map(str, shape)) + f" {dtype}" for shape, dtype in key["example"])
         typer.echo(
             f"{path.stem}  {key['asked']['objective']}, {shapes}, model {key['model']}, {key['machine']['device']}: "
-            f"{answer.choice.name}, {answer.figures['gain']:.2f} times as fast as given"
+            f"{answer.choice.name}, {answer.figures['gain']:.2f} times as fast as the given model"
         )

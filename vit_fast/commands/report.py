@@ -1,4 +1,4 @@
-"""`vit-fast report`: records as one page to read, sort and pass on."""
+"""`vit-fast report`: writes an HTML page of benchmark records."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def register(app: typer.Typer) -> None:
 def report(
     records: Annotated[
         list[Path],
-        typer.Argument(help="Records or their folders: of bench, make gpu-check, kernels --host --json."),
+        typer.Argument(help="Records or their folders, of bench, make gpu-check or kernels --host --json."),
     ],
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
 ) -> None:
-    """Writes one HTML page of records with sortable tables; it needs no network."""
+    """Write an HTML page of benchmark records, with sortable tables. The page works offline."""
     from ..benchmarks.html_report import render
     from ..benchmarks.records import read_any
     from ..files import file_aside

@@ -134,7 +134,7 @@ def _batches(model: nn.Module, images: Any) -> list[Tensor]:
                 f"batch {number} of images must be a tensor [B, ...], or a tuple with one first, got {what}"
             )
         if len(batch):
-            batches.append(as_taken(model, batch.clone()))  # a loader may write the next one into the same memory
+            batches.append(as_taken(model, batch.clone()))  # a loader may reuse the memory of the batch
     if not batches:
         raise ValueError("images must contain at least one image, got none")
     return batches

@@ -52,7 +52,7 @@ def unsupported_reasons(q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[s
         longest = max(q.shape[2], k.shape[2])
         if q.shape[0] * q.shape[1] * -(-longest // _SMALLEST_TILE) > _MAX_GRID:
             reasons.append(f"B * H * N / {_SMALLEST_TILE} must be at most {_MAX_GRID}: split the batch")
-    if not 0 < scale < math.inf:  # comparisons, which a symbolic scale knows too
+    if not 0 < scale < math.inf:  # math.isfinite does not accept a symbolic scale
         reasons.append(f"scale must be a positive finite number, got {scale}")
     return reasons
 

@@ -1,4 +1,4 @@
-"""The backends: what "auto" means on a device, why a backend cannot run, and compiling without launching."""
+"""Backends: resolves "auto", lists why a backend cannot run on a device, and compiles kernels without a launch."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def auto_reasons(device: torch.device, dtype: torch.dtype | None = None) -> tupl
         return ("triton cannot run here: " + "; ".join(reasons),)
     if dtype == torch.float32 and not torch.is_autocast_enabled("cuda") and not _tf32_is_allowed():
         return (
-            "fp32 without TF32 is left to torch: convert the model, allow TF32 "
+            "triton computes fp32 in TF32, which is disabled: convert the model, allow TF32 "
             "(torch.set_float32_matmul_precision('high')), or choose the backend inside torch.autocast where the model "
             "runs under it",
         )
@@ -74,7 +74,7 @@ def triton_unavailable_reasons(device: torch.device) -> tuple[str, ...]:
     On a CUDA device, runs one small kernel first (`probe.py`). A CPU is supported only under Triton's interpreter
     (TRITON_INTERPRET=1 when the process started) and by the stand-in driver, which computes nothing.
     """
-    if device == torch.device("cuda") and torch.cuda.is_available():  # without an index: the current one
+    if device == torch.device("cuda") and torch.cuda.is_available():  # a device without an index is the current one
         device = torch.device("cuda", torch.cuda.current_device())
     reasons = _static_reasons(device)
     return probe_reasons(device) if device.type == "cuda" and not reasons else reasons
@@ -110,13 +110,13 @@ def kernel_reasons(device: torch.device, dtype: torch.dtype) -> list[str]:
 
 @constant_to_compiler
 def _computes_exactly() -> bool:
-    """True under Triton's interpreter; compiled kernels compute fp32 products in TF32."""
+    """Returns True in Triton's interpreter; compiled kernels compute fp32 products in TF32."""
     return interpreter_is_active()
 
 
 @constant_to_compiler
 def _tf32_is_allowed() -> bool:
-    """True if torch may round the operands of fp32 matmuls to TF32; torch.compile guards this setting."""
+    """Returns True if torch may round the operands of fp32 matmuls to TF32; torch.compile guards this setting."""
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
@@ -129,7 +129,7 @@ def _static_reasons(device: torch.device) -> tuple[str, ...]:
     if device.type == "cuda":
         if not torch.cuda.is_available():
             return ("torch finds no CUDA device here",)
-        if rocm := getattr(torch.version, "hip", None):  # calls itself "cuda", with capabilities of its own
+        if rocm := getattr(torch.version, "hip", None):  # ROCm calls itself "cuda", with its own capabilities
             return (f"the GPU must be from NVIDIA, got ROCm {rocm}",)
         capability = torch.cuda.get_device_capability(device)
         if capability < MIN_CAPABILITY:
@@ -165,7 +165,7 @@ def _interpreter_reasons() -> list[str]:
 
 @functools.cache
 def interpreter_is_active() -> bool:
-    """True if Triton runs kernels in its interpreter; fixed for the life of the process."""
+    """Returns True if Triton runs kernels in its interpreter; this is fixed for the life of the process."""
     import triton
 
     return bool(triton.knobs.runtime.interpret)

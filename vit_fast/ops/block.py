@@ -1,4 +1,4 @@
-"""A pre-norm encoder block, or one of its halves, by the Triton kernels, as one operator.
+"""A pre-norm encoder block, or one of its halves, as one operator that runs the Triton kernels.
 
     x = x + scale1 * proj(attention(qkv(norm1(x))))
     x = x + scale2 * fc2(activation(fc1(norm2(x))))
@@ -101,7 +101,7 @@ def fused_block(
         UnsupportedInputError: the kernels cannot run this input; lists all reasons.
     """
     dtype = matmul_dtype(x)
-    if x.dtype not in (torch.float32, dtype):  # fp32 stays, as autocast keeps sums and LayerNorm
+    if x.dtype not in (torch.float32, dtype):  # fp32 stays fp32, as autocast does for sums and LayerNorm
         x = x.to(dtype)
     wanted = next_statistics and residual and x.dtype != torch.float32
     of_qk, qk, prefix, longest = _NO_QK, _NO_SETTINGS, 0, 0
@@ -116,16 +116,16 @@ def fused_block(
     device = x.device
     given: list[Tensor] = []
     present: list[int] = []
-    for number, tensor in enumerate((*tensors, *of_qk)):  # a loop: comprehensions take longer, and this is each call's
+    for number, tensor in enumerate((*tensors, *of_qk)):  # faster than a comprehension
         if tensor is None:
             continue
-        if tensor.device != device:  # torch would choose one device before an operator sees its inputs
+        if tensor.device != device:  # torch's dispatcher chooses one device before the operator sees its inputs
             require_supported(*named(tensors), x, dtype)
         given.append(tensor)
         present.append(number)
     keep = needs_gradient(x, *given)
     if keep and tensors.qkv_sum is not None:
-        reason = "they give no gradient: use the parameters themselves, or torch.no_grad"
+        reason = "they have no gradients: pass the parameters, or use torch.no_grad()"
         raise UnsupportedInputError("a block of folded weights where gradients are recorded", [reason])
     inner, inner_eps = inner_norm or ("none", 0.0)
     words = text_of(

@@ -24,24 +24,24 @@ if TYPE_CHECKING:
 
 
 class BlockSettings(NamedTuple):
-    """Settings of a block beside its tensors: eight numbers, then words and flags.
+    """Settings of a block apart from its tensors: eight numbers, then words and flags.
 
     Attributes:
-        heads: H.
+        heads: Number of heads H.
         scale: Multiplier of q k^T.
-        prefix: Tokens that are not rotated.
+        prefix: Number of tokens that are not rotated.
         longest: max_seqlen of packed sequences.
-        eps1, eps2: Of the two norms, in units of x squared.
-        qk_eps, inner_eps: Of the norms of q and k, and of that before fc2.
-        norm, activation: As `fused_block` takes them.
-        qk_norm, over: Kind of the norms of q and k, "none" without, and what they are over.
-        layout: Of the rotary positions.
-        inner_norm: Kind of the norm before fc2, "none" without.
-        residual: Whether x is added; of a whole block it is.
-        next_statistics: Whether the statistics of the output's rows are returned.
-        keep: Whether what the backward needs is returned.
-        matmul_dtype: As text.
-        present: Which fields of `BlockTensors`, then of `QkTensors`, the list of tensors holds, by number.
+        eps1, eps2: Epsilons of the two norms, in units of x squared.
+        qk_eps, inner_eps: Epsilons of the norms of q and k, and of the norm before fc2.
+        norm, activation: See `fused_block`.
+        qk_norm, over: Kind of the norms of q and k, or "none"; and the `over` of `QkNorm`.
+        layout: Layout of the rotary positions.
+        inner_norm: Kind of the norm before fc2, or "none".
+        residual: True if x is added; always True for a whole block.
+        next_statistics: True to return the LayerNorm statistics of the output.
+        keep: True to return the tensors that the backward needs.
+        matmul_dtype: Dtype of the matmuls, as text.
+        present: Indices of the fields of `BlockTensors`, then of `QkTensors`, that the list of tensors contains.
     """
 
     heads: int
@@ -90,12 +90,12 @@ class Kept(NamedTuple):
     """Tensors that the forward saves for the backward; None for an absent half.
 
     Attributes:
-        rows1, statistics1: Of the first norm, as `block_op.py` says.
+        rows1, statistics1: Input of the first norm and its statistics, see `block_op.py`.
         qkv, mixed, lse: Input [B, N, 3, H, D] and output [B, N, H, D] of the attention, and its log-sum-exp.
-        before_norm: qkv before the norms of q and k, where it has any.
-        rows2, statistics2: Of the second norm.
-        z: fc1's output [M, F], with a gate [M, 2 F] of both, interleaved.
-        branch, hidden: What `kernels/linear/hidden_norm.py` keeps of a norm before fc2.
+        before_norm: qkv before the norms of q and k, if there are any.
+        rows2, statistics2: Input of the second norm and its statistics.
+        z: fc1's output [M, F]; with a gate [M, 2 F], interleaved with the gate.
+        branch, hidden: Tensors that `kernels/linear/hidden_norm.py` saves for a norm before fc2.
     """
 
     rows1: Tensor | None = None
@@ -278,7 +278,7 @@ def _parameter_gradients(
 
 @dataclass
 class _HiddenGradient:
-    """The backward through a norm between the hidden layer of an MLP and its second linear layer.
+    """Backward through a norm between the hidden layer of an MLP and its second linear layer.
 
     Attributes:
         linear: Both, with contiguous tensors.

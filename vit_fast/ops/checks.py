@@ -26,7 +26,7 @@ def unsupported_reasons(x: Tensor, parameters: Mapping[str, Tensor | None], dtyp
     """Returns all reasons why the kernels cannot run on x [..., C] with these parameters.
 
     Args:
-        dtype: Of the matmuls: x's, or autocast's beside fp32 x.
+        dtype: Dtype of the matmuls: x's, or autocast's if x is fp32.
     """
     reasons = kernel_reasons(x.device, dtype)
     if x.dtype not in DTYPES:
@@ -52,10 +52,10 @@ def require_supported(what: str, parameters: Mapping[str, Tensor | None], x: Ten
 
 
 def contiguous_rows(tensor: Tensor) -> Tensor:
-    """[..., C] as contiguous rows [M, C]; a copy only where the layout asks for one."""
+    """Returns [..., C] as contiguous [M, C]; copies only if the layout requires it."""
     return tensor.reshape(-1, tensor.shape[-1]).contiguous()
 
 
 def rows_of(shape: Sequence[int]) -> int:
-    """Rows of a tensor of this shape: all sizes but the last, multiplied."""
+    """Returns the number of tokens of a tensor [..., C] with this shape."""
     return math.prod(int(size) for size in shape[:-1])

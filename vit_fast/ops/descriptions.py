@@ -20,8 +20,8 @@ class Norm(NamedTuple):
 
     Attributes:
         weight: gamma [C]; None means ones.
-        bias: beta [C]; None means zeros. An RMSNorm has none.
-        eps: In units of x squared: added to the variance, or to the mean square.
+        bias: beta [C]; None means zeros. Must be None for an RMSNorm.
+        eps: Added to the variance or to the mean square, in units of x squared.
         kind: "layer_norm", (x - mean) / sqrt(variance + eps), or "rms_norm", x / sqrt(mean square + eps).
     """
 
@@ -147,7 +147,7 @@ def is_rms(norm: str) -> bool:
 
 
 def check_norm(name: str, norm: Norm, width: int) -> None:
-    """Raises ValueError unless this is a norm of rows of `width` channels; `name` is the argument's."""
+    """Raises ValueError unless the norm is for `width` channels; `name` is the argument's name."""
     check_choice(name, norm.kind, NORMS)
     if norm.kind == "rms_norm" and norm.bias is not None:
         raise ValueError(f"{name}.bias must be None for 'rms_norm', got a tensor")
@@ -157,7 +157,7 @@ def check_norm(name: str, norm: Norm, width: int) -> None:
 
 
 def check_qk_norm(qk_norm: QkNorm, heads: int, head_dim: int) -> None:
-    """Raises ValueError unless these are norms of that many heads of D channels."""
+    """Raises ValueError unless the norms are for this number of heads of D channels."""
     q, k, over = qk_norm
     check_choice("qk_norm.over", over, OVER)
     width = head_dim if over == "head" else heads * head_dim

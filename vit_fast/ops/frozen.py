@@ -20,7 +20,7 @@ from .block import fold
 from .descriptions import BlockTensors
 from .operators import CACHED
 
-PLAIN = (nn.Parameter, Tensor, type(None))  # parameters of other classes compute in their own way
+PLAIN = (nn.Parameter, Tensor, type(None))  # subclasses may override how they compute
 
 
 class Frozen:
@@ -72,8 +72,7 @@ class Frozen:
             self.tensors = found
         elif any(new.shape != old.shape or new.device != old.device for new, old in zip(found, self.tensors)):
             raise RuntimeError(
-                "frozen weights have changed their shape or device: call vit_fast.freeze again, and build new graph "
-                "runners"
+                "frozen weights must keep their shape and device: call vit_fast.freeze again, and rebuild graph runners"
             )
         else:
             torch._foreach_copy_(self.tensors, found)

@@ -111,7 +111,7 @@ def operator(
     class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, keys: Any, *flat: Any) -> Any:
-            output = _plain(dispatch(keys, *arguments.nested(flat)))  # gradients are off here
+            output = _plain(dispatch(keys, *arguments.nested(flat)))  # gradients are disabled here
             remember(ctx, flat, output)
             return output
 

@@ -56,7 +56,7 @@ def qk_norm_rope(
     """Normalises q and k, then rotates them; v is not changed.
 
     Args:
-        qkv: Packed projections [B, N, 3, H, D], or of one packed batch [total, 3, H, D]; fp32, fp16 or bf16 (fp64 too
+        qkv: Packed projections [B, N, 3, H, D], or [total, 3, H, D] for packed sequences; fp32, fp16 or bf16 (also fp64
             with eager and sdpa).
         qk_norm: None does not normalise.
         rope: None does not rotate.
@@ -64,8 +64,8 @@ def qk_norm_rope(
     Returns:
         A new tensor of the same shape and dtype.
     Raises:
-        ValueError: shapes disagree, or a kind of norm or layout is unknown.
-        UnsupportedInputError: this backend cannot run this input; lists all reasons.
+        ValueError: shapes do not match, or a kind of norm or layout is unknown.
+        UnsupportedInputError: the backend cannot run this input; lists all reasons.
     Source: arXiv 2104.09864 (rotary positions), 2302.05442 (qk-norm).
     """
     check_tensors(qkv=qkv)
@@ -100,7 +100,7 @@ def flat_settings(like: Tensor, qk_norm: QkNorm | None, rope: Rope | None) -> tu
     reasons = []
     for name, table in (("rope.cos", cos), ("rope.sin", sin)):
         if table is not None and table.requires_grad and torch.is_grad_enabled():
-            reasons.append(f"{name} requires a gradient: detach the tables")
+            reasons.append(f"{name} must not require a gradient: detach the tables")
     # torch would choose one of the devices before the operator checks its inputs
     reasons += [
         f"tables and norms must be on {like.device} as qkv, got {tensor.device}"
@@ -264,7 +264,7 @@ class QkvStep:
 
         Args:
             grad: [B, N, 3, H, D], contiguous.
-            kept: From `forward`.
+            kept: Second result of `forward`.
         Returns:
             Sums for `norm_gradients`; None without norms.
         """
