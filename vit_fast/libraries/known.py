@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,8 @@ from . import (
 )
 from .image_model import ImageModel
 from .rename import Converted, strip_wrappers
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 NAMED_WEIGHTS = (google, torchvision, transformers, openai, timm)
 CONFIGURATIONS = (timm, transformers_config)
@@ -98,14 +101,18 @@ _LEFT = {
 _FORMS = {path: file.FORMS for files in FUSABLE.values() for file in files for path in file.FORMS.mixins}
 
 
-@functools.cache
+def _cached(function: Function) -> Function:
+    return functools.cache(function)  # type: ignore[return-value]  # mypy takes classes of modules for unhashable
+
+
+@_cached
 def fused_form(cls: type[nn.Module]) -> type[FusedModule] | None:
     """Returns the fused class that instances of exactly this class can be given, or None."""
     forms = _FORMS.get(f"{cls.__module__}.{cls.__qualname__}")
     return None if forms is None else forms.of(cls)
 
 
-@functools.cache
+@_cached
 def form_or_reason(cls: type[nn.Module]) -> tuple[type[FusedModule] | None, str | None]:
     """Returns the fused class that instances of exactly this class can be given; else why they have none, if known."""
     if (form := fused_form(cls)) is not None:
