@@ -71,10 +71,10 @@ RECORD := benchmarks/results/cpu-2core
 record: $(READY)
 	rm -rf $(RECORD).new
 	$(BIN)/vit-fast bench --seconds 6 --out $(RECORD).new $(ARGS)
-	$(BIN)/python -m vit_fast.benchmarks.readme_table --check $(RECORD).new
+	$(BIN)/python -m vit_fast.benchmarks.report --check $(RECORD).new
 	cd $(RECORD).new && mv record.json table.md plot.png ../$(notdir $(RECORD))/
 	rm -rf $(RECORD).new
-	$(BIN)/python -m vit_fast.benchmarks.readme_table --fill README.md
+	$(BIN)/python -m vit_fast.benchmarks.report --fill README.md
 
 # Uses the system's Python and its packages, and downloads nothing. OUT is the folder for the records.
 OUT ?= vit-fast-results/gpu-check

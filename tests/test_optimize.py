@@ -184,27 +184,27 @@ def test_finds_keeps_and_gives_again(model, images, one_engine, objective) -> No
     model.eval()
     assert (
         told[:2] == ["the reference in fp64", "as given"]
-        and first.table[0].choice == Candidate()
+        and first.table[0].candidate == Candidate()
         and first.table[0].ratio == 1
     )
-    assert {row.choice.name for row in first.table} >= {"as given", "fused sdpa"}
+    assert {row.candidate.name for row in first.table} >= {"as given", "fused sdpa"}
     assert [row.reason for row in first.table].count(None) == 1
     chosen = next(row for row in first.table if row.reason is None)
-    assert chosen.choice == first.choice == first.model.choice
-    assert first.gain >= 1 and not first.kept
+    assert chosen.candidate == first.candidate == first.model.candidate
+    assert first.speedup >= 1 and not first.from_cache
     assert "images/s" in str(first)
     torch.testing.assert_close(first.model(images), model(images), atol=1e-4, rtol=1e-4)
 
     second = vit_fast.optimize(model, images, budget_s=3, latency_or_throughput=objective)
-    assert second.kept and second.choice == first.choice and second.table == ()
+    assert second.from_cache and second.candidate == first.candidate and second.table == ()
     assert "cached result, checked again" in str(second)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
-    assert cache.look_up(cache.key_of(model, images, first.answer.key["asked"])) is None, "products are rounded"
+    assert cache.look_up(cache.key_of(model, images, first.cached.key["request"])) is None, "products are rounded"
     torch.set_float32_matmul_precision(before)
     other = vit_fast.optimize(model, images[:2], budget_s=1, latency_or_throughput=objective)
-    assert not other.kept, "another batch"
-    assert not vit_fast.optimize(model, images, budget_s=1, latency_or_throughput=objective, again=True).kept
+    assert not other.from_cache, "another batch"
+    assert not vit_fast.optimize(model, images, budget_s=1, latency_or_throughput=objective, again=True).from_cache
 
 
 def test_ctrl_c_ends_the_search_whatever_swallows_it(model, images, monkeypatch) -> None:
@@ -226,26 +226,28 @@ def test_ctrl_c_ends_the_search_whatever_swallows_it(model, images, monkeypatch)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
-    assert found.choice == Candidate() and [row.choice for row in found.table] == [Candidate(), fused]
+    assert found.candidate == Candidate() and [row.candidate for row in found.table] == [Candidate(), fused]
     assert found.model(images).shape == (4, 10)
-    assert list(cache.all_answers()) == [], "half a search is no answer to keep"
+    assert list(cache.all_results()) == [], "half a search is no answer to keep"
 
 
 @pytest.mark.slow
 def test_answers_with_loss_hold_for_these_weights_alone(model, images, one_engine) -> None:
     found = vit_fast.optimize(model, images, budget_s=60, lossless=False, allow=["bf16"], min_agreement=0.0)
-    assert any(row.choice.precision == "bf16" and row.ms for row in found.table)
-    assert vit_fast.optimize(model, images, budget_s=60, lossless=False, allow=["bf16"], min_agreement=0.0).kept
+    assert any(row.candidate.precision == "bf16" and row.ms for row in found.table)
+    assert vit_fast.optimize(model, images, budget_s=60, lossless=False, allow=["bf16"], min_agreement=0.0).from_cache
     with torch.no_grad():
         model.head.weight.add_(1)
-    assert not vit_fast.optimize(model, images, budget_s=1, lossless=False, allow=["bf16"], min_agreement=0.0).kept
+    assert not vit_fast.optimize(
+        model, images, budget_s=1, lossless=False, allow=["bf16"], min_agreement=0.0
+    ).from_cache
 
 
 def test_save_and_load(model, images, one_engine, tmp_path) -> None:
     found = vit_fast.optimize(model, images, budget_s=2)
     found.save(tmp_path / "fast.json")
     loaded = vit_fast.load_optimized(tmp_path / "fast.json", model)
-    assert loaded.choice == found.choice
+    assert loaded.candidate == found.candidate
     torch.testing.assert_close(loaded(images), model(images), atol=1e-4, rtol=1e-4)
     other = vit_fast.create_model("vit_test", depth=1)
     with pytest.raises(ValueError, match="of other shapes"):

@@ -12,7 +12,7 @@ from command_line import run
 
 import vit_fast
 from vit_fast.benchmarks import runner
-from vit_fast.benchmarks.opening import open_model
+from vit_fast.benchmarks.inputs import open_model
 from vit_fast.measure import cache, candidate, deployable
 from vit_fast.measure.candidate import Candidate
 
@@ -28,7 +28,7 @@ def test_table_answer_and_cache(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     lines = [line.partition(" of 60 s: ")[2] for line in told.splitlines() if " of 60 s: " in line]
     assert lines == ["the reference in fp64", "as given", "fused sdpa", "timing the 2 that are left, interleaved"]
     model = vit_fast.create_model("vit_test")
-    assert vit_fast.load_optimized(saved, model).choice == Candidate(attention="sdpa", mlp="sdpa")
+    assert vit_fast.load_optimized(saved, model).candidate == Candidate(attention="sdpa", mlp="sdpa")
 
     assert run("optimize", "vit_test", "--batch", "2", "--budget", "60") == 0
     assert "cached result, checked again" in capsys.readouterr().out
@@ -38,7 +38,7 @@ def test_table_answer_and_cache(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert run("cache", "--json") == 0
     (kept,) = json.loads(capsys.readouterr().out)
     assert kept["choice"] == {"attention": "sdpa", "mlp": "sdpa"}
-    assert run("cache", "--clear") == 0 and list(cache.all_answers()) == []
+    assert run("cache", "--clear") == 0 and list(cache.all_results()) == []
 
 
 def test_json(capsys: pytest.CaptureFixture[str], only) -> None:

@@ -113,7 +113,7 @@ def test_no_change_of_the_model_reaches_the_result(choice: Candidate, timm_model
     only(choice)
     allow: Any = {"lossless": False, "allow": [choice.precision], "min_agreement": 0.0} if choice.precision else {}
     result = vit_fast.optimize(timm_model, images, budget_s=600, **allow)
-    assert result.choice == choice
+    assert result.candidate == choice
     before = result.model(images)
     torch.testing.assert_close(before, timm_model(images), atol=2e-2 if choice.precision else 1e-4, rtol=1e-2)
     changed = []

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 import vit_fast
 from vit_fast.measure import candidate, deployable
 from vit_fast.measure.build import build
-from vit_fast.measure.cache import Answer
+from vit_fast.measure.cache import CachedResult
 from vit_fast.measure.candidate import Candidate
 from vit_fast.measure.search import Refused
 from vit_fast.measure.trials import Expected, Rule, Trials
@@ -212,7 +212,9 @@ def test_what_is_compiled_is_exported_as_a_package(model, images, engine, tmp_pa
         package_path.write(b"a package")
 
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", pack)
-    found: Any = SimpleNamespace(choice=Candidate(engine, precision="bf16"), answer=Answer({}, Candidate(engine), {}))
+    found: Any = SimpleNamespace(
+        choice=Candidate(engine, precision="bf16"), answer=CachedResult({}, Candidate(engine), {})
+    )
     written = deployable.write(found, model, images, tmp_path / "deployed", ())
     assert [path.name for path in written] == ["model.pt2", "optimize.json"]
     output = packed[0].module()(images.bfloat16())

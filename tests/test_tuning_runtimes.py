@@ -20,7 +20,7 @@ from fused_models import assert_within
 from torch import Tensor, nn
 
 import vit_fast
-from vit_fast.benchmarks.opening import open_model
+from vit_fast.benchmarks.inputs import open_model
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.export import OnnxRunner, ProviderError, export_onnx
 from vit_fast.measure import cache, candidate, deployable
@@ -114,13 +114,13 @@ def test_a_file_is_optimized_kept_saved_and_exported(files: Path, images, tmp_pa
     with pytest.raises(TypeError, match="path of a file"):
         vit_fast.optimize(3, images)  # type: ignore[arg-type]
     found = vit_fast.optimize(files / "beside.onnx", images, budget_s=60)
-    assert {row.choice.name for row in found.table} >= {"as given", "ONNX Runtime, 1 images a call"}
-    assert all(row.ms is not None for row in found.table if row.choice.split == 1), "opening a file takes no time"
+    assert {row.candidate.name for row in found.table} >= {"as given", "ONNX Runtime, 1 images a call"}
+    assert all(row.ms is not None for row in found.table if row.candidate.split == 1), "opening a file takes no time"
     assert found.model(images).shape == (4, 10)
-    assert vit_fast.optimize(str(files / "beside.onnx"), images, budget_s=60).kept
-    assert not vit_fast.optimize(files / "plain.onnx", images, budget_s=1).kept, "another file"
+    assert vit_fast.optimize(str(files / "beside.onnx"), images, budget_s=60).from_cache
+    assert not vit_fast.optimize(files / "plain.onnx", images, budget_s=1).from_cache, "another file"
     found.save(tmp_path / "fast.json")
-    assert vit_fast.load_optimized(tmp_path / "fast.json", files / "beside.onnx").choice == found.choice
+    assert vit_fast.load_optimized(tmp_path / "fast.json", files / "beside.onnx").candidate == found.candidate
     with pytest.raises(ValueError, match="another"):
         vit_fast.load_optimized(tmp_path / "fast.json", files / "plain.onnx")
     written = deployable.write(found, OnnxFile(files / "beside.onnx"), images, tmp_path / "deployed", ())
@@ -178,11 +178,11 @@ def test_a_mapping_is_optimized_and_kept(images, monkeypatch: pytest.MonkeyPatch
     model = Named(1).made
     example = {"pixel_values": images, "output_hidden_states": True}
     found = vit_fast.optimize(model, example, budget_s=2)
-    assert all(row.checked is not None for row in found.table if row.choice.engine == "torch" and row.ms)
+    assert all(row.checked is not None for row in found.table if row.candidate.engine == "torch" and row.ms)
     output = found.model(**example)
     assert len(output.hidden_states) == 2
     torch.testing.assert_close(output.logits, model(**example).logits, atol=1e-4, rtol=1e-4)
-    assert vit_fast.optimize(model, example, budget_s=2).kept
+    assert vit_fast.optimize(model, example, budget_s=2).from_cache
 
 
 def test_openvino_is_tried_where_it_is_installed(files: Path, images, monkeypatch: pytest.MonkeyPatch) -> None:

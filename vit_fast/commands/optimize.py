@@ -1,4 +1,4 @@
-"""`vit-fast optimize`: the fastest right way to run a model on this machine; `vit-fast cache`: what was found."""
+"""`vit-fast optimize`: finds the fastest configuration of a model; `vit-fast cache`: lists the results."""
 
 from __future__ import annotations
 
@@ -25,41 +25,43 @@ def optimize(
     model: Annotated[
         str,
         typer.Argument(
-            help="One of our names, timm:NAME, hf:FOLDER, a weights file, a file.onnx, or module:function that gives a "
-            "module."
+            help="A name of `vit-fast models`, timm:NAME, hf:FOLDER, a weights file, an ONNX file, or "
+            "module:function that returns a module."
         ),
     ],
-    batch: Annotated[int, typer.Option(help="Images a call.", min=1)] = 1,
-    img_size: Annotated[str | None, typer.Option(help="Pixels a side; default: the model's.", metavar="N|HxW")] = None,
+    batch: Annotated[int, typer.Option(help="Images per call.", min=1)] = 1,
+    img_size: Annotated[
+        str | None, typer.Option(help="Image size in pixels (default: the model's).", metavar="N|HxW")
+    ] = None,
     allow: Annotated[
-        str | None, typer.Option(help="Number formats that may lose accuracy: bf16, fp16, int8, fp8.", metavar="A,B")
+        str | None, typer.Option(help="Also try lower precision: bf16, fp16, int8, fp8.", metavar="A,B")
     ] = None,
     min_agreement: Annotated[
-        float, typer.Option(help="Share of images that these must answer as the model does.", min=0, max=1)
+        float, typer.Option(help="Top-1 agreement that lower precision must reach.", min=0, max=1)
     ] = 0.99,
     images: Annotated[
-        list[Path] | None, typer.Option(help="Photographs or folders of them; default: one of matplotlib's wheel.")
+        list[Path] | None, typer.Option(help="Images or folders (default: the photograph in matplotlib).")
     ] = None,
-    budget: Annotated[
-        float, typer.Option(help="Seconds for the search: building, exports, checks and timing.", min=1)
-    ] = 100,
-    latency: Annotated[bool, typer.Option("--latency", help="Compare what nine of ten calls stay below.")] = False,
-    memory_limit: Annotated[float | None, typer.Option(help="MiB beside the model itself.", min=0.001)] = None,
+    budget: Annotated[float, typer.Option(help="Seconds for the search.", min=1)] = 100,
+    latency: Annotated[bool, typer.Option("--latency", help="Minimize the 90th percentile latency.")] = False,
+    memory_limit: Annotated[
+        float | None, typer.Option(help="Skip candidates that need more MiB beyond the model.", min=0.001)
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    save: Annotated[Path | None, typer.Option(help="Write what vit_fast.load_optimized reads.")] = None,
+    save: Annotated[Path | None, typer.Option(help="File for vit_fast.load_optimized.")] = None,
     export: Annotated[
-        Path | None, typer.Option(help="New or empty folder for what was chosen in deployable form, with its figures.")
+        Path | None, typer.Option(help="New or empty folder for the model as ONNX file or PyTorch package.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output; all else goes to stderr.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and everything else to stderr.")] = False,
 ) -> None:
-    """Tries what could be faster, holds each against the model, and keeps the best for this machine.
+    """Search for the fastest configuration of a model on this machine, verify it against fp64, and cache it.
 
-    Our own models are compared to plain eager PyTorch, others to what they are. Ctrl-C gives the best so far.
+    Speedups are relative to the model, and for our own models to eager PyTorch. Ctrl-C returns the best so far.
     """
     from rich.console import Console
     from rich.markup import escape
 
-    from ..benchmarks.opening import open_model
+    from ..benchmarks.inputs import open_model
     from ..files import check_new_folder, check_replaceable
     from ..measure import deployable
     from ..measure.optimization import optimize as run
@@ -95,53 +97,57 @@ def optimize(
             console.print(f"written: {path}", soft_wrap=True, highlight=False, markup=False)
     if as_json:
         rows = [_plain(row) for row in result.table]
-        typer.echo(json.dumps(result.answer.to_dict() | {"name": result.choice.name, "table": rows}, indent=2))
+        typer.echo(json.dumps(result.cached.to_dict() | {"name": result.candidate.name, "table": rows}, indent=2))
 
 
 def _plain(row: Any) -> dict[str, Any]:
-    facts = {**vars(row), "choice": row.choice.to_dict(), "name": row.choice.name}
+    facts = {**vars(row), "candidate": row.candidate.to_dict(), "name": row.candidate.name}
     return facts | {"checked": None if row.checked is None else vars(row.checked)}
 
 
 def _table(result: Optimization) -> Table:
     from rich.markup import escape
 
-    titles = ("candidate", "ms", "images/s", "x as given", "max error", "agrees", "peak MiB", "first call s", "why not")
-    made = table(f"{result.objective}, in order of trial", titles)
+    from ..measure.compare import format_number
+
+    titles = (
+        "candidate", "ms", "images/s", "speedup", "max error", "agreement", "peak MiB", "first call s", "status",
+    )  # fmt: skip
+    made = table(f"{result.objective}, in order of the search", titles)
     made.columns[-1].justify, made.columns[-1].no_wrap, made.columns[0].no_wrap = "left", False, False
     for row in result.table:
         timed, checked = ["", "", ""], ["", "", "", ""]
-        if row.ms is not None:
-            interval = "" if row.ratio_interval is None else " [{:.2f}, {:.2f}]".format(*row.ratio_interval)
-            timed = [f"{row.ms:.4g}", f"{row.images_per_s:.4g}", f"{row.ratio:.2f}{interval}"]
+        if row.ms is not None and row.images_per_s is not None:
+            interval = "" if row.speedup_interval is None else " [{:.2f}, {:.2f}]".format(*row.speedup_interval)
+            timed = [format_number(row.ms, 4), format_number(row.images_per_s, 4), f"{row.speedup:.2f}{interval}"]
         if (found := row.checked) is not None:
             peak = f"{found.peak_bytes / 2**20:.0f}"
             checked = [f"{found.error:.1e}", f"{found.agreement:.1%}", peak, f"{found.first_call_s:.1f}"]
-        chosen = row.choice == result.choice
-        cells = map(escape, (row.choice.name, *timed, *checked, row.reason or "chosen"))
+        chosen = row.candidate == result.candidate
+        cells = map(escape, (row.candidate.name, *timed, *checked, row.reason or "chosen"))
         made.add_row(*cells, style="bold" if chosen else None)
     return made
 
 
 def cache(
-    clear: Annotated[bool, typer.Option("--clear", help="Remove all kept answers.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+    clear: Annotated[bool, typer.Option("--clear", help="Remove all cached results.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Shows what `optimize` has found on this machine, or removes it."""
+    """List or remove the cached results of `vit-fast optimize` on this machine."""
     from ..measure import cache
 
     if clear:
-        typer.echo(f"removed {cache.clear()} from {cache.folder()}")
+        typer.echo(f"removed {cache.clear()} cached results from {cache.folder()}")
         return
-    found = list(cache.all_answers())
+    found = list(cache.all_results())
     if as_json:
-        typer.echo(json.dumps([answer.to_dict() for _, answer in found], indent=2))
+        typer.echo(json.dumps([result.to_dict() for _, result in found], indent=2))
         return
-    typer.echo(f"{len(found)} kept in {cache.folder()}")
-    for path, answer in found:
-        key = answer.key
+    typer.echo(f"{len(found)} cached results in {cache.folder()}")
+    for path, result in found:
+        key = result.key
         shapes = " ".join("x".join(map(str, shape)) + f" {dtype}" for shape, dtype in key["example"])
         typer.echo(
-            f"{path.stem}  {key['asked']['objective']}, {shapes}, model {key['model']}, {key['machine']['device']}: "
-            f"{answer.choice.name}, {answer.figures['gain']:.2f} times as fast as given"
+            f"{path.stem}  {key['request']['objective']}, {shapes}, model {key['model']}, {key['machine']['device']}: "
+            f"{result.candidate.name}, speedup {result.figures['speedup']:.2f}"
         )

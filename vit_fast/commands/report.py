@@ -1,4 +1,4 @@
-"""`vit-fast report`: records as one page to read, sort and pass on."""
+"""`vit-fast report`: writes records as an HTML page."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def register(app: typer.Typer) -> None:
 def report(
     records: Annotated[
         list[Path],
-        typer.Argument(help="Records or their folders: of bench, make gpu-check, kernels --host --json."),
+        typer.Argument(help="Records of bench, make gpu-check or kernels --host --json, or their folders."),
     ],
-    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option(help="Output file.")] = Path("report.html"),
 ) -> None:
-    """Writes one HTML page of records with sortable tables; it needs no network."""
-    from ..benchmarks.html_report import render
+    """Write an HTML page with sortable tables of records. It needs no network."""
     from ..benchmarks.records import read_any
+    from ..benchmarks.rendering import render
     from ..files import file_aside
 
     page = render({str(path): read_any(path) for path in records})
