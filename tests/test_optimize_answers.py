@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -67,7 +68,7 @@ def test_a_search_is_not_lost_where_nothing_can_be_kept(
     prevent, reason, model, images, one_engine, monkeypatch, tmp_path
 ) -> None:
     prevent(monkeypatch, tmp_path)
-    with pytest.warns(UserWarning, match=f"not kept: .*{reason}"):
+    with pytest.warns(UserWarning, match=f"not cached: .*{reason}"):
         found = vit_fast.optimize(model, images, budget_s=1)
     assert found.model(images).shape == (4, 10) and not found.from_cache
 
@@ -96,6 +97,8 @@ def test_a_search_that_was_cut_off_is_repeated_where_there_is_more_time(model, i
     assert same.from_cache and "1 of 2 candidates tried in 0.001 s; about" in str(same), "as much time finds as much"
     whole = vit_fast.optimize(model, images, budget_s=600)
     assert not whole.from_cache and whole.candidate == Candidate(attention="sdpa", mlp="sdpa")
+    long = dataclasses.replace(first.cached, figures=figures | {"finish_s": 460.2, "images_per_s": 12345.6})
+    assert "12,346 images/s" in (text := str(dataclasses.replace(first, cached=long))) and "about 460 s" in text
     assert whole.cached.figures["finish_s"] is None and "(2 of 2 candidates tried in 600 s)" in str(whole)
     for budget_s in (1e-3, 6000):
         assert vit_fast.optimize(model, images, budget_s=budget_s).from_cache, "a whole search is never repeated"
@@ -111,8 +114,8 @@ def test_foreign_answers_are_ignored_with_a_word(model, images, one_engine) -> N
     vit_fast.optimize(model, images, budget_s=1e-3)
     (path,) = cache.folder().glob("*.json")
     good = json.loads(path.read_text())
-    foreign = [good | {"figures": {}}, good | {"key": {}}, good | {"choice": {"x": 1}}]
-    foreign += [good | {"choice": {"threads": [3]}}]
+    foreign = [good | {"figures": {}}, good | {"key": {}}, good | {"candidate": {"x": 1}}]
+    foreign += [good | {"candidate": {"threads": [3]}}]
     for text in (b"", b"[1]", b'{"format": 99}', b"\xff", *(json.dumps(each).encode() for each in foreign)):
         path.write_bytes(text)
         with pytest.warns(UserWarning, match="ignored"):
@@ -120,12 +123,12 @@ def test_foreign_answers_are_ignored_with_a_word(model, images, one_engine) -> N
     assert cache.clear() == 1 and list(cache.all_results()) == []
 
 
-RACED = {"machine": {}, "model": "m", "example": [], "asked": {}}
+RACED = {"machine": {}, "model": "m", "example": [], "request": {}}
 
 
 def _keep_many(number: int) -> None:
     for turn in range(20):
-        cache.keep(cache.CachedResult(RACED, Candidate(split=number + 1), dict.fromkeys(cache.FIGURES) | {"ms": turn}))
+        cache.store(cache.CachedResult(RACED, Candidate(split=number + 1), dict.fromkeys(cache.FIGURES) | {"ms": turn}))
 
 
 def test_processes_may_race_for_an_answer() -> None:

@@ -108,7 +108,7 @@ def test_graphs_are_called_as_the_model_is(images, graphs: list[Graph]) -> None:
     expected.check(optimized, choice, Rule(0.99))
     (graph,) = graphs
     assert graph.replays == 1 and type(optimized(images)) is type(expected.output)
-    with pytest.raises(vit_fast.UnsupportedInputError, match="called with Tensor, output_attentions"):
+    with pytest.raises(vit_fast.UnsupportedInputError, match="got Tensor, output_attentions"):
         optimized(images, output_attentions=True)
 
 
@@ -213,7 +213,7 @@ def test_what_is_compiled_is_exported_as_a_package(model, images, engine, tmp_pa
 
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", pack)
     found: Any = SimpleNamespace(
-        choice=Candidate(engine, precision="bf16"), answer=CachedResult({}, Candidate(engine), {})
+        candidate=Candidate(engine, precision="bf16"), cached=CachedResult({}, Candidate(engine), {})
     )
     written = deployable.write(found, model, images, tmp_path / "deployed", ())
     assert [path.name for path in written] == ["model.pt2", "optimize.json"]

@@ -166,7 +166,7 @@ def test_losers_are_dropped_early_and_released() -> None:
     machine = Machine(noise=0.01)
     found = search(machine, ORIGINAL, [Simulated("slow", 300.0), Simulated("fast", 50.0)], budget_s=120)
     assert machine.calls["slow"] == SCOUTING_CALLS
-    assert "times as long as the fastest" in str(names(found)["slow"])
+    assert "x slower than the fastest" in str(names(found)["slow"])
     assert machine.held == {"given", "fast"}
 
 
