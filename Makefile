@@ -16,7 +16,7 @@ PIP     := $(BIN)/python -m pip install --disable-pip-version-check -qq -c $(PIN
 SOURCES := vit_fast kernels export benchmarks tests
 READY   := $(VENV)/.ready
 
-.PHONY: bench test test-full test-changed test-execute test-oldest lint format typecheck docs classes kernels verify gpu-check record wheel clean
+.PHONY: bench test test-full test-changed test-execute test-oldest lint format typecheck docs classes kernels verify gpu-check bench-suite record wheel clean
 
 bench: $(READY)
 	@$(BIN)/vit-fast bench $(ARGS)
@@ -80,6 +80,9 @@ record: $(READY)
 OUT ?= vit-fast-results/gpu-check
 gpu-check:
 	$(PYTHON) -m vit_fast.benchmarks.gpu_check --out $(OUT) $(if $(PARTS),--parts $(PARTS)) $(ARGS)
+
+bench-suite: $(READY)
+	$(BIN)/python -m pytest tests/bench_suite.py --noconftest -o addopts=--import-mode=importlib $(ARGS)
 
 classes: $(READY)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/fused_classes.py > docs/classes.md

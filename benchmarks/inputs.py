@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from vit_fast.apps.data import make_transform, read_image
+from vit_fast.apps.data import as_pixels, make_transform, read_image
 from vit_fast.config import ViTConfig
 from vit_fast.measure.clock import cold_copies
 from vit_fast.model import VisionTransformer
@@ -175,8 +175,6 @@ def open_model(
     if model.onnx is None:
         views = image_views(paths, model, count)
     elif module.runner.takes_pixels:
-        from vit_fast.export.photographs import as_pixels
-
         views = torch.from_numpy(as_pixels(read_image(paths[0]), count, module.runner.in_chans))
     else:
         one = torch.from_numpy(module.runner.example(1, np.random.default_rng(0)))

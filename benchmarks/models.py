@@ -208,7 +208,7 @@ def _of_weights(source: str, img_size: Size | None) -> Model:
 
 def _onnx(path: Path, img_size: Size | None) -> Model:
     from vit_fast.export import OnnxRunner
-    from vit_fast.export.work import UncountedError, count_work, narrow_precision
+    from vit_fast.export.runtime.work import UncountedError, count_work, narrow_precision
 
     runner = OnnxRunner(path, "cpu", image_hw=img_size)
     if runner.image_hw is None:

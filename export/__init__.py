@@ -16,25 +16,26 @@ from vit_fast.errors import MissingPackageError
 
 if TYPE_CHECKING:
     from .deployment import trtexec_line, write_card, write_triton_repository
-    from .export_report import ExportReport
     from .exporter import export_onnx
-    from .metadata import inspect_onnx
-    from .model_files import ModelFileError
     from .onnx_calibration import CalibrationError
     from .quantise import QuantisationError
-    from .runner import OnnxRunner, ProviderError
+    from .report import ExportReport
+    from .runtime.metadata import inspect_onnx
+    from .runtime.model_files import ModelFileError
+    from .runtime.providers import ProviderError
+    from .runtime.runner import OnnxRunner
     from .verification import VerificationError
 
 _LAZY = {
-    "ExportReport": ".export_report",
-    "ModelFileError": ".model_files",
-    "OnnxRunner": ".runner",
-    "ProviderError": ".runner",
     "CalibrationError": ".onnx_calibration",
+    "ExportReport": ".report",
+    "ModelFileError": ".runtime.model_files",
+    "OnnxRunner": ".runtime.runner",
+    "ProviderError": ".runtime.providers",
     "QuantisationError": ".quantise",
     "VerificationError": ".verification",
     "export_onnx": ".exporter",
-    "inspect_onnx": ".metadata",
+    "inspect_onnx": ".runtime.metadata",
     "trtexec_line": ".deployment",
     "write_card": ".deployment",
     "write_triton_repository": ".deployment",

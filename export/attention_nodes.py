@@ -1,9 +1,9 @@
-"""Attention in the graph: captured as one placeholder node, then written in the form that a target runs best.
+"""Attention as one placeholder node, replaced by the form that a target runs best.
 
     softmax(scale * q k^T) v
 
-torch's exporter is told (custom_translation_table) to write attention of packed projections [B, N, q | k | v], and
-every other scaled_dot_product_attention, as one node each.
+By a custom_translation_table, torch's exporter writes attention of packed projections [B, N, q | k | v], and every
+other scaled_dot_product_attention, as one node each.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ import onnx
 import onnx_ir as ir
 
 from .exported_blocks import exported_attention
-from .graphs import Writer, replace
+from .graphs import MICROSOFT, Writer, replace
 
 DOMAIN = "vit_fast.placeholder"
 PACKED, SDPA = "Packed", "Sdpa"
-MICROSOFT = "com.microsoft"
 
 Form = Literal["plain", "attention", "attention_4d", "multi_head_attention"]
 """plain: MatMul, Softmax, MatMul. attention: ONNX's own node (opset 23) on [B, N, C]; attention_4d: on [B, H, N, D].
@@ -43,7 +42,7 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         scale: float | None = None, enable_gqa: bool = False,
     ) -> Any:  # fmt: skip
         given = {
-            "attn_mask that is no boolean one": attn_mask is not None and attn_mask.dtype != ir.DataType.BOOL,
+            "attn_mask that is not boolean": attn_mask is not None and attn_mask.dtype != ir.DataType.BOOL,
             "dropout_p": dropout_p,
             "is_causal": is_causal,
             "enable_gqa": enable_gqa,
@@ -53,7 +52,7 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         if attn_mask is None:
             return placeholder(query, key, value, scale=scale)
-        # no runtime has a form of its own for it; q is scaled first, as in `_by_products`
+        # no runtime has a fused form; q is scaled first, as in `_on_heads`
         scores = opset18.MatMul(
             opset18.Mul(query, opset18.CastLike(scale, query)), opset18.Transpose(key, perm=[0, 1, 3, 2])
         )
@@ -88,11 +87,7 @@ def _register(name: str, inputs: tuple[str, ...], **attributes: Any) -> None:
 
 
 def lower_attention(model: ir.Model, form: Form) -> tuple[int, int]:
-    """Replaces every placeholder of a model by the nodes of `form`, in place.
-
-    Returns:
-        The number of placeholders, and of those whose q, k and v come from one matrix product.
-    """
+    """Replaces every placeholder of a model by the nodes of `form`, in place; returns their number, and the packed."""
     nodes = [node for node in model.graph if node.domain == DOMAIN]
     for count, node in enumerate(nodes):
         write = Writer(model.graph, f"attention.{count}", before=node)

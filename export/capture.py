@@ -1,4 +1,4 @@
-"""A model as an ONNX graph: torch.export, then torch's ONNX exporter, with attention kept whole and failures named."""
+"""Captures a model as an ONNX graph by torch.export and torch's ONNX exporter; attention stays one node."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ class _Exported(nn.Module):
 
 
 def capture(vit: ImageModel, options: ExportOptions) -> ir.Model:
-    """The model as an ONNX graph in which every attention is one placeholder node (see attention_nodes.py).
+    """Returns the model as an ONNX graph in which every attention is one placeholder node (see attention_nodes.py).
 
     Args:
-        vit: The model. For fp16 and bf16 a copy in that dtype is made for the time of the capture.
+        vit: The model. For fp16 and bf16, a copy in that dtype is captured.
         options: Opset, precision, dynamic dimensions, output.
     Returns:
         A graph with one input, "images" [batch, in_chans, height, width] fp32, and one output named after its meaning.
     Raises:
-        UnsupportedInputError: something in the model cannot be exported; names the module.
+        UnsupportedInputError: an operator cannot be exported; names the module.
     """
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(options.dtype, torch.float32)
     if dtype != torch.float32:
@@ -66,7 +66,7 @@ def capture(vit: ImageModel, options: ExportOptions) -> ir.Model:
 
 
 def _example_size(vit: ImageModel, options: ExportOptions) -> tuple[int, int]:
-    """Height and width to trace with; with dynamic_size neither native nor equal, or torch takes them for fixed."""
+    """Returns height and width to trace with; for dynamic_size neither native nor equal, or torch specializes them."""
     (height, width), (patch_h, patch_w) = vit.image_hw, vit.patch_hw
     return (height + patch_h, width + 2 * patch_w) if options.dynamic_size else (height, width)
 
@@ -91,14 +91,14 @@ def _torch_export(module: nn.Module, example: Tensor, vit: ImageModel, options: 
 
 
 def _to_onnx(exported: Any, options: ExportOptions) -> ir.Model:
-    # The converter knows no way down from the newest opsets to older ones, so the graph is written for the wanted one.
+    # The converter cannot lower the newest opsets to older ones, so the graph is written for the requested one.
     try:
         program = torch.onnx.export(
             exported,
             dynamo=True,
             opset_version=options.opset,
             input_names=[INPUT],
-            output_names=["features" if options.output == "features" else options.output],
+            output_names=[options.output],
             custom_translation_table=attention_nodes.translation_table(),
             verbose=False,
         )
@@ -119,7 +119,7 @@ def _to_onnx(exported: Any, options: ExportOptions) -> ir.Model:
 
 
 def _untranslatable(exported: Any, error: BaseException) -> list[str]:
-    """The module and operator in the chain of exceptions that torch's exporter raises, in words."""
+    """Describes module and operator in the chain of exceptions that torch's exporter raises."""
     causes: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None:
@@ -139,7 +139,7 @@ def _untranslatable(exported: Any, error: BaseException) -> list[str]:
 
 
 def _failing_module(module: nn.Module, example: Tensor) -> str:
-    """Runs the model under torch.export once more, keeping track of which module's forward was entered last."""
+    """Runs the model under torch.export again, and returns the module whose forward was entered last."""
     names = {id(m): name.removeprefix("model.") or "the model itself" for name, m in module.named_modules()}
     entered: list[str] = []
 
@@ -153,7 +153,7 @@ def _failing_module(module: nn.Module, example: Tensor) -> str:
     handles.append(nn.modules.module.register_module_forward_hook(leave))
     try:
         torch.export.export(module, (example,), strict=False)
-    except Exception:  # the same failure again; only where it happens is wanted
+    except Exception:  # the same failure; only the module matters
         return f"module {entered[-1]!r}" if entered else "the model"
     finally:
         for handle in handles:
@@ -167,7 +167,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _rename_symbols(model: ir.Model) -> None:
-    """torch's s34 becomes "batch"; the others, found in height and width, "rows" and "columns" (of patches)."""
+    """Renames torch's s34 to "batch", and the symbols of height and width to "rows" and "columns" (of patches)."""
     names: dict[str, str] = {}
     shape = model.graph.inputs[0].shape
     for axis, name in ((0, BATCH), (2, "rows"), (3, "columns")):
@@ -192,7 +192,7 @@ def _rename_symbols(model: ir.Model) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Hides progress messages and deprecation warnings of torch's exporter; errors are raised as ever."""
+    """Hides progress messages and deprecation warnings of torch's exporter."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -1,10 +1,10 @@
 """Deployment: a repository for Triton Inference Server, the command that builds a TensorRT engine, a model card.
 
-A repository holds MODEL/config.pbtxt, labels.txt and MODEL/1/model.onnx. Triton Inference Server is not Triton the
-language, in which our kernels are written.
+A repository contains MODEL/config.pbtxt, labels.txt and MODEL/1/model.onnx. Triton Inference Server is not Triton, the
+language of the kernels.
 Source: docs.nvidia.com, Triton Inference Server user guide, "Model Repository" and "Model Configuration";
 the schema is model_config.proto of triton-inference-server/common. TensorRT developer guide, "Working with Dynamic
-Shapes" and "trtexec". A strongly typed network computes in the types that the file says, eight bits included.
+Shapes" and "trtexec". A strongly typed network computes in the types of the file, eight bits included.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import hashlib
 import json
 import re
 import shlex
-import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import onnx
+from google.protobuf import text_encoding
 
-from vit_fast.errors import UnsupportedInputError
+from vit_fast.arguments import check_choice, check_integer
+from vit_fast.errors import UnsupportedInputError, check_type
 from vit_fast.files import file_aside, folder_aside
 from vit_fast.version import __version__
 
-from .metadata import OnnxInfo, describe, read_signature
-from .model_files import ModelFileError, external_tensors, read_proto
+from .runtime.metadata import OnnxInfo, damaged, inspect_onnx, read_signature
+from .runtime.model_files import ModelFileError, copy_model, parts_of
 
 DATA_TYPES = {
     "float": "TYPE_FP32", "float16": "TYPE_FP16", "bfloat16": "TYPE_BF16", "double": "TYPE_FP64",
@@ -39,9 +39,9 @@ LABELS = "labels.txt"
 
 Shape = tuple[int, ...]
 BATCHES = (1, 8, 64)
-"""Least, usual and most images at once."""
+"""Minimal, usual and maximal batch size."""
 SIDES = (0.5, 1.0, 2.0)
-"""Least, usual and largest height and width, where the file takes any, in those it was made for."""
+"""Minimal, usual and maximal height and width of a file for any size, relative to the model's own."""
 
 
 def write_triton_repository(
@@ -53,52 +53,46 @@ def write_triton_repository(
     instances: int = 1,
     device: str | None = None,
 ) -> Path:
-    """Puts an ONNX file into a model repository for NVIDIA's Triton Inference Server.
+    """Adds an ONNX file to a model repository for NVIDIA's Triton Inference Server.
 
     Args:
         model_path: The .onnx file; it is copied, with the weights beside it.
-        repository: The repository folder; made when it does not exist.
+        repository: The repository folder; created if missing.
         name: The model's name in it; None means the file's.
-        max_batch: Largest batch that the server puts together from requests. A file with a fixed batch gets none.
+        max_batch: Largest batch that the server combines requests to. A file with a fixed batch has none.
         instances: Copies of the model that run side by side on each device.
         device: "gpu", "cpu", or "auto", a GPU if the server has one; None means by the target of the file.
     Returns:
         The model's folder.
     Raises:
-        ValueError: an argument is not one of those accepted.
+        ValueError: an argument is invalid.
         ModelFileError: the file is missing, damaged or unsafe.
         FileExistsError: the repository has a model of this name.
     """
+    check_type("model_path", model_path, str, Path)
+    check_type("repository", repository, str, Path)
     model_path, repository = Path(model_path), Path(repository)
     name = name or model_path.stem
-    for argument, value in (("max_batch", max_batch), ("instances", instances)):
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{argument} must be an integer >= 1, got {value!r}")
-    if device is not None and device not in INSTANCE_KINDS:
-        raise ValueError(f"device must be 'auto', 'gpu' or 'cpu', got {device!r}")
+    check_integer("max_batch", max_batch, 1)
+    check_integer("instances", instances, 1)
+    check_choice("device", device, (None, *INSTANCE_KINDS))
     target = check_triton_repository(repository, name)
-    proto = read_proto(model_path)
-    info = describe(proto, model_path)
+    info = inspect_onnx(model_path)
     device = device or TARGET_DEVICES.get(str(info.metadata.get("target")), "auto")
     config = server_config(info, name, max_batch, instances, device)
     with folder_aside(target) as aside:
-        version = aside / "1"
-        version.mkdir()
-        shutil.copyfile(model_path, version / "model.onnx")
-        for location in _weight_files(proto):
-            (version / location).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(model_path.parent / location, version / location)
+        copy_model(model_path, aside / "1" / "model.onnx")
         if labels := _labels(info):
-            (aside / LABELS).write_text("".join(f"{name}\n" for name in labels), encoding="utf-8")
+            (aside / LABELS).write_text("".join(f"{label}\n" for label in labels), encoding="utf-8")
         (aside / "config.pbtxt").write_text(config, encoding="utf-8")
     return target
 
 
 def check_triton_repository(repository: Path, name: str) -> Path:
-    """The folder that a model of this name would get, which is not there yet.
+    """Returns the new folder of a model of this name.
 
     Raises:
-        ValueError: the server takes no such name.
+        ValueError: the name is invalid.
         FileExistsError: the repository has a model of this name.
     """
     if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or name in (".", ".."):
@@ -110,11 +104,10 @@ def check_triton_repository(repository: Path, name: str) -> Path:
 
 
 def server_config(info: OnnxInfo, name: str, max_batch: int, instances: int, device: str) -> str:
-    """config.pbtxt of a file: protobuf's text format of the server's ModelConfig.
+    """Returns the config.pbtxt of a file: protobuf's text format of the server's ModelConfig.
 
-    A file for TensorRT gets the server's TensorRT accelerator, which builds engines when it first sees a shape; the
-    requests of the warm-up, one image and a full batch, have that done before the model counts as ready. What a file
-    that was written elsewhere could be warmed up with is not known.
+    A file for TensorRT gets the server's TensorRT accelerator, which builds engines at the first request of a shape.
+    Warm-up requests of one image and of a full batch build them before the model is ready.
     """
     dynamic = all(not isinstance(v["shape"][0], int) for v in [*info.inputs, *info.outputs] if v["shape"])
     config: dict[str, Any] = {
@@ -166,14 +159,14 @@ def _warm_up(tensor: dict[str, Any], dims: tuple[int, ...], batch: int) -> dict[
 
 
 def _labels(info: OnnxInfo) -> tuple[str, ...]:
-    """Returns the class names that the server sends on request; none if the outputs are not classes."""
+    """Returns the class names that the server sends on request; none if a line cannot contain them."""
     names = info.class_names or ()
-    one_a_line = all(name.strip() == name and "\n" not in name for name in names)
-    return names if info.output in ("logits", "probabilities") and one_a_line else ()
+    one_per_line = all([name.strip()] == name.splitlines() for name in names)
+    return names if info.output in ("logits", "probabilities") and one_per_line else ()
 
 
 class _Name(str):
-    """An enum's value, which protobuf's text format writes without quotes."""
+    """Value of an enum, which protobuf's text format writes without quotes."""
 
 
 def _tensor(value: dict[str, Any], dynamic: bool, info: OnnxInfo) -> dict[str, Any]:
@@ -196,16 +189,10 @@ def _lines(message: dict[str, Any], indent: str = "") -> list[str]:
             if isinstance(item, dict):
                 lines += [f"{indent}{key} {{\n", *_lines(item, indent + "  "), f"{indent}}}\n"]
             elif isinstance(item, str) and not isinstance(item, _Name):
-                escaped = item.replace("\\", "\\\\").replace('"', '\\"')
-                lines.append(f'{indent}{key}: "{escaped}"\n')
+                lines.append(f'{indent}{key}: "{text_encoding.CEscape(item, as_utf8=True)}"\n')
             else:
                 lines.append(f"{indent}{key}: {item}\n")
     return lines
-
-
-def _weight_files(proto: onnx.ModelProto) -> list[str]:
-    locations = {e.value for t in external_tensors(proto) for e in t.external_data if e.key == "location"}
-    return sorted(locations)
 
 
 @dataclass(frozen=True)
@@ -215,8 +202,8 @@ class Profile:
     Attributes:
         input: The input's name.
         least: Smallest shape.
-        usual: The shape that it is tuned for.
-        most: Largest.
+        usual: The shape to tune for.
+        most: Largest shape.
     """
 
     input: str
@@ -226,11 +213,11 @@ class Profile:
 
 
 def shape_profile(info: OnnxInfo, batches: tuple[int, int, int] = BATCHES) -> Profile | None:
-    """Returns the shapes to build for; None where the file takes one alone.
+    """Returns the shapes to build for; None if the file has a fixed shape.
 
     Args:
-        info: What the file says of itself.
-        batches: Least, usual and most images at once.
+        info: The file.
+        batches: Minimal, usual and maximal batch size.
     Raises:
         ModelFileError: the file takes no images.
     """
@@ -258,21 +245,26 @@ def trtexec_line(info: OnnxInfo) -> str:
 
 
 def write_card(path: str | Path, license_name: str | None = None) -> Path:
-    """Writes FILE.md beside FILE.onnx, of nothing but what the file says of itself.
+    """Writes the model card FILE.md beside FILE.onnx, from the file's metadata.
 
     Args:
         path: The .onnx file.
-        license_name: Of the weights; None leaves the field to be filled in.
+        license_name: License of the weights; None leaves the field to be filled in.
     Returns:
         The card.
     Raises:
         ModelFileError: the file is missing, damaged or unsafe.
     """
+    check_type("path", path, str, Path)
     path = Path(path)
-    proto = read_proto(path)
-    info = describe(proto, path)
+    info, parts = inspect_onnx(path), parts_of(path)
+    try:
+        text = _text(info, parts, license_name)
+    except ModelFileError:
+        raise
+    except (TypeError, ValueError, KeyError, AttributeError) as error:  # metadata of another structure
+        raise damaged(path, repr(error)) from None
     card = path.with_suffix(".md")
-    text = _text(info, [path, *(path.parent / name for name in _weight_files(proto))], license_name)
     with file_aside(card) as aside:
         aside.write_text(text, encoding="utf-8")
     return card
@@ -280,23 +272,26 @@ def write_card(path: str | Path, license_name: str | None = None) -> Path:
 
 def _text(info: OnnxInfo, files: list[Path], license_name: str | None) -> str:
     facts, name = info.metadata, files[0].name
-    said: dict[str, Any] = {
+    versions = ", ".join(f"{package} {version}" for package, version in dict(facts.get("versions") or {}).items())
+    values: dict[str, Any] = {
         "model": facts.get("model"),
         "source": facts.get("source"),
-        "license": license_name or "not said: ask where the weights come from",
+        "license": license_name or "unknown: ask the source of the weights",
         "precision": facts.get("precision"),
         "target": facts.get("target"),
         "opset": info.opsets.get(""),
         "input": ", ".join(f"`{i['name']}` {i['dtype']} {i['shape']}" for i in info.inputs),
         "output": ", ".join(f"`{o['name']}` {o['dtype']} {o['shape']}, {info.output}" for o in info.outputs),
         "preprocessing": "in the file, of uint8 pixels" if info.preprocess else "before the file",
-        "images are prepared by": json.dumps(info.data_config.to_dict()) if info.data_config else None,
+        "data_config": json.dumps(info.data_config.to_dict()) if info.data_config else None,
         "classes": len(info.class_names) if info.class_names else None,
-        "written by": f"vit-fast {__version__}, with {_versions(facts)}",
+        "written by": f"vit-fast {__version__}, with {versions}",
     }
     lines = ["---", f"license: {license_name or 'unknown'}", "library_name: onnx", "---", "", f"# {name}", ""]
     lines += ["| what | value |", "|---|---|"]
-    lines += [f"| {what} | {'not said' if value is None else value} |" for what, value in said.items()]
+    for what, value in values.items():
+        text = "unknown" if value is None else " ".join(str(value).split()).replace("|", "\\|")
+        lines.append(f"| {what} | {text} |")
     lines += ["", "## Checked", "", *_checks(facts)]
     lines += ["", "## Run", "", "    from vit_fast.export import OnnxRunner", ""]
     lines += [f'    runner = OnnxRunner("{name}")', "    probabilities = runner.probabilities([image])"]
@@ -324,12 +319,8 @@ def _checks(facts: dict[str, Any]) -> list[str]:
         lines[-1] += f" {accuracy['model']:.2%}."
     if eight_bit := facts.get("eight_bit"):
         kept = ", ".join(eight_bit["kept"]) or "none"
-        lines += ["", f"{eight_bit['products']} products in eight bits; left float for accuracy's sake: {kept}."]
+        lines += ["", f"{eight_bit['products']} products in eight bits; left float for accuracy: {kept}."]
     return lines
-
-
-def _versions(facts: dict[str, Any]) -> str:
-    return ", ".join(f"{package} {version}" for package, version in dict(facts.get("versions") or {}).items())
 
 
 def _sha256(path: Path) -> str:

@@ -1,7 +1,7 @@
-"""Products in eight bits, written by ONNX Runtime's quantizers with the scales of a scheme.
+"""Writes products in eight bits, by ONNX Runtime's quantizers with the scales of a scheme.
 
 Every DequantizeLinear feeds its product directly, also both products of attention, as TensorRT fuses them. For ONNX
-Runtime on a CPU, product and bias are one MatMulIntegerToFloat: what it makes of QDQ when loading leaves the bias out.
+Runtime on a CPU, product and bias are one MatMulIntegerToFloat: its own fusion of QDQ leaves the bias out.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ import onnx_ir.passes.common as common_passes
 from vit_fast.quantization.ranges import Range
 from vit_fast.quantization.schemes import Scheme
 
-from .graphs import Writer, constant_of, replace
+from .graphs import MICROSOFT, Writer, constant_of, replace
 
-MICROSOFT = "com.microsoft"
 ZEROS: dict[str, Any] = {"int8": np.int8, "uint8": np.uint8, "e4m3": ml_dtypes.float8_e4m3fn}
 
 
@@ -31,7 +30,7 @@ class Product:
 
     Attributes:
         node: The MatMul.
-        name: The linear's in the model, as far as the graph tells: the same in every export of a model.
+        name: The linear's name in the model if known, equal in every export.
     """
 
     node: ir.Node
@@ -50,10 +49,10 @@ class Product:
 
 
 def linears(model: ir.Model) -> list[Product]:
-    """The linears over tokens, in the order of the graph; patch embedding and head are none.
+    """Returns the linears over tokens in the order of the graph, without patch embedding and head.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the graph has none.
     """
     found = []
     for node in model.graph:
@@ -63,12 +62,12 @@ def linears(model: ir.Model) -> list[Product]:
         if x is not None and weight is not None and weight.ndim == 2 and (x.shape is None or len(x.shape) == 3):
             found.append(Product(node, _name_of(node)))
     if not found:
-        raise ValueError("precision in eight bits: there is no linear over tokens in this model")
+        raise ValueError("for a precision in eight bits, the model must have a linear over tokens, got none")
     return found
 
 
 def attention_products(model: ir.Model) -> list[Product]:
-    """The products of q with k and of the softmax with v, where the graph has them as nodes of their own."""
+    """Returns the products of q with k and of the softmax with v, if they are nodes of their own."""
     found = []
     for node in model.graph:
         if node.op_type == "Softmax" and not node.domain:
@@ -80,7 +79,7 @@ def attention_products(model: ir.Model) -> list[Product]:
 
 
 def _name_of(node: ir.Node) -> str:
-    """By its bias, since exporting gives a transposed weight a name of its own."""
+    """Returns the prefix of the bias, because exporting renames a transposed weight."""
     for use in node.outputs[0].uses():
         for value in use.node.inputs:
             if value is not None and value.const_value is not None and str(value.name).endswith(".bias"):
@@ -104,7 +103,7 @@ def quantise_products(
         products: Its products to quantize.
         scheme: The number format of activations; weights are int8 or e4m3.
         ranges: By name of the activation.
-        fused: True to write MatMulIntegerToFloat in place of DequantizeLinear and MatMul.
+        fused: Write MatMulIntegerToFloat instead of DequantizeLinear and MatMul.
     """
     from onnxruntime.quantization import QuantType
     from onnxruntime.quantization.calibrate import CalibrationMethod, TensorData, TensorsData
@@ -145,13 +144,13 @@ def quantise_products(
 
 
 def quantise_dynamically(model: ir.Model, products: Sequence[Product]) -> ir.Model:
-    """Returns a copy of a graph with these products in uint8 by int8, the former with ranges found at run time."""
+    """Returns a copy of a graph with these products in uint8 by int8; ranges of uint8 are computed at run time."""
     from onnxruntime.quantization import QuantType
     from onnxruntime.quantization.onnx_quantizer import ONNXQuantizer
     from onnxruntime.quantization.quant_utils import QuantizationMode
 
     proto = ir.serde.serialize_model(model)
-    del proto.graph.value_info[:]  # the quantizer rewrites the head, and infers all shapes anew
+    del proto.graph.value_info[:]  # the quantizer infers all shapes again
     quantizer = ONNXQuantizer(
         proto,
         per_channel=True,

@@ -1,6 +1,6 @@
-"""Blocks as the exporter sees them: run from BlockParts, with q, k and v as one linear layer, whatever their library.
+"""Blocks for the exporter: run from BlockParts, with q, k and v as one linear layer for every library.
 
-The attention of such a block is one operator on the packed projections; `attention_nodes.py` writes it for a target.
+Their attention is one operator on the packed projections; `attention_nodes.py` lowers it for a target.
 """
 
 from __future__ import annotations

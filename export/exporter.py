@@ -1,4 +1,4 @@
-"""export_onnx: a model into a file that is right, says what it needs, and is fast where it is going to run."""
+"""export_onnx: exports a model to an ONNX file for a target, and verifies the file."""
 
 from __future__ import annotations
 
@@ -6,38 +6,37 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 from PIL import Image
 from torch import nn
 
-from vit_fast.apps.data import find_images
+from vit_fast.apps.data import CALIBRATION_IMAGES, as_inputs, find_images, left_over, photographs
 from vit_fast.blocks.fp8_scales import runs_in_fp8
 from vit_fast.config import DataConfig
 from vit_fast.errors import UnsupportedInputError, check_type
 from vit_fast.files import file_aside
 from vit_fast.libraries.image_model import ImageModel, Output
 from vit_fast.libraries.known import recognise
-from vit_fast.version import __version__
+from vit_fast.version import __version__, installed
 
-from . import model_files
+from . import graphs
 from .capture import capture
 from .deployment import trtexec_line
-from .export_report import ExportReport
-from .graphs import prepend
-from .metadata import inspect_onnx, metadata_for, write_metadata
 from .optimise import count_nodes, forget_inner_shapes, optimise
 from .options import ATTENTION_OPSET, ExportOptions, Precision, Target, opset_for
-from .photographs import CALIBRATION_IMAGES, as_inputs, left_over, photographs
 from .preprocessing import preprocessing_model
-from .quantise import Quantised, quantise
+from .quantise import quantise
+from .report import ExportReport
+from .runtime.metadata import PREFIX, inspect_onnx
 from .verification import BATCHES, check_labelled, check_verifiable, measure_accuracy, verify_file, verify_preprocessing
 
+PACKAGES = ("torch", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime", "timm", "transformers", "torchvision")
 HELD_OUT_IMAGES = 64
 LEAST_HELD_OUT = 32
 """Fewer images do not show how often the top-1 class changes in eight bits."""
@@ -64,40 +63,39 @@ def export_onnx(
     source: str | None = None,
     verify: bool = True,
 ) -> ExportReport:
-    """Writes a Vision Transformer as an ONNX file, and checks that the file computes what the model does.
+    """Exports a Vision Transformer to an ONNX file, and verifies that the file computes what the model does.
 
     Args:
         model: A VisionTransformer of vit_fast, timm, transformers or torchvision, fused or not, on any backend,
-            device and dtype. It is left as it was.
+            device and dtype. It is not modified.
         path: The .onnx file to write.
-        opset: ONNX operator set, 18 or newer; None means 20, which every runtime in use takes, and for bf16 22, the
-            first that has it.
-        dynamic_batch: Whether the file takes any number of images; if not, one.
-        dynamic_size: Whether it takes any height and width that divide by the patch: positions are interpolated inside.
-        precision: "fp32", "fp16", "bf16"; "int8": static, calibrated; "int8-dynamic": ranges found at run time; "fp8":
-            e4m3, calibrated, in fp16 otherwise. In eight bits, layers are left float until the loss is acceptable.
-        preprocess: Whether the file takes uint8 pixels [batch, height, width, channels] of any size and resizes,
-            crops and normalises them itself.
+        opset: ONNX operator set, 18 or newer; None means 20, and 22 for bf16, the first that supports it.
+        dynamic_batch: Accept any number of images; otherwise one.
+        dynamic_size: Accept any height and width divisible by the patch; positions are interpolated in the graph.
+        precision: "fp32", "fp16", "bf16"; "int8": static, calibrated; "int8-dynamic": ranges computed at run time;
+            "fp8": e4m3, calibrated, otherwise fp16. In eight bits, layers stay float until the loss is acceptable.
+        preprocess: Accept uint8 pixels [batch, height, width, channels] of any size; the file resizes, crops and
+            normalises them.
         target: "generic": standard operators only. "ort-cpu", "ort-cuda": ONNX Runtime's fused operators. "tensorrt":
-            what its parser takes.
+            operators of its parser.
         output: "logits", "probabilities" (softmax) or "features" (pooled, before the head).
-        external_data: Whether weights lie beside the file, in PATH.data; None means only when they exceed 2 GB.
-        calibration: Image files and folders that activations are measured on: needed for "int8" and "fp8", where there
-            is no cache; for "int8-dynamic" they tell which channels are large.
-        calibration_cache: A file to keep what was measured in: written with `calibration`, else read.
+        external_data: Store weights beside the file, in PATH.data; None means only if they exceed 2 GB.
+        calibration: Image files and folders to measure activations on: required for "int8" and "fp8" without a cache;
+            for "int8-dynamic" they show which channels are large.
+        calibration_cache: File to store the measurements in: written with `calibration`, else read.
         images: Image files and folders to verify with; None means a sample image of matplotlib, and in eight
-            bits the images of `calibration` that nothing was measured on, where there are any.
-        validation: A folder of labelled images, one subfolder a class: the model's and the file's accuracy on it are
-            measured, and a file that loses more than 0.6 points is refused.
-        data_config: How images are prepared, where the model does not say.
-        class_names: Names of the outputs, where the model does not say.
-        source: Where the weights come from, for the metadata.
-        verify: Whether to compare the file with the eager model; a file that fails is removed.
+            bits the images of `calibration` that were not used to calibrate, if any.
+        validation: Folder of labelled images, one subfolder per class: measures the accuracy of model and file, and
+            rejects a file that loses more than 0.6 points.
+        data_config: Preprocessing, if the model has none.
+        class_names: Names of the outputs, if the model has none.
+        source: Origin of the weights, for the metadata.
+        verify: Compare the file with the eager model; a file that fails is removed.
     Returns:
-        What was written and how far it is from the model.
+        The file's properties, and its difference from the model.
     Raises:
-        ValueError: an argument is not one of those accepted, or is missing for what was asked.
-        UnsupportedInputError: these arguments exclude one another, or the model cannot be exported; lists every reason.
+        ValueError: an argument is invalid, or a required one is missing.
+        UnsupportedInputError: arguments exclude each other, or the model cannot be exported; lists every reason.
         VerificationError: the file does not compute what the model computes.
         QuantisationError: the model loses too much in eight bits.
         CalibrationError: a cache is not this model's.
@@ -114,7 +112,8 @@ def export_onnx(
         raise UnsupportedInputError("export of a model in FP8", [reason])
     vit = recognise(model)
     _complete(vit, options, data_config, class_names)
-    images_of = _Images.find(options, calibration, calibration_cache, images, verify)
+    cache = None if calibration_cache is None else Path(calibration_cache)
+    measured, verified, whole = _images(options, calibration, cache, images, verify)
     if verify:
         check_verifiable(options)
     labelled = None if validation is None else check_labelled(Path(validation), vit, options)
@@ -131,33 +130,33 @@ def export_onnx(
             report.fusions = optimise(graph, vit, options)
         if options.is_eight_bit:
             with clock("quantise"):
-                graph, report.eight_bit = _quantise(graph, vit, options, images_of)
+                batches, held_out = (_batches(photos, vit, options) for photos in (measured, verified))
+                graph, report.eight_bit = quantise(graph, options, batches, held_out, cache)
         _finish(graph, vit, options)
         report.nodes = dict(count_nodes(graph))
         external = _external(graph, options)
         with clock("write"):
-            model_files.save(graph, aside, external)
+            graphs.save(graph, aside, external)
         del graph
         if verify:
             with clock("verify"):
                 if options.preprocess and vit.data_config is not None:
-                    hw, chans = vit.image_hw, vit.in_chans
-                    verify_preprocessing(vit.data_config, hw, chans, options.opset, images_of.verified[0])
-                report.checks, report.reference = verify_file(aside, vit, options, images_of.verified)
+                    verify_preprocessing(vit.data_config, vit.image_hw, vit.in_chans, options.opset, verified[0])
+                report.checks, report.reference = verify_file(aside, vit, options, verified)
             report.budget = options.budget
         if labelled is not None:
             with clock("accuracy"):
                 report.accuracy = measure_accuracy(aside, vit, options, labelled)
-        write_metadata(aside, metadata_for(vit, options, source, report.measured()))
+        _write_metadata(aside, vit, options, source, report.measured())
         report.external_data = f"{path.name}.data" if external else None
         report.bytes = sum(part.stat().st_size for part in aside.parent.iterdir())
     if target == "tensorrt":
         report.trtexec = trtexec_line(inspect_onnx(path))
     report.warnings = _warnings(report, options, vit)
-    if options.is_eight_bit and verify and images_of.files < LEAST_HELD_OUT:
+    if options.is_eight_bit and verify and whole < LEAST_HELD_OUT:
         report.warnings.append(
-            f"the outputs were compared on {images_of.files} image files and crops of them: pass {LEAST_HELD_OUT} or "
-            "more that nothing was measured on (images, or a folder of more calibration images)"
+            f"the outputs were compared on {whole} image files and crops of them: pass {LEAST_HELD_OUT} or more that "
+            "were not used to calibrate (images, or a folder of more calibration images)"
         )
     return report
 
@@ -168,14 +167,14 @@ def _complete(
     data_config: DataConfig | Mapping[str, Any] | None,
     names: Sequence[str] | None,
 ) -> None:
-    """Adds what was given by hand to what the model says, and checks that it is enough."""
+    """Sets given preprocessing and class names, and checks that nothing is missing."""
     if data_config is not None:
         check_type("data_config", data_config, DataConfig, Mapping)
         if not isinstance(data_config, DataConfig):
             data_config = DataConfig.from_dict(data_config)
         vit.set_data_config(data_config)
     if names is not None:
-        check_type("class_names", names, Sequence)
+        check_type("class_names", names, list, tuple)
         if len(names) != vit.num_classes:
             raise ValueError(f"class_names must have {vit.num_classes} names, as num_classes, got {len(names)}")
         vit.class_names = tuple(map(str, names))
@@ -185,53 +184,41 @@ def _complete(
         raise UnsupportedInputError("output='probabilities'", [f"{vit.name} has no classification head"])
 
 
-@dataclass(frozen=True)
-class _Images:
-    """Images to calibrate and to verify with; the first `files` of the latter are whole, the others crops."""
-
-    measured: list[Image.Image]
-    verified: list[Image.Image]
-    files: int
-    cache: Path | None
-
-    @classmethod
-    def find(
-        cls, options: ExportOptions, calibration: Iterable[str | Path] | None, cache: str | Path | None,
-        images: Iterable[str | Path] | None, verify: bool,
-    ) -> _Images:  # fmt: skip
-        if not options.is_eight_bit and (calibration is not None or cache is not None):
-            raise ValueError(f"calibration needs precision='int8', 'int8-dynamic' or 'fp8', got {options.precision!r}")
-        if options.needs_calibration and calibration is None and cache is None:
-            raise ValueError(
-                f"calibration=None: precision={options.precision!r} needs image files or folders to measure ranges on"
-            )
-        files = [] if calibration is None else find_images(calibration)
-        measured = photographs(files, CALIBRATION_IMAGES) if calibration is not None else []
-        verified, given = [], None
-        if verify:
-            given = (left_over(files, CALIBRATION_IMAGES) or None) if images is None else find_images(images)
-            count = HELD_OUT_IMAGES if options.is_eight_bit else max(BATCHES)
-            if given:  # in eight bits all of them, because few images do not show rare changes
-                count = min(count, max(max(BATCHES), len(given)))
-            verified = photographs(given, count, seed=1)
-        return cls(measured, verified, min(len(verified), len(given or [None])), None if cache is None else Path(cache))
+def _images(
+    options: ExportOptions, calibration: Iterable[str | Path] | None, cache: Path | None,
+    images: Iterable[str | Path] | None, verify: bool,
+) -> tuple[list[Image.Image], list[Image.Image], int]:  # fmt: skip
+    """Returns images to calibrate with, images to verify with, and how many of the latter are whole, not crops."""
+    if not options.is_eight_bit and (calibration is not None or cache is not None):
+        raise ValueError(f"calibration needs precision='int8', 'int8-dynamic' or 'fp8', got {options.precision!r}")
+    if options.needs_calibration and calibration is None and cache is None:
+        raise ValueError(
+            f"calibration=None: precision={options.precision!r} needs image files or folders to measure ranges on"
+        )
+    files = [] if calibration is None else find_images(calibration)
+    measured = photographs(files, CALIBRATION_IMAGES) if calibration is not None else []
+    if not verify:
+        return measured, [], 0
+    given = (left_over(files, CALIBRATION_IMAGES) or None) if images is None else find_images(images)
+    count = HELD_OUT_IMAGES if options.is_eight_bit else max(BATCHES)
+    if given:  # in eight bits all of them, because few images do not show rare changes
+        count = min(count, max(max(BATCHES), len(given)))
+    verified = photographs(given, count, seed=1)
+    return measured, verified, min(count, len(given or [None]))
 
 
-def _quantise(graph: ir.Model, vit: ImageModel, options: ExportOptions, images: _Images) -> tuple[ir.Model, Quantised]:
-    def batches(photos: list[Image.Image]) -> list[np.ndarray]:
-        if not photos:
-            return []
-        inputs = as_inputs(photos, vit.data_config, vit.image_hw, vit.in_chans)
-        return [one.numpy() for one in inputs.split(4 if options.dynamic_batch else 1)]
-
-    return quantise(graph, options, batches(images.measured), batches(images.verified), images.cache)
+def _batches(photos: list[Image.Image], vit: ImageModel, options: ExportOptions) -> list[np.ndarray]:
+    if not photos:
+        return []
+    inputs = as_inputs(photos, vit.data_config, vit.image_hw, vit.in_chans)
+    return [one.numpy() for one in inputs.split(4 if options.dynamic_batch else 1)]
 
 
 def _finish(graph: ir.Model, vit: ImageModel, options: ExportOptions) -> None:
-    """Preprocessing in front; names and documentation for people."""
+    """Prepends the preprocessing, and sets names and documentation."""
     if options.preprocess and vit.data_config is not None:
         batch = None if options.dynamic_batch else 1
-        prepend(graph, preprocessing_model(vit.data_config, vit.image_hw, vit.in_chans, options.opset, batch))
+        graphs.prepend(graph, preprocessing_model(vit.data_config, vit.image_hw, vit.in_chans, options.opset, batch))
     forget_inner_shapes(graph)
     graph.producer_name, graph.producer_version = "vit-fast", __version__
     graph.graph.name = vit.name.replace("/", "_")
@@ -239,12 +226,42 @@ def _finish(graph: ir.Model, vit: ImageModel, options: ExportOptions) -> None:
 
 
 def _external(graph: ir.Model, options: ExportOptions) -> bool:
-    size = model_files.weight_bytes(graph)
-    if size <= model_files.PROTOBUF_LIMIT:
-        return bool(options.external_data)
-    if options.external_data is False:
+    size = graphs.weight_bytes(graph)
+    if size > graphs.PROTOBUF_LIMIT and options.external_data is False:
         raise ValueError(f"external_data=False: {size / 1e9:.1f} GB of weights do not fit into one file (2 GB)")
-    return True
+    return size > graphs.PROTOBUF_LIMIT or bool(options.external_data)
+
+
+def _write_metadata(
+    path: Path, vit: ImageModel, options: ExportOptions, source: str | None, measured: dict[str, Any]
+) -> None:
+    """Replaces the metadata of a file by keys with a prefix and values in JSON; weights beside it are not read."""
+    layout = "[batch, height, width, channels] uint8 pixels" if options.preprocess else (
+        "[batch, channels, height, width] fp32, normalised as data_config says"
+    )  # fmt: skip
+    facts: dict[str, Any] = {
+        "format": 1,
+        "model": vit.name,
+        "library": vit.library,
+        "config": vit.config,
+        "class_names": vit.class_names,
+        "data_config": vit.data_config.to_dict() if vit.data_config else None,
+        "image_hw": vit.image_hw,
+        "patch_hw": vit.patch_hw,
+        "dynamic_size": options.dynamic_size,
+        "preprocess": options.preprocess,
+        "input": layout,
+        "output": options.output if vit.num_classes else "features",
+        "precision": options.precision,
+        "target": options.target,
+        "source": source,
+        "versions": {"vit-fast": __version__}
+        | {package: version for package in PACKAGES if (version := installed(package))},
+    } | measured
+    proto = onnx.load_model(path, load_external_data=False)
+    del proto.metadata_props[:]
+    onnx.helper.set_model_props(proto, {PREFIX + key: json.dumps(value, default=str) for key, value in facts.items()})
+    path.write_bytes(proto.SerializeToString())
 
 
 def _warnings(report: ExportReport, options: ExportOptions, vit: ImageModel) -> list[str]:

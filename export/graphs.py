@@ -1,4 +1,4 @@
-"""Adding nodes to a graph, with readable names; moving one graph in front of another; running a graph."""
+"""Graphs in memory: adding nodes, joining two graphs, running one, saving it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from .model_files import PROTOBUF_LIMIT, save, weight_bytes
-from .providers import KEEP_FP8_APART
+from .runtime.providers import open_session
+
+MICROSOFT = "com.microsoft"
+PROTOBUF_LIMIT = 2 * 2**30 - 32 * 2**20
+"""Bytes of weights that fit into one file: protobuf's 2 GiB less room for the graph."""
 
 
 class Writer:
-    """Adds nodes to a graph, before a given node or at the end.
+    """Adds nodes to a graph.
 
     Args:
-        graph: Where they go.
-        prefix: What their names start with.
+        graph: The graph.
+        prefix: Prefix of their names.
         before: The node to add them before; None means at the end.
     """
 
@@ -30,7 +33,7 @@ class Writer:
         self, op_type: str, *inputs: ir.Value | None, domain: str = "", outputs: int = 1,
         dtype: ir.DataType | None = None, **attributes: Any,
     ) -> Any:  # fmt: skip
-        """The new node's output, or the list of them when there are several; dtype: None is the first input's."""
+        """Returns the new node's output, or the list of several; its dtype is the first input's by default."""
         name = self._name(op_type)
         node = ir.node(op_type, inputs, attributes, domain=domain, num_outputs=outputs, name=name)
         kind = dtype or next((v.dtype for v in inputs if v is not None and v.dtype is not None), ir.DataType.FLOAT)
@@ -43,12 +46,11 @@ class Writer:
         return node.outputs[0] if outputs == 1 else list(node.outputs)
 
     def constant(self, array: np.ndarray | list[int], name: str) -> ir.Value:
-        """An initializer; int64 when given as a list."""
+        """Adds an initializer; a list becomes int64."""
         values = np.asarray(array, dtype=np.int64) if isinstance(array, list) else array
-        tensor, array_shape = ir.tensor(values), values.shape
-        tensor.name = self._name(name)
-        kind = ir.TensorType(tensor.dtype)
-        value = ir.Value(name=tensor.name, type=kind, shape=ir.Shape(array_shape), const_value=tensor)
+        tensor = ir.tensor(values, name=self._name(name))
+        kind, shape = ir.TensorType(tensor.dtype), ir.Shape(values.shape)
+        value = ir.Value(name=tensor.name, type=kind, shape=shape, const_value=tensor)
         self.graph.register_initializer(value)
         return value
 
@@ -58,7 +60,7 @@ class Writer:
 
 
 def replace(old: ir.Value, new: ir.Value) -> None:
-    """Everything that used `old`, graph outputs included, uses `new`, which takes over shape and dtype."""
+    """Replaces all uses of `old`, also as an output of the graph; `new` gets its shape and dtype."""
     new.shape = old.shape
     if old.dtype is not None:
         new.dtype = old.dtype
@@ -66,57 +68,75 @@ def replace(old: ir.Value, new: ir.Value) -> None:
 
 
 def prepend(model: ir.Model, front: ir.Model) -> None:
-    """Puts the nodes of `front` before those of `model`: its one output becomes the model's first input; in place."""
-    graph = model.graph
-    first = graph[0]
-    nodes = list(front.graph)
+    """Moves the nodes of `front` before those of `model`, in place: its output replaces the model's first input."""
+    graph, first = model.graph, model.graph[0]
+    nodes, initializers = list(front.graph), list(front.graph.initializers.values())
     front_input, front_output = front.graph.inputs[0], front.graph.outputs[0]
-    initializers = list(front.graph.initializers.values())
-    front.graph.inputs.clear()
-    front.graph.outputs.clear()
-    front.graph.initializers.clear()
+    for part in (front.graph.inputs, front.graph.outputs, front.graph.initializers):
+        part.clear()
     for node in nodes:
         front.graph.remove(node)
         graph.insert_before(first, node)
     for value in initializers:
         graph.register_initializer(value)
-    old_input = graph.inputs[0]
-    ir.convenience.replace_all_uses_with(old_input, front_output)
+    ir.convenience.replace_all_uses_with(graph.inputs[0], front_output)
     graph.inputs[0] = front_input
 
 
 def constant_of(value: ir.Value | None) -> np.ndarray | None:
-    """The array behind an initializer or constant."""
+    """Returns the array of an initializer or constant; None for other values."""
     return None if value is None or value.const_value is None else value.const_value.numpy()
+
+
+def weight_bytes(model: ir.Model) -> int:
+    return sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
+
+
+def save(model: ir.Model, path: Path, external: bool | None = None) -> None:
+    """Writes a model.
+
+    Args:
+        model: The model.
+        path: The .onnx file.
+        external: Write the weights to PATH.data; None means only if they exceed protobuf's limit.
+    Raises:
+        OSError: it cannot be written; the message contains the size.
+    """
+    size = weight_bytes(model)
+    external = size > PROTOBUF_LIMIT if external is None else external
+    try:
+        ir.save(model, path, external_data=f"{path.name}.data" if external else None)
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__cause__
+        if cause is None:
+            raise
+        raise OSError(cause.errno, f"{cause.strerror or cause} ({size / 2**20:.0f} MiB of weights)") from error
 
 
 def run_graph(
     model: ir.Model, batches: Iterable[np.ndarray], values: Sequence[ir.Value] | None = None
 ) -> Iterator[list[np.ndarray]]:
-    """Computes a graph that is still being worked on, by ONNX Runtime on the CPU.
+    """Computes values of a graph by ONNX Runtime on the CPU.
 
     Args:
-        model: A graph with one input; it is left as it was.
+        model: A graph with one input; not modified.
         batches: Inputs.
-        values: What to compute of it, also inside; None means its outputs.
+        values: Values to compute, also inside the graph; None means its outputs.
     Yields:
         The arrays of each batch.
     """
-    import onnxruntime
-
     outputs = list(model.graph.outputs)
-    settings = onnxruntime.SessionOptions()
-    settings.log_severity_level = 3
-    settings.add_session_config_entry(*KEEP_FP8_APART)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "m.onnx"
         if values is not None:
             model.graph.outputs[:] = values
         try:
-            save(model, path, external=weight_bytes(model) > PROTOBUF_LIMIT)
+            save(model, path)
         finally:
             model.graph.outputs[:] = outputs
-        session = onnxruntime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
+        session = open_session(path, fp8=True)
     name = session.get_inputs()[0].name
     for batch in batches:
         yield session.run(None, {name: batch})

@@ -1,4 +1,4 @@
-"""Calibration of an ONNX graph: activations observed on images, channels smoothed, a range chosen per activation.
+"""Calibrates an ONNX graph: observes activations on images, smooths channels, chooses a range per activation.
 
 Smoothing moves large channels out of an activation into the weights that read it, exactly:
 
@@ -16,6 +16,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -28,16 +29,17 @@ from vit_fast.quantization.schemes import Scheme, first_near_best
 
 from .eight_bit import Product, is_probability
 from .graphs import Writer, constant_of, run_graph
+from .options import ExportOptions
 
 FORMAT = "vit-fast-calibration/2"
-"""Counts on where ranges of the same images mean other numbers, as by how channels are smoothed."""
+"""Changes whenever ranges of the same images get other values."""
 PARAMETERS = {
     "LayerNormalization": (1, 2), "SkipLayerNormalization": (2, 3), "RMSNormalization": (1,),
     "SimplifiedLayerNormalization": (1,), "SkipSimplifiedLayerNormalization": (2,),
 }  # fmt: skip
-"""The places of weight and bias among a norm's inputs."""
+"""Positions of weight and bias among a norm's inputs."""
 DEVIATIONS = 3.0
-"""Assumed peak of a normalised channel, in standard deviations, where no image says more."""
+"""Assumed peak of a normalised channel, in standard deviations, without images."""
 
 
 class CalibrationError(VitFastError, ValueError):
@@ -46,11 +48,11 @@ class CalibrationError(VitFastError, ValueError):
 
 @dataclass(frozen=True)
 class Calibration:
-    """Ranges and peaks of a model's activations, as a calibration cache holds them.
+    """Ranges and peaks of a model's activations: the content of a calibration cache.
 
     Attributes:
-        fingerprint: Of the weights and of what was asked for; another model's calibration is refused.
-        images: How many were seen.
+        fingerprint: Hash of weights, precision and target; another model's calibration is refused.
+        images: Number of images.
         peaks: By activation, the largest magnitude of each channel, before smoothing.
         ranges: By activation, after smoothing.
     """
@@ -59,6 +61,14 @@ class Calibration:
     images: int
     peaks: dict[str, list[float]]
     ranges: dict[str, Range]
+
+    def __post_init__(self) -> None:
+        numbers = [
+            *chain(*self.peaks.values()),
+            *(limit for one in self.ranges.values() for limit in (one.low, one.high)),
+        ]
+        if not np.isfinite(np.array(numbers, np.float64)).all() or any(r.low > r.high for r in self.ranges.values()):
+            raise ValueError("peaks and ranges must be finite, low <= high")
 
     def save(self, path: Path) -> None:
         with file_aside(path) as aside:
@@ -77,7 +87,7 @@ def load_calibration(path: Path, fingerprint: str) -> Calibration:
         written = content["format"]
         ranges = {name: Range(**fields) for name, fields in content["ranges"].items()}
         calibration = Calibration(content["fingerprint"], int(content["images"]), dict(content["peaks"]), ranges)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CalibrationError(f"{path}: cannot be read as a calibration: {error}") from None
     if written != FORMAT:
         raise CalibrationError(f"{path}: format must be {FORMAT!r}, got {written!r}; calibrate again with images")
@@ -88,9 +98,47 @@ def load_calibration(path: Path, fingerprint: str) -> Calibration:
     return calibration
 
 
-def fingerprint_of(products: Sequence[Product], asked: str) -> str:
-    """Returns a hash of the weights, and of precision and target as `asked` says."""
-    digest = hashlib.sha256(asked.encode())
+def calibrate(
+    model: ir.Model,
+    products: Sequence[Product],
+    options: ExportOptions,
+    scheme: Scheme,
+    batches: Sequence[np.ndarray],
+    cache: Path | None,
+) -> dict[str, Range]:
+    """Smooths a graph in place and returns the ranges of its activations; none for "int8-dynamic".
+
+    Args:
+        model: The graph.
+        products: Its products to quantize.
+        options: Options of the file.
+        scheme: The number format.
+        batches: Inputs; may be empty.
+        cache: File of the calibration: written if there are batches, else read.
+    Raises:
+        CalibrationError: the cache cannot be used, or activations are not finite.
+    """
+    fingerprint = _fingerprint(products, f"{options.precision} {options.target}")
+    if not batches:
+        known = Calibration(fingerprint, 0, {}, {}) if cache is None else load_calibration(cache, fingerprint)
+        names = {str(value.name): value for product in products for value in product.activations}
+        if options.needs_calibration and names.keys() != known.ranges.keys():
+            raise CalibrationError(f"{cache}: must contain the ranges of all activations; calibrate again with images")
+        smooth(model, products, known.peaks, scheme)
+        return known.ranges
+    seen = observe(model, products, batches)
+    known = Calibration(fingerprint, sum(map(len, batches)), {n: o.peak.tolist() for n, o in seen.items()}, {})
+    scales = smooth(model, products, known.peaks, scheme)
+    if options.needs_calibration:
+        smoothed = {name: one.divided(scales[name]) if name in scales else one for name, one in seen.items()}
+        known.ranges.update(choose_ranges(products, smoothed, scheme))
+    if cache is not None:
+        known.save(cache)
+    return known.ranges
+
+
+def _fingerprint(products: Sequence[Product], settings: str) -> str:
+    digest = hashlib.sha256(settings.encode())
     for product in products:
         digest.update(product.name.encode())
         if product.weight is not None:
@@ -99,7 +147,7 @@ def fingerprint_of(products: Sequence[Product], asked: str) -> str:
 
 
 def observe(model: ir.Model, products: Sequence[Product], batches: Sequence[np.ndarray]) -> dict[str, Observation]:
-    """Runs images through the graph and returns what was seen of the products' activations, by name.
+    """Runs images through the graph and returns the observations of the products' activations, by name.
 
     Raises:
         CalibrationError: an activation is infinite or undefined.
@@ -147,9 +195,9 @@ def smooth(
 
     Args:
         model: The graph.
-        products: The linears. A norm that something else reads as well is skipped.
-        peaks: By name of an activation, the largest magnitude of each channel [C]; a norm's output that is not in it
-            is estimated by the norm's own weight and bias.
+        products: The linears. A norm with other readers is skipped.
+        peaks: By name of an activation, the largest magnitude of each channel [C]; by default estimated from the
+            norm's weight and bias.
         scheme: The number format; for e4m3, scales are powers of two.
     Returns:
         By name of the activation, the scale [C] that it was divided by; the linears' weights are new constants.
@@ -169,7 +217,10 @@ def smooth(
         if parameters[0] is None or any(value is not None and p is None for value, p in zip(inputs, parameters)):
             continue
         weights = [weight for user in users if (weight := user.weight) is not None]
-        scale = smoothing_scale(np.asarray(peaks[name]) if name in peaks else _expected_peak(parameters), weights)
+        peak = np.asarray(peaks[name]) if name in peaks else _expected_peak(parameters)
+        if peak.shape != parameters[0].shape:
+            raise CalibrationError(f"calibration: {name} must have {len(parameters[0])} peaks, got {len(peak)}")
+        scale = smoothing_scale(peak, weights)
         scale = power_of_two(scale) if scheme.kind == "e4m3" else scale
         write = Writer(model.graph, f"{norm.name}.smoothed", before=norm)
         for index, parameter in zip(PARAMETERS[norm.op_type], parameters):

@@ -1,10 +1,9 @@
-"""Optimizes a graph for its target: the target's form of attention, ONNX Runtime's fused operators, and their count."""
+"""Optimizes a graph for its target: form of attention and ONNX Runtime's fused operators."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
 
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
@@ -12,38 +11,14 @@ import onnx_ir.passes.common as common_passes
 from vit_fast.libraries.image_model import ImageModel
 
 from . import attention_nodes
-from .graphs import Writer, constant_of, replace
+from .graphs import MICROSOFT, Writer, constant_of, replace
 from .options import ATTENTION_OPSET, ExportOptions
+from .report import Fusion
 
 SKIP_NORM, BIAS_GELU, LAYER_NORM = "SkipLayerNormalization", "BiasGelu", "LayerNormalization"
 
 
-@dataclass(frozen=True)
-class Fusion:
-    """Count of a fusion.
-
-    Attributes:
-        name: The fused operator.
-        fused: Its nodes in the graph.
-        wanted: Its number if all blocks were fused.
-        note: The reason why some were not, if known.
-    """
-
-    name: str
-    fused: int
-    wanted: int
-    note: str = ""
-
-    @property
-    def complete(self) -> bool:
-        return self.fused >= self.wanted
-
-    def line(self) -> str:
-        return f"{self.name}: {self.fused} of {self.wanted}" + (f" ({self.note})" if self.note else "")
-
-
 def attention_form(options: ExportOptions) -> attention_nodes.Form:
-    """The form in which a target takes attention."""
     if options.targets_ort:
         return "multi_head_attention"
     if options.opset < ATTENTION_OPSET:
@@ -52,11 +27,7 @@ def attention_form(options: ExportOptions) -> attention_nodes.Form:
 
 
 def optimise(model: ir.Model, vit: ImageModel, options: ExportOptions) -> list[Fusion]:
-    """Lowers the attention placeholders and, for ONNX Runtime, fuses what stands around them; in place.
-
-    Returns:
-        One entry a fusion that the target calls for.
-    """
+    """Lowers attention and, for ONNX Runtime, fuses LayerNorm and GELU, in place; returns the fusions of the target."""
     form = attention_form(options)
     sites, packed = attention_nodes.lower_attention(model, form)
     common_passes.RemoveUnusedNodesPass()(model)
@@ -71,7 +42,7 @@ def optimise(model: ir.Model, vit: ImageModel, options: ExportOptions) -> list[F
     fusions.append(Fusion("packed qkv", packed, vit.depth, note))
     if options.targets_ort:
         fusions += _fuse_for_ort(model, vit, options)
-        model.opset_imports[attention_nodes.MICROSOFT] = 1
+        model.opset_imports[MICROSOFT] = 1
     model.opset_imports.pop(attention_nodes.DOMAIN, None)
     common_passes.RemoveUnusedNodesPass()(model)
     counts = count_nodes(model)
@@ -81,7 +52,7 @@ def optimise(model: ir.Model, vit: ImageModel, options: ExportOptions) -> list[F
 
 
 def forget_inner_shapes(model: ir.Model) -> None:
-    """Drops what is known of values inside the graph: the runtime infers it, and stale entries break quantisers."""
+    """Drops shapes and types of values inside the graph: the runtime infers them, and stale ones break quantizers."""
     outputs = set(map(id, model.graph.outputs))
     for node in model.graph:
         for value in node.outputs:
@@ -106,9 +77,9 @@ def _fuse_for_ort(model: ir.Model, vit: ImageModel, options: ExportOptions) -> l
 
 
 def _fuse_erf_gelu(model: ir.Model) -> None:
-    """x * 0.5 * (1 + erf(x / sqrt(2))), which is how GELU is written before opset 20, as one node.
+    """Replaces x * 0.5 * (1 + erf(x / sqrt(2))), the form of GELU before opset 20, by one node.
 
-    onnxscript's rule for this compares constants exactly, and so never matches the rounded ones of an fp16 graph.
+    onnxscript's rule compares constants exactly, so it never matches the rounded ones of an fp16 graph.
     """
     for erf in [node for node in model.graph if node.op_type == "Erf"]:
         inner = erf.inputs[0].producer() if erf.inputs[0] is not None else None
@@ -123,7 +94,7 @@ def _fuse_erf_gelu(model: ir.Model) -> None:
             value = consumers[0].outputs[0]
         is_x, is_half = [v is x for v in others[1:]], [_is_constant(v, 0.5) for v in others[1:]]
         if len(others) == 3 and _is_constant(others[0], 1.0) and sum(is_x) == 1 and sum(is_half) == 1:
-            gelu = Writer(model.graph, f"{erf.name}.gelu", before=erf).op("Gelu", x, domain=attention_nodes.MICROSOFT)
+            gelu = Writer(model.graph, f"{erf.name}.gelu", before=erf).op("Gelu", x, domain=MICROSOFT)
             replace(value, gelu)
     common_passes.RemoveUnusedNodesPass()(model)
 
@@ -136,7 +107,7 @@ def _is_constant(value: ir.Value | None, expected: float) -> bool:
 def _fuse_skip_norm(model: ir.Model, vit: ImageModel, options: ExportOptions) -> Fusion:
     if options.target == "ort-cpu":
         # Seen in profiles of ONNX Runtime 1.31: its CPU kernel is not vectorised, the two others are.
-        return Fusion(SKIP_NORM, 0, 0, "left apart for the CPU, whose kernel is slower than Add and LayerNormalization")
+        return Fusion(SKIP_NORM, 0, 0, "not fused for the CPU, whose kernel is slower than Add and LayerNormalization")
     from onnxscript.rewriter.ort_fusions.skip_normalization import fuse_skip_layer_normalization
 
     fuse_skip_layer_normalization(model)
@@ -146,7 +117,7 @@ def _fuse_skip_norm(model: ir.Model, vit: ImageModel, options: ExportOptions) ->
 
 
 def _cancel_transposes(model: ir.Model) -> None:
-    """Transposes that undo one another: what is left where a library kept its own layout around attention."""
+    """Removes pairs of inverse transposes, which remain of a library's own layout around attention."""
     from onnxscript.rewriter import rewrite
     from onnxscript.rewriter.rules.common import no_op_transpose_rule, transpose_transpose_rule
 

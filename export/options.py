@@ -1,4 +1,4 @@
-"""Options of an export, and the reasons against unsupported combinations, all at once."""
+"""Options of an export, and the reasons against unsupported combinations."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from vit_fast.arguments import check_choice
-from vit_fast.errors import UnsupportedInputError
+from vit_fast.errors import UnsupportedInputError, check_type
 from vit_fast.libraries.image_model import Output
 
-from .loss import BUDGET as EIGHT_BIT_BUDGET
+from .report import EIGHT_BIT_BUDGET
 
 Target = Literal["generic", "ort-cpu", "ort-cuda", "tensorrt"]
 Precision = Literal["fp32", "fp16", "bf16", "int8", "int8-dynamic", "fp8"]
 
 MIN_OPSET, DEFAULT_OPSET, ATTENTION_OPSET, BF16_OPSET = 18, 20, 23, 22
 HALF_SCALES_OPSET = 19
-"""The first whose QuantizeLinear takes fp16, and makes e4m3."""
+"""The first opset whose QuantizeLinear supports fp16 and e4m3."""
 TRT_PRECISIONS = ("fp32", "fp16", "bf16", "int8", "fp8")
 FP8_TARGETS = ("generic", "tensorrt")
 
 BUDGETS: dict[str, float] = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 5e-2}
-"""Largest |file - eager| / max(1, largest |eager|) that passes. Eight bits are judged otherwise: see loss.py."""
+"""Largest |file - eager| / max(1, largest |eager|) that passes. For eight bits, see `report.Loss`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """The arguments of export_onnx that describe the file; checked when made.
+    """Arguments of export_onnx that describe the file.
 
     Raises:
-        ValueError: a value is not one of those accepted.
-        UnsupportedInputError: the values exclude one another; lists every conflict.
+        ValueError: a value is invalid.
+        UnsupportedInputError: values exclude each other; lists every conflict.
     """
 
     opset: int = DEFAULT_OPSET
@@ -46,6 +46,9 @@ class ExportOptions:
         check_choice("target", self.target, get_args(Target))
         check_choice("precision", self.precision, get_args(Precision))
         check_choice("output", self.output, get_args(Output))
+        for name in ("dynamic_batch", "dynamic_size", "preprocess", "external_data"):
+            if (flag := getattr(self, name)) is not None or name != "external_data":
+                check_type(name, flag, bool)
         newest = newest_opset()
         if not isinstance(self.opset, int) or isinstance(self.opset, bool) or not MIN_OPSET <= self.opset <= newest:
             raise ValueError(f"opset must be None or between {MIN_OPSET} and {newest}, got {self.opset!r}")
@@ -84,7 +87,7 @@ class ExportOptions:
 
     @property
     def dtype(self) -> str:
-        """The dtype of everything that is not in eight bits: fp16 for TensorRT, which keeps the dtypes of a graph."""
+        """Dtype of everything that is not in eight bits: fp16 for TensorRT, which keeps the dtypes of a graph."""
         if not self.is_eight_bit:
             return self.precision
         return "fp16" if self.precision == "fp8" or self.target == "tensorrt" else "fp32"
@@ -95,17 +98,17 @@ class ExportOptions:
 
     @property
     def budget(self) -> str:
-        """The largest error that passes, in words."""
+        """Description of the largest error that passes."""
         return EIGHT_BIT_BUDGET if self.is_eight_bit else f"max <= {BUDGETS[self.precision]:g}"
 
 
 def opset_for(precision: str) -> int:
-    """The oldest opset that every part of a file of this precision can be written in, from the default on."""
+    """Returns the oldest opset for a precision, at least the default."""
     return BF16_OPSET if precision == "bf16" else DEFAULT_OPSET
 
 
 def newest_opset() -> int:
-    """The newest opset that the installed torch and onnxscript write."""
+    """Returns the newest opset that the installed torch and onnxscript write."""
     from onnxscript.version_converter import _version_converter
 
     return int(getattr(_version_converter, "SUPPORTED_MAX_ONNX_OPSET", ATTENTION_OPSET))

@@ -2,19 +2,18 @@
 
     [batch, height, width, channels] uint8 -> resize (antialiased) -> centre crop -> (x / 255 - mean) / std -> NCHW
 
-The same steps, in the same order and with the same rounding of sizes, as `make_transform` in vit_fast/apps/data.py and
-in timm. Resizing happens on uint8, as in Pillow, whose results ONNX Runtime's antialiased Resize reproduces to one
-grey level.
+Steps, order and rounding of sizes are those of `make_transform` in vit_fast/apps/data.py and of timm. Resizing happens
+on uint8, as in Pillow, whose results ONNX Runtime's antialiased Resize reproduces to one grey level.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
 
+from vit_fast.apps.data import per_channel
 from vit_fast.config import DataConfig, Size
 from vit_fast.errors import UnsupportedInputError
 
@@ -28,7 +27,7 @@ _MODES = {"bicubic": "cubic", "bilinear": "linear"}  # nearest: ONNX Runtime bre
 def preprocessing_model(
     data_config: DataConfig, image_hw: Size, in_chans: int, opset: int, batch: int | None
 ) -> ir.Model:
-    """A graph from uint8 images "pixels" [batch, height, width, in_chans] to fp32 "images" [batch, in_chans, H, W].
+    """Returns a graph from "pixels" [batch, height, width, in_chans] uint8 to [batch, in_chans, H, W] fp32.
 
     Args:
         data_config: Interpolation, crop, mean and standard deviation.
@@ -42,9 +41,13 @@ def preprocessing_model(
     problems = []
     if data_config.interpolation not in _MODES:
         problems.append(f"interpolation must be one of {', '.join(_MODES)} in ONNX, got {data_config.interpolation}")
-    mean, std = (per_channel(values, in_chans) for values in (data_config.mean, data_config.std))
-    if len(mean) not in (1, in_chans):
-        problems.append(f"data_config has {len(data_config.mean)} means for {in_chans} channels")
+    try:
+        mean, std = (
+            np.asarray(per_channel(values, in_chans)).reshape(1, -1, 1, 1)
+            for values in (data_config.mean, data_config.std)
+        )
+    except ValueError as error:
+        problems.append(str(error))
     if problems:
         raise UnsupportedInputError("preprocess=True", problems)
     pixels = ir.Value(
@@ -56,8 +59,8 @@ def preprocessing_model(
     write = Writer(graph, "preprocess")
     planes = write.op("Transpose", pixels, perm=[0, 3, 1, 2])
     cropped = _crop(write, *_resize(write, planes, data_config, image_hw), image_hw)
-    scale = write.constant((1 / (255 * std)).reshape(1, -1, 1, 1).astype(np.float32), "scale")
-    shift = write.constant((-mean / std).reshape(1, -1, 1, 1).astype(np.float32), "shift")
+    scale = write.constant((1 / (255 * std)).astype(np.float32), "scale")
+    shift = write.constant((-mean / std).astype(np.float32), "shift")
     scaled = write.op("Mul", write.op("Cast", cropped, to=ir.DataType.FLOAT, dtype=ir.DataType.FLOAT), scale)
     images = write.op("Add", scaled, shift)
     images.name = f"{INPUT}.normalised"
@@ -66,14 +69,8 @@ def preprocessing_model(
     return ir.Model(graph, ir_version=10)
 
 
-def per_channel(values: Sequence[float], in_chans: int) -> np.ndarray:
-    """Colours' means or deviations, averaged for one grey channel, as make_transform does."""
-    array = np.asarray(values, np.float64)
-    return array.mean(keepdims=True) if in_chans == 1 and len(array) == 3 else array
-
-
 def _resize(write: Writer, planes: ir.Value, data: DataConfig, image_hw: Size) -> tuple[ir.Value, ir.Value]:
-    """The resized planes and their (height, width)."""
+    """Returns the resized planes and their (height, width)."""
     INT64 = ir.DataType.INT64
     scaled_hw = [math.floor(side / data.crop_pct) for side in image_hw]
     shape = write.op("Shape", planes, dtype=INT64)
@@ -95,7 +92,7 @@ def _resize(write: Writer, planes: ir.Value, data: DataConfig, image_hw: Size) -
     resized = write.op(
         "Resize", planes, None, None, sizes, mode=_MODES[data.interpolation],
         coordinate_transformation_mode="half_pixel", antialias=1, cubic_coeff_a=-0.5,
-        exclude_outside=1,  # at the border Pillow weighs what is there; the default would repeat the edge
+        exclude_outside=1,  # as Pillow; the default would repeat the edge
     )  # fmt: skip
     return resized, new_hw
 

@@ -1,56 +1,34 @@
-"""A graph in eight bits: smoothed, calibrated, and with as many layers left float as its budget asks for.
+"""Quantizes a graph to eight bits: smoothed, calibrated, with layers left float until the loss is within the budget.
 
-Quantised are the linears inside the blocks, and for e4m3 attention's products too. What is left float otherwise is a
-few per cent of a ViT's arithmetic: norms, patch embedding, head.
+Quantized are the linears inside the blocks, and for e4m3 attention's products too. The rest is a few per cent of a
+ViT's arithmetic: norms, patch embedding, head.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 
+from vit_fast.apps.data import CALIBRATION_IMAGES, as_inputs, photographs
 from vit_fast.errors import UnsupportedInputError, VitFastError
 from vit_fast.quantization.ranges import Range
 from vit_fast.quantization.schemes import Scheme, fewest_kept
 
-from . import model_files
 from .eight_bit import Product, attention_products, linears, quantise_dynamically, quantise_products
-from .graphs import run_graph
-from .loss import BUDGET, Loss, loss_of
-from .metadata import inspect_onnx, read_signature
-from .onnx_calibration import Calibration, choose_ranges, fingerprint_of, load_calibration, observe, smooth
+from .graphs import run_graph, save
+from .onnx_calibration import calibrate, observe
 from .options import ExportOptions, Target
-from .photographs import CALIBRATION_IMAGES, as_inputs, photographs
+from .report import EIGHT_BIT_BUDGET, Loss, Quantised, loss_of
+from .runtime.metadata import inspect_onnx, read_signature
 
 DAMAGE_BATCHES = 4
 """Held-out batches that tell which products to leave float."""
 MARGIN = 0.9
 """Share of the error budget for the graph; the file is compared with eager afterwards."""
-
-
-@dataclass(frozen=True)
-class Quantised:
-    """Result of quantise.
-
-    Attributes:
-        products: Number of products in eight bits.
-        kept: Names of the layers that stay floating to limit the loss.
-        methods: Number of ranges by the method that chose them.
-    """
-
-    products: int
-    kept: tuple[str, ...]
-    methods: dict[str, int]
-
-    def line(self) -> str:
-        kept = f"; left float: {', '.join(self.kept)}" if self.kept else ""
-        methods = "; ranges by " + ", ".join(f"{how} {n}" for how, n in sorted(self.methods.items()))
-        return f"{self.products} products{methods if self.methods else ''}{kept}"
 
 
 class QuantisationError(VitFastError, RuntimeError):
@@ -68,39 +46,26 @@ def quantise(
 
     Args:
         model: A float graph with one input; its large channels are smoothed in place.
-        options: What was asked of the file.
-        calibration: Batches of inputs to measure ranges on; may be empty for "int8-dynamic", and with a cache that
-            exists.
-        held_out: Batches that the loss is measured on; none means that it is not.
-        cache: A calibration's file: written when there are calibration images, else read.
+        options: Options of the file.
+        calibration: Batches of inputs to measure ranges on; may be empty for "int8-dynamic", and with a cache.
+        held_out: Batches that the loss is measured on; may be empty.
+        cache: File of the calibration: written if there are calibration images, else read.
     Raises:
         CalibrationError: the cache cannot be used, or activations are not finite.
         QuantisationError: the loss is beyond the budget with half of the linears left float.
     """
     scheme = scheme_of(options)
     products = linears(model) + (attention_products(model) if scheme.kind == "e4m3" else [])
-    fingerprint = fingerprint_of(products, f"{options.precision} {options.target}")
     expected = _outputs(model, held_out)
-    if calibration:
-        seen = observe(model, products, calibration)
-        known = Calibration(fingerprint, sum(map(len, calibration)), {n: o.peak.tolist() for n, o in seen.items()}, {})
-        scales = smooth(model, products, known.peaks, scheme)
-        if options.needs_calibration:
-            smoothed = {name: one.divided(scales[name]) if name in scales else one for name, one in seen.items()}
-            known.ranges.update(choose_ranges(products, smoothed, scheme))
-        if cache is not None:
-            known.save(cache)
-    else:
-        known = Calibration(fingerprint, 0, {}, {}) if cache is None else load_calibration(cache, fingerprint)
-        smooth(model, products, known.peaks, scheme)
+    ranges = calibrate(model, products, options, scheme, calibration, cache)
 
     def written(kept: Collection[Product]) -> ir.Model:
         chosen = [product for product in products if product not in kept]
         if not options.needs_calibration:
             return quantise_dynamically(model, chosen)
-        return quantise_products(model, chosen, scheme, known.ranges, fused=options.target == "ort-cpu")
+        return quantise_products(model, chosen, scheme, ranges, fused=options.target == "ort-cpu")
 
-    made: list[ir.Model] = []  # the last that passed: the one that keeps the fewest
+    made: list[ir.Model] = []  # the last that passed keeps the fewest
     losses: list[Loss] = []
 
     def passes(kept: Collection[Product]) -> bool:
@@ -114,59 +79,58 @@ def quantise(
     if not held_out:
         made.append(written(()))
     elif not passes(()):
-        by_damage = _by_damage(model, products, scheme, known.ranges, held_out)
+        by_damage = _by_damage(model, products, scheme, ranges, held_out)
         attention = sum(product.weight is None for product in products)
         most = attention + (len(products) - attention) // 2
         found = fewest_kept(by_damage, passes, most)
         if found is None:
             raise QuantisationError(
                 f"{options.precision}: with {most} of {len(products)} products left float, {losses[-1].line()}; "
-                f"must be {BUDGET}"
+                f"must be {EIGHT_BIT_BUDGET}"
             )
         kept = found
     return made[0], Quantised(
         products=len(products) - len(kept),
         kept=tuple(product.name for product in kept),
-        methods=dict(Counter(one.method for one in known.ranges.values())),
+        methods=dict(Counter(one.method for one in ranges.values())),
     )
 
 
 def quantise_file(source: Path, path: Path, target: Target, files: Sequence[Path]) -> Quantised:
-    """Writes a floating file of any exporter again with its linears over tokens in int8.
+    """Quantizes the linears over tokens of a floating file, of any exporter, to int8.
 
     Args:
         source: A file that takes prepared images [B, channels, height, width] in fp32.
         path: The file to write.
         target: See export_onnx.
-        files: Image files that ranges are measured on.
+        files: Image files to measure ranges on.
     Raises:
         UnsupportedInputError: the file takes other inputs, or has no such linears.
         ModelFileError: the file is missing, damaged, unsafe, or takes no images.
     """
-    proto = model_files.read_proto(source)
     info = inspect_onnx(source)
     signature = read_signature(info)
     reasons = []
     if signature.dtype != np.float32:
-        reasons.append(f"it takes {signature.dtype}: must take prepared images in float32")
+        reasons.append(f"the file must take prepared images in float32, got {signature.dtype}")
     elif signature.image_hw is None:
-        reasons.append("it leaves the size of its images open: must take one size")
-    version = max((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), default=0)
+        reasons.append("the file must take images of one size, got any size")
+    version = max(info.opsets.get(domain, 0) for domain in ("", "ai.onnx"))
     try:
         options = ExportOptions(opset=version, precision="int8", target=target)
     except ValueError as error:
         reasons.append(str(error))
     if reasons or signature.image_hw is None:
         raise UnsupportedInputError(f"int8 of {source.name}", reasons)
-    photos = photographs(files, CALIBRATION_IMAGES)
+    size = signature.shape[0] or 1
+    photos = photographs(files, size * -(-CALIBRATION_IMAGES // size))  # whole batches
     inputs = as_inputs(photos, info.data_config, signature.image_hw, signature.in_chans)
     graph = ir.external_data.load_to_model(ir.load(source))
-    size = signature.shape[0] or 1
     try:
-        made, done = quantise(graph, options, [one.numpy() for one in inputs.split(size) if len(one) == size], ())
-    except ValueError as error:  # there is nothing in it that could be
+        made, done = quantise(graph, options, [one.numpy() for one in inputs.split(size)], ())
+    except ValueError as error:  # no linear to quantize
         raise UnsupportedInputError(f"int8 of {source.name}", [str(error)]) from None
-    model_files.save(made, path, model_files.weight_bytes(made) > model_files.PROTOBUF_LIMIT)
+    save(made, path)
     return done
 
 
@@ -189,10 +153,7 @@ def _by_damage(
     ranges: Mapping[str, Range],
     held_out: Sequence[np.ndarray],
 ) -> list[Product]:
-    """The products by how much eight bits change each of them alone, the worst first.
-
-    Those of attention, a small part of the work, come before all linears.
-    """
+    """Sorts products by the error of quantizing each alone, the largest first; those of attention before linears."""
     seen = observe(model, products, held_out[:DAMAGE_BATCHES])
 
     def damage(product: Product) -> float:

@@ -1,13 +1,13 @@
 """Verifies a file: checks it by onnx, runs it by ONNX Runtime on real images, compares it with eager in fp64.
 
-max_error = max |file - eager| / max(1, max |eager|)          fp32, fp16, bf16
-
-In eight bits the error is spread over everything, and one bad element says little: see loss.py.
+max_error = max |file - eager| / max(1, max |eager|)          fp32, fp16, bf16; for eight bits see report.Loss
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,44 +16,43 @@ import onnx
 import torch
 from PIL import Image
 
-from vit_fast.apps.data import read_image
+from vit_fast.apps.data import as_inputs, as_pixels, per_channel, read_image
 from vit_fast.apps.evaluation import evaluate, labelled_images
 from vit_fast.config import DataConfig, Size
 from vit_fast.errors import UnsupportedInputError, VitFastError
 from vit_fast.libraries.image_model import ImageModel
 
-from .export_report import Check
 from .graphs import run_graph
-from .loss import POINTS, Accuracy, loss_of
 from .options import BUDGETS, ExportOptions
-from .photographs import as_inputs, as_pixels
-from .preprocessing import per_channel, preprocessing_model
-from .providers import CUDA, CUDA_OPTIONS, KEEP_FP8_APART
-from .runner import OnnxRunner
+from .preprocessing import preprocessing_model
+from .report import POINTS, Accuracy, Check, loss_of
+from .runtime.model_files import ModelFileError
+from .runtime.providers import ProviderError, open_session
+from .runtime.runner import OnnxRunner
 
 FP64_PARAMETERS = 200_000_000
 """Models with more parameters are compared with eager fp32, because a copy in fp64 would need too much memory."""
 BATCHES, BATCHES_LARGE, LABELLED_BATCH = (1, 3, 8), (1, 2), 16
 PIXEL_TOLERANCE = 1.5
-"""Largest difference, in grey levels, between preprocessing in the graph and Pillow's: both round once a direction."""
+"""Largest difference, in grey levels, between preprocessing in the graph and Pillow's: both round per direction."""
 
 
 class VerificationError(VitFastError, RuntimeError):
-    """The file does not compute what the model computes; says by how much."""
+    """The file does not compute what the model computes; the message contains the error."""
 
 
 def verify_file(
     path: Path, vit: ImageModel, options: ExportOptions, images: list[Image.Image]
 ) -> tuple[list[Check], str]:
-    """Holds an ONNX file against the model that it was made of.
+    """Compares an ONNX file with its model.
 
     Args:
         path: The file.
         vit: The model.
-        options: What was asked of the file.
+        options: Options of the file.
         images: Real images, at least one.
     Returns:
-        The checks, and the reference in words.
+        The checks, and a description of the reference.
     Raises:
         VerificationError: invalid, unloadable, NaN, or an error beyond the budget.
         UnsupportedInputError: ONNX Runtime cannot run this precision here.
@@ -98,7 +97,7 @@ def verify_preprocessing(
     pixels = as_pixels(image, 2, in_chans)
     got = _run_preprocessing(data_config, image_hw, in_chans, opset, pixels)
     want = as_inputs([Image.fromarray(p.squeeze()) for p in pixels], data_config, image_hw, in_chans).numpy()
-    levels = np.abs(got - want) * 255 * per_channel(data_config.std, in_chans).reshape(1, -1, 1, 1)
+    levels = np.abs(got - want) * 255 * np.reshape(per_channel(data_config.std, in_chans), (1, -1, 1, 1))
     if not levels.max() <= PIXEL_TOLERANCE:
         raise VerificationError(
             f"preprocessing in the graph must differ from Pillow's by at most {PIXEL_TOLERANCE} grey levels, got "
@@ -114,21 +113,21 @@ def _sizes(vit: ImageModel, options: ExportOptions) -> list[Size]:
 
 
 Pieces = list[tuple[np.ndarray, torch.Tensor]]
-"""Batches: what the file is fed, and what the eager model is. The same, unless the file does the preprocessing."""
+"""Batches of inputs for the file and for the eager model; they differ if the file contains the preprocessing."""
 
 
 def _pieces(
     vit: ImageModel, options: ExportOptions, images: list[Image.Image], size: Size, *, full: bool, few: bool
 ) -> Iterator[Pieces]:
-    """Returns the comparisons at one size, one entry per check.
+    """Yields the batches of each check at one size: one check per batch size.
 
-    In eight bits one check over as many images as there are, in batches of several sizes: only many say how often the
-    answer changes. Otherwise one check a batch size.
+    In eight bits, only many images show how often the class changes: one check of all images in batches of several
+    sizes.
     """
     if options.is_eight_bit:
         images = images if full else images[: sum(BATCHES)]
         if options.preprocess:
-            yield [one for image in images for one in [_inputs(vit, options, [image], size, 1)]]
+            yield [_inputs(vit, options, [image], size, 1) for image in images]
             return
         fed, inputs = _inputs(vit, options, images, size, len(images))
         cuts = list(range(len(images))) if not options.dynamic_batch else [0, 1, *range(4, len(images), BATCHES[-1])]
@@ -165,13 +164,12 @@ def _eager(vit: ImageModel, inputs: torch.Tensor, options: ExportOptions) -> np.
 
 
 def check_verifiable(options: ExportOptions) -> None:
-    """Refuses a file that ONNX Runtime cannot run on this machine, before the model is captured.
-
-    Raises:
-        UnsupportedInputError: says what to do instead.
-    """
+    """Raises UnsupportedInputError, before the model is captured, if ONNX Runtime cannot run the file here."""
     if options.precision == "bf16" and not _on_cuda(options):
-        reasons = ["ONNX Runtime runs bf16 on CUDA only, torch finds none here", "pass verify=False (--no-verify)"]
+        reasons = [
+            "ONNX Runtime runs bf16 on CUDA only, and torch finds no CUDA device",
+            "pass verify=False (--no-verify)",
+        ]
         raise UnsupportedInputError("verification of a bf16 file", reasons)
 
 
@@ -180,46 +178,37 @@ def _on_cuda(options: ExportOptions) -> bool:
 
 
 def _session(path: Path, options: ExportOptions) -> Any:
-    import onnxruntime
-
-    settings = onnxruntime.SessionOptions()
-    settings.log_severity_level = 3
-    settings.intra_op_num_threads = torch.get_num_threads()
-    if options.precision == "fp8":
-        settings.add_session_config_entry(*KEEP_FP8_APART)
-    providers: list[Any] = ["CPUExecutionProvider"]
-    if _on_cuda(options):
-        onnxruntime.preload_dlls()
-        providers.insert(0, (CUDA, CUDA_OPTIONS))
+    settings: dict[str, Any] = {"threads": torch.get_num_threads(), "fp8": options.precision == "fp8"}
     try:
-        return onnxruntime.InferenceSession(str(path), settings, providers=providers)
-    except Exception as error:  # ONNX Runtime's exceptions share no base class
+        if _on_cuda(options):
+            with contextlib.suppress(ProviderError):
+                return open_session(path, "cuda", **settings)
+        return open_session(path, **settings)
+    except ModelFileError as error:
         if options.precision == "bf16":
             raise UnsupportedInputError(
-                "verification of a bf16 file",
-                [f"ONNX Runtime cannot run it here: {str(error)[:200]}", "pass verify=False, or export where CUDA is"],
+                "verification of a bf16 file", [str(error), "pass verify=False, or export on a machine with CUDA"]
             ) from error
-        raise VerificationError(f"ONNX Runtime cannot load the file: {error}") from error
+        raise VerificationError(str(error)) from error
 
 
 def _compare(got: np.ndarray, expected: np.ndarray, batch: int, size: Any, options: ExportOptions) -> Check:
-    image_hw = (int(size[0]), int(size[1]))
     if got.shape != expected.shape:
-        raise VerificationError(f"the file's output is {got.shape}, the model's {expected.shape}")
+        raise VerificationError(f"the file's output must have the model's shape {expected.shape}, got {got.shape}")
     loss = loss_of(got, expected, options.output)
     passed = loss.acceptable() if options.is_eight_bit else bool(loss.max_error <= BUDGETS[options.precision])
-    return Check(loss.images, batch, image_hw, loss.max_error, loss.rms_error, loss.agreement, loss.flips, passed)
+    return Check(**asdict(loss), batch=batch, image_hw=(int(size[0]), int(size[1])), passed=passed)
 
 
 def check_labelled(folder: Path, vit: ImageModel, options: ExportOptions) -> list[tuple[Path, int]]:
-    """The labelled images of a folder, for a model that can be asked.
+    """Returns the labelled images of a folder.
 
     Raises:
         ImageError, ValueError: see labelled_images.
-        UnsupportedInputError: the model or the file does not classify, or nothing says how images are prepared.
+        UnsupportedInputError: the model or the file does not classify, or the preprocessing is unknown.
     """
     if options.output == "features" or not vit.num_classes:
-        raise UnsupportedInputError("validation", ["accuracy is of classes, and this file gives features"])
+        raise UnsupportedInputError("validation", ["the file must output classes, but gives features"])
     if vit.data_config is None:
         raise UnsupportedInputError("validation", [f"{vit.name} has no data_config: pass one"])
     return labelled_images(folder, vit.num_classes, vit.class_names)
@@ -228,23 +217,23 @@ def check_labelled(folder: Path, vit: ImageModel, options: ExportOptions) -> lis
 def measure_accuracy(
     path: Path, vit: ImageModel, options: ExportOptions, labelled: Sequence[tuple[Path, int]]
 ) -> Accuracy:
-    """Asks the file and the model it was made of, both on the CPU.
+    """Measures the accuracy of the file and its model, both on the CPU.
 
     Raises:
-        VerificationError: the file loses more than its user would accept.
+        VerificationError: the file loses too much.
     """
     image_hw = None if options.preprocess else vit.image_hw
     runner = OnnxRunner(path, "cpu", data_config=vit.data_config, image_hw=image_hw, output=options.output)
 
-    def ask_model(images: list[Image.Image]) -> np.ndarray:
+    def logits(images: list[Image.Image]) -> np.ndarray:
         inputs = as_inputs(images, vit.data_config, vit.image_hw, vit.in_chans)
-        answers: np.ndarray = vit.forward(inputs, "logits", False).float().numpy()
-        return answers
+        result: np.ndarray = vit.forward(inputs, "logits").float().numpy()
+        return result
 
     files = [file for file, _ in labelled]
-    of_file = evaluate(labelled, _answers(files, runner.probabilities))
+    of_file = evaluate(labelled, _outputs(files, runner.probabilities))
     with vit.exporting("eager", False), torch.inference_mode():
-        of_model = evaluate(labelled, _answers(files, ask_model))
+        of_model = evaluate(labelled, _outputs(files, logits))
     accuracy = Accuracy(len(files), of_model.top1, of_file.top1)
     if not accuracy.acceptable:
         raise VerificationError(
@@ -253,6 +242,6 @@ def measure_accuracy(
     return accuracy
 
 
-def _answers(files: Sequence[Path], ask: Callable[[list[Image.Image]], np.ndarray]) -> Iterator[np.ndarray]:
+def _outputs(files: Sequence[Path], run: Callable[[list[Image.Image]], np.ndarray]) -> Iterator[np.ndarray]:
     for start in range(0, len(files), LABELLED_BATCH):
-        yield from ask([read_image(file) for file in files[start : start + LABELLED_BATCH]])
+        yield from run([read_image(file) for file in files[start : start + LABELLED_BATCH]])

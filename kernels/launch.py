@@ -49,6 +49,8 @@ class Launch:
         options: dict[str, Any] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         if self.maxnreg is not None:
             options["maxnreg"] = self.maxnreg
+        if self.constants.get("DEPENDENT"):  # see dependent.py
+            options["launch_pdl"] = True
         return options
 
     def run(self) -> None:

@@ -30,8 +30,8 @@ class Subject:
     """A model to fuse: make() builds it, inputs() draws what it takes, output() picks the tensor of a result."""
 
     make: Callable[[], nn.Module]
-    inputs: Callable[[], dict[str, Tensor]]
-    output: Callable[[Any], Tensor]
+    inputs: Callable[..., dict[str, Tensor]]
+    output: Callable[[Any], Tensor] = lambda result: result
 
     def build(self) -> nn.Module:
         """The model with every parameter drawn anew.
@@ -76,7 +76,11 @@ def timm_subject(name: str, size: int = IMAGE, **overrides: Any) -> Subject:
             _skip_before_it("timm", False, f"{name} with {', '.join(overrides)}")
             raise
 
-    return Subject(make, images("x", size), lambda logits: logits)
+    return Subject(make, images("x", size))
+
+
+def tiny_timm(name: str = "vit_tiny_patch16_224", depth: int = 1, **settings: Any) -> Any:
+    return timm_subject(name, depth=depth, **settings).make()
 
 
 def transformers_subject(model: str, config: str, pick: str = "last_hidden_state", **overrides: Any) -> Subject:
@@ -202,9 +206,9 @@ SUBJECTS: dict[str, Subject] = {
     "transformers-ovis2": transformers_subject(
         "ovis2.modeling_ovis2.Ovis2VisionModel", "Ovis2VisionConfig", "pooler_output", vocab_size=32
     ),
-    "torchvision-vit": Subject(_torchvision, images("x"), lambda logits: logits),
-    "torch-encoder": Subject(_encoder, lambda: {"src": torch.randn(2, 5, 64)}, lambda tokens: tokens),
-    "ours": Subject(plain_vit, images("images"), lambda logits: logits),
+    "torchvision-vit": Subject(_torchvision, images("x")),
+    "torch-encoder": Subject(_encoder, lambda: {"src": torch.randn(2, 5, 64)}),
+    "ours": Subject(plain_vit, images("images")),
 }
 
 
@@ -215,8 +219,8 @@ def of_depth(depth: int) -> dict[str, Subject]:
         "transformers": transformers_subject(
             "ViTForImageClassification", "ViTConfig", "logits", num_hidden_layers=depth
         ),
-        "torchvision": Subject(functools.partial(_torchvision, depth), images("x"), lambda logits: logits),
-        "ours": Subject(functools.partial(plain_vit, depth=depth), images("images"), lambda logits: logits),
+        "torchvision": Subject(functools.partial(_torchvision, depth), images("x")),
+        "ours": Subject(functools.partial(plain_vit, depth=depth), images("images")),
     }
 
 
@@ -230,7 +234,7 @@ def rotary_of_depth(depth: int) -> dict[str, Subject]:
         "timm, gated, norm inside": timm_subject("eva02_base_patch14_224", size=28, depth=depth),
         "transformers": theirs(num_hidden_layers=depth),
         "transformers, gated": theirs(num_hidden_layers=depth, use_gated_mlp=True, hidden_act="silu"),
-        "ours": Subject(ours, images("images"), lambda logits: logits),
+        "ours": Subject(ours, images("images")),
     }
 
 
@@ -241,54 +245,6 @@ def qk_norm_of_depth(depth: int) -> dict[str, Subject]:
         "timm": timm_subject("vit_tiny_patch16_224", qk_norm=True, **sizes),
         "timm, half": timm_subject("vit_small_patch16_dinov3", qk_norm=True, **sizes),
         "timm, RMSNorm": timm_subject("vit_tiny_patch16_224", qk_norm=True, norm_layer="rmsnorm", **sizes),
-    }
-
-
-def packed_of_depth(depth: int) -> dict[str, Subject]:
-    """A tower of so many blocks for each way in which images of several sizes are told to blocks."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": depth, "num_attention_heads": 2}
-    qwen = {"hidden_size": 64, "intermediate_size": 96, "out_hidden_size": 32, "depth": depth, "num_heads": 2}
-    qwen |= {"patch_size": 4, "window_size": 16, "fullatt_block_indexes": [0], "hidden_act": "silu"}
-
-    def made(path: str, settings: dict[str, Any]) -> Callable[[], nn.Module]:
-        def make() -> nn.Module:
-            pytest.importorskip("transformers", minversion="5.0")
-            module, _, name = path.rpartition(".")
-            cls: Any = getattr(importlib.import_module(f"transformers.models.{module}"), name)
-            return cls._from_config(cls.config_class(**settings))
-
-        return make
-
-    def grids() -> dict[str, Tensor]:
-        return {"hidden_states": torch.randn(28, 3 * 2 * 4 * 4), "grid_thw": torch.tensor([[1, 4, 6], [1, 2, 2]])}
-
-    def padded() -> dict[str, Tensor]:
-        valid = torch.arange(9) < torch.tensor([[9], [4]])
-        coord = torch.stack([torch.arange(9) // 3, torch.arange(9) % 3], -1).expand(2, -1, -1)
-        return {"x": torch.randn(2, 9, 3 * 16 * 16), "patch_coord": coord, "patch_valid": valid}
-
-    return {
-        "cu_seqlens": Subject(
-            made("qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel", qwen),
-            grids,
-            lambda result: result.pooler_output,
-        ),
-        "lengths": Subject(
-            made("pixtral.modeling_pixtral.PixtralVisionModel", sizes | {"image_size": 32, "patch_size": 4}),
-            lambda: {"pixel_values": torch.randn(2, 3, 32, 32), "image_sizes": torch.tensor([[16, 24], [32, 8]])},
-            lambda result: result.last_hidden_state.square(),
-        ),
-        "a mask": Subject(
-            made("siglip2.modeling_siglip2.Siglip2VisionModel", sizes | {"num_patches": 4}),
-            _siglip2_inputs,
-            lambda result: result.last_hidden_state,
-        ),
-        "timm's mask": dataclasses.replace(
-            timm_subject("naflexvit_base_patch16_gap", depth=depth, init_values=None), inputs=padded
-        ),
-        "timm's mask, rotary": dataclasses.replace(
-            timm_subject("naflexvit_base_patch16_gap", depth=depth, init_values=None, rope_type="axial"), inputs=padded
-        ),
     }
 
 
@@ -310,6 +266,18 @@ def gradients(subject: Subject, model: nn.Module, inputs: dict[str, Tensor]) -> 
     return output.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
+def assert_same_results(
+    found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]], rtol: float = 1e-3
+) -> None:
+    """Compares outputs and gradients, as `gradients` returns them; a zero gradient may differ by rounding."""
+    torch.testing.assert_close(found[0], expected[0], rtol=rtol / 10, atol=rtol / 50)
+    assert found[1].keys() == expected[1].keys()
+    largest = max(float(gradient.abs().max()) for gradient in expected[1].values())
+    for name, gradient in expected[1].items():  # of the bias of a key it is zero but for rounding
+        scale = max(float(gradient.abs().max()), 1e-3 * largest)
+        torch.testing.assert_close(found[1][name] / scale, gradient / scale, rtol=rtol, atol=rtol / 5, msg=name)
+
+
 def double_inputs(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
 
@@ -317,6 +285,19 @@ def double_inputs(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 def in_fp64(subject: Subject, model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """The definition that everything is held against: the model as its library wrote it, in fp64."""
     return gradients(subject, copy.deepcopy(model).double(), double_inputs(inputs))
+
+
+def classes_of(model: nn.Module) -> list[type]:
+    return [type(module) for module in model.modules()]
+
+
+def attributes_of(model: nn.Module) -> dict[str, dict[str, str]]:
+    """Returns the attributes of modules beside parameters and children, and the items of containers."""
+    hidden = {"_parameters", "_buffers", "_modules"}
+    return {
+        name: {key: repr(value) for key, value in vars(module).items() if key not in hidden}
+        for name, module in model.named_modules()
+    }
 
 
 def assert_within(actual: Tensor, before: Tensor, exact: Tensor, factor: float, what: str) -> None:

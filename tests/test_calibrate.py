@@ -251,9 +251,9 @@ def test_images_are_held_as_long_as_the_model() -> None:
     [
         ([], ValueError, "at least one image, got none"),
         (torch.zeros(0, 1, 8, 8), ValueError, "at least one image, got none"),
-        ("folder", TypeError, "images must be .*, got a str"),
-        (3, TypeError, "images must be .*, got a int"),
-        ([np.zeros((1, 1, 8, 8))], TypeError, "batch 0 of images must be .*, got a ndarray"),
+        ("folder", TypeError, "images must be .*, got str"),
+        (3, TypeError, "images must be .*, got int"),
+        ([np.zeros((1, 1, 8, 8))], TypeError, "batch 0 of images must be .*, got numpy.ndarray"),
         (torch.zeros(8), TypeError, r"batch 0 of images must be .*, got shape \(8,\)"),
         (torch.zeros(1, 8, 8), ValueError, r"got a batch of shape \(1, 8, 8\), torch.float32: "),
         (torch.zeros(2, 3, 8, 8), ValueError, r"got a batch of shape \(2, 3, 8, 8\), torch.float32: "),
@@ -269,7 +269,7 @@ def test_images_that_cannot_be_used(images: object, error: type[Exception], mess
 
 
 def test_models_that_cannot_be_calibrated() -> None:
-    with pytest.raises(TypeError, match=r"model must be torch\.nn\.Module, got 3"):
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got 3"):
         vit_fast.calibrate(3, inputs()[:1])  # type: ignore[arg-type]  # that is the point
     with pytest.raises(ValueError, match=r"evaluation mode: call eval\(\)"):
         vit_fast.calibrate(digits_vit().train(), inputs()[:1])

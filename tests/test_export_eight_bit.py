@@ -22,11 +22,18 @@ from vit_fast.errors import UnsupportedInputError
 from vit_fast.export import OnnxRunner, VerificationError, eight_bit, export_onnx, graphs
 from vit_fast.export.capture import capture
 from vit_fast.export.eight_bit import linears
-from vit_fast.export.loss import loss_of
-from vit_fast.export.onnx_calibration import CalibrationError, choose_range, choose_ranges, load_calibration, observe
+from vit_fast.export.onnx_calibration import (
+    CalibrationError,
+    calibrate,
+    choose_range,
+    choose_ranges,
+    load_calibration,
+    observe,
+)
 from vit_fast.export.optimise import optimise
 from vit_fast.export.options import ExportOptions
-from vit_fast.export.quantise import QuantisationError, scheme_of
+from vit_fast.export.quantise import QuantisationError, quantise_file, scheme_of
+from vit_fast.export.report import loss_of
 from vit_fast.libraries.known import recognise
 from vit_fast.quantization.ranges import Observation, Range
 from vit_fast.quantization.schemes import Scheme, fewest_kept
@@ -140,10 +147,10 @@ def test_accuracy_on_labelled_images(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_fp8_is_written_as_tensorrt_fuses_it(folder: Path, tmp_path: Path) -> None:
     """e4m3 everywhere, scales in fp16, every product fed by two DequantizeLinear, the softmax's scale 1/448."""
-    from vit_fast.export import loss
+    from vit_fast.export import report
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss, "RMS", 0.2)  # nothing is left float
+        patch.setattr(report, "RMS", 0.2)  # nothing is left float
         export_onnx(digits_vit(), tmp_path / "m.onnx", precision="fp8", target="tensorrt", calibration=[folder])
     model = ir.load(tmp_path / "m.onnx")
     products = [n for n in model.graph if n.op_type == "MatMul"]
@@ -164,16 +171,20 @@ def test_fp8_is_written_as_tensorrt_fuses_it(folder: Path, tmp_path: Path) -> No
     assert Counter(n.op_type for n in model.graph)["QuantizeLinear"] == 12 + 4 * 3, "one an activation"
 
 
+def one_linear(weight: np.ndarray) -> ir.Model:
+    x, w = ir.val("x", ir.DataType.FLOAT, ["B", 8, len(weight)]), ir.val("w", const_value=ir.tensor(weight, name="w"))
+    node = ir.node("MatMul", [x, w], name="fc")
+    node.outputs[0].name = "y"
+    node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
+    return ir.Model(ir.Graph([x], node.outputs, nodes=[node], initializers=[w], opset_imports={"": 20}), ir_version=10)
+
+
 @pytest.mark.parametrize(("tails", "of_onnx_runtime"), [("bell-shaped", 0.03), ("heavy", 0.3)])
 def test_weights_in_e4m3_are_scaled_by_their_largest(tails: str, of_onnx_runtime: float) -> None:
     """ONNX Runtime scales by the deviation: no better for bell-shaped weights, and it cuts off all beyond 4.5 of it."""
     generator = np.random.default_rng(0)
     weight = generator.standard_t(3 if tails == "heavy" else 1e6, (256, 192)).astype(np.float32)
-    x, w = ir.val("x", ir.DataType.FLOAT, ["B", 8, 256]), ir.val("w", const_value=ir.tensor(weight, name="w"))
-    node = ir.node("MatMul", [x, w], name="fc")
-    node.outputs[0].name = "y"
-    node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
-    model = ir.Model(ir.Graph([x], node.outputs, nodes=[node], initializers=[w], opset_imports={"": 20}), ir_version=10)
+    model = one_linear(weight)
     made = eight_bit.quantise_products(model, linears(model), Scheme("e4m3"), {"x": Range(-4, 4, "")}, fused=False)
     product = next(node for node in made.graph if node.op_type == "MatMul")
     stored, scale, _ = (value.const_value for value in product.inputs[1].producer().inputs)
@@ -185,6 +196,40 @@ def test_weights_in_e4m3_are_scaled_by_their_largest(tails: str, of_onnx_runtime
     _, theirs = compute_scale_zp_float8(onnx.TensorProto.FLOAT8E4M3FN, weight.std())
     codes = np.clip(weight / theirs, -448, 448).astype(ml_dtypes.float8_e4m3fn)
     assert error(codes, float(theirs)) == pytest.approx(of_onnx_runtime, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda content: content.update(ranges={}), "must contain the ranges of all activations"),
+        (lambda content: content["ranges"]["x"].update(low=float("nan")), "must be finite, low <= high"),
+        (lambda content: content["ranges"]["x"].update(low=9.0), "must be finite, low <= high"),
+        (lambda content: content["ranges"]["x"].update(high="wide"), "cannot be read as a calibration"),
+        (lambda content: content["peaks"].update(x=None), "cannot be read as a calibration"),
+    ],
+)
+def test_a_damaged_cache_is_refused(damage: Any, message: str, tmp_path: Path) -> None:
+    model, scheme, cache = one_linear(np.eye(4, dtype=np.float32)), Scheme("uint8"), tmp_path / "c.json"
+    options, batches = ExportOptions(precision="int8"), [np.random.default_rng(0).random((2, 8, 4), np.float32)]
+    ranges = calibrate(model, linears(model), options, scheme, batches, cache)
+    assert calibrate(model, linears(model), options, scheme, [], cache) == ranges
+    content = json.loads(cache.read_text())
+    damage(content)
+    cache.write_text(json.dumps(content))
+    with pytest.raises(CalibrationError, match=message):
+        calibrate(model, linears(model), options, scheme, [], cache)
+
+
+def test_a_file_with_a_batch_of_more_images_than_calibrate_it(exported: Any, tmp_path: Path) -> None:
+    proto = onnx.load(exported("generic"))
+    for value in (proto.graph.input[0], proto.graph.output[0]):
+        value.type.tensor_type.shape.dim[0].dim_value = 40
+    onnx.save(proto, tmp_path / "float.onnx")
+    done = quantise_file(tmp_path / "float.onnx", tmp_path / "int8.onnx", "ort-cpu", [default_photograph()])
+    assert done.products == 8
+    images = torch.randn(40, 3, 32, 32)
+    got, expected = (OnnxRunner(tmp_path / f"{name}.onnx", "cpu")(images) for name in ("int8", "float"))
+    assert (got - expected).std() < 0.1 * expected.std()
 
 
 @pytest.mark.slow

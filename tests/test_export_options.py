@@ -17,13 +17,12 @@ from PIL import Image
 from torch import nn
 
 import vit_fast
-from vit_fast.apps.data import default_photograph, make_transform, read_image
+from vit_fast.apps.data import default_photograph, make_transform, photographs, read_image
 from vit_fast.config import DataConfig
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.export import OnnxRunner, export_onnx, inspect_onnx, model_files, verification
+from vit_fast.export import OnnxRunner, export_onnx, graphs, inspect_onnx, verification
 from vit_fast.export.exported_blocks import exportable_copy
 from vit_fast.export.options import ExportOptions
-from vit_fast.export.photographs import photographs
 from vit_fast.export.preprocessing import preprocessing_model
 
 SIZES = [(32, 32), (32, 64), (64, 32), (40, 48), (96, 96), (8, 8)]
@@ -126,6 +125,15 @@ def test_preprocessing_equals_pillow_to_one_grey_level(interpolation: Any, crop_
         assert levels.max() < 1.01 and (levels > 0.5).mean() < 0.01
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"class_names": "0123456789"}, {"dynamic_batch": "no"}, {"preprocess": None}, {"external_data": 1}]
+)
+def test_arguments_of_other_types(wrong: dict[str, Any], model: nn.Module, tmp_path: Path) -> None:
+    """A text is no list of names, and "no" is not False."""
+    with pytest.raises(TypeError, match=f"{next(iter(wrong))} must be"):
+        export_onnx(model, tmp_path / "m.onnx", **wrong)
+
+
 def test_calibration_is_spread_over_all_files(tmp_path: Path) -> None:
     """Sorted by class: every third of the files is seen, none twice."""
     for i in range(90):
@@ -209,7 +217,7 @@ def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
 def test_weights_beside_the_file_when_they_are_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Above protobuf's limit (lowered here) the weights go beside without being asked; inside is refused."""
     model = make("vit")
-    monkeypatch.setattr(model_files, "PROTOBUF_LIMIT", 10_000)
+    monkeypatch.setattr(graphs, "PROTOBUF_LIMIT", 10_000)
     report = export_onnx(model, tmp_path / "big.onnx")
     assert report.external_data == "big.onnx.data" and report.verified
     assert sorted(p.name for p in tmp_path.iterdir()) == ["big.onnx", "big.onnx.data"]

@@ -101,7 +101,7 @@ def test_it_is_traced_whole_and_moves_with_its_tower() -> None:
 @pytest.mark.slow
 def test_it_is_exported(tmp_path: Path) -> None:
     model = vit_fast.FixedGrid(TOWERS["qwen2_5_vl"].build().eval(), IMAGE)
-    with pytest.raises(UnsupportedInputError, match=r"blocks\.0\.attn is transformers' own: fuse the tower first"):
+    with pytest.raises(UnsupportedInputError, match=r"blocks\.0\.attn must be fused: call vit_fast.fuse"):
         export_onnx(model, tmp_path / "m.onnx")
     vit_fast.fuse(model, "triton")
     assert export_onnx(model, tmp_path / "m.onnx").verified

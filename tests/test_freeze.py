@@ -1,9 +1,8 @@
-"""Frozen models: the same answers without folding, none that torch can see to be stale, and given up in time."""
+"""Frozen models: the same outputs without folding; test_kept_weights.py changes their weights."""
 
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 
 import mlp_support as support
@@ -73,18 +72,31 @@ def test_the_same_answers_without_folding(dtype: torch.dtype, folds: list[int]) 
         assert torch.equal(model(x), expected) and len(folds) == 2
 
 
-@pytest.mark.parametrize("name", ["timm-vit", "transformers-vit", "torchvision-vit"])
+@pytest.mark.fast_cases("timm-vit", "transformers-vit", "torchvision-vit", "timm-eva02")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "timm-vit", "transformers-vit", "torchvision-vit", "timm-dinov3", "timm-eva02", "timm-gated",
+        "transformers-dinov3-gated",
+    ],
+)  # fmt: skip
 def test_models_of_other_libraries(name: str, folds: list[int]) -> None:
     subject = SUBJECTS[name]
     model, inputs = subject.build().to(DEVICE).eval(), {k: v.to(DEVICE) for k, v in subject.inputs().items()}
-    vit_fast.fuse(model, "triton").require_all()
     with torch.no_grad():
-        expected = subject.run(model, inputs)
-        assert len(vit_fast.freeze(model)) >= 2
+        before = subject.run(model, inputs)
+        vit_fast.fuse(model, "triton").require_all()
+        assert len(vit_fast.freeze(model)) == 2
         folds.clear()
-        assert torch.equal(subject.run(model, inputs), expected) and not folds
+        torch.testing.assert_close(subject.run(model, inputs), before, rtol=1e-3, atol=1e-3)
+        assert not folds
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+        changed = subject.run(model, inputs)
+        vit_fast.unfreeze(model)
+        torch.testing.assert_close(changed, subject.run(model, inputs), rtol=1e-3, atol=1e-3)
         vit_fast.unfuse(model)
-        torch.testing.assert_close(subject.run(model, inputs), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(changed, subject.run(model, inputs), rtol=1e-3, atol=1e-3)
 
 
 def _step(optimizer: type[torch.optim.Optimizer], **options: object) -> Callable[[VisionTransformer], None]:
@@ -98,99 +110,6 @@ def _step(optimizer: type[torch.optim.Optimizer], **options: object) -> Callable
 def _in_place(model: VisionTransformer) -> None:
     with torch.no_grad():
         model.blocks[1].norm1.weight.mul_(3)
-
-
-def _replace_module(model: VisionTransformer) -> None:
-    model.blocks[0].attn.qkv = nn.Linear(*reversed(model.blocks[0].attn.qkv.weight.shape), device=DEVICE)
-
-
-def _load_inside(model: VisionTransformer) -> None:
-    layer = model.blocks[0].attn.qkv
-    layer.load_state_dict({name: torch.randn_like(value) for name, value in layer.state_dict().items()})
-
-
-def _other_memory_twice(model: VisionTransformer) -> None:
-    """An allocator hands out the first memory again."""
-    weight = model.blocks[0].attn.qkv.weight
-    for _ in range(2):
-        weight.data = weight.data * 2
-
-
-def _buffer(model: VisionTransformer) -> None:
-    layer = model.blocks[0].attn.qkv
-    del layer.bias
-    layer.register_buffer("bias", torch.randn(len(layer.weight), device=DEVICE))
-
-
-def _in_inference_mode(model: VisionTransformer) -> None:
-    with torch.inference_mode():
-        model.blocks[0].mlp.fc1.weight[0].mul_(-3)
-
-
-def _train(model: VisionTransformer) -> None:
-    model.train()
-    for parameter in model.parameters():
-        parameter.data.mul_(2)
-    model.eval()
-
-
-SEEN = {
-    "another module": _replace_module,
-    "loaded inside": _load_inside,
-    "other memory twice": _other_memory_twice,
-    "a buffer": _buffer,
-    "in inference mode": _in_inference_mode,
-    "train and eval": _train,
-}
-
-
-@pytest.mark.fast_cases("loaded inside", "train and eval")
-@pytest.mark.parametrize("change", SEEN)
-def test_what_torch_can_see_is_followed(change: str) -> None:
-    model, x = ours(), images()
-    vit_fast.freeze(model)
-    before = assert_current(model, x)
-    SEEN[change](model)
-    assert not torch.allclose(assert_current(model, x), before, atol=1e-3)
-
-
-@pytest.mark.parametrize(
-    "leave",
-    [
-        vit_fast.unfreeze,
-        lambda model: model.train().eval(),
-        lambda model: model.load_state_dict(model.state_dict()),
-        lambda model: model.half().float(),
-        lambda model: model.to("meta"),
-    ],
-    ids=["unfreeze", "train", "load_state_dict", "half", "meta"],
-)
-def test_how_long_it_lasts(leave: Callable[[nn.Module], object]) -> None:
-    model = ours()
-    vit_fast.freeze(model)
-    model.eval()
-    assert is_frozen(model)
-    leave(model)
-    assert not is_frozen(model)
-
-
-def test_copies_and_pickles_are_not_frozen() -> None:
-    model = ours()
-    vit_fast.freeze(model)
-    assert not is_frozen(copy.deepcopy(model)) and not is_frozen(pickle.loads(pickle.dumps(model)))
-    assert is_frozen(model) and model.state_dict().keys() == ours().state_dict().keys()
-
-
-def test_gradients_are_of_the_weights() -> None:
-    model, twin, x = ours(), ours(), images()
-    vit_fast.freeze(model)
-    for each in (model, twin):
-        each(x).square().sum().backward()
-    for parameter, expected in zip(model.parameters(), twin.parameters()):
-        assert torch.equal(parameter.grad, expected.grad)  # type: ignore[arg-type]  # all have one
-    leaf = x.clone().requires_grad_()
-    model.requires_grad_(False)(leaf).sum().backward()
-    assert leaf.grad is not None and leaf.grad.abs().sum() > 0
 
 
 def test_the_dtype_is_that_of_the_matmuls(folds: list[int]) -> None:
@@ -224,30 +143,8 @@ def test_compiled_it_is_followed_too(folds: list[int]) -> None:
     assert seen == ["block"] * len(model.blocks) * seen.graphs
 
 
-def test_a_part_that_is_hooked_later_runs() -> None:
-    model, x, seen = ours(), images(), []
-    vit_fast.freeze(model)
-    handle = model.blocks[0].attn.qkv.register_forward_hook(lambda *_: seen.append(1))
-    assert_current(model, x)
-    assert seen
-    handle.remove()
-    seen.clear()
-    assert_current(model, x)
-    assert not seen
-
-
-def test_tied_weights_are_followed_in_both_blocks() -> None:
-    model, x = ours(), images()
-    model.blocks[1].mlp.fc1.weight = model.blocks[0].mlp.fc1.weight
-    vit_fast.freeze(model)
-    before = assert_current(model, x)
-    with torch.no_grad():
-        model.blocks[0].mlp.fc1.weight.mul_(2)
-    assert not torch.equal(assert_current(model, x), before)
-
-
 def test_what_can_be_frozen() -> None:
-    with pytest.raises(TypeError, match=r"model must be torch\.nn\.Module, got \d"):
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got \d"):
         vit_fast.freeze(3)  # type: ignore[arg-type]  # that is the point
     with pytest.raises(ValueError, match=r"blocks\.0 must be in evaluation mode"):
         vit_fast.freeze(ours().train())

@@ -68,6 +68,16 @@ def test_fusing_in_training_and_in_evaluation_is_the_same(case: str) -> None:
     torch.testing.assert_close(subject.run(model.eval(), inputs), subject.run(twin.eval(), inputs))
 
 
+@pytest.mark.parametrize(
+    ("rate", "part"), [("attn_drop_rate", "attn"), ("proj_drop_rate", "attn"), ("proj_drop_rate", "")]
+)
+def test_the_report_of_our_own_model_names_what_training_runs_as_modules(rate: str, part: str) -> None:
+    model = vit_fast.create_model("vit_test", backend="triton", device=DEVICE, **{rate: P})
+    report = vit_fast.fuse(model, "triton").require_all()
+    rows = [row for row in report.modules if row.name == f"blocks.0.{part}".rstrip(".")]
+    assert any(note.startswith("in training") and str(P) in note for row in rows for note in row.notes)
+
+
 def test_only_the_part_that_drops_runs_as_it_was() -> None:
     for case, whole in (("timm, attention", False), ("timm, MLP", True)):
         model = DROPPING[case].build().train()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fused_models import IMAGE, SUBJECTS, Subject, of_depth, packed_of_depth
+from fused_models import IMAGE, SUBJECTS, of_depth
 from hooked_blocks import (
     CHANGES,
     LAYERS,
@@ -21,6 +21,7 @@ from hooked_blocks import (
     transformers_layer,
 )
 from kernel_support import DEVICE
+from packed_towers import NAFLEX, TOWERS
 from torch import nn
 
 import vit_fast
@@ -28,12 +29,14 @@ from vit_fast.blocks import plain
 from vit_fast.blocks.reading import Reader, read_block
 from vit_fast.fusion.freezing import frozen_of
 from vit_fast.libraries import timm_blocks, torchvision
+from vit_fast.libraries.transformers_packed import LIKE_QWEN
 
 OFTEN = (
     "timm-vit", "timm-qk-norm", "timm-siglip", "timm-eva02-norms-inside", "transformers-vit", "transformers-siglip",
     "transformers-dinov3-gated", "torchvision-vit", "torch-encoder", "ours",
 )  # fmt: skip
-PACKED = ("cu_seqlens", "lengths", "timm's mask, rotary")
+ALL = SUBJECTS | TOWERS | NAFLEX
+PACKED = ("qwen2_5_vl", "pixtral", "rotary, a table an image")
 
 
 @pytest.fixture(autouse=True)
@@ -45,20 +48,16 @@ def slow_path() -> Iterator[None]:
     torch.backends.mha.set_fastpath_enabled(enabled)
 
 
-def subject_of(name: str) -> Subject:
-    return SUBJECTS[name] if name in SUBJECTS else packed_of_depth(1)[name]
-
-
 @pytest.mark.parametrize("name", [*OFTEN, *PACKED])
 def test_what_is_done_to_a_module_of_a_fused_block_counts(name: str) -> None:
-    assert sum(assert_changes_count(block, call) for block, call in blocks_of(subject_of(name)))
+    assert sum(assert_changes_count(block, call) for block, call in blocks_of(ALL[name]))
 
 
 @pytest.mark.slow
 def test_what_is_done_to_a_module_of_any_fused_class_counts() -> None:
     seen: set[type] = set()
-    for name in {*SUBJECTS, *packed_of_depth(1)} - {"transformers-beit"}:
-        for block, call in blocks_of(subject_of(name)):
+    for name in ALL.keys() - {"transformers-beit"}:
+        for block, call in blocks_of(ALL[name]):
             assert_changes_count(block, call)
             seen.add(type(block))
     known = [*timm_blocks.FORMS._mixins, *torchvision.FORMS._mixins]
@@ -66,7 +65,11 @@ def test_what_is_done_to_a_module_of_any_fused_class_counts() -> None:
     assert not missing - {"timm.models.naflexvit.NaFlexVit"}, "which is the model, not inside one"
 
 
-@pytest.mark.slow
+ALONE = ("eomt", "eomt_dinov3", "unlimited_ocr")
+
+
+# Of models that cannot be made here, and whose layers are copies of Qwen's; the others are in SUBJECTS.
+@pytest.mark.fast_cases(*(path for path in LAYERS if path.split(".")[2] in (*ALONE, *LIKE_QWEN)))
 @pytest.mark.parametrize("path", LAYERS)
 def test_what_is_done_to_a_module_of_any_layer_of_transformers_counts(path: str) -> None:
     torch.manual_seed(0)

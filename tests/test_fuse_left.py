@@ -1,30 +1,19 @@
-"""What fuse leaves as it is and says why, and what a fused module does when it is changed afterwards."""
+"""Modules that fuse skips, each with its reason, and calls that a fused module runs by its original forward."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import pytest
 import torch
-from fuse_changes import (
-    AFTERWARDS,
-    CHANGES,
-    SETTINGS,
-    LoraLinear,
-    parametrize_fc1,
-    tiny_timm,
-    wrap_fc1,
-)
-from fused_models import SUBJECTS, gradients
+from fused_models import SUBJECTS, classes_of, tiny_timm
 from kernel_support import DEVICE
 from torch import Tensor, nn
 
 import vit_fast
 from vit_fast.blocks import fused as common
 from vit_fast.fusion import fuse as fusion
-from vit_fast.model import Block
 
 
 def reasons_of(model: nn.Module, part: str | None = None) -> list[str]:
@@ -33,41 +22,8 @@ def reasons_of(model: nn.Module, part: str | None = None) -> list[str]:
     return [reason for module in report.left if part in (None, module.part) for reason in module.reasons]
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_block_is_left_with_the_reason(change: str) -> None:
-    apply, reason = CHANGES[change]
-    model = tiny_timm().eval()
-    apply(model.blocks[0])
-    images = torch.randn(2, 3, 32, 32)
-    expected = model(images)
-    assert any(reason in found for found in reasons_of(model, "norm + MLP"))
-    torch.testing.assert_close(model(images), expected)
-
-
-@pytest.mark.parametrize("change", AFTERWARDS)
-def test_a_change_after_fuse_is_honoured(change: str) -> None:
-    apply = AFTERWARDS[change]
-    model, images = tiny_timm().eval(), torch.randn(2, 3, 32, 32)
-    twin = copy.deepcopy(model)
-    vit_fast.fuse(model).require_all()
-    torch.manual_seed(5)
-    apply(model.blocks[0])
-    torch.manual_seed(5)
-    apply(twin.blocks[0])
-    torch.testing.assert_close(model(images), twin(images))
-
-
-def test_lora_around_the_projections_of_attention_is_kept() -> None:
-    model, images = tiny_timm().eval(), torch.randn(2, 3, 32, 32)
-    model.blocks[0].attn.qkv = LoraLinear(model.blocks[0].attn.qkv)
-    expected = model(images)
-    vit_fast.fuse(model).require_all()
-    torch.testing.assert_close(model(images), expected)
-    assert any(".up." in name for name in gradients(SUBJECTS["timm-vit"], model, {"x": images})[1])
-
-
 def test_subclasses_are_left_alone() -> None:
-    timm = pytest.importorskip("timm")
+    pytest.importorskip("timm")
     from timm.models.vision_transformer import Attention, Block
 
     class Doubled(Block):
@@ -77,8 +33,7 @@ def test_subclasses_are_left_alone() -> None:
     class Renamed(Attention):
         pass
 
-    settings = SETTINGS | {"block_fn": Doubled, "attn_layer": Renamed}
-    model = timm.create_model("vit_tiny_patch16_224", **settings).eval()
+    model = tiny_timm(block_fn=Doubled, attn_layer=Renamed).eval()
     images = torch.randn(2, 3, 32, 32)
     expected = model(images)
     report = vit_fast.fuse(model)
@@ -92,28 +47,15 @@ def test_subclasses_are_left_alone() -> None:
     assert len(error.value.reasons) == 2
 
 
-def test_a_forward_replaced_on_an_instance_or_in_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    from timm.models.vision_transformer import Block
-
-    model, images = tiny_timm().eval(), torch.randn(2, 3, 32, 32)
-    model.blocks[0].forward = lambda x, **masks: x
-    expected = model(images)
-    assert reasons_of(model, "norm + MLP") == ["its forward was replaced on the instance"]
-    torch.testing.assert_close(model(images), expected)
-    vit_fast.fuse(tiny_timm()).require_all()
-    monkeypatch.setattr(Block, "forward", lambda self, x, **masks: x)
-    assert reasons_of(tiny_timm(), "norm + MLP") == ["Block.forward was replaced on the class"]
-
-
 @pytest.mark.parametrize(
     ("name", "settings", "reason"),
     [
-        ("eva02_enormous_patch14_clip_224", {"img_size": 28}, "EvaBlockPostNorm: it normalises after the MLP"),
-        ("vit_tiny_patch16_224", {"block_fn": "ResPostBlock"}, "ResPostBlock: it normalises after the MLP"),
+        ("eva02_enormous_patch14_clip_224", {"img_size": 28}, "EvaBlockPostNorm: it normalizes after the MLP"),
+        ("vit_tiny_patch16_224", {"block_fn": "ResPostBlock"}, "ResPostBlock: it normalizes after the MLP"),
         ("vit_tiny_patch16_224", {"block_fn": "ParallelScalingBlock"}, "its attention and MLP share one linear"),
         ("vit_tiny_patch16_224", {"mlp_layer": "GatedMlp", "embed_dim": 48}, ", got a GatedMlp"),
         ("vit_tiny_patch16_224", {"norm_layer": "simplenorm"}, "norm2 must be a LayerNorm or RMSNorm, got a SimpleN"),
-        ("beit_base_patch16_224", {}, "is not a class vit_fast knows"),
+        ("beit_base_patch16_224", {}, "is not a supported class"),
     ],
 )
 def test_relatives_that_compute_something_else(name: str, settings: dict[str, Any], reason: str) -> None:
@@ -175,8 +117,9 @@ def test_masks_given_at_a_call_reach_the_original() -> None:
     timm_model = tiny_timm().eval()
     block, tokens = timm_model.blocks[0], torch.randn(2, 5, 64)
     bias = torch.randn(1, 1, 5, 5)
-    with torch.enable_grad():
-        expected = [
+
+    def results() -> list[Tensor]:
+        return [
             layer(x, src_mask=mask),
             layer(x, src_key_padding_mask=padding),
             layer.self_attn(x, x, x)[1],
@@ -184,18 +127,11 @@ def test_masks_given_at_a_call_reach_the_original() -> None:
             block(tokens, attn_mask=bias),
             block(tokens, is_causal=True),
         ]
-        vit_fast.fuse(layer).require_all()
-        vit_fast.fuse(timm_model).require_all()
-        found = [
-            layer(x, src_mask=mask),
-            layer(x, src_key_padding_mask=padding),
-            layer.self_attn(x, x, x)[1],
-            layer.self_attn(x[:, :1], x, x, need_weights=False)[0],
-            block(tokens, attn_mask=bias),
-            block(tokens, is_causal=True),
-        ]
-    for after, before in zip(found, expected, strict=True):
-        torch.testing.assert_close(after, before)
+
+    expected = results()
+    vit_fast.fuse(layer).require_all()
+    vit_fast.fuse(timm_model).require_all()
+    torch.testing.assert_close(results(), expected)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +139,7 @@ def test_masks_given_at_a_call_reach_the_original() -> None:
     [
         ({"add_bias_kv": True}, "it appends learned tokens"),
         ({"add_zero_attn": True}, "it appends a zero token"),
-        ({"kdim": 32}, "its keys and values have widths of their own"),
+        ({"kdim": 32}, "kdim and vdim must equal embed_dim"),
     ],
 )
 def test_multihead_attention_that_is_more_than_attention(options: dict[str, Any], reason: str) -> None:
@@ -219,7 +155,7 @@ def test_post_norm_layers_are_left_but_their_attention_is_fused() -> None:
 
 def test_nothing_is_half_fused_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     model = SUBJECTS["timm-vit"].build()
-    classes = [type(module) for module in model.modules()]
+    classes = classes_of(model)
     attributes = [dict(vars(module)) for module in model.modules()]
     set_backend, calls = common.FusedNormMlp.set_fused_backend, []
 
@@ -232,44 +168,60 @@ def test_nothing_is_half_fused_after_an_error(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(common.FusedNormMlp, "set_fused_backend", fail_the_second_time)
     with pytest.raises(MemoryError, match="the second block"):
         vit_fast.fuse(model)
-    assert [type(module) for module in model.modules()] == classes
+    assert classes_of(model) == classes
     assert [dict(vars(module)) for module in model.modules()] == attributes
 
 
 def test_bad_arguments_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_timm()
-    classes = [type(module) for module in model.modules()]
+    classes = classes_of(model)
     with pytest.raises(ValueError, match="backend must be one of 'auto', 'eager', 'sdpa', 'triton', got 'fast'"):
         vit_fast.fuse(model, backend="fast")
-    with pytest.raises(TypeError, match=r"model must be torch\.nn\.Module, got a dict"):
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got dict"):
         vit_fast.fuse({})
     monkeypatch.setattr(fusion, "triton_unavailable_reasons", lambda device: ("triton is not installed",))
     with pytest.raises(vit_fast.UnsupportedInputError, match="triton is not installed"):
         vit_fast.fuse(model, backend="triton")
-    assert [type(module) for module in model.modules()] == classes
+    assert classes_of(model) == classes
 
 
-def test_heads_that_the_triton_kernel_does_not_take_are_left() -> None:
-    model = tiny_timm(embed_dim=64, num_heads=8).to(DEVICE)
+NARROW = "head_dim must be between 16 and 128 for the triton kernel, got 8"
+DOUBLE = "the weights must be fp32, fp16 or bf16 for the triton kernels, got torch.float64"
+
+
+@pytest.mark.parametrize("fused_first", [False, True])
+def test_heads_that_the_triton_kernel_does_not_take_are_left(fused_first: bool) -> None:
+    model, images = tiny_timm(num_heads=8).to(DEVICE).eval(), torch.randn(2, 3, 32, 32, device=DEVICE)
+    expected = model(images)
+    if fused_first:
+        vit_fast.fuse(model, "sdpa").require_all()
     report = vit_fast.fuse(model, backend="triton")
-    assert [module.part for module in report.left] == ["attention"]
-    assert report.left[0].reasons == ("a head is 8 wide: the triton kernel takes 16 to 128",)
+    assert [(module.part, module.reasons) for module in report.left] == [("attention", (NARROW,))]
+    assert [module.part for module in report.fused] == ["norm + MLP"]
+    assert not isinstance(model.blocks[0].attn, common.FusedModule)
+    torch.testing.assert_close(model(images), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_auto_is_sdpa_for_what_the_triton_kernels_do_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_triton_only_where_its_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def as_on_a_gpu(backend: str, *_: object) -> str:
         return "triton" if backend == "auto" else backend
 
     for module in (fusion, common):
         monkeypatch.setattr(module, "resolve_backend", as_on_a_gpu)
-    model = tiny_timm(embed_dim=64, num_heads=8)
-    report = vit_fast.fuse(model).require_all()
-    notes = {module.part: module.notes for module in report.fused}
-    assert notes["attention"] == ("it runs with backend sdpa: a head is 8 wide: the triton kernel takes 16 to 128",)
-    assert notes["norm + MLP"] == ()
-    assert (model.blocks[0].attn.vit_fast_backend, model.blocks[0].vit_fast_backend) == ("sdpa", "triton")
-    model.double()
-    assert model.blocks[0].vit_fast_backend == "sdpa"
+    assert tiny_fused().blocks[0].attn.vit_fast_backend == "triton"
+    for make in (tiny_fused, functools.partial(vit_fast.create_model, "vit_test")):
+        block: Any = make(num_heads=8).blocks[0]
+        assert (block.attn.vit_fast_backend, block.vit_fast_backend) == ("sdpa", "triton")
+        block.double()
+        assert block.vit_fast_backend == "sdpa"
+    notes = {module.part: module.notes for module in vit_fast.fuse(tiny_timm(num_heads=8)).fused}
+    assert notes == {"attention": (f"it runs with backend sdpa: {NARROW}",), "norm + MLP": ()}
+
+
+def tiny_fused(**settings: Any) -> Any:
+    model = tiny_timm(**settings)
+    vit_fast.fuse(model).require_all()
+    return model
 
 
 def test_weights_in_fp64_are_for_torch() -> None:
@@ -277,16 +229,21 @@ def test_weights_in_fp64_are_for_torch() -> None:
     images = torch.randn(2, 3, 32, 32, dtype=torch.float64, device=DEVICE)
     expected = model(images)
     report = vit_fast.fuse(model, backend="triton")
-    assert report.fused == ()
-    assert {module.reasons for module in report.left} == {
-        ("the weights are torch.float64: the triton kernels take fp32, fp16 and bf16",)
-    }
+    assert report.fused == () and {module.reasons for module in report.left} == {(DOUBLE,)}
     torch.testing.assert_close(model(images), expected)
     model.float()
     assert vit_fast.fuse(model).require_all()
     model.double()
     assert model.blocks[0].vit_fast_backend == model.blocks[0].attn.vit_fast_backend == "sdpa"
     torch.testing.assert_close(model(images), expected)
+
+
+def test_a_backend_by_name_that_cannot_run_our_model_is_refused_with_every_reason() -> None:
+    model = vit_fast.create_model("vit_test", num_heads=8).double().to(DEVICE)
+    with pytest.raises(vit_fast.UnsupportedInputError) as caught:
+        vit_fast.set_backend(model, "triton")
+    assert NARROW in str(caught.value) and DOUBLE in str(caught.value)
+    assert {block.vit_fast_request for block in model.blocks} == {"auto"}, "nothing was changed"
 
 
 def test_timm_builds_models_of_our_classes_through_its_own_hooks() -> None:
@@ -300,7 +257,7 @@ def test_timm_builds_models_of_our_classes_through_its_own_hooks() -> None:
     ours.load_state_dict(plain.state_dict())
     images = torch.randn(2, 3, 32, 32)
     torch.testing.assert_close(ours(images), plain(images))
-    with pytest.raises(ValueError, match=r"FusedBlock cannot be built so: mlp.act must be .*, got a Tanh"):
+    with pytest.raises(ValueError, match=r"FusedBlock cannot be built: mlp.act must be .*, got a Tanh"):
         tiny_timm(block_fn=FusedBlock, act_layer=nn.Tanh)
 
 
@@ -312,48 +269,3 @@ def test_layers_keep_the_names_by_which_wrapping_policies_find_them() -> None:
     assert type(layer).__name__ in model._no_split_modules
     assert isinstance(layer, pytest.importorskip("transformers.models.vit.modeling_vit").ViTLayer)
     assert repr(layer).startswith("FusedViTLayer(")
-
-
-def halve_output(module: nn.Module) -> None:
-    module.register_forward_hook(lambda module, args, output: output / 2)
-
-
-NATIVE_CHANGES: dict[str, tuple[Callable[[nn.Module], None], str]] = {
-    "LoRA": (wrap_fc1, "must be torch.nn.Linear itself, got a "),
-    "parametrization": (parametrize_fc1, "must be torch.nn.Linear itself, got a "),
-    "hook on the norm": (lambda block: halve_output(block.norm2), "norm2 carries hooks, which would no longer run"),
-    "hook on a linear": (lambda block: halve_output(block.mlp.fc2), "mlp.fc2 carries hooks, which would no longer run"),
-    "other norm": (
-        lambda block: setattr(block, "norm2", nn.Softmax(-1)),
-        "or RMSNorm, got a Softmax",
-    ),
-    "no epsilon": (lambda block: setattr(block, "norm2", nn.RMSNorm(64)), "norm2.eps must be a number, got None"),
-    "other MLP": (
-        lambda block: setattr(block, "mlp", nn.Linear(64, 64)),
-        "mlp must be the Mlp of ours or the GatedMlp of ours, got a Linear",
-    ),
-}
-
-
-@pytest.mark.parametrize("change", NATIVE_CHANGES)
-def test_a_changed_block_of_ours_is_left_and_the_others_are_fused(change: str) -> None:
-    apply, reason = NATIVE_CHANGES[change]
-    model = vit_fast.create_model("vit_test")
-    vit_fast.unfuse(model)
-    apply(model.blocks[0])
-    images = torch.randn(2, 3, 32, 32)
-    expected = model(images)
-    report = vit_fast.fuse(model, "sdpa")
-    assert [module.name for module in report.left] == ["blocks.0"]
-    assert reason in " | ".join(report.left[0].reasons)
-    assert type(model.blocks[0]) is Block and model.blocks[1].vit_fast_backend == "sdpa"
-    torch.testing.assert_close(model(images), expected)
-
-
-def test_a_backend_by_name_that_cannot_run_our_model_is_refused_with_every_reason() -> None:
-    model = vit_fast.create_model("vit_test", num_heads=8).double().to(DEVICE)
-    with pytest.raises(vit_fast.UnsupportedInputError) as caught:
-        vit_fast.set_backend(model, "triton")
-    assert "a head is 8 wide: the triton kernel takes 16 to 128" in str(caught.value)
-    assert "the weights are torch.float64" in str(caught.value)
-    assert {block.vit_fast_request for block in model.blocks} == {"auto"}, "nothing was changed"

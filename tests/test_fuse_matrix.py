@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 import pickle
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fused_models import IMAGE, LIBRARIES, SUBJECTS, Subject, gradients, packed_of_depth
+from children import environment, run_python
+from fused_models import IMAGE, LIBRARIES, SUBJECTS, Subject, classes_of, gradients
 from kernel_support import DEVICE
 from our_operators import OurOperators
+from packed_towers import NAFLEX
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
@@ -36,12 +36,6 @@ def fused(library: str) -> tuple[Subject, nn.Module, dict[str, Tensor], Tensor]:
         expected = subject.run(model, inputs)
     vit_fast.fuse(model, backend="sdpa").require_all()
     return subject, model, inputs, expected
-
-
-@every_library
-def test_eager(library: str) -> None:
-    subject, model, inputs, expected = fused(library)
-    torch.testing.assert_close(subject.run(model, inputs), expected)
 
 
 @every_library
@@ -84,7 +78,7 @@ def test_the_kernels_compile_without_a_graph_break_and_export_without_themselves
 
 @pytest.mark.slow
 def test_compiled_blocks_of_padded_images_are_operators() -> None:
-    subject = packed_of_depth(2)["timm's mask"]
+    subject = NAFLEX["averaged"]
     model, inputs = subject.build().to(DEVICE).eval(), {name: x.to(DEVICE) for name, x in subject.inputs().items()}
     vit_fast.fuse(model, backend="triton").require_all()
     seen = OurOperators()
@@ -161,28 +155,33 @@ def test_gradient_checkpointing_as_the_library_does_it(library: str) -> None:
     torch.testing.assert_close(grads_again, grads)
 
 
+def through_a_file(model: nn.Module) -> nn.Module:
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    saved.seek(0)
+    return torch.load(saved, weights_only=False)
+
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": through_a_file,
+    "moving average": lambda model: torch.optim.swa_utils.AveragedModel(model).module,
+}
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("way", COPIES)
 @every_library
-def test_deepcopy_is_fused_and_independent(library: str) -> None:
+def test_a_copy_is_fused_and_independent(library: str, way: str) -> None:
     subject, model, inputs, expected = fused(library)
-    twin = copy.deepcopy(model)
-    assert [type(module) for module in twin.modules()] == [type(module) for module in model.modules()]
+    twin = COPIES[way](model)
+    assert classes_of(twin) == classes_of(model)
     with torch.no_grad():
         next(iter(model.parameters())).zero_()
         torch.testing.assert_close(subject.run(twin, inputs), expected)
     vit_fast.unfuse(twin)
     assert vit_fast.fuse(model).require_all()
-
-
-@every_library
-def test_pickle_and_torch_save(library: str) -> None:
-    subject, model, inputs, expected = fused(library)
-    saved = io.BytesIO()
-    torch.save(model, saved)
-    saved.seek(0)
-    for loaded in (pickle.loads(pickle.dumps(model)), torch.load(saved, weights_only=False)):
-        assert [type(module) for module in loaded.modules()] == [type(module) for module in model.modules()]
-        with torch.no_grad():
-            torch.testing.assert_close(subject.run(loaded, inputs), expected)
 
 
 @pytest.mark.slow
@@ -195,14 +194,7 @@ def test_a_saved_model_loads_in_a_new_process(tmp_path: Path) -> None:
         "saved = torch.load(sys.argv[1], weights_only=False); found = saved['model'](**saved['inputs']).logits; "
         "torch.testing.assert_close(found, saved['expected'])"
     )
-    paths = os.pathsep.join([str(Path(vit_fast.__file__).parents[1]), str(Path(__file__).parent)])
-    ran = subprocess.run(
-        [sys.executable, "-c", load, str(tmp_path / "saved.pt")],
-        env=os.environ | {"PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    run_python(["-c", load, str(tmp_path / "saved.pt")], environment())
 
 
 @every_library
@@ -232,7 +224,7 @@ def test_export_with_a_dynamic_batch(library: str) -> None:
     torch.testing.assert_close(subject.output(program.module()(**{name: more})), subject.run(model, {name: more}))
 
 
-@pytest.mark.parametrize("library", ["timm", "transformers", "torchvision"])
+@every_library
 def test_moving_the_model_resolves_auto_again(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def resolve(request: str, device: torch.device, dtype: torch.dtype) -> str:
         return request if request != "auto" else "eager" if device.type == "meta" else "sdpa"
@@ -245,17 +237,3 @@ def test_moving_the_model_resolves_auto_again(library: str, monkeypatch: pytest.
         assert {part.vit_fast_backend for part in parts} == {"sdpa"}
         model.to("meta")
         assert {part.vit_fast_backend for part in parts} == {on_meta}
-
-
-@pytest.mark.parametrize("library", ["timm", "transformers", "torchvision"])
-def test_ema_copy_of_a_fused_model_follows_it(library: str) -> None:
-    subject, model, inputs, _ = fused(library)
-    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
-    average.update_parameters(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(2)
-    average.update_parameters(model)
-    for averaged, parameter in zip(average.module.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(averaged, 0.75 * parameter)
-    assert subject.run(average, inputs).isfinite().all()

@@ -1,103 +1,108 @@
-"""Towers for images of any size, packed or padded, against transformers' own modules: outputs and gradients."""
+"""Towers for images of any size, packed or padded, against their libraries' own modules: outputs and gradients."""
 
 from __future__ import annotations
 
 import copy
-import importlib
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from fused_models import Subject, assert_same_results, classes_of, gradients
 from kernel_support import DEVICE
-from packed_towers import ENCODER, QWEN, TOWERS, siglip2_inputs
-from torch import Tensor, nn
+from packed_towers import ENCODER, NAFLEX, QWEN, TOWERS, siglip2_inputs
 
 import vit_fast
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.export import export_onnx
 from vit_fast.figures.sight import look
-from vit_fast.libraries.transformers_packed import LIKE_QWEN
 
-transformers = pytest.importorskip("transformers", minversion="5.0")
-
-Pick = Callable[[Any], Tensor]
+ALL = TOWERS | NAFLEX
 
 
-def results(pick: Pick, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The output, and the gradient of every parameter that has one."""
-    model.zero_grad()
-    out = pick(model(**copy.deepcopy(inputs)))
-    out.sin().sum().backward()
-    return out.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_agree(found: tuple[Tensor, dict[str, Tensor]], right: tuple[Tensor, dict[str, Tensor]]) -> None:
-    torch.testing.assert_close(found[0], right[0], rtol=1e-4, atol=2e-5)
-    assert found[1].keys() == right[1].keys()
-    largest = max(float(gradient.abs().max()) for gradient in right[1].values())
-    for name, gradient in right[1].items():
-        # of the bias of a key it is 0 but for rounding
-        scale = max(float(gradient.abs().max()), 1e-3 * largest)
-        torch.testing.assert_close(found[1][name] / scale, gradient / scale, rtol=1e-3, atol=2e-4, msg=name)
-
-
-@pytest.mark.parametrize("name", TOWERS)
-def test_a_tower_is_fused_and_agrees(name: str) -> None:
-    """In training and in evaluation, for batches of other sizes after each other."""
-    tower = TOWERS[name]
+@pytest.mark.parametrize("name", ALL)
+def test_a_tower_is_fused_and_agrees(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In training and in evaluation, for batches of other sizes after each other; NaFlexVit without timm's forward."""
+    tower = ALL[name]
     model = tower.build()
     plain = copy.deepcopy(model)
     vit_fast.fuse(model, "sdpa").require_all()
     for batch in range(3):
         inputs = tower.inputs(batch)
-        assert_agree(
-            results(tower.pick, model.train(batch != 1), inputs), results(tower.pick, plain.train(batch != 1), inputs)
-        )
+        expected = gradients(tower, plain.train(batch != 1), inputs)
+        with monkeypatch.context() as patched:
+            patched.setattr("vit_fast.libraries.timm_blocks.AttentionLayer.as_it_was", None)
+            assert_same_results(gradients(tower, model.train(batch != 1), inputs), expected)
     vit_fast.unfuse(model)
-    assert [type(module) for module in model.modules()] == [type(module) for module in plain.modules()]
+    assert classes_of(model) == classes_of(plain)
 
 
-@pytest.mark.fast_cases("qwen2_5_vl", "siglip2")
-@pytest.mark.parametrize("name", TOWERS)
+@pytest.mark.fast_cases("qwen2_5_vl", "siglip2", "pooled by attention", "any query")
+@pytest.mark.parametrize("name", ALL)
 def test_a_tower_runs_by_kernels(name: str) -> None:
-    pytest.importorskip("triton", reason="the kernels need triton")
-    tower = TOWERS[name]
+    tower = ALL[name]
     model = tower.build()
     plain = copy.deepcopy(model)
     vit_fast.fuse(model, "triton").require_all()
     inputs = tower.inputs(2)
-    assert_agree(results(tower.pick, model, inputs), results(tower.pick, plain, inputs))
+    assert_same_results(gradients(tower, model, inputs), gradients(tower, plain, inputs))
+    close = {"rtol": 1e-4, "atol": 2e-5}
     with torch.no_grad():
         assert len(vit_fast.freeze(model.eval())) == 2
-        torch.testing.assert_close(tower.pick(model(**inputs)), tower.pick(plain(**inputs)), rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(tower.run(model, inputs), tower.run(plain, inputs), **close)
         for parameter in (*model.parameters(), *plain.parameters()):
             parameter.mul_(0.8)
-        torch.testing.assert_close(tower.pick(model(**inputs)), tower.pick(plain(**inputs)), rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(tower.run(model, inputs), tower.run(plain, inputs), **close)
 
 
-@pytest.mark.parametrize("family", LIKE_QWEN)
-def test_a_layer_like_qwens_agrees(family: str) -> None:
-    """Of every model whose layer is taken for a copy of Qwen's, by itself."""
-    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_heads": 2, "hidden_act": "gelu_pytorch_tanh"}
-    sizes |= {"rms_norm_eps": 1e-6, "attention_bias": False, "attention_dropout": 0.0, "out_hidden_size": 96}
-    torch.manual_seed(0)
-    layer = getattr(module, f"{LIKE_QWEN[family]}Block")(SimpleNamespace(**sizes, _attn_implementation="sdpa"))
-    x, angles = torch.randn(15, 64), torch.randn(15, 16).repeat(1, 2)
-    given = {"cu_seqlens": torch.tensor([0, 4, 15]), "position_embeddings": (angles.cos(), angles.sin())}
-    right = layer(x, **given)
-    vit_fast.fuse(layer, "sdpa").require_all()
-    torch.testing.assert_close(layer(x, **given), right)
+def test_what_pads_an_image_changes_nothing() -> None:
+    tower = NAFLEX["pooled by attention"]
+    model, inputs = tower.build().eval(), tower.inputs()
+    vit_fast.fuse(model, "sdpa").require_all()
+    with torch.no_grad():
+        right = model(**inputs)
+        other = {**inputs, "x": inputs["x"].masked_fill(~inputs["patch_valid"][..., None], 7.0)}
+        assert torch.equal(model(**other), right)
+
+
+@pytest.mark.parametrize("change", ["dropout", "own mask", "hook"])
+def test_calls_for_timms_own_forward_get_masks_that_it_knows(change: str) -> None:
+    """Without torch's attention timm adds masks to scores: one of truth values would be added as 0 and 1."""
+    tower = NAFLEX["pooled by attention"]
+    model: Any = tower.build().eval()
+    inputs = tower.inputs()
+    if change == "own mask":
+        inputs["attn_mask"] = torch.randn(3, 1, 9, 9, device=DEVICE)
+    for block in model.blocks:
+        block.attn.fused_attn = False
+        if change == "dropout":
+            block.attn.attn_drop.p = 0.3
+    model.train(change == "dropout")
+    plain = copy.deepcopy(model)
+    vit_fast.fuse(model, "sdpa").require_all()
+    if change == "hook":
+        for layer in (model.attn_pool.q, model.blocks[0].attn.attn_drop, model.blocks[1].mlp.fc1):
+            layer.register_forward_hook(lambda *args: None)
+    with torch.no_grad():
+        torch.manual_seed(1)
+        right = plain(**inputs)
+        torch.manual_seed(1)
+        torch.testing.assert_close(model(**inputs), right, rtol=1e-4, atol=1e-5)
+
+
+def test_images_of_one_size_need_no_mask() -> None:
+    model, images = NAFLEX["averaged"].build().eval(), torch.randn(2, 3, 32, 32, device=DEVICE)
+    with torch.no_grad():
+        right = model(images)
+        vit_fast.fuse(model, "sdpa").require_all()
+        torch.testing.assert_close(model(images), right)
 
 
 def test_nan_in_one_image_stays_in_it() -> None:
     tower = TOWERS["qwen2_5_vl"]
     model = tower.build().eval()
     vit_fast.fuse(model, "sdpa")
-    inputs = tower.inputs(0)
+    inputs = tower.inputs()
     right = model(**inputs).pooler_output
     inputs["hidden_states"][24:32] = float("nan")  # the second image's two frames
     found = model(**inputs).pooler_output
@@ -107,6 +112,7 @@ def test_nan_in_one_image_stays_in_it() -> None:
 
 def test_a_whole_chat_model_runs_its_tower_by_ours() -> None:
     """fuse(model) as well as fuse(model.visual): all that sees is fused; what reads is named, and none of ours."""
+    transformers = pytest.importorskip("transformers", minversion="5.0")
     text = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
     rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
     text |= {"num_key_value_heads": 2, "vocab_size": 100, "rope_parameters": rope, "bos_token_id": 0, "eos_token_id": 0}
@@ -127,10 +133,12 @@ def test_a_whole_chat_model_runs_its_tower_by_ours() -> None:
     types = (ids == 90).int()
     inputs = {"pixel_values": torch.randn(28, 96, device=DEVICE), "image_grid_thw": grid, "input_ids": ids}
     inputs |= {"mm_token_type_ids": types}
-    assert_agree(*(results(lambda result: result.logits, each, inputs) for each in (model, plain)))
+    chat = Subject(lambda: model, dict, lambda result: result.logits)
+    assert_same_results(*(gradients(chat, each, copy.deepcopy(inputs)) for each in (model, plain)))
 
 
 def test_a_whole_model_of_images_and_texts_is_fused() -> None:
+    transformers = pytest.importorskip("transformers", minversion="5.0")
     texts = ENCODER | {"vocab_size": 50, "projection_size": 64, "max_position_embeddings": 8}
     texts |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
     config = transformers.Siglip2Config(text_config=texts, vision_config=ENCODER | {"num_patches": 9, "patch_size": 4})
@@ -140,24 +148,25 @@ def test_a_whole_model_of_images_and_texts_is_fused() -> None:
     vit_fast.fuse(model, "sdpa").require_all()
     words = torch.randint(2, 50, (3, 6), device=DEVICE)
     present = torch.arange(6, device=DEVICE) < torch.tensor([[6], [2], [4]], device=DEVICE)
+    pair = Subject(lambda: model, dict, lambda result: result.logits_per_image)
     for masks in ({}, {"attention_mask": present.long()}):
         inputs = siglip2_inputs(0) | {"input_ids": words} | masks
-        assert_agree(*(results(lambda result: result.logits_per_image, each, inputs) for each in (model, plain)))
+        assert_same_results(*(gradients(pair, each, inputs) for each in (model, plain)))
 
 
 def test_calls_that_ask_for_more_run_the_original() -> None:
     """Weights, hooks on what is read past, and a mask of its own for each query."""
     tower = TOWERS["siglip2"]
-    model, inputs = tower.build().eval(), tower.inputs(0)
+    model, inputs = tower.build().eval(), tower.inputs()
     layer = model.encoder.layers[0]
     x, mask = torch.randn(2, 9, 64, device=DEVICE), torch.rand(2, 1, 9, 9, device=DEVICE) < 0.7
     mask[..., 0] = True
-    right, expected = layer(x, mask), tower.pick(model(**inputs))
+    right, expected = layer(x, mask), tower.run(model, inputs)
     vit_fast.fuse(model, "sdpa")
     torch.testing.assert_close(layer(x, mask), right)
     seen: list[Any] = []
     layer.self_attn.register_forward_hook(lambda *args: seen.append(args))
-    torch.testing.assert_close(tower.pick(model(**inputs)), expected)
+    torch.testing.assert_close(tower.run(model, inputs), expected)
     assert len(seen) == 1
 
 
@@ -176,7 +185,7 @@ def test_what_takes_images_alone_says_why_it_does_not_take_a_tower(name: str, tm
     tower = TOWERS[name]
     model = tower.build().eval()
     vit_fast.fuse(model, "sdpa")
-    first = next(iter(tower.inputs(0).values()))
+    first = next(iter(tower.inputs().values()))
     reason = rf"its forward must take images alone, but also needs {NEEDS.get(name)}"
     exported = {"pixtral": "torch.export", "llama4": r"positions are complex numbers \(rotary_embedding"}.get(
         name, reason
@@ -213,6 +222,4 @@ def test_compiled_towers_agree_for_other_sizes(name: str) -> None:
     for batch in (0, 2):
         inputs = tower.inputs(batch)
         with torch.no_grad():
-            torch.testing.assert_close(
-                tower.pick(compiled(**inputs)), tower.pick(plain(**inputs)), rtol=1e-4, atol=2e-5
-            )
+            torch.testing.assert_close(tower.run(compiled, inputs), tower.run(plain, inputs), rtol=1e-4, atol=2e-5)

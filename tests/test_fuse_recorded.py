@@ -28,7 +28,7 @@ HIDDEN, WEIGHTS = "output_hidden_states", "output_attentions"
 def build(name: str) -> tuple[nn.Module, dict[str, Any]]:
     if name in SUBJECTS:
         return SUBJECTS[name].build().eval(), SUBJECTS[name].inputs()
-    from packed_towers import TOWERS  # needs transformers 5
+    from packed_towers import TOWERS
 
     return TOWERS[name].build().eval(), TOWERS[name].inputs(0)
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 
 import pytest
 import torch
-from fused_models import SUBJECTS
+from fused_models import SUBJECTS, gradients
 from mlp_support import DEVICE
 from optimizer_ways import Step, optimizer_ways
 from torch import Tensor, nn
 
 import vit_fast
-from vit_fast.fusion.freezing import frozen_of
+from vit_fast.fusion.freezing import frozen_bytes, frozen_of
 from vit_fast.ops.fp8 import Quantised
 from vit_fast.ops.packed import Packed
 
@@ -72,8 +73,26 @@ def _replace(model: nn.Module) -> None:
 
 
 def _other_memory(model: nn.Module) -> None:
-    for parameter in model.parameters():
+    """Twice, because an allocator may reuse the first memory."""
+    for parameter in (*model.parameters(), *model.parameters()):
         parameter.data = parameter.data * 2
+
+
+def _load_inside(model: nn.Module) -> None:
+    layer = model.get_submodule("blocks.0.attn.qkv")
+    layer.load_state_dict({name: torch.randn_like(value) for name, value in layer.state_dict().items()})
+
+
+def _buffer(model: nn.Module) -> None:
+    layer = model.get_submodule("blocks.0.mlp.fc1")
+    weight = layer.get_parameter("weight").detach()
+    del layer.weight
+    layer.register_buffer("weight", torch.randn_like(weight))
+
+
+def _in_inference_mode(model: nn.Module) -> None:
+    with torch.inference_mode():
+        model.get_submodule("blocks.0.mlp.fc1").get_parameter("weight")[0].mul_(-3)
 
 
 def _in_place(model: nn.Module) -> None:
@@ -87,9 +106,13 @@ SEEN: dict[str, Change] = {
     "in place": _in_place,
     "another parameter": _replace,
     "other memory": _other_memory,
+    "loaded inside": _load_inside,
+    "a buffer": _buffer,
+    "in inference mode": _in_inference_mode,
 }
 # One step that writes in a loop, one in lists, one in a kernel of its own: every optimizer takes one of these ways.
-FAST = {"SGD", "Adam foreach", "AdamW fused", "in place", "another parameter", "other memory"}
+FAST = {"SGD", "Adam foreach", "AdamW fused", "in place", "another parameter", "other memory",
+        "loaded inside", "a buffer", "in inference mode"}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -122,6 +145,9 @@ GIVEN_UP: dict[str, Change] = {
     "load_state_dict assign": lambda model: model.load_state_dict(_doubled(model), assign=True),
     "moving average of timm": _timm_average,
     "to": lambda model: model.to(torch.float64).to(next(model.parameters()).dtype),
+    "meta": lambda model: model.to("meta"),
+    "train": lambda model: model.train().eval(),
+    "unfreeze": vit_fast.unfreeze,
 }
 
 
@@ -130,6 +156,38 @@ def test_what_loads_or_moves_gives_it_up(model: nn.Module, change: str) -> None:
     assert frozen_of(model)
     GIVEN_UP[change](model)
     assert not frozen_of(model), "the next forward makes it of the weights as they are then"
+
+
+def test_another_module_is_followed(model: nn.Module) -> None:
+    dtype = next(model.parameters()).dtype
+    images = SUBJECTS["ours"].inputs()["images"].to(dtype)
+    with torch.no_grad():
+        before = model(images)
+        attention, width = model.get_submodule("blocks.0.attn"), 64
+        attention.qkv = nn.Linear(width, 3 * width, device=images.device, dtype=dtype)
+        twin = copy.deepcopy(model)
+        vit_fast.freeze(twin)
+        torch.testing.assert_close(model(images), twin(images), rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(twin(images), before, rtol=1e-2, atol=1e-2)
+
+
+def test_copies_and_files_hold_only_the_weights(model: nn.Module) -> None:
+    assert not frozen_of(copy.deepcopy(model)) and not frozen_of(pickle.loads(pickle.dumps(model)))
+    keys = list(model.state_dict())
+    assert len(frozen_of(model)) == 2 and frozen_bytes(model) > 0
+    vit_fast.unfreeze(model)
+    assert list(model.state_dict()) == keys and frozen_bytes(model) == 0
+
+
+def test_gradients_are_those_of_the_modules(model: nn.Module) -> None:
+    if isinstance(frozen_of(model)[0], Quantised):
+        pytest.skip("in e4m3 gradients are refused")
+    subject, inputs, twin = SUBJECTS["ours"], SUBJECTS["ours"].inputs(), copy.deepcopy(model)
+    (_, found), (_, expected) = (gradients(subject, each, inputs) for each in (model, twin))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    leaf = inputs["images"].clone().requires_grad_()
+    model.requires_grad_(False)(leaf).sum().backward()
+    assert leaf.grad is not None and leaf.grad.abs().sum() > 0
 
 
 def _data_write(model: nn.Module) -> None:

@@ -63,6 +63,8 @@ def test_pixels(exported: Any, model: Any) -> None:
         assert np.abs(runner(pixels) - expected).max() < 0.01 * np.abs(expected).max()
     probabilities = runner.probabilities([image, image.resize((100, 60))])
     np.testing.assert_allclose(probabilities.sum(axis=1), 1, atol=1e-12)
+    for file in ("pixels", "plain"):
+        assert OnnxRunner(exported(file), "cpu").probabilities([]).shape == (0, 10)
     with pytest.raises(ValueError, match=r"dtype must be uint8, got float32"):
         runner(np.zeros((1, 32, 32, 3), np.float32))
 
@@ -107,7 +109,7 @@ def test_a_silent_fall_back_is_noticed(exported: Any, monkeypatch: pytest.Monkey
     """Where the libraries seem to be there and ONNX Runtime still takes the CPU."""
     if torch.cuda.is_available():
         return
-    monkeypatch.setattr("vit_fast.export.runner.reasons_against", lambda kind: [])
+    monkeypatch.setattr("vit_fast.export.runtime.runner.reasons_against", lambda kind: [])
     with pytest.raises(ProviderError, match="CUDAExecutionProvider did not come up"):
         OnnxRunner(exported("plain"), "cuda")
     runner = OnnxRunner(exported("plain"), "auto")
@@ -121,13 +123,13 @@ def test_fp32_is_not_rounded_to_tf32(exported: Any, monkeypatch: pytest.MonkeyPa
     """What ONNX Runtime is asked for; its own default is TF32."""
     asked: list[Any] = []
 
-    def refuse(path: Path, settings: Any, providers: list[Any], wanted: str) -> Any:
+    def refuse(path: str, settings: Any, providers: list[Any]) -> Any:
         asked.extend(providers)
-        raise ProviderError("refused here")
+        raise RuntimeError("there is no CUDA")
 
-    monkeypatch.setattr("vit_fast.export.runner.reasons_against", lambda kind: [])
-    monkeypatch.setattr("vit_fast.export.providers.make_session", refuse)
-    with pytest.raises(ProviderError, match="refused here"):
+    monkeypatch.setattr("vit_fast.export.runtime.runner.reasons_against", lambda kind: [])
+    monkeypatch.setattr("onnxruntime.InferenceSession", refuse)
+    with pytest.raises(ProviderError, match="there is no CUDA"):
         OnnxRunner(exported("plain"), device)
     (options,) = [entry[1] for entry in asked if entry[0] == "CUDAExecutionProvider"]
     assert options == {"device_id": int(device.partition(":")[2] or 0), "use_tf32": "0"}
@@ -142,7 +144,11 @@ def test_fp32_is_not_rounded_to_tf32(exported: Any, monkeypatch: pytest.MonkeyPa
         ({"max_batch": -1}, ValueError, "max_batch must be .*got -1"),
         ({"class_names": ["a"]}, ValueError, "class_names must have 10 names.*got 1"),
         ({"image_hw": (40, 32)}, ValueError, r"image_hw must be \(32, 32\) .*, got \(40, 32\)"),
-        ({"image_hw": (0, 32)}, ValueError, "image_hw must be height and width"),
+        ({"image_hw": (0, 32)}, ValueError, r"image_hw must be .*, got \(0, 32\)"),
+        ({"image_hw": 3.5}, ValueError, "image_hw must be .*, got 3.5"),
+        ({"device": "cuda:²"}, ValueError, "device must be .*got 'cuda:²'"),
+        ({"threads": True}, ValueError, "threads must be an integer >= 1, got True"),
+        ({"class_names": "0123456789"}, TypeError, "class_names must be list or tuple"),
         ({"output": "classes"}, ValueError, "output must be one of 'logits'.*got 'classes'"),
         ({"output": "features"}, ValueError, "output must be 'logits' like the file's"),
         ({"device": "cpu", "cuda_graph": True}, UnsupportedInputError, "must be cuda, got cpu"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -13,9 +14,11 @@ import onnx_ir as ir
 import pytest
 import torch
 from onnx_models import NAMES
+from rich.console import Console
+from triton_server import read_config
 
 from vit_fast.apps.data import default_photograph
-from vit_fast.export import ModelFileError, OnnxRunner, inspect_onnx
+from vit_fast.export import ModelFileError, OnnxRunner, inspect_onnx, write_card, write_triton_repository
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +68,10 @@ def test_a_model_that_takes_no_images(tmp_path: Path) -> None:
     ("key", "value", "message"),
     [
         ("data_config", '{"mean": ', ""),
+        ("data_config", "[" * 100_000, ""),
+        ("class_names", '"0123456789"', ": class_names must be a list"),
+        ("output", '"classes"', ": output must be one of"),
+        ("image_hw", "32", ": image_hw must be"),
         ("class_names", json.dumps(NAMES[:7]), ": 7 class names for 10 outputs"),
         ("image_hw", '["a", "b"]', ": image_hw must be"),
         ("patch_hw", "[0, 8]", ": patch_hw must be"),
@@ -77,6 +84,45 @@ def test_damaged_metadata(key: str, value: str, message: str, folder: Path, tmp_
     onnx.save(proto, tmp_path / "m.onnx")
     with pytest.raises(ModelFileError, match=f"its metadata is damaged{message}"):
         OnnxRunner(tmp_path / "m.onnx")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("verification", {}), ("versions", "new"), ("accuracy", 1), ("eight_bit", {"kept": 0})]
+)
+def test_no_card_of_damaged_metadata(key: str, value: Any, folder: Path, tmp_path: Path) -> None:
+    proto = onnx.load(folder / "plain.onnx")
+    (entry,) = (entry for entry in proto.metadata_props if entry.key == f"vit_fast.{key}")
+    entry.value = json.dumps(value)
+    onnx.save(proto, tmp_path / "m.onnx")
+    with pytest.raises(ModelFileError, match="its metadata is damaged"):
+        write_card(tmp_path / "m.onnx")
+    assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"]
+
+
+def test_names_in_a_file_are_text(folder: Path, tmp_path: Path) -> None:
+    """Neither markup of the table, nor syntax of the server's configuration."""
+    proto = onnx.load(folder / "plain.onnx")
+    del proto.metadata_props[:]
+    onnx.helper.set_model_props(proto, {"[/red]": "[bold]"})
+    name = 'images"\n[/red]'
+    proto.graph.input[0].name = name
+    for node in proto.graph.node:
+        node.input[:] = [name if each == "images" else each for each in node.input]
+    onnx.save(proto, tmp_path / "[m].onnx")
+    Console(width=200, file=(shown := io.StringIO())).print(inspect_onnx(tmp_path / "[m].onnx").to_table())
+    text = shown.getvalue()
+    assert "[/red]" in text and "[bold]" in text and "[m].onnx" in text
+    config = read_config(write_triton_repository(tmp_path / "[m].onnx", tmp_path / "models", name="m"))
+    assert config.input[0].name == name
+
+
+def test_weights_with_the_name_of_the_model_in_a_repository(folder: Path, tmp_path: Path) -> None:
+    """They would replace the model that is copied to model.onnx."""
+    path = _with_location(folder, tmp_path, "model.onnx")
+    shutil.copy(folder / "beside.onnx.data", path.parent / "model.onnx")
+    with pytest.raises(ModelFileError, match=r"weights must not be in a file named model\.onnx"):
+        write_triton_repository(path, tmp_path / "models")
+    assert not (tmp_path / "models").exists()
 
 
 def test_metadata_of_others_means_nothing_here(folder: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 import vit_fast
 from vit_fast import set_backend
 from vit_fast.apps.data import default_photograph
-from vit_fast.export.work import UncountedError, count_work, narrow_precision
+from vit_fast.export.runtime.work import UncountedError, count_work, narrow_precision
 from vit_fast.work import Counter, Work
 
 

@@ -34,7 +34,11 @@ def test_table_answer_and_cache(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert "cached result, checked again" in capsys.readouterr().out
     assert run("cache") == 0
     said = capsys.readouterr().out
-    assert "throughput, 2x3x32x32 torch.float32" in said and "fused sdpa" in said
+    assert (
+        said.startswith("cached results: 1, in")
+        and "throughput, 2x3x32x32 torch.float32" in said
+        and "fused sdpa" in said
+    )
     assert run("cache", "--json") == 0
     (kept,) = json.loads(capsys.readouterr().out)
     assert kept["candidate"] == {"attention": "sdpa", "mlp": "sdpa"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -19,7 +18,6 @@ import vit_fast
 from vit_fast.accuracy import judge
 from vit_fast.blocks import block, packing
 from vit_fast.blocks.fused import FusedNormMlp
-from vit_fast.fusion.freezing import frozen_bytes, frozen_of
 from vit_fast.ops.packed import PackedLinear, pack_reasons
 
 pytestmark = pytest.mark.skipif(bool(pack_reasons(torch.float32)), reason="; ".join(pack_reasons(torch.float32)))
@@ -153,20 +151,6 @@ def test_what_looks_into_a_block_finds_its_modules(way: str, runs: list[int]) ->
     assert runs == [2]
 
 
-def test_gradients_are_those_of_the_modules(runs: list[int]) -> None:
-    model, inputs = fused(SUBJECTS["timm-vit"])
-    twin = copy.deepcopy(model)
-    assert vit_fast.freeze(model)
-    for each in (model, twin):
-        each(**inputs).square().sum().backward()
-    assert not runs
-    for found, expected in zip(model.parameters(), twin.parameters()):
-        assert torch.equal(found.grad, expected.grad)  # type: ignore[arg-type]  # every one has a gradient
-    model.requires_grad_(False)
-    model(**inputs)
-    assert runs == [2], "no gradients are wanted"
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_tokens_of_any_layout_and_number(dtype: torch.dtype) -> None:
     if reasons := pack_reasons(dtype):
@@ -187,7 +171,7 @@ def test_tokens_of_any_layout_and_number(dtype: torch.dtype) -> None:
         kept = x.clone()
         with torch.no_grad():
             found, expected = (each.get_submodule("blocks.0")(x) for each in (model, plain))
-        tolerance = 1e-4 if dtype == torch.float32 else 0.05
+        tolerance = 1e-4 if dtype == torch.float32 else 0.05  # a few roundings to bf16 apart
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
         assert torch.equal(x, kept)
 
@@ -254,23 +238,6 @@ def test_what_drops_runs_as_modules(name: str, path: str, runs: list[int]) -> No
     with torch.no_grad():
         model(**inputs)
     assert runs == [1]
-
-
-def test_copies_and_files_hold_no_packed_weights(runs: list[int]) -> None:
-    model, inputs = fused(SUBJECTS["timm-vit"])
-    names = list(model.state_dict())
-    blocks = model.get_submodule("blocks")
-    assert frozen_bytes(model) == 0
-    vit_fast.freeze(model)
-    matrices = [parameter for parameter in blocks.parameters() if parameter.dim() == 2]
-    assert frozen_bytes(model) == sum(matrix.numel() * 4 for matrix in matrices)
-    assert list(model.state_dict()) == names
-    with torch.no_grad():
-        expected = copy.deepcopy(model)(**inputs)
-        assert not frozen_of(copy.deepcopy(model)) and not frozen_of(pickle.loads(pickle.dumps(model))) and not runs
-        torch.testing.assert_close(model(**inputs), expected, rtol=1e-4, atol=1e-4)
-        vit_fast.unfreeze(model)
-        assert torch.equal(model(**inputs), expected) and runs == [2] and frozen_bytes(model) == 0
 
 
 @pytest.mark.parametrize("name", ["timm-vit", "timm-eva02", "transformers-vit"])

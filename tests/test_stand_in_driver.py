@@ -308,6 +308,7 @@ def test_a_legal_launch_is_counted(planted: dict[str, Any]) -> None:
         ("dimension", "tensor map: a dimension is 1..2^32"),
         ("grid", "launch of planted_copy: the grid is"),
         ("shared", "launch of planted_copy: the function was not allowed that much shared memory"),
+        ("early", "launch of planted_store: programmatic dependent launch needs sm_90"),
     ],
 )
 def test_what_a_driver_refuses_is_refused_and_kept(plant: str, rule: str, planted: dict[str, Any]) -> None:

@@ -282,7 +282,7 @@ def test_damaged_and_foreign_checkpoints_are_refused(
         (b"", "cannot be read"),
         (b"no checkpoint at all", "cannot be read"),
         ((tmp_path / "pickle.pth").read_bytes(), "cannot be read"),
-        ((tmp_path / "weights.pth").read_bytes(), "no checkpoint of this trainer"),
+        ((tmp_path / "weights.pth").read_bytes(), "not a checkpoint of vit-fast train"),
         ((tmp_path / "part.pth").read_bytes(), "does not fit this model"),
     ):
         checkpoint.write_bytes(content)

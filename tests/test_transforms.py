@@ -13,6 +13,9 @@ from kernel_support import DEVICE
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from vit_fast import create_model, ops
 from vit_fast.errors import UnsupportedInputError
@@ -42,6 +45,7 @@ def _half(x: Tensor, backend: str) -> Tensor:
 
 torch.manual_seed(1)
 PARAMETERS = {
+    # small enough that softmax does not saturate: else neither output nor gradient would depend on much
     "half": [0.2 * tensor for tensor in _drawn((C,), (C,), (3 * C, C), (3 * C,), (C, C), (C,))],
     "mlp": _drawn((C,), (C,), (48, C), (48,), (C, 48), (C,)),
 }
@@ -106,6 +110,38 @@ def test_other_transforms_are_refused(operator: str) -> None:
         torch.vmap(torch.func.grad(ours))(torch.stack([x, x]))
     with pytest.raises(UnsupportedInputError, match="second derivative"):
         torch.func.grad(lambda x: torch.func.grad(ours)(x).sum())(x)
+
+
+class _Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(call.name())
+        return call(*args, **(kwargs or {}))
+
+
+@every_operator
+def test_modes_and_subclasses_see_the_operator(operator: str) -> None:
+    """Calls reach the implementation past the dispatcher only where nothing else would see them."""
+    x, ours = _input(), OPERATORS[operator]
+    expected = ours(x, "triton")
+    leaf = x.clone().requires_grad_()
+    with _Seen() as seen, FlopCounterMode(display=False) as counter:
+        ours(leaf, "triton").square().sum().backward()
+    made = [name.removeprefix("vit_fast::") for name in seen.names if name.startswith("vit_fast::")]
+    assert len(made) == 2 and made[1] == f"{made[0]}_backward" and counter.get_total_flops() > 0
+    twice = TwoTensor(x.clone(), 2 * x)
+    if operator.startswith("attention"):  # the others have parameters, which would have to be of the class, too
+        found = ours(twice, "triton")
+        _close((found.a, found.b), (ours(x, "triton"), ours(2 * x, "triton")))
+    negative = torch.complex(torch.zeros_like(x), -x).conj().imag
+    assert negative.is_neg()
+    _close(ours(negative, "triton"), expected)
+    _close(torch.func.functionalize(lambda x: ours(x, "triton"))(x), expected)
+    with torch.inference_mode():
+        assert ours(x, "triton").is_inference()
 
 
 @pytest.mark.slow

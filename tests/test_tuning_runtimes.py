@@ -235,23 +235,23 @@ def test_cuda_runtimes_say_why_they_are_not_here(files: Path, images, monkeypatc
     assert runtimes == [Candidate("onnxruntime", graphs=True), Candidate("tensorrt")]
     asked: list[Any] = []
 
-    def refuse(path: Path, settings: Any, providers: list[Any], wanted: str) -> Any:
-        assert path.stat().st_size > 0
-        asked.append((wanted, dict(providers[0][1])))
-        raise ProviderError(f"{wanted} is not here")
+    def refuse(path: str, settings: Any, providers: list[Any]) -> Any:
+        assert Path(path).stat().st_size > 0
+        asked.append((providers[0][0], dict(providers[0][1])))
+        raise RuntimeError("there is no CUDA")
 
     class OnCuda(torch.Tensor):
         """A tensor of the CPU that says it is on CUDA."""
 
         device = torch.device("cuda", 1)
 
-    monkeypatch.setattr("vit_fast.export.runner.reasons_against", lambda kind: [])
-    monkeypatch.setattr("vit_fast.export.providers.make_session", refuse)
-    monkeypatch.setattr("vit_fast.export.providers.preload", lambda: None)
+    monkeypatch.setattr("vit_fast.export.runtime.runner.reasons_against", lambda kind: [])
+    monkeypatch.setattr("onnxruntime.InferenceSession", refuse)
+    monkeypatch.setattr("vit_fast.export.runtime.providers._preload", lambda: None)
     model = vit_fast.create_model("vit_test", backend="sdpa").eval()
     fake = images.as_subclass(OnCuda)
     for choice in [*runtimes, Candidate("onnxruntime", precision="fp16"), Candidate("tensorrt", precision="fp16")]:
-        with pytest.raises(ProviderError, match="is not here"):
+        with pytest.raises(ProviderError, match="there is no CUDA"):
             build(choice, model, fake, model(images), ())
     cuda, trt = "CUDAExecutionProvider", "TensorrtExecutionProvider"
     assert [wanted for wanted, _ in asked] == [cuda, trt, cuda, trt]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fused_models import LIBRARIES, SUBJECTS
+from fused_models import LIBRARIES, SUBJECTS, attributes_of, classes_of
 from torch import Tensor, nn
 
 import vit_fast
@@ -26,29 +26,17 @@ def set_forward(module: nn.Module) -> None:
     module.forward = functools.partial(doubled, module.forward)
 
 
-def attributes_of(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Returns the attributes of modules beside parameters and children, and the items of containers."""
-    hidden = {"_parameters", "_buffers", "_modules"}
-    return {
-        name: {key: repr(value) for key, value in vars(module).items() if key not in hidden}
-        for name, module in model.named_modules()
-    }
-
-
-@pytest.mark.parametrize("freeze", [False, True])
 @pytest.mark.parametrize("library", [*LIBRARIES, "torch"])
-def test_nothing_is_left_and_nothing_is_missing(library: str, freeze: bool) -> None:
+def test_nothing_is_left_of_a_frozen_model(library: str) -> None:
     model = SUBJECTS[LIBRARIES.get(library, "torch-encoder")].build().eval()
-    classes, before = [type(module) for module in model.modules()], attributes_of(model)
+    classes, before = classes_of(model), attributes_of(model)
     vit_fast.fuse(model, "triton")
-    if freeze:
-        vit_fast.freeze(model)
+    vit_fast.freeze(model)
     vit_fast.unfuse(model)
-    assert [type(module) for module in model.modules()] == classes
-    after = attributes_of(model)
-    assert after == before
+    assert classes_of(model) == classes and attributes_of(model) == before
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("how", [lambda model: model, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_forward_that_was_set_stays_and_may_call_the_one_before(
@@ -72,25 +60,14 @@ def test_a_forward_that_was_set_stays_and_may_call_the_one_before(
         torch.testing.assert_close(subject.run(model, inputs), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_forward_set_before_fuse_stays() -> None:
+def test_a_forward_set_before_fuse_stays_and_one_that_accelerate_leaves_behind_goes() -> None:
     model, images = SUBJECTS["timm-vit"].build().eval(), torch.randn(1, 3, 32, 32)
-    set_forward(model.blocks[0].attn)
-    given = vars(model.blocks[0].attn)["forward"]
-    expected = model(images)
+    first, second = (block.attn for block in model.blocks)
+    set_forward(first)
+    given, expected = vars(first)["forward"], model(images)
     vit_fast.fuse(model, "sdpa")
     torch.testing.assert_close(model(images), expected)
+    second.forward = second.forward  # as accelerate leaves it when it takes its hooks away
     vit_fast.unfuse(model)
-    assert vars(model.blocks[0].attn)["forward"] is given
-    assert torch.equal(model(images), expected)
-
-
-def test_a_forward_of_its_own_that_others_left_behind_goes_with_the_class() -> None:
-    """A forward as accelerate leaves it when it takes its hooks away."""
-    model, images = SUBJECTS["timm-vit"].build().eval(), torch.randn(1, 3, 32, 32)
-    expected = model(images)
-    vit_fast.fuse(model, "sdpa")
-    attention = model.blocks[0].attn
-    attention.forward = attention.forward
-    vit_fast.unfuse(model)
-    assert "forward" not in vars(attention)
+    assert vars(first)["forward"] is given and "forward" not in vars(second)
     assert torch.equal(model(images), expected)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-from functools import partial
 
 import mlp_support as support
 import pytest
@@ -54,12 +53,13 @@ def _replace_parameter(mlp: Mlp) -> None:
 
 
 def _swap_data(mlp: Mlp) -> None:
-    """`.data =`, as FSDP and .to() do: the same parameter object over another storage."""
+    """Gives the same parameters other storages, as FSDP and .to() do."""
+    shapes = [parameter.shape for parameter in mlp.parameters()]
     for parameter in mlp.parameters():
         parameter.data = torch.empty(0, device=DEVICE)
     gc.collect()
-    for parameter, size in zip(mlp.parameters(), ((C,), (C,), (F, C), (F,), (C, F), (C,))):
-        parameter.data = torch.randn(size, device=DEVICE)
+    for parameter, shape in zip(mlp.parameters(), shapes):
+        parameter.data = torch.randn(shape, device=DEVICE)
 
 
 def _unversioned_write(mlp: Mlp) -> None:
@@ -67,28 +67,20 @@ def _unversioned_write(mlp: Mlp) -> None:
         mlp.fc1.weight.mul_(2)
 
 
-def _write_data(mlp: Mlp, name: str) -> None:
-    """How peft merges and many loaders write: torch counts no new version."""
-    mlp.get_parameter(name).data.add_(torch.randn_like(mlp.get_parameter(name)))
+def _write_data(mlp: Mlp) -> None:
+    """Writes as peft and many loaders do: torch counts no new version."""
+    for parameter in mlp.parameters():
+        parameter.data.add_(torch.randn_like(parameter))
 
 
-CHANGES = {
-    **{name: partial(_write_data, name=name) for name, _ in Mlp().named_parameters()},
-    "unversioned": _unversioned_write,
-    "another parameter": _replace_parameter,
-    "other data": _swap_data,
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_changes_are_followed(mlp: Mlp, change: str) -> None:
-    """The operator caches nothing of the weights."""
+def test_the_operator_caches_nothing_of_its_weights(mlp: Mlp) -> None:
     x = torch.randn(6, C, device=DEVICE)
     assert _agrees(mlp, x)
-    before = mlp(x).detach()
-    CHANGES[change](mlp)
-    assert _agrees(mlp, x)
-    assert not torch.allclose(mlp(x), before, atol=1e-3)
+    for change in (_write_data, _unversioned_write, _replace_parameter, _swap_data):
+        before = mlp(x).detach()
+        change(mlp)
+        assert _agrees(mlp, x), change
+        assert not torch.allclose(mlp(x), before, atol=1e-3), change
 
 
 def test_dtypes_do_not_mix(mlp: Mlp) -> None:
@@ -101,17 +93,6 @@ def test_dtypes_do_not_mix(mlp: Mlp) -> None:
         assert y.dtype == torch.float32, "the residual stream stays what it was"
         assert not torch.allclose(y, mlp(x), atol=1e-6), "the matmuls did not run in bf16"
         assert torch.allclose(y, mlp(x, "eager"), atol=0.05)
-
-
-def test_tied_weights_with_different_norms(mlp: Mlp) -> None:
-    """Two layers may share fc1's weight and differ in what is folded into it."""
-    other, x = Mlp(), torch.randn(4, C, device=DEVICE)
-    other.fc1.weight = mlp.fc1.weight
-    with torch.no_grad():
-        other.norm.weight.mul_(2)
-    for _ in range(2):
-        assert _agrees(mlp, x)
-        assert _agrees(other, x)
 
 
 @pytest.mark.fast_cases("aot_eager")
@@ -179,22 +160,3 @@ def test_compiled_with_cuda_graphs(mlp: Mlp) -> None:
             y = compiled(x).clone()
             torch.testing.assert_close(y, mlp(x, "eager"), atol=2e-2, rtol=2e-2)
             mlp.fc1.weight.normal_()
-
-
-@pytest.mark.gpu
-def test_streams_do_not_share(mlp: Mlp) -> None:
-    x = torch.randn(512, C, device=DEVICE)
-    torch.cuda.synchronize()
-    with torch.no_grad():
-        for _ in range(10):
-            mlp.fc1.weight.normal_()
-            torch.cuda.synchronize()
-            streams = [torch.cuda.Stream() for _ in range(3)]
-            results = []
-            for stream in streams:
-                with torch.cuda.stream(stream):
-                    results.append(mlp(x))
-            torch.cuda.synchronize()
-            expected = mlp(x, "eager")
-            for result in results:
-                torch.testing.assert_close(result, expected, atol=2e-2, rtol=2e-2)

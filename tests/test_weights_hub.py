@@ -174,7 +174,7 @@ def test_broken_repositories_are_refused_in_one_line(tmp_path: Path) -> None:
     assert "no config.json" in load_weights(model, tmp_path).notes[0]
     for content, message in (
         ("{", "cannot be read as JSON"),
-        ("[]", "must contain a JSON object, got a list"),
+        ("[]", "must contain a JSON object, got list"),
         ('{"architecture": "vit_tiny_patch16_224", "pretrained_cfg": [1]}', "malformed"),
         ('{"model_type": "vit", "hidden_size": "wide"}', "an unsupported model|malformed"),
         ('{"model_type": "swin"}', "model_type must be one of vit, .*'swin'"),

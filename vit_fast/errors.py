@@ -29,11 +29,18 @@ class UnsupportedInputError(VitFastError, ValueError):
 def check_type(name: str, value: object, *kinds: type) -> None:
     """Raises TypeError unless an argument is of one of these kinds."""
     if not isinstance(value, kinds):
-        full = {"Module": "torch.nn.Module", "Tensor": "torch.Tensor", "NoneType": "None"}
-        names = [full.get(kind.__name__, kind.__name__) for kind in kinds]
+        known = {"Module": "torch.nn.Module", "Tensor": "torch.Tensor", "dtype": "torch.dtype"}
+        names = [known.get(kind.__name__, kind.__name__) for kind in kinds if kind is not type(None)]
+        names = [f"{'an' if each[0] in 'aeiouAEIO' else 'a'} {each}" for each in names]
+        names += ["None"] if type(None) in kinds else []
         plain = value is None or isinstance(value, int | float | str | bytes)
-        came = repr(value)[:60] if plain else f"a {type(value).__name__}"
-        raise TypeError(f"{name} must be {' or '.join(names)}, got {came}")
+        raise TypeError(f"{name} must be {' or '.join(names)}, got {repr(value)[:60] if plain else type_name(value)}")
+
+
+def type_name(value: object) -> str:
+    """Returns the full name of an object's class, e.g. "numpy.ndarray"; of Python's own classes the name alone."""
+    cls = type(value)
+    return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
 
 
 class MissingPackageError(VitFastError, ImportError):

@@ -53,7 +53,7 @@ class PatchEmbed(nn.Module):
         if images.dim() != 4 or images.shape[1] != config.in_chans:
             raise ValueError(f"images must have shape [B, {config.in_chans}, height, width], got {tuple(images.shape)}")
         if not images.is_floating_point():
-            raise ValueError(f"images must have a floating dtype, got {images.dtype}: scale and normalise them first")
+            raise ValueError(f"images must have a floating dtype, got {images.dtype}: scale and normalize them first")
         dtype = getattr(self.proj, "weight", images).dtype  # a wrapper of the convolution may hide it
         if images.dtype != dtype and not torch.is_autocast_enabled(images.device.type):
             raise ValueError(f"images must have the dtype of the weights, {dtype}, got {images.dtype}")

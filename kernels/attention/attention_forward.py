@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..dependent import wait_for_previous
 from ..fp8 import divided
 from ..launch import Launch, ceil_div
 from .attention_launch import LOG2_E, UNSPECIALISED, sequence_arguments, tiled_launch
@@ -68,8 +69,9 @@ def _attention_fwd_row_kernel(
     D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr, WIDE: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr, TILES: tl.constexpr,
     CHUNK_A: tl.constexpr, CHUNK_B: tl.constexpr, CHUNK_C: tl.constexpr, SURE: tl.constexpr, MASKED: tl.constexpr,
-    TMA: tl.constexpr, STAGES: tl.constexpr,
+    TMA: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(DEPENDENT)
     groups = tl.cdiv(n_q, BLOCK_M * TILES)
     bh = tl.program_id(0) // groups
     group = tl.program_id(0) % groups
@@ -160,8 +162,9 @@ def _attention_fwd_looped_kernel(
     D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr, WIDE: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FULL: tl.constexpr,
     TAIL_B: tl.constexpr, TAIL_C: tl.constexpr, MASKED: tl.constexpr,
-    TMA: tl.constexpr, STAGES: tl.constexpr,
+    TMA: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(DEPENDENT)
     b, h, bh, start, begin, end, kv_end = rows_of_program(sequences, n_sequences, n_heads, n_q, n_kv, BLOCK_M)
     FIXED: tl.constexpr = sequences is None and keep is None
     FORM: tl.constexpr = (D, LO, HI, WIDE, ALIGN)
@@ -184,13 +187,14 @@ def _attention_fwd_looped_kernel(
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = zero_tile(BLOCK_M, FORM)
+    if FIXED and FULL:
+        assume_a_tile(full_end, TMA)
+    if FULL or (TMA and not FIXED):
+        for n in tl.range(begin, full_end, BLOCK_N, num_stages=STAGES):
+            row_max, total, acc = _online_step(
+                keys, values, kept, n, kv_end, qk_scale, qt, row_max, total, acc, BLOCK_N, FORM, TMA, False
+            )
     if FIXED:
-        if FULL:
-            assume_a_tile(full_end, TMA)
-            for n in tl.range(0, full_end, BLOCK_N, num_stages=STAGES):
-                row_max, total, acc = _online_step(
-                    keys, values, None, n, n_kv, qk_scale, qt, row_max, total, acc, BLOCK_N, FORM, TMA, False
-                )
         if TAIL_B > 0:
             row_max, total, acc = _online_step(
                 last_keys, last_values, None, full_end, n_kv, qk_scale, qt, row_max, total, acc,
@@ -202,23 +206,17 @@ def _attention_fwd_looped_kernel(
                 (v_c, v_c_hi, b, h, v_stride_b, v_stride_h, v_stride_n),
                 None, full_end + TAIL_B, n_kv, qk_scale, qt, row_max, total, acc, TAIL_C, FORM, TMA, MASKED,
             )  # fmt: skip
+    elif TMA:
+        if full_end < kv_end:
+            row_max, total, acc = _online_step(
+                last_keys, last_values, kept, full_end, kv_end, qk_scale, qt, row_max, total, acc,
+                BLOCK_N, FORM, False, True,
+            )  # fmt: skip
     else:
-        if TMA:
-            for n in tl.range(begin, full_end, BLOCK_N, num_stages=STAGES):
-                row_max, total, acc = _online_step(
-                    keys, values, kept, n, kv_end, qk_scale, qt, row_max, total, acc, BLOCK_N, FORM, True, False
-                )
-            if full_end < kv_end:
-                row_max, total, acc = _online_step(
-                    last_keys, last_values, kept, full_end, kv_end, qk_scale, qt, row_max, total, acc,
-                    BLOCK_N, FORM, False, True,
-                )  # fmt: skip
-        else:
-            for n in tl.range(begin, kv_end, BLOCK_N, num_stages=STAGES):
-                row_max, total, acc = _online_step(
-                    last_keys, last_values, kept, n, kv_end, qk_scale, qt, row_max, total, acc,
-                    BLOCK_N, FORM, False, True,
-                )  # fmt: skip
+        for n in tl.range(begin, kv_end, BLOCK_N, num_stages=STAGES):
+            row_max, total, acc = _online_step(
+                last_keys, last_values, kept, n, kv_end, qk_scale, qt, row_max, total, acc, BLOCK_N, FORM, False, True
+            )
 
     lse = row_max + tl.math.log2(total)
     if not FIXED:  # inf makes every p of the backward 0
@@ -244,7 +242,7 @@ def forward_launch(
     """Returns the forward kernel's launch for one configuration; arguments as of `attention.attention_forward`."""
     n_q, n_kv = q.shape[2], k.shape[2]
     args = {"lse_ptr": lse, "o_scale_ptr": o_scale, "qk_scale": scale * LOG2_E}
-    constants = {"BLOCK_M": config.block_m, "STAGES": config.num_stages}
+    constants = {"BLOCK_M": config.block_m, "STAGES": config.num_stages, "DEPENDENT": config.dependent}
     groups = ceil_div(n_q, config.block_m)
     if config.scheme == "row":
         chunks = cover(n_kv, config.block_n, config.chunks)

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..device import generation, reads_descriptors
+from ..device import generation, reads_descriptors, starts_early
 
 TABLE_PATH = Path(__file__).with_name("attention_table.json")
 MAX_ROW_KEYS = 256
@@ -32,6 +32,7 @@ class ForwardConfig:
             256 are (128, 64, 16) in three, one of 256 in one.
         tiles: Query tiles a program of the row scheme takes at most.
         tma: Read and write through TMA descriptors where the layout allows.
+        dependent: Start before the previous launch has ended (dependent.py).
     """
 
     scheme: str
@@ -43,6 +44,7 @@ class ForwardConfig:
     num_stages: int = 2
     tma: bool = False
     maxnreg: int | None = None
+    dependent: bool = False
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,7 @@ def forward_config(problem: Problem) -> ForwardConfig:
     config = ForwardConfig(**measured) if measured else _forward_rule(problem)
     if config.scheme == "row":
         config = replace(config, tiles=_fill(problem, config))
-    return config
+    return replace(config, dependent=config.tiles == 1 and starts_early(problem.arch))
 
 
 def dq_config(problem: Problem) -> BackwardConfig:
@@ -254,8 +256,12 @@ def _forward_rule(problem: Problem) -> ForwardConfig:
     if problem.arch == "sm_120" and width == 128:
         # 128 queries spill there
         return ForwardConfig("looped", 64, 64, num_warps=8, num_stages=2)
+    if generation == "ampere" and width == 48 and problem.arch != "sm_80":
+        # 168 registers: three programs of 4 warps, where 8 warps have one; 128 registers spill
+        return ForwardConfig("looped", 64, 64, num_warps=4, num_stages=2)
     if generation == "ampere":
-        return ForwardConfig("looped", 128, 64, num_warps=8, num_stages=2)
+        # left to itself, the assembler takes 170 registers for 48 columns, which leaves one program a multiprocessor
+        return ForwardConfig("looped", 128, 64, num_warps=8, num_stages=2, maxnreg=128 if width == 48 else None)
     return ForwardConfig("looped", 64, 64, num_warps=8, num_stages=1)
 
 

@@ -120,6 +120,8 @@ class Stats:
     wgmma_waits: int = 0
     wgmma_waits_in_ptx: int = 0
     single_conversions: int = 0
+    grid_waits: int = 0
+    grid_starts: int = 0
 
     @property
     def spills(self) -> int:
@@ -131,7 +133,7 @@ class Stats:
         return asdict(self)
 
     def has(self, instruction: str) -> bool:
-        """True if the machine code holds an instruction: HGMMA, HMMA, TCGEN05, UTMALDG, UTMASTG; E4M3 in products."""
+        """True if the machine code holds an instruction, named as in SASS; TCGEN05 and E4M3: such products."""
         fields = {
             "HGMMA": self.hgmma,
             "HMMA": self.hmma,
@@ -139,6 +141,8 @@ class Stats:
             "UTMALDG": self.tma_loads,
             "UTMASTG": self.tma_stores,
             "E4M3": self.e4m3,
+            "ACQBULK": self.grid_waits,
+            "PREEXIT": self.grid_starts,
         }
         return fields[instruction] > 0
 
@@ -195,7 +199,8 @@ def problems(build: Build, stats: Stats, arch: str) -> list[str]:
         found.append(f"spills: {stats.spill_loads} loads, {stats.spill_stores} stores")
     if stats.wgmma_waits > stats.wgmma_waits_in_ptx:
         found.append(f"wgmma is serialised: {stats.wgmma_waits} waits, {stats.wgmma_waits_in_ptx} in PTX")
-    found += [f"no {name} in the machine code" for name in build.needs if not stats.has(name)]
+    needs = (*build.needs, "ACQBULK", "PREEXIT") if build.launch.constants.get("DEPENDENT") else build.needs
+    found += [f"no {name} in the machine code" for name in needs if not stats.has(name)]
     if stats.shared_bytes > LIMITS[arch].shared_bytes_per_block:
         found.append(
             f"{stats.shared_bytes} bytes of shared memory, {arch} has {LIMITS[arch].shared_bytes_per_block} a block"
@@ -292,6 +297,8 @@ def read_stats(compiled: Any, arch: str, seconds: float) -> Stats:
         seconds=round(seconds, 3),
         e4m3=mix["QGMMA"] + mix["QMMA"] + mix["UTCQMMA"],
         single_conversions=mix["F2F"],
+        grid_waits=mix["ACQBULK"],
+        grid_starts=mix["PREEXIT"],
         wgmma_waits=sass.count("WARPGROUP.DEPBAR"),
         wgmma_waits_in_ptx=compiled.asm["ptx"].count("wgmma.wait_group"),
     )

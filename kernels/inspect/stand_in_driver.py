@@ -35,7 +35,7 @@ SM_COUNTS = {
     "sm_80": 108, "sm_86": 72, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_103": 160, "sm_120": 170,
 }  # fmt: skip
 _SOURCE = Path(__file__).with_name("stand_in_driver.c")
-_COUNTERS = ("launches", "descriptors", "modules", "violations", "largest_shared")
+_COUNTERS = ("launches", "dependent", "descriptors", "modules", "violations", "largest_shared")
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Counters:
 
     Args:
         launches: Kernels launched.
+        dependent: Those of them that may start before the previous one has ended.
         descriptors: Tensor maps encoded, refused ones included.
         modules: Compiled kernels loaded.
         violations: Calls refused because they break a rule.
@@ -51,6 +52,7 @@ class Counters:
     """
 
     launches: int
+    dependent: int
     descriptors: int
     modules: int
     violations: int

@@ -14,12 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..layer_norm import (
-    InputRows,
-    RowStatistics,
-    new_statistics,
-    row_statistics_launch,
-)
+from ..device import gpu_of, starts_early
+from ..layer_norm import InputRows, RowStatistics, new_statistics, row_statistics_launch
 from ..matmul.matmul_launch import HeadStep, Operands, matmul_launch
 from ..matmul.matmul_policy import matmul_config, residual_config, rows_in_whole_waves
 from .folding import FoldedLinear, NormedLinear
@@ -133,7 +129,8 @@ def _run_residual(operands: Operands) -> None:
         return
     part = torch.empty(splits, *o.out.shape, dtype=torch.float32, device=o.out.device)
     matmul_launch(Operands(o.a, o.b, part, b_is_nk=True), epilogue="partial", config=config, split_k=splits).run()
-    finish_residual_launch(part, o.bias, o.scale, o.residual, o.out, o.out_part, o.out8, o.out_scale).run()
+    early = starts_early(gpu_of(o.out.device).arch)
+    finish_residual_launch(part, o.bias, o.scale, o.residual, o.out, o.out_part, o.out8, o.out_scale, early).run()
 
 
 def activation_gradient(

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..dependent import wait_for_previous
 from ..fp8 import divided_columns
 from ..launch import Launch, ceil_div
 from ..layer_norm import piece_statistics, store_statistics
@@ -34,8 +35,9 @@ def _finish_residual_kernel(
     out8_ptr,  # [M, C] e4m3: out times out_scale, fp32 [C]; or None
     out_scale_ptr,
     splits, M, C,
-    ROWS: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(DEPENDENT)
     row = tl.program_id(0) // PARTS * ROWS
     col = tl.program_id(0) % PARTS * _PIECE
     rows = row + tl.arange(0, ROWS)
@@ -61,6 +63,7 @@ def _finish_residual_kernel(
 def finish_residual_launch(
     part: Tensor, bias: Tensor | None, scale: Tensor | None, residual: Tensor | None, out: Tensor,
     row_part: Tensor | None, out8: Tensor | None = None, out_scale: Tensor | None = None,
+    dependent: bool = False,
 ) -> Launch:  # fmt: skip
     """The call that sums parts fp32 [splits, M, C] into out [M, C], and the statistics of its rows unless None; and
     into out8 the same in e4m3, multiplied by out_scale."""
@@ -69,6 +72,6 @@ def finish_residual_launch(
         "part_ptr": part, "bias_ptr": bias, "scale_ptr": scale, "residual_ptr": residual, "out_ptr": out,
         "row_part_ptr": row_part, "out8_ptr": out8, "out_scale_ptr": out_scale, "splits": splits, "M": M, "C": C,
     }  # fmt: skip
-    constants = {"ROWS": _ROWS, "PARTS": row_parts(C)}
+    constants = {"ROWS": _ROWS, "PARTS": row_parts(C), "DEPENDENT": dependent}
     programs = ceil_div(M, _ROWS) * row_parts(C)
     return Launch(_finish_residual_kernel, (programs,), args, constants, num_warps=4, device=out.device)

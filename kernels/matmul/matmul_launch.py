@@ -49,6 +49,7 @@ class MatmulConfig:
         ctas_per_sm: Programs a multiprocessor holds: the persistent grid is that many times the multiprocessors.
         group_m: Rows of tiles that are walked over together.
         maxnreg: Registers a thread may use; None leaves it to the compiler.
+        dependent: Start before the previous launch has ended (dependent.py), in matmuls with weights.
     """
 
     block_m: int
@@ -62,6 +63,7 @@ class MatmulConfig:
     ctas_per_sm: int = 1
     group_m: int = 8
     maxnreg: int | None = None
+    dependent: bool = False
 
     @property
     def piece(self) -> int:
@@ -217,6 +219,7 @@ def matmul_launch(
     o = operands
     head_args, head_constants = o.head_step.arguments() if o.head_step else _NO_STEP
     M, N, K = o.sizes
+    dependent = config.dependent and o.b_is_nk  # then B are weights
     rows, cols, depth = config.block_m, config.block_n, config.block_k
 
     # in e4m3 there are no registers for all of it, of an fp32 stream for two at once
@@ -241,7 +244,7 @@ def matmul_launch(
         "out_scale_ptr": o.out_scale, "row_part_ptr": o.row_part, "column_part_ptr": o.column_part,
         "out_part_ptr": o.out_part, "hidden_ptr": o.hidden, "along_ptr": o.along,
         "M": M, "N": N, "K": K, "eps": o.eps,
-        "splits": split_k, **head_args,
+        "weights": o.b if dependent else None, "splits": split_k, **head_args,
     }  # fmt: skip
     constants = {
         "EPILOGUE": epilogue, "ACTIVATION": activation, "DTYPE": TL_DTYPES[o.out.dtype],
@@ -256,6 +259,7 @@ def matmul_launch(
         "WHOLE": o.out_part is not None and o.out.shape[-1] % PIECE == 0,
         **head_constants,
         "ALIGN": math.gcd(16, *(tensor.shape[-1] for tensor in o.tiled())),
+        "DEPENDENT": dependent,
     }  # fmt: skip
     programs = min(config.tiles(M, N) * split_k, gpu_of(o.a.device).sm_count * config.ctas_per_sm)
     return Launch(

@@ -13,7 +13,6 @@ import struct
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
-from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +29,8 @@ if TYPE_CHECKING:
 
     from ..model import VisionTransformer
 
+CALIBRATION_IMAGES = 32
+MIN_CROP_SHARE = 0.4  # of each side
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"})
 
 _FILTERS = {
@@ -138,7 +139,9 @@ def make_transform(data_config: DataConfig, image_hw: Size, in_chans: int = 3) -
     """
     if in_chans not in (1, 3):
         raise ValueError(f"in_chans must be 1 (grey) or 3 (RGB) for image files, got {in_chans}")
-    mean, std = _per_channel(data_config.mean, in_chans), _per_channel(data_config.std, in_chans)
+    mean, std = (
+        torch.tensor(per_channel(values, in_chans)).view(-1, 1, 1) for values in (data_config.mean, data_config.std)
+    )
     height, width = image_hw
     scaled_hw = (math.floor(height / data_config.crop_pct), math.floor(width / data_config.crop_pct))
     resample = _FILTERS[data_config.interpolation]
@@ -194,27 +197,76 @@ def class_names_of(folder: Path) -> tuple[str, ...]:
     return names
 
 
-def load_images(paths: Sequence[str | Path], model: VisionTransformer, batch_size: int | None = None) -> Tensor:
-    """Loads image files and folders, prepared for a model.
+def load_images(paths: Sequence[str | Path], model: VisionTransformer) -> Tensor:
+    """Loads image files and folders, prepared for a model: [B, in_chans, height, width], float32, on the CPU.
 
-    Args:
-        paths: As find_images takes them.
-        model: Says size, channels and preprocessing.
-        batch_size: Images of the batch, repeated in order if there are fewer; None means each image once.
-    Returns:
-        [B, in_chans, height, width], float32, on the CPU.
     Raises:
         ImageError: see find_images and read_image.
-        ValueError: batch_size is below 1, or there is no path.
+        ValueError: there is no path.
     """
-    if batch_size is not None and batch_size < 1:
-        raise ValueError(f"batch_size must be an integer >= 1 or None, got {batch_size}")
-    files = find_images(paths)[:batch_size]
+    files = find_images(paths)
     if not files:
         raise ValueError("paths must hold at least one image or folder, got none")
     transform = make_transform(model.data_config, model.config.image_hw, model.config.in_chans)
-    images = [transform(read_image(file)) for file in files]
-    return torch.stack(list(islice(cycle(images), batch_size or len(images))))
+    return torch.stack([transform(read_image(file)) for file in files])
+
+
+def photographs(paths: Iterable[str | Path] | None, count: int, seed: int = 0) -> list[Image.Image]:
+    """Returns `count` images: evenly spread over more files, or with random crops if there are fewer files.
+
+    Files are often sorted by class, so the first ones would be of one class.
+
+    Args:
+        paths: Image files and folders; None means the photograph in matplotlib's wheel.
+        count: Number of images.
+        seed: Seed of the crops.
+    Raises:
+        ImageError: a file is missing or is no image, or there is none.
+    """
+    files = find_images([default_photograph()] if paths is None else paths)
+    if not files:
+        raise ImageError("calibration and images must contain at least one image file or folder, got none")
+    whole = [read_image(file) for file in _spread(files, count)]
+    generator = np.random.default_rng(seed)
+    return whole + [_random_crop(whole[i % len(whole)], generator) for i in range(count - len(whole))]
+
+
+def left_over(files: Sequence[Path], count: int) -> list[Path]:
+    """Returns the files that photographs(files, count) does not use."""
+    taken = set(_spread(files, count))
+    return [file for file in files if file not in taken]
+
+
+def _spread(files: Sequence[Path], count: int) -> list[Path]:
+    taken = min(count, len(files))
+    return [files[i * len(files) // taken] for i in range(taken)]
+
+
+def _random_crop(image: Image.Image, generator: np.random.Generator) -> Image.Image:
+    width, height = (max(1, int(side * generator.uniform(MIN_CROP_SHARE, 1))) for side in image.size)
+    left = int(generator.integers(0, image.width - width + 1))
+    top = int(generator.integers(0, image.height - height + 1))
+    crop = image.crop((left, top, left + width, top + height))
+    return crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if generator.random() < 0.5 else crop
+
+
+def as_inputs(images: Sequence[Image.Image], data_config: DataConfig | None, image_hw: Size, in_chans: int) -> Tensor:
+    """Prepares images as by make_transform: [B, in_chans, height, width] fp32; further channels repeat the three."""
+    colours = in_chans if in_chans in (1, 3) else 3
+    transform = make_transform(data_config or DataConfig(), image_hw, colours)
+    planes = torch.stack([transform(image) for image in images])
+    return planes if colours == in_chans else planes.repeat(1, -(-in_chans // 3), 1, 1)[:, :in_chans].contiguous()
+
+
+def as_pixels(image: Image.Image, count: int, in_chans: int) -> np.ndarray:
+    """Returns crops of one image, all of one size: uint8 [count, height, width, in_chans]."""
+    image = image.convert("L" if in_chans == 1 else "RGB")
+    pixels = np.asarray(image).reshape(image.height, image.width, -1)
+    height, width = (max(1, side * 3 // 4) for side in pixels.shape[:2])
+    generator = np.random.default_rng(0)
+    tops = generator.integers(0, pixels.shape[0] - height + 1, count)
+    lefts = generator.integers(0, pixels.shape[1] - width + 1, count)
+    return np.stack([pixels[t : t + height, x : x + width] for t, x in zip(tops, lefts)])
 
 
 class ReaderLostError(VitFastError, RuntimeError):
@@ -271,14 +323,13 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def _per_channel(values: tuple[float, ...], in_chans: int) -> Tensor:
+def per_channel(values: Sequence[float], in_chans: int) -> tuple[float, ...]:
+    """Returns one mean or standard deviation per channel: three are averaged for one, one is repeated."""
     if in_chans == 1 and len(values) == 3:
         values = (sum(values) / 3,)
-    if len(values) == 1:
-        values = values * in_chans
-    if len(values) != in_chans:
+    if len(values) not in (1, in_chans):
         raise ValueError(f"data_config must have one mean per channel, {in_chans}, got {len(values)}")
-    return torch.tensor(values).view(-1, 1, 1)
+    return tuple(values) * (in_chans // len(values))
 
 
 def _cover(image: Image.Image, target_hw: Size) -> Size:

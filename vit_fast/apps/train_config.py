@@ -17,33 +17,33 @@ _FLAGS = ("grad_checkpointing", "augment")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Training settings; 0 turns off what can be.
+    """Training settings; 0 disables those that can be disabled.
 
     Attributes:
         epochs: Passes over the images.
-        batch_size: Images a step, of all processes together; an epoch's last batch may be smaller.
+        batch_size: Images per step, of all processes together; the last batch of an epoch may be smaller.
         lr: Learning rate at the end of the warm-up.
-        weight_decay: Of matrices, as AdamW has it (0 makes it Adam); biases, norms, LayerScale, tokens and positions
-            have none.
-        warmup_epochs: The rate rises linearly from 0 over these.
-        schedule: What follows: half a "cosine" down to 0, or "constant".
-        layer_decay: Each block's rate is the next one's times this, the head's is lr, the embedding's the smallest
-            (BEiT, arXiv 2106.08254); 1 means lr everywhere.
-        label_smoothing: The share of the target that is spread over all classes.
-        mixup: alpha of the Beta distribution that pairs of images are mixed by (arXiv 1710.09412).
-        max_grad_norm: The norm of all gradients together is clipped to this.
-        ema_decay: Of the running mean of the weights, which is then measured and saved in their place; in the first
-            steps it is at most (1 + step) / (10 + step).
-        accumulation: Parts that a batch is computed in, one after the other, for less memory.
-        patience: Training stops after so many epochs without a better accuracy on the held-out images, and the weights
-            of the best epoch are kept.
+        weight_decay: AdamW's weight decay of matrices (0 makes it Adam); biases, norms, LayerScale, tokens and
+            positions have none.
+        warmup_epochs: Epochs in which the learning rate rises linearly from 0.
+        schedule: Learning rate after the warm-up: "cosine" falls to 0, "constant" stays.
+        layer_decay: Multiplies the learning rate of each block relative to the next one; the head's is lr, the
+            embedding's the smallest (BEiT, arXiv 2106.08254). 1 means lr everywhere.
+        label_smoothing: Share of the target that is spread over all classes.
+        mixup: alpha of the Beta distribution that mixes pairs of images (arXiv 1710.09412).
+        max_grad_norm: Clips the norm of all gradients together.
+        ema_decay: Decay of the exponential moving average of the weights, which is evaluated and saved in their place;
+            in the first steps at most (1 + step) / (10 + step).
+        accumulation: Number of parts in which a batch is computed, to save memory.
+        patience: Stops after this number of epochs without a better accuracy on the held-out images, and saves the
+            weights of the best epoch.
         dtype: Autocast dtype of the forward pass; "fp32" means no autocast.
-        grad_checkpointing: Recompute blocks in the backward pass instead of keeping their activations.
-        augment: See PreparedImages; else the evaluation transform.
-        seed: Of order, augmentation, mixing, dropout and drop path.
+        grad_checkpointing: Recomputes blocks in the backward pass instead of storing their activations.
+        augment: Augments the images, see PreparedImages; otherwise they get the evaluation transform.
+        seed: Seed of order, augmentation, mixing, dropout and drop path.
 
     Raises:
-        ValueError: A field is not acceptable.
+        ValueError: a field is invalid.
     """
 
     epochs: int = 10
@@ -81,7 +81,7 @@ class TrainConfig:
         self._check("dtype", self.dtype in ("fp32", "bf16"), "'fp32' or 'bf16'")
 
     def _number(self, name: str) -> float:
-        """Returns NaN, which fails every comparison, for infinities and what is no number."""
+        """Returns NaN, which fails every comparison, for infinities and non-numbers."""
         value = getattr(self, name)
         return value if isinstance(value, int | float) and math.isfinite(value) else math.nan
 
@@ -90,9 +90,9 @@ class TrainConfig:
             raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
 
 
-# Settings of a variant that are not given.
+# Recipes of the variants that have one.
 RECIPES: Mapping[str, Mapping[str, Any]] = {
-    # as the tutorials do that the variant comes from: Adam at one rate
+    # Adam with a constant rate, as in the tutorials of this variant
     "vit_mnist": {
         "epochs": 5, "batch_size": 128, "lr": 5e-3, "weight_decay": 0.0, "warmup_epochs": 0.0, "schedule": "constant",
         "max_grad_norm": 0.0, "augment": False,
@@ -102,14 +102,14 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
 
 
 def config_for(variant: str, given: Mapping[str, Any], settings: Iterable[str] = ()) -> TrainConfig:
-    """Returns the variant's recipe, changed by what is given.
+    """Returns the variant's recipe with the given changes.
 
     Args:
-        variant: A name of `vit-fast models`, or any other, which has no recipe.
-        given: Fields of TrainConfig; None leaves one as it is.
+        variant: A name of `vit-fast models`; other names have no recipe.
+        given: Fields of TrainConfig; None keeps the recipe's value.
         settings: More fields, as NAME=VALUE.
     Raises:
-        ValueError: a field is unknown, given twice, or not acceptable.
+        ValueError: a field is unknown, given twice, or invalid.
     """
     fields_given = {name: value for name, value in given.items() if value is not None}
     for setting in settings:

@@ -1,1 +1,1 @@
-"""An encoder block as data (`BlockParts`), whatever library it comes from, and its run by the fused operators."""
+"""An encoder block of any library as data (`BlockParts`), and functions that run it with fused operators."""

@@ -1,10 +1,10 @@
-"""A pre-norm encoder block by its parts (`parts.py`): the one place where its kernels follow.
+"""Runs a pre-norm encoder block, described by its parts (`parts.py`), as a sequence of fused kernels.
 
 qkv = LN(x) Wqkv^T + b              LayerNorm folded into the matmul
 a   = attention(qkv)
-x   = x + ls (a Wproj^T + b)        residual and LayerScale in the epilogue, which leaves the row statistics
-h   = act(LN(x) W1^T + b1)          that this LayerNorm takes over
-x   = x + ls (h W2^T + b2)          likewise, for the LayerNorm of the next block
+x   = x + ls (a Wproj^T + b)        residual and LayerScale in the epilogue, which also returns LayerNorm statistics
+h   = act(LN(x) W1^T + b1)          this LayerNorm uses them
+x   = x + ls (h W2^T + b2)          as for proj, for the LayerNorm of the next block
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from .traced_parts import Outline, built, outline
 
 
 def parts_of(block: Any) -> BlockParts:
-    """The parts of a block, read anew where it is not what it was."""
+    """Returns the block's cached parts and re-reads the block if it changed."""
     if torch.compiler.is_compiling():
         found = _outline(id(block))
         if found is not None:
@@ -62,16 +62,16 @@ def parts_of(block: Any) -> BlockParts:
 
 @constant_to_compiler
 def _outline(address: int) -> Outline | None:
-    """Takes id(block), which torch.compile guards: torch 2.11 accepts no module as an argument of a constant.
+    """Returns the outline of a block, given by id(block), because torch 2.11 accepts no module as a constant argument.
 
-    torch.compile calls this while it traces, and holds the block meanwhile.
+    torch.compile guards id(block), calls this while it traces, and holds a reference to the block meanwhile.
     """
     block: Any = ctypes.cast(address, ctypes.py_object).value
     parts = block.__dict__.get("vit_fast_parts")
     if parts is None or not parts.watch.holds(block):
         parts = _read(block)
     if parts.fp8 is not None and runs_whole(parts, "triton"):
-        parts.fp8.reader(parts)  # quantised now, if it is not: not within the graph
+        parts.fp8.reader(parts)  # quantize now, outside the graph
     return outline(block, parts)
 
 
@@ -88,7 +88,7 @@ def _read(block: Any) -> BlockParts:
 
 
 def runs_whole(parts: BlockParts, backend: str) -> bool:
-    """True if the block is nothing but kernels now: no part is a module, drops elements, or is being exported."""
+    """Returns True if kernels can run the whole block now: both halves were read, without dropout or export."""
     simulated = parts.fp8 is not None and parts.fp8.simulated  # which any device can do
     if (backend != "triton" and not simulated) or parts.attention is None or parts.mlp is None or is_exporting():
         return False
@@ -108,20 +108,20 @@ def run_block(
     attend: Callable[[Tensor], Tensor] | None = None,
     next_statistics: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """A block whose second half is ours, with row statistics handed in and out.
+    """Runs a block whose second half is fused, with LayerNorm statistics passed in and out.
 
     Args:
-        parts: Of the block; neither half drops elements now.
-        x: [B, N, C]; [total, C] of packed sequences.
-        statistics: Of the rows of x for the first LayerNorm, as the block before gave them; None computes them.
-        rope: Rotary positions of q and k, where the first half is ours.
-        keys: That queries meet there; None means all of their image.
-        backend: What computes the second half.
-        attend: x -> x + attention, where the first half stays modules; None where it is ours.
-        next_statistics: Whether a LayerNorm follows that takes the statistics of the rows over.
+        parts: Parts of the block. Dropout must be inactive.
+        x: [B, N, C], or [total, C] for packed sequences.
+        statistics: LayerNorm statistics of x from the previous block; None computes them.
+        rope: Rotary positions of q and k, if the first half is fused.
+        keys: Keys that queries attend to; None means all keys of an image.
+        backend: Backend of the second half.
+        attend: Maps x to x + attention with the original modules; None if the first half is fused.
+        next_statistics: True to return the LayerNorm statistics of the output.
     Returns:
-        Of x's shape, and the statistics of its rows where they were wanted, they are of half precision, and nothing
-        came after the last matmul.
+        A tensor with the shape of x; and its LayerNorm statistics, or None if they were not requested, x is fp32, or a
+        drop path followed the last matmul.
     """
     mlp: Any = parts.mlp
     attention: Any = parts.attention
@@ -151,7 +151,7 @@ def run_block(
 
 
 def run_mlp(parts: MlpParts, x: Tensor, backend: str) -> Tensor:
-    """The second half of a block by itself, [..., C] -> [..., C]."""
+    """Runs the second half of a block alone on [..., C]."""
     dropping = drops_path(parts.drop_path)
     branch_or_sum = layer_norm_mlp(
         x, *parts.tensors(), **parts.options(), residual=not dropping, backend=backend
@@ -162,7 +162,7 @@ def run_mlp(parts: MlpParts, x: Tensor, backend: str) -> Tensor:
 def _run_attention(
     parts: AttentionParts, x: Tensor, statistics: Tensor | None, rope: Rope | None, keys: Keys | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The first half of a block by itself, of [B, N, C] or [total, C]."""
+    """Runs the first half of a block alone on [B, N, C] or [total, C]."""
     dropping, absent = drops_path(parts.drop_path), cast(Any, (None,) * 7)
     tensors = BlockTensors(
         *parts.norm.tensors(), *parts.qkv.tensors(), *tensors_of(parts.proj), scale_of(parts), *absent
@@ -177,14 +177,16 @@ def _run_attention(
 
 
 def _tensors_for(parts: BlockParts, x: Tensor, rope: Rope | None) -> tuple[BlockTensors, Rope | None]:
-    """The kept folding with what else a block has, where it is of the right dtype and no gradients are wanted.
+    """Returns the tensors of a block: cached folded weights if they have the matmuls' dtype and no gradient is needed.
 
-    And the positions, for q and k as they lie in it.
+    Also returns the rotary positions for the channel order of these weights.
     """
     attention: Any = parts.attention
     mlp: Any = parts.mlp
-    frozen = parts.frozen if type(parts.frozen) is Frozen else None  # of a block in FP8 it is another thing
-    apart = rope is None and attention.qk_norm is not None and attention.paired_head  # pairs as the norms have them
+    frozen = parts.frozen if type(parts.frozen) is Frozen else None  # in FP8, something else is cached
+    apart = (
+        rope is None and attention.qk_norm is not None and attention.paired_head
+    )  # the norms use the original order of channels
     if frozen is not None and frozen.dtype == matmul_dtype(x) and not apart:
         proj, fc2 = (*tensors_of(attention.proj), scale_of(attention)), (*tensors_of(mlp.fc2), scale_of(mlp))
         # gathered only where gradients can be wanted at all: this runs in every forward
@@ -198,7 +200,7 @@ def _tensors_for(parts: BlockParts, x: Tensor, rope: Rope | None) -> tuple[Block
 
 
 def freeze_parts(parts: BlockParts) -> None:
-    """Folds the LayerNorms of a whole block, and keeps the result; where it is kept already, in the same memory."""
+    """Folds the LayerNorms of a whole block and caches the result; reuses the memory of an existing cache."""
     attention: Any = parts.attention
     mlp: Any = parts.mlp
     dtype = matmul_dtype(tensor_of(*mlp.fc1.weights[0]))
@@ -214,7 +216,7 @@ def freeze_parts(parts: BlockParts) -> None:
 
 
 def _run_packed_blocks(blocks: nn.Sequential, x: Tensor, *rope: Tensor) -> Tensor | None:
-    """Runs all blocks with their packed linear layers; None unless every one has them and they serve this call."""
+    """Runs all blocks with their packed linear layers; returns None unless every block has them for this call."""
     ready: list[Packed] = []
     first: BlockParts | None = None
     for block in blocks:
@@ -231,12 +233,12 @@ def _run_packed_blocks(blocks: nn.Sequential, x: Tensor, *rope: Tensor) -> Tenso
 
 
 def _folding_of(attention: Any, mlp: Any) -> tuple[Any, ...]:
-    """Everything that cached weights depend on: their sources, and how these are folded."""
+    """Returns everything that cached weights depend on: their sources and settings."""
     return frozen_sources(attention, mlp), mlp.norm.kind, attention.paired_head, _inner_norm(mlp)[0], mlp.fc1.chunk
 
 
 def _still_fits(frozen: Any, parts: BlockParts) -> bool:
-    """True if cached weights are those of the block, or may be once a hook that keeps it from the kernels is gone."""
+    """Returns True if cached weights belong to the block, or will again once a hook that prevents fusion is removed."""
     if parts.attention is None or parts.mlp is None:
         return True
     if type(frozen) is Packed:
@@ -245,7 +247,7 @@ def _still_fits(frozen: Any, parts: BlockParts) -> bool:
 
 
 def _inner_norm(mlp: MlpParts) -> tuple[str, float]:
-    """Kind and epsilon of the norm inside."""
+    """Returns kind and epsilon of the inner norm."""
     return ("none", 0.0) if mlp.inner_norm is None else (mlp.inner_norm.kind, mlp.inner_norm.eps)
 
 
@@ -259,9 +261,9 @@ def forward_block(
     backend: str,
     attend: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
-    """`run_block` for a block that its library's own loop calls, [B, N, C] -> [B, N, C].
+    """Runs `run_block` for a block that its library's own loop calls, [B, N, C] -> [B, N, C].
 
-    Reuses the LayerNorm statistics of the previous block if x is its unmodified output.
+    Reuses the LayerNorm statistics of the previous block if `x` is its unmodified output.
     """
     in_fp8 = parts.fp8 is not None and attend is None and keys is None
     if in_fp8 and (torch.compiler.is_compiling() or is_touched(block)):
@@ -270,7 +272,9 @@ def forward_block(
     if in_fp8:
         rows = recall(x)
         if rows.maker is not None:
-            rows.maker.reader = parts.fp8.reader(parts)  # from now on that writes what this one reads
+            rows.maker.reader = parts.fp8.reader(
+                parts
+            )  # from now on, the previous block writes the operand of this one
         with counted():
             y, made = parts.fp8.run(parts, x, rows, rope, parts.reader)
         remember(y, made)
@@ -289,12 +293,12 @@ def forward_block(
 def run_blocks(blocks: nn.Sequential, x: Tensor, *rope: Tensor) -> Tensor:
     """Runs a Sequential of blocks, [B, N, C] -> [B, N, C].
 
-    Where all run whole, each takes its first LayerNorm statistics from the one before; the last leaves some too, so
-    that it needs no kernels and no launch plan of its own. If a block is wrapped, replaced or carries hooks, all are
-    called as modules.
+    If all blocks run whole, each one receives its first LayerNorm statistics from the previous one. The last block also
+    returns some, so that it uses the same kernels and launch plan as the others. If a block is wrapped, replaced or has
+    hooks, all blocks are called as modules.
 
     Args:
-        rope: What each block is given beside its tokens: its rotary positions, if it has some.
+        rope: Rotary positions for each block, if it has any.
     """
     if not torch.compiler.is_compiling() and (output := _run_packed_blocks(blocks, x, *rope)) is not None:
         return output
@@ -322,6 +326,6 @@ def run_blocks(blocks: nn.Sequential, x: Tensor, *rope: Tensor) -> Tensor:
 
 
 def _tables_of(parts: BlockParts, rope: tuple[Tensor, ...]) -> Rope | None:
-    """Returns the rotary positions that blocks are given, as the operators take them."""
+    """Returns the rotary positions of a block as the operators expect them."""
     attention: Any = parts.attention
     return attention.module.rope_of(*rope) if rope else None

@@ -70,18 +70,18 @@ class Fp8Scales(nn.Module):
 
     @torch.no_grad()
     def keep(self, names: Collection[str]) -> None:
-        """Sets the LINEARS that stay in half precision."""
+        """Selects the LINEARS that stay in half precision."""
         self.kept.copy_(torch.tensor([name in names for name in LINEARS]))
 
     def names_kept(self) -> list[str]:
-        """Returns the LINEARS that stay in half precision; on meta, where this is unknown, none."""
+        """Returns the LINEARS that stay in half precision; none on meta, where this is unknown."""
         if self.kept.is_meta:
             return []
         return [name for name, kept in zip(LINEARS, self.kept.tolist()) if kept]
 
     def all(self) -> BlockScales:
         """Returns copies of all scales in fp32, including those of layers in half precision."""
-        with torch.inference_mode(False):  # inference tensors could not be written to outside of it
+        with torch.inference_mode(False):  # inference tensors cannot be written to outside inference mode
             return BlockScales(*(getattr(self, name).to(torch.float32, copy=True) for name in LINEARS))
 
     def now(self) -> BlockScales:
@@ -182,7 +182,7 @@ def _place(block: nn.Module, width: int) -> Fp8Scales:
 
 
 def take_scales_away(model: nn.Module) -> None:
-    """Removes the scales, so that the state dict is as before calibrate."""
+    """Removes the scales, which restores the state dict from before calibrate."""
     for module in model.modules():
         if module._modules.pop(PLACE, None) is not None:
             module.__dict__.pop("vit_fast_parts", None)

@@ -1,8 +1,8 @@
-"""The classes that `fuse` gives to modules of other libraries.
+"""Classes that `fuse` gives to modules of other libraries.
 
-A module is fused by giving this one instance another class, a subclass of its own with another `forward`. Nothing else
-about it changes: the object, its Parameters, its children, its hooks and its state_dict keys are the ones that were
-there, so optimizers, EMA copies, DDP and FSDP notice nothing, and undoing it is giving the class back.
+A module is fused by changing the class of this instance to a subclass with another `forward`. The object, its
+Parameters, children, hooks and state_dict keys stay the same, so optimizers, EMA copies, DDP and FSDP need no change.
+Restoring the class undoes it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ FusedClass = TypeVar("FusedClass", bound="type[FusedModule]")
 
 @dataclass(frozen=True)
 class Finding:
-    """Findings about a module before it is fused.
+    """Result of inspecting a module before it is fused.
 
     Attributes:
-        reasons: Why it must stay as it is; empty where it need not.
-        notes: What a user of the fused module should know.
-        bypassed: Modules inside, whose own forward will no longer run.
+        reasons: Reasons to skip it; empty if it can be fused.
+        notes: Notes for the report if it is fused.
+        bypassed: Modules inside it whose own forward will no longer run.
     """
 
     reasons: Sequence[str] = ()
@@ -44,15 +44,15 @@ class Finding:
 
 
 class FusedModule(nn.Module):
-    """A class that a module of another library is given by `fuse`, or that such a library constructs itself.
+    """A class that `fuse` gives to a module of another library, or that such a library instantiates itself.
 
     Attributes:
-        original: The class whose instances can be given this one.
-        kind: What is computed by our operators, for the report.
-        host_reads: What its forward reads on the host, which a captured graph would not read again; "" where nothing.
-        passes_for_original: True for a class that prints as its original, in whose library registries are keyed so.
-        vit_fast_request: The backend that was asked for, "auto" included.
-        vit_fast_backend: The backend that it stands for where the module is now.
+        original: The class that this one replaces.
+        kind: What the operators compute, for the report.
+        host_reads: Values that forward reads on the host, which a captured graph would not read again; "" if none.
+        passes_for_original: True to print as the original class, because its library looks up classes by name.
+        vit_fast_request: The requested backend, including "auto".
+        vit_fast_backend: The backend that it resolves to on the module's current device.
     """
 
     original: ClassVar[type[nn.Module]]
@@ -77,41 +77,41 @@ class FusedModule(nn.Module):
         super().__init__(*args, **kwargs)
         reasons = self.examine(self).reasons
         if reasons:
-            raise ValueError(f"{type(self).__qualname__} cannot be built so: " + "; ".join(reasons))
+            raise ValueError(f"{type(self).__qualname__} cannot be built: " + "; ".join(reasons))
         self.set_up()
         self.set_fused_backend("auto")
 
     @classmethod
     def examine(cls, module: Any) -> Finding:
-        """Inspects an instance of `original`; by default any will do."""
+        """Inspects an instance of `original`; by default it can be fused."""
         return Finding()
 
     @classmethod
     def head_width(cls, module: Any) -> int | None:
-        """Width of an attention head, in channels; None where there is no attention."""
+        """Width of an attention head in channels; None without attention."""
         return None
 
     @classmethod
     def triton_reasons(cls, module: Any) -> list[str]:
-        """Returns why the kernels cannot run an instance."""
+        """Returns all reasons why the kernels cannot run an instance."""
         return triton_reasons(cls.head_width(module), dtype_of(module))
 
     def set_up(self) -> None:
-        """Records what forward needs beyond the original's attributes; runs once the class is set."""
+        """Sets attributes that forward needs beyond those of the original; runs after the class was set."""
 
     def set_fused_backend(self, request: str) -> None:
-        """Resolves "auto" for the device, the dtype and the head width: triton where it can run, else sdpa."""
+        """Resolves "auto" by device, dtype and head width: triton if it can run, otherwise sdpa."""
         self.vit_fast_request = request
         self.vit_fast_backend = resolve_backend(request, device_of(self), dtype_of(self))
         if request == "auto" and type(self).triton_reasons(self):
             self.vit_fast_backend = "sdpa"
 
     def is_idle(self) -> bool:
-        """True while the original's forward runs, because ours would be no faster."""
+        """True if the original forward runs, because the fused one would be no faster."""
         return False
 
     def _apply(self, fn: Any, recurse: bool = True) -> FusedModule:
-        """Runs on .to(), .cuda() and the like: "auto" is resolved again, since it depends on the device."""
+        """Resolves "auto" again after .to(), .cuda() and similar, since it depends on the device."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves _apply untyped
         self.set_fused_backend(self.vit_fast_request)
         return self
@@ -121,15 +121,15 @@ class FusedModule(nn.Module):
 
 
 def fused_form_of(original: type[nn.Module], *, equivalent: bool = True) -> Callable[[FusedClass], FusedClass]:
-    """Class decorator: ties a fused class to the class it stands for.
+    """Class decorator that links a fused class to its original.
 
-    It takes over the original's __name__, because wrapping policies (transformers' _no_split_modules, accelerate's
-    FSDP) find layers by it; pickle goes by __qualname__, which stays its own. torch.fx and torch.jit.script meet the
-    original's forward, see `tracing.py`.
+    It copies the original's __name__, by which wrapping policies (transformers' _no_split_modules, accelerate's FSDP)
+    find layers. pickle uses __qualname__, which does not change. torch.fx and torch.jit.script see the original's
+    forward, see `tracing.py`.
 
     Args:
-        original: The class.
-        equivalent: Whether its forward gives the same results.
+        original: The original class.
+        equivalent: True if its forward gives the same results.
     """
 
     def decorate(cls: FusedClass) -> FusedClass:
@@ -145,7 +145,7 @@ def fused_form_of(original: type[nn.Module], *, equivalent: bool = True) -> Call
 
 
 def fused_class(module: Any, mixin: type[FusedModule]) -> tuple[type, ...]:
-    """The class of a module, where that is one made of the mixin by `fuse` and of nothing else since."""
+    """Returns the class of a module if `fuse` made it from the mixin and it has not changed since."""
     cls = type(module)
     return (cls,) if issubclass(cls, mixin) and "original" in vars(cls) else ()
 
@@ -153,19 +153,19 @@ def fused_class(module: Any, mixin: type[FusedModule]) -> tuple[type, ...]:
 class Forms:
     """The fused classes of one library's file.
 
-    Each is made when its original is first seen, for the library may be absent and is slow to import. It is then a
-    global of the file under the name "Fused" and the original's, by which pickle finds it.
+    Each one is created when its original is first seen, because the library may be missing and is slow to import. It
+    becomes a global of the file, named "Fused" and the original's name, where pickle finds it.
 
     Args:
-        file: The file's globals.
-        mixins: What makes a fused class of an original, by the original's dotted path.
+        file: Globals of the file.
+        mixins: Mixin of a fused class by the dotted path of its original.
     """
 
     def __init__(self, file: dict[str, Any], mixins: Mapping[str, type[FusedModule]]) -> None:
         self._file, self._mixins = file, mixins
 
     def of(self, original: type[nn.Module]) -> type[FusedModule] | None:
-        """The fused class that instances of exactly this class can be given, or None."""
+        """Returns the fused class for instances of exactly this class, or None."""
         mixin = self._mixins.get(f"{original.__module__}.{original.__qualname__}")
         if mixin is None:
             return None
@@ -178,7 +178,7 @@ class Forms:
         return made
 
     def named(self, name: str) -> type[FusedModule]:
-        """The fused class of this name, which imports its library.
+        """Returns the fused class with this name; imports its library.
 
         Raises:
             AttributeError: there is none.
@@ -191,31 +191,34 @@ class Forms:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """The device of the first parameter, or buffer; the CPU where there is none."""
+    """Returns the device of the first parameter or buffer; the CPU if there is none."""
     for tensor in (*module.parameters(), *module.buffers()):
         return tensor.device
     return torch.device("cpu")
 
 
 def dtype_of(module: nn.Module) -> torch.dtype | None:
-    """The dtype of the first parameter; None where there is none, as in quantised layers."""
+    """Returns the dtype of the first parameter; None if there is none, as in quantized layers."""
     return next((parameter.dtype for parameter in module.parameters()), None)
 
 
 def triton_reasons(head_width: int | None, dtype: torch.dtype | None) -> list[str]:
-    """Returns why the kernels cannot run a module of this head width (None: no attention) and weight dtype."""
+    """Returns all reasons why the kernels cannot run heads of this width (None: no attention) and this weight dtype."""
     reasons = []
     if head_width is not None and not MIN_HEAD_DIM <= head_width <= MAX_HEAD_DIM:
-        reasons.append(f"a head is {head_width} wide: the triton kernel takes {MIN_HEAD_DIM} to {MAX_HEAD_DIM}")
+        reasons.append(
+            f"head_dim must be between {MIN_HEAD_DIM} and {MAX_HEAD_DIM} for the triton kernel, got {head_width}"
+        )
     if dtype is not None and dtype not in DTYPES:
-        reasons.append(f"the weights are {dtype}: the triton kernels take fp32, fp16 and bf16")
+        reasons.append(f"the weights must be fp32, fp16 or bf16 for the triton kernels, got {dtype}")
     return reasons
 
 
 class FusedNormMlp(FusedModule):
-    """A module whose norm and MLP are one operator; a block, whose kernels follow one another where nothing intervenes.
+    """A module whose norm and MLP run as one operator; for a block, all kernels run in sequence if nothing intervenes.
 
-    A child that gets a hook, a wrapper or another class after fuse is honoured: what holds it then runs as it was.
+    If a child gets a hook, a wrapper or another class after fuse, the modules that contain it run their original
+    forward.
     """
 
     kind = "norm + MLP"
@@ -224,12 +227,12 @@ class FusedNormMlp(FusedModule):
 
     @classmethod
     def read_mlp(cls, block: Reader) -> MlpParts | None:
-        """norm and MLP of such a module; None with the reader's reasons where they have to stay."""
+        """Reads norm and MLP; returns None if they must stay modules, with the reasons in the reader."""
         raise NotImplementedError
 
     @classmethod
     def read_attention(cls, block: Reader) -> AttentionParts | None:
-        """Reads the first half of a block; None where that stays modules."""
+        """Reads the first half of a block; returns None if it must stay modules."""
         return None
 
     @classmethod
@@ -243,7 +246,7 @@ class FusedNormMlp(FusedModule):
         return read_block(self, self.read_mlp, self.read_attention, self.reader)
 
     def ready(self) -> BlockParts | None:
-        """Its parts; None where its own forward has to run, for dropout, a hook, a wrapped child."""
+        """Returns the parts; None if the original forward must run because of dropout, a hook or a wrapped child."""
         parts = parts_of(self)
         if parts.fp8 is not None:
             parts.fp8.check(self.vit_fast_backend)
@@ -253,7 +256,7 @@ class FusedNormMlp(FusedModule):
         return self.ready() is None
 
     def is_idle(self) -> bool:
-        """True on sdpa, without FP8 (which is emulated) and packed weights: its modules do as well."""
+        """True for sdpa without FP8 (which is emulated there) and packed weights: the original modules are as fast."""
         if self.vit_fast_backend != "sdpa" or PLACE in self._modules:
             return False
         if torch.compiler.is_compiling():  # a compiled block does not run packed
@@ -262,7 +265,7 @@ class FusedNormMlp(FusedModule):
         return parts is None or (parts.frozen is None and parts.fp8 is None)
 
     def drop_frozen(self) -> None:
-        """Gives up the folded or packed weights, because its weights are about to change or move."""
+        """Drops the folded or packed weights, because the weights are about to change or move."""
         parts = self.__dict__.get("vit_fast_parts")
         if parts is not None:
             parts.frozen = parts.reader = None
@@ -273,12 +276,12 @@ class FusedNormMlp(FusedModule):
         return super().train(mode)
 
     def _apply(self, fn: Any, recurse: bool = True) -> FusedModule:
-        """Runs on .to(), .cuda() and the like."""
+        """Drops cached weights on .to(), .cuda() and similar."""
         self.drop_frozen()
         return super()._apply(fn, recurse)
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        """Runs in load_state_dict of whatever holds this block."""
+        """Drops cached weights when any module that contains this block loads a state dict."""
         self.drop_frozen()
         make_room(self, *args[:2])
         super()._load_from_state_dict(*args)
@@ -290,7 +293,7 @@ class FusedNormMlp(FusedModule):
         return parts if is_packable(parts, backend) and attention.module.vit_fast_backend == backend else None
 
     def whole(self) -> BlockParts | None:
-        """Its parts where it is a block that is nothing but kernels now."""
+        """Returns the parts if kernels can run the whole block now."""
         parts = parts_of(self)
         return parts if self._runs_whole(parts) else None
 
@@ -300,7 +303,7 @@ class FusedNormMlp(FusedModule):
         return runs_whole(parts, backend) and attention.module.vit_fast_backend == backend
 
     def norm_mlp(self, parts: BlockParts, x: Tensor) -> Tensor:
-        """x + drop_path(layer_scale * MLP(LN(x))) for x [..., C], by the parts of ready()."""
+        """Computes x + drop_path(layer_scale * MLP(LN(x))) for x [..., C] with the parts of ready()."""
         mlp: Any = parts.mlp
         return run_mlp(mlp, x, self.vit_fast_backend)
 
@@ -313,14 +316,14 @@ class FusedNormMlp(FusedModule):
         rope: Rope | None = None,
         keys: Keys | None = None,
     ) -> Tensor:
-        """The module as a block, [B, N, C] -> [B, N, C].
+        """Runs the module as a block, [B, N, C] -> [B, N, C].
 
         Args:
-            parts: Of ready().
-            attend: x -> x + attention by the modules, for where they have to run.
-            ordinary: Whether the call asks for nothing but what rope and keys say.
-            rope: Its rotary positions, where it is ordinary and has some.
-            keys: Likewise, which keys queries meet.
+            parts: Result of ready().
+            attend: Maps x to x + attention with the original modules, if they must run.
+            ordinary: True if the call has no arguments besides x, rope and keys.
+            rope: Rotary positions, if any.
+            keys: Keys that queries attend to.
         """
         if ordinary and self.vit_fast_backend == "sdpa":
             output = run_packed_block(parts, x, rope, keys)
@@ -331,11 +334,11 @@ class FusedNormMlp(FusedModule):
 
 
 class FusedBlocks(FusedModule):
-    """A Sequential of nothing but fused blocks, which hands the LayerNorm statistics from each to the next."""
+    """A Sequential of fused blocks only, which passes LayerNorm statistics from each block to the next."""
 
     kind = "blocks"
 
     def forward(self, input: Tensor, *rope: Tensor) -> Tensor:
-        """[B, N, C] -> [B, N, C]."""
-        blocks: Any = self  # a Sequential, too
+        """Maps [B, N, C] to [B, N, C]."""
+        blocks: Any = self  # also a Sequential
         return run_blocks(blocks, input, *rope)

@@ -1,4 +1,4 @@
-"""Report of fuse: what it did with each module of a model."""
+"""Report of fuse: lists the fused and the skipped modules of a model."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class ModuleReport:
     """Report of one module.
 
     Attributes:
-        name: Its dotted name in the model; "" is the model itself.
-        class_name: Its class before.
+        name: Dotted name in the model; "" for the model itself.
+        class_name: Class before fuse.
         part: "attention", "norm + MLP" or "normalisation".
-        fused: Whether it now runs our operator.
-        reasons: Why it was left, when it was; every reason.
-        notes: What to know when it was fused.
+        fused: True if it now runs a fused operator.
+        reasons: All reasons why it was skipped.
+        notes: Notes about a fused module.
     """
 
     name: str
@@ -37,14 +37,13 @@ class FusionReport:
     """Report of fuse; print it.
 
     Attributes:
-        backend: What "auto" meant: "eager", "sdpa" or "triton".
-        modules: One entry a module, in the model's order.
-        backend_reasons: Why "auto" did not mean triton, where it was asked for and did not.
-        precision: What was asked for beside the model's own; None where nothing was.
-        precision_notes: What was measured of it.
-        elsewhere: Language models and decoders inside the model, whose attention and MLPs are neither fused nor left:
-            the encoder of the images is another part. What is in them of classes that are known is fused, CLIP's text
-            towers for one.
+        backend: The backend that "auto" resolved to: "eager", "sdpa" or "triton".
+        modules: One entry per module, in the model's order.
+        backend_reasons: All reasons why "auto" did not select triton.
+        precision: The requested precision; None for the model's own.
+        precision_notes: Measured effects of that precision.
+        elsewhere: Language models and decoders inside the model. Their attention and MLPs are not reported, but known
+            classes inside them are fused, such as CLIP's text towers.
     """
 
     backend: str
@@ -63,10 +62,10 @@ class FusionReport:
         return tuple(module for module in self.modules if not module.fused)
 
     def require_all(self) -> FusionReport:
-        """Gives the report back when every attention and MLP of the model's encoder blocks was fused.
+        """Returns the report if all attention and MLPs of the model's encoder blocks were fused.
 
         Raises:
-            UnsupportedInputError: something was left, or there was nothing to fuse; lists every module and reason.
+            UnsupportedInputError: a module was skipped, or there was nothing to fuse; lists every module and reason.
         """
         reasons = [
             f"{module.name or 'the model'} ({module.class_name}, {module.part}): {reason}"
@@ -74,22 +73,23 @@ class FusionReport:
             for reason in module.reasons
         ]
         if not self.modules:
-            reasons = ["the model holds no attention or MLP that vit_fast knows"]
+            reasons = ["the model contains no attention or MLP of a supported class"]
         if reasons:
-            raise UnsupportedInputError("fuse left modules as they were", reasons)
+            raise UnsupportedInputError("fuse skipped modules", reasons)
         return self
 
     def __str__(self) -> str:
-        """A table: equal modules of consecutive blocks share a line."""
+        """Formats a table; equal modules of consecutive blocks share a line."""
         precision = f", precision {self.precision}" if self.precision else ""
-        title = f"backend {self.backend}{precision}: {len(self.fused)} fused, {len(self.left)} left"
+        title = f"backend {self.backend}{precision}: {len(self.fused)} fused, {len(self.left)} skipped"
         elsewhere = [
-            f"{each}: a language model or decoder, left but for parts of known classes" for each in self.elsewhere
+            f"{each}: a language model or decoder, not reported; only supported classes inside it are fused"
+            for each in self.elsewhere
         ]
         if not self.modules:
-            return "\n".join([f"{title} (no attention or MLP that vit_fast knows)", *elsewhere])
+            return "\n".join([f"{title} (no attention or MLP of a supported class)", *elsewhere])
         rows = [(*row[:3], "; ".join(row[3])) for row in _grouped(self.modules)]
-        header = ("module", "part", "what happened", "reasons and notes")
+        header = ("module", "part", "result", "reasons and notes")
         widths = [max(len(row[i]) for row in (header, *rows)) for i in range(3)]
         about = [f"backend {self.backend}: {'; '.join(self.backend_reasons)}"] if self.backend_reasons else []
         about += [f"precision {self.precision}: {note}" for note in self.precision_notes] + elsewhere
@@ -98,11 +98,11 @@ class FusionReport:
 
 
 def _grouped(modules: Sequence[ModuleReport]) -> Iterator[tuple[str, str, str, tuple[str, ...]]]:
-    """Rows of the table; blocks.0.attn .. blocks.11.attn with one outcome become blocks.{0-11}.attn."""
+    """Yields the rows of the table; blocks.0.attn to blocks.11.attn with equal outcome become blocks.{0-11}.attn."""
     groups: dict[tuple[Any, ...], list[str]] = {}
     for module in modules:
         pattern = re.sub(r"\d+", "*", module.name)
-        what = "fused" if module.fused else "left"
+        what = "fused" if module.fused else "skipped"
         key = (pattern, f"{module.class_name}: {module.part}", what, module.reasons + module.notes)
         groups.setdefault(key, []).append(module.name)
     for (_, part, what, remarks), names in groups.items():

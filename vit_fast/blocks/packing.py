@@ -1,4 +1,4 @@
-"""Packs the linear layers of blocks for the CPU where that is possible, and runs the calls that can use them."""
+"""Packs the linear layers of blocks for the CPU if possible, and runs the calls that can use them."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ def is_packable(parts: BlockParts, backend: str) -> bool:
 
 
 def run_packed_block(parts: BlockParts, x: Tensor, rope: Rope | None = None, keys: Keys | None = None) -> Tensor | None:
-    """A block with its packed linear layers, where it has them and they serve this call; None where not."""
+    """Runs a block with its packed linear layers; returns None if it has none for this call."""
     packed = packed_for(parts, x)
     return None if packed is None else run_packed([packed], x, rope, keys)
 
 
 def packed_for(parts: BlockParts, x: Tensor) -> Packed | None:
-    """The packed linear layers of a block, where it has them and they serve a call with these tokens."""
+    """Returns the packed linear layers of a block for a call with these tokens, or None."""
     packed = parts.frozen
     if not isinstance(packed, Packed) or parts.fp8 is not None or not packed.takes(x):
         return None
-    for half in (parts.attention, parts.mlp):  # one that has to run as modules has no parts
+    for half in (parts.attention, parts.mlp):  # a block that must run as modules has no parts
         if half is None or drops(half.dropouts) or drops_path(half.drop_path):
             return None
     wanted = torch.is_grad_enabled() and needs_gradient(x, *parts.watch.owner.parameters())

@@ -1,7 +1,8 @@
-"""A pre-norm encoder block as data, whatever library it comes from.
+"""Data classes for a pre-norm encoder block of any library.
 
-A library reads its blocks into `BlockParts` (`reading.py` helps); what cannot be read past stays a module, and the
-parts say why. They hold modules and names, never tensors: a Parameter may be replaced at any time.
+A library reads its blocks into `BlockParts` with the help of `reading.py`. Modules that must not be bypassed stay
+modules, and the parts contain the reasons. Parts contain modules and attribute names, never tensors, because a
+Parameter may be replaced at any time.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ Slot = tuple[Any, str]  # a module and the name of one of its attributes
 
 @dataclass(frozen=True, eq=False)
 class NormParts:
-    """A normalisation over the last axis.
+    """A normalization over the last axis.
 
     Attributes:
-        module: Holds weight and, of a LayerNorm, bias.
+        module: Holds weight and, for a LayerNorm, bias.
         kind: "layer_norm" or "rms_norm".
         eps: Epsilon, in units of x squared.
     """
@@ -44,18 +45,18 @@ class NormParts:
         return tensors_of(self.module) if self.kind == "layer_norm" else (tensor_of(self.module, "weight"), None)
 
     def now(self) -> Norm:
-        """Returns it as operators take it."""
+        """Returns it as an argument of operators."""
         return Norm(*self.tensors(), self.eps, self.kind)
 
 
 @dataclass(frozen=True, eq=False)
 class LinearParts:
-    """A linear layer, or several with one input as one, their rows joined: q, k and v.
+    """A linear layer, or several with one input and concatenated rows: q, k and v.
 
     Attributes:
-        weights: One weight, or one a layer.
-        biases: Likewise, not necessarily as many: timm's EVA has one weight and three biases.
-        chunk: Which half of the rows, 0 or 1, of a layer that packs two, gate and up; None means all.
+        weights: One weight, or one per layer.
+        biases: The biases. Their number may differ: timm's EVA has one weight and three biases.
+        chunk: Half of the rows, 0 or 1, of a layer that packs gate and up; None means all rows.
     """
 
     weights: tuple[Slot, ...]
@@ -83,33 +84,33 @@ class LinearParts:
 
 @dataclass(frozen=True, eq=False)
 class QkNormParts:
-    """The norms of q and k, each head by itself (over "head") or all of a token's together ("width")."""
+    """The norms of q and k: over each head separately ("head"), or over all heads of a token ("width")."""
 
     q: NormParts
     k: NormParts
     over: str
 
     def now(self) -> QkNorm:
-        """Returns it as operators take it."""
+        """Returns it as an argument of operators."""
         return QkNorm(self.q.now(), self.k.now(), self.over)
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionParts:
-    """x + drop_path(layer_scale * proj(attention(qkv(norm(x))))); rotary positions are given with each call.
+    """x + drop_path(layer_scale * proj(attention(qkv(norm(x))))); rotary positions are arguments of each call.
 
     Attributes:
         module: The attention layer.
-        norm: What comes first.
+        norm: The norm before it.
         qkv: The projections to q, k and v, of equal width.
-        qk_norm: Of q and k, before they are rotated; None where there is none.
-        num_heads: Of the attention.
+        qk_norm: Norms of q and k, applied before the rotation; None if there are none.
+        num_heads: Number of heads.
         scale: Multiplier of q k^T; None means D**-0.5.
-        proj: A linear layer.
-        layer_scale: The vector [C]; None where there is none.
+        proj: The output projection.
+        layer_scale: The vector [C]; None if there is none.
         drop_path: A module with drop_prob, or None.
-        dropouts: Probabilities that are dropped with in training.
-        rotates_halves: Whether its rotary positions turn channels j and j + D/2 of a head.
+        dropouts: Dropout probabilities in training.
+        rotates_halves: True if the rotary positions rotate channels j and j + D/2 of a head.
     """
 
     module: Any
@@ -126,7 +127,7 @@ class AttentionParts:
 
     @property
     def paired_head(self) -> int:
-        """Channels of a head that freezing is to pair, so that the qkv matmul can turn them; 0 where it cannot."""
+        """Head width if freeze must make the channels of a pair adjacent so that the matmul can rotate them; else 0."""
         if not self.rotates_halves or (self.qk_norm is not None and self.qk_norm.over == "width"):
             return 0
         return sum(tensor_of(*slot).shape[0] for slot in self.qkv.weights) // (3 * self.num_heads)
@@ -134,14 +135,14 @@ class AttentionParts:
 
 @dataclass(frozen=True, eq=False)
 class MlpParts:
-    """x + drop_path(layer_scale * fc2(inner_norm(hidden))), after norm; attributes else as in AttentionParts.
+    """x + drop_path(layer_scale * fc2(inner_norm(hidden))) after norm; other attributes as in AttentionParts.
 
     Attributes:
         fc1: hidden = activation(fc1(norm(x))); with a gate activation(gate(norm(x))) * fc1(norm(x)).
-        gate: That; None where there is none.
-        activation: The operator's name of it.
-        inner_norm: EVA-02's; None where there is none.
-        fc2: A linear layer.
+        gate: The gate's linear layer; None if there is none.
+        activation: The operators' name of the activation.
+        inner_norm: EVA-02's norm before fc2; None if there is none.
+        fc2: The second linear layer.
     """
 
     norm: NormParts
@@ -159,7 +160,7 @@ class MlpParts:
         return (*self.norm.tensors(), *self.fc1.tensors(), *tensors_of(self.fc2))
 
     def options(self) -> dict[str, Any]:
-        """Returns the operator's other arguments."""
+        """Returns the other arguments of the operator."""
         options = {"eps": self.norm.eps, "activation": self.activation, "layer_scale": scale_of(self)}
         if self.norm.kind != "layer_norm":
             options["norm"] = self.norm.kind
@@ -175,14 +176,14 @@ class BlockParts:
     """A block as data.
 
     Attributes:
-        attention: Its first half; None where that stays modules.
-        mlp: Its second half, likewise.
-        attention_reasons: Why the first half stays; empty where it does not.
-        mlp_reasons: Likewise of the second half.
-        watch: Whether all this still stands.
-        frozen: qkv and fc1 with their norms folded in, where they are kept (`freezing.py`).
-        fp8: What runs the block where it is to run in e4m3 (`fp8_scales.py`).
-        reader: The kept weights of the block behind it, where that reads e4m3.
+        attention: The first half; None if it stays modules.
+        mlp: The second half; None if it stays modules.
+        attention_reasons: All reasons why the first half stays modules.
+        mlp_reasons: All reasons why the second half stays modules.
+        watch: Detects changes of the block.
+        frozen: Cached qkv and fc1 weights with their norms folded in, if the block is frozen (`freezing.py`).
+        fp8: The scales of a block that runs in e4m3 (`fp8_scales.py`).
+        reader: Cached weights of the next block if that reads e4m3.
     """
 
     attention: AttentionParts | None
@@ -195,16 +196,16 @@ class BlockParts:
     reader: Any = None
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()  # a copy of the block, or one that was pickled, is read again
+        return type(None), ()  # copied and unpickled blocks are read again
 
 
 def scale_of(parts: AttentionParts | MlpParts) -> Any:
-    """The LayerScale of a half, or None."""
+    """Returns the LayerScale of a half, or None."""
     return None if parts.layer_scale is None else tensor_of(*parts.layer_scale)
 
 
 def drops(dropouts: tuple[Slot, ...]) -> bool:
-    """True if elements are dropped at random now."""
+    """Returns True if dropout is active."""
     for owner, name in dropouts:  # noqa: SIM110  # a generator is slower, and this runs in every forward
         if owner.training and getattr(owner, name):
             return True
@@ -212,12 +213,12 @@ def drops(dropouts: tuple[Slot, ...]) -> bool:
 
 
 def drops_path(drop_path: Any) -> bool:
-    """True if a DropPath drops branches now."""
+    """Returns True if drop path is active."""
     return drop_path is not None and bool(drop_path.training and drop_path.drop_prob)
 
 
 def block_tensors(attention: AttentionParts, mlp: MlpParts) -> BlockTensors:
-    """The parameters of a block as they are now; separate linear layers of q, k and v joined."""
+    """Returns the current parameters of a block; concatenates separate linear layers of q, k and v."""
     first = (*attention.norm.tensors(), *attention.qkv.tensors(), *tensors_of(attention.proj), scale_of(attention))
     gate = (None, None) if mlp.gate is None else mlp.gate.tensors()
     inner = (None, None) if mlp.inner_norm is None else mlp.inner_norm.tensors()
@@ -226,7 +227,7 @@ def block_tensors(attention: AttentionParts, mlp: MlpParts) -> BlockTensors:
 
 
 def frozen_sources(attention: AttentionParts, mlp: MlpParts) -> list[Slot]:
-    """The parameters that something is kept of where a block is frozen: of norms, qkv and fc1, and other weights."""
+    """Returns the slots of all parameters that the cached weights of a frozen block depend on."""
     norms = [norm for norm in (attention.norm, mlp.norm, mlp.inner_norm) if norm is not None]
     unread = [(attention.proj, "bias")] if mlp.inner_norm is not None else [(attention.proj, "bias"), (mlp.fc2, "bias")]
     linears = [slot for slot in linear_sources(attention, mlp) if slot not in unread]
@@ -234,14 +235,14 @@ def frozen_sources(attention: AttentionParts, mlp: MlpParts) -> list[Slot]:
 
 
 def linear_sources(attention: AttentionParts, mlp: MlpParts) -> list[Slot]:
-    """The weights and biases of qkv, fc1, gate, proj and fc2."""
+    """Returns the slots of the weights and biases of qkv, fc1, gate, proj and fc2."""
     linears = (attention.qkv, mlp.fc1, *(() if mlp.gate is None else (mlp.gate,)))
     behind = [(layer, name) for layer in (attention.proj, mlp.fc2) for name in ("weight", "bias")]
     return [*(slot for linear in linears for slot in (*linear.weights, *linear.biases)), *behind]
 
 
 def tensors_of(owner: nn.Module) -> tuple[Any, Any]:
-    """Weight and bias."""
+    """Returns weight and bias."""
     if torch.compiler.is_compiling():
         return owner.weight, owner.bias
     own = owner.__dict__
@@ -252,11 +253,11 @@ def tensors_of(owner: nn.Module) -> tuple[Any, Any]:
 
 
 def tensor_of(owner: nn.Module, name: str) -> Any:
-    """The attribute without nn.Module's own look-up, which is slow; FSDP keeps weights outside of _parameters."""
+    """Returns an attribute without nn.Module's slow __getattr__; FSDP stores weights outside _parameters."""
     if torch.compiler.is_compiling():
         return getattr(owner, name)
     own = owner.__dict__
     if name in own:
         return own[name]
     parameters = own["_parameters"]
-    return parameters[name] if name in parameters else getattr(owner, name)  # it may be a buffer by now
+    return parameters[name] if name in parameters else getattr(owner, name)  # it may have become a buffer

@@ -1,8 +1,8 @@
-"""May a module be read past, its parameters taken and its forward left uncalled? The one judge.
+"""Decides whether a module may be bypassed: its parameters used without calling its forward.
 
-Not where somebody looks in or computes otherwise: hooks, a forward set on the instance, weights of a tensor class of
-their own (torchao quantises so, DTensor shards so), another class. A module is judged when it is read; `Watch` then
-says, in every forward, whether everything is still what was judged.
+It must not be bypassed if it has hooks, a forward set on the instance, another class, or weights of a tensor subclass
+(torchao's quantized weights, DTensor's shards). A module is judged when it is read. `Watch` then checks in every
+forward that nothing has changed.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import type_name
 from ..ops.frozen import PLAIN
 
 _RECORDERS = "transformers.utils.output_capturing"
 # By key and index into the output: a layer is called whatever records it, and without weights attention returns none.
 _HARMLESS = (("hidden_states", 0), ("attentions", 1))
-_FORWARDS: dict[type, Any] = {}  # of each class that was inspected, the forward that its library defines
+_FORWARDS: dict[type, Any] = {}  # forward of each inspected class, as defined by its library
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """True for hooks of users; not for those that transformers leaves on layers and attention."""
+    """Returns True for hooks of users, not for those that transformers adds to layers and attention."""
     if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return True
     hooks = module._forward_hooks
@@ -29,10 +30,10 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 def _records_nothing_else(hook: Any) -> bool:
-    """True for a hook of transformers that records hidden states of layers, or attention weights."""
+    """Returns True for a hook of transformers that records hidden states of layers, or attention weights."""
     if getattr(hook, "__module__", None) != _RECORDERS or not hasattr(hook, "__code__"):
         return False
-    if torch.compiler.is_compiling():  # which cannot follow the rest; parts were read before it traces
+    if torch.compiler.is_compiling():  # torch.compile cannot trace the rest; parts are read before it traces
         return True
     held = dict(zip(hook.__code__.co_freevars, hook.__closure__ or ()))
     found = tuple(held[name].cell_contents for name in ("key", "index") if name in held)
@@ -40,9 +41,9 @@ def _records_nothing_else(hook: Any) -> bool:
 
 
 def forward_is_replaced(module: nn.Module) -> bool:
-    """True if the instance has a forward other than its class's own.
+    """Returns True if the instance has a forward other than that of its class.
 
-    Its own stands there, too, after transformers 4 has made a module or accelerate has taken its hooks away.
+    transformers 4 and accelerate's hooks leave the class's own forward on the instance.
     """
     if "forward" not in module.__dict__:
         return False
@@ -52,7 +53,7 @@ def forward_is_replaced(module: nn.Module) -> bool:
 
 
 def class_is_patched(cls: type) -> bool:
-    """True if a class, or the class that it is the fused form of, has a forward that its library did not define."""
+    """Returns True if a class, or the original of a fused class, has a forward that its library did not define."""
     known: Any
     for known in (cls, getattr(cls, "original", None)):
         if not isinstance(known, type):
@@ -63,7 +64,7 @@ def class_is_patched(cls: type) -> bool:
 
 
 def _forward_is_foreign(cls: Any) -> bool:
-    """A library's forward is named after its class when it is first seen, and stays the same from then on."""
+    """Compares a forward with the one that was seen first, which must be named after its class."""
     forward = cls.forward
     if cls not in _FORWARDS:
         owner = next(base for base in cls.__mro__ if "forward" in vars(base))
@@ -75,7 +76,7 @@ def _forward_is_foreign(cls: Any) -> bool:
 
 
 def is_touched(module: nn.Module) -> bool:
-    """True if a module has to be called, whatever its class."""
+    """Returns True if a module must be called, whatever its class."""
     if is_hooked(module) or ("forward" in module.__dict__ and forward_is_replaced(module)):
         return True
     if not torch.compiler.is_compiling() and class_is_patched(type(module)):
@@ -87,10 +88,10 @@ def is_touched(module: nn.Module) -> bool:
 
 
 def touch_reasons(name: str, module: nn.Module) -> list[str]:
-    """`is_touched`, in words."""
+    """Returns the reasons for `is_touched`."""
     reasons = []
     if is_hooked(module):
-        reasons.append(f"{name} carries hooks, which would no longer run")
+        reasons.append(f"{name} has hooks, which would no longer run")
     if forward_is_replaced(module):
         reasons.append(f"{name}.forward was replaced on the instance")
     if class_is_patched(type(module)):
@@ -103,18 +104,18 @@ def touch_reasons(name: str, module: nn.Module) -> list[str]:
 def tensor_reasons(name: str, tensor: Tensor | None) -> list[str]:
     if type(tensor) in PLAIN:
         return []
-    return [f"{name} must be an ordinary tensor, got a {type(tensor).__name__}"]
+    return [f"{name} must be an ordinary tensor, got {type_name(tensor)}"]
 
 
 class Watch:
-    """Everything that a reading depends on; checks that nothing of it changed.
+    """Records everything that a reading depends on, and checks that nothing has changed.
 
     Args:
         owner: The module that was read.
-        edges: (parent, name, child) of every module that is read past, and of those that forbid it.
+        edges: (parent, name, child) of every bypassed module, and of modules that prevent bypassing.
         values: (owner, attribute, value) of everything else that the reading depends on.
     Attributes:
-        modules: The children among the edges.
+        modules: The children in the edges.
     """
 
     def __init__(
@@ -141,10 +142,10 @@ class Watch:
         )
 
     def holds(self, owner: nn.Module) -> bool:
-        """True if `owner` is the module that was read, and nothing below it has changed; takes a few microseconds.
+        """Returns True if `owner` is the module that was read and nothing below it has changed; takes microseconds.
 
-        The modules are still the same objects of the same classes; hooks, forwards set on an instance or a class and
-        weights of a class of their own are where they were and nowhere else.
+        Compares the identity and class of the modules, their hooks, forwards set on an instance or class, and weights
+        of tensor subclasses.
         """
         if owner is not self.owner:  # a shallow copy, or a replica of nn.DataParallel
             return False
@@ -152,7 +153,7 @@ class Watch:
             if cls.forward is not forward:
                 return False
         plain = nn.Parameter
-        # dictionaries in place of attributes: nn.Module has them looked up in Python
+        # dictionaries, because nn.Module looks up attributes in Python
         for _, children, name, child, cls, own, parameters in self._plain:
             if children.get(name) is not child or child.__class__ is not cls:
                 return False
@@ -181,9 +182,9 @@ class Watch:
         return True
 
     def guard(self) -> None:
-        """Looks at the same in a way that torch.compile can follow, and so guards.
+        """Reads the same attributes so that torch.compile traces and guards them.
 
-        It guards classes by itself, and hooks where it is told to (`torch._dynamo.config.skip_nnmodule_hook_guards`).
+        It always guards classes, and hooks if configured to (`torch._dynamo.config.skip_nnmodule_hook_guards`).
         """
         for parent, _, name, child, *_ in self._plain:
             if parent._modules.get(name) is not child or is_touched(child):

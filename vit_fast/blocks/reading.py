@@ -1,4 +1,4 @@
-"""Readers of blocks: a library names its parts by paths; every reason against bypassing a module is collected."""
+"""Readers of blocks: a library names the paths of its parts; collects all reasons against bypassing a module."""
 
 from __future__ import annotations
 
@@ -9,26 +9,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..errors import type_name
 from ..ops import reference
 from .parts import AttentionParts, BlockParts, LinearParts, MlpParts, NormParts, QkNormParts, Slot
 from .plain import Watch, tensor_reasons, touch_reasons
 
 ACTIVATION_FUNCTIONS: dict[Any, str] = {F.gelu: "gelu", F.relu: "relu", torch.relu: "relu", F.silu: "silu"}
-LINEAR_CLASSES = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)  # the latter in MultiheadAttention
+LINEAR_CLASSES = (
+    nn.Linear,
+    nn.modules.linear.NonDynamicallyQuantizableLinear,
+)  # NonDynamicallyQuantizableLinear is in MultiheadAttention
 
 Classes = tuple[type, ...]
 
 
 class Looker:
-    """Looks at one module, and all that is in it.
+    """Inspects one module and all modules in it.
 
-    Every module on the way to a part is one whose forward is left uncalled, so all of them are judged and watched.
+    The forward of every module on the way to a part will be bypassed, so all of them are judged and watched.
 
     Args:
-        owner: The module; what it carries itself, hooks for one, is none of a reading's business.
+        owner: The module. Its own hooks do not matter here.
     Attributes:
         reasons: Reasons why the block cannot be fused, found so far.
-        notes: What to know where it can.
+        notes: Notes for the report if it can be fused.
     """
 
     def __init__(self, owner: nn.Module) -> None:
@@ -44,7 +48,7 @@ class Looker:
         return [child for _, _, child in self.edges.values()]
 
     def at(self, path: str) -> Any:
-        """The attribute at a dotted path, or None when some part of the path is missing."""
+        """Returns the attribute at a dotted path; None if part of the path is missing."""
         found: Any = self.owner
         for name in path.split("."):
             found = getattr(found, name, None)
@@ -53,7 +57,7 @@ class Looker:
         return found
 
     def reach(self, path: str) -> Any:
-        """`at`, with every module on the way, and at its end, watched."""
+        """Returns `at`, and watches every module on the path and at its end."""
         parent: Any = self.owner
         names = path.split(".")
         for i, name in enumerate(names):
@@ -68,7 +72,7 @@ class Looker:
         return parent
 
     def value(self, path: str) -> Any:
-        """An attribute that is no module, watched."""
+        """Returns an attribute that is not a module, and watches it."""
         path, _, name = path.rpartition(".")
         owner = self.at(path) if path else self.owner
         value = getattr(owner, name, None)
@@ -89,7 +93,7 @@ class Looker:
         return all(known)
 
     def judge(self) -> bool:
-        """True if everything inspected may be bypassed, with all modules below it; call it last."""
+        """Returns True if everything inspected, and all modules below it, may be bypassed; must be called last."""
         if not self.reasons:
             self.claim({path.partition(".")[0] for path in self.edges})
         for path, (_, _, child) in self.edges.items():
@@ -105,11 +109,12 @@ class Looker:
 
 
 class PartReader(Looker):
-    """Reads one module: what a part of a block may be.
+    """Reads the parts of a block from one module.
 
     Attributes:
-        activation_classes: The operator's name of each activation, by its class's dotted path; a library adds its own.
-        norm_classes: The kind of each normalisation, likewise.
+        activation_classes: The operators' name of each activation, by the dotted path of its class; libraries add
+            theirs.
+        norm_classes: The kind of each norm, by the dotted path of its class.
     """
 
     activation_classes: ClassVar[Mapping[str, str]] = {
@@ -123,12 +128,12 @@ class PartReader(Looker):
 
     def norm(self, path: str) -> NormParts:
         norm = self.reach(path)
-        kind = self.norm_classes.get(class_path(norm))
+        kind = self.norm_classes.get(type_name(norm))
         eps = self.value(f"{path}.{'variance_epsilon' if hasattr(norm, 'variance_epsilon') else 'eps'}")
         if kind is None:
             self.reasons.append(f"{path} must be a LayerNorm or RMSNorm, got {describe(norm)}")
         elif norm.weight is not None and norm.weight.dim() != 1:
-            self.reasons.append(f"{path} must normalise over the last axis, got {tuple(norm.weight.shape)}")
+            self.reasons.append(f"{path} must normalize over the last axis, got {tuple(norm.weight.shape)}")
         elif eps is None:
             self.reasons.append(f"{path}.eps must be a number, got None, which depends on the dtype")
         elif getattr(norm, "_fast_norm", False):
@@ -142,10 +147,10 @@ class PartReader(Looker):
         return None if type(self.reach(path)) in (type(None), nn.Identity) else self.norm(path)
 
     def linear(self, path: str, classes: Classes = (nn.Linear,)) -> Any:
-        """Reads a linear layer that is not wrapped (LoRA), quantised or parametrized."""
+        """Reads a linear layer that is not wrapped (LoRA), quantized or parametrized."""
         linear = self.reach(path)
         if type(linear) not in classes:
-            self.reasons.append(f"{path} must be torch.nn.Linear itself, got a {class_path(linear)}")
+            self.reasons.append(f"{path} must be torch.nn.Linear itself, got {type_name(linear)}")
         return linear
 
     def activation(self, path: str) -> str:
@@ -165,7 +170,7 @@ class PartReader(Looker):
         if isinstance(activation, str):
             return activation if activation in reference.ACTIVATIONS else None
         if isinstance(activation, nn.Module):
-            return self.activation_classes.get(class_path(activation))
+            return self.activation_classes.get(type_name(activation))
         return ACTIVATION_FUNCTIONS.get(activation)
 
     def nothing(self, path: str) -> None:
@@ -209,7 +214,7 @@ class PartReader(Looker):
         return None
 
     def _joined(self, paths: tuple[str, ...], chunk: int | None = None) -> LinearParts:
-        """Joins linear layers with a common input; a MultiheadAttention stands for its own projection."""
+        """Concatenates linear layers with one input; a MultiheadAttention stands for its own projection."""
         weights, biases = [], []
         for path in paths:
             holds_it = isinstance(self.at(path), nn.MultiheadAttention)
@@ -236,7 +241,7 @@ class PartReader(Looker):
 
 
 class Reader(PartReader):
-    """Reads one module: the two halves of a block."""
+    """Reads the two halves of a block from one module."""
 
     def mlp(
         self,
@@ -254,15 +259,15 @@ class Reader(PartReader):
         layer_scale: str | None = None,
         drop_path: str | None = None,
     ) -> MlpParts | None:
-        """The second half of a block by the paths of its parts; None with `reasons` where it has to stay.
+        """Reads the second half of a block by the paths of its parts; returns None and adds `reasons` if it must stay.
 
         Args:
-            gate: The gate's linear layer, where it has one of its own.
-            gate_chunk: Which half of fc1 is the gate, 0 or 1, where both are packed.
-            inner_norm: Where a norm may be before fc2.
-            inside: Modules that hold parts, or one of them alone, and what they may be.
-            empty: Places that may hold nothing but an Identity.
-            dropouts, layer_scale, drop_path: As in MlpParts.
+            gate: Path of the gate's linear layer, if it has its own.
+            gate_chunk: Half of fc1 that is the gate, 0 or 1, if one layer packs both.
+            inner_norm: Path of a possible norm before fc2.
+            inside: Modules that contain the parts, or one path, and their supported classes.
+            empty: Paths that must be absent or an Identity.
+            dropouts, layer_scale, drop_path: See MlpParts.
         """
         if not self._all_inside(inside or {}):
             return None
@@ -301,17 +306,17 @@ class Reader(PartReader):
         layer_scale: str | None = None,
         drop_path: str | None = None,
     ) -> AttentionParts | None:
-        """The first half of a block by the paths of its parts; None with `reasons` where it has to stay.
+        """Reads the first half of a block by the paths of its parts; returns None, and adds `reasons`, if it must stay.
 
         Args:
             module: The attention layer.
             qkv: One linear layer, or three; or a MultiheadAttention, which holds the weights itself.
-            biases: Where those of qkv are, if not in the linear layers.
-            qk_norm: Where norms of q and of k may be.
-            qk_norm_over: As in QkNormParts.
-            rates: Probabilities of dropout that are plain attributes.
-            inside, empty: As in `mlp`.
-            dropouts, num_heads, scale, layer_scale, drop_path, rotates_halves: As in AttentionParts.
+            biases: Paths of the biases of qkv if they are not in the linear layers.
+            qk_norm: Paths of possible norms of q and k.
+            qk_norm_over: See QkNormParts.
+            rates: Dropout probabilities that are plain attributes.
+            inside, empty: See `mlp`.
+            dropouts, num_heads, scale, layer_scale, drop_path, rotates_halves: See AttentionParts.
         """
         if not self._all_inside(inside or {}):
             return None
@@ -339,13 +344,13 @@ def read_block(
     read_attention: Callable[[Reader], AttentionParts | None] | None = None,
     reader: type[Reader] = Reader,
 ) -> BlockParts:
-    """The parts of a block, its halves read apart, so that one may stay where the other need not."""
+    """Reads the parts of a block, each half separately, so that one can stay modules while the other is fused."""
     first, second = reader(block), reader(block)
     attention = None if read_attention is None else read_attention(first)
     mlp = read_mlp(second)
     edges = first.edges | second.edges
     rest = Looker(block)
-    if first.edges:  # else the block's forward calls every module of its first half
+    if first.edges:  # otherwise the block's forward calls every module of its first half
         reached = {path.partition(".")[0] for path in edges}
         rest.claim([name for name in block._modules if name not in reached and not name.startswith("vit_fast_")])
     if not rest.judge():  # a module that neither reader reached may belong to either half
@@ -358,10 +363,6 @@ def read_block(
 
 def dropout_notes(name: str, p: float) -> list[str]:
     return [f"in training it runs as it was, because {name} drops with probability {p}"] if p else []
-
-
-def class_path(thing: object) -> str:
-    return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
 def describe(thing: object) -> str:

@@ -1,9 +1,8 @@
-"""LayerNorm statistics and e4m3 tokens, passed on from block to block where a library's own loop calls them.
+"""Passes LayerNorm statistics and e4m3 tokens from block to block if a library's own loop calls the blocks.
 
-A block remembers, a thread at a time, the tensor that it returned and what it knows of its rows; the next block takes
-that where it is handed that very tensor: the same object, over the same memory, that nothing wrote to since (torch
-counts), on the same stream. In whatever torch does not count or keeps for later, nothing is remembered: a transform, a
-CUDA graph that is being captured, and a checkpointed forward, which has to do the same when it is repeated.
+Per thread, a block stores its output tensor and facts about its tokens. The next block uses them if its input is that
+very tensor: the same object and memory, not written to since (by torch's version counter), on the same stream. Nothing
+is stored in transforms, during CUDA-graph capture, or in a checkpointed forward, which must repeat exactly.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ class RowFacts(NamedTuple):
     """Facts about the tokens of a tensor.
 
     Attributes:
-        statistics: As the operators have them; None where nobody has them.
-        x8: The same rows in e4m3; None where there are none.
-        reader: The kept weights (`ops/fp8.py`) for which they were made.
-        maker: The parts of the block that returned the tensor, where that runs in e4m3.
+        statistics: LayerNorm statistics for the operators, or None.
+        x8: The same tokens in e4m3, or None.
+        reader: The cached weights (`ops/fp8.py`) that x8 was written for.
+        maker: The parts of the block that returned the tensor, if it runs in e4m3.
     """
 
     statistics: Tensor | None = None
@@ -40,10 +39,10 @@ _AS_IT_IS = contextlib.nullcontext()
 
 
 class _Entry(NamedTuple):
-    """The output of a block, by what tells it from every other tensor, and what is known of its rows."""
+    """The output of a block, with everything that identifies the tensor, and the facts about its tokens."""
 
     key: tuple[int, ...]
-    alive: weakref.ref[Tensor]  # drops the entry when the tensor goes, whose id another may then have
+    alive: weakref.ref[Tensor]  # drops the entry when the tensor is freed, because its id may be reused
     rows: RowFacts
 
 
@@ -55,11 +54,11 @@ _last = _Last()
 
 
 def remember(y: Tensor, rows: RowFacts) -> None:
-    """Keeps what is known of the rows of y, as long as y lives and no other block has returned something.
+    """Stores facts about the tokens of y, until y is freed or another block returns.
 
     Args:
-        y: What a block returns.
-        rows: As its last operator gave them.
+        y: Output of a block.
+        rows: Facts from its last operator.
     """
     last = _last
     last.entry = None
@@ -82,14 +81,14 @@ def recall(x: Tensor) -> RowFacts:
 
 
 def counted() -> contextlib.AbstractContextManager[Any]:
-    """Within it tensors count what is written to them, in inference mode too."""
+    """Enables version counters of tensors, also in inference mode."""
     if not torch.is_inference_mode_enabled():
         return _AS_IT_IS
     return _OutOfInferenceMode()
 
 
 class _OutOfInferenceMode:
-    """`torch.inference_mode(False)` and `torch.no_grad()` in one: those take four times as long, in every block."""
+    """`torch.inference_mode(False)` and `torch.no_grad()` in one context, which takes a quarter of the time."""
 
     def __enter__(self) -> None:
         self._guard = torch._C._InferenceMode(False)
@@ -97,7 +96,7 @@ class _OutOfInferenceMode:
         torch._C._set_grad_enabled(False)
 
     def __exit__(self, *raised: object) -> None:
-        self._guard.__exit__(*raised)  # which also brings back whether gradients are on
+        self._guard.__exit__(*raised)  # also restores the gradient mode
 
 
 def _is_followed(tensor: Tensor) -> bool:

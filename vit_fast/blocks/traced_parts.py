@@ -1,9 +1,8 @@
-"""The parts of a block as torch.compile is shown them: every module by its path from the block.
+"""Parts of a block for torch.compile: every module by its path from the block.
 
-`BlockParts` hold modules that the block holds as well. A graph that read both would have to check in every call that
-they are still the same, one by one and in Python. So while torch.compile traces, parts are made anew of the block's own
-modules, by an outline of names and numbers that the compiler takes as a constant; what is left to check is what the
-block itself holds, once.
+`BlockParts` contain modules that the block contains too. A graph that read both would check in every call, in Python,
+that they are still the same. So while torch.compile traces, parts are rebuilt from the block's own modules by an
+outline of names and numbers, which the compiler uses as a constant. Only the block's own attributes are guarded.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ Outline = tuple[Node, Node, tuple[Path, ...], tuple[tuple[Path, str, Any], ...]]
 
 
 class _NoOutlineError(Exception):
-    """Something that is neither a module of the block, nor parts, nor a literal."""
+    """Raised for an object that is neither a module of the block, nor parts, nor a literal."""
 
 
 def outline(block: nn.Module, parts: BlockParts) -> Outline | None:
-    """Names and numbers of which `built` makes the parts again; None where they hold something else.
+    """Returns names and numbers from which `built` rebuilds the parts; None if they contain other objects.
 
     Returns:
-        Of each half; the path of every module that they rest on; and path, name and value of every attribute.
+        The outline of each half; the paths of all modules that they use; and path, name and value of every attribute.
     """
     paths = {id(module): tuple(name.split(".")) if name else () for name, module in block.named_modules()}
 
@@ -68,7 +67,7 @@ def outline(block: nn.Module, parts: BlockParts) -> Outline | None:
 
 
 def built(block: Any, found: Outline) -> BlockParts:
-    """The parts by their outline; torch.compile sees, and so guards, everything that they rest on."""
+    """Rebuilds the parts from their outline; torch.compile sees, and so guards, everything that they use."""
     attention, mlp, modules, values = found
     for path in modules:  # their classes; hooks where torch is told to; parameters are inputs, and guarded as such
         is_hooked(_at(block, path))

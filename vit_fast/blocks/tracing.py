@@ -1,7 +1,7 @@
-"""Fused classes under torch.fx and torch.jit.script: both are shown the forward of the class that was fused.
+"""Shows torch.fx and torch.jit.script the original forward of a fused class.
 
-Neither can look into ours, which asks what its children are and calls custom operators. torch.fx calls forward with
-Proxies and is given the original's; torch.jit.script reads source and annotations, and is shown the original's.
+They cannot trace the fused forward, which inspects its children and calls custom operators. torch.fx calls forward with
+Proxies and gets the original; torch.jit.script reads source and annotations, and gets those of the original.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 from torch import nn
 from torch.fx import Proxy
 
-_LEAVES = ("torch.nn.", "torch.ao.nn.")  # modules that torch.fx never looks into, by the module of their class
+_LEAVES = ("torch.nn.", "torch.ao.nn.")  # prefixes of classes that torch.fx never traces into
 
 
 def show_original_to_tracers(cls: type[Any], original: type[nn.Module], equivalent: bool) -> None:
-    """Wraps the forward of a fused class `cls`, so that tracers meet that of `original`.
+    """Wraps the forward of a fused class `cls`, so that tracers see that of `original`.
 
-    Where the two are not equivalent, torch.fx keeps the module whole, and torch.jit.script fails on our forward.
-    A forward that a user bound while the module was fused runs that of `original` once it no longer is, and a forward
-    that a user sets on `original` runs in fused modules, too.
+    If the two are not equivalent, torch.fx keeps the module whole, and torch.jit.script fails on the fused forward. A
+    forward that a user bound while the module was fused runs that of `original` after unfuse. A forward that a user
+    sets on `original` also runs in fused modules.
     """
     if original.__module__.startswith("transformers."):
-        return  # its layers' own wrapper of forward has to stay the outermost; neither tracer takes its models anyway
+        return  # transformers' own wrapper must stay the outermost; no tracer supports its models anyway
     fused_forward, original_forward = cls.forward, original.forward
     leaf = original.__module__.startswith(_LEAVES) and not issubclass(original, nn.Sequential)
     proxies, stays_whole = Proxy, not equivalent or leaf
@@ -41,7 +41,7 @@ def show_original_to_tracers(cls: type[Any], original: type[nn.Module], equivale
             return run(self, *args, **kwargs)
         tracer: Any = argument.tracer
         if stays_whole and self is not tracer.root:
-            # torch.fx did not know it for a leaf: the graph calls the module, which is fused still
+            # not a leaf for torch.fx: the graph calls the module, which is still fused
             return tracer.create_proxy("call_module", tracer.path_of_module(self), args, kwargs)
         return original_forward(self, *args, **kwargs)
 
@@ -58,7 +58,7 @@ def show_original_to_tracers(cls: type[Any], original: type[nn.Module], equivale
 def show_original_to_unfused(cls: type[Any], original: type[nn.Module]) -> None:
     """Wraps the forward of a fused class of transformers, before transformers wraps it for gradient checkpointing.
 
-    A forward that a user bound while the module was fused runs that of `original` once it no longer is.
+    A forward that a user bound while the module was fused runs that of `original` after unfuse.
     """
     fused_forward, original_forward = cls.forward, original.forward
 

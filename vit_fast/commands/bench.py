@@ -1,4 +1,4 @@
-"""`vit-fast bench`: throughput of Vision Transformers, ours and those of other libraries, on real photographs."""
+"""`vit-fast bench`: measures images per second of Vision Transformers, ours and other libraries', on real images."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def register(app: typer.Typer) -> None:
 def bench(
     images: Annotated[
         list[Path] | None,
-        typer.Argument(help="Images or folders (default: the photograph in matplotlib)."),
+        typer.Argument(help="Image files or folders (default: matplotlib's sample image)."),
     ] = None,
     models: Annotated[
         str | None,
         typer.Option(
-            help="Names or patterns of `vit-fast models`, timm:NAME, hf:FOLDER, weights files, ONNX files, or "
-            "module:function that returns a module.",
+            help="Models, separated by commas: names or patterns of `vit-fast models`, timm:NAME, hf:FOLDER, a weights "
+            "file, FILE.onnx, or module:function that returns a module.",
             metavar="A,B",
         ),
     ] = None,
@@ -45,17 +45,19 @@ def bench(
         str | None, typer.Option(help="Image sizes in pixels (default: the model's).", metavar="N|HxW,...")
     ] = None,
     train: Annotated[bool, typer.Option("--train", help="Measure training steps: forward, backward, AdamW.")] = False,
-    amp: Annotated[bool, typer.Option("--amp", help="With --train, run the forward under autocast in bf16.")] = False,
+    amp: Annotated[bool, typer.Option("--amp", help="With --train: run the forward under bf16 autocast.")] = False,
     data: Annotated[
-        str, typer.Option(help="Location of the images; host includes the copy to the GPU.", metavar="device|host")
+        str, typer.Option(help="Location of the images; host: time the copy to the GPU too.", metavar="device|host")
     ] = "device",
-    explain: Annotated[bool, typer.Option("--explain", help="Also profile the time per part and kernel.")] = False,
-    cold: Annotated[
-        bool, typer.Option("--cold", help="Also measure the time from process start to the first correct output.")
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Also print the time per layer and kernel, with its lower bound.")
     ] = False,
-    latency: Annotated[bool, typer.Option("--latency", help="Measure the 99th percentile at batch size 1.")] = False,
+    cold: Annotated[
+        bool, typer.Option("--cold", help="Also time from process start to the first correct output.")
+    ] = False,
+    latency: Annotated[bool, typer.Option("--latency", help="Measure p50, p90 and p99 of one image per call.")] = False,
     batch_sizes: Annotated[
-        str | None, typer.Option(help="Images per call; best doubles them while throughput grows.", metavar="1,8|best")
+        str | None, typer.Option(help="Images per call; best: double until it gains nothing.", metavar="1,8|best")
     ] = None,
     dtypes: Annotated[str | None, typer.Option(help="fp32, tf32 (GPU only), fp16, bf16.", metavar="A,B")] = None,
     candidates: Annotated[
@@ -65,17 +67,20 @@ def bench(
     out: Annotated[Path | None, typer.Option(help="New or empty folder for the record, table and plot.")] = None,
     time_budget: Annotated[
         float | None,
-        typer.Option(help="Time limit; candidates that do not fit are skipped. 0: no limit.", metavar="SECONDS"),
+        typer.Option(help="Skip candidates that do not fit into this time; 0: no limit.", metavar="SECONDS"),
     ] = None,
-    seconds: Annotated[float | None, typer.Option(help="Seconds of timing per candidate.", metavar="S")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Resume an interrupted run.", metavar="FOLDER")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the record, and everything else to stderr.")] = False,
+    seconds: Annotated[float | None, typer.Option(help="Time each candidate for so many seconds.", metavar="S")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Resume the interrupted run in this folder.", metavar="FOLDER")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the record; all else goes to stderr.")] = False,
     list_candidates: Annotated[bool, typer.Option("--list-candidates", help="List the candidates and exit.")] = False,
 ) -> None:
-    """Measure the throughput of models, and check each candidate against the fp64 reference first.
+    """Measure images per second of models in several libraries. Compares each with an fp64 reference first.
 
-    Without arguments, uses sizes for this machine (under three minutes on two CPU cores). Writes record.json, table.md,
-    plot.png and report.html. Exit status 1 if a candidate is incorrect or fails, 130 after Ctrl-C.
+    Without arguments, measures a small ViT (under three minutes on two CPU cores). Writes record.json, table.md,
+    plot.png and report.html into a folder and prints its name. Exits with 1 if a candidate is incorrect or fails, and
+    with 130 after Ctrl-C.
     """
     from ..benchmarks.configuration import make_configuration
     from ..benchmarks.machine import describe
@@ -150,9 +155,9 @@ def _repeat(journal: Journal) -> Configuration:
 
 @contextlib.contextmanager
 def patient_interrupt() -> Iterator[None]:
-    """Lets the first Ctrl-C or SIGTERM stop the run and ignores the second, while results are written.
+    """Ends the measurement at the first Ctrl-C or SIGTERM and ignores the second, so that results are still written.
 
-    The third interrupts again, in case other code has swallowed the first.
+    The third one ends the process, in case a library swallowed the first.
     """
     pressed = 0
 
@@ -199,7 +204,7 @@ def _print_record(console: Console, record: dict[str, Any]) -> None:
 
 
 def screen_columns(record: dict[str, Any], width: int) -> list[Column]:
-    """Returns the most important columns that fit into a terminal of this width."""
+    """Returns the most important columns that fit into a terminal of `width` characters, beside the candidate."""
     from ..benchmarks.report import MOST_ON_SCREEN, PRECISION, filled_columns, label
     from ..benchmarks.rows import measured
 
@@ -216,7 +221,7 @@ def screen_columns(record: dict[str, Any], width: int) -> list[Column]:
 
 
 def rich_tables(record: dict[str, Any], width: int) -> list[Table]:
-    """Returns a table of the measured rows for each model and batch size."""
+    """Returns a table of the measured rows per model and batch size; a narrow one omits columns."""
     from rich.markup import escape
 
     from ..benchmarks.report import groups, label

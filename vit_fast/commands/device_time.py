@@ -1,4 +1,4 @@
-"""For `vit-fast kernels --model`: what each launch of a layer would take on a GPU, modelled without one.
+"""`vit-fast kernels --model`: models the device time of each launch of a layer, without a GPU.
 
     report = model_layer("vit_base_patch16_224", 256, "sm_90")
     print(render(report))

@@ -123,7 +123,7 @@ def _print(evaluation: Evaluation, other: Evaluation | None, names: Sequence[str
         taken = "" if row["taken for"] is None else f", most often taken for {row['taken for']}"
         typer.echo(f"  {row['top1']:7.2%}  {row['class']} ({row['images']}){taken}")
     if len(rows) > LISTED:
-        typer.echo(f"  ... and {len(rows) - LISTED} classes that are recognised better")
+        typer.echo(f"  ... and {len(rows) - LISTED} classes with higher accuracy")
     if other is None:
         return
     differing = evaluation.disagreements(other)
@@ -138,4 +138,4 @@ def _print(evaluation: Evaluation, other: Evaluation | None, names: Sequence[str
             f"against {row['against']} {row['against_probability']:.1%}"
         )
     if len(differing) > LISTED:
-        typer.echo(f"  ... and {len(differing) - LISTED} more: --json has all")
+        typer.echo(f"  ... and {len(differing) - LISTED} more: use --json to list all")

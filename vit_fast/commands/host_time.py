@@ -1,4 +1,4 @@
-"""For `vit-fast kernels --host`: launches, descriptors and microseconds that a block costs the host, without a GPU.
+"""`vit-fast kernels --host`: counts the launches and descriptors of a block and times them on the host, without a GPU.
 
     report = measure("sm_90")        # in processes of its own
     print(render(report))
@@ -55,14 +55,14 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class HostCall:
-    """A row of the report: a call, and how many blocks it runs."""
+    """A call, and the number of blocks that it runs."""
 
     call: Call
     blocks: int = 1
 
 
 def measure(arch: str) -> dict[str, Any]:
-    """Everything that `vit-fast kernels --host` prints, from fresh processes: one compiles, the next measures.
+    """Returns everything that `vit-fast kernels --host` prints. One fresh process compiles, a second one measures.
 
     Args:
         arch: Architecture whose launches are made, e.g. "sm_90".
@@ -96,7 +96,7 @@ def _run(arch: str, what: str, cache: str) -> dict[str, Any]:
 
 
 def run_child(arch: str, what: str) -> None:
-    """In a process of its own: install the stand-in, and print what was found as JSON.
+    """Installs the stand-in driver in this process, measures, and prints the results as JSON.
 
     Args:
         arch: As in `measure`.
@@ -264,7 +264,7 @@ def _seconds(one: HostCall, calls: int) -> float:
 
 
 def render(report: Mapping[str, Any]) -> str:
-    """A report as text."""
+    """Formats a report as text."""
     machine, packages = report["machine"], report["machine"]["packages"]
     columns = "host us (p20-p80)", "timm us (p20-p80)"
     lines = [

@@ -1,4 +1,4 @@
-"""`vit-fast info`: versions, devices, and available backends."""
+"""`vit-fast info`: prints versions, devices and available backends."""
 
 from __future__ import annotations
 

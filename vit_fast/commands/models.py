@@ -1,4 +1,4 @@
-"""`vit-fast models`: the variants with their size and cost."""
+"""`vit-fast models`: lists the variants with their size and cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`vit-fast optimize`: finds the fastest configuration of a model; `vit-fast cache`: lists the results."""
+"""`vit-fast optimize`: finds the fastest configuration of a model; `vit-fast cache`: lists cached results."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def optimize(
     model: Annotated[
         str,
         typer.Argument(
-            help="A name of `vit-fast models`, timm:NAME, hf:FOLDER, a weights file, an ONNX file, or "
-            "module:function that returns a module."
+            help="One of `vit-fast models`, timm:NAME, hf:FOLDER, a weights file, FILE.onnx, or module:function that "
+            "returns a module."
         ),
     ],
     batch: Annotated[int, typer.Option(help="Images per call.", min=1)] = 1,
@@ -37,26 +37,31 @@ def optimize(
         str | None, typer.Option(help="Also try lower precision: bf16, fp16, int8, fp8.", metavar="A,B")
     ] = None,
     min_agreement: Annotated[
-        float, typer.Option(help="Top-1 agreement that lower precision must reach.", min=0, max=1)
+        float, typer.Option(help="With --allow: required share of images with the model's top class.", min=0, max=1)
     ] = 0.99,
     images: Annotated[
-        list[Path] | None, typer.Option(help="Images or folders (default: the photograph in matplotlib).")
+        list[Path] | None, typer.Option(help="Image files or folders (default: matplotlib's sample image).")
     ] = None,
-    budget: Annotated[float, typer.Option(help="Seconds for the search.", min=1)] = 100,
-    latency: Annotated[bool, typer.Option("--latency", help="Minimize the 90th percentile latency.")] = False,
+    budget: Annotated[
+        float, typer.Option(help="Seconds for the search, including building, exporting and checking.", min=1)
+    ] = 100,
+    latency: Annotated[
+        bool, typer.Option("--latency", help="Minimize the 90th percentile instead of the median.")
+    ] = False,
     memory_limit: Annotated[
-        float | None, typer.Option(help="Skip candidates that need more MiB beyond the model.", min=0.001)
+        float | None, typer.Option(help="Skip candidates that need more MiB beside the model.", min=0.001)
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    save: Annotated[Path | None, typer.Option(help="File for vit_fast.load_optimized.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Save the result for vit_fast.load_optimized.")] = None,
     export: Annotated[
-        Path | None, typer.Option(help="New or empty folder for the model as ONNX file or PyTorch package.")
+        Path | None, typer.Option(help="New or empty folder for an ONNX file or a PyTorch package of the result.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and everything else to stderr.")] = False,
 ) -> None:
-    """Search for the fastest configuration of a model on this machine, verify it against fp64, and cache it.
+    """Find the fastest configuration of a model on this machine, verify it against fp64, and cache it.
 
-    Speedups are relative to the model, and for our own models to eager PyTorch. Ctrl-C returns the best so far.
+    The baseline is the model as given; for names of `vit-fast models`, it is eager PyTorch. Ctrl-C ends the search
+    with the best result so far.
     """
     from rich.console import Console
     from rich.markup import escape
@@ -131,19 +136,19 @@ def _table(result: Optimization) -> Table:
 
 def cache(
     clear: Annotated[bool, typer.Option("--clear", help="Remove all cached results.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
-    """List or remove the cached results of `vit-fast optimize` on this machine."""
+    """List or remove the cached results of `optimize`."""
     from ..measure import cache
 
     if clear:
-        typer.echo(f"removed {cache.clear()} cached results from {cache.folder()}")
+        typer.echo(f"removed {cache.clear()} results from {cache.folder()}")
         return
     found = list(cache.all_results())
     if as_json:
         typer.echo(json.dumps([result.to_dict() for _, result in found], indent=2))
         return
-    typer.echo(f"cached results in {cache.folder()}: {len(found)}")
+    typer.echo(f"cached results: {len(found)}, in {cache.folder()}")
     for path, result in found:
         key = result.key
         shapes = " ".join("x".join(map(str, shape)) + f" {dtype}" for shape, dtype in key["example"])

@@ -1,4 +1,4 @@
-"""`vit-fast report`: writes records as an HTML page."""
+"""`vit-fast report`: writes an HTML page of benchmark records."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def register(app: typer.Typer) -> None:
 def report(
     records: Annotated[
         list[Path],
-        typer.Argument(help="Records of bench, make gpu-check or kernels --host --json, or their folders."),
+        typer.Argument(help="Records or their folders, of bench, make gpu-check or kernels --host --json."),
     ],
     out: Annotated[Path, typer.Option(help="Output file.")] = Path("report.html"),
 ) -> None:

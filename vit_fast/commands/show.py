@@ -1,4 +1,4 @@
-"""`vit-fast show`: figures of a model's attention, features and filters."""
+"""`vit-fast show`: draws figures of a model's attention, features and filters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def show(
             help="A weights file, one of `vit-fast models`, timm:NAME, hf:FOLDER, or module:function that returns one."
         ),
     ],
-    image: Annotated[Path | None, typer.Argument(help="An image (default: the photograph in matplotlib).")] = None,
+    image: Annotated[Path | None, typer.Argument(help="An image (default: matplotlib's sample image).")] = None,
     figures: Annotated[str, typer.Option(help=f"Some of {', '.join(FIGURES)}.", metavar="A,B")] = ",".join(FIGURES),
     blocks: Annotated[
         str, typer.Option(help="Blocks of the attention figure; negative ones from the end.", metavar="0,-1")
@@ -31,7 +31,7 @@ def show(
     img_size: Annotated[
         str | None, typer.Option(help="Image size in pixels (default: the model's).", metavar="N|HxW")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the figures, FIGURE.png each.")] = Path("figures"),
+    out: Annotated[Path, typer.Option(help="Folder to write FIGURE.png files to.")] = Path("figures"),
 ) -> None:
     """Draw patches, filters, positions, attention and features of a model as PNG files.
 

@@ -144,7 +144,7 @@ def look(model: nn.Module, images: Tensor) -> Sight:
     Raises:
         UnsupportedInputError: no attention over patches was seen, or not which tokens are patches.
     """
-    what = f"looking at a {type(model).__name__}"
+    what = f"figures of a {type(model).__name__}"
     if reasons := needs_more(model):
         raise UnsupportedInputError(what, reasons)
     work = copy.deepcopy(model).eval()
@@ -154,7 +154,7 @@ def look(model: nn.Module, images: Tensor) -> Sight:
         work(images)
     attention = [weights for weights in seen.attention if weights.dim() == 4 and weights.shape[2] == weights.shape[3]]
     if not attention:
-        raise UnsupportedInputError(what, ["no attention over its tokens goes through vit_fast.fuse"])
+        raise UnsupportedInputError(what, ["vit_fast.fuse supports none of its attention layers"])
     count = max(weights.shape[-1] for weights in attention)
     of_patches = [shape for shape in seen.convolutions if 0 <= count - math.prod(shape[2:]) <= MOST_PREFIX_TOKENS]
     if not of_patches:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..blocks.fp8_scales import LEAST, LINEARS, MOST, give_scales
 from ..blocks.fused import device_of
-from ..errors import UnsupportedInputError, check_type
+from ..errors import UnsupportedInputError, check_type, type_name
 from ..ops import reference
 from ..ops.descriptions import BlockScales, Norm
 from ..quantization.fp8_agreement import IMAGES, as_taken
@@ -123,18 +123,18 @@ def _batches(model: nn.Module, images: Any) -> list[Tensor]:
     if isinstance(images, Tensor):
         images = images.split(BATCH) if images.dim() > 1 else [images]
     elif isinstance(images, str | bytes) or not isinstance(images, Iterable):
-        raise TypeError(f"images must be a tensor or an iterable of batches, got a {type(images).__name__}")
+        raise TypeError(f"images must be a tensor or an iterable of batches, got {type_name(images)}")
     batches = []
     for number, batch in enumerate(images):
         if isinstance(batch, tuple | list) and batch:
             batch = batch[0]
         if not isinstance(batch, Tensor) or batch.dim() < 2:
-            what = f"shape {tuple(batch.shape)}" if isinstance(batch, Tensor) else f"a {type(batch).__name__}"
+            what = f"shape {tuple(batch.shape)}" if isinstance(batch, Tensor) else type_name(batch)
             raise TypeError(
                 f"batch {number} of images must be a tensor [B, ...], or a tuple with one first, got {what}"
             )
         if len(batch):
-            batches.append(as_taken(model, batch.clone()))  # a loader may write the next one into the same memory
+            batches.append(as_taken(model, batch.clone()))  # a loader may reuse the memory of the batch
     if not batches:
         raise ValueError("images must contain at least one image, got none")
     return batches

@@ -59,7 +59,7 @@ def freeze(model: nn.Module) -> tuple[str, ...]:
 
 
 def unfreeze(model: nn.Module) -> None:
-    """Undoes freeze: the weights are folded in every forward again. A model that is not frozen is left alone."""
+    """Undoes freeze: LayerNorm is folded in every forward again. Does nothing if the model is not frozen."""
     check_type("model", model, nn.Module)
     for module in model.modules():
         if isinstance(module, FusedNormMlp):
@@ -73,5 +73,5 @@ def frozen_of(model: nn.Module) -> list[Frozen]:
 
 
 def frozen_bytes(model: nn.Module) -> int:
-    """Memory of the copies of weights that freeze keeps, in bytes."""
+    """Returns the memory of the cached weights in bytes."""
     return sum(each.bytes for each in frozen_of(model))

@@ -134,17 +134,17 @@ def set_backend(model: nn.Module, backend: str) -> None:
 
 
 def shadow_of(model: nn.Module) -> nn.Module:
-    """Returns a copy of a model that shares its tensors, fused with a backend that runs anywhere."""
+    """Returns a copy of a model that shares its tensors, fused with a backend that runs on any device."""
     shadow = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
     _Walk(shadow, "sdpa", "sdpa").apply()
     return shadow
 
 
-Change = tuple[Sequence[nn.Module], Callable[[], None]]  # the modules whose class or attributes it touches, and it
+Change = tuple[Sequence[nn.Module], Callable[[], None]]  # the modules whose class or attributes fuse changes
 
 
 class _Walk:
-    """One walk over a model: a row for everything that may be fused, and the changes that it takes."""
+    """Walks over a model and collects a report row for everything that may be fused, and the changes to make."""
 
     def __init__(self, model: nn.Module, requested: str, resolved: str) -> None:
         self.model, self.requested, self.resolved = model, requested, resolved
@@ -152,15 +152,15 @@ class _Walk:
         self.elsewhere: list[str] = []
         self.changes: list[Change] = []
         self._spoken_for: dict[nn.Module, bool] = {}
-        self._blocks: set[nn.Module] = set()  # whose norm and MLP are fused from now on
+        self._blocks: set[nn.Module] = set()  # their norm and MLP are fused from now on
         self.visit("", model)
 
     def visit(self, name: str, module: nn.Module, inside_unknown: bool = False) -> bool:
-        """Adds the rows of a module and of all inside it; says whether there are any.
+        """Adds the rows of a module and all modules inside it; returns True if there are any.
 
         Args:
-            inside_unknown: Whether something around it has a row already, or will have: a class that only looks like
-                attention or an MLP is none of its own then.
+            inside_unknown: True if a module around it has or gets a row; a class that only looks like attention or an
+                MLP then gets none.
         """
         if module in self._spoken_for:
             return self._spoken_for[module]
@@ -186,7 +186,7 @@ class _Walk:
         return any(found)
 
     def _other(self, name: str, module: nn.Module, inside_unknown: bool) -> bool:
-        """A module without a fused form: one that is left for a known reason, looks fusable, or is none of ours."""
+        """Handles a module without a fused form, and reports it if it looks like attention or an MLP."""
         if reason := _reason_to_leave(module):
             part = "norm + MLP" if "Block" in type(module).__name__ else "attention"
             self.rows.append(_row(name, module, part, [reason]))
@@ -201,14 +201,14 @@ class _Walk:
         part = "attention" if "Att" in type(module).__name__ else "norm + MLP"
         looks_fusable = looks_fusable and (part == "attention" or stands_in_block(self.model, name))
         if looks_fusable and not (found or inside_unknown) and next(module.parameters(), None) is not None:
-            reason = f"{type(module).__qualname__} is not a class vit_fast knows"
+            reason = f"{type(module).__qualname__} is not a supported class"
             self.rows.append(_row(name, module, part, [reason]))
             found = True
         self._spoken_for[module] = found
         return found
 
     def _sequence(self, name: str, module: Any, form: type[FusedBlocks], inside_unknown: bool) -> bool:
-        """A Sequential, which is fused if it holds nothing but blocks that are."""
+        """Fuses a Sequential if it contains nothing but fused blocks."""
         found = self._children(name, module, inside_unknown)
         if len(module) > 1 and all(block in self._blocks for block in module):
             self.changes.append(([module], lambda: _give_class(module, form, self.requested)))
@@ -216,7 +216,7 @@ class _Walk:
         return found
 
     def _fusable(self, name: str, module: nn.Module, form: type[FusedModule]) -> bool:
-        """A module of a class that has a fused form; says whether it is left."""
+        """Handles a module whose class has a fused form; returns True if it is skipped."""
         finding = form.examine(module)
         reasons: Sequence[str] = _instance_reasons(module, form) or finding.reasons
         notes: list[str] = []
@@ -232,20 +232,22 @@ class _Walk:
         return False
 
     def _fused(self, name: str, module: FusedModule) -> bool:
-        """A module that was fused earlier; says whether it can no longer be."""
+        """Handles a module that was fused earlier; returns True if it can no longer be fused."""
         form = type(module)
         finding = form.examine(module)
         reasons = _reasons_now(module, finding)
         notes: list[str] = []
         if not reasons:
             reasons, notes = self._about_triton(module, form)
-        self.rows.append(_row(name, module, form.kind, reasons, () if reasons else ("already fused", *notes)))
+        self.rows.append(
+            _row(name, module, form.kind, reasons, () if reasons else ("already fused", *finding.notes, *notes))
+        )
         if not reasons:
             self._spoken_for.update(dict.fromkeys(finding.bypassed, True))
             self.changes.append(([module], lambda: _fuse_again(module, self.requested)))
         elif "original" in vars(form) and not forward_is_replaced(module):
             self.changes.append(([module], lambda: _give_class_back(module)))
-        else:  # fully_shard gave it another class, or the forward set on it may call the one it had: that must work
+        else:  # fully_shard changed its class, or a forward set on it may call the old one, which must still work
             self.changes.append(([module], lambda: module.set_fused_backend("sdpa")))
         return bool(reasons)
 
@@ -272,7 +274,7 @@ class _Walk:
                 self.changes.append(([owner], functools.partial(_give_class, owner, FusedPatchEmbed, "auto")))
 
     def apply(self) -> None:
-        """All of it, or none: what was done is undone when something fails."""
+        """Applies all changes; if one fails, undoes the others."""
         kept = [(module, type(module), dict(module.__dict__)) for modules, _ in self.changes for module in modules]
         try:
             for _, change in self.changes:
@@ -300,7 +302,7 @@ class _Walk:
 def _checked_backend(model: nn.Module, backend: str) -> str:
     device = device_of(model)
     resolved = resolve_backend(backend, device, dtype_of(model))
-    if backend == "triton" and device.type != "meta":  # from there a model moves to where it will run
+    if backend == "triton" and device.type != "meta":  # a model moves from meta to its device later
         reasons = triton_unavailable_reasons(device)
         if reasons:
             raise UnsupportedInputError("fuse with backend='triton'", reasons)
@@ -317,9 +319,9 @@ def _instance_reasons(module: nn.Module, form: type[FusedModule]) -> list[str]:
 
 
 def _reasons_now(module: FusedModule, finding: Finding) -> list[str]:
-    """Returns why a module that was fused earlier can no longer be.
+    """Returns the reasons why a module that was fused earlier can no longer be fused.
 
-    Sharded weights are none: fully_shard came after fuse, and gathers them before forward runs.
+    Sharded weights are not a reason: fully_shard came after fuse, and gathers them before forward.
     """
     reasons = ["its forward was replaced on the instance"] if forward_is_replaced(module) else []
     return reasons + [reason for reason in finding.reasons if " is a DTensor: " not in reason]
@@ -344,15 +346,17 @@ def _reason_to_leave(module: nn.Module) -> str | None:
 
 
 def _reads_text_or_decodes(module: nn.Module) -> bool:
-    """True for a language model of transformers, which sees nothing, and for a decoder behind an encoder."""
+    """Returns True for a language model of transformers, and for a decoder behind an encoder."""
     name = type(module).__name__
     decodes = "Decoder" in name and "Encoder" not in name
     return decodes or getattr(module, "input_modalities", None) in ("text", ("text",))
 
 
 def _give_class(module: nn.Module, form: type[FusedModule], backend: str, **attributes: Any) -> None:
-    """Makes the module an instance of its fused class."""
-    module.__dict__.pop("forward", None)  # transformers 4 leaves the class's own behind, which would win over ours
+    """Changes the class of the module to its fused class."""
+    module.__dict__.pop(
+        "forward", None
+    )  # transformers 4 leaves the class's forward on the instance, which would override the fused one
     module.__class__ = form
     module.__dict__.update(attributes)
     fused: Any = module
@@ -366,7 +370,7 @@ def _fuse_again(module: FusedModule, backend: str) -> None:
 
 def _give_class_back(module: FusedModule) -> None:
     if not forward_is_replaced(module):
-        module.__dict__.pop("forward", None)  # as above; one that a user set stays
+        module.__dict__.pop("forward", None)  # as above; a forward set by the user stays
     for name in [name for name in module.__dict__ if name.startswith("vit_fast_")]:
         del module.__dict__[name]
     module.__class__ = type(module).original  # type: ignore[assignment]  # a class of another library

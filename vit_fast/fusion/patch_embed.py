@@ -1,9 +1,9 @@
-"""Pictures as bytes: the normalisation (x / 255 - mean) / std folded into the patch embedding's convolution.
+"""Patch embedding of uint8 images: folds the normalization (x / 255 - mean) / std into the convolution.
 
     conv((x / 255 - mean) / std) = conv'(x - 128),  W' = W / (255 std),  b' = b + sum W (128 / 255 - mean) / std
 
-A byte minus 128 is exact in fp16 and bf16, a normalised value is not. A power of two keeps W' in fp16's normal range.
-W' and b' are made from the Parameters in every forward, in fp32: nothing is copied, and gradients reach the Parameters.
+A byte minus 128 is exact in fp16 and bf16, a normalized value is not. A power of two keeps W' in fp16's normal range.
+Every forward computes W' and b' from the Parameters in fp32, so that gradients reach the Parameters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..blocks.reading import describe
 from ..layers import PatchEmbed
 
 CENTRE = 128.0
-POWER = 64.0  # bytes are divided by it and weights multiplied
+POWER = 64.0  # divides bytes and multiplies weights
 
 
 @fused_form_of(nn.Conv2d, equivalent=False)
@@ -37,16 +37,16 @@ class FusedPatchConv(FusedModule, nn.Conv2d):
             return Finding([f"the patch embedding must be torch.nn.Conv2d, got {describe(module)}"])
         reasons = []
         if any(module.padding) if isinstance(module.padding, tuple) else module.padding != "valid":
-            reasons.append(f"it must not pad, got {module.padding}: zero is not black before normalisation")
+            reasons.append(f"it must not pad, got {module.padding}: zero is not black before normalization")
         if module.groups != 1:
             reasons.append(f"it must have 1 group, got {module.groups}")
-        return Finding(reasons, ["the model now takes images in 0..255, uint8 or floating, not normalised ones"])
+        return Finding(reasons, ["the model now takes images in 0..255, uint8 or floating, not normalized ones"])
 
     def forward(self, input: Tensor) -> Tensor:
-        """Bytes [B, channels, height, width] -> [B, C, rows, columns]."""
+        """Maps bytes [B, channels, height, width] to [B, C, rows, columns]."""
         scale = [POWER / (255.0 * std) for std in self.vit_fast_std]
         shift = [(CENTRE / 255.0 - mean) / std for mean, std in zip(self.vit_fast_mean, self.vit_fast_std)]
-        channels = self.weight.float().split(1, dim=1)  # a scalar a channel: no tensor is made on the host
+        channels = self.weight.float().split(1, dim=1)  # one scalar per channel, to create no tensor on the host
         weight = torch.cat([channel * factor for channel, factor in zip(channels, scale)], dim=1)
         bias = sum(channel.sum(dim=(1, 2, 3)) * offset for channel, offset in zip(channels, shift))
         if self.bias is not None:
@@ -60,12 +60,12 @@ class FusedPatchConv(FusedModule, nn.Conv2d):
 
 @fused_form_of(PatchEmbed, equivalent=False)
 class FusedPatchEmbed(FusedModule, PatchEmbed):
-    """Our own patch embedding, which otherwise refuses bytes."""
+    """vit-fast's own patch embedding for uint8 images, which it otherwise rejects."""
 
     kind = "normalisation"
 
     def forward(self, images: Tensor) -> Any:
-        """Bytes [B, channels, height, width] -> what PatchEmbed returns."""
+        """Maps bytes [B, channels, height, width] to the result of PatchEmbed."""
         return super().forward(images.to(self.proj.weight.dtype))
 
 

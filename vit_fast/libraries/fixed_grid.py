@@ -1,7 +1,7 @@
-"""Qwen's packed towers for images of one size: as models of images, which a graph can hold.
+"""Wraps Qwen's packed towers as models of images of one size, which CUDA graphs and ONNX can represent.
 
-Such a tower is given patches of any number of images and their grids, and reads the grids on the host: where patches
-lie, which of them share a window. For one grid all that is known before, and transformers takes it as given.
+Such a tower takes patches of any number of images and their grids. It reads the grids on the host to compute positions
+and windows. For one grid these are known beforehand, and transformers accepts them as arguments.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ TOWERS = ("Qwen2VisionTransformerPretrainedModel", "Qwen2_5_VisionTransformerPre
 class FixedGrid(nn.Module):
     """A vision tower of Qwen2-VL or Qwen2.5-VL for images of one size.
 
-    Nothing is read on the host in its forward, so `GraphRunner` captures it, `compile` traces it whole, and, once
-    the tower is fused, `export_onnx` writes it.
+    Its forward reads nothing on the host, so `GraphRunner` captures it, `compile` traces it whole, and, once the tower
+    is fused, `export_onnx` exports it.
 
     Args:
         tower: `model.visual`, fused or not; it is not copied.
-        image_hw: Height and width of the images in pixels, or one number for both, as the processor resized them:
-            multiples of the patch times the merge, 28 in the published models.
+        image_hw: Height and width of the images in pixels after the processor's resizing, or one number for both. Must
+            be multiples of the patch size times the merge size, 28 in the published models.
     Raises:
-        ValueError: image_hw does not divide.
-        UnsupportedInputError: it is another model, or transformers is too old.
+        ValueError: image_hw is not such a multiple.
+        UnsupportedInputError: the model has another class, or transformers is too old.
     """
 
     def __init__(self, tower: nn.Module, image_hw: int | Size) -> None:
@@ -53,7 +53,7 @@ class FixedGrid(nn.Module):
         self.given = [name for name, _ in self.named_buffers(recurse=False)]
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images [B, 3, height, width], normalised -> what the language model is given, [B, tokens, C]."""
+        """Maps normalized images [B, 3, height, width] to the input of the language model, [B, tokens, C]."""
         image = (self.channels, *self.image_hw)
         if images.shape[1:] != image:
             raise ValueError(f"images must have shape [B, {', '.join(map(str, image))}], got {tuple(images.shape)}")
@@ -63,13 +63,13 @@ class FixedGrid(nn.Module):
         return merged.unflatten(0, (batch, -1))
 
     def patches(self, images: Tensor) -> Tensor:
-        """Cuts images [B, channels, height, width] as the processor does: [B N, channels frames patch patch]."""
+        """Cuts images [B, channels, height, width] like the processor: [B N, channels frames patch patch]."""
         cells = images.unflatten(3, (-1, self.merge, self.patch)).unflatten(2, (-1, self.merge, self.patch))
         by_patch = cells.permute(0, 2, 5, 3, 6, 1, 4, 7).unsqueeze(6)  # [B, rows, columns, merge, merge, channels, ...]
         return by_patch.expand(*(-1,) * 6, self.frames, -1, -1).flatten(5).flatten(0, 4)
 
     def _of_all(self, name: str, batch: int) -> Tensor:
-        """Repeats what is known of one image for all images of a batch."""
+        """Repeats the facts about one image for all images of a batch."""
         one = self.get_buffer(name)
         if name == "position_ids":
             return one.repeat(batch, 1)
@@ -80,28 +80,28 @@ class FixedGrid(nn.Module):
 
 
 class FixedGridModel(ImageModel):
-    """One to be exported."""
+    """A FixedGrid to be exported."""
 
     def make_exportable(self, undo: contextlib.ExitStack, dynamic_size: bool) -> None:
-        """Its layers, which are fused, know what to write."""
+        """Does nothing, because fused layers can be exported."""
 
     def run(self, images: Tensor, head: Head, dynamic_size: bool) -> Tensor:
-        """Returns what the language model is given of images, [B, tokens, C]."""
+        """Returns the input of the language model for images, [B, tokens, C]."""
         tokens: Tensor = self.model(images)
         return tokens
 
 
 def recognise(model: nn.Module) -> ImageModel | None:
-    """Describes a FixedGrid; None for another model.
+    """Describes a FixedGrid for export; returns None for another model.
 
     Raises:
-        UnsupportedInputError: its tower is not fused: transformers' own layers read lengths on the host.
+        UnsupportedInputError: its tower is not fused; transformers' own layers read lengths on the host.
     """
     if not isinstance(model, FixedGrid):
         return None
     blocks: Any = model.tower.blocks
     unfused = [
-        f"blocks.{i}.attn is transformers' own: fuse the tower first, with any backend"
+        f"blocks.{i}.attn must be fused: call vit_fast.fuse(tower) first, with any backend"
         for i, block in enumerate(blocks)
         if not isinstance(block.attn, FusedModule)
     ]
@@ -132,7 +132,7 @@ def _reasons(tower: nn.Module) -> list[str]:
 
 
 def _layout(tower: Any, grid: Tensor) -> dict[str, Tensor]:
-    """Returns what transformers makes of a grid, by the names under which its towers take it."""
+    """Returns the facts that transformers computes from a grid, by the names of the towers' arguments."""
     from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
     merge = tower.config.spatial_merge_size

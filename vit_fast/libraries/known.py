@@ -1,4 +1,4 @@
-"""Every library that is known, and finding the one that weights, a configuration or a model are of."""
+"""Lists every supported library, and finds the one that weights, a configuration or a model come from."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted | None:
-    """A state dict in timm's names, with what was renamed and ignored on the way.
+    """Converts a state dict to timm's names.
 
     Args:
-        state: Parameters under any of the known libraries' names, also behind `module.` or `_orig_mod.`.
-        config: The model they are for: decides where a class position goes.
+        state: Parameters under the names of a supported library, optionally with the prefix `module.` or `_orig_mod.`.
+        config: Config of the target model, which decides whether the class token has a position.
     Returns:
-        None where no library recognises the names.
+        The converted state dict with the renamed and ignored names; None if no library recognizes the names.
     """
     state = strip_wrappers(state)
     for library in NAMED_WEIGHTS:
@@ -66,17 +66,17 @@ def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted | None:
 
 
 def known_names() -> str:
-    """Whose names of weights are known, for messages."""
+    """Returns the names of all supported layouts of weights, for messages."""
     return ", ".join(library.NAME for library in NAMED_WEIGHTS)
 
 
 def recognise(model: nn.Module) -> ImageModel:
-    """Recognises a model to be exported.
+    """Describes a model for export.
 
     Returns:
-        What its library knows of it, with the module in evaluation mode, in fp32 on the CPU; a copy where it was not.
+        The model in evaluation mode, in fp32 on the CPU, copied if needed, with facts from its library.
     Raises:
-        UnsupportedInputError: it belongs to no library that is known, or is a kind of model that takes no images.
+        UnsupportedInputError: its library is not supported, or it is not a model of images.
     """
     found = next((found for library in IMAGE_MODELS if (found := library.recognise(model)) is not None), None)
     if found is None:
@@ -86,7 +86,7 @@ def recognise(model: nn.Module) -> ImageModel:
         )
     if any(p.dtype != torch.float32 or p.device.type != "cpu" for p in model.parameters()) or model.training:
         if next(model.parameters()).device.type == "meta":
-            raise UnsupportedInputError("export", ["the model's weights are on the meta device: there are none"])
+            raise UnsupportedInputError("export", ["the model must have weights, got the meta device: load them first"])
         found.model = copy.deepcopy(model).to("cpu", torch.float32).eval()
     if any(hasattr(module, "vit_fast_mean") for module in model.modules()):
         found.takes_bytes = True
@@ -114,9 +114,9 @@ def left_reason(cls: type[nn.Module]) -> str | None:
 
 
 def stands_in_block(model: nn.Module, name: str) -> bool:
-    """True if attention is beside a module, as in an encoder block; not beside heads, projectors and connectors.
+    """Returns True if a module is near attention, as in an encoder block, unlike heads, projectors and connectors.
 
-    Attention counts in the two modules around it and their children, except in lists of layers.
+    Checks the two modules around it and their children, except in lists of layers.
     """
     for _ in range(2):
         if not name:

@@ -1,4 +1,4 @@
-"""The same architecture in another library, with the very same weights."""
+"""Builds the same architecture in another library, with the same weights."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def take_weights(
     convert: Callable[[Mapping[str, Tensor], ViTConfig], Converted],
     config: ViTConfig,
 ) -> None:
-    """Gives a library's model our weights, all of them, under the library's own names; in place.
+    """Copies all our weights into a library's model, in place, under the library's names.
 
     Args:
-        model: Made for `config`; its parameters keep dtype and device.
-        weights: By our names.
-        convert: The library's, which says what each of our tensors is made of; for this model it must rename and join
-            alone, which tests/test_libraries.py holds of every library that builds one.
-        config: The shape of both.
+        model: Model for `config`; its parameters keep dtype and device.
+        weights: Weights by our names.
+        convert: The library's `convert`. For this model it must only rename and concatenate, see
+            tests/test_libraries.py.
+        config: Shape of both models.
     Raises:
         UnsupportedInputError: one of the two has a parameter that the other lacks; nothing was changed.
         RuntimeError: a parameter has another shape.
@@ -70,7 +70,7 @@ def plain_vit_reasons(config: ViTConfig) -> list[str]:
 
 
 def reasons(config: ViTConfig, **accepted: Iterable[object]) -> list[str]:
-    """Returns the reasons why a config does not fit: fields with other values than these."""
+    """Returns all config fields whose value is not among the given ones."""
     return [
         f"{name} must be {' or '.join(map(repr, values))}, got {getattr(config, name)!r}"
         for name, values in accepted.items()

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ..apps.data import CALIBRATION_IMAGES, as_inputs
+from ..apps.data import photographs as read
 from ..errors import UnsupportedInputError
 from ..fusion.calibration import calibrate
 from ..fusion.freezing import freeze
@@ -106,9 +108,6 @@ def _calibration_images(
     images = only_images(example)
     if images is None:
         raise UnsupportedInputError(candidate.name, ["the model must take one tensor"])
-    from vit_fast.export.photographs import CALIBRATION_IMAGES, as_inputs
-    from vit_fast.export.photographs import photographs as read
-
     data = None
     try:
         data = recognise(model).data_config

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -40,11 +41,14 @@ class OnnxFile(nn.Module):
     def __init__(self, path: str | Path, device: torch.device | str = "cpu", image_hw: Size | None = None) -> None:
         super().__init__()
         from vit_fast.export import OnnxRunner
+        from vit_fast.export.runtime.model_files import copy_model, parts_of
 
         self.path, self.image_hw = Path(path), image_hw
-        if len(_parts(self.path)) > 1:  # ONNX Runtime maps external weights, which may change
+        if len(parts_of(self.path)) > 1:  # ONNX Runtime maps external weights, which may change
             self._folder = tempfile.TemporaryDirectory()
-            self.path = _copy_file(self.path, Path(self._folder.name) / self.path.name)
+            copied = Path(self._folder.name) / self.path.name
+            copy_model(self.path, copied)
+            self.path = copied
         self.device = torch.device(device)
         threads = torch.get_num_threads() if self.device.type == "cpu" else None
         self.runner = OnnxRunner(self.path, str(self.device), threads=threads, image_hw=image_hw)
@@ -136,10 +140,12 @@ def write_onnx(
 
 
 def _convert_file(candidate: Candidate, model: OnnxFile, path: Path, calibration: Sequence[Path] | None) -> None:
-    if candidate.precision is None or candidate.engine == "openvino":
-        _copy_file(model.path, path)
-        return
     from vit_fast.export.quantise import quantise_file
+    from vit_fast.export.runtime.model_files import copy_model
+
+    if candidate.precision is None or candidate.engine == "openvino":
+        copy_model(model.path, path)
+        return
 
     quantise_file(model.path, path, "ort-cuda" if model.device.type == "cuda" else "ort-cpu", calibration or ())
 
@@ -159,12 +165,10 @@ def open_file(
     on_cpu = images.device.type == "cpu"
     threads = (candidate.threads or torch.get_num_threads()) if on_cpu else None
     if candidate.engine == "openvino":
-        from vit_fast.export.openvino import OpenvinoRunner
-
         if not on_cpu:
             raise UnsupportedInputError(candidate.name, [f"images must be on the CPU, got {images.device}"])
         precision = "bf16" if candidate.precision == "bf16" or images.dtype == torch.bfloat16 else "fp32"
-        return OpenvinoRunner(path, threads=threads, precision=precision)
+        return _Openvino(path, threads=threads, precision=precision)
     from vit_fast.export import OnnxRunner
 
     where = f"tensorrt:{images.device.index or 0}" if candidate.engine == "tensorrt" else str(images.device)
@@ -176,26 +180,35 @@ def _of_fp32(run: Run) -> Run:
     return lambda images: run(images.float() if images.is_floating_point() else images)
 
 
-def _parts(path: Path) -> list[Path]:
-    from vit_fast.export.model_files import external_tensors, read_proto
-
-    locations = {
-        entry.value for tensor in external_tensors(read_proto(path)) for entry in tensor.external_data
-        if entry.key == "location"
-    }  # fmt: skip
-    return [path, *(path.parent / location for location in sorted(locations))]
-
-
-def _copy_file(source: Path, path: Path) -> Path:
-    for part in _parts(source):
-        beside = path.parent / part.relative_to(source.parent) if part != source else path
-        beside.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(part, beside)
-    return path
-
-
 def _digest(path: Path) -> str:
+    from vit_fast.export.runtime.model_files import parts_of
+
     digest = hashlib.sha256()
-    for part in _parts(path):
+    for part in parts_of(path):
         digest.update(part.read_bytes())
     return digest.hexdigest()[:16]
+
+
+class _Openvino:
+    """Runs an ONNX file in OpenVINO on the CPU; `precision` is that of the matrix products of a file in fp32.
+
+    Raises:
+        ImportError: openvino is not installed.
+        UnsupportedInputError: this CPU has no products in bf16.
+        RuntimeError: OpenVINO cannot load the file.
+    """
+
+    def __init__(self, path: Path, threads: int | None, precision: str) -> None:
+        import openvino
+
+        core, hint = openvino.Core(), {"fp32": "f32", "bf16": "bf16"}[precision]
+        if precision == "bf16" and "BF16" not in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+            raise UnsupportedInputError("openvino", ["this CPU has no products in bf16; use fp32"])
+        options = {"INFERENCE_PRECISION_HINT": hint, "INFERENCE_NUM_THREADS": threads or torch.get_num_threads()}
+        self._request = core.compile_model(core.read_model(path), "CPU", options).create_infer_request()
+        self._lock = threading.Lock()  # a request computes one batch at a time
+
+    def __call__(self, images: Tensor) -> Tensor:
+        array = np.ascontiguousarray(images.numpy())
+        with self._lock:
+            return torch.from_numpy(self._request.infer({0: array}, share_inputs=True)[0])

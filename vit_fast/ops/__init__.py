@@ -1,4 +1,4 @@
-"""The operators: one signature each, computed by the eager formula, torch's fused kernels or ours."""
+"""Public operators: attention, LayerNorm + MLP, and qk-norm with rotary positions, each with a choice of backends."""
 
 from .attention import (
     attention,

@@ -1,4 +1,4 @@
-"""Softmax attention of a batch or of packed sequences: public functions, validation, dispatch to a backend."""
+"""Softmax attention of batches and packed sequences: public functions, validation and dispatch to a backend."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def attention(
     key_mask: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Softmax attention, softmax(scale * q k^T) v, not causal.
+    """Computes softmax attention, softmax(scale * q k^T) v, without a causal mask.
 
     Args:
-        q: Queries [B, H, N_q, D]; fp32, fp16 or bf16 (fp64 too with eager and sdpa). With triton D is 16 to 128 and
-            contiguous; other strides are free.
-        k: Keys [B, H, N_kv, D], q's dtype and device.
-        v: Values, shaped as k.
-        scale: Multiplier of q k^T, dimensionless. None means D**-0.5.
+        q: Queries [B, H, N_q, D]; fp32, fp16 or bf16 (also fp64 with eager and sdpa). With triton, D must be 16 to 128
+            and contiguous; other strides are arbitrary.
+        k: Keys [B, H, N_kv, D], with the dtype and device of q.
+        v: Values, with the shape, dtype and device of k.
+        scale: Multiplier of q k^T. None means D**-0.5.
         key_mask: bool [B, N_kv], False for padding. The output is 0 if an image has no key.
-        backend: "eager", "sdpa", "triton" or "auto" (by q's device).
+        backend: "eager", "sdpa", "triton" or "auto" (chosen by the device of q).
     Returns:
-        [B, H, N_q, D] in q.dtype (under autocast, with sdpa and triton, in autocast's), accumulated in fp32.
+        [B, H, N_q, D] in q.dtype, accumulated in fp32. Under autocast, sdpa and triton return autocast's dtype.
     Raises:
-        ValueError: shapes, dtypes or devices disagree.
-        UnsupportedInputError: this backend cannot run this input; lists all reasons.
+        ValueError: shapes, dtypes or devices do not match.
+        UnsupportedInputError: the backend cannot run this input; lists all reasons.
     Source: "Attention Is All You Need", arXiv 1706.03762, equation 1; FlashAttention-2, arXiv 2307.08691.
     """
     check_tensors(q=q, k=k, v=v)
@@ -64,17 +64,17 @@ def attention(
 
 
 def attention_qkvpacked(qkv: Tensor, *, scale: float | None = None, backend: str = "auto") -> Tensor:
-    """Softmax attention on the qkv linear's output, without a copy.
+    """Computes softmax attention from the output of the qkv linear layer, without a copy.
 
     Args:
-        qkv: Packed projections [B, N, 3, H, D]; fp32, fp16 or bf16 (fp64 too with eager and sdpa).
-        scale: Multiplier of q k^T, dimensionless. None means D**-0.5.
-        backend: "eager", "sdpa", "triton" or "auto" (by qkv's device).
+        qkv: Packed projections [B, N, 3, H, D]; fp32, fp16 or bf16 (also fp64 with eager and sdpa).
+        scale: Multiplier of q k^T. None means D**-0.5.
+        backend: "eager", "sdpa", "triton" or "auto" (chosen by the device of qkv).
     Returns:
-        [B, N, H, D] in qkv.dtype, contiguous: the input of the proj linear.
+        [B, N, H, D] in qkv.dtype, contiguous: the input of the proj linear layer.
     Raises:
-        ValueError: qkv is not [B, N, 3, H, D] of a floating dtype.
-        UnsupportedInputError: this backend cannot run this input; lists all reasons.
+        ValueError: the shape of qkv is not [B, N, 3, H, D], or its dtype is not floating.
+        UnsupportedInputError: the backend cannot run this input; lists all reasons.
     """
     check_tensors(qkv=qkv)
     if qkv.dim() != 5 or qkv.shape[2] != 3:
@@ -99,24 +99,24 @@ def attention_varlen(
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Softmax self-attention of packed sequences, each attending to itself; not causal.
+    """Computes softmax self-attention within each of several packed sequences, without a causal mask.
 
     Args:
-        q: Queries [total, H, D]; fp32, fp16 or bf16 (fp64 too with eager and sdpa). With triton D is 16 to 128 and
-            contiguous; other strides are free. So are k and v.
-        cu_seqlens: int32 [S + 1] on q's device: sequence i is tokens cu_seqlens[i] to cu_seqlens[i + 1], the first
-            element is 0, and sequences may be empty. Triton does not read it on the host, to avoid a synchronization,
-            and therefore does not detect values that decrease or exceed `total`; eager and sdpa do.
+        q, k, v: [total, H, D]; fp32, fp16 or bf16 (also fp64 with eager and sdpa). With triton, D must be 16 to 128 and
+            contiguous; other strides are arbitrary.
+        cu_seqlens: int32 [S + 1] on the device of q. Sequence i consists of tokens cu_seqlens[i] to cu_seqlens[i + 1].
+            The first element is 0, and sequences may be empty. Triton does not read it on the host, to avoid a
+            synchronization, and therefore does not detect values that decrease or exceed `total`; eager and sdpa do.
         max_seqlen: Tokens of the longest sequence. With triton it selects tiles and does not change results.
-        scale: Multiplier of q k^T, dimensionless. None means D**-0.5.
-        backend: "eager", "sdpa", "triton" or "auto" (by q's device).
+        scale: Multiplier of q k^T. None means D**-0.5.
+        backend: "eager", "sdpa", "triton" or "auto" (chosen by the device of q).
     Returns:
-        [total, H, D] in q.dtype (under autocast, with sdpa and triton, in autocast's), accumulated in fp32. Tokens
+        [total, H, D] in q.dtype, accumulated in fp32. Under autocast, sdpa and triton return autocast's dtype. Tokens
         after the last sequence are 0.
     Raises:
-        ValueError: shapes, dtypes or devices disagree, or cu_seqlens is invalid (eager and sdpa only).
-        UnsupportedInputError: this backend cannot run this input; lists all reasons.
-    Source: flash_attn_varlen_func of github.com/Dao-AILab/flash-attention for the conventions.
+        ValueError: shapes, dtypes or devices do not match, or cu_seqlens is invalid (eager and sdpa only).
+        UnsupportedInputError: the backend cannot run this input; lists all reasons.
+    Source: the conventions of flash_attn_varlen_func, github.com/Dao-AILab/flash-attention.
     """
     check_tensors(q=q, k=k, v=v, cu_seqlens=cu_seqlens)
     backend = resolve_backend(backend, q.device, q.dtype)
@@ -141,16 +141,17 @@ def attention_varlen(
 def attention_varlen_qkvpacked(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, scale: float | None = None, backend: str = "auto"
 ) -> Tensor:
-    """`attention_varlen` on the qkv linear's output, without a copy.
+    """Computes `attention_varlen` from the output of the qkv linear layer, without a copy.
 
     Args:
-        qkv: Packed projections [total, 3, H, D]; fp32, fp16 or bf16 (fp64 too with eager and sdpa).
-        cu_seqlens: See `attention_varlen`, also for the other arguments.
+        qkv: Packed projections [total, 3, H, D]; fp32, fp16 or bf16 (also fp64 with eager and sdpa).
+        cu_seqlens, max_seqlen, scale, backend: See `attention_varlen`.
     Returns:
-        [total, H, D] in qkv.dtype, contiguous: the input of the proj linear.
+        [total, H, D] in qkv.dtype, contiguous: the input of the proj linear layer.
     Raises:
-        ValueError: qkv is not [total, 3, H, D] of a floating dtype, or cu_seqlens is invalid (eager and sdpa only).
-        UnsupportedInputError: this backend cannot run this input; lists all reasons.
+        ValueError: the shape of qkv is not [total, 3, H, D], its dtype is not floating, or cu_seqlens is invalid (eager
+            and sdpa only).
+        UnsupportedInputError: the backend cannot run this input; lists all reasons.
     """
     check_tensors(qkv=qkv, cu_seqlens=cu_seqlens)
     if qkv.dim() != 4 or qkv.shape[1] != 3:
@@ -167,14 +168,14 @@ def attention_varlen_qkvpacked(
 
 
 def attention_among(qkv: Tensor, keys: Keys | None, *, scale: float | None = None, backend: str = "auto") -> Tensor:
-    """Attention on the qkv linear's output, over all or selected keys.
+    """Computes attention from the output of the qkv linear layer, over all keys or selected ones.
 
     Args:
         qkv: [B, N, 3, H, D]; for packed sequences [total, 3, H, D] or [1, total, 3, H, D].
         keys: None means all keys of an image.
-        scale: See `attention`, also for backend.
+        scale, backend: See `attention`.
     Returns:
-        A tensor with qkv's shape without the 3.
+        A tensor with the shape of qkv without the 3.
     """
     if keys is None:
         return attention_qkvpacked(qkv, scale=scale, backend=backend)
@@ -198,12 +199,13 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """Replaces torch.nn.functional.scaled_dot_product_attention, with the same signature and results.
 
-    The kernel supports boolean padding masks, which are equal for all queries and heads. They are recognized by sizes
-    or strides; values are not inspected. Other masks, dropout, causality, grouped queries and other unsupported inputs
-    use torch's function, also inside torch.func transforms and if torch's fused kernels are disabled (`sdpa_kernel`).
+    The kernel supports boolean padding masks, which are equal for all queries and heads. It recognizes them by their
+    sizes and strides, and does not read their values. Torch's function runs other inputs: other masks, dropout, causal
+    masks, grouped queries, calls inside torch.func transforms, and calls with torch's fused kernels disabled
+    (`sdpa_kernel`).
     """
     tensors = [query, key, value, *([] if attn_mask is None else [attn_mask])]
-    # first of all the tensors: stand-ins such as fx's Proxy come with others for the numbers, which cannot be asked
+    # check the tensors first: fx's Proxy also stands in for the numbers, which cannot be compared then
     plain = all(map(_is_ordinary, tensors)) and dropout_p == 0.0 and not is_causal and not enable_gqa
     if plain and _auto_is_triton(query):
         q, k, v = autocast(query, key, value)
@@ -217,7 +219,7 @@ def scaled_dot_product_attention(
 
 
 def scale_of(tensor: Tensor, scale: float | None) -> float:
-    # without channels there is nothing to scale; a symbolic width stays symbolic
+    # max: a width of 0 has nothing to scale; a symbolic width stays symbolic
     return max(tensor.shape[-1], 1) ** -0.5 if scale is None else float(scale)
 
 
@@ -235,12 +237,12 @@ def key_mask_of(attn_mask: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
 
 
 def _is_ordinary(tensor: Tensor) -> bool:
-    """True unless it is nested or a subclass such as DTensor or fx's Proxy: those are for torch."""
+    """Returns False for nested tensors and subclasses such as DTensor or fx's Proxy, which torch's function runs."""
     return type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_nested
 
 
 def _auto_is_triton(query: Tensor) -> bool:
-    """True if our kernel may take the place of torch's choice of one, which the user can restrict."""
+    """Returns True if the Triton kernel may replace torch's choice of a kernel, which the user can restrict."""
     if query.dim() != 4 or in_transform() or is_exporting():
         return False
     return _fused_sdpa_is_allowed() and resolve_backend("auto", query.device, query.dtype) == "triton"
@@ -248,19 +250,19 @@ def _auto_is_triton(query: Tensor) -> bool:
 
 @constant_to_compiler
 def _fused_sdpa_is_allowed() -> bool:
-    """False inside `sdpa_kernel(SDPBackend.MATH)` or the like. A compiled graph keeps its choice."""
+    """Returns False inside `sdpa_kernel(SDPBackend.MATH)` and similar contexts. A compiled graph stores the result."""
     cuda = torch.backends.cuda
     return cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()
 
 
 def is_exporting() -> bool:
-    """True if the program is captured for another runtime, which has SDPA and not our operators."""
+    """Returns True if the program is captured for another runtime, which has SDPA but not our operators."""
     return in_torch_export() or torch.jit.is_tracing()
 
 
 @constant_to_compiler
 def in_torch_export() -> bool:
-    """True inside torch.export. torch.compile 2.11 takes torch.compiler.is_exporting(), which reads this, for True."""
+    """Returns True inside torch.export. torch.compile 2.11 replaces torch.compiler.is_exporting() with True."""
     return torch.compiler._is_exporting_flag
 
 
@@ -275,7 +277,7 @@ def check_dtype(name: str, tensor: Tensor) -> None:
 
 
 def check_key_mask(key_mask: Tensor, batch: int, tokens: int, device: torch.device) -> None:
-    """Raises ValueError unless the mask fits the numbers of images and keys."""
+    """Raises ValueError unless the mask is bool [batch, tokens] on `device`."""
     fits = key_mask.dim() == 2 and key_mask.shape == (batch, tokens)
     if key_mask.dtype != torch.bool or key_mask.device != device or not fits:
         raise ValueError(
@@ -297,7 +299,7 @@ def check_alike(q: Tensor, k: Tensor, v: Tensor, shape: str) -> None:
 
 
 def check_lengths(cu_seqlens: Tensor, max_seqlen: int, tokens: Tensor) -> None:
-    """Raises ValueError for invalid lengths, as far as this is known without reading them."""
+    """Raises ValueError for invalid lengths, as far as possible without reading them from the device."""
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.device != tokens.device:
         raise ValueError(
             f"cu_seqlens must be torch.int32 on {tokens.device}, got {cu_seqlens.dtype} on {cu_seqlens.device}"
@@ -309,7 +311,7 @@ def check_lengths(cu_seqlens: Tensor, max_seqlen: int, tokens: Tensor) -> None:
 
 
 def _lengths_read(cu_seqlens: Tensor, max_seqlen: int, total: int) -> list[int]:
-    """Reads the lengths, which waits for the device, and checks them."""
+    """Reads the lengths, which synchronizes with the device, and checks them."""
     bounds: list[int] = cu_seqlens.tolist()
     lengths = [end - start for start, end in itertools.pairwise(bounds)]
     if bounds[0] != 0 or bounds[-1] > total or min(lengths, default=0) < 0:
@@ -321,7 +323,7 @@ def _lengths_read(cu_seqlens: Tensor, max_seqlen: int, total: int) -> list[int]:
 
 
 def _by_torch(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float | None) -> Tensor:
-    """torch's own attention, a call for all sequences of one length that follow each other, as windows do."""
+    """Runs torch's attention, with one call for consecutive sequences of equal length, such as windows."""
     mixed, start = [], 0
     for length, group in itertools.groupby(lengths):
         end = start + length * len(list(group))
@@ -332,12 +334,12 @@ def _by_torch(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float 
         start = end
     if start < q.shape[0] or not mixed:
         everything = torch.ones((), dtype=torch.bool, device=q.device)
-        mixed.append(q[start:].masked_fill(everything, 0))  # as in the definition
+        mixed.append(q[start:].masked_fill(everything, 0))  # as in the reference
     return torch.cat(mixed)
 
 
 def _with_block_mask(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float | None) -> Tensor:
-    """torch's own attention over all tokens, masked: what another runtime can be told, where lengths are not known."""
+    """Runs torch's attention over all tokens with a block mask, for runtimes without variable-length attention."""
     token = torch.arange(q.shape[0], device=q.device)
     sequence = (token[:, None] >= cu_seqlens[None, 1:]).sum(1)  # [total]
     inside = sequence < cu_seqlens.shape[0] - 1

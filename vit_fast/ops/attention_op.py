@@ -1,7 +1,7 @@
-"""Attention by the kernels as torch operators: `vit_fast::attention` and `vit_fast::attention_backward`.
+"""Attention kernels as torch operators: `vit_fast::attention` and `vit_fast::attention_backward`.
 
-One operator for q, k, v apart or packed, for a batch, sequences of any lengths and masked keys. Only torch is needed to
-register and trace it; Triton and the kernels are imported when it first runs.
+One operator runs batches, packed sequences and masked keys, with q, k and v separate or packed. Registering and tracing
+it needs torch only; Triton and the kernels are imported at its first run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SMALLEST_TILE = 32
 
 
 def unsupported_reasons(q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[str]:
-    """Every reason why the kernel cannot compute attention of q, k, v [B, H, N, D]; empty when it can."""
+    """Returns all reasons why the kernel cannot compute attention of q, k, v [B, H, N, D]."""
     reasons = kernel_reasons(q.device, q.dtype)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
@@ -52,29 +52,29 @@ def unsupported_reasons(q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[s
         longest = max(q.shape[2], k.shape[2])
         if q.shape[0] * q.shape[1] * -(-longest // _SMALLEST_TILE) > _MAX_GRID:
             reasons.append(f"B * H * N / {_SMALLEST_TILE} must be at most {_MAX_GRID}: split the batch")
-    if not 0 < scale < math.inf:  # comparisons, which a symbolic scale knows too
+    if not 0 < scale < math.inf:  # math.isfinite does not accept a symbolic scale
         reasons.append(f"scale must be a positive finite number, got {scale}")
     return reasons
 
 
 def heads_first(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v [B, H, N, D] as views of [B, N, 3, H, D]."""
+    """Returns q, k, v [B, H, N, D] as views of [B, N, 3, H, D]."""
     q, k, v = packed.transpose(1, 3).unbind(2)
     return q, k, v
 
 
 def as_batch(packed: Tensor) -> Tensor:
-    """[total, H, D] as the view [1, H, total, D]."""
+    """Returns [total, H, D] as the view [1, H, total, D]."""
     return packed.transpose(0, 1).unsqueeze(0)
 
 
 def last_stride_one(tensor: Tensor) -> Tensor:
-    """Autograd hands over gradients of any layout, such as the expanded scalar of `sum`; the kernel needs rows."""
+    """Makes the last dimension contiguous: gradients can have any layout, such as the expanded scalar of `sum`."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _views(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v [B, H, N, D] as views of what `attention_forward` takes."""
+    """Returns q, k, v [B, H, N, D] as views of the arguments of `attention_forward`."""
     first = qkv[0]
     if len(qkv) == 1:
         return heads_first(first if first.dim() == 5 else first[None])
@@ -83,9 +83,9 @@ def _views(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _new_output(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """The output, its view [B, H, N_q, D], and the log-sum-exp.
+    """Allocates the output, its view [B, H, N_q, D], and the log-sum-exp.
 
-    In memory it is [B, N_q, H, D], so that joining the heads copies nothing.
+    The memory layout is [B, N_q, H, D], so that concatenating the heads copies nothing.
     """
     q = _views(qkv)[0]
     batch, heads, tokens, head_dim = q.shape
@@ -99,15 +99,15 @@ def _new_output(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 def attention_forward(
     qkv: Sequence[Tensor], cu_seqlens: Tensor | None, key_mask: Tensor | None, longest: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """softmax(scale q k^T) v, and its log-sum-exp [B, H, N_q], fp32, base 2.
+    """Computes softmax(scale q k^T) v and its log-sum-exp [B, H, N_q], fp32, base 2.
 
     Args:
-        qkv: q, k and v [B, H, N, D], or one tensor of them [B, N, 3, H, D]; of packed sequences 3 x [total, H, D],
-            [total, 3, H, D] or, with B = 1, [B, N, 3, H, D].
-        cu_seqlens: Bounds of packed sequences; `longest` is their max_seqlen.
-        key_mask: bool [B, N_kv], of padded images.
+        qkv: Either [q, k, v], each [B, H, N, D] or, for packed sequences, [total, H, D]; or one tensor [B, N, 3, H, D]
+            or [total, 3, H, D].
+        cu_seqlens: Bounds of packed sequences, for which B is 1; `longest` is their max_seqlen.
+        key_mask: bool [B, N_kv] for padded images.
     Returns:
-        The output in the layout of q, of one tensor without its 3.
+        The output in the layout of q, or of the packed tensor without its 3; and the log-sum-exp.
     """
     q, k, v = _views(qkv)
     out, view, lse = _new_output(qkv)
@@ -137,7 +137,7 @@ def attention_gradient(
     grad_output: Tensor, qkv: Sequence[Tensor], out: Tensor, lse: Tensor, cu_seqlens: Tensor | None,
     key_mask: Tensor | None, longest: int, scale: float,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of `qkv` in `attention_forward`, contiguous; of one tensor the three are written in place in one."""
+    """Computes the gradients of `qkv`, contiguous. For one packed tensor, they are written to one packed gradient."""
     gradients = [tensor.new_empty(tensor.shape) for tensor in qkv]
     q, k, v = _views(qkv)
     if cu_seqlens is not None and not q.shape[2]:
@@ -151,7 +151,7 @@ def attention_gradient(
 
 
 def _output_view(out: Tensor, qkv: Sequence[Tensor]) -> Tensor:
-    """An output, or its gradient, as [B, H, N_q, D]."""
+    """Returns an output, or its gradient, as [B, H, N_q, D]."""
     if out.dim() == 3:
         return as_batch(out)
     return out if len(qkv) == 3 else out.transpose(1, 2)
@@ -162,7 +162,7 @@ def _fake_gradient(grad_output: Tensor, qkv: Sequence[Tensor], *args: Any) -> li
 
 
 def attention_flop(batch: int, heads: int, n_q: int, n_kv: int, head_dim: int) -> int:
-    """FLOP of a forward, 2 a multiply-add: two products. A backward has five, 2.5 times as many."""
+    """Returns the FLOP of a forward, two matmuls with 2 FLOP per multiply-add. A backward has five matmuls."""
     return 4 * batch * heads * n_q * n_kv * head_dim
 
 

@@ -1,4 +1,4 @@
-"""The backends: what "auto" means on a device, why a backend cannot run, and compiling without launching."""
+"""Backends: resolves "auto", lists why a backend cannot run on a device, and compiles kernels without a launch."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def constant_to_compiler(function: Function) -> Function:
-    """Decorator: torch.compile calls the function while it traces, and takes the answer as a constant.
+    """Makes torch.compile call a function while it traces, and use the result as a constant.
 
-    Sets what torch.compiler.assume_constant_result sets; calling that would import the compiler, and triton with it.
+    Sets the attribute that torch.compiler.assume_constant_result sets. Calling that imports the compiler and triton.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # an attribute of a function
     return function
 
 
 def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype | None = None) -> Backend:
-    """The backend that a name stands for on a device.
+    """Returns the backend that a name stands for on a device.
 
     Args:
-        backend: "eager", "sdpa", "triton", or "auto": triton where `auto_reasons` has nothing against it, else sdpa.
-        device: Where the tensors are.
-        dtype: What they are; None where only the device is to decide.
+        backend: "eager", "sdpa", "triton", or "auto": triton if `auto_reasons` is empty, otherwise sdpa.
+        device: Device of the tensors.
+        dtype: Their dtype; None decides by the device only.
     Raises:
-        ValueError: The name is unknown.
+        ValueError: the name is unknown.
     """
     check_choice("backend", backend, BACKENDS)
     if backend == "auto":
@@ -50,9 +50,9 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype | Non
 
 
 def auto_reasons(device: torch.device, dtype: torch.dtype | None = None) -> tuple[str, ...]:
-    """Every reason why "auto" is not triton on this device, for tensors of this dtype; empty when it is.
+    """Returns all reasons why "auto" is not triton for tensors of this dtype on this device.
 
-    fp32 products are torch's unless TF32 is allowed or autocast is on.
+    torch computes fp32 products unless TF32 is allowed or autocast is on.
     """
     if device.type != "cuda":  # also under Triton's interpreter, and without importing triton
         place = "the CPU" if device.type == "cpu" else device.type
@@ -62,7 +62,7 @@ def auto_reasons(device: torch.device, dtype: torch.dtype | None = None) -> tupl
         return ("triton cannot run here: " + "; ".join(reasons),)
     if dtype == torch.float32 and not torch.is_autocast_enabled("cuda") and not _tf32_is_allowed():
         return (
-            "fp32 without TF32 is left to torch: convert the model, allow TF32 "
+            "triton computes fp32 in TF32, which is disabled: convert the model, allow TF32 "
             "(torch.set_float32_matmul_precision('high')), or choose the backend inside torch.autocast where the model "
             "runs under it",
         )
@@ -71,23 +71,20 @@ def auto_reasons(device: torch.device, dtype: torch.dtype | None = None) -> tupl
 
 @constant_to_compiler
 def triton_unavailable_reasons(device: torch.device) -> tuple[str, ...]:
-    """Every reason why Triton kernels cannot run on this device; empty when they can.
+    """Returns all reasons why Triton kernels cannot run on this device.
 
-    On a CUDA device one small kernel has run by then, see `probe.py`. A CPU is accepted only under Triton's interpreter
-    (TRITON_INTERPRET=1 when the process started), and with the stand-in driver, which computes nothing. torch.compile
-    takes the answer as a constant: it could not look into it, and it does not change.
+    On a CUDA device, one small kernel runs first, see `probe.py`. A CPU is supported only in Triton's interpreter
+    (TRITON_INTERPRET=1 when the process started) and with the stand-in driver, which computes nothing. torch.compile
+    uses the result as a constant, because it cannot trace the probe and the result does not change.
     """
-    if device == torch.device("cuda") and torch.cuda.is_available():  # without an index: the current one
+    if device == torch.device("cuda") and torch.cuda.is_available():  # a device without an index is the current one
         device = torch.device("cuda", torch.cuda.current_device())
     reasons = _static_reasons(device)
     return probe_reasons(device) if device.type == "cuda" and not reasons else reasons
 
 
 def fp8_reasons(device: torch.device) -> list[str]:
-    """Every reason why blocks in FP8 cannot run on a device; empty when they can.
-
-    As for every kernel a CPU is accepted under Triton's interpreter alone.
-    """
+    """Returns all reasons why blocks in FP8 cannot run on a device. A CPU is supported only in Triton's interpreter."""
     return list(triton_unavailable_reasons(device) or _capability_reasons(device))
 
 
@@ -103,7 +100,7 @@ def _capability_reasons(device: torch.device) -> tuple[str, ...]:
 
 
 def kernel_reasons(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Returns every reason why kernels with products of this dtype cannot run on a device."""
+    """Returns all reasons why kernels with products of this dtype cannot run on a device."""
     reasons = list(triton_unavailable_reasons(device))
     if reasons or dtype != torch.float32 or _computes_exactly() or _tf32_is_allowed():
         return reasons
@@ -116,13 +113,13 @@ def kernel_reasons(device: torch.device, dtype: torch.dtype) -> list[str]:
 
 @constant_to_compiler
 def _computes_exactly() -> bool:
-    """True under Triton's interpreter; compiled kernels compute fp32 products in TF32."""
+    """Returns True in Triton's interpreter; compiled kernels compute fp32 products in TF32."""
     return interpreter_is_active()
 
 
 @constant_to_compiler
 def _tf32_is_allowed() -> bool:
-    """True if torch may round the operands of fp32 matmuls to TF32; torch.compile guards this setting."""
+    """Returns True if torch may round the operands of fp32 matmuls to TF32; torch.compile guards this setting."""
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
@@ -135,7 +132,7 @@ def _static_reasons(device: torch.device) -> tuple[str, ...]:
     if device.type == "cuda":
         if not torch.cuda.is_available():
             return ("torch finds no CUDA device here",)
-        if rocm := getattr(torch.version, "hip", None):  # calls itself "cuda", with capabilities of its own
+        if rocm := getattr(torch.version, "hip", None):  # ROCm calls itself "cuda", with its own capabilities
             return (f"the GPU must be from NVIDIA, got ROCm {rocm}",)
         capability = torch.cuda.get_device_capability(device)
         if capability < MIN_CAPABILITY:
@@ -171,14 +168,14 @@ def _interpreter_reasons() -> list[str]:
 
 @functools.cache
 def interpreter_is_active() -> bool:
-    """True if Triton runs kernels in its interpreter; fixed for the life of the process."""
+    """Returns True if Triton runs kernels in its interpreter; this is fixed for the life of the process."""
     import triton
 
     return bool(triton.knobs.runtime.interpret)
 
 
 def nothing_to_compile_reasons(device: torch.device) -> tuple[str, ...]:
-    """Why no kernel is compiled for this device: Triton does not run there, or interprets; empty where some may be."""
+    """Returns all reasons why no kernel is compiled for this device: Triton is unavailable or interprets kernels."""
     reasons = triton_unavailable_reasons(device)
     if not reasons and interpreter_is_active():
         reasons = ("Triton's interpreter runs the kernels (TRITON_INTERPRET is set)",)
@@ -186,14 +183,14 @@ def nothing_to_compile_reasons(device: torch.device) -> tuple[str, ...]:
 
 
 def compile_launches(call: Callable[[], object], progress: Callable[[int, int], None] | None) -> tuple[int, int]:
-    """Make a call whose kernels are not launched but for those compiled already, then compile the others.
+    """Runs a call without launching kernels, except for compiled ones, and compiles the other kernels in parallel.
 
     Args:
-        call: Works with tensors that nothing has written to, and leaves nothing behind. Whether Triton runs there is
-            known already: `nothing_to_compile_reasons` was asked.
-        progress: Called with how many kernels are done, and of how many.
+        call: Reads no tensor contents and has no side effects. `nothing_to_compile_reasons` must be empty for its
+            device.
+        progress: Called with the number of compiled kernels and their total number.
     Returns:
-        How many kernels this process had not loaded, and how many of these were not in Triton's cache on disk either.
+        The number of kernels that this process had not loaded, and the number of these that Triton's disk cache lacked.
     Raises:
         RuntimeError: a kernel does not compile.
     """

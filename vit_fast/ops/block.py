@@ -1,9 +1,9 @@
-"""A pre-norm encoder block, or one of its halves, by the Triton kernels, as one operator.
+"""A pre-norm encoder block, or one of its halves, as one operator that runs the Triton kernels.
 
     x = x + scale1 * proj(attention(qkv(norm1(x))))
     x = x + scale2 * fc2(activation(fc1(norm2(x))))
 
-For what has nothing but these between the kernels: no dropout, and drop path behind a half alone.
+Supports no dropout; a drop path is supported only behind a single half.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ def fold(
 ) -> BlockTensors:
     """Folds the norms of a block into qkv, fc1 and, with a norm inside the MLP, fc2, for matmuls of a dtype.
 
-    The folded weights follow no change of the parameters, and give no gradients.
+    The folded weights do not follow changes of the parameters and have no gradients.
 
     Args:
-        paired_head: Channels D of a head of q and k where channels j and j + D/2 are made neighbours, which q k^T does
-            not notice: the block then takes its positions as `neighbours` gives them. 0 leaves channels where they are.
+        paired_head: Width D of a head if the rows of q and k are permuted so that channels j and j + D/2 become
+            adjacent, which does not change q k^T. The block then needs rotary positions from `neighbours`. 0 keeps the
+            order of the channels.
     """
     from ..kernels.linear.folding import NormedLinear, fold_linears
 
@@ -78,33 +79,34 @@ def fused_block(
     residual: bool = True,
     next_statistics: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """A block or one of its halves, with LayerNorm statistics passed in and out.
+    """Runs a block or one of its halves, with LayerNorm statistics passed in and out.
 
     Args:
-        x: [B, N, C]; without the first half [..., C]; fp32, fp16 or bf16.
-        statistics: Of the rows of x, as the block before returned them; None computes them. Those of fp32 x are not
-            used.
-        tensors: The parameters, in x's dtype, autocast's, or fp32; or what `fold` made of them. A half whose weights
-            are None is left out.
-        heads: H.
+        x: [B, N, C]; for the second half alone [..., C]; fp32, fp16 or bf16.
+        statistics: LayerNorm statistics of x, as the previous block returned them; None computes them. They are not
+            used for fp32 x.
+        tensors: The parameters, in the dtype of x, autocast's dtype, or fp32; or the result of `fold`. A half whose
+            weights are None is skipped.
+        heads: Number of heads H.
         attention_scale: Multiplier of q k^T; None means D**-0.5.
-        eps: Of the two norms, in units of x squared.
+        eps: Epsilons of the two norms, in units of x squared.
         norm: "layer_norm" or "rms_norm".
-        activation: One of `reference.ACTIVATIONS`; with a gate, the gate's.
-        qk_norm: Of q and k, before they are rotated.
+        activation: One of `reference.ACTIVATIONS`; with a gate, the activation of the gate.
+        qk_norm: Norms of q and k, applied before the rotation.
         rope: Rotary positions of q and k.
-        keys: Which keys queries meet; of packed sequences B is 1. None means all of an image.
-        inner_norm: Kind and epsilon of a norm of the hidden layer before fc2, of a kind of norm or "none".
-        residual: True if x is added to the branch of a half; of a whole block it is.
-        next_statistics: True if a norm follows that reuses the statistics of the output's rows.
+        keys: Keys that each query attends to; None means all keys of an image. B must be 1 for packed sequences.
+        inner_norm: Kind and epsilon of a norm of the hidden layer before fc2; "none" if there is none.
+        residual: True if x is added to the branch of a half; a whole block always adds it.
+        next_statistics: True to return the LayerNorm statistics of the output, for the norm that follows.
     Returns:
-        x's shape and dtype; a dtype of autocast replaces fp16 and bf16, and fp32 too of a branch without x. And the
-        statistics of its rows, None where they were not wanted and of fp32 rows, which the next norm normalises itself.
+        A tensor with the shape and dtype of x; autocast's dtype replaces fp16 and bf16, and fp32 if x is not added. And
+            its
+        LayerNorm statistics; None without `next_statistics`, and for fp32, which the next norm normalizes itself.
     Raises:
         UnsupportedInputError: the kernels cannot run this input; lists all reasons.
     """
     dtype = matmul_dtype(x)
-    if x.dtype not in (torch.float32, dtype):  # fp32 stays, as autocast keeps sums and LayerNorm
+    if x.dtype not in (torch.float32, dtype):  # fp32 stays fp32, as autocast does for sums and LayerNorm
         x = x.to(dtype)
     wanted = next_statistics and residual and x.dtype != torch.float32
     of_qk, qk, prefix, longest = _NO_QK, _NO_SETTINGS, 0, 0
@@ -119,16 +121,16 @@ def fused_block(
     device = x.device
     given: list[Tensor] = []
     present: list[int] = []
-    for number, tensor in enumerate((*tensors, *of_qk)):  # a loop: comprehensions take longer, and this is each call's
+    for number, tensor in enumerate((*tensors, *of_qk)):  # faster than a comprehension
         if tensor is None:
             continue
-        if tensor.device != device:  # torch would choose one device before an operator sees its inputs
+        if tensor.device != device:  # torch's dispatcher chooses one device before the operator sees its inputs
             require_supported(*named(tensors), x, dtype)
         given.append(tensor)
         present.append(number)
     keep = needs_gradient(x, *given)
     if keep and tensors.qkv_sum is not None:
-        reason = "they give no gradient: use the parameters themselves, or torch.no_grad"
+        reason = "they have no gradients: pass the parameters, or use torch.no_grad()"
         raise UnsupportedInputError("a block of folded weights where gradients are recorded", [reason])
     words = text_of(
         norm, activation, qk.norm, qk.over, qk.layout, inner_norm[0], residual, wanted, keep, dtype, tuple(present)
@@ -143,10 +145,11 @@ def fused_block(
 def checked_qk(
     x: Tensor, packed_width: int, heads: int, qk_norm: QkNorm | None, rope: Rope | None, together: bool
 ) -> tuple[QkTensors, QkSettings, int]:
-    """qk-norm and rotation as operators take them, where they fit x [B, N, C] and qkv layers of 3 H D rows.
+    """Checks qk-norm and rotation against x [B, N, C], and returns them as arguments of an operator.
 
     Args:
-        together: True if the layer's pairs may have been made neighbours beforehand.
+        packed_width: Rows 3 H D of the qkv layer.
+        together: True if the pairs of the layer's channels may have been made adjacent by `fold`.
     """
     head_dim = packed_width // (3 * heads)
     if qk_norm is not None:
@@ -158,7 +161,7 @@ def checked_qk(
 
 
 def _checked_longest(x: Tensor, keys: Keys) -> int:
-    """The longest packed sequence, or 0, where the keys fit x [B, N, C]."""
+    """Checks the keys against x [B, N, C], and returns the longest packed sequence, or 0."""
     if keys.mask is not None:
         check_key_mask(keys.mask, x.shape[0], x.shape[1], x.device)
         return 0

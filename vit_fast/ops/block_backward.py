@@ -24,24 +24,24 @@ if TYPE_CHECKING:
 
 
 class BlockSettings(NamedTuple):
-    """Settings of a block beside its tensors: eight numbers, then words and flags.
+    """Settings of a block apart from its tensors: eight numbers, then words and flags.
 
     Attributes:
-        heads: H.
+        heads: Number of heads H.
         scale: Multiplier of q k^T.
-        prefix: Tokens that are not rotated.
+        prefix: Number of tokens that are not rotated.
         longest: max_seqlen of packed sequences.
-        eps1, eps2: Of the two norms, in units of x squared.
-        qk_eps, inner_eps: Of the norms of q and k, and of that before fc2.
-        norm, activation: As `fused_block` takes them.
-        qk_norm, over: Kind of the norms of q and k, "none" without, and what they are over.
-        layout: Of the rotary positions.
-        inner_norm: Kind of the norm before fc2, "none" without.
-        residual: Whether x is added; of a whole block it is.
-        next_statistics: Whether the statistics of the output's rows are returned.
-        keep: Whether what the backward needs is returned.
-        matmul_dtype: As text.
-        present: Which fields of `BlockTensors`, then of `QkTensors`, the list of tensors holds, by number.
+        eps1, eps2: Epsilons of the two norms, in units of x squared.
+        qk_eps, inner_eps: Epsilons of the norms of q and k, and of the norm before fc2.
+        norm, activation: See `fused_block`.
+        qk_norm, over: Kind of the norms of q and k, or "none"; and the `over` of `QkNorm`.
+        layout: Layout of the rotary positions.
+        inner_norm: Kind of the norm before fc2, or "none".
+        residual: True if x is added; always True for a whole block.
+        next_statistics: True to return the LayerNorm statistics of the output.
+        keep: True to return the tensors that the backward needs.
+        matmul_dtype: Dtype of the matmuls, as text.
+        present: Indices of the fields of `BlockTensors`, then of `QkTensors`, that the list of tensors contains.
     """
 
     heads: int
@@ -66,7 +66,7 @@ class BlockSettings(NamedTuple):
 
     @classmethod
     def read(cls, flat: Sequence[Any]) -> BlockSettings:
-        """From what operators take: the numbers, and `text_of` the others."""
+        """Restores the settings from an operator's arguments: the numbers, and `text_of` the others."""
         return cls(*flat[:8], *words_of(flat[8]))
 
     @property
@@ -90,12 +90,12 @@ class Kept(NamedTuple):
     """Tensors that the forward saves for the backward; None for an absent half.
 
     Attributes:
-        rows1, statistics1: Of the first norm, as `block_op.py` says.
+        rows1, statistics1: Input of the first norm and its statistics, see `block_op.py`.
         qkv, mixed, lse: Input [B, N, 3, H, D] and output [B, N, H, D] of the attention, and its log-sum-exp.
-        before_norm: qkv before the norms of q and k, where it has any.
-        rows2, statistics2: Of the second norm.
-        z: fc1's output [M, F], with a gate [M, 2 F] of both, interleaved.
-        branch, hidden: What `kernels/linear/hidden_norm.py` keeps of a norm before fc2.
+        before_norm: qkv before the norms of q and k, if there are any.
+        rows2, statistics2: Input of the second norm and its statistics.
+        z: fc1's output [M, F]; with a gate [M, 2 F], interleaved with the gate.
+        branch, hidden: Tensors that `kernels/linear/hidden_norm.py` saves for a norm before fc2.
     """
 
     rows1: Tensor | None = None
@@ -118,7 +118,7 @@ _CONSTANT = {"qkv_sum", "fc1_sum", "fc2_sum", "cos", "sin", "cu_seqlens", "key_m
 
 
 def tensors_of(tensors: Sequence[Any], s: BlockSettings) -> tuple[Any, QkTensors]:
-    """The list of tensors of the operators, by name."""
+    """Returns the operator's list of tensors by name."""
     found: list[Any] = [None] * len(_NAMES)
     for number, tensor in zip(s.present, tensors, strict=True):
         found[number] = tensor
@@ -131,7 +131,7 @@ def gradient_names(s: BlockSettings) -> list[str]:
 
 
 def kept_names(s: BlockSettings) -> list[str]:
-    """The fields of `Kept` that a backward is given."""
+    """Returns the fields of `Kept` that a backward receives."""
     names = []
     if _QKV in s.present:
         names = ["rows1", "statistics1", "qkv", "mixed", "lse", *(["before_norm"] if s.qk_norm != "none" else [])]
@@ -147,11 +147,11 @@ def _read(tensors: Sequence[Any], s: BlockSettings) -> tuple[Any, Any, QkTensors
 
 
 def block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: Any) -> list[Tensor]:
-    """Gradients of x and of the parameters that are there, in order.
+    """Computes the gradients of x and of the parameters that are present, in order.
 
     Args:
-        tensors: Those of `kept_names`, then those of the forward.
-        settings: As `block_forward` takes them.
+        tensors: The tensors of `kept_names`, then those of the forward.
+        settings: See `block_forward`.
     """
     from ..kernels.linear import linear, scaled_weights, weight_products
 
@@ -219,13 +219,13 @@ def _mlp_gradient(
     stream: Tensor, known: RowStatistics, z: Tensor, first: NormedLinear, second: ScaledWeight | None,
     s: BlockSettings, inner: _HiddenGradient | None, rounded: bool,
 ) -> tuple[tuple[Tensor, Tensor], FoldedGradient, Tensor, Tensor]:  # fmt: skip
-    """The gradients of x and of fc1's output, that of fc2's in the dtype of the matmuls, and fc2's input; rows [M, *].
+    """Returns the gradients of x, fc1's output and fc2's output, and fc2's input, all [M, *].
 
     Args:
-        stream: The gradient of the result [M, C].
-        second: fc2's weight [C, F] with its LayerScale; None where `inner` has both.
-        inner: Of a norm between h and fc2, if there is one; fc2's input is then what it makes without its affine.
-        rounded: True if the second gradient of x is in the dtype of the matmuls; else it is the first.
+        stream: Gradient of the result [M, C].
+        second: fc2's weight [C, F] with its LayerScale; None if `inner` contains both.
+        inner: The norm between h and fc2, if there is one; fc2's input is then the normalized h without its affine.
+        rounded: True if the second gradient of x is in the dtype of the matmuls; otherwise it is the first.
     """
     from ..kernels.linear import folding, linear, scaled_weights
 
@@ -246,7 +246,7 @@ def _parameter_gradients(
     t: BlockTensors, linears: dict[str, NormedLinear], sums: dict[str, Tensor], parts: dict[str, Tensor],
     pairs: dict[str, tuple[Tensor, Tensor]], hidden: _HiddenGradient | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Gradients of the linear layers with their norms and LayerScales, by the names of `BlockTensors`."""
+    """Computes the gradients of the linear layers with their norms and LayerScales, by the names of `BlockTensors`."""
     from ..kernels.linear.vector_gradients import parameter_gradients
     from ..kernels.linear.weight_gradients import FoldedProducts, ResidualProducts
 
@@ -279,13 +279,13 @@ def _parameter_gradients(
 
 @dataclass
 class _HiddenGradient:
-    """The backward through a norm between the hidden layer of an MLP and its second linear layer.
+    """Backward through a norm between the hidden layer of an MLP and its second linear layer.
 
     Attributes:
-        linear: Both, of dense tensors.
+        linear: Both as one layer of dense tensors.
         scale: LayerScale [C] behind them, or None.
-        branch, statistics: What `kernels/linear/hidden_norm.py` kept.
-        sums: Parts of the sums over the rows of dy, from `along` on.
+        branch, statistics: Tensors that `kernels/linear/hidden_norm.py` saved.
+        sums: Parts of the sums over the rows of dy; set by `along`.
     """
 
     linear: NormedLinear
@@ -295,7 +295,7 @@ class _HiddenGradient:
     sums: Tensor | None = field(default=None, init=False)
 
     def along(self, dy: Tensor) -> Tensor:
-        """The means of the product of normalised rows and their gradient, fp32 [M], for dy [M, C]."""
+        """Returns the mean of the product of normalized h and its gradient for each token, fp32 [M], for dy [M, C]."""
         from ..kernels.linear import hidden_norm
 
         along, self.sums = hidden_norm.along_rows(dy, self.branch, self.scale, self.linear.weight.shape[1])
@@ -313,7 +313,7 @@ class _HiddenGradient:
         return FoldedProducts(part, self.sums, linear)
 
     def gradients(self, found: Any) -> dict[str, Tensor | None]:
-        """Gradients of the linear layer with its LayerScale and of the norm, by the names of `BlockTensors`."""
+        """Returns the gradients of the linear layer, its LayerScale and the norm, by the names of `BlockTensors`."""
         of_norm = {"inner_weight": found.gamma, "inner_bias": found.beta}
         linear, scale = self.linear, self.scale
         if scale is None:
@@ -327,10 +327,10 @@ class _HiddenGradient:
 
 
 def block_flop(x: Sequence[int], t: BlockTensors, longest: int) -> tuple[int, int]:
-    """FLOP of the matmuls and of the attention of a forward, 2 a multiply-add, from shapes.
+    """Returns the FLOP of the matmuls and the attention of a forward, with 2 FLOP per multiply-add, from shapes.
 
     Args:
-        longest: Of packed sequences, whose shapes tell no more; 0 means images.
+        longest: Longest packed sequence, because shapes do not contain the lengths; 0 means images.
     """
     rows, width, matmuls, attention = rows_of(x), int(x[-1]), 0, 0
     shapes: Any = t

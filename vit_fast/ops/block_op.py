@@ -3,14 +3,14 @@
     x = x + scale1 * proj(attention(qkv(norm1(x))))
     x = x + scale2 * fc2(activation(fc1(norm2(x))))
 
-One call of torch's dispatcher for the whole block; where several layers would launch the same, one launch does it for
-all: folding, the products of the weight gradients, the gradients of the parameters. With `keep` it also returns what
-`vit_fast::block_backward` (`block_backward.py`) needs. With `qkv_sum` and `fc1_sum` the norms are folded already, as by
-`fold` in `block.py`.
+The whole block is one call of torch's dispatcher. Layers share launches where possible: folding, the products of the
+weight gradients, and the gradients of vectors. With `keep`, the operator also returns the tensors that
+`vit_fast::block_backward` (`block_backward.py`) needs. If `qkv_sum` and `fc1_sum` are given, the norms are folded
+already, by `fold` in `block.py`.
 
-LayerNorm statistics go from block to block in pieces of columns, fp32 [M, 2, row_parts(C)]; the reader combines them
-with its own epsilon (`kernels/row_parts.py`). For the backward rows of fp32 are kept normalised, in the dtype of the
-matmuls, with rstd as fp32 [1, M]; those of half precision as they are, with (mean, rstd) as fp32 [2, M].
+LayerNorm statistics are passed from block to block per piece of columns, fp32 [M, 2, row_parts(C)]. The reader combines
+them with its own epsilon (`kernels/row_parts.py`). For the backward, fp32 tokens are saved normalized, in the dtype of
+the matmuls, with rstd as fp32 [1, M]; half-precision tokens are saved as they are, with (mean, rstd) as fp32 [2, M].
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ if TYPE_CHECKING:
 
 
 class KeptWeights(Protocol):
-    """A folding that is kept from call to call."""
+    """Folded weights that are cached across calls."""
 
     def ensure_current(self) -> None:
-        """Folds again, into the same memory, where the weights are seen to have changed."""
+        """Folds again, into the same memory, if the weights have changed."""
 
     def forget(self, stepped: set[int] | None) -> None:
-        """Is not current, if it is made of one of these tensors, by id; None stands for all."""
+        """Marks the cache as outdated if it depends on one of these tensors, given by id; None means any tensor."""
 
 
 KEPT: weakref.WeakValueDictionary[int, KeptWeights] = weakref.WeakValueDictionary()
@@ -65,14 +65,15 @@ def ensure_current(weight: Tensor | None) -> None:
 
 
 def block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tensor], *settings: Any) -> list[Tensor]:
-    """A block of x [B, N, C], or its second half of x [..., C].
+    """Runs a block on x [B, N, C], or its second half on x [..., C].
 
     Args:
-        statistics: Of the rows of x, where the block before left some.
-        tensors: Of `BlockTensors` and `QkTensors` those that `settings` says are there.
+        statistics: LayerNorm statistics of x from the previous block, if any.
+        tensors: The tensors of `BlockTensors` and `QkTensors` that `settings` lists as present.
         settings: `BlockSettings.flat`.
     Returns:
-        The output, with `next_statistics` those of its rows, and with `keep` the tensors that `_kept_names` names.
+        The output; with `next_statistics` its LayerNorm statistics; and with `keep` the tensors that `kept_names`
+            lists.
     """
     from ..kernels.linear.linear import linear_residual
 
@@ -116,7 +117,7 @@ def _qkv(
 
 
 def _attend(packed: Tensor, step: QkvStep, qk: QkTensors, kept: dict[str, Tensor], s: BlockSettings) -> Tensor:
-    """The attention's output [M, H D]."""
+    """Returns the output of the attention [M, H D]."""
     step.check(packed)
     ready, before = step.forward(packed, s.keep)
     mixed, lse = attention_forward([ready], qk.cu_seqlens, qk.key_mask, s.longest, s.scale)
@@ -128,7 +129,7 @@ def _mlp(
     rows: Tensor, statistics: Tensor | None, folded: dict[str, FoldedLinear], fc2: Tensor | None, t: BlockTensors,
     kept: dict[str, Tensor], s: BlockSettings,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The second half of [M, C], and the statistics of its rows."""
+    """Runs the second half on [M, C], and returns the output with its LayerNorm statistics."""
     from ..kernels import layer_norm
     from ..kernels.linear import hidden_norm, linear
 
@@ -156,7 +157,7 @@ def _mlp(
 
 
 def _branch_dtype(dtype: torch.dtype, layer_scale: Tensor | None) -> torch.dtype:
-    """The dtype of a branch of attention: fp32 where LayerScale is, as 1e-6 would round away in fp16."""
+    """Returns the dtype of the attention branch: fp32 if LayerScale is fp32, because 1e-6 would round to 0 in fp16."""
     return dtype if layer_scale is None else torch.promote_types(dtype, layer_scale.dtype)
 
 
@@ -172,21 +173,21 @@ _MLP_NAMES = {
 
 
 def named(t: Any) -> tuple[str, dict[str, Tensor | None]]:
-    """The operator and its parameters as errors name them."""
+    """Returns the name of the operator and its parameters for error messages."""
     if t.qkv_weight is not None:
         return "a block", t._asdict()
     return "layer_norm_mlp", {_MLP_NAMES.get(name, name): tensor for name, tensor in t._asdict().items()}
 
 
 def _folded(x: Tensor, t: Any, paired_head: int, s: BlockSettings) -> dict[str, FoldedLinear]:
-    """qkv and fc1 with the norms before them, and fc2 where there is one inside: folded already, or now."""
+    """Returns qkv and fc1 (and fc2 with an inner norm) with their norms folded in; folds them unless that was done."""
     from ..kernels.linear.folding import FoldedLinear, NormedLinear, fold_linears
 
     require_supported(*named(t), x, s.dtype)
     rms = is_rms(s.norm)
     if t.qkv_sum is not None:
         if t.qkv_weight.dtype != s.dtype:
-            reason = f"its weights were folded for {t.qkv_weight.dtype}, the matmuls are of {s.dtype}: fold them again"
+            reason = f"its weights must be folded for matmuls in {s.dtype}, got {t.qkv_weight.dtype}: fold them again"
             raise UnsupportedInputError("a block of folded weights", [reason])
         given: Any = {"qkv": (t.qkv_weight, t.qkv_sum, t.qkv_bias), "fc1": (t.fc1_weight, t.fc1_sum, t.fc1_bias)}
         given |= {} if s.inner_norm == "none" else {"fc2": (t.fc2_weight, t.fc2_sum, t.fc2_bias)}
@@ -209,7 +210,7 @@ def _folded(x: Tensor, t: Any, paired_head: int, s: BlockSettings) -> dict[str, 
 
 
 def _plain_weights(t: Any, s: BlockSettings) -> dict[str, Tensor]:
-    """proj and fc2 in the dtype of the matmuls, by one launch; without fc2 where that is folded with its norm."""
+    """Casts proj and fc2 to the dtype of the matmuls in one launch; omits fc2 if it is folded with its norm."""
     from ..kernels.linear.scaled_weights import in_dtype
 
     weights = {} if t.proj_weight is None else {"proj": t.proj_weight}
@@ -219,7 +220,7 @@ def _plain_weights(t: Any, s: BlockSettings) -> dict[str, Tensor]:
 
 
 def _made_names(x: Tensor, s: BlockSettings) -> list[str]:
-    """The fields of `Kept` that are results: not x itself, which an operator may not return."""
+    """Returns the fields of `Kept` that are new results; an operator must not return x itself."""
     names = kept_names(s) if s.keep else []
     return names[1:] if names and x.dtype != torch.float32 else names
 

@@ -1,4 +1,4 @@
-"""Checks and conversions of the Triton operators' inputs, and recognition of gradients and transforms."""
+"""Checks and conversions of the Triton operators' inputs; detection of gradients and torch.func transforms."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def unsupported_reasons(x: Tensor, parameters: Mapping[str, Tensor | None], dtyp
     """Returns all reasons why the kernels cannot run on x [..., C] with these parameters.
 
     Args:
-        dtype: Of the matmuls: x's, or autocast's beside fp32 x.
+        dtype: Dtype of the matmuls: x's, or autocast's if x is fp32.
     """
     reasons = kernel_reasons(x.device, dtype)
     if x.dtype not in DTYPES:
@@ -53,36 +53,35 @@ def require_supported(what: str, parameters: Mapping[str, Tensor | None], x: Ten
 
 
 def contiguous_rows(tensor: Tensor) -> Tensor:
-    """[..., C] as contiguous rows [M, C]; a copy only where the layout asks for one."""
+    """Returns [..., C] as contiguous [M, C]; copies only if the layout requires it."""
     return tensor.reshape(-1, tensor.shape[-1]).contiguous()
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of the products of x: autocast's where autocast is on, as torch does, else that of x."""
+    """Returns the dtype of matmuls with x: autocast's if autocast is on, otherwise x.dtype."""
     device_type = x.device.type
     if x.dtype == torch.float64 or device_type == "meta" or not torch.is_autocast_enabled(device_type):
-        return x.dtype  # of meta torch cannot say whether autocast is on
+        return x.dtype  # torch cannot query autocast for meta
     return torch.get_autocast_dtype(device_type)
 
 
 def rows_of(shape: Sequence[int]) -> int:
-    """Rows of a tensor of this shape: all sizes but the last, multiplied."""
+    """Returns the number of tokens of a tensor [..., C] with this shape."""
     return math.prod(int(size) for size in shape[:-1])
 
 
+@constant_to_compiler
 def in_transform() -> bool:
-    """True if a torch.func transform (grad, vjp, jvp, vmap) or a forward-mode level is active."""
-    return forward_ad._current_level >= 0 or functorch_is_active()
+    """Returns True inside a torch.func transform or a forward-mode level; torch.compile guards both stacks."""
+    if forward_ad._current_level < 0 and torch._C._functorch.peek_interpreter_stack() is None:
+        return False
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    functionalize = torch._C._functorch.TransformType.Functionalize  # runs custom operators like others
+    return forward_ad._current_level >= 0 or any(level.key() != functionalize for level in levels)
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
-    """True if autograd will come back through an operator on these tensors; a torch.func transform may always."""
+    """Returns True if autograd or a torch.func transform may need gradients of an operator on these tensors."""
     if in_transform():
         return True
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-
-
-@constant_to_compiler
-def functorch_is_active() -> bool:
-    """True if a torch.func transform is active; torch.compile enters it while tracing, and guards the stack of them."""
-    return torch._C._functorch.peek_interpreter_stack() is not None

@@ -1,4 +1,4 @@
-"""Norms, rotary positions, keys and blocks as data: arguments of the operators that are more than one tensor."""
+"""Data classes for arguments that consist of several tensors: norms, rotary positions, keys and blocks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Norm(NamedTuple):
 
     Attributes:
         weight: gamma [C]; None means ones.
-        bias: beta [C]; None means zeros. An RMSNorm has none.
-        eps: In units of x squared: added to the variance, or to the mean square.
+        bias: beta [C]; None means zeros. Must be None for an RMSNorm.
+        eps: Added to the variance or to the mean square, in units of x squared.
         kind: "layer_norm", (x - mean) / sqrt(variance + eps), or "rms_norm", x / sqrt(mean square + eps).
     """
 
@@ -35,8 +35,8 @@ class QkNorm(NamedTuple):
     """The norms of q and k.
 
     Attributes:
-        q, k: Of one kind and epsilon; weight and bias are [D], over the width [H D].
-        over: "head": each head by itself; "width": all heads of a token together.
+        q, k: Norms of equal kind and epsilon. Weight and bias are [D], or [H D] for over="width".
+        over: "head" normalizes each head separately, "width" all heads of a token together.
     """
 
     q: Norm
@@ -45,14 +45,13 @@ class QkNorm(NamedTuple):
 
 
 class Rope(NamedTuple):
-    """Rotary positions: channels of q and k turned in pairs, (a, b) -> (a cos - b sin, b cos + a sin).
+    """Rotary positions, which rotate pairs of channels: (a, b) -> (a cos - b sin, b cos + a sin).
 
     Attributes:
-        cos, sin: Of any floating dtype: [T, d], shared by images and heads; [B, T, d], by heads; or [B, H, T, d] with
-            B or H of 1 where shared; T = N - prefix. d is D/2, a number a pair (of the kernels' liking), or D, where
-            each pair's number stands twice, in places that follow from the layout; the first of them is read.
-        prefix: The first tokens of each sequence (class, registers), which stay as they are.
-        layout: "half": channels j and j + D/2 are a pair; "interleaved": 2j and 2j + 1.
+        cos, sin: Tables of any floating dtype: [T, d], [B, T, d] or [B, H, T, d] with T = N - prefix; B and H may be 1.
+            d is D/2, one value per pair, which is fastest; or D, with each value twice, in the order of the layout.
+        prefix: Number of first tokens in each sequence (class, registers) that are not rotated.
+        layout: "half" pairs channels j and j + D/2, "interleaved" pairs 2j and 2j + 1.
     """
 
     cos: Tensor
@@ -62,11 +61,11 @@ class Rope(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Keys that a query attends to, if not all of its image: those of its sequence, or those that are not padding.
+    """The keys that a query attends to: those of its packed sequence, or those that are not padding.
 
     Attributes:
-        cu_seqlens: Of packed sequences, as `attention_varlen` takes it; so is max_seqlen.
-        mask: Of padded images, as `attention` takes its key_mask; None where packed.
+        cu_seqlens, max_seqlen: Packed sequences, see `attention_varlen`.
+        mask: Padding mask of a batch, see key_mask of `attention`; None for packed sequences.
     """
 
     cu_seqlens: Tensor | None = None
@@ -75,22 +74,22 @@ class Keys(NamedTuple):
 
 
 class BlockTensors(NamedTuple):
-    """The parameters of a block; None for the absent ones.
+    """The parameters of a block; None for absent ones.
 
     Attributes:
-        norm1_weight, norm1_bias: The first LayerNorm's [C].
-        qkv_weight, qkv_bias: One linear layer of q, k and v, [3 H D, C] and [3 H D].
+        norm1_weight, norm1_bias: First LayerNorm [C].
+        qkv_weight, qkv_bias: One linear layer for q, k and v, [3 H D, C] and [3 H D].
         proj_weight, proj_bias: [C, H D] and [C].
         scale1: LayerScale of the attention branch [C].
-        norm2_weight, norm2_bias: The second LayerNorm's [C].
+        norm2_weight, norm2_bias: Second LayerNorm [C].
         fc1_weight, fc1_bias: [F, C] and [F].
         fc2_weight, fc2_bias: [C, F] and [C].
         scale2: LayerScale of the MLP branch [C].
-        gate_weight, gate_bias: Like fc1's, of a gate.
-        qkv_sum, fc1_sum: Where `fold` has folded the LayerNorms into the weights, what the rounding left in their rows,
-            fp32 [3 H D] and [F], empty behind RMSNorms, where that is nothing. The norms' own parameters are None then.
-        inner_weight, inner_bias: Of a norm of the hidden layer before fc2 [F].
-        fc2_sum: Likewise of fc2 [C], where there is such a norm.
+        gate_weight, gate_bias: The gate's linear layer, with the shapes of fc1's.
+        qkv_sum, fc1_sum: Row sums of the weights if `fold` has folded the LayerNorms into them (rounding errors of 0),
+            fp32 [3 H D] and [F]; empty for RMSNorms. The norms' own parameters are None then.
+        inner_weight, inner_bias: Norm of the hidden layer before fc2 [F].
+        fc2_sum: Row sums of fc2 [C] if that norm is folded into it.
     """
 
     norm1_weight: Tensor | None
@@ -117,13 +116,13 @@ class BlockTensors(NamedTuple):
 
 
 class BlockScales(NamedTuple):
-    """Divisors of the operands of a block's linear layers before rounding to e4m3, in fp32.
+    """Divisors of the operands of a block's linear layers before they are rounded to e4m3, in fp32.
 
-    None: that layer is not quantised, and stays in half precision.
+    None keeps the layer in half precision.
 
     Attributes:
-        qkv, fc1: Of the residual stream, by channels [C]. Each channel of the folded weight is multiplied by its own.
-        proj, fc2: Of the attention's output and of the hidden layer, one number [].
+        qkv, fc1: Scales of the residual stream per channel [C]; the folded weight is multiplied by them.
+        proj, fc2: Scales of the attention's output and of the hidden layer, one number [].
     """
 
     qkv: Tensor | None = None
@@ -133,9 +132,9 @@ class BlockScales(NamedTuple):
 
 
 def is_padding(mask: Any) -> bool:
-    """True if the strides of a mask [B, 1, 1 or N, N] show that it is equal for all heads and queries: a padding mask.
+    """Returns True if the strides of a mask [B, 1, 1 or N, N] show that it is equal for all heads and queries.
 
-    Its values are not looked at, for which a device would have to be waited for.
+    Does not read its values, which would synchronize with the device.
     """
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 4:
         return False
@@ -143,17 +142,17 @@ def is_padding(mask: Any) -> bool:
 
 
 def is_rms(norm: str) -> bool:
-    """True if a norm is an RMSNorm.
+    """Returns True if the norm is an RMSNorm.
 
     Raises:
-        ValueError: there is no such norm.
+        ValueError: the kind of norm is unknown.
     """
     check_choice("norm", norm, NORMS)
     return norm == "rms_norm"
 
 
 def check_norm(name: str, norm: Norm, width: int) -> None:
-    """Raises ValueError unless this is a norm of rows of `width` channels; `name` is the argument's."""
+    """Raises ValueError unless the norm is for `width` channels; `name` is the argument's name."""
     check_choice(name, norm.kind, NORMS)
     if norm.kind == "rms_norm" and norm.bias is not None:
         raise ValueError(f"{name}.bias must be None for 'rms_norm', got a tensor")
@@ -163,7 +162,7 @@ def check_norm(name: str, norm: Norm, width: int) -> None:
 
 
 def check_qk_norm(qk_norm: QkNorm, heads: int, head_dim: int) -> None:
-    """Raises ValueError unless these are norms of that many heads of D channels."""
+    """Raises ValueError unless the norms are for this number of heads of D channels."""
     q, k, over = qk_norm
     check_choice("qk_norm.over", over, OVER)
     width = head_dim if over == "head" else heads * head_dim
@@ -211,9 +210,9 @@ def checked_rope(rope: Rope, shape: Sequence[int], layouts: Sequence[str] = LAYO
 
 
 def neighbours(rope: Rope, head_dim: int) -> Rope:
-    """Half-split positions for q and k whose pairs have been made neighbours: channel j + D/2 follows channel j.
+    """Returns rotary positions for q and k whose pairs `fold` made adjacent: channel j + D/2 follows channel j.
 
-    They are for folded weights alone. The norms of q and k keep their order.
+    They are for folded weights only. The norms of q and k keep their order.
     """
     cos, sin = (table[..., : head_dim // 2] for table in rope[:2])
     return Rope(cos, sin, rope.prefix, "neighbours")

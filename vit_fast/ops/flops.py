@@ -1,7 +1,7 @@
 """FLOP formulas of our operators for torch.utils.flop_counter.
 
-That module imports triton, which would triple what `import vit_fast` costs; so the formulas wait until triton has been
-found usable, which is before any of our operators runs.
+Importing that module imports triton, which would triple the time of `import vit_fast`. The formulas are therefore
+registered when triton is first found usable, which is before any of our operators runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Formula = TypeVar("Formula", bound=Callable[..., int])
 
 
 def flop_formula(operators: Any) -> Callable[[Formula], Formula]:
-    """torch's register_flop_formula, for when register_flop_formulas is called."""
+    """Decorates a formula for torch's register_flop_formula, which register_flop_formulas calls later."""
 
     def decorate(formula: Formula) -> Formula:
         _waiting.append((operators, formula))
@@ -29,7 +29,7 @@ def flop_formula(operators: Any) -> Callable[[Formula], Formula]:
 
 @functools.cache
 def register_flop_formulas() -> None:
-    """Hands every formula to torch, and to the counters that there are already: they copied torch's table when made."""
+    """Registers every formula in torch, and in existing counters, which copied torch's table when they were created."""
     may_have_counters = "torch.utils.flop_counter" in sys.modules
     from torch.utils import flop_counter
 

@@ -1,7 +1,7 @@
-"""A pre-norm encoder block in FP8: its parameters quantised, and the operator that runs them; for inference.
+"""A pre-norm encoder block in FP8, for inference: quantizes its parameters, and runs them as one operator.
 
-`reference.fp8_block` is the definition. Scales are chosen beforehand, from what the operands of the linear layers were
-on images like those to come; nothing is measured here.
+`reference.fp8_block` is the reference. Scales are chosen beforehand from sample images (`vit_fast.calibrate`); no range
+is measured here.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .operators import text_of
 
 
 class Fp8Block(NamedTuple):
-    """The parameters of a block as `fused_block_fp8` takes them; made by `quantize_block`.
+    """The parameters of a block for `fused_block_fp8`, from `quantize_block`.
 
     Attributes:
-        qkv, proj, fc1, fc2: The linear layers, with the norms before them and LayerScale behind them; fc1 with its
-            gate, whose rows lie by turns with its own.
-        paired_head: Channels of a head of q and k where the rows of each pair of channels j and j + D/2 are neighbours,
-            for positions that the matmul turns; else 0.
+        qkv, proj, fc1, fc2: The linear layers with the norms before them and LayerScale behind them; the rows of fc1
+            and of its gate are interleaved.
+        paired_head: Width of a head if the rows of channels j and j + D/2 of q and k are adjacent, for rotary positions
+            in the matmul; otherwise 0.
     """
 
     qkv: Fp8Linear
@@ -46,20 +46,20 @@ def quantize_block(
     norm: str = "layer_norm",
     paired_head: int = 0,
 ) -> Fp8Block:
-    """Folds the norms into qkv and fc1, and rounds the weights to e4m3 where their operand has a scale.
+    """Folds the norms into qkv and fc1, and rounds weights to e4m3 if their operand has a scale.
 
-    The result follows no change of the parameters, and gives no gradients.
+    The result does not follow changes of the parameters and has no gradients.
 
     Args:
-        tensors: The parameters themselves, in `dtype` or fp32.
-        scales: Of the operands: positive and finite, as are their reciprocals.
-        dtype: Of the activations, and of what is not quantised: float16 or bfloat16.
+        tensors: The parameters, in `dtype` or fp32.
+        scales: Scales of the operands. They and their reciprocals must be positive and finite.
+        dtype: float16 or bfloat16, of the activations and of weights that are not quantized.
         norm: "layer_norm" or "rms_norm".
-        paired_head: D, where rotary positions of layout "half" without a qk-norm over the width are to be turned as
-            neighbours, by the matmul where all heads share them; else 0.
+        paired_head: Head width D for rotary positions of layout "half" without a qk-norm over the width, so that the
+            matmul can rotate them if all heads share the tables; otherwise 0.
     Raises:
-        ValueError: a scale has another shape or device, or it or its reciprocal is not a positive finite number.
-        UnsupportedInputError: FP8 cannot run on these; lists all reasons.
+        ValueError: a scale has an incorrect shape or device, or it or its reciprocal is not positive and finite.
+        UnsupportedInputError: FP8 cannot run this block; lists all reasons.
     """
     rms = is_rms(norm)
     reasons = fp8_reasons(tensors.qkv_weight.device)
@@ -93,7 +93,7 @@ def quantize_block(
 
 
 def _layers(tensors: BlockTensors, scales: BlockScales) -> list[tuple[str, Tensor, Tensor | None, int | None]]:
-    """Name, weight, scale of the operand and its length, None for one number, of each linear layer."""
+    """Lists name, weight, operand's scale and the length of that scale (None for one number) of each linear layer."""
     width = tensors.qkv_weight.shape[1]
     return [
         ("qkv", tensors.qkv_weight, scales.qkv, width),
@@ -113,7 +113,9 @@ def _check_scale(name: str, scale: Tensor | None, columns: int | None, device: t
         )
     if scale.device != device:
         raise ValueError(f"scales.{name} must be on {device} like the weight, got {scale.device}")
-    if not bool(((scale > 0) & scale.isfinite() & scale.reciprocal().isfinite()).all()):  # kernels multiply by that
+    if not bool(
+        ((scale > 0) & scale.isfinite() & scale.reciprocal().isfinite()).all()
+    ):  # kernels multiply by 1 / scale
         raise ValueError(f"scales.{name} must be positive and finite, with finite reciprocals, got "
                          f"{float(scale.min()):g} to {float(scale.max()):g}")  # fmt: skip
 
@@ -122,7 +124,7 @@ def _normed(
     weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, gate: Tensor | None,
     gate_bias: Tensor | None, scale: Tensor | None, dtype: torch.dtype, rms: bool, paired_head: int = 0,
 ) -> Fp8Linear:  # fmt: skip
-    """A linear layer behind a norm."""
+    """Quantizes a linear layer behind a norm."""
     if scale is None:
         from ..kernels.linear.folding import NormedLinear, fold_linear
 
@@ -142,7 +144,7 @@ def _normed(
 
 
 def _paired(rows: Tensor, head_dim: int) -> Tensor:
-    """[3 H D, ...] with rows j and j + D/2 of each head of q and k as neighbours, as `folding.py` lays them."""
+    """Permutes [3 H D, ...] so that rows j and j + D/2 of each head of q and k are adjacent, as in `folding.py`."""
     of_qk = rows.shape[0] // 3 * 2
     heads = rows[:of_qk].unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
     return torch.cat((heads, rows[of_qk:]))
@@ -151,7 +153,7 @@ def _paired(rows: Tensor, head_dim: int) -> Tensor:
 def _before_residual(
     weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None, scale: Tensor | None, dtype: torch.dtype
 ) -> Fp8Linear:
-    """A linear layer with LayerScale, behind which a residual is added: layer_scale rows (a W8^T + bias / rows)."""
+    """Quantizes a linear layer with LayerScale, before a residual: layer_scale rows (a W8^T + bias / rows)."""
     if scale is None:
         shift, factor = (vector if vector is None else vector.contiguous() for vector in (bias, layer_scale))
         return Fp8Linear(weight.to(dtype).contiguous(), shift, factor, None, None)
@@ -178,25 +180,25 @@ def fused_block_fp8(
     rope: Rope | None = None,
     next_statistics: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """A block in FP8, with rows in e4m3 and row statistics handed in and out.
+    """Runs a block in FP8, with an e4m3 input and LayerNorm statistics passed in and out.
 
     Args:
         x: [B, N, C]; fp16 or bf16.
-        x8: x times block.qkv.operand_factor, in e4m3, as the block before gave it; None computes it.
-        statistics: Of the rows of x, as the block before gave them; None computes them.
-        block: From `quantize_block`, for x's dtype.
-        next_factor: What y is multiplied by for the next block, fp32 [C]: its qkv.operand_factor; None: it reads half
+        x8: x times block.qkv.operand_factor in e4m3, from the previous block; None computes it.
+        statistics: LayerNorm statistics of x from the previous block; None computes them.
+        block: Result of `quantize_block` for x.dtype.
+        next_factor: Multiplier of y for the next block, fp32 [C]: its qkv.operand_factor. None if it reads half
             precision.
-        heads: H.
+        heads: Number of heads H.
         attention_scale: Multiplier of q k^T; None means D**-0.5.
-        eps: Of the two norms, in units of x squared.
-        norm: As `quantize_block` was told.
-        activation: One of `reference.ACTIVATIONS`; with a gate, the gate's.
-        qk_norm: Of q and k, before they are rotated.
+        eps: Epsilons of the two norms, in units of x squared.
+        norm: The `norm` of `quantize_block`.
+        activation: One of `reference.ACTIVATIONS`; with a gate, the activation of the gate.
+        qk_norm: Norms of q and k, applied before the rotation.
         rope: Rotary positions of q and k.
-        next_statistics: Whether a block or norm follows that takes the statistics of the rows over.
+        next_statistics: True to return the LayerNorm statistics of y.
     Returns:
-        y [B, N, C] in x.dtype; y times next_factor in e4m3, or None; and the statistics of its rows, or None.
+        y [B, N, C] in x.dtype; y times next_factor in e4m3, or None; and the LayerNorm statistics of y, or None.
     Raises:
         UnsupportedInputError: FP8 cannot run this input; lists all reasons.
     """
@@ -207,8 +209,8 @@ def fused_block_fp8(
     if block.paired_head:
         if rope is None or rope.layout != "half" or (qk_norm is not None and qk_norm.over == "width"):
             reason = (
-                f"paired_head is {block.paired_head}, for positions of layout 'half' and no qk-norm over the width: "
-                "quantize the block with paired_head=0"
+                "paired_head must be 0 without positions of layout 'half' or with qk-norm over the width, got "
+                f"{block.paired_head}: quantize the block with paired_head=0"
             )
             raise UnsupportedInputError("a block in FP8", [reason])
         rope = neighbours(rope, block.paired_head)
@@ -223,35 +225,35 @@ def fused_block_fp8(
 def _require_supported(
     x: Tensor, x8: Tensor | None, block: Fp8Block, next_factor: Tensor | None, norm: str, qk_norm: QkNorm | None
 ) -> None:
-    """Raises UnsupportedInputError for inputs that the operator, which checks each signature once, cannot detect."""
+    """Raises UnsupportedInputError for inputs that the operator cannot detect, since it checks each signature once."""
     reasons, linears = [], block[:4]
     if torch.is_grad_enabled():
         of_norms = () if qk_norm is None else (*qk_norm.q[:2], *qk_norm.k[:2])
         wanted = {"x": x.requires_grad, "qk_norm": any(t is not None and t.requires_grad for t in of_norms)}
         reasons += [
-            f"{name} requires a gradient: FP8 gives none, use torch.no_grad or the model in half precision"
+            f"{name} must not require a gradient in FP8: use torch.no_grad() or the model in half precision"
             for name, requires in wanted.items()
             if requires
         ]
     if is_rms(norm) != (block.qkv.weight_sum is None):
-        reasons.append(f"norm is {norm!r}: the block was quantized with the other kind")
-    # torch would choose one of several devices before the operator sees its inputs
+        reasons.append(f"norm must be the kind that the block was quantized with, got {norm!r}")
+    # torch's dispatcher chooses one device before the operator sees its inputs
     if reasons or any(linear.weight.device != x.device for linear in linears):
         raise UnsupportedInputError("a block in FP8", unsupported_reasons(x, x8, next_factor, linears) + reasons)
 
 
 class Quantised(Frozen):
-    """The linear layers of one block that runs in e4m3, those among them that stay in half precision too.
+    """The linear layers of one block that runs in e4m3, including those that stay in half precision.
 
     Args:
-        sources: Where the parameters are, all of them.
-        block: Gives them.
-        scales: Of the operands; they are what they are for as long as this lives.
-        dtype: Of the activations.
-        norm: The kind of the norms.
-        paired_head: As `quantize_block` takes it.
+        sources: Modules and attribute names of all parameters.
+        block: Returns the parameters.
+        scales: Scales of the operands; must not change.
+        dtype: Dtype of the activations.
+        norm: Kind of the norms.
+        paired_head: See `quantize_block`.
     Attributes:
-        layers: The block as `fused_block_fp8` takes it; in the same memory for as long as this lives.
+        layers: The arguments of `fused_block_fp8`, at addresses that do not change.
     """
 
     def __init__(

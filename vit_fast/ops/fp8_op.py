@@ -1,12 +1,11 @@
-"""A block whose linear layers read e4m3, as one operator for inference: `vit_fast::block_fp8`.
+"""A block with linear layers in e4m3 as one operator for inference: `vit_fast::block_fp8`.
 
-Five launches, as of the half-precision block: each operand is written in e4m3 by the kernel that makes it, x8 beside x
-and the statistics of its rows. LayerNorm stays folded: with a = x8, W8 and s of `reference.fp8_weight`,
+It takes five launches, like the half-precision block. The kernel that computes an operand also writes it in e4m3: x8
+next to x and its LayerNorm statistics. LayerNorm stays folded. With a = x8, W8 and s of `reference.fp8_weight`,
 
     z = rstd (scale (a W8^T) - mean weight_sum) + shift,  weight_sum = rowsum(scale W8 / s)
 
-so that the mean meets the weight that x was really multiplied by. A layer without an operand's scale stays in half
-precision, and so does its operand.
+so the mean is multiplied by the same rounded weight as x. A layer whose operand has no scale stays in half precision.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ from .rotary import QkTensors, qkv_step
 
 E4M3 = torch.float8_e4m3fn
 HALF = (torch.float16, torch.bfloat16)
-DIVISOR = 16  # of the length of a row in e4m3: what a tensor core and a descriptor read at once
+DIVISOR = 16  # bytes of an e4m3 row: tensor cores and descriptors read multiples of it
 
 
 class Fp8Linear(NamedTuple):
     """A linear layer as the matmul reads it.
 
     Attributes:
-        weight: [F, K] in e4m3, or in half precision where it is not quantised.
-        shift: Behind a norm c, fp32 [F]; else the bias, of e4m3 divided by the scale of its row, or None.
-        scale: Of e4m3 what products are multiplied by, fp32 [F]; before a residual LayerScale is a factor of it, and
-            all of it in half precision; or None.
-        weight_sum: Behind a LayerNorm the rows' sums of what x is multiplied by, fp32 [F]; else None.
-        operand_factor: What the operand is multiplied by, the reciprocal of its scale: fp32, [C] of the residual
-            stream, else [1]; None: not quantised.
+        weight: [F, K] in e4m3, or in half precision if it is not quantized.
+        shift: Behind a norm c, fp32 [F]; otherwise the bias, divided by the scale of its row for e4m3, or None.
+        scale: Multiplier of the products, fp32 [F]: for e4m3 the scale of each row, times LayerScale before a residual;
+            in half precision LayerScale alone, or None.
+        weight_sum: Behind a LayerNorm the sums of the rows of the weight that multiplies x, fp32 [F]; otherwise None.
+        operand_factor: Multiplier of the operand before rounding, the reciprocal of its scale, fp32: [C] for the
+            residual stream, otherwise [1]. None if not quantized.
     """
 
     weight: Tensor
@@ -79,7 +78,7 @@ def unsupported_reasons(
 
 
 def _linears(tensors: Sequence[Any]) -> tuple[Fp8Linear, Fp8Linear, Fp8Linear, Fp8Linear]:
-    """qkv, proj, fc1 and fc2 from the list of the operator."""
+    """Returns qkv, proj, fc1 and fc2 from the operator's list of tensors."""
     qkv, proj, fc1, fc2 = (Fp8Linear._make(tensors[first : first + 5]) for first in range(3, 23, 5))
     return qkv, proj, fc1, fc2
 
@@ -97,12 +96,14 @@ def _inputs(tensors: Sequence[Any]) -> Fp8Inputs:
 
 
 def block_fp8_forward(x: Tensor, tensors: Sequence[Tensor | None], *settings: Any) -> list[Tensor]:
-    """The block's output [B, N, C] for x [B, N, C]; with `next_factor` [C] the same in e4m3, times that; and with
-    `next_statistics` those of its rows.
+    """Runs a block on x [B, N, C], and returns its output.
+
+    With `next_factor` [C], also returns the output times this factor in e4m3; with `next_statistics`, its LayerNorm
+    statistics.
 
     Args:
-        tensors: `Fp8Inputs`, the layers qkv, proj, fc1 and fc2, five tensors each, and the first six of `QkTensors`.
-        settings: As `block_forward` takes them.
+        tensors: `Fp8Inputs`; the layers qkv, proj, fc1 and fc2, five tensors each; and the first six of `QkTensors`.
+        settings: See `block_forward`.
     """
     from ..kernels.attention.attention import attention_forward
     from ..kernels.linear.linear import layer_norm_linear, linear_residual

@@ -1,10 +1,8 @@
-"""Folded weights that are kept from call to call, and looked after.
+"""Folded weights that are cached across calls and updated when their sources change.
 
-A kept folding is right for as long as its sources are the tensors that it was made of, with the values that they had.
-So it is made anew, in the same memory, when a source is another tensor, lies elsewhere, or was written to in a way that
-torch counts; and after a step of any of torch's optimizers, whose fused forms are not counted. What torch sees in
-neither way (writes through `.data`, by numpy, by collectives, by another library) is not followed: see
-`vit_fast.freeze`.
+Weights are folded again, into the same memory, if a source is replaced, moved, or written to in a way that torch
+counts; and after a step of any torch optimizer, because the fused ones are not counted. Other writes (through `.data`,
+by numpy, by collectives, by another library) are not detected, see `vit_fast.freeze`.
 """
 
 from __future__ import annotations
@@ -22,23 +20,23 @@ from .block import fold
 from .block_op import KEPT
 from .descriptions import BlockTensors
 
-PLAIN = (nn.Parameter, Tensor, type(None))  # parameters of other classes compute in their own way
+PLAIN = (nn.Parameter, Tensor, type(None))  # subclasses may override how they compute
 
 
 class Frozen:
     """The folded linear layers of one block.
 
     Args:
-        sources: Where the parameters are: modules, and names of their attributes.
-        block: Gives all parameters of the block, as they are folded.
-        dtype: Of the matmuls.
-        norm: The kind of the norms.
-        paired_head, inner_norm: As `fold` takes them.
+        sources: Modules and attribute names of all parameters.
+        block: Returns all parameters of the block.
+        dtype: Dtype of the matmuls.
+        norm: Kind of the norms.
+        paired_head, inner_norm: See `fold`.
     Attributes:
-        dtype, paired_head: Those.
-        tensors: W'', c and s of qkv, of fc1, and of fc2 where a norm is inside the MLP; where the weights are of
-            another dtype, those of proj and fc2 behind them; the same tensors for as long as this lives.
-        folding: For its maker, to tell whether a block is still the one that was folded.
+        dtype, paired_head: The arguments.
+        tensors: Folded weight, bias and row sums of qkv, of fc1, and of fc2 with an inner norm; then proj and fc2 if
+            they had to be cast. These tensors are never replaced.
+        folding: Set by the caller, to detect whether the block has changed since.
     """
 
     folding: Any = None
@@ -62,36 +60,34 @@ class Frozen:
         KEPT[self.tensors[0].data_ptr() if self.tensors else id(self)] = self
 
     def refresh(self) -> None:
-        """Folds the weights as they are now, into the memory that is there.
+        """Folds the current weights into the existing memory.
 
         Raises:
-            RuntimeError: they changed in shape or device.
+            RuntimeError: their shape or device changed.
         """
-        # an inference tensor could not be written to outside of inference mode
+        # inference tensors cannot be written to outside inference mode
         with self._lock, torch.inference_mode(False), torch.no_grad():
             made_of = [_look(owner, name) for owner, name in self._sources]
             self.make()
             self._made_of = made_of if not self.tensors or _has_run(self.tensors[0]) else []
 
     def make(self) -> None:
-        """Makes `tensors` of the weights as they are now, in the memory that is there.
+        """Computes `tensors` from the current weights, in the existing memory.
 
         Raises:
-            RuntimeError: they changed in shape or device.
+            RuntimeError: their shape or device changed.
         """
         found = self._made()
         if not self.tensors:
             self.tensors = found
         elif any(new.shape != old.shape or new.device != old.device for new, old in zip(found, self.tensors)):
             raise RuntimeError(
-                "frozen weights have changed their shape or device: call vit_fast.freeze again, and make graph "
-                "runners anew"
+                "frozen weights must keep their shape and device: call vit_fast.freeze again, and rebuild graph runners"
             )
         else:
             torch._foreach_copy_(self.tensors, found)
 
     def _made(self) -> list[Tensor]:
-        """`tensors`, of the weights as they are now."""
         block = self._block()
         t = fold(block, self.dtype, self._norm, self.paired_head, self._inner_norm)
         found: list[Any] = [t.qkv_weight, t.qkv_bias, t.qkv_sum, t.fc1_weight, t.fc1_bias, t.fc1_sum]
@@ -103,21 +99,21 @@ class Frozen:
     def with_others(
         self, proj: tuple[Tensor, Tensor | None, Tensor | None], fc2: tuple[Tensor, Tensor | None, Tensor | None]
     ) -> BlockTensors:
-        """A block of what is kept; weight, bias and LayerScale of proj, and of fc2, as they are now."""
+        """Returns a block of the cached tensors, and the current weight, bias and LayerScale of proj and fc2."""
         qkv_weight, qkv_bias, qkv_sum, fc1_weight, fc1_bias, fc1_sum, *cast = self.tensors
         fc2_sum = None
         if self._inner_norm != "none":
             weight, bias, fc2_sum, *cast = cast
             fc2 = weight, bias, fc2[2]
         if cast:
-            proj, fc2 = (cast[0], *proj[1:]), (cast[1], *fc2[1:])  # of a norm inside the same again
+            proj, fc2 = (cast[0], *proj[1:]), (cast[1], *fc2[1:])  # with an inner norm, fc2 stays the folded weight
         return BlockTensors(
             None, None, qkv_weight, qkv_bias, *proj, None, None, fc1_weight, fc1_bias, *fc2,
             qkv_sum=qkv_sum, fc1_sum=fc1_sum, fc2_sum=fc2_sum,
         )  # fmt: skip
 
     def ensure_current(self) -> None:
-        """`refresh`, where the weights are seen to have changed since."""
+        """Calls `refresh` if the weights have changed."""
         for own, place, name, held, version, address, _ in self._made_of:
             now = own[name] if name in own else place.get(name, _GONE)
             if now is held:
@@ -133,19 +129,19 @@ class Frozen:
 
     @property
     def bytes(self) -> int:
-        """Memory of what is kept."""
+        """Memory of the cached tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
     def forget(self, stepped: set[int] | None) -> None:
-        """Is to be refreshed when next used, if it is made of one of these tensors, by id; None stands for all."""
+        """Forces a refresh before the next use if it depends on one of these tensors (ids); None means any tensor."""
         if stepped is None or any(id(held) in stepped for _, _, _, held, *_ in self._made_of):
             self._made_of = []
 
 
-# Of a module its __dict__ and where in it the parameter is, a name, and the tensor of that name as it was: itself, held
-# so that no other takes its place, its version, its address, and its memory. That is held for a parameter that is moved
-# twice (to another dtype and back, for one): it would come to lie where it was, with other values. This is looked at in
-# every forward, past nn.Module's slow look-up.
+# A module's __dict__, the dictionary that holds the parameter, its name, and the tensor at the last refresh with its
+# version, address and storage. The references keep other tensors from reusing the id or the address, for example if a
+# parameter is converted to another dtype and back. Every forward checks this, so it bypasses nn.Module's slow
+# __getattr__.
 _Source = tuple[dict[str, Any], dict[str, Any], str, Tensor | None, int, int, torch.UntypedStorage | None]
 _GONE = object()
 
@@ -161,7 +157,7 @@ def _look(owner: nn.Module, name: str) -> _Source:
 
 
 def _has_run(tensor: Tensor) -> bool:
-    """Waits for what writes a tensor, since other streams read it without; False where that is only being captured."""
+    """Waits until a tensor is written, since other streams read it without waiting; returns False during a capture."""
     if not tensor.is_cuda:
         return True
     if torch.cuda.is_current_stream_capturing():
@@ -174,7 +170,7 @@ def _has_run(tensor: Tensor) -> bool:
 def _follow_optimizers() -> None:
     def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        # FSDP steps what it gathers the weights from, into tensors whose versions it keeps from being counted
+        # FSDP steps its shards and gathers them without increasing the version counter
         stepped = {id(p) for p in parameters} if all(type(p) in PLAIN for p in parameters) else None
         for frozen in list(KEPT.values()):
             frozen.forget(stepped)

@@ -1,4 +1,4 @@
-"""LayerNorm + MLP (+ LayerScale + residual) as a function and as a module: validation, dispatch to a backend."""
+"""LayerNorm + MLP (+ LayerScale + residual) as a function and as a module: validation and dispatch to a backend."""
 
 from __future__ import annotations
 
@@ -36,34 +36,36 @@ def layer_norm_mlp(
     inner_norm: Norm | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """The second half of a pre-norm block: [x +] layer_scale * (act(LN(x) W1^T + b1) W2^T + b2).
+    """Computes the second half of a pre-norm block: [x +] layer_scale * (act(LN(x) W1^T + b1) W2^T + b2).
 
-    With a gate (SwiGLU, GEGLU) act(LN(x) Wg^T + bg) * (LN(x) W1^T + b1) takes the place of act(LN(x) W1^T + b1).
+    With a gate (SwiGLU, GEGLU), act(LN(x) Wg^T + bg) * (LN(x) W1^T + b1) replaces act(LN(x) W1^T + b1).
 
     Args:
-        x: Tokens [..., C]; fp32, fp16 or bf16 (fp64 too with eager and sdpa).
-        norm_weight: LayerNorm's gamma [C]; None means ones.
-        norm_bias: LayerNorm's beta [C]; None means zeros. An RMSNorm has none.
-        fc1_weight: First linear's weight [F, C]; with a gate that of the linear layer it multiplies ("up").
+        x: Tokens [..., C]; fp32, fp16 or bf16 (also fp64 with eager and sdpa).
+        norm_weight: gamma [C] of the LayerNorm; None means ones.
+        norm_bias: beta [C] of the LayerNorm; None means zeros. Must be None for an RMSNorm.
+        fc1_weight: Weight [F, C] of the first linear layer; with a gate, of the layer that the gate multiplies ("up").
         fc1_bias: Its bias [F]; None means zeros.
-        fc2_weight: Second linear's weight [C, F].
+        fc2_weight: Weight [C, F] of the second linear layer.
         fc2_bias: Its bias [C]; None means zeros.
-        eps: LayerNorm's epsilon, in units of x squared.
+        eps: Epsilon of the LayerNorm, in units of x squared.
         activation: "gelu" (exact), "gelu_tanh", "quick_gelu", "relu" or "silu".
         layer_scale: Per-channel multiplier of the branch [C]; None means ones.
-        residual: Whether x is added to the branch.
+        residual: True adds x to the branch.
         norm: "layer_norm", or "rms_norm": x / sqrt(mean square + eps).
-        gate_weight: The gate's weight [F, C]; None means no gate. Of a layer that packs both, the one half of its rows.
+        gate_weight: Weight of the gate [F, C]; None means no gate. If one layer packs both, pass the two halves.
         gate_bias: Its bias [F]; None means zeros.
-        inner_norm: A norm of the hidden layer [F] before the second linear, as EVA-02 has it; None means none.
-        backend: "eager", "sdpa", "triton" or "auto" (by x's device). eager and sdpa are the same formula here. triton
-            accumulates in fp32 and also takes fp32 parameters with fp16 or bf16 x.
+        inner_norm: Norm of the hidden layer [F] before the second linear layer, as in EVA-02; None means none.
+        backend: "eager", "sdpa", "triton" or "auto" (chosen by the device of x). eager and sdpa use the same formula.
+            triton accumulates in fp32 and also supports fp32 parameters with fp16 or bf16 x.
     Returns:
-        [..., C] in x.dtype; under autocast in what torch gives: fp32 x stays fp32, a branch alone is in autocast's.
+        [..., C] in x.dtype. Under autocast the dtype is that of the same torch operators: fp32 if x is fp32 and
+            residual
+        is True, autocast's dtype for a branch.
     Raises:
-        ValueError: shapes disagree or the activation is unknown.
-        UnsupportedInputError: this backend cannot run this input; lists all reasons.
-    Source: section 3.1 of arXiv 2010.11929; how triton folds LayerNorm into the matmul, `kernels/layer_norm.py`.
+        ValueError: shapes do not match, or the activation is unknown.
+        UnsupportedInputError: the backend cannot run this input; lists all reasons.
+    Source: section 3.1 of arXiv 2010.11929; `kernels/layer_norm.py` for LayerNorm folded into the matmul.
     """
     parameters = (norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias)
     _check_inputs(x, *parameters, layer_scale, activation, gate_weight, gate_bias)
@@ -103,7 +105,7 @@ def fused_layer_norm_mlp(
     inner_norm: Norm | None = None,
     next_statistics: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """`layer_norm_mlp` by the Triton kernels: the second half of `fused_block`, which explains statistics."""
+    """Runs `layer_norm_mlp` with the Triton kernels; see `fused_block` for the statistics."""
     half: Any = (None,) * 7
     inner: Any = (None, None) if inner_norm is None else inner_norm[:2]
     parameters = norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, gate_weight, gate_bias
@@ -158,17 +160,17 @@ def _check_inputs(
 
 
 class LayerNormMLP(nn.Module):
-    """[x +] gamma * fc2(act(fc1(norm(x)))), computed by `layer_norm_mlp`.
+    """Computes [x +] gamma * fc2(act(fc1(norm(x)))) with `layer_norm_mlp`.
 
     Args:
         dim: Width C of the tokens.
         hidden_dim: Width F of the hidden layer.
         activation: "gelu" (exact), "gelu_tanh", "quick_gelu", "relu" or "silu".
-        eps: LayerNorm's epsilon, in units of x squared.
+        eps: Epsilon of the LayerNorm, in units of x squared.
         init_values: Initial value of LayerScale's gamma [C]; None means no LayerScale.
-        residual: Whether x is added to the branch.
-        bias: Whether fc1 and fc2 have one.
-        backend: "eager", "sdpa", "triton" or "auto" (by x's device).
+        residual: True adds x to the branch.
+        bias: True if fc1 and fc2 have a bias.
+        backend: "eager", "sdpa", "triton" or "auto" (chosen by the device of x).
     Raises:
         ValueError: the activation is unknown.
     """
@@ -194,7 +196,7 @@ class LayerNormMLP(nn.Module):
         self.gamma = None if init_values is None else nn.Parameter(torch.full((dim,), init_values))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., C] -> [..., C]."""
+        """Maps [..., C] to [..., C]."""
         norm, fc1, fc2 = self.norm, self.fc1, self.fc2
         return layer_norm_mlp(
             x, norm.weight, norm.bias, fc1.weight, fc1.bias, fc2.weight, fc2.bias,

@@ -1,4 +1,4 @@
-"""x W^T by the kernels as an operator, for the bench: a linear layer by itself is torch's in every model."""
+"""x W^T by the Triton matmul as an operator, for the benchmark only; models use torch for a single linear layer."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""Operators as torch knows them, each from one declaration: schema, implementation, fake, gradient, vmap rule, FLOP.
+"""Registers torch operators from one declaration: schema, implementation, fake, gradient, vmap rule and FLOP.
 
-torch's own `custom_op` gives the same with more of the host's work a call: here the dispatcher finds the
-implementation at once, and autograd's part is one `torch.autograd.Function`. The implementation runs by its launch plan
-(`kernels/plan.py`): on shapes seen before nothing of it is executed but its launches, so what it checks is checked once
-for them.
+torch's `custom_op` does the same with more host time per call. Here the dispatcher finds the implementation directly,
+and the autograd part is one `torch.autograd.Function`. The implementation runs by its launch plan (`kernels/plan.py`):
+on known shapes only its launches are replayed, so it checks each signature once.
 
-An operator may take one list of tensors. Words, flags and dtypes are one string, which `text_of` makes; numbers are
-arguments of their own, as torch.compile may trace them.
+An operator may take one list of tensors. Words, flags and dtypes are packed into one string by `text_of`. Numbers are
+separate arguments, because torch.compile may trace them.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ _UNCOMPILED = "the triton operators under torch.func or forward-mode derivatives
 
 
 class Gradient(NamedTuple):
-    """The derivative of the first output of an operator; the others have none.
+    """The derivative of an operator's first output; the other outputs are not differentiable.
 
     Attributes:
-        save: Called with the arguments and the outputs; returns the tensors that the backward needs, and anything else.
-        backward: Called with the gradient and with both; returns gradients of the leading arguments, those of a list
-            one after the other.
+        save: Called with arguments and outputs; returns the tensors that the backward needs, and any other object.
+        backward: Called with the gradient and both results of `save`; returns the gradients of the leading arguments,
+            with lists flattened.
     """
 
     save: Callable[[Sequence[Any], Any], tuple[Sequence[Tensor | None], Any]]
@@ -55,17 +54,17 @@ def operator(
     gradient: Gradient | None = None,
     before: Callable[..., object] | None = None,
 ) -> Callable[..., Any]:
-    """Registers a function of tensors as an operator for every device, and returns what calls it.
+    """Registers a function of tensors as an operator for every device, and returns a callable.
 
     Args:
         name: "namespace::name".
-        schema: Arguments and results, as torch writes them.
-        function: Changes no argument; no result of it shares memory with one.
+        schema: Arguments and results in torch's syntax.
+        function: Must not modify an argument, nor return a tensor that shares memory with one.
         what: Name in errors.
-        fake: Makes results of the same shapes, strides and dtypes without computing them.
+        fake: Returns results of the same shapes, strides and dtypes without computing them.
         flop: Counts FLOP from the arguments, with shapes in place of tensors.
-        gradient: None means that a derivative is refused, as of a backward operator.
-        before: Called with the arguments of every call, including those that run by a plan.
+        gradient: None raises an error for a derivative, as for a backward operator.
+        before: Called with the arguments of every call, including replayed ones.
     """
     namespace, short = name.split("::")
     library = _library(namespace)
@@ -108,13 +107,16 @@ def operator(
     class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, keys: Any, *flat: Any) -> Any:
-            output = _plain(dispatch(keys, *arguments.nested(flat)))  # gradients are off here
+            output = _plain(dispatch(keys, *arguments.nested(flat)))  # gradients are disabled here
             remember(ctx, flat, output)
             return output
 
         @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            return (None, *derive(ctx, *gradients))
+        def backward(ctx: Any, grad_output: Tensor | None, *others: Any) -> Any:
+            if torch.is_grad_enabled() and grad_output is not None and not grad_output.requires_grad:
+                # else a second derivative could be zero without an error: no argument of the backward would require one
+                grad_output = grad_output.detach().requires_grad_()
+            return (None, *derive(ctx, grad_output, *others))
 
     def dispatch(keys: Any, *args: Any) -> Any:
         if torch.is_grad_enabled():
@@ -122,7 +124,7 @@ def operator(
             if torch._C._any_requires_grad(*flat):
                 return Differentiable.apply(keys, *flat)  # type: ignore[no-untyped-call]  # torch's own
         with torch._C._AutoDispatchBelowAutograd():
-            # torch's dispatcher converts all arguments again: spared where it would only come to `implementation`
+            # skips the dispatcher, which would convert all arguments again, if it would only call `implementation`
             if (keys & torch._C._after_ADInplaceOrView_keyset).highestPriorityTypeId() in _DEVICES:
                 return implementation(*args)
             return registered.redispatch(keys & torch._C._after_autograd_keyset, *args)
@@ -145,7 +147,7 @@ def operator(
 
     @constant_to_compiler
     def route() -> str:
-        # torch.compile cannot trace this: it breaks its graph, and with fullgraph=True says why
+        # torch.compile cannot trace this: it breaks the graph, or raises this reason with fullgraph=True
         if "torch._dynamo" in sys.modules and "uncompiled" not in routes:
             routes["uncompiled"] = torch.compiler.disable(Transformed.apply, reason=_UNCOMPILED)
         return "uncompiled" if "uncompiled" in routes else "eager"
@@ -178,7 +180,7 @@ class _Arguments:
 
 
 def _plain(output: Any) -> Any:
-    """A tensor, or a tuple of them: what a torch.autograd.Function may return."""
+    """Returns a tensor or a tuple, as a torch.autograd.Function must."""
     return output if isinstance(output, Tensor) else tuple(output)
 
 
@@ -204,7 +206,7 @@ def _refuse_forward_mode(what: str) -> Callable[..., NoReturn]:
 
 @constant_to_compiler
 def text_of(*words: Any) -> str:
-    """Strings, flags and dtypes as one argument of an operator."""
+    """Packs strings, flags and dtypes into one argument of an operator."""
     return _text(words)
 
 

@@ -1,14 +1,14 @@
-"""A frozen block on the CPU: weights packed once for the processor, and little between one operator and the next.
+"""A frozen block on the CPU: packs the weights once for the processor, and reduces the work between operators.
 
-torch lays a weight out anew for the processor in every call of `F.linear`. Packed, that is done once, with the
-operators that torch's own compiler uses for frozen models. Which of its two libraries packs a layer was measured on two
-cores of a Xeon with AMX, for 197 and 788 rows, each layer with weights of its own:
+`F.linear` lays out a weight for the processor in every call. Packing does that once, with the operators that torch's
+compiler uses for frozen models. Two libraries can pack a layer. The faster one was measured on two cores of a Xeon with
+AMX, for 197 and 788 tokens:
 
 - bf16 and fp16: oneDNN, with activation and residual in its epilogue.
-- fp32: MKL, with activation and residual in place behind it. oneDNN is faster where fewer than 384 outputs are made of
-  more inputs, and has the only fast GELU in its tanh form.
+- fp32: MKL, followed by activation and residual in place. oneDNN is faster if there are fewer than 384 outputs and more
+  inputs, and has the only fast GELU, in its tanh form.
 
-LayerNorm is not folded: without its weight and bias it is no faster on a CPU.
+LayerNorm is not folded, because a LayerNorm without weight and bias is no faster on a CPU.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Settings(NamedTuple):
     """Settings of a block that are not parameters.
 
     Attributes:
-        heads, attention_scale: Of the attention; a scale of None means D**-0.5.
-        norm, inner_norm: Kinds of the norms before each half, and before fc2; None where there is none.
-        eps: Of the three.
-        activation: Of the MLP.
+        heads, attention_scale: Settings of the attention; a scale of None means D**-0.5.
+        norm, inner_norm: Kinds of the norms before each half and before fc2; None if there is none.
+        eps: Epsilons of these three norms.
+        activation: Activation of the MLP.
     """
 
     heads: int
@@ -62,12 +62,12 @@ class Settings(NamedTuple):
 
 
 class PackedLinear:
-    """activation(x W^T + b) or residual + x W^T + b, for x [..., K] of any number of rows, contiguous, of W's dtype.
+    """Computes activation(x W^T + b) or residual + x W^T + b, for contiguous x [..., K] with W's dtype.
 
     Args:
         weight: W [N, K] on the CPU.
         bias: b [N] or None.
-        activation: A key of `reference.ACTIVATIONS`; None applies none.
+        activation: A key of `reference.ACTIVATIONS`, or None.
         scale: LayerScale [N], folded into weight and bias; None means ones.
     """
 
@@ -79,7 +79,7 @@ class PackedLinear:
         if scale is not None:
             weight = (weight.float() * scale.float()[:, None]).to(weight.dtype)
             bias = None if bias is None else bias.float() * scale.float()
-        # a copy: the bias must not change before the weight does
+        # a copy, so that bias and weight change together
         self._bias = None if bias is None else bias.to(weight.dtype, copy=True)
         self._epilogue = _NO_EPILOGUE if by_mkl or activation is None else _EPILOGUES.get(activation, _NO_EPILOGUE)
         in_epilogue = activation is None or self._epilogue is not _NO_EPILOGUE
@@ -105,7 +105,7 @@ class PackedLinear:
 
 
 class Steps(NamedTuple):
-    """The norms and linear layers of a block, in the order in which it computes."""
+    """The norms and linear layers of a block, in the order of computation."""
 
     norm1: Norm
     qkv: PackedLinear
@@ -119,14 +119,14 @@ class Steps(NamedTuple):
 
 
 class Packed(Frozen):
-    """The packed linear layers of one block, which follow the weights as a `Frozen` does.
+    """The packed linear layers of one block, updated like a `Frozen` when the weights change.
 
     Args:
-        sources: Where all parameters of the block are.
-        block: Gives them.
-        dtype: Of the weights.
-        settings: What else the block needs.
-        qk_norm: Gives the norms of q and k; None where there are none.
+        sources: Modules and attribute names of all parameters.
+        block: Returns the parameters.
+        dtype: Dtype of the weights.
+        settings: The other settings of the block.
+        qk_norm: Returns the norms of q and k, or None.
     """
 
     _steps: Steps
@@ -143,7 +143,7 @@ class Packed(Frozen):
         super().__init__(sources, block, dtype)
 
     def linears(self) -> list[PackedLinear]:
-        """Those that are there, in order."""
+        """The linear layers that are present, in order."""
         return [step for step in self._steps if isinstance(step, PackedLinear)]
 
     @property
@@ -152,7 +152,7 @@ class Packed(Frozen):
         return sum(layer.bytes for layer in self.linears())
 
     def make(self) -> None:
-        """Packs the weights as they are now."""
+        """Packs the current weights."""
         t, settings = self._block(), self._settings
         kind, inner_kind = settings.norm, settings.inner_norm
         gate = None if t.gate_weight is None else PackedLinear(t.gate_weight, t.gate_bias, settings.activation)
@@ -169,7 +169,7 @@ class Packed(Frozen):
         )
 
     def takes(self, x: Tensor) -> bool:
-        """True if a call with these tokens, without gradients, can run packed: nothing traces or intercepts it."""
+        """Returns True if a call with these tokens can run packed: without gradients, and not traced or intercepted."""
         if x.dtype is not self.dtype or type(x) is not Tensor or torch.compiler.is_compiling():
             return False
         # a FLOP counter and FakeTensor are such modes; neither they nor a tracer can see into a packed weight
@@ -186,12 +186,12 @@ class Packed(Frozen):
 
 
 def run_packed(blocks: Sequence[Packed], x: Tensor, rope: Rope | None, keys: Keys | None) -> Tensor:
-    """Blocks one after the other, [B, N, C] or [total, C] -> the same; the first of them `takes` x.
+    """Runs consecutive blocks on [B, N, C] or [total, C]; the first one must accept x, see `takes`.
 
     Args:
-        rope, keys: Rotary positions of q and k; the keys that queries meet, None for all of their image.
+        rope, keys: Rotary positions of q and k; keys that queries attend to, or None for all keys of an image.
     """
-    steps = [packed.steps() for packed in blocks]  # first of all: between operators, Python lets torch's threads sleep
+    steps = [packed.steps() for packed in blocks]  # first: Python between operators lets threads sleep
     for (norm1, qkv_linear, qk_norm, proj, norm2, fc1, gate, inner_norm, fc2), settings in steps:
         qkv = qkv_linear(_normalise(x, norm1))
         qkv = qkv.view(*qkv.shape[:-1], 3, settings.heads, -1)
@@ -212,14 +212,14 @@ def run_packed(blocks: Sequence[Packed], x: Tensor, rope: Rope | None, keys: Key
 
 
 def _normalise(x: Tensor, norm: Norm) -> Tensor:
-    if norm.kind == "layer_norm":  # past F.layer_norm, which costs as much again as its operator of a narrow model
+    if norm.kind == "layer_norm":  # bypasses F.layer_norm, which doubles the time of its operator in a narrow model
         return torch.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps, False)
     return reference.normalise(x, norm)
 
 
 @functools.cache
 def pack_reasons(dtype: torch.dtype) -> tuple[str, ...]:
-    """Every reason why linear layers of a dtype cannot be packed on this CPU; empty when they can."""
+    """Returns all reasons why linear layers of a dtype cannot be packed on this CPU."""
     mkldnn = torch.ops.mkldnn
     if dtype == torch.float32:
         found = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()

@@ -15,20 +15,20 @@ from ..accuracy import judge
 from . import reference
 
 _SHAPE = (1, 2, 40, 64)  # [B, H, N, D]: more than one tile, the last one cut
-_LONGEST_MESSAGE = 300  # characters; a compiler's output has pages
+_LONGEST_MESSAGE = 300  # characters; compiler output can be pages long
 
 _found: dict[torch.device, tuple[str, ...]] = {}
 _lock = threading.Lock()
 
 
 def probe_reasons(device: torch.device) -> tuple[str, ...]:
-    """Why the kernels cannot be relied on there; empty when a small one ran and agreed with the definition.
+    """Returns all reasons why the kernels cannot run on a device; empty if a small kernel matched the reference.
 
-    The first call for a device compiles and waits for it; other threads wait for its answer. Nothing runs inside a
-    CUDA-graph capture, which would record it and forbids waiting: the answer there is that it is not known yet.
+    The first call for a device compiles and runs the kernel; other threads wait for the result. Inside a CUDA-graph
+    capture, which would record the kernel, nothing runs, and an unknown device gives a reason.
 
     Args:
-        device: With its index.
+        device: Must have an index.
     """
     known = _found.get(device)
     if known is not None:
@@ -37,12 +37,12 @@ def probe_reasons(device: torch.device) -> tuple[str, ...]:
         return (f"no kernel has run on {device} yet, and none can be tried inside a CUDA-graph capture: warm up first",)
     with _lock:
         if device not in _found:
-            # A thread of its own has none of the caller's modes: fake tensors, torch.func, inference mode, a default
+            # A new thread has none of the caller's modes: fake tensors, torch.func, inference mode, a default
             # device, autocast, a tracer.
             with ThreadPoolExecutor(max_workers=1) as pool:
                 try:
                     _found[device] = pool.submit(_run_and_compare, device).result()
-                except torch.OutOfMemoryError as error:  # says nothing about the kernels: asked again next time
+                except torch.OutOfMemoryError as error:  # not a defect of the kernels: try again next time
                     return (_failure(device, error),)
                 except Exception as error:  # whatever a compiler or a driver raises
                     _found[device] = (_failure(device, error),)
@@ -59,7 +59,7 @@ def _failure(device: torch.device, error: Exception) -> str:
 def _run_and_compare(device: torch.device) -> tuple[str, ...]:
     from ..kernels.attention.attention import attention_forward
 
-    generator = torch.Generator().manual_seed(0)  # the user's random numbers stay as they are
+    generator = torch.Generator().manual_seed(0)  # does not change the user's random state
     q, k, v = (torch.randn(_SHAPE, generator=generator).half() for _ in range(3))
     out = torch.full(_SHAPE, float("nan"), dtype=torch.float16, device=device)
     lse = torch.empty(_SHAPE[:3], dtype=torch.float32, device=device)
@@ -68,4 +68,4 @@ def _run_and_compare(device: torch.device) -> tuple[str, ...]:
     verdict = judge(out.cpu(), reference.attention(q, k, v), exact)
     if verdict.passed:
         return ()
-    return (f"a small kernel gave wrong answers on {device}: {verdict}",)
+    return (f"a small kernel does not match the reference on {device}: {verdict}",)

@@ -1,4 +1,4 @@
-"""The eager definitions: what every backend is held against, in any floating dtype up to fp64."""
+"""Eager formulas of all operators, in any floating dtype up to fp64: the reference for every backend."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def attention(
     key_mask: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """softmax(scale * q k^T) v for q [B, H, N_q, D] and k, v [B, H, N_kv, D]; scale None means D**-0.5.
+    """Computes softmax(scale * q k^T) v for q [B, H, N_q, D] and k, v [B, H, N_kv, D]; scale None means D**-0.5.
 
-    Of the keys that are true in key_mask [B, N_kv]; without any a row is 0.
+    Only keys with a True in key_mask [B, N_kv] count; if an image has none, its output is 0.
     """
     weights = attention_weights(q, k, scale=scale, key_mask=key_mask)
     return F.dropout(weights, dropout_p) @ v if dropout_p else weights @ v
 
 
 def attention_weights(q: Tensor, k: Tensor, *, scale: float | None = None, key_mask: Tensor | None = None) -> Tensor:
-    """softmax(scale * q k^T), [B, H, N_q, N_kv]; rows sum to one, or are 0 where key_mask leaves no key."""
+    """Computes softmax(scale * q k^T), [B, H, N_q, N_kv]; each row sums to 1, or to 0 if key_mask masks all keys."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     scores = q * scale @ k.transpose(-2, -1)
     if key_mask is None:
@@ -40,9 +40,9 @@ def attention_weights(q: Tensor, k: Tensor, *, scale: float | None = None, key_m
 
 
 def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, scale: float | None = None) -> Tensor:
-    """`attention` of each sequence by itself: tokens cu_seqlens[i] to cu_seqlens[i + 1] of q, k, v [total, H, D].
+    """Computes `attention` within each sequence: tokens cu_seqlens[i] to cu_seqlens[i + 1] of q, k, v [total, H, D].
 
-    Tokens behind the last sequence are in none, and their outputs 0.
+    The output of tokens behind the last sequence is 0.
     """
     q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
     bounds = cu_seqlens.tolist()
@@ -51,12 +51,12 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, sca
         for start, end in itertools.pairwise(bounds)
     ]
     everything = torch.ones((), dtype=torch.bool, device=q.device)
-    mixed.append(q[:, :, bounds[-1] :].masked_fill(everything, 0))  # 0 of NaN too, with a gradient of 0
+    mixed.append(q[:, :, bounds[-1] :].masked_fill(everything, 0))  # 0 also for NaN, with a gradient of 0
     return torch.cat(mixed, dim=2)[0].transpose(0, 1)
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """x * sigmoid(1.702 x), OpenAI CLIP's activation."""
+    """Computes x * sigmoid(1.702 x), the activation of OpenAI's CLIP."""
     return x * torch.sigmoid(1.702 * x)
 
 
@@ -74,14 +74,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def normalise(x: Tensor, norm: Norm) -> Tensor:
-    """LayerNorm or RMSNorm over the last dimension, as torch has them: statistics in fp32, one rounding."""
+    """Computes LayerNorm or RMSNorm over the last dimension with torch: statistics in fp32, one rounding."""
     if norm.kind == "rms_norm":
         return F.rms_norm(x, (x.shape[-1],), norm.weight, norm.eps)
     return F.layer_norm(x, (x.shape[-1],), norm.weight, norm.bias, norm.eps)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
-    """x [..., D] with its pairs turned by cos, sin [..., D/2], in x.dtype; see ops.Rope."""
+    """Rotates the pairs of x [..., D] by cos, sin [..., D/2], in x.dtype; see ops.Rope."""
     first, second = (x[..., ::2], x[..., 1::2]) if layout == "interleaved" else x.chunk(2, -1)
     turned = first * cos - second * sin, second * cos + first * sin
     joined = torch.stack(turned, -1).flatten(-2) if layout == "interleaved" else torch.cat(turned, -1)
@@ -89,7 +89,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
 
 
 def qk_norm_rope(qkv: Tensor, qk_norm: QkNorm | None, rope: Rope | None) -> Tensor:
-    """[B, N, 3, H, D] with q and k normalised and rotated by tables [B or 1, H or 1, T, D/2]; see ops.qk_norm_rope."""
+    """Normalizes and rotates q and k of [B, N, 3, H, D] with tables [B or 1, H or 1, T, D/2]; see ops.qk_norm_rope."""
     q, k, v = qkv.unbind(2)
     if qk_norm is not None:
         start = -1 if qk_norm.over == "head" else -2
@@ -121,9 +121,9 @@ def layer_norm_mlp(
     gate_bias: Tensor | None = None,
     inner_norm: Norm | None = None,
 ) -> Tensor:
-    """[x +] layer_scale * (h W2^T + b2), h = act(norm(x) W1^T + b1) or act(norm(x) Wg^T + bg) * (norm(x) W1^T + b1).
+    """Computes [x +] layer_scale * (h W2^T + b2) with h = act(norm(x) W1^T + b1).
 
-    See ops.layer_norm_mlp for the arguments.
+    With a gate, h = act(norm(x) Wg^T + bg) * (norm(x) W1^T + b1). See ops.layer_norm_mlp for the arguments.
     """
     normed = normalise(x, Norm(norm_weight, norm_bias, eps, norm))
     hidden = F.linear(normed, fc1_weight, fc1_bias)
@@ -143,10 +143,10 @@ E4M3_MAX = 448.0
 
 
 def quantize_e4m3(x: Tensor, scale: Tensor) -> Tensor:
-    """x / scale rounded to the nearest number of e4m3, ties to even, in fp64; past 448 it is 448, and NaN stays NaN.
+    """Rounds x / scale to the nearest e4m3 number, ties to even, in fp64; saturates at 448 and preserves NaN.
 
-    Four bits of exponent, three of mantissa: from 2^-6 on numbers are 1/8 of their power of two apart, below it 2^-9.
-    Source: FP8 Formats for Deep Learning, arXiv 2209.05433.
+    e4m3 has four bits of exponent and three of mantissa. From 2^-6 on, the spacing is 1/8 of the power of two; below,
+    2^-9. Source: FP8 Formats for Deep Learning, arXiv 2209.05433.
     """
     value = (x.double() / scale.double()).clamp(-E4M3_MAX, E4M3_MAX)
     exponent = torch.frexp(value).exponent.clamp(min=-5)  # value < 2^exponent
@@ -155,19 +155,18 @@ def quantize_e4m3(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def fp8_weight(weight: Tensor, scale: Tensor, norm_weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The weight of a linear layer in e4m3, with what surrounds it.
+    """Quantizes the weight of a linear layer to e4m3.
 
-    The mean that a LayerNorm takes out of its rows is not taken out of the weight's: a massive channel of the residual
-    stream, which large ViTs have, is read with a small weight, and would be with a large one, rounding and all.
+    The rows of the weight are not centered, unlike in half precision. A massive channel of the residual stream, as
+    large ViTs have, is multiplied by a small weight; centering would make that weight, and its rounding error, large.
 
     Args:
         weight: [F, K].
-        scale: What the operand is divided by, [K] or []: the weight is multiplied by it.
-        norm_weight: gamma [K] of the norm before it, which is folded in; None means ones.
+        scale: Divisor of the operand, [K] or []; the weight is multiplied by it.
+        norm_weight: gamma [K] of the norm before it, folded into the weight; None means ones.
     Returns:
-        Numbers of e4m3, fp64 [F, K]; and what their products with the operand's are multiplied by, fp32 [F]: the
-        largest magnitude of a row becomes 448, but a row that would be multiplied by less than 2^-100 becomes zeros.
-        fp32 could not hold a bias divided by that.
+        e4m3 values as fp64 [F, K], and the multipliers of their products, fp32 [F]. They map the largest magnitude of a
+        row to 448. A row with a multiplier below 2^-100 becomes zeros, because fp32 could not hold bias / multiplier.
     """
     folded = weight.double() if norm_weight is None else weight.double() * norm_weight.double()
     folded = folded * scale.double()
@@ -179,14 +178,14 @@ def fp8_weight(weight: Tensor, scale: Tensor, norm_weight: Tensor | None = None)
 def fp8_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, norm: Norm | None = None
 ) -> Tensor:
-    """[norm and] linear layer of an operand and a weight that were rounded to e4m3, in x.dtype.
+    """Computes [norm and] linear layer with an operand and a weight rounded to e4m3, in x.dtype.
 
-    LayerNorm is behind the rounding: statistics are those of x itself, and a row of one value gives norm.bias alone.
+    LayerNorm is applied after rounding: the statistics are those of x, and constant tokens give norm.bias only.
 
     Args:
         x: [..., K].
         weight, bias: [F, K] and [F].
-        scale: What x is divided by before it is rounded, [K] or []; None: nothing is rounded.
+        scale: Divisor of x before rounding, [K] or []; None rounds nothing.
     """
     dtype = x.dtype
     bias = None if bias is None else bias.to(dtype)
@@ -223,10 +222,10 @@ def fp8_block(
     rope: Rope | None = None,
     linear: Callable[..., Tensor] = fp8_linear,
 ) -> Tensor:
-    """A pre-norm block whose linear layers read operands and weights of e4m3, in x.dtype: fp64 x is the definition.
+    """Computes a pre-norm block with linear layers in e4m3, in x.dtype; fp64 x gives the reference.
 
-    See ops.fused_block_fp8 for the arguments; `tensors` are the parameters themselves, of any dtype. `linear` computes
-    the layers: qkv, proj, fc1, a gate, fc2 in this order.
+    See ops.fused_block_fp8 for the arguments; `tensors` are the parameters, of any dtype. `linear` computes the layers
+    in the order qkv, proj, fc1, gate, fc2.
     """
     t = tensors
     first, second = (

@@ -1,9 +1,9 @@
-"""qk-norm and rotary positions of q and k, between the qkv matmul and attention, by the kernels.
+"""qk-norm and rotary positions of q and k, between the qkv matmul and attention, with the Triton kernels.
 
-`vit_fast::qk_norm_rope` and `vit_fast::qk_norm_rope_backward` do it to a tensor. In a block (`qkv_step`) it is the
-matmul's own business where its epilogue can: that turns q and k where all heads share the tables and their pairs are
-neighbours in the folded weight, and normalises heads of some sizes in half precision, where no backward wants them as
-they were. Else the kernel does it in place.
+`vit_fast::qk_norm_rope` and `vit_fast::qk_norm_rope_backward` apply them to a tensor. In a block (`qkv_step`), the
+epilogue of the qkv matmul applies them if it can. It rotates if all heads share the tables and the channels of a pair
+are adjacent in the folded weight. It normalizes some head sizes in half precision if no backward needs the input.
+Otherwise the kernel runs in place.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _WHAT = "qk_norm_rope"
 
 
 class QkTensors(NamedTuple):
-    """Tensors between the qkv layer and the attention; None for the absent ones.
+    """Tensors between the qkv layer and the attention; None for absent ones.
 
     Attributes:
-        q_weight, q_bias, k_weight, k_bias: Of the norms of q and k.
+        q_weight, q_bias, k_weight, k_bias: Parameters of the norms of q and k.
         cos, sin: Tables [B or 1, H or 1, T, D/2].
-        cu_seqlens, key_mask: As `Keys` has them.
+        cu_seqlens, key_mask: See `Keys`.
     """
 
     q_weight: Tensor | None = None
@@ -50,7 +50,7 @@ class QkTensors(NamedTuple):
 
 
 class QkSettings(NamedTuple):
-    """Kind of the norms of q and k, "none" without, and the rest of `QkNorm`; layout of the positions."""
+    """Kind of the norms of q and k, or "none"; eps and over of `QkNorm`; layout of the rotary positions."""
 
     norm: str = "none"
     eps: float = 0.0
@@ -61,19 +61,19 @@ class QkSettings(NamedTuple):
 def qk_norm_rope(
     qkv: Tensor, *, qk_norm: QkNorm | None = None, rope: Rope | None = None, backend: str = "auto"
 ) -> Tensor:
-    """Normalises q and k, then rotates them; v stays as it is.
+    """Normalizes q and k, then rotates them; v does not change.
 
     Args:
-        qkv: Packed projections [B, N, 3, H, D], or of one packed batch [total, 3, H, D]; fp32, fp16 or bf16 (fp64 too
+        qkv: Packed projections [B, N, 3, H, D], or [total, 3, H, D] for packed sequences; fp32, fp16 or bf16 (also fp64
             with eager and sdpa).
-        qk_norm: None normalises nothing.
-        rope: None rotates nothing.
-        backend: "eager", "sdpa", "triton" or "auto" (by qkv's device). eager and sdpa are the same formula here.
+        qk_norm: None does not normalize.
+        rope: None does not rotate.
+        backend: "eager", "sdpa", "triton" or "auto" (chosen by the device of qkv). eager and sdpa use the same formula.
     Returns:
-        The same shape and dtype, a tensor of its own; intermediate results are of the wider of the dtypes.
+        A new tensor with the shape and dtype of qkv; intermediate results have the wider one of the dtypes.
     Raises:
-        ValueError: shapes disagree, or a kind of norm or layout is unknown.
-        UnsupportedInputError: this backend cannot run this input; lists all reasons.
+        ValueError: shapes do not match, or a kind of norm or layout is unknown.
+        UnsupportedInputError: the backend cannot run this input; lists all reasons.
     Source: arXiv 2104.09864 (rotary positions), 2302.05442 (qk-norm).
     """
     check_tensors(qkv=qkv)
@@ -94,7 +94,7 @@ def qk_norm_rope(
 
 
 def flat_settings(like: Tensor, qk_norm: QkNorm | None, rope: Rope | None) -> tuple[QkTensors, QkSettings, int]:
-    """qk-norm and rotation as operators take them, with the tokens that are not rotated.
+    """Returns qk-norm and rotation as arguments of an operator, with the number of tokens that are not rotated.
 
     Raises:
         UnsupportedInputError: the tables require gradients, or are on another device than `like`.
@@ -108,8 +108,8 @@ def flat_settings(like: Tensor, qk_norm: QkNorm | None, rope: Rope | None) -> tu
     reasons = []
     for name, table in (("rope.cos", cos), ("rope.sin", sin)):
         if table is not None and table.requires_grad and torch.is_grad_enabled():
-            reasons.append(f"{name} requires a gradient: detach the tables")
-    # torch would choose a device before the operator sees its inputs
+            reasons.append(f"{name} must not require a gradient: detach the tables")
+    # torch's dispatcher chooses one device before the operator sees its inputs
     reasons += [
         f"tables and norms must be on {like.device} as qkv, got {tensor.device}"
         for tensor in tensors[:6]
@@ -121,7 +121,7 @@ def flat_settings(like: Tensor, qk_norm: QkNorm | None, rope: Rope | None) -> tu
 
 
 def _require_supported(what: str, qkv: Tensor, tensors: QkTensors) -> None:
-    """Raises UnsupportedInputError with every reason why the kernel cannot run on qkv [B, N, 3, H, D] with these."""
+    """Raises UnsupportedInputError with every reason why the kernel cannot run on qkv [B, N, 3, H, D]."""
     B, N, _, _, D = qkv.shape
     reasons = list(triton_unavailable_reasons(qkv.device))
     if D % 2:
@@ -154,7 +154,7 @@ def _kernel_settings(tensors: QkTensors, settings: QkSettings, prefix: int) -> Q
 def _forward(
     qkv: Tensor, tensors: Sequence[Tensor | None], prefix: int, norm: str, eps: float, over: str, layout: str
 ) -> Tensor:
-    """q and k of [B, N, 3, H, D] normalised, then rotated; `tensors` are the first six of `QkTensors`."""
+    """Normalizes, then rotates q and k of [B, N, 3, H, D]; `tensors` are the first six of `QkTensors`."""
     from ..kernels import rotary
 
     qk = QkTensors(*tensors)
@@ -167,7 +167,7 @@ def _backward(
     grad_output: Tensor, qkv: Tensor | None, tensors: Sequence[Tensor | None], prefix: int, norm: str, eps: float,
     over: str, layout: str,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of qkv and of the norms' parameters that are there; without norms qkv is None."""
+    """Returns the gradients of qkv and of the parameters of the norms; without norms qkv is None."""
     from ..kernels import rotary
 
     qk = QkTensors(*tensors)
@@ -178,7 +178,7 @@ def _backward(
 
 
 def norm_gradients(sums: Tensor | None, tensors: QkTensors) -> dict[str, Tensor]:
-    """Gradients of the norms' parameters that are there, by name, from fp32 [2, 2, D or H D]."""
+    """Returns the gradients of the norms' parameters by name, from fp32 [2, 2, D or H D]."""
     places = ((0, 0), (0, 1), (1, 0), (1, 1))
     return {
         name: sums[place].to(parameter.dtype, copy=True)
@@ -222,12 +222,12 @@ _backward_kernel = operator(
 
 @dataclass(frozen=True)
 class QkvStep:
-    """Norms and positions of one block.
+    """Norms and rotary positions of q and k in one block.
 
     Attributes:
-        settings: As the kernels take them.
-        in_matmul: True if the matmul does it.
-        head_dim: D.
+        settings: Arguments of the kernels.
+        in_matmul: True if the epilogue of the qkv matmul applies them.
+        head_dim: Head width D.
         tensors: Norms and tables, to be checked.
     """
 
@@ -238,12 +238,12 @@ class QkvStep:
 
     @property
     def is_nothing(self) -> bool:
-        """True if q and k stay as they are."""
+        """True if q and k do not change."""
         return self.settings.tables is None and self.settings.norm == "none"
 
     @property
     def brings_together(self) -> bool:
-        """True if the matmul is to have pairs as neighbours that are none outside."""
+        """True if the qkv weight must be permuted so that the channels of a pair become adjacent."""
         return self.in_matmul and self.settings.tables is not None and self.settings.layout == "half"
 
     @property
@@ -265,10 +265,9 @@ class QkvStep:
             _require_supported("a block", packed, self.tensors)
 
     def forward(self, packed: Tensor, keep: bool = False) -> tuple[Tensor, Tensor | None]:
-        """qkv [B, N, 3, H, D] for the attention, in the memory of `packed`, the matmul's result, unless that is kept.
+        """Returns qkv [B, N, 3, H, D] for the attention, and the matmul's output if the backward needs it, or None.
 
-        Returns:
-            That, and what the backward needs of the matmul's result, or None.
+        Writes to `packed`, the output of the matmul, unless the backward needs it.
         """
         from ..kernels import rotary
 
@@ -280,13 +279,13 @@ class QkvStep:
         return packed, None
 
     def backward(self, grad: Tensor, kept: Tensor | None) -> Tensor | None:
-        """The gradient of the matmul's result, in the natural order of channels, in the memory of that of q, k and v.
+        """Turns the gradient of q, k and v in place into that of the matmul's output, in its order of channels.
 
         Args:
             grad: [B, N, 3, H, D], contiguous.
-            kept: From `forward`.
+            kept: Second result of `forward`.
         Returns:
-            fp32 [2, 2, D or H D]: of q and k the gradients of the norm's weight and bias; None without those.
+            Gradients of weight and bias of the norms of q and k, fp32 [2, 2, D or H D]; None without norms.
         """
         from ..kernels import rotary
 
@@ -303,12 +302,12 @@ def qkv_step(
     tensors: QkTensors, settings: QkSettings, prefix: int, head_dim: int, is_folded: bool,
     norms_in: torch.dtype | None = None,
 ) -> QkvStep:  # fmt: skip
-    """The step of these arguments, which come from `flat_settings`.
+    """Returns the step for these arguments, which come from `flat_settings`.
 
     Args:
-        is_folded: True if the qkv layer was folded beforehand, with its rows in their natural order unless the layout
+        is_folded: True if the qkv layer was folded beforehand, with its rows in their original order unless the layout
             is "neighbours".
-        norms_in: The dtype of a matmul that may normalise; None: it may not, as a backward wants what it made.
+        norms_in: Dtype of a matmul that may normalize; None if it must not, because a backward needs its input.
     """
     norm, _, over, layout = settings
     in_matmul = norm == "none" or (over == "head" and norms_in is not None and _normalises(norms_in, head_dim))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..blocks.fp8_scales import LINEARS
 from ..blocks.fused import device_of, dtype_of
-from ..errors import UnsupportedInputError
+from ..errors import UnsupportedInputError, type_name
 from ..ops.descriptions import BlockScales
 from .fp8_shadow import Simulated
 from .schemes import fewest_kept
@@ -126,5 +126,5 @@ def logits_of(output: object) -> Tensor | None:
 def _logits(output: object) -> Tensor:
     logits = logits_of(output)
     if logits is None:
-        raise ValueError(f"the model must return logits [B, classes] for min_agreement, got a {type(output).__name__}")
+        raise ValueError(f"the model must return logits [B, classes] for min_agreement, got {type_name(output)}")
     return logits

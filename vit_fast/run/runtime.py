@@ -32,9 +32,9 @@ def compile(
             kernels costs more than running them; its outputs are overwritten by the next call. "max-autotune" also
             times candidates for every matmul, which takes minutes; its "-no-cudagraphs" form can be captured. Measure
             the gain by `vit-fast bench --candidates sdpa,sdpa+compile`; benchmarks/results contains records.
-        dynamic_batch: Whether one graph serves all batch sizes from 2 (and another one size 1), instead of one graph
+        dynamic_batch: True compiles one graph for all batch sizes from 2 (and another for size 1), instead of one graph
             per size. The first axis of all inputs must be the batch.
-        fullgraph: Whether a graph break is an error.
+        fullgraph: True raises an error for a graph break.
     Returns:
         The compiled model; attributes and state_dict as of torch.compile.
     Raises:

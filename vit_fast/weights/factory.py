@@ -31,6 +31,9 @@ def create_model(
 ) -> VisionTransformer:
     """Builds a Vision Transformer by timm's name and fuses it.
 
+    Blocks with dropout run their modules in training, with any backend; `print(vit_fast.fuse(model, backend))` lists
+    them.
+
     Args:
         name: One of list_models(), or a Hugging Face Hub id or folder with shape and weights.
         backend: "auto", "eager", "sdpa" or "triton"; see set_backend.

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..errors import type_name
 from ..libraries import transformers_config
 from ..libraries.known import CONFIGURATIONS
 from .source import SUFFIXES, Source, WeightsError, read_file, tensors_of
@@ -203,7 +204,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise WeightsError(f"{path}: cannot be read as JSON: {error}") from None
     if not isinstance(content, dict):
-        raise WeightsError(f"{path}: must contain a JSON object, got a {type(content).__name__}")
+        raise WeightsError(f"{path}: must contain a JSON object, got {type_name(content)}")
     return content
 
 

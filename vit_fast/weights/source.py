@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import DataConfig, ViTConfig
-from ..errors import VitFastError
+from ..errors import VitFastError, type_name
 from ..libraries.repository import Facts
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".npz")
@@ -101,7 +101,7 @@ def _read_torch(path: Path) -> Mapping[str, Any]:
             f"({_first_line(error)}); save the state dict alone, preferably as .safetensors"
         ) from None
     if not isinstance(content, Mapping):
-        raise WeightsError(f"{path}: must contain a state dict, got a {type(content).__name__}")
+        raise WeightsError(f"{path}: must contain a state dict, got {type_name(content)}")
     return content
 
 

@@ -1,35 +1,33 @@
-"""Metadata and signature of ONNX files, also of those from other exporters."""
+"""Metadata and signature of ONNX files, of any exporter."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import onnx
 
+from vit_fast.arguments import pair
 from vit_fast.config import DataConfig, Size
-from vit_fast.libraries.image_model import ImageModel
-from vit_fast.version import __version__, installed
+from vit_fast.libraries.image_model import Output
 
 from .model_files import ModelFileError, read_proto
-from .options import ExportOptions
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-
 PREFIX = "vit_fast."
-PACKAGES = ("torch", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime", "timm", "transformers", "torchvision")
 _DTYPES = {"float": np.float32, "float16": np.float16, "double": np.float64, "uint8": np.uint8}
 
 
 @dataclass
 class OnnxInfo:
-    """An ONNX file in words.
+    """Description of an ONNX file.
 
     Attributes:
         path: The file.
@@ -37,13 +35,13 @@ class OnnxInfo:
         opsets: Version of each operator set, by domain ("" is ONNX's own).
         inputs: Name, dtype and dimensions of each input.
         outputs: The same of each output.
-        nodes: How many nodes of each operator.
-        data_config: How images are prepared; None when the file does not say.
-        preprocess: Whether the file takes uint8 pixels and prepares them itself.
-        class_names: Names of the outputs; None when the file does not say.
-        output: "logits", "probabilities" or "features"; None when the file does not say.
-        fp8: Whether weights are in e4m3.
-        metadata: Everything else that export_onnx wrote, or all metadata of a file from elsewhere.
+        nodes: Number of nodes per operator.
+        data_config: Preprocessing; None if unknown.
+        preprocess: True if the file takes uint8 pixels and contains the preprocessing.
+        class_names: Names of the outputs; None if unknown.
+        output: "logits", "probabilities" or "features"; None if unknown.
+        fp8: True if weights are in e4m3.
+        metadata: All else that export_onnx wrote, or all metadata of other exporters.
     """
 
     path: str
@@ -63,63 +61,43 @@ class OnnxInfo:
         return asdict(self)
 
     def to_table(self) -> Table:
-        """The file as a rich table; long lists shortened."""
-        from rich.markup import escape
-        from rich.table import Table
-
-        table = Table("what", "value", title=self.path)
+        """Returns the description as a rich table; long lists are shortened."""
         rows: dict[str, Any] = {
             "producer": self.producer,
             "opsets": ", ".join(f"{domain or 'ai.onnx'} {version}" for domain, version in self.opsets.items()),
-            "nodes": ", ".join(f"{name} {n}" for name, n in sorted(self.nodes.items(), key=lambda item: -item[1])),
+            "nodes": counted(self.nodes),
         }
         rows |= {f"input {i['name']}": f"{i['dtype']} {i['shape']}" for i in self.inputs}
         rows |= {f"output {o['name']}": f"{o['dtype']} {o['shape']}" for o in self.outputs}
-        rows["output meaning"] = self.output or "not said"
-        rows["preprocessing"] = str(self.data_config.to_dict()) if self.data_config else "not said"
+        rows["output meaning"] = self.output
+        rows["preprocessing"] = self.data_config and str(self.data_config.to_dict())
         rows["preprocessing happens"] = "in the file" if self.preprocess else "before the file"
-        rows["classes"] = _shortened(self.class_names)
-        rows |= {key: _shortened(value) for key, value in self.metadata.items()}
-        for what, value in rows.items():
-            table.add_row(what, escape(str(value)))
-        return table
+        rows |= {"classes": self.class_names} | self.metadata
+        return two_columns(self.path, ((what, _shortened(value)) for what, value in rows.items()))
 
 
-def metadata_for(
-    vit: ImageModel, options: ExportOptions, source: str | None, measured: dict[str, Any]
-) -> dict[str, str]:
-    """Metadata of a file: keys with a prefix, values in JSON."""
-    layout = "[batch, height, width, channels] uint8 pixels" if options.preprocess else (
-        "[batch, channels, height, width] fp32, normalised as data_config says"
-    )  # fmt: skip
-    facts: dict[str, Any] = {
-        "format": 1,
-        "model": vit.name,
-        "library": vit.library,
-        "config": vit.config,
-        "class_names": vit.class_names,
-        "data_config": vit.data_config.to_dict() if vit.data_config else None,
-        "image_hw": vit.image_hw,
-        "patch_hw": vit.patch_hw,
-        "dynamic_size": options.dynamic_size,
-        "preprocess": options.preprocess,
-        "input": layout,
-        "output": options.output if vit.num_classes else "features",
-        "precision": options.precision,
-        "target": options.target,
-        "source": source,
-        "versions": {"vit-fast": __version__}
-        | {package: version for package in PACKAGES if (version := installed(package))},
-    } | measured
-    return {PREFIX + key: json.dumps(value, default=str) for key, value in facts.items()}
+def two_columns(title: str, rows: Iterable[tuple[str, str]]) -> Table:
+    """Makes a table of names and values; nothing in it is markup."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table("what", "value", title=escape(title))
+    for row in rows:
+        table.add_row(*map(escape, row))
+    return table
 
 
-def write_metadata(path: Path, metadata: dict[str, str]) -> None:
-    """Replaces the metadata of a file that was just written; weights beside it stay as they are."""
-    proto = onnx.load_model(path, load_external_data=False)
-    del proto.metadata_props[:]
-    onnx.helper.set_model_props(proto, metadata)
-    path.write_bytes(proto.SerializeToString())
+def counted(nodes: dict[str, int]) -> str:
+    """Lists the operators of a graph with their number, the most frequent first."""
+    return ", ".join(f"{name} {n}" for name, n in sorted(nodes.items(), key=lambda item: -item[1]))
+
+
+def _shortened(value: Any, limit: int = 6) -> str:
+    if value is None:
+        return "unknown"
+    if isinstance(value, list | tuple) and len(value) > limit:
+        return ", ".join(map(str, value[:limit])) + f", ... ({len(value)})"
+    return json.dumps(value, default=str) if isinstance(value, dict | list) else str(value)
 
 
 def inspect_onnx(path: str | Path) -> OnnxInfo:
@@ -128,15 +106,11 @@ def inspect_onnx(path: str | Path) -> OnnxInfo:
     Raises:
         ModelFileError: the file is missing, damaged, unsafe, or not an ONNX file.
     """
-    return describe(read_proto(path), Path(path))
-
-
-def describe(proto: onnx.ModelProto, path: Path) -> OnnxInfo:
-    """inspect_onnx of a file that has been read already."""
+    proto = read_proto(path)
     initializers = {tensor.name for tensor in proto.graph.initializer}
     info = OnnxInfo(
         path=str(path),
-        producer=f"{proto.producer_name} {proto.producer_version}".strip() or "not said",
+        producer=f"{proto.producer_name} {proto.producer_version}".strip() or "unknown",
         opsets={entry.domain: entry.version for entry in proto.opset_import},
         inputs=[_describe_value(v) for v in proto.graph.input if v.name not in initializers],
         outputs=[_describe_value(v) for v in proto.graph.output],
@@ -146,22 +120,34 @@ def describe(proto: onnx.ModelProto, path: Path) -> OnnxInfo:
     properties = {entry.key: entry.value for entry in proto.metadata_props}
     ours = {key.removeprefix(PREFIX): value for key, value in properties.items() if key.startswith(PREFIX)}
     if not ours:
-        info.metadata = dict(properties)
+        info.metadata = properties
         return info
     try:
-        facts = {key: json.loads(value) for key, value in ours.items()}
-        data_config, names = facts.pop("data_config", None), facts.pop("class_names", None)
-        info.data_config = DataConfig.from_dict(data_config) if data_config else None
-        info.class_names = tuple(map(str, names)) if names else None
-        for key in ("image_hw", "patch_hw"):
-            sides = facts.get(key, [1, 1])
-            if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
-                raise ValueError(f"{key} must be two integers >= 1, got {sides!r}")
-    except (json.JSONDecodeError, TypeError, ValueError, AttributeError) as error:
-        raise ModelFileError(f"{path}: its metadata is damaged: {error}") from None
-    info.preprocess, info.output = bool(facts.pop("preprocess", False)), facts.pop("output", None)
-    info.metadata = facts
+        _read_ours(info, {key: json.loads(value) for key, value in ours.items()})
+    except (TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise damaged(path, error) from None
     return info
+
+
+def damaged(path: str | Path, error: object) -> ModelFileError:
+    return ModelFileError(f"{path}: its metadata is damaged: {error}")
+
+
+def _read_ours(info: OnnxInfo, facts: dict[str, Any]) -> None:
+    """Checks and stores the metadata that export_onnx writes."""
+    data_config, names = facts.pop("data_config", None), facts.pop("class_names", None)
+    info.data_config = DataConfig.from_dict(data_config) if data_config else None
+    if not isinstance(names, list | None):
+        raise ValueError(f"class_names must be a list, got {names!r}")
+    info.class_names = tuple(map(str, names)) if names else None
+    info.output, info.preprocess = facts.pop("output", None), bool(facts.pop("preprocess", False))
+    if info.output not in (None, *get_args(Output)):
+        raise ValueError(f"output must be one of {', '.join(get_args(Output))}, got {info.output!r}")
+    for key in ("image_hw", "patch_hw"):
+        if isinstance(facts.get(key, [1, 1]), int):
+            raise ValueError(f"{key} must be two integers, got {facts[key]!r}")
+        pair(key, facts.get(key, [1, 1]))
+    info.metadata = facts
 
 
 def _describe_value(value: onnx.ValueInfoProto) -> dict[str, Any]:
@@ -177,29 +163,20 @@ def _describe_value(value: onnx.ValueInfoProto) -> dict[str, Any]:
     return {"name": value.name, "dtype": dtype, "shape": dims}
 
 
-def _shortened(value: Any, limit: int = 6) -> str:
-    if value is None:
-        return "not said"
-    if isinstance(value, list | tuple) and len(value) > limit:
-        return ", ".join(map(str, value[:limit])) + f", ... ({len(value)})"
-    return json.dumps(value, default=str) if isinstance(value, dict | list) else str(value)
-
-
 @dataclass
 class Signature:
-    """The input and the output of a file that takes images.
+    """Input and output of a file that takes images.
 
     Attributes:
         path: The file, for messages.
         input: The input's name.
-        dtype: The input's numpy dtype; uint8 where the file prepares pixels itself.
-        shape: [B, channels, height, width], or [B, height, width, channels] in uint8; None where the file takes any.
+        dtype: The input's numpy dtype; uint8 if the file contains the preprocessing.
+        shape: [B, channels, height, width], or [B, height, width, channels] in uint8; None for any size.
         image_hw: Height and width that images are resized to; None if unknown.
-        patch_hw: Divisors of height and width if any size is accepted; None if unknown.
+        patch_hw: Divisors of height and width if the file takes any size; None if unknown.
         output: The first output's name.
         output_dtype: Its numpy dtype.
-        output_tail: Its shape behind the batch. None where the file leaves that or the dtype open: ONNX Runtime then
-            makes the output.
+        output_tail: Its shape behind the batch; None if shape or dtype are unknown: ONNX Runtime then allocates it.
     """
 
     path: Path
@@ -223,23 +200,22 @@ class Signature:
 
     @property
     def classes(self) -> int | None:
-        """Width of the output, where it is fixed."""
+        """Width of the output, if it is fixed."""
         return self.output_tail[-1] if self.output_tail else None
 
     def set_image_hw(self, image_hw: Size) -> None:
         """Sets the size that images are resized to, if the file has no fixed size.
 
         Raises:
-            ValueError: they are not two sizes in pixels, or differ from those of the file.
+            ValueError: it is no size in pixels, or differs from that of the file.
         """
-        if len(image_hw) != 2 or not all(isinstance(side, int) and side > 0 for side in image_hw):
-            raise ValueError(f"image_hw must be height and width in pixels, got {image_hw!r}")
+        image_hw = pair("image_hw", image_hw)
         if self.takes_pixels:
             raise ValueError(f"image_hw must be None, because the file prepares images of any size, got {image_hw!r}")
         fixed = self.shape[2:]
         if any(n is not None and n != side for n, side in zip(fixed, image_hw)):
             raise ValueError(f"image_hw must be {fixed} like the file's input, got {image_hw!r}")
-        self.image_hw = (image_hw[0], image_hw[1])
+        self.image_hw = image_hw
 
     def check(self, images: Any) -> None:
         """Raises ValueError unless dtype and shape of numpy or torch images match the file."""
@@ -263,7 +239,7 @@ class Signature:
 
 
 def read_signature(info: OnnxInfo) -> Signature:
-    """Reads the signature from a file's metadata.
+    """Returns the signature of a file.
 
     Raises:
         ModelFileError: the file takes no images, or other inputs beside them.
@@ -281,11 +257,10 @@ def read_signature(info: OnnxInfo) -> Signature:
     dtype: np.dtype[Any] = np.dtype(_DTYPES[entry["dtype"]])
     shape = tuple(dim if isinstance(dim, int) and dim > 0 else None for dim in entry["shape"])
     height, width = shape[1:3] if dtype == np.uint8 else shape[2:]
-    said = info.metadata.get("image_hw")
+    known, patch = info.metadata.get("image_hw"), info.metadata.get("patch_hw", (1, 1))
     image_hw: Size | None = (height, width) if height and width else None
-    if image_hw is None and isinstance(said, list) and len(said) == 2:
-        image_hw = (int(said[0]), int(said[1]))
-    patch = info.metadata.get("patch_hw", (1, 1))
+    if image_hw is None and isinstance(known, list):  # text in files of other exporters
+        image_hw = (known[0], known[1])
     tail = tuple(dim for dim in out["shape"][1:] if isinstance(dim, int) and dim > 0)
     is_known = bool(tail) and len(tail) == len(out["shape"]) - 1 and out["dtype"] in _DTYPES
     return Signature(
@@ -294,7 +269,7 @@ def read_signature(info: OnnxInfo) -> Signature:
         dtype=dtype,
         shape=shape,
         image_hw=image_hw,
-        patch_hw=(patch[0], patch[1]) if info.metadata.get("dynamic_size") is True else None,  # not a foreign text
+        patch_hw=(patch[0], patch[1]) if info.metadata.get("dynamic_size") is True else None,
         output=out["name"],
         output_dtype=np.dtype(_DTYPES.get(out["dtype"], np.float32)),
         output_tail=tail if is_known else None,

@@ -1,56 +1,30 @@
-"""Model files, read with suspicion."""
+"""ONNX files and the weights beside them: damaged, foreign and unsafe ones are refused."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import onnx
-import onnx_ir as ir
 from google.protobuf.message import DecodeError
 
 from vit_fast.errors import VitFastError, check_type
 
-PROTOBUF_LIMIT = 2 * 2**30 - 32 * 2**20
-"""Bytes of weights that fit into one file: protobuf's 2 GiB less room for the graph."""
-
 
 class ModelFileError(VitFastError, ValueError):
-    """An ONNX file that is missing, damaged, foreign or unsafe; names the file and why."""
-
-
-def weight_bytes(model: ir.Model) -> int:
-    """Bytes of all initializers."""
-    return sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
-
-
-def save(model: ir.Model, path: Path, external: bool) -> None:
-    """Writes a model, its weights inside or in one file beside it (NAME.onnx.data).
-
-    Raises:
-        OSError: it cannot be written; says how many bytes were needed.
-    """
-    try:
-        ir.save(model, path, external_data=f"{path.name}.data" if external else None)
-    except Exception as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, OSError):
-            cause = cause.__cause__
-        if cause is None:
-            raise
-        megabytes = weight_bytes(model) / 2**20
-        raise OSError(cause.errno, f"{cause.strerror or cause} ({megabytes:.0f} MiB of weights)") from error
+    """An ONNX file that is missing, damaged, foreign or unsafe; names the file and the reason."""
 
 
 def read_proto(path: str | Path) -> onnx.ModelProto:
-    """The graph of an ONNX file without the weights beside it, after checking that both are what they should be.
+    """Reads the graph of an ONNX file without the weights beside it, after checking both.
 
     Raises:
         ModelFileError: missing, not ONNX, truncated, or with external data that leaves the model's folder.
     """
     check_type("path", path, str, Path)
     path = Path(path)
-    if path.exists() and not path.is_file():  # a pipe would be waited for
+    if path.exists() and not path.is_file():  # reading a pipe would block
         raise ModelFileError(f"{path}: is {'a folder' if path.is_dir() else 'no regular file'}, not an ONNX file")
     try:
         proto = onnx.load_model(path, load_external_data=False)
@@ -62,23 +36,44 @@ def read_proto(path: str | Path) -> onnx.ModelProto:
         raise ModelFileError(f"{path}: cannot be read: {error.strerror or error}") from None
     if not proto.HasField("graph") or not proto.graph.node or not proto.opset_import or not proto.graph.output:
         raise ModelFileError(f"{path}: not an ONNX model: it has no graph, output or opset")
-    check_external_data(proto, path)
+    _check_external_data(proto, path)
     return proto
 
 
-def check_external_data(proto: onnx.ModelProto, path: Path) -> None:
-    """Refuses weights outside the model's folder, also through links, and files too short for what should be in them.
+def parts_of(path: Path) -> list[Path]:
+    """Returns a model file, and the files beside it that contain its weights.
+
+    Raises:
+        ModelFileError: see read_proto.
+    """
+    locations = {_fields(tensor).get("location", "") for tensor in _external_tensors(read_proto(path))}
+    return [path, *(path.parent / location for location in sorted(locations))]
+
+
+def copy_model(path: Path, target: Path) -> None:
+    """Copies a model file to `target`, and the weights beside it to that folder, under their names.
+
+    Raises:
+        ModelFileError: see read_proto; or the weights have the name of the target.
+    """
+    for part in parts_of(path):
+        copy = target if part == path else target.parent / part.relative_to(path.parent)
+        if part != path and copy == target:
+            raise ModelFileError(f"{path}: its weights must not be in a file named {target.name}")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(part, copy)
+
+
+def _check_external_data(proto: onnx.ModelProto, path: Path) -> None:
+    """Refuses weights outside the model's folder, also through links, and files that are too short.
 
     ONNX Runtime refuses absolute paths, "..", and symbolic links, but reads a hard link: a second name of any file on
     the same disk. So a file with more than one name is refused here.
-
-    Raises:
-        ModelFileError: names every location refused and why.
     """
-    folder = path.parent.resolve()  # ONNX Runtime looks beside the name given, also where that is a link
+    folder = path.parent.resolve()  # ONNX Runtime looks beside the given name, also if that is a link
     reasons: dict[str, str] = {}
-    for tensor in external_tensors(proto):
-        fields = {entry.key: entry.value for entry in tensor.external_data}
+    for tensor in _external_tensors(proto):
+        fields = _fields(tensor)
         location = fields.get("location", "")
         if location in reasons:
             continue
@@ -86,6 +81,10 @@ def check_external_data(proto: onnx.ModelProto, path: Path) -> None:
             reasons[location] = f"{location!r} {reason}"
     if reasons:
         raise ModelFileError(f"{path}: external data refused: {'; '.join(sorted(reasons.values()))}")
+
+
+def _fields(tensor: onnx.TensorProto) -> dict[str, str]:
+    return {entry.key: entry.value for entry in tensor.external_data}
 
 
 def _unsafe(folder: Path, location: str) -> str:
@@ -116,19 +115,19 @@ def _too_short(target: Path, fields: dict[str, str]) -> str:
     return ""
 
 
-def external_tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Every tensor whose values lie in another file: of the graph, of the graphs inside it, and of functions."""
+def _external_tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """Yields the tensors with values in another file: of the graph, of graphs inside it, and of functions."""
     graphs = [proto.graph]
     nodes = [node for function in proto.functions for node in function.node]
+    tensors: list[onnx.TensorProto] = []
     while graphs or nodes:
         if graphs:
             graph = graphs.pop()
-            yield from (t for t in graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL)
-            for sparse in graph.sparse_initializer:
-                yield from (t for t in (sparse.values, sparse.indices) if t.data_location == onnx.TensorProto.EXTERNAL)
-            nodes.extend(graph.node)
-            continue
-        for attribute in nodes.pop().attribute:
-            tensors = [*([attribute.t] if attribute.HasField("t") else []), *attribute.tensors]
-            yield from (t for t in tensors if t.data_location == onnx.TensorProto.EXTERNAL)
-            graphs.extend(([attribute.g] if attribute.HasField("g") else []) + list(attribute.graphs))
+            nodes += graph.node
+            tensors += graph.initializer
+            tensors += [part for sparse in graph.sparse_initializer for part in (sparse.values, sparse.indices)]
+        else:
+            for attribute in nodes.pop().attribute:
+                tensors += [*([attribute.t] if attribute.HasField("t") else []), *attribute.tensors]
+                graphs += [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]
+    yield from (tensor for tensor in tensors if tensor.data_location == onnx.TensorProto.EXTERNAL)

@@ -1,0 +1,280 @@
+"""Report of an export: fusions, eight bits, and the comparison of the file with the model.
+
+In eight bits, errors are spread over all elements, and the largest one says little. So `Loss` counts changed classes.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vit_fast.libraries.image_model import Output
+
+from .runtime.metadata import counted, two_columns
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+SURE = 0.1
+"""The model is sure of an image if its most probable class leads by this probability."""
+FLIPS = 0.01
+"""Share of the images that the model is sure of whose class may change: none of fewer than 100."""
+RMS = 0.05
+"""Largest root mean square of the logits' error, in standard deviations of the logits."""
+EIGHT_BIT_BUDGET = (
+    f"rms error <= {RMS:g}, no other class on more than {FLIPS:.0%} of the images that the model was sure of"
+)
+POINTS = 0.006
+"""Accuracy that a file may lose against its model; one image is always allowed."""
+LEAST_PROBABILITY = 1e-30
+"""Smaller probabilities count as this; fp32 ends near."""
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """Count of a fusion.
+
+    Attributes:
+        name: The fused operator.
+        fused: Its nodes in the graph.
+        wanted: Its number if all blocks were fused.
+        note: The reason why some were not, if known.
+    """
+
+    name: str
+    fused: int
+    wanted: int
+    note: str = ""
+
+    @property
+    def complete(self) -> bool:
+        return self.fused >= self.wanted
+
+    def line(self) -> str:
+        return f"{self.name}: {self.fused} of {self.wanted}" + (f" ({self.note})" if self.note else "")
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """Result of quantise.
+
+    Attributes:
+        products: Number of products in eight bits.
+        kept: Names of the layers that stay floating to limit the loss.
+        methods: Number of ranges by the method that chose them.
+    """
+
+    products: int
+    kept: tuple[str, ...]
+    methods: dict[str, int]
+
+    def line(self) -> str:
+        kept = f"; left float: {', '.join(self.kept)}" if self.kept else ""
+        methods = "; ranges by " + ", ".join(f"{how} {n}" for how, n in sorted(self.methods.items()))
+        return f"{self.products} products{methods if self.methods else ''}{kept}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """Comparison of a file's output with the model's.
+
+    Attributes:
+        images: Number of images.
+        max_error: Largest |file - model|, divided by the largest |model| if that is above 1.
+        rms_error: Root mean square of the difference, in standard deviations of the model's output.
+        top1_agreement: Share of images with the same most probable class; None for features.
+        flips: Images with another class although the model was sure of its own.
+    """
+
+    images: int
+    max_error: float
+    rms_error: float
+    top1_agreement: float | None
+    flips: int
+
+    def acceptable(self, margin: float = 1.0) -> bool:
+        """True if the loss is within the budget in eight bits; `margin` < 1 makes it stricter."""
+        return bool(self.rms_error <= margin * RMS and self.flips <= margin * FLIPS * self.images)
+
+    def line(self) -> str:
+        same = "" if self.top1_agreement is None else f"top class the same on {self.top1_agreement:.1%}, "
+        sure = f"changed on {self.flips} of {self.images} that the model was sure of, " if self.flips else ""
+        return f"max error {self.max_error:.1e}, {same}{sure}rms error {self.rms_error:.1e}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check(Loss):
+    """Comparison of the file with the eager model at one image size.
+
+    Attributes:
+        batch: Images in the largest batch.
+        image_hw: Height and width of the images that the file gets, in pixels.
+        passed: True if the loss is within the budget.
+    """
+
+    batch: int
+    image_hw: tuple[int, int]
+    passed: bool
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Top-1 accuracy of a model and of its exported file.
+
+    Attributes:
+        images: Number of labelled images.
+        model: Accuracy of the model.
+        file: Accuracy of the file.
+    """
+
+    images: int
+    model: float
+    file: float
+
+    @property
+    def acceptable(self) -> bool:
+        lost = (self.model - self.file) * self.images
+        return lost <= max(1.0, POINTS * self.images) + 1e-6
+
+    def line(self) -> str:
+        return f"top-1 {self.file:.2%} of {self.images} images, the model's {self.model:.2%}"
+
+
+@dataclass
+class ExportReport:
+    """Report of export_onnx. `print(report)` prints a table, `report.to_json()` returns JSON.
+
+    Attributes:
+        path: The file.
+        model: The model's name.
+        library: The library of its class.
+        opset: Opset of ONNX's own operators.
+        target: The runtime that it was optimized for.
+        precision: Precision of weights and products; input and output are always fp32 (or uint8 pixels).
+        output: "logits", "probabilities" or "features".
+        bytes: Size of the file and of the weights beside it.
+        external_data: Name of the file with the weights, or None if they are inside.
+        nodes: Number of nodes per operator.
+        fusions: Number of fusions, and of those that were possible.
+        checks: Comparisons with the eager model; empty without verification.
+        reference: Reference of the comparison, e.g. "eager fp64".
+        budget: The largest error that passes.
+        eight_bit: Products in eight bits, layers left float, and methods of the ranges; None in other precisions.
+        accuracy: Accuracy of the model and the file on labelled images; None without.
+        trtexec: The command that builds a TensorRT engine of the file; None for other targets.
+        seconds: Duration of each step.
+        warnings: Limitations of this file.
+    """
+
+    path: str
+    model: str
+    library: str
+    opset: int
+    target: str
+    precision: str
+    output: str
+    bytes: int = 0
+    external_data: str | None = None
+    nodes: dict[str, int] = field(default_factory=dict)
+    fusions: list[Fusion] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+    reference: str | None = None
+    budget: str = ""
+    eight_bit: Quantised | None = None
+    accuracy: Accuracy | None = None
+    trtexec: str | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def verified(self) -> bool:
+        return bool(self.checks) and all(check.passed for check in self.checks)
+
+    @property
+    def max_error(self) -> float | None:
+        """Largest max_error of all checks; None without checks."""
+        return max((check.max_error for check in self.checks), default=None)
+
+    @property
+    def top1_agreement(self) -> float | None:
+        """Top-1 agreement of the check with the most images; None without checks or if the output is features."""
+        return max(self.checks, key=lambda check: check.images).top1_agreement if self.checks else None
+
+    def measured(self) -> dict[str, Any]:
+        """Returns the measurements of the file for its metadata."""
+        verification = {"reference": self.reference, "budget": self.budget, "checks": [asdict(c) for c in self.checks]}
+        return {
+            "verification": verification if self.checks else "not verified",
+            "eight_bit": None if self.eight_bit is None else asdict(self.eight_bit),
+            "accuracy": None if self.accuracy is None else asdict(self.accuracy),
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"verified": self.verified, "max_error": self.max_error}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    def to_table(self) -> Table:
+        """Returns the report as a rich table."""
+        beside = f", weights in {self.external_data}" if self.external_data else ""
+        rows = [
+            ("opset, target, precision", f"{self.opset}, {self.target}, {self.precision}"),
+            ("output", self.output),
+            ("size", f"{self.bytes / 1e6:.1f} MB{beside}"),
+            (f"{sum(self.nodes.values())} nodes", counted(self.nodes)),
+        ]
+        if self.eight_bit is not None:
+            rows.append(("eight bits", self.eight_bit.line()))
+        rows += [("fused" if f.complete else "NOT fully fused", f.line()) for f in self.fusions]
+        for check in self.checks:
+            size = "x".join(map(str, check.image_hw))
+            title = f"{'ok' if check.passed else 'FAILED'}: {check.images} of {size}, batch {check.batch}"
+            rows.append((title, f"{check.line()} against {self.reference}"))
+        if self.accuracy is not None:
+            rows.append(("accuracy", self.accuracy.line()))
+        if not self.checks:
+            rows.append(("NOT verified", "verify=False"))
+        if self.trtexec is not None:
+            rows.append(("to build an engine", self.trtexec))
+        rows.append(("seconds", ", ".join(f"{step} {seconds:.1f}" for step, seconds in self.seconds.items())))
+        rows += [("warning", warning) for warning in self.warnings]
+        return two_columns(f"{self.model} -> {self.path}", rows)
+
+    def __str__(self) -> str:
+        from io import StringIO
+
+        from rich.console import Console
+
+        text = StringIO()
+        Console(file=text, width=110).print(self.to_table())
+        return text.getvalue()
+
+
+def loss_of(got: np.ndarray, expected: np.ndarray, output: Output) -> Loss:
+    """Compares outputs [B, classes], or [B, N, classes] of tokens, or features [B, C].
+
+    Probabilities are compared by their logarithms, log max(p, 1e-30): all of them are small numbers, so that two
+    unrelated softmaxes over many classes would pass for equal. The log differs from the logits by a constant per image.
+    """
+    agreement, flips = None, 0
+    if output == "probabilities":
+        got, expected = (np.log(np.maximum(p.astype(np.float64), LEAST_PROBABILITY)) for p in (got, expected))
+    if output != "features":
+        ours, theirs = got.argmax(-1), expected.argmax(-1)
+        agreement = float((ours == theirs).mean())
+        exponents = np.exp(expected - expected.max(-1, keepdims=True))
+        probabilities = exponents / exponents.sum(-1, keepdims=True)
+        of_theirs, of_ours = (np.take_along_axis(probabilities, each[..., None], -1) for each in (theirs, ours))
+        flips = int((of_theirs - of_ours >= SURE).sum())
+    difference = got.astype(np.float64) - expected
+    return Loss(
+        images=len(got),
+        max_error=float(np.abs(difference).max() / max(1.0, np.abs(expected).max())),
+        rms_error=float(np.sqrt((difference**2).mean()) / max(expected.std(), 1e-12)),
+        top1_agreement=agreement,
+        flips=flips,
+    )
