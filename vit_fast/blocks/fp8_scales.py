@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedInputError
-from ..ops.attention import is_exporting
-from ..ops.checks import needs_gradient
 from ..ops.descriptions import BlockScales, Rope
 from ..ops.fp8 import Quantised, fused_block_fp8
+from ..ops.operators import is_exporting, needs_gradient
 from .parts import BlockParts, block_tensors, frozen_sources, tensor_of
 from .row_statistics import RowFacts
 

@@ -66,7 +66,7 @@ class BlockSettings(NamedTuple):
 
     @classmethod
     def read(cls, flat: Sequence[Any]) -> BlockSettings:
-        """Restores the settings from an operator's arguments: the numbers, and `text_of` the others."""
+        """Restores the settings from operator arguments: the numbers, and `text_of` the others."""
         return cls(*flat[:8], *words_of(flat[8]))
 
     @property
@@ -118,7 +118,7 @@ _CONSTANT = {"qkv_sum", "fc1_sum", "fc2_sum", "cos", "sin", "cu_seqlens", "key_m
 
 
 def tensors_of(tensors: Sequence[Any], s: BlockSettings) -> tuple[Any, QkTensors]:
-    """Returns the operator's list of tensors by name."""
+    """Returns the tensors of an operator by name."""
     found: list[Any] = [None] * len(_NAMES)
     for number, tensor in zip(s.present, tensors, strict=True):
         found[number] = tensor
@@ -147,7 +147,7 @@ def _read(tensors: Sequence[Any], s: BlockSettings) -> tuple[Any, Any, QkTensors
 
 
 def block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: Any) -> list[Tensor]:
-    """Computes the gradients of x and of the parameters that are present, in order.
+    """Returns the gradients of x and of the parameters that are present.
 
     Args:
         tensors: The tensors of `saved_names`, then those of the forward.
@@ -219,13 +219,13 @@ def _mlp_gradient(
     stream: Tensor, known: RowStatistics, z: Tensor, first: NormedLinear, second: ScaledWeight | None,
     s: BlockSettings, inner: _HiddenGradient | None, rounded: bool,
 ) -> tuple[tuple[Tensor, Tensor], FoldedGradient, Tensor, Tensor]:  # fmt: skip
-    """Returns the gradients of x, fc1's output and fc2's output, and fc2's input, all [M, *].
+    """Returns the gradients of x, of fc1's output, and of fc2's output (rounded), and the input of fc2; all [M, *].
 
     Args:
-        stream: Gradient of the result [M, C].
-        second: fc2's weight [C, F] with its LayerScale; None if `inner` contains both.
-        inner: The norm between h and fc2, if there is one; fc2's input is then the normalized h without its affine.
-        rounded: True if the second gradient of x is in the dtype of the matmuls; otherwise it is the first.
+        stream: The gradient of the output [M, C].
+        second: fc2's weight [C, F] times LayerScale; None if `inner` has both.
+        inner: A norm between h and fc2, if any; the returned input of fc2 is then without its affine.
+        rounded: True to return the gradient of x in the dtype of the matmuls, too.
     """
     from ..kernels.linear import folding, linear, scaled_weights
 
@@ -246,7 +246,7 @@ def _parameter_gradients(
     t: BlockTensors, linears: dict[str, NormedLinear], sums: dict[str, Tensor], parts: dict[str, Tensor],
     pairs: dict[str, tuple[Tensor, Tensor]], hidden: _HiddenGradient | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Computes the gradients of the linear layers with their norms and LayerScales, by the names of `BlockTensors`."""
+    """Returns the gradients of linear layers, norms and LayerScales by the names of `BlockTensors`."""
     from ..kernels.linear.vector_gradients import parameter_gradients
     from ..kernels.linear.weight_gradients import FoldedProducts, ResidualProducts
 
@@ -282,10 +282,10 @@ class _HiddenGradient:
     """Backward through a norm between the hidden layer of an MLP and its second linear layer.
 
     Attributes:
-        linear: Both as one layer of dense tensors.
-        scale: LayerScale [C] behind them, or None.
-        branch, statistics: Tensors that `kernels/linear/hidden_norm.py` saved.
-        sums: Parts of the sums over the rows of dy; set by `along`.
+        linear: Both, with contiguous tensors.
+        scale: LayerScale [C], or None.
+        branch, statistics: Saved by `kernels/linear/hidden_norm.py`.
+        sums: Partial sums of dy over tokens, set by `along`.
     """
 
     linear: NormedLinear
@@ -295,7 +295,7 @@ class _HiddenGradient:
     sums: Tensor | None = field(default=None, init=False)
 
     def along(self, dy: Tensor) -> Tensor:
-        """Returns the mean of the product of normalized h and its gradient for each token, fp32 [M], for dy [M, C]."""
+        """Returns the mean of normalised tokens times their gradient, fp32 [M], for dy [M, C]."""
         from ..kernels.linear import hidden_norm
 
         along, self.sums = hidden_norm.along_rows(dy, self.branch, self.scale, self.linear.weight.shape[1])
@@ -313,7 +313,7 @@ class _HiddenGradient:
         return FoldedProducts(part, self.sums, linear)
 
     def gradients(self, found: Any) -> dict[str, Tensor | None]:
-        """Returns the gradients of the linear layer, its LayerScale and the norm, by the names of `BlockTensors`."""
+        """Returns the gradients of linear layer, LayerScale and norm by the names of `BlockTensors`."""
         of_norm = {"inner_weight": found.gamma, "inner_bias": found.beta}
         linear, scale = self.linear, self.scale
         if scale is None:
@@ -327,10 +327,11 @@ class _HiddenGradient:
 
 
 def block_flop(x: Sequence[int], t: BlockTensors, longest: int) -> tuple[int, int]:
-    """Returns the FLOP of the matmuls and the attention of a forward, with 2 FLOP per multiply-add, from shapes.
+    """Returns the FLOP of the matmuls and of the attention of a forward, 2 per multiply-add.
 
     Args:
-        longest: Longest packed sequence, because shapes do not contain the lengths; 0 means images.
+        x, t: Shapes.
+        longest: max_seqlen of packed sequences; 0 means images.
     """
     rows, width, matmuls, attention = rows_of(x), int(x[-1]), 0, 0
     shapes: Any = t

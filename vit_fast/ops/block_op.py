@@ -3,21 +3,19 @@
     x = x + scale1 * proj(attention(qkv(norm1(x))))
     x = x + scale2 * fc2(activation(fc1(norm2(x))))
 
-The whole block is one call of torch's dispatcher. Layers share launches where possible: folding, the products of the
-weight gradients, and the gradients of vectors. With `keep`, the operator also returns the tensors that
-`vit_fast::block_backward` (`block_backward.py`) needs. If `qkv_sum` and `fc1_sum` are given, the norms are folded
-already, by `fold` in `block.py`.
+One call of torch's dispatcher for the whole block. One launch folds all layers, one computes all products of the weight
+gradients, one all gradients of the parameters. With `keep`, it also returns the tensors for `vit_fast::block_backward`
+(`block_backward.py`). With `qkv_sum` and `fc1_sum`, the norms are folded already (`fold` in `block.py`).
 
-LayerNorm statistics are passed from block to block per piece of columns, fp32 [M, 2, row_parts(C)]. The reader combines
-them with its own epsilon (`kernels/row_parts.py`). For the backward, fp32 tokens are saved normalized, in the dtype of
-the matmuls, with rstd as fp32 [1, M]; half-precision tokens are saved as they are, with (mean, rstd) as fp32 [2, M].
+LayerNorm statistics pass from block to block per piece of columns, fp32 [M, 2, row_parts(C)]; the next layer combines
+them with its own epsilon (`kernels/row_parts.py`). For the backward, fp32 tokens are saved normalised, in the dtype of
+the matmuls, with rstd as fp32 [1, M]; half-precision tokens unchanged, with (mean, rstd) as fp32 [2, M].
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -44,33 +42,12 @@ if TYPE_CHECKING:
     from ..kernels.matmul.matmul_launch import HeadStep
 
 
-class CachedWeights(Protocol):
-    """Folded weights that are cached across calls."""
-
-    def ensure_current(self) -> None:
-        """Folds again, into the same memory, if the weights have changed."""
-
-    def forget(self, stepped: set[int] | None) -> None:
-        """Marks the cache as outdated if it depends on one of these tensors, given by id; None means any tensor."""
-
-
-CACHED: weakref.WeakValueDictionary[int, CachedWeights] = weakref.WeakValueDictionary()
-"""Cached weights by the address of the folded qkv weight."""
-
-
-def ensure_current(weight: Tensor | None) -> None:
-    """Updates cached weights before every launch, because a compiled graph skips the Python code around it."""
-    if CACHED and weight is not None and (cached := CACHED.get(weight.data_ptr())) is not None:
-        cached.ensure_current()
-
-
 def block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tensor], *settings: Any) -> list[Tensor]:
-    """Runs a block on x [B, N, C], or its second half on x [..., C].
+    """Computes a block of x [B, N, C], or its second half of x [..., C].
 
     Args:
-        statistics: LayerNorm statistics of x from the previous block, if any.
-        tensors: The tensors of `BlockTensors` and `QkTensors` that `settings` lists as present.
-        settings: `BlockSettings.flat`.
+        tensors: The tensors of `BlockTensors` and `QkTensors` that are present.
+        settings: See `BlockSettings.read`.
     Returns:
         The output; with `next_statistics` its LayerNorm statistics; and with `keep` the tensors that `saved_names`
             lists.
@@ -117,7 +94,6 @@ def _qkv(
 
 
 def _attend(packed: Tensor, step: QkvStep, qk: QkTensors, saved: dict[str, Tensor], s: BlockSettings) -> Tensor:
-    """Returns the output of the attention [M, H D]."""
     step.check(packed)
     ready, before = step.forward(packed, s.keep)
     mixed, lse = attention_forward([ready], qk.cu_seqlens, qk.key_mask, s.longest, s.scale)
@@ -129,14 +105,13 @@ def _mlp(
     rows: Tensor, statistics: Tensor | None, folded: dict[str, FoldedLinear], fc2: Tensor | None, t: BlockTensors,
     saved: dict[str, Tensor], s: BlockSettings,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Runs the second half on [M, C], and returns the output with its LayerNorm statistics."""
     from ..kernels import layer_norm
     from ..kernels.linear import hidden_norm, linear
 
     fc1, inner = folded["fc1"], folded.get("fc2")
     gated = fc1.shift.shape[0] != t.fc2_weight.shape[1]
     given = layer_norm.input_rows(rows, s.eps2, statistics, s.dtype, fc1.weight_sum is None)
-    part = None  # the statistics of the hidden layer's rows, where a norm of half-precision ones comes next
+    part = None  # LayerNorm statistics of the hidden layer, if a norm of half-precision tokens follows
     if inner is not None and s.dtype != torch.float32:
         part = layer_norm.new_statistics(rows.shape[0], t.fc2_weight.shape[1], rows.device)
     if s.keep:
@@ -157,7 +132,7 @@ def _mlp(
 
 
 def _branch_dtype(dtype: torch.dtype, layer_scale: Tensor | None) -> torch.dtype:
-    """Returns the dtype of the attention branch: fp32 if LayerScale is fp32, because 1e-6 would round to 0 in fp16."""
+    """Returns the dtype of a branch without residual: fp32 if LayerScale is, because fp16 cannot represent 1e-6."""
     return dtype if layer_scale is None else torch.promote_types(dtype, layer_scale.dtype)
 
 
@@ -173,14 +148,14 @@ _MLP_NAMES = {
 
 
 def named(t: Any) -> tuple[str, dict[str, Tensor | None]]:
-    """Returns the name of the operator and its parameters for error messages."""
+    """Returns the names of the operator and of its parameters in errors."""
     if t.qkv_weight is not None:
         return "a block", t._asdict()
     return "layer_norm_mlp", {_MLP_NAMES.get(name, name): tensor for name, tensor in t._asdict().items()}
 
 
 def _folded(x: Tensor, t: Any, paired_head: int, s: BlockSettings) -> dict[str, FoldedLinear]:
-    """Returns qkv and fc1 (and fc2 with an inner norm) with their norms folded in; folds them unless that was done."""
+    """Returns the folded qkv and fc1, and fc2 with a norm inside; folds them unless they are."""
     from ..kernels.linear.folding import FoldedLinear, NormedLinear, fold_linears
 
     require_supported(*named(t), x, s.dtype)
@@ -210,7 +185,7 @@ def _folded(x: Tensor, t: Any, paired_head: int, s: BlockSettings) -> dict[str, 
 
 
 def _plain_weights(t: Any, s: BlockSettings) -> dict[str, Tensor]:
-    """Casts proj and fc2 to the dtype of the matmuls in one launch; omits fc2 if it is folded with its norm."""
+    """Casts proj, and fc2 unless it is folded with its norm, to the dtype of the matmuls, by one launch."""
     from ..kernels.linear.scaled_weights import in_dtype
 
     weights = {} if t.proj_weight is None else {"proj": t.proj_weight}
@@ -270,11 +245,7 @@ def _flop(x: Any, statistics: Any, tensors: Any, *settings: Any) -> int:
     return sum(block_flop(x, t, 0 if qk.cu_seqlens is None else s.longest))
 
 
-def _before(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tensor], *_: Any) -> None:
-    ensure_current(tensors[0])  # qkv's weight, where its norm is folded
-
-
 block_kernel = operator(
     "vit_fast::block", f"(Tensor x, Tensor? statistics, Tensor[] tensors, {SETTINGS}) -> Tensor[]", block_forward,
-    what="a block or layer_norm_mlp", fake=_fake, flop=_flop, gradient=Gradient(_save, _backward), before=_before,
+    what="a block or layer_norm_mlp", fake=_fake, flop=_flop, gradient=Gradient(_save, _backward), cached=2,
 )  # fmt: skip
