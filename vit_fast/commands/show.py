@@ -38,7 +38,7 @@ def show(
     Prints and skips figures that do not apply, e.g. learned positions of a model with rotary positions.
     """
     from .. import figures as drawn
-    from ..benchmarks.opening import open_model
+    from ..benchmarks.inputs import open_model
     from ..errors import UnsupportedInputError
     from ..files import check_replaceable, file_aside
 

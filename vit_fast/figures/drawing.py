@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 from PIL import Image
 from torch import Tensor, nn
 
-from vit_fast.benchmarks.plot import FAINT, INK, colour_of
+from vit_fast.benchmarks.rendering import FAINT, INK, colour_of
 
 from .activations import (
     Activations,
