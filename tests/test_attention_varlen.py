@@ -152,8 +152,11 @@ def test_drawn_masks(
             continue
         own = [t[image : image + 1] for t in (q, k, v, do)]
         own = [own[0], own[1][:, :, kept], own[2][:, :, kept], own[3]]
-        gradients = (dq, dk[:, :, kept], dv[:, :, kept]) if len(kept) > 1 else ()  # 0 of one key, but for rounding
-        check_all((o, *gradients), own, head_dim**-0.5)
+        if len(kept) == 1:  # dq and dk are differences of equal sums, in fp32 and in another order; eager's are 0
+            for gradient in (dq, dk):
+                torch.testing.assert_close(gradient, torch.zeros_like(gradient), rtol=0, atol=1e-4)
+                gradient.zero_()
+        check_all((o, dq, dk[:, :, kept], dv[:, :, kept]), own, head_dim**-0.5)
 
 
 def test_a_mask_of_one_image_or_of_another_layout() -> None:

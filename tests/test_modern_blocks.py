@@ -268,7 +268,7 @@ def test_refuses_keys_and_positions_of_another_size() -> None:
         (KINDS["packed, qk-norm"], t["x"], None, ValueError, r"x must have shape \[1, total, C\].*got \(2, 7, 48\)"),
         (KINDS["DINOv3"], t["x"][:, 1:], rope, ValueError, r"rope\.cos must have shape .*, got \(7, 8\)"),
         (KINDS["DINOv3"], t["x"], rope._replace(cos=rope.cos.clone().requires_grad_()), UnsupportedInputError,
-         r"rope\.cos requires a gradient"),
+         r"rope\.cos must not require a gradient"),
     ):  # fmt: skip
         with pytest.raises(error, match=message):
             _fused(kind, x, _tensors(t), None, given)

@@ -114,23 +114,18 @@ def _attention_bwd_dq_kernel(
         queries, gradients, outputs, lse_ptr, delta_ptr, bh.to(tl.int64) * n_q, start, end, BLOCK_M, FORM, TMA and FIXED
     )
     acc = zero_tile(BLOCK_M, FORM)
+    if FIXED and FULL:
+        assume_a_tile(full_end, TMA)
+    if FULL or (TMA and not FIXED):
+        for n in tl.range(begin, full_end, BLOCK_N, num_stages=STAGES):
+            acc = _dq_step(keys, values, kept, n, kv_end, qk_scale, qt, dot, lse, delta, acc, BLOCK_N, FORM, TMA, False)
     if FIXED:
-        if FULL:
-            assume_a_tile(full_end, TMA)
-            for n in tl.range(0, full_end, BLOCK_N, num_stages=STAGES):
-                acc = _dq_step(
-                    keys, values, None, n, n_kv, qk_scale, qt, dot, lse, delta, acc, BLOCK_N, FORM, TMA, False
-                )
         if TAIL > 0:
             acc = _dq_step(
                 last_keys, last_values, None, full_end, n_kv, qk_scale, qt, dot, lse, delta, acc,
                 TAIL, FORM, TMA, MASKED,
             )  # fmt: skip
     elif TMA:
-        for n in tl.range(begin, full_end, BLOCK_N, num_stages=STAGES):
-            acc = _dq_step(
-                keys, values, kept, n, kv_end, qk_scale, qt, dot, lse, delta, acc, BLOCK_N, FORM, True, False
-            )
         if full_end < kv_end:
             acc = _dq_step(
                 last_keys, last_values, kept, full_end, kv_end, qk_scale, qt, dot, lse, delta, acc,
@@ -206,25 +201,21 @@ def _attention_bwd_dkdv_kernel(
     vt = load_tile(values, start, end, BLOCK_N, FORM, TMA and FIXED, True)
     dkt = zero_tile(BLOCK_N, FORM)
     dvt = zero_tile(BLOCK_N, FORM)
+    if FIXED and FULL:
+        assume_a_tile(full_end, TMA)
+    if FULL or (TMA and not FIXED):
+        for m in tl.range(begin, full_end, BLOCK_M, num_stages=STAGES):
+            dkt, dvt = _dkdv_step(
+                queries, gradients, lse_ptr, delta_ptr, row_offset, m, q_end, qk_scale, kt, vt, dkt, dvt,
+                BLOCK_M, FORM, TMA, False,
+            )  # fmt: skip
     if FIXED:
-        if FULL:
-            assume_a_tile(full_end, TMA)
-            for m in tl.range(0, full_end, BLOCK_M, num_stages=STAGES):
-                dkt, dvt = _dkdv_step(
-                    queries, gradients, lse_ptr, delta_ptr, row_offset, m, n_q, qk_scale, kt, vt, dkt, dvt,
-                    BLOCK_M, FORM, TMA, False,
-                )  # fmt: skip
         if TAIL > 0:
             dkt, dvt = _dkdv_step(
                 last_queries, last_gradients, lse_ptr, delta_ptr, row_offset, full_end, n_q, qk_scale, kt, vt, dkt, dvt,
                 TAIL, FORM, TMA, MASKED,
             )  # fmt: skip
     elif TMA:
-        for m in tl.range(begin, full_end, BLOCK_M, num_stages=STAGES):
-            dkt, dvt = _dkdv_step(
-                queries, gradients, lse_ptr, delta_ptr, row_offset, m, q_end, qk_scale, kt, vt, dkt, dvt,
-                BLOCK_M, FORM, True, False,
-            )  # fmt: skip
         if full_end < q_end:
             dkt, dvt = _dkdv_step(
                 last_queries, last_gradients, lse_ptr, delta_ptr, row_offset, full_end, q_end, qk_scale, kt, vt,

@@ -187,13 +187,14 @@ def _attention_fwd_looped_kernel(
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = zero_tile(BLOCK_M, FORM)
+    if FIXED and FULL:
+        assume_a_tile(full_end, TMA)
+    if FULL or (TMA and not FIXED):
+        for n in tl.range(begin, full_end, BLOCK_N, num_stages=STAGES):
+            row_max, total, acc = _online_step(
+                keys, values, kept, n, kv_end, qk_scale, qt, row_max, total, acc, BLOCK_N, FORM, TMA, False
+            )
     if FIXED:
-        if FULL:
-            assume_a_tile(full_end, TMA)
-            for n in tl.range(0, full_end, BLOCK_N, num_stages=STAGES):
-                row_max, total, acc = _online_step(
-                    keys, values, None, n, n_kv, qk_scale, qt, row_max, total, acc, BLOCK_N, FORM, TMA, False
-                )
         if TAIL_B > 0:
             row_max, total, acc = _online_step(
                 last_keys, last_values, None, full_end, n_kv, qk_scale, qt, row_max, total, acc,
@@ -205,23 +206,17 @@ def _attention_fwd_looped_kernel(
                 (v_c, v_c_hi, b, h, v_stride_b, v_stride_h, v_stride_n),
                 None, full_end + TAIL_B, n_kv, qk_scale, qt, row_max, total, acc, TAIL_C, FORM, TMA, MASKED,
             )  # fmt: skip
+    elif TMA:
+        if full_end < kv_end:
+            row_max, total, acc = _online_step(
+                last_keys, last_values, kept, full_end, kv_end, qk_scale, qt, row_max, total, acc,
+                BLOCK_N, FORM, False, True,
+            )  # fmt: skip
     else:
-        if TMA:
-            for n in tl.range(begin, full_end, BLOCK_N, num_stages=STAGES):
-                row_max, total, acc = _online_step(
-                    keys, values, kept, n, kv_end, qk_scale, qt, row_max, total, acc, BLOCK_N, FORM, True, False
-                )
-            if full_end < kv_end:
-                row_max, total, acc = _online_step(
-                    last_keys, last_values, kept, full_end, kv_end, qk_scale, qt, row_max, total, acc,
-                    BLOCK_N, FORM, False, True,
-                )  # fmt: skip
-        else:
-            for n in tl.range(begin, kv_end, BLOCK_N, num_stages=STAGES):
-                row_max, total, acc = _online_step(
-                    last_keys, last_values, kept, n, kv_end, qk_scale, qt, row_max, total, acc,
-                    BLOCK_N, FORM, False, True,
-                )  # fmt: skip
+        for n in tl.range(begin, kv_end, BLOCK_N, num_stages=STAGES):
+            row_max, total, acc = _online_step(
+                last_keys, last_values, kept, n, kv_end, qk_scale, qt, row_max, total, acc, BLOCK_N, FORM, False, True
+            )
 
     lse = row_max + tl.math.log2(total)
     if not FIXED:  # inf makes every p of the backward 0
