@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 import vit_fast
 from vit_fast.measure import candidate, deployable
 from vit_fast.measure.build import build
-from vit_fast.measure.cache import Answer
+from vit_fast.measure.cache import CachedResult
 from vit_fast.measure.candidate import Candidate
 from vit_fast.measure.search import Refused
 from vit_fast.measure.trials import Expected, Rule, Trials
@@ -102,7 +102,7 @@ def test_graphs_are_called_as_the_model_is(images, graphs: list[Graph]) -> None:
     expected.check(optimized, choice, Rule(0.99))
     (graph,) = graphs
     assert graph.replays == 1 and type(optimized(images)) is type(expected.output)
-    with pytest.raises(vit_fast.UnsupportedInputError, match="called with Tensor, output_attentions"):
+    with pytest.raises(vit_fast.UnsupportedInputError, match="got Tensor, output_attentions"):
         optimized(images, output_attentions=True)
 
 
@@ -206,7 +206,9 @@ def test_what_is_compiled_is_exported_as_a_package(model, images, engine, tmp_pa
         package_path.write(b"a package")
 
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", pack)
-    found: Any = SimpleNamespace(choice=Candidate(engine, precision="bf16"), answer=Answer({}, Candidate(engine), {}))
+    found: Any = SimpleNamespace(
+        candidate=Candidate(engine, precision="bf16"), cached=CachedResult({}, Candidate(engine), {})
+    )
     written = deployable.write(found, model, images, tmp_path / "deployed", ())
     assert [path.name for path in written] == ["model.pt2", "optimize.json"]
     output = packed[0].module()(images.bfloat16())

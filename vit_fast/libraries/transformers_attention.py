@@ -214,7 +214,7 @@ class FusedPoolingHead(FusedNormMlp):
         mha, mlp = module.attention, super().examine(module)
         if type(mha) is not nn.MultiheadAttention:
             return Finding([f"attention must be torch.nn.MultiheadAttention, got {describe(mha)}"])
-        reasons = touch_reasons("attention", mha) + touch_reasons("attention.out_proj", mha.out_proj)
+        reasons = touch_reasons([("attention", mha), ("attention.out_proj", mha.out_proj)])
         notes = dropout_notes("attention", mha.dropout)
         return Finding([*reasons, *mlp.reasons], [*notes, *mlp.notes], [*mlp.bypassed, *mha.modules()])
 

@@ -236,13 +236,13 @@ def _host_reads(model: nn.Module) -> list[str]:
 
 def _fit_tower(model: nn.Module) -> PackedTower:
     """Recognises a tower that runs packed in a graph, or raises UnsupportedInputError."""
-    tower = packed_tower(model)
-    reasons = []
+    tower, reasons = packed_tower(model), []
     if tower is None:
-        reasons = [f"the model must be a tower that docs/classes.md marks, got a {type(model).__name__}"]
-    elif forward_is_replaced(model):
+        reason = f"the model must be a tower that docs/classes.md marks, got a {type(model).__name__}"
+        raise UnsupportedInputError("GraphRunner with budgets", [reason])
+    if forward_is_replaced(model):
         reasons = ["the tower's forward was replaced on the instance: remove what replaced it"]
-    for name, module in model.named_modules() if tower is not None else ():
+    for name, module in model.named_modules():
         if is_hooked(module):
             reasons.append(f"{name or 'the tower'} must have no hooks, which would not run: remove them")
         if not tower.needs_fused:
@@ -252,7 +252,7 @@ def _fit_tower(model: nn.Module) -> PackedTower:
             reasons.append(f"{name or 'the tower'} must be fused: call vit_fast.fuse first")
         elif tower.like.is_cuda and getattr(module, "vit_fast_backend", "triton") != "triton":
             reasons.append(f"{name} must have backend 'triton', which reads no lengths on the host")
-    if tower is None or reasons:
+    if reasons:
         raise UnsupportedInputError("GraphRunner with budgets", reasons[:3])
     return tower
 
