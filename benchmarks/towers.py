@@ -62,7 +62,7 @@ def tower_calls(device: str, scale: int = 1, **changes: Any) -> dict[str, dict[s
     }
     runner = GraphRunner(tower, budgets=budgets_for(list(grids.values())))
     width = config.in_channels * config.temporal_patch_size * config.patch_size**2
-    calls = {}
+    calls: dict[str, dict[str, Callable[[], object]]] = {}
     for name, grid in grids.items():
         tokens = grid[0] * grid[1] * grid[2]
         inputs = torch.zeros(tokens, width, dtype=torch.bfloat16, device=device), torch.tensor([grid])

@@ -42,6 +42,7 @@ class FixedGrid(nn.Module):
         super().__init__()
         refuse("FixedGrid", _reasons(tower))
         config: Any = getattr(tower, "config", None)
+        embeds: Any = getattr(tower, "embeds", None)  # of NaFlexVit
         self.tower: Any = tower
         self.image_hw, self.merge = pair(image_hw), 1
         if is_qwen := any(comes_from("transformers", tower, name) for name in QWEN):
@@ -51,9 +52,9 @@ class FixedGrid(nn.Module):
                 config.in_channels,
             )
         else:
-            channels = self.tower.embeds.in_chans if config is None else config.num_channels
+            channels = embeds.in_chans if config is None else config.num_channels
         self.channels = int(channels)
-        self.patch_hw = pair(self.tower.embeds.patch_size if config is None else config.patch_size)
+        self.patch_hw = pair(embeds.patch_size if config is None else config.patch_size)
         cell = tuple(side * self.merge for side in self.patch_hw)
         if any(pixels < side or pixels % side for pixels, side in zip(self.image_hw, cell)):
             wanted = f"{cell[0]}" if cell[0] == cell[1] else f"{cell}"
