@@ -64,6 +64,11 @@ def test_every_command_has_help(capsys):
         assert run(capsys, command.replace("_", "-"), "--help")[0] == 0
 
 
+def test_help_has_no_line_breaks_within_a_paragraph():
+    for command in cli.make_app().registered_commands:
+        assert command.help and "\n" not in command.help.replace("\n\n", "")
+
+
 def test_a_defect_of_ours_is_not_dressed_as_bad_input(monkeypatch):
     def broken() -> None:
         raise KeyError("a defect")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from typing import Annotated
 
@@ -41,6 +42,9 @@ def make_app(wanted: str = "") -> typer.Typer:
     app.callback()(_before_every_command)
     for name in [name for name in COMMANDS if name.replace("_", "-") == wanted] or COMMANDS:
         importlib.import_module(f".commands.{name}", __package__).register(app)
+    for command in app.registered_commands:  # typer removes line breaks from the first paragraph only
+        paragraphs = (inspect.getdoc(command.callback) or "").split("\n\n")
+        command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     return app
 
 
