@@ -152,6 +152,11 @@ def test_blocks_and_heads_are_chosen(model) -> None:
         figures.attention(model, blocks=[3])
     with pytest.raises(ValueError, match=r"heads must be 0 to \d+, got 9"):
         figures.attention(model, heads=[9])
+    for nothing in ({"blocks": []}, {"heads": []}):
+        with pytest.raises(ValueError, match="must contain at least one"):
+            figures.attention(model, **nothing)
+    with pytest.raises(ValueError, match="count must be an integer >= 1, got 0"):
+        figures.filters(model, count=0)
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

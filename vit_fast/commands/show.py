@@ -12,10 +12,6 @@ from .words import integers
 FIGURES = ("patches", "filters", "positions", "attention", "rollout", "attention_distance", "features")
 
 
-def register(app: typer.Typer) -> None:
-    app.command(name="show")(show)
-
-
 def show(
     model: Annotated[
         str,

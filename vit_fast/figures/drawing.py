@@ -15,6 +15,7 @@ from matplotlib.ticker import MaxNLocator
 from PIL import Image
 from torch import Tensor, nn
 
+from vit_fast.arguments import check_integer
 from vit_fast.benchmarks.rendering import FAINT, INK, colour_of
 
 from .activations import (
@@ -76,6 +77,7 @@ def filters(model: nn.Module, count: int = 28) -> Figure:
         model: A model whose patch embedding is a convolution.
         count: Components to draw.
     """
+    check_integer("count", count, 1)
     weight = patch_filters(model)
     found, _ = components(weight.flatten(1), min(count, *weight.flatten(1).shape))
     shown = found.unflatten(1, weight.shape[1:]).permute(0, 2, 3, 1)
@@ -191,6 +193,8 @@ def _attended(activations: Activations, weights: Tensor) -> Tensor:
 
 def _over(image: ModelImage, maps: Mapping[tuple[str, str], Tensor | None], columns: int, title: str) -> Figure:
     """Draws maps over the image; a map of None is the image alone."""
+    if not maps:
+        raise ValueError("blocks and heads must contain at least one each")
     rows = math.ceil(len(maps) / columns)
     height, width = image.shown.shape[:2]
     panel_h = PANEL_INCHES * height / max(height, width)
