@@ -131,4 +131,4 @@ def test_an_old_name_of_a_precision_is_refused(capsys, tmp_path):
         capsys, "train", str(tmp_path / "images"), "--model", "vit_test", "--out", str(tmp_path / "out"),
         "--set", "dtype=float32",
     )  # fmt: skip
-    assert status == 2 and "dtype must be 'fp32' or 'bf16'" in err
+    assert status == 2 and "dtype must be one of 'fp32', 'bf16'" in err
