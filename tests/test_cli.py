@@ -115,7 +115,7 @@ def test_the_shell_completes_commands() -> None:
 
 
 def test_a_thing_has_one_name_in_all_commands() -> None:
-    """Where a command writes is --out, and precisions are fp32, fp16, bf16."""
+    """All commands write to --out, and call precisions fp32, fp16 and bf16."""
     app = typer.main.get_command(cli.make_app())
     for name, command in app.commands.items():
         for parameter in command.params:
