@@ -62,7 +62,7 @@ def _is_ours(frame: FrameType) -> bool:
 
 
 def trace_frozen_block() -> Trace:
-    """One call of a frozen block after its launch plans were recorded, against the stand-in for the CUDA driver."""
+    """Traces a call of a frozen block after its launch plans were recorded, with the stand-in for the CUDA driver."""
     from vit_fast.kernels.inspect import stand_in_driver
 
     stand_in_driver.install("sm_90")

@@ -60,7 +60,7 @@ def test_every_suite_runs_and_figures_follow_from_its_times(tmp_path):
 
 
 def test_a_peer_that_is_wrong_fails_nothing_and_ours_does(monkeypatch):
-    """By the compiler's own sums, on a CPU, a compiled peer may miss the rule; that is for its row to say."""
+    """On a CPU, a compiled peer may violate the rule because the compiler sums in another order; its row says so."""
     monkeypatch.setenv("VIT_FAST_SUITE_MODEL", "vit_test")
     suite = importlib.import_module("bench_suite")
     word = suite.MODELS[1]

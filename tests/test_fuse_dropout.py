@@ -45,7 +45,7 @@ DROPPING: dict[str, Subject] = {
 
 
 def state_of(model: nn.Module) -> list[tuple[type, str | None]]:
-    """What fuse decides, module by module."""
+    """Returns the decision of fuse for each module."""
     return [(type(module), getattr(module, "vit_fast_backend", None)) for module in model.modules()]
 
 

@@ -1,4 +1,4 @@
-"""What is kept of weights, folded or in e4m3, is made anew after whatever torch can see, and else by freezing again."""
+"""Cached weights, folded or in e4m3, are recomputed after changes that torch can detect, and otherwise by freeze."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def model(made: nn.Module) -> nn.Module:
 
 
 def kept(model: nn.Module) -> list[Tensor]:
-    """As the next forward would use it."""
+    """Returns the cached weights as the next forward would use them."""
     for each in frozen_of(model):
         each.ensure_current()
     tensors = [tensor.float() for each in frozen_of(model) for tensor in each.tensors]
@@ -55,7 +55,7 @@ def kept(model: nn.Module) -> list[Tensor]:
 
 
 def assert_followed(model: nn.Module, before: list[Tensor]) -> None:
-    """It is what a copy keeps that is frozen for the first time, and not what it was."""
+    """Checks that the cached weights equal those of a newly frozen copy, and differ from the old ones."""
     twin = copy.deepcopy(model)
     vit_fast.freeze(twin)
     found, expected = kept(model), kept(twin)

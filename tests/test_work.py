@@ -1,4 +1,4 @@
-"""What a model must do at least, by formula, by torch's counter, and by hand."""
+"""Lower bounds on the work of a model: by formula, by torch's counter, and by hand."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_formula_is_the_one_of_the_models_table():
 
 
 def test_a_products_work_by_hand():
-    """One linear of 6 rows, 4 to 5: 240 operations; 24 + 20 + 5 + 30 elements."""
+    """A linear layer with 6 rows, 4 to 5 channels: 240 operations; 24 + 20 + 5 + 30 elements."""
     with torch.no_grad(), Counter() as counter:
         torch.nn.Linear(4, 5)(torch.randn(6, 4))
     assert counter.work == Work(240, 79)

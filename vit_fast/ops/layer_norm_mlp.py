@@ -60,8 +60,7 @@ def layer_norm_mlp(
             triton accumulates in fp32 and also supports fp32 parameters with fp16 or bf16 x.
     Returns:
         [..., C] in x.dtype. Under autocast the dtype is that of the same torch operators: fp32 if x is fp32 and
-            residual
-        is True, autocast's dtype for a branch.
+        residual is True, autocast's dtype for a branch.
     Raises:
         ValueError: shapes do not match, or the activation is unknown.
         UnsupportedInputError: the backend cannot run this input; lists all reasons.
