@@ -91,32 +91,23 @@ def layer_norm_mlp(
 def fused_layer_norm_mlp(
     x: Tensor,
     statistics: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    fc1_weight: Tensor,
-    fc1_bias: Tensor | None,
-    fc2_weight: Tensor,
-    fc2_bias: Tensor | None,
-    *,
+    *parameters: Tensor | None,
     eps: float,
-    norm: str = "layer_norm",
     activation: str,
     layer_scale: Tensor | None,
     residual: bool,
     gate_weight: Tensor | None = None,
     gate_bias: Tensor | None = None,
     inner_norm: Norm | None = None,
-    next_statistics: bool = False,
+    **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Runs `layer_norm_mlp` with the Triton kernels; see `fused_block` for the statistics."""
-    half: Any = (None,) * 7
-    inner: Any = (None, None) if inner_norm is None else inner_norm[:2]
-    parameters = norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, gate_weight, gate_bias
-    tensors = BlockTensors._make((*half, *parameters, None, None, *inner, None))
+    """Runs `layer_norm_mlp` with the Triton kernels; see `fused_block` for statistics and options."""
+    inner = (None, None) if inner_norm is None else inner_norm[:2]
+    second = *parameters, layer_scale, gate_weight, gate_bias
+    tensors = BlockTensors._make((*(None,) * 7, *second, None, None, *inner, None))
     return fused_block(
-        x, statistics, tensors, eps=(0.0, eps), norm=norm, activation=activation, residual=residual,
-        inner_norm=inner_norm and (inner_norm.kind, inner_norm.eps),
-        next_statistics=next_statistics,
+        x, statistics, tensors, eps=(0.0, eps), activation=activation, residual=residual,
+        inner_norm=inner_norm and (inner_norm.kind, inner_norm.eps), **options,
     )  # fmt: skip
 
 
