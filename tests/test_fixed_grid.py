@@ -5,15 +5,14 @@ from __future__ import annotations
 import copy
 import re
 from pathlib import Path
-from typing import Any
 
 import onnxruntime
 import pytest
 import torch
+from graph_tapes import NoHost
 from kernel_support import DEVICE
 from packed_towers import TOWERS
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import vit_fast
 from vit_fast.errors import UnsupportedInputError
@@ -24,16 +23,6 @@ pytest.importorskip("transformers.vision_utils")
 
 NAMES = ("qwen2_vl", "qwen2_5_vl")
 IMAGE = (24, 40)  # 6 x 10 patches of 4 x 4; windows of 4 x 4 patches, some of them cut
-
-
-class NoHost(TorchDispatchMode):
-    """Refuses what a graph that is being captured refuses: to wait for the device, and to copy from the host."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.name()
-        if name in ("aten::_local_scalar_dense", "aten::lift_fresh", "aten::nonzero", "aten::unique_consecutive"):
-            raise AssertionError(f"{name}: a read or a copy of the host")
-        return func(*args, **(kwargs or {}))
 
 
 def by_transformers(tower: torch.nn.Module, images: Tensor) -> Tensor:

@@ -212,7 +212,7 @@ def freeze_parts(parts: BlockParts) -> None:
     mlp: Any = parts.mlp
     dtype = matmul_dtype(tensor_of(*mlp.fc1.weights[0]))
     if parts.fp8 is not None:
-        parts.fp8.kept_of(parts).refresh()
+        parts.fp8.cached_of(parts).refresh()
     elif type(parts.frozen) is not Frozen or parts.frozen.dtype != dtype:
         folding = sources, norm, pairs, inner_norm, _ = _folding_of(attention, mlp)
         parts.frozen = Frozen(sources, partial(block_tensors, attention, mlp), dtype, norm, pairs, inner_norm)

@@ -21,14 +21,17 @@ from . import (
     ours,
     timm,
     timm_blocks,
+    timm_towers,
     torch_nn,
     torchvision,
     transformers,
     transformers_blocks,
     transformers_config,
     transformers_packed,
+    transformers_towers,
 )
 from .image_model import ImageModel
+from .packed_tower import PackedTower, image_tower
 from .rename import Converted, strip_wrappers
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -92,6 +95,12 @@ def recognise(model: nn.Module) -> ImageModel:
         found.takes_bytes = True
         found.set_data_config(found.data_config)
     return found
+
+
+def packed_tower(tower: nn.Module) -> PackedTower | None:
+    """Recognises a tower whose calls can be packed; None for another model."""
+    found = (find(tower) for find in (transformers_towers.packed_tower, timm_towers.packed_tower, image_tower))
+    return next((one for one in found if one is not None), None)
 
 
 _LEFT = {

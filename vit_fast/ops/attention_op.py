@@ -181,8 +181,8 @@ def _save(args: Sequence[Any], output: Any) -> tuple[Sequence[Tensor | None], An
     return (*output, cu_seqlens, key_mask, *qkv), rest
 
 
-def _backward(grad_output: Tensor, kept: Sequence[Any], rest: Any) -> Sequence[Tensor | None]:
-    out, lse, cu_seqlens, key_mask, *qkv = kept
+def _backward(grad_output: Tensor, saved: Sequence[Any], rest: Any) -> Sequence[Tensor | None]:
+    out, lse, cu_seqlens, key_mask, *qkv = saved
     return attention_backward_kernel(grad_output, qkv, out, lse, cu_seqlens, key_mask, *rest)
 
 

@@ -49,8 +49,8 @@ def fold(
         if inner_norm != "none":
             linears.append(NormedLinear(t.fc2_weight, t.fc2_bias, t.inner_weight, t.inner_bias, is_rms(inner_norm)))
         qkv, fc1, *fc2 = fold_linears(linears, dtype)
-        kept = (qkv, fc1, *fc2)
-        sums = [f.shift.new_empty(0) if f.weight_sum is None else f.weight_sum for f in kept]
+        folded = (qkv, fc1, *fc2)
+        sums = [f.shift.new_empty(0) if f.weight_sum is None else f.weight_sum for f in folded]
         if fc2:
             t = t._replace(
                 fc2_weight=fc2[0].weight, fc2_bias=fc2[0].shift, fc2_sum=sums[2], inner_weight=None, inner_bias=None

@@ -86,7 +86,7 @@ SETTINGS = (
 """The schema of `BlockSettings`."""
 
 
-class Kept(NamedTuple):
+class Saved(NamedTuple):
     """Tensors that the forward saves for the backward; None for an absent half.
 
     Attributes:
@@ -130,8 +130,8 @@ def gradient_names(s: BlockSettings) -> list[str]:
     return ["" if (name := _NAMES[number]) in _CONSTANT else name for number in s.present]
 
 
-def kept_names(s: BlockSettings) -> list[str]:
-    """Returns the fields of `Kept` that a backward gets."""
+def saved_names(s: BlockSettings) -> list[str]:
+    """Returns the fields of `Saved` that a backward receives."""
     names = []
     if _QKV in s.present:
         names = ["rows1", "statistics1", "qkv", "mixed", "lse", *(["before_norm"] if s.qk_norm != "none" else [])]
@@ -141,21 +141,22 @@ def kept_names(s: BlockSettings) -> list[str]:
 
 
 def _read(tensors: Sequence[Any], s: BlockSettings) -> tuple[Any, Any, QkTensors]:
-    names = kept_names(s)
-    kept = Kept(**dict(zip(names, tensors[: len(names)])))
-    return kept, *tensors_of(tensors[len(names) :], s)
+    names = saved_names(s)
+    saved = Saved(**dict(zip(names, tensors[: len(names)])))
+    return saved, *tensors_of(tensors[len(names) :], s)
 
 
 def block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: Any) -> list[Tensor]:
     """Returns the gradients of x and of the parameters that are present.
 
     Args:
-        tensors: Those of `kept_names`, then those of the forward.
+        tensors: The tensors of `saved_names`, then those of the forward.
+        settings: See `block_forward`.
     """
     from ..kernels.linear import linear, scaled_weights, weight_products
 
     s = BlockSettings.read(settings)
-    kept, t, qk = _read(tensors, s)
+    saved, t, qk = _read(tensors, s)
     linears: dict[str, NormedLinear] = {}
     weights: dict[str, tuple[Tensor, Tensor | None]] = {}
     if t.qkv_weight is not None:
@@ -174,25 +175,25 @@ def block_gradient(grad_output: Tensor, tensors: Sequence[Tensor], *settings: An
     if t.fc1_weight is not None:
         if s.inner_norm != "none":
             inner = _normed(t.fc2_weight, t.fc2_bias, t.inner_weight, t.inner_bias, s.inner_norm)
-            hidden = _HiddenGradient(inner, t.scale2, kept.branch, kept.hidden)
-        known = _rows(kept.rows2, kept.statistics2)
+            hidden = _HiddenGradient(inner, t.scale2, saved.branch, saved.hidden)
+        known = _rows(saved.rows2, saved.statistics2)
         (stream, narrow), d_fc1, dy, h = _mlp_gradient(
-            stream, known, kept.z, linears["fc1"], scaled.get("fc2"), s, hidden, t.qkv_weight is not None
+            stream, known, saved.z, linears["fc1"], scaled.get("fc2"), s, hidden, t.qkv_weight is not None
         )
         pairs, sums["fc1"] = {"fc1": (d_fc1.scaled, known.source), "fc2": (dy, h)}, d_fc1.column_part
     norm_sums = None
     if t.qkv_weight is not None:
         d_proj = stream.to(s.dtype) if narrow is None else narrow
-        d_mixed = linear.product_gradient(d_proj, scaled["proj"]).view(kept.mixed.shape)
+        d_mixed = linear.product_gradient(d_proj, scaled["proj"]).view(saved.mixed.shape)
         (d_packed,) = attention_gradient(
-            d_mixed, [kept.qkv], kept.mixed, kept.lse, qk.cu_seqlens, qk.key_mask, s.longest, s.scale
+            d_mixed, [saved.qkv], saved.mixed, saved.lse, qk.cu_seqlens, qk.key_mask, s.longest, s.scale
         )
-        norm_sums = qkv_step(qk, s.qk, s.prefix, kept.qkv.shape[-1], False).backward(d_packed, kept.before_norm)
-        d_qkv, known = contiguous_rows(d_packed.flatten(2)), _rows(kept.rows1, kept.statistics1)
+        norm_sums = qkv_step(qk, s.qk, s.prefix, saved.qkv.shape[-1], False).backward(d_packed, saved.before_norm)
+        d_qkv, known = contiguous_rows(d_packed.flatten(2)), _rows(saved.rows1, saved.statistics1)
         stream, normalised, sums["qkv"] = linear.layer_norm_linear_gradient(
             d_qkv, known, linears["qkv"], scaled["qkv"].weight, stream if s.residual else None
         )
-        pairs = {"qkv": (d_qkv, normalised), "proj": (d_proj, contiguous_rows(kept.mixed.flatten(2))), **pairs}
+        pairs = {"qkv": (d_qkv, normalised), "proj": (d_proj, contiguous_rows(saved.mixed.flatten(2))), **pairs}
     parts = dict(zip(pairs, weight_products.weight_products(*pairs.values())))
     found = _parameter_gradients(t, linears, sums, parts, pairs, hidden)
     found |= norm_gradients(norm_sums, qk)
@@ -350,7 +351,7 @@ def _fake(grad_output: Tensor, tensors: Sequence[Tensor], *settings: Any) -> lis
     rows, statistics = tensors[:2]
     dx = rows.new_empty(grad_output.shape, dtype=torch.float32 if statistics.shape[0] == 1 else rows.dtype)
     names = gradient_names(s)
-    parameters = zip(names, tensors[len(kept_names(s)) :], strict=True)
+    parameters = zip(names, tensors[len(saved_names(s)) :], strict=True)
     return [dx, *(parameter.new_empty(parameter.shape) for name, parameter in parameters if name)]
 
 

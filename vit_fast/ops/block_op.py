@@ -29,7 +29,7 @@ from .block_backward import (
     block_backward_kernel,
     block_flop,
     gradient_names,
-    kept_names,
+    saved_names,
     tensors_of,
 )
 from .checks import contiguous_rows, require_supported
@@ -49,13 +49,14 @@ def block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tensor
         tensors: The tensors of `BlockTensors` and `QkTensors` that are present.
         settings: See `BlockSettings.read`.
     Returns:
-        The output; with `next_statistics`, its LayerNorm statistics; with `keep`, the tensors of `_made_names`.
+        The output; with `next_statistics` its LayerNorm statistics; and with `keep` the tensors that `saved_names`
+            lists.
     """
     from ..kernels.linear.linear import linear_residual
 
     s = BlockSettings.read(settings)
     t, qk = tensors_of(tensors, s)
-    kept: dict[str, Tensor] = {}
+    saved: dict[str, Tensor] = {}
     rows, step = contiguous_rows(x), None
     if t.qkv_weight is not None:
         head_dim = t.qkv_weight.shape[0] // (3 * s.heads)
@@ -64,21 +65,21 @@ def block_forward(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tensor
     weights = _plain_weights(t, s)
     y, emitted = rows, statistics
     if step is not None:
-        flat = _qkv(y, emitted, folded["qkv"], step.of_heads(x.shape[-2]), kept, s)
+        flat = _qkv(y, emitted, folded["qkv"], step.of_heads(x.shape[-2]), saved, s)
         packed = flat.view(*x.shape[:-1], 3, s.heads, step.head_dim)
-        mixed = _attend(packed, step, qk, kept, s)
+        mixed = _attend(packed, step, qk, saved, s)
         wanted = s.next_statistics if t.fc1_weight is None else x.dtype != torch.float32  # else by their reader
         base = rows if s.residual else None
         dtype = _branch_dtype(s.dtype, t.scale1) if base is None else base.dtype
         y, emitted = linear_residual(mixed, weights["proj"], t.proj_bias, t.scale1, base, wanted, dtype)
     if t.fc1_weight is not None:
-        y, emitted = _mlp(y, emitted, folded, weights.get("fc2"), t, kept, s)
+        y, emitted = _mlp(y, emitted, folded, weights.get("fc2"), t, saved, s)
     found = [y.view(x.shape), *([] if emitted is None or not s.next_statistics else [emitted])]
-    return found + [kept[name] for name in _made_names(x, s)]
+    return found + [saved[name] for name in _made_names(x, s)]
 
 
 def _qkv(
-    rows: Tensor, statistics: Tensor | None, qkv: FoldedLinear, head_step: HeadStep | None, kept: dict[str, Tensor],
+    rows: Tensor, statistics: Tensor | None, qkv: FoldedLinear, head_step: HeadStep | None, saved: dict[str, Tensor],
     s: BlockSettings,
 ) -> Tensor:  # fmt: skip
     from ..kernels import layer_norm
@@ -88,21 +89,21 @@ def _qkv(
     if not s.keep:
         return linear.layer_norm_linear(given, qkv, head_step=head_step)
     flat, _, known = linear.layer_norm_linear_keeping(given, qkv, head_step=head_step)
-    kept |= {"rows1": known.source, "statistics1": known.statistics}
+    saved |= {"rows1": known.source, "statistics1": known.statistics}
     return flat
 
 
-def _attend(packed: Tensor, step: QkvStep, qk: QkTensors, kept: dict[str, Tensor], s: BlockSettings) -> Tensor:
+def _attend(packed: Tensor, step: QkvStep, qk: QkTensors, saved: dict[str, Tensor], s: BlockSettings) -> Tensor:
     step.check(packed)
     ready, before = step.forward(packed, s.keep)
     mixed, lse = attention_forward([ready], qk.cu_seqlens, qk.key_mask, s.longest, s.scale)
-    kept |= {"qkv": ready, "mixed": mixed, "lse": lse} | ({} if before is None else {"before_norm": before})
+    saved |= {"qkv": ready, "mixed": mixed, "lse": lse} | ({} if before is None else {"before_norm": before})
     return contiguous_rows(mixed.flatten(2))
 
 
 def _mlp(
     rows: Tensor, statistics: Tensor | None, folded: dict[str, FoldedLinear], fc2: Tensor | None, t: BlockTensors,
-    kept: dict[str, Tensor], s: BlockSettings,
+    saved: dict[str, Tensor], s: BlockSettings,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     from ..kernels import layer_norm
     from ..kernels.linear import hidden_norm, linear
@@ -115,7 +116,7 @@ def _mlp(
         part = layer_norm.new_statistics(rows.shape[0], t.fc2_weight.shape[1], rows.device)
     if s.keep:
         h, z, known = linear.layer_norm_linear_keeping(given, fc1, s.activation, gated, out_part=part)
-        kept |= {"rows2": known.source, "statistics2": known.statistics, "z": z}
+        saved |= {"rows2": known.source, "statistics2": known.statistics, "z": z}
     else:
         h = linear.layer_norm_linear(given, fc1, s.activation, gated, out_part=part)
     dtype, base = _mlp_dtype(rows.dtype, t.scale2, s), rows if s.residual else None
@@ -126,7 +127,7 @@ def _mlp(
     second = hidden_norm.HiddenLinear(inner, s.inner_eps)
     y, hidden = hidden_norm.hidden_linear_residual(h, part, second, t.scale2, base, emitted, dtype, s.keep)
     if hidden is not None:
-        kept |= {"branch": hidden.branch, "hidden": hidden.statistics}
+        saved |= {"branch": hidden.branch, "hidden": hidden.statistics}
     return y, emitted
 
 
@@ -194,8 +195,8 @@ def _plain_weights(t: Any, s: BlockSettings) -> dict[str, Tensor]:
 
 
 def _made_names(x: Tensor, s: BlockSettings) -> list[str]:
-    """Returns the fields of `Kept` that are outputs: not x, which an operator may not return."""
-    names = kept_names(s) if s.keep else []
+    """Returns the fields of `Saved` that are new results; an operator must not return x itself."""
+    names = saved_names(s) if s.keep else []
     return names[1:] if names and x.dtype != torch.float32 else names
 
 
@@ -210,19 +211,19 @@ def _fake(x: Tensor, statistics: Tensor | None, tensors: Sequence[Tensor], *sett
     found = [out, *([x.new_empty((M, 2, row_parts(C)), dtype=torch.float32)] if s.next_statistics else [])]
     if not s.keep:
         return found
-    kept: dict[str, Tensor] = {}
+    saved: dict[str, Tensor] = {}
     for half in "12":
-        kept[f"rows{half}"] = x.new_empty((M, C), dtype=s.dtype)
-        kept[f"statistics{half}"] = x.new_empty((1 if fp32 else 2, M), dtype=torch.float32)
+        saved[f"rows{half}"] = x.new_empty((M, C), dtype=s.dtype)
+        saved[f"statistics{half}"] = x.new_empty((1 if fp32 else 2, M), dtype=torch.float32)
     if t.qkv_weight is not None:
         (B, N, _), D = x.shape, t.qkv_weight.shape[0] // (3 * s.heads)
-        kept["qkv"], kept["before_norm"] = (x.new_empty((B, N, 3, s.heads, D), dtype=s.dtype) for _ in range(2))
-        kept["mixed"] = x.new_empty((B, N, s.heads, D), dtype=s.dtype)
-        kept["lse"] = x.new_empty((B, s.heads, N), dtype=torch.float32)
+        saved["qkv"], saved["before_norm"] = (x.new_empty((B, N, 3, s.heads, D), dtype=s.dtype) for _ in range(2))
+        saved["mixed"] = x.new_empty((B, N, s.heads, D), dtype=s.dtype)
+        saved["lse"] = x.new_empty((B, s.heads, N), dtype=torch.float32)
     if t.fc1_weight is not None:
-        kept["z"] = x.new_empty((M, t.fc1_weight.shape[0] * (1 if t.gate_weight is None else 2)), dtype=s.dtype)
-        kept["branch"], kept["hidden"] = out.new_empty((M, C)), x.new_empty((2, M), dtype=torch.float32)
-    return found + [kept[name] for name in _made_names(x, s)]
+        saved["z"] = x.new_empty((M, t.fc1_weight.shape[0] * (1 if t.gate_weight is None else 2)), dtype=s.dtype)
+        saved["branch"], saved["hidden"] = out.new_empty((M, C)), x.new_empty((2, M), dtype=torch.float32)
+    return found + [saved[name] for name in _made_names(x, s)]
 
 
 def _save(args: Sequence[Any], output: Sequence[Tensor]) -> tuple[Sequence[Tensor | None], Any]:
@@ -232,8 +233,8 @@ def _save(args: Sequence[Any], output: Sequence[Tensor]) -> tuple[Sequence[Tenso
     return (*(() if x.dtype == torch.float32 else (x,)), *made, *tensors), rest
 
 
-def _backward(grad_output: Tensor, kept: Sequence[Tensor], rest: Any) -> Sequence[Tensor | None]:
-    dx, *gradients = block_backward_kernel(grad_output, list(kept), *rest)
+def _backward(grad_output: Tensor, saved: Sequence[Tensor], rest: Any) -> Sequence[Tensor | None]:
+    dx, *gradients = block_backward_kernel(grad_output, list(saved), *rest)
     found = iter(gradients)
     return dx, None, *(next(found) if name else None for name in gradient_names(BlockSettings.read(rest)))
 

@@ -140,6 +140,11 @@ def is_padding(mask: Any) -> bool:
     return all(mask.shape[axis] == 1 or mask.stride(axis) == 0 for axis in (1, 2))
 
 
+def names_keys(mask: Any) -> bool:
+    """True if a mask is a padding mask or `Keys`: fused layers take both."""
+    return isinstance(mask, Keys) or is_padding(mask)
+
+
 def is_rms(norm: str) -> bool:
     """True for "rms_norm"; raises ValueError for unknown norms."""
     check_choice("norm", norm, NORMS)

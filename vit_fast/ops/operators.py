@@ -96,8 +96,8 @@ def operator(
         ctx.set_materialize_grads(False)
         if not isinstance(output, Tensor):
             ctx.mark_non_differentiable(*output[1:])
-        kept, ctx.rest = gradient.save(arguments.nested(inputs), output)
-        ctx.save_for_backward(*kept)
+        saved, ctx.rest = gradient.save(arguments.nested(inputs), output)
+        ctx.save_for_backward(*saved)
 
     def derive(ctx: Any, grad_output: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         if gradient is None:

@@ -37,8 +37,8 @@ def attention_weights(q: Tensor, k: Tensor, *, scale: float | None = None, key_m
     scores = q * scale @ k.transpose(-2, -1)
     if key_mask is None:
         return scores.softmax(dim=-1)
-    kept = key_mask[:, None, None, :]
-    return scores.masked_fill(~kept, -torch.inf).softmax(dim=-1).masked_fill(~kept, 0)
+    valid = key_mask[:, None, None, :]
+    return scores.masked_fill(~valid, -torch.inf).softmax(dim=-1).masked_fill(~valid, 0)
 
 
 def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, scale: float | None = None) -> Tensor:

@@ -193,8 +193,8 @@ def _save(args: Sequence[Any], output: Tensor) -> tuple[Sequence[Tensor | None],
     return (None if rest[1] == "none" else qkv, *tensors), rest
 
 
-def _derive(grad_output: Tensor, kept: Sequence[Tensor | None], rest: Any) -> Sequence[Tensor | None]:
-    qkv, *tensors = kept
+def _derive(grad_output: Tensor, saved: Sequence[Tensor | None], rest: Any) -> Sequence[Tensor | None]:
+    qkv, *tensors = saved
     dx, *gradients = _backward_kernel(grad_output, qkv, tensors, *rest)
     found = iter(gradients)
     return dx, *(None if tensor is None else next(found) for tensor in tensors[:4])
@@ -259,19 +259,19 @@ class QkvStep:
         rotary.qk_norm_rope_launch(packed, packed, self.settings).run()
         return packed, None
 
-    def backward(self, grad: Tensor, kept: Tensor | None) -> Tensor | None:
-        """Computes the gradient of the matmul's output in place, with channels in their usual order.
+    def backward(self, grad: Tensor, saved: Tensor | None) -> Tensor | None:
+        """Turns the gradient of q, k and v in place into that of the matmul's output, in its order of channels.
 
         Args:
             grad: [B, N, 3, H, D], contiguous.
-            kept: Second result of `forward`.
+            saved: Second result of `forward`.
         Returns:
             Sums for `norm_gradients`; None without norms.
         """
         from ..kernels import rotary
 
         if self.settings.norm != "none":
-            return rotary.qk_norm_rope_gradients(grad, kept, self.settings, grad)[1]
+            return rotary.qk_norm_rope_gradients(grad, saved, self.settings, grad)[1]
         if not self.is_nothing:
             together = self.brings_together
             settings = replace(self.settings, layout="neighbours") if together else self.settings
