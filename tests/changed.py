@@ -25,7 +25,7 @@ KERNELS = (
 COMPILED = ("static_kernels", "stand_in_driver", "new_batch_sizes", "warm_up", "device_model")
 FUSED = (
     "fuse*", "traced_parts", "handed_statistics", "freeze", "kept_weights", "weight_changes",
-    "transformers_attention", "unfuse", "packed",
+    "transformers_attention", "unfuse", "packed", "graph_*",
 )  # fmt: skip
 FP8 = ("fp8_*", "calibrate")
 EXPORT = ("export_*", "onnx_*", "deployment", "fixed_grid")
@@ -45,7 +45,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "vit_fast/blocks": (*FUSED, *FP8, *MODEL, "stand_in_driver", "autocast", "runtime"),
     "vit_fast/fusion": (*FUSED, *FP8, *MODEL, "stand_in_driver", "autocast", "runtime"),
     "vit_fast/quantization": (*FP8, "export_eight_bit*"),
-    "vit_fast/run": ("runtime", "warm_up", "new_batch_sizes", "stand_in_driver"),
+    "vit_fast/run": ("runtime", "graph_*", "warm_up", "new_batch_sizes", "stand_in_driver"),
     "vit_fast/apps": (*PREDICTION, *TRAINING, "docs"),
     "vit_fast/ops": (*KERNELS, *FP8, "stand_in_driver", "autocast", "transforms", "auto_backend"),
     "vit_fast/libraries": (*FUSED, *FP8, "onnx_families", "export_rotary", "model_*", "weights_*", "bench_models"),

@@ -121,13 +121,12 @@ def small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def add(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Registers a candidate of the bench for the time of a test."""
+    from bench_support import named
+
     from vit_fast.benchmarks import candidates
 
     def add(name: str, build: Callable[..., object], **fields: object) -> None:
-        candidates.all_candidates()
-        monkeypatch.setitem(
-            candidates._CANDIDATES, name, candidates.NamedCandidate(name, "for a test", build, **fields)
-        )
+        monkeypatch.setitem(candidates.CANDIDATES, name, named(name, build, **fields))
 
     return add
 

@@ -43,7 +43,7 @@ NO_TOWER = re.compile(
     r"For[A-Z]|PreTrained(Model)?$|Backbone$|Text|Decoder|Encoder(Model)?$|Processor|WithProjection|Stack$"
 )
 TOWERS = {"DPTModel", "LwDetrViTBackbone", "RfDetrDinov2Backbone", "VitPoseBackbone"}  # these are, though named so
-UNKNOWN = " is not a class vit_fast knows"
+UNKNOWN = " is not a supported class"
 SHALLOW = ("num_hidden_layers", "depth")
 
 

@@ -91,7 +91,7 @@ def test_a_kernel_that_answers_wrongly_is_found_out(factor: float, monkeypatch: 
 
     monkeypatch.setattr(attention, "attention_forward", wrong)
     (reason,) = probe._run_and_compare(kernel_support.DEVICE)
-    assert "gave wrong answers" in reason
+    assert "does not match the reference" in reason
 
 
 def test_the_small_kernel_runs_once_a_device(gpu: list[torch.device]) -> None:
@@ -215,8 +215,8 @@ BROKEN = {
         "a small kernel did not run on cuda:0: RuntimeError: the compiler gave up",
     ),
     "wrong answers": (
-        lambda patch: patch.setattr(probe, "_run_and_compare", lambda device: ("it gave wrong answers",)),
-        "it gave wrong answers",
+        lambda patch: patch.setattr(probe, "_run_and_compare", lambda device: ("it does not match the reference",)),
+        "it does not match the reference",
     ),
 }
 
@@ -302,19 +302,19 @@ def test_converting_a_model_resolves_fp32_again(gpu: list[torch.device], monkeyp
     model = _model()
     report = vit_fast.fuse(model)
     assert report.backend == "sdpa"
-    assert "backend sdpa: fp32 without TF32 is left to torch" in str(report)
+    assert "backend sdpa: triton computes fp32 in TF32, which is disabled" in str(report)
     attention = model.blocks[0].attn
     assert attention.vit_fast_backend == "sdpa"
     assert model.half() is model and attention.vit_fast_backend == "triton"
     assert vit_fast.fuse(model).backend == "triton"
     attention.float()
     notes = {module.name: module.notes for module in vit_fast.fuse(model).modules}
-    assert "it runs with backend sdpa: fp32 without TF32" in "; ".join(notes["blocks.0.attn"])
+    assert "it runs with backend sdpa: triton computes fp32 in TF32" in "; ".join(notes["blocks.0.attn"])
     assert notes["blocks.1.attn"] == ("already fused",)
     assert vit_fast.fuse(model, backend="triton").backend == "triton"
     assert attention.vit_fast_backend == "triton"
     rows = {row["backend"]: row["reasons"] for row in info._backend_rows(GPU)}
-    assert rows["triton"][0] == "selected by 'auto'" and "fp32 without TF32" in rows["triton"][1]
+    assert rows["triton"][0] == "selected by 'auto'" and "triton computes fp32 in TF32" in rows["triton"][1]
 
 
 def test_auto_on_the_cpu_is_sdpa_and_says_why() -> None:

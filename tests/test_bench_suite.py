@@ -20,7 +20,7 @@ NOT_SLOW = "not compile and not flex or mlp-eager+compile-training"
 
 
 def suite(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "benchmarks", "-o", "python_files=suite.py", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "tests/bench_suite.py", "--noconftest", "-p", "no:cacheprovider"]
     environment = os.environ | {"VIT_FAST_SUITE_MODEL": "vit_test", "PYTHONPATH": str(ROOT)}
     environment.pop("TRITON_INTERPRET", None)  # nothing here is for the interpreter, which takes minutes
     environment.pop("PYTEST_XDIST_WORKER", None)  # pytest-benchmark would take it for one, and measure nothing
@@ -62,10 +62,10 @@ def test_every_suite_runs_and_figures_follow_from_its_times(tmp_path):
 def test_a_peer_that_is_wrong_fails_nothing_and_ours_does(monkeypatch):
     """By the compiler's own sums, on a CPU, a compiled peer may miss the rule; that is for its row to say."""
     monkeypatch.setenv("VIT_FAST_SUITE_MODEL", "vit_test")
-    suite = importlib.import_module("vit_fast.benchmarks.suite")
+    suite = importlib.import_module("bench_suite")
     word = suite.MODELS[1]
     for peer, outcome in ((True, pytest.xfail.Exception), (False, AssertionError)):
-        row = {"status": "wrong", "reason": "off by 1", "peer": peer}
+        row = {"status": "incorrect", "reason": "off by 1", "peer": peer}
         monkeypatch.setattr(suite, "prepare", lambda *_, row=row: (None, row))
         with pytest.raises(outcome, match="off by 1"):
             suite.test_candidate(None, word, False, 1, "eager")

@@ -82,7 +82,9 @@ def test_config_is_frozen_and_survives_json():
 
 @pytest.mark.parametrize("name", ["eva02_enormous_patch14_clip_224", "vit_small_patch16_rope_mixed_ape_224"])
 def test_what_timm_alone_has_is_refused_with_the_reason(name):
-    with pytest.raises(ValueError, match=rf"model '{name}' is available in timm only: .* (normalise|learns rotary)"):
+    with pytest.raises(
+        ValueError, match=rf"model '{name}' is available in timm only: .* (normalize|learns its own rotary)"
+    ):
         vit_fast.create_model(name)
 
 

@@ -206,15 +206,15 @@ def test_what_fails_midway_leaves_the_choice_as_it_was(monkeypatch: pytest.Monke
     places = [module for module in model.modules() if isinstance(module, fp8_scales.Fp8Scales)]
     assert len(places) == 2
     vit_fast.fuse(model, precision="fp8", keep=("*.mlp.fc2",))
-    kept_of = fp8_scales.Fp8Scales.kept_of
+    cached_of = fp8_scales.Fp8Scales.cached_of
 
     def failing(self: fp8_scales.Fp8Scales, parts: Any) -> Quantised:
         if self is places[1]:
             raise MemoryError("no room for the weights")
-        return kept_of(self, parts)
+        return cached_of(self, parts)
 
     with monkeypatch.context() as patched, pytest.raises(MemoryError):
-        patched.setattr(fp8_scales.Fp8Scales, "kept_of", failing)
+        patched.setattr(fp8_scales.Fp8Scales, "cached_of", failing)
         vit_fast.fuse(model, precision="fp8", keep=("*.attn.qkv",))
     assert [place.names_kept() for place in places] == [["fc2"], ["fc2"]] and all(place.active for place in places)
     for block in model.blocks:  # type: ignore[union-attr]  # it has

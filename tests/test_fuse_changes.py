@@ -78,15 +78,15 @@ ANY: dict[str, tuple[Change, str]] = {
     "parametrization": (
         lambda block: nn.utils.parametrizations.weight_norm(block.mlp.fc1), "must be torch.nn.Linear itself, got ",
     ),
-    "pruning": (lambda block: prune.l1_unstructured(block.mlp.fc2, "weight", 0.5), "mlp.fc2 carries hooks"),
-    "forward hook": (hook_norm, "norm2 carries hooks, which would no longer run"),
+    "pruning": (lambda block: prune.l1_unstructured(block.mlp.fc2, "weight", 0.5), "mlp.fc2 has hooks"),
+    "forward hook": (hook_norm, "norm2 has hooks, which would no longer run"),
     "quantised linears": (quantize, "got torch.ao.nn.quantized.dynamic.modules.linear.Linear"),
     "other norm": (lambda block: setattr(block, "norm2", nn.Softmax(-1)), "or RMSNorm, got a Softmax"),
 }  # fmt: skip
 CHANGES: dict[str, dict[str, tuple[Change, str]]] = {
     "timm": ANY
     | {
-        "forward pre-hook": (pre_hook_activation, "mlp.act carries hooks, which would no longer run"),
+        "forward pre-hook": (pre_hook_activation, "mlp.act has hooks, which would no longer run"),
         "replaced forward": (replace_mlp_forward, "mlp.forward was replaced on the instance"),
         "unknown activation": (lambda block: setattr(block.mlp, "act", nn.Tanh()), "mlp.act must be one of gelu"),
     },

@@ -60,7 +60,7 @@ def test_what_is_done_to_a_module_of_any_fused_class_counts() -> None:
         for block, call in blocks_of(ALL[name]):
             assert_changes_count(block, call)
             seen.add(type(block))
-    known = [*timm_blocks.FORMS._mixins, *torchvision.FORMS._mixins]
+    known = [*timm_blocks.FORMS.mixins, *torchvision.FORMS.mixins]
     missing = set(known) - {f"{cls.__module__}.{cls.__qualname__}" for cls in seen}
     assert not missing - {"timm.models.naflexvit.NaFlexVit"}, "which is the model, not inside one"
 

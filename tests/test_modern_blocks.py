@@ -323,5 +323,5 @@ def test_refuses_positions_of_another_size() -> None:
     t = {name: leaf.float() for name, leaf in zip(names, leaves)}
     with pytest.raises(ValueError, match=r"rope\.cos must have shape .*, got \(7, 8\)"):
         _fused(kind, t["x"][:, 1:], _tensors(t), None, rope)
-    with pytest.raises(UnsupportedInputError, match=r"rope\.cos requires a gradient"):
+    with pytest.raises(UnsupportedInputError, match=r"rope\.cos must not require a gradient"):
         _fused(kind, t["x"], _tensors(t), None, rope._replace(cos=rope.cos.requires_grad_()))

@@ -82,7 +82,7 @@ def test_what_forbids_reading_past_is_seen_in_the_next_forward(change: str) -> N
 def test_a_hook_taken_away_gives_the_kernels_back() -> None:
     block = a_block()
     handle = block.attn.proj.register_forward_hook(lambda *_: None)
-    assert parts_of(block).attention_reasons == ("attn.proj carries hooks, which would no longer run",)
+    assert parts_of(block).attention_reasons == ("attn.proj has hooks, which would no longer run",)
     handle.remove()
     assert parts_of(block).attention is not None
 

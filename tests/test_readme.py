@@ -13,9 +13,8 @@ import pytest
 import typer
 
 from vit_fast import cli
-from vit_fast.benchmarks.readme_table import fill
 from vit_fast.benchmarks.records import read_record
-from vit_fast.benchmarks.report import objections
+from vit_fast.benchmarks.report import fill, objections
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()

@@ -14,7 +14,8 @@ from torch import nn
 from torch._inductor import config as inductor
 
 import vit_fast
-from vit_fast.run.runtime import _require_images_first, compile_frozen, pick_batches
+from vit_fast.run.graph_runner import _require_images_first
+from vit_fast.run.runtime import compile_frozen
 
 
 @pytest.fixture(autouse=True)
@@ -100,23 +101,6 @@ def test_freezing_makes_constants_of_the_weights_and_holds_during_a_call_alone()
 def test_compile_names_its_modes() -> None:
     with pytest.raises(ValueError, match="mode must be one of 'default', 'reduce-overhead', 'max-autotune'"):
         vit_fast.compile(nn.Linear(2, 2), mode="fast")
-
-
-@pytest.mark.parametrize(
-    ("batch", "pieces"),
-    [
-        (1, [(1, 1)]),
-        (2, [(2, 8)]),
-        (8, [(8, 8)]),
-        (9, [(9, 32)]),
-        (32, [(32, 32)]),
-        (33, [(32, 32), (1, 1)]),
-        (70, [(32, 32), (32, 32), (6, 8)]),
-        (0, []),
-    ],
-)
-def test_a_batch_takes_the_smallest_graph_that_fits(batch: int, pieces: list[tuple[int, int]]) -> None:
-    assert pick_batches(batch, (1, 8, 32)) == pieces
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")

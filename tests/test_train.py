@@ -25,6 +25,7 @@ from vit_fast.apps.datasets import PreparedImages, open_data
 from vit_fast.apps.train_config import config_for
 from vit_fast.apps.trainer import Measure
 from vit_fast.apps.training import TrainConfig, Trainer, TrainingError, train
+from vit_fast.weights import WeightsError
 
 
 @pytest.fixture
@@ -275,6 +276,7 @@ def test_damaged_and_foreign_checkpoints_are_refused(
     state = torch.load(checkpoint, weights_only=True)
     del state["model"]["head.weight"]
     torch.save(state, tmp_path / "part.pth")
+    torch.save(state | {"about": None}, tmp_path / "facts.pth")
     torch.save(small_model().state_dict(), tmp_path / "weights.pth")
     torch.save(small_model(), tmp_path / "pickle.pth")
     for content, message in (
@@ -282,12 +284,18 @@ def test_damaged_and_foreign_checkpoints_are_refused(
         (b"", "cannot be read"),
         (b"no checkpoint at all", "cannot be read"),
         ((tmp_path / "pickle.pth").read_bytes(), "cannot be read"),
-        ((tmp_path / "weights.pth").read_bytes(), "no checkpoint of this trainer"),
+        ((tmp_path / "weights.pth").read_bytes(), "not a checkpoint of vit-fast train"),
+        ((tmp_path / "facts.pth").read_bytes(), "not a checkpoint of vit-fast train"),
         ((tmp_path / "part.pth").read_bytes(), "does not fit this model"),
     ):
         checkpoint.write_bytes(content)
         with pytest.raises(TrainingError, match=message):
             train(small_model(), data, out, settings(epochs=1), resume=True)
+    (out / "model.safetensors").write_bytes(b"damaged")
+    checkpoint.write_bytes(whole)
+    with pytest.raises(WeightsError, match=r"model\.safetensors: cannot be read"):
+        train(small_model(), data, out, settings(epochs=1), resume=True)
+    checkpoint.write_bytes(b"")
     arguments = ["train", str(folder), "--out", str(out), "--model", "vit_test", "--resume"]
     assert run(*arguments) == 2 and capsys.readouterr().err.count("\n") == 1
 
@@ -302,7 +310,7 @@ def test_damaged_and_foreign_checkpoints_are_refused(
     ],
 )  # fmt: skip
 def test_bad_fields_are_named(field: str, value: object) -> None:
-    with pytest.raises(ValueError, match=field):
+    with pytest.raises((ValueError, TypeError), match=f"{field} must be"):
         TrainConfig(**{field: value})
 
 

@@ -11,22 +11,12 @@ import typer
 from .errors import VitFastError
 from .version import __version__
 
-COMMANDS = (
-    "info",
-    "models",
-    "bench",
-    "compare",
-    "report",
-    "verify",
-    "kernels",
-    "predict",
-    "train",
-    "evaluate",
-    "export",
-    "optimize",
-    "show",
-    "hf_kernel",
-)
+COMMANDS = {
+    "info": "info", "models": "models", "bench": "bench", "compare": "compare", "report": "report", "verify": "verify",
+    "kernels": "kernels", "predict": "predict", "train": "train", "evaluate": "evaluate", "export": "export",
+    "optimize": "optimize", "cache": "optimize", "show": "show", "hf-kernel": "hf_kernel",
+}  # fmt: skip
+"""The module of each command, in which a function has the command's name."""
 
 USER_ERRORS = (VitFastError, ValueError, TypeError, OSError)
 
@@ -39,8 +29,9 @@ def make_app(wanted: str = "") -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback()(_before_every_command)
-    for name in [name for name in COMMANDS if name.replace("_", "-") == wanted] or COMMANDS:
-        importlib.import_module(f".commands.{name}", __package__).register(app)
+    for name in [wanted] if wanted in COMMANDS else COMMANDS:
+        module = importlib.import_module(f".commands.{COMMANDS[name]}", __package__)
+        app.command(name)(getattr(module, name.replace("-", "_")))
     return app
 
 

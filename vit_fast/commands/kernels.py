@@ -10,18 +10,14 @@ from typing import Annotated, Any
 
 import typer
 
-from .words import integers
-
-
-def register(app: typer.Typer) -> None:
-    app.command(name="kernels")(kernels)
+from .words import AsJson, integers
 
 
 def kernels(
     arch: Annotated[
         str | None, typer.Option(help="Architectures to compile for, separated by commas (default: all).")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+    as_json: AsJson = False,
     update_baseline: Annotated[
         bool, typer.Option("--update-baseline", help="Replace the committed baseline by the result.")
     ] = False,

@@ -7,14 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
-
-def register(app: typer.Typer) -> None:
-    app.command(name="models")(models)
+from .words import AsJson
 
 
 def models(
     pattern: Annotated[str, typer.Argument(help="Shell-style pattern, e.g. 'vit_base_*'.")] = "*",
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List models with parameters, GFLOP per image (2 per multiply-add), tokens and input size."""
     rows = model_rows(pattern)

@@ -101,7 +101,7 @@ def recognise(model: nn.Module) -> ImageModel | None:
         return None
     blocks: Any = model.tower.blocks
     unfused = [
-        f"blocks.{i}.attn is transformers' own: fuse the tower first, with any backend"
+        f"blocks.{i}.attn must be fused: call vit_fast.fuse(tower) first, with any backend"
         for i, block in enumerate(blocks)
         if not isinstance(block.attn, FusedModule)
     ]

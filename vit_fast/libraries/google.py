@@ -90,4 +90,4 @@ def _to_torch(name: str, array: Tensor) -> Tensor:
 
 
 def _pre_logits_problem(config: ViTConfig) -> str:
-    return "it reads a hidden pre_logits layer, which no config here has"
+    return "its head has a hidden pre_logits layer, which ViTConfig does not support"

@@ -27,7 +27,7 @@ class MultiheadAttentionForm(FusedModule):
     @classmethod
     def examine(cls, module: Any) -> Finding:
         if module.in_proj_weight is None:
-            return Finding(["its keys and values have widths of their own (kdim, vdim)"])
+            return Finding(["kdim and vdim must equal embed_dim"])
         reasons = tensor_reasons("in_proj_weight", module.in_proj_weight)
         if module.bias_k is not None or module.bias_v is not None:
             reasons.append("it appends learned tokens to keys and values (add_bias_kv)")
@@ -35,9 +35,9 @@ class MultiheadAttentionForm(FusedModule):
             reasons.append("it appends a zero token to keys and values (add_zero_attn)")
         if type(module.out_proj) is not nn.modules.linear.NonDynamicallyQuantizableLinear:
             reasons.append(f"out_proj must be torch's own linear, got {type_name(module.out_proj)}")
-        notes = ["other calls than mha(x, x, x, need_weights=False) without masks run as they were"]
+        notes = ["calls other than mha(x, x, x, need_weights=False) without masks run torch's forward"]
         notes += dropout_notes("attention", module.dropout) if isinstance(module.dropout, float) else []
-        return Finding(reasons + touch_reasons("out_proj", module.out_proj), notes)
+        return Finding(reasons + touch_reasons([("out_proj", module.out_proj)]), notes)
 
     @classmethod
     def head_width(cls, module: Any) -> int:

@@ -108,7 +108,7 @@ class TorchvisionModel(ImageModel):
         if dynamic_size:
             raise UnsupportedInputError(
                 "dynamic_size with torchvision's VisionTransformer",
-                ["it accepts the image size it was made for only"],
+                ["it supports one image size only"],
             )
         # The fast path of nn.MultiheadAttention is one fused operator that has no ONNX form; it depends on this switch.
         enabled = torch.backends.mha.get_fastpath_enabled()

@@ -162,11 +162,13 @@ def _siglip_head_problem(config: ViTConfig) -> str | None:
 
 
 def _clip_head_problem(config: ViTConfig) -> str:
-    return "CLIPForImageClassification's classifier reads patches before the final norm, which no config here does"
+    return (
+        "CLIPForImageClassification's classifier reads patches before the final norm, which ViTConfig does not support"
+    )
 
 
 def _dinov2_head_problem(config: ViTConfig) -> str:
-    return "DINOv2's classifier reads class token and mean patch together, twice embed_dim, which no config here does"
+    return "DINOv2's classifier reads class token and mean patch (2 * embed_dim), which ViTConfig does not support"
 
 
 # --- the same architecture ----------------------------------------------------------------------------------

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from ..arguments import check_choice
 from ..errors import check_type
 from . import reference
-from .attention import is_exporting
 from .backends import resolve_backend
 from .block import fused_block
 from .checks import check_tensors
 from .descriptions import BlockTensors, Norm, check_norm
+from .operators import is_exporting
 
 
 def layer_norm_mlp(
@@ -112,7 +112,7 @@ def fused_layer_norm_mlp(
     tensors = BlockTensors._make((*half, *parameters, None, None, *inner, None))
     return fused_block(
         x, statistics, tensors, eps=(0.0, eps), norm=norm, activation=activation, residual=residual,
-        inner_norm=("none", 0.0) if inner_norm is None else (inner_norm.kind, inner_norm.eps),
+        inner_norm=inner_norm and (inner_norm.kind, inner_norm.eps),
         next_statistics=next_statistics,
     )  # fmt: skip
 

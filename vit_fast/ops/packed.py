@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from . import reference
 from .attention import attention_among
-from .checks import in_transform
 from .descriptions import BlockTensors, Keys, Norm, QkNorm, Rope
 from .frozen import Frozen
+from .operators import in_transform
 from .rotary import qk_norm_rope
 
 ROWS = 256
