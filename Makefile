@@ -71,10 +71,10 @@ RECORD := benchmarks/results/cpu-2core
 record: $(READY)
 	rm -rf $(RECORD).new
 	$(BIN)/vit-fast bench --seconds 6 --out $(RECORD).new $(ARGS)
-	$(BIN)/python -m vit_fast.benchmarks.readme_table --check $(RECORD).new
+	$(BIN)/python -m vit_fast.benchmarks.report --check $(RECORD).new
 	cd $(RECORD).new && mv record.json table.md plot.png ../$(notdir $(RECORD))/
 	rm -rf $(RECORD).new
-	$(BIN)/python -m vit_fast.benchmarks.readme_table --fill README.md
+	$(BIN)/python -m vit_fast.benchmarks.report --fill README.md
 
 # Uses the system's Python and its packages, and downloads nothing. OUT is the folder for the records.
 OUT ?= vit-fast-results/gpu-check
@@ -82,7 +82,7 @@ gpu-check:
 	$(PYTHON) -m vit_fast.benchmarks.gpu_check --out $(OUT) $(if $(PARTS),--parts $(PARTS)) $(ARGS)
 
 bench-suite: $(READY)
-	$(BIN)/python -m pytest benchmarks -o python_files=suite.py -o addopts=--import-mode=importlib $(ARGS)
+	$(BIN)/python -m pytest tests/bench_suite.py --noconftest -o addopts=--import-mode=importlib $(ARGS)
 
 classes: $(READY)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/fused_classes.py > docs/classes.md

@@ -1,75 +1,153 @@
-"""The gate before every speed row: a candidate's outputs against the eager definition in fp64.
+"""The check of every candidate before it is timed: its outputs, or gradients, against eager in fp64.
 
-The weights and images are first rounded to the dtype, then the definition computes in fp64 from these very numbers:
-what is left is the error of computing, not of storing. The rule is vit_fast.accuracy's, with our eager model as the
-yardstick, over the largest error and over the root mean square, which of thousands of outputs is the sharper of the
-two. Eager's own error is measured over as many random images beside the checked ones: of photographs that are all
-alike there is but one, and how far off eager is there a matter of luck.
+Weights and images are first rounded to the dtype, and the fp64 reference starts from these numbers, so only errors of
+the computation count. The rule of vit_fast.accuracy applies to the largest error and to the root mean square. Eager's
+own error is also measured on random images, because its error on similar photographs varies by chance.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vit_fast.accuracy import (
-    FORWARD_FACTOR,
-    GRADIENT_FACTOR,
-    NOISE,
-    Measure,
-    allowed_error,
-    error_of,
-    size_of,
-)
-from vit_fast.measure.check import MEASURES, Reference, Verdict, errors_of, judge, same_answers
+from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR, NOISE, Measure, allowed_error, error_of, size_of
+from vit_fast.measure.candidate import Candidate
+from vit_fast.measure.check import MEASURES, Reference, Verdict, errors_of, judge, same_class
 
-from .candidates import NamedCandidate, Task
-from .candidates_models import define
-from .training import Backward, TrainingStep
+from .builders import define
+from .models import Task
 
 MAX_CHECKED_IMAGES = 8
-# Of the outputs' size, for a file that ONNX Runtime rewrites, against the same file unchanged.
+# The allowed error of an ONNX file, which a runtime rewrites, as a share of the outputs of the unchanged file.
 ONNX_TOLERANCE = 0.01
+LEARNING_RATE = 1e-6
+Function = Callable[[Tensor], Tensor]
+
+
+class TrainingStep:
+    """Forward, cross-entropy, backward and AdamW of a model, with labels that depend on the place in the batch.
+
+    Args:
+        model: The model, whose dropout is set to zero so that gradients can be compared.
+        function: The model, or its compiled form.
+        amp: True to run the forward under autocast in bf16.
+    """
+
+    def __init__(self, model: nn.Module, function: Function, *, amp: bool) -> None:
+        self.model, self.function, self.amp = model.train().requires_grad_(True), function, amp
+        for part in model.modules():
+            if isinstance(part, nn.Dropout):
+                part.p = 0.0
+        parameters = list(model.parameters())
+        fused = parameters[0].device.type == "cuda"
+        self.optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=fused)
+
+    def __call__(self, images: Tensor) -> None:
+        self.optimizer.zero_grad()
+        self._loss(images, torch.arange(len(images), device=images.device)).mean().backward()
+        self.optimizer.step()
+
+    def gradients(self, images: Tensor, rows: Sequence[int], places: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
+        """Computes gradients of the summed loss of some images of a batch.
+
+        Args:
+            images: The batch [B, C, H, W].
+            rows: Indices of the images that count.
+            places: Places in a batch of all images, which decide the labels.
+        Returns:
+            The gradient of each image [B, C, H, W], and the norm of all parameters' gradients [1].
+        """
+        self.optimizer.zero_grad()
+        leaf = images.detach().clone().requires_grad_()
+        self._loss(leaf, torch.tensor(places, device=images.device))[rows].sum().backward()
+        squares = [p.grad.double().square().sum() for p in self.model.parameters() if p.grad is not None]
+        self.optimizer.zero_grad()
+        assert leaf.grad is not None
+        return leaf.grad, [torch.stack(squares).sum().sqrt().reshape(1).to(images.dtype)]
+
+    def _loss(self, images: Tensor, places: Tensor) -> Tensor:
+        context = torch.autocast(images.device.type, torch.bfloat16) if self.amp else contextlib.nullcontext()
+        with context:
+            outputs = self.function(images).flatten(1)
+        outputs = outputs if outputs.dtype == torch.float64 else outputs.float()
+        losses: Tensor = F.cross_entropy(outputs, places % outputs.shape[1], reduction="none")
+        return losses
+
+
+class Backward:
+    """The backward alone of a part of a model; its forward runs once for each batch.
+
+    Args:
+        model: The part, whose parameters' gradients are computed.
+        function: The part, or its compiled form.
+    """
+
+    def __init__(self, model: nn.Module, function: Function) -> None:
+        from torch._functorch import config as functorch_config
+
+        # The backward runs again and again, so it must not reuse the memory of its inputs; decided at compilation.
+        functorch_config.donated_buffer = False
+        self.function, self.parameters = function, list(model.train().requires_grad_(True).parameters())
+        self._forwards: dict[int, tuple[Tensor, list[Tensor], Tensor]] = {}
+
+    def __call__(self, x: Tensor) -> object:
+        if id(x) not in self._forwards:
+            leaf = x.detach().requires_grad_()
+            out = self.function(leaf)
+            self._forwards[id(x)] = out, [leaf, *self.parameters], self._gradient_of(out)
+        out, leaves, gradient = self._forwards[id(x)]
+        return torch.autograd.grad(out, leaves, gradient, retain_graph=True)
+
+    def gradients(self, x: Tensor, rows: Sequence[int], places: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
+        """Computes gradients of some images of a batch [B, ...]: of the input, and of each parameter."""
+        leaf = x.detach().clone().requires_grad_()
+        out = self.function(leaf)
+        gradient = torch.zeros_like(out)
+        gradient[rows] = self._gradient_of(out)[rows]
+        own, *others = torch.autograd.grad(out, [leaf, *self.parameters], gradient)
+        return own, others
+
+    @staticmethod
+    def _gradient_of(out: Tensor) -> Tensor:
+        one = torch.randn(out[:1].shape, generator=torch.Generator().manual_seed(1))
+        return one.to(out).repeat(len(out), *[1] * (out.ndim - 1))
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The outputs that every candidate of a group must give.
+    """The expected outputs of every candidate of a group.
 
     Attributes:
-        rows: Which images of the batch are checked, spread over it.
-        outputs: The definition's outputs for these, fp64, on the CPU.
-        eager_error: Our eager model's error in the group's dtype, by measure.
-        parameters: Of a training step, the norm of all parameters' gradients [1]; of a part's backward, each of them.
-            Of each, eager's error and what it is in fp64.
-        classes: Of the batches after the first, as far as agreement is of them, too: the largest outputs in fp64.
+        reference: The outputs, or the images' gradients, in fp64 on the CPU.
+        parameters: For training, eager's error and the fp64 value of the norm of all gradients (of a part: of each).
+        classes: Classes in fp64 of the batches after the first, to measure agreement.
     """
 
-    rows: list[int]
-    outputs: Tensor
-    eager_error: dict[Measure, float]
+    reference: Reference
     parameters: Sequence[tuple[float, Tensor]] = ()
     classes: Sequence[Tensor] = ()
 
 
 def expect(task: Task, images: Tensor, *others: Tensor) -> Expected:
-    """The definition in fp64 and eager's own error in the task's dtype.
+    """Computes the fp64 reference, and eager's error in the task's dtype.
 
     Args:
-        task: What is computed.
-        images: The batch that candidates are checked on; at most MAX_CHECKED_IMAGES of it, or as an operator says.
-        others: The batches after it, of which a whole model's agreement is, too.
+        task: The task.
+        images: The batch to check; at most MAX_CHECKED_IMAGES of it, or as many as an operator requires.
+        others: The batches after it, to measure agreement of a whole model.
     """
     rows = checked_rows(task)
     if task.model.onnx is not None:
-        from vit_fast.measure.runtimes import unrewritten
+        from vit_fast.measure.runtimes import open_reference
 
-        outputs = unrewritten(task.model.onnx, task.model.image_hw)(images[rows].float()).double()
-        return Expected(rows, outputs, {measure: ONNX_TOLERANCE * size_of(outputs, measure) for measure in MEASURES})
+        outputs = open_reference(task.model.onnx, task.model.image_hw)(images[rows].float()).double()
+        return Expected(_reference(task, rows, outputs, {m: ONNX_TOLERANCE * size_of(outputs, m) for m in MEASURES}))
     weights = None if task.weights is None else {name: tensor.double() for name, tensor in task.weights.items()}
     exact_task = dataclasses.replace(task, weights=weights, dtype=torch.float64, amp=False)
     exact_model, eager_model = define(exact_task), define(task)
@@ -77,21 +155,29 @@ def expect(task: Task, images: Tensor, *others: Tensor) -> Expected:
     noise = torch.randn((MAX_CHECKED_IMAGES, *images.shape[1:]), generator=torch.Generator().manual_seed(0))
     if task.training:
         steps = stepper(exact_task, exact_model, exact_model), stepper(task, eager_model, eager_model)
-        return _expect_gradients(*steps, chosen, rows, noise[:2].to(images) if task.whole else noise[:0])
+        return _expect_gradients(task, *steps, chosen, rows, noise[:2].to(images) if task.whole else noise[:0])
     if task.whole:
         chosen = torch.cat([chosen, noise.to(images)])
     with torch.inference_mode():
         exact = exact_model(chosen.double()).cpu()
-        eager = eager_model(chosen)
+        errors = errors_of(eager_model(chosen), exact)
         classes = [exact_model(batch.double()).argmax(-1) for batch in others]
-    return Expected(rows, exact[: len(rows)], errors_of(eager, exact), classes=classes)
+    return Expected(_reference(task, rows, exact[: len(rows)], errors), classes=classes)
+
+
+def _reference(task: Task, rows: list[int], exact: Tensor, errors: dict[Measure, float]) -> Reference:
+    return Reference([exact], [errors], [_rounding(task)], [(task.batch_size, *exact.shape[1:])], rows)
+
+
+def _rounding(task: Task) -> torch.dtype:
+    return torch.bfloat16 if task.amp else task.dtype
 
 
 def _expect_gradients(
-    exact_step: TrainingStep | Backward, eager_step: TrainingStep | Backward, images: Tensor, rows: list[int],
-    noise: Tensor,
+    task: Task, exact_step: TrainingStep | Backward, eager_step: TrainingStep | Backward, images: Tensor,
+    rows: list[int], noise: Tensor,
 ) -> Expected:  # fmt: skip
-    """Computes gradients of these images; random images show how much the error of a norm varies by luck."""
+    """Computes gradients of these images; random images show how much the error of a norm varies by chance."""
     each = range(len(rows))
     exact, exact_others = exact_step.gradients(images.double(), each, rows)
     eager, eager_others = eager_step.gradients(images, each, rows)
@@ -102,48 +188,49 @@ def _expect_gradients(
         )
         errors = [max(errors[0], error_of(norm, exact_norm) * size_of(exact_others[0]) / size_of(exact_norm))]
     parameters = list(zip(errors, exact_others, strict=True))
-    return Expected(rows, exact.cpu(), errors_of(eager, exact), parameters)
+    return Expected(_reference(task, rows, exact.cpu(), errors_of(eager, exact)), parameters)
 
 
-def stepper(task: Task, model: nn.Module, function: Callable[[Tensor], Tensor]) -> TrainingStep | Backward:
-    """Returns a step of a whole model, or the backward of a part."""
+def stepper(task: Task, model: nn.Module, function: Function) -> TrainingStep | Backward:
+    """Returns the training step of a whole model, or the backward of a part."""
     return TrainingStep(model, function, amp=task.amp) if task.whole else Backward(model, function)
 
 
 def checked_rows(task: Task) -> list[int]:
-    """Returns the images of a batch that are checked."""
+    """Returns the indices of the images of a batch to check."""
     operator = task.model.operator
     return spread(task.batch_size, MAX_CHECKED_IMAGES if operator is None else operator.checked)
 
 
 def spread(count: int, most: int) -> list[int]:
-    """Up to `most` indices below count, evenly spread, the first and the last among them."""
+    """Returns up to `most` evenly spaced indices below count, including the first and the last."""
     if count <= most:
         return list(range(count))
     return [round(i * (count - 1) / (most - 1)) for i in range(most)]
 
 
-def judge_outputs(candidate: NamedCandidate, task: Task, expected: Expected, outputs: object) -> Verdict:
-    """Compares a candidate's outputs for a whole batch (in training, its gradients) with what is expected."""
-    factor, dtype = GRADIENT_FACTOR if task.training else FORWARD_FACTOR, torch.bfloat16 if task.amp else task.dtype
+def judge_outputs(candidate: Candidate, task: Task, expected: Expected, outputs: object) -> Verdict:
+    """Checks a candidate's outputs, or in training its gradients, for a whole batch."""
+    factor = GRADIENT_FACTOR if task.training else FORWARD_FACTOR
     if task.training and isinstance(outputs, tuple):
         outputs, others = outputs
         what = "the norm of all parameters' gradients" if task.whole else "a parameter's gradient"
         for other, (eager_error, exact) in zip(others, expected.parameters, strict=True):
+            dtype = _rounding(task)
             error, allowed = error_of(other.to(dtype), exact), allowed_error(eager_error, exact, dtype, factor)
             if not error <= allowed:
-                return Verdict(error, allowed, f"{what} is off by {error:.3g}, allowed is {allowed:.3g}")
-    shape = (task.batch_size, *expected.outputs.shape[1:])
-    reference = Reference([expected.outputs], [expected.eager_error], [dtype], [shape], expected.rows)
+                reason = f"the error of {what} must be at most {allowed:.3g}, got {error:.3g}"
+                return Verdict(error, allowed, reason)
+    reference = expected.reference
     verdict = judge([outputs], reference, factor, candidate.tolerance)
     if not verdict.passed or task.training or not task.whole or not isinstance(outputs, Tensor):
         return verdict
-    same = same_answers(outputs[expected.rows].cpu(), expected.outputs)
+    same = same_class(outputs[[*reference.rows]].cpu(), reference.exact[0])
     return dataclasses.replace(verdict, agreement=float(same.double().mean()))
 
 
 def describe_rule() -> str:
-    """The rule in words, for the record."""
+    """Returns the rule in words, for the record."""
     return (
         f"error against eager in fp64 <= {FORWARD_FACTOR} x (gradients: {GRADIENT_FACTOR} x)"
         " eager's error in that dtype + eps(dtype) / 2 x the outputs' size, for root mean squares and,"

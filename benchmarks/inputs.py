@@ -1,35 +1,36 @@
-"""Inputs of the candidates: batches of real photographs, and weights that make every mistake visible."""
+"""Inputs of the candidates: batches of photographs, and random weights; models with photographs for other commands."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from vit_fast.apps.data import make_transform, read_image
+from vit_fast.apps.data import as_pixels, make_transform, read_image
 from vit_fast.config import ViTConfig
 from vit_fast.measure.clock import cold_copies
 from vit_fast.model import VisionTransformer
 
-from .models import Model
-
-# Preparing an image costs milliseconds; more different ones than this make no batch more real.
-MAX_VIEWS = 64
+from .builders import define
+from .configuration import make_configuration
+from .models import MAX_VIEWS, Model, Task
 
 
 def random_weights(config: ViTConfig, seed: int = 0) -> dict[str, Tensor]:
-    """Parameters under our names, fp32, on the CPU, none of them zero or alike.
+    """Draws parameters under our names in fp32 on the CPU, none of them zero or alike.
 
-    A fresh model has zero biases, unit norms and near-zero tokens, behind which a candidate that forgets one of them is
-    right. Here every parameter moves the logits, attention is far from uniform (queries and keys are doubled), and
-    tokens and positions are small enough beside the patches that the logits depend on the image: between two images
-    they differ by about ten times what the check allows in bf16.
+    A fresh model has zero biases, unit norms and near-zero tokens, so a candidate that ignores one of them would pass.
+    Here every parameter changes the logits, attention is far from uniform (queries and keys are doubled), and tokens
+    and positions are small enough that the logits depend on the image: between two images they differ by about ten
+    times the allowed error in bf16.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.device("meta"):
@@ -59,10 +60,7 @@ def _draw(name: str, parameter: Tensor, owner: nn.Module, generator: torch.Gener
 
 
 def weights_of(model: Model, dtype: torch.dtype) -> dict[str, Tensor] | None:
-    """A model's parameters in a dtype, its own or random ones; None of a model that was given with them inside.
-
-    Those of a whole model are the same object for every batch size; nobody writes to them.
-    """
+    """Returns a model's parameters, its own or random ones, in a dtype; None for a model with weights inside."""
     if model.operator is not None:
         return rounded(model.operator.weights(), dtype)
     return None if model.config is None else _of_whole(model, dtype)
@@ -75,16 +73,15 @@ def _of_whole(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def rounded(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The weights in a dtype, so that every candidate, and the fp64 definition, starts from the same numbers."""
+    """Converts weights to a dtype: every candidate and the fp64 reference start from these numbers."""
     return {name: tensor.to(dtype) for name, tensor in weights.items()}
 
 
 def image_views(paths: Sequence[Path], model: Model, count: int, seed: int = 0) -> Tensor:
-    """Views of photographs, prepared as for prediction: [count, *model.shape], fp32, on the CPU.
+    """Prepares views of photographs [count, *model.shape] in fp32 on the CPU, or random numbers for other inputs.
 
-    The first are the photographs whole; further ones are random crops of them (35 to 100 % of the area, aspect ratio
-    3:4 to 4:3, mirrored half of the time), so that a batch larger than the number of photographs is still of real,
-    different images. What takes no photographs is given random numbers.
+    The first ones are the whole photographs, further ones random crops (35 to 100 % of the area, aspect ratio 3:4 to
+    4:3, mirrored half of the time), so that large batches consist of different images.
     """
     if model.data is None:
         return torch.randn(count, *model.shape, generator=torch.Generator().manual_seed(seed))
@@ -99,10 +96,7 @@ def image_views(paths: Sequence[Path], model: Model, count: int, seed: int = 0) 
 
 
 def rotating_batches(views: Tensor, batch_size: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Batches of views on the device, each in memory of its own; enough of them that the next is never in cache.
-
-    A batch larger than the number of views takes them in turn. No two batches are alike unless there is one view.
-    """
+    """Makes different batches of views on a device, so many that the next one is never in the cache."""
     nbytes = batch_size * views[0].numel() * dtype.itemsize
     on_device = views.to(device=device, dtype=dtype)
     batches = []
@@ -121,3 +115,69 @@ def _random_crop(image: Image.Image, generator: np.random.Generator) -> Image.Im
     top = int(generator.integers(0, image.height - height + 1))
     crop = image.crop((left, top, left + width, top + height))
     return crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if generator.random() < 0.5 else crop
+
+
+OTHER_BATCHES = 3  # to measure agreement
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model with photographs.
+
+    Attributes:
+        model: Its name, size and preprocessing.
+        module: The model in evaluation mode, in fp32 on its device; ours on the eager backend.
+        example: A batch of photographs.
+        others: More batches.
+        photographs: Their files.
+    """
+
+    model: Model
+    module: nn.Module
+    example: Tensor
+    others: list[Tensor]
+    photographs: tuple[Path, ...]
+
+
+def open_model(
+    name: str, batch: int, images: Sequence[Path], device: str = "auto", img_size: Sequence[int] | None = None
+) -> Opened:
+    """Opens a model that `vit-fast bench` takes, with images.
+
+    Args:
+        name: See models.py.
+        batch: Images per call.
+        images: Files and folders; empty means the photograph in matplotlib.
+        device: "auto" (CUDA if available), or a device of torch.
+        img_size: Height and width in pixels, or one for both; None means the model's own.
+    Raises:
+        ValueError: an argument is unknown, out of range or unreadable, or the name means several models.
+    """
+    from vit_fast.measure.runtimes import OnnxFile
+
+    configuration = make_configuration(
+        images, models=[name], batch_sizes=[batch], dtypes=["fp32"], img_size=img_size, device=device
+    )
+    on, paths = configuration.device, configuration.images
+    if len(configuration.models) > 1:
+        names = ", ".join(model.name for model in configuration.models)
+        raise ValueError(f"the model must be one of {names}, got {name!r}")
+    (model,) = configuration.models
+    if model.onnx is not None:
+        module: Any = OnnxFile(model.onnx, on, img_size if img_size is None else model.image_hw)
+    elif model.kind not in ("ours", "given"):
+        raise ValueError(f"the model must be a whole model, got {name}")
+    else:
+        weights = model.weights if model.config is None or model.weights else random_weights(model.config)
+        task = Task(model, weights, torch.float32, on, batch)
+        module = define(task)
+    count = max(batch, min(MAX_VIEWS, batch * (1 + OTHER_BATCHES)))
+    if model.onnx is None:
+        views = image_views(paths, model, count)
+    elif module.runner.takes_pixels:
+        views = torch.from_numpy(as_pixels(read_image(paths[0]), count, module.runner.in_chans))
+    else:
+        one = torch.from_numpy(module.runner.example(1, np.random.default_rng(0)))
+        views = image_views(paths, model, count).to(one.dtype)
+    batches = [part for part in views.to(on).split(batch) if len(part) == batch]
+    return Opened(model, module, batches[0], batches[1:], paths)

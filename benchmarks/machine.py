@@ -1,21 +1,23 @@
-"""The machine a record was made on: what it is, and the two ceilings that it reached in that very run."""
+"""The machine: its description, its ceilings, its state while candidates are timed, and energy."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
 import functools
+import math
 import os
 import platform
 import subprocess
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vit_fast.measure.clock import Protocol, time_call
+from vit_fast.measure.clock import Call, Protocol, synchronise, time_call
 from vit_fast.version import cpu_name, installed
 
 PACKAGES = (
@@ -23,7 +25,7 @@ PACKAGES = (
     "torchao", "flash-attn", "xformers", "transformer-engine", "nvidia-ml-py", "numpy",
 )  # fmt: skip
 
-# As they are named in tables; tf32 is fp32 whose products a GPU may round, amp that whose products autocast makes bf16.
+# Names of dtypes in tables; tf32 is fp32 with TF32 matmuls, amp is fp32 under autocast in bf16.
 DTYPES = {
     "fp32": torch.float32, "tf32": torch.float32, "amp": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
 }  # fmt: skip
@@ -33,7 +35,7 @@ CEILING_PROTOCOL = Protocol(repeats=50, seconds=0.25, least_repeats=5, warmup_re
 
 
 def describe(device: torch.device | str) -> dict[str, Any]:
-    """Everything a record says of where, when and with what it was made; plain data for JSON."""
+    """Returns device, versions, commit and date for a record, as plain data."""
     device = torch.device(device)
     return {
         "device": _device_name(device),
@@ -54,10 +56,7 @@ def describe(device: torch.device | str) -> dict[str, Any]:
 
 
 def measure_ceilings(device: torch.device | str, dtypes: Sequence[str]) -> dict[str, Any]:
-    """Measures the device's ceilings: a large copy in GB/s, a square matmul in TFLOP/s for each dtype.
-
-    Copying counts what is read and what is written. The sizes are part of the answer: 8192 on a GPU, smaller on a CPU.
-    """
+    """Measures the device's ceilings: a large copy in GB/s (read and written), a square matmul in TFLOP/s per dtype."""
     device = torch.device(device)
     size, nbytes = MATMUL_SIZE[device.type], COPY_BYTES[device.type]
     matmul = {}
@@ -78,7 +77,7 @@ def measure_ceilings(device: torch.device | str, dtypes: Sequence[str]) -> dict[
 
 
 def best_ceilings(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The best of several, over a run: what a neighbour takes away for a while is no limit of the machine."""
+    """Returns the best of several ceilings of a run: other processes only lower them."""
     if not measured:
         return {}
     matmul = {
@@ -95,7 +94,7 @@ def _matmul(left: Tensor, right: Tensor, _: int) -> Tensor:
 
 @contextlib.contextmanager
 def products_in(name: str) -> Iterator[None]:
-    """Lets products of fp32 be rounded as this name of DTYPES says, and as torch was told for all but tf32."""
+    """Allows TF32 matmuls for tf32, and keeps torch's setting for other names of DTYPES."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if name == "tf32" else before)
     try:
@@ -105,25 +104,25 @@ def products_in(name: str) -> Iterator[None]:
 
 
 def short_name(dtype: torch.dtype) -> str:
-    """fp32, fp16, bf16, fp64."""
+    """Returns fp32, fp16, bf16 or fp64."""
     return {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}[dtype]
 
 
 def has_bf16() -> bool:
-    """True if this CPU has instructions for products in bf16."""
+    """True if this CPU has instructions for bf16 matmuls."""
     if platform.machine() in ("x86_64", "AMD64"):
         return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def checkout() -> Path | None:
-    """The repository this file lies in, or None when the package is installed."""
+    """Returns the root of the repository, or None for an installed package."""
     root = Path(__file__).resolve().parent.parent
     return root if (root / ".git").exists() and (root / "pyproject.toml").exists() else None
 
 
 def commit() -> str | None:
-    """The checkout's commit, with "-dirty" when tracked files differ from it; None outside a checkout."""
+    """Returns the commit, with "-dirty" if tracked files differ from it; None outside a repository."""
     root = checkout()
     if root is None:
         return None
@@ -183,3 +182,140 @@ def output(command: list[str]) -> str | None:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+# Shares of CPU time while candidates are timed: of other processes, and withheld by the cgroup's quota.
+BUSY_SHARE, THROTTLED_SHARE = 0.10, 0.01
+# Bits of NVML's clock event reasons for heat or power delivery, not for the power cap or an idle device.
+GPU_SLOWDOWNS = 0x8 | 0x20 | 0x40 | 0x80
+# To measure energy: NVML updates its counter ten to fifty times a second.
+ENERGY_SECONDS = 0.5
+
+
+class Conditions:
+    """The state of the machine while candidates are timed: load, clocks, throttling."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.elapsed_s = self.others_s = self.throttled_s = 0.0
+        self.processors = 0
+        self.load: list[float] = []
+        self.clock_MHz: list[float] = []
+        self.gpu_slowed = False
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Records the state during a block; may be entered several times."""
+        before, start = self._read(), time.perf_counter()
+        try:
+            yield
+        finally:
+            busy_s, own_s, throttled_s = (now - then for now, then in zip(self._read(), before, strict=True))
+            self.elapsed_s += time.perf_counter() - start
+            self.throttled_s += throttled_s
+            self.others_s += max(busy_s - own_s, 0.0) if self.processors else 0.0
+
+    def _read(self) -> tuple[float, float, float]:
+        """Returns busy seconds of the CPUs since boot, of this process, and seconds withheld by the quota."""
+        on_gpu = self._device.type == "cuda"
+        with contextlib.suppress(OSError):
+            self.load.append(os.getloadavg()[0])
+        self.clock_MHz += _gpu_clock(self._device) if on_gpu else _cpu_clock()
+        self.gpu_slowed |= on_gpu and _gpu_slowed(self._device)
+        busy_s, self.processors = _busy_seconds()
+        times = os.times()
+        return busy_s, times.user + times.system + times.children_user + times.children_system, _throttled_seconds()
+
+    def summary(self) -> dict[str, Any]:
+        """Returns plain data for the record; `busy` lists reasons not to trust the figures."""
+        capacity_s = max(self.elapsed_s * self.processors, 1e-9)
+        others, throttled = self.others_s / capacity_s, self.throttled_s / max(self.elapsed_s, 1e-9)
+        busy = []
+        if others > BUSY_SHARE:
+            busy.append(f"other processes used {others:.0%} of the CPU time")
+        if throttled > THROTTLED_SHARE:
+            busy.append(f"the cgroup's quota throttled this process for {throttled:.0%} of the time")
+        if self.gpu_slowed:
+            busy.append("the GPU throttled")
+        return {
+            "others_share": round(others, 4),
+            "throttled_share": round(throttled, 4),
+            "load_average": [round(end(self.load), 2) for end in (min, max)] if self.load else None,
+            "clock_MHz": [round(end(self.clock_MHz)) for end in (min, max)] if self.clock_MHz else None,
+            "busy": busy,
+        }
+
+
+def _busy_seconds() -> tuple[float, int]:
+    try:
+        allowed = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+        lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
+        busy = [
+            sum(float(ticks) for place, ticks in enumerate(fields[1:9]) if place not in (3, 4))  # idle, iowait
+            for fields in lines
+            if fields and fields[0] in allowed
+        ]
+        return sum(busy) / os.sysconf("SC_CLK_TCK"), len(busy)
+    except (OSError, AttributeError, ValueError):
+        return 0.0, 0
+
+
+def _throttled_seconds() -> float:
+    try:
+        fields = dict(line.split() for line in Path("/sys/fs/cgroup/cpu.stat").read_text().splitlines())
+        return float(fields.get("throttled_usec", 0)) / 1e6
+    except (OSError, ValueError):
+        return 0.0
+
+
+def _cpu_clock() -> list[float]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return []
+    return [float(line.partition(":")[2]) for line in lines if line.startswith("cpu MHz")]
+
+
+def _gpu_query(device: torch.device, field: str) -> str:
+    selected = f"--id={bus_id(torch.cuda.get_device_properties(device))}"
+    return output(["nvidia-smi", selected, "--format=csv,noheader,nounits", f"--query-gpu={field}"]) or ""
+
+
+def _gpu_clock(device: torch.device) -> list[float]:
+    found = _gpu_query(device, "clocks.sm")
+    return [float(found)] if found.isdigit() else []
+
+
+def _gpu_slowed(device: torch.device) -> bool:
+    found = _gpu_query(device, "clocks_event_reasons.active")
+    return found.startswith("0x") and bool(int(found, 16) & GPU_SLOWDOWNS)
+
+
+def joules_of(call: Call, ms: float, device: torch.device) -> float | None:
+    """Measures the energy of a call that takes about ms, with NVML's counter for the whole board.
+
+    Returns:
+        Joules, or None on a CPU, without the package nvidia-ml-py, and if the GPU has no such counter.
+    """
+    counter = _energy_counter(device) if device.type == "cuda" else None
+    if counter is None:
+        return None
+    calls = math.ceil(max(ENERGY_SECONDS * 1e3 / ms, 1.0))
+    synchronise(device)
+    before = counter()
+    for number in range(calls):
+        call(number)
+    synchronise(device)
+    return (counter() - before) / calls
+
+
+def _energy_counter(device: torch.device) -> Callable[[], float] | None:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByPciBusId(bus_id(torch.cuda.get_device_properties(device)).encode())
+        pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+    except Exception:  # not installed, no driver, no counter: of different types
+        return None
+    return lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3

@@ -1,12 +1,12 @@
-"""Models to measure: variants of ours, and models as they are given, by id, file or function.
+"""Models to measure: our variants, models of libraries, files, and functions that return a model.
 
 vit_small_patch16_224, vit_*_patch16_224     our variants, with random weights
-model.safetensors, a folder, a Hub id        weights that say their shape, see vit_fast.load
+model.safetensors, a folder, a Hub id        weights with their configuration, see vit_fast.load
 timm:NAME                                    timm.create_model(NAME), random weights
-hf:FOLDER or hf:ID                           transformers, by its config; with the weights of a folder that has them
-model.onnx                                   a file for ONNX Runtime
-module:function                              function() gives an nn.Module of images
-block:NAME                                   the first block of a variant of ours
+hf:FOLDER or hf:ID                           transformers, by its config; with the weights of a folder, if any
+model.onnx                                   an ONNX file
+module:function                              function() returns an nn.Module that takes images
+block:NAME                                   the first block of one of our variants
 attention:197x12x64, mlp:..., matmul:...     single operators, see operators.py
 """
 
@@ -33,6 +33,7 @@ from vit_fast.work import Counter, Work, total, work
 
 from .operators import Operator
 
+MAX_VIEWS = 64  # different images; more would cost time to prepare
 _WITH_LIBRARY = re.compile(r"(timm|hf):(.+)")
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -42,17 +43,18 @@ class Model:
     """A model to measure.
 
     Attributes:
-        name: As it is written in tables: what was asked for, of a file its name alone.
-        shape: Of one input: channels, height and width of an image; else tokens first.
-        data: How photographs are prepared for it; None where it takes random numbers.
-        parts: What it does by part, of a batch size, in inference or in training; None where nobody counts it.
-        config: Its shape, where it is one of ours: every library then builds it, with the same weights.
-        weights: Of that shape, under our names; None means random ones.
-        make: Where it is not: makes the model itself, in fp32 on the CPU.
-        onnx: Where it is a file: its path; precision: of its weights, where that is fewer bits than fp32.
-        block: Whether its first block alone is meant.
-        operator: Where it is a single operator: that.
-        source: What resolve makes it of again, where that is not its name.
+        name: Its name in tables: the word of `--models`, or the name of a file without folders.
+        shape: Shape of one input: [channels, height, width], or tokens first.
+        data: Preprocessing of photographs; None for a model that takes random numbers.
+        parts: Returns the work of each part for a batch size, in inference or training; None if it is unknown.
+        config: Configuration of one of our shapes, which every library can build.
+        weights: Its weights under our names; None means random ones.
+        make: Builds any other model, in fp32 on the CPU.
+        onnx: Path of an ONNX file.
+        precision: Precision of the file's weights, if lower than fp32.
+        block: True for the first block only.
+        operator: The operator, for a single operator.
+        source: The word of `--models`, if that is not the name.
     """
 
     name: str
@@ -70,7 +72,7 @@ class Model:
 
     @property
     def kind(self) -> str:
-        """The candidates that can compute it: those of "ours", "given", "onnx", "block", or of an operator's part."""
+        """The kind, which selects candidates: "ours", "given", "onnx", "block", or the part of an operator."""
         if self.operator is not None:
             return self.operator.part
         ours = "block" if self.block else "ours"
@@ -78,7 +80,7 @@ class Model:
 
     @property
     def image_hw(self) -> Size:
-        """Height and width of its images."""
+        """Height and width of the images."""
         return self.shape[1], self.shape[2]
 
     @property
@@ -87,18 +89,54 @@ class Model:
 
     @property
     def flops(self) -> int | None:
-        """Multiplications and additions for one input."""
+        """Floating-point operations for one input."""
         return None if self.parts is None else total(self.parts(1, False).values()).flop
 
 
+@dataclass(frozen=True)
+class Task:
+    """The task of all candidates of a group.
+
+    Attributes:
+        model: The model.
+        weights: Its parameters under our (timm's) names in dtype on the CPU; None for a model with its own weights.
+        dtype: Dtype of parameters, images and logits.
+        device: The device.
+        batch_size: Images per call.
+        training: True for a training step.
+        amp: True for training under autocast in bf16.
+    """
+
+    model: Model
+    weights: Mapping[str, Tensor] | None
+    dtype: torch.dtype
+    device: torch.device
+    batch_size: int
+    training: bool = False
+    amp: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """True for a model, False for a part of a model."""
+        return self.model.operator is None and not self.model.block
+
+    @property
+    def ours(self) -> tuple[ViTConfig, Mapping[str, Tensor]]:
+        """The configuration and weights, from which every library builds the model."""
+        if self.model.config is None or self.weights is None:
+            raise UnsupportedInputError(
+                "this candidate", [f"the model must be one of our variants, got {self.model.name}"]
+            )
+        return self.model.config, self.weights
+
+
 def resolve(given: str) -> Callable[[Size | None], list[Model]]:
-    """Looks up the models that a word of `--models` means, see the head of this file; builds nothing.
+    """Looks up the models of a word of `--models` without building them; the docstring of this file lists the forms.
 
     Returns:
-        A function of the images' height and width, None for the model's own, that makes the models. It raises
-        ValueError where one cannot be made.
+        A function of the image size (None for the model's own) that returns the models, or raises ValueError.
     Raises:
-        ValueError: the word names no model; the message lists the forms that do.
+        ValueError: the word names no model.
     """
     if (operator := Operator.parse(given)) is not None:
         return lambda size: [Model(given, operator.shape, None, operator.parts, operator=operator)]
@@ -114,7 +152,7 @@ def resolve(given: str) -> Callable[[Size | None], list[Model]]:
         function = _function(given)
         return lambda size: [_given(given, function, size or (224, 224), DataConfig())]
     is_onnx = given.endswith(".onnx")
-    if is_onnx or "/" in given or "." in given or Path(given).is_dir():  # none of our names has them
+    if is_onnx or "/" in given or "." in given or Path(given).is_dir():  # not in names of our variants
         from vit_fast.weights.hub import hub_id
 
         if not Path(given).exists() and (is_onnx or hub_id(given) is None):
@@ -122,7 +160,7 @@ def resolve(given: str) -> Callable[[Size | None], list[Model]]:
         return lambda size: [_onnx(Path(given), size) if is_onnx else _of_weights(given, size)]
     names = list_models(given)
     if not names:
-        get_variant(given)  # raises, naming the nearest
+        get_variant(given)  # raises, and names the nearest
     return lambda size: [_variant(name, size) for name in names]
 
 
@@ -133,7 +171,7 @@ def _variant(name: str, img_size: Size | None) -> Model:
 
 
 def describe_ours(name: str, config: ViTConfig, data: DataConfig, weights: Mapping[str, Tensor] | None) -> Model:
-    """A model of one of our shapes; without weights they are random."""
+    """Describes a model of one of our shapes; None means random weights."""
 
     def parts(batch: int, training: bool) -> dict[str, Work]:
         return {part: some * (3 if training else 1) for part, some in work(config, batch).items()}
@@ -144,12 +182,12 @@ def describe_ours(name: str, config: ViTConfig, data: DataConfig, weights: Mappi
 def _block(model: Model) -> Model:
     config = model.config
     if config is None or model.parts is None:
-        raise ValueError(f"block:{model.name}: expected one of our variants, or weights that say their shape")
+        raise ValueError(f"block: must be followed by one of our variants or weights, got {model.name}")
     whole = model.parts
 
     def parts(batch: int, training: bool) -> dict[str, Work]:
         of_all = whole(batch, False)
-        times = 2 if training else 1  # its backward alone
+        times = 2 if training else 1  # the backward alone
         return {
             part: Work(times * of_all[part].flop // config.depth, times * of_all[part].elements // config.depth)
             for part in ("linears", "attention")
@@ -163,7 +201,7 @@ def _of_weights(source: str, img_size: Size | None) -> Model:
     model = vit_fast.load(source, backend="sdpa")
     name = Path(source).name if Path(source).exists() else source
     if img_size not in (None, model.config.image_hw):
-        raise ValueError(f"--img-size with {name}: its weights are for {model.config.image_hw}; expected that")
+        raise ValueError(f"--img-size must be {model.config.image_hw}, the size of the weights {name}, got {img_size}")
     weights = {key: tensor.float() for key, tensor in model.state_dict().items()}
     return dataclasses.replace(describe_ours(name, model.config, model.data_config, weights), source=source)
 
@@ -174,7 +212,7 @@ def _onnx(path: Path, img_size: Size | None) -> Model:
 
     runner = OnnxRunner(path, "cpu", image_hw=img_size)
     if runner.image_hw is None:
-        raise ValueError(f"{path.name}: leaves the size of its images open: expected --img-size N with it")
+        raise ValueError(f"{path.name}: the image size is dynamic; add --img-size N")
     data = runner.data_config if isinstance(runner.data_config, DataConfig) else DataConfig()
     shape = (runner.in_chans, *runner.image_hw)
 
@@ -191,7 +229,7 @@ def _onnx(path: Path, img_size: Size | None) -> Model:
 
 
 def _given(name: str, make: Callable[[], nn.Module], image_hw: Size, data: DataConfig) -> Model:
-    """A model as it is; made once here, to see that it takes images and what one of them, and one more, costs."""
+    """Builds a model once, to check that it takes images, and counts its operations for batch sizes 1 and 2."""
     model = make()
     in_chans = next((part.in_channels for part in model.modules() if isinstance(part, nn.Conv2d)), 3)
     counted = []
@@ -199,8 +237,8 @@ def _given(name: str, make: Callable[[], nn.Module], image_hw: Size, data: DataC
         try:
             with torch.no_grad(), Counter() as counter:  # type: ignore[no-untyped-call]  # torch's own __init__
                 model(torch.zeros(batch, in_chans, *image_hw))
-        except Exception as error:  # a model may refuse in any way
-            raise ValueError(f"{name}: does not take images {image_hw}: {' '.join(str(error).split())[:200]}") from None
+        except Exception as error:  # of any type
+            raise ValueError(f"{name}: fails for images {image_hw}: {' '.join(str(error).split())[:200]}") from None
         counted.append(counter.work)
     first, both = counted
 
@@ -215,7 +253,7 @@ def _check_timm(name: str) -> None:
 
     if not timm.is_model(name):
         nearest = ", ".join(timm.list_models(f"*{name.partition('.')[0]}*")[:3])
-        raise ValueError(f"timm:{name}: timm {timm.__version__} has none; {nearest or 'see timm.list_models'}")
+        raise ValueError(f"timm:{name}: unknown to timm {timm.__version__}; {nearest or 'see timm.list_models'}")
 
 
 def _timm(name: str, img_size: Size | None) -> tuple[Callable[[], nn.Module], Size, DataConfig]:
@@ -243,17 +281,17 @@ def _transformers(name: str, img_size: Size | None) -> tuple[Callable[[], nn.Mod
     if img_size is not None:
         config.image_size = img_size[0] if img_size[0] == img_size[1] else img_size
     if getattr(config, "image_size", None) is None:
-        raise ValueError(f"hf:{name}: its config says no image_size; expected a vision model")
+        raise ValueError(f"hf:{name}: must be a vision model, got a config without image_size")
     weights = any(Path(name).glob("*.safetensors"))
 
     def make() -> nn.Module:
         for auto in (AutoModelForImageClassification, AutoModel):
             try:
                 model = auto.from_pretrained(name, config=config) if weights else auto.from_config(config)
-            except ValueError:  # this kind of model has no such head
+            except ValueError:  # no such head
                 continue
             return OutputOf(model)
-        raise UnsupportedInputError(f"hf:{name}", [f"transformers makes no model of {type(config).__name__}"])
+        raise UnsupportedInputError(f"hf:{name}", [f"transformers has no model for {type(config).__name__}"])
 
     side = config.image_size
     height, width = (side, side) if isinstance(side, int) else side
@@ -263,33 +301,33 @@ def _transformers(name: str, img_size: Size | None) -> tuple[Callable[[], nn.Mod
 def _function(name: str) -> Callable[[], nn.Module]:
     module, _, function = name.partition(":")
     if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)  # as `python script.py` has it; an installed command has not
+        sys.path.insert(0, here)  # as in `python script.py`
     try:
         make = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"{name}: {error}; expected module:function, importable from here") from None
+        raise ValueError(f"{name}: must be an importable module:function: {error}") from None
 
     def checked() -> nn.Module:
         try:
             model = make()
-        except Exception as error:  # whatever theirs raises
-            raise ValueError(f"{name}() raises {type(error).__name__}: {error}; it is given no arguments") from error
+        except Exception as error:  # whatever the function raises
+            raise ValueError(f"{name}() without arguments raises {type(error).__name__}: {error}") from error
         if not isinstance(model, nn.Module):
-            raise ValueError(f"{name}() gives a {type(model).__name__}: expected an nn.Module of images")
+            raise ValueError(f"{name}() must return an nn.Module, got {type(model).__name__}")
         return model.eval()
 
     return functools.partial(_seeded, checked)
 
 
 def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
-    """The same random weights each time; the caller's random numbers stay as they are."""
+    """Builds a model with the same random weights each time, without changing the caller's random state."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return make().eval().float()
 
 
 class OutputOf(nn.Module):
-    """A transformers model, taking images alone and giving its logits, or pooled features, alone."""
+    """A transformers model that takes images only, and returns its logits or pooled features only."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

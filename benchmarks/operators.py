@@ -1,35 +1,41 @@
-"""Single operators as models to measure: what they take and do; who computes them is in candidates_operators.py.
+"""Single operators as models, and the functions of all libraries that compute them.
 
 attention:197x12x64               softmax attention on packed qkv [B, tokens, 3, heads, head_dim]
-mlp:197x768x3072[:activation]     LayerNorm + MLP + residual on [B, tokens, width]; gelu unless named
-matmul:197x768x3072               the product of its first linear alone
+mlp:197x768x3072[:activation]     LayerNorm + MLP + residual on [B, tokens, width]; gelu by default
+matmul:197x768x3072               the first linear layer alone
 
-`--train` measures their backward alone, its forward done and kept beforehand. "eager" is the definition.
+`--train` measures the backward alone. The reference is "eager". To add an operator of a library, add its function to a
+table below, and its name and packages to builders.py.
 """
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from vit_fast import ops
+from vit_fast.errors import UnsupportedInputError
+from vit_fast.ops.matmul import matmul
 from vit_fast.ops.reference import ACTIVATIONS
 from vit_fast.work import Work
 
+Function = Callable[..., Tensor]
 _WORD = re.compile(r"(attention|mlp|matmul):(\d+)x(\d+)x(\d+)(?::(\w+))?")
 
 
 @dataclass(frozen=True)
 class Operator:
-    """One problem of an operator.
+    """An operator ("attention", "mlp", "matmul") of given sizes.
 
-    Attributes:
-        part: "attention", "mlp" or "matmul".
-        sizes: Tokens, heads and head_dim; or tokens, width and hidden width.
-        activation: Of an MLP.
+    The sizes are tokens, heads and head_dim, or tokens, width and hidden width.
     """
 
     part: str
@@ -38,27 +44,29 @@ class Operator:
 
     @classmethod
     def parse(cls, word: str) -> Operator | None:
-        """Parses a word like those above; None if it is none."""
+        """Parses a word such as `attention:197x12x64`; returns None for other words."""
         if not (matched := _WORD.fullmatch(word)):
             return None
         part, tokens, second, third, activation = matched.groups()
         if activation and (part != "mlp" or activation not in ACTIVATIONS):
-            raise ValueError(f"{word}: expected behind an mlp's sizes: {', '.join(ACTIVATIONS)}")
+            raise ValueError(
+                f"{word}: the activation of an mlp must be one of {', '.join(ACTIVATIONS)}, got {activation}"
+            )
         return cls(part, (int(tokens), int(second), int(third)), activation or "gelu")
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of one image's input."""
+        """The shape of the input for one image."""
         tokens, second, third = self.sizes
         return (tokens, 3, second, third) if self.part == "attention" else (tokens, second)
 
     @property
     def checked(self) -> int:
-        """The images of a batch that are compared with fp64: all, where they add to a parameter's gradient."""
+        """The number of images to compare with fp64: all, if they contribute to a parameter's gradient."""
         return 2 if self.part == "attention" else 2**31
 
     def parts(self, batch: int, training: bool) -> dict[str, Work]:
-        """Returns the least work of its forward or, in training, of its backward."""
+        """Returns the least work of the forward or, in training, of the backward."""
         tokens, second, third = self.sizes
         if self.part == "attention":
             # forward reads q, k, v and writes o; backward also reads o and do and writes dq, dk, dv
@@ -73,7 +81,7 @@ class Operator:
         return {"linears": Work(4 * passes * narrow * third, moved + 2 * passes * weights)}
 
     def weights(self) -> dict[str, Tensor]:
-        """Random parameters, fp32, in the order in which functions take them; the same each time."""
+        """Returns random parameters in fp32, in the order of the functions' arguments; the same each time."""
         normal = partial(torch.randn, generator=torch.Generator().manual_seed(0))
         _, C, H = self.sizes
         if self.part == "attention":
@@ -84,3 +92,108 @@ class Operator:
             "norm_weight": 1 + 0.2 * normal(C), "norm_bias": 0.1 * normal(C), "fc1_weight": normal(H, C) * C**-0.5,
             "fc1_bias": 0.1 * normal(H), "fc2_weight": normal(C, H) * H**-0.5, "fc2_bias": 0.1 * normal(C),
         }  # fmt: skip
+
+
+class Operation(nn.Module):
+    """A function of x and of parameters as a module."""
+
+    def __init__(self, function: Function, weights: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        for name, tensor in weights.items():
+            self.register_parameter(name, nn.Parameter(tensor.clone(), requires_grad=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, *self.parameters())
+
+
+def build(name: str, operator: Operator, weights: Mapping[str, Tensor], device: torch.device) -> nn.Module:
+    """Builds a library's version of an operator as a module of x.
+
+    Raises:
+        UnsupportedInputError: the library does not have it, or not on this device.
+    """
+    table = {"attention": _ATTENTION, "mlp": _MLP, "matmul": _MATMUL}[operator.part]
+    reasons = [] if name in table else [f"it has no {operator.part}; candidates: {', '.join(table)}"]
+    if name in _ON_A_GPU and device.type == "cpu":
+        reasons.append("it needs a GPU")
+    if name in _OF_GELU_TANH and operator.activation != "gelu_tanh":
+        reasons.append(f"the activation must be gelu_tanh, got {operator.activation}")
+    if reasons:
+        raise UnsupportedInputError(name, reasons)
+    function = table[name]
+    if name in ("eager", "sdpa", "triton") and operator.part == "mlp":
+        function = partial(function, activation=operator.activation)
+    return Operation(function, weights).to(device)
+
+
+def _sdpa(qkv: Tensor) -> Tensor:
+    q, k, v = qkv.transpose(1, 3).unbind(2)
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+
+def _flex(qkv: Tensor) -> Tensor:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    if qkv.device.type == "cpu" and qkv.requires_grad:
+        raise UnsupportedInputError("flex", ["FlexAttention has no backward on a CPU"])
+    q, k, v = qkv.transpose(1, 3).unbind(2)
+    return _compiled(flex_attention)(q, k, v).transpose(1, 2)
+
+
+@functools.cache
+def _compiled(function: Function) -> Any:
+    """Compiles at the first call, because importing the compiler takes seconds."""
+    return torch.compile(function, dynamic=False)
+
+
+def _flash_attn(qkv: Tensor) -> Tensor:
+    from flash_attn import flash_attn_qkvpacked_func
+
+    return flash_attn_qkvpacked_func(qkv)
+
+
+def _xformers(qkv: Tensor) -> Tensor:
+    from xformers.ops import memory_efficient_attention
+
+    return memory_efficient_attention(*qkv.unbind(2))
+
+
+def _cublaslt(x: Tensor, g: Tensor, b: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    normed = F.layer_norm(x, (x.shape[-1],), g, b, 1e-6).flatten(0, -2)
+    hidden = torch._addmm_activation(b1, normed, w1.t(), use_gelu=True)
+    return torch.addmm(b2, hidden, w2.t()).view_as(x) + x
+
+
+def _transformer_engine(x: Tensor, *parameters: Tensor) -> Tensor:
+    module = _transformer_engine_module(*parameters[2].shape[::-1], x.dtype)
+    return torch.func.functional_call(module, dict(zip(_TE_NAMES, parameters, strict=True)), (x,)) + x
+
+
+_TE_NAMES = ("layer_norm_weight", "layer_norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
+
+
+@functools.cache
+def _transformer_engine_module(width: int, hidden: int, dtype: torch.dtype) -> Any:
+    from transformer_engine.pytorch import LayerNormMLP
+
+    return LayerNormMLP(width, hidden, eps=1e-6, activation="gelu", params_dtype=dtype)
+
+
+_ATTENTION: dict[str, Function] = {
+    "eager": partial(ops.attention_qkvpacked, backend="eager"),
+    "sdpa": _sdpa,
+    "triton": partial(ops.attention_qkvpacked, backend="triton"),
+    "flex": _flex,
+    "flash-attn": _flash_attn,
+    "xformers": _xformers,
+}
+_MLP: dict[str, Function] = {
+    **{name: partial(ops.layer_norm_mlp, backend=name) for name in ("eager", "sdpa", "triton")},
+    "cublaslt": _cublaslt,
+    "transformer-engine": _transformer_engine,
+}
+_MATMUL: dict[str, Function] = {"eager": F.linear, "triton": matmul}
+# On a CPU, the epilogue of _addmm_activation is exact GELU.
+_ON_A_GPU = ("flash-attn", "xformers", "cublaslt", "transformer-engine")
+_OF_GELU_TANH = ("cublaslt", "transformer-engine")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import json
 import math
+import re
 import resource
 import statistics
 import subprocess
@@ -18,50 +20,52 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import DeviceType
 
 from vit_fast.errors import UnsupportedInputError
-from vit_fast.measure.build import compile_function
-from vit_fast.measure.clock import Call, peak_memory_of_call, synchronise
+from vit_fast.measure.candidate import Candidate
+from vit_fast.measure.clock import Call, peak_memory_of_call, synchronise, without_profiler_chatter
 from vit_fast.measure.limits import at_most, describe_error, is_out_of_memory
 
-from .candidates import NamedCandidate, Task
+from .builders import make
 from .correctness import MAX_CHECKED_IMAGES, Expected, checked_rows, expect, judge_outputs, stepper
-from .explain import explain
-from .inputs import MAX_VIEWS, image_views, rotating_batches, weights_of
+from .inputs import image_views, rotating_batches, weights_of
 from .machine import products_in
-from .rows import Group, Row, Status, add_verdict, make_row
+from .models import MAX_VIEWS, Task
+from .rows import PARTS, REST, Group, Row, Status, add_verdict, make_row
 
-# For building, compiling and checking one candidate, and for one round of timing; autotuning takes minutes.
+# Time limit to build, compile and check a candidate, of a round of timing, and of a cold start.
 CANDIDATE_SECONDS = 900.0
 Result = TypeVar("Result")
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
+PROFILED_CALLS = 3
 
 
 @dataclass(frozen=True)
-class Posed:
-    """The task of a group, its batches where its data is, and the outputs of the first."""
+class Problem:
+    """The task of a group, its batches, and the expected outputs of the first batch."""
 
     task: Task
     batches: list[Tensor]
     expected: Expected
 
 
-def pose(group: Group, images: Sequence[Path], device: torch.device) -> Posed:
-    """Makes weights, batches and the definition's answer.
+def make_problem(group: Group, images: Sequence[Path], device: torch.device) -> Problem:
+    """Makes weights, batches and the reference of a group.
 
     Raises:
-        TooLarge: memory ran out.
-        Exception: the definition cannot do this, such as a dtype that an operator lacks.
+        TooLarge: out of memory.
+        Exception: the reference fails, e.g. for a dtype that an operator does not support.
     """
     with out_of_memory_is_too_large():
-        task, batches = ask(group, images, device)
-        # so many that agreement is of as many images as of a large batch
+        task, batches = make_task(group, images, device)
+        # as many batches as agreement needs images
         few = math.ceil(MAX_CHECKED_IMAGES / task.batch_size) if task.whole and not task.training else 1
-        return Posed(task, batches, expect(task, *(batch.to(device) for batch in batches[:few])))
+        return Problem(task, batches, expect(task, *(batch.to(device) for batch in batches[:few])))
 
 
-def ask(group: Group, images: Sequence[Path], device: torch.device) -> tuple[Task, list[Tensor]]:
-    """A group's task, and its batches in turns: on the device, or pinned on the host, where no copy is waited for."""
+def make_task(group: Group, images: Sequence[Path], device: torch.device) -> tuple[Task, list[Tensor]]:
+    """Makes the task of a group, and its rotating batches: on the device, or in pinned memory."""
     weights = weights_of(group.model, group.dtype)
     task = Task(group.model, weights, group.dtype, device, group.batch_size, group.training, group.dtype_name == "amp")
     views = image_views(images, group.model, max(8, min(group.batch_size, MAX_VIEWS)))
@@ -72,47 +76,47 @@ def ask(group: Group, images: Sequence[Path], device: torch.device) -> tuple[Tas
 
 @dataclass
 class Prepared:
-    """A candidate that was built, gave the right outputs, and is warm.
+    """A candidate that is built, correct and warm.
 
     Attributes:
-        selection: The candidate in its compile mode.
-        call: Computes the batch of this number.
+        candidate: The candidate.
+        call: Computes the batch with this number.
         row: Its row so far, without figures.
-        call_s: How long a call takes, roughly.
+        call_s: Approximate seconds of a call.
     """
 
-    selection: NamedCandidate
+    candidate: Candidate
     call: Call
     row: Row
     call_s: float
 
 
 class TooLarge(Exception):
-    """A candidate, or the inputs themselves, did not fit into memory."""
+    """A candidate or its inputs do not fit into memory."""
 
 
 def prepare(
-    selection: NamedCandidate, group: Group, posed: Posed, *, explained: bool = False
+    candidate: Candidate, group: Group, problem: Problem, *, explained: bool = False
 ) -> tuple[Prepared | None, Row]:
-    """Builds a candidate, checks it, and profiles it where it is to be explained, too.
+    """Builds and checks a candidate, and profiles it if explained.
 
     Returns:
-        What can be timed, or None, and the row; without anything to time, the row says why.
+        The prepared candidate or None, and its row, which then says why.
     Raises:
-        TooLarge: memory ran out.
+        TooLarge: out of memory.
     """
 
     def build_and_explain() -> tuple[Prepared | None, Row]:
-        ready, row = _build_and_check(selection, group, posed)
+        ready, row = _build_and_check(candidate, group, problem)
         if ready is not None and explained:
-            row["explained"] = explain(ready.call, posed.task.device, group)
+            row["explained"] = profile(ready.call, problem.task.device, group)
         return ready, row
 
-    found, why_not = _attempt(selection, group, build_and_explain)
+    found, why_not = _attempt(candidate, group, build_and_explain)
     return found or (None, why_not)
 
 
-def _attempt(selection: NamedCandidate, group: Group, action: Callable[[], Result]) -> tuple[Result | None, Row]:
+def _attempt(candidate: Candidate, group: Group, action: Callable[[], Result]) -> tuple[Result | None, Row]:
     status: Status = "failed"
     try:
         with out_of_memory_is_too_large(), at_most(CANDIDATE_SECONDS):
@@ -124,24 +128,24 @@ def _attempt(selection: NamedCandidate, group: Group, action: Callable[[], Resul
     except Exception as error:
         reason = describe_error(error)
         if any(sign in reason for sign in ("No available kernel", "No viable backend")):
-            status, reason = "unsupported", "torch has no such attention kernel here"
-    return None, make_row(group, selection, status, reason)
+            status, reason = "unsupported", "torch has no such attention kernel on this device"
+    return None, make_row(group, candidate, status, reason)
 
 
-def _build_and_check(selection: NamedCandidate, group: Group, posed: Posed) -> tuple[Prepared | None, Row]:
-    task, expected, device = posed.task, posed.expected, posed.task.device
+def _build_and_check(candidate: Candidate, group: Group, problem: Problem) -> tuple[Prepared | None, Row]:
+    task, expected, device = problem.task, problem.expected, problem.task.device
     before = _allocated(device)
     start = time.perf_counter()
-    function, call, check = _callers(selection, task, posed.batches)
+    function, call, check = _callers(candidate, task, problem.batches)
     build_s = time.perf_counter() - start
     first: list[object] = []
     first_call_s = _seconds(lambda: first.append(check()), device)
-    # A CUDA graph replays from its third call on: in inference that one is checked, after another batch went through.
+    # A CUDA graph is replayed from the third call on: in inference, check that call, after one with another batch.
     call(1)
     last: list[object] = []
     call_s = _seconds(lambda: last.append(call(0)), device)
-    verdict = judge_outputs(selection, task, expected, (first if task.training else last).pop())
-    row = make_row(group, selection, "measured" if verdict.passed else "wrong", verdict.reason)
+    verdict = judge_outputs(candidate, task, expected, (first if task.training else last).pop())
+    row = make_row(group, candidate, "measured" if verdict.passed else "incorrect", verdict.reason)
     if verdict.agreement is not None and expected.classes:
         shares = [_share_alike(call(place), best) for place, best in enumerate(expected.classes, 1)]
         verdict = dataclasses.replace(verdict, agreement=statistics.fmean([verdict.agreement, *shares]))
@@ -152,53 +156,53 @@ def _build_and_check(selection: NamedCandidate, group: Group, posed: Posed) -> t
     resident = _allocated(device) - before if device.type == "cuda" else _parameter_bytes(function)
     if resident is not None:
         row["peak_MiB"] = round((resident + peak_memory_of_call(lambda: call(1), device)) / 2**20, 1)
-    return Prepared(selection, call, row, call_s), row
+    return Prepared(candidate, call, row, call_s), row
 
 
 def _share_alike(outputs: Any, classes: Tensor) -> float:
     return float((outputs.argmax(-1) == classes).double().mean())
 
 
-def first_answer(selection: NamedCandidate, group: Group, images: Sequence[Path], device: torch.device) -> Row:
-    """Builds a candidate before anything else, and checks its first answer: when that was, or status and reason."""
+def first_output(candidate: Candidate, group: Group, images: Sequence[Path], device: torch.device) -> Row:
+    """Builds a candidate and checks its first output; returns the time of that output, or status and reason."""
 
-    def answer() -> Row:
-        if missing := selection.missing_packages():
-            raise UnsupportedInputError(selection.label, [f"not installed: {' '.join(missing)}"])
-        task, batches = ask(group, images, device)
-        _, _, check = _callers(selection, task, batches)
+    def output() -> Row:
+        if missing := candidate.missing_packages():
+            raise UnsupportedInputError(candidate.name, [f"not installed: {' '.join(missing)}"])
+        task, batches = make_task(group, images, device)
+        _, _, check = _callers(candidate, task, batches)
         outputs = [check()]
         synchronise(device)
-        answered = time.monotonic()
-        verdict = judge_outputs(selection, task, expect(task, batches[0].to(device)), outputs.pop())
-        return {"answered": answered} if verdict.passed else {"status": "wrong", "reason": verdict.reason}
+        done = time.monotonic()
+        verdict = judge_outputs(candidate, task, expect(task, batches[0].to(device)), outputs.pop())
+        return {"done": done} if verdict.passed else {"status": "incorrect", "reason": verdict.reason}
 
-    found, why_not = _attempt(selection, group, answer)
+    found, why_not = _attempt(candidate, group, output)
     return found or {name: why_not[name] for name in ("status", "reason")}
 
 
-def _callers(selection: NamedCandidate, task: Task, batches: list[Tensor]) -> tuple[object, Call, Callable[[], object]]:
-    function = selection.make(task)
-    compiled = compile_function(function, selection.mode, fullgraph=selection.fullgraph)
+def _callers(candidate: Candidate, task: Task, batches: list[Tensor]) -> tuple[object, Call, Callable[[], object]]:
+    function = make(candidate, task)
+    compiled = candidate.compiled(function, fullgraph=candidate.fullgraph)
     if task.training:
         if not isinstance(function, nn.Module):
-            raise UnsupportedInputError(selection.label, ["only modules of torch are trained"])
+            raise UnsupportedInputError(candidate.name, ["training needs an nn.Module"])
         step = stepper(task, function, compiled)
 
     def call(number: int) -> object:
-        batch = batches[number % len(batches)].to(task.device, non_blocking=True)  # itself where it lies there
-        with torch.inference_mode(not task.training), selection.context():
+        batch = batches[number % len(batches)].to(task.device, non_blocking=True)  # no copy if it is there
+        with torch.inference_mode(not task.training), candidate.context():
             if task.training:
                 return step(batch)
-            if selection.mode in GRAPH_MODES:
-                # Without this, calls of several graphed models in turn would be recorded as one long iteration.
+            if candidate.compile_mode in GRAPH_MODES:
+                # Otherwise, interleaved calls of several CUDA graphs would be recorded as one iteration.
                 torch.compiler.cudagraph_mark_step_begin()
             return compiled(batch)
 
     def check() -> object:
         if not task.training:
             return call(0)
-        with selection.context():
+        with candidate.context():
             return step.gradients(batches[0].to(task.device), checked_rows(task), range(len(batches[0])))
 
     return function, call, check
@@ -206,7 +210,7 @@ def _callers(selection: NamedCandidate, task: Task, batches: list[Tensor]) -> tu
 
 @contextlib.contextmanager
 def out_of_memory_is_too_large() -> Iterator[None]:
-    """Turns whatever a library raises when memory runs out into TooLarge; other exceptions go through."""
+    """Turns errors of exhausted memory into TooLarge."""
     try:
         yield
     except Exception as error:
@@ -233,47 +237,91 @@ def _parameter_bytes(function: object) -> int | None:
     return sum(t.numel() * t.element_size() for t in [*function.parameters(), *function.buffers()])
 
 
-LIMIT_S = 900.0
-
-
-def cold_start(request: Mapping[str, Any], group: Group, label: str) -> Row:
-    """One candidate of a group in a fresh process.
+def cold_start(request: Mapping[str, Any], group: Group, name: str) -> Row:
+    """Runs one candidate of a group in a new process.
 
     Args:
-        request: The plan's, as plain data.
-        group: What it computes.
-        label: The candidate.
+        request: The request of the configuration.
+        group: The group.
+        name: The candidate.
     Returns:
-        cold_s, seconds, and cold_MiB, the process's peak memory on the host, where the answer was right; else
-        cold_failed, why not.
+        cold_s, seconds to the first correct output, and cold_MiB, the peak host memory of the process; or cold_failed,
+            the
+        reason.
     """
     asked = dict(request) | {"models": [group.model.source or group.model.name], "batch_sizes": [group.batch_size]}
     asked |= {"img_size": None if group.model.data is None else group.model.image_hw, "latency": False}
-    asked |= {"dtypes": None if group.dtype_name == "amp" else [group.dtype_name], "candidates": [label]}
-    command = [sys.executable, "-c", f"from {__name__} import answer; answer()", json.dumps(asked)]
+    asked |= {"dtypes": None if group.dtype_name == "amp" else [group.dtype_name], "candidates": [name]}
+    command = [
+        sys.executable,
+        "-c",
+        f"from {__name__} import print_first_output; print_first_output()",
+        json.dumps(asked),
+    ]
     started = time.monotonic()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=CANDIDATE_SECONDS)
     except subprocess.TimeoutExpired:
-        return {"cold_failed": f"more than {LIMIT_S:g} s"}
+        return {"cold_failed": f"more than {CANDIDATE_SECONDS:g} s"}
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         return {"cold_failed": last[:500]}
     found = json.loads(done.stdout.splitlines()[-1])
-    if "answered" not in found:
+    if "done" not in found:
         return {"cold_failed": f"{found['status']}: {found['reason']}"}
-    return {"cold_s": round(found["answered"] - started, 2), "cold_MiB": found["peak_MiB"]}
+    return {"cold_s": round(found["done"] - started, 2), "cold_MiB": found["peak_MiB"]}
 
 
-def answer() -> None:
-    """Prints the time of the first output, and whether it is correct, as JSON; runs in the fresh process."""
-    from .plan import make_plan
-    from .preparation import first_answer
+def print_first_output() -> None:
+    """Prints the time of the first output, and whether it is correct, as JSON; runs in the new process."""
+    from .configuration import make_configuration
 
-    plan = make_plan(**json.loads(sys.argv[1]))
-    (group,) = plan.groups()
-    ((selection,),) = plan.selections.values()
+    configuration = make_configuration(**json.loads(sys.argv[1]))
+    (group,) = configuration.groups()
+    ((candidate,),) = configuration.candidates.values()
     with products_in(group.dtype_name):
-        found = first_answer(selection, group, plan.images, plan.device)
+        found = first_output(candidate, group, configuration.images, configuration.device)
     found["peak_MiB"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)
     print(json.dumps(found))
+
+
+def part_of(name: str) -> str:
+    """Returns the part of a model that an operator or a kernel belongs to."""
+    return next((part for part, words in PARTS.items() if re.search(words, name.lower())), REST)
+
+
+def profile(call: Call, device: torch.device, group: Group) -> dict[str, Any]:
+    """Profiles some calls of a warm candidate with torch's profiler.
+
+    On a GPU, kernel names decide the part, on a CPU names of operators. Eager attention's matmuls on a GPU cannot be
+    told from those of linear layers.
+
+    Returns:
+        Plain data for a row. kernels: [part, name, calls, ms] for one call, the longest first; least: [operations,
+            bytes]
+        of each part.
+    """
+    on_gpu = device.type == "cuda"
+    activities = [torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU]
+    with without_profiler_chatter(), torch.profiler.profile(activities=activities) as profiler:
+        for number in range(PROFILED_CALLS):
+            call(number)
+        synchronise(device)
+    kernels = []
+    for event in profiler.key_averages():
+        us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        if us and (event.device_type == DeviceType.CUDA) == on_gpu:
+            kernels.append([part_of(event.key), event.key, event.count / PROFILED_CALLS, us / 1e3 / PROFILED_CALLS])
+    least = group.least()
+    if "head" in least:  # the profiler cannot tell it from other linears
+        least["linears"] += least.pop("head")
+    moved = {part: [some.flop, some.elements * group.dtype.itemsize] for part, some in least.items()}
+    return {"kernels": sorted(kernels, key=lambda kernel: -kernel[3]), "least": moved}
+
+
+def release_memory(device: torch.device, forget_compiled: bool = True) -> None:
+    if forget_compiled:
+        torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

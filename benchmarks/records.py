@@ -1,11 +1,12 @@
-"""Records on disk: a folder with record.json, the tables and the plot.
+"""Records on disk: a folder with record.json, tables and a plot.
 
-While a run goes on, what it found stands line by line in FOLDER.partial/rows.jsonl, written through to the disk, so
-that a killed run can be resumed; FOLDER itself appears whole, when everything is in it.
+During a run, its findings are appended to FOLDER.partial/rows.jsonl and synced to disk, so that a killed run can be
+resumed. FOLDER appears when it is complete.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -18,15 +19,14 @@ from typing import Any
 
 from vit_fast.files import check_new_folder
 
-from .rows import CHECKED_FIELDS, SPEED_FIELDS
+from .rows import CHECKED_FIELDS, SPEED_FIELDS, Record
 
-FORMAT = "vit-fast-bench/2"
+FORMAT, BEFORE = "vit-fast-bench/3", "vit-fast-bench/2"
 RECORD_NAME, JOURNAL_NAME, PARTIAL = "record.json", "rows.jsonl", ".partial"
-Record = dict[str, Any]
 
 
 def default_folder(machine: Mapping[str, Any]) -> Path:
-    """A new folder for a record in ./vit-fast-results, named by date and machine."""
+    """Returns a new folder for a record in ./vit-fast-results, named by date and machine."""
     date = re.sub(r"[^0-9T]", "", machine["date"].partition("+")[0]).replace("T", "-")
     name = f"{date}-{re.sub(r'[^a-z0-9]+', '-', machine['device'].lower()).strip('-')}"
     folder, number = Path("vit-fast-results", name), 2
@@ -39,11 +39,11 @@ def check_folder(folder: Path) -> None:
     """Checks that a record can be written there.
 
     Raises:
-        ValueError: an unfinished run is there.
-        OSError: it is no new or empty folder, or cannot be written.
+        ValueError: there is an unfinished run.
+        OSError: the folder is not empty or cannot be written.
     """
     if (partial := _partial(folder)).exists():
-        raise ValueError(f"{partial}: holds an unfinished run; expected --resume {folder}, or another folder")
+        raise ValueError(f"{partial} contains an unfinished run; add --resume {folder}, or use another folder")
     check_new_folder(folder)
 
 
@@ -52,12 +52,12 @@ def _partial(folder: Path) -> Path:
 
 
 class Journal:
-    """The findings of a run, stored on the disk line by line; see begin and resume.
+    """The findings of a run on disk, one per line; see begin and resume.
 
     Attributes:
-        folder: Where the record will be.
-        header: What the first line says: the run's request and its machine.
-        entries: What the other lines say, each (kind, value).
+        folder: The folder of the record.
+        header: Format, request and machine of the run.
+        entries: The findings, each (kind, value).
     """
 
     def __init__(self, folder: Path, header: dict[str, Any], entries: list[tuple[str, Any]]) -> None:
@@ -83,43 +83,38 @@ class Journal:
 
     @classmethod
     def resume(cls, folder: Path) -> Journal:
-        """Opens the journal of an interrupted run.
+        """Opens the journal of an interrupted run in the folder of `--out`, with or without .partial.
 
-        Args:
-            folder: What `--out` was, or that with .partial.
         Raises:
             ValueError: there is no such run, or it is of another format.
         """
         folder = folder.with_name(folder.name.removesuffix(PARTIAL))
         path = _partial(folder) / JOURNAL_NAME
-        if (folder / JOURNAL_NAME).is_file():  # ended by Ctrl-C, with tables of what there was
+        if (folder / JOURNAL_NAME).is_file():  # ended by Ctrl-C
             folder.replace(_partial(folder))
         if not path.is_file():
-            raise ValueError(f"{folder}: no unfinished run is there ({path} is missing)")
+            raise ValueError(f"{folder} must contain an unfinished run, but {path} does not exist")
         whole = path.read_bytes()
-        text = whole[: whole.rfind(b"\n") + 1]  # the last line may have been cut
+        text = whole[: whole.rfind(b"\n") + 1]  # the last line may be incomplete
         try:
             entries = [(line["kind"], line["value"]) for line in map(json.loads, text.splitlines())]
-            is_ours = entries[0][0] == "header" and entries[0][1]["format"] == FORMAT
+            header = entries[0][1]
+            found = header["format"] if isinstance(header["request"], dict) and header["machine"] else None
         except (ValueError, LookupError, TypeError):
-            is_ours = False
-        if not is_ours:
-            raise ValueError(f"{path}: is no journal of {FORMAT}")
+            found = None
+        if found != FORMAT:
+            raise ValueError(f"{path}: must be a journal of {FORMAT}, got {found or 'another file'}; start a new run")
         os.truncate(path, len(text))
-        journal = cls(folder, entries[0][1], entries[1:])
+        journal = cls(folder, header, entries[1:])
         journal.add("resumed", None)
         return journal
 
     def check_machine(self, machine: Mapping[str, Any]) -> None:
-        """Refuses to go on with other hardware, versions or code.
-
-        Raises:
-            ValueError: says what differs.
-        """
+        """Raises ValueError for other hardware, versions or code than those of the run."""
         before = self.header["machine"]
         for name in ("device", "threads", "packages", "commit"):
-            if before[name] != machine[name]:
-                raise ValueError(f"{self.folder}: {name} was {before[name]}, is {machine[name]}: expected the same")
+            if before.get(name) != machine[name]:
+                raise ValueError(f"{self.folder}: {name} must be {before.get(name)} to resume, got {machine[name]}")
 
     def add(self, kind: str, value: object) -> None:
         self.entries.append((kind, value))
@@ -132,7 +127,7 @@ class Journal:
             os.fsync(file.fileno())
 
     def finish(self, files: Mapping[str, bytes], *, keep: bool) -> None:
-        """Puts the files into the record's folder, which appears with all of them; keep: the run can be resumed."""
+        """Writes the files into the record's folder, which then appears; keep: the run can be resumed."""
         for name, content in files.items():
             (self._path.parent / name).write_bytes(content)
         if not keep:
@@ -145,42 +140,56 @@ def to_json(record: Record) -> bytes:
 
 
 def read_record(path: str | Path) -> Record:
-    """A record of `vit-fast bench` from its JSON file, or from the folder that holds it.
+    """Reads a record of `vit-fast bench` from its JSON file or folder, also of the format before.
 
     Raises:
-        OSError: there is no such file.
-        ValueError: it is not a record of ours.
+        OSError: the file does not exist.
+        ValueError: it is not such a record.
     """
     record = read_any(path)
     if not is_bench(record):
-        raise ValueError(f"{path}: not a record of vit-fast bench")
+        raise ValueError(f"{path}: must be a record of vit-fast bench")
     return record
 
 
 def read_any(path: str | Path) -> Record:
-    """A record of any of our benchmarks, see read_record: of bench, of gpu-check, of kernels --host --json."""
+    """Reads a record of bench, gpu-check or kernels --host --json; see read_record."""
     path = Path(path)
     path = path / RECORD_NAME if path.is_dir() else path
     try:
         record = json.loads(path.read_bytes(), parse_constant=_finite, parse_float=_finite)
         check_depth(record)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not JSON of a record: {error}") from None
+        raise ValueError(f"{path}: must be the JSON of a record: {error}") from None
     if not isinstance(record, dict) or not (is_bench(record) or isinstance(record.get("machine"), dict)):
-        raise ValueError(f"{path}: not a record: expected JSON of vit-fast bench, gpu-check, kernels --host --json")
-    if is_bench(record) and record["format"] != FORMAT:
-        raise ValueError(f"{path}: is {record['format']}, expected {FORMAT}")
-    needed = ("machine", "plan", "ceilings", "rows") if is_bench(record) else ("machine", "rows")
-    missing = [name for name in needed if name not in record]
-    if missing or not isinstance(record.get("rows"), list):
-        raise ValueError(f"{path}: is a record without {', '.join(missing) or 'a list of rows'}")
+        raise ValueError(f"{path}: must be a record of vit-fast bench, gpu-check or kernels --host --json")
+    if is_bench(record) and record["format"] not in (FORMAT, BEFORE):
+        raise ValueError(f"{path}: must be of format {FORMAT}, got {record['format']}")
     try:
-        check_bench(record) if is_bench(record) else check(record["rows"], [{}], "rows")
+        if is_bench(record):
+            _upgrade(record)
+            check_bench(record)
+        else:
+            check(record.get("rows", _MISSING), [{}], "rows")
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    for row in [*record["rows"], *record["controls"]] if is_bench(record) else ():
-        row.setdefault("data", "device")  # before rows said so, there was no other
     return record
+
+
+def _upgrade(record: Record) -> None:
+    """Converts a record of the format before."""
+    record["format"] = FORMAT
+    names = {"plan": "configuration", "subjects": "candidates", "subject": "candidate", "left_out": "skipped"}
+    lists = [part for name in ("rows", "controls") if isinstance(part := record.get(name), list)]
+    rows = [row for row in itertools.chain(*lists) if isinstance(row, dict)]
+    for part in (record, record.get("configuration", record.get("plan")), *rows):
+        if isinstance(part, dict):
+            for name in names.keys() & part.keys():
+                part[names[name]] = part.pop(name)
+    for row in rows:
+        row.setdefault("data", "device")  # older rows lack it
+        if row.get("status") == "wrong":
+            row["status"] = "incorrect"
 
 
 def _finite(text: str) -> float:
@@ -190,12 +199,12 @@ def _finite(text: str) -> float:
 
 
 def is_bench(record: Record) -> bool:
-    """True for a record of `vit-fast bench`, of any version."""
+    """True for a record of `vit-fast bench` of any version."""
     return str(record.get("format", "")).startswith(FORMAT.partition("/")[0])
 
 
 _MISSING = object()
-_MOST = sys.float_info.max  # JSON also holds longer integers
+_MOST = sys.float_info.max  # JSON may have larger integers
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "a text": lambda v: isinstance(v, str),
     "a flag": lambda v: isinstance(v, bool),
@@ -209,10 +218,10 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 }
 _ABOUT = dict.fromkeys(("model", "dtype"), "a text") | dict.fromkeys(("batch", "requested_batch"), "a count")
 _ABOUT |= {"data": "a text or missing"}
-_ROW: dict[str, Any] = _ABOUT | dict.fromkeys(("subject", "task", "precision", "status", "compile_mode"), "a text")
+_ROW: dict[str, Any] = _ABOUT | dict.fromkeys(("candidate", "task", "precision", "status", "compile_mode"), "a text")
 _ROW |= {"img_size": ["a count"], "peer": "a flag"} | dict.fromkeys(("reason", "defect"), "a text or null")
 _ROW |= {"images_per_s": "a number > 0 or null"}
-# Of a measured row, first what none lacks; the lists where they are not null.
+# Fields of measured rows; lists if they are not null.
 _RATES = dict.fromkeys(("images_per_s", "ms", "ms_p20", "ms_p80"), "a number > 0")
 _FIGURES = dict.fromkeys((*CHECKED_FIELDS, *SPEED_FIELDS, "cold_s", "cold_MiB"), "a number >= 0 or null or missing")
 _FIGURES |= _RATES | {"host_bound": "a flag or null or missing", "ratio_to_best_peer": "a number > 0 or null"}
@@ -231,11 +240,11 @@ _CEILINGS |= dict.fromkeys(("copy_bytes", "matmul_size"), "a count")
 _MACHINE = dict.fromkeys(("device", "date", "float32_matmul_precision"), "a text")
 _MACHINE |= {"threads": "a count", "packages": "an object", "gpu": "an object or null", "commit": "a text or null"}
 _CONTROL = {"img_size": "a list or missing", "resolution": "a number >= 0", "between_runs": "a number >= 0 or missing"}
-_PLAN = {"images": ["a text"], "batch_sizes": "a list", "img_size": "a list or null or missing"}
+_CONFIGURATION = {"images": ["a text"], "batch_sizes": "a list", "img_size": "a list or null or missing"}
 _RECORD = {
     "vit_fast": "a text",
     "busy": ["a text"],
-    "plan": _PLAN,
+    "configuration": _CONFIGURATION,
     "machine": _MACHINE,
     "controls": [_ABOUT | _CONTROL],
     "rows": [_ROW],
@@ -243,12 +252,9 @@ _RECORD = {
 
 
 def check_bench(record: dict[str, Any]) -> None:
-    """Checks a record of `vit-fast bench`.
-
-    Raises:
-        ValueError: names the field, what it must be and what came.
-    """
-    check(record, _RECORD | {"ceilings": _CEILINGS if record["ceilings"] else "an object"}, "")
+    """Raises ValueError for a record of `vit-fast bench` with the field, the expected and the actual value."""
+    ceilings = _CEILINGS if record.get("ceilings") else "an object"
+    check(record, _RECORD | {"ceilings": ceilings}, "")
     for number, row in enumerate(record["rows"]):
         if row["status"] == "measured":
             lists = {name: fields for name, fields in _LISTS.items() if row.get(name) is not None}
@@ -256,7 +262,9 @@ def check_bench(record: dict[str, Any]) -> None:
 
 
 def check(value: Any, schema: Any, where: str) -> None:
-    """Refuses what does not fit: a text names kinds, [one] is for every item, a tuple for each, "*" for every field."""
+    """Checks a value: a schema is a text of kinds, [one] for every item, a tuple for each, a dict for fields, "*" for
+    every field.
+    """
     kinds = schema if isinstance(schema, str) else "an object" if isinstance(schema, dict) else "a list"
     fits = any(_KINDS[kind](value) for kind in kinds.split(" or "))
     if not fits or (isinstance(schema, tuple) and len(value) != len(schema)):
@@ -271,11 +279,7 @@ def check(value: Any, schema: Any, where: str) -> None:
 
 
 def check_depth(value: Any, levels: int = 20) -> None:
-    """Refuses values nested deeper than any record's.
-
-    Raises:
-        ValueError: they are.
-    """
+    """Raises ValueError for values that are nested deeper than any record."""
     if not levels:
         raise ValueError("values must be nested at most 20 deep, got more")
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():

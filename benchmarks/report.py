@@ -1,33 +1,45 @@
-"""A record as text: rows as columns, remarks, and a table for a document."""
+"""A record as text: tables, warnings, and the blocks of a document that show a committed record.
+
+    python -m vit_fast.benchmarks.report RECORD.json       prints the table
+    python -m vit_fast.benchmarks.report --fill README.md  fills the blocks of a document
+    python -m vit_fast.benchmarks.report --check RECORD    fails if the record must not be cited
+
+A block starts with `<!-- record: PATH -->` or `<!-- summary: PATH -->`, PATH relative to the document, and ends with
+`<!-- /record -->`.
+"""
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Callable, Iterable
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
-from vit_fast.measure.resolution import QUIET_RUN, SAME, UNKNOWN, UNRANKABLE
+from vit_fast.measure.compare import QUIET_RUN, SAME, UNKNOWN, UNRANKABLE, format_number
+from vit_fast.work import Work
 
-from .records import Record
-from .rows import Row, is_lower, measured, resolution_of
+from .records import read_record
+from .rows import PARTS, REST, Record, Row, is_lower, measured, resolution_of
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table: its title, how a measured row fills it, and its place on the screen, where it has one."""
+    """A column of the table: its title, the cell of a measured row, and its rank on the screen, if shown there."""
 
     title: str
     cell: Callable[[Row], str]
     rank: int | None = None
 
 
-def _number(row: Row, field: str, pattern: str = "{:.3g}") -> str:
-    return "" if row.get(field) is None else pattern.format(row[field])
-
-
-def format_rate(images_per_s: float) -> str:
-    """Three significant figures, thousands separated, never in powers of ten."""
-    return f"{images_per_s:,.0f}" if images_per_s >= 100 else f"{images_per_s:.3g}"
+def _number(row: Row, field: str, pattern: str | int = 3) -> str:
+    """Formats a field by a pattern, or with so many significant digits."""
+    value = row.get(field)
+    if value is None:
+        return ""
+    return pattern.format(value) if isinstance(pattern, str) else format_number(value, pattern)
 
 
 def _ratio(row: Row) -> str:
@@ -43,15 +55,15 @@ def _ratio(row: Row) -> str:
 
 
 COLUMNS = (
-    Column("images/s", lambda row: format_rate(row["images_per_s"]), 0),
-    Column("ms", lambda row: f"{row['ms']:.4g}", 2),
-    Column("[p20, p80]", lambda row: f"[{row['ms_p20']:.4g}, {row['ms_p80']:.4g}]"),
-    Column("p90 ms", lambda row: _number(row, "ms_p90", "{:.4g}")),
-    Column("p99 ms", lambda row: _number(row, "ms_p99", "{:.4g}"), 6),
+    Column("images/s", lambda row: format_number(row["images_per_s"]), 0),
+    Column("ms", lambda row: _number(row, "ms", 4), 2),
+    Column("[p20, p80]", lambda row: f"[{_number(row, 'ms_p20', 4)}, {_number(row, 'ms_p80', 4)}]"),
+    Column("p90 ms", lambda row: _number(row, "ms_p90", 4)),
+    Column("p99 ms", lambda row: _number(row, "ms_p99", 4), 6),
     Column("host ms", lambda row: _number(row, "host_ms") + (" bound" if row.get("host_bound") else ""), 7),
     Column("TFLOP/s", lambda row: _number(row, "TFLOP_per_s")),
     Column("of ceiling", lambda row: "above" if row["defect"] else _number(row, "ceiling_share", "{:.0%}")),
-    Column("floor ms", lambda row: _number(row, "floor_ms", "{:.4g}")),
+    Column("floor ms", lambda row: _number(row, "floor_ms", 4)),
     Column("x best peer", _ratio, 1),
     Column("J/image", lambda row: _number(row, "J_per_image")),
     Column("peak MiB", lambda row: _number(row, "peak_MiB", "{:,.1f}")),
@@ -59,18 +71,20 @@ COLUMNS = (
     Column("first call s", lambda row: _number(row, "first_call_s")),
     Column("cold s", lambda row: _number(row, "cold_s"), 5),
     Column("cold MiB", lambda row: _number(row, "cold_MiB", "{:,.0f}")),
-    Column("agrees", lambda row: _number(row, "agreement", "{:.0%}"), 4),
+    Column("agreement", lambda row: _number(row, "agreement", "{:.0%}"), 4),
 )
-PRECISION = Column("precision", lambda row: str(row["precision"]), 0)  # on the screen, where no column says the dtype
-MOST_ON_SCREEN = 7  # beside the candidate
+PRECISION = Column("precision", lambda row: str(row["precision"]), 0)  # only on the screen
+_BLOCK = re.compile(r"(<!-- (record|summary): (\S+) -->\n).*?(<!-- /record -->)", re.DOTALL)
+MOST_KERNELS = 3  # kernels of each part
+MOST_ON_SCREEN = 7  # columns besides the candidate
 
 
-def contests(record: Record, *, by_dtype: bool = True) -> dict[str, list[Row]]:
-    """The rows by what they compete in, fastest first, those of lower precision after the others.
+def groups(record: Record, *, by_dtype: bool = True) -> dict[str, list[Row]]:
+    """Returns the rows by group, fastest first, and lower precision last.
 
     Args:
         record: See records.read_record.
-        by_dtype: False to put a batch's contests under one title, one dtype after the other.
+        by_dtype: False to put all dtypes of a batch size under one title.
     """
     grouped: dict[str, list[Row]] = {}
     for row in record["rows"]:
@@ -86,24 +100,26 @@ def contests(record: Record, *, by_dtype: bool = True) -> dict[str, list[Row]]:
 
 
 def closing(record: Record) -> str:
-    """Returns the result in a sentence: the best of ours against the best peer by contest, and what to try next."""
+    """Returns the result in a sentence: the best of ours relative to the best peer of each group, and a next step."""
     found, next_command = [], ""
-    for rows in contests(record).values():
+    for rows in groups(record).values():
         alike = [row for row in measured(rows) if not is_lower(row)]
         where = f"({alike[0]['dtype']}, batch {alike[0]['requested_batch']})" if alike else ""
         ours = next((row for row in alike if not row["peer"]), None)
         if ours is not None and ours["best_peer"] is not None:
             ratio = f"{ours['ratio_to_best_peer']:.2f}x {ours['best_peer']}"
-            told = {SAME: f"equal to {ours['best_peer']}", UNKNOWN: "not ranked, the machine is too noisy"}
-            found.append(f"{told.get(ours['verdict'], ratio)} {where}")
+            verdicts = {SAME: f"equal to {ours['best_peer']}", UNKNOWN: "not ranked, the machine is too noisy"}
+            found.append(f"{verdicts.get(ours['verdict'], ratio)} {where}")
         elif alike:
-            found.append(f"{alike[0]['subject']} is the fastest {where}")
+            found.append(f"{alike[0]['candidate']} is the fastest {where}")
         if alike and alike[0]["task"] == "inference":
             next_command = f"vit-fast optimize {alike[0]['model']} --batch {alike[0]['requested_batch']}"
     if any(row["verdict"] == UNKNOWN for row in measured(record["rows"])):
-        longer = record | {"plan": record["plan"] | {"seconds": 2 * (record["plan"].get("seconds") or 5)}}
+        longer = record | {
+            "configuration": record["configuration"] | {"seconds": 2 * (record["configuration"].get("seconds") or 5)}
+        }
         next_command = f"on a quiet machine, {command(longer)}"
-    text = "the best of vit-fast against the best peer: " if any(row["best_peer"] for row in record["rows"]) else ""
+    text = "best of vit-fast relative to the best peer: " if any(row["best_peer"] for row in record["rows"]) else ""
     result = f"Result: {text}{', '.join(found)}" if found else "Result: nothing was measured"
     return f"{result}; next: {next_command or command(record)}"
 
@@ -111,16 +127,14 @@ def closing(record: Record) -> str:
 def remarks(record: Record) -> list[str]:
     """Returns warnings about the run: a busy machine, its resolution, rows above their ceiling."""
     lines = [f"BUSY: {reason}" for reason in record["busy"]]
-    for title, rows in contests(record).items():
+    for title, rows in groups(record).items():
         if not measured(rows):
             continue
         resolution = resolution_of(rows[0], record["controls"])
         if resolution == float("inf"):
-            lines.append(f"{title}: no control was measured, so differences cannot be assessed")
+            lines.append(f"{title}: no control was measured, so nothing can be ranked")
         elif resolution > UNRANKABLE:
-            lines.append(
-                f"{title}: nothing here can be ranked: identical code differed by {resolution:.0%}; {QUIET_RUN}"
-            )
+            lines.append(f"{title}: cannot be ranked: identical code differed by {resolution:.0%}; {QUIET_RUN}")
         else:
             lines.append(f"{title}: resolution {resolution:.1%}; = marks differences below it")
         lines += [f"{title}: DEFECT: {label(row)} at {row['defect']}" for row in rows if row["defect"]]
@@ -129,15 +143,15 @@ def remarks(record: Record) -> list[str]:
 
 def _best_batches(record: Record) -> Iterable[str]:
     best: dict[str, Row] = {}
-    for row in measured(record["rows"]) if record["plan"]["batch_sizes"] == ["best"] else []:
-        name = " ".join(map(str, (row["model"], row["dtype"], *row["img_size"][:1], row["subject"])))
+    for row in measured(record["rows"]) if record["configuration"]["batch_sizes"] == ["best"] else []:
+        name = " ".join(map(str, (row["model"], row["dtype"], *row["img_size"][:1], row["candidate"])))
         best[name] = max(best.get(name, row), row, key=lambda row: row["images_per_s"])
     for name, row in best.items():
-        yield f"{name}: highest throughput at batch {row['batch']}, {format_rate(row['images_per_s'])} images/s"
+        yield f"{name}: highest throughput at batch {row['batch']}, {format_number(row['images_per_s'])} images/s"
 
 
 def heading(record: Record) -> str:
-    """Machine, versions, commit and date, in a line; and whether the machine was BUSY with something else."""
+    """Returns machine, versions, commit and date in a line, and BUSY for a busy machine."""
     machine = record["machine"]
     packages = machine["packages"]
     names = ("torch", "triton", "timm", "transformers", "torchvision")
@@ -160,25 +174,26 @@ def objections(record: Record) -> list[str]:
 
 
 def command(record: Record) -> str:
-    """Returns the command line that repeats the run; names the images if they are not the default."""
+    """Returns the command line that repeats the run; names the images unless they are the default."""
     words, implied = ["vit-fast", "bench"], {"dtypes": "amp", "batch_sizes": "latency"}
-    if record["plan"]["images"] != ["grace_hopper.jpg"]:
-        words += record["plan"]["images"]
-    words += [f"--{name}" for name in ("train", "amp", "explain", "cold", "latency") if record["plan"].get(name)]
-    if size := record["plan"].get("img_size"):
+    if record["configuration"]["images"] != ["grace_hopper.jpg"]:
+        words += record["configuration"]["images"]
+    words += [
+        f"--{name}" for name in ("train", "amp", "explain", "cold", "latency") if record["configuration"].get(name)
+    ]
+    if size := record["configuration"].get("img_size"):
         sizes = size if isinstance(size[0], list) else [size]
         words += ["--img-size", ",".join("x".join(map(str, sides)) for sides in sizes)]
-    for name in ("models", "batch_sizes", "dtypes", "subjects", "device", "data", "seconds"):
-        value = record["plan"].get(name)
-        if value not in (None, "device") and not record["plan"].get(implied.get(name, "")):
+    for name in ("models", "batch_sizes", "dtypes", "candidates", "device", "data", "seconds"):
+        value = record["configuration"].get(name)
+        if value not in (None, "device") and not record["configuration"].get(implied.get(name, "")):
             text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-            option = "candidates" if name == "subjects" else name.replace("_", "-")
-            words += [f"--{option}", text]
+            words += [f"--{name.replace('_', '-')}", text]
     return shlex.join(words)
 
 
 def ceilings_line(record: Record) -> str:
-    """The two ceilings measured in that run, with their sizes."""
+    """Returns the ceilings that were measured in the run."""
     ceilings = record["ceilings"]
     if not ceilings:
         return "ceilings: not measured"
@@ -189,42 +204,42 @@ def ceilings_line(record: Record) -> str:
 
 
 def label(row: Row, *, precision: bool = True) -> str:
-    """Returns the candidate, with its precision if lower, the batch if not the requested one, and data on the host."""
+    """Returns the candidate, with its precision if lower, its batch size if reduced, and data on the host."""
     notes = [str(row["precision"])] if precision and is_lower(row) else []
     notes += [f"batch {row['batch']}"] if row["batch"] != row["requested_batch"] else []
     notes += ["data on the host"] if row["data"] == "host" else []
-    return f"{row['subject']} ({', '.join(notes)})" if notes else str(row["subject"])
+    return f"{row['candidate']} ({', '.join(notes)})" if notes else str(row["candidate"])
 
 
 def not_measured(record: Record) -> list[str]:
-    """Returns the rows without figures by reason, with the contests unless that is all of them."""
+    """Returns the rows without figures by reason, with their groups unless that is all of them."""
     titles: dict[str, list[str]] = {}
-    grouped = contests(record)
+    grouped = groups(record)
     for title, rows in grouped.items():
         for row in rows:
             if row["status"] != "measured":
                 reason = f"{row['status']}: {row['reason']}" if row["reason"] else str(row["status"])
                 titles.setdefault(f"{label(row)}: {reason}", []).append(title)
     lines = [line if len(where) == len(grouped) else f"{line} ({'; '.join(where)})" for line, where in titles.items()]
-    left_out: dict[str, list[str]] = {}
-    for name in record.get("left_out", ()):
+    skipped: dict[str, list[str]] = {}
+    for name in record.get("skipped", ()):
         found, _, dtype = name.removesuffix(")").partition(" (")
-        left_out.setdefault(found, []).append(dtype)
-    if left_out:
-        every = len(record["plan"]["dtypes"])
-        names = [name if len(of) == every else f"{name} ({', '.join(of)})" for name, of in left_out.items()]
+        skipped.setdefault(found, []).append(dtype)
+    if skipped:
+        every = len(record["configuration"]["dtypes"])
+        names = [name if len(of) == every else f"{name} ({', '.join(of)})" for name, of in skipped.items()]
         lines.append(f"skipped for lack of time; --time-budget 0 measures all: {', '.join(names)}")
     return lines
 
 
 def filled_columns(record: Record) -> list[Column]:
-    """The columns that any measured row fills: only rows of a GPU have a time of the host."""
+    """Returns the columns with any cell: only rows of a GPU have host times."""
     return [column for column in COLUMNS if any(map(column.cell, measured(record["rows"])))]
 
 
 def cells(record: Record) -> dict[str, list[str]]:
-    """The measured rows, contest by contest, as columns by title: what each is about, then those that are filled."""
-    rows = [row for rows in contests(record).values() for row in measured(rows)]
+    """Returns the measured rows as columns by title."""
+    rows = [row for rows in groups(record).values() for row in measured(rows)]
     about = {"model": "model", "dtype": "dtype", "batch": "requested_batch"}
     found = {title: [str(row[field]) for row in rows] for title, field in about.items()}
     return found | {"candidate": [*map(label, rows)]} | {c.title: [*map(c.cell, rows)] for c in filled_columns(record)}
@@ -246,15 +261,110 @@ def markdown(record: Record) -> str:
 
 
 def summary(record: Record) -> str:
-    """Returns a table for a document: per contest, the best of ours, timm and the best peer."""
+    """Returns a table for a document: the best of ours, timm and the best peer of each group."""
     titles = ("model", "precision", "batch", "vit-fast (images/s)", "timm", "best peer", "ratio to best peer")
     lines = [f"| {' | '.join(titles)} |", "|---|---|---:|---|---:|---|---:|"]
-    for rows in contests(record).values():
-        alike = {row["subject"]: row for row in measured(rows) if not is_lower(row)}
-        rates = {name: format_rate(row["images_per_s"]) for name, row in alike.items()}
+    for rows in groups(record).values():
+        alike = {row["candidate"]: row for row in measured(rows) if not is_lower(row)}
+        rates = {name: format_number(row["images_per_s"]) for name, row in alike.items()}
         ours = next((row for row in alike.values() if not row["peer"] and row["best_peer"]), None)
         if ours is not None:
-            best, peer = (f"{rates[name]} (`{name}`)" for name in (ours["subject"], ours["best_peer"]))
+            best, peer = (f"{rates[name]} (`{name}`)" for name in (ours["candidate"], ours["best_peer"]))
             about = ours["model"], ours["dtype"], str(ours["requested_batch"])
             lines.append(f"| {' | '.join((*about, best, rates.get('timm', ''), peer, _ratio(ours)))} |")
     return "\n".join([*lines, "", f"Measured on {heading(record)}."]) + "\n"
+
+
+def tables(record: Record) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """Yields caption, titles and rows for every profiled group: time per part, then the longest kernels."""
+    for title, rows in groups(record).items():
+        explained = [row for row in measured(rows) if row.get("explained")]
+        if explained:
+            yield f"Time per part, ms per call: {title}", *_parts(record, explained)
+            yield f"Longest kernels: {title}", ["kernel", "candidate", "part", "calls", "ms"], _kernels(explained)
+
+
+def _parts(record: Record, rows: list[Row]) -> tuple[list[str], list[list[str]]]:
+    ceilings, dtype = record["ceilings"], rows[0]["dtype"]
+    matmul = ceilings.get("matmul_TFLOP_per_s", {}).get("bf16" if dtype == "amp" else dtype)
+    least = rows[0]["explained"]["least"] if matmul else {}
+    floors = {
+        part: Work(flop, moved).floor_ms(1, matmul, ceilings["copy_GB_per_s"]) for part, (flop, moved) in least.items()
+    }
+    spent: list[dict[str, float]] = []
+    for row in rows:
+        spent.append(defaultdict(float))
+        for part, _, _, ms in row["explained"]["kernels"]:
+            spent[-1][part] += ms
+    sums, times, floor = [sum(parts.values()) for parts in spent], [row["ms"] for row in rows], sum(floors.values())
+    lines = [
+        _line(part, floors.get(part), [parts.get(part) for parts in spent])
+        for part in (*PARTS, REST, "all")
+        if part in floors or any(part in parts for parts in spent)
+    ]
+    lines.append(_line("sum", floor, sums))
+    lines.append(_line("measured without the profiler", None, times))
+    # host time, and what the profiler does not see, such as ONNX Runtime
+    lines.append(
+        _line("outside of kernels", None, [max(ms - known, 0.0) for ms, known in zip(times, sums, strict=True)])
+    )
+    if floors:
+        lines.append(_line("above the floor", None, [ms - floor for ms in times]))
+    return ["part", "floor", *map(label, rows)], lines
+
+
+def _line(title: str, floor: float | None, ms: Iterable[float | None]) -> list[str]:
+    return [title, *("" if value is None else f"{format_number(value, 4)}" for value in (floor, *ms))]
+
+
+def _kernels(rows: list[Row]) -> list[list[str]]:
+    lines = []
+    for row in rows:
+        seen: dict[str, int] = defaultdict(int)
+        for part, name, calls, ms in row["explained"]["kernels"]:
+            seen[part] += 1
+            if seen[part] <= MOST_KERNELS:
+                lines.append([name, label(row), part, f"{calls:g}", format_number(ms, 4)])
+    return lines
+
+
+def fill(document: str, folder: Path) -> str:
+    """Fills every block of a markdown document from its record.
+
+    Raises:
+        OSError, ValueError: see records.read_record; or a record must not be cited, see objections.
+    """
+
+    tables = {"record": markdown, "summary": summary}
+
+    def filled(match: re.Match[str]) -> str:
+        return f"{match[1]}{tables[match[2]](check(folder / match[3]))}{match[4]}"
+
+    return _BLOCK.sub(filled, document)
+
+
+def check(path: Path) -> Record:
+    """Reads a record to cite; see fill."""
+    record = read_record(path)
+    if reasons := objections(record):
+        raise ValueError(f"{path.name} must not be cited: {'; '.join(reasons)}")
+    return record
+
+
+def main(arguments: list[str]) -> None:
+    try:
+        match arguments:
+            case ["--fill", document]:
+                Path(document).write_text(fill(Path(document).read_text(), Path(document).parent))
+            case ["--check", record]:
+                check(Path(record))
+            case [record]:
+                sys.stdout.write(markdown(read_record(record)))
+            case _:
+                sys.exit("usage: python -m vit_fast.benchmarks.report [--check] RECORD.json | --fill DOCUMENT.md")
+    except (OSError, ValueError) as error:
+        sys.exit(f"report: {error}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

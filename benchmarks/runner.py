@@ -1,41 +1,44 @@
-"""Runs a plan: builds each candidate, checks it, then times those that are right in turns. Gives the record.
+"""Run of a configuration: builds and checks each candidate, times the correct ones interleaved, returns the record.
 
-Nothing that goes wrong with one candidate loses another: what is missing, refused, wrong, broken or too large becomes a
-row that says so. Ctrl-C keeps what was measured, and a journal keeps it when the process is killed.
+A candidate that is missing, unsupported, incorrect, broken or too large becomes a row with the reason and does not
+affect the others. Ctrl-C keeps what was measured, and a journal keeps it if the process is killed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import gc
 import itertools
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
-from vit_fast.measure.clock import Call, Timing, time_interleaved
+from vit_fast.measure import clock, compare
+from vit_fast.measure.candidate import Candidate
+from vit_fast.measure.clock import Call, Samples, Timing, percentile, time_interleaved
 from vit_fast.measure.limits import at_most, describe_error, is_out_of_memory
 
 from . import preparation
-from .allocation import AGAIN, FLOOR_LEAST_REPEATS, Allocation, Listener, Planned, Watch
-from .candidates import NamedCandidate
-from .conditions import Conditions, joules_of
+from .configuration import Allocation, Configuration, Planned
 from .correctness import describe_rule
-from .machine import best_ceilings, describe, measure_ceilings, products_in
-from .plan import Plan
-from .preparation import Posed, Prepared, TooLarge, cold_start, pose, prepare
+from .machine import Conditions, best_ceilings, describe, joules_of, measure_ceilings, products_in
+from .preparation import Prepared, Problem, TooLarge, cold_start, make_problem, prepare, release_memory
 from .records import FORMAT, Journal
-from .rows import Group, Row, Status, add_timing, contest, finish, is_lower, make_control, make_row
+from .rows import Group, Record, Row, Status, add_timing, finish, is_lower, key_of, make_control, make_row, may_gain
 
-GAIN = 1.03  # by which a batch must be better than all smaller ones for a search to go on
+# The second name of the fastest full-precision candidate of a group.
+AGAIN = "again"
+# A measurement that is cut short counts if it has so many repeats, or fewer repeats and so many milliseconds.
+FLOOR_REPEATS, FLOOR_MS, FLOOR_LEAST_REPEATS = 50, 200.0, 3
+# The share of a group's time for all candidates, before noise reduces them, and the rounds between checks.
+SHARE_OF_ALL, ROUNDS_BETWEEN = 0.4, 5
 
 
-class Silent:
-    """A listener that is not interested."""
+class Listener(Protocol):
+    """Receives the progress of a run: the number of steps, the current step, finished steps, and messages."""
 
     def start(self, steps: int) -> None: ...
     def now(self, what: str) -> None: ...
@@ -43,185 +46,259 @@ class Silent:
     def say(self, text: str) -> None: ...
 
 
-def run(plan: Plan, listener: Listener | None = None, journal: Journal | None = None) -> dict[str, Any]:
-    """Does what the plan says.
+class Silent:
+    """Ignores the progress of a run."""
+
+    def start(self, steps: int) -> None: ...
+    def now(self, what: str) -> None: ...
+    def done(self, steps: float) -> None: ...
+    def say(self, text: str) -> None: ...
+
+
+class Watch:
+    """Decides after every round which candidates to continue with; see clock.time_interleaved.
+
+    On a quiet machine, all candidates are timed until the protocol is satisfied. If noise prevents a ranking, the rest
+    of the time goes to the best of ours and the best peer, if the time until end_s is allocated to this timing. `best`
+    is the candidate that is timed twice, and `again` is called after every round.
+    """
+
+    def __init__(
+        self, protocol: clock.Protocol, listener: Listener, now_s: Callable[[], float], end_s: float,
+        allocated: bool, prepared: Mapping[str, Prepared], best: str,
+    ) -> None:  # fmt: skip
+        self._protocol, self._listener, self._now_s, self._end_s = protocol, listener, now_s, end_s
+        self._allocated, self._prepared, self._best = allocated, prepared, best
+        self._start_s, self._reported = now_s(), 0.0
+        self._samples: Mapping[str, Samples] = {}
+        self._narrowed: set[str] = set()
+        self.again: Callable[[], None] = lambda: None
+
+    def __call__(self, number: int, samples: Mapping[str, Samples]) -> Collection[str]:
+        self._samples = samples
+        self.again()
+        going_on = self._decide(number)
+        share = min(map(self._protocol.share_of, samples.values())) if going_on else 1.0
+        self._listener.done(share * len(self._prepared) - self._reported)
+        self._reported = share * len(self._prepared)
+        return going_on
+
+    def _decide(self, number: int) -> Collection[str]:
+        samples, now_s = self._samples, self._now_s()
+        long_enough = self._protocol.is_satisfied(samples)
+        if long_enough and not self._allocated:
+            return ()
+        if len(self.timings()) < len(samples):
+            return samples
+        check = long_enough or now_s >= self._start_s + (self._end_s - self._start_s) * SHARE_OF_ALL
+        if now_s >= self._end_s:
+            return ()
+        if self._narrowed:
+            return () if number % ROUNDS_BETWEEN == 0 and self._can_rank() else self._narrowed
+        if not (check and self._allocated) or (number % ROUNDS_BETWEEN and not long_enough):
+            return samples
+        if self._can_rank():
+            return () if long_enough else samples
+        self._narrowed = {self._best, AGAIN, *self._best_of_each_side()}
+        self._listener.say(f"noisy machine: continuing with {', '.join(sorted(self._narrowed - {AGAIN}))}")
+        return self._narrowed
+
+    def _can_rank(self) -> bool:
+        resolution = compare.control(self._samples[self._best], self._samples[AGAIN])["resolution"]
+        return bool(resolution <= compare.UNRANKABLE)
+
+    def _best_of_each_side(self) -> Iterator[str]:
+        for side in (True, False):
+            names = [name for name, ready in self._prepared.items() if ready.row["peer"] == side]
+            yield from sorted(names, key=lambda name: percentile(self._samples[name], 0.5))[:1]
+
+    def timings(self) -> dict[str, Timing]:
+        """Returns the timings of candidates with enough repeats."""
+        return {
+            name: taken.timing()
+            for name, taken in self._samples.items()
+            if len(taken) >= FLOOR_REPEATS or (len(taken) >= FLOOR_LEAST_REPEATS and sum(taken) >= FLOOR_MS)
+        }
+
+
+def run(configuration: Configuration, listener: Listener | None = None, journal: Journal | None = None) -> Record:
+    """Runs a configuration.
 
     Args:
-        plan: See make_plan.
-        listener: Told about progress; None means nobody.
-        journal: Where rows are put down as they come; what it holds already is not measured again.
+        configuration: See make_configuration.
+        listener: Receives the progress.
+        journal: Stores rows as they are measured; rows that it contains are not measured again.
     Returns:
-        The record: plain data for JSON, with machine, ceilings, controls, plan and one row for each selection of each
-        group.
+        The record: plain data with machine, ceilings, controls, configuration, and a row per candidate and group.
     """
-    return _Run(plan, listener or Silent(), journal).record()
+    return _Run(configuration, listener or Silent(), journal).record()
 
 
 class _Findings:
     def __init__(self, journal: Journal | None) -> None:
         self._journal = journal
         found = [] if journal is None else journal.entries
-        self.rows, self.controls, self.ceilings, self.left_out = (
-            [value for kind, value in found if kind == wanted] for wanted in ("row", "control", "ceilings", "left out")
+        self.rows, self.controls, self.ceilings, self.skipped = (
+            [value for kind, value in found if kind == wanted] for wanted in ("row", "control", "ceilings", "skipped")
         )
-        begun = [
-            tuple(a) for (kind, a), (after, _) in itertools.pairwise(found) if (kind, after) == ("begun", "resumed")
-        ]
-        self._ended = Counter(begun)
+        pairs = itertools.pairwise(found)
+        self._ended = Counter(tuple(a) for (kind, a), (after, _) in pairs if (kind, after) == ("begun", "resumed"))
 
-    def begin(self, group: Group, selection: NamedCandidate) -> None:
-        """Puts down what is begun, in case it takes the process with it."""
+    def begin(self, group: Group, candidate: Candidate) -> None:
+        """Records what is begun, in case it ends the process."""
         if self._journal is not None:
-            self._journal.add("begun", [*group.contest, selection.label])
+            self._journal.add("begun", [*group.key, candidate.name])
 
-    def has_ended(self, group: Group, selection: NamedCandidate) -> bool:
-        """True if the process ended twice while this was prepared; once may have been for another reason."""
-        return self._ended[(*group.contest, selection.label)] > 1
+    def has_ended(self, group: Group, candidate: Candidate) -> bool:
+        """True if the process ended twice while this was prepared; once may have another reason."""
+        return self._ended[(*group.key, candidate.name)] > 1
 
     def add(self, kind: str, value: Row) -> None:
-        """Puts a finding down; what only was not reached stays out of the journal."""
-        found = {"row": self.rows, "control": self.controls, "ceilings": self.ceilings, "left out": self.left_out}
+        """Adds a finding, and writes it to the journal unless a resumed run should repeat it."""
+        found = {"row": self.rows, "control": self.controls, "ceilings": self.ceilings, "skipped": self.skipped}
         found[kind].append(value)
         if self._journal is not None and value.get("status") not in ("skipped", "interrupted"):
             self._journal.add(kind, value)
 
-    def left(self, group: Group, selections: Sequence[NamedCandidate]) -> list[NamedCandidate]:
+    def remaining(self, group: Group, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Returns the candidates without a row in this group."""
-        there = {row["subject"] for row in self.rows if contest(row) == group.contest}
-        return [selection for selection in selections if selection.label not in there]
+        known = {row["candidate"] for row in self.rows if key_of(row) == group.key}
+        return [candidate for candidate in candidates if candidate.name not in known]
 
 
 class _Run:
-    def __init__(self, plan: Plan, listener: Listener, journal: Journal | None) -> None:
-        self.plan, self.listener, self.journal = plan, listener, journal
+    def __init__(self, configuration: Configuration, listener: Listener, journal: Journal | None) -> None:
+        self.configuration, self.listener, self.journal = configuration, listener, journal
         self.found = _Findings(journal)
         self.start = time.perf_counter()
-        self.allocation = Allocation({group: plan.selections_of(group) for group in plan.groups()})
+        self.groups = {group: configuration.candidates_of(group) for group in configuration.groups()}
+        self.allocation = Allocation(self.groups)
         self.preparing_s = self.assumed_s = 0.0
 
-    def record(self) -> dict[str, Any]:
-        plan = self.plan
-        machine = describe(plan.device) if self.journal is None else self.journal.header["machine"]
+    def record(self) -> Record:
+        configuration = self.configuration
+        machine = describe(configuration.device) if self.journal is None else self.journal.header["machine"]
         interrupted = False
         try:
             self._take_ceilings()
             planned = self._allocate()
             for group in list(planned):
-                if self.plan.search and not _may_pay(group, self.found.rows):
+                if configuration.search and not may_gain(group, self.found.rows):
                     del planned[group]
-                elif left := self.found.left(group, planned[group]):
+                elif left := self.found.remaining(group, planned[group]):
                     self._run_group(group, left)
                     self._take_ceilings()
         except KeyboardInterrupt:
             interrupted = True
-            self.listener.say("interrupted: keeping what was measured")
-        self._account_for_the_rest(self.allocation.planned, interrupted)
-        self.found.rows.sort(key=functools.partial(_planned_place, self.allocation.planned))
-        return _finished(plan, machine, self.found) | {
+            self.listener.say("interrupted: writing what was measured")
+        self._add_the_rest(self.allocation.planned, interrupted)
+        planned = self.allocation.planned
+        order = [(group.key, candidate.name) for group, candidates in planned.items() for candidate in candidates]
+        self.found.rows.sort(key=lambda row: order.index((key_of(row), row["candidate"])))
+        return _finished(configuration, machine, self.found) | {
             "interrupted": interrupted,
-            "left_out": self.allocation.left_out,
+            "skipped": self.allocation.skipped,
             "seconds": round(time.perf_counter() - self.start, 1),
         }
 
     def _allocate(self) -> Planned:
-        plan, before = self.plan, self.found.left_out
+        configuration, before = self.configuration, self.found.skipped
         self.allocation = Allocation(
-            {group: plan.selections_of(group) for group in plan.groups()},
-            plan.time_budget_s,
+            self.groups,
+            configuration.time_budget_s,
             self.found.ceilings[-1],
-            before[0]["labels"] if before else None if plan.is_default else (),
+            before[0]["candidates"] if before else None if configuration.is_default else (),
         )
         if not before:
-            self.found.add("left out", {"labels": self.allocation.left_out})
+            self.found.add("skipped", {"candidates": self.allocation.skipped})
         planned = self.allocation.planned
-        steps = [2 * len(self.found.left(group, selections)) for group, selections in planned.items()]
+        steps = [2 * len(self.found.remaining(group, candidates)) for group, candidates in planned.items()]
         self.listener.start(sum(steps) + 1 + len(planned))
         return planned
 
     def _take_ceilings(self) -> None:
-        """Measures the ceilings: before, between and after the groups, as the load of the machine changes."""
-        self.listener.now("the machine's ceilings")
-        self.found.add("ceilings", measure_ceilings(self.plan.device, self.plan.product_dtypes()))
+        """Measures the ceilings, which other load lowers: before, between and after the groups."""
+        self.listener.now("ceilings of the machine")
+        self.found.add("ceilings", measure_ceilings(self.configuration.device, self.configuration.product_dtypes()))
         self.listener.done(1)
 
-    def _run_group(self, group: Group, selections: Sequence[NamedCandidate]) -> None:
+    def _run_group(self, group: Group, candidates: Sequence[Candidate]) -> None:
         try:
             with products_in(group.dtype_name):
-                too_large = self._measure_group(group, selections)
+                too_large = self._measure_group(group, candidates)
         except TooLarge:
-            too_large = list(selections)
+            too_large = list(candidates)
         finally:
-            _release_memory(self.plan.device)
+            release_memory(self.configuration.device)
         if not too_large:
             return
-        names = ", ".join(selection.label for selection in too_large)
+        names = ", ".join(candidate.name for candidate in too_large)
         if group.batch_size == 1:
             self.listener.say(f"{group}: out of memory: {names}")
-            for selection in too_large:
-                self.found.add("row", make_row(group, selection, "out of memory", "batch 1 does not fit"))
+            for candidate in too_large:
+                self.found.add("row", make_row(group, candidate, "out of memory", "batch 1 does not fit"))
             return
         half = dataclasses.replace(group, batch_size=group.batch_size // 2)
-        self.listener.say(f"{group}: out of memory, going on with batch {half.batch_size}: {names}")
+        self.listener.say(f"{group}: out of memory, retrying with batch {half.batch_size}: {names}")
         self._run_group(half, too_large)
 
-    def _measure_group(self, group: Group, selections: Sequence[NamedCandidate]) -> list[NamedCandidate]:
-        """Adds a row for every selection but those that did not fit, which are returned."""
-        plan = self.plan
+    def _measure_group(self, group: Group, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Adds a row for every candidate; returns those that did not fit into memory."""
+        configuration = self.configuration
         start_s = self.elapsed_s()
         self.listener.now(f"{group}: images and the fp64 reference")
         try:
-            posed = pose(group, plan.images, plan.device)
+            problem = make_problem(group, configuration.images, configuration.device)
         except TooLarge:
             raise
-        except Exception as error:  # eager itself cannot do this here, such as a dtype that an operator lacks
-            self.listener.say(f"{group}: the definition FAILED: {describe_error(error)}")
-            for selection in selections:
-                self.found.add("row", make_row(group, selection, "failed", f"definition: {describe_error(error)}"))
+        except Exception as error:  # e.g. a dtype that an operator does not support
+            self.listener.say(f"{group}: the reference FAILED: {describe_error(error)}")
+            for candidate in candidates:
+                self.found.add("row", make_row(group, candidate, "failed", f"reference: {describe_error(error)}"))
             return []
         prepared: dict[str, Prepared] = {}
         too_large = []
-        for selection in selections:
-            self.listener.now(f"{group}: {selection.label}")
+        for candidate in candidates:
+            self.listener.now(f"{group}: {candidate.name}")
             try:
-                ready = self._prepare(selection, group, posed, list(prepared.values()))
+                ready = self._prepare(candidate, group, problem, list(prepared.values()))
             except TooLarge:
-                too_large.append(selection)
+                too_large.append(candidate)
                 ready = None
-            if selection in too_large:
-                _release_memory(plan.device, forget_compiled=False)
-            if ready is not None:
-                prepared[selection.label] = ready
-            self.listener.done(1 if ready is not None else 2)  # 2: there is nothing to time
+            if ready is None:
+                release_memory(configuration.device, forget_compiled=False)
+            else:
+                prepared[candidate.name] = ready
+            self.listener.done(2 if ready is None else 1)  # 2: it is not timed
         self.preparing_s += self.elapsed_s() - start_s
         self.assumed_s += self.allocation.prepared_s(group.whole)
-        too_large += self._time(group, prepared)
-        return too_large
+        return too_large + self._time(group, prepared)
 
     def _prepare(
-        self, selection: NamedCandidate, group: Group, posed: Posed, others: Sequence[Prepared]
+        self, candidate: Candidate, group: Group, problem: Problem, others: Sequence[Prepared]
     ) -> Prepared | None:
-        if missing := selection.missing_packages():
-            self.found.add("row", make_row(group, selection, "not installed", f"pip install {' '.join(missing)}"))
+        why_not: tuple[Status, str] | None = None
+        if missing := candidate.missing_packages():
+            why_not = "not installed", f"pip install {' '.join(missing)}"
+        elif self._is_too_late(others):
+            why_not = "skipped", "out of time"
+        elif self.found.has_ended(group, candidate):
+            why_not = "failed", "the process ended twice while this was prepared"
+        if why_not:
+            self.found.add("row", make_row(group, candidate, *why_not))
             return None
-        if self._is_too_late(others):
-            self.found.add("row", make_row(group, selection, "skipped", "the time budget is spent"))
-            return None
-        if self.found.has_ended(group, selection):
-            reason = "the process ended while this was prepared, twice"
-            self.found.add("row", make_row(group, selection, "failed", reason))
-            return None
-        self.found.begin(group, selection)
-        ready, row = prepare(selection, group, posed, explained=self.plan.explain)
-        if ready is not None and self.plan.cold:
-            row.update(cold_start(self.plan.request, group, selection.label))
+        self.found.begin(group, candidate)
+        ready, row = prepare(candidate, group, problem, explained=self.configuration.explain)
+        if ready is not None and self.configuration.cold:
+            row.update(cold_start(self.configuration.request, group, candidate.name))
         if ready is None:
             self.found.add("row", row)
-            if row["status"] in ("wrong", "failed"):
-                self.listener.say(f"{group}: {selection.label} is {row['status'].upper()}: {row['reason'][:200]}")
+            if row["status"] in ("incorrect", "failed"):
+                self.listener.say(f"{group}: {candidate.name} is {row['status'].upper()}: {row['reason'][:200]}")
         return ready
 
-    def _time(self, group: Group, prepared: dict[str, Prepared]) -> list[NamedCandidate]:
-        too_large: list[NamedCandidate] = []
+    def _time(self, group: Group, prepared: dict[str, Prepared]) -> list[Candidate]:
+        too_large: list[Candidate] = []
         while prepared:
             self.listener.now(f"{group}: timing {len(prepared)} candidates, interleaved")
             running = ""
@@ -234,62 +311,62 @@ class _Run:
 
                 return run_it
 
-            # of those that ratios are about: a runtime in fewer bits may be as unsteady as none of the others
+            # at full precision, as ratios are
             alike = [name for name, ready in prepared.items() if not is_lower(ready.row)] or list(prepared)
             best = min(alike, key=lambda name: prepared[name].call_s)
-            end_s, conditions = self._end_of_timing_s(group), Conditions(self.plan.device)
-            clock = self.elapsed_s, end_s, self.plan.is_default
-            watch = Watch(self.plan.protocol, self.listener, *clock, prepared, best)
-            add = functools.partial(_add_timed, self.found, self.plan.device, group, prepared, best)
+            end_s, conditions = self._end_of_timing_s(group), Conditions(self.configuration.device)
+            clock = self.elapsed_s, end_s, self.configuration.is_default
+            watch = Watch(self.configuration.protocol, self.listener, *clock, prepared, best)
+            add = functools.partial(
+                _add_timed, self.found, self.configuration.device, group, prepared, best, conditions
+            )
             calls = {name: tracked(name, ready.call) for name, ready in prepared.items()}
             calls[AGAIN] = tracked(best, prepared[best].call)
             try:
                 with conditions.watch(), at_most(preparation.CANDIDATE_SECONDS) as watch.again:
-                    protocol = dataclasses.replace(self.plan.protocol, launch=group.launch)
-                    timings = time_interleaved(calls, self.plan.device, protocol, on_round=watch)
+                    protocol = dataclasses.replace(self.configuration.protocol, launch=group.launch)
+                    timings = time_interleaved(calls, self.configuration.device, protocol, on_round=watch)
             except KeyboardInterrupt:
-                _add_timed(
-                    self.found, self.plan.device, group, prepared, best, watch.timings(), conditions, "interrupted"
-                )
+                add(watch.timings(), "interrupted")
                 raise
             except Exception as error:
                 broken = prepared.pop(running)
                 if is_out_of_memory(error):
-                    too_large.append(broken.selection)
+                    too_large.append(broken.candidate)
                 else:
                     broken.row.update(status="failed", reason=f"while it was timed: {describe_error(error)}")
                     self.found.add("row", broken.row)
             else:
-                add(timings, conditions, "skipped")
+                add(timings, "skipped")
                 break
-            # Not inside the handler, where the exception still holds the frames and their tensors.
-            _release_memory(self.plan.device, forget_compiled=False)
+            # Outside of the handler, in which the exception keeps tensors alive.
+            release_memory(self.configuration.device, forget_compiled=False)
         return too_large
 
     def elapsed_s(self) -> float:
         return time.perf_counter() - self.start
 
     def _is_too_late(self, others: Sequence[Prepared]) -> bool:
-        """True if the time is spent, with the timing of those prepared before; a compilation may exceed it."""
+        """True if the prepared candidates need the rest of the time."""
         ahead = sum(other.call_s for other in others) * FLOOR_LEAST_REPEATS
-        return self.elapsed_s() + ahead > self.plan.time_budget_s
+        return self.elapsed_s() + ahead > self.configuration.time_budget_s
 
     def _end_of_timing_s(self, group: Group) -> float:
-        if not self.plan.is_default:
-            return self.plan.time_budget_s
+        if not self.configuration.is_default:
+            return self.configuration.time_budget_s
         slowness = max(1.0, self.preparing_s / self.assumed_s)
         return self.allocation.end_of_timing_s(group.whole, self.elapsed_s(), slowness)
 
-    def _account_for_the_rest(self, planned: Planned, interrupted: bool) -> None:
-        for group, selections in planned.items():
-            for selection in self.found.left(group, selections):
+    def _add_the_rest(self, planned: Planned, interrupted: bool) -> None:
+        for group, candidates in planned.items():
+            for candidate in self.found.remaining(group, candidates):
                 status: Status = "interrupted" if interrupted else "skipped"
-                self.found.add("row", make_row(group, selection, status, "not reached"))
+                self.found.add("row", make_row(group, candidate, status, "not started"))
 
 
 def _add_timed(
     found: _Findings, device: torch.device, group: Group, prepared: Mapping[str, Prepared], best: str,
-    timings: Mapping[str, Timing], conditions: Conditions, otherwise: Status,
+    conditions: Conditions, timings: Mapping[str, Timing], otherwise: Status,
 ) -> None:  # fmt: skip
     if best in timings and AGAIN in timings:
         found.add("control", make_control(group, best, timings[best], timings[AGAIN], conditions.summary()))
@@ -300,11 +377,11 @@ def _add_timed(
             if whole and (joules := joules_of(ready.call, timings[name].ms, device)) is not None:
                 ready.row["J_per_image"] = joules / group.batch_size
         else:
-            ready.row.update(status=otherwise, reason="before there were enough repeats")
+            ready.row.update(status=otherwise, reason="too few repeats")
         found.add("row", ready.row)
 
 
-def _finished(plan: Plan, machine: dict[str, Any], found: _Findings) -> dict[str, Any]:
+def _finished(configuration: Configuration, machine: dict[str, Any], found: _Findings) -> Record:
     from vit_fast import __version__
 
     ceilings = best_ceilings(found.ceilings)
@@ -317,32 +394,7 @@ def _finished(plan: Plan, machine: dict[str, Any], found: _Findings) -> dict[str
         "ceilings": ceilings,
         "controls": found.controls,
         "busy": list(busy),
-        "plan": plan.to_dict(),
+        "configuration": configuration.to_dict(),
         "correctness_rule": describe_rule(),
         "rows": found.rows,
     }
-
-
-def _may_pay(group: Group, rows: Sequence[Row]) -> bool:
-    """True if the previous batch size of a search had a higher throughput for any candidate than all before it."""
-    rates: dict[str, list[float]] = {}
-    for row in rows:
-        if (row["model"], row["dtype"], *row["img_size"]) == (group.model.name, group.dtype_name, *group.sizes):
-            whole = row["batch"] == row["requested_batch"]
-            rates.setdefault(row["subject"], []).append((row["images_per_s"] or 0.0) if whole else 0.0)
-    most = max(map(len, rates.values()), default=0)
-    tried = [found for found in rates.values() if len(found) == most]
-    return most < 2 or any(found[-1] > GAIN * max(found[:-1]) for found in tried)
-
-
-def _planned_place(planned: Planned, row: Row) -> tuple[int, int]:
-    number = [group.contest for group in planned].index(contest(row))
-    return number, [selection.label for selection in [*planned.values()][number]].index(row["subject"])
-
-
-def _release_memory(device: torch.device, forget_compiled: bool = True) -> None:
-    if forget_compiled:
-        torch.compiler.reset()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

@@ -61,6 +61,11 @@ def has_fp8(arch: str) -> bool:
     return int(arch.removeprefix("sm_")) >= 89
 
 
+def starts_early(arch: str) -> bool:
+    """True for architectures with programmatic dependent launch, see dependent.py."""
+    return int(arch.removeprefix("sm_")) >= 90
+
+
 def reads_descriptors(arch: str) -> bool:
     """True if tiles are loaded through TMA descriptors where the layout allows."""
     return generation(arch) != "ampere"

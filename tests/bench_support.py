@@ -1,19 +1,32 @@
-"""A small run of the bench: its plan, a listener, and what its rows hold."""
+"""A small run of the bench: its configuration, a listener, and what its rows hold."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from vit_fast.benchmarks.candidates import Task
-from vit_fast.benchmarks.candidates_models import build
-from vit_fast.benchmarks.plan import Plan, make_plan
+from vit_fast.benchmarks import builders
+from vit_fast.benchmarks.candidates import get_candidate
+from vit_fast.benchmarks.configuration import Configuration, make_configuration
+from vit_fast.benchmarks.models import Task
 from vit_fast.benchmarks.rows import SPEED_FIELDS
+from vit_fast.measure.candidate import Candidate
 from vit_fast.measure.clock import Protocol
 
 QUICK = Protocol(repeats=4, seconds=60.0, least_repeats=3, warmup_repeats=1)
+
+
+def named(name: str, build: Callable[[Task], Any], **fields: Any) -> Candidate:
+    """A candidate that a function of the task builds."""
+    return Candidate(base=name, builder=lambda _, task: build(task), **fields)
+
+
+def build(name: str, task: Task) -> nn.Module:
+    """Our model or operator as a candidate of this name, also for a single block."""
+    return builders.build(get_candidate(name), task)
 
 
 def breaking(error: Callable[[], None], after: int = 9, above: int = 0) -> Callable[[Task], Callable[[Tensor], Tensor]]:
@@ -51,12 +64,12 @@ class Notes:
         self.said.append(text)
 
 
-def plan(*labels: str, batch_sizes: tuple[int, ...] = (2,), **fields: object) -> Plan:
-    return make_plan(
+def plan(*names: str, batch_sizes: tuple[int, ...] = (2,), **fields: object) -> Configuration:
+    return make_configuration(
         models=["vit_test"],
         batch_sizes=batch_sizes,
         dtypes=["fp32"],
-        candidates=labels,
+        candidates=names,
         device="cpu",
         protocol=QUICK,
         **fields,
@@ -64,7 +77,7 @@ def plan(*labels: str, batch_sizes: tuple[int, ...] = (2,), **fields: object) ->
 
 
 def rows_by_candidate(record: dict) -> dict[str, dict]:
-    return {row["subject"]: row for row in record["rows"]}
+    return {row["candidate"]: row for row in record["rows"]}
 
 
 def assert_no_speed(row: dict) -> None:

@@ -25,8 +25,10 @@ import pytest  # noqa: E402  # the environment above must be set before anything
 from hypothesis import HealthCheck, settings  # noqa: E402  # as above
 
 if INTERPRETED:
+    import interpreter
     import interpreter_speed
 
+    interpreter.make_bf16_exact()
     interpreter_speed.search_once()
 
 settings.register_profile(
@@ -121,13 +123,12 @@ def small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def add(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Registers a candidate of the bench for the time of a test."""
+    from bench_support import named
+
     from vit_fast.benchmarks import candidates
 
     def add(name: str, build: Callable[..., object], **fields: object) -> None:
-        candidates.all_candidates()
-        monkeypatch.setitem(
-            candidates._CANDIDATES, name, candidates.NamedCandidate(name, "for a test", build, **fields)
-        )
+        monkeypatch.setitem(candidates.CANDIDATES, name, named(name, build, **fields))
 
     return add
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vit_fast.benchmarks.gpu_check_worker import Job
+from vit_fast.benchmarks.gpu_check import Job
 from vit_fast.benchmarks.records import JOURNAL_NAME, PARTIAL
 
 

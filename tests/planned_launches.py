@@ -211,6 +211,7 @@ def main() -> None:
     for operator, arguments in found:
         hold(operator, arguments, kept)
     assert driver.violations() == []
+    assert driver.counters().dependent  # of these too a replay makes the same launches
     sys.stdout.write("ok")
 
 

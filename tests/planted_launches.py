@@ -20,6 +20,11 @@ def planted_copy(source, target):
     target.store([0, 0], source.load([0, 0]))
 
 
+@triton.jit
+def planted_store(target):
+    triton.language.store(target, 1.0)
+
+
 def described() -> TensorDescriptor:
     return TensorDescriptor(torch.zeros(64, 64, dtype=torch.bfloat16), [64, 64], [64, 1], [16, 16])
 
@@ -41,6 +46,10 @@ def main() -> None:
         arguments = (described(), described())
         kernel.run(1, 1, 1, 0, kernel.function, (warps, clusters, 300_000), None, None, None, *arguments)
 
+    def early() -> None:
+        driver._library.stand_in_configure(89, 132, 99 * 1024, 100 * 1024)
+        planted_store[(1,)](torch.zeros(1), launch_pdl=True)
+
     unaligned = torch.zeros(64 * 64 + 1, dtype=torch.bfloat16)[1:]
     plants: dict[str, Callable[[], object]] = {
         "stride": lambda: with_map(lambda made: made.strides.__setitem__(0, 63)),
@@ -49,6 +58,7 @@ def main() -> None:
         "dimension": lambda: with_map(lambda made: made.shape.__setitem__(0, 0)),
         "grid": lambda: planted_copy[(1, 65_536)](described(), described()),
         "shared": oversized,
+        "early": early,  # the last: the device is another one then
     }
     found = {"legal": legal}
     for name, plant in plants.items():

@@ -11,11 +11,20 @@ import torch
 from bench_support import Notes
 
 from vit_fast.benchmarks import runner
-from vit_fast.benchmarks.allocation import AGAIN, ALWAYS, COMPILING_S, PLANNED_SHARE, Allocation, Watch
-from vit_fast.benchmarks.candidates import NamedCandidate, parse_label
-from vit_fast.benchmarks.plan import DEFAULT_TIME_BUDGET_S, Plan, make_plan
+from vit_fast.benchmarks.candidates import parse_candidate
+from vit_fast.benchmarks.configuration import (
+    ALWAYS,
+    COMPILING_S,
+    DEFAULT_TIME_BUDGET_S,
+    PLANNED_SHARE,
+    Allocation,
+    Configuration,
+    make_configuration,
+)
 from vit_fast.benchmarks.preparation import Prepared
 from vit_fast.benchmarks.rows import Group, make_row
+from vit_fast.benchmarks.runner import AGAIN, Watch
+from vit_fast.measure.candidate import Candidate
 from vit_fast.measure.clock import Protocol, time_interleaved
 
 CPU, FREEZING = torch.device("cpu"), "timm+compile:freezing"
@@ -24,35 +33,35 @@ TWO_CORES |= {"matmul_TFLOP_per_s": {"fp32": 0.2, "bf16": 0.45}}
 
 
 @pytest.fixture
-def default(monkeypatch: pytest.MonkeyPatch) -> Plan:
-    """What `vit-fast bench` does without arguments, on two cores with bf16, with every peer installed."""
-    monkeypatch.setattr("vit_fast.benchmarks.plan.has_bf16", lambda: True)
-    monkeypatch.setattr("vit_fast.benchmarks.candidates.NamedCandidate.missing_packages", lambda candidate: [])
-    return make_plan(device="cpu")
+def default(monkeypatch: pytest.MonkeyPatch) -> Configuration:
+    """Returns the configuration of `vit-fast bench` without arguments, on two cores with bf16, with every peer installed."""
+    monkeypatch.setattr("vit_fast.benchmarks.configuration.has_bf16", lambda: True)
+    monkeypatch.setattr("vit_fast.measure.candidate.Candidate.missing_packages", lambda _: [])
+    return make_configuration(device="cpu")
 
 
-def allocated(plan: Plan, budget_s: float, speed: float = 1.0, **fields: object) -> Allocation:
+def allocated(plan: Configuration, budget_s: float, speed: float = 1.0, **fields: object) -> Allocation:
     reached = {name: speed * value for name, value in TWO_CORES["matmul_TFLOP_per_s"].items()}
-    groups = {group: plan.selections_of(group) for group in plan.groups()}
+    groups = {group: plan.candidates_of(group) for group in plan.groups()}
     return Allocation(groups, budget_s, TWO_CORES | {"matmul_TFLOP_per_s": reached}, **fields)
 
 
 def labels(allocation: Allocation) -> list[list[str]]:
-    return [[selection.label for selection in found] for found in allocation.planned.values()]
+    return [[candidate.name for candidate in found] for found in allocation.planned.values()]
 
 
-def test_what_does_not_fit_is_left_out_of_a_dtype_the_last_first(default: Plan) -> None:
+def test_what_does_not_fit_is_skipped_of_a_dtype_the_last_first(default: Configuration) -> None:
     everything, some, few = (allocated(default, seconds) for seconds in (math.inf, DEFAULT_TIME_BUDGET_S["cpu"], 1.0))
-    assert not everything.left_out and len(labels(everything)) == 4
+    assert not everything.skipped and len(labels(everything)) == 4
     first = {f"{label} (fp32)" for label in ("timm", "timm+fused+frozen", "openvino", "onnxruntime", FREEZING)}
-    assert some.left_out and not first & set(some.left_out) and "eager (bf16)" in some.left_out
+    assert some.skipped and not first & set(some.skipped) and "eager (bf16)" in some.skipped
     for chosen, every, group in zip(labels(some), labels(everything), some.planned, strict=True):
-        assert chosen == [label for label in every if f"{label} ({group.dtype_name})" not in some.left_out]
+        assert chosen == [label for label in every if f"{label} ({group.dtype_name})" not in some.skipped]
     assert [len(found) for found in labels(few)] == [ALWAYS] * 4
     slow = allocated(default, DEFAULT_TIME_BUDGET_S["cpu"], speed=0.2)
-    assert set(some.left_out) < set(slow.left_out)
-    resumed = allocated(default, 1.0, left_out=some.left_out)
-    assert labels(resumed) == labels(some) and resumed.left_out == some.left_out
+    assert set(some.skipped) < set(slow.skipped)
+    resumed = allocated(default, 1.0, skipped=some.skipped)
+    assert labels(resumed) == labels(some) and resumed.skipped == some.skipped
 
 
 class Machine:
@@ -65,12 +74,12 @@ class Machine:
     def spend(self, seconds: float) -> None:
         self.now_s += seconds * self.slowness * float(np.exp(self.random.normal(0, self.noise)))
 
-    def prepared(self, selection: NamedCandidate, group: Group, seconds: float) -> Prepared:
-        row = make_row(group, selection, "measured") | {"max_error": 1e-6, "allowed_error": 1e-5, "agreement": 1.0}
-        return Prepared(selection, lambda _: self.spend(seconds), row, seconds)
+    def prepared(self, candidate: Candidate, group: Group, seconds: float) -> Prepared:
+        row = make_row(group, candidate, "measured") | {"max_error": 1e-6, "allowed_error": 1e-5, "agreement": 1.0}
+        return Prepared(candidate, lambda _: self.spend(seconds), row, seconds)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """As the machine of a run: clocks, ceilings, preparations that take what they are assumed to."""
+        """Simulates a machine: clock, ceilings, and preparations that take the estimated time."""
         monkeypatch.setattr(runner.time, "perf_counter", lambda: self.now_s)
         monkeypatch.setattr("vit_fast.measure.clock.time.perf_counter_ns", lambda: int(self.now_s * 1e9))
 
@@ -80,16 +89,16 @@ class Machine:
             self.spend(1.5)
             return TWO_CORES
 
-        def prepare(selection: NamedCandidate, group: Group, *_: object, **__: object) -> tuple[Prepared, dict]:
-            building_s = 0.2 if (key := (selection.label, group.dtype_name)) in built else selection.seconds
+        def prepare(candidate: Candidate, group: Group, *_: object, **__: object) -> tuple[Prepared, dict]:
+            building_s = 0.2 if (key := (candidate.name, group.dtype_name)) in built else candidate.build_s
             built.add(key)
-            self.spend(building_s + COMPILING_S[selection.mode])
+            self.spend(building_s + COMPILING_S[candidate.compile_mode])
             seconds = (0.02 if group.dtype_name == "fp32" else 0.014) * group.batch_size
-            ready = self.prepared(selection, group, seconds * (0.8 if "frozen" in selection.label else 1.0))
+            ready = self.prepared(candidate, group, seconds * (0.8 if "frozen" in candidate.name else 1.0))
             return ready, ready.row
 
         monkeypatch.setattr(runner, "measure_ceilings", ceilings)
-        monkeypatch.setattr(runner, "pose", lambda *_: self.spend(1.0))
+        monkeypatch.setattr(runner, "make_problem", lambda *_: self.spend(1.0))
         monkeypatch.setattr(runner, "prepare", prepare)
 
 
@@ -101,7 +110,7 @@ def test_the_default_run_measures_and_ranks_all_that_it_planned_in_time(slowness
     assert record["seconds"] <= DEFAULT_TIME_BUDGET_S["cpu"] + 10, "and starting and writing take the rest of 180"
     assert {row["status"] for row in record["rows"]} == {"measured"}
     assert len({(row["dtype"], row["batch"]) for row in record["rows"]}) == 4
-    told = [row["verdict"] for row in record["rows"] if noise < 0.05 or row["subject"] == "timm+fused+frozen"]
+    told = [row["verdict"] for row in record["rows"] if noise < 0.05 or row["candidate"] == "timm+fused+frozen"]
     assert set(told) <= {None, "faster", "slower", "no difference"} and "faster" in told
     assert notes.steps == pytest.approx(notes.total)
     if slowness == 1.0:
@@ -111,11 +120,11 @@ def test_the_default_run_measures_and_ranks_all_that_it_planned_in_time(slowness
 def follow(
     machine: Machine, end_s: float, monkeypatch: pytest.MonkeyPatch, *, allocated: bool = True
 ) -> tuple[dict[str, int], list[str]]:
-    """How often each of four candidates is called until a timing ends, and what is said about it."""
+    """Returns the number of calls of each of four candidates until a timing ends, and the printed messages."""
     monkeypatch.setattr("vit_fast.measure.clock.time.perf_counter_ns", lambda: int(machine.now_s * 1e9))
-    (group,) = make_plan(models=["vit_test"], batch_sizes=[8], dtypes=["fp32"], device="cpu").groups()
+    (group,) = make_configuration(models=["vit_test"], batch_sizes=[8], dtypes=["fp32"], device="cpu").groups()
     names = {"timm": 0.1, "timm+fused+frozen": 0.09, "eager": 0.12, "openvino": 0.11}
-    prepared = {name: machine.prepared(parse_label(name), group, seconds) for name, seconds in names.items()}
+    prepared = {name: machine.prepared(parse_candidate(name), group, seconds) for name, seconds in names.items()}
     protocol, notes = Protocol(repeats=80, seconds=4.0, least_repeats=5, warmup_repeats=1, warmup_seconds=0.0), Notes()
     best = "timm+fused+frozen"
     watch = Watch(protocol, notes, lambda: machine.now_s, end_s, allocated, prepared, best)
@@ -136,7 +145,7 @@ def test_noise_leaves_the_best_of_ours_and_of_the_peers_until_they_can_be_ranked
     repeats, said = follow(machine, 300.0, monkeypatch)
     assert repeats["timm"] == repeats["timm+fused+frozen"] == repeats[AGAIN] > 1.3 * repeats["eager"]
     assert repeats["eager"] == repeats["openvino"]
-    assert said == ["noisy: going on with timm, timm+fused+frozen"]
+    assert said == ["noisy machine: continuing with timm, timm+fused+frozen"]
     assert machine.now_s < 300
 
 
@@ -153,14 +162,14 @@ def test_time_that_is_not_its_own_is_left_to_other_groups(monkeypatch: pytest.Mo
 
 
 def test_named_candidates_are_all_planned_and_without_a_limit() -> None:
-    named = make_plan(models=["vit_test"], candidates=["eager", "timm+compile"], device="cpu")
+    named = make_configuration(models=["vit_test"], candidates=["eager", "timm+compile"], device="cpu")
     assert named.time_budget_s == math.inf and not named.is_default
-    limited = make_plan(models=["vit_test"], candidates=["eager"], time_budget_s=5, device="cpu")
+    limited = make_configuration(models=["vit_test"], candidates=["eager"], time_budget_s=5, device="cpu")
     assert limited.time_budget_s == 5 and not limited.is_default
-    assert make_plan(models=["vit_test"], device="cpu").time_budget_s == DEFAULT_TIME_BUDGET_S["cpu"]
+    assert make_configuration(models=["vit_test"], device="cpu").time_budget_s == DEFAULT_TIME_BUDGET_S["cpu"]
 
 
-def test_a_resumed_run_leaves_out_what_the_first_did(default: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_leaves_out_what_the_first_did(default: Configuration, monkeypatch: pytest.MonkeyPatch) -> None:
     Machine().install(monkeypatch)
     entries: list[tuple[str, object]] = []
     journal = types.SimpleNamespace(
@@ -169,4 +178,4 @@ def test_a_resumed_run_leaves_out_what_the_first_did(default: Plan, monkeypatch:
     first = runner.run(default, None, journal)
     monkeypatch.setattr(runner, "measure_ceilings", lambda *_: TWO_CORES | {"matmul_TFLOP_per_s": {"fp32": 100.0}})
     again = runner.run(default, None, journal)
-    assert again["left_out"] == first["left_out"] and len(again["rows"]) == len(first["rows"])
+    assert again["skipped"] == first["skipped"] and len(again["rows"]) == len(first["rows"])

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from vit_fast.benchmarks import machine, plot, readme_table, records, report, runner
+from vit_fast.benchmarks import machine, records, rendering, report, runner
 from vit_fast.cli import main
 from vit_fast.commands.bench import patient_interrupt, rich_tables, screen_columns
 
@@ -58,10 +58,10 @@ def test_a_run_prints_a_table_and_writes_record_table_and_plot(tmp_path: Path, p
     assert sorted(path.name for path in folder.iterdir()) == ["plot.png", "record.json", "report.html", "table.md"]
     assert [path.name for path in folder.parent.iterdir()] == ["run"]
     assert str(folder) in printed
-    for title in ("candidate", "precision", "images/s", "ms", "x best peer", "max error", "agrees"):
+    for title in ("candidate", "precision", "images/s", "ms", "x best peer", "max error", "agreement"):
         assert title in printed
     assert "[p20, p80]" not in printed and "[p20, p80]" in (folder / "table.md").read_text()
-    assert record["plan"]["images"] == ["0.png", "1.png"]
+    assert record["configuration"]["images"] == ["0.png", "1.png"]
     assert str(tmp_path) not in (folder / "record.json").read_text()
     with Image.open(folder / "plot.png") as picture:
         assert picture.format == "PNG"
@@ -79,24 +79,24 @@ def test_a_run_prints_a_table_and_writes_record_table_and_plot(tmp_path: Path, p
         (["{folder}"], "no image"),
         (["--models", "vit_bse_patch16_224"], "vit_base_patch16_224"),
         (["--models", "vit_nothing_*"], "unknown model"),
-        (["--models", ","], "no models"),
+        (["--models", ","], "models must name at least one"),
         (["--candidates", "tim"], "did you mean timm"),
         (["--candidates", "eager+compile:fastest"], "max-autotune"),
-        (["--candidates", "eager+compiled"], "behind +compile"),
+        (["--candidates", "eager+compiled"], "+compile must be followed by"),
         (["--candidates", "flex+compile"], "cannot be compiled"),
-        (["--batch-sizes", "0"], "batch size 0"),
+        (["--batch-sizes", "0"], "batch size must be >= 1, got 0"),
         (["--batch-sizes", "1,x"], "1,x"),
-        (["--batch-sizes", "99999999999"], "needs at least"),
+        (["--batch-sizes", "99999999999"], "it needs at least"),
         (["--dtypes", "float32"], "fp32, fp16, bf16"),
-        (["--resume", "{folder}", "--train"], "expected no other option than --json"),
-        (["--resume", "{folder}", "--explain"], "expected no other option than --json"),
-        (["--resume", "{folder}", "--data", "host"], "expected no other option than --json"),
-        (["--resume", "{text}"], "expected no other option than --json"),
+        (["--resume", "{folder}", "--train"], "no other option"),
+        (["--resume", "{folder}", "--explain"], "no other option"),
+        (["--resume", "{folder}", "--data", "host"], "no other option"),
+        (["--resume", "{text}"], "no other option"),
         (["--dtypes", "fp8"], "fp32, fp16, bf16"),
         (["--device", "toaster"], "toaster"),
         (["--data", "disk"], "--data must be device or"),
-        (["--data", "host", "--device", "cpu"], "a CPU copies nothing"),
-        (["--device", "cuda:63"], "CUDA devices here"),
+        (["--data", "host", "--device", "cpu"], "got host"),
+        (["--device", "cuda:63"], "CUDA devices"),
         (["--time-budget", "-1"], "time_budget_s"),
         (["--out", "{text}"], "new or empty folder"),
         (["--out", "{text}/below"], "is a file"),
@@ -167,9 +167,21 @@ def test_default_folder_names_date_and_machine_and_is_never_taken(record: dict, 
     assert records.default_folder(record["machine"]) == first.with_name(first.name + "-2")
 
 
-def test_a_run_that_is_not_there_cannot_go_on(tmp_path: Path, capsys) -> None:
-    assert vit_fast("bench", "--resume", str(tmp_path)) == 2
-    assert "no unfinished run is there" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (None, "must contain an unfinished run"),
+        ({"format": "vit-fast-bench/2", "request": {}, "machine": {"device": ""}}, "got vit-fast-bench/2"),
+        ({"format": records.FORMAT, "request": {"subjects": None}, "machine": {"device": ""}}, "another version"),
+    ],
+)
+def test_a_run_of_another_version_is_not_resumed(header, message: str, tmp_path: Path, capsys) -> None:
+    if header is not None:
+        (tmp_path / "run.partial").mkdir()
+        (tmp_path / "run.partial" / "rows.jsonl").write_text(json.dumps({"kind": "header", "value": header}) + "\n")
+    assert vit_fast("bench", "--resume", str(tmp_path / "run")) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
 
 
 def test_an_interrupted_run_is_written_and_can_go_on(tmp_path: Path, photographs: Path, capsys, monkeypatch) -> None:
@@ -195,11 +207,10 @@ def test_an_interrupted_run_is_written_and_can_go_on(tmp_path: Path, photographs
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "not JSON"),
-        ("[]", "not a record"),
+        ("{", "must be the JSON of a record"),
+        ("[]", "must be a record"),
         ('{"format": "vit-fast-bench/9"}', "vit-fast-bench/9"),
-        ('{"format": "vit-fast-bench/2", "machine": {}}', "without plan, ceilings, rows"),
-        ('{"format": "vit-fast-bench/2", "machine": {}, "plan": {}, "ceilings": {}, "rows": 1}', "a list of rows"),
+        ('{"format": "vit-fast-bench/3", "machine": {}}', "must be a text, got nothing"),
     ],
 )
 def test_a_file_that_is_no_record_is_refused(content: str, message: str, tmp_path: Path, capsys) -> None:
@@ -214,7 +225,7 @@ def exact(record: dict, resolution: float = 0.02, factors: dict[str, float] | No
     """A record whose rows took 10 ms each, times a factor by candidate, and whose control says this resolution."""
     made = copy.deepcopy(record)
     for row in made["rows"]:
-        ms = 10 * (factors or {}).get(row["subject"], 1.0)
+        ms = 10 * (factors or {}).get(row["candidate"], 1.0)
         samples = [ms * wobble for wobble in (0.999, 1.0, 1.001) * 4]
         row.update(ms=ms, images_per_s=row["batch"] / ms * 1e3, samples_ms=samples)
     made["controls"][0].update(resolution=resolution, between_runs=resolution)
@@ -222,9 +233,19 @@ def exact(record: dict, resolution: float = 0.02, factors: dict[str, float] | No
     return made
 
 
+def before_renaming(record: dict) -> dict:
+    """The record as vit-fast-bench/2 wrote it."""
+    old = {**copy.deepcopy(record), "format": "vit-fast-bench/2"}
+    old["plan"], old["left_out"] = old.pop("configuration"), old.pop("skipped")
+    old["plan"]["subjects"] = old["plan"].pop("candidates")
+    for row in [*old["rows"], *old["controls"]]:
+        row["subject"] = row.pop("candidate")
+    return old
+
+
 def compared(tmp_path: Path, first: dict, second: dict, capsys) -> dict:
     paths = [tmp_path / name for name in ("a.json", "b.json")]
-    for path, content in zip(paths, (first, second), strict=True):
+    for path, content in zip(paths, (before_renaming(first), second), strict=True):
         path.write_bytes(records.to_json(content))
     assert vit_fast("compare", *map(str, paths)) == 0
     printed = capsys.readouterr().out
@@ -237,12 +258,12 @@ def compared(tmp_path: Path, first: dict, second: dict, capsys) -> dict:
 def test_compare_pairs_rows_and_tells_difference_from_noise(record: dict, tmp_path: Path, capsys) -> None:
     first = exact(record)
     later = exact(record, factors={"eager": 0.5, "sdpa": 0.99, "timm": 1.25})
-    later["rows"].append({**later["rows"][1], "subject": "new"})
+    later["rows"].append({**later["rows"][1], "candidate": "new"})
     later["machine"]["threads"] += 1
     told = compared(tmp_path, first, later, capsys)
-    verdicts = {pair["subject"]: pair["verdict"] for pair in told["pairs"]}
+    verdicts = {pair["candidate"]: pair["verdict"] for pair in told["pairs"]}
     assert verdicts == {"eager": "faster", "sdpa": "no difference", "timm": "slower"}
-    assert {pair["subject"]: pair["ratio"] for pair in told["pairs"]} == pytest.approx(
+    assert {pair["candidate"]: pair["ratio"] for pair in told["pairs"]} == pytest.approx(
         {"eager": 2, "sdpa": 1 / 0.99, "timm": 0.8}
     )
     for pair in told["pairs"]:
@@ -259,7 +280,7 @@ def test_compare_ranks_nothing_where_identical_code_differs(record: dict, tmp_pa
     told = compared(tmp_path, exact(record), busy, capsys)
     assert {pair["verdict"] for pair in told["pairs"]} == {"cannot be ranked"}
     assert any("the second is BUSY: other processes took 80%" in warning for warning in told["warnings"])
-    assert any("for a quiet run" in warning for warning in told["warnings"])
+    assert any("to reduce noise" in warning for warning in told["warnings"])
 
 
 def test_compare_tells_no_difference_that_the_machine_itself_made(record: dict, tmp_path: Path, capsys) -> None:
@@ -267,7 +288,7 @@ def test_compare_tells_no_difference_that_the_machine_itself_made(record: dict, 
     later["ceilings"]["copy_GB_per_s"] /= 1.08
     told = compared(tmp_path, exact(record), later, capsys)
     assert {pair["verdict"] for pair in told["pairs"]} == {"no difference"}
-    assert any("ceilings differ by 8.0%" in warning for warning in told["warnings"])
+    assert any("differ by 8.0%" in warning for warning in told["warnings"])
 
 
 def test_a_record_without_rows_is_compared_to_nothing_and_said_so(record: dict, tmp_path: Path, capsys) -> None:
@@ -279,7 +300,7 @@ def test_a_table_says_what_it_can_tell_apart(record: dict) -> None:
     (line,) = report.remarks(exact(record, resolution=0.031))
     assert line.startswith("vit_test, fp32, batch 2, 32x32: resolution 3.1%")
     (line,) = report.remarks(exact(record, resolution=0.34))
-    assert "nothing here can be ranked: identical code differed by 34%; for a quiet run" in line
+    assert "cannot be ranked: identical code differed by 34%; to reduce noise" in line
     above = exact(record)
     above["rows"][0].update(ceiling_share=None, defect="1.25x the matmul ceiling of this run")
     above["busy"] = ["reason"]
@@ -297,13 +318,13 @@ def test_a_doubtful_record_fills_no_document(defect: str, record: dict, tmp_path
     else:
         doubtful["rows"][0]["defect"] = "1.25x the matmul ceiling of this run"
     (tmp_path / "r.json").write_bytes(records.to_json(doubtful))
-    with pytest.raises(ValueError, match="not to be cited"):
-        readme_table.fill("<!-- record: r.json -->\n<!-- /record -->\n", tmp_path)
+    with pytest.raises(ValueError, match="must not be cited"):
+        report.fill("<!-- record: r.json -->\n<!-- /record -->\n", tmp_path)
 
 
 def test_rows_without_figures_are_named_once_with_their_reason(record: dict) -> None:
     other = copy.deepcopy(record)
-    timm = next(row for row in other["rows"] if row["subject"] == "timm")
+    timm = next(row for row in other["rows"] if row["candidate"] == "timm")
     timm.update(status="not installed", reason="pip install timm", images_per_s=None)
     larger = copy.deepcopy(other["rows"])
     for row in larger:
@@ -317,10 +338,10 @@ def test_rows_without_figures_are_named_once_with_their_reason(record: dict) -> 
     text = report.markdown(other)
     assert "| `sdpa (batch 32)` |" in text
     assert "| `timm` |" not in text
-    assert len(plot.draw(other)) > 10_000
+    assert len(rendering.draw(other)) > 10_000
     for row in other["rows"]:
         row["status"] = "skipped"
-    assert len(plot.draw(other)) > 5_000
+    assert len(rendering.draw(other)) > 5_000
 
 
 def test_blocks_of_a_document_are_filled_from_their_records(record: dict, tmp_path: Path, capsys) -> None:
@@ -328,15 +349,15 @@ def test_blocks_of_a_document_are_filled_from_their_records(record: dict, tmp_pa
     (tmp_path / "r.json").write_bytes(records.to_json(record))
     document = tmp_path / "README.md"
     document.write_text("before\n<!-- record: r.json -->\nold\n<!-- /record -->\nafter\n")
-    readme_table.main(["--fill", str(document)])
+    report.main(["--fill", str(document)])
     filled = document.read_text()
     assert filled == f"before\n<!-- record: r.json -->\n{report.markdown(record)}<!-- /record -->\nafter\n"
-    readme_table.main(["--fill", str(document)])
+    report.main(["--fill", str(document)])
     assert document.read_text() == filled
-    short = readme_table.fill("<!-- summary: r.json -->\n<!-- /record -->", tmp_path)
+    short = report.fill("<!-- summary: r.json -->\n<!-- /record -->", tmp_path)
     assert short == f"<!-- summary: r.json -->\n{report.summary(record)}<!-- /record -->"
     assert report.heading(record) in short
-    readme_table.main([str(tmp_path / "r.json")])
+    report.main([str(tmp_path / "r.json")])
     assert capsys.readouterr().out == report.markdown(record)
 
 
@@ -344,16 +365,14 @@ def test_tables_in_the_documents_are_those_of_the_committed_records() -> None:
     root = Path(__file__).parent.parent
     for document in root.glob("*.md"):
         text = document.read_text()
-        assert readme_table.fill(text, root) == text, (
-            f"run: python -m vit_fast.benchmarks.readme_table --fill {document.name}"
-        )
+        assert report.fill(text, root) == text, f"run: python -m vit_fast.benchmarks.report --fill {document.name}"
 
 
 @pytest.mark.parametrize("width", [80, 100, 126, 200])
 def test_a_table_shows_whole_words_in_any_terminal(width: int, record: dict) -> None:
-    """What has no room is left out, and named; nothing is cut or broken."""
+    """Columns that do not fit are omitted and named; nothing is cut or broken."""
     shown = exact(record)
-    shown["rows"][0]["subject"] = "onnxruntime-nobinding"
+    shown["rows"][0]["candidate"] = "onnxruntime-nobinding"
     console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
     (table,) = rich_tables(shown, width)
     console.print(table)

@@ -7,17 +7,18 @@ import functools
 
 import pytest
 import torch
-from mlp_support import make_bf16_exact
+from bench_support import build, named
 from torch import Tensor
 
 from vit_fast import ViTConfig
 from vit_fast.apps.data import default_photograph
-from vit_fast.benchmarks.candidates import NamedCandidate, Task, get_candidate
-from vit_fast.benchmarks.candidates_models import build
+from vit_fast.benchmarks.builders import make
+from vit_fast.benchmarks.candidates import get_candidate
 from vit_fast.benchmarks.correctness import Expected, expect, judge_outputs
 from vit_fast.benchmarks.inputs import image_views, random_weights, rotating_batches, rounded
-from vit_fast.benchmarks.models import describe_ours, resolve
+from vit_fast.benchmarks.models import Task, describe_ours, resolve
 from vit_fast.errors import UnsupportedInputError
+from vit_fast.measure.candidate import Candidate
 from vit_fast.variants import get_variant
 
 CPU = torch.device("cpu")
@@ -38,9 +39,9 @@ def make_task(config: ViTConfig, dtype: torch.dtype = torch.float32, batch_size:
     return task, image_views([default_photograph()], model, 4).to(dtype)
 
 
-def verdict_of(candidate: NamedCandidate, task: Task, images: Tensor, expected: Expected) -> str | None:
+def verdict_of(candidate: Candidate, task: Task, images: Tensor, expected: Expected) -> str | None:
     with torch.inference_mode():
-        return judge_outputs(candidate, task, expected, candidate.build(task)(images)).reason
+        return judge_outputs(candidate, task, expected, make(candidate, task)(images)).reason
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -139,9 +140,9 @@ def test_another_activation_is_noticed(dtype: torch.dtype) -> None:
 
 def assert_noticed(mistake, dtype: torch.dtype) -> None:
     task, images = make_task(get_variant("vit_test").config, dtype)
-    reason = verdict_of(NamedCandidate("mistake", "", mistake), task, images, expect(task, images))
+    reason = verdict_of(named("mistake", mistake), task, images, expect(task, images))
     assert reason is not None
-    assert "off by" in reason
+    assert "error must be at most" in reason
 
 
 def test_nan_and_other_shapes_are_refused() -> None:
@@ -152,15 +153,15 @@ def test_nan_and_other_shapes_are_refused() -> None:
     poisoned[2, 3] = float("nan")
     assert judge_outputs(get_candidate("sdpa"), task, expected, right).passed
     assert "NaN" in judge_outputs(get_candidate("sdpa"), task, expected, poisoned).reason
-    assert "instead of" in judge_outputs(get_candidate("sdpa"), task, expected, right[:2]).reason
-    assert "instead of" in judge_outputs(get_candidate("sdpa"), task, expected, (right,)).reason
+    assert "must be (4, 10), got" in judge_outputs(get_candidate("sdpa"), task, expected, right[:2]).reason
+    assert "must be (4, 10), got" in judge_outputs(get_candidate("sdpa"), task, expected, (right,)).reason
 
 
 def test_a_candidate_of_fewer_bits_is_held_to_its_own_tolerance() -> None:
     task, images = make_task(get_variant("vit_test").config)
     expected = expect(task, images)
-    coarse = expected.outputs.float() + 0.01
-    candidate = NamedCandidate("coarse", "", build=lambda task: lambda images: coarse)
+    coarse = expected.reference.exact[0].float() + 0.01
+    candidate = named("coarse", lambda task: lambda images: coarse)
     assert not judge_outputs(candidate, task, expected, coarse).passed
     roomy = dataclasses.replace(candidate, tolerance=0.02)
     assert judge_outputs(roomy, task, expected, coarse).passed
@@ -168,29 +169,28 @@ def test_a_candidate_of_fewer_bits_is_held_to_its_own_tolerance() -> None:
 
 
 def test_our_model_in_e4m3_passes_and_is_not_what_it_is_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_bf16_exact()
     candidate, config = get_candidate("triton-fp8"), get_variant("vit_test").config
     task, images = make_task(config, torch.bfloat16)
     with torch.inference_mode():
-        found = candidate.build(task)(images)
+        found = make(candidate, task)(images)
         assert judge_outputs(candidate, task, expect(task, images), found).passed
-        assert not torch.equal(found, get_candidate("triton").build(task)(images))
+        assert not torch.equal(found, make(get_candidate("triton"), task)(images))
     monkeypatch.setattr(
         "vit_fast.measure.build.changed_copy", lambda *_: pytest.fail("what cannot run is not calibrated")
     )
     with pytest.raises(UnsupportedInputError, match="float32"):
-        candidate.build(make_task(config)[0])
+        make(candidate, make_task(config)[0])
     block = dataclasses.replace(task, model=dataclasses.replace(task.model, block=True))
     for name in ("triton-fp8", "torchao-fp8"):
         with pytest.raises(UnsupportedInputError, match="whole model"):
-            get_candidate(name).build(block)
+            make(get_candidate(name), block)
 
 
 def test_peers_refuse_what_they_cannot_express_with_all_reasons() -> None:
     task, _ = make_task(shrunk("vit_small_patch14_reg4_dinov2", num_classes=10))
     for name in ("transformers", "torchvision"):
         with pytest.raises(UnsupportedInputError) as refusal:
-            get_candidate(name).build(task)
+            make(get_candidate(name), task)
         text = str(refusal.value)
         assert all(reason in text for reason in ("reg_tokens must be 0", "no_embed_class must be", "init_values"))
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from vit_fast.benchmarks import machine
-from vit_fast.benchmarks.candidates import parse_label
+from vit_fast.benchmarks.candidates import parse_candidate
 from vit_fast.benchmarks.models import resolve
 from vit_fast.benchmarks.report import markdown
 from vit_fast.benchmarks.rows import Group, add_timing, make_row
@@ -126,7 +126,7 @@ def test_counted_launches_are_the_slower_of_host_and_device(gpu: Simulated) -> N
 
 
 def test_instants_are_a_timer_of_the_devices_time(gpu: Simulated) -> None:
-    """As pytest-benchmark uses one: calls queued without waiting take the device's time, unless the host is slower."""
+    """As in pytest-benchmark: queued calls take the device's time, unless the host is slower."""
     for host_ms, device_ms, expected in ((0.02, 5.0, 5.0), (0.7, 0.1, 0.7)):
         call = gpu.call(host_ms, device_ms)
         call(0)
@@ -200,7 +200,7 @@ def test_a_record_gives_the_hosts_time_in_a_column_of_its_own(gpu: Simulated) ->
         "vit_fast": "0",
     }
     for device in ("cuda", "cpu"):
-        row = make_row(group, parse_label("sdpa"), "measured")
+        row = make_row(group, parse_candidate("sdpa"), "measured")
         found = time_interleaved({"a": gpu.call(11.0, 0.5)}, device, COUNTED)["a"]
         add_timing(row, found, group)
         record["rows"] = [row]

@@ -1,15 +1,16 @@
-"""Where the time goes: names to parts, a profile of a model, and what is lost against the floor."""
+"""Time per layer and kernel: the names of layers, a profile of a model, and the loss against the floor."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from vit_fast.benchmarks import html_report, machine
-from vit_fast.benchmarks.explain import CALLS, COMPILED, REST, explain, part_of, tables
+from vit_fast.benchmarks import machine, rendering
+from vit_fast.benchmarks.configuration import make_configuration
 from vit_fast.benchmarks.models import resolve
-from vit_fast.benchmarks.plan import make_plan
-from vit_fast.benchmarks.rows import Group
+from vit_fast.benchmarks.preparation import PROFILED_CALLS, part_of, profile
+from vit_fast.benchmarks.report import tables
+from vit_fast.benchmarks.rows import COMPILED, REST, Group
 from vit_fast.benchmarks.runner import run
 from vit_fast.measure.clock import Protocol
 from vit_fast.work import total, work
@@ -50,8 +51,8 @@ def test_a_profile_counts_the_calls_of_a_model_and_what_its_parts_must_do():
         return x
 
     with torch.no_grad():
-        found = explain(call, torch.device("cpu"), Group(model, "fp32", 2, 2))
-    assert numbers == list(range(CALLS))
+        found = profile(call, torch.device("cpu"), Group(model, "fp32", 2, 2))
+    assert numbers == list(range(PROFILED_CALLS))
     ((_, _, calls, ms),) = [kernel for kernel in found["kernels"] if kernel[1] == "aten::addmm"]
     assert calls == 5 and ms > 0
     times = [kernel[3] for kernel in found["kernels"]]
@@ -66,7 +67,7 @@ def test_a_run_explains_every_candidate_side_by_side_and_what_is_lost(monkeypatc
     monkeypatch.setitem(machine.COPY_BYTES, "cpu", 2**16)
     quick = Protocol(repeats=1, seconds=0.0, least_repeats=1, warmup_repeats=1, warmup_seconds=0.0)
     options = {"models": ["vit_test"], "batch_sizes": [2], "dtypes": ["fp32"], "device": "cpu", "protocol": quick}
-    record = run(make_plan(candidates=["eager", "sdpa"], explain=True, **options))
+    record = run(make_configuration(candidates=["eager", "sdpa"], explain=True, **options))
     record["ceilings"].update(copy_GB_per_s=1.0, matmul_TFLOP_per_s={"fp32": 1.0})
     for row, ms in zip(record["rows"], (6.0, 4.0), strict=True):
         row["ms"] = ms
@@ -84,9 +85,9 @@ def test_a_run_explains_every_candidate_side_by_side_and_what_is_lost(monkeypatc
     assert lines["attention"]["floor"] == f"{4 * work(config, 2)['attention'].elements / 1e6:.4g}"  # at 1 GB/s, in ms
     floor = 4 * total(work(config, 2).values()).elements / 1e6
     assert (lines["linears"]["sdpa"], lines[REST]["floor"], lines["sum"]["eager"]) == ("3", "", "4.5")
-    assert (lines["of it in no kernel"]["eager"], lines["of it in no kernel"]["sdpa"]) == ("1.5", "0")
+    assert (lines["outside of kernels"]["eager"], lines["outside of kernels"]["sdpa"]) == ("1.5", "0")
     assert lines["above the floor"]["eager"] == f"{6 - floor:.4g}"
     assert lines["above the floor"]["sdpa"] == f"{4 - floor:.4g}"
     assert ["cat", "sdpa", REST, "1", "0.5"] in kernels
-    page = html_report.render({"run": record})
+    page = rendering.render({"run": record})
     assert "above the floor" in page and "--explain" in page

@@ -1,4 +1,4 @@
-"""What kills, hangs, interrupts or fills up a run: the rows stay, and the others go on."""
+"""Killed, hanging, interrupted and failing runs: finished rows stay, and the other candidates run."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_support import QUICK, Notes, assert_no_speed, breaking, plan, rows_by_candidate
+from bench_support import QUICK, Notes, assert_no_speed, breaking, build, plan, rows_by_candidate
 
 from vit_fast.benchmarks import machine, records, runner
-from vit_fast.benchmarks.candidates_models import build
-from vit_fast.benchmarks.plan import make_plan
+from vit_fast.benchmarks.configuration import make_configuration
 
 pytestmark = pytest.mark.usefixtures("small_ceilings")
 
@@ -49,7 +48,7 @@ def test_out_of_memory_halves_the_batch_says_so_and_goes_on(add) -> None:
     assert (rows["timm"]["batch"], rows["timm"]["status"]) == (8, "measured")
     assert rows["hopeless"]["status"] == "out of memory"
     assert_no_speed(rows["hopeless"])
-    assert [text.partition("going on with ")[2] for text in notes.said if "going on" in text] == [
+    assert [text.partition("retrying with ")[2] for text in notes.said if "retrying" in text] == [
         "batch 4: greedy, hopeless",
         "batch 2: greedy, hopeless",
         "batch 1: hopeless",
@@ -68,7 +67,7 @@ def test_ctrl_c_keeps_what_was_measured(add) -> None:
     add("pressed", breaking(press, above=1))
     record = runner.run(plan("eager", "pressed", batch_sizes=(1, 2, 4)), Notes())
     assert record["interrupted"]
-    assert [(row["batch"], row["subject"], row["status"]) for row in record["rows"]] == [
+    assert [(row["batch"], row["candidate"], row["status"]) for row in record["rows"]] == [
         (1, "eager", "measured"),
         (1, "pressed", "measured"),
         (2, "eager", "interrupted"),
@@ -83,20 +82,21 @@ def test_ctrl_c_keeps_what_was_measured(add) -> None:
 KILLED = """
 import os, sys
 from pathlib import Path
-from vit_fast.benchmarks import machine, plan, records, runner, candidates
-from vit_fast.benchmarks.candidates_models import build
+from vit_fast.benchmarks import builders, candidates, configuration, machine, records, runner
+from vit_fast.measure.candidate import Candidate
 from vit_fast.measure.clock import Protocol
 
 machine.MATMUL_SIZE["cpu"], machine.COPY_BYTES["cpu"] = 64, 2**16
 
-def deadly(task):
+def deadly(candidate, task):
     if task.batch_size == 2:
         os.kill(os.getpid(), 9)
-    return build("sdpa", task)
+    return builders.build(candidates.CANDIDATES["sdpa"], task)
 
-candidates.register("deadly", "for a test", deadly)
-chosen = plan.make_plan(models=["vit_test"], batch_sizes=[1, 2], dtypes=["fp32"], candidates=["eager", "deadly"],
-    device="cpu", protocol=Protocol(repeats=4, seconds=60.0, least_repeats=3, warmup_repeats=1))
+candidates.CANDIDATES["deadly"] = Candidate(base="deadly", builder=deadly)
+chosen = configuration.make_configuration(models=["vit_test"], batch_sizes=[1, 2], dtypes=["fp32"],
+    candidates=["eager", "deadly"], device="cpu",
+    protocol=Protocol(repeats=4, seconds=60.0, least_repeats=3, warmup_repeats=1))
 journal = records.Journal.begin(Path(sys.argv[1]), chosen.request, machine.describe("cpu"))
 runner.run(chosen, None, journal)
 """
@@ -108,20 +108,20 @@ def test_kill_9_keeps_the_rows_and_the_run_can_go_on(add, tmp_path: Path) -> Non
     ended = subprocess.run([sys.executable, "-c", KILLED, str(folder)], capture_output=True, text=True)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     assert not folder.exists()
-    with pytest.raises(ValueError, match=r"run\.partial: holds an unfinished run; expected --resume"):
+    with pytest.raises(ValueError, match=r"run\.partial contains an unfinished run; add --resume"):
         records.check_folder(folder)
     with (tmp_path / "run.partial" / "rows.jsonl").open("a") as file:
         file.write('{"kind": "row", "val')  # cut in the middle of a line
     add("deadly", lambda task: build("sdpa", task))
     journal = records.Journal.resume(folder)
     before = [value for kind, value in journal.entries if kind == "row"]
-    assert [(row["subject"], row["batch"], row["status"]) for row in before] == [
+    assert [(row["candidate"], row["batch"], row["status"]) for row in before] == [
         ("eager", 1, "measured"),
         ("deadly", 1, "measured"),
     ]
-    again = dataclasses.replace(make_plan(**journal.header["request"]), protocol=QUICK)
+    again = dataclasses.replace(make_configuration(**journal.header["request"]), protocol=QUICK)
     record = runner.run(again, None, journal)
-    assert [(row["batch"], row["subject"], row["status"]) for row in record["rows"]] == [
+    assert [(row["batch"], row["candidate"], row["status"]) for row in record["rows"]] == [
         (batch, candidate, "measured") for batch in (1, 2) for candidate in ("eager", "deadly")
     ]
     assert [row["ms"] for row in record["rows"][:2]] == [row["ms"] for row in before]
@@ -129,7 +129,7 @@ def test_kill_9_keeps_the_rows_and_the_run_can_go_on(add, tmp_path: Path) -> Non
     journal.finish({"record.json": records.to_json(record)}, keep=False)
     assert records.read_record(folder)["rows"] == record["rows"]
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
-    with pytest.raises(ValueError, match="no unfinished run is there"):
+    with pytest.raises(ValueError, match="must contain an unfinished run"):
         records.Journal.resume(folder)
 
 
@@ -146,13 +146,13 @@ def test_what_ends_the_process_twice_is_failed_and_leaves_the_others(tmp_path: P
     ended = subprocess.run([sys.executable, "-c", AGAIN, str(folder)], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     found = [value for kind, value in records.Journal.resume(folder).entries if kind == "row"]
-    assert {(row["subject"], row["batch"]): row["status"] for row in found} == {
+    assert {(row["candidate"], row["batch"]): row["status"] for row in found} == {
         ("eager", 1): "measured",
         ("deadly", 1): "measured",
         ("eager", 2): "measured",
         ("deadly", 2): "failed",
     }
-    assert any("the process ended while this was prepared" in (row["reason"] or "") for row in found)
+    assert any("the process ended twice" in (row["reason"] or "") for row in found)
 
 
 @pytest.mark.fast_cases("while it is timed")
@@ -168,5 +168,5 @@ def test_what_hangs_is_ended_and_leaves_the_others(calls_before: int, add) -> No
 def test_a_run_is_not_gone_on_with_on_another_machine(tmp_path: Path) -> None:
     journal = records.Journal.begin(tmp_path / "run", {}, machine.describe("cpu"))
     journal.check_machine(machine.describe("cpu"))
-    with pytest.raises(ValueError, match=r"commit was .* is another"):
+    with pytest.raises(ValueError, match=r"commit must be .* got another"):
         journal.check_machine(machine.describe("cpu") | {"commit": "another"})

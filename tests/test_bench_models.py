@@ -8,16 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_support import QUICK
+from bench_support import QUICK, build, named
 from onnx_models import randomised
 from torch import Tensor, nn
 
 import vit_fast
 from vit_fast.benchmarks import candidates, models, runner
-from vit_fast.benchmarks.candidates import NamedCandidate, Task, choose
-from vit_fast.benchmarks.candidates_models import build
-from vit_fast.benchmarks.models import resolve
-from vit_fast.benchmarks.plan import make_plan
+from vit_fast.benchmarks.candidates import choose
+from vit_fast.benchmarks.configuration import make_configuration
+from vit_fast.benchmarks.models import Task, resolve
 from vit_fast.benchmarks.report import command
 from vit_fast.cli import main
 from vit_fast.work import Counter
@@ -40,7 +39,7 @@ def sized(size):
 
 @pytest.fixture
 def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a module of models can be imported, and small files of every kind lie."""
+    """Changes to a folder with an importable module of models, and small files of every kind."""
     (tmp_path / "my_models.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "my_models", raising=False)
@@ -49,12 +48,14 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def measure(model: str, *labels: str, **fields: object) -> list[dict]:
-    plan = make_plan(models=[model], batch_sizes=[2], candidates=labels or None, device="cpu", protocol=QUICK, **fields)
+    plan = make_configuration(
+        models=[model], batch_sizes=[2], candidates=labels or None, device="cpu", protocol=QUICK, **fields
+    )
     return runner.run(plan)["rows"]
 
 
 def assert_measured(rows: list[dict], *labels: str) -> None:
-    assert {row["subject"]: row["status"] for row in rows} == dict.fromkeys(labels, "measured"), rows
+    assert {row["candidate"]: row["status"] for row in rows} == dict.fromkeys(labels, "measured"), rows
 
 
 @pytest.mark.slow
@@ -218,41 +219,44 @@ class _Wrong(nn.Module):
 @pytest.mark.parametrize(("forgets", "reason"), [(False, "off by"), (True, "the norm of all parameters' gradients")])
 def test_a_wrong_gradient_gets_no_speed(forgets: bool, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs are right: of a gradient that is too large, and of a parameter that is forgotten."""
-    candidates.all_candidates()
-    wrong = NamedCandidate("wrong", "for a test", lambda task: _Wrong(build("sdpa", task), forgets))
-    monkeypatch.setitem(candidates._CANDIDATES, "wrong", wrong)
-    (right,) = measure("vit_test", "wrong")
+    wrong = named("incorrect", lambda task: _Wrong(build("sdpa", task), forgets))
+    monkeypatch.setitem(candidates.CANDIDATES, "incorrect", wrong)
+    (right,) = measure("vit_test", "incorrect")
     assert right["status"] == "measured"
-    (row,) = measure("vit_test", "wrong", train=True)
-    assert row["status"] == "wrong" and reason in row["reason"] and row["ms"] is None
+    (row,) = measure("vit_test", "incorrect", train=True)
+    assert row["status"] == "incorrect" and reason in row["reason"] and row["ms"] is None
 
 
 @pytest.mark.slow
 def test_only_modules_are_trained() -> None:
     (row,) = measure("vit_test", "onnxruntime", train=True)
     assert row["status"] == "unsupported" and "only modules of torch are trained" in row["reason"]
-    labels = {selection.label for selection in choose(None, torch.device("cpu"), "ours", training=True)}
+    labels = {selection.name for selection in choose(None, torch.device("cpu"), "ours", training=True)}
     assert {"sdpa", "timm", "timm+fused"} <= labels and not any("onnx" in label for label in labels)
 
 
 @pytest.mark.parametrize("supported", [True, False])
 def test_a_cpu_measures_peers_and_ours_in_every_dtype_that_they_have_there(supported, monkeypatch) -> None:
-    monkeypatch.setattr("vit_fast.benchmarks.plan.has_bf16", lambda: supported)
-    plan = make_plan(models=["vit_test"], device="cpu")
+    monkeypatch.setattr("vit_fast.benchmarks.configuration.has_bf16", lambda: supported)
+    plan = make_configuration(models=["vit_test"], device="cpu")
     assert {group.dtype_name for group in plan.groups()} == ({"fp32", "bf16"} if supported else {"fp32"})
     for group in plan.groups():
-        labels = {selection.label for selection in plan.selections_of(group)}
+        labels = {selection.name for selection in plan.candidates_of(group)}
         assert {"timm", "timm+fused+frozen", "openvino", "timm+compile", "timm+compile:freezing"} <= labels
         assert ("onnxruntime" in labels) == (group.dtype_name == "fp32"), "it has no kernels in bf16"
         assert not any("optimized" in label for label in labels), "nothing is cached on a first run"
-    assert {group.dtype_name for group in make_plan(models=["vit_test"], train=True, device="cpu").groups()} == {"fp32"}
+    assert {
+        group.dtype_name for group in make_configuration(models=["vit_test"], train=True, device="cpu").groups()
+    } == {"fp32"}
 
 
 def test_the_command_of_a_record_measures_the_same(in_a_folder: Path) -> None:
-    plan = make_plan(models=["timm:test_vit"], train=True, amp=True, img_size=[64], batch_sizes=[2], device="cpu")
-    text = command({"plan": plan.to_dict()})
+    plan = make_configuration(
+        models=["timm:test_vit"], train=True, amp=True, img_size=[64], batch_sizes=[2], device="cpu"
+    )
+    text = command({"configuration": plan.to_dict()})
     assert "--models timm:test_vit" in text and "--train --amp --img-size 64" in text and "--dtypes" not in text
-    again = make_plan(**plan.request)
+    again = make_configuration(**plan.request)
     assert dataclasses.replace(again, models=()) == dataclasses.replace(plan, models=())
 
 

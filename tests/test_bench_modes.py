@@ -1,4 +1,4 @@
-"""What else a run can be asked for: latency, the best batch by search, several image sizes, energy, data's place."""
+"""Modes of a run: latency, search for the best batch size, several image sizes, energy, location of the data."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from bench_support import QUICK
+from bench_support import QUICK, build
 
 from vit_fast.apps.data import default_photograph
-from vit_fast.benchmarks import conditions, html_report, plan, preparation, report, runner
-from vit_fast.benchmarks.candidates import Task, parse_label
-from vit_fast.benchmarks.candidates_models import build
-from vit_fast.benchmarks.comparison import compare
-from vit_fast.benchmarks.plan import LATENCY, Plan, make_plan
+from vit_fast.benchmarks import configuration, machine, preparation, rendering, report, runner
+from vit_fast.benchmarks.candidates import parse_candidate
+from vit_fast.benchmarks.configuration import LATENCY, Configuration, make_configuration
+from vit_fast.benchmarks.models import Task
 from vit_fast.benchmarks.records import read_record
-from vit_fast.benchmarks.rows import PERCENTILE_REPEATS, finish
+from vit_fast.benchmarks.rows import PERCENTILE_REPEATS, compare_records, finish
 from vit_fast.measure.clock import Protocol, percentile
 
 pytestmark = pytest.mark.usefixtures("small_ceilings")
@@ -29,21 +28,21 @@ VIT_TEST = {"models": ["vit_test"], "dtypes": ["fp32"], "device": "cpu"}
 
 
 def test_latency_is_of_one_image_and_says_its_99th_percentile() -> None:
-    plan = make_plan(candidates=["sdpa"], latency=True, **VIT_TEST)
+    plan = make_configuration(candidates=["sdpa"], latency=True, **VIT_TEST)
     assert plan.batch_sizes == (1,) and plan.protocol == LATENCY
-    assert "--latency" in report.command({"plan": plan.to_dict()})
-    assert "--batch-sizes" not in report.command({"plan": plan.to_dict()})
-    with pytest.raises(ValueError, match="calls of one image"):
-        make_plan(latency=True, batch_sizes=[1, 8], **VIT_TEST)
+    assert "--latency" in report.command({"configuration": plan.to_dict()})
+    assert "--batch-sizes" not in report.command({"configuration": plan.to_dict()})
+    with pytest.raises(ValueError, match="must be 1 or absent with --latency"):
+        make_configuration(latency=True, batch_sizes=[1, 8], **VIT_TEST)
     enough = Protocol(repeats=PERCENTILE_REPEATS, seconds=60.0, least_repeats=PERCENTILE_REPEATS, warmup_repeats=1)
-    record = runner.run(make_plan(candidates=["sdpa"], latency=True, protocol=enough, **VIT_TEST))
+    record = runner.run(make_configuration(candidates=["sdpa"], latency=True, protocol=enough, **VIT_TEST))
     (row,) = record["rows"]
     assert (row["ms_p90"], row["ms_p99"]) == pytest.approx(
         [percentile(row["samples_ms"], x) for x in (0.9, 0.99)], rel=1e-5
     )
     assert row["ms"] <= row["ms_p90"] <= row["ms_p99"]
     assert {"p90 ms", "p99 ms"} <= {column.title for column in report.filled_columns(record)}
-    (few,) = runner.run(make_plan(candidates=["sdpa"], batch_sizes=[1], protocol=QUICK, **VIT_TEST))["rows"]
+    (few,) = runner.run(make_configuration(candidates=["sdpa"], batch_sizes=[1], protocol=QUICK, **VIT_TEST))["rows"]
     assert few["ms_p90"] is few["ms_p99"] is None
 
 
@@ -57,7 +56,7 @@ class Simulated:
         self.asked.append(group.batch_size)
         for selection in selections:
             row = runner.make_row(group, selection, "measured")
-            ms = self.ms[group.batch_size] * (1 if selection.label == "eager" else 2)
+            ms = self.ms[group.batch_size] * (1 if selection.name == "eager" else 2)
             run.found.add("row", row | {"images_per_s": 1e3 * group.batch_size / ms, "ms": ms, "samples_ms": [ms] * 4})
         return []
 
@@ -74,7 +73,7 @@ class Simulated:
 def test_the_batch_is_doubled_as_long_as_that_gains(ms, asked, monkeypatch: pytest.MonkeyPatch) -> None:
     simulated = Simulated(ms)
     monkeypatch.setattr(runner._Run, "_measure_group", lambda self, *given: simulated.measure(self, *given))
-    plan = make_plan(candidates=["eager", "sdpa"], batch_sizes="best", protocol=QUICK, **VIT_TEST)
+    plan = make_configuration(candidates=["eager", "sdpa"], batch_sizes="best", protocol=QUICK, **VIT_TEST)
     record = runner.run(plan)
     assert simulated.asked == asked
     assert sorted({row["requested_batch"] for row in record["rows"]}) == asked
@@ -85,13 +84,13 @@ def test_the_batch_is_doubled_as_long_as_that_gains(ms, asked, monkeypatch: pyte
 
 
 def test_a_search_goes_no_further_than_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vit_fast.benchmarks.plan.memory_bytes", lambda _: 2**20)
-    sizes = make_plan(batch_sizes="best", **VIT_TEST).batch_sizes
+    monkeypatch.setattr("vit_fast.benchmarks.configuration.memory_bytes", lambda _: 2**20)
+    sizes = make_configuration(batch_sizes="best", **VIT_TEST).batch_sizes
     assert sizes[0] == 1 and 1 < sizes[-1] < 64
 
 
 def test_several_image_sizes_are_contests_of_their_own() -> None:
-    plan = make_plan(
+    plan = make_configuration(
         candidates=["eager", "sdpa"], batch_sizes=[2], img_size=[[32], [64, 32]], protocol=QUICK, **VIT_TEST
     )
     record = runner.run(plan)
@@ -99,7 +98,7 @@ def test_several_image_sizes_are_contests_of_their_own() -> None:
         (size, tokens, "measured") for size, tokens in (([32, 32], 17), ([64, 32], 33)) for _ in range(2)
     ]
     assert [control["img_size"] for control in record["controls"]] == [[32, 32], [64, 32]]
-    assert list(report.contests(record)) == ["vit_test, fp32, batch 2, 32x32", "vit_test, fp32, batch 2, 64x32"]
+    assert list(report.groups(record)) == ["vit_test, fp32, batch 2, 32x32", "vit_test, fp32, batch 2, 64x32"]
     assert "--img-size 32,64x32" in report.command(record)
 
 
@@ -111,22 +110,22 @@ def test_energy_is_the_counters_difference_over_calls_without_a_pause(monkeypatc
     nvml.nvmlDeviceGetHandleByPciBusId = lambda bus: bus
     nvml.nvmlDeviceGetTotalEnergyConsumption = lambda handle: 7_000 + 3_000 * len(done)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    monkeypatch.setattr(conditions, "synchronise", lambda device: None)
-    monkeypatch.setattr(conditions, "bus_id", lambda properties: "0000:00:00.0")
+    monkeypatch.setattr(machine, "synchronise", lambda device: None)
+    monkeypatch.setattr(machine, "bus_id", lambda properties: "0000:00:00.0")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: None)
-    assert conditions.joules_of(done.append, 10.0, torch.device("cuda")) == pytest.approx(3.0)
+    assert machine.joules_of(done.append, 10.0, torch.device("cuda")) == pytest.approx(3.0)
     assert len(done) == 50
     nvml.nvmlDeviceGetTotalEnergyConsumption = lambda handle: 1 / 0
-    assert conditions.joules_of(done.append, 10.0, torch.device("cuda")) is None
+    assert machine.joules_of(done.append, 10.0, torch.device("cuda")) is None
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert conditions.joules_of(done.append, 10.0, torch.device("cuda")) is None
-    assert conditions.joules_of(done.append, 10.0, torch.device("cpu")) is None and len(done) == 50
+    assert machine.joules_of(done.append, 10.0, torch.device("cuda")) is None
+    assert machine.joules_of(done.append, 10.0, torch.device("cpu")) is None and len(done) == 50
 
 
 def test_tf32_rounds_products_of_that_group_alone(add) -> None:
     """Asked for on a GPU; what the definition, the ceiling and a candidate see is told by torch itself."""
-    with pytest.raises(ValueError, match="dtype 'tf32' on cpu: expected fp32, fp16, bf16"):
-        make_plan(candidates=["eager"], **VIT_TEST | {"dtypes": ["tf32"]})
+    with pytest.raises(ValueError, match="must be one of fp32, fp16, bf16 on cpu, got 'tf32'"):
+        make_configuration(candidates=["eager"], **VIT_TEST | {"dtypes": ["tf32"]})
     seen: dict[str, set[str]] = {}
 
     def watched(task: Task) -> object:
@@ -140,27 +139,27 @@ def test_tf32_rounds_products_of_that_group_alone(add) -> None:
 
     add("watched", watched)
     before = torch.get_float32_matmul_precision()
-    plan = make_plan(candidates=["watched"], batch_sizes=[2], protocol=QUICK, **VIT_TEST)
+    plan = make_configuration(candidates=["watched"], batch_sizes=[2], protocol=QUICK, **VIT_TEST)
     record = runner.run(dataclasses.replace(plan, dtypes=("fp32", "tf32")))
     assert [(row["dtype"], row["status"]) for row in record["rows"]] == [("fp32", "measured"), ("tf32", "measured")]
     assert seen == {"2": {before, "high"}} and torch.get_float32_matmul_precision() == before
     assert set(record["ceilings"]["matmul_TFLOP_per_s"]) == {"fp32", "tf32"}
 
 
-def on_host(monkeypatch: pytest.MonkeyPatch, **asked: object) -> Plan:
-    """What a GPU would be asked with --data host, on a CPU; pinning memory needs CUDA."""
+def on_host(monkeypatch: pytest.MonkeyPatch, **asked: object) -> Configuration:
+    """Simulates --data host on a CPU, because pinned memory needs CUDA."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda batch: batch.clone())
-    made = make_plan(candidates=["eager", "timm"], batch_sizes=[2], protocol=QUICK, **VIT_TEST, **asked)
+    made = make_configuration(candidates=["eager", "timm"], batch_sizes=[2], protocol=QUICK, **VIT_TEST, **asked)
     return dataclasses.replace(made, data="host", request=made.request | {"data": "host"})
 
 
 def test_data_on_the_host_is_said_by_rows_titles_labels_and_command(monkeypatch: pytest.MonkeyPatch) -> None:
     record = runner.run(on_host(monkeypatch))
     assert [(row["status"], row["data"]) for row in record["rows"]] == [("measured", "host")] * 2
-    assert record["controls"][0]["data"] == record["plan"]["data"] == "host"
+    assert record["controls"][0]["data"] == record["configuration"]["data"] == "host"
     assert record["rows"][0]["best_peer"] == "timm" and record["rows"][0]["ratio_interval"] is not None
-    assert list(report.contests(record)) == ["vit_test, fp32, batch 2, 32x32, data on the host"]
-    page, table = html_report.render({"host": record}), report.markdown(record)
+    assert list(report.groups(record)) == ["vit_test, fp32, batch 2, 32x32, data on the host"]
+    page, table = rendering.render({"host": record}), report.markdown(record)
     for text in (page, table):
         assert "timm (data on the host)" in text and "--data host" in text
 
@@ -177,12 +176,12 @@ def test_the_timed_call_copies_from_pinned_memory(training: bool, add, monkeypat
             return super().forward(images.flatten(1))
 
     add("noting", lambda task: Noting(3072, 10, device=task.device))
-    (group,) = make_plan(candidates=["noting"], batch_sizes=[2], train=training, **VIT_TEST).groups()
+    (group,) = make_configuration(candidates=["noting"], batch_sizes=[2], train=training, **VIT_TEST).groups()
     group, meta = dataclasses.replace(group, data="host"), torch.device("meta")
-    task, batches = preparation.ask(group, [default_photograph()], meta)
+    task, batches = preparation.make_task(group, [default_photograph()], meta)
     assert len(pinned) == len(batches) >= 2 and {batch.device.type for batch in batches} == {"cpu"}
     monkeypatch.setattr(preparation, "stepper", lambda task, model, function: Step(function))
-    _, call, check = preparation._callers(parse_label("noting"), task, batches)
+    _, call, check = preparation._callers(parse_candidate("noting"), task, batches)
     for number in range(3):
         call(number)
     check()
@@ -203,25 +202,25 @@ class Step:
 
 
 def test_seconds_last_as_long_as_said_and_are_not_cut_short() -> None:
-    plan = make_plan(candidates=["sdpa"], batch_sizes=[1], seconds=0.2, **VIT_TEST)
-    assert plan.time_budget_s == math.inf and make_plan(**plan.request).to_dict() == plan.to_dict()
-    assert "--seconds 0.2" in report.command({"plan": plan.to_dict()})
+    plan = make_configuration(candidates=["sdpa"], batch_sizes=[1], seconds=0.2, **VIT_TEST)
+    assert plan.time_budget_s == math.inf and make_configuration(**plan.request).to_dict() == plan.to_dict()
+    assert "--seconds 0.2" in report.command({"configuration": plan.to_dict()})
     assert plan.protocol.share_of([0.05] * 1000) < 1 == plan.protocol.share_of([0.05] * 4000)
     for refused in (-1.0, math.inf, math.nan):
-        with pytest.raises(ValueError, match=r"seconds=.*expected a number of seconds >= 0"):
-            make_plan(seconds=refused, **VIT_TEST)
+        with pytest.raises(ValueError, match="seconds must be a number of seconds >= 0"):
+            make_configuration(seconds=refused, **VIT_TEST)
 
 
 def test_a_plan_for_a_gpu_takes_data_on_the_host_of_images_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(plan, "memory_bytes", lambda device: None)
+    monkeypatch.setattr(configuration, "_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(configuration, "memory_bytes", lambda device: None)
     asked = {"dtypes": ["fp32"], "candidates": ["eager"], "batch_sizes": [2], "data": "host"}
-    made = make_plan(models=["vit_test"], **asked)
+    made = make_configuration(models=["vit_test"], **asked)
     assert [group.data for group in made.groups()] == ["host"]
-    assert make_plan(**made.request).to_dict() == made.to_dict()
-    assert "--data host" in report.command({"plan": made.to_dict()})
-    with pytest.raises(ValueError, match="--data must be device or, for images on a GPU, host"):
-        make_plan(models=["attention:20x2x16"], **asked)
+    assert make_configuration(**made.request).to_dict() == made.to_dict()
+    assert "--data host" in report.command({"configuration": made.to_dict()})
+    with pytest.raises(ValueError, match="--data must be device or, for a model of images on a GPU, host"):
+        make_configuration(models=["attention:20x2x16"], **asked)
 
 
 def test_rows_of_other_data_paths_are_no_pair_and_older_records_are_of_the_device(tmp_path, monkeypatch) -> None:
@@ -232,10 +231,10 @@ def test_rows_of_other_data_paths_are_no_pair_and_older_records_are_of_the_devic
     (tmp_path / "record.json").write_text(json.dumps(older))
     second = read_record(tmp_path)
     assert {row["data"] for row in [*second["rows"], *second["controls"]]} == {"device"}
-    assert not compare(first, second)["pairs"] and len(compare(first, second)["unpaired"]) == 4
-    assert len(compare(second, second)["pairs"]) == 2
+    assert not compare_records(first, second)["pairs"] and len(compare_records(first, second)["unpaired"]) == 4
+    assert len(compare_records(second, second)["pairs"]) == 2
     ours = [row | {"best_peer": None, "ratio_to_best_peer": None} for row in first["rows"] if not row["peer"]]
     mixed = [*ours, *second["rows"]]  # a peer of the other path is no rival
     finish(mixed, {}, first["controls"])
     assert [row["best_peer"] for row in mixed] == [None, "timm", "timm"]
-    assert len(report.contests(first | {"rows": mixed})) == 2
+    assert len(report.groups(first | {"rows": mixed})) == 2

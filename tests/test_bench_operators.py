@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
-from vit_fast.benchmarks import candidates_operators, machine, runner
-from vit_fast.benchmarks.candidates import NamedCandidate, Task, get_candidate
+from vit_fast.benchmarks import machine, operators, runner
+from vit_fast.benchmarks.builders import make
+from vit_fast.benchmarks.candidates import get_candidate
+from vit_fast.benchmarks.configuration import make_configuration
 from vit_fast.benchmarks.correctness import expect, judge_outputs, stepper
 from vit_fast.benchmarks.inputs import weights_of
-from vit_fast.benchmarks.models import resolve
-from vit_fast.benchmarks.plan import make_plan
+from vit_fast.benchmarks.models import Task, resolve
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.measure.clock import Protocol
 from vit_fast.work import Work
@@ -56,10 +59,10 @@ def test_all_that_can_run_here_is_right_and_measured(training: bool, monkeypatch
     monkeypatch.setitem(machine.MATMUL_SIZE, "cpu", 64)
     monkeypatch.setitem(machine.COPY_BYTES, "cpu", 2**16)
     labels = ["eager", "sdpa", "timm", "timm+fused"]
-    plan = make_plan(
+    plan = make_configuration(
         models=SMALL, batch_sizes=[3], dtypes=["fp32"], candidates=labels, device="cpu", train=training, protocol=QUICK
     )
-    rows = {(row["model"], row["subject"]): row for row in runner.run(plan)["rows"]}
+    rows = {(row["model"], row["candidate"]): row for row in runner.run(plan)["rows"]}
     measured = {key for key, row in rows.items() if row["status"] == "measured"}
     assert measured == {
         ("attention:20x2x16", "eager"), ("attention:20x2x16", "sdpa"), ("mlp:14x32x64", "eager"),
@@ -75,12 +78,12 @@ def test_all_that_can_run_here_is_right_and_measured(training: bool, monkeypatch
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("word", SMALL)
 def test_a_fault_in_the_last_image_is_noticed(word: str, training: bool, dtype: torch.dtype) -> None:
-    """At the size that is timed; of a backward, also in a parameter's gradient alone."""
+    """Checks the timed size; for a backward, also the gradient of a single parameter."""
     task = make_task(word, dtype, training)
     images = torch.randn(5, *task.model.shape).to(dtype)
     expected, candidate = expect(task, images), get_candidate("sdpa" if word != SMALL[2] else "eager")
     factor = torch.ones(5, *[1] * len(task.model.shape), dtype=dtype)
-    right = candidate.make(task)
+    right = make(candidate, task)
 
     def faulty(x: torch.Tensor) -> torch.Tensor:
         out = right(x)
@@ -96,7 +99,7 @@ def test_a_fault_in_the_last_image_is_noticed(word: str, training: bool, dtype: 
 
     if training:  # all rows that the definition was asked for
         assert judge_outputs(
-            candidate, task, expected, stepper(task, right, right).gradients(images, expected.rows, range(5))
+            candidate, task, expected, stepper(task, right, right).gradients(images, expected.reference.rows, range(5))
         ).passed
     else:
         assert passes()
@@ -105,22 +108,25 @@ def test_a_fault_in_the_last_image_is_noticed(word: str, training: bool, dtype: 
 
 
 def test_who_cannot_compute_it_says_all_reasons() -> None:
-    with pytest.raises(UnsupportedInputError, match=r"(?s)expected a GPU.*its activation is gelu_tanh"):
-        get_candidate("cublaslt").build(make_task("mlp:14x32x64"))
-    with pytest.raises(UnsupportedInputError, match="computes no attention"):
-        get_candidate("cublaslt").build(make_task("attention:20x2x16"))
-    with pytest.raises(UnsupportedInputError, match="vit_test is no single operator"):
-        get_candidate("flex").build(make_task("vit_test"))
-    with pytest.raises(ValueError, match="expected behind an mlp's sizes: gelu"):
+    with pytest.raises(UnsupportedInputError, match=r"(?s)it needs a GPU.*the activation must be gelu_tanh"):
+        make(get_candidate("cublaslt"), make_task("mlp:14x32x64"))
+    with pytest.raises(UnsupportedInputError, match="has no attention"):
+        make(get_candidate("cublaslt"), make_task("attention:20x2x16"))
+    with pytest.raises(UnsupportedInputError, match="must be used with an operator, got vit_test"):
+        make(get_candidate("flex"), make_task("vit_test"))
+    with pytest.raises(ValueError, match="the activation of an mlp must be one of gelu"):
         resolve("mlp:14x32x64:tanh")(None)
-    with pytest.raises(ValueError, match="expected one of our variants"):
+    with pytest.raises(ValueError, match="must be followed by one of our variants"):
         resolve("block:timm:test_vit")(None)
 
 
 def test_a_peer_is_two_lines_and_is_measured_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """A function into the table, a name: what a package that is not here would add."""
-    monkeypatch.setitem(candidates_operators._ATTENTION, "mine", lambda qkv: qkv[:, :, 0])
+    monkeypatch.setitem(operators._ATTENTION, "mine", lambda qkv: qkv[:, :, 0])
     task = make_task("attention:20x2x16")
     images = torch.randn(5, 20, 3, 2, 16)
-    candidate = NamedCandidate("mine", "wrong", lambda task: candidates_operators.build("mine", task))
-    assert "off by" in judge_outputs(candidate, task, expect(task, images), candidate.make(task)(images)).reason
+    candidate = dataclasses.replace(get_candidate("flex"), base="mine")
+    assert (
+        "error must be at most"
+        in judge_outputs(candidate, task, expect(task, images), make(candidate, task)(images)).reason
+    )

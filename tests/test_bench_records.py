@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from command_line import run
 
-from vit_fast.benchmarks import comparison, html_report, records
-from vit_fast.measure import resolution
+from vit_fast.benchmarks import records, rendering, rows
+from vit_fast.measure import compare
 
 COMMITTED = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "cpu-2core" / "record.json"
 Path_ = tuple[str | int, ...]
@@ -41,8 +41,8 @@ BAD = [None, -1, "x", [1, 2], "removed"]
 
 @pytest.mark.parametrize("sampled", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_any_value_of_another_kind_is_refused_or_does_no_harm(sampled, record, tmp_path, monkeypatch):
-    """At each place one bad value in turn, or with --slow each bad value."""
-    monkeypatch.setattr(resolution, "RESAMPLES", 10)
+    """Puts one bad value at each place in turn; with --slow every bad value."""
+    monkeypatch.setattr(compare, "RESAMPLES", 10)
     path, refused = tmp_path / "record.json", 0
     cases = [(at, bad) for at in paths(record) for bad in BAD]
     for at, bad in cases[:: len(BAD) + 1] if sampled else cases:
@@ -61,8 +61,8 @@ def test_any_value_of_another_kind_is_refused_or_does_no_harm(sampled, record, t
             refused += 1
             continue
         if records.is_bench(read):
-            comparison.compare(read, record)
-        html_report.render({"damaged": read})
+            rows.compare_records(read, records.read_record(COMMITTED))
+        rendering.render({"damaged": read})
     assert refused > 40
 
 
@@ -107,4 +107,4 @@ def test_a_damaged_journal_is_one_line(line, tmp_path, capsys):
     (tmp_path / "run.partial" / "rows.jsonl").write_text(line + "\n")
     assert run("bench", "--resume", str(tmp_path / "run")) == 2
     error = capsys.readouterr().err
-    assert "rows.jsonl: is no journal" in error and error.count("\n") == 1
+    assert "rows.jsonl: must be a journal" in error and error.count("\n") == 1

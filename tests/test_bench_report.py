@@ -6,7 +6,6 @@ The browser is any Chromium on the path, or the one that CHROME_BIN names; witho
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import html.parser
 import io
@@ -21,8 +20,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vit_fast.benchmarks import html_report, plot, records, report
-from vit_fast.benchmarks.candidates import COMPILE_MODES, all_candidates
+from vit_fast.benchmarks import records, rendering, report
+from vit_fast.benchmarks.candidates import CANDIDATES, COMPILE_MODES
 from vit_fast.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,7 +70,7 @@ def record() -> records.Record:
     """The committed one in fp32, with a row that has no figures."""
     found = records.read_record(COMMITTED)
     rows = [row for row in found["rows"] if row["dtype"] == "fp32"]
-    missing = rows[0] | {"subject": "optimized", "status": "unsupported", "reason": "nothing is kept"}
+    missing = rows[0] | {"candidate": "optimized", "status": "unsupported", "reason": "nothing is kept"}
     return found | {
         "rows": [*rows, {**missing, "images_per_s": None}],
         "controls": [row for row in found["controls"] if row["dtype"] == "fp32"],
@@ -83,7 +82,7 @@ def table_of(page: Page, title: str) -> list[list[str]]:
 
 
 def test_every_measured_row_and_its_figures_are_in_the_table(record):
-    page = Page(html_report.render({"run": record}))
+    page = Page(rendering.render({"run": record}))
     head, *lines = table_of(page, "images/s")
     measured = [row for row in record["rows"] if row["status"] == "measured"]
     assert len(lines) == len(measured)
@@ -95,32 +94,35 @@ def test_every_measured_row_and_its_figures_are_in_the_table(record):
 
 def test_names_of_strangers_stay_text(record):
     hostile = '</script><script>alert("x")</script><b>'
-    record["rows"][0]["subject"] = hostile
+    record["rows"][0]["candidate"] = hostile
     record["rows"][1].update(status="failed", reason=hostile)
     record["machine"]["device"] = hostile
-    text = html_report.render({hostile: record})
+    text = rendering.render({hostile: record})
     page = Page(text)
-    assert text.count("<script") == html_report.render({}).count("<script")
+    assert text.count("<script") == rendering.render({}).count("<script")
     assert hostile in [line[0] for line in table_of(page, "images/s")]
     assert any(hostile in text for text in page.texts["li"])
 
 
 def test_every_candidate_has_its_own_colour_in_the_plot(record):
     names = [
-        dataclasses.replace(candidate, mode=mode).label
-        for candidate in all_candidates().values()
+        candidate.compiled_in(mode).name
+        for candidate in CANDIDATES.values()
         for mode in COMPILE_MODES[: 1 + 4 * candidate.compilable]
     ]
-    colours = [plot.colour_of(name) for name in names]
+    colours = [rendering.colour_of(name) for name in names]
     assert len(set(colours)) == len(names) > 60 and all(re.fullmatch("#[0-9a-f]{6}", colour) for colour in colours)
-    (red, green, blue), pixels = bytes.fromhex(plot.colour_of("timm")[1:]), Image.open(io.BytesIO(plot.draw(record)))
+    (red, green, blue), pixels = (
+        bytes.fromhex(rendering.colour_of("timm")[1:]),
+        Image.open(io.BytesIO(rendering.draw(record))),
+    )
     assert (red, green, blue) in {colour for _, colour in pixels.convert("RGB").getcolors(2**24)}
 
 
 def told(record: records.Record, **changes: object) -> str:
     """The closing sentence where the best of ours is as said."""
     for row in record["rows"]:
-        if row["subject"] == "timm+fused+frozen":
+        if row["candidate"] == "timm+fused+frozen":
             row.update({"peer": False, "images_per_s": 1e4, "best_peer": "onnxruntime"} | changes)
     return report.closing(record)
 
@@ -128,7 +130,7 @@ def told(record: records.Record, **changes: object) -> str:
 def test_a_run_ends_with_its_result_and_a_command_to_try(record):
     text = told(record, ratio_to_best_peer=1.234, verdict="faster")
     assert text.startswith(
-        "Result: the best of vit-fast against the best peer: 1.23x onnxruntime (fp32, batch 1), 1.23x"
+        "Result: best of vit-fast relative to the best peer: 1.23x onnxruntime (fp32, batch 1), 1.23x"
     )
     assert text.endswith("next: vit-fast optimize vit_tiny_patch16_224 --batch 8") and "\n" not in text
     assert "equal to onnxruntime (fp32, batch 8)" in told(record, verdict="no difference")
@@ -140,13 +142,13 @@ def test_a_run_ends_with_its_result_and_a_command_to_try(record):
 
 
 def test_what_was_skipped_is_named_with_the_way_to_get_it(record):
-    record["plan"]["dtypes"] = ["fp32", "bf16"]
-    text = report.markdown(record | {"left_out": ["sdpa (bf16)", "eager (fp32)", "eager (bf16)"]})
+    record["configuration"]["dtypes"] = ["fp32", "bf16"]
+    text = report.markdown(record | {"skipped": ["sdpa (bf16)", "eager (fp32)", "eager (bf16)"]})
     assert "- skipped for lack of time; --time-budget 0 measures all: sdpa (bf16), eager\n" in text
 
 
 def test_needs_no_network(record):
-    text = html_report.render({"run": record})
+    text = rendering.render({"run": record})
     assert not re.search(r"""(src|href)\s*=|@import|url\(|fetch\(|import\(""", text)
     policy = next(a["content"] for tag, a in Page(text).attributes if a.get("http-equiv"))
     assert policy.startswith("default-src 'none'")
@@ -154,7 +156,7 @@ def test_needs_no_network(record):
 
 def test_a_record_that_nobody_should_cite_says_so(record):
     assert report.objections(record) == []
-    assert "Not to be cited" not in html_report.render({"run": record})
+    assert "Must not be cited" not in rendering.render({"run": record})
     busy, above, cut = (copy.deepcopy(record) for _ in range(3))
     busy["busy"] = ["load 7.5"]
     above["rows"][2]["defect"] = "1.25x the matmul ceiling"
@@ -162,7 +164,7 @@ def test_a_record_that_nobody_should_cite_says_so(record):
     for spoilt, word in ((busy, "load 7.5"), (above, "ceiling"), (cut, "interrupted")):
         (reason,) = report.objections(spoilt)
         assert word in reason
-        assert word in "".join(Page(html_report.render({"run": spoilt})).texts["p"])
+        assert word in "".join(Page(rendering.render({"run": spoilt})).texts["p"])
 
 
 def test_other_records_are_tables_of_their_rows(tmp_path):
@@ -172,7 +174,7 @@ def test_other_records_are_tables_of_their_rows(tmp_path):
         "rows": [{"name": "block", "launches": 5.0, "ours_us": {"median": 123.4, "p20": 1.0}, "timm_us": None}],
     }
     (tmp_path / "record.json").write_text(json.dumps(host))
-    page = Page(html_report.render({"host": records.read_any(tmp_path)}))
+    page = Page(rendering.render({"host": records.read_any(tmp_path)}))
     assert page.tables[0] == [["name", "launches", "ours_us"], ["block", "5", "123.4"]]
 
 
@@ -192,15 +194,15 @@ def test_what_is_no_record_is_one_clear_line(content, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["report", str(tmp_path / "x.json"), "--out", str(tmp_path / "page.html")])
     assert ended.value.code == 2
-    assert "x.json: " in capsys.readouterr().err
+    assert "x.json" in capsys.readouterr().err
     assert not (tmp_path / "page.html").exists()
 
 
 def test_nothing_in_the_plot_is_cut_at_its_edges(record):
     record["machine"]["device"] = "NVIDIA GB300 NVL72 with a name of uncommon length, " + "W" * 20
-    record["rows"][0]["subject"] = "transformers+fused+compile:max-autotune"
+    record["rows"][0]["candidate"] = "transformers+fused+compile:max-autotune"
     record["rows"][3].update(status="failed", reason="M " * 90)
-    pixels = np.asarray(Image.open(io.BytesIO(plot.draw(record))).convert("L"))
+    pixels = np.asarray(Image.open(io.BytesIO(rendering.draw(record))).convert("L"))
     assert pixels.min() < 128
     for edge in (pixels[:, :12], pixels[:, -12:], pixels[:12], pixels[-12:]):
         assert edge.min() == 255
@@ -212,7 +214,7 @@ def browser() -> str | None:
 
 
 def run_in_browser(page: str, script: str, folder: Path, *flags: str) -> tuple[dict, str]:
-    """What a script finds in the page, and all that the browser's console says."""
+    """Returns the result of a script in the page, and all messages of the browser's console."""
     if browser() is None:
         pytest.skip("no Chromium on the path, and CHROME_BIN is not set")
     probe = f"<script>document.body.textContent = JSON.stringify((() => {{ {script} }})())</script></body>"
@@ -244,7 +246,7 @@ def test_titles_sort_in_a_browser_and_nothing_is_on_its_console(record, tmp_path
         }
         return found;
     """
-    found, console = run_in_browser(html_report.render({"run": record}), script, tmp_path)
+    found, console = run_in_browser(rendering.render({"run": record}), script, tmp_path)
     assert console == ""
 
     def key(text: str) -> tuple[bool, float | str]:
@@ -265,5 +267,5 @@ def test_titles_sort_in_a_browser_and_nothing_is_on_its_console(record, tmp_path
 
 def test_a_phone_does_not_scroll_sideways(record, tmp_path):
     script = "const box = document.documentElement; return box.scrollWidth - box.clientWidth;"
-    wide, console = run_in_browser(html_report.render({"run": record}), script, tmp_path, "--window-size=400,900")
+    wide, console = run_in_browser(rendering.render({"run": record}), script, tmp_path, "--window-size=400,900")
     assert (wide, console) == (0, "")

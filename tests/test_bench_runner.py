@@ -8,12 +8,12 @@ import statistics
 
 import pytest
 import torch
-from bench_support import Notes, assert_no_speed, breaking, plan, rows_by_candidate
+from bench_support import Notes, assert_no_speed, breaking, build, plan, rows_by_candidate
 
 from vit_fast.benchmarks import preparation, runner
-from vit_fast.benchmarks.candidates import Task, choose, parse_label
-from vit_fast.benchmarks.candidates_models import build
-from vit_fast.benchmarks.plan import DEFAULT_BATCH_SIZES
+from vit_fast.benchmarks.candidates import choose, parse_candidate
+from vit_fast.benchmarks.configuration import DEFAULT_BATCH_SIZES
+from vit_fast.benchmarks.models import Task
 from vit_fast.errors import UnsupportedInputError
 
 pytestmark = pytest.mark.usefixtures("small_ceilings")
@@ -23,7 +23,7 @@ def test_a_record_holds_every_figure_and_they_agree() -> None:
     notes = Notes()
     record = runner.run(plan("eager", "sdpa", "timm", "transformers", batch_sizes=(1, 4)), notes)
     assert json.loads(json.dumps(record, allow_nan=False)) == record
-    assert [(row["subject"], row["batch"]) for row in record["rows"]] == [
+    assert [(row["candidate"], row["batch"]) for row in record["rows"]] == [
         (candidate, batch) for batch in (1, 4) for candidate in ("eager", "sdpa", "timm", "transformers")
     ]
     ceiling = record["ceilings"]["matmul_TFLOP_per_s"]["fp32"]
@@ -38,9 +38,11 @@ def test_a_record_holds_every_figure_and_they_agree() -> None:
             assert row["ceiling_share"] == pytest.approx(row["TFLOP_per_s"] / ceiling)
         assert row["max_error"] <= row["allowed_error"] < 1e-3
         assert 0.3 < row["peak_MiB"] < 20
-        rivals = [r for r in record["rows"] if r["batch"] == row["batch"] and r["subject"] in ("timm", "transformers")]
+        rivals = [
+            r for r in record["rows"] if r["batch"] == row["batch"] and r["candidate"] in ("timm", "transformers")
+        ]
         best = max(rivals, key=lambda rival: rival["images_per_s"])
-        assert row["best_peer"] == best["subject"]
+        assert row["best_peer"] == best["candidate"]
         assert len(row["samples_ms"]) == 4
         if row is not best:
             low, high = row["ratio_interval"]
@@ -61,18 +63,18 @@ def test_a_wrong_candidate_gets_no_speed_and_the_right_ones_keep_theirs(add) -> 
         weights = {**task.weights, "head.bias": torch.zeros_like(task.weights["head.bias"])}
         return build("sdpa", dataclasses.replace(task, weights=weights))
 
-    add("wrong", zero_bias)
+    add("incorrect", zero_bias)
     notes = Notes()
-    rows = rows_by_candidate(runner.run(plan("wrong", "sdpa"), notes))
-    assert rows["wrong"]["status"] == "wrong"
-    assert rows["wrong"]["max_error"] > rows["wrong"]["allowed_error"]
-    assert_no_speed(rows["wrong"])
+    rows = rows_by_candidate(runner.run(plan("incorrect", "sdpa"), notes))
+    assert rows["incorrect"]["status"] == "incorrect"
+    assert rows["incorrect"]["max_error"] > rows["incorrect"]["allowed_error"]
+    assert_no_speed(rows["incorrect"])
     assert rows["sdpa"]["status"] == "measured"
-    assert any("wrong is WRONG" in text for text in notes.said)
+    assert any("incorrect is INCORRECT" in text for text in notes.said)
 
 
 def test_a_candidate_that_is_right_only_at_first_is_wrong(add) -> None:
-    """What a replayed graph on stale inputs would do: the same answer whatever comes in."""
+    """Simulates a graph that replays stale inputs: the same output for every input."""
 
     def stale(task: Task) -> object:
         model, kept = build("sdpa", task), []
@@ -85,7 +87,7 @@ def test_a_candidate_that_is_right_only_at_first_is_wrong(add) -> None:
 
     add("stale", stale)
     row = rows_by_candidate(runner.run(plan("stale")))["stale"]
-    assert row["status"] == "wrong"
+    assert row["status"] == "incorrect"
     assert_no_speed(row)
 
 
@@ -157,13 +159,13 @@ def test_a_definition_that_cannot_run_fails_its_group_alone(monkeypatch: pytest.
     monkeypatch.setattr(preparation, "expect", only_batch_1)
     record = runner.run(plan("eager", batch_sizes=(1, 2)))
     assert [row["status"] for row in record["rows"]] == ["measured", "failed"]
-    assert "definition: RuntimeError: not implemented" in record["rows"][1]["reason"]
+    assert "reference: RuntimeError: not implemented" in record["rows"][1]["reason"]
 
 
 def test_a_spent_time_budget_starts_nothing_new_and_says_so() -> None:
     record = runner.run(plan("eager", "sdpa", batch_sizes=(1, 2), time_budget_s=1e-6))
     assert [row["status"] for row in record["rows"]] == ["skipped"] * 4
-    assert all("time budget" in row["reason"] for row in record["rows"])
+    assert all(row["reason"] == "out of time" for row in record["rows"])
 
 
 @pytest.mark.slow
@@ -176,11 +178,11 @@ def test_a_compiled_candidate_is_checked_and_timed_like_any_other() -> None:
 
 def test_labels_carry_compile_modes() -> None:
     cpu = torch.device("cpu")
-    assert parse_label("timm+compile:max-autotune").label == "timm+compile:max-autotune"
-    assert parse_label("timm").mode == "none"
-    assert [s.label for s in choose(["eager", "timm+compile", "eager"], cpu)] == ["eager", "timm+compile"]
+    assert parse_candidate("timm+compile:max-autotune").name == "timm+compile:max-autotune"
+    assert parse_candidate("timm").compile_mode == "none"
+    assert [s.name for s in choose(["eager", "timm+compile", "eager"], cpu)] == ["eager", "timm+compile"]
     for device in (cpu, torch.device("cuda")):
-        assert {"eager", "sdpa", "timm+compile", "timm", "transformers"} <= {s.label for s in choose(None, device)}
+        assert {"eager", "sdpa", "timm+compile", "timm", "transformers"} <= {s.name for s in choose(None, device)}
     assert DEFAULT_BATCH_SIZES == {"cpu": (1, 8), "cuda": (1, 32, 256)}
 
 
@@ -192,7 +194,7 @@ def test_a_row_above_its_ceiling_is_a_named_defect_and_no_share(monkeypatch: pyt
 
 
 def test_the_control_is_the_best_at_full_precision(add) -> None:
-    """What it is compared with is that; a call in fewer bits may be quicker, and less steady."""
+    """A candidate in lower precision may be faster and noisier."""
 
     def quick(task: Task) -> object:
         return lambda images: torch.zeros(len(images), 10)
@@ -200,7 +202,7 @@ def test_the_control_is_the_best_at_full_precision(add) -> None:
     add("quick", quick, precision="int8", tolerance=1e9, peer=True)
     record = runner.run(plan("quick", "timm"))
     assert {row["status"] for row in record["rows"]} == {"measured"}
-    assert [control["subject"] for control in record["controls"]] == ["timm"]
+    assert [control["candidate"] for control in record["controls"]] == ["timm"]
     assert [row["best_peer"] for row in record["rows"]] == ["timm", "timm"], "no peer in fewer bits is the yardstick"
     (control,) = runner.run(plan("quick"))["controls"]
-    assert control["subject"] == "quick"
+    assert control["candidate"] == "quick"

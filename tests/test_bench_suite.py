@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from vit_fast.variants import get_variant
+from vit_fast.work import total, work
 
 ROOT = Path(__file__).resolve().parents[1]
 # One round each; one of what torch.compile takes its time for.
@@ -20,7 +21,7 @@ NOT_SLOW = "not compile and not flex or mlp-eager+compile-training"
 
 
 def suite(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "benchmarks", "-o", "python_files=suite.py", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "tests/bench_suite.py", "--noconftest", "-p", "no:cacheprovider"]
     environment = os.environ | {"VIT_FAST_SUITE_MODEL": "vit_test", "PYTHONPATH": str(ROOT)}
     environment.pop("TRITON_INTERPRET", None)  # nothing here is for the interpreter, which takes minutes
     environment.pop("PYTEST_XDIST_WORKER", None)  # pytest-benchmark would take it for one, and measure nothing
@@ -53,19 +54,19 @@ def test_every_suite_runs_and_figures_follow_from_its_times(tmp_path):
     runs = {run["name"]: run for run in record["benchmarks"]}
     run = runs["test_candidate[vit_test-sdpa-4]"]
     seconds = run["stats"]["median"]
-    flops = get_variant("vit_test").config.flops_per_image()
+    flops = total(work(get_variant("vit_test").config, 1).values()).flop
     assert run["extra_info"]["images_per_s"] == pytest.approx(4 / seconds)
     assert run["extra_info"]["TFLOP_per_s"] == pytest.approx(4 * flops / seconds / 1e12)
     assert run["group"] == "vit_test fp32 batch 4, cpu"
 
 
 def test_a_peer_that_is_wrong_fails_nothing_and_ours_does(monkeypatch):
-    """By the compiler's own sums, on a CPU, a compiled peer may miss the rule; that is for its row to say."""
+    """On a CPU, a compiled peer may violate the rule because the compiler sums in another order; its row says so."""
     monkeypatch.setenv("VIT_FAST_SUITE_MODEL", "vit_test")
-    suite = importlib.import_module("vit_fast.benchmarks.suite")
+    suite = importlib.import_module("bench_suite")
     word = suite.MODELS[1]
     for peer, outcome in ((True, pytest.xfail.Exception), (False, AssertionError)):
-        row = {"status": "wrong", "reason": "off by 1", "peer": peer}
+        row = {"status": "incorrect", "reason": "off by 1", "peer": peer}
         monkeypatch.setattr(suite, "prepare", lambda *_, row=row: (None, row))
         with pytest.raises(outcome, match="off by 1"):
             suite.test_candidate(None, word, False, 1, "eager")

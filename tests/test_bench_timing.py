@@ -63,9 +63,9 @@ def test_a_measurement_lasts_for_repeats_or_seconds_but_never_below_the_least() 
     assert protocol.share_of([1.0] * 49) < 1
     assert protocol.share_of([100.0] * 7) == 1
     assert protocol.share_of([1000.0] * 6) < 1
-    with pytest.raises(ValueError, match="repeats=0"):
+    with pytest.raises(ValueError, match="repeats must be"):
         Protocol(repeats=0)
-    with pytest.raises(ValueError, match="seconds=-1"):
+    with pytest.raises(ValueError, match="seconds must be"):
         Protocol(seconds=-1)
 
 

@@ -69,6 +69,7 @@ WGMMA = """
     st.shared.v4.b32 [%r0], {%r20, %r21, %r22, %r23};
 """.replace("DESCRIPTOR", str(1024 >> 4 | 128 >> 4 << 16 | 256 >> 4 << 32))
 GLOBAL = "mad.wide.u32 %d0, %t, 4, %a0;\nld.global.b32 %r0, [%d0];\nst.global.b32 [%d0], %r0;\n"
+AFTER_ANOTHER = "griddepcontrol.wait;\ngriddepcontrol.launch_dependents;\n"
 BRANCHES = """
     setp.lt.u32 %p0, %t, 16;
     @%p0 bra BELOW;
@@ -118,6 +119,10 @@ DEFECTS = {
     "past global memory": (GLOBAL, "ld.global.b32 %r0, [%d0];", "ld.global.b32 %r0, [%d0+4];", "global-out-of-bounds"),
     "a store before global memory": (GLOBAL, "st.global.b32 [%d0]", "st.global.b32 [%d0+-4]", "global-out-of-bounds"),
     "misaligned in global memory": (GLOBAL, "ld.global.b32 %r0, [%d0];", "ld.global.b32 %r0, [%d0+2];", "global-misaligned"),
+    "a load before the wait for the previous grid": (AFTER_ANOTHER + GLOBAL, "griddepcontrol.wait;", "ld.global.b32 %r0, [%a0];\ngriddepcontrol.wait;",
+                                                     "global-before-grid-wait"),
+    "a TMA load before the wait for the previous grid": (AFTER_ANOTHER + TMA_LOAD, "griddepcontrol.wait;", "", "global-before-grid-wait"),
+    "no wait for the previous grid": (AFTER_ANOTHER, "griddepcontrol.wait;", "", "grid-not-waited"),
     "a shuffle in a branch": (BRANCHES, "mov.u32 %r0, 2;", "mov.u32 %r0, 2;\nshfl.sync.bfly.b32 %r1, %r0, 16, 31, -1;", "divergent-collective"),
     "a barrier in a branch": (BRANCHES, "mov.u32 %r0, 2;", "mov.u32 %r0, 2;\nbar.sync 0;", "barrier-divergence"),
     "a barrier that one warp skips": (BRANCHES, "bar.sync 0;", "setp.ge.u32 %p1, %t, 32;\n@%p1 bra END;\nbar.sync 0;\nEND:", "barrier-after-exit"),
@@ -142,10 +147,9 @@ def _kinds(device: Device, body: str, schedule: Schedule) -> set[str]:
     device.emulator.schedule(schedule)
     threads = 128 if wgmma else 64
     array, tensor = np.zeros(threads, np.uint32), TensorMap(np.zeros(256, np.uint32), (32,))
-    return {
-        report.kind
-        for report in device.run(body, array, tensor, threads=threads, grid=2 if "ctaid" in body else 1, shared=8192)
-    }
+    grid, dependent = 2 if "ctaid" in body else 1, "griddepcontrol" in body
+    reports = device.run(body, array, tensor, threads=threads, grid=grid, shared=8192, dependent=dependent)
+    return {report.kind for report in reports}
 
 
 @pytest.mark.parametrize("name", DEFECTS)

@@ -18,7 +18,11 @@ from torch import Tensor, nn
 import vit_fast
 from vit_fast import set_backend
 from vit_fast.accuracy import FORWARD_FACTOR, GRADIENT_FACTOR, judge
+from vit_fast.blocks.block import run_blocks
 from vit_fast.kernels import plan
+from vit_fast.kernels.attention import attention_policy
+from vit_fast.kernels.device import starts_early
+from vit_fast.kernels.matmul import matmul_policy
 from vit_fast.ops import attention_qkvpacked, layer_norm_mlp, reference
 
 pytestmark = pytest.mark.executed
@@ -30,7 +34,7 @@ BF16 = torch.bfloat16
 
 
 def _random(*shape: int, dtype: torch.dtype = BF16, offset: int = 0) -> Tensor:
-    """In the place of launch_tapes.zeros."""
+    """Replaces launch_tapes.zeros by random tensors."""
     size = torch.Size(shape).numel()
     return (torch.randn(size + offset) / 4).to(dtype)[offset:].view(shape)
 
@@ -43,7 +47,7 @@ def _copied(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("cases", ["cases", "block_cases", "modern_cases", "fp8_cases"])
 def test_a_replayed_plan_computes_the_same_bits(cases: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For every operator that is planned: at the addresses where it was recorded, and elsewhere."""
+    """Tests every planned operator, at the addresses of the recording and at others."""
     if cases == "fp8_cases" and KERNEL_ARCH in ("sm_80", "sm_86"):
         pytest.skip("no FP8 on this architecture")
     monkeypatch.setattr(planned_launches, "zeros", _random)
@@ -138,6 +142,27 @@ def test_a_graph_replays_with_new_inputs(models: tuple[nn.Module, ...], emulator
             assert torch.equal(out, expected)
             assert not torch.equal(out, expected_first)
     emulator.release()
+
+
+def test_kernels_that_start_early_compute_the_same_bits(
+    models: tuple[nn.Module, ...], emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small batches from sm_90 on; the emulator reports what they do before they wait for the previous launch."""
+    ours = models[0]
+    vit_fast.freeze(ours)
+    x, results = torch.randn(1, 17, 192).to(BF16), []
+    for early in (True, False):
+        plan.forget()
+        for policy in (attention_policy, matmul_policy):
+            monkeypatch.setattr(policy, "starts_early", lambda arch, early=early: early and starts_early(arch))
+        for cached in (matmul_policy.config_table, matmul_policy._best, matmul_policy._best_head):
+            cached.cache_clear()
+        emulator.profile()
+        with torch.inference_mode():
+            results += [run_blocks(ours.blocks, x) for _ in range(3)]
+        waits = sum(found.executed for found in emulator.find("griddepcontrol.wait"))
+        assert (waits > 0) == (early and starts_early(KERNEL_ARCH))
+    assert all(torch.equal(result, results[0]) for result in results)
 
 
 # ---- precisions ----

@@ -11,7 +11,7 @@ from vit_fast.ops import attention_qkvpacked, layer_norm_mlp
 
 pytestmark = pytest.mark.executed
 
-WORDS = ("bar.sync", "wait_group", "fence", "try_wait", "commit_group")
+WORDS = ("bar.sync", "wait_group", "fence", "try_wait", "commit_group", "griddepcontrol.wait")
 SCHEDULES = (Schedule(), Schedule(early=1), Schedule(seed=7, early=2))
 
 

@@ -98,7 +98,7 @@ def test_models_that_cannot_be_exported(tmp_path: Path) -> None:
         export_onnx(headless, tmp_path / "m.onnx", output="probabilities")
     with pytest.raises(ValueError, match="data_config must be given"):
         export_onnx(torchvision_vit(), tmp_path / "m.onnx", preprocess=True)
-    with pytest.raises(UnsupportedInputError, match="the image size it was made for only"):
+    with pytest.raises(UnsupportedInputError, match="one image size only"):
         export_onnx(torchvision_vit(), tmp_path / "m.onnx", dynamic_size=True)
     assert not list(tmp_path.iterdir())
 
@@ -129,7 +129,7 @@ def test_an_operator_that_cannot_be_exported_names_its_module(bad: nn.Module, re
 def test_a_file_that_computes_something_else_is_not_left(
     model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One weight, changed by one per mille between the model and the file, is found."""
+    """Detects one weight that differs by one per mille between model and file."""
     real = graphs.save
 
     def save_damaged(graph: Any, path: Path, external: bool) -> None:

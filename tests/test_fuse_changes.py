@@ -78,15 +78,15 @@ ANY: dict[str, tuple[Change, str]] = {
     "parametrization": (
         lambda block: nn.utils.parametrizations.weight_norm(block.mlp.fc1), "must be torch.nn.Linear itself, got ",
     ),
-    "pruning": (lambda block: prune.l1_unstructured(block.mlp.fc2, "weight", 0.5), "mlp.fc2 carries hooks"),
-    "forward hook": (hook_norm, "norm2 carries hooks, which would no longer run"),
+    "pruning": (lambda block: prune.l1_unstructured(block.mlp.fc2, "weight", 0.5), "mlp.fc2 has hooks"),
+    "forward hook": (hook_norm, "norm2 has hooks, which would no longer run"),
     "quantised linears": (quantize, "got torch.ao.nn.quantized.dynamic.modules.linear.Linear"),
     "other norm": (lambda block: setattr(block, "norm2", nn.Softmax(-1)), "or RMSNorm, got a Softmax"),
 }  # fmt: skip
 CHANGES: dict[str, dict[str, tuple[Change, str]]] = {
     "timm": ANY
     | {
-        "forward pre-hook": (pre_hook_activation, "mlp.act carries hooks, which would no longer run"),
+        "forward pre-hook": (pre_hook_activation, "mlp.act has hooks, which would no longer run"),
         "replaced forward": (replace_mlp_forward, "mlp.forward was replaced on the instance"),
         "unknown activation": (lambda block: setattr(block.mlp, "act", nn.Tanh()), "mlp.act must be one of gelu"),
     },
@@ -302,6 +302,6 @@ def test_hooks_that_were_taken_away_leave_a_model_fused(library: str, hook: Call
         torch.testing.assert_close(subject.run(model, inputs), expected)
         remove()
     torch.testing.assert_close(subject.run(model, inputs), expected)
-    assert not any(block.runs_as_it_was() for block in model.modules() if isinstance(block, FusedNormMlp))
+    assert all(block.ready() is not None for block in model.modules() if isinstance(block, FusedNormMlp))
     assert vit_fast.fuse(model, "eager").require_all()
     torch.testing.assert_close(subject.run(model, inputs), expected)

@@ -50,12 +50,12 @@ def test_subclasses_are_left_alone() -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "reason"),
     [
-        ("eva02_enormous_patch14_clip_224", {"img_size": 28}, "EvaBlockPostNorm: it normalises after the MLP"),
-        ("vit_tiny_patch16_224", {"block_fn": "ResPostBlock"}, "ResPostBlock: it normalises after the MLP"),
+        ("eva02_enormous_patch14_clip_224", {"img_size": 28}, "EvaBlockPostNorm: it normalizes after the MLP"),
+        ("vit_tiny_patch16_224", {"block_fn": "ResPostBlock"}, "ResPostBlock: it normalizes after the MLP"),
         ("vit_tiny_patch16_224", {"block_fn": "ParallelScalingBlock"}, "its attention and MLP share one linear"),
         ("vit_tiny_patch16_224", {"mlp_layer": "GatedMlp", "embed_dim": 48}, ", got a GatedMlp"),
         ("vit_tiny_patch16_224", {"norm_layer": "simplenorm"}, "norm2 must be a LayerNorm or RMSNorm, got a SimpleN"),
-        ("beit_base_patch16_224", {}, "is not a class vit_fast knows"),
+        ("beit_base_patch16_224", {}, "is not a supported class"),
     ],
 )
 def test_relatives_that_compute_something_else(name: str, settings: dict[str, Any], reason: str) -> None:
@@ -139,7 +139,7 @@ def test_masks_given_at_a_call_reach_the_original() -> None:
     [
         ({"add_bias_kv": True}, "it appends learned tokens"),
         ({"add_zero_attn": True}, "it appends a zero token"),
-        ({"kdim": 32}, "its keys and values have widths of their own"),
+        ({"kdim": 32}, "kdim and vdim must equal embed_dim"),
     ],
 )
 def test_multihead_attention_that_is_more_than_attention(options: dict[str, Any], reason: str) -> None:
@@ -185,8 +185,8 @@ def test_bad_arguments_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert classes_of(model) == classes
 
 
-NARROW = "a head is 8 wide: the triton kernel takes 16 to 128"
-DOUBLE = "the weights are torch.float64: the triton kernels take fp32, fp16 and bf16"
+NARROW = "head_dim must be between 16 and 128 for the triton kernel, got 8"
+DOUBLE = "the weights must be fp32, fp16 or bf16 for the triton kernels, got torch.float64"
 
 
 @pytest.mark.parametrize("fused_first", [False, True])
@@ -257,7 +257,7 @@ def test_timm_builds_models_of_our_classes_through_its_own_hooks() -> None:
     ours.load_state_dict(plain.state_dict())
     images = torch.randn(2, 3, 32, 32)
     torch.testing.assert_close(ours(images), plain(images))
-    with pytest.raises(ValueError, match=r"FusedBlock cannot be built so: mlp.act must be .*, got a Tanh"):
+    with pytest.raises(ValueError, match=r"FusedBlock cannot be built: mlp.act must be .*, got a Tanh"):
         tiny_timm(block_fn=FusedBlock, act_layer=nn.Tanh)
 
 

@@ -10,18 +10,18 @@ import pytest
 import torch
 from gpu_check_jobs import pretend
 
-from vit_fast.benchmarks import gpu_check, gpu_check_worker, machine
-from vit_fast.benchmarks.gpu_check_worker import Found, Job, Worker
-from vit_fast.benchmarks.plan import make_plan
+from vit_fast.benchmarks import gpu_check, machine
+from vit_fast.benchmarks.configuration import make_configuration
+from vit_fast.benchmarks.gpu_check import Found, Job, Worker
 
 NOTHING = Job("tests", "a job", 2.0)
 
 
 @pytest.mark.slow
 def test_a_job_that_raises_dies_or_hangs_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One process runs the jobs until one breaks it, and then another does."""
+    """One process runs the jobs until one breaks it; a new process continues."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu_check_worker, "perform", pretend)
+    monkeypatch.setattr(gpu_check, "perform", pretend)
     worker = Worker(tmp_path)
     try:
         found = [
@@ -52,8 +52,8 @@ def test_every_plan_is_one_that_bench_accepts() -> None:
     seen = set()
     for job in gpu_check.JOBS:
         if job.request:
-            made = make_plan(**job.request | {"device": "cpu", "batch_sizes": [1]})
-            labels = {selection.label for chosen in made.selections.values() for selection in chosen}
+            made = make_configuration(**job.request | {"device": "cpu", "batch_sizes": [1]})
+            labels = {selection.name for chosen in made.candidates.values() for selection in chosen}
             assert any(label.startswith("triton") or label.endswith("+fused") for label in labels), job.name
             seen |= {(model.kind, label, made.training) for model in made.models for label in labels}
     for wanted in (
@@ -79,8 +79,8 @@ def test_jobs_run_in_order_and_end_in_time(share: float) -> None:
     assert [row["name"] for row in found] == [job.name for job in gpu_check.JOBS]
     assert now <= gpu_check.TOTAL_SECONDS == 480
     outcomes = [row["outcome"] for row in found]
-    assert gpu_check_worker.NO_TIME not in outcomes[:7], "the important ones fit even if every one hangs"
-    assert (gpu_check_worker.NO_TIME not in outcomes) == (share == 0.3)
+    assert gpu_check.NO_TIME not in outcomes[:7], "the important ones fit even if every one hangs"
+    assert (gpu_check.NO_TIME not in outcomes) == (share == 0.3)
 
 
 def test_a_dry_run_prints_the_jobs_and_runs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,7 +122,7 @@ def test_the_compiled_tests_are_there() -> None:
 @pytest.mark.slow
 def test_the_worker_collects_the_first_tests() -> None:
     first = next(job for job in gpu_check.JOBS if job.name == "tests, first")
-    assert gpu_check_worker.run_tests(["--collect-only", *first.tests], 600.0)["outcome"] == "passed"
+    assert gpu_check.run_tests(["--collect-only", *first.tests], 600.0)["outcome"] == "passed"
 
 
 def test_unknown_parts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,13 +159,13 @@ def test_a_job_of_bench_leaves_its_record(tmp_path: Path, monkeypatch: pytest.Mo
         "dtypes": ["fp32"],
         "device": "cpu",
     }
-    assert gpu_check_worker.run_bench(request, tmp_path / "mlp", 60.0)["outcome"] == "measured"
+    assert gpu_check.run_bench(request, tmp_path / "mlp", 60.0)["outcome"] == "measured"
     rows = json.loads((tmp_path / "mlp" / "record.json").read_bytes())["rows"]
-    ours = rows[0] | {"subject": "triton", "best_peer": "eager", "ratio_to_best_peer": 1.5, "verdict": "faster"}
-    assert "1.50x eager (faster)" in gpu_check_worker.figures([ours])["mlp:5x16x32 B2 triton"]
-    wrong = gpu_check_worker.figures([ours | {"status": "wrong"}])
+    ours = rows[0] | {"candidate": "triton", "best_peer": "eager", "ratio_to_best_peer": 1.5, "verdict": "faster"}
+    assert "1.50x eager (faster)" in gpu_check.figures([ours])["mlp:5x16x32 B2 triton"]
+    wrong = gpu_check.figures([ours | {"status": "incorrect"}])
     assert wrong == {"outcome": "WRONG or failed: mlp:5x16x32 triton"}
-    assert gpu_check_worker.figures([ours | {"status": "skipped"}]) == {"outcome": "no time left"}
+    assert gpu_check.figures([ours | {"status": "skipped"}]) == {"outcome": "no time left"}
 
 
 @pytest.mark.slow
@@ -174,5 +174,5 @@ def test_tests_are_counted_by_what_became_of_them(tmp_path: Path) -> None:
     path.write_text(
         "import pytest\ndef test_a(): pass\ndef test_b(): assert 0\n@pytest.mark.skip\ndef test_c(): pass\n"
     )
-    found = gpu_check_worker.run_tests([str(path)], 300.0)
+    found = gpu_check.run_tests([str(path)], 300.0)
     assert found == {"outcome": "failed: exit status 1", "passed": 1, "failed": 1, "skipped": 1}

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 import vit_fast
-from vit_fast.benchmarks import candidates_runtimes, machine, runner
-from vit_fast.benchmarks.candidates import Task, get_candidate
+from vit_fast.benchmarks import builders, machine, runner
+from vit_fast.benchmarks.builders import make
+from vit_fast.benchmarks.candidates import get_candidate
+from vit_fast.benchmarks.configuration import make_configuration
 from vit_fast.benchmarks.correctness import expect, judge_outputs
 from vit_fast.benchmarks.inputs import random_weights, weights_of
-from vit_fast.benchmarks.models import resolve
-from vit_fast.benchmarks.plan import make_plan
+from vit_fast.benchmarks.models import Task, resolve
 from vit_fast.benchmarks.preparation import cold_start
 from vit_fast.errors import UnsupportedInputError
 from vit_fast.measure.candidate import AS_FILE, Candidate
@@ -42,24 +43,24 @@ def test_candidates_pass_the_gate_and_a_wrong_one_does_not(name: str, dtype: tor
         pytest.skip(f"not installed: {missing}")
     if dtype == BF16 and not machine.has_bf16():
         with pytest.raises(UnsupportedInputError, match="no products in bf16"):
-            candidate.build(task)
+            make(candidate, task)
         return
     images = torch.randn(3, 3, 32, 32, dtype=dtype)
     expected = expect(task, images)
-    outputs = candidate.build(task)(images)
+    outputs = make(candidate, task)(images)
     assert judge_outputs(candidate, task, expected, outputs).passed
     assert not judge_outputs(candidate, task, expected, outputs.roll(1, dims=0)).passed
 
 
 def test_what_a_runtime_cannot_run_is_refused_before_it_is_exported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidates_runtimes, "_exported", None)
+    monkeypatch.setattr(builders, "_exported", None)
     reasons = {
-        "onnxruntime": (BF16, "no kernels in bf16 for a CPU"),
-        "onnxruntime-int8": (torch.float16, "replaces fp32"),
+        "onnxruntime": (BF16, "no bf16 kernels for CPUs"),
+        "onnxruntime-int8": (torch.float16, "must be fp32 for int8"),
     }
-    for name, (dtype, reason) in (reasons | {"openvino": (torch.float16, "expected a CPU, and fp32 or bf16")}).items():
+    for name, (dtype, reason) in (reasons | {"openvino": (torch.float16, "it needs a CPU, and fp32 or bf16")}).items():
         with pytest.raises(UnsupportedInputError, match=reason):
-            get_candidate(name).build(make_task(dtype))
+            make(get_candidate(name), make_task(dtype))
 
 
 def test_a_model_is_exported_once_for_all_batches_and_again_with_other_weights(monkeypatch, tmp_path) -> None:
@@ -67,24 +68,24 @@ def test_a_model_is_exported_once_for_all_batches_and_again_with_other_weights(m
     monkeypatch.setattr("vit_fast.export.export_onnx", lambda model, path, **_: written.append(path))
     task = make_task()
     same = [dataclasses.replace(task, batch_size=size) for size in (1, 8)]
-    paths = [candidates_runtimes._exported(AS_FILE, each) for each in same]
+    paths = [builders._exported(AS_FILE, each) for each in same]
     assert paths == written[:1] * 2 and paths[0].parent.is_dir()
     other = dataclasses.replace(task, weights=dict(task.weights))
     int8, openvino = Candidate("onnxruntime", precision="int8"), Candidate("openvino")
     others = (AS_FILE, other), (int8, other), (openvino, other), (AS_FILE, make_task())
-    assert len({*paths, *(candidates_runtimes._exported(*each) for each in others)}) == 5 == len(written)
+    assert len({*paths, *(builders._exported(*each) for each in others)}) == 5 == len(written)
     weights = [weights_of(task.model, FP32) for _ in range(2)]
     assert weights[0] is weights[1] is not weights_of(task.model, BF16)
 
 
 @pytest.mark.slow
 def test_a_cold_start_counts_the_export_and_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a process of its own, whose answer is checked there; what cannot answer says why."""
+    """Runs in a child, which checks the output; failures give their reason."""
     monkeypatch.setitem(machine.MATMUL_SIZE, "cpu", 64)
     monkeypatch.setitem(machine.COPY_BYTES, "cpu", 2**16)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    request = make_plan(models=["vit_test"], batch_sizes=[2], dtypes=["fp32"], device="cpu").request
-    plan = make_plan(**request | {"candidates": ["onnxruntime"], "cold": True, "protocol": QUICK})
+    request = make_configuration(models=["vit_test"], batch_sizes=[2], dtypes=["fp32"], device="cpu").request
+    plan = make_configuration(**request | {"candidates": ["onnxruntime"], "cold": True, "protocol": QUICK})
     (row,) = runner.run(plan)["rows"]
     assert row["status"] == "measured" and row["cold_s"] > row["first_call_s"] > 0
     assert 100 < row["cold_MiB"] < 20_000

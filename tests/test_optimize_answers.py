@@ -1,7 +1,8 @@
-"""What vit_fast.optimize found, as it is kept on a machine: where, what is ignored, and who may write at a time."""
+"""The cache of vit_fast.optimize: its location, ignored entries, and concurrent writers."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -41,7 +42,7 @@ def test_where_answers_are_kept(monkeypatch, tmp_path) -> None:
 
 def test_auto_does_not_depend_on_what_was_found(model, images, only) -> None:
     only(Candidate(attention="eager", mlp="eager"))
-    assert vit_fast.optimize(model, images, budget_s=600).choice.attention == "eager"
+    assert vit_fast.optimize(model, images, budget_s=600).candidate.attention == "eager"
     assert vit_fast.fuse(model).backend == "sdpa"
     assert vit_fast.create_model("vit_test").blocks[0].vit_fast_backend == "sdpa"
 
@@ -67,65 +68,67 @@ def test_a_search_is_not_lost_where_nothing_can_be_kept(
     prevent, reason, model, images, one_engine, monkeypatch, tmp_path
 ) -> None:
     prevent(monkeypatch, tmp_path)
-    with pytest.warns(UserWarning, match=f"not kept: .*{reason}"):
+    with pytest.warns(UserWarning, match=f"not cached: .*{reason}"):
         found = vit_fast.optimize(model, images, budget_s=1)
-    assert found.model(images).shape == (4, 10) and not found.kept
+    assert found.model(images).shape == (4, 10) and not found.from_cache
 
 
 def test_what_cannot_be_read_is_no_answer(monkeypatch) -> None:
     """A folder, a pipe, which would be waited for, and what nobody may look at."""
     (cache.folder() / "folder.json").mkdir(parents=True)
     os.mkfifo(cache.folder() / "pipe.json")
-    assert list(cache.all_answers()) == [] and cache.clear() == 0
+    assert list(cache.all_results()) == [] and cache.clear() == 0
 
     def forbidden(self: Path) -> bool:
         raise PermissionError(13, "Permission denied", str(self))
 
     (cache.folder() / "one.json").touch()
     monkeypatch.setattr(Path, "is_file", forbidden)
-    assert list(cache.all_answers()) == []
+    assert list(cache.all_results()) == []
 
 
 def test_a_search_that_was_cut_off_is_repeated_where_there_is_more_time(model, images, only) -> None:
     only(Candidate(attention="sdpa", mlp="sdpa"))
     first = vit_fast.optimize(model, images, budget_s=1e-3)
-    figures = first.answer.figures
-    assert not first.kept and figures["tried"] == 1 and figures["candidates"] == 2 and figures["finish_s"] > 1e-3
+    figures = first.cached.figures
+    assert not first.from_cache and figures["tried"] == 1 and figures["candidates"] == 2 and figures["finish_s"] > 1e-3
     assert "1 of 2 candidates tried in 0.001 s; about" in str(first) and "s would finish the search" in str(first)
     same = vit_fast.optimize(model, images, budget_s=1e-3)
-    assert same.kept and "1 of 2 candidates tried in 0.001 s; about" in str(same), "as much time finds as much"
+    assert same.from_cache and "1 of 2 candidates tried in 0.001 s; about" in str(same), "as much time finds as much"
     whole = vit_fast.optimize(model, images, budget_s=600)
-    assert not whole.kept and whole.choice == Candidate(attention="sdpa", mlp="sdpa")
-    assert whole.answer.figures["finish_s"] is None and "(2 of 2 candidates tried in 600 s)" in str(whole)
+    assert not whole.from_cache and whole.candidate == Candidate(attention="sdpa", mlp="sdpa")
+    long = dataclasses.replace(first.cached, figures=figures | {"finish_s": 460.2, "images_per_s": 12345.6})
+    assert "12,346 images/s" in (text := str(dataclasses.replace(first, cached=long))) and "about 460 s" in text
+    assert whole.cached.figures["finish_s"] is None and "(2 of 2 candidates tried in 600 s)" in str(whole)
     for budget_s in (1e-3, 6000):
-        assert vit_fast.optimize(model, images, budget_s=budget_s).kept, "a whole search is never repeated"
+        assert vit_fast.optimize(model, images, budget_s=budget_s).from_cache, "a whole search is never repeated"
     (path,) = cache.folder().glob("*.json")
     older = json.loads(path.read_text())
     for name in ("tried", "candidates", "budget_s", "finish_s"):
         del older["figures"][name]
     path.write_text(json.dumps(older))
-    assert not vit_fast.optimize(model, images, budget_s=1e-3).kept, "nobody knows whether it was cut off"
+    assert not vit_fast.optimize(model, images, budget_s=1e-3).from_cache, "nobody knows whether it was cut off"
 
 
 def test_foreign_answers_are_ignored_with_a_word(model, images, one_engine) -> None:
     vit_fast.optimize(model, images, budget_s=1e-3)
     (path,) = cache.folder().glob("*.json")
     good = json.loads(path.read_text())
-    foreign = [good | {"figures": {}}, good | {"key": {}}, good | {"choice": {"x": 1}}]
-    foreign += [good | {"choice": {"threads": [3]}}]
+    foreign = [good | {"figures": {}}, good | {"key": {}}, good | {"candidate": {"x": 1}}]
+    foreign += [good | {"candidate": {"threads": [3]}}]
     for text in (b"", b"[1]", b'{"format": 99}', b"\xff", *(json.dumps(each).encode() for each in foreign)):
         path.write_bytes(text)
         with pytest.warns(UserWarning, match="ignored"):
-            assert not vit_fast.optimize(model, images, budget_s=1e-3).kept
-    assert cache.clear() == 1 and list(cache.all_answers()) == []
+            assert not vit_fast.optimize(model, images, budget_s=1e-3).from_cache
+    assert cache.clear() == 1 and list(cache.all_results()) == []
 
 
-RACED = {"machine": {}, "model": "m", "example": [], "asked": {}}
+RACED = {"machine": {}, "model": "m", "example": [], "request": {}}
 
 
 def _keep_many(number: int) -> None:
     for turn in range(20):
-        cache.keep(cache.Answer(RACED, Candidate(split=number + 1), dict.fromkeys(cache.FIGURES) | {"ms": turn}))
+        cache.store(cache.CachedResult(RACED, Candidate(split=number + 1), dict.fromkeys(cache.FIGURES) | {"ms": turn}))
 
 
 def test_processes_may_race_for_an_answer() -> None:

@@ -12,7 +12,7 @@ from command_line import run
 
 import vit_fast
 from vit_fast.benchmarks import runner
-from vit_fast.benchmarks.opening import open_model
+from vit_fast.benchmarks.inputs import open_model
 from vit_fast.measure import cache, candidate, deployable
 from vit_fast.measure.candidate import Candidate
 
@@ -24,21 +24,25 @@ def test_table_answer_and_cache(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     saved = tmp_path / "fast.json"
     assert run("optimize", "vit_test", "--batch", "2", "--budget", "60", "--save", str(saved)) == 0
     said, told = capsys.readouterr()
-    assert "as given" in said and "fused sdpa" in said and "times as fast" in said
+    assert "original" in said and "fused sdpa" in said and "speedup" in said
     lines = [line.partition(" of 60 s: ")[2] for line in told.splitlines() if " of 60 s: " in line]
-    assert lines == ["the reference in fp64", "as given", "fused sdpa", "timing the 2 that are left, interleaved"]
+    assert lines == ["the reference in fp64", "original", "fused sdpa", "timing 2 candidates, interleaved"]
     model = vit_fast.create_model("vit_test")
-    assert vit_fast.load_optimized(saved, model).choice == Candidate(attention="sdpa", mlp="sdpa")
+    assert vit_fast.load_optimized(saved, model).candidate == Candidate(attention="sdpa", mlp="sdpa")
 
     assert run("optimize", "vit_test", "--batch", "2", "--budget", "60") == 0
     assert "cached result, checked again" in capsys.readouterr().out
     assert run("cache") == 0
     said = capsys.readouterr().out
-    assert said.startswith("cached results: 1, in") and "throughput, 2x3x32x32 torch.float32" in said and "fused sdpa" in said
+    assert (
+        said.startswith("cached results: 1, in")
+        and "throughput, 2x3x32x32 torch.float32" in said
+        and "fused sdpa" in said
+    )
     assert run("cache", "--json") == 0
     (kept,) = json.loads(capsys.readouterr().out)
-    assert kept["choice"] == {"attention": "sdpa", "mlp": "sdpa"}
-    assert run("cache", "--clear") == 0 and list(cache.all_answers()) == []
+    assert kept["candidate"] == {"attention": "sdpa", "mlp": "sdpa"}
+    assert run("cache", "--clear") == 0 and list(cache.all_results()) == []
 
 
 def test_json(capsys: pytest.CaptureFixture[str], only) -> None:
@@ -46,7 +50,7 @@ def test_json(capsys: pytest.CaptureFixture[str], only) -> None:
     assert run("optimize", "vit_test", "--allow", "bf16", "--min-agreement", "0", "--budget", "60", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["name"] == "fused sdpa, bf16" == found["table"][1]["name"]
-    assert found["key"]["asked"]["allow"] == ["bf16"] and found["figures"]["gain"] > 1
+    assert found["key"]["request"]["allow"] == ["bf16"] and found["figures"]["speedup"] > 1
     assert 0 <= found["table"][1]["checked"]["agreement"] <= 1
 
 
@@ -74,7 +78,7 @@ def test_export_writes_what_runs_elsewhere(choice: Candidate, only, tmp_path: Pa
     allow = ["--allow", "bf16", "--min-agreement", "0"] if choice.precision else []
     assert run("optimize", "vit_test", "--batch", "2", "--budget", "600", *allow, "--export", str(folder)) == 0
     described = json.loads((folder / deployable.FIGURES).read_text())
-    assert Candidate.from_dict(described["choice"]) == choice
+    assert Candidate.from_dict(described["candidate"]) == choice
     opened = open_model("vit_test", 2, ())
     expected = opened.module(opened.example)
     if choice.engine == "onnxruntime":
@@ -103,7 +107,7 @@ def test_export_of_what_torch_compiles(only, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("vit_tst",), "vit_test"),
-        (("vit_*_patch16_224",), "expected one of them"),
+        (("vit_*_patch16_224",), "the model must be one of"),
         (("missing.onnx",), "missing.onnx"),
         (("vit_test", "--allow", "int4"), "int4"),
         (("vit_test", "--img-size", "big"), "got big"),

@@ -182,7 +182,7 @@ def test_nan_stays_in_its_head() -> None:
 
 def test_refuses_tables_that_learn() -> None:
     cos, sin = _tables((2, 5, 2, 16), (), 0)
-    with pytest.raises(UnsupportedInputError, match=r"rope\.cos requires a gradient"):
+    with pytest.raises(UnsupportedInputError, match=r"rope\.cos must not require a gradient"):
         qk_norm_rope(torch.randn(2, 5, 3, 2, 16, device=DEVICE), rope=Rope(cos.requires_grad_(), sin), backend="triton")
 
 

@@ -22,7 +22,7 @@ from vit_fast.kernels.inspect import baseline, offline
 STATS = offline.Stats(
     registers=160, stack_bytes=0, spill_loads=0, spill_stores=0, shared_bytes=60_000, ctas_per_sm=3, warps=4,
     instructions=1000, hgmma=25, hmma=0, tcgen05=0, tma_loads=7, tma_stores=1, async_copies=0, seconds=0.5,
-    wgmma_waits=6, wgmma_waits_in_ptx=6,
+    wgmma_waits=6, wgmma_waits_in_ptx=6, grid_waits=1, grid_starts=1,
 )  # fmt: skip
 
 
@@ -56,7 +56,7 @@ def compile_builds(keys: dict[str, tuple[str, ...]]) -> dict[str, dict[str, Any]
 
 
 def test_attention_and_fc1_keep_their_bars() -> None:
-    """On sm_90, N = 197, D = 64, and fc1 with GELU: no spills, at most 184 registers, wgmma and TMA in and out."""
+    """On sm_90 with N = 197, D = 64, and fc1 with GELU: no spills, at most 184 registers, wgmma and TMA in and out."""
     row, fc1 = "attention_fwd_row/bf16 N197 D64 B256 tma", "matmul_layer_norm/half 128x256x64 TMA gelu"
     found = compile_builds({"sm_90": (row, fc1)})
     for build in found.values():
@@ -65,6 +65,17 @@ def test_attention_and_fc1_keep_their_bars() -> None:
         assert build["registers"] <= 184
         assert build["hgmma"] and build["tma_loads"] and build["tma_stores"]
     assert found[f"sm_90/{row}"]["shared_bytes"] <= 64 * 1024
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_90", "sm_120"])
+def test_kernels_of_small_batches_start_early(arch: str) -> None:
+    """Their machine code waits for the previous launch and lets the next one start."""
+    matmul = "half 64x64x64 TMA" if arch == "sm_90" else "half 64x64x64 pointers"
+    keys = (f"matmul_layer_norm/{matmul} gelu", f"matmul_residual/{matmul} 5 parts", "finish_residual/bf16")
+    found = compile_builds({arch: keys})
+    assert [build["grid_waits"] for build in found.values()] == [1] * 3
+    assert not {key: build["problems"] for key, build in found.items() if build["problems"]}
 
 
 @pytest.mark.slow
@@ -126,12 +137,15 @@ def test_what_became_worse_is_found(change: dict[str, int], word: str, tmp_path:
         ({"spill_loads": 2}, "spills: 2 loads"),
         ({"wgmma_waits": 25}, "wgmma is serialised: 25 waits, 6 in PTX"),
         ({"hgmma": 0}, "no HGMMA"),
+        ({"grid_waits": 0}, "no ACQBULK"),
+        ({"grid_starts": 0}, "no PREEXIT"),
         ({"shared_bytes": 300_000}, "shared memory"),
         ({"ctas_per_sm": 0}, "does not fit"),
     ],
 )
 def test_what_must_not_be_shipped_is_found(change: dict[str, int], word: str) -> None:
-    build = next(build for build in offline.builds("sm_90") if "HGMMA" in build.needs)
+    builds = (build for build in offline.builds("sm_90") if "HGMMA" in build.needs)
+    build = next(build for build in builds if build.launch.constants.get("DEPENDENT"))
     assert offline.problems(build, replace(STATS), "sm_90") == []
     (problem,) = offline.problems(build, replace(STATS, **change), "sm_90")
     assert word in problem
@@ -142,26 +156,15 @@ def test_unknown_architecture() -> None:
         list(offline.builds("sm_75"))
 
 
-def test_every_core_build_is_in_the_committed_baseline() -> None:
+def test_no_build_of_the_baseline_spills_or_waits_for_every_wgmma() -> None:
+    """The committed baseline contains the recorded builds and no others."""
     builds = baseline.read_baseline()["builds"]
-    missing = [
-        build.key(arch)
-        for arch in offline.ARCHS
-        for build in offline.builds(arch)
-        if build.core and build.key(arch) not in builds
-    ]
-    assert not missing
-
-
-def test_no_build_of_the_grid_spills_or_waits_for_every_wgmma() -> None:
-    """Reads the committed baseline, which counts spills and waits of each build."""
-    builds = baseline.read_baseline()["builds"]
-    core = {build.key(arch) for arch in offline.ARCHS for build in offline.builds(arch) if build.core}
-    assert all("spills" in builds[key] for key in core)
-    assert all("wgmma_waits" in builds[key] for key in core if builds[key]["hgmma"])
-    assert not {key: counts["spills"] for key, counts in builds.items() if counts.get("spills")}
+    both = ((arch, build) for arch in offline.ARCHS for build in offline.builds(arch))
+    assert builds.keys() == {build.key(arch) for arch, build in both if baseline.is_recorded(build, arch)}
+    assert not {key: counts["spills"] for key, counts in builds.items() if counts["spills"]}
     # two instructions may wait once each without being serialised; `problems` compares with PTX
-    assert not [key for key, counts in builds.items() if 2 < counts["hgmma"] <= counts.get("wgmma_waits", 0)]
+    waits = [counts for counts in builds.values() if counts["hgmma"] > 2]
+    assert not [counts for counts in waits if not 0 < counts["wgmma_waits"] < counts["hgmma"]]
 
 
 def test_spills_are_kept_in_the_baseline(tmp_path: Path) -> None:
@@ -215,8 +218,9 @@ def test_split_head_dim(head_dim: int) -> None:
 
 def test_small_batches_spread_over_the_chip() -> None:
     problem = Problem("sm_90", 132, "half", 64, 197, 197, batch_heads=3072, access="tma")
-    assert forward_config(problem).tiles == 4
-    assert forward_config(replace(problem, batch_heads=12)).tiles == 1
+    large, small = forward_config(problem), forward_config(replace(problem, batch_heads=12))
+    assert (large.tiles, large.dependent, small.tiles, small.dependent) == (4, False, 1, True)
+    assert not forward_config(replace(problem, arch="sm_89", batch_heads=12)).dependent
 
 
 @pytest.mark.parametrize("arch", ["sm_86", "sm_89", "sm_120"])
@@ -236,5 +240,5 @@ def test_measured_configurations_come_first(monkeypatch: pytest.MonkeyPatch) -> 
     measured = {"scheme": "looped", "block_m": 128, "block_n": 128, "num_warps": 8, "tma": True}
     table = {"sm_90": {problem.shape_class: {"forward": measured}}}
     monkeypatch.setattr(attention_policy, "_table", lambda: table)
-    assert forward_config(problem) == attention_policy.ForwardConfig(**measured)
+    assert forward_config(problem) == attention_policy.ForwardConfig(**measured, dependent=True)
     assert forward_config(replace(problem, arch="sm_100")).block_n == 64

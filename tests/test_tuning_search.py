@@ -22,7 +22,7 @@ class Simulated:
         plainness: See Candidate.
         seconds: What preparing it is thought to take.
         slower: How many times as long it takes.
-        trouble: "wrong", "hangs", "memory" (in its fifth call), or nothing.
+        trouble: "incorrect", "hangs", "memory" (in its fifth call), or nothing.
         leads_to: Its variations.
     """
 
@@ -58,7 +58,7 @@ class Machine:
             self.now += seconds
             raise OutOfTime(f"more than {seconds:g} s")
         self.now += takes
-        if candidate.trouble == "wrong":
+        if candidate.trouble == "incorrect":
             raise Refused("off by 1")
         self.held.add(candidate.name)
 
@@ -87,11 +87,11 @@ class Machine:
 
 
 def machines(few: int, many: int) -> pytest.MarkDecorator:
-    """So many simulated machines; the many in `make test-full`."""
+    """Number of simulated machines; larger in `make test-full`."""
     return pytest.mark.parametrize("machines", [few, pytest.param(many, marks=pytest.mark.slow)])
 
 
-GIVEN = Simulated("given", 100.0, plainness=0)
+ORIGINAL = Simulated("given", 100.0, plainness=0)
 
 
 def names(found: Found[Simulated]) -> dict[str, str | None]:
@@ -104,7 +104,7 @@ def random_field(seed: int) -> list[Simulated]:
     count = generator.randrange(4, 9)
     field = [Simulated(f"c{i}", draw(40, 160), generator.randrange(1, 6), draw(0.2, 6)) for i in range(count)]
     troubles = generator.sample(range(len(field)), 3)
-    for place, trouble in zip(troubles, ("wrong", "memory", generator.choice(["hangs", None]))):
+    for place, trouble in zip(troubles, ("incorrect", "memory", generator.choice(["hangs", None]))):
         old = field[place]
         field[place] = Simulated(old.name, old.ms / 2, old.plainness, old.seconds, trouble)  # it would win
     # what hangs comes late, as what is known to take long does
@@ -118,8 +118,8 @@ def test_finds_the_best_on_noisy_machines(machines: int) -> None:
     for seed in range(machines):
         machine = Machine(seed, noise=0.05, drift=0.1, bursts=0.01)
         field = random_field(seed)
-        found = search(machine, GIVEN, field, budget_s=120)
-        working = [GIVEN, *(candidate for candidate in field if candidate.trouble is None)]
+        found = search(machine, ORIGINAL, field, budget_s=120)
+        working = [ORIGINAL, *(candidate for candidate in field if candidate.trouble is None)]
         good += found.chosen.ms <= 1.03 * min(candidate.ms for candidate in working)
         if machine.now > 121:
             over.append(machine.now)
@@ -132,24 +132,24 @@ def test_what_was_given_is_never_beaten_by_something_slower(machines: int) -> No
     for seed in range(machines):
         machine = Machine(seed, noise=0.2, drift=0.2, bursts=0.05)
         field = [Simulated(f"c{i}", 100 + 2 * i) for i in range(5)]
-        assert search(machine, GIVEN, field, budget_s=60).chosen.ms <= 100
+        assert search(machine, ORIGINAL, field, budget_s=60).chosen.ms <= 100
 
 
 @machines(5, 20)
 def test_ties_go_to_the_plainer(machines: int) -> None:
     field = [Simulated("elaborate", 50.0, plainness=5), Simulated("plain", 50.2, plainness=1)]
     for seed in range(machines):
-        found = search(Machine(seed, noise=0.02), GIVEN, field, budget_s=60)
+        found = search(Machine(seed, noise=0.02), ORIGINAL, field, budget_s=60)
         assert found.chosen.name == "plain"
-        assert "less plain" in str(names(found)["elaborate"])
+        assert "more changes" in str(names(found)["elaborate"])
     equal = [Simulated("another", 100.0)]
-    assert [search(Machine(s, noise=0.02), GIVEN, equal, budget_s=60).chosen for s in range(machines)] == [
-        GIVEN
+    assert [search(Machine(s, noise=0.02), ORIGINAL, equal, budget_s=60).chosen for s in range(machines)] == [
+        ORIGINAL
     ] * machines
 
 
 def test_a_small_difference_is_found_on_a_quiet_machine() -> None:
-    found = [search(Machine(s, noise=0.01), GIVEN, [Simulated("better", 95.0)], budget_s=60) for s in range(20)]
+    found = [search(Machine(s, noise=0.01), ORIGINAL, [Simulated("better", 95.0)], budget_s=60) for s in range(20)]
     assert sum(each.chosen.name == "better" for each in found) >= 19
     assert all(each.resolution is not None and each.resolution < 0.03 for each in found)
 
@@ -157,16 +157,16 @@ def test_a_small_difference_is_found_on_a_quiet_machine() -> None:
 def test_variations_of_the_best_are_tried() -> None:
     leads = (Simulated("two threads", 40.0, plainness=3), Simulated("channels last", 70.0, plainness=3))
     field = [Simulated("slow", 90.0, leads_to=(Simulated("never", 1.0),)), Simulated("fast", 60.0, leads_to=leads)]
-    found = search(Machine(noise=0.01), GIVEN, field, budget_s=120)
+    found = search(Machine(noise=0.01), ORIGINAL, field, budget_s=120)
     assert found.chosen.name == "two threads"
     assert "never" not in names(found)
 
 
 def test_losers_are_dropped_early_and_released() -> None:
     machine = Machine(noise=0.01)
-    found = search(machine, GIVEN, [Simulated("slow", 300.0), Simulated("fast", 50.0)], budget_s=120)
+    found = search(machine, ORIGINAL, [Simulated("slow", 300.0), Simulated("fast", 50.0)], budget_s=120)
     assert machine.calls["slow"] == SCOUTING_CALLS
-    assert "times as long as the fastest" in str(names(found)["slow"])
+    assert "x slower than the fastest" in str(names(found)["slow"])
     assert machine.held == {"given", "fast"}
 
 
@@ -177,8 +177,8 @@ def test_the_budget_is_kept_and_says_what_was_not_reached() -> None:
         Simulated("slow to build", 10.0, seconds=50),
         Simulated("hangs", 1.0, trouble="hangs"),
     ]
-    found = search(machine, GIVEN, field, budget_s=20)
-    assert names(found)["slow to build"] == "not tried: takes about 50 s, which the budget does not hold"
+    found = search(machine, ORIGINAL, field, budget_s=20)
+    assert "50 s" in names(found)["slow to build"]
     assert "more than" in str(names(found)["hangs"])
     assert machine.now <= 20
     assert found.chosen.name == "quick" and found.tried == 2
@@ -192,7 +192,7 @@ def test_no_budget_is_exceeded() -> None:
         calls_s = [draw(0.01, 3) for _ in range(6)]
         field = [  # four calls belong to the checks
             Simulated(f"c{i}", 1e3 * s, seconds=1 + 2 * s, slower=draw(0.5, 10) + 4 * s, trouble=trouble)
-            for i, (s, trouble) in enumerate(zip(calls_s, [None, None, "hangs", None, "wrong", "hangs"]))
+            for i, (s, trouble) in enumerate(zip(calls_s, [None, None, "hangs", None, "incorrect", "hangs"]))
         ]
         machine, budget = Machine(seed, noise=0.05, bursts=0.01), draw(10, 60)
         search(machine, Simulated("given", 1e3 * draw(0.01, 2), 0, 0.5), field, budget_s=budget)
@@ -207,31 +207,31 @@ def test_what_would_finish_does() -> None:
         leads = (Simulated("varied", 30.0, seconds=draw(1, 10)),)
         field = [Simulated(f"c{i}", draw(50, 150), seconds=draw(1, 20), leads_to=leads) for i in range(4)]
         budget = draw(5, 60)
-        found = search(Machine(seed, noise=0.02), GIVEN, field, budget_s=budget)
+        found = search(Machine(seed, noise=0.02), ORIGINAL, field, budget_s=budget)
         if found.finish_s is None:
             assert found.tried == len(found.trials)
             continue
         cut += 1
         assert found.finish_s > budget
-        again = search(Machine(seed, noise=0.02), GIVEN, field, budget_s=1.2 * found.finish_s)
+        again = search(Machine(seed, noise=0.02), ORIGINAL, field, budget_s=1.2 * found.finish_s)
         assert again.tried > found.tried or again.finish_s is None
     assert cut > 8
 
 
 def test_trouble_of_one_leaves_the_others() -> None:
     field = [
-        Simulated("wrong", 1.0, trouble="wrong"),
+        Simulated("incorrect", 1.0, trouble="incorrect"),
         Simulated("memory", 1.0, trouble="memory"),
         Simulated("fast", 50.0),
     ]
-    found = search(Machine(noise=0.01), GIVEN, field, budget_s=60)
+    found = search(Machine(noise=0.01), ORIGINAL, field, budget_s=60)
     assert found.chosen.name == "fast"
-    assert names(found)["wrong"] == "off by 1" and names(found)["memory"] == "out of memory"
+    assert names(found)["incorrect"] == "off by 1" and names(found)["memory"] == "out of memory"
 
 
 def test_given_that_cannot_run_is_the_callers() -> None:
     with pytest.raises(Refused, match="off by 1"):
-        search(Machine(), Simulated("given", 1.0, 0, trouble="wrong"), [], budget_s=10)
+        search(Machine(), Simulated("given", 1.0, 0, trouble="incorrect"), [], budget_s=10)
 
 
 @pytest.mark.parametrize("at", [1.4, 2.39, 4.0, 15.0])
@@ -239,7 +239,7 @@ def test_ctrl_c_gives_the_best_so_far(at: float) -> None:
     machine = Machine(noise=0.01)
     machine.interrupt_at = at
     field = [Simulated("fast", 50.0), *(Simulated(f"c{i}", 80.0) for i in range(3))]
-    found = search(machine, GIVEN, field, budget_s=120)
+    found = search(machine, ORIGINAL, field, budget_s=120)
     assert found.interrupted
     assert found.chosen.name == ("given" if at < 2 else "fast")
     assert [trial.candidate for trial in found.trials if trial.reason is None] == [found.chosen]
@@ -252,9 +252,9 @@ def test_what_ctrl_c_ended_is_not_taken_for_the_chosen_one() -> None:
             if candidate.name == "late":
                 raise KeyboardInterrupt
 
-    found = search(Pressed(noise=0.01), GIVEN, [Simulated("fast", 50.0), Simulated("late", 1.0)], budget_s=120)
+    found = search(Pressed(noise=0.01), ORIGINAL, [Simulated("fast", 50.0), Simulated("late", 1.0)], budget_s=120)
     assert found.interrupted and found.chosen.name == "fast"
-    assert names(found)["late"] == "interrupted while it was prepared"
+    assert names(found)["late"] == "interrupted"
 
 
 def test_latency_is_compared_by_the_calls_that_take_long() -> None:
@@ -266,5 +266,5 @@ def test_latency_is_compared_by_the_calls_that_take_long() -> None:
             return ms * (4 if candidate.name == "uneven" and number % 5 == 0 else 1)
 
     field = [Simulated("uneven", 80.0), Simulated("even", 90.0)]
-    assert search(Uneven(noise=0.01), GIVEN, field, budget_s=120).chosen.name == "uneven"
-    assert search(Uneven(noise=0.01), GIVEN, field, budget_s=120, objective="latency").chosen.name == "even"
+    assert search(Uneven(noise=0.01), ORIGINAL, field, budget_s=120).chosen.name == "uneven"
+    assert search(Uneven(noise=0.01), ORIGINAL, field, budget_s=120, objective="latency").chosen.name == "even"

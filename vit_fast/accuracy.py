@@ -50,7 +50,7 @@ class Accuracy:
         return self.error / self.allowed if self.allowed else (0.0 if self.passed else float("inf"))
 
     def __str__(self) -> str:
-        return f"off by {self.error:.3g}, allowed is {self.allowed:.3g} (eager: {self.eager_error:.3g})"
+        return f"off by {self.error:.3g}, must be at most {self.allowed:.3g} (eager: {self.eager_error:.3g})"
 
 
 def judge(

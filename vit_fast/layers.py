@@ -12,11 +12,21 @@ from torch import Tensor, nn
 from .config import Size, ViTConfig
 from .errors import check_type
 
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """x * sigmoid(1.702 x), OpenAI CLIP's activation."""
+    return x * torch.sigmoid(1.702 * x)
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_tanh": gelu_tanh,
     "relu": F.relu,
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),  # of OpenAI's CLIP
+    "quick_gelu": quick_gelu,
     "silu": F.silu,
 }
 
@@ -53,7 +63,7 @@ class PatchEmbed(nn.Module):
         if images.dim() != 4 or images.shape[1] != config.in_chans:
             raise ValueError(f"images must have shape [B, {config.in_chans}, height, width], got {tuple(images.shape)}")
         if not images.is_floating_point():
-            raise ValueError(f"images must have a floating dtype, got {images.dtype}: scale and normalise them first")
+            raise ValueError(f"images must have a floating dtype, got {images.dtype}: scale and normalize them first")
         dtype = getattr(self.proj, "weight", images).dtype  # a wrapper of the convolution may hide it
         if images.dtype != dtype and not torch.is_autocast_enabled(images.device.type):
             raise ValueError(f"images must have the dtype of the weights, {dtype}, got {images.dtype}")

@@ -109,8 +109,8 @@ _VARIANTS: dict[str, Variant] = {}
 
 # Of timm's names, what no config here does.
 NOT_HERE = {
-    "eva02_enormous_patch14_clip_224": "its blocks normalise the outputs of attention and MLP, not their inputs",
-    "vit_*_rope_mixed*_224": "each of its blocks learns rotary angles of its own",
+    "eva02_enormous_patch14_clip_224": "its blocks normalize the outputs of attention and MLP, not their inputs",
+    "vit_*_rope_mixed*_224": "each of its blocks learns its own rotary angles",
 }
 
 

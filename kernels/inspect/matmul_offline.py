@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..activations import ACTIVATIONS
-from ..device import has_fp8, matrix_instruction
+from ..device import has_fp8, matrix_instruction, starts_early
 from ..launch import Launch
 from ..layer_norm import RowStatistics, normalise_launch, row_statistics_launch
 from ..linear.folding import FoldedLinear, NormedLinear, fold_launch
@@ -279,7 +279,7 @@ def _tile(config: MatmulConfig) -> str:
     return f"{config.block_m}x{config.block_n}x{config.block_k} {paths}"
 
 
-def _small_launches(dtype: torch.dtype, stream: torch.dtype) -> Iterator[tuple[str, Launch]]:
+def _small_launches(arch: str, dtype: torch.dtype, stream: torch.dtype) -> Iterator[tuple[str, Launch]]:
     """Around matmuls of `dtype`; x and the parameters in the dtype of the residual stream."""
     x, rows = meta(_M, _C, dtype=stream), meta(_M, _C, dtype=dtype)
     weight, vector, bias = meta(_F, _C, dtype=stream), meta(_C, dtype=stream), meta(_F, dtype=stream)
@@ -294,7 +294,8 @@ def _small_launches(dtype: torch.dtype, stream: torch.dtype) -> Iterator[tuple[s
     else:
         part = meta(_M, 2, row_parts(_C))
         yield "row_statistics", row_statistics_launch(x, part)
-    yield "finish_residual", finish_residual_launch(meta(5, _M, _C), vector, vector, x, x, part)
+    early = starts_early(arch)
+    yield "finish_residual", finish_residual_launch(meta(5, _M, _C), vector, vector, x, x, part, dependent=early)
     linear = NormedLinear(weight, bias, vector, vector)
     folded = FoldedLinear(meta(_F, _C, dtype=dtype), meta(_F), meta(_F))
     yield "fold of one", fold_launch([linear], [folded])
@@ -338,11 +339,11 @@ def offline_builds(arch: str) -> Iterator[Build]:
     yield from _matmul_builds(arch)
     yield from _product_builds(arch)
     for name, dtype, stream in (("bf16", _HALF, _HALF), ("fp32", _FULL, _FULL), ("autocast", _HALF, _FULL)):
-        for kernel, launch in _small_launches(dtype, stream):
+        for kernel, launch in _small_launches(arch, dtype, stream):
             yield Build(kernel, name, launch)
     if has_fp8(arch):
         x, x8 = meta(_M, _C8, dtype=_HALF), meta(_M, _C8, dtype=_E4M3)
         part, scale = meta(_M, 2, row_parts(_C8)), meta(_C8)
         yield Build("row_statistics", "bf16 and e4m3", row_statistics_launch(x, part, x8, scale))
-        finish = finish_residual_launch(meta(5, _M, _C8), scale, scale, x, x, part, x8, scale)
+        finish = finish_residual_launch(meta(5, _M, _C8), scale, scale, x, x, part, x8, scale, starts_early(arch))
         yield Build("finish_residual", "bf16 and e4m3", finish)

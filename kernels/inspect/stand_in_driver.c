@@ -18,7 +18,8 @@
 #define TEXT 480
 
 /* Read by name from Python. */
-atomic_long stand_in_launches, stand_in_descriptors, stand_in_modules, stand_in_violations, stand_in_largest_shared;
+atomic_long stand_in_launches, stand_in_dependent, stand_in_descriptors, stand_in_modules, stand_in_violations,
+    stand_in_largest_shared;
 
 static struct {
   int arch, multiprocessors, shared_per_block, shared_per_multiprocessor;
@@ -46,7 +47,8 @@ static CUresult refuse(CUresult code, const char *text) {
 }
 
 void stand_in_reset(void) {
-  stand_in_launches = stand_in_descriptors = stand_in_modules = stand_in_violations = stand_in_largest_shared = 0;
+  stand_in_launches = stand_in_dependent = stand_in_descriptors = 0;
+  stand_in_modules = stand_in_violations = stand_in_largest_shared = 0;
   memset(violations, 0, sizeof violations);
 }
 
@@ -144,12 +146,18 @@ CUresult cuOccupancyMaxActiveClusters(int *clusters, CUfunction handle, const CU
 CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction handle, void **parameters, void **extra) {
   const Function *function = (const Function *)handle;
   const char *problem = NULL;
+  bool dependent = false;
+  for (unsigned i = 0; i < c->numAttrs; i++)
+    if (c->attrs[i].id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
+      dependent = c->attrs[i].value.programmaticStreamSerializationAllowed;
   unsigned long threads = (unsigned long)c->blockDimX * c->blockDimY * c->blockDimZ;
   if (c->gridDimX < 1 || c->gridDimX > 2147483647u || c->gridDimY < 1 || c->gridDimY > 65535 || c->gridDimZ < 1 ||
       c->gridDimZ > 65535)
     problem = "the grid is 1..2147483647 by 1..65535 by 1..65535";
   else if (threads < 1 || threads > MAX_THREADS || c->blockDimZ > 64)
     problem = "a block has 1..1024 threads";
+  else if (dependent && device.arch < 90)
+    problem = "programmatic dependent launch needs sm_90 or newer";
   else if (c->sharedMemBytes > (unsigned)function->dynamic_shared)
     problem = "the function was not allowed that much shared memory";
   long largest = stand_in_largest_shared;
@@ -163,6 +171,7 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction handle, void **par
     return refuse(CUDA_ERROR_INVALID_VALUE, text);
   }
   stand_in_launches++;
+  stand_in_dependent += dependent;
   return CUDA_SUCCESS;
 }
 

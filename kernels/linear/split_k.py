@@ -1,10 +1,9 @@
-"""The end of a "residual" matmul that was cut along K: its parts summed, and what its epilogue would have done.
+"""Split-K for "residual" matmuls: sums the parts of the "partial" epilogue, and applies the residual epilogue.
 
-    out = [residual +] [scale] (sum over parts + bias), with statistics of its rows where a LayerNorm follows
+    out = [residual +] [scale] (sum over parts + bias), with statistics of its rows if a LayerNorm follows
 
-A few rows give too few tiles to fill a GPU; parts of K give more of them (split-K). The parts are the "partial"
-epilogue's, fp32, and are added here in their order: no atomics, the same bits each run. A program has one piece of
-the columns, as long as the statistics have it (`row_parts.py`).
+A few rows give too few tiles to fill a GPU; parts of K give more. The parts are fp32 and are added in order: no
+atomics, the same bits each run. A program computes one piece of the columns (`row_parts.py`).
 """
 
 from __future__ import annotations
@@ -13,13 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..dependent import wait_for_previous
 from ..fp8 import divided_columns
 from ..launch import Launch, ceil_div
 from ..layer_norm import piece_statistics, store_statistics
 from ..row_parts import PIECE, row_parts
 from .folding import load_columns
 
-_ROWS = 16  # few rows are what this is for: many programs, not large ones
+_ROWS = 16  # many small programs, because there are few rows
 _PIECE = tl.constexpr(PIECE)
 
 
@@ -30,12 +30,13 @@ def _finish_residual_kernel(
     scale_ptr,  # [C] or None
     residual_ptr,  # [M, C] or None
     out_ptr,  # [M, C]
-    row_part_ptr,  # fp32 [M, 2, PARTS], or None: no statistics are wanted
+    row_part_ptr,  # fp32 [M, 2, PARTS], or None: no statistics
     out8_ptr,  # [M, C] e4m3: out times out_scale, fp32 [C]; or None
     out_scale_ptr,
     splits, M, C,
-    ROWS: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(DEPENDENT)
     row = tl.program_id(0) // PARTS * ROWS
     col = tl.program_id(0) % PARTS * _PIECE
     rows = row + tl.arange(0, ROWS)
@@ -61,14 +62,17 @@ def _finish_residual_kernel(
 def finish_residual_launch(
     part: Tensor, bias: Tensor | None, scale: Tensor | None, residual: Tensor | None, out: Tensor,
     row_part: Tensor | None, out8: Tensor | None = None, out_scale: Tensor | None = None,
+    dependent: bool = False,
 ) -> Launch:  # fmt: skip
-    """The call that sums parts fp32 [splits, M, C] into out [M, C], and the statistics of its rows unless None; and
-    into out8 the same in e4m3, multiplied by out_scale."""
+    """Returns the launch that sums parts fp32 [splits, M, C] into out [M, C].
+
+    It also writes statistics of its rows unless None, and the result times out_scale in e4m3 to out8 unless None.
+    """
     splits, M, C = part.shape
     args = {
         "part_ptr": part, "bias_ptr": bias, "scale_ptr": scale, "residual_ptr": residual, "out_ptr": out,
         "row_part_ptr": row_part, "out8_ptr": out8, "out_scale_ptr": out_scale, "splits": splits, "M": M, "C": C,
     }  # fmt: skip
-    constants = {"ROWS": _ROWS, "PARTS": row_parts(C)}
+    constants = {"ROWS": _ROWS, "PARTS": row_parts(C), "DEPENDENT": dependent}
     programs = ceil_div(M, _ROWS) * row_parts(C)
     return Launch(_finish_residual_kernel, (programs,), args, constants, num_warps=4, device=out.device)

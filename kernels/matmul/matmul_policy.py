@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..device import Gpu, generation, gpu_of, product_kind, reads_descriptors
+from ..device import Gpu, generation, gpu_of, product_kind, reads_descriptors, starts_early
 from ..launch import ceil_div, is_interpreted
 from ..row_parts import PIECE
 from .matmul_launch import MatmulConfig, Operands, fits_tma
@@ -28,8 +28,11 @@ _MIN_STEPS = 4  # of K in a part
 NORMED_HEADS = (64, 128)  # channels of the heads that a "qk_norm" matmul can normalise
 
 
+@cache
 def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[MatmulConfig, ...]:
     """Configurations from the widest tile to the smallest.
+
+    The narrow ones, of which a multiprocessor holds several and which small batches take, start early.
 
     Args:
         arch: e.g. "sm_90"; sm_120 and unknown ones take the pointer tables, which every architecture runs.
@@ -37,6 +40,11 @@ def config_table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[Matmul
         epilogue: One of `EPILOGUES`, of which "qk_norm" is of "half" alone; or "weight_products".
         tma: Whether the operands can go through tensor descriptors.
     """
+    table = _table(arch, kind, epilogue, tma)
+    return tuple(replace(c, dependent=c.ctas_per_sm > 1 and starts_early(arch)) for c in table)
+
+
+def _table(arch: str, kind: str, epilogue: str, tma: bool) -> tuple[MatmulConfig, ...]:
     hopper, blackwell = (generation(arch) == name for name in ("hopper", "blackwell"))
     if epilogue == "qk_norm":
         return _qk_norm_table(arch, kind, tma)

@@ -1,7 +1,7 @@
 """The part of a qkv matmul's epilogue for columns of q and k: norms over the heads, and rotary positions.
 
-The formulas are those of `rotary.py`. Pairs that are turned are neighbouring columns here, as `folding.py` lays the
-rows of the weight. A norm sees the sums of the matmul before they are rounded, a whole head at a time.
+The formulas are those of `rotary.py`. Pairs that are rotated are adjacent columns here, because `folding.py` reorders
+the rows of the weight. A norm reads the sums of the matmul before they are rounded, a whole head at a time.
 """
 
 from __future__ import annotations
@@ -13,16 +13,33 @@ from ..rotary import normed_pairs
 
 
 @triton.jit
-def turned_columns(
-    value, cos_ptr, sin_ptr, tokens, prefix, image_rows, row, col, M, N,
-    ROWS: tl.constexpr, COLS: tl.constexpr, HEAD: tl.constexpr, ROW_STEP: tl.constexpr, PAIR_STEP: tl.constexpr,
-):  # fmt: skip
-    """Pairs of neighbouring columns of q and k turned by the angles of their tokens."""
+def finished_heads(value, heads, where, ROWS: tl.constexpr, COLS: tl.constexpr, HEADS: tl.constexpr):
+    """A piece [ROWS, COLS] of the matmul's result; columns of q and k normalised and rotated where asked for.
+
+    heads: (q_weight, k_weight, q_bias, k_bias, eps, cos, sin, tokens, prefix, image_rows) of `_matmul_kernel`.
+    HEADS: its (HEAD, NORM, HALVES, ROW_STEP, PAIR_STEP).
+    """
+    col, N = where[1], where[3]
+    if HEADS[1] != "none":
+        if col < 2 * (N // 3):
+            value = _normed_columns(value, heads, col // (N // 3), ROWS, HEADS)
+    if heads[5] is not None:
+        if col < 2 * (N // 3):
+            value = _rotated_columns(value, heads, where, ROWS, COLS, HEADS)
+    return value
+
+
+@triton.jit
+def _rotated_columns(value, heads, where, ROWS: tl.constexpr, COLS: tl.constexpr, HEADS: tl.constexpr):
+    """Pairs of adjacent columns of q and k rotated by the angles of their tokens."""
+    _, _, _, _, _, cos_ptr, sin_ptr, tokens, prefix, image_rows = heads
+    row, col, M, N = where
+    HEAD: tl.constexpr = HEADS[0]
     rows = row + tl.arange(0, ROWS)
     pairs = col // 2 + tl.arange(0, COLS // 2)
     position = rows % tokens - prefix
     line = (rows // tokens).to(tl.int64) * image_rows + position
-    offsets = line[:, None] * ROW_STEP + (pairs % (HEAD // 2) * PAIR_STEP)[None, :]
+    offsets = line[:, None] * HEADS[3] + (pairs % (HEAD // 2) * HEADS[4])[None, :]
     inside = ((rows < M) & (position >= 0))[:, None] & (pairs < N // 3)[None, :]
     cos = tl.load(cos_ptr + offsets, mask=inside, other=1.0).to(tl.float32)
     sin = tl.load(sin_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
@@ -31,18 +48,17 @@ def turned_columns(
 
 
 @triton.jit
-def normed_columns(
-    value, q_weight_ptr, k_weight_ptr, q_bias_ptr, k_bias_ptr, eps, which,
-    ROWS: tl.constexpr, HEAD: tl.constexpr, NORM: tl.constexpr, HALVES: tl.constexpr,
-):  # fmt: skip
+def _normed_columns(value, heads, which, ROWS: tl.constexpr, HEADS: tl.constexpr):
     """A head of q (which = 0) or of k, [ROWS, HEAD], normalised.
 
-    HALVES: to the norm's vectors its pairs are channels j and j + HEAD / 2.
+    With HALVES the norm's vectors have its pairs at channels j and j + HEAD / 2.
     """
+    q_weight_ptr, k_weight_ptr, q_bias_ptr, k_bias_ptr, eps, _, _, _, _, _ = heads
+    HEAD: tl.constexpr = HEADS[0]
     first, second = tl.split(value.reshape(ROWS, HEAD // 2, 2))
     pairs = tl.arange(0, HEAD // 2)[None, :]
     first, second = normed_pairs(
         first, second, q_weight_ptr, k_weight_ptr, q_bias_ptr, k_bias_ptr, which, 0, pairs, pairs < HEAD // 2, eps, 1,
-        HEAD, NORM, False, not HALVES,
+        HEAD, HEADS[1], False, not HEADS[2],
     )  # fmt: skip
     return tl.join(first, second).reshape(ROWS, HEAD)

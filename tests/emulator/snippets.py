@@ -41,6 +41,13 @@ _KERNEL = """
 """
 
 
+class _LaunchAttribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
+
+
+_DEPENDENT = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
 class _LaunchConfig(ctypes.Structure):
     _fields_ = [
         *((f"{what}{axis}", ctypes.c_uint) for what in ("grid", "block") for axis in "xyz"),
@@ -86,9 +93,13 @@ class Device:
         return False
 
     def run(
-        self, body: str, *arguments: np.ndarray | TensorMap, threads: int = 32, grid: int = 1, shared: int = 0
-    ) -> list[Report]:
-        """Executes `body` with the arrays at %a0, %a1, ... (of a tensor map: the map) and returns what was reported."""
+        self, body: str, *arguments: np.ndarray | TensorMap, threads: int = 32, grid: int = 1,
+        shared: int = 0, dependent: bool = False,
+    ) -> list[Report]:  # fmt: skip
+        """Executes `body` with the arrays at %a0, %a1, ... (of a tensor map: the map) and returns what was reported.
+
+        A `dependent` launch may start before the previous one has ended.
+        """
         arrays = [argument.array if isinstance(argument, TensorMap) else argument for argument in arguments]
         self._spans = [(array.ctypes.data, array.ctypes.data + array.nbytes) for array in arrays]
         declared, loads, values = [], [], []
@@ -107,7 +118,8 @@ class Device:
         function = ctypes.c_void_p()
         self._call("cuModuleGetFunction", ctypes.byref(function), module, b"snippet")
         self._call("cuFuncSetAttribute", function, 8, ctypes.c_int(shared))
-        config = _LaunchConfig(grid, 1, 1, threads, 1, 1, shared, None, None, 0)
+        attribute = ctypes.pointer(_LaunchAttribute(_DEPENDENT, 0, int(dependent)))
+        config = _LaunchConfig(grid, 1, 1, threads, 1, 1, shared, None, ctypes.cast(attribute, ctypes.c_void_p), 1)
         pointers = (ctypes.c_void_p * len(values))(
             *(ctypes.cast(ctypes.pointer(value), ctypes.c_void_p) for value in values)
         )

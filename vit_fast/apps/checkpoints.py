@@ -41,7 +41,7 @@ def start_run(out: Path, processes: Processes) -> None:
         OSError: it cannot be written.
     """
     if there := [name for name in (CHECKPOINT, LOG, WEIGHTS) if (out / name).exists()]:
-        raise TrainingError(f"{out}: holds {', '.join(there)} of an earlier run: resume it, or name another folder")
+        raise TrainingError(f"{out}: contains {', '.join(there)} of an earlier run: resume it, or pass another folder")
     processes.wait()  # before the first of them writes
     check_replaceable(out / CHECKPOINT)
 
@@ -63,12 +63,12 @@ def resume_run(out: Path, trainer: Trainer, about: Mapping[str, Any]) -> list[Ro
     differences = [f"{name} ({_difference(old, new)})" for name, (old, new) in told.items() if old != new]
     if differences:
         raise TrainingError(
-            f"{path}: is of a run that differs in {'; '.join(differences)}; repeat its settings, or use another folder"
+            f"{path}: belongs to a run that differs in {'; '.join(differences)}: repeat them, or use another folder"
         )
     wanted = {name: tensor.shape for name, tensor in trainer.model.state_dict().items()}
     for part in ("model", "average") if trainer.averages else ("model",):
         if {name: getattr(tensor, "shape", None) for name, tensor in state[part].items()} != wanted:
-            raise TrainingError(f"{path}: does not fit this model: its {part} has other tensors")
+            raise TrainingError(f"{path}: does not fit this model: its {part} has different tensors")
     try:
         if trainer.averages:
             set_model_state_dict(trainer.model, state["average"], options=_WHOLE)
@@ -125,10 +125,10 @@ def _read(path: Path) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of a damaged file, the reader raises nearly anything
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise TrainingError(f"{path}: cannot be read, it is damaged or no checkpoint: {first}") from None
+        raise TrainingError(f"{path}: cannot be read (damaged, or not a checkpoint): {first}") from None
     has_format = isinstance(state, dict) and state.get("format") == _FORMAT
     if not has_format or not all(isinstance(state.get(name), kind) for name, kind in _CONTENT.items()):
-        raise TrainingError(f"{path}: is no checkpoint of this trainer")
+        raise TrainingError(f"{path}: is not a checkpoint of vit-fast train")
     return state
 
 

@@ -44,12 +44,12 @@ def open_classifier(weights: str, model_name: str | None, backend: str, device: 
     else:
         source = open_source(weights)
         if source.config is None:
-            raise ValueError(f"{weights}: does not say what shape it is for: name the variant by --model")
+            raise ValueError(f"{weights}: has no config: pass the variant with --model")
         model = load(source, backend=backend)
     if model.config.global_pool == "":
         raise ValueError(f"{weights}: must be of a model that pools, got global_pool=''")
     if model.config.num_classes == 0:
-        raise ValueError(f"{weights}: has no classification head, it makes features")
+        raise ValueError(f"{weights}: has no classification head, it returns features")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -54,7 +54,7 @@ class Evaluation:
         files: The images.
         labels: Their classes [N].
         answers: The most probable classes, the best first [N, min(5, classes)].
-        probabilities: Of these [N, min(5, classes)].
+        probabilities: Probabilities of these classes [N, min(5, classes)].
         classes: Number of classes.
     """
 

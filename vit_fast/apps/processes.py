@@ -96,8 +96,8 @@ def joined(strategy: str) -> Iterator[Processes]:
     try:
         yield Processes(dist.get_rank(), world, strategy, mesh)  # type: ignore[arg-type]  # checked above
     finally:
-        # The group's threads end with the last reference to it; one that outlives the interpreter ends the process.
-        # Models refer to it in cycles, and so does the mesh, which DTensor's caches keep.
+        # The group's threads end with the last reference to it, and crash the process if they outlive the interpreter.
+        # Models refer to it in cycles, and so does the mesh, which DTensor caches.
         gc.collect()
         getattr(mesh, "_pg_registry", {}).clear()
         dist.destroy_process_group()

@@ -16,27 +16,29 @@ _SHARES = ("label_smoothing", "ema_decay")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Training settings; 0 turns an optional one off.
+    """Training settings; 0 disables those that can be disabled.
 
     Attributes:
         epochs: Passes over the images.
         batch_size: Images per step, of all processes together; the last batch of an epoch may be smaller.
-        lr: Learning rate after the warm-up.
-        weight_decay: AdamW's weight decay of matrices (0 is Adam); vectors, tokens and positions have none.
+        lr: Learning rate at the end of the warm-up.
+        weight_decay: AdamW's weight decay of matrices (0 makes it Adam); biases, norms, LayerScale, tokens and
+            positions have none.
         warmup_epochs: Epochs in which the learning rate rises linearly from 0.
-        schedule: Schedule after the warm-up: half a "cosine" down to 0, or "constant".
-        layer_decay: Ratio of the learning rates of consecutive blocks; the head has lr (BEiT, arXiv 2106.08254).
+        schedule: Learning rate after the warm-up: "cosine" falls to 0, "constant" stays.
+        layer_decay: Multiplies the learning rate of each block relative to the next one; the head's is lr, the
+            embedding's the smallest (BEiT, arXiv 2106.08254). 1 means lr everywhere.
         label_smoothing: Share of the target that is spread over all classes.
-        mixup: alpha of the Beta distribution that pairs of images are mixed by (arXiv 1710.09412).
-        max_grad_norm: Maximal norm of all gradients together.
-        ema_decay: Decay of the running mean of the weights, which replaces them for measuring and saving. In the
-            first steps it is at most (1 + step) / (10 + step).
-        accumulation: Sequential parts of a batch, to save memory.
-        patience: Stop after this many epochs without a better accuracy on the held-out images, and save the weights
-            of the best epoch.
+        mixup: alpha of the Beta distribution that mixes pairs of images (arXiv 1710.09412).
+        max_grad_norm: Clips the norm of all gradients together.
+        ema_decay: Decay of the exponential moving average of the weights, which is evaluated and saved in their place;
+            in the first steps at most (1 + step) / (10 + step).
+        accumulation: Number of parts in which a batch is computed, to save memory.
+        patience: Stops after this number of epochs without a better accuracy on the held-out images, and saves the
+            weights of the best epoch.
         dtype: Autocast dtype of the forward pass; "fp32" means no autocast.
-        grad_checkpointing: Recompute blocks in backward instead of storing their activations.
-        augment: Augment images, see PreparedImages; otherwise use the evaluation transform.
+        grad_checkpointing: Recomputes blocks in the backward pass instead of storing their activations.
+        augment: Augments the images, see PreparedImages; otherwise they get the evaluation transform.
         seed: Seed of order, augmentation, mixing, dropout and drop path.
 
     Raises:
@@ -80,9 +82,9 @@ class TrainConfig:
         check_choice("dtype", self.dtype, ("fp32", "bf16"))
 
 
-# Settings of a variant that are not given.
+# Recipes of the variants that have one.
 RECIPES: Mapping[str, Mapping[str, Any]] = {
-    # as the tutorials do that the variant comes from: Adam at one rate
+    # Adam with a constant rate, as in the tutorials of this variant
     "vit_mnist": {
         "epochs": 5, "batch_size": 128, "lr": 5e-3, "weight_decay": 0.0, "warmup_epochs": 0.0, "schedule": "constant",
         "max_grad_norm": 0.0, "augment": False,
@@ -92,11 +94,11 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
 
 
 def config_for(variant: str, given: Mapping[str, Any], settings: Iterable[str] = ()) -> TrainConfig:
-    """Returns the variant's recipe, changed by what is given.
+    """Returns the variant's recipe with the given changes.
 
     Args:
-        variant: A name of `vit-fast models`, or any other, which has no recipe.
-        given: Fields of TrainConfig; None leaves one as it is.
+        variant: A name of `vit-fast models`; other names have no recipe.
+        given: Fields of TrainConfig; None keeps the recipe's value.
         settings: More fields, as NAME=VALUE.
     Raises:
         ValueError, TypeError: a field is unknown, given twice, or invalid.

@@ -1,4 +1,4 @@
-"""Compares the backends with fp64 eager on this machine, by the rule of vit_fast.accuracy: operators and a model."""
+"""Compares the backends with the fp64 reference on this machine, by the rule of vit_fast.accuracy."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _SMALL_MODEL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One operator or model in one dtype: its largest error against fp64 eager, eager's own, and the allowed one.
+    """Result for one operator or model in one dtype: its largest error, eager's error, and the allowed error.
 
-    `problem` says why there is no error, if so.
+    `problem` contains the reason if there is no error.
     """
 
     subject: str
@@ -66,12 +66,12 @@ class Verification:
 
 
 def verify(backends: Sequence[str] = ("triton",), device: str | torch.device | None = None) -> Verification:
-    """Compares backends with fp64 eager on this machine.
+    """Compares backends with the fp64 reference on this machine.
 
     Args:
         backends: "sdpa", "triton", or "auto".
-        device: Where to compute; None means CUDA where there is one, else the CPU (triton then in its interpreter,
-            on smaller shapes, without bf16, whose arithmetic the interpreter gets wrong).
+        device: Device to compute on; None means CUDA if available, otherwise the CPU. On a CPU, triton runs in its
+            interpreter, with smaller shapes and without bf16, which the interpreter computes incorrectly.
     Raises:
         ValueError: a backend is unknown, or there is none.
         UnsupportedInputError: a backend cannot run here.
@@ -94,7 +94,7 @@ def verify(backends: Sequence[str] = ("triton",), device: str | torch.device | N
 
 
 def _rows(backend: str, device: torch.device, interpreted: bool) -> Iterator[Row]:
-    # bf16 is wrong in Triton's interpreter; compiled kernels compute fp32 products in TF32, never exactly
+    # Triton's interpreter computes bf16 incorrectly; compiled kernels compute fp32 products in TF32
     exact = ("fp32",) if interpreted or backend != "triton" else ()
     dtypes = (*exact, "fp16") if interpreted else (*exact, "fp16", "bf16")
     for dtype in dtypes:
@@ -107,7 +107,7 @@ Operator = Callable[..., Tensor]
 
 
 def _operators(device: torch.device, small: bool) -> Iterator[tuple[str, Operator, list[Tensor]]]:
-    """Every operator with fresh random inputs in fp64; the first input's gradient is compared too."""
+    """Yields every operator with random inputs in fp64; the gradient of the first input is compared too."""
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, dtype=torch.float64, device=device)
@@ -163,10 +163,10 @@ def _compare_model(backend: str, dtype: str, device: torch.device) -> Iterator[R
 def _judged(
     subjects: Sequence[str], backend: str, dtype: str, run: Callable[[str, torch.dtype], Sequence[Tensor]]
 ) -> Iterator[Row]:
-    """Yields a row for each output of run(backend, dtype), the second being a gradient."""
+    """Yields a row for each output of run(backend, dtype); the second output is a gradient."""
     try:
         found = run(backend, _DTYPES[dtype])
-    except Exception as error:  # a backend that fails is a row that fails; the others are still worth knowing
+    except Exception as error:  # a failing backend is a failing row; the others still run
         problem = f"{type(error).__name__}: {error}"
         yield from (Row(subject, backend, dtype, problem=problem) for subject in subjects)
         return

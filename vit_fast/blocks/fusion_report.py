@@ -73,22 +73,23 @@ class FusionReport:
             for reason in module.reasons
         ]
         if not self.modules:
-            reasons = ["the model holds no attention or MLP that vit_fast knows"]
+            reasons = ["the model contains no attention or MLP of a supported class"]
         if reasons:
-            raise UnsupportedInputError("fuse left modules as they were", reasons)
+            raise UnsupportedInputError("fuse skipped modules", reasons)
         return self
 
     def __str__(self) -> str:
         """Formats a table; equal modules of consecutive blocks share a line."""
         precision = f", precision {self.precision}" if self.precision else ""
-        title = f"backend {self.backend}{precision}: {len(self.fused)} fused, {len(self.left)} left"
+        title = f"backend {self.backend}{precision}: {len(self.fused)} fused, {len(self.left)} skipped"
         elsewhere = [
-            f"{each}: a language model or decoder, left but for parts of known classes" for each in self.elsewhere
+            f"{each}: a language model or decoder, not reported; only supported classes inside it are fused"
+            for each in self.elsewhere
         ]
         if not self.modules:
-            return "\n".join([f"{title} (no attention or MLP that vit_fast knows)", *elsewhere])
+            return "\n".join([f"{title} (no attention or MLP of a supported class)", *elsewhere])
         rows = [(*row[:3], "; ".join(row[3])) for row in _grouped(self.modules)]
-        header = ("module", "part", "what happened", "reasons and notes")
+        header = ("module", "part", "result", "reasons and notes")
         widths = [max(len(row[i]) for row in (header, *rows)) for i in range(3)]
         about = [f"backend {self.backend}: {'; '.join(self.backend_reasons)}"] if self.backend_reasons else []
         about += [f"precision {self.precision}: {note}" for note in self.precision_notes] + elsewhere
@@ -101,7 +102,7 @@ def _grouped(modules: Sequence[ModuleReport]) -> Iterator[tuple[str, str, str, t
     groups: dict[tuple[Any, ...], list[str]] = {}
     for module in modules:
         pattern = re.sub(r"\d+", "*", module.name)
-        what = "fused" if module.fused else "left"
+        what = "fused" if module.fused else "skipped"
         key = (pattern, f"{module.class_name}: {module.part}", what, module.reasons + module.notes)
         groups.setdefault(key, []).append(module.name)
     for (_, part, what, remarks), names in groups.items():

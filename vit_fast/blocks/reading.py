@@ -96,8 +96,7 @@ class Looker:
         """Returns True if everything inspected, and all modules below it, may be bypassed; must be called last."""
         if not self.reasons:
             self.claim({path.partition(".")[0] for path in self.edges})
-        for path, (_, _, child) in self.edges.items():
-            self.reasons += touch_reasons(path, child)
+        self.reasons += touch_reasons([(path, child) for path, (_, _, child) in self.edges.items()])
         return not self.reasons
 
     def claim(self, children: Collection[str]) -> None:
@@ -133,7 +132,7 @@ class PartReader(Looker):
         if kind is None:
             self.reasons.append(f"{path} must be a LayerNorm or RMSNorm, got {describe(norm)}")
         elif norm.weight is not None and norm.weight.dim() != 1:
-            self.reasons.append(f"{path} must normalise over the last axis, got {tuple(norm.weight.shape)}")
+            self.reasons.append(f"{path} must normalize over the last axis, got {tuple(norm.weight.shape)}")
         elif eps is None:
             self.reasons.append(f"{path}.eps must be a number, got None, which depends on the dtype")
         elif getattr(norm, "_fast_norm", False):

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from ..benchmarks.configuration import Configuration
+    from ..benchmarks.records import Journal
     from ..benchmarks.report import Column
 
 
@@ -53,12 +55,12 @@ def bench(
     batch_sizes: Annotated[
         str | None, typer.Option(help="Images per call; best: double until it gains nothing.", metavar="1,8|best")
     ] = None,
-    dtypes: Annotated[str | None, typer.Option(help="fp32, tf32 (on a GPU), fp16, bf16.", metavar="A,B")] = None,
+    dtypes: Annotated[str | None, typer.Option(help="fp32, tf32 (GPU only), fp16, bf16.", metavar="A,B")] = None,
     candidates: Annotated[
         str | None, typer.Option(help="Candidates to measure; see --list-candidates.", metavar="eager,timm+compile")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    out: Annotated[Path | None, typer.Option(help="New or empty folder for record, table and plot.")] = None,
+    out: Annotated[Path | None, typer.Option(help="New or empty folder for the record, table and plot.")] = None,
     time_budget: Annotated[
         float | None,
         typer.Option(help="Skip candidates that do not fit into this time; 0: no limit.", metavar="SECONDS"),
@@ -76,9 +78,10 @@ def bench(
     plot.png and report.html into a folder and prints its name. Exits with 1 if a candidate is incorrect or fails, and
     with 130 after Ctrl-C.
     """
+    from ..benchmarks.configuration import make_configuration
     from ..benchmarks.machine import describe
-    from ..benchmarks.plan import make_plan
     from ..benchmarks.records import Journal, check_folder, default_folder, to_json
+    from ..benchmarks.rendering import files
     from ..benchmarks.report import closing
     from ..benchmarks.runner import run
 
@@ -89,7 +92,7 @@ def bench(
     if out is not None:
         check_folder(out)
     if resume is None:
-        plan = make_plan(
+        configuration = make_configuration(
             images or (),
             models=split_words(models),
             batch_sizes="best" if batch_sizes == "best" else integers("--batch-sizes", batch_sizes),
@@ -106,31 +109,44 @@ def bench(
             time_budget_s=time_budget,
             seconds=seconds,
         )
-        machine = describe(plan.device)
-        journal = Journal.begin(default_folder(machine) if out is None else out, plan.request, machine)
+        machine = describe(configuration.device)
+        journal = Journal.begin(default_folder(machine) if out is None else out, configuration.request, machine)
     else:
         asked = (images, models, img_size, batch_sizes, dtypes, candidates, out, time_budget, seconds)
         others = train, amp, explain, cold, latency, device != "auto", data != "device"
         if any(value is not None for value in asked) or any(others):
-            raise ValueError(f"--resume {resume} repeats the options of that run: expected no other option than --json")
+            raise ValueError(
+                f"--resume {resume} must be the only option besides --json: it repeats the options of the run"
+            )
         journal = Journal.resume(resume)
-        plan = make_plan(**journal.header["request"])
-        journal.check_machine(describe(plan.device))
+        configuration = _repeat(journal)
+        journal.check_machine(describe(configuration.device))
     with patient_interrupt():
         with _Progress(console) as progress:
-            record = run(plan, progress, journal)
+            record = run(configuration, progress, journal)
         _print_record(console, record)
-        journal.finish(_files(journal.folder.name, record), keep=record["interrupted"])
-    names = "record.json, table.md, plot.png, report.html"
-    console.print(f"written, with all columns: {journal.folder}/ ({names})", soft_wrap=True, highlight=False)
+        journal.finish(files(journal.folder.name, record), keep=record["interrupted"])
+    console.print(f"written: {journal.folder}/", soft_wrap=True, highlight=False)
     console.print(closing(record), soft_wrap=True, highlight=False, markup=False)
     if as_json:
         typer.echo(to_json(record), nl=False)
     if record["interrupted"]:
         console.print(f"to resume: vit-fast bench --resume {journal.folder}", soft_wrap=True, highlight=False)
         raise typer.Exit(130)
-    if any(row["status"] in ("wrong", "failed") for row in record["rows"]):
+    if any(row["status"] in ("incorrect", "failed") for row in record["rows"]):
         raise typer.Exit(1)
+
+
+def _repeat(journal: Journal) -> Configuration:
+    """Makes the configuration of an interrupted run, which another version may have started."""
+    from ..benchmarks.configuration import make_configuration
+
+    try:
+        return make_configuration(**journal.header["request"])
+    except TypeError as error:
+        raise ValueError(
+            f"{journal.folder}: the run was started by another version of vit-fast ({error}); start a new run"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -148,7 +164,7 @@ def patient_interrupt() -> Iterator[None]:
             raise KeyboardInterrupt
 
     if threading.current_thread() is not threading.main_thread():
-        yield  # Python delivers signals to the main thread only
+        yield  # signals only arrive in the main thread
         return
     before = {which: signal.signal(which, handle) for which in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -159,20 +175,19 @@ def patient_interrupt() -> Iterator[None]:
 
 
 def _print_candidates(console: Console) -> None:
-    from ..benchmarks.candidates import COMPILE_MODES, all_candidates
+    from ..benchmarks.candidates import CANDIDATES, COMPILE_MODES
 
     rows = []
-    for candidate in all_candidates().values():
+    for candidate in CANDIDATES.values():
         missing = candidate.missing_packages()
         installed = f"no (pip install {' '.join(missing)})" if missing else "yes"
-        rows.append((candidate.name, candidate.summary, installed, "yes" if candidate.compilable else "no"))
+        rows.append((candidate.base, candidate.summary, installed, "yes" if candidate.compilable else "no"))
     console.print(table("candidates", ("candidate", "description", "installed", "torch.compile"), rows, texts=4))
-    console.print(f"append to a name: +compile, or +compile:MODE with {', '.join(COMPILE_MODES[1:])}")
+    console.print(f"append +compile to a name, or +compile:MODE with one of {', '.join(COMPILE_MODES[1:])}")
 
 
 def _print_record(console: Console, record: dict[str, Any]) -> None:
-    from ..benchmarks.explain import tables
-    from ..benchmarks.report import ceilings_line, heading, not_measured, remarks
+    from ..benchmarks.report import ceilings_line, heading, not_measured, remarks, tables
 
     for line in (heading(record), ceilings_line(record), *remarks(record)):
         console.print(line, highlight=False, markup=False, soft_wrap=not console.is_terminal)
@@ -190,45 +205,35 @@ def screen_columns(record: dict[str, Any], width: int) -> list[Column]:
     from ..benchmarks.rows import measured
 
     rows, columns = measured(record["rows"]), [PRECISION, *filled_columns(record)]
-    kept: list[Column] = []
+    shown: list[Column] = []
     left = width - max((len(label(row, precision=False)) for row in rows), default=0) - 2
     ranked = sorted((column.rank, place) for place, column in enumerate(columns) if column.rank is not None)
     for _, place in ranked[:MOST_ON_SCREEN]:
         left -= max(map(len, (columns[place].title, *map(columns[place].cell, rows)))) + 3
         if left < 0:
             break
-        kept.append(columns[place])
-    return sorted(kept, key=columns.index)
+        shown.append(columns[place])
+    return sorted(shown, key=columns.index)
 
 
 def rich_tables(record: dict[str, Any], width: int) -> list[Table]:
     """Returns a table of the measured rows per model and batch size; a narrow one omits columns."""
     from rich.markup import escape
 
-    from ..benchmarks.report import contests, label
+    from ..benchmarks.report import groups, label
     from ..benchmarks.rows import measured
 
     columns = screen_columns(record, width)
     tables = []
-    for title, rows in contests(record, by_dtype=False).items():
+    for title, rows in groups(record, by_dtype=False).items():
         made = table(title, ["candidate", *(column.title for column in columns)])
-        for _, alike in itertools.groupby(measured(rows), lambda row: row["precision"]):
+        for _, same in itertools.groupby(measured(rows), lambda row: row["precision"]):
             made.add_section()
-            for row in alike:
+            for row in same:
                 made.add_row(*map(escape, (label(row, precision=False), *(column.cell(row) for column in columns))))
         if made.row_count:
             tables.append(made)
     return tables
-
-
-def _files(name: str, record: dict[str, Any]) -> dict[str, bytes]:
-    from ..benchmarks.html_report import REPORT_NAME, render
-    from ..benchmarks.plot import draw
-    from ..benchmarks.records import RECORD_NAME, to_json
-    from ..benchmarks.report import markdown
-
-    files = {RECORD_NAME: to_json(record), "table.md": markdown(record).encode(), "plot.png": draw(record)}
-    return files | {REPORT_NAME: render({name: record}).encode()}
 
 
 class _Progress:
@@ -239,7 +244,7 @@ class _Progress:
         self._progress = Progress(
             BarColumn(bar_width=24),
             TimeElapsedColumn(),
-            TextColumn("left:"),
+            TextColumn("remaining:"),
             TimeRemainingColumn(),
             TextColumn("{task.description}", markup=False),
             console=console,

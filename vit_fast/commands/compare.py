@@ -13,27 +13,27 @@ from .words import AsJson
 
 def compare(
     first: Annotated[Path, typer.Argument(help="Baseline: a record.json or its folder.")],
-    second: Annotated[Path, typer.Argument(help="Record to compare with it.")],
+    second: Annotated[Path, typer.Argument(help="Record to compare with the baseline.")],
     as_json: AsJson = False,
 ) -> None:
-    """Compare two records of `vit-fast bench`: ratios with intervals, and whether they exceed the noise."""
-    from ..benchmarks.comparison import compare as compare_records
+    """Compare two records: pair their rows, and print ratios with confidence intervals and verdicts."""
     from ..benchmarks.records import read_record
+    from ..benchmarks.rows import compare_records
 
     comparison = compare_records(read_record(first), read_record(second))
     if as_json:
         typer.echo(json.dumps(comparison, indent=2))
         return
 
-    from ..benchmarks.report import format_rate
+    from ..measure.compare import format_number
     from .words import table, wide_console
 
     rows = []
     for pair in comparison["pairs"]:
-        rates = map(format_rate, pair["images_per_s"])
+        rates = map(format_number, pair["images_per_s"])
         interval = "" if pair["interval"] is None else "[{:.3f}, {:.3f}]".format(*pair["interval"])
         resolution = "unknown" if pair["resolution"] is None else f"{pair['resolution']:.1%}"
-        about = pair["model"], pair["dtype"], str(pair["batch"]), pair["subject"], pair["verdict"]
+        about = pair["model"], pair["dtype"], str(pair["batch"]), pair["candidate"], pair["verdict"]
         rows.append((*about, *rates, f"{pair['ratio']:.3f}", interval, resolution))
     texts = ("model", "dtype", "batch", "candidate", "verdict")
     titles = (*texts, "first", "second", "ratio", "interval", "resolution")

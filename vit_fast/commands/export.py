@@ -71,7 +71,7 @@ def export(
         find_images(calibrate)
     names = None if classes is None else read_class_names(classes)
     has_weights = weights is not None or "/" in model  # a Hub id or a path has weights
-    overrides = {} if img_size is None else {"img_size": img_size}
+    overrides: dict[str, Any] = {} if img_size is None else {"img_size": img_size}
     report = export_onnx(
         create_model(model, weights=weights, backend="sdpa", **overrides),
         out,

@@ -51,7 +51,7 @@ def optimize(
     export: Annotated[
         Path | None, typer.Option(help="New or empty folder for an ONNX file or a PyTorch package of the result.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output; all else goes to stderr.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and everything else to stderr.")] = False,
 ) -> None:
     """Find the fastest configuration of a model on this machine, verify it against fp64, and cache it.
 
@@ -61,7 +61,7 @@ def optimize(
     from rich.console import Console
     from rich.markup import escape
 
-    from ..benchmarks.opening import open_model
+    from ..benchmarks.inputs import open_model
     from ..files import check_new_folder, check_replaceable
     from ..measure import deployable
     from ..measure.optimization import optimize as run
@@ -97,30 +97,34 @@ def optimize(
             console.print(f"written: {path}", soft_wrap=True, highlight=False, markup=False)
     if as_json:
         rows = [_plain(row) for row in result.table]
-        typer.echo(json.dumps(result.answer.to_dict() | {"name": result.choice.name, "table": rows}, indent=2))
+        typer.echo(json.dumps(result.cached.to_dict() | {"name": result.candidate.name, "table": rows}, indent=2))
 
 
 def _plain(row: Any) -> dict[str, Any]:
-    facts = {**vars(row), "choice": row.choice.to_dict(), "name": row.choice.name}
+    facts = {**vars(row), "candidate": row.candidate.to_dict(), "name": row.candidate.name}
     return facts | {"checked": None if row.checked is None else vars(row.checked)}
 
 
 def _table(result: Optimization) -> Table:
     from rich.markup import escape
 
-    titles = ("candidate", "ms", "images/s", "x as given", "max error", "agrees", "peak MiB", "first call s", "why not")
-    made = table(f"{result.objective}, in order of trial", titles)
+    from ..measure.compare import format_number
+
+    titles = (
+        "candidate", "ms", "images/s", "speedup", "max error", "agreement", "peak MiB", "first call s", "status",
+    )  # fmt: skip
+    made = table(f"{result.objective}, in order of the search", titles)
     made.columns[-1].justify, made.columns[-1].no_wrap, made.columns[0].no_wrap = "left", False, False
     for row in result.table:
         timed, checked = ["", "", ""], ["", "", "", ""]
-        if row.ms is not None:
-            interval = "" if row.ratio_interval is None else " [{:.2f}, {:.2f}]".format(*row.ratio_interval)
-            timed = [f"{row.ms:.4g}", f"{row.images_per_s:.4g}", f"{row.ratio:.2f}{interval}"]
+        if row.ms is not None and row.images_per_s is not None:
+            interval = "" if row.speedup_interval is None else " [{:.2f}, {:.2f}]".format(*row.speedup_interval)
+            timed = [format_number(row.ms, 4), format_number(row.images_per_s, 4), f"{row.speedup:.2f}{interval}"]
         if (found := row.checked) is not None:
             peak = f"{found.peak_bytes / 2**20:.0f}"
             checked = [f"{found.error:.1e}", f"{found.agreement:.1%}", peak, f"{found.first_call_s:.1f}"]
-        chosen = row.choice == result.choice
-        cells = map(escape, (row.choice.name, *timed, *checked, row.reason or "chosen"))
+        chosen = row.candidate == result.candidate
+        cells = map(escape, (row.candidate.name, *timed, *checked, row.reason or "chosen"))
         made.add_row(*cells, style="bold" if chosen else None)
     return made
 
@@ -135,15 +139,15 @@ def cache(
     if clear:
         typer.echo(f"removed {cache.clear()} results from {cache.folder()}")
         return
-    found = list(cache.all_answers())
+    found = list(cache.all_results())
     if as_json:
-        typer.echo(json.dumps([answer.to_dict() for _, answer in found], indent=2))
+        typer.echo(json.dumps([result.to_dict() for _, result in found], indent=2))
         return
     typer.echo(f"cached results: {len(found)}, in {cache.folder()}")
-    for path, answer in found:
-        key = answer.key
+    for path, result in found:
+        key = result.key
         shapes = " ".join("x".join(map(str, shape)) + f" {dtype}" for shape, dtype in key["example"])
         typer.echo(
-            f"{path.stem}  {key['asked']['objective']}, {shapes}, model {key['model']}, {key['machine']['device']}: "
-            f"{answer.choice.name}, {answer.figures['gain']:.2f} times as fast as the given model"
+            f"{path.stem}  {key['request']['objective']}, {shapes}, model {key['model']}, {key['machine']['device']}: "
+            f"{result.candidate.name}, speedup {result.figures['speedup']:.2f}"
         )

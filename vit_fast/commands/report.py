@@ -13,11 +13,11 @@ def report(
         list[Path],
         typer.Argument(help="Records or their folders, of bench, make gpu-check or kernels --host --json."),
     ],
-    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option(help="Output file.")] = Path("report.html"),
 ) -> None:
-    """Write an HTML page of benchmark records, with sortable tables. The page works offline."""
-    from ..benchmarks.html_report import render
+    """Write an HTML page with sortable tables of records. It needs no network."""
     from ..benchmarks.records import read_any
+    from ..benchmarks.rendering import render
     from ..files import file_aside
 
     page = render({str(path): read_any(path) for path in records})

@@ -34,7 +34,7 @@ def show(
     Prints and skips figures that do not apply, e.g. learned positions of a model with rotary positions.
     """
     from .. import figures as drawn
-    from ..benchmarks.opening import open_model
+    from ..benchmarks.inputs import open_model
     from ..errors import UnsupportedInputError
     from ..files import check_replaceable, file_aside
 
@@ -45,7 +45,7 @@ def show(
             raise ValueError(f"--figures must be of {', '.join(FIGURES)}, got {name}")
     of_attention = {"blocks": integers("--blocks", blocks)}
     opened = open_model(model, 1, [] if image is None else [image], "cpu", integers("--img-size", img_size, "x"))
-    picture = drawn.open_picture(
+    prepared = drawn.open_image(
         opened.module, image or opened.photographs[0], data_config=opened.model.data, image_hw=opened.model.image_hw,
         in_chans=opened.model.in_chans,
     )  # fmt: skip
@@ -56,7 +56,7 @@ def show(
                 made[name] = drawn.filters(opened.module)
             else:
                 options = of_attention if name == "attention" else {}
-                made[name] = getattr(drawn, name)(opened.module, picture, **options)
+                made[name] = getattr(drawn, name)(opened.module, prepared, **options)
         except UnsupportedInputError as error:
             typer.echo(f"no {name}: {error}", err=True)
     for name, figure in made.items():

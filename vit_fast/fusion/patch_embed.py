@@ -37,10 +37,10 @@ class FusedPatchConv(FusedModule, nn.Conv2d):
             return Finding([f"the patch embedding must be torch.nn.Conv2d, got {describe(module)}"])
         reasons = []
         if any(module.padding) if isinstance(module.padding, tuple) else module.padding != "valid":
-            reasons.append(f"it must not pad, got {module.padding}: zero is not black before normalisation")
+            reasons.append(f"it must not pad, got {module.padding}: zero is not black before normalization")
         if module.groups != 1:
             reasons.append(f"it must have 1 group, got {module.groups}")
-        return Finding(reasons, ["the model now takes images in 0..255, uint8 or floating, not normalised ones"])
+        return Finding(reasons, ["the model now takes images in 0..255, uint8 or floating, not normalized ones"])
 
     def forward(self, input: Tensor) -> Tensor:
         """Maps bytes [B, channels, height, width] to [B, C, rows, columns]."""

@@ -1,4 +1,4 @@
-"""Google's JAX names: vision_transformer's .npz files, and big_vision's (also SigLIP's attention pooling)."""
+"""Names of Google's JAX weights: .npz files of vision_transformer, and big_vision (also SigLIP's attention pooling)."""
 
 from __future__ import annotations
 
@@ -40,14 +40,17 @@ RULES: tuple[Rule, ...] = (
     (_POOL + _MLP + r"1/(weight|bias)", r"attn_pool.mlp.fc2.\1"),
     (r"head/(weight|bias)", r"head.\1"),
     (r"pre_logits/.+", None),
-    (r"(?:opt|params|txt)/.*|t|b", None),  # optimizer state and SigLIP's text tower, behind the tower's own prefix
+    (
+        r"(?:opt|params|txt)/.*|t|b",
+        None,
+    ),  # optimizer state and SigLIP's text tower, after the prefix of the image tower was removed
 )
 
 _PREFIX = re.compile(r"(.*/)?embedding/kernel")
 
 
 def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
-    """Kernels are transposed to [out, in], heads flattened, blocks that a scan stacked are taken apart."""
+    """Converts Google's names to timm's: transposes kernels to [out, in], flattens heads, and splits scanned blocks."""
     prefix = next(m[1] or "" for m in map(_PREFIX.fullmatch, sorted(state, key=len)) if m)
     torch_like: dict[str, Tensor] = {}
     source_of: dict[str, str] = {}
@@ -75,7 +78,7 @@ def _unstack(name: str, array: Tensor) -> list[tuple[str, Tensor]]:
 
 
 def _to_torch(name: str, array: Tensor) -> Tensor:
-    """JAX kernels are [in..., out...]: HWIO for convolutions, [C, H, D] into heads and [H, D, C] out of them."""
+    """Transposes a JAX kernel [in..., out...]: HWIO for convolutions, [C, H, D] to heads and [H, D, C] from them."""
     if not name.endswith("/kernel"):
         return array.flatten() if name.endswith("/bias") else array
     if array.dim() == 4:
@@ -87,4 +90,4 @@ def _to_torch(name: str, array: Tensor) -> Tensor:
 
 
 def _pre_logits_problem(config: ViTConfig) -> str:
-    return "it reads a hidden pre_logits layer, which no config here has"
+    return "its head has a hidden pre_logits layer, which ViTConfig does not support"

@@ -1,4 +1,4 @@
-"""A model of images, whatever library it is from: input size, preprocessing, names, and how to call it."""
+"""An image model of any library for export: input size, preprocessing, class names, and how to call it."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ Head = Literal["logits", "features"]
 
 @dataclass(kw_only=True)
 class ImageModel(abc.ABC):
-    """A model, and what its library knows of it.
+    """A model, and facts about it from its library.
 
     Attributes:
-        model: The module itself.
+        model: The module.
         library: "vit-fast", "timm", "transformers" or "torchvision".
-        name: The model's class, or its name where it knows one.
-        image_hw: Height and width it was made for.
+        name: Name of the model if it stores one, otherwise its class.
+        image_hw: Height and width of its images.
         in_chans: Channels of the input.
         patch_hw: Height and width of the image region behind one token.
-        depth: Encoder blocks.
-        attentions: Attention layers, pooling heads included.
-        num_classes: Outputs of the head; 0 when there is none.
-        data_config: How its images are prepared; None when the model does not say.
-        class_names: Names of the outputs; None when the model does not say.
+        depth: Number of encoder blocks.
+        attentions: Number of attention layers, including pooling heads.
+        num_classes: Outputs of the head; 0 if there is none.
+        data_config: Preprocessing; None if unknown.
+        class_names: Names of the outputs; None if unknown.
         config: The model's configuration as plain data.
-        takes_bytes: Whether `fuse` folded the normalisation into the model, which then takes pixels from 0 to 255.
+        takes_bytes: True if `fuse` folded the normalization into the model, which then takes pixels from 0 to 255.
     """
 
     model: nn.Module
@@ -56,38 +56,38 @@ class ImageModel(abc.ABC):
 
     @abc.abstractmethod
     def make_exportable(self, undo: contextlib.ExitStack, dynamic_size: bool) -> None:
-        """Switches the model to what exports, and any image size if asked; `undo` switches it back.
+        """Prepares the model for export, with any image size if requested; `undo` restores it.
 
         Raises:
-            UnsupportedInputError: the model cannot take other sizes than its own.
+            UnsupportedInputError: the model supports one image size only.
         """
 
     @abc.abstractmethod
     def run(self, images: Tensor, head: Head, dynamic_size: bool) -> Tensor:
-        """Images [B, in_chans, height, width] -> logits or pooled features [B, ...]."""
+        """Maps images [B, in_chans, height, width] to logits or pooled features [B, ...]."""
 
     def set_data_config(self, data_config: DataConfig | None) -> None:
-        """Sets the preprocessing; without normalising where the model does that itself."""
+        """Sets the preprocessing; omits the normalization if the model contains it."""
         if data_config is not None and self.takes_bytes:
             zeros, scale = (0.0,) * self.in_chans, (1 / 255,) * self.in_chans
             data_config = dataclasses.replace(data_config, mean=zeros, std=scale)
         self.data_config = data_config
 
     def forward(self, images: Tensor, output: Output, dynamic_size: bool = False) -> Tensor:
-        """Images [B, in_chans, height, width] -> logits, probabilities or pooled features [B, ...]."""
+        """Maps images [B, in_chans, height, width] to logits, probabilities or pooled features [B, ...]."""
         head: Head = "features" if output == "features" or not self.num_classes else "logits"
         result = self.run(images, head, dynamic_size)
         return result.softmax(-1) if output == "probabilities" else result
 
     def copy_in(self, dtype: torch.dtype) -> ImageModel:
-        """The same with a copy of the model in another dtype."""
+        """Returns the same with a copy of the model in another dtype."""
         return dataclasses.replace(self, model=copy.deepcopy(self.model).to(dtype))
 
     @contextlib.contextmanager
     def exporting(self, backend: str, dynamic_size: bool) -> Iterator[None]:
-        """For the time of export or of a reference run: this backend everywhere, any image size if asked.
+        """Switches the model to a backend and, if requested, to any image size.
 
-        Nothing is copied; whatever is switched is switched back.
+        Copies nothing, and restores it at the end.
         """
         with contextlib.ExitStack() as undo:
             for module in self.model.modules():
@@ -100,7 +100,7 @@ class ImageModel(abc.ABC):
 
 
 class TimmInterface(ImageModel):
-    """A model with timm's methods, which ours has too."""
+    """A model with the methods of timm's models, such as our own."""
 
     def run(self, images: Tensor, head: Head, dynamic_size: bool) -> Tensor:
         model: Any = self.model
@@ -119,12 +119,13 @@ def needs_more(model: nn.Module) -> list[str]:
     names = [each.name for each in takes[1:] if each.default is inspect.Parameter.empty]
     if not names:
         return []
-    advice = ": wrap towers of Qwen2-VL and Qwen2.5-VL in vit_fast.FixedGrid" if "grid_thw" in names else ""
+    packed = {"grid_thw", "spatial_shapes"} & set(names)
+    advice = ": give GraphRunner budgets; to export, use vit_fast.FixedGrid" if packed else ""
     return [f"its forward must take images alone, but also needs {' and '.join(names)}{advice}"]
 
 
 def comes_from(package: str, model: nn.Module, class_name: str | None = None) -> bool:
-    """True if a model's class, or one it derives from, is of a package (and of this name)."""
+    """Returns True if a model's class, or one of its bases, is from a package (and has this name)."""
     return any(
         cls.__module__.partition(".")[0] == package and class_name in (None, cls.__name__)
         for cls in type(model).__mro__
@@ -138,7 +139,7 @@ def switch(undo: contextlib.ExitStack, owner: Any, attribute: str, value: Any) -
 
 
 def pair(value: Any) -> Size:
-    """Height and width of what may be one number for both."""
+    """Returns height and width; one number stands for both."""
     if isinstance(value, int):
         return value, value
     height, width = value

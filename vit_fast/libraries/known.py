@@ -1,4 +1,4 @@
-"""Every library that is known, and finding the one that weights, a configuration or a model are of."""
+"""Lists every supported library, and finds the one that weights, a configuration or a model come from."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ from . import (
     ours,
     timm,
     timm_blocks,
+    timm_towers,
     torch_nn,
     torchvision,
     transformers,
     transformers_blocks,
     transformers_config,
     transformers_packed,
+    transformers_towers,
 )
 from .image_model import ImageModel
+from .packed_tower import PackedTower, image_tower
 from .rename import Converted, strip_wrappers
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -50,13 +53,13 @@ LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted | None:
-    """A state dict in timm's names, with what was renamed and ignored on the way.
+    """Converts a state dict to timm's names.
 
     Args:
-        state: Parameters under any of the known libraries' names, also behind `module.` or `_orig_mod.`.
-        config: The model they are for: decides where a class position goes.
+        state: Parameters under the names of a supported library, optionally with the prefix `module.` or `_orig_mod.`.
+        config: Config of the target model, which decides whether the class token has a position.
     Returns:
-        None where no library recognises the names.
+        The converted state dict with the renamed and ignored names; None if no library recognizes the names.
     """
     state = strip_wrappers(state)
     for library in NAMED_WEIGHTS:
@@ -66,17 +69,17 @@ def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted | None:
 
 
 def known_names() -> str:
-    """Whose names of weights are known, for messages."""
+    """Returns the names of all supported layouts of weights, for messages."""
     return ", ".join(library.NAME for library in NAMED_WEIGHTS)
 
 
 def recognise(model: nn.Module) -> ImageModel:
-    """Recognises a model to be exported.
+    """Describes a model for export.
 
     Returns:
-        What its library knows of it, with the module in evaluation mode, in fp32 on the CPU; a copy where it was not.
+        The model in evaluation mode, in fp32 on the CPU, copied if needed, with facts from its library.
     Raises:
-        UnsupportedInputError: it belongs to no library that is known, or is a kind of model that takes no images.
+        UnsupportedInputError: its library is not supported, or it is not a model of images.
     """
     found = next((found for library in IMAGE_MODELS if (found := library.recognise(model)) is not None), None)
     if found is None:
@@ -86,12 +89,25 @@ def recognise(model: nn.Module) -> ImageModel:
         )
     if any(p.dtype != torch.float32 or p.device.type != "cpu" for p in model.parameters()) or model.training:
         if next(model.parameters()).device.type == "meta":
-            raise UnsupportedInputError("export", ["the model's weights are on the meta device: there are none"])
+            raise UnsupportedInputError("export", ["the model must have weights, got the meta device: load them first"])
         found.model = copy.deepcopy(model).to("cpu", torch.float32).eval()
     if any(hasattr(module, "vit_fast_mean") for module in model.modules()):
         found.takes_bytes = True
         found.set_data_config(found.data_config)
     return found
+
+
+def packed_tower(tower: nn.Module) -> PackedTower | None:
+    """Recognises a tower whose calls can be packed; None for another model."""
+    found = (find(tower) for find in (transformers_towers.packed_tower, timm_towers.packed_tower, image_tower))
+    return next((one for one in found if one is not None), None)
+
+
+_LEFT = {
+    package: {pattern: reason for file in files for pattern, reason in getattr(file, "LEFT", {}).items()}
+    for package, files in FUSABLE.items()
+}
+_FORMS = {path: file.FORMS for files in FUSABLE.values() for file in files for path in file.FORMS.mixins}
 
 
 def _cached(function: Function) -> Function:
@@ -101,22 +117,32 @@ def _cached(function: Function) -> Function:
 @_cached
 def fused_form(cls: type[nn.Module]) -> type[FusedModule] | None:
     """Returns the fused class that instances of exactly this class can be given, or None."""
-    libraries = FUSABLE.get(cls.__module__.partition(".")[0], ())
-    return next((form for library in libraries if (form := library.FORMS.of(cls)) is not None), None)
+    forms = _FORMS.get(f"{cls.__module__}.{cls.__qualname__}")
+    return None if forms is None else forms.of(cls)
 
 
 @_cached
-def left_reason(cls: type[nn.Module]) -> str | None:
-    """Returns why a class is never fused, where that is known."""
-    libraries = FUSABLE.get(cls.__module__.partition(".")[0], ())
-    left = {pattern: reason for library in libraries for pattern, reason in getattr(library, "LEFT", {}).items()}
-    return next((reason for pattern, reason in left.items() if re.fullmatch(pattern, cls.__name__)), None)
+def form_or_reason(cls: type[nn.Module]) -> tuple[type[FusedModule] | None, str | None]:
+    """Returns the fused class that instances of exactly this class can be given; else why they have none, if known."""
+    if (form := fused_form(cls)) is not None:
+        return form, None
+    left = _LEFT.get(cls.__module__.partition(".")[0], {})
+    if reason := next((reason for pattern, reason in left.items() if re.fullmatch(pattern, cls.__name__)), None):
+        return None, f"{cls.__qualname__}: {reason}"
+    for base in cls.__mro__[1:]:
+        if not issubclass(base, nn.Module) or (form := fused_form(base)) is None:
+            continue
+        if cls.__name__.startswith("FSDP") and any(parent.__name__ == "FSDPModule" for parent in cls.__mro__):
+            return None, "fully_shard has wrapped it: call fuse before fully_shard"
+        own = " with a forward of its own" if cls.forward is not form.original_forward else ""
+        return None, f"{cls.__qualname__} is a subclass of {base.__qualname__}{own}"
+    return None, None
 
 
 def stands_in_block(model: nn.Module, name: str) -> bool:
-    """True if attention is beside a module, as in an encoder block; not beside heads, projectors and connectors.
+    """Returns True if a module is near attention, as in an encoder block, unlike heads, projectors and connectors.
 
-    Attention counts in the two modules around it and their children, except in lists of layers.
+    Checks the two modules around it and their children, except in lists of layers.
     """
     for _ in range(2):
         if not name:

@@ -1,4 +1,4 @@
-"""The names of OpenAI's CLIP and of OpenCLIP's own image tower."""
+"""Names of OpenAI's CLIP and of OpenCLIP's own image tower."""
 
 from __future__ import annotations
 
@@ -26,12 +26,15 @@ RULES: tuple[Rule, ...] = (
     (_BLOCK + r"attn\.out_proj\.(weight|bias)", r"blocks.\1.attn.proj.\2"),
     (_BLOCK + r"mlp\.c_fc\.(weight|bias)", r"blocks.\1.mlp.fc1.\2"),
     (_BLOCK + r"mlp\.c_proj\.(weight|bias)", r"blocks.\1.mlp.fc2.\2"),
-    (r"(?!visual\.).+", None),  # the text tower has no prefix of its own
+    (r"(?!visual\.).+", None),  # the text tower has no prefix
 )
 
 
 def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
-    """The projection is stored transposed and without a bias; class token and positions without a batch axis."""
+    """Converts CLIP's names to timm's.
+
+    The projection is transposed and has no bias; class token and positions lack a batch axis.
+    """
     converted = rename(state, NAME, RULES)
     for name, tensor in list(converted.tensors.items()):
         if name in ("cls_token", "pos_embed"):

@@ -1,4 +1,4 @@
-"""Our own VisionTransformer: one library among the others. Its names are timm's."""
+"""Our own VisionTransformer, as one library among the others. Its names are timm's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAME = "vit-fast"
 
 
 def recognise(model: nn.Module) -> ImageModel | None:
-    """Describes a VisionTransformer of ours; None for another model."""
+    """Describes a VisionTransformer for export; returns None for another model."""
     if not isinstance(model, VisionTransformer):
         return None
     config = model.config
@@ -45,7 +45,7 @@ def recognise(model: nn.Module) -> ImageModel | None:
 
 
 def _variant_of(config: ViTConfig, data_config: DataConfig) -> str | None:
-    """The named variant of this shape, whatever its head; of several, the one whose images are prepared alike."""
+    """Returns the variant of this shape, ignoring the head; prefers one with the same preprocessing."""
     fields = {"num_classes": config.num_classes, "dynamic_img_size": config.dynamic_img_size}
     same = [name for name in list_models() if get_variant(name).config.replace(**fields) == config]
     alike = [name for name in same if get_variant(name).data == data_config]
@@ -67,10 +67,10 @@ class OurModel(TimmInterface):
 
 
 class AttentionForm(AttentionLayer):
-    """Our Attention with our operators between its linears."""
+    """Our Attention with fused operators between its linear layers."""
 
     def forward(self, x: Tensor, *rope: Tensor) -> Tensor:
-        """[B, N, C] and the rotary positions -> [B, N, C]."""
+        """Maps [B, N, C] and rotary positions to [B, N, C]."""
         if self.vit_fast_backend == "sdpa" or self.runs_as_it_was(None, False):
             return super().forward(x, *rope)
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
@@ -84,7 +84,10 @@ class AttentionForm(AttentionLayer):
 
 
 class BlockForm(FusedNormMlp):
-    """Our Block with norm2, MLP, LayerScale and residual as one operator, or altogether a chain of kernels."""
+    """Our Block as a sequence of fused kernels.
+
+    If that is not possible, norm2, MLP, LayerScale and residual are one operator.
+    """
 
     @classmethod
     def read_attention(cls, block: Reader) -> AttentionParts | None:
@@ -98,7 +101,7 @@ class BlockForm(FusedNormMlp):
         return _read_mlp(block, "norm2", inside, layer_scale="ls2.gamma", drop_path="drop_path2")
 
     def forward(self, x: Tensor, *rope: Tensor) -> Tensor:
-        """[B, N, C] and the rotary positions -> [B, N, C]."""
+        """Maps [B, N, C] and rotary positions to [B, N, C]."""
         parts = self.ready()
         if parts is None:
             return super().forward(x, *rope)
@@ -106,7 +109,7 @@ class BlockForm(FusedNormMlp):
         def attend(x: Tensor) -> Tensor:
             return x + self.drop_path1(self.ls1(self.attn(self.norm1(x), *rope)))
 
-        tables = None if parts.attention is None else parts.attention.module.rope_of(*rope)
+        tables = parts.attention.module.rope_of(*rope) if rope and parts.attention is not None else None
         return self.run_as_block(parts, x, attend, rope=tables)
 
 
@@ -124,7 +127,7 @@ class AttentionPoolForm(FusedNormMlp):
         return int(module.head_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Patches [B, N, C] -> [B, C]."""
+        """Maps patches [B, N, C] to [B, C]."""
         parts = self.ready()
         return super().forward(x) if parts is None else self.norm_mlp(parts, self.attend(x))[:, 0]
 

@@ -1,4 +1,4 @@
-"""The same architecture in another library, with the very same weights."""
+"""Builds the same architecture in another library, with the same weights."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def take_weights(
     convert: Callable[[Mapping[str, Tensor], ViTConfig], Converted],
     config: ViTConfig,
 ) -> None:
-    """Gives a library's model our weights, all of them, under the library's own names; in place.
+    """Copies all our weights into a library's model, in place, under the library's names.
 
     Args:
-        model: Made for `config`; its parameters keep dtype and device.
-        weights: By our names.
-        convert: The library's, which says what each of our tensors is made of; for this model it must rename and join
-            alone, which tests/test_libraries.py holds of every library that builds one.
-        config: The shape of both.
+        model: Model for `config`; its parameters keep dtype and device.
+        weights: Weights by our names.
+        convert: The library's `convert`. For this model it must only rename and concatenate, see
+            tests/test_libraries.py.
+        config: Shape of both models.
     Raises:
         UnsupportedInputError: one of the two has a parameter that the other lacks; nothing was changed.
         RuntimeError: a parameter has another shape.
@@ -43,34 +43,22 @@ def take_weights(
     model.load_state_dict(found)
 
 
+# The fields and properties of a config that are ViTConfig's defaults in the plain ViT of the paper.
+_PLAIN = (
+    "class_token", "distilled", "reg_tokens", "pos_embed", "no_embed_class", "pre_norm", "global_pool",
+    "norm_after_pool", "final_norm", "init_values", "stem_channels", "norm_layer", "mlp_layer", "scale_attn_norm",
+    "scale_mlp_norm", "qk_norm", "rope", "proj_bias", "embed_norm",
+)  # fmt: skip
+
+
 def plain_vit_reasons(config: ViTConfig) -> list[str]:
     """Returns why a config is not the plain ViT of the paper."""
-    return reasons(
-        config,
-        class_token=(True,),
-        distilled=(False,),
-        reg_tokens=(0,),
-        pos_embed=("learn",),
-        no_embed_class=(False,),
-        pre_norm=(False,),
-        global_pool=("token",),
-        norm_after_pool=(False,),
-        final_norm=(True,),
-        init_values=(None,),
-        stem_channels=((),),
-        norm_layer=("layer_norm",),
-        mlp_layer=("mlp",),
-        scale_attn_norm=(False,),
-        scale_mlp_norm=(False,),
-        qk_norm=(False,),
-        rope=(None,),
-        proj_bias=(True,),
-        embed_norm=(False,),
-    )
+    plain = ViTConfig()
+    return reasons(config, **{name: (getattr(plain, name),) for name in _PLAIN})
 
 
 def reasons(config: ViTConfig, **accepted: Iterable[object]) -> list[str]:
-    """Returns the reasons why a config does not fit: fields with other values than these."""
+    """Returns all config fields whose value is not among the given ones."""
     return [
         f"{name} must be {' or '.join(map(repr, values))}, got {getattr(config, name)!r}"
         for name, values in accepted.items()

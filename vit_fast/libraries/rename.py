@@ -1,4 +1,4 @@
-"""Renaming a state dict by a table of patterns, with a record of what came from where."""
+"""Renames a state dict by a table of patterns, and records the origin of each tensor."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Converted:
     """A state dict in timm's names.
 
     Attributes:
-        layout: Whose names they were.
-        tensors: By timm's names; what no rule knows stays under its own.
-        origins: For each of ours, the names it was made of.
-        ignored: Names that a rule drops: a text tower, a mask token and the like.
-        head_problem: Why this file's head would not compute what it does in the library it is from, in a model of a
-            given config; None means that it does.
+        layout: The library of the original names.
+        tensors: Tensors by timm's names; names without a rule stay unchanged.
+        origins: By new name, the original names.
+        ignored: Original names that a rule drops, such as a text tower or a mask token.
+        head_problem: Returns why the head of this file would give other results in a model with a given config; None if
+            it would not.
     """
 
     layout: str
@@ -38,13 +38,13 @@ class Converted:
     head_problem: Callable[[ViTConfig], str | None] = lambda config: None
 
     def move(self, old: str, new: str, tensor: Tensor) -> None:
-        """Replaces one entry by a reshaped one, under a new name or the same."""
+        """Replaces one entry by a reshaped one, under a new name or the same one."""
         del self.tensors[old]
         self.tensors[new] = tensor
         self.origins[new] = self.origins.pop(old)
 
     def fold_class_position(self) -> None:
-        """Adds the class token's position to the token itself: for models whose positions cover the patches only."""
+        """Adds the class token's position to the token itself, for models with positions for the patches only."""
         positions = self.tensors["pos_embed"]
         self.tensors["cls_token"] = self.tensors["cls_token"].double() + positions[:, :1].double()
         self.tensors["pos_embed"] = positions[:, 1:]
@@ -52,7 +52,7 @@ class Converted:
 
 
 def rename(state: Mapping[str, Tensor], layout: str, rules: Sequence[Rule]) -> Converted:
-    """Applies the first rule that matches each name, then joins the parts."""
+    """Applies the first rule that matches each name, then concatenates the parts."""
     compiled = [(re.compile(pattern), target) for pattern, target in rules]
     converted = Converted(layout)
     for name, tensor in state.items():
@@ -74,7 +74,7 @@ def with_key_biases(state: Mapping[str, Tensor], q_bias: str) -> Mapping[str, Te
     """Adds zeros as the bias of k if q has a bias and k has none, as in EVA-02 and DINOv3.
 
     Args:
-        q_bias: A pattern of the name of q's, in which group 2 follows the letter.
+        q_bias: Pattern of the name of q's bias; its group 2 follows the letter.
     """
     found = dict(state)
     for name, tensor in state.items():
@@ -84,7 +84,7 @@ def with_key_biases(state: Mapping[str, Tensor], q_bias: str) -> Mapping[str, Te
 
 
 def strip_wrappers(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Without the prefixes that DataParallel and torch.compile put before every name."""
+    """Removes the prefixes that DataParallel and torch.compile add to every name."""
     for prefix in ("module.", "_orig_mod."):
         if state and all(name.startswith(prefix) for name in state):
             state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
@@ -101,7 +101,7 @@ def _join_parts(converted: Converted) -> None:
         if len(parts) == int(parts[0].rpartition("of")[2]) and len(widths) == 1:
             converted.tensors[whole] = torch.cat(tensors)
             converted.origins[whole] = tuple(converted.origins[part][0] for part in parts)
-        else:  # left under the file's own names, so that the refusal shows what there was
+        else:  # keeps the file's own names, so that the error shows them
             for part, tensor in zip(parts, tensors):
                 converted.tensors[converted.origins[part][0]] = tensor
                 converted.origins[converted.origins[part][0]] = converted.origins[part]

@@ -9,13 +9,13 @@ from ..config import DataConfig, ViTConfig
 
 @dataclass(kw_only=True)
 class Facts:
-    """Facts that come with weights beside the tensors; None where nothing is said.
+    """Facts that accompany the weights; None for unknown ones.
 
     Attributes:
-        config: The model that the weights were made for.
-        data_config: How its images are prepared.
+        config: Config of the model of these weights.
+        data_config: Preprocessing.
         class_names: Names of the head's outputs.
-        notes: What a reader of the report should know.
+        notes: Notes for the report.
     """
 
     config: ViTConfig | None = None

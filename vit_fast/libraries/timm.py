@@ -1,7 +1,7 @@
-"""timm: its names, which are ours, its config.json, its VisionTransformer with our weights, and its models for export.
+"""timm: weight names (which are ours), config.json, its VisionTransformer with our weights, and its models for export.
 
-The names also of its old files, of the original DeiT and DINOv2 ones, and of timm towers in OpenCLIP. Its blocks
-are in timm_blocks.py.
+Also supports the names of its old files, of the original DeiT and DINOv2 files, and of timm towers in OpenCLIP. Its
+blocks are in timm_blocks.py.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
-    """Nearly the identity; DINOv2's original files with registers keep a class position that timm adds to the token."""
+    """Converts old names; for DINOv2's original files with registers, adds the class position to the class token."""
     converted = rename(with_key_biases(state, r"(blocks\.\d+\.attn\.)q(_bias|_proj\.bias)"), NAME, RULES)
     if "register_tokens" in state and config.no_embed_class and {"cls_token", "pos_embed"} <= set(converted.tensors):
         converted.fold_class_position()
@@ -79,10 +79,10 @@ def wrote(config: Mapping[str, Any]) -> bool:
 
 
 def read_config(config: Mapping[str, Any]) -> Facts:
-    """timm's config.json: a variant's name, and pretrained_cfg with size, preprocessing and perhaps labels.
+    """Reads timm's config.json: a variant's name, and pretrained_cfg with size, preprocessing and optional labels.
 
     Raises:
-        ValueError: it asks of the variant what no config here does.
+        ValueError: it sets an option that ViTConfig does not have.
     """
     facts = Facts(class_names=_class_names(config))
     pretrained = config.get("pretrained_cfg") or config
@@ -122,10 +122,10 @@ def _class_names(config: Mapping[str, Any]) -> tuple[str, ...] | None:
 
 
 def build_peer(config: ViTConfig) -> nn.Module:
-    """timm's VisionTransformer of this shape; its DeiT class for a distilled model.
+    """Builds timm's VisionTransformer of this shape, or its DeiT class for a distilled model.
 
     Raises:
-        UnsupportedInputError: timm has no such model; every reason.
+        UnsupportedInputError: timm has no such model; lists all reasons.
     """
     accepted: dict[str, tuple[object, ...]] = {
         "pos_embed": ("learn",),
@@ -151,7 +151,7 @@ def build_peer(config: ViTConfig) -> nn.Module:
     return model
 
 
-# What timm's VisionTransformer and ViTConfig call alike.
+# Fields of ViTConfig that timm's VisionTransformer has under the same name.
 _SHARED_FIELDS = (
     "in_chans", "num_classes", "global_pool", "embed_dim", "depth", "num_heads", "mlp_ratio", "qkv_bias", "init_values",
     "class_token", "no_embed_class", "reg_tokens", "pre_norm", "fc_norm", "act_layer", "qk_norm",
@@ -163,10 +163,10 @@ _SHARED_FIELDS = (
 
 
 def recognise(model: nn.Module) -> ImageModel | None:
-    """Describes a model of timm; None for another.
+    """Describes a model of timm for export; returns None for another model.
 
     Raises:
-        UnsupportedInputError: it does not say its size.
+        UnsupportedInputError: its image size is unknown.
     """
     if comes_from(NAME, model) and hasattr(model, "forward_head") and hasattr(model, "patch_embed"):
         return _describe(model)
@@ -203,7 +203,7 @@ def _describe(model: Any) -> ImageModel:
 
 
 class TimmModel(TimmInterface):
-    """A model of timm's."""
+    """A model of timm."""
 
     def make_exportable(self, undo: contextlib.ExitStack, dynamic_size: bool) -> None:
         model: Any = self.model
@@ -248,7 +248,7 @@ def rope_config(rope: Any) -> RopeConfig | None:
 
 
 def _positions_in_graph(config: RopeConfig, rope: Any, shape: Size) -> Tensor:
-    """timm's sines and cosines, [rows * columns, 2 D], of a size that a graph leaves open: timm makes numbers of it."""
+    """Computes timm's sines and cosines, [rows * columns, 2 D], for a dynamic size; timm would compute constants."""
     cos, sin = rope_of(config, shape, rope.dim, like=next(rope.buffers()))
     half = config.layout == "half"
     sin, cos = (torch.cat([t, t], -1) if half else t.repeat_interleave(2, -1) for t in (sin, cos))

@@ -1,4 +1,4 @@
-"""timm's attention layers and blocks, 1.0.20 and newer: of its VisionTransformer, its Eva, and its NaFlexVit."""
+"""Attention layers and blocks of timm 1.0.20 and newer: VisionTransformer, Eva and NaFlexVit."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from ..blocks.parts import AttentionParts, MlpParts
 from ..blocks.plain import is_touched
 from ..blocks.reading import Reader
 from ..ops import Rope, attention, qk_norm_rope
-from ..ops.attention import attention_among, is_exporting
-from ..ops.descriptions import Keys, is_padding
+from ..ops.attention import attention_among
+from ..ops.descriptions import Keys, is_padding, names_keys
+from ..ops.operators import is_exporting
 from .timm import ACTIVATION_CLASSES, NORM_CLASSES
 
 LEFT = {
-    "ResPostBlock": "it normalises after the MLP, not before it",
+    "ResPostBlock": "it normalizes after the MLP, not before it",
     "ParallelScalingBlock": "its attention and MLP share one linear",
     "DiffParallelScalingBlock": "its attention and MLP share one linear",
-    "ParallelThingsBlock": "it runs several branches side by side",
-    "EvaBlockPostNorm": "it normalises after the MLP, not before it",
+    "ParallelThingsBlock": "it runs several branches in parallel",
+    "EvaBlockPostNorm": "it normalizes after the MLP, not before it",
     "DiffAttention": "it subtracts two attention maps",
     "DiffAttentionRope": "it subtracts two attention maps",
 }
 
 
 class AttentionLayer(FusedModule):
-    """An attention layer of timm's with our operator between its linears, which still run as modules.
+    """An attention layer of timm with a fused operator between its linear layers, which still run as modules.
 
-    With any mask but one of padding, a causal flag, attention dropout in training, a changed attn_drop or scale, or
-    hooks on the former or on the norms of q and k, timm's own forward runs.
+    timm's own forward runs with masks other than padding masks, a causal flag, attention dropout in training, a changed
+    attn_drop or scale, or hooks on attn_drop or the norms of q and k.
     """
 
     kind = "attention"
@@ -56,28 +57,28 @@ class AttentionLayer(FusedModule):
         return int(getattr(module, "head_dim", 0) or module.proj.in_features // module.num_heads)
 
     def runs_as_it_was(self, attn_mask: Tensor | None, is_causal: bool) -> bool:
-        """True if timm's own forward has to run this call."""
+        """Returns True if timm's own forward must run this call."""
         drop, q_norm, k_norm = self._read_past()
         changed = type(drop) is not nn.Dropout or is_touched(drop) or is_touched(q_norm) or is_touched(k_norm)
-        masked = attn_mask is not None and not is_padding(attn_mask)
+        masked = attn_mask is not None and not names_keys(attn_mask)
         return masked or is_causal or changed or self.scales_by_its_own() or bool(self.training and drop.p)
 
     def scales_by_its_own(self) -> bool:
-        """True for a changed scale where timm uses it, which is without its fused attention."""
+        """Returns True for a changed scale, if timm uses it: only without its fused attention."""
         own = vars(self)
         return not own.get("fused_attn", True) and own["scale"] != type(self).head_width(self) ** -0.5
 
     def _read_past(self) -> tuple[Any, Any, Any]:
-        """The modules that need not be called; by a dictionary, because nn.Module looks attributes up in Python."""
+        """Returns the bypassed modules from a dictionary, because nn.Module looks up attributes in Python."""
         children = self._modules
         return children["attn_drop"], children["q_norm"], children["k_norm"]
 
     def as_it_was(self, x: Tensor, attn_mask: Tensor | None, is_causal: bool, **rest: Any) -> Tensor:
-        """timm's own forward."""
+        """Runs timm's own forward."""
         return super().forward(x, attn_mask=added(attn_mask, x.dtype), **_causal(is_causal), **rest)
 
     def mix(self, qkv: Tensor, attn_mask: Tensor | None, rope: Rope | None = None) -> Tensor:
-        """Attention of packed projections [B, N, 3, H, D], normalised and rotated -> [B, N, H, D]."""
+        """Computes attention of packed projections [B, N, 3, H, D] after norms and rotation -> [B, N, H, D]."""
         _, q_norm, k_norm = self._read_past()
         if not (type(q_norm) is nn.Identity and type(k_norm) is nn.Identity):
             q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # [B, H, N, D], as timm calls the norms
@@ -96,10 +97,10 @@ class AttentionLayer(FusedModule):
 
 
 class AttentionForm(AttentionLayer):
-    """timm's Attention with our operator between its linears."""
+    """timm's Attention with a fused operator between its linear layers."""
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """[B, N, C] -> [B, N, dim_out]."""
+        """Maps [B, N, C] to [B, N, dim_out]."""
         if self.vit_fast_backend == "sdpa" and self.fused_attn and attn_mask is None and not is_causal:
             return super().forward(x)
         if self.runs_as_it_was(attn_mask, is_causal):
@@ -108,20 +109,20 @@ class AttentionForm(AttentionLayer):
 
 
 class RotaryAttentionForm(AttentionLayer):
-    """timm's EvaAttention and AttentionRope, with our operators between their linears."""
+    """timm's EvaAttention and AttentionRope with fused operators between their linear layers."""
 
     def forward(
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        """[B, N, C], and sines and cosines as of `rope_of` -> [B, N, dim_out]."""
+        """Maps [B, N, C], with sines and cosines as in `rope_of`, to [B, N, dim_out]."""
         if self.runs_as_it_was(attn_mask, is_causal):
             return self.as_it_was(x, attn_mask, is_causal, rope=rope)
         return self.project_out(self.mix(self._packed(x), attn_mask, self.rope_of(rope)), x)
 
-    def rope_of(self, rope: Tensor | None) -> Rope | None:
-        """timm's sines and cosines, side by side: [N - prefix, 2 D], [H, N - prefix, 2 D], or [B, 1 or H, ...]."""
-        if rope is None:
-            return None
+    def rope_of(self, rope: Tensor | Rope | None) -> Rope | None:
+        """Converts timm's joint sines and cosines: [N - prefix, 2 D], [H, N - prefix, 2 D], or [B, 1 or H, ...]."""
+        if rope is None or isinstance(rope, Rope):
+            return rope
         sin, cos = (rope[None] if rope.dim() == 3 else rope).chunk(2, -1)
         return Rope(cos, sin, self.num_prefix_tokens, "half" if getattr(self, "rotate_half", False) else "interleaved")
 
@@ -144,14 +145,17 @@ class RotaryAttentionForm(AttentionLayer):
 
 
 class TimmReader(Reader):
-    """Reads a module that may hold timm's own activations and norms."""
+    """Reads a module that may contain timm's activations and norms."""
 
     activation_classes: ClassVar[Mapping[str, str]] = {**Reader.activation_classes, **ACTIVATION_CLASSES}
     norm_classes: ClassVar[Mapping[str, str]] = {**Reader.norm_classes, **NORM_CLASSES}
 
 
 class BlockForm(FusedNormMlp):
-    """timm's Block with norm2, MLP, LayerScale and residual as one operator, or altogether a chain of kernels."""
+    """timm's Block as a sequence of fused kernels.
+
+    If that is not possible, norm2, MLP, LayerScale and residual are one operator.
+    """
 
     reader = TimmReader
 
@@ -164,7 +168,7 @@ class BlockForm(FusedNormMlp):
         return read_mlp(block, "norm2", {"ls2": _scales()}, layer_scale="ls2.gamma", drop_path="drop_path2")
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """[B, N, C] -> [B, N, C]."""
+        """Maps [B, N, C] to [B, N, C]."""
         extra = _causal(is_causal)
         parts = self.ready()
         if parts is None:
@@ -173,12 +177,12 @@ class BlockForm(FusedNormMlp):
         def attend(x: Tensor) -> Tensor:
             return x + self.drop_path1(self.ls1(self.attn(self.norm1(x), attn_mask=attn_mask, **extra)))
 
-        ordinary = not is_causal and (attn_mask is None or is_padding(attn_mask))
+        ordinary = not is_causal and (attn_mask is None or names_keys(attn_mask))
         return self.run_as_block(parts, x, attend, ordinary, keys=keys_of(attn_mask, x) if ordinary else None)
 
 
 class EvaBlockForm(FusedNormMlp):
-    """timm's EvaBlock, likewise, and DeepseekVitBlock, which has no LayerScale."""
+    """timm's EvaBlock, fused like Block; and DeepseekVitBlock, which has no LayerScale."""
 
     reader = TimmReader
 
@@ -204,7 +208,7 @@ class EvaBlockForm(FusedNormMlp):
     def forward(
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        """[B, N, C] -> [B, N, C]."""
+        """Maps [B, N, C] to [B, N, C]."""
         extra = _causal(is_causal) | ({} if attn_mask is None else {"attn_mask": attn_mask})
         parts = self.ready()
         if parts is None:
@@ -216,7 +220,7 @@ class EvaBlockForm(FusedNormMlp):
             return x + self.drop_path1(branch if scale is None else scale * branch)
 
         tables = None if parts.attention is None else parts.attention.module.rope_of(rope)
-        ordinary = not is_causal and not (tables and learns(tables)) and (attn_mask is None or is_padding(attn_mask))
+        ordinary = not is_causal and not (tables and learns(tables)) and (attn_mask is None or names_keys(attn_mask))
         return self.run_as_block(parts, x, attend, ordinary, tables, keys_of(attn_mask, x) if ordinary else None)
 
 
@@ -235,10 +239,10 @@ class AttentionPoolLatentForm(FusedNormMlp):
         return int(module.head_dim)
 
     def is_idle(self) -> bool:
-        return False  # it takes padding masks in a form of ours
+        return False  # it supports our form of padding masks
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-        """Tokens [B, N, C] -> pooled [B, C]."""
+        """Maps tokens [B, N, C] to pooled [B, C]."""
         parts = self.ready()
         if parts is None or not (attn_mask is None or is_padding(attn_mask)):
             return super().forward(x, **({} if attn_mask is None else {"attn_mask": added(attn_mask, x.dtype)}))
@@ -258,18 +262,18 @@ class AttentionPoolLatentForm(FusedNormMlp):
 
 
 class PaddedTowerForm(FusedModule):
-    """timm's NaFlexVit: gives its layers a padding mask that says by its form that it is one.
+    """timm's NaFlexVit, which passes a padding mask to its layers that is recognizable by its strides.
 
-    timm writes a mask of every query and key, in which tokens that pad an image attend to nothing in particular. Here
-    they attend to the tokens of their image; nothing that attends to them, or pools them, is changed by that.
+    timm's mask contains every query and key, and padding tokens attend to nothing in particular. Here they attend to
+    the tokens of their image. This changes no other token, because none attends to them and no pooling reads them.
     """
 
     kind = "padding mask"
 
     def _forward_embeds(self, x: Tensor, patch_coord: Any, patch_valid: Any, attn_mask: Any) -> dict[str, Any]:
-        """Images or patches, with which of these are there -> tokens and what blocks are given beside them."""
+        """Returns tokens and the arguments of the blocks for images or patches, with a mask of valid patches."""
         told = attn_mask is None and patch_valid is not None and not is_exporting() and self._layers_know()
-        # one that is there already is not made; where training drops patches, which are there is known behind it
+        # do not replace a given mask; patch dropout in training determines the valid patches later
         timms: Any = super()
         embeds: dict[str, Any] = timms._forward_embeds(x, patch_coord, patch_valid, False if told else attn_mask)
         if told:
@@ -277,7 +281,7 @@ class PaddedTowerForm(FusedModule):
         return embeds
 
     def _pool(self, x: Tensor, pool_type: str | None = None, patch_valid: Tensor | None = None) -> Any:
-        """Tokens [B, prefix + N, C] -> [B, C], as the model pools them."""
+        """Pools tokens [B, prefix + N, C] to [B, C]."""
         if patch_valid is None or not isinstance(self.attn_pool, AttentionPoolLatentForm) or is_exporting():
             timms: Any = super()
             return timms._pool(x, pool_type, patch_valid)
@@ -285,23 +289,23 @@ class PaddedTowerForm(FusedModule):
         return self.attn_pool(x[:, self.num_prefix_tokens - prefix :], attn_mask=padding_mask(patch_valid, prefix))
 
     def _layers_know(self) -> bool:
-        """True if every attention layer takes such a mask: timm's own may add it."""
+        """Returns True if every attention layer supports such a mask; timm's own may add it to the scores."""
         return all(isinstance(block.attn, AttentionLayer) for block in self.blocks)
 
 
 def padding_mask(valid: Tensor, prefix: int) -> Tensor:
-    """[B, 1, 1, prefix + N] of which patches [B, N] are there, behind tokens that always are."""
+    """Returns the mask [B, 1, 1, prefix + N] for valid patches [B, N] behind prefix tokens, which are always valid."""
     there = torch.cat([valid.new_ones((valid.shape[0], prefix), dtype=torch.bool), valid.bool()], 1)
     return there[:, None, None]
 
 
-def keys_of(mask: Tensor | None, x: Tensor) -> Keys | None:
-    """Returns the keys that a padding mask leaves for the tokens of x [B, N, ...]; None for all."""
-    return None if mask is None else Keys(mask=mask[:, 0, 0].expand(x.shape[:2]))
+def keys_of(mask: Tensor | Keys | None, x: Tensor) -> Keys | None:
+    """Returns the keys that a padding mask leaves for the tokens of x [B, N, ...]; None means all keys."""
+    return mask if mask is None or isinstance(mask, Keys) else Keys(mask=mask[:, 0, 0].expand(x.shape[:2]))
 
 
 def added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A padding mask as timm makes it, which adds it where it does without torch's attention; another as it is."""
+    """Converts a padding mask to timm's additive form if timm computes attention without torch's function."""
     if mask is None or not is_padding(mask):
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
@@ -315,7 +319,7 @@ def read_attention(
     inside: Mapping[str, tuple[type, ...]] | None = None,
     **rest: Any,
 ) -> AttentionParts | None:
-    """A norm and the `attn` of a block, of a fused class made of `form`."""
+    """Reads a norm and the `attn` of a block, whose fused class derives from `form`."""
     block.nothing("attn.gate")
     attention = block.at("attn")
     watched = block.value("attn.scale"), block.value("attn.fused_attn")
@@ -337,7 +341,7 @@ def read_attention(
 
 
 def read_mlp(block: Reader, norm: str, inside: Mapping[str, tuple[type, ...]], **rest: Any) -> MlpParts | None:
-    """A norm and the `mlp` of a block: timm's Mlp, its GluMlp, which packs the gate, or its SwiGLU."""
+    """Reads a norm and the `mlp` of a block: timm's Mlp, its GluMlp, which packs the gate, or its SwiGLU."""
     from timm.layers import GluMlp, Mlp, SwiGLU
 
     fc1, kind = "mlp.fc1", type(block.at("mlp"))
@@ -351,17 +355,17 @@ def read_mlp(block: Reader, norm: str, inside: Mapping[str, tuple[type, ...]], *
 
 
 def learns(rope: Rope) -> bool:
-    """True if the tables require gradients, as RoPE-Mixed's do in training: torch has to rotate then."""
+    """Returns True if the tables require gradients, as those of RoPE-Mixed in training; torch must rotate then."""
     return rope.cos.requires_grad and torch.is_grad_enabled()
 
 
 def _causal(is_causal: bool) -> dict[str, Any]:
-    """The flag as an argument where it is set: 1.0.20 does not know it."""
+    """Returns the causal flag as an argument if it is set; timm 1.0.20 has no such argument."""
     return {"is_causal": True} if is_causal else {}
 
 
 def _scales() -> tuple[type, ...]:
-    from timm.models.vision_transformer import LayerScale  # 1.0.20 has one of its own here
+    from timm.models.vision_transformer import LayerScale  # 1.0.20 has its own class here
 
     return LayerScale, nn.Identity
 

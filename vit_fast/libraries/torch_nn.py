@@ -17,9 +17,9 @@ from ..ops.frozen import PLAIN
 
 
 class MultiheadAttentionForm(FusedModule):
-    """Self-attention, mha(x, x, x, need_weights=False) without masks, by our operator.
+    """Self-attention, mha(x, x, x, need_weights=False) without masks, as a fused operator.
 
-    Every other call (cross-attention, masks, weights asked for, dropout in training) runs torch's own forward.
+    Other calls (cross-attention, masks, returned weights, dropout in training) run torch's own forward.
     """
 
     kind = "attention"
@@ -27,7 +27,7 @@ class MultiheadAttentionForm(FusedModule):
     @classmethod
     def examine(cls, module: Any) -> Finding:
         if module.in_proj_weight is None:
-            return Finding(["its keys and values have widths of their own (kdim, vdim)"])
+            return Finding(["kdim and vdim must equal embed_dim"])
         reasons = tensor_reasons("in_proj_weight", module.in_proj_weight)
         if module.bias_k is not None or module.bias_v is not None:
             reasons.append("it appends learned tokens to keys and values (add_bias_kv)")
@@ -35,9 +35,9 @@ class MultiheadAttentionForm(FusedModule):
             reasons.append("it appends a zero token to keys and values (add_zero_attn)")
         if type(module.out_proj) is not nn.modules.linear.NonDynamicallyQuantizableLinear:
             reasons.append(f"out_proj must be torch's own linear, got {type_name(module.out_proj)}")
-        notes = ["other calls than mha(x, x, x, need_weights=False) without masks run as they were"]
+        notes = ["calls other than mha(x, x, x, need_weights=False) without masks run torch's forward"]
         notes += dropout_notes("attention", module.dropout) if isinstance(module.dropout, float) else []
-        return Finding(reasons + touch_reasons("out_proj", module.out_proj), notes)
+        return Finding(reasons + touch_reasons([("out_proj", module.out_proj)]), notes)
 
     @classmethod
     def head_width(cls, module: Any) -> int:
@@ -54,7 +54,7 @@ class MultiheadAttentionForm(FusedModule):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """[B, N, C] (or [N, B, C] without batch_first) -> the same, and None instead of weights."""
+        """Maps [B, N, C] (or [N, B, C] without batch_first) to the same shape, and returns None as weights."""
         masked = key_padding_mask is not None or attn_mask is not None or is_causal
         self_attention = query is key and key is value and query.dim() == 3 and not query.is_nested
         dropping = self.training and self.dropout > 0
@@ -88,7 +88,7 @@ class TransformerEncoderLayerForm(FusedNormMlp):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
-        """[B, N, C] (or [N, B, C] without batch_first) -> the same."""
+        """Maps [B, N, C] (or [N, B, C] without batch_first) to the same shape."""
         masks: dict[str, Any] = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask}
         given = is_causal or any(mask is not None for mask in masks.values())
         parts = self.ready()

@@ -1,4 +1,4 @@
-"""torchvision's VisionTransformer: its names, the same model with our weights, and its models for export."""
+"""torchvision's VisionTransformer: its weight names, its model with our weights, and its models for export."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
-    """MultiheadAttention's packed projection is already timm's qkv."""
+    """Renames only: the packed projection of MultiheadAttention equals timm's qkv."""
     return rename(state, NAME, RULES)
 
 
@@ -49,10 +49,10 @@ def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
 
 
 def build_peer(config: ViTConfig) -> nn.Module:
-    """torchvision's VisionTransformer of this shape.
+    """Builds torchvision's VisionTransformer of this shape.
 
     Raises:
-        UnsupportedInputError: torchvision has no such model; every reason.
+        UnsupportedInputError: torchvision has no such model; lists all reasons.
     """
     problems = plain_vit_reasons(config) + reasons(config, act_layer=("gelu",), qkv_bias=(True,), in_chans=(3,))
     for name, (height, width) in (("img_size", config.image_hw), ("patch_size", config.patch_hw)):
@@ -80,7 +80,7 @@ def build_peer(config: ViTConfig) -> nn.Module:
 
 
 def recognise(model: nn.Module) -> ImageModel | None:
-    """Describes a VisionTransformer of torchvision; None for another model."""
+    """Describes a VisionTransformer of torchvision for export; returns None for another model."""
     return _describe(model) if comes_from(NAME, model, class_name="VisionTransformer") else None
 
 
@@ -108,7 +108,7 @@ class TorchvisionModel(ImageModel):
         if dynamic_size:
             raise UnsupportedInputError(
                 "dynamic_size with torchvision's VisionTransformer",
-                ["it accepts the image size it was made for only"],
+                ["it supports one image size only"],
             )
         # The fast path of nn.MultiheadAttention is one fused operator that has no ONNX form; it depends on this switch.
         enabled = torch.backends.mha.get_fastpath_enabled()
@@ -130,7 +130,10 @@ class TorchvisionModel(ImageModel):
 
 
 class EncoderBlockForm(FusedNormMlp):
-    """torchvision's EncoderBlock with ln_2, MLP and residual as one operator, or altogether a chain of kernels."""
+    """torchvision's EncoderBlock as a sequence of fused kernels.
+
+    If that is not possible, ln_2, MLP and residual are one operator.
+    """
 
     @classmethod
     def read_attention(cls, block: Reader) -> AttentionParts | None:
@@ -152,7 +155,7 @@ class EncoderBlockForm(FusedNormMlp):
         return block.mlp("ln_2", "mlp.0", "mlp.1", "mlp.3", inside={"mlp": (MLPBlock,)}, dropouts=("mlp.2", "mlp.4"))
 
     def forward(self, input: Tensor) -> Tensor:
-        """[B, N, C] -> [B, N, C]."""
+        """Maps [B, N, C] to [B, N, C]."""
         parts = self.ready()
         if parts is None:
             return super().forward(input)

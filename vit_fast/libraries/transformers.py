@@ -1,8 +1,7 @@
-"""Hugging Face transformers: its names, its ViT with our weights, and its models for export.
+"""Hugging Face transformers: its weight names, its ViT with our weights, and its models for export.
 
-ViT, DeiT, DINOv2 (with registers), and the CLIP and SigLIP image towers. The names are of both generations:
-transformers 4's, which files on the Hub have and transformers 5 still writes, and 5's in memory. What its
-configuration files say is in transformers_config.py.
+Supports ViT, DeiT, DINOv2 (with registers), and the image towers of CLIP and SigLIP, with the names of transformers 4,
+which files use, and of transformers 5 in memory. transformers_config.py reads the configuration files.
 """
 
 from __future__ import annotations
@@ -105,7 +104,10 @@ TOWER_RULES: tuple[Rule, ...] = (
 
 
 def convert(state: Mapping[str, Tensor], config: ViTConfig) -> Converted:
-    """Separate query, key and value become timm's qkv; positions stored as an embedding table get a batch axis."""
+    """Concatenates separate query, key and value to timm's qkv.
+
+    Adds a batch axis to positions from an embedding table.
+    """
     if any(name.endswith("embeddings.patch_embedding.weight") for name in state):
         return _convert_tower(state)
     gated = any(".mlp.gate_proj." in name for name in state)
@@ -139,7 +141,7 @@ def _convert_tower(state: Mapping[str, Tensor]) -> Converted:
 
 
 def _split_pool_projection(converted: Converted, name: str, packed: Tensor) -> None:
-    """MultiheadAttention packs query, key, value; timm's pooling keeps the query apart."""
+    """Splits the packed query, key and value of MultiheadAttention; timm's pooling has a separate query."""
     suffix = name.rpartition(".")[2]
     C = packed.shape[0] // 3
     converted.tensors[f"attn_pool.kv.{suffix}"] = packed[C:]
@@ -160,21 +162,23 @@ def _siglip_head_problem(config: ViTConfig) -> str | None:
 
 
 def _clip_head_problem(config: ViTConfig) -> str:
-    return "CLIPForImageClassification's classifier reads patches before the final norm, which no config here does"
+    return (
+        "CLIPForImageClassification's classifier reads patches before the final norm, which ViTConfig does not support"
+    )
 
 
 def _dinov2_head_problem(config: ViTConfig) -> str:
-    return "DINOv2's classifier reads class token and mean patch together, twice embed_dim, which no config here does"
+    return "DINOv2's classifier reads class token and mean patch (2 * embed_dim), which ViTConfig does not support"
 
 
 # --- the same architecture ----------------------------------------------------------------------------------
 
 
 def build_peer(config: ViTConfig) -> nn.Module:
-    """transformers' ViTForImageClassification of this shape, with scaled_dot_product_attention.
+    """Builds transformers' ViTForImageClassification of this shape, with scaled_dot_product_attention.
 
     Raises:
-        UnsupportedInputError: transformers has no such model; every reason.
+        UnsupportedInputError: transformers has no such model; lists all reasons.
     """
     refuse("transformers' ViT", plain_vit_reasons(config))
     from transformers import ViTConfig as TheirConfig
@@ -207,10 +211,10 @@ _ATTENTION_NAME = "vit_fast_export"
 
 
 def recognise(model: nn.Module) -> ImageModel | None:
-    """Describes a vision model of transformers; None for another, also one of images and text.
+    """Describes a vision model of transformers for export; returns None for others, and for models of images and text.
 
     Raises:
-        UnsupportedInputError: it takes more than images.
+        UnsupportedInputError: it needs more arguments than images.
     """
     if comes_from(NAME, model) and hasattr(getattr(model, "config", None), "patch_size"):
         return _describe(model)
@@ -244,10 +248,10 @@ def _describe(model: Any) -> ImageModel:
 
 
 class TransformersModel(ImageModel):
-    """A vision model of transformers'."""
+    """A vision model of transformers."""
 
     def make_exportable(self, undo: contextlib.ExitStack, dynamic_size: bool) -> None:
-        """Attention without the mask that transformers would otherwise make (all true: images have no padding)."""
+        """Removes the attention mask that transformers would create (all True, because images have no padding)."""
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         if _ATTENTION_NAME not in ALL_ATTENTION_FUNCTIONS:

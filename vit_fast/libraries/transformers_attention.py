@@ -1,4 +1,4 @@
-"""transformers' attention layers: the fused self-attention, and SigLIP's pooling head."""
+"""Attention layers of transformers: fused self-attention, and SigLIP's pooling head."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from ..blocks.plain import is_touched, touch_reasons
 from ..blocks.reading import Reader, describe, dropout_notes
 from ..ops import Rope, attention, qk_norm_rope
 from ..ops.attention import attention_among
-from ..ops.descriptions import Keys, is_padding
+from ..ops.descriptions import Keys, is_padding, names_keys
 from .transformers import ACTIVATION_CLASSES, NORM_CLASSES
 
 CONTAINERS = ("Attention", "MLP", "VisionMlp", "FFN", "Intermediate", "Output", "LayerScale")
 
-# What models of transformers 4.53 to 5.23 give an attention function beside query, key, value, mask, scaling, dropout.
-# These say nothing about attention:
+# Keywords that models of transformers 4.53 to 5.23 pass to an attention function.
+# These do not change attention:
 NEUTRAL = frozenset(
     {"interpolate_pos_encoding", "num_items_in_batch", "output_hidden_states", "output_router_logits", "return_dict"}
 )
 
 
 def given(value: Any) -> bool:
-    """True if a keyword argument says anything; None and False do not."""
+    """Returns True if a keyword argument is set, that is, neither None nor False."""
     return value is not None and value is not False
 
 
 def says_more(kwargs: dict[str, Any]) -> bool:
-    """True if a keyword argument may be about attention."""
+    """Returns True if a keyword argument may change attention."""
     return any(name not in NEUTRAL and given(value) for name, value in kwargs.items())
 
 
 @dataclass(frozen=True)
 class Projections:
-    """Attribute names of an attention layer; out is None where the caller projects."""
+    """Attribute names of an attention layer; out is None if the caller projects the output."""
 
     query: str
     key: str
@@ -76,10 +76,10 @@ def scale_name(module: nn.Module) -> str:
 
 
 class FusedSelfAttention(FusedModule):
-    """An attention layer of transformers with our operator between its linears, which still run as modules.
+    """An attention layer of transformers with a fused operator between its linear layers, which still run as modules.
 
-    With any mask but one of padding, weights asked for, dropout in training, or hooks on the norms of q and k,
-    transformers' own forward runs.
+    transformers' own forward runs with masks other than padding masks, returned weights, dropout in training, or hooks
+    on the norms of q and k.
     """
 
     kind = "attention"
@@ -97,11 +97,11 @@ class FusedSelfAttention(FusedModule):
         biases = ("use_relative_position_bias", "use_shared_relative_position_bias")
         if any(getattr(module.config, name, False) for name in biases):
             reasons.append("it adds a relative position bias")
-        # SigLIP's texts are read in both directions, and mostly without a mask
+        # SigLIP's text tower attends in both directions, mostly without a mask
         if "Text" in type(module.config).__name__ and not type(module).__name__.startswith("Siglip"):
             reasons.append("it belongs to a text model: causal and padding masks")
         if module.config._attn_implementation == "eager":
-            advice = "make the model with attn_implementation='sdpa'"
+            advice = "build the model with attn_implementation='sdpa'"
             reasons.append(f"attn_implementation='eager' returns attention weights: {advice}")
         return Finding(reasons, dropout_notes("attention", _dropout(module)))
 
@@ -116,7 +116,7 @@ class FusedSelfAttention(FusedModule):
         self.vit_fast_names = names
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """[B, N, C] -> [B, N, C] and None instead of weights."""
+        """Maps [B, N, C] to [B, N, C], and returns None as weights."""
         if self.runs_as_it_was(args, kwargs):
             return super().forward(hidden_states, *args, **kwargs)
         positions, keys = self.rope_of(hidden_states, kwargs), self.keys_of(hidden_states, kwargs)
@@ -127,20 +127,20 @@ class FusedSelfAttention(FusedModule):
         return projected, None
 
     def rope_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Rope | None:
-        """The rotary positions that a call gives; None where the layer has none."""
+        """Returns the rotary positions in the arguments of a call; None if the layer has none."""
         return None
 
     def keys_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Keys | None:
-        """Returns the keys that a call leaves to queries; None for all."""
+        """Returns the keys that queries of a call attend to; None means all keys."""
         mask = kwargs.get("attention_mask")
-        if mask is None:
-            return None
+        if mask is None or isinstance(mask, Keys):
+            return mask
         tokens = hidden_states.shape[:2]
         return Keys(mask=mask[:, 0, 0].expand(tokens))
 
     def runs_as_it_was(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """True if transformers' own forward has to run this call."""
-        if is_padding(kwargs.get("attention_mask")):
+        """Returns True if transformers' own forward must run this call."""
+        if names_keys(kwargs.get("attention_mask")):
             kwargs = {name: value for name, value in kwargs.items() if name != "attention_mask"}
         unusual = any(map(given, args)) or says_more(kwargs)
         eager = self.config._attn_implementation == "eager"
@@ -149,14 +149,15 @@ class FusedSelfAttention(FusedModule):
         return bool(unusual or eager or (self.training and _dropout(self)))
 
     def mixed_heads(self, hidden_states: Tensor, rope: Rope | None, keys: Keys | None) -> Tensor:
-        """[B, N, C] -> [B, N, H * D], before the output linear."""
+        """Maps [B, N, C] to [B, N, H * D], before the output linear layer."""
         names = self.vit_fast_names
         projected = [getattr(self, name)(hidden_states) for name in (names.query, names.key, names.value)]
         for i, norm in enumerate(QK_NORMS):
             projected[i] = getattr(self, norm)(projected[i]) if hasattr(self, norm) else projected[i]
         parts = [part.unflatten(-1, (-1, type(self).head_width(self))) for part in projected]
-        if rope is not None:
-            qkv = qk_norm_rope(torch.stack(parts, 2), rope=rope, backend=self.vit_fast_backend)
+        if rope is not None or (keys is not None and keys.cu_seqlens is not None):
+            qkv = torch.stack(parts, 2)
+            qkv = qkv if rope is None else qk_norm_rope(qkv, rope=rope, backend=self.vit_fast_backend)
             return attention_among(qkv, keys, scale=self.vit_fast_scale, backend=self.vit_fast_backend).flatten(2)
         q, k, v = (part.transpose(1, 2) for part in parts)
         key_mask = None if keys is None else keys.mask
@@ -165,7 +166,7 @@ class FusedSelfAttention(FusedModule):
 
 
 class FusedRotarySelfAttention(FusedSelfAttention):
-    """One that is given cosines and sines by its caller, for the last tokens: the first ones have no position."""
+    """Fused self-attention with cosines and sines from its caller, which rotate all but the first tokens."""
 
     def runs_as_it_was(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         rest = {name: value for name, value in kwargs.items() if name != "position_embeddings"}
@@ -182,7 +183,7 @@ def _dropout(module: nn.Module) -> float:
 
 
 def container_classes_beside(original: type[nn.Module]) -> tuple[type, ...]:
-    """The classes around attention and in MLPs that a model's own module defines."""
+    """Returns the classes around attention and in MLPs that the module of a model defines."""
     return tuple(
         thing
         for name, thing in vars(sys.modules[original.__module__]).items()
@@ -191,7 +192,7 @@ def container_classes_beside(original: type[nn.Module]) -> tuple[type, ...]:
 
 
 class TransformersReader(Reader):
-    """Reads a module that may hold transformers' own activations and norms."""
+    """Reads a module that may contain transformers' activations and norms."""
 
     activation_classes: ClassVar[Mapping[str, str]] = {**Reader.activation_classes, **ACTIVATION_CLASSES}
     norm_classes: ClassVar[Mapping[str, str]] = {**Reader.norm_classes, **NORM_CLASSES}
@@ -213,7 +214,7 @@ class FusedPoolingHead(FusedNormMlp):
         mha, mlp = module.attention, super().examine(module)
         if type(mha) is not nn.MultiheadAttention:
             return Finding([f"attention must be torch.nn.MultiheadAttention, got {describe(mha)}"])
-        reasons = touch_reasons("attention", mha) + touch_reasons("attention.out_proj", mha.out_proj)
+        reasons = touch_reasons([("attention", mha), ("attention.out_proj", mha.out_proj)])
         notes = dropout_notes("attention", mha.dropout)
         return Finding([*reasons, *mlp.reasons], [*notes, *mlp.notes], [*mlp.bypassed, *mha.modules()])
 
@@ -222,10 +223,10 @@ class FusedPoolingHead(FusedNormMlp):
         return int(module.attention.head_dim)
 
     def is_idle(self) -> bool:
-        return False  # it takes padding masks in a form of ours
+        return False  # it supports our form of padding masks
 
     def forward(self, hidden_state: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Tokens [B, N, C] -> pooled [B, C]."""
+        """Maps tokens [B, N, C] to pooled [B, C]."""
         mha = self.attention
         key_mask = None
         if is_padding(attention_mask):
@@ -237,7 +238,7 @@ class FusedPoolingHead(FusedNormMlp):
         changed = changed or (self.training and mha.dropout)
         parts = self.ready()
         if changed or parts is None:
-            # without a mask: the heads of other models take none
+            # without a mask, because the heads of other models do not accept one
             return super().forward(hidden_state, *(() if attention_mask is None else (attention_mask,)))
         C = mha.embed_dim
         weight, bias = mha.in_proj_weight, mha.in_proj_bias
@@ -260,7 +261,7 @@ class FusedAttentionPoolingHead(FusedModule):
         return int(module.hidden_size // module.num_heads)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Tokens [B, N, C] -> pooled [B, C]."""
+        """Maps tokens [B, N, C] to pooled [B, C]."""
         tokens = self.cls_token.expand(hidden_states.shape[0], -1, -1), self.k_proj(hidden_states)
         parts = (*tokens, self.v_proj(hidden_states))
         q, k, v = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in parts)

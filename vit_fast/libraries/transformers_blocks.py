@@ -1,4 +1,4 @@
-"""transformers' vision models, 4.53 and newer: ViT, DeiT, DINOv2 (with registers), CLIP, SigLIP, SigLIP 2, BEiT."""
+"""Vision models of transformers 4.53 and newer: ViT, DeiT, DINOv2 (with registers), CLIP, SigLIP, SigLIP 2, BEiT."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Layer:
     Attributes:
         norms: The two LayerNorms.
         attention: The attention layer.
-        after: Modules called and Parameters multiplied behind it, in order.
+        after: Modules to call and Parameters to multiply after it, in order.
         mlp: The MLP.
-        dropouts, drop_path: Of either half.
+        dropouts, drop_path: Modules of either half.
         layer_scales: Parameters, or dotted paths to them.
-        scale_modules: Modules that hold those.
+        scale_modules: Modules that contain them.
     """
 
     norms: tuple[str, str]
@@ -54,7 +54,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Mlp:
-    """Names of the parts of an MLP; of transformers 4's two modules by their paths from the layer."""
+    """Names of the parts of an MLP; for the two modules of transformers 4, their paths from the layer."""
 
     fc1: str
     activation: str
@@ -62,7 +62,7 @@ class Mlp:
     gate: str | None = None
 
     def paths(self, layer: Layer) -> tuple[str, ...]:
-        """The dotted paths of them all from the layer, the gate's last."""
+        """Returns the dotted paths of all parts from the layer; the gate's is the last."""
         names = [name for name in (self.fc1, self.activation, self.fc2, self.gate) if name]
         return tuple(name if "." in name else f"{layer.mlp}.{name}" for name in names)
 
@@ -117,7 +117,8 @@ CLIP = Layer(("layer_norm1", "layer_norm2"), "self_attn")
 class FusedLayer(FusedNormMlp):
     """An encoder layer of transformers with its second norm, MLP, LayerScale and residual as one operator.
 
-    Or altogether a chain of kernels, where the attention layer has all four projections: in transformers 4 most do not.
+    The whole layer is a sequence of fused kernels if the attention layer has all four projections; in transformers 4
+    most do not.
     """
 
     reader = TransformersReader
@@ -133,7 +134,7 @@ class FusedLayer(FusedNormMlp):
         block.nothing("relative_position_bias")
         names = projections_of(module)
         out = names and names.out and f"{name}.{names.out}"
-        if block.at(f"{name}.output.dense") is not None:  # transformers 4: the output linear lives apart
+        if block.at(f"{name}.output.dense") is not None:  # transformers 4: the output linear layer is in another module
             inside |= {name: known, f"{name}.output": known}
             out, dropouts = f"{name}.output.dense", (f"{name}.output.dropout",)
             name, module = f"{name}.attention", block.reach(f"{name}.attention")
@@ -173,7 +174,7 @@ class FusedLayer(FusedNormMlp):
             mlp = describe(block.reach(layer.mlp))
             block.reasons.append(f"its MLP must have two or three linears and be known to vit_fast, got {mlp}")
             return None
-        if names.fc1.startswith("intermediate."):  # transformers 4: the two linears live apart
+        if names.fc1.startswith("intermediate."):  # transformers 4: the two linear layers are in two modules
             inside, dropouts = ("intermediate", "output"), tuple(f"output.{name}" for name in layer.dropouts)
         fc1, activation, fc2, *gate = names.paths(layer)
         return block.mlp(
@@ -191,14 +192,14 @@ class FusedLayer(FusedNormMlp):
     def set_up(self) -> None:
         names = tuple(inspect.signature(type(self).original_forward).parameters)
         self.vit_fast_arguments = names[2:]
-        # of the versions that return a tuple, every one can add attention weights to it
+        # every version that returns a tuple can add attention weights to it
         self.vit_fast_returns_tuple = "output_attentions" in names
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
-        """[B, N, C] -> the same, in the tuple that this version of transformers wants."""
+        """Maps [B, N, C] to the same, in the tuple that this version of transformers expects."""
         parts, layer = self.ready(), type(self).layer_spec
         given_by_name = self.named(args, kwargs)
-        # a hook on the attention layer is shown its arguments, which some models give by keyword
+        # hooks on the attention layer see its arguments, which some models pass by keyword
         hooked = parts is not None and parts.attention is None and is_touched(getattr(self, layer.attention))
         if parts is None or hooked or given(given_by_name.get("output_attentions")):
             return super().forward(hidden_states, *args, **kwargs)
@@ -221,18 +222,18 @@ class FusedLayer(FusedNormMlp):
         return (output,) if self.vit_fast_returns_tuple else output
 
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Returns the arguments of the attention layer, by name: transformers' loops pass some by position."""
+        """Returns the arguments of the attention layer by name, because transformers passes some by position."""
         return {**dict(zip(self.vit_fast_arguments, args, strict=False)), **kwargs}
 
     def attend(self, normed: Tensor, **kwargs: Any) -> Tensor:
-        """The attention layer's output."""
+        """Returns the output of the attention layer."""
         result = getattr(self, type(self).layer_spec.attention)(normed, **kwargs)
         output: Tensor = result[0] if isinstance(result, tuple) else result
         return output
 
 
 class FusedLayerWithBias(FusedLayer):
-    """BEiT's layer makes its attention's position bias; transformers 4 leaves that to the attention."""
+    """BEiT's layer, which computes the position bias of its attention; transformers 4 does that in the attention."""
 
     def attend(self, normed: Tensor, **kwargs: Any) -> Tensor:
         if not hasattr(self, "relative_position_bias"):
@@ -257,7 +258,7 @@ class FusedLayerWithBias(FusedLayer):
 
 
 class FusedLayerOfOneMlp(FusedLayer):
-    """VitPose's layer, which is told, too, which of its experts to use; one of a single MLP has none."""
+    """VitPose's layer with a single MLP, which ignores the index of the expert."""
 
     @classmethod
     def read_mlp(cls, block: Reader) -> MlpParts | None:
@@ -271,11 +272,11 @@ class FusedLayerOfOneMlp(FusedLayer):
 
 
 def layer_of(spec: Layer, base: type[FusedLayer] = FusedLayer) -> type[FusedLayer]:
-    """The fused class of a layer that names its parts so."""
+    """Returns the fused class of a layer with these names of parts."""
     return type(base.__name__, (base,), {"layer_spec": spec, "__doc__": base.__doc__})
 
 
-# Of each model: its layer, and what its classes' names begin with.
+# By model: its layer, and the prefix of its class names.
 LAYERS: dict[str, tuple[type[FusedLayer], str]] = {
     "vit": (layer_of(VIT), "ViT"),
     "deit": (layer_of(VIT), "DeiT"),
@@ -288,7 +289,7 @@ LAYERS: dict[str, tuple[type[FusedLayer], str]] = {
     "dinov3_vit": (layer_of(DINOV2), "DINOv3ViT"),
     "aimv2": (layer_of(AIMV2), "Aimv2Encoder"),
     "internvl": (layer_of(INTERNVL), "InternVLVision"),
-    # those whose layers are copies of the ones above
+    # models whose layers are copies of those above
     "ijepa": (layer_of(VIT), "IJepa"),
     "vit_mae": (layer_of(VIT), "ViTMAE"),
     "vit_msn": (layer_of(VIT), "ViTMSN"),
@@ -336,7 +337,10 @@ class _Forms(Forms):
 
 
 def _only_wraps_attention(cls: type[nn.Module]) -> bool:
-    """True for ViTAttention of transformers 4, which holds ViTSelfAttention and ViTSelfOutput: the former is fused."""
+    """Returns True for ViTAttention of transformers 4.
+
+    It contains ViTSelfAttention, which is fused, and ViTSelfOutput.
+    """
     if not cls.__name__.endswith("Attention") or cls.__name__.endswith("SelfAttention"):
         return False
     return hasattr(inspect.getmodule(cls), cls.__name__.replace("Attention", "SelfAttention"))

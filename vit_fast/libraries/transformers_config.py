@@ -1,4 +1,4 @@
-"""transformers' files about a model: shape, head and class names, and preprocessing."""
+"""Configuration files of transformers: shape, head and class names, and preprocessing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from ..config import DataConfig, Interpolation, RopeConfig, ViTConfig
 from .repository import Facts
 
-# transformers' names of our activations; the first of each is the one to write.
+# transformers' names of our activations; the first one is written.
 ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_python": "gelu",
@@ -20,7 +20,7 @@ ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
 }
-# What transformers' configuration classes fill in where config.json is silent.
+# Defaults of transformers' configuration classes for fields that config.json omits.
 _COMMON = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "image_size": 224, "num_channels": 3}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "vit": {"patch_size": 16, "hidden_act": "gelu", "layer_norm_eps": 1e-12, "intermediate_size": 3072},
@@ -55,7 +55,7 @@ def wrote(config: Mapping[str, Any]) -> bool:
 
 
 def read_config(config: Mapping[str, Any]) -> Facts:
-    """transformers' config.json: shape, head and class names.
+    """Reads transformers' config.json: shape, head and class names.
 
     Raises:
         ValueError: see vit_fields.
@@ -68,10 +68,10 @@ def read_config(config: Mapping[str, Any]) -> Facts:
 
 
 def vit_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """ViTConfig's fields from a transformers config.json of ViT, DeiT, DINOv2, DINOv3, CLIP or SigLIP.
+    """Returns ViTConfig's fields from a transformers config.json of ViT, DeiT, DINOv2, DINOv3, CLIP or SigLIP.
 
     Raises:
-        ValueError: another model, or one with an activation or MLP that ViTConfig lacks.
+        ValueError: the model is another one, or has an activation or MLP that ViTConfig lacks.
     """
     family = str(config.get("model_type", "")).removesuffix("_vision_model")
     if family not in _DEFAULTS:
@@ -88,7 +88,7 @@ def vit_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         hidden = (int(int(C * vision["mlp_ratio"]) * 2 / 3) + 7) // 8 * 8
     mlp_ratio = vision["mlp_ratio"] if hidden is None else hidden / C
     if hidden is not None and int(C * mlp_ratio) != hidden:
-        mlp_ratio = (hidden + 0.5) / C  # the quotient's rounding must not cost a hidden unit
+        mlp_ratio = (hidden + 0.5) / C  # rounding of the quotient must not lose a hidden unit
     image_size, patch_size = vision["image_size"], vision["patch_size"]
     fields = {
         "img_size": tuple(image_size) if isinstance(image_size, list) else image_size,
@@ -137,8 +137,8 @@ def _num_classes(family: str, config: Mapping[str, Any]) -> int:
     if family == "clip" and any(a in ("CLIPModel", "CLIPVisionModelWithProjection") for a in architectures):
         return int(config.get("projection_dim", 512))
     if family.startswith("dino") or family == "clip" or not _classifies(config):
-        return 0  # DINOv2's and CLIP's classifiers read what no head here does
-    return len(config.get("id2label") or ()) or 2  # transformers leaves its default of two labels out
+        return 0  # no head here reads the inputs of DINOv2's and CLIP's classifiers
+    return len(config.get("id2label") or ()) or 2  # transformers omits its default of two labels
 
 
 def _classifies(config: Mapping[str, Any]) -> bool:
@@ -146,10 +146,10 @@ def _classifies(config: Mapping[str, Any]) -> bool:
 
 
 def data_config_from_processor(processor: Mapping[str, Any]) -> DataConfig:
-    """DataConfig of a transformers preprocessor_config.json, of either format.
+    """Returns the DataConfig of a transformers preprocessor_config.json, in either format.
 
     Raises:
-        ValueError: it prepares images in a way that DataConfig cannot say.
+        ValueError: DataConfig cannot represent the preprocessing.
     """
     if not processor.get("do_rescale", True) or not math.isclose(processor.get("rescale_factor", 1 / 255), 1 / 255):
         raise ValueError("it does not scale pixels to [0, 1]")
@@ -181,7 +181,7 @@ def _sizes(processor: Mapping[str, Any]) -> tuple[int, int, bool]:
         resized = size["height"] if squashes else size["shortest_edge"]
         if squashes and size["height"] != size["width"]:
             raise ValueError(f"it resizes to {size['height']}x{size['width']}, not a square")
-    else:  # the old format: ViT's and DeiT's classes took one number for both sides, CLIP's for the shorter
+    else:  # old format: one number means both sides for ViT and DeiT, the shorter side for CLIP
         squashes = not crops or _kind(processor).startswith(("ViT", "DeiT"))
         resized = size
     if not crops and not squashes:
@@ -193,5 +193,5 @@ def _sizes(processor: Mapping[str, Any]) -> tuple[int, int, bool]:
 
 
 def _kind(processor: Mapping[str, Any]) -> str:
-    """The processor's class; old ViT files name none."""
+    """Returns the class of the processor; old ViT files contain none."""
     return str(processor.get("image_processor_type") or processor.get("feature_extractor_type") or "ViT")

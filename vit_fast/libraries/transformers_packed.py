@@ -1,9 +1,9 @@
-"""transformers' towers for images of any size: packed one behind the other, or padded; and those of its chat models.
+"""Towers of transformers for images of any size, packed or padded, and towers of its chat models.
 
-- Qwen's towers, and those that are copies of them: every layer is given cu_seqlens, of images or of windows.
-- Pixtral packs all images of a batch, and masks the blocks between them: its tower tells the layers the lengths.
-- SigLIP 2 (NaFlex) pads: its tower gives the layers the padding in a form that says that it is one.
-- Idefics 2 and 3, SmolVLM, Llama 4's tower: layers of their own for images of one size.
+- Qwen's towers and their copies: every layer gets cu_seqlens, for images or for windows.
+- Pixtral packs all images of a batch with a block mask: its fused tower passes the lengths to the layers.
+- SigLIP 2 (NaFlex) pads: its fused tower passes a padding mask that is recognizable by its strides.
+- Idefics 2 and 3, SmolVLM, Llama 4: layers for images of one size.
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ from ..blocks.fused import Finding, Forms, FusedModule, fused_class
 from ..blocks.parts import AttentionParts
 from ..blocks.reading import Reader, describe
 from ..ops import Rope, qk_norm_rope
-from ..ops.attention import attention_among, is_exporting
+from ..ops.attention import attention_among
 from ..ops.descriptions import Keys
+from ..ops.operators import is_exporting
 from .transformers_attention import FusedPoolingHead, FusedRotarySelfAttention, FusedSelfAttention, given
 from .transformers_blocks import CLIP, FusedLayer, Layer, layer_of
 
-KEYS = "vit_fast_keys"  # the keyword by which a packed tower tells its layers the lengths
+KEYS = "vit_fast_keys"  # keyword for the lengths that a packed tower passes to its layers
 
 
 class FusedPackedAttention(FusedRotarySelfAttention):
-    """Attention of packed tokens [total, C], with one linear layer for q, k and v, and cu_seqlens given by the caller.
+    """Attention of packed tokens [total, C] with one linear layer for q, k and v, and cu_seqlens from the caller.
 
-    transformers splits the tokens by lengths that it reads on the host; nothing is read here.
+    transformers reads the lengths on the host to split the tokens; this class does not.
     """
 
     @classmethod
     def examine(cls, module: Any) -> Finding:
         if module.config._attn_implementation == "eager":
-            advice = "make the model with attn_implementation='sdpa'"
+            advice = "build the model with attn_implementation='sdpa'"
             return Finding([f"attn_implementation='eager' returns attention weights: {advice}"])
         return Finding()
 
     def set_up(self) -> None:
-        """Does nothing: one linear layer makes q, k and v."""
+        """Does nothing, because one linear layer computes q, k and v."""
 
     def runs_as_it_was(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         rest = {name: value for name, value in kwargs.items() if name not in ("cu_seqlens", "max_seqlen")}
@@ -51,11 +52,11 @@ class FusedPackedAttention(FusedRotarySelfAttention):
         return Rope(cos, sin, layout="half")
 
     def keys_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Keys:
-        # int64 while it is traced; the longest is told to flash attention only, and decides tiles alone
+        # int64 while traced; transformers passes the longest to flash attention only; it only selects tiles
         return Keys(kwargs["cu_seqlens"].to(torch.int32), hidden_states.shape[0])
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """[total, C] -> [total, C]."""
+        """Maps [total, C] to [total, C]."""
         if self.runs_as_it_was(args, kwargs):
             return super(FusedSelfAttention, self).forward(hidden_states, *args, **kwargs)
         qkv = self.qkv(hidden_states).unflatten(-1, (3, self.num_heads, -1))
@@ -66,7 +67,7 @@ class FusedPackedAttention(FusedRotarySelfAttention):
 
 
 class FusedPackedLayer(FusedLayer):
-    """A layer of packed tokens [total, C], as `FusedLayer` is one of images."""
+    """A layer of packed tokens [total, C]; the counterpart of `FusedLayer`."""
 
     @classmethod
     def read_attention(cls, block: Reader) -> AttentionParts | None:
@@ -87,7 +88,7 @@ class FusedPackedLayer(FusedLayer):
 
 
 class FusedToldAttention(FusedRotarySelfAttention):
-    """Attention of packed tokens [1, total, C], whose lengths the tower tells beside the mask that they make."""
+    """Attention of packed tokens [1, total, C]; the fused tower passes their lengths in addition to the mask."""
 
     def runs_as_it_was(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         rest = {name: value for name, value in kwargs.items() if name not in (KEYS, "attention_mask")}
@@ -101,14 +102,14 @@ class FusedToldAttention(FusedRotarySelfAttention):
 class FusedTower(FusedModule):
     """A whole model of transformers.
 
-    transformers finds by the class's module and name which outputs it records and how it names its weights in files.
+    transformers looks up recorded outputs and names of weights by the class's module and name.
     """
 
     passes_for_original = True
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles and copies by the original, which has the name by which pickle looks."""
-        if "original" not in vars(type(self)):  # fully_shard has given it a class of its own
+        """Pickles and copies as the original, because pickle looks up the class by its name."""
+        if "original" not in vars(type(self)):  # fully_shard has changed its class
             return super().__reduce_ex__(protocol)
         return _new_tower, (type(self).original,), self.__dict__
 
@@ -123,13 +124,13 @@ def _new_tower(original: type[nn.Module]) -> nn.Module:
 
 
 class FusedTellingTower(FusedTower):
-    """Pixtral's tower: tells its layers the lengths of the images that it packs."""
+    """Pixtral's tower, which passes the lengths of the packed images to its layers."""
 
     kind = "lengths of packed images"
     host_reads = "it reads the sizes of its images on the host, and packs them by these"
 
     def forward(self, pixel_values: Tensor, image_sizes: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Pictures [B, 3, H, W] and the (height, width) of each in pixels -> tokens [1, total, C]."""
+        """Maps images [B, 3, H, W], with the (height, width) of each in pixels, to tokens [1, total, C]."""
         if image_sizes is not None and not is_exporting():
             image_sizes = [(int(height), int(width)) for height, width in image_sizes]
         if not is_exporting():
@@ -141,10 +142,10 @@ class FusedTellingTower(FusedTower):
 
 
 class FusedPaddedTower(FusedTower):
-    """SigLIP 2's tower: gives its layers a padding mask that says by its strides that it is one.
+    """SigLIP 2's tower, which passes a padding mask to its layers that is recognizable by its strides.
 
-    transformers writes a mask of every query and key, after it has waited for the device to learn whether there is any
-    padding. It takes one of four dimensions as it is.
+    transformers creates a mask of every query and key, and synchronizes with the device to detect padding. It uses a
+    four-dimensional mask as it is.
     """
 
     kind = "padding mask"
@@ -156,8 +157,8 @@ class FusedPaddedTower(FusedTower):
         return Finding(notes=["before transformers 5.6, padded images run the original attention"])
 
     def forward(self, pixel_values: Tensor, pixel_attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
-        """Patches [B, N, P], mask [B, N]."""
-        # before 5.6 the head is in a tower inside, which takes no mask of four dimensions
+        """Runs patches [B, N, P] with a mask [B, N]."""
+        # before 5.6 the head is in an inner tower, which does not support four-dimensional masks
         head_knows = hasattr(self, "use_head") and (not self.use_head or isinstance(self.head, FusedPoolingHead))
         fits = isinstance(pixel_attention_mask, Tensor) and pixel_attention_mask.shape == pixel_values.shape[:2]
         if head_knows and fits and self.config._attn_implementation in ("sdpa", "vit_fast") and not is_exporting():
@@ -167,11 +168,11 @@ class FusedPaddedTower(FusedTower):
 
 
 class FusedLlama4Attention(FusedSelfAttention):
-    """Llama 4's, whose positions are complex numbers, and which heeds no mask."""
+    """Llama 4's attention, whose positions are complex numbers, and which ignores masks."""
 
     def runs_as_it_was(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         rest = {name: value for name, value in kwargs.items() if name not in ("freqs_ci", "attention_mask")}
-        turns = kwargs.get("freqs_ci")  # real after model.half(), which leaves the imaginary part out
+        turns = kwargs.get("freqs_ci")  # real after model.half(), which drops the imaginary part
         return turns is None or not turns.is_complex() or super().runs_as_it_was(args, rest)
 
     def rope_of(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Rope:
@@ -183,15 +184,15 @@ class FusedLlama4Attention(FusedSelfAttention):
 
 
 class FusedLlama4Layer(FusedLayer):
-    """Llama 4's layer, which is called by keywords."""
+    """Llama 4's layer, which is called with keywords."""
 
     def forward(self, hidden_state: Tensor, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # their name
-        """[B, N, C] -> ([B, N, C],)."""
+        """Maps [B, N, C] to ([B, N, C],)."""
         return super().forward(hidden_state, *args, **kwargs)
 
 
 QWEN = layer_of(Layer(("norm1", "norm2"), "attn"), FusedPackedLayer)
-# Of each model with Qwen's layer and attention, rotated by halves: what its classes' names begin with.
+# Prefixes of the class names of models with Qwen's layer and attention, and rotary layout "half".
 LIKE_QWEN = {
     "cohere_compass": "CohereCompassVision",
     "ernie4_5_vl_moe": "Ernie4_5_VLMoeVision",

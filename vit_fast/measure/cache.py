@@ -1,7 +1,7 @@
-"""Answers that are kept: for this machine, these versions, this model and these shapes, which choice was best.
+"""Cached results of `optimize`: the best candidate for a machine, its versions, a model and shapes.
 
-One small JSON file each under ~/.cache/vit_fast/answers; XDG_CACHE_HOME moves it, VIT_FAST_CACHE names it. What cannot
-be read is ignored with a warning; writing replaces a file at once, so that processes may race.
+Each result is a JSON file in ~/.cache/vit_fast/answers. XDG_CACHE_HOME or VIT_FAST_CACHE select another folder. A
+damaged file is ignored with a warning. Files are replaced atomically, so processes may run concurrently.
 """
 
 from __future__ import annotations
@@ -26,53 +26,59 @@ from ..weights.source import weights_digest
 from .candidate import Candidate
 from .optimized import tensors_in
 
-FORMAT = 1
-# What every answer has.
-KEY = ("machine", "model", "example", "asked")
-FIGURES = ("gain", "over_compile", "resolution", "ms", "images_per_s", "agreement")
+FORMAT = 2
+# Required fields.
+KEY = ("machine", "model", "example", "request")
+FIGURES = ("speedup", "speedup_over_compile", "resolution", "ms", "images_per_s", "agreement")
+# Names of fields in format 1.
+BEFORE = {"candidate": "choice", "request": "asked", "speedup": "gain", "speedup_over_compile": "over_compile"}
 PACKAGES = ("torch", "triton", "onnxruntime", "onnxruntime-gpu", "openvino", "timm", "transformers")
 
 
 @dataclass(frozen=True)
-class Answer:
+class CachedResult:
     """A cached result.
 
     Attributes:
-        key: What it holds for, as plain data; see key_of.
-        choice: What to run.
-        figures: What was measured, as plain data.
+        key: Machine, model, shapes and request, as plain data; see key_of.
+        candidate: The fastest candidate.
+        figures: Its measurements, as plain data.
     """
 
     key: dict[str, Any]
-    choice: Candidate
+    candidate: Candidate
     figures: dict[str, Any]
 
     def suffices(self, budget_s: float) -> bool:
-        """True if a search of this budget would find no more: the one before finished, or had as much time."""
+        """True if the search finished, or had at least this budget."""
         figures = self.figures
         return figures.get("finish_s", 0.0) is None or budget_s <= figures.get("budget_s", 0.0)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"format": FORMAT, "key": self.key, "choice": self.choice.to_dict(), "figures": self.figures}
+        return {"format": FORMAT, "key": self.key, "candidate": self.candidate.to_dict(), "figures": self.figures}
 
     @classmethod
-    def from_dict(cls, data: Any) -> Answer:
-        """Reads the output of to_dict.
+    def from_dict(cls, data: Any) -> CachedResult:
+        """Reads the output of to_dict, also of format 1.
 
         Raises:
-            ValueError: it is something else, or of another format.
+            ValueError: it is not a result of a known format.
         """
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            found = data.get("format") if isinstance(data, dict) else type(data).__name__
-            raise ValueError(f"format {found!r}: expected an answer of format {FORMAT}")
-        parts = [data.get(name) for name in ("key", "choice", "figures")]
-        if not all(isinstance(part, dict) for part in parts):
-            raise ValueError("key, choice and figures: expected three objects")
-        key, figures = dict(parts[0] or {}), dict(parts[2] or {})
-        lacking = [name for name in KEY if name not in key] + [name for name in FIGURES if name not in figures]
+        version = data.get("format") if isinstance(data, dict) else None
+        if version not in (1, FORMAT):
+            raise ValueError(f"must be a result of vit_fast.optimize of format {FORMAT}, got format {version!r}")
+        parts: dict[str, dict[str, Any]] = {}
+        for name in ("key", "candidate", "figures"):
+            part = data.get(BEFORE.get(name, name) if version == 1 else name)
+            if not isinstance(part, dict):
+                raise ValueError(f"{name} must be an object, got {type(part).__name__}")
+            names = {old: new for new, old in BEFORE.items()} if version == 1 and name != "candidate" else {}
+            parts[name] = {names.get(str(old), str(old)): value for old, value in part.items()}
+        lacking = [name for name in KEY if name not in parts["key"]]
+        lacking += [name for name in FIGURES if name not in parts["figures"]]
         if lacking:
             raise ValueError(f"must have {', '.join((*KEY, *FIGURES))}, lacks {', '.join(lacking)}")
-        return cls(parts[0], Candidate.from_dict(parts[1]), parts[2])  # type: ignore[arg-type]  # objects, as checked
+        return cls(parts["key"], Candidate.from_dict(parts["candidate"]), parts["figures"])
 
 
 def folder() -> Path:
@@ -86,7 +92,7 @@ def folder() -> Path:
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vit_fast" / "answers"
     except RuntimeError as error:
-        raise OSError(f"{error} Name a folder for answers by VIT_FAST_CACHE") from None
+        raise OSError(f"{error} Set VIT_FAST_CACHE to a folder for cached results") from None
 
 
 def _paths() -> list[Path]:
@@ -95,26 +101,23 @@ def _paths() -> list[Path]:
     return []
 
 
-def key_of(model: nn.Module, example: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    """Returns the key of a result: machine, versions, the model's shape, the example's, and the request.
+def key_of(model: nn.Module, example: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """Returns the key of a result: machine, versions, architecture, shapes of the example, and the request.
 
-    Args:
-        model: Its class, and the names, shapes and dtypes of its tensors, count; where loss is allowed, its values too.
-        example: What it is called with.
-        asked: What decides beside these, as plain data.
+    If the request allows loss, the values of the weights are part of the key.
     """
     tensors = tensors_in(example)
     return {
         "machine": machine(tensors[0].device),
         "model": model_key(model),
-        "weights": weights_digest(model) if asked.get("allow") else None,
+        "weights": weights_digest(model) if request.get("allow") else None,
         "example": [[list(tensor.shape), str(tensor.dtype)] for tensor in tensors],
-        "asked": asked,
+        "request": request,
     }
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Device, driver, versions, and whether products of fp32 may be rounded."""
+    """Returns device, driver, versions, and torch's precision of fp32 matmuls."""
     versions = {name: version for name in PACKAGES if (version := installed(name)) is not None}
     versions |= {"vit_fast": __version__, "python": platform.python_version()}
     precision = torch.get_float32_matmul_precision()
@@ -132,9 +135,9 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def model_key(model: nn.Module) -> str:
-    """A model's class and its tensors' names, shapes and dtypes, in a few letters; of a file, what is in it."""
+    """Returns a hash of a model's class and of its tensors' names, shapes and dtypes; of a file, of its content."""
     described = [f"{type(model).__module__}.{type(model).__qualname__}"]
-    for name, value in model.state_dict().items():  # quantised layers keep more in it than tensors, files only a text
+    for name, value in model.state_dict().items():  # quantized layers also have other entries, files one text
         if isinstance(value, torch.Tensor):
             described.append(f"{name} {tuple(value.shape)} {value.dtype}")
         else:
@@ -142,51 +145,51 @@ def model_key(model: nn.Module) -> str:
     return hashlib.sha256("\n".join(described).encode()).hexdigest()[:16]
 
 
-def find(model: nn.Module, example: Any, precision: str | None) -> Answer | None:
-    """The newest kept answer for this model, example and machine whose choice is of this precision, or None."""
+def find(model: nn.Module, example: Any, precision: str | None) -> CachedResult | None:
+    """Returns the newest cached result of this precision for this model, example and machine, or None."""
     key = key_of(model, example, {"allow": [precision] if precision else []})
     decisive = ["machine", "model", "example", *(["weights"] if precision else [])]
-    for _, answer in all_answers():
-        same = all(answer.key.get(name) == key[name] for name in decisive)
-        if same and answer.choice.precision == precision:
-            return answer
+    for _, result in all_results():
+        same = all(result.key.get(name) == key[name] for name in decisive)
+        if same and result.candidate.precision == precision:
+            return result
     return None
 
 
-def look_up(key: dict[str, Any]) -> Answer | None:
-    """The kept answer for exactly this, or None."""
+def look_up(key: dict[str, Any]) -> CachedResult | None:
+    """Returns the cached result with this key, or None."""
     name = _name(key)
     path = next((path for path in _paths() if path.name == name), None)
-    answer = None if path is None else _read(path)
-    return answer if answer is not None and answer.key == key else None
+    result = None if path is None else _read(path)
+    return result if result is not None and result.key == key else None
 
 
-def keep(answer: Answer) -> Path:
-    """Keeps an answer in place of an older one for the same.
+def store(result: CachedResult) -> Path:
+    """Writes a result to the cache, and replaces one with the same key.
 
     Raises:
         OSError: the folder cannot be written.
     """
-    path = folder() / _name(answer.key)
+    path = folder() / _name(result.key)
     with file_aside(path) as aside:
-        aside.write_text(json.dumps(answer.to_dict(), indent=1))
+        aside.write_text(json.dumps(result.to_dict(), indent=1))
     return path
 
 
-def all_answers() -> Iterator[tuple[Path, Answer]]:
-    """Every kept answer that can be read, the newest first."""
+def all_results() -> Iterator[tuple[Path, CachedResult]]:
+    """Yields the cached results that can be read, the newest first."""
     written = []
     for path in _paths():
         with contextlib.suppress(FileNotFoundError):  # another process removed it just now
             written.append((path.stat().st_mtime_ns, path))
     for _, path in sorted(written, reverse=True):
-        answer = _read(path)
-        if answer is not None:
-            yield path, answer
+        result = _read(path)
+        if result is not None:
+            yield path, result
 
 
 def clear() -> int:
-    """Removes all kept answers, readable or not; returns how many there were."""
+    """Removes all cached results, and returns their number."""
     paths = _paths()
     for path in paths:
         path.unlink(missing_ok=True)
@@ -197,11 +200,11 @@ def _name(key: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24] + ".json"
 
 
-def _read(path: Path) -> Answer | None:
+def _read(path: Path) -> CachedResult | None:
     try:
-        return Answer.from_dict(json.loads(path.read_text()))
+        return CachedResult.from_dict(json.loads(path.read_text()))
     except FileNotFoundError:  # another process removed it just now
         return None
-    except (OSError, ValueError, TypeError) as error:  # the last of what is nested otherwise
-        warnings.warn(f"{path}: not an answer of vit_fast.optimize, ignored ({error})", stacklevel=3)
+    except (OSError, ValueError, TypeError) as error:  # TypeError: fields of other types
+        warnings.warn(f"{path}: ignored, not a result of vit_fast.optimize ({error})", stacklevel=3)
         return None

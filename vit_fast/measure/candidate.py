@@ -1,52 +1,75 @@
-"""Candidates on a machine: engines, backends by part, number formats, threads, splitting of batches."""
+"""Candidates: ways to run a model, which can be built, checked and timed."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import itertools
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
+from torch import nn
 
+from ..errors import UnsupportedInputError
 from ..ops.backends import triton_unavailable_reasons
 from ..version import installed
 
-Engine = Literal["torch", "compile", "max-autotune", "onnxruntime", "tensorrt", "openvino"]
-# Of torch.compile; "freezing" treats weights as constants, "none" does not compile.
+Engine = Literal["torch", "compile", "reduce-overhead", "max-autotune", "onnxruntime", "tensorrt", "openvino"]
+# Modes of torch.compile; "freezing" treats weights as constants, "none" does not compile.
 CompileMode = Literal["none", "default", "freezing", "reduce-overhead", "max-autotune"]
 COMPILE_MODES: tuple[CompileMode, ...] = get_args(CompileMode)
 Precision = Literal["bf16", "fp16", "int8", "fp8"]
-PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16", "int8", "fp8")
-# Of what torch computes; with fp8, of all but the linear layers' operands.
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+# Dtypes of the model; with fp8, of everything except the operands of the linear layers.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
-# About how long the first of each takes to prepare, in seconds; what the budget does not hold is not begun.
+# Estimated seconds to prepare the first candidate of an engine.
 _SECONDS: dict[Engine, float] = {
-    "torch": 0.5, "compile": 25.0, "max-autotune": 120.0, "onnxruntime": 15.0, "openvino": 15.0, "tensorrt": 60.0,
+    "torch": 0.5, "compile": 25.0, "reduce-overhead": 30.0, "max-autotune": 120.0, "onnxruntime": 15.0,
+    "openvino": 15.0, "tensorrt": 60.0,
 }  # fmt: skip
-# What runs files, in words.
+# Runtimes that load a file.
 RUNTIMES: dict[str, str] = {
-    "onnxruntime": "ONNX Runtime", "tensorrt": "ONNX Runtime by TensorRT", "openvino": "OpenVINO",
+    "onnxruntime": "ONNX Runtime", "tensorrt": "ONNX Runtime with TensorRT", "openvino": "OpenVINO",
 }  # fmt: skip
+CONFIGURATION = (
+    "engine", "attention", "mlp", "precision", "frozen", "graphs", "channels_last", "threads", "split",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run a model; the default is the model as it was given.
+    """A way to run a model. The default is the model itself.
+
+    `optimize` varies the first nine fields. The benchmark names its candidates, and describes each by the other fields.
 
     Attributes:
-        engine: What runs it: torch, torch.compile (in mode "default" or "max-autotune"), or a file's runtime.
-        attention: Backend of `vit_fast.fuse` for attention; None leaves what was given.
-        mlp: Likewise for LayerNorm + MLP.
-        precision: In what it computes; None means as it was given.
-        frozen: Whether weights are prepared once: by `vit_fast.freeze`, and by torch.compile's own freezing.
-        graphs: Whether CUDA graphs are replayed.
-        channels_last: Whether images and convolutions lie channels last.
-        threads: Threads of the CPU; None means all that torch uses.
-        split: Images a call is cut into; None means not.
+        engine: torch, a mode of torch.compile ("compile" is the default mode), or a runtime that loads a file.
+        attention: Backend of `vit_fast.fuse` for attention; None does not fuse it.
+        mlp: Backend for LayerNorm + MLP, likewise.
+        precision: Number format of the computation, if it is lower than the model's.
+        frozen: True to prepare weights once, by `vit_fast.freeze` or by torch.compile's freezing.
+        graphs: True to replay CUDA graphs.
+        channels_last: True for the memory format channels_last.
+        threads: CPU threads; None means torch's number.
+        split: Images per call of the model, which splits a batch; None does not split it.
+        base: Name of a candidate of the benchmark.
+        summary: Description in one line.
+        builder: Builds this candidate for a benchmarks.models.Task: a function of images, an nn.Module if it can be
+            compiled. Raises UnsupportedInputError with all reasons.
+        packages: Packages that must be installed, besides torch.
+        peer: True for another project's implementation. Ratios are relative to the fastest peer.
+        compilable: True if torch.compile accepts it.
+        trainable: True if it can run training steps.
+        fullgraph: True to compile it without graph breaks.
+        context: Context manager of each call.
+        tolerance: Largest allowed error as a share of the largest output, for lower precision; None means the rule of
+            vit_fast.accuracy.
+        build_s: Estimated seconds to build and check the first one on two CPU cores, without compilation.
     """
 
     engine: Engine = "torch"
@@ -58,86 +81,117 @@ class Candidate:
     channels_last: bool = False
     threads: int | None = None
     split: int | None = None
+    base: str = ""
+    summary: str = ""
+    builder: Callable[[Any, Any], Callable[[Any], Any]] | None = None
+    packages: tuple[str, ...] = ()
+    peer: bool = False
+    compilable: bool = True
+    trainable: bool = True
+    fullgraph: bool = False
+    context: Callable[[], AbstractContextManager[object]] = nullcontext
+    tolerance: float | None = None
+    build_s: float = 1.0
 
     def backend_of(self, part: str) -> str | None:
-        """Returns the backend of a part in the words of a fuse report."""
+        """Returns the backend of a part of a fuse report."""
         return self.attention if part.startswith("attention") else self.mlp
 
     @property
     def plainness(self) -> int:
-        """The number of changes; a compiler or another runtime counts twice."""
-        changed = sum(getattr(self, field.name) != field.default for field in dataclasses.fields(self))
+        """The number of changes to the model; a compiler or another runtime counts twice."""
         one_fuse = self.attention is not None and self.mlp is not None
-        return changed + (self.engine != "torch") - one_fuse
+        return len(self.to_dict()) + (self.engine != "torch") - one_fuse
 
     @property
     def seconds(self) -> float:
-        """About how long it takes to prepare."""
+        """The estimated seconds to prepare it."""
         return _SECONDS[self.engine]
 
     @property
     def compile_mode(self) -> CompileMode:
         """The mode of torch.compile."""
-        if self.engine not in ("compile", "max-autotune"):
-            return "none"
-        return "freezing" if self.frozen else "default" if self.engine == "compile" else "max-autotune"
+        if self.engine == "reduce-overhead" or self.engine == "max-autotune":
+            return "freezing" if self.frozen else self.engine
+        return "none" if self.engine != "compile" else "freezing" if self.frozen else "default"
+
+    def compiled_in(self, mode: CompileMode) -> Candidate:
+        """Returns the candidate compiled in a mode of torch.compile."""
+        engine: Any = "compile" if mode in ("default", "freezing") else "torch" if mode == "none" else mode
+        return dataclasses.replace(self, engine=engine, frozen=mode == "freezing")
 
     @property
     def runs_file(self) -> bool:
-        """True if a runtime of files runs it; the file holds the weights."""
+        """True if a runtime loads a file that contains the weights."""
         return self.engine in RUNTIMES
 
     @property
     def name(self) -> str:
-        """The name in tables: "fused triton, torch.compile, bf16"."""
+        """The name in tables, such as "fused triton, torch.compile, bf16" or "timm+compile:freezing"."""
+        mode = self.compile_mode
+        if self.base:
+            return self.base + {"none": "", "default": "+compile"}.get(mode, f"+compile:{mode}")
         words = []
         if self.attention is not None or self.mlp is not None:
             parts = {"attention": self.attention, "MLP": self.mlp}
             named = [f"{part} {backend}" for part, backend in parts.items() if backend is not None]
             words.append(f"fused {self.attention}" if self.attention == self.mlp else ", ".join(named))
-        engines = {"torch": "", "compile": "torch.compile", **RUNTIMES}
-        words += list(filter(None, [engines.get(self.engine, f"torch.compile {self.engine}")]))
+        if mode != "none":
+            words.append("torch.compile" if self.engine == "compile" else f"torch.compile {self.engine}")
+        words += [RUNTIMES[self.engine]] if self.runs_file else []
         words += [self.precision] if self.precision else []
         words += [word for word in ("frozen", "graphs") if getattr(self, word)]
         words += ["channels last"] if self.channels_last else []
         words += [f"{self.threads} threads"] if self.threads else []
-        words += [f"{self.split} images a call"] if self.split else []
-        return ", ".join(words) or "as given"
+        words += [f"split into {self.split}"] if self.split else []
+        return ", ".join(words) or "original"
+
+    def missing_packages(self) -> list[str]:
+        return [package for package in self.packages if importlib.util.find_spec(package) is None]
+
+    def compiled(self, function: Callable[..., Any], *, fullgraph: bool) -> Callable[..., Any]:
+        """Compiles a module in the candidate's mode, separately for each shape."""
+        mode = self.compile_mode
+        if mode == "none":
+            return function
+        from ..run.runtime import compile, compile_frozen  # imports torch's compiler
+
+        if mode == "freezing":
+            return compile_frozen(function, fullgraph=fullgraph)
+        if not isinstance(function, nn.Module):
+            raise UnsupportedInputError("torch.compile", [f"expected an nn.Module, got {type(function).__name__}"])
+        return compile(function, mode, fullgraph=fullgraph)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the fields that differ from the default, as plain data."""
-        return {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if getattr(self, field.name) != field.default
-        }
+        """Returns the configuration: fields that differ from the default, as plain data."""
+        defaults = Candidate()
+        return {name: value for name in CONFIGURATION if (value := getattr(self, name)) != getattr(defaults, name)}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Candidate:
         """Reads the output of to_dict.
 
         Raises:
-            ValueError: a field, its type, an engine or a number format is unknown.
+            ValueError: a field, its type, an engine or a precision is unknown.
         """
-        known = {field.name: field for field in dataclasses.fields(cls)}
         for name, value in data.items():
-            if name not in known or not isinstance(value, str | bool | int):
-                raise ValueError(f"choice {name}={value!r}: expected {', '.join(known)}")
-        for name, accepted in (("engine", tuple(_SECONDS)), ("precision", PRECISIONS)):
-            if name in data and data[name] not in accepted:
-                raise ValueError(f"choice {name}={data[name]!r}: expected {', '.join(accepted)}")
+            if name not in CONFIGURATION or not isinstance(value, str | bool | int):
+                raise ValueError(f"a candidate must consist of {', '.join(CONFIGURATION)}, got {name}={value!r}")
+        for name, known in (("engine", tuple(_SECONDS)), ("precision", PRECISIONS)):
+            if name in data and data[name] not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {data[name]!r}")
         return cls(**data)
 
 
-GIVEN, AS_FILE = Candidate(), Candidate("onnxruntime")
+ORIGINAL, AS_FILE = Candidate(), Candidate("onnxruntime")
 
 
 def candidates(device: torch.device, allowed: Collection[Precision]) -> list[Candidate]:
-    """Returns the first candidates on a device: cheap before slow ones; where loss is allowed, lossy ones first.
+    """Returns the first candidates on a device: cheap ones before slow ones, lossy ones first if they are allowed.
 
     Args:
-        device: Where the model and the example are.
-        allowed: Number formats that may be used beside the model's own.
+        device: Device of the model and the example.
+        allowed: Precisions that may be used besides the model's own.
     """
     on_cuda = device.type == "cuda"
     backends = _backends(device)
@@ -153,24 +207,24 @@ def candidates(device: torch.device, allowed: Collection[Precision]) -> list[Can
             frozen = dataclasses.replace(fused, frozen=True)
             found += [fused, graphed] if on_cuda else [frozen, fused]
         compiled = Candidate("compile", precision=precision)
-        # on a CPU what is frozen is laid out for its matmuls; on CUDA our kernels go into what is compiled
+        # on a CPU, freezing packs weights for its matmuls; on CUDA, our kernels are part of the compiled graph
         other: dict[str, Any] = {"attention": backends[0], "mlp": backends[0]} if on_cuda else {"frozen": True}
         found += [dataclasses.replace(compiled, **other), compiled]
         found += [dataclasses.replace(compiled, engine="max-autotune", **other)] if on_cuda else []
-    if "fp8" in allowed:  # elsewhere its row says why not
+    if "fp8" in allowed:  # if it is unavailable, the table says why
         eight_bit = Candidate(attention="triton", mlp="triton", precision="fp8")
         found += [eight_bit, *([dataclasses.replace(eight_bit, graphs=True)] if on_cuda else [])]
     smaller: Precision = "fp16" if on_cuda else "int8"
-    for choice in _runtimes(device):
-        fewer: Precision = "bf16" if choice.engine == "openvino" else smaller
-        found += [choice, *([dataclasses.replace(choice, precision=fewer)] if fewer in allowed else [])]
-    # whoever allows loss expects most of it: what takes long and loses nothing waits
+    for candidate in _runtimes(device):
+        fewer: Precision = "bf16" if candidate.engine == "openvino" else smaller
+        found += [candidate, *([dataclasses.replace(candidate, precision=fewer)] if fewer in allowed else [])]
+    # if loss is allowed, it gains most: slow lossless candidates come last
     return sorted(found, key=lambda c: (c.seconds > 1 and c.precision is None, c.seconds, c.precision is None))
 
 
 def candidates_of_file(device: torch.device, allowed: Collection[Precision]) -> list[Candidate]:
-    """Returns the first candidates for a model that is a file; as given it runs in ONNX Runtime."""
-    found = [choice for choice in _runtimes(device) if choice != AS_FILE]
+    """Returns the first candidates for an ONNX file; the original runs in ONNX Runtime."""
+    found = [candidate for candidate in _runtimes(device) if candidate != AS_FILE]
     if device.type == "cpu":
         found += [Candidate("onnxruntime", precision="int8")] * ("int8" in allowed)
         found += [Candidate("openvino", precision="bf16")] * (Candidate("openvino") in found and "bf16" in allowed)
@@ -184,21 +238,15 @@ def _runtimes(device: torch.device) -> list[Candidate]:
     return [*([AS_FILE] if on_ort else []), *([Candidate("openvino")] if installed("openvino") else [])]
 
 
-def variations(choice: Candidate, device: torch.device, batch: int) -> list[Candidate]:
-    """Returns variations of the fastest, with one change each.
-
-    Args:
-        choice: The fastest so far.
-        device: Where it runs.
-        batch: Images of a call.
-    """
+def variations(candidate: Candidate, device: torch.device, batch: int) -> list[Candidate]:
+    """Returns variations of a candidate with one change each."""
     pieces = [size for size in (batch // 2, batch // 4, 1) if 0 < size < batch]
     changes: list[dict[str, Any]] = [{"split": size} for size in dict.fromkeys(pieces)]
-    if choice.engine == "torch":
+    if candidate.engine == "torch":
         changes.append({"channels_last": True})
     if device.type == "cpu":
         changes += [{"threads": count} for count in _thread_counts()]
-    return [dataclasses.replace(choice, **change) for change in changes]
+    return [dataclasses.replace(candidate, **change) for change in changes]
 
 
 def _backends(device: torch.device) -> Sequence[str]:

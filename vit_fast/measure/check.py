@@ -1,4 +1,4 @@
-"""The check that every candidate passes before it is timed: its outputs against fp64, by the rule of accuracy."""
+"""The check of every candidate before it is timed: its outputs against fp64, by the rule of vit_fast.accuracy."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch import Tensor
 from ..accuracy import FORWARD_FACTOR, Measure, allowed_error, error_of, size_of
 
 MEASURES: tuple[Measure, ...] = ("largest", "rms")
-# Outputs without classes agree where they point in the same direction as far as this cosine says.
+# Outputs that are no logits agree if their cosine similarity is at least this.
 SAME_DIRECTION = 0.99
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The outputs that a candidate must give, leaf by leaf.
+    """The expected outputs of a batch, one entry per output tensor.
 
     Attributes:
-        exact: In fp64, of the checked images.
-        eager_errors: The errors of plain torch in the candidate's dtype, by measure.
-        dtypes: The dtypes whose rounding is allowed.
-        shapes: Those of a whole batch.
-        rows: The checked images of a batch.
+        exact: Outputs in fp64 of the checked images.
+        eager_errors: Errors of eager in the candidate's dtype.
+        dtypes: Dtypes of the outputs, for the allowed rounding.
+        shapes: Shapes for the whole batch.
+        rows: Indices of the checked images.
     """
 
     exact: Sequence[Tensor]
@@ -40,7 +40,7 @@ class Reference:
         ]
 
     def limits(self, factor: float, tolerance: float | None) -> list[dict[Measure, float]]:
-        """Returns the largest errors allowed, by the rule of accuracy or as a share of the largest output."""
+        """Returns the largest allowed errors, by the accuracy rule or as a share of the largest output."""
         if tolerance is not None:
             return [{"largest": tolerance * size_of(exact)} for exact in self.exact]
         each = zip(self.exact, self.eager_errors, self.dtypes, strict=True)
@@ -49,10 +49,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The largest error of a candidate, the largest allowed one, and why it fails, if so.
-
-    `agreement` is the share of the images with the reference's answer.
-    """
+    """The largest error of a candidate, the allowed error, the reason why it fails, and its top-1 agreement."""
 
     max_error: float
     allowed_error: float
@@ -70,29 +67,28 @@ def judge(
     """Compares the outputs of a whole batch with the reference.
 
     Args:
-        leaves: The outputs, leaf by leaf.
-        reference: What they must be.
+        leaves: The output tensors.
+        reference: The expected outputs.
         factor: FORWARD_FACTOR or GRADIENT_FACTOR.
-        tolerance: The largest error as a share of the largest output, for candidates in fewer bits; None means the
-            rule of vit_fast.accuracy.
+        tolerance: The largest error as a share of the largest output, for lower precision; None means the accuracy
+            rule.
     """
     limits = reference.limits(factor, tolerance)
     limit = max(each["largest"] for each in limits)
     found = [tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves]
     if found != [*reference.shapes]:
         ours, theirs = (one[0] if len(one) == 1 else one for one in (found, [*reference.shapes]))
-        return Verdict(float("inf"), limit, f"gives {ours} instead of {theirs}")
+        return Verdict(float("inf"), limit, f"the output must be {theirs}, got {ours}")
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not all(bool(leaf.isfinite().all()) for leaf in tensors):
-        return Verdict(float("inf"), limit, "gives NaN or infinity")
+        return Verdict(float("inf"), limit, "the output contains NaN or infinity")
     errors = reference.errors(tensors)
     worst = max(each["largest"] for each in errors)
     for each, allowed in zip(errors, limits, strict=True):
         for measure, most in allowed.items():
             if each[measure] > most:
-                in_what = "" if measure == "largest" else " in root mean square"
-                reason = f"off by {each[measure]:.3g}{in_what}, allowed is {most:.3g}"
-                return Verdict(worst, limit, reason)
+                name = "error" if measure == "largest" else "root mean square error"
+                return Verdict(worst, limit, f"the {name} must be at most {most:.3g}, got {each[measure]:.3g}")
     return Verdict(worst, limit, None)
 
 
@@ -100,8 +96,8 @@ def errors_of(leaf: Tensor, exact: Tensor) -> dict[Measure, float]:
     return {measure: error_of(leaf, exact, measure) for measure in MEASURES}
 
 
-def same_answers(one: Tensor, other: Tensor) -> Tensor:
-    """Compares images [B]: the same largest output or, of outputs without classes, nearly the same direction."""
+def same_class(one: Tensor, other: Tensor) -> Tensor:
+    """Compares images [B]: the same largest logit or, of other outputs, nearly the same direction."""
     one, other = one.float(), other.to(one.device).float()
     if one.dim() == 2 and one.shape[1] > 1:
         return one.argmax(1) == other.argmax(1)

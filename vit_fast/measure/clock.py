@@ -1,11 +1,11 @@
-"""The clock: several calls interleaved, warmed up, on inputs that the last-level cache has lost.
+"""The clock: times several calls interleaved, after warm-up, on inputs that are not in the last-level cache.
 
     timings = time_interleaved({"eager": call_eager, "sdpa": call_sdpa}, device)
     timings["sdpa"].ms, timings["sdpa"].ms_p20, timings["sdpa"].ms_p80
 
-On CUDA the clock is a pair of device events around each call (device_clock.py), with the host's time to queue it
-beside; on a CPU it is the host's monotonic clock. The calls of the candidates are interleaved, so that drift of the
-clock, heat and other processes affect all of them.
+On CUDA, device events around each call measure it (device_clock.py), and the host's time to queue it is recorded. On a
+CPU, it is the host's monotonic clock. The calls are interleaved, so that clock drift, heat and other processes affect
+all of them.
 """
 
 from __future__ import annotations
@@ -31,25 +31,24 @@ from .device_clock import DeviceClock, open_queue
 
 Call = Callable[[int], object]
 
-# Larger than any processor's last level of cache that a rotation is meant to empty.
+# Larger than the last-level cache of most processors.
 CPU_CACHE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """Length of a measurement, and what it counts.
+    """The length of a measurement.
 
-    A candidate is done after `repeats` timed calls, or after `seconds` of them and no fewer than `least_repeats`; the
-    defaults therefore always reach the rule of 50 repeats or 200 ms.
+    A call is timed `repeats` times, or for `seconds` and at least `least_repeats` times.
 
     Attributes:
-        repeats: Timed calls that suffice.
-        seconds: Timed seconds that suffice, once there are least_repeats.
-        least_repeats: Timed calls below which no percentile is given.
-        warmup_repeats: Untimed calls before, at most.
-        warmup_seconds: Untimed seconds before, at most; one call is always made.
-        launch: On CUDA, "counted": the device waits for the call, as in a latency-bound program, so what the host
-            needs to launch it counts; "hidden": the call is queued behind other work, so only device time counts.
+        repeats: Timed calls.
+        seconds: Timed seconds, with at least least_repeats calls.
+        least_repeats: The fewest timed calls.
+        warmup_repeats: The most untimed calls before.
+        warmup_seconds: The most untimed seconds before; there is always one call.
+        launch: On CUDA, "counted" includes the host's time to launch the call, as in a latency-bound program; "hidden"
+            queues the call behind other work, so that only device time counts.
     """
 
     repeats: int = 50
@@ -62,17 +61,17 @@ class Protocol:
     def __post_init__(self) -> None:
         for name in ("repeats", "least_repeats", "warmup_repeats"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: expected an integer >= 1")
+                raise ValueError(f"{name} must be an integer >= 1, got {getattr(self, name)}")
         for name in ("seconds", "warmup_seconds"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)}: expected a number of seconds >= 0")
+                raise ValueError(f"{name} must be a number of seconds >= 0, got {getattr(self, name)}")
 
     def lasting(self, seconds: float | None) -> Protocol:
-        """The same, of so many timed seconds, however many calls fit into them; None leaves it as it is."""
+        """Returns a protocol of so many timed seconds with any number of calls; None returns this one."""
         return self if seconds is None else dataclasses.replace(self, repeats=sys.maxsize, seconds=seconds)
 
     def share_of(self, samples_ms: Sequence[float]) -> float:
-        """Returns the progress of a measurement: 1 when the samples suffice."""
+        """Returns the progress of a measurement from 0 to 1."""
         count, seconds = len(samples_ms), sum(samples_ms) / 1e3
         in_time = min(count / self.least_repeats, seconds / self.seconds if self.seconds else 1.0)
         return min(max(count / self.repeats, in_time), 1.0)
@@ -87,11 +86,11 @@ class Timing:
     """The durations of one call, in milliseconds.
 
     Attributes:
-        ms: Median; ms_p20 and ms_p80 are the percentiles around it.
+        ms: Median; ms_p20 and ms_p80 are percentiles.
         repeats: Timed calls.
-        host_ms: What the host needs to queue a call, median; None where the host itself computes.
-        host_bound: Whether launches were to be hidden and could not be: then ms holds time of the host.
-        samples_ms: The calls one by one, in the order of their rounds.
+        host_ms: Median of the host's time to queue a call; None on a CPU.
+        host_bound: True if launches were to be hidden but could not be: ms then includes host time.
+        samples_ms: All calls in the order of their rounds.
     """
 
     ms: float
@@ -106,16 +105,16 @@ class Timing:
     def from_samples(
         cls, samples_ms: Sequence[float], host_ms: Sequence[float] = (), host_bound: bool = False
     ) -> Timing:
-        """Median, 20th and 80th percentile of at least one sample."""
+        """Summarizes at least one sample."""
         if not samples_ms:
-            raise ValueError("samples_ms is empty: expected at least one sample")
+            raise ValueError("samples_ms must have at least one sample, got none")
         p20, median, p80 = (percentile(samples_ms, share) for share in (0.2, 0.5, 0.8))
         host = percentile(host_ms, 0.5) if host_ms else None
         return cls(median, p20, p80, len(samples_ms), host, host_bound, tuple(samples_ms))
 
 
 def percentile(samples: Sequence[float], share: float) -> float:
-    """The value below which this share of the samples lies, interpolated linearly between neighbours."""
+    """Returns a quantile of the samples, with linear interpolation."""
     ordered = sorted(samples)
     position = share * (len(ordered) - 1)
     low = math.floor(position)
@@ -124,7 +123,7 @@ def percentile(samples: Sequence[float], share: float) -> float:
 
 
 class Samples(list[float]):
-    """The durations of one call so far, in ms, taken by its clock."""
+    """The durations of one call so far, in ms."""
 
     def __init__(self, call: Call, device: torch.device, protocol: Protocol) -> None:
         super().__init__()
@@ -134,7 +133,7 @@ class Samples(list[float]):
         self._call = call
 
     def take(self, number: int) -> None:
-        """Times one more call, that of round `number`."""
+        """Times one more call, in round `number`."""
         self.append(_host_clock(self._call, number) if self._clock is None else self._clock(number))
 
     def timing(self) -> Timing:
@@ -151,18 +150,16 @@ def time_interleaved(
     *,
     on_round: Callable[[int, Mapping[str, Samples]], Collection[str]] | None = None,
 ) -> dict[str, Timing]:
-    """Times several calls in turns until each satisfies the protocol.
+    """Times several calls interleaved until each satisfies the protocol.
 
     Args:
-        calls: By name; each is called with the round's number, by which it chooses its rotated inputs.
-        device: Where they compute.
+        calls: Functions of the round's number, which selects their inputs.
+        device: The device that computes.
         protocol: None means Protocol().
-        on_round: Called after every round with its number and the samples so far; returns the names to go on with,
-            none to end the measurement. None goes on until the protocol is satisfied.
+        on_round: Called after every round with its number and the samples so far; returns the names to continue with.
+            None continues until the protocol is satisfied.
     Returns:
-        A Timing for each call that was timed at all.
-    Raises:
-        Whatever a call raises; nothing is swallowed.
+        A Timing for each call that was timed at least once. Exceptions of a call are not caught.
     """
     device = torch.device(device)
     protocol = Protocol() if protocol is None else protocol
@@ -173,8 +170,8 @@ def time_interleaved(
         names = list(calls)
         number = 0
         while names:
-            # A new order each round, the same in each run: what a call leaves behind (idle threads that spin, a warm
-            # cache) meets every other call, not always the same one.
+            # A random order in each round, the same in each run: the state that a call leaves behind (spinning threads,
+            # a warm cache) affects all other calls equally.
             for name in random.Random(number).sample(names, len(names)):
                 samples[name].take(number)
             number += 1
@@ -201,7 +198,7 @@ def _warm_up(call: Call, device: torch.device, protocol: Protocol) -> None:
 
 
 def synchronise(device: torch.device) -> None:
-    """Waits until the device has done all that was asked of it."""
+    """Waits until the device has finished all queued work."""
     if device.type == "cuda":
         open_queue(device).synchronise()
 
@@ -211,25 +208,21 @@ def _current(device: torch.device) -> AbstractContextManager[object]:
 
 
 def cold_copies(nbytes: int, device: torch.device | str) -> int:
-    """Returns the number of copies of inputs to rotate so that a copy has left the cache when it is next.
-
-    At least two; together they are at least twice as large as the cache.
-    """
+    """Returns the number of copies of an input, at least two, that are together twice as large as the cache."""
     return max(2, math.ceil(2 * cache_bytes(torch.device(device)) / max(nbytes, 1)))
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Size of the cache before memory, in bytes: the L2 of a GPU, a generous stand-in for that of a CPU."""
+    """Returns the bytes of the L2 of a GPU, or an upper bound for the last-level cache of a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     return CPU_CACHE_BYTES
 
 
 def peak_memory_of_call(call: Callable[[], object], device: torch.device) -> int:
-    """Bytes that one call allocates at its highest beyond what is allocated before it.
+    """Returns the peak of the bytes that one call allocates.
 
-    On CUDA by the caching allocator's own peak; on a CPU by the profiler's record of torch's allocator, which does not
-    see what a library allocates by itself. Not to be called while timing.
+    On CUDA, the caching allocator reports it. On a CPU, torch's profiler does, without allocations of other libraries.
     """
     if device.type == "cuda":
         synchronise(device)
@@ -246,13 +239,13 @@ def peak_memory_of_call(call: Callable[[], object], device: torch.device) -> int
     return _peak_of_profile(profiler)
 
 
-# Of its start and stop, and that memory was allocated before it started.
+# Messages of its start and stop, and about memory that was allocated before it started.
 _CHATTER = (b"USDT:", b"before the profiling started")
 
 
 @contextlib.contextmanager
 def without_profiler_chatter() -> Iterator[None]:
-    """Keeps the lines that torch's profiler writes about itself from the process's standard error."""
+    """Removes the lines that torch's profiler writes about itself from stderr."""
     sys.stderr.flush()
     kept = os.dup(2)
     with tempfile.TemporaryFile() as written:

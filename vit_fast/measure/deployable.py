@@ -1,4 +1,4 @@
-"""The chosen candidate in a form that runs without the search: an ONNX file, or torch's own package."""
+"""Export of the result of `optimize`: an ONNX file or a PyTorch package."""
 
 from __future__ import annotations
 
@@ -25,52 +25,52 @@ FIGURES = "optimize.json"
 def write(
     result: Optimization, model: nn.Module, example: Any, folder: Path, photographs: tuple[Path, ...]
 ) -> list[Path]:
-    """Writes a folder with what was chosen and its figures.
+    """Writes a folder with the chosen candidate and its figures, optimize.json.
 
-    What a runtime of files runs as model.onnx (of a file that stays as it is, a copy); what torch.compile runs as an
-    AOTInductor package, model.pt2, for `torch._inductor.aoti_load_package`; what torch runs as an exported program,
-    model.pt2, for `torch.export.load` (after `import vit_fast`, whose operators are in it). Inputs are in the choice's
-    number format; threads, CUDA graphs and the splitting of batches are the caller's, and stand in optimize.json.
+    A candidate of ONNX Runtime or OpenVINO becomes model.onnx, one of torch.compile an AOTInductor package model.pt2
+    for `torch._inductor.aoti_load_package`, any other an exported program model.pt2 for `torch.export.load` (after
+    `import vit_fast`, which registers the operators). Inputs must be in the candidate's precision. The caller sets
+    threads, CUDA graphs and the splitting of batches, see optimize.json.
 
     Returns:
         The files.
     Raises:
-        OSError: the folder is taken or cannot be written.
-        UnsupportedInputError: torch cannot export the model, for instance.
+        OSError: the folder exists or cannot be written.
+        UnsupportedInputError: the model cannot be exported.
     """
     check_new_folder(folder)
-    choice = result.choice
+    candidate = result.candidate
     with folder_aside(folder) as aside:
         images = only_images(example)
-        if (choice.runs_file or isinstance(model, OnnxFile)) and images is not None:
+        if (candidate.runs_file or isinstance(model, OnnxFile)) and images is not None:
             path = aside / "model.onnx"
-            write_onnx(choice, model, path, images, photographs)
+            write_onnx(candidate, model, path, images, photographs)
         else:
             path = aside / "model.pt2"
-            _write_program(changed_copy(choice, model, example, photographs), result, example, path)
+            _write_program(changed_copy(candidate, model, example, photographs), result, example, path)
         (aside / FIGURES).write_text(
-            json.dumps(result.answer.to_dict() | {"name": choice.name, "file": path.name}, indent=1) + "\n"
+            json.dumps(result.cached.to_dict() | {"name": candidate.name, "file": path.name}, indent=1) + "\n"
         )
         names = sorted(part.name for part in aside.iterdir())
     return [folder / name for name in names]
 
 
 def _write_program(work: nn.Module, result: Optimization, example: Any, path: Path) -> None:
-    choice = result.choice
+    candidate = result.candidate
     args, kwargs = arguments(example)
-    if choice.precision is not None:
-        dtype = DTYPES[choice.precision]
+    if candidate.precision is not None:
+        dtype = DTYPES[candidate.precision]
         args, kwargs = pytree.tree_map_only(
             torch.Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, (args, kwargs)
         )
     try:
         with torch.no_grad():
             program = torch.export.export(work, args, kwargs)
-    except Exception as error:  # torch raises many kinds for what it cannot trace
+    except Exception as error:  # of many types
         reason = " ".join(str(error).split())[:200]
-        raise UnsupportedInputError(f"export of {choice.name!r}", [f"torch.export: {reason}"]) from None
-    package = io.BytesIO()  # torch ends the process if it cannot write its own file
-    if choice.engine == "torch":
+        raise UnsupportedInputError(f"export of {candidate.name!r}", [f"torch.export: {reason}"]) from None
+    package = io.BytesIO()  # torch aborts the process if it cannot write a file
+    if candidate.engine == "torch":
         torch.export.save(program, package)
     else:
         torch._inductor.aoti_compile_and_package(program, package_path=package)

@@ -1,9 +1,9 @@
-"""A device's time without the host's: a call is queued while the device sleeps, and that it was is verified.
+"""Device time without host time: a call is queued while the device sleeps.
 
-A GPU runs what the host has queued. Between two events around a call lies the device's own time only while the host is
-ahead, so the device is put to sleep for longer than the host needs, and the event before the call must still be pending
-when the call has been queued. Where it is not, the sleep was too short and the call is timed again behind a longer one.
-A call that waits for the device, or that fills the driver's queue, cannot be hidden and is marked host-bound.
+Two events around a call measure device time only if the host is ahead of the device. So the device sleeps for longer
+than the host needs, and the event before the call must still be pending when the call has been queued. Otherwise the
+call is timed again with a longer sleep. A call that waits for the device, or that fills the driver's queue, is marked
+host-bound.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any, Protocol
 import torch
 
 MIN_FLUSH_BYTES = 256 * 2**20
-# A sleep is this many times the host's own time, and some more for what little the host needs beside the call.
+# The sleep in units of the host's time, and an additional constant.
 MARGIN, SLACK_MS = 1.5, 0.05
-# Each attempt sleeps twice as long as the one before; a hiccup of the host is outslept, a waiting call never is.
+# Each attempt sleeps twice as long as the one before: enough for a delay of the host, never for a call that waits.
 ATTEMPTS = 4
 _PROBES = 3
 _SHORT_CYCLES, _LONG_CYCLES = 200_000, 4_000_000
@@ -35,7 +35,7 @@ class Event(Protocol):
 
 
 def calibrate(queue: CudaQueue) -> float:
-    """Cycles of `sleep` a millisecond: the slope from a short one to a long one, the steepest of a few readings."""
+    """Measures the cycles of `sleep` per millisecond: the largest of a few slopes from a short to a long sleep."""
 
     def milliseconds(cycles: int) -> float:
         start = queue.mark()
@@ -50,7 +50,7 @@ def calibrate(queue: CudaQueue) -> float:
 
 
 class CudaQueue:
-    """The current stream of a CUDA device, and the host beside it: all that the clock needs of both."""
+    """The current stream of a CUDA device, and the clock of the host."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -58,48 +58,38 @@ class CudaQueue:
     cycles_per_ms = functools.cached_property[float](calibrate)
 
     def current(self) -> AbstractContextManager[object]:
-        """Makes this the device that calls go to."""
+        """Makes this the current device."""
         return torch.cuda.device(self.device)
 
     def now_ms(self) -> float:
-        """The host's clock."""
         return time.perf_counter_ns() / 1e6
 
     def mark(self) -> Event:
-        """An event that passes when everything queued before it is done."""
+        """Records an event."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def sleep(self, cycles: int) -> None:
-        """Queues nothing but waiting."""
         torch.cuda._sleep(cycles)
 
     def flush(self) -> None:
-        """Queues what empties the last-level cache."""
+        """Queues a write that evicts everything from the last-level cache."""
         cache = int(torch.cuda.get_device_properties(self.device).L2_cache_size)
         torch.empty(max(2 * cache, MIN_FLUSH_BYTES), dtype=torch.int8, device=self.device).zero_()
 
     def synchronise(self) -> None:
-        """Waits until the device has done all that was asked of it."""
         torch.cuda.synchronize(self.device)
 
 
 @functools.cache
 def open_queue(device: torch.device) -> CudaQueue:
-    """The queue of a CUDA device; one for the life of the process, so that its sleep is calibrated once."""
+    """Returns the queue of a CUDA device, calibrated once per process."""
     return CudaQueue(device)
 
 
 class Instant:
-    """A moment in the device's queue, from a timer without arguments; the difference of two is seconds of the device.
-
-    For harnesses with loops of their own, such as pytest-benchmark's: where they call without waiting, only a host that
-    is slower than the device shows.
-
-    Args:
-        queue: The device; None means the current one.
-    """
+    """A device event, for timers such as pytest-benchmark's; the difference of two is seconds of the device."""
 
     def __init__(self, queue: CudaQueue | None = None) -> None:
         self.event = (open_queue(torch.device("cuda")) if queue is None else queue).mark()
@@ -114,9 +104,9 @@ class DeviceClock:
 
     Args:
         queue: The device.
-        call: What is timed; takes the round's number.
-        hide: Whether the host's time is hidden and the cache is emptied first, so that only the device's own time
-            counts; otherwise the device is idle when the call begins, and what the host needs to launch it counts.
+        call: The function to time; takes the round's number.
+        hide: True to hide the host's time and to empty the cache first, so that only device time counts. False starts
+            the call on an idle device, so that the host's time to launch it counts.
     """
 
     def __init__(self, queue: CudaQueue, call: Callable[[int], object], *, hide: bool) -> None:
@@ -126,7 +116,7 @@ class DeviceClock:
         self._sleep_ms: float | None = None
 
     def __call__(self, number: int) -> float:
-        """The duration in ms; what the host needed to queue the call is added to host_ms."""
+        """Returns the duration in ms, and appends the host's time to queue the call to host_ms."""
         if self.hide and not self.host_bound:
             if self._sleep_ms is None:
                 host_ms = statistics.median(self._run(number, None)[1] for _ in range(_PROBES))
@@ -143,7 +133,7 @@ class DeviceClock:
         return device_ms
 
     def _run(self, number: int, sleep_ms: float | None) -> tuple[float, float, bool]:
-        """One call behind a sleep, or on an idle device: its time, the host's, and whether the first is all its own."""
+        """Returns the time of a call, the host's time, and True if the device was still asleep when it was queued."""
         queue = self.queue
         if self.hide:
             queue.flush()

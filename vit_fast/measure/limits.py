@@ -1,4 +1,4 @@
-"""Limits: ends calls that hang, recognizes exhausted memory, remembers Ctrl-C."""
+"""Limits: time limits of calls, exhausted memory, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMPILERS = ("g++", "c++", "clang++", "cc1plus", "clang", "as", "ld", "ptxas")
 
 
 class _Alarm(TimeoutError):
-    """The error of a limit, with the time of its alarm by the monotonic clock."""
+    """The error of a limit, with the monotonic time of its alarm."""
 
     def __init__(self, seconds: float, when: float) -> None:
         super().__init__(f"more than {seconds:g} s")
@@ -30,17 +30,14 @@ class _Alarm(TimeoutError):
 
 @contextlib.contextmanager
 def at_most(seconds: float) -> Iterator[Callable[[], None]]:
-    """Ends a block after so many seconds, and the compilers that it left running.
+    """Raises TimeoutError in a block after so many seconds, and ends the compilers that the block started.
 
-    The alarm repeats until the block ends: what a weakref callback, a `__del__` or a handler swallows is raised again.
-    While the exception unwinds, cleanup gets CLEANUP_S. An alarm that was set around the block arrives on time, so the
-    shorter of two nested limits ends the inner block. Code that never returns to Python is not ended, nor is any
-    outside the main thread, where no signal arrives.
+    The alarm repeats until the block ends, because a weakref callback, a `__del__` or a handler may swallow the error.
+    While it unwinds, cleanup gets CLEANUP_S. Limits nest: the shorter one applies. Code that never returns to Python is
+    not interrupted, nor is code outside the main thread.
 
     Yields:
         A function that restarts the limit.
-    Raises:
-        TimeoutError: in the block, after so many seconds.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
@@ -82,7 +79,7 @@ def at_most(seconds: float) -> Iterator[Callable[[], None]]:
     except Exception as error:
         if not raised:
             raise
-        raise TimeoutError(f"more than {seconds:g} s") from error  # also where a compiler wrapped it in its own
+        raise TimeoutError(f"more than {seconds:g} s") from error  # also if a compiler wrapped it
     finally:
         try:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -103,7 +100,7 @@ def _descendants(pid: int | str = "self", thread: int | str | None = "*") -> set
 
 
 def _end_compilers(before: Collection[int]) -> None:
-    """Ends the compilers that this thread and Inductor's started since: they would slow down the next measurement."""
+    """Ends the compilers that this thread and Inductor's have started since: they would disturb the next timing."""
     threads: set[int | None] = {threading.get_native_id()}
     inductor = sys.modules.get("torch._inductor.async_compile")
     if inductor is not None:
@@ -124,7 +121,7 @@ def _end_compilers(before: Collection[int]) -> None:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """True if memory ran out, also where a compiler or a runtime wrapped the exception in its own."""
+    """True if memory ran out, also if a compiler or a runtime wrapped the exception."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
             return True
@@ -136,33 +133,25 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def describe_error(error: Exception) -> str:
-    """An exception in one line of reasonable length."""
+    """Returns an exception in one line of at most 500 characters."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
 
 
 class Interruption:
-    """Remembers whether Ctrl-C was pressed.
-
-    Attributes:
-        asked: It was.
-    """
+    """Stores in `asked` that Ctrl-C was pressed."""
 
     def __init__(self) -> None:
         self.asked = False
 
     def check(self) -> None:
-        """Ends what goes on although it was.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C was pressed.
-        """
+        """Raises KeyboardInterrupt if Ctrl-C was pressed, in case other code has swallowed it."""
         if self.asked:
             raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
 def remembered() -> Iterator[Interruption]:
-    """Notes Ctrl-C in the block, and then does what is done without; only the main thread gets any."""
+    """Stores Ctrl-C during the block before the usual handler runs; does nothing outside the main thread."""
     seen = Interruption()
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):

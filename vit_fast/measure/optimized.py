@@ -1,4 +1,4 @@
-"""A model's replacement: the same inputs and outputs, computed in another way."""
+"""A model that runs as a candidate, with the interface of the original."""
 
 from __future__ import annotations
 
@@ -18,39 +18,35 @@ from .candidate import Candidate
 
 
 class Optimized(nn.Module):
-    """A model in the fastest way that was found for it: an independent, read-only copy for inference.
+    """An independent, read-only copy of a model for inference, run as a candidate.
 
-    Takes and returns what the model does, in the same dtypes. No later change of the model reaches it, and it cannot
-    be changed itself: its modules and methods are hidden, `parameters()`, `buffers()` and `state_dict()` return copies,
-    and setting, loading, converting, moving or training raises an error. Change the model and optimize it again.
+    It takes the same inputs and returns outputs of the same dtypes. Its modules and methods are hidden, `parameters()`,
+    `buffers()` and `state_dict()` return copies, and setting, loading, converting, moving or training raises an error.
+    Change the original model and optimize it again.
 
     Args:
-        original: The model; whoever builds this copies it before.
-        choice: How it is run.
-        function: That, as a function of the model's inputs.
-        output_dtypes: Of the model's floating outputs, in the order of its leaves.
+        original: The model, which nobody else changes.
+        candidate: The candidate that runs it.
+        function: A function of the model's inputs.
+        output_dtypes: Dtypes of the model's floating outputs.
     """
 
     def __init__(
-        self, original: nn.Module, choice: Candidate, function: Function, *, output_dtypes: tuple[torch.dtype, ...]
+        self, original: nn.Module, candidate: Candidate, function: Function, *, output_dtypes: tuple[torch.dtype, ...]
     ) -> None:
         super().__init__()
-        self.choice = choice
+        self.candidate = candidate
         self.training = False
         # past nn.Module, which would register them as children
         self.__dict__.update(_original=original, _function=function, _output_dtypes=output_dtypes)
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the output of the model as it was optimized.
-
-        Raises:
-            UnsupportedInputError: it is in training mode.
-        """
+        """Returns the output of the model; raises UnsupportedInputError in training mode."""
         if self.training:
-            raise self._refusal("is in training mode: call eval(), and train the model it was made from")
+            raise self._refusal("is in training mode: call eval(), and train the original model")
         output = self._function(*args, **kwargs)
-        if self.choice == Candidate():
+        if self.candidate == Candidate():
             return output
         dtypes = iter(self._output_dtypes)
 
@@ -61,53 +57,49 @@ class Optimized(nn.Module):
         return pytree.tree_map(as_before, output)
 
     def _refusal(self, reason: str) -> UnsupportedInputError:
-        return UnsupportedInputError(f"a model optimized as {self.choice.name!r}", [reason])
+        return UnsupportedInputError(f"a model optimized as {self.candidate.name!r}", [reason])
 
     def _apply(self, fn: Any, recurse: bool = True) -> Optimized:
-        """Runs on .to(), .half() and the like; what changes nothing is accepted.
-
-        Raises:
-            UnsupportedInputError: it would convert or move the weights, for which something else may be the fastest.
-        """
+        """Raises UnsupportedInputError if .to(), .half() or the like would convert or move the weights."""
         for tensor in (*self._original.parameters(), *self._original.buffers()):
             probe = fn(tensor.new_empty(0))
             if probe.dtype != tensor.dtype or probe.device != tensor.device:
-                reason = f"to {probe.dtype} on {probe.device}: convert or move the model it was made from, and optimize"
-                raise self._refusal(f"{reason} that again")
+                reason = f"cannot be converted to {probe.dtype} on {probe.device}"
+                raise self._refusal(f"{reason}: convert or move the original model, and optimize that again")
         return self
 
     def train(self, mode: bool = True) -> Optimized:
-        """Only marks it: a call in training mode is refused."""
+        """Sets the mode; a call in training mode raises an error."""
         self.training = mode
         return self
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        """Copies of the parameters, which torch refuses to write into."""
+        """Returns copies of the parameters; torch raises an error if they are changed."""
         return ((name, _copy_of(value)) for name, value in self._original.named_parameters(*args, **kwargs))
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Copies of the buffers, likewise."""
+        """Returns copies of the buffers, likewise."""
         return ((name, _copy_of(value)) for name, value in self._original.named_buffers(*args, **kwargs))
 
     def state_dict(self, *args: Any, destination: Any = None, **kwargs: Any) -> Any:
-        """A copy of the model's."""
+        """Returns a copy of the model's state_dict."""
         own = self._original.state_dict(*args, **kwargs)
         own.update({name: value.clone() for name, value in own.items() if isinstance(value, Tensor)})
         if destination is None:
             return own
-        destination.update(own)  # of a module that holds this one
+        destination.update(own)  # called for a submodule
         return destination
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused."""
-        raise self._refusal("is read-only: load the weights into the model it was made from, and optimize that again")
+        """Raises UnsupportedInputError."""
+        raise self._refusal("is read-only: load the weights into the original model, and optimize that again")
 
-    _load_from_state_dict = load_state_dict  # of a module that holds this one
+    _load_from_state_dict = load_state_dict  # called for a submodule
 
     def __setattr__(self, name: str, value: Any) -> None:
         own = name in self.__dict__ or hasattr(type(self), name)
         if not own and hasattr(self.__dict__.get("_original"), name):
-            raise self._refusal(f"is read-only: set {name} of the model it was made from, and optimize that again")
+            raise self._refusal(f"is read-only: set {name} of the original model, and optimize that again")
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
@@ -117,8 +109,8 @@ class Optimized(nn.Module):
             return super().__getattr__(name)
         value = getattr(self._original, name)
         if isinstance(value, nn.Module) or callable(value):
-            words = f"a model optimized as {self.choice.name!r} is read-only and hides {name}"
-            raise AttributeError(f"{words}: take it from the model it was made from")
+            words = f"a model optimized as {self.candidate.name!r} is read-only and hides {name}"
+            raise AttributeError(f"{words}: use the original model")
         return _copy_of(value) if isinstance(value, Tensor) else copy.deepcopy(value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Optimized:
@@ -129,7 +121,7 @@ class Optimized(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles the result; raises an error if a session, a graph or compiled code of this process runs it."""
-        if self.choice.engine != "torch" or not isinstance(self._function, nn.Module):
+        if self.candidate.engine != "torch" or not isinstance(self._function, nn.Module):
             reason = "cannot be pickled: write result.save(path), and call vit_fast.load_optimized(path, model) there"
             raise self._refusal(reason)
         return super().__reduce_ex__(protocol)
@@ -146,18 +138,18 @@ def version_of(tensor: Tensor) -> int:
 
 
 def hook_reasons(model: nn.Module) -> list[str]:
-    """The modules of a model whose hooks would not run in its place."""
+    """Returns a reason if modules of the model have hooks, which a candidate would not run."""
     hooked = [name or "the model" for name, module in model.named_modules() if is_hooked(module)]
-    return [f"{', '.join(hooked[:3])} carries hooks, which would no longer run"] if hooked else []
+    return [f"{', '.join(hooked[:3])} has hooks, which would not run"] if hooked else []
 
 
 def in_pieces(function: Function, size: int) -> Function:
-    """The function, called on so many images at a time; every output's first axis is the batch."""
+    """Splits the batch into calls of so many images; every output's first axis is the batch."""
 
     def cut(*args: Any, **kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         batch = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 0)
-        if batch <= size:  # what holds no images is for the function to refuse
+        if batch <= size:
             return function(*args, **kwargs)
         pieces = []
         for start in range(0, batch, size):
@@ -179,7 +171,7 @@ def _joined(*parts: Any) -> Any:
 
 
 def with_threads(function: Function, count: int) -> Function:
-    """The function, with so many threads of torch's for its time."""
+    """Sets torch's number of threads during each call."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         before = torch.get_num_threads()
@@ -193,7 +185,7 @@ def with_threads(function: Function, count: int) -> Function:
 
 
 def with_inputs(function: Function, convert: Callable[[Tensor], Tensor]) -> Function:
-    """The function on floating inputs that were converted."""
+    """Converts floating inputs before each call."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         def converted(value: Any) -> Any:
@@ -209,44 +201,44 @@ Function = Callable[..., Any]
 
 
 def arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """An example as positional and keyword arguments."""
+    """Returns an example as positional and keyword arguments."""
     if isinstance(example, Mapping):
         return (), dict(example)
     return (example if isinstance(example, tuple) else (example,)), {}
 
 
 def call(function: Function, example: Any) -> Any:
-    """The function of an example."""
+    """Calls a function with an example."""
     args, kwargs = arguments(example)
     return function(*args, **kwargs)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in an example, or in what a model gives; those of a mapping of any kind, too."""
+    """Returns the tensors in an example or an output."""
     value = dict(value) if isinstance(value, Mapping) and not isinstance(value, dict) else value
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def first_batch(example: Any) -> int:
-    """Images in an example: the first axis of its first tensor."""
+    """Returns the batch size of an example: the first axis of its first tensor."""
     return int(tensors_in(example)[0].shape[0])
 
 
 def only_images(example: Any) -> Tensor | None:
-    """The one tensor that is all there is in an example; None of any other."""
+    """Returns the tensor of an example that contains nothing else, or None."""
     args, kwargs = arguments(example)
     values = [*args, *kwargs.values()]
     return values[0] if len(values) == 1 and isinstance(values[0], Tensor) else None
 
 
 def of_images(function: Callable[[Tensor], Any], model: nn.Module, example: Any, what: str) -> Function:
-    """A function of images, called as the model is: by place or by name, and with nothing else.
+    """Makes a function of images callable as the model is: by position, or by the name of its argument or example.
 
     Args:
-        function: It.
-        model: Whose arguments' names are taken.
-        example: Another name may stand there.
-        what: It, in the words of an error.
+        function: A function of one tensor.
+        model: The model.
+        example: Its example, which may use another name.
+        what: Description for an error.
     """
     names = {*arguments(example)[1], *list(inspect.signature(model.forward).parameters)[:1]}
 
@@ -255,7 +247,7 @@ def of_images(function: Callable[[Tensor], Any], model: nn.Module, example: Any,
         others = [name for name, value in kwargs.items() if name not in names and value is not None]
         if len(given) != 1 or others or not isinstance(given[0], Tensor):
             called = ", ".join([type(value).__name__ for value in given] + others) or "nothing"
-            raise UnsupportedInputError(what, [f"called with {called}: expected images alone"])
+            raise UnsupportedInputError(what, [f"it must be called with one tensor of images, got {called}"])
         return function(given[0])
 
     return computed

@@ -1,4 +1,4 @@
-"""Runtimes outside torch: an exported model in them, and a file that is the model itself."""
+"""ONNX Runtime and OpenVINO: an exported model in a runtime, and an ONNX file as a model."""
 
 from __future__ import annotations
 
@@ -27,14 +27,12 @@ Run = Callable[[Tensor], Tensor]
 
 
 class OnnxFile(nn.Module):
-    """An ONNX file as a model: what ONNX Runtime makes of it on a device by its defaults, with torch's threads.
+    """An ONNX file as a module, run by ONNX Runtime with its default settings and torch's number of threads.
 
     Args:
         path: A file that takes images, see vit_fast.export.OnnxRunner.
-        device: Where the images will be: the CPU, or a CUDA device.
-        image_hw: Height and width of the images, where the file leaves them open.
-    Attributes:
-        runner: What runs it.
+        device: Device of the images: the CPU or a CUDA device.
+        image_hw: Height and width of the images, if they are dynamic in the file.
     Raises:
         ModelFileError: the file is missing, damaged, unsafe, or takes no images.
         ProviderError: ONNX Runtime cannot run on the device.
@@ -46,7 +44,7 @@ class OnnxFile(nn.Module):
         from vit_fast.export.runtime.model_files import copy_model, parts_of
 
         self.path, self.image_hw = Path(path), image_hw
-        if len(parts_of(self.path)) > 1:  # ONNX Runtime maps weights beside a file, and follows whoever writes to them
+        if len(parts_of(self.path)) > 1:  # ONNX Runtime maps external weights, which may change
             self._folder = tempfile.TemporaryDirectory()
             copied = Path(self._folder.name) / self.path.name
             copy_model(self.path, copied)
@@ -58,21 +56,17 @@ class OnnxFile(nn.Module):
         self.eval()
 
     def get_extra_state(self) -> str:
-        """Returns a hash of the file and of the weights beside it."""
+        """Returns a hash of the file and its external weights."""
         return self._digest
 
     def forward(self, images: Tensor) -> Tensor:
-        """The file's first output [B, ...] for images as it takes them.
-
-        Raises:
-            ValueError: dtype or shape are not what the file takes.
-        """
+        """Returns the file's first output [B, ...]; raises ValueError if dtype or shape do not match."""
         output: Tensor = self.runner(images)
         return output
 
 
-def unrewritten(path: Path, image_hw: Size | None) -> Run:
-    """Opens a file node by node as it stands, on the CPU: the reference for a file."""
+def open_reference(path: Path, image_hw: Size | None) -> Run:
+    """Opens a file on the CPU without graph optimizations: the reference for a file."""
     from vit_fast.export import OnnxRunner
 
     runner = OnnxRunner(path, "cpu", image_hw=image_hw, optimise=False)
@@ -80,102 +74,106 @@ def unrewritten(path: Path, image_hw: Size | None) -> Run:
 
 
 def session(
-    choice: Candidate, model: nn.Module, example: Any, output: Any, photographs: Sequence[str | Path]
+    candidate: Candidate, model: nn.Module, example: Any, output: Any, photographs: Sequence[str | Path]
 ) -> Function:
-    """A function as the model is one, by a runtime; the file that it was exported to is gone once it is loaded.
+    """Exports a model, and returns a function with the model's interface that a runtime computes.
 
     Raises:
-        UnsupportedInputError: the model cannot be exported, or takes or gives more than files do; all reasons.
-        ProviderError: the runtime did not come up on the images' device.
+        UnsupportedInputError: the model cannot be exported, or has several inputs or outputs; all reasons.
+        ProviderError: the runtime is not available on the device.
     """
     images = only_images(example)
     leaves, spec = pytree.tree_flatten(output)
     reasons = []
     if images is None:
-        reasons.append("expected models that are called with images alone")
+        reasons.append("the model must take one tensor")
     if len(tensors_in(output)) != 1 or len(leaves) != 1:
-        reasons.append("expected models that give one tensor, alone or in a structure")
+        reasons.append("the model must return one tensor, alone or in a structure")
     if images is None or reasons:
-        raise UnsupportedInputError(choice.name, reasons)
+        raise UnsupportedInputError(candidate.name, reasons)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
-        write_onnx(choice, model, path, images, photographs)
-        run = open_file(choice, path, images, model.image_hw if isinstance(model, OnnxFile) else None)
-    if choice.engine == "openvino":
-        run = in_pieces(run, choice.split or len(images))
-    if not isinstance(model, OnnxFile):  # the interface of what we export is in fp32 whatever it computes in
+        write_onnx(candidate, model, path, images, photographs)
+        run = open_file(candidate, path, images, model.image_hw if isinstance(model, OnnxFile) else None)
+    if candidate.engine == "openvino":
+        run = in_pieces(run, candidate.split or len(images))
+    if not isinstance(model, OnnxFile):  # inputs and outputs of our exports are fp32
         run = _of_fp32(run)
     return of_images(
         lambda images: pytree.tree_unflatten([run(images)], spec),
         model,
         example,
-        f"a model optimized as {choice.name!r}",
+        f"a model optimized as {candidate.name!r}",
     )
 
 
 def write_onnx(
-    choice: Candidate, model: nn.Module, path: Path, images: Tensor, photographs: Sequence[str | Path]
+    candidate: Candidate, model: nn.Module, path: Path, images: Tensor, photographs: Sequence[str | Path]
 ) -> None:
-    """Exports the model to where the choice runs it, in the choice's number format; a file is copied.
+    """Exports a model in the candidate's precision for its runtime; copies a file.
 
     Raises:
-        UnsupportedInputError: it is of no known library, or not of its own image size.
+        UnsupportedInputError: the library is not supported, or the images are not of the model's size.
     """
-    calibration = find_images(photographs or [default_photograph()]) if choice.precision == "int8" else None
+    calibration = find_images(photographs or [default_photograph()]) if candidate.precision == "int8" else None
     if isinstance(model, OnnxFile):
-        _write_again(choice, model, path, calibration)
+        _convert_file(candidate, model, path, calibration)
         return
     from vit_fast.export import export_onnx
 
     size = recognise(model).image_hw
     if tuple(images.shape[2:]) != tuple(size):
-        raise UnsupportedInputError(choice.name, [f"images are {tuple(images.shape[2:])}: expected {tuple(size)}"])
+        raise UnsupportedInputError(
+            candidate.name, [f"the image size must be {tuple(size)}, got {tuple(images.shape[2:])}"]
+        )
     on_ort = "ort-cuda" if images.device.type == "cuda" else "ort-cpu"
     targets: dict[str, Any] = {"tensorrt": "tensorrt", "openvino": "generic"}
     export_onnx(
         model,
         path,
-        opset=BF16_OPSET if choice.precision == "bf16" else OPSET,
-        precision="fp32" if choice.engine == "openvino" else choice.precision or "fp32",  # it converts by itself
-        target=targets.get(choice.engine, on_ort),
+        opset=BF16_OPSET if candidate.precision == "bf16" else OPSET,
+        precision="fp32" if candidate.engine == "openvino" else candidate.precision or "fp32",  # OpenVINO converts
+        target=targets.get(candidate.engine, on_ort),
         calibration=calibration,
-        verify=False,  # it is held against the model as all candidates are
+        verify=False,  # every candidate is checked anyway
     )
 
 
-def _write_again(choice: Candidate, model: OnnxFile, path: Path, calibration: Sequence[Path] | None) -> None:
+def _convert_file(candidate: Candidate, model: OnnxFile, path: Path, calibration: Sequence[Path] | None) -> None:
     from vit_fast.export.quantise import quantise_file
     from vit_fast.export.runtime.model_files import copy_model
 
-    if choice.precision is None or choice.engine == "openvino":
+    if candidate.precision is None or candidate.engine == "openvino":
         copy_model(model.path, path)
         return
 
     quantise_file(model.path, path, "ort-cuda" if model.device.type == "cuda" else "ort-cpu", calibration or ())
 
 
-def open_file(choice: Candidate, path: Path, images: Tensor, image_hw: Size | None, *, io_binding: bool = True) -> Run:
-    """Loads a file into a runtime; it may be removed afterwards.
+def open_file(
+    candidate: Candidate, path: Path, images: Tensor, image_hw: Size | None, *, io_binding: bool = True
+) -> Run:
+    """Loads a file into the candidate's runtime; the file may be removed afterwards.
 
     Args:
-        choice: The runtime, and how it runs the file.
+        candidate: The runtime and its settings.
         path: The file.
-        images: What it will be called with.
-        image_hw: Height and width, for a file that leaves them open.
+        images: An example.
+        image_hw: Height and width, if they are dynamic in the file.
         io_binding: See OnnxRunner.
     """
     on_cpu = images.device.type == "cpu"
-    threads = (choice.threads or torch.get_num_threads()) if on_cpu else None
-    if choice.engine == "openvino":
+    threads = (candidate.threads or torch.get_num_threads()) if on_cpu else None
+    if candidate.engine == "openvino":
         if not on_cpu:
-            raise UnsupportedInputError(choice.name, [f"images are on {images.device}: expected the CPU"])
-        precision = "bf16" if choice.precision == "bf16" or images.dtype == torch.bfloat16 else "fp32"
+            raise UnsupportedInputError(candidate.name, [f"images must be on the CPU, got {images.device}"])
+        precision = "bf16" if candidate.precision == "bf16" or images.dtype == torch.bfloat16 else "fp32"
         return _Openvino(path, threads=threads, precision=precision)
     from vit_fast.export import OnnxRunner
 
-    where = f"tensorrt:{images.device.index or 0}" if choice.engine == "tensorrt" else str(images.device)
-    options: dict[str, Any] = {"image_hw": image_hw, "cuda_graph": choice.graphs, "io_binding": io_binding}
-    return OnnxRunner(path, where, threads=threads, max_batch=choice.split or len(images), **options)
+    where = f"tensorrt:{images.device.index or 0}" if candidate.engine == "tensorrt" else str(images.device)
+    options: dict[str, Any] = {"image_hw": image_hw, "cuda_graph": candidate.graphs, "io_binding": io_binding}
+    return OnnxRunner(path, where, threads=threads, max_batch=candidate.split or len(images), **options)
 
 
 def _of_fp32(run: Run) -> Run:

@@ -1,14 +1,15 @@
-"""The search: cheap and likely candidates first, losers dropped early, the rest measured in turns until one is left.
+"""The search of `optimize`: scouting, variations, successive halving.
 
-1. Scouting: each candidate is prepared (built, compiled, checked) and called a few times, in the order given, while the
-   budget lasts; what is far behind by then is dropped.
-2. Variations of the fastest: as above; then of what was faster among these, while there is any.
-3. Successive halving: those that are left are called in turns, for twice as many rounds each time, and the slower half
-   of what is clearly behind is dropped. What was given stays to the end, and the fastest is measured under a second
-   name, too: what lies between its two names is what this machine does to identical code, the resolution.
+1. Scouting: each candidate is prepared (built, compiled, checked) and called a few times, cheap ones first. Candidates
+   that are much slower than the fastest are dropped.
+2. Variations of the fastest candidate are scouted, then variations of the fastest variation, and so on.
+3. Successive halving: the remaining candidates are timed interleaved, with twice as many rounds each time, and the
+   slower half is dropped if it is clearly slower. The original stays, and the fastest is timed under a second name: the
+   difference between its two names is the resolution.
 
-What was given is beaten only by more than the resolution, at an interval that leaves 1 out; among candidates that
-cannot be told apart, the plainest is taken. Nothing here knows what a candidate is, nor reads a clock of its own.
+A candidate replaces the original only if it is faster by more than the resolution, at an interval that excludes 1.
+Among equally fast candidates, the one with the fewest changes is chosen. The search does not know the content of a
+candidate, and its clock is an argument.
 
 Source: Jamieson and Talwalkar, "Non-stochastic Best Arm Identification and Hyperparameter Optimization", 2016, for the
 halving.
@@ -22,21 +23,21 @@ from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
 
 from .clock import percentile
-from .resolution import control, ratio_interval
+from .compare import control, format_number, ratio_interval
 
 Objective = Literal["throughput", "latency"]
-# The share of calls that take at most what is compared: of all together the median says how many a second there are.
+# The quantile of the durations that each objective compares.
 SHARE = {"throughput": 0.5, "latency": 0.9}
 
 SCOUTING_CALLS, FIRST_ROUNDS = 3, 4
-# Rounds that suffice where identical code differs by no more than FINE, and those that do in any case.
+# Rounds if the resolution is at most FINE, and the most rounds otherwise.
 ENOUGH_ROUNDS, MOST_ROUNDS, FINE = 60, 240, 0.02
-# Candidates in a row that variations are tried of, each the fastest of the last one's.
+# The most candidates whose variations are tried.
 MOST_VARIED = 8
-# As quickly prepared as what was given: in so many times its seconds.
+# A candidate is cheap if it is prepared within so many times the seconds of the original.
 QUICK = 4
 FAR_BEHIND, BEHIND = 1.5, 1.05
-# Of the budget, after which nothing more is prepared, and after which no variation is.
+# Shares of the budget after which no candidate, and no variation, is prepared.
 SCOUTING_SHARE, VARYING_SHARE = 0.6, 0.75
 
 
@@ -45,54 +46,48 @@ class Comparable(Protocol):
 
     @property
     def plainness(self) -> int:
-        """The number of changes; among equals the lowest is taken, 0 is the given one."""
+        """The number of changes to the original."""
 
 
 C = TypeVar("C", bound=Comparable)
 
 
 class Refused(Exception):
-    """A candidate cannot be taken; the message says why."""
+    """A candidate is not available, or fails the check; the message is the reason."""
 
 
 class OutOfTime(Refused):
     """A candidate was not prepared within its time limit."""
 
 
-class Shop(Protocol[C]):
+class Bench(Protocol[C]):
     """Prepares candidates and times them."""
 
     def elapsed_s(self) -> float:
         """Seconds since the search began."""
 
     def seconds(self, candidate: C) -> float:
-        """About how long it takes to prepare a candidate, by what is known so far."""
+        """The estimated seconds to prepare a candidate."""
 
     def prepare(self, candidate: C, seconds: float) -> None:
-        """Builds and checks a candidate, or raises Refused; OutOfTime after so many seconds."""
+        """Builds and checks a candidate; raises Refused, or OutOfTime after so many seconds."""
 
     def call_ms(self, candidate: C, number: int) -> float:
-        """Times one call of a prepared candidate in the round of this number, or raises Refused."""
+        """Times one call of a prepared candidate in a round; raises Refused if it fails."""
 
     def compare(self, candidates: Sequence[C]) -> None:
-        """Receives the prepared candidates that are timed from now on."""
+        """Called with the remaining candidates before they are timed interleaved."""
 
     def release(self, candidate: C) -> None:
-        """A prepared candidate is not needed any more."""
+        """Frees a prepared candidate."""
 
     def variations(self, candidate: C) -> Sequence[C]:
-        """Returns variations of the fastest."""
+        """Returns variations of a candidate."""
 
 
 @dataclass
 class Trial(Generic[C]):
-    """The outcome of a candidate.
-
-    Attributes:
-        candidate: It.
-        samples_ms: Its calls; those of the same place in two trials' last samples were taken in the same round.
-        reason: Why it was not tried, refused, dropped or not taken; None of the one that was.
-    """
+    """The outcome of a candidate: its samples (the last ones of all trials are of the same rounds), and its status."""
 
     candidate: C
     samples_ms: list[float] = field(default_factory=list)
@@ -104,12 +99,12 @@ class Found(Generic[C]):
     """The result of a search.
 
     Attributes:
-        chosen: The best, or what was given.
-        trials: Of every candidate, what was given first.
-        resolution: Below which share of difference nothing can be told here; None where that was not reached.
-        interrupted: Whether it was ended early by Ctrl-C.
-        tried: Candidates that the budget sufficed for, what was given among them.
-        finish_s: About which budget finishes this search; None if this one did.
+        chosen: The fastest candidate.
+        trials: All candidates, the original first.
+        resolution: The smallest difference that can be measured; None if there was no time for it.
+        interrupted: True after Ctrl-C.
+        tried: The number of candidates that were tried.
+        finish_s: The estimated budget that finishes the search; None if it is finished.
     """
 
     chosen: C
@@ -124,43 +119,42 @@ class Found(Generic[C]):
 
 
 def paired(one: Sequence[float], other: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
-    """The samples of two trials from the rounds that both were in: each trial's last ones."""
+    """Returns the samples of two trials from the rounds that both were in: each trial's last ones."""
     count = min(len(one), len(other))
     return one[len(one) - count :], other[len(other) - count :]
 
 
 def search(
-    shop: Shop[C], given: C, candidates: Sequence[C], *, budget_s: float, objective: Objective = "throughput"
+    bench: Bench[C], original: C, candidates: Sequence[C], *, budget_s: float, objective: Objective = "throughput"
 ) -> Found[C]:
     """Finds the fastest candidate within a budget.
 
     Args:
-        shop: Prepares, times and releases candidates; has a clock.
-        given: What the others are compared to, prepared first; what it raises is the caller's.
+        bench: Prepares, times and releases candidates; has a clock.
+        original: The candidate that the others are compared to. It is prepared first, and its errors are raised.
         candidates: In the order in which to try them.
-        budget_s: Seconds, measured by the shop's clock. A candidate or a round that does not fit is not begun.
-        objective: "throughput" compares medians, "latency" what nine of ten calls stay below.
+        budget_s: Seconds. A candidate or a round that does not fit is not started.
+        objective: "throughput" compares medians, "latency" 90th percentiles.
     Returns:
-        The best, never slower than what was given as far as can be told; with all that was tried. Ctrl-C gives the
-        best so far.
+        The fastest candidate, never measurably slower than the original. Ctrl-C returns the best so far.
     """
-    return _Search(shop, given, budget_s, SHARE[objective]).run(candidates)
+    return _Search(bench, original, budget_s, SHARE[objective]).run(candidates)
 
 
 class _Search(Generic[C]):
-    def __init__(self, shop: Shop[C], given: C, budget_s: float, share: float) -> None:
-        self.shop, self.budget_s, self.share = shop, budget_s, share
-        self.given: Trial[C] = Trial(given)
-        self.trials = [self.given]
-        self.leader = self.given
-        self.again: list[float] = []  # the leader's calls under its second name
-        self.running: list[Trial[C]] = []  # prepared, and not dropped
+    def __init__(self, bench: Bench[C], original: C, budget_s: float, share: float) -> None:
+        self.bench, self.budget_s, self.share = bench, budget_s, share
+        self.original: Trial[C] = Trial(original)
+        self.trials = [self.original]
+        self.leader = self.original
+        self.again: list[float] = []  # samples of the leader under its second name
+        self.running: list[Trial[C]] = []  # prepared and not dropped
         self.rounds = 0
-        self.untried, self.lacking_s = 0, 0.0  # candidates that were cut off, and the seconds for these and more rounds
+        self.untried, self.lacking_s = 0, 0.0  # untried candidates, and the seconds that are missing
 
     def run(self, candidates: Sequence[C]) -> Found[C]:
         interrupted = False
-        self._prepare(self.given, self.budget_s)
+        self._prepare(self.original, self.budget_s)
         try:
             self._scout(candidates, SCOUTING_SHARE)
             self._vary()
@@ -173,16 +167,16 @@ class _Search(Generic[C]):
         return percentile(trial.samples_ms, self.share)
 
     def _best(self) -> Trial[C]:
-        return min((trial for trial in self.running if trial.samples_ms), key=self._cost, default=self.given)
+        return min((trial for trial in self.running if trial.samples_ms), key=self._cost, default=self.original)
 
     def _left_s(self, share: float = 1.0) -> float:
-        return self.budget_s * share - self.shop.elapsed_s()
+        return self.budget_s * share - self.bench.elapsed_s()
 
     def _prepare(self, trial: Trial[C], seconds: float) -> None:
-        self.shop.prepare(trial.candidate, seconds)
+        self.bench.prepare(trial.candidate, seconds)
         self.running.append(trial)
         for number in range(SCOUTING_CALLS):
-            trial.samples_ms.append(self.shop.call_ms(trial.candidate, number))
+            trial.samples_ms.append(self.bench.call_ms(trial.candidate, number))
             if self._left_s() < trial.samples_ms[-1] / 1e3:
                 return
 
@@ -190,7 +184,7 @@ class _Search(Generic[C]):
         trial.reason = reason
         if trial in self.running:
             self.running.remove(trial)
-            self.shop.release(trial.candidate)
+            self.bench.release(trial.candidate)
 
     def _scout(self, candidates: Sequence[C], share: float) -> None:
         known = {trial.candidate for trial in self.trials}
@@ -200,16 +194,16 @@ class _Search(Generic[C]):
             known.add(candidate)
             trial = Trial(candidate)
             self.trials.append(trial)
-            needed, left = self.shop.seconds(candidate), self._left_s(share)
+            needed, left = self.bench.seconds(candidate), self._left_s(share)
             if needed > left:
-                trial.reason = f"not tried: takes about {needed:.2g} s, which the budget does not hold"
+                trial.reason = f"skipped: needs about {format_number(needed, 2)} s, budget exceeded"
                 self._lack(needed)
                 continue
             try:
                 self._prepare(trial, left)
             except Refused as error:
                 if isinstance(error, OutOfTime):
-                    self._lack(left)  # and what it has taken: twice as long
+                    self._lack(left)  # besides the time that it has taken
                 self._drop(trial, str(error))
                 continue
             self._drop_far_behind()
@@ -218,43 +212,39 @@ class _Search(Generic[C]):
         self.untried, self.lacking_s = self.untried + 1, self.lacking_s + seconds
 
     def _vary(self) -> None:
-        """Tries variations of the fastest, then of the faster one among these, and so on.
+        """Tries variations of the fastest candidate, then of the fastest variation, and so on.
 
-        What was given may be the fastest only until two things are changed: then the next one that is as quickly
-        prepared is varied as well.
+        While the original is the fastest, the next cheap candidate is varied as well: two changes may be faster.
         """
         varied: list[Trial[C]] = []
         for _ in range(MOST_VARIED):
-            best, given_s = self._best(), self.shop.seconds(self.given.candidate)
+            best, original_s = self._best(), self.bench.seconds(self.original.candidate)
             chosen = [best]
-            if best is self.given:
+            if best is self.original:
                 others = (trial for trial in self.running if trial is not best and trial.samples_ms)
-                quick = [trial for trial in others if self.shop.seconds(trial.candidate) <= QUICK * given_s]
+                quick = [trial for trial in others if self.bench.seconds(trial.candidate) <= QUICK * original_s]
                 chosen += [min(quick, key=self._cost)] if quick else []
             chosen = [trial for trial in chosen if trial not in varied]
             if not chosen:
                 return
             if self._left_s(VARYING_SHARE) <= 0:
-                self.lacking_s += self.shop.seconds(chosen[0].candidate)  # for one variation, at least
+                self.lacking_s += self.bench.seconds(chosen[0].candidate)  # for one variation, at least
                 return
             for trial in chosen:
                 varied.append(trial)
-                self._scout(self.shop.variations(trial.candidate), VARYING_SHARE)
+                self._scout(self.bench.variations(trial.candidate), VARYING_SHARE)
 
     def _drop_far_behind(self) -> None:
-        """Compares the fastest calls: other load on the machine makes calls longer, never shorter.
-
-        The second stays, however far behind: memory may run out for the first.
-        """
+        """Drops by the shortest call, which other load affects least. The second stays, in case the first fails."""
         first, *rest = sorted(self.running, key=lambda trial: min(trial.samples_ms))
         quickest = min(first.samples_ms)
-        for trial in [trial for trial in rest if trial is not self.given][first is not self.given :]:
+        for trial in [trial for trial in rest if trial is not self.original][first is not self.original :]:
             if min(trial.samples_ms) > FAR_BEHIND * quickest:
-                self._drop(trial, f"{min(trial.samples_ms) / quickest:.1f} times as long as the fastest")
+                self._drop(trial, f"{min(trial.samples_ms) / quickest:.1f}x slower than the fastest")
 
     def _halve(self) -> None:
         rounds = FIRST_ROUNDS
-        self.shop.compare([trial.candidate for trial in self.running])
+        self.bench.compare([trial.candidate for trial in self.running])
         while self.rounds < ENOUGH_ROUNDS or (self.rounds < MOST_ROUNDS and (self._resolution() or FINE) >= FINE):
             if (leader := self._best()) is not self.leader or leader not in self.running:
                 self.leader = leader
@@ -270,7 +260,7 @@ class _Search(Generic[C]):
             rounds = min(2 * rounds, ENOUGH_ROUNDS // 2)
 
     def _round(self) -> None:
-        """One call of each, and a second one of the leader, in an order of the round's own."""
+        """Times each candidate once, and the leader twice, in random order."""
         turns: list[Trial[C] | None] = [*self.running, None]
         random.Random(self.rounds).shuffle(turns)
         for trial in turns:
@@ -278,9 +268,9 @@ class _Search(Generic[C]):
             if timed not in self.running:
                 continue
             try:
-                ms = self.shop.call_ms(timed.candidate, self.rounds)
+                ms = self.bench.call_ms(timed.candidate, self.rounds)
             except Refused as error:
-                if timed is self.given:
+                if timed is self.original:
                     raise
                 self._drop(timed, str(error))
                 continue
@@ -289,37 +279,37 @@ class _Search(Generic[C]):
 
     def _drop_the_slower(self) -> None:
         best = self._best()
-        rest = sorted((t for t in self.running if t not in (best, self.given)), key=self._cost)
+        rest = sorted((t for t in self.running if t not in (best, self.original)), key=self._cost)
         for trial in rest[len(rest) // 2 :]:
             factor = self._cost(trial) / self._cost(best)
             if factor > BEHIND and self._lead(best, trial) > 1:
-                self._drop(trial, f"{factor:.2f} times as long as the fastest")
+                self._drop(trial, f"{factor:.2f}x slower than the fastest")
 
     def _resolution(self) -> float | None:
-        """Returns the difference between the leader's two names; None before there are enough samples."""
+        """Returns the difference between the leader's two names; None if there are too few samples."""
         if len(self.again) < FIRST_ROUNDS:
             return None
         found: float = control(*paired(self.leader.samples_ms, self.again), share=self.share)["resolution"]
         return found
 
     def _verdict(self, interrupted: bool) -> Found[C]:
-        best, chosen = self._best(), self.given
+        best, chosen = self._best(), self.original
         resolution = self._resolution()
         needed = 1 + (resolution or 0.0)
         equals = [trial for trial in self.running if trial is best or self._lead(best, trial) <= needed]
         for trial in sorted(equals, key=lambda trial: trial.candidate.plainness):
-            if trial is self.given or self._lead(trial, self.given) > needed:
+            if trial is self.original or self._lead(trial, self.original) > needed:
                 chosen = trial
                 break
         for trial in self.running:
             if trial is not chosen:
                 behind = self._cost(trial) / self._cost(chosen) if trial.samples_ms else float("inf")
-                trial.reason = f"{behind:.2f} times as long" if behind > needed else "no faster, and less plain"
+                trial.reason = f"{behind:.2f}x slower" if behind > needed else "equally fast, more changes"
         for trial in self.trials:
             if trial is not chosen and trial.reason is None:
-                trial.reason = "interrupted while it was prepared"
-        # what is prepared last has to fit into the share that scouting gets
-        finish_s = (self.shop.elapsed_s() + self.lacking_s) / SCOUTING_SHARE if self.lacking_s else None
+                trial.reason = "interrupted"
+        # the last candidate has to fit into the share of scouting
+        finish_s = (self.bench.elapsed_s() + self.lacking_s) / SCOUTING_SHARE if self.lacking_s else None
         tried = len(self.trials) - self.untried
         return Found(chosen.candidate, tuple(self.trials), resolution, interrupted, tried, finish_s)
 
@@ -327,6 +317,6 @@ class _Search(Generic[C]):
         if not one.samples_ms or not other.samples_ms:
             return 0.0
         first, second = paired(other.samples_ms, one.samples_ms)
-        if len(first) < FIRST_ROUNDS:  # the slowest call of the one against the quickest of the other
+        if len(first) < FIRST_ROUNDS:  # too few for an interval: the slowest of one, the fastest of the other
             return min(first) / max(second)
         return ratio_interval(first, second, paired=True, share=self.share)[0]

@@ -1,4 +1,4 @@
-"""Builds, checks and times candidates for `optimize`: the search's shop on a real machine."""
+"""Builds, checks and times the candidates of `optimize`."""
 
 from __future__ import annotations
 
@@ -19,47 +19,42 @@ from ..accuracy import allowed_error, error_of, size_of
 from ..errors import UnsupportedInputError
 from ..fusion.fuse import unfuse
 from .build import build
-from .candidate import AS_FILE, GIVEN, Candidate, variations
-from .check import Reference, errors_of, judge, same_answers
+from .candidate import AS_FILE, ORIGINAL, Candidate, variations
+from .check import Reference, errors_of, judge, same_class
 from .clock import Protocol, Samples, peak_memory_of_call, synchronise
+from .compare import format_number
 from .limits import Interruption, at_most, describe_error, is_out_of_memory
 from .optimized import Optimized, call, first_batch, tensors_in, version_of
-from .runtimes import OnnxFile, unrewritten
+from .runtimes import OnnxFile, open_reference
 from .search import OutOfTime, Refused
 
-# About how long a runtime takes to open a file.
+# Estimated seconds of a runtime to open a file.
 OPENING_S = 1.0
-# Images of the example that fp64 is computed of, where images do not look at one another.
+# Images of the example for the fp64 reference, if the outputs of images are independent.
 MOST_IN_FP64 = 8
-# How far off a file is by its own rounding, of its outputs' size: there is no fp64 of it. TF32 is beyond it.
+# The rounding error of an ONNX file in fp32, as a share of its outputs: a file has no fp64 reference.
 FILE_ROUNDING = 2e-5
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Limits of a candidate.
-
-    Attributes:
-        min_agreement: Where loss is allowed; see trials.Checked.
-        memory_limit: Bytes, of weights of its own and the peak of a call; None means any.
-    """
+    """Limits of a candidate: agreement if loss is allowed, and bytes of its own weights and the peak of a call."""
 
     min_agreement: float
     memory_limit: int | None = None
 
 
 class Expected:
-    """The answers that choices are held against.
+    """The expected outputs of the candidates.
 
     Args:
         model: In evaluation mode.
-        example: What is timed.
-        others: More batches like it, to hold answers against the model's.
+        example: The input that is timed.
+        others: More batches, to measure agreement.
     Raises:
-        ValueError: the model writes into its inputs or its own tensors, gives other answers each time, none that are
-            finite, or no floating ones: no other way to run it could be told right from wrong.
+        ValueError: the model writes into its inputs or its own tensors, is random, or returns no finite floating
+            outputs.
         UnsupportedInputError: it cannot be copied and run in fp64.
-        Exception: whatever the model itself raises for the example.
     """
 
     def __init__(self, model: nn.Module, example: Any, others: Sequence[Any] = ()) -> None:
@@ -69,19 +64,19 @@ class Expected:
             first, second = leaves_of(self.output), leaves_of(call(model, example))
             if not first:
                 given = type(self.output).__name__
-                raise ValueError(f"the model gives {given}: expected tensors of floating numbers")
+                raise ValueError(f"the model must return floating tensors, got {given}")
             if not all(bool(leaf.isfinite().all()) for leaf in first):
-                raise ValueError("the model gives NaN or infinity for the example: expected finite answers")
+                raise ValueError("the model must return finite outputs, got NaN or infinity for the example")
             for one, other in zip(first, second):
                 if one.shape != other.shape or error_of(one, other) > torch.finfo(one.dtype).eps ** 0.5 * size_of(one):
-                    raise ValueError("the model gives another answer each time: expected models without chance")
-            self.answers = [first, *(leaves_of(call(model, batch)) for batch in others)]
+                    raise ValueError("the model must be deterministic, got different outputs for the same input")
+            self.outputs = [first, *(leaves_of(call(model, batch)) for batch in others)]
             self.reference = self._reference(model, example)
 
     def _reference(self, model: nn.Module, example: Any) -> Reference:
-        """Computed of a few images; of the whole example, where these give other outputs than among the others."""
-        batch, outputs = first_batch(example), self.answers[0]
-        exact_model, rounding = _definition(model)
+        """Uses a few images, or the whole example if the outputs of images depend on each other."""
+        batch, outputs = first_batch(example), self.outputs[0]
+        exact_model, rounding = _exact(model)
         few = min(MOST_IN_FP64, batch)
 
         def cut(value: Any) -> Any:
@@ -101,30 +96,32 @@ class Expected:
         shapes = [tuple(leaf.shape) for leaf in outputs]
         return Reference(exact, errors, [leaf.dtype for leaf in outputs], shapes, range(few))
 
-    def check(self, function: Callable[..., Any], choice: Candidate, rule: Rule) -> tuple[float, float | None, float]:
-        """Returns the largest error, the allowed one (None where loss is allowed) and the agreement of a candidate.
+    def check(
+        self, function: Callable[..., Any], candidate: Candidate, rule: Rule
+    ) -> tuple[float, float | None, float]:
+        """Returns the largest error, the allowed one (None if loss is allowed) and the agreement of a candidate.
 
         Raises:
             Refused: it fails the check.
         """
-        given = choice == GIVEN  # whose outputs are known
-        outputs = [self.output] if given else [call(function, batch) for batch in self.batches]
-        found = self.answers if given else [leaves_of(output) for output in outputs]
+        is_original = candidate == ORIGINAL
+        outputs = [self.output] if is_original else [call(function, batch) for batch in self.batches]
+        found = self.outputs if is_original else [leaves_of(output) for output in outputs]
         if type(outputs[0]) is not type(self.output):
-            raise Refused(f"gives {type(outputs[0]).__name__} instead of {type(self.output).__name__}")
-        lossy = choice.precision is not None
+            raise Refused(f"the output must be {type(self.output).__name__}, got {type(outputs[0]).__name__}")
+        lossy = candidate.precision is not None
         verdict = judge(found[0], self.reference, tolerance=float("inf") if lossy else None)
         if verdict.reason is not None:
             raise Refused(verdict.reason)
-        same = [same_answers(mine[0], theirs[0]) for mine, theirs in zip(found, self.answers)]
+        same = [same_class(mine[0], theirs[0]) for mine, theirs in zip(found, self.outputs)]
         agreement = float(torch.cat(same).double().mean())
         if lossy and agreement < rule.min_agreement:
-            raise Refused(f"{agreement:.1%} of the answers are the model's own, asked for are {rule.min_agreement:.1%}")
+            raise Refused(f"the agreement must be at least {rule.min_agreement:.1%}, got {agreement:.1%}")
         return verdict.max_error, None if lossy else verdict.allowed_error, agreement
 
 
 def _are_alike(checked: list[Tensor], exact: list[Tensor], alone: list[Tensor]) -> bool:
-    """True if images among others give about the outputs that they give alone."""
+    """True if the outputs of images do not depend on the rest of the batch."""
     return [leaf.shape for leaf in checked] == [leaf.shape for leaf in exact] and all(
         error_of(leaf, right, "rms") <= 4 * allowed_error(error_of(one, right, "rms"), right, leaf.dtype, measure="rms")
         for leaf, right, one in zip(checked, exact, alone)
@@ -132,7 +129,7 @@ def _are_alike(checked: list[Tensor], exact: list[Tensor], alone: list[Tensor]) 
 
 
 def leaves_of(output: Any) -> list[Tensor]:
-    """The floating tensors in what a model gives."""
+    """Returns the floating tensors in an output."""
     return [leaf for leaf in tensors_in(output) if leaf.is_floating_point()]
 
 
@@ -140,7 +137,7 @@ def _untouched(model: nn.Module, example: Any) -> Any:
     watched: dict[str, tuple[Tensor, ...]] = {"its input": tuple(tensors_in(example))}
     watched |= {name: (buffer,) for name, buffer in model.named_buffers()}
     kept = {name: [tensor.clone() for tensor in tensors] for name, tensors in watched.items()}
-    watched["its parameters"] = tuple(model.parameters())  # too large to keep
+    watched["its parameters"] = tuple(model.parameters())  # too large to copy
     before = {name: _versions(tensors) for name, tensors in watched.items()}
     output = call(model, example)
     written = [name for name, tensors in watched.items() if _versions(tensors) != before[name]]
@@ -148,7 +145,7 @@ def _untouched(model: nn.Module, example: Any) -> Any:
         for tensor, value in zip(watched[name], kept.get(name, ())):
             tensor.copy_(value)
     if written:
-        raise ValueError(f"the model writes into {', '.join(written[:3])} when called: expected models that do not")
+        raise ValueError(f"the model must not write into {', '.join(written[:3])} when called")
     return output
 
 
@@ -156,9 +153,9 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
     return [version_of(tensor) for tensor in tensors]
 
 
-def _definition(model: nn.Module) -> tuple[Callable[..., Any], float]:
+def _exact(model: nn.Module) -> tuple[Callable[..., Any], float]:
     if isinstance(model, OnnxFile):
-        return unrewritten(model.path, model.image_hw), FILE_ROUNDING
+        return open_reference(model.path, model.image_hw), FILE_ROUNDING
     try:
         exact = copy.deepcopy(model)
         unfuse(exact)
@@ -177,7 +174,7 @@ def _definition(model: nn.Module) -> tuple[Callable[..., Any], float]:
 
 
 def _no_fp64(error: Exception) -> UnsupportedInputError:
-    reason = f"a copy of it in fp64, which answers are held against, fails: {describe_error(error)[:200]}"
+    reason = f"the fp64 reference fails: {describe_error(error)[:200]}"
     return UnsupportedInputError("optimizing this model", [reason])
 
 
@@ -187,14 +184,14 @@ def _double(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Checked:
-    """Errors, agreement, first call and memory of a candidate that gave outputs.
+    """The check of a candidate.
 
     Attributes:
-        error: Largest against fp64; allowed is what the rule of accuracy allows, None where loss is allowed.
-        agreement: The share of images whose answer is the model's own: the same largest output, or where the outputs
-            are no classes the same direction.
-        first_call_s: Building and the first call, compilation with it.
-        peak_bytes: What a call allocates at its highest, and weights of its own.
+        error: Largest error against fp64.
+        allowed: The allowed error; None if loss is allowed.
+        agreement: Top-1 agreement with the model or, for outputs that are no logits, the share with the same direction.
+        first_call_s: Seconds to build it and for the first call, including compilation.
+        peak_bytes: Peak memory of a call, and its own weights.
     """
 
     error: float
@@ -205,16 +202,16 @@ class Checked:
 
 
 class Trials:
-    """The search's shop: builds choices for a model, checks and times them.
+    """Builds, checks and times candidates for a model; see search.Bench.
 
     Args:
-        model: As it was given, in evaluation mode.
-        example: What it is called with.
-        expected: What it gives.
-        photographs: To calibrate int8 with.
-        rule: What a choice must keep.
-        tell: Told what is being done, and after how many seconds.
-        interruption: What ends the search.
+        model: The original, in evaluation mode.
+        example: Its input.
+        expected: Its outputs.
+        photographs: Image files for calibration.
+        rule: Limits.
+        tell: Called with the current step and the seconds since the start.
+        interruption: Ends the search.
     """
 
     def __init__(
@@ -232,7 +229,7 @@ class Trials:
         self.interruption = interruption or Interruption()
         self.device = device_of_example(example)
         self.checked: dict[Candidate, Checked] = {}
-        self.took: dict[Candidate, float] = {}  # seconds, of what was prepared or ran out of time
+        self.took: dict[Candidate, float] = {}  # seconds of those that were prepared or timed out
         self.prepared: dict[Candidate, tuple[Optimized, Samples]] = {}
         self.start = time.perf_counter()
 
@@ -240,32 +237,31 @@ class Trials:
         return time.perf_counter() - self.start
 
     def seconds(self, candidate: Candidate) -> float:
-        """The longest time of its kind so far; for the first of a kind, an estimate for a machine this slow."""
+        """Returns the longest time of its kind so far; for the first of a kind, an estimate for this machine."""
 
-        def kind(choice: Candidate) -> tuple[object, ...]:
-            return choice.engine, choice.precision, choice.frozen
+        def kind(one: Candidate) -> tuple[object, ...]:
+            return one.engine, one.precision, one.frozen
 
-        took = [seconds for choice, seconds in self.took.items() if kind(choice) == kind(candidate)]
+        took = [seconds for other, seconds in self.took.items() if kind(other) == kind(candidate)]
         if isinstance(self.model, OnnxFile) and candidate.precision is None:
             took.append(OPENING_S)
         if took:
             return max(took)
-        slow = [seconds / choice.seconds for choice, seconds in self.took.items() if choice.engine == candidate.engine]
-        checks_s = self.took.get(GIVEN, 0.0) if candidate.engine != GIVEN.engine else 0.0
+        slow = [seconds / other.seconds for other, seconds in self.took.items() if other.engine == candidate.engine]
+        checks_s = self.took.get(ORIGINAL, 0.0) if candidate.engine != ORIGINAL.engine else 0.0
         return checks_s + candidate.seconds * max([1.0, *slow])
 
     def prepare(self, candidate: Candidate, seconds: float) -> None:
-        """Builds, checks, and weighs a choice."""
         self.interruption.check()
         self._tell(candidate.name)
         start = time.perf_counter()
         try:
-            # what was given is measured however long it takes
-            with contextlib.nullcontext() if candidate == GIVEN else at_most(max(seconds, 1.0)):
+            # the original has no time limit
+            with contextlib.nullcontext() if candidate == ORIGINAL else at_most(max(seconds, 1.0)):
                 optimized, self.checked[candidate] = self._build_and_check(candidate)
-        except Exception as error:  # a choice may fail in any way it likes; the others are tried all the same
+        except Exception as error:  # a candidate may fail in any way; the others are tried all the same
             self._forget()
-            if candidate == GIVEN or isinstance(error, Refused):
+            if candidate == ORIGINAL or isinstance(error, Refused):
                 raise
             if isinstance(error, TimeoutError):
                 self.took[candidate] = time.perf_counter() - start
@@ -275,20 +271,22 @@ class Trials:
         one = lambda number: call(optimized, self.example)  # noqa: E731  # a name would say no more
         self.prepared[candidate] = optimized, Samples(one, self.device, Protocol())
 
-    def _build_and_check(self, choice: Candidate) -> tuple[Optimized, Checked]:
+    def _build_and_check(self, candidate: Candidate) -> tuple[Optimized, Checked]:
         start = time.perf_counter()
         before = _own_bytes(self.device)
         what = self.model, self.example, self.expected.output, self.photographs
-        optimized = build(choice, *what, self.rule.min_agreement)
+        optimized = build(candidate, *what, self.rule.min_agreement)
         call(optimized, self.example)
         synchronise(self.device)
         first_call_s = time.perf_counter() - start
-        error, allowed, agreement = self.expected.check(optimized, choice, self.rule)
+        error, allowed, agreement = self.expected.check(optimized, candidate, self.rule)
         peak = peak_memory_of_call(lambda: call(optimized, self.example), self.device)
         peak += max(0, _own_bytes(self.device) - before)
         limit = self.rule.memory_limit
-        if limit is not None and peak > limit and choice != GIVEN:
-            raise Refused(f"takes {peak / 2**20:.3g} MiB, memory_limit is {limit / 2**20:.3g} MiB")
+        if limit is not None and peak > limit and candidate != ORIGINAL:
+            raise Refused(
+                f"needs {format_number(peak / 2**20)} MiB, memory_limit is {format_number(limit / 2**20)} MiB"
+            )
         return optimized, Checked(error, allowed, agreement, first_call_s, peak)
 
     def call_ms(self, candidate: Candidate, number: int) -> float:
@@ -297,13 +295,13 @@ class Trials:
         try:
             samples.take(number)
         except Exception as error:
-            if candidate == GIVEN:
+            if candidate == ORIGINAL:
                 raise
             raise Refused(_in_words(error)) from None
         return samples[-1]
 
     def compare(self, candidates: Sequence[Candidate]) -> None:
-        self._tell(f"timing the {len(candidates)} that are left, interleaved")
+        self._tell(f"timing {len(candidates)} candidates, interleaved")
 
     def _tell(self, what: str) -> None:
         if self.tell is not None:
@@ -314,7 +312,7 @@ class Trials:
         self._forget()
 
     def variations(self, candidate: Candidate) -> Sequence[Candidate]:
-        base = AS_FILE if isinstance(self.model, OnnxFile) and candidate == GIVEN else candidate
+        base = AS_FILE if isinstance(self.model, OnnxFile) and candidate == ORIGINAL else candidate
         return variations(base, self.device, first_batch(self.example))
 
     def _forget(self) -> None:
@@ -324,22 +322,18 @@ class Trials:
 
 
 def device_of_example(example: Any) -> torch.device:
-    """Returns the device of the example's tensors.
-
-    Raises:
-        ValueError: there is none, or they are not all on one device with images in them.
-    """
+    """Returns the device of the example's tensors; raises ValueError if there is not exactly one."""
     tensors = tensors_in(example)
     if not tensors or any(not tensor.numel() for tensor in tensors) or not tensors[0].dim():
         raise ValueError(
-            "example: expected images [B, channels, height, width] with B >= 1, a tuple of arguments, or a mapping "
-            f"of keyword arguments, got {type(example).__name__}"
+            "example must be images [B, channels, height, width] with B >= 1, a tuple of arguments, or a mapping of "
+            f"keyword arguments, got {type(example).__name__}"
         )
     devices = {tensor.device for tensor in tensors}
     if torch.device("meta") in devices:
-        raise ValueError("example lies on meta: expected tensors that hold numbers")
+        raise ValueError("example must not be on the meta device")
     if len(devices) > 1:
-        raise ValueError(f"example lies on {', '.join(map(str, devices))}: expected one device")
+        raise ValueError(f"example must be on one device, got {', '.join(map(str, devices))}")
     return devices.pop()
 
 

@@ -209,8 +209,8 @@ def fused_block_fp8(
     if block.paired_head:
         if rope is None or rope.layout != "half" or (qk_norm is not None and qk_norm.over == "width"):
             reason = (
-                f"paired_head is {block.paired_head}, for positions of layout 'half' and no qk-norm over the width: "
-                "quantize the block with paired_head=0"
+                "paired_head must be 0 without positions of layout 'half' or with qk-norm over the width, got "
+                f"{block.paired_head}: quantize the block with paired_head=0"
             )
             raise UnsupportedInputError("a block in FP8", [reason])
         rope = neighbours(rope, block.paired_head)
@@ -231,12 +231,12 @@ def _require_supported(
         of_norms = () if qk_norm is None else (*qk_norm.q[:2], *qk_norm.k[:2])
         wanted = {"x": x.requires_grad, "qk_norm": any(t is not None and t.requires_grad for t in of_norms)}
         reasons += [
-            f"{name} requires a gradient: FP8 gives none, use torch.no_grad or the model in half precision"
+            f"{name} must not require a gradient in FP8: use torch.no_grad() or the model in half precision"
             for name, requires in wanted.items()
             if requires
         ]
     if is_rms(norm) != (block.qkv.weight_sum is None):
-        reasons.append(f"norm is {norm!r}: the block was quantized with the other kind")
+        reasons.append(f"norm must be the kind that the block was quantized with, got {norm!r}")
     # torch's dispatcher chooses one device before the operator sees its inputs
     if reasons or any(linear.weight.device != x.device for linear in linears):
         raise UnsupportedInputError("a block in FP8", unsupported_reasons(x, x8, next_factor, linears) + reasons)

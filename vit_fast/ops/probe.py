@@ -68,4 +68,4 @@ def _run_and_compare(device: torch.device) -> tuple[str, ...]:
     verdict = judge(out.cpu(), reference.attention(q, k, v), exact)
     if verdict.passed:
         return ()
-    return (f"a small kernel gave wrong answers on {device}: {verdict}",)
+    return (f"a small kernel does not match the reference on {device}: {verdict}",)

@@ -60,7 +60,7 @@ def warm_up(
         model: A VisionTransformer or a fused model; not compiled by torch.compile.
         batch_sizes: Batch sizes of later calls. Other sizes compile few kernels at their first call: at most one from
             12 images without gradients or 33 images in training, a few for smaller batches (ViT-S, B and L).
-        training: Whether to run training steps, forward and backward, instead of inference in evaluation mode.
+        training: True compiles kernels for training steps, forward and backward, instead of inference.
         example: Images [any, channels, height, width] like those of later calls; None means images of the model's size
             in its parameters' dtype.
         progress: Called with the number of finished and of all kernels.
@@ -78,7 +78,7 @@ def warm_up(
     if example.dim() < 2 or example.shape[0] < 1:
         raise ValueError(f"example must have shape [any, channels, height, width], got {tuple(example.shape)}")
     start = time.perf_counter()
-    # this runs a small kernel, so call it before launches are held back
+    # runs a small kernel, so call it before launches are recorded
     reasons = nothing_to_compile_reasons(example.device)
     if reasons:
         return WarmUp(0, 0, time.perf_counter() - start, reasons)

@@ -132,7 +132,7 @@ def save_tensors(model: VisionTransformer, state: Mapping[str, Tensor], path: st
     if path.suffix != ".safetensors":
         raise ValueError(f"path must end in .safetensors, got {str(path)!r}")
     if "vit_fast_mean" in vars(model.patch_embed.proj):
-        raise ValueError("model must not have a normalisation in its patch embedding: call vit_fast.unfuse first")
+        raise ValueError("model must not have a normalization in its patch embedding: call vit_fast.unfuse first")
     description = {
         "version": __version__,
         "config": model.config.to_dict(),

@@ -23,6 +23,7 @@ void cp_async(Warp& w, Instruction& I, u32 mask) {
   const bool has_size = I.operands.size() > 2, early = arrives_early();
   const u32 copy = new_copy(w, I), bytes = I.count;
   u32 addresses[32], moved = 0;
+  check_grid_waited(w, I, "cp.async");
   u64 sources[32];
   each_lane(mask, [&](int lane) {
     addresses[lane] = to[lane] + I.offset, sources[lane] = from[lane] + I.second_offset;

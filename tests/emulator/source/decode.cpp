@@ -33,7 +33,7 @@ int number_after(const std::string& shape, char letter) {  // m16n8k16
 const std::unordered_map<std::string, Parser::Decode> Parser::decoders = {
     {"bra", &Parser::branch}, {"ret", &Parser::end_or_trap}, {"exit", &Parser::end_or_trap}, {"trap", &Parser::end_or_trap},
     {"bar", &Parser::barrier}, {"barrier", &Parser::barrier}, {"fence", &Parser::fence}, {"membar", &Parser::ignore},
-    {"griddepcontrol", &Parser::ignore}, {"nanosleep", &Parser::ignore}, {"setmaxnreg", &Parser::ignore},
+    {"griddepcontrol", &Parser::grid_control}, {"nanosleep", &Parser::ignore}, {"setmaxnreg", &Parser::ignore},
     {"prefetch", &Parser::ignore}, {"prefetchu", &Parser::ignore}, {"discard", &Parser::ignore},
     {"mov", &Parser::move}, {"cvta", &Parser::move}, {"ld", &Parser::load}, {"st", &Parser::store},
     {"atom", &Parser::atomics}, {"red", &Parser::atomics}, {"shfl", &Parser::between_lanes}, {"redux", &Parser::between_lanes},
@@ -97,6 +97,10 @@ bool Parser::barrier(Instruction& I, const Words& opcode, const Words& arguments
   I.kind = BARRIER, I.count = arguments.size() > 1 ? std::stoi(arguments[1]) : 0;
   add_operands(I, arguments[0]);
   return true;
+}
+bool Parser::grid_control(Instruction& I, const Words& opcode, const Words&) {
+  if (has(opcode, "wait")) I.run = wait_for_grid;
+  return has(opcode, "wait") || has(opcode, "launch_dependents");  // grids run one after another
 }
 bool Parser::fence(Instruction& I, const Words& opcode, const Words&) {
   if (has(opcode, "proxy")) I.run = fence_proxy, I.kind = COLLECTIVE;

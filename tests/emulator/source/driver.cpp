@@ -48,6 +48,12 @@ void append(std::string& list, const std::string& item) { list += (list.empty() 
 const char* reply(const std::string& list) { return (answer = "[" + list + "]").c_str(); }
 std::string number(auto value) { return std::to_string(value); }
 
+bool is_dependent(const CUlaunchConfig& c) {
+  for (unsigned i = 0; i < c.numAttrs; i++)
+    if (c.attrs[i].id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION) return c.attrs[i].value.programmaticStreamSerializationAllowed;
+  return false;
+}
+
 void run(RecordedLaunch& r) {
   if (!settings.find_allocation)
     settings.find_allocation = (bool (*)(u64, u64*, u64*))dlsym(RTLD_DEFAULT, "emulator_find_allocation");
@@ -76,7 +82,7 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* c, CUfunction function, void** p
   auto module = modules.find(function);
   if (result != CUDA_SUCCESS || module == modules.end()) return result;
   Kernel* kernel = module->second;
-  RecordedLaunch r{{kernel, {c->gridDimX, c->gridDimY, c->gridDimZ}, {c->blockDimX, c->blockDimY, c->blockDimZ}, c->sharedMemBytes, nullptr},
+  RecordedLaunch r{{kernel, {c->gridDimX, c->gridDimY, c->gridDimZ}, {c->blockDimX, c->blockDimY, c->blockDimZ}, c->sharedMemBytes, nullptr, is_dependent(*c)},
                    std::vector<u64>(kernel->parameter_bytes / 8 + 17)};
   const u64 aligned = (((u64)r.parameters.data() + 63) & ~63ull);
   for (size_t i = 0; i < kernel->parameters.size(); i++)

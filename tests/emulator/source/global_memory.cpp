@@ -51,7 +51,13 @@ u8* check_global(Warp& w, Instruction& I, u64 address, u32 bytes, const char* wh
   else return (u8*)address;
   return nullptr;
 }
+// Stricter than PTX, which allows to read what the previous grid does not write.
+void check_grid_waited(Warp& w, const Instruction& I, const char* what) {
+  if (!w.waited) report(w, I, "global-before-grid-wait", "%s before griddepcontrol.wait, while the previous grid may run", what);
+}
+void wait_for_grid(Warp& w, Instruction&, u32) { w.waited = true; }
 static u8* check_aligned(Warp& w, Instruction& I, u64 address, u32 bytes, const char* what) {
+  check_grid_waited(w, I, what);
   if (address % bytes == 0) return check_global(w, I, address, bytes, what);
   report(w, I, "global-misaligned", "%s of %u bytes at %#llx", what, bytes, (unsigned long long)address);
   return nullptr;

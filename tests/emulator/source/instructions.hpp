@@ -18,7 +18,7 @@ Run selection(const Words& opcode);  // selp, lop3, bfi
 DECLARE(nothing) DECLARE(trap) DECLARE(always_true) DECLARE(move32) DECLARE(move64) DECLARE(pack) DECLARE(unpack)
 DECLARE(shuffle) DECLARE(reduce) DECLARE(elect) DECLARE(vote)
 // global_memory.cpp
-DECLARE(load_parameter) DECLARE(load_global) DECLARE(store_global) DECLARE(atomic)
+DECLARE(load_parameter) DECLARE(load_global) DECLARE(store_global) DECLARE(atomic) DECLARE(wait_for_grid)
 // shared_memory.cpp
 DECLARE(load_shared) DECLARE(store_shared) DECLARE(load_matrix) DECLARE(store_matrix)
 // async_copies.cpp
@@ -43,6 +43,7 @@ u64 store_value(Warp& w, const Instruction& I, int operand, int lane);
 
 // Check an access, report what is wrong, and return where it may take place.
 u8* check_global(Warp& w, Instruction& I, u64 address, u32 bytes, const char* what);
+void check_grid_waited(Warp& w, const Instruction& I, const char* what);
 void note_global_read(Warp& w, Instruction& I, u64 address, u32 bytes);
 void write_global(Warp& w, Instruction& I, u64 address, u32 bytes, const u8* values);
 void measure_sectors(Warp& w, Instruction& I, const u64* addresses, u32 mask, u32 bytes);

@@ -142,7 +142,7 @@ void start_warp(Warp& w) {
   w.defined[0] = ALL;
   std::fill(w.written_at.begin(), w.written_at.end(), 0);
   std::fill(w.in_flight.begin(), w.in_flight.end(), 0);
-  w.registers_in_flight = 0, w.tried = false;
+  w.registers_in_flight = 0, w.tried = false, w.waited = !w.cta->launch->dependent;
   w.copies.clear(), w.stores.clear(), w.products.clear();
   for (int d = 0; d < 3; d++) set_special(w, CTAID + d, [&](int) { return w.cta->index[d]; });
 }

@@ -59,6 +59,7 @@ class Parser {
   bool end_or_trap(Instruction&, const Words&, const Words&);
   bool branch(Instruction&, const Words&, const Words&);
   bool barrier(Instruction&, const Words&, const Words&);
+  bool grid_control(Instruction&, const Words&, const Words&);
   bool fence(Instruction&, const Words&, const Words&);
   bool move(Instruction&, const Words&, const Words&);
   bool load(Instruction&, const Words&, const Words&);

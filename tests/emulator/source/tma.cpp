@@ -134,6 +134,7 @@ void deliver(Cta& cta, Mbarrier& barrier, const TmaCopy& load) {
 }
 
 void tma_load(Warp& w, Instruction& I, u32 mask) {
+  check_grid_waited(w, I, "TMA load");
   each_lane(mask, [&](int lane) {
     TmaCopy load = read_operands(w, I, lane);
     TensorMap map;
@@ -155,6 +156,7 @@ void tma_load(Warp& w, Instruction& I, u32 mask) {
 }
 
 void tma_store(Warp& w, Instruction& I, u32 mask) {
+  check_grid_waited(w, I, "TMA store");
   each_lane(mask, [&](int lane) {
     TmaCopy store = read_operands(w, I, lane);
     TensorMap map;

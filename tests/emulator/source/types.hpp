@@ -206,6 +206,7 @@ struct Warp {
   u32 proxy_fence = 0;             // Cta::sequence
   u32 barrier = 0, mbarrier = 0;   // at which it waits
   bool tried = false;              // the mbarrier, in vain
+  bool waited = false;             // for the previous grid
   Groups<CpAsync> copies;
   Groups<TmaCopy> stores;
   Groups<Wgmma> products;
@@ -215,6 +216,7 @@ struct Launch {
   Kernel* kernel;
   u32 grid[3], block[3], shared_bytes;
   u8* parameters;
+  bool dependent;  // programmatic: the previous grid may still run
 };
 
 struct Cta {

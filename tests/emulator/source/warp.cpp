@@ -14,6 +14,8 @@ void finish(Warp& w) {
   w.stores.commit();
   finish_stores(w, 0);
   if (!w.products.empty()) report(kernel, kernel.code.back(), "wgmma-not-waited", "a warp ends with wgmma in flight");
+  if (!w.waited)
+    report(kernel, kernel.code.back(), "grid-not-waited", "a warp ends without griddepcontrol.wait, and so may do before the previous grid");
 }
 
 // Lanes whose result is defined. Called only if some source is undefined in some lane.

@@ -1,10 +1,8 @@
-"""pytest-benchmark suite over the tasks and candidates of `vit-fast bench`: `make bench-suite`.
+"""pytest-benchmark suite of the candidates of `vit-fast bench`: `make bench-suite`.
 
-Operators, blocks, models, training steps, export, cold start. A wrong answer of ours fails, one of a peer is an
-expected failure with its reason; what cannot run here is skipped. On a GPU pytest-benchmark's own timer is one of
-device events, so that its statistics, --benchmark-compare and --benchmark-compare-fail are about the device; calls are
-timed on inputs that the cache has lost. VIT_FAST_SUITE_MODEL names another model. In turns, with their resolution:
-`vit-fast bench`.
+Operators, blocks, models, training steps, export and cold start. An incorrect output of ours fails, one of a peer is an
+expected failure. On a GPU, the timer uses device events, also for --benchmark-compare. VIT_FAST_SUITE_MODEL selects
+another model.
 """
 
 from __future__ import annotations
@@ -21,10 +19,10 @@ import torch
 
 import vit_fast
 from vit_fast.apps.data import default_photograph
-from vit_fast.benchmarks.candidates import default_labels, parse_label
+from vit_fast.benchmarks.candidates import default_names, parse_candidate
+from vit_fast.benchmarks.configuration import make_configuration
 from vit_fast.benchmarks.models import resolve
-from vit_fast.benchmarks.plan import make_plan
-from vit_fast.benchmarks.preparation import Posed, cold_start, pose, prepare
+from vit_fast.benchmarks.preparation import Problem, cold_start, make_problem, prepare
 from vit_fast.benchmarks.rows import Group
 from vit_fast.measure.device_clock import Instant
 from vit_fast.work import total
@@ -42,7 +40,6 @@ MODELS = (
     f"block:{NAME}",
     NAME,
 )
-# Seconds by the device's own clock on a GPU.
 pytestmark = pytest.mark.benchmark(timer=Instant if DEVICE.type == "cuda" else time.perf_counter)
 ON_THE_HOST = pytest.mark.benchmark(timer=time.perf_counter, warmup=False)
 
@@ -52,29 +49,29 @@ def _cases() -> list[Any]:
     for word, training in itertools.product(MODELS, (False, True)):
         (model,) = resolve(word)(None)
         for batch in BATCH_SIZES[-1:] if training or model.data is None else BATCH_SIZES:
-            for label in default_labels(DEVICE, model.kind, training):
+            for label in default_names(DEVICE, model.kind, training):
                 name = f"{word.partition(':')[0]}-{label}-{'training' if training else batch}"
                 cases.append(pytest.param(word, training, batch, label, id=name))
     return cases
 
 
 @functools.cache
-def posed(word: str, training: bool, batch: int) -> tuple[Group, Posed]:
+def problem_of(word: str, training: bool, batch: int) -> tuple[Group, Problem]:
     (model,) = resolve(word)(None)
     group = Group(model, DTYPE, batch, batch, training)
-    return group, pose(group, [default_photograph()], DEVICE)
+    return group, make_problem(group, [default_photograph()], DEVICE)
 
 
 @pytest.mark.parametrize(("word", "training", "batch", "label"), _cases())
 def test_candidate(benchmark: Any, word: str, training: bool, batch: int, label: str) -> None:
-    """Its backward alone of an operator or a block, a whole step of a model, where that is training."""
-    selection, (group, asked) = parse_label(label), posed(word, training, batch)
-    if missing := selection.missing_packages():
+    """Times inference; for training, the backward of an operator or a block, and the whole step of a model."""
+    candidate, (group, problem) = parse_candidate(label), problem_of(word, training, batch)
+    if missing := candidate.missing_packages():
         pytest.skip(f"{label}: not installed: {', '.join(missing)}")
-    ready, row = prepare(selection, group, asked)
+    ready, row = prepare(candidate, group, problem)
     if row["status"] == "unsupported":
         pytest.skip(row["reason"])
-    if row["status"] == "wrong" and row["peer"]:  # no defect of ours; its time would be that of another answer
+    if row["status"] == "incorrect" and row["peer"]:
         pytest.xfail(f"{label}: {row['reason']}")
     assert ready is not None, row["reason"]
     call, numbers = ready.call, itertools.count()
@@ -89,7 +86,7 @@ def test_candidate(benchmark: Any, word: str, training: bool, batch: int, label:
 @ON_THE_HOST
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
 def test_export(benchmark: Any, precision: Any, tmp_path: Path) -> None:
-    """Exports to ONNX and compares with the model in ONNX Runtime and in fp64."""
+    """Times an export to ONNX with its verification."""
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     model = vit_fast.create_model(NAME, backend="sdpa").eval()
@@ -105,10 +102,10 @@ def test_export(benchmark: Any, precision: Any, tmp_path: Path) -> None:
 @ON_THE_HOST
 @pytest.mark.parametrize("label", ["eager", "sdpa", "triton", "onnxruntime"])
 def test_cold_start(benchmark: Any, label: str) -> None:
-    """From the start of a process to its first right answer, compiling and exporting included."""
+    """Times a process from its start to the first correct output."""
     if label == "triton" and DEVICE.type == "cpu":
         pytest.skip("triton: needs a GPU")
-    plan = make_plan(models=[NAME], batch_sizes=[1], dtypes=[DTYPE], device=str(DEVICE))
+    configuration = make_configuration(models=[NAME], batch_sizes=[1], dtypes=[DTYPE], device=str(DEVICE))
     benchmark.group = f"cold start of {NAME}"
-    found = benchmark.pedantic(lambda: cold_start(plan.request, plan.groups()[0], label), rounds=1)
+    found = benchmark.pedantic(lambda: cold_start(configuration.request, configuration.groups()[0], label), rounds=1)
     assert found["cold_s"] > 0, found

@@ -1,9 +1,8 @@
-"""Resolution of a run: intervals of ratios by bootstrap, the A/A control, and the verdicts that follow.
+"""Comparison of timings: confidence intervals of ratios by bootstrap, the A/A control, and verdicts.
 
-Every group times its best call at full precision twice, under two names, in the same turns: whatever lies between the
-two is what this machine does to identical code, and the resolution of the run. Samples of one turn share what the
-machine did then, and are compared with one another. A ratio is a difference only when its interval leaves 1 out and it
-lies farther from 1 than the resolution.
+The fastest full-precision candidate of each group is timed twice under two names, in the same rounds. The difference
+between the two is the resolution of the run. Samples of one round share the state of the machine and are compared with
+each other. A ratio is a difference only if its interval excludes 1 and it is farther from 1 than the resolution.
 """
 
 from __future__ import annotations
@@ -15,23 +14,21 @@ from typing import Any
 import numpy as np
 
 RESAMPLES, CONFIDENCE = 1000, 0.99
-# Where identical code differs by more than this, nothing is ranked.
+# If identical code differs by more than this, nothing is ranked.
 UNRANKABLE = 0.10
 SAME, FASTER, SLOWER, UNKNOWN = "no difference", "faster", "slower", "cannot be ranked"
-QUIET_RUN = "for a quiet run: end what else runs here, fix the clocks, or give the run cores of its own (taskset -c)"
+QUIET_RUN = "to reduce noise, stop other processes, fix the clocks, or pin the run to unused cores (taskset -c)"
 
 
 def ratio(base_ms: Sequence[float], other_ms: Sequence[float], *, paired: bool, share: float = 0.5) -> float:
     """Returns the speed of the other relative to the base.
 
-    Of samples taken in the same turns the median of each turn's own ratio, in which cancels whatever the machine did
-    to that turn: drift and bursts that move a median by half leave it within some per cent. Else of the medians.
-
     Args:
-        base_ms: Durations, at least one.
-        other_ms: Those of the other; in ms, as they were taken.
-        paired: Whether samples of the same number were taken in the same turn.
-        share: Of the calls that are compared by the longest of them; 0.5 compares medians.
+        base_ms: Durations in ms in the order of measurement, at least one.
+        other_ms: Durations of the other.
+        paired: True if samples with the same index are of the same round: the result is the median of the ratios of
+            the rounds, in which drift of the machine cancels out. False compares the medians.
+        share: The quantile to compare; 0.5 is the median.
     """
     return float(_ratios(np.asarray(base_ms)[None], np.asarray(other_ms)[None], paired, share)[0])
 
@@ -39,9 +36,9 @@ def ratio(base_ms: Sequence[float], other_ms: Sequence[float], *, paired: bool, 
 def ratio_interval(
     base_ms: Sequence[float], other_ms: Sequence[float], *, paired: bool, share: float = 0.5
 ) -> tuple[float, float]:
-    """An interval for the ratio of the same arguments.
+    """Returns a confidence interval for the ratio of the same arguments.
 
-    Moving blocks of neighbouring samples are drawn, as bursts and drift last for several.
+    It resamples blocks of consecutive samples, because bursts and drift last for several.
     """
     generator = np.random.default_rng(0)
     base, other = np.asarray(base_ms), np.asarray(other_ms)
@@ -53,24 +50,25 @@ def ratio_interval(
 
 
 def _ratios(base: np.ndarray, other: np.ndarray, paired: bool, share: float) -> np.ndarray:
-    """Ratios of rows of samples; medians turn by turn, as the longest calls of two are not of the same turns."""
+    """Ratios of resampled [RESAMPLES, count]. Other quantiles than the median are not of the same rounds."""
     if paired and share == 0.5 and base.shape == other.shape:
         return np.median(base / other, axis=1)
     return np.quantile(base, share, axis=1) / np.quantile(other, share, axis=1)
 
 
 def _blocks(count: int, generator: np.random.Generator) -> np.ndarray:
-    """Indices [RESAMPLES, count] in blocks of about the root of their number, round and round."""
+    """Indices [RESAMPLES, count] in circular blocks of about sqrt(count)."""
     length = max(1, round(math.sqrt(count)))
     starts = generator.integers(0, count, (RESAMPLES, math.ceil(count / length), 1))
     return ((starts + np.arange(length)) % count).reshape(RESAMPLES, -1)[:, :count]
 
 
 def control(first_ms: Sequence[float], again_ms: Sequence[float], *, share: float = 0.5) -> dict[str, Any]:
-    """The A/A control: identical code timed in the same turns, and the resolution that follows, as a share.
+    """Compares two timings of identical code in the same rounds.
 
-    `resolution` is that of ratios within these turns; `between_runs`, of medians alone, that of ratios to other runs,
-    in which what the machine did then does not cancel.
+    Returns:
+        The ratio, its interval, `resolution` for ratios within these rounds, and `between_runs` for ratios to another
+        run, both as a share.
     """
     low, high = ratio_interval(first_ms, again_ms, paired=True, share=share)
     found = ratio(first_ms, again_ms, paired=True, share=share)
@@ -81,10 +79,7 @@ def control(first_ms: Sequence[float], again_ms: Sequence[float], *, share: floa
 
 
 def verdict(found: float, interval: Sequence[float], resolution: float) -> str:
-    """Judges a ratio at a resolution: faster, slower, no difference, or cannot be ranked.
-
-    Of too few samples the interval is wider than what can be ranked: two candidates are then not called equal.
-    """
+    """Returns faster, slower, no difference, or cannot be ranked, e.g. if too few samples make the interval wide."""
     if resolution > UNRANKABLE:
         return UNKNOWN
     low, high = interval
@@ -98,13 +93,15 @@ def verdict(found: float, interval: Sequence[float], resolution: float) -> str:
 def compare_rows(
     base: Mapping[str, Any], other: Mapping[str, Any], resolution: float, *, paired: bool
 ) -> dict[str, Any]:
-    """Compares the other measured row with the base: speed ratio, its interval, verdict.
-
-    paired: The samples are of the same rounds, as far as both have some: noise may have left one fewer.
-    """
+    """Returns the ratio of a measured row to the base with interval and verdict; paired: rounds that both have."""
     scale = other["batch"] / base["batch"]
     count = min(len(base["samples_ms"]), len(other["samples_ms"])) if paired else None
     samples = base["samples_ms"][:count], other["samples_ms"][:count]
     interval = [scale * end for end in ratio_interval(*samples, paired=paired)]
     found = scale * ratio(*samples, paired=paired)
     return {"ratio": found, "interval": interval, "verdict": verdict(found, interval, resolution)}
+
+
+def format_number(value: float, digits: int = 3) -> str:
+    """Formats a number with so many significant digits and without an exponent: 0.012, 4.56, 1,235."""
+    return f"{value:,.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"

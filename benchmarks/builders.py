@@ -1,0 +1,349 @@
+"""The candidates of the benchmark, and the functions that build them.
+
+All candidates of a task have the same weights. A library's model is built by its own class and gets our weights; the
+error for a model that the library does not have lists all reasons. ONNX Runtime and OpenVINO run the export of
+vit_fast.export, or a given file. To add a candidate, add it to `_all`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from vit_fast.errors import UnsupportedInputError
+from vit_fast.fusion.fuse import fuse, set_backend
+from vit_fast.libraries import timm, transformers
+from vit_fast.libraries.known import PEERS
+from vit_fast.libraries.peers import take_weights
+from vit_fast.measure.candidate import AS_FILE, PRECISIONS, RUNTIMES, Candidate
+from vit_fast.model import VisionTransformer
+
+from . import operators
+from .machine import short_name
+from .models import Model, OutputOf, Task
+
+# The allowed error of lower precision as a share of the largest output; the accuracy rule is for full precision.
+LOSSY_TOLERANCE = 0.35
+MOST_FILES = 4  # exported files that are kept for further batch sizes
+
+Function = Callable[[Tensor], Tensor]
+
+
+def make(candidate: Candidate, task: Task) -> Function:
+    """Builds a candidate, or its first block if that is the task.
+
+    Raises:
+        UnsupportedInputError: the candidate cannot do the task; all reasons.
+    """
+    assert candidate.builder is not None
+    made: Function = candidate.builder(candidate, task)
+    if not task.model.block:
+        return made
+    blocks = getattr(made, "blocks", None)
+    if not isinstance(blocks, nn.Sequential):
+        raise UnsupportedInputError(candidate.base, ["its blocks must take tokens only"])
+    block: Function = blocks[0]
+    return block
+
+
+def define(task: Task) -> nn.Module:
+    """Builds the reference of a task: our eager model or operator, or the given model itself."""
+    given = task.model.kind == "given"
+    made = build_given(AS_FILE, task) if given else make(CANDIDATES["eager"], task)
+    assert isinstance(made, nn.Module)
+    return made
+
+
+def build(candidate: Candidate, task: Task) -> nn.Module:
+    """Builds our model with the task's weights on the candidate's backend, or an operator."""
+    backend = candidate.attention or candidate.base
+    if task.model.operator is not None:
+        return operators.build(backend, task.model.operator, task.weights or {}, task.device)
+    config, weights = task.ours
+    with torch.device("meta"):
+        model = VisionTransformer(config, data_config=task.model.data)
+    model = model.to_empty(device=task.device).to(task.dtype)
+    model.load_state_dict(dict(weights))
+    set_backend(model, backend)
+    return model.eval().requires_grad_(False)
+
+
+def _build_operator(candidate: Candidate, task: Task) -> nn.Module:
+    if task.model.operator is None:
+        raise UnsupportedInputError(candidate.base, [f"it must be used with an operator, got {task.model.name}"])
+    return build(candidate, task)
+
+
+def _build_changed(changes: Candidate, candidate: Candidate, task: Task) -> nn.Module:
+    """Builds our model with the kernels, and freezes it or converts it to FP8."""
+    from vit_fast.measure.build import changed_copy
+    from vit_fast.quantization.fp8 import unable_reasons
+
+    reasons = []
+    if changes.precision == "fp8":  # checked before anything is built
+        reasons = unable_reasons(task.device, task.dtype)
+        reasons += [] if task.whole else [f"the model must be a whole model, got {task.model.name}"]
+    if reasons:
+        raise UnsupportedInputError(candidate.base, reasons)
+    return changed_copy(changes, build(candidate, task), _images(task, task.batch_size), ())
+
+
+def _build_graphs(candidate: Candidate, task: Task) -> Function:
+    """Captures our frozen model in a CUDA graph."""
+    from vit_fast.run.graph_runner import GraphRunner
+
+    return GraphRunner(build(candidate, task), _images(task, 1), batch_sizes=(task.batch_size,))
+
+
+def _images(task: Task, batch: int) -> Tensor:
+    return torch.zeros(batch, *task.model.shape, dtype=task.dtype, device=task.device)
+
+
+def build_peer(library: ModuleType, candidate: Candidate, task: Task) -> nn.Module:
+    """Builds a library's model with our weights."""
+    config, weights = task.ours
+    model = library.build_peer(config).to(device=task.device, dtype=task.dtype)
+    take_weights(model, weights, library.convert, config)
+    model = model.eval().requires_grad_(False)
+    return OutputOf(model) if library is transformers else model
+
+
+def build_given(candidate: Candidate, task: Task) -> nn.Module:
+    """Builds a model that was given by id, file or function."""
+    if task.model.make is None:
+        raise UnsupportedInputError("given", [f"the model must be given as a module, got {task.model.name}"])
+    return task.model.make().to(task.device, task.dtype).requires_grad_(False)
+
+
+def _build_fused(
+    build_model: Callable[[Candidate, Task], nn.Module], whole: bool, frozen: bool, candidate: Candidate, task: Task
+) -> nn.Module:
+    """Builds a model and calls vit_fast.fuse; whole: every attention and MLP must be fused, otherwise any part."""
+    from vit_fast.fusion.freezing import freeze
+
+    model = build_model(candidate, task)
+    report = fuse(model)
+    if whole or not report.fused:
+        report.require_all()
+    if frozen and not freeze(model):
+        raise UnsupportedInputError("freeze", ["no block of this model can be frozen"])
+    return model
+
+
+def _build_optimized(candidate: Candidate, task: Task) -> nn.Module:
+    """Builds the cached result of vit_fast.optimize in the candidate's precision."""
+    from vit_fast.measure import cache
+    from vit_fast.measure.build import build as build_candidate
+
+    module = define(task)
+    example = _images(task, task.batch_size)
+    found = cache.find(module, example, candidate.precision)
+    if found is None:
+        allowed = "" if candidate.precision is None else f" --allow {candidate.precision}"
+        command = f"vit-fast optimize {task.model.name} --batch {task.batch_size}{allowed}"
+        raise UnsupportedInputError("optimized", [f"there is no cached result; run {command}"])
+    with torch.no_grad():
+        return build_candidate(found.candidate, module, example, module(example), ())
+
+
+def build_file(candidate: Candidate, task: Task, *, io_binding: bool = True) -> Function:
+    """Opens the export of the task's model, or the given ONNX file, in the candidate's runtime.
+
+    Raises:
+        UnsupportedInputError: the runtime does not support the dtype on this device.
+        ProviderError: the execution provider is not available.
+    """
+    fp32, on_cpu = task.dtype == torch.float32, task.device.type == "cpu"
+    reasons = []
+    if candidate.engine == "openvino":
+        if not (on_cpu and task.dtype in (torch.float32, torch.bfloat16)):
+            reasons.append("it needs a CPU, and fp32 or bf16")
+    elif task.dtype == torch.bfloat16 and on_cpu:
+        reasons.append("it has no bf16 kernels for CPUs")
+    if candidate.engine == "tensorrt" and on_cpu:
+        reasons.append("it needs a GPU")
+    if candidate.precision == "int8" and not fp32:
+        reasons.append(f"the dtype must be fp32 for int8, got {short_name(task.dtype)}")
+    if task.model.onnx is not None and (candidate.precision or not fp32):
+        reasons.append(f"the dtype of a given file must be fp32 without quantization, got {task.model.name}")
+    if reasons:
+        raise UnsupportedInputError(RUNTIMES[candidate.engine], reasons)
+    if not fp32:
+        candidate = dataclasses.replace(candidate, precision="bf16" if task.dtype == torch.bfloat16 else "fp16")
+    return _open(candidate, task.model.onnx or _exported(candidate, task), task, io_binding)
+
+
+def _open(candidate: Candidate, path: Path, task: Task, io_binding: bool = True) -> Function:
+    from vit_fast.measure.runtimes import open_file
+
+    run = open_file(candidate, path, _images(task, task.batch_size), task.model.image_hw, io_binding=io_binding)
+    return lambda images: run(images.float()).to(task.dtype)
+
+
+# The exported files of this run with their weights: one file serves all batch sizes.
+_Key = tuple[Model, str, str | None, torch.device]
+_files: dict[_Key, tuple[object, tempfile.TemporaryDirectory[str]]] = {}
+
+
+def _exported(candidate: Candidate, task: Task) -> Path:
+    from vit_fast.measure.runtimes import write_onnx
+
+    key = task.model, candidate.engine, candidate.precision, task.device
+    weights, folder = _files.pop(key, (None, None))
+    if folder is None or weights is not task.weights:
+        folder = tempfile.TemporaryDirectory()
+        example = _images(task, task.batch_size)
+        write_onnx(candidate, _exportable(task), Path(folder.name) / "model.onnx", example, ())
+    while len(_files) >= MOST_FILES:
+        del _files[next(iter(_files))]
+    _files[key] = task.weights, folder
+    return Path(folder.name) / "model.onnx"
+
+
+def _exportable(task: Task) -> nn.Module:
+    if task.model.make is not None:
+        model = task.model.make()
+        return model.model if isinstance(model, OutputOf) else model
+    on_cpu = dataclasses.replace(task, dtype=torch.float32, device=torch.device("cpu"))
+    return build(CANDIDATES["sdpa"], on_cpu)
+
+
+def _export_by_torch(candidate: Candidate, task: Task) -> Function:
+    """Exports with torch.onnx.export, with a dynamic batch size."""
+    _require_fp32(candidate, task)
+    images = torch.zeros(2, *task.model.shape)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        shapes = ({0: torch.export.Dim("batch")},)
+        torch.onnx.export(_exportable(task), (images,), path, dynamo=True, dynamic_shapes=shapes, verbose=False)
+        return _open(candidate, path, task)
+
+
+def _export_by_timm(candidate: Candidate, task: Task) -> Function:
+    """Exports timm's model with timm's exporter, for this batch size only."""
+    from timm.utils.onnx import onnx_export
+
+    _require_fp32(candidate, task)
+    model = build_peer(timm, candidate, dataclasses.replace(task, device=torch.device("cpu")))
+    images = torch.zeros(task.batch_size, *task.model.shape)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        onnx_export(model, str(path), example_input=images, check=False, use_dynamo=True)
+        return _open(candidate, path, task)
+
+
+def _require_fp32(candidate: Candidate, task: Task) -> None:
+    if task.dtype != torch.float32 or task.model.onnx is not None:
+        raise UnsupportedInputError(candidate.base, ["the model must be in fp32 and no ONNX file"])
+
+
+def _build_torchao(candidate: Candidate, task: Task) -> nn.Module:
+    """Quantizes our model with torchao, with dynamic activations by row."""
+    fp8 = candidate.precision == "fp8"
+    if fp8 and (task.dtype != torch.bfloat16 or not task.whole):
+        raise UnsupportedInputError(candidate.base, ["the model must be a whole model in bf16"])
+    from torchao import quantization
+
+    int8 = quantization.Int8DynamicActivationInt8WeightConfig
+    e4m3 = quantization.Float8DynamicActivationFloat8WeightConfig
+    model = build(CANDIDATES["sdpa"], task)
+    quantization.quantize_(model, e4m3(granularity=quantization.PerRow()) if fp8 else int8())
+    return model
+
+
+def _all() -> Iterator[Candidate]:
+    of_inference: dict[str, Any] = {"trainable": False}
+    of_lossy: dict[str, Any] = {"tolerance": LOSSY_TOLERANCE, "trainable": False}
+    for backend, summary in (
+        ("eager", "our model in plain PyTorch: the reference"),
+        ("sdpa", "our model with torch's scaled_dot_product_attention"),
+        ("triton", "our model with our Triton kernels"),
+    ):
+        yield Candidate(base=backend, summary=summary, attention=backend, mlp=backend, builder=build, fullgraph=True)
+    kernels = Candidate(attention="triton", mlp="triton")
+    triton = partial(dataclasses.replace, kernels)
+    frozen, e4m3 = partial(_build_changed, Candidate(frozen=True)), partial(_build_changed, Candidate(precision="fp8"))
+    yield triton(base="triton-frozen", summary="triton with frozen weights", builder=frozen, **of_inference)
+    yield triton(
+        base="triton-graphs", summary="triton-frozen in a CUDA graph", builder=_build_graphs, compilable=False,
+        **of_inference,
+    )  # fmt: skip
+    summary = "triton with linear layers in e4m3, calibrated"
+    yield triton(base="triton-fp8", summary=summary, builder=e4m3, precision="fp8", **of_lossy)
+    for name, kernel in (
+        ("flash", SDPBackend.FLASH_ATTENTION),
+        ("cudnn", SDPBackend.CUDNN_ATTENTION),
+        ("efficient", SDPBackend.EFFICIENT_ATTENTION),
+    ):
+        yield Candidate(
+            base=f"sdpa-{name}", summary=f"sdpa restricted to the {name} kernel", attention="sdpa", mlp="sdpa",
+            builder=build, fullgraph=True, context=partial(sdpa_kernel, kernel),
+        )  # fmt: skip
+    for library in PEERS:
+        peer, needs = partial(build_peer, library), (library.NAME,)
+        yield Candidate(base=library.NAME, summary=library.PEER, builder=peer, packages=needs, peer=True)
+        yield from _fused(library.NAME, f"{library.NAME}'s model", peer, True, needs)
+    yield Candidate(base="given", summary="the given model", builder=build_given, peer=True)
+    yield from _fused("given", "the given model", build_given, False, ())
+    in_file: dict[str, Any] = {"compilable": False, "trainable": False}
+    optimized = Candidate(base="optimized", builder=_build_optimized, **in_file)
+    yield dataclasses.replace(optimized, summary="cached result of vit_fast.optimize, lossless")
+    for precision in PRECISIONS:
+        yield dataclasses.replace(
+            optimized, base=f"optimized-{precision}", summary=f"cached result of vit_fast.optimize in {precision}",
+            precision=precision, tolerance=LOSSY_TOLERANCE,
+        )  # fmt: skip
+    ort = ("onnx", "onnxscript", "onnxruntime")
+    file = Candidate("onnxruntime", builder=build_file, packages=ort, peer=True, build_s=7.0, **in_file)
+    calibrated = {"precision": "int8", "peer": False, "build_s": 9.0, **of_lossy}
+    for base, summary, changes in (
+        ("onnxruntime", "ONNX Runtime, exported by vit_fast.export", {}),
+        ("onnxruntime-nobinding", "onnxruntime through session.run",
+         {"builder": partial(build_file, io_binding=False)}),
+        ("onnxruntime-int8", "onnxruntime, static int8 calibrated on a photograph", calibrated),
+        ("tensorrt", "onnxruntime with the TensorRT provider", {"engine": "tensorrt"}),
+        ("openvino", "OpenVINO on a CPU, exported by vit_fast.export",
+         {"engine": "openvino", "packages": ("onnx", "onnxscript", "openvino")}),
+        ("torch-onnx", "ONNX Runtime, exported by torch.onnx.export", {"builder": _export_by_torch}),
+        ("timm-onnx", "ONNX Runtime, timm's model exported by timm",
+         {"builder": _export_by_timm, "packages": (*ort, "timm")}),
+    ):  # fmt: skip
+        yield dataclasses.replace(file, base=base, summary=summary, **changes)
+    torchao = Candidate(builder=_build_torchao, packages=("torchao",), peer=True, **of_lossy)
+    summary = "sdpa with torchao's int8 weights and dynamic activations"
+    yield dataclasses.replace(torchao, base="torchao-int8", summary=summary, precision="int8", build_s=9.0)
+    summary = "sdpa with torchao's float8 weights and dynamic activations by row"
+    yield dataclasses.replace(torchao, base="torchao-fp8", summary=summary, precision="fp8")
+    for base, summary, packages in (
+        ("flex", "FlexAttention, compiled", ()),
+        ("flash-attn", "attention of flash-attn", ("flash_attn",)),
+        ("xformers", "memory-efficient attention of xformers", ("xformers",)),
+        ("cublaslt", "MLP in PyTorch with cuBLASLt's GELU epilogue", ()),
+        ("transformer-engine", "LayerNormMLP of NVIDIA TransformerEngine", ("transformer_engine",)),
+    ):
+        yield Candidate(
+            base=base, summary=summary, builder=_build_operator, packages=packages, peer=True, compilable=False
+        )
+
+
+def _fused(
+    base: str, what: str, build_model: Callable[[Candidate, Task], nn.Module], whole: bool, packages: tuple[str, ...]
+) -> Iterator[Candidate]:
+    fused = Candidate(base=f"{base}+fused", summary=f"{what} after vit_fast.fuse", packages=packages, fullgraph=whole)
+    yield dataclasses.replace(fused, builder=partial(_build_fused, build_model, whole, False))
+    yield dataclasses.replace(
+        fused, base=f"{base}+fused+frozen", summary=f"{what} after vit_fast.fuse and vit_fast.freeze",
+        builder=partial(_build_fused, build_model, whole, True), trainable=False,
+    )  # fmt: skip
+
+
+CANDIDATES: dict[str, Candidate] = {candidate.base: candidate for candidate in _all()}

@@ -1,0 +1,109 @@
+"""Forward epilogues of `matmul.py`. With acc = A B of row m and column n, and mean and rstd of the rows of A:
+
+    z = rstd (acc scale - mean weight_sum) + bias
+    "layer_norm":        out = act(z)
+    "rotary", "qk_norm": out = z, with norms over the heads of q and k and their rotary positions (`qk_epilogue.py`)
+    "gated":             out = act(g) u, half as wide; columns 2j and 2j + 1 of z are g and u (`folding.py`)
+    "residual":          out = [residual +] [scale] (acc + bias)
+
+z without bias takes the place of acc in "residual" where a norm of A's rows is folded into B. "layer_norm" and those
+like it multiply acc by the scales of e4m3 weights; those of "residual" are in `scale` and `bias`. `where` is (row,
+column, M, N) of a piece of a tile, SHAPE its (rows, columns, TMA, dtype of what is stored).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..activations import activate
+from ..fp8 import divided
+from ..layer_norm import combine_statistics
+from .matmul_tiles import rounded, store_tile
+from .qk_epilogue import finished_heads
+
+
+@triton.jit
+def row_factors(
+    row_part_ptr, mean_ptr, rstd_ptr, row, M, K, eps, first_column,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, RMS: tl.constexpr,
+):  # fmt: skip
+    """rstd and -rstd mean [ROWS], or 1 and 0 without statistics; programs of the first column store mean and rstd."""
+    scale = tl.full((ROWS,), 1.0, tl.float32)
+    shift = tl.zeros((ROWS,), tl.float32)
+    if row_part_ptr is not None:
+        mean, rstd = combine_statistics(row_part_ptr, row, M, K, eps, ROWS, PARTS, RMS)
+        scale = tl.maximum(rstd, 0.0)
+        shift = -scale * mean
+        if mean_ptr is not None:
+            rows = row + tl.arange(0, ROWS)
+            once = (rows < M) & first_column
+            tl.store(mean_ptr + rows, mean, mask=once)
+            tl.store(rstd_ptr + rows, rstd, mask=once)
+    return scale, shift
+
+
+@triton.jit
+def normed(acc, weight_sum_ptr, scale_ptr, factors, where, COLS: tl.constexpr):
+    """The product of normalised rows, from that of the rows themselves; `scale_ptr`: of e4m3 weights."""
+    col, N = where[1], where[3]
+    cols = col + tl.arange(0, COLS)
+    value = acc * factors[0][:, None]
+    if scale_ptr is not None:
+        value *= tl.load(scale_ptr + cols, mask=cols < N, other=0.0)[None, :]
+    if weight_sum_ptr is not None:
+        value += factors[1][:, None] * tl.load(weight_sum_ptr + cols, mask=cols < N, other=0.0)[None, :]
+    return value
+
+
+@triton.jit
+def layer_norm_epilogue(
+    acc, out, z, weight_sum_ptr, bias_ptr, scale_ptr, out_scale_ptr, factors, heads, where,
+    SHAPE: tl.constexpr, HEADS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Stores the epilogue's result, and returns it as stored."""
+    row, col, M, N = where
+    ROWS: tl.constexpr = SHAPE[0]
+    COLS: tl.constexpr = SHAPE[1]
+    TMA: tl.constexpr = SHAPE[2]
+    DTYPE: tl.constexpr = SHAPE[3]
+    cols = col + tl.arange(0, COLS)
+    value = normed(acc, weight_sum_ptr, scale_ptr, factors, where, COLS)
+    value += tl.load(bias_ptr + cols, mask=cols < N, other=0.0)[None, :]
+    value = finished_heads(value, heads, where, ROWS, COLS, HEADS)
+    if z is not None:
+        # the activation of what the backward will read, so that both see the same hidden layer
+        kept = rounded(value, DTYPE)
+        store_tile(z, kept, row, col, M, N, ROWS, COLS, TMA)
+        value = kept.to(tl.float32)
+    if GATED:
+        gate, up = tl.split(value.reshape(ROWS, COLS // 2, 2))
+        value = divided(activate(gate, ACTIVATION, DTYPE == tl.float32) * up, out_scale_ptr)
+        stored = value.to(DTYPE)
+        store_tile(out, stored, row, col // 2, M, N // 2, ROWS, COLS // 2, TMA)
+    else:
+        stored = divided(activate(value, ACTIVATION, DTYPE == tl.float32), out_scale_ptr).to(DTYPE)
+        store_tile(out, stored, row, col, M, N, ROWS, COLS, TMA)
+    return stored
+
+
+@triton.jit
+def residual_epilogue(acc, out, z, addend, bias_ptr, scale_ptr, where, SHAPE: tl.constexpr):
+    """Stores the epilogue's result, and returns it as stored; `addend` is a piece of the residual or None."""
+    row, col, M, N = where
+    ROWS: tl.constexpr = SHAPE[0]
+    COLS: tl.constexpr = SHAPE[1]
+    TMA: tl.constexpr = SHAPE[2]
+    DTYPE: tl.constexpr = SHAPE[3]
+    cols = col + tl.arange(0, COLS)
+    if z is not None:
+        store_tile(z, acc.to(DTYPE), row, col, M, N, ROWS, COLS, TMA)
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+    if scale_ptr is not None:
+        acc *= tl.load(scale_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+    if addend is not None:
+        acc += addend.to(tl.float32)
+    value = rounded(acc, DTYPE)
+    store_tile(out, value, row, col, M, N, ROWS, COLS, TMA)
+    return value

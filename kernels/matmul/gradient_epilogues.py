@@ -1,0 +1,153 @@
+"""Backward epilogues of `matmul.py`. With acc = A B of row m and column n, and mean and rstd of the LayerNorm's rows:
+
+    "activation_grad": h = act(z),  dz = acc act'(z),  out = rstd dz
+    "gated_grad":      the same behind "gated": acc [M, N] is the gradient of h = act(g) u, z and out are twice as wide
+    "layer_norm_grad": out = [residual +] acc - (x - mean) coefficient, and h the same in the dtype of A;
+                       coefficient = rstd^2 / N sum dz (z - c)
+
+The first two leave parts of the sums of dz (z - c) over rows, and of dz and out mean over columns. Where a norm of h
+comes next, acc is the gradient of the normalised h^ without the norm's own backward, which subtracts h^ along, with
+along = h^ mean(acc h^), from it; h^ is then stored in place of h (`hidden_norm.py`).
+
+A constant row (rstd < 0, see `layer_norm.py`) takes 1 in place of rstd in "activation_grad" and its magnitude in
+"layer_norm_grad": its weight gradient, dz~ (x - mean), then cancels between numbers a thousand times smaller. Rows that
+were normalised beforehand have no mean: rstd is then 1, but in "layer_norm_grad": out = [residual +] rstd acc - x
+coefficient. `where` and SHAPE are as in `forward_epilogues.py`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..activations import activate_with_slope
+from ..launch import is_interpreted
+from .matmul_tiles import load_rows, load_tile, rounded, store_tile, sum_row_parts
+
+_INTERPRETED = tl.constexpr(is_interpreted())
+
+
+@triton.jit
+def activation_row_factors(mean_ptr, rstd_ptr, row, M, ROWS: tl.constexpr):
+    """(rstd, mean) [ROWS] of "activation_grad": the factor of dz in dz~, and what its column sums are multiplied by."""
+    rstd = tl.full((ROWS,), 1.0, tl.float32)
+    mean = tl.zeros((ROWS,), tl.float32)
+    if mean_ptr is not None:
+        rstd = load_rows(rstd_ptr, row, M, ROWS)
+        rstd = tl.where(rstd < 0.0, 1.0, rstd)
+        mean = load_rows(mean_ptr, row, M, ROWS)
+    return rstd, mean
+
+
+@triton.jit
+def layer_norm_row_factors(mean_ptr, rstd_ptr, row_part_ptr, row, M, N, ROWS: tl.constexpr, PARTS: tl.constexpr):
+    """(factor of acc, mean, coefficient) [ROWS] of "layer_norm_grad"."""
+    scale = load_rows(rstd_ptr, row, M, ROWS)
+    mean = tl.zeros((ROWS,), tl.float32)
+    coefficient = sum_row_parts(row_part_ptr, row, M, ROWS, PARTS) * scale / N
+    if mean_ptr is not None:
+        coefficient *= scale
+        scale = tl.where(scale < 0.0, -scale, 1.0)
+        mean = load_rows(mean_ptr, row, M, ROWS)
+    return scale, mean, coefficient
+
+
+@triton.jit
+def _in_layout_of(tile, anchor):
+    """Ties a tile to the registers of `anchor`, so that the compiler does not compute the activation twice: in the
+    layout of the product and in that of the store of h. The assembler removes the move.
+    """
+    if _INTERPRETED:
+        return tile
+    else:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=f,f,f", [tile, anchor], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _through_norm(acc, hidden, statistics_ptr, along_ptr, where, SHAPE: tl.constexpr):
+    """The gradient of the hidden layer before its norm, and that normalised, from the gradient of the latter."""
+    row, col, M, N = where
+    ROWS: tl.constexpr = SHAPE[0]
+    mean = load_rows(statistics_ptr, row, M, ROWS)
+    rstd = load_rows(statistics_ptr + M, row, M, ROWS)
+    along = load_rows(along_ptr, row, M, ROWS)
+    inside = (col + tl.arange(0, SHAPE[1]) < N)[None, :]
+    hidden = tl.where(inside, hidden.to(SHAPE[3]).to(tl.float32) - mean[:, None], 0.0)
+    normalised = hidden * tl.maximum(rstd, 0.0)[:, None]
+    return (acc - normalised * along[:, None]) * tl.abs(rstd)[:, None], normalised
+
+
+@triton.jit
+def activation_grad_epilogue(
+    acc, out, z, h, bias_ptr, scale_ptr, row_part_ptr, column_part_ptr, hidden_ptr, along_ptr, factors, where,
+    SHAPE: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    row, col, M, N = where
+    rstd, mean = factors
+    ROWS: tl.constexpr = SHAPE[0]
+    COLS: tl.constexpr = SHAPE[1]
+    TMA: tl.constexpr = SHAPE[2]
+    DTYPE: tl.constexpr = SHAPE[3]
+    WIDER: tl.constexpr = 2 if GATED else 1
+    COLS_Z: tl.constexpr = WIDER * COLS
+    wide = WIDER * col
+    cols = wide + tl.arange(0, COLS_Z)
+    rows = row + tl.arange(0, ROWS)
+    if scale_ptr is not None:
+        acc *= tl.load(scale_ptr)
+    anchor = tl.join(acc, acc).reshape(ROWS, COLS_Z) if GATED else acc
+    pre = load_tile(z, row, wide, M, WIDER * N, ROWS, COLS_Z, TMA and EARLY == 0)
+    pre = _in_layout_of(pre.to(tl.float32), anchor)
+    if GATED:
+        gate, up = tl.split(pre.reshape(ROWS, COLS, 2))
+        value, slope = activate_with_slope(gate, ACTIVATION, DTYPE == tl.float32)
+        if along_ptr is not None:
+            acc, hidden = _through_norm(acc, value * up, hidden_ptr, along_ptr, where, SHAPE)
+        grad = tl.join(acc * up * slope, acc * value).reshape(ROWS, COLS_Z)
+        value *= up
+    else:
+        value, slope = activate_with_slope(pre, ACTIVATION, DTYPE == tl.float32)
+        if along_ptr is not None:
+            acc, hidden = _through_norm(acc, value, hidden_ptr, along_ptr, where, SHAPE)
+    if h is not None:
+        if along_ptr is not None:
+            value = hidden
+        store_tile(h, value.to(DTYPE), row, col, M, N, ROWS, COLS, TMA)
+    if not GATED:  # not before h is on its way: it takes 178 registers in place of 236
+        grad = acc * slope
+    width = WIDER * N
+    bias = tl.load(bias_ptr + cols, mask=cols < width, other=0.0)
+    # rows past M have a zero gradient; columns past N have one as well, so the bias loaded there does not matter
+    along_row = tl.sum(grad * (pre - bias[None, :]), 1)
+    part = row_part_ptr + tl.cast(row, tl.int64) * PARTS + col // COLS + tl.arange(0, ROWS) * PARTS
+    tl.store(part, along_row, mask=(rows < M) & (col < N))
+    scaled = rounded(grad * rstd[:, None], DTYPE)
+    store_tile(out, scaled, row, wide, M, width, ROWS, COLS_Z, TMA)
+    # of the rounded values: the weight gradient subtracts mean times exactly what its matmul summed
+    along_column = tl.sum(grad, 0)
+    shifted = tl.sum(scaled.to(tl.float32) * mean[:, None], 0)
+    parts = column_part_ptr + tl.cast(row // ROWS, tl.int64) * (2 * width) + cols
+    tl.store(parts, along_column, mask=cols < width)
+    tl.store(parts + width, shifted, mask=cols < width)
+
+
+@triton.jit
+def layer_norm_grad_epilogue(acc, out, h, x, residual, factors, where, SHAPE: tl.constexpr, EARLY: tl.constexpr):
+    row, col, M, N = where
+    scale, mean, coefficient = factors
+    ROWS: tl.constexpr = SHAPE[0]
+    COLS: tl.constexpr = SHAPE[1]
+    TMA: tl.constexpr = SHAPE[2]
+    value = load_tile(x, row, col, M, N, ROWS, COLS, TMA and EARLY == 0)
+    if residual is not None and TMA and EARLY > 0:  # both under way at once; descriptors are waited for one by one
+        addend = load_tile(residual, row, col, M, N, ROWS, COLS, False)
+    acc = acc * scale[:, None] - (value.to(tl.float32) - mean[:, None]) * coefficient[:, None]
+    if residual is not None:
+        if not (TMA and EARLY > 0):
+            addend = load_tile(residual, row, col, M, N, ROWS, COLS, TMA)
+        acc += addend.to(tl.float32)
+    store_tile(out, acc.to(SHAPE[3]), row, col, M, N, ROWS, COLS, TMA)
+    if h is not None:
+        store_tile(h, acc.to(h.dtype if TMA else h.dtype.element_ty), row, col, M, N, ROWS, COLS, TMA)
