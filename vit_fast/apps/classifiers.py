@@ -32,12 +32,12 @@ def open_classifier(weights: str, model_name: str | None, backend: str, device: 
 
     Args:
         weights: A weights file, a folder, or a Hugging Face Hub id.
-        model_name: The variant, for weights that do not say their shape.
+        model_name: The variant, for weights without a config.
         backend: See create_model.
         device: "auto", or one of torch's.
     Raises:
-        ValueError: the weights do not say their shape and no model is named, the model has no head or does not pool, or
-            there is no such device.
+        ValueError: weights have no config and no model is named, the model has no head or does not pool, or there is
+            no such device.
     """
     if model_name is not None:
         model = create_model(model_name, weights=weights, backend=backend)

@@ -94,7 +94,7 @@ def train(
         if _has_stopped(rows, config.patience):
             break
         torch.manual_seed(mixed_seed(config.seed, epoch, processes.rank))  # mixing, dropout and drop path
-        images.epoch = epoch  # workers are started anew, and see it
+        images.epoch = epoch  # workers are restarted, and see it
         sampler.set_epoch(epoch)
         measures: list[Measure] = []
         for step, batch in enumerate(batches_of(loader)):
