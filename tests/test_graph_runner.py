@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from graph_tapes import install
 from kernel_support import DEVICE
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -104,33 +103,6 @@ def test_padding_never_reaches_a_token(name: str) -> None:
             if buffer.is_floating_point():
                 buffer[(2 if name == "internvl" else sum(call.lengths)) :] = math.nan
     assert_equal(family.real(runner(**inputs), MIXED[:2]), expected, rtol=0, atol=0)
-
-
-@pytest.mark.fast_cases("qwen2_5_vl-32")
-@pytest.mark.parametrize("budget", [32, 64])
-@pytest.mark.parametrize("name", EVERY_CODE)
-def test_a_capture_is_replayed_with_other_images(name: str, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches are recorded once a budget; replays run no code of the tower."""
-    pytest.importorskip("triton", reason="the kernels need triton")
-    tapes = install(monkeypatch)
-    family = FAMILIES[name]
-    tower, plain = build(family, "triton")
-    runner = vit_fast.GraphRunner(tower, budgets=(budget,), max_images=4)
-    assert runner.captured and not tapes
-    first, *others = CALLS[:4] if budget == 64 else (((2, 4), (2, 2)), ((4, 4),))
-    for sizes in (first, *others):
-        compare(family, runner, plain, sizes)
-    (tape,) = tapes
-    assert tape.launches >= 10 and tape.replays > len(others)
-    assert runner.stats().graphs == 1 and runner.stats().hits == {budget: tape.replays}
-    with torch.no_grad():
-        for model in (tower, plain):
-            for parameter in model.parameters():
-                parameter.mul_(0.9)
-    compare(family, runner, plain, first)
-    if budget == 64 and "naflexvit" not in name:
-        compare(family, runner, plain, first, output_hidden_states=True)
-        assert len(tapes) == 2
 
 
 def test_what_changed_after_the_capture_is_an_error() -> None:

@@ -150,6 +150,10 @@ class ImageTower(PackedTower):
         super().__init__(tower)
         self.shape, self.tokens, self._like = tuple(shape), tokens, like.new_empty(0)
 
+    @property
+    def like(self) -> Tensor:
+        return self._like
+
     def read(self, pixel_values: Tensor, **kwargs: Any) -> Call:
         """Images [B, channels, height, width]."""
         options, reasons = self.options_of(kwargs)
