@@ -1,6 +1,6 @@
-"""The table of every Vision Transformer of timm and transformers, and what fuse does with it: docs/classes.md.
+"""Generates docs/classes.md: a table of every Vision Transformer of timm and transformers, and the result of `fuse`.
 
-`make classes` writes it anew; the models are made on the meta device, where weights take no memory.
+`make classes` writes it. The models are built on the meta device, where weights take no memory.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SHALLOW = ("num_hidden_layers", "depth")
 
 
 class Row(NamedTuple):
-    """One line of the table: the module of a class in its library, its name, what was made of it, what fuse said."""
+    """A row of the table: the module of a class, its name, the tested model, and the result of `fuse`."""
 
     where: str
     name: str
@@ -63,7 +63,7 @@ class Row(NamedTuple):
 
 
 def outcome(model: nn.Module) -> str | None:
-    """What fuse does with a model; None where it holds no attention."""
+    """Returns the result of `fuse` for a model; None if it contains no attention."""
     report = vit_fast.fuse(model, backend="sdpa")
     if not any("attention" in module.part or "Block" in module.class_name for module in report.modules):
         return None
@@ -78,7 +78,7 @@ def outcome(model: nn.Module) -> str | None:
 
 
 def timm_groups() -> dict[tuple[str, str], list[str]]:
-    """The names of timm's models by the module and the class that they are of."""
+    """Returns the names of timm's models by module and class."""
     import timm
 
     groups: dict[tuple[str, str], list[str]] = {}
@@ -91,7 +91,7 @@ def timm_groups() -> dict[tuple[str, str], list[str]]:
 
 
 def timm_outcome(name: str) -> tuple[str, str | None]:
-    """The class of one of timm's models, and what fuse does with it."""
+    """Returns the class of one of timm's models, and the result of `fuse`."""
     import timm
 
     with torch.device("meta"):
@@ -114,7 +114,7 @@ def timm_rows() -> Iterator[Row]:
 
 
 def transformers_classes() -> Iterator[tuple[str, type[nn.Module]]]:
-    """The folder and class of every model of transformers' that takes images and nothing but images."""
+    """Yields folder and class of every transformers model that takes nothing but images."""
     import transformers
     from transformers import PreTrainedModel, models
 
@@ -139,7 +139,7 @@ def _is_tower(cls: Any) -> bool:
 
 
 def transformers_outcome(cls: Any) -> str | None:
-    """What fuse does with a model of a class, of two layers where the number can be said."""
+    """Returns the result of `fuse` for a model of a class, with two layers if their number can be set."""
     config = cls.config_class()
     for name in SHALLOW:
         if isinstance(getattr(config, name, None), int):

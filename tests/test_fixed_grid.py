@@ -119,7 +119,7 @@ def test_a_captured_graph_holds_it(name: str) -> None:
 
 
 def test_the_towers_own_forward_is_no_graph() -> None:
-    """What the test above forbids is what transformers does with grids."""
+    """transformers' own forward does what the test above forbids."""
     tower = TOWERS["qwen2_5_vl"].build().eval()
     with torch.no_grad(), NoHost(), pytest.raises(AssertionError, match="of the host"):
         tower(**TOWERS["qwen2_5_vl"].inputs(0))

@@ -106,7 +106,7 @@ class GraphRunner:
                 self._graph(size, ())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns model(*args, **kwargs), e.g. of images [B, channels, height, width].
+        """Returns the result of calling the model, e.g. with images [B, channels, height, width].
 
         Raises:
             ValueError: images differ from the example in shape, dtype or device; grids or sizes contradict the pixels.
