@@ -361,7 +361,7 @@ def read_block(
 
 
 def dropout_notes(name: str, p: float) -> list[str]:
-    return [f"in training it runs as it was, because {name} drops with probability {p}"] if p else []
+    return [f"in training the original forward runs, because {name} drops with probability {p}"] if p else []
 
 
 def describe(thing: object) -> str:
